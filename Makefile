@@ -1,0 +1,75 @@
+# Every target sets up what it needs in .venv. `make` alone lists them.
+SHELL := /bin/bash
+PY := .venv/bin/python
+TORCHRUN := .venv/bin/torchrun --standalone --nproc_per_node
+# One thread a rank unless the caller says otherwise: ranks of one host share its cores.
+export OMP_NUM_THREADS ?= 1
+
+MODEL ?= models/tiny-hybrid
+RANKS ?= 2
+PROMPT ?= Once upon a time
+ARGS ?=
+
+.PHONY: help setup setup-dev demo serve generate chat bench-offline bench-host soak lm-eval test lint accuracy baseline bench-cpu trace-overlap readme train-tiny clean
+
+help: ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+	@echo; echo "variables: MODEL=$(MODEL) RANKS=$(RANKS) PROMPT=\"$(PROMPT)\" ARGS=\"--max-new-tokens 100\""
+
+setup: ## make .venv with what running needs
+	@scripts/setup.sh run
+
+setup-dev: ## make .venv with what testing needs, too
+	@scripts/setup.sh dev
+
+demo: setup ## a trained hybrid-ladder model writes a story on 2 tensor-parallel ranks
+	@$(TORCHRUN) $(RANKS) generate.py --model $(MODEL) --prompt "$(PROMPT)" --temperature 0.7 --seed 1 $(ARGS)
+
+generate: setup ## generate.py on RANKS ranks: make generate MODEL=… PROMPT=… ARGS=…
+	@$(TORCHRUN) $(RANKS) generate.py --model $(MODEL) --prompt "$(PROMPT)" $(ARGS)
+
+chat: setup ## talk to the model in the terminal
+	@$(PY) generate.py --model $(MODEL) --chat --interactive --temperature 0 $(ARGS)
+
+serve: setup ## an OpenAI-compatible server for MODEL on RANKS ranks
+	@$(TORCHRUN) $(RANKS) -m server --model $(MODEL) $(ARGS)
+
+bench-offline: setup ## throughput of the serving engine without HTTP, one JSON line
+	@$(TORCHRUN) $(RANKS) -m engine.bench --model $(MODEL) $(ARGS)
+
+bench-host: setup ## what the host adds to a decode step of 64 sequences, in ms
+	@$(TORCHRUN) $(RANKS) -m engine.bench --model $(MODEL) --host --requests 64 $(ARGS)
+
+soak: setup-dev ## a minute of 64 streaming clients, 1,000 dropped connections, and a look for leaks
+	@$(PY) scripts/soak.py $(ARGS)
+
+lm-eval: setup-dev ## lm-evaluation-harness against the server, beside our own scoring, into docs/results/lm-eval.json
+	@[ -x .venv-lm-eval/bin/lm_eval ] || { python3 -m venv .venv-lm-eval && .venv-lm-eval/bin/pip install -q 'lm-eval[api]' transformers; }
+	@$(PY) scripts/lm_eval_check.py --lm-eval .venv-lm-eval $(ARGS)
+
+test: setup-dev ## all tests
+	@$(PY) -m pytest $(ARGS)
+
+lint: setup-dev ## ruff, mypy, and that the README quotes the results as they are
+	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m mypy && $(PY) scripts/readme.py --check
+
+accuracy: setup ## perplexity and exact match of every embedded model at tp 1, 2 and 4, into docs/results/accuracy.json and .md
+	@$(PY) scripts/accuracy.py $(ARGS)
+
+baseline: setup ## ms a token of 8B and 70B:16 presets by variant on RANKS ranks, into docs/results
+	@$(PY) scripts/baseline.py --ranks $(RANKS) $(ARGS)
+
+bench-cpu: setup-dev ## decode speed beside transformers.generate, same weights and threads, into docs/results/bench-cpu.json
+	@$(PY) scripts/bench_cpu.py $(ARGS)
+
+trace-overlap: setup-dev ## profile ladder and standard on 2 ranks, and plot which sums are hidden, into docs/results
+	@$(PY) scripts/trace_overlap.py $(ARGS)
+
+readme: setup ## copy the tables of docs/results into README.md
+	@$(PY) scripts/readme.py
+
+train-tiny: setup ## train the embedded models again (a GPU takes minutes, a CPU most of a day)
+	@$(PY) scripts/train_tiny.py $(ARGS)
+
+clean: ## remove .venv and caches
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,392 @@
+"""Weights in and out: HF safetensors directories and gpt-fast `.pth` files, each rank reading only its own slices;
+random weights for presets; a saver that writes what the reader reads.
+
+The reader walks over the model's own tensors and asks the file for each one's slice, so what is read is what was built.
+"""
+
+import json
+import re
+import shutil
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from tqdm import tqdm
+
+from config import ModelConfig, config_to_hf, preset, read_config, with_variant
+from errors import UserError
+from model import RMSNorm, Transformer
+from tp import SPLITS, Shard, ShardedLinear, World, agree_on_error
+
+INDEX, SINGLE, PTH = "model.safetensors.index.json", "model.safetensors", "model.pth"
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
+    "generation_config.json",
+)  # fmt: skip
+MAX_FILE_BYTES = 4 * 10**9  # of one safetensors file that the saver writes
+MAX_TOUCHED_BYTES = 256 * 2**20  # of a mapped `.pth` that may be resident beside the model
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+# --- where a tensor of the model lies in a checkpoint --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Place:
+    """One tensor of the HF layout and the view of this rank's model that holds its slice."""
+
+    name: str
+    tensor: Tensor
+    shape: tuple[int, ...]  # of the full tensor
+    dim: int  # along which `rows` cuts it
+    rows: range  # may reach beyond the full tensor: the padding of the vocabulary
+
+
+NORM_NAMES = {
+    "attention.norm": "input_layernorm",
+    "mlp.norm": "post_attention_layernorm",
+    "norm": "input_layernorm",  # parallel: one norm a layer
+    "q_norm": "self_attn.q_norm",
+    "k_norm": "self_attn.k_norm",
+}
+
+
+def places(model: Transformer) -> Iterator[Place]:
+    """Every checkpoint tensor that this rank needs, with its slice. A desync rank names a tensor once for each stream."""
+    for path, module in model.named_modules():
+        if isinstance(module, ShardedLinear):
+            for piece, tensor in module.pieces():
+                yield _linear_place(model.config, _layer_prefix(path), piece, tensor, module.shard)
+        elif isinstance(module, RMSNorm):
+            whole = tuple(module.weight.shape)
+            yield Place(_norm_name(path) + ".weight", module.weight.data, whole, 0, range(whole[0]))
+
+
+def _layer_prefix(path: str) -> str:
+    found = re.match(r"layers\.\d+\.", path)
+    return "model." + found[0] if found else ""
+
+
+def _linear_place(config: ModelConfig, prefix: str, piece: str, tensor: Tensor, shard: Shard) -> Place:
+    part = piece.split(".")[0]
+    split = SPLITS[part]
+    group = "self_attn." if part in ("q_proj", "k_proj", "v_proj", "o_proj") else "mlp." if prefix else ""
+    name = ("model." if part == "embed_tokens" else "") + prefix + group + piece
+    rows = shard.range(config, split.axis)
+    full = {
+        "vocab": config.vocab_size,
+        "heads": config.n_heads * config.head_dim,
+        "kv_heads": config.n_kv_heads * config.head_dim,
+        "intermediate": config.intermediate_size,
+    }[split.axis]
+    shape = (full,) if piece.endswith(".bias") else (full, config.hidden_size)
+    return Place(name, tensor.data, shape if split.dim == 0 else shape[::-1], split.dim, rows)
+
+
+def _norm_name(path: str) -> str:
+    prefix = _layer_prefix(path)
+    if not prefix:
+        return "model.norm"
+    inside = re.sub(r"\.\d+", "", path[len(prefix) - len("model.") :])  # a stream's number says nothing: norms are shared
+    inside = inside.split("heads.")[-1]
+    return prefix + NORM_NAMES[inside]
+
+
+# --- sources -------------------------------------------------------------------------------------------------------------
+
+
+class Source(Protocol):
+    """A checkpoint's tensors under their HF names."""
+
+    def shapes(self) -> dict[str, tuple[int, ...]]: ...
+
+    def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
+        """The slice [start, stop) along `dim`, on the CPU."""
+        ...
+
+
+class SafetensorsSource:
+    """`model.safetensors`, or the files that `model.safetensors.index.json` names."""
+
+    def __init__(self, directory: Path) -> None:
+        self.files: dict[str, Path] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        for path in self._paths(directory):
+            try:
+                with safe_open(path, framework="pt") as file:
+                    for name in file.keys():  # noqa: SIM118 (not a dict)
+                        self.files[name] = path
+                        self._shapes[name] = tuple(file.get_slice(name).get_shape())
+            except FileNotFoundError:
+                raise UserError(f"{path} is missing though the index names it; download the checkpoint again") from None
+            except (SafetensorError, OSError) as e:
+                raise UserError(f"{path} is truncated or no safetensors file ({_line(e)}); download it again") from None
+
+    @staticmethod
+    def _paths(directory: Path) -> list[Path]:
+        index = directory / INDEX
+        if not index.exists():
+            return [directory / SINGLE]
+        try:
+            return [directory / f for f in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as e:
+            raise UserError(f"{index} is no safetensors index ({e!r}); download the checkpoint again") from None
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return self._shapes
+
+    def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
+        # The file is opened for each tensor so that its mapped pages are given back: a column slice touches every page of
+        # its tensor, and a rank must not end up with the whole checkpoint in its resident memory.
+        with safe_open(self.files[name], framework="pt") as file:
+            part = file.get_slice(name)
+            return part[start:stop] if dim == 0 else part[:, start:stop]
+
+
+class GptFastSource:
+    """gpt-fast's `model.pth`: its own names, fused wqkv, and q and k in the interleaved RoPE order."""
+
+    NAMES = {
+        "model.embed_tokens.weight": "tok_embeddings.weight",
+        "lm_head.weight": "output.weight",
+        "model.norm.weight": "norm.weight",
+        "self_attn.o_proj.weight": "attention.wo.weight",
+        "mlp.gate_proj.weight": "feed_forward.w1.weight",
+        "mlp.up_proj.weight": "feed_forward.w3.weight",
+        "mlp.down_proj.weight": "feed_forward.w2.weight",
+        "input_layernorm.weight": "attention_norm.weight",
+        "post_attention_layernorm.weight": "ffn_norm.weight",
+    }
+
+    def __init__(self, path: Path, config: ModelConfig) -> None:
+        self.path, self.config = path, config
+        self.names: dict[str, tuple[str, int]] = {}  # HF name to the file's name and its first row there
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        hf_names = {theirs: ours for ours, theirs in self.NAMES.items()}
+        self.tensors, self.touched = self._open(), 0
+        for theirs, tensor in self.tensors.items():
+            found = re.fullmatch(r"layers\.(\d+)\.(.*)", theirs)
+            prefix, rest = (f"model.layers.{found[1]}.", found[2]) if found else ("", theirs)
+            if rest == "attention.wqkv.weight":
+                self._add_fused(theirs, prefix, tuple(tensor.shape))
+            else:
+                self._add(prefix + hf_names.get(rest, rest), theirs, 0, tuple(tensor.shape))
+
+    def _open(self) -> dict[str, Tensor]:
+        try:
+            tensors = torch.load(self.path, mmap=True, weights_only=True, map_location="cpu")
+        except (OSError, RuntimeError, ValueError, EOFError, LookupError, AttributeError, UnpicklingError) as e:
+            raise UserError(f"{self.path} cannot be read as a gpt-fast checkpoint ({_line(e)}); convert it again") from None
+        flat = isinstance(tensors, dict) and all(isinstance(k, str) and isinstance(t, Tensor) for k, t in tensors.items())
+        if not flat:
+            raise UserError(f"{self.path} holds no flat dict of tensors; convert it again with gpt-fast")
+        return tensors
+
+    def _add(self, name: str, theirs: str, first: int, shape: tuple[int, ...]) -> None:
+        self.names[name], self._shapes[name] = (theirs, first), shape
+
+    def _add_fused(self, theirs: str, prefix: str, shape: tuple[int, ...]) -> None:
+        first, c = 0, self.config
+        for part, heads in (("q_proj", c.n_heads), ("k_proj", c.n_kv_heads), ("v_proj", c.n_kv_heads)):
+            self._add(f"{prefix}self_attn.{part}.weight", theirs, first, (heads * c.head_dim, *shape[1:]))
+            first += heads * c.head_dim
+        if shape[:1] != (first,):
+            raise UserError(
+                f"{theirs} has shape {shape}, but config.json asks for {first} rows; use the model's own config.json"
+            )
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return self._shapes
+
+    def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
+        theirs, first = self.names[name]
+        # Mapped pages that were read stay resident until the file is unmapped, so it is opened again now and then (for each
+        # tensor, as above, would be slow: opening a 70B takes 50 ms). A column slice touches every page of its tensor.
+        if self.touched > MAX_TOUCHED_BYTES:
+            self.tensors, self.touched = self._open(), 0
+        whole = self.tensors[theirs]
+        tensor = whole.narrow(dim, first + start, stop - start)
+        self.touched += tensor.nbytes if dim == 0 else whole.nbytes
+        if not name.endswith(("q_proj.weight", "k_proj.weight")):
+            return tensor
+        # gpt-fast rotates neighbours (0, 1), (2, 3), …; the HF layout pairs i with i + D / 2
+        pairs = tensor.unflatten(0, (-1, self.config.head_dim // 2, 2))
+        return pairs.transpose(1, 2).flatten(0, 2)
+
+
+def _line(e: Exception) -> str:
+    """The first line of what a library says, for a message of one line."""
+    return (str(e).splitlines() or [repr(e)])[0]
+
+
+# --- reading -------------------------------------------------------------------------------------------------------------
+
+
+def load_weights(model: Transformer, source: Source, progress: bool = False) -> None:
+    """Fill `model` with its slices from `source`. Raises UserError on missing, unknown or misshapen tensors."""
+    wanted = list(places(model))
+    check_names(model.config, wanted, source.shapes())
+    for place in tqdm(wanted, desc="reading weights", unit="tensor", disable=not progress, leave=False, delay=1):
+        stop = min(place.rows.stop, place.shape[place.dim])
+        start = min(place.rows.start, stop)
+        target = place.tensor.narrow(place.dim, 0, stop - start)
+        if target.numel():
+            target.copy_(source.read(place.name, place.dim, start, stop))
+        place.tensor.narrow(place.dim, stop - start, len(place.rows) - (stop - start)).zero_()
+
+
+def check_names(config: ModelConfig, wanted: list[Place], found: dict[str, tuple[int, ...]]) -> None:
+    """Raise UserError unless the checkpoint has every tensor that the config asks for, in its shape, and no others."""
+    expected = {place.name: place.shape for place in wanted}
+    optional = {"lm_head.weight"} if config.tie_embeddings else set()
+    missing = sorted(expected.keys() - found.keys())
+    unknown = sorted(n for n in found.keys() - expected.keys() - optional if not n.endswith("rotary_emb.inv_freq"))
+    if missing:
+        raise UserError(f"the checkpoint lacks {_some(missing)}; is it complete, and does config.json belong to it?")
+    if unknown:
+        raise UserError(f"the checkpoint has unknown tensors {_some(unknown)}; config.json describes another model")
+    for name, shape in expected.items():
+        if found[name] != shape:
+            raise UserError(
+                f"{name} has shape {found[name]}, but config.json asks for {shape}; config.json describes another model"
+            )
+
+
+def _some(names: list[str], limit: int = 3) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
+
+
+def random_weights(model: Transformer, seed: int = 0) -> None:
+    """Fill `model` on its device: normal(0, 0.02), norms 1, biases 0.
+
+    The seed of a slice comes from its name and first row, so that the replicas of a KV head are equal.
+    """
+    generator = torch.Generator(model.embedding.weight.device)
+    for place in places(model):
+        if place.tensor.dim() == 2:
+            generator.manual_seed(zlib.crc32(f"{seed} {place.name} {place.rows.start}".encode()))
+            place.tensor.normal_(0.0, 0.02, generator=generator)
+
+
+def is_preset(name: str) -> bool:
+    """`--model` takes a path or a preset; what exists on disk is a path."""
+    return not Path(name).exists() and "/" not in name and not name.endswith(".pth")
+
+
+def model_config(name: str, variant: str | None, world_size: int) -> ModelConfig:
+    """The config of a checkpoint (directory or `.pth` file) or preset, under another variant if one is named.
+
+    A preset's desync variants take one stream a rank unless they name a number: `desync-2x:8`.
+    """
+    if is_preset(name):
+        config = preset(name)
+    else:
+        path = Path(name)
+        config = read_config((path.parent if path.is_file() else path) / "config.json")
+    if variant is None:
+        return config
+    if variant in ("desync-2x", "desync-4x") and config.variant != "desync":
+        variant = f"{variant}:{world_size}"
+    return with_variant(config, variant)
+
+
+def open_source(name: str, config: ModelConfig) -> Source:
+    """The tensors of the checkpoint at path `name`. Raises UserError if there are none, or they are torn."""
+    path = Path(name)
+    if path.is_file():
+        return GptFastSource(path, config)
+    if (path / INDEX).exists() or (path / SINGLE).exists():
+        return SafetensorsSource(path)
+    if (path / PTH).exists():
+        return GptFastSource(path / PTH, config)
+    raise UserError(f"{path} has no {SINGLE}, {INDEX} or {PTH}; name a checkpoint directory or a preset")
+
+
+def load_model(name: str, config: ModelConfig, world: World, dtype: torch.dtype, seed: int = 0) -> Transformer:
+    """Build this rank's shard of the model and fill it. On an error of any rank, all ranks raise the same UserError."""
+    error, model = None, None
+    try:
+        model = build_model(name, config, world, dtype, seed)
+    except UserError as e:
+        error = e
+    agree_on_error(world, error)
+    assert model is not None
+    return model
+
+
+def build_model(name: str, config: ModelConfig, world: World, dtype: torch.dtype, seed: int) -> Transformer:
+    """`load_model` for one rank alone."""
+    try:
+        source = None if is_preset(name) else open_source(name, config)
+        model = Transformer(config, world.comm, world.device, dtype).eval().requires_grad_(False)
+        if source is None:
+            random_weights(model, seed)
+        else:
+            load_weights(model, source, progress=world.rank == 0)
+    except torch.OutOfMemoryError:
+        need = config.parameter_count() * dtype.itemsize / world.world_size / 1e9
+        raise UserError(
+            f"the model needs about {need:.1f} GB a rank for its weights, more than {world.device} has free; "
+            "start more ranks or choose a smaller model"
+        ) from None
+    return model
+
+
+# --- writing -------------------------------------------------------------------------------------------------------------
+
+
+def save_checkpoint(
+    model: Transformer, directory: Path, dtype: torch.dtype = torch.bfloat16, tokenizer_from: Path | None = None
+) -> None:
+    """Write `model` in the HF layout: config.json, safetensors (with an index above 4 GB), and a copy of a tokenizer's files.
+
+    `model` must hold every shard, so it is saved from one process. Raises UserError otherwise.
+    """
+    if model.comm.world_size != 1:
+        raise UserError("a model is saved from one process that holds all of it; load it without torchrun to save it")
+    tensors: dict[str, Tensor] = {}
+    for place in places(model):
+        full = tensors.setdefault(place.name, torch.empty(place.shape, dtype=dtype))
+        stop = min(place.rows.stop, place.shape[place.dim])
+        size = stop - place.rows.start
+        full.narrow(place.dim, place.rows.start, size).copy_(place.tensor.narrow(place.dim, 0, size))
+    directory.mkdir(parents=True, exist_ok=True)
+    raw = config_to_hf(model.config) | {"torch_dtype": str(dtype).removeprefix("torch.")}
+    (directory / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
+    _save_tensors(tensors, directory)
+    if tokenizer_from is None or tokenizer_from.resolve() == directory.resolve():
+        return
+    for file in TOKENIZER_FILES:
+        if (tokenizer_from / file).exists():
+            shutil.copyfile(tokenizer_from / file, directory / file)
+
+
+def _save_tensors(tensors: dict[str, Tensor], directory: Path) -> None:
+    files: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        if files[-1] and size + tensor.nbytes > MAX_FILE_BYTES:
+            files.append({})
+            size = 0
+        files[-1][name] = tensor
+        size += tensor.nbytes
+    for stale in (INDEX, SINGLE):  # an earlier checkpoint's, of which readers would prefer one or the other
+        (directory / stale).unlink(missing_ok=True)
+    if len(files) == 1:
+        save_file(files[0], directory / SINGLE, metadata={"format": "pt"})
+        return
+    weight_map: dict[str, str] = {}
+    for i, file in enumerate(files):
+        file_name = f"model-{i + 1:05d}-of-{len(files):05d}.safetensors"
+        save_file(file, directory / file_name, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(file, file_name)
+    index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": weight_map}
+    (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")

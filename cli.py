@@ -1,0 +1,69 @@
+"""What the command lines share: errors in one line and on every rank, exit codes, and a parser that raises."""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+
+from errors import UserError
+
+USER_ERROR, LOST_RANK, INTERRUPTED = 2, 1, 130  # exit codes
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that raises UserError, so that N ranks do not print N usage texts."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see {self.prog} --help")
+
+    def print_help(self, file: Any = None) -> None:
+        if rank() == 0:
+            super().print_help(file)
+
+
+def rank() -> int:
+    return int(os.environ.get("RANK", 0))
+
+
+def note(text: str = "", end: str = "\n") -> None:
+    """Say something to the human at the terminal: rank 0's stderr."""
+    if rank() == 0:
+        print(text, end=end, file=sys.stderr, flush=True)
+
+
+def run(main: Callable[[], None]) -> NoReturn:
+    """Run `main` and leave the process: 0, 2 for a UserError, 1 when another rank was lost, 130 for Ctrl-C."""
+    code = 0
+    try:
+        main()
+    except UserError as e:
+        note(f"error: {' '.join(str(e).splitlines())}")
+        code = USER_ERROR
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    except BrokenPipeError:  # the reader of our output left, as in `… | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except RuntimeError as e:
+        if not (dist.is_initialized() and _lost_connection(str(e))):
+            raise
+        what = f"rank {rank()} lost the connection to another rank, which ended or was killed"
+        print(f"error: {what} ({str(e).splitlines()[0]})", file=sys.stderr)
+        code = LOST_RANK
+    leave(code)
+
+
+def _lost_connection(message: str) -> bool:
+    signs = ("Connection closed", "Connection reset", "Connection was likely closed", "Broken pipe", "ncclRemoteError")
+    return any(sign in message for sign in signs)
+
+
+def leave(code: int) -> NoReturn:
+    """Exit now. With a process group, without its destructors: those of a broken group can wait for ranks that are gone."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if dist.is_initialized():
+        os._exit(code)
+    sys.exit(code)

@@ -1,0 +1,455 @@
+"""What a model is: its shape, its family, its residual variant; presets by name; the HF `config.json` both ways.
+
+A residual variant is a property of the checkpoint. It stands in `config.json` under these keys:
+
+| variant | keys |
+|---|---|
+| standard | none: a plain Llama, Mistral, Qwen2 or Qwen3 config |
+| ladder and hybrid ladder | `model_type: "llamaLadder"` and `ladder_layers`: an int k (the last k layers) or a list |
+| parallel, and ladder of another family | `model_type: "rung"`, `base_model_type`, `residual_variant` |
+| desync | these three, and `desync_streams` and `desync_pattern` |
+
+`rung` is a model type that no other library knows, on purpose: a library that ignored the variant would load such a
+checkpoint without complaint and write nonsense.
+"""
+
+import json
+import math
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from errors import UserError
+
+VARIANTS = ("standard", "parallel", "ladder", "desync", "upper-bound")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "llamaLadder": "LlamaLadderForCausalLM",
+    "rung": "RungForCausalLM",
+}
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3.1's frequency scaling (`rope_type: llama3`), lengths in tokens."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True)
+class Reduces:
+    """One layer of a desync pattern: after which of its two modules the streams are summed over all ranks."""
+
+    attention: bool
+    mlp: bool
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The whole description of a decoder. Counts are of the full model, never of one rank's shard."""
+
+    # shape
+    vocab_size: int
+    hidden_size: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    max_seq_len: int  # tokens; prompt and answer together
+    # family
+    family: str = "llama"
+    norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    tie_embeddings: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    windows: tuple[int | None, ...] = ()  # sliding window of each layer, in tokens; empty: none anywhere
+    # residual variant
+    variant: str = "standard"
+    ladder_layers: tuple[int, ...] = ()  # used by `ladder` only; all layers or some of them (hybrid)
+    desync_streams: int = 1  # S: how many streams the checkpoint was trained with
+    desync_pattern: tuple[Reduces, ...] = ()  # one entry a layer
+    # what else `config.json` said that a saver must write back
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+
+    @property
+    def is_hybrid(self) -> bool:
+        return self.variant == "ladder" and len(self.ladder_layers) < self.n_layers
+
+    @property
+    def description(self) -> str:
+        """The variant in the words of the paper: `hybrid ladder (layers 4-7 of 8)`, `desync-2x (S = 4)`."""
+        if self.is_hybrid:
+            first, last = min(self.ladder_layers), max(self.ladder_layers)
+            named = f"{first}-{last}" if len(self.ladder_layers) == last - first + 1 else str(list(self.ladder_layers))
+            return f"hybrid ladder (layers {named} of {self.n_layers})"
+        if self.variant == "desync":
+            names = {desync_pattern(self.n_layers, every): f"desync-{every}x" for every in (2, 4)}
+            return f"{names.get(self.desync_pattern, 'desync')} (S = {self.desync_streams})"
+        return self.variant
+
+    def window(self, layer: int) -> int | None:
+        return self.windows[layer] if self.windows else None
+
+    def parameter_count(self) -> int:
+        """Entries of the full model's matrices, a tied embedding counted once; norms and biases are too few to matter."""
+        attention = self.hidden_size * self.head_dim * 2 * (self.n_heads + self.n_kv_heads)
+        mlp = 3 * self.hidden_size * self.intermediate_size
+        tables = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
+        return self.n_layers * (attention + mlp) + tables
+
+
+def desync_pattern(n_layers: int, every: int) -> tuple[Reduces, ...]:
+    """`desync-nx` of the paper's section 5: of n consecutive all-reduces only the last one stays; the model's last module
+    always reduces."""
+    modules = [(i + 1) % every == 0 or i == 2 * n_layers - 1 for i in range(2 * n_layers)]
+    return tuple(Reduces(attention=modules[2 * i], mlp=modules[2 * i + 1]) for i in range(n_layers))
+
+
+def validate(config: ModelConfig) -> ModelConfig:
+    """Return `config`, or raise `UserError` if it cannot describe a model."""
+
+    def require(condition: bool, message: str) -> None:
+        if not condition:
+            raise UserError(f"bad model config: {message}")
+
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if field.type is int:
+            require(type(value) is int and value >= 1, f"{field.name} must be a whole number of at least 1, not {value!r}")
+        if field.type is float:
+            require(0 < value < math.inf, f"{field.name} must be a positive number, not {value!r}")
+    require(config.family in FAMILIES, f"family {config.family!r} is unknown; known: {', '.join(FAMILIES)}")
+    require(config.variant in VARIANTS, f"variant {config.variant!r} is unknown; known: {', '.join(VARIANTS)}")
+    require(
+        config.n_heads % config.n_kv_heads == 0,
+        f"{config.n_heads} attention heads cannot share {config.n_kv_heads} KV heads evenly",
+    )
+    require(config.head_dim % 2 == 0, f"head_dim must be even for RoPE, not {config.head_dim}")
+    sizes = {w for w in config.windows if w is not None}
+    require(len(config.windows) in (0, config.n_layers), "windows must name one sliding window a layer")
+    require(len(sizes) <= 1 and min(sizes, default=1) >= 1, f"sliding_window must be one positive size, not {sorted(sizes)}")
+    require(config.family != "llama" or not sizes, "sliding_window is not a feature of the llama family; use mistral")
+    if config.variant == "ladder":
+        known = sorted(set(config.ladder_layers) & set(range(config.n_layers)))
+        require(
+            bool(known) and list(config.ladder_layers) == known,
+            f"ladder_layers must name layers from 0 to {config.n_layers - 1}, each once and in order, "
+            f"not {list(config.ladder_layers)}",
+        )
+    if config.variant == "desync":
+        require(
+            len(config.desync_pattern) == config.n_layers,
+            f"desync_pattern has {len(config.desync_pattern)} entries for {config.n_layers} layers; give one a layer",
+        )
+        require(
+            config.desync_pattern[-1].mlp,
+            "the last module of a desync model must reduce; set mlp of the last layer to true",
+        )
+    return config
+
+
+# --- presets -----------------------------------------------------------------------------------------------------------
+
+_LLAMA31_ROPE = RopeScaling(8.0, 1.0, 4.0, 8192)
+_LLAMA32: dict[str, Any] = dict(
+    rope_theta=5e5, rope_scaling=RopeScaling(32.0, 1.0, 4.0, 8192), tie_embeddings=True, max_seq_len=131072
+)
+
+
+def _preset(layers: int, heads: int, kv_heads: int, hidden: int, intermediate: int, vocab: int, **more: Any) -> ModelConfig:
+    shape = dict(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        n_layers=layers,
+        n_heads=heads,
+        n_kv_heads=kv_heads,
+        head_dim=hidden // heads,
+        intermediate_size=intermediate,
+        max_seq_len=8192,
+    )
+    return ModelConfig(**{**shape, **more})
+
+
+PRESETS: dict[str, ModelConfig] = {
+    # the 1B and 3B that the ladder paper trains from scratch (3B: 32 heads, which 8 ranks can share)
+    "ladder-1b": _preset(40, 24, 24, 1536, 4096, 49152, max_seq_len=2048, tie_embeddings=True),
+    "ladder-3b": _preset(40, 32, 32, 2304, 9216, 49152, max_seq_len=2048, tie_embeddings=True),
+    "llama-3.2-1b": _preset(16, 32, 8, 2048, 8192, 128256, **_LLAMA32),
+    "llama-3.2-3b": _preset(28, 24, 8, 3072, 8192, 128256, **_LLAMA32),
+    "llama-3-8b": _preset(32, 32, 8, 4096, 14336, 128256, rope_theta=5e5),
+    "llama-34b": _preset(48, 64, 8, 8192, 22016, 32000, rope_theta=1e6, max_seq_len=16384),
+    "llama-3-70b": _preset(80, 64, 8, 8192, 28672, 128256, rope_theta=5e5),
+    "llama-3.1-405b": _preset(
+        126, 128, 8, 16384, 53248, 128256, rope_theta=5e5, rope_scaling=_LLAMA31_ROPE, max_seq_len=131072
+    ),
+    # BLOOM's shape with Llama's modules: a gated MLP of as many weights as BLOOM's plain one of 4 x hidden
+    "bloom-176b": _preset(70, 112, 112, 14336, 38400, 250880, max_seq_len=2048, tie_embeddings=True),
+    # small enough for a laptop's CPU: tests and first tries without a checkpoint
+    "tiny": _preset(8, 8, 4, 192, 320, 1024, head_dim=32, max_seq_len=1024, tie_embeddings=True),
+}
+
+
+def preset(name: str) -> ModelConfig:
+    """The config named `NAME` or `NAME:LAYERS` (`llama-3-70b:16` is 16 of its 80 layers)."""
+    base, colon, layers = name.partition(":")
+    if base not in PRESETS:
+        raise UserError(f"no preset {base!r} (and no such directory); presets: {', '.join(PRESETS)}")
+    config = PRESETS[base]
+    if not colon:
+        return config
+    if not layers.isdecimal() or not 1 <= int(layers) <= config.n_layers:
+        raise UserError(f"preset {name!r}: give a number of layers from 1 to {config.n_layers} behind the colon")
+    return replace(config, n_layers=int(layers))
+
+
+def with_variant(config: ModelConfig, name: str) -> ModelConfig:
+    """`config` under another residual variant, for benchmarks: the weights were not trained for it.
+
+    `name`: standard, parallel, ladder, upper-bound, `hybrid` (ladder in the upper half), `hybrid:K` (in the last K layers),
+    `desync-2x` or `desync-4x`, optionally with `:S` for the number of streams (without it, the config's own; see
+    `model_config` for presets).
+    """
+    kind, colon, number = name.partition(":")
+    if colon and not (number.isdecimal() and int(number) >= 1 and kind in ("hybrid", "desync-2x", "desync-4x")):
+        raise UserError(f"unknown variant {name!r}; a number goes only behind hybrid, desync-2x and desync-4x: hybrid:16")
+    plain = replace(config, variant="standard", ladder_layers=(), desync_streams=1, desync_pattern=())
+    layers = config.n_layers
+    if kind in ("standard", "parallel", "upper-bound"):
+        return replace(plain, variant=kind)
+    if kind == "ladder":
+        return replace(plain, variant="ladder", ladder_layers=tuple(range(layers)))
+    if kind == "hybrid":
+        count = int(number) if number else layers - layers // 2
+        if count > layers:
+            raise UserError(f"variant {name!r}: the model has only {layers} layers")
+        return replace(plain, variant="ladder", ladder_layers=tuple(range(layers - count, layers)))
+    if kind in ("desync-2x", "desync-4x"):
+        pattern = desync_pattern(layers, int(kind[len("desync-")]))
+        streams = int(number) if number else config.desync_streams
+        return replace(plain, variant="desync", desync_streams=streams, desync_pattern=pattern)
+    raise UserError(
+        f"unknown variant {name!r}; known: standard, parallel, ladder, hybrid[:LAYERS], desync-2x[:STREAMS], "
+        "desync-4x[:STREAMS], upper-bound"
+    )
+
+
+# --- Hugging Face config.json ------------------------------------------------------------------------------------------
+
+
+def read_config(path: Path) -> ModelConfig:
+    """Read `config.json` of an HF-layout checkpoint directory.
+
+    Raises UserError: no such file, no JSON, a key missing, or a feature that Rung does not compute.
+    """
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(
+            f"{path} is missing; --model takes a preset's name, or a checkpoint with config.json beside its weights"
+        ) from None
+    except (OSError, ValueError, RecursionError) as e:  # ValueError: no UTF-8, or no JSON
+        raise UserError(f"{path} cannot be read as JSON ({e}); download or export the checkpoint again") from None
+    if not isinstance(raw, dict):
+        raise UserError(f"{path} holds no JSON object; download or export the checkpoint again")
+    try:
+        return config_from_hf(raw)
+    except UserError as e:
+        raise UserError(f"{path}: {e}") from None
+
+
+KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a string", list: "a list", dict: "an object"}
+REQUIRED: Any = object()
+
+
+def _get(raw: dict[str, Any], key: str, kind: type, default: Any = REQUIRED) -> Any:
+    """`raw[key]`, which must be of JSON type `kind`. null counts as absent, as it does in transformers."""
+    value = raw.get(key)
+    if value is None and default is not REQUIRED:
+        return default
+    if value is None:
+        raise UserError(f"key {key!r} is missing")
+    if kind is float and type(value) is int:
+        return float(value)
+    if type(value) is not kind:  # not isinstance: true is no number
+        raise UserError(f"{key} must be {KINDS[kind]}, not {value!r}")
+    return value
+
+
+def _count(raw: dict[str, Any], key: str, default: Any = REQUIRED) -> int:
+    """`raw[key]`, a whole number of at least 1."""
+    value = _get(raw, key, int, default)
+    if value < 1:
+        raise UserError(f"{key} must be at least 1, not {value}")
+    return value
+
+
+def _one_or_list(raw: dict[str, Any], key: str) -> int | list[int]:
+    """`raw[key]`, a whole number or a list of them; absent is an empty list."""
+    value = raw.get(key)
+    if value is None:
+        return []
+    if type(value) is not int and not (type(value) is list and all(type(v) is int for v in value)):
+        raise UserError(f"{key} must be a whole number or a list of them, not {value!r}")
+    return value
+
+
+def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
+    """Translate a `config.json` as transformers (4 or 5), the published hybrid ladders, or Rung write it.
+
+    Raises UserError: a key missing or of the wrong type, or a feature that Rung does not compute.
+    """
+    model_type = _get(raw, "model_type", str, "llama")
+    family = {"llamaLadder": "llama", "rung": _get(raw, "base_model_type", str, "llama")}.get(model_type, model_type)
+    if family not in FAMILIES:
+        raise UserError(f"model_type {family!r} is not supported; supported: {', '.join(FAMILIES)}, llamaLadder, rung")
+    # RoPE's settings: `rope_parameters` in transformers 5, `rope_scaling` and a top-level `rope_theta` before
+    rope = _get(raw, "rope_parameters", dict, None) or _get(raw, "rope_scaling", dict, {})
+    _refuse_unsupported(raw, rope, family)
+    n_layers, hidden, heads = (_count(raw, k) for k in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
+    eos = _one_or_list(raw, "eos_token_id")
+    config = ModelConfig(
+        vocab_size=_count(raw, "vocab_size"),
+        hidden_size=hidden,
+        n_layers=n_layers,
+        n_heads=heads,
+        n_kv_heads=_count(raw, "num_key_value_heads", heads),
+        head_dim=_count(raw, "head_dim", 128 if family == "qwen3" else hidden // heads),
+        intermediate_size=_count(raw, "intermediate_size"),
+        max_seq_len=_count(raw, "max_position_embeddings", 2048),
+        family=family,
+        norm_eps=_get(raw, "rms_norm_eps", float, 1e-6),
+        rope_theta=_get(rope, "rope_theta", float, _get(raw, "rope_theta", float, 10000.0)),
+        rope_scaling=_rope_scaling(rope),
+        tie_embeddings=_get(raw, "tie_word_embeddings", bool, False),
+        qkv_bias=family == "qwen2",
+        qk_norm=family == "qwen3",
+        windows=_windows(raw, family, n_layers),
+        eos_token_ids=(eos,) if isinstance(eos, int) else tuple(eos),
+        bos_token_id=_get(raw, "bos_token_id", int, None),
+        **_variant(raw, n_layers),
+    )
+    return validate(config)
+
+
+def _refuse_unsupported(raw: dict[str, Any], rope: dict[str, Any], family: str) -> None:
+    supported: dict[str, tuple[Any, ...]] = {
+        "hidden_act": ("silu", "swish", None),
+        "attention_bias": (False, None, True) if family == "qwen2" else (False, None),  # Qwen2 has its bias either way
+        "mlp_bias": (False, None),
+        "quantization_config": (None,),
+        "partial_rotary_factor": (1.0, None),
+    }
+    for key, values in supported.items():
+        for holder in (raw, rope):
+            if holder.get(key) not in values:
+                raise UserError(
+                    f"{key} = {holder[key]!r} is not supported; convert the checkpoint to a plain bf16 one of its family"
+                )
+
+
+def _rope_scaling(rope: dict[str, Any]) -> RopeScaling | None:
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "default":
+        return None
+    if kind != "llama3":
+        raise UserError(f"RoPE scaling rope_type = {kind!r} is not supported; supported: default, llama3")
+    return RopeScaling(**{f.name: _get(rope, f.name, f.type) for f in fields(RopeScaling)})  # type: ignore[arg-type]
+
+
+def _windows(raw: dict[str, Any], family: str, n_layers: int) -> tuple[int | None, ...]:
+    """Each layer's sliding window, where an absent key has the meaning that transformers gives it."""
+    if family == "llama" or (family != "mistral" and not _get(raw, "use_sliding_window", bool, False)):
+        return ()
+    if raw.get("sliding_window", 4096) is None:
+        return ()
+    window = _count(raw, "sliding_window", 4096)
+    kinds = _get(raw, "layer_types", list, None)
+    if kinds is None:  # Qwen: the layers from max_window_layers on; Mistral: all of them
+        first = 0 if family == "mistral" else _get(raw, "max_window_layers", int, 28)
+        kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(n_layers)]
+    for kind in kinds:
+        if kind not in ("sliding_attention", "full_attention"):
+            raise UserError(f"layer_types names {kind!r}, which is not supported; supported: full_, sliding_attention")
+    windows = tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    return windows if set(windows) != {None} or len(windows) != n_layers else ()
+
+
+def _variant(raw: dict[str, Any], n_layers: int) -> dict[str, Any]:
+    variant = _get(raw, "residual_variant", str, "ladder" if "ladder_layers" in raw else "standard")
+    if variant == "ladder":
+        layers: Any = _one_or_list(raw, "ladder_layers") if "ladder_layers" in raw else n_layers
+        if isinstance(layers, int):
+            if not 0 <= layers <= n_layers:
+                raise UserError(f"ladder_layers = {layers} but the model has {n_layers} layers")
+            layers = range(n_layers - layers, n_layers)
+        # none of them, as an int 0, an empty list or null: an ordinary Llama
+        return dict(variant="ladder", ladder_layers=tuple(sorted(layers))) if layers else {}
+    if variant == "desync":
+        pattern = []
+        for layer in _get(raw, "desync_pattern", list):
+            if not isinstance(layer, dict):
+                raise UserError(f"desync_pattern must hold one object a layer, not {layer!r}")
+            pattern.append(Reduces(_get(layer, "attention", bool), _get(layer, "mlp", bool)))
+        streams = _count(raw, "desync_streams")
+        return dict(variant="desync", desync_streams=streams, desync_pattern=tuple(pattern))
+    return dict(variant=variant)
+
+
+def config_to_hf(config: ModelConfig) -> dict[str, Any]:
+    """The `config.json` that `config_from_hf` reads back to an equal config, and that transformers reads if the variant is
+    standard."""
+    plain = config.variant == "standard"
+    published = config.variant == "ladder" and config.family == "llama"
+    model_type = config.family if plain else "llamaLadder" if published else "rung"
+    rope: dict[str, Any] = {"rope_type": "default"}
+    if config.rope_scaling:
+        rope = {"rope_type": "llama3", **asdict(config.rope_scaling)}
+    raw: dict[str, Any] = {
+        "architectures": [ARCHITECTURES[model_type]],
+        "model_type": model_type,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.n_layers,
+        "num_attention_heads": config.n_heads,
+        "num_key_value_heads": config.n_kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.intermediate_size,
+        "max_position_embeddings": config.max_seq_len,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.norm_eps,
+        # both spellings: transformers 5 reads the first, older readers the other two
+        "rope_parameters": {**rope, "rope_theta": config.rope_theta},
+        "rope_theta": config.rope_theta,
+        "rope_scaling": rope if config.rope_scaling else None,
+        "tie_word_embeddings": config.tie_embeddings,
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": config.eos_token_ids[0] if len(config.eos_token_ids) == 1 else list(config.eos_token_ids) or None,
+        "torch_dtype": "bfloat16",
+    }
+    if any(config.windows):
+        raw["sliding_window"] = next(w for w in config.windows if w)
+        raw["use_sliding_window"] = True
+        if config.family != "mistral" or not all(config.windows):  # transformers reads a Mistral with this key as another model
+            raw["layer_types"] = ["sliding_attention" if w else "full_attention" for w in config.windows]
+    elif config.family == "mistral":
+        raw["sliding_window"] = None  # the key's absence would mean Mistral's default of 4096
+    if not plain:
+        raw |= {"base_model_type": config.family, "residual_variant": config.variant}
+    if config.variant == "ladder":
+        raw["ladder_layers"] = list(config.ladder_layers)
+    if config.variant == "desync":
+        raw["desync_streams"] = config.desync_streams
+        raw["desync_pattern"] = [asdict(p) for p in config.desync_pattern]
+    return raw

@@ -1,0 +1,144 @@
+"""Offline throughput of the serving engine: random prompts in, tokens out, no HTTP.
+
+    python -m engine.bench --model models/tiny-hybrid --requests 64 --prompt-length 64 --new-tokens 64
+    torchrun --standalone --nproc_per_node 8 -m engine.bench --model llama-3-70b:16 --requests 256 --prompt-length 1024 \\
+        --new-tokens 512
+
+With --host it prints the host's share of a step instead: scheduling, laying out the batch, sampling set-up, bookkeeping.
+"""
+
+import argparse
+import json
+import random
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from checkpoint import DTYPES, load_model, model_config
+from cli import Parser, run
+from config import PRESETS
+from engine.core import Engine, EngineLimits
+from engine.protocol import RequestParams, Submit
+from errors import UserError
+from tp import World, init_world
+
+
+def requests(args: argparse.Namespace, vocab_size: int) -> list[Submit]:
+    """Random prompts, greedy, no stop tokens: every request generates all its tokens."""
+    rng = random.Random(args.seed)
+    params = RequestParams(max_tokens=args.new_tokens, temperature=args.temperature)
+    prompts = ([rng.randrange(vocab_size) for _ in range(args.prompt_length)] for _ in range(args.requests))
+    return [Submit(str(i), prompt, params) for i, prompt in enumerate(prompts)]
+
+
+def throughput(engine: Engine, args: argparse.Namespace, world: World) -> dict[str, Any]:
+    """Run all requests to their end."""
+    for request in requests(args, engine.vocab_size):
+        if refused := engine.submit(request):
+            raise UserError(refused.message)
+    start = time.perf_counter()
+    steps: list[float] = []
+    bar = tqdm(total=args.requests * args.new_tokens, unit="token", disable=world.rank > 0)
+    while engine.has_work():
+        begin = time.perf_counter()
+        bar.update(len(engine.step()))
+        steps.append(time.perf_counter() - begin)
+    bar.close()
+    seconds = time.perf_counter() - start
+    return {
+        "requests": args.requests,
+        "prompt_length": args.prompt_length,
+        "new_tokens": args.new_tokens,
+        "world_size": world.world_size,
+        "seconds": round(seconds, 3),
+        "generated_tokens_per_second": round(args.requests * args.new_tokens / seconds, 1),
+        "tokens_per_second": round(args.requests * (args.prompt_length + args.new_tokens) / seconds, 1),
+        "steps": len(steps),
+        "median_step_ms": round(median(steps) * 1e3, 3),
+        "preemptions": engine.scheduler.preemptions,
+    }
+
+
+def timed(owner: Any, name: str, label: str, seconds: dict[str, float]) -> None:
+    """Replace a method by one that adds its time to `seconds[label]`."""
+    inner: Callable[..., Any] = getattr(owner, name)
+
+    def outer(*args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            seconds[label] += time.perf_counter() - start
+
+    setattr(owner, name, outer)
+
+
+def host_overhead(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
+    """What the host adds to a decode step of all requests, in ms: medians over the steps.
+
+    `host` is the step without the model (layers, head) and the drawing of tokens from logits; the rows below it are parts of
+    it.
+    """
+    seconds: dict[str, float] = defaultdict(float)
+    model, runner = engine.runner.model, engine.runner
+    parts = [
+        (engine, "step", "step"),
+        (model, "hidden", "layers"),
+        (model, "logits", "head"),
+        (runner, "_draw", "draw"),
+        (engine.scheduler, "schedule", "scheduling"),
+        (runner.cache, "step", "batch layout"),
+        (runner, "_batch", "sampling set-up"),
+    ]
+    for owner, name, label in parts:
+        timed(owner, name, label, seconds)
+    for request in requests(args, engine.vocab_size):
+        engine.submit(request)
+    rows: list[dict[str, float]] = []
+    while engine.has_work():
+        seconds.clear()
+        if len(engine.step()) == args.requests:
+            rows.append(dict(seconds))
+    for row in rows:
+        row["host"] = row["step"] - row["layers"] - row["head"] - row["draw"] + row["sampling set-up"]
+    named = ("step", "layers", "head", "draw", "host", "scheduling", "batch layout", "sampling set-up")
+    return {"batch": args.requests, "steps": len(rows)} | {
+        name + "_ms": round(median(row[name] for row in rows) * 1e3, 4) for name in named
+    }
+
+
+def main() -> None:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, metavar="DIR|PRESET", help=f"a checkpoint, or one of {', '.join(PRESETS)}")
+    parser.add_argument("--variant", help="another residual variant than the checkpoint's")
+    parser.add_argument("--requests", type=int, default=64, help="all submitted at once (default: 64)")
+    parser.add_argument("--prompt-length", type=int, default=64, help="tokens (default: 64)")
+    parser.add_argument("--new-tokens", type=int, default=64, help="tokens a request (default: 64)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="default: 0, greedy")
+    parser.add_argument("--max-num-seqs", type=int, default=256, help="sequences in a step (default: 256)")
+    parser.add_argument("--max-batch-tokens", type=int, default=2048, help="tokens in a step (default: 2048)")
+    parser.add_argument("--block-size", type=int, default=16, help="tokens of a KV-cache block (default: 16)")
+    parser.add_argument("--device", choices=("cpu", "cuda"))
+    parser.add_argument("--dtype", choices=DTYPES)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--host", action="store_true", help="print the host's share of a decode step")
+    args = parser.parse_args()
+    world = init_world(args.device)
+    config = model_config(args.model, args.variant, world.world_size)
+    dtype = DTYPES[args.dtype or ("bfloat16" if world.device.type == "cuda" else "float32")]
+    model = load_model(args.model, config, world, dtype)
+    limits = EngineLimits(max_num_seqs=args.max_num_seqs, max_batch_tokens=args.max_batch_tokens, block_size=args.block_size)
+    engine = Engine(model, None, limits, world)
+    with torch.inference_mode():
+        result = host_overhead(engine, args) if args.host else throughput(engine, args, world)
+    if world.rank == 0:
+        print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,192 @@
+"""The engine of one rank: requests in, outputs out, one step at a time. It knows nothing of sockets or processes.
+
+Every rank runs the same engine on the same events in the same order; only rank 0's outputs are read.
+"""
+
+import os
+import time
+from dataclasses import dataclass
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from engine.block_manager import BlockManager
+from engine.logits import Grammars, advance, new_state
+from engine.paged_cache import PagedCache
+from engine.protocol import Abort, Refused, Stats, Submit, TokenLogprobs, TokenOutput
+from engine.runner import Runner
+from engine.scheduler import Scheduler, Sequence
+from errors import UserError
+from model import Transformer
+from tokenizer import Tokenizer
+from tp import World
+
+DEFAULT_CPU_CACHE = 1 << 30  # bytes
+GPU_SHARE = 0.9  # of the free memory, for the cache
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    max_model_len: int | None = None  # tokens; None: what the model was trained for
+    max_num_seqs: int = 64
+    max_batch_tokens: int = 2048  # of one step
+    block_size: int = 16  # tokens
+    kv_memory: float | None = None  # a rank: up to 1 a share of the free memory, else bytes; None: 1 GiB on CPU, 0.9 on a GPU
+
+
+def cache_memory(limits: EngineLimits, device: torch.device) -> float:
+    """Bytes that this rank may give to its KV cache."""
+    cuda = device.type == "cuda"
+    wanted = limits.kv_memory if limits.kv_memory is not None else GPU_SHARE if cuda else DEFAULT_CPU_CACHE
+    if wanted > 1:
+        return wanted
+    free = torch.cuda.mem_get_info(device)[0] if cuda else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return wanted * free
+
+
+def count_blocks(model: Transformer, limits: EngineLimits, world: World) -> int:
+    """How many KV-cache blocks fit; the same on all ranks. Raises UserError if not even one request of full length does."""
+    config, dtype = model.config, model.norm.weight.dtype
+    size = PagedCache.bytes_per_block(model.attention_slots, limits.block_size, model.n_kv_heads, config.head_dim, dtype)
+    blocks = torch.tensor(int(cache_memory(limits, world.device)) // size)
+    if world.world_size > 1:
+        dist.all_reduce(blocks, op=dist.ReduceOp.MIN, group=world.control)
+    # more than all sequences at full length can never be used
+    useful = limits.max_num_seqs * -(-(limits.max_model_len or config.max_seq_len) // limits.block_size)
+    found = min(int(blocks), useful + 1)
+    if found < 1:
+        raise UserError(f"--kv-memory leaves room for no KV-cache block of {size / 1e6:.1f} MB; give more")
+    return found
+
+
+class Engine:
+    def __init__(self, model: Transformer, tokenizer: Tokenizer | None, limits: EngineLimits, world: World) -> None:
+        config = model.config
+        self.max_model_len = min(limits.max_model_len or config.max_seq_len, config.max_seq_len)
+        blocks = BlockManager(count_blocks(model, limits, world), limits.block_size)
+        self.scheduler = Scheduler(blocks, limits.max_num_seqs, limits.max_batch_tokens, self.max_model_len)
+        cache = PagedCache(
+            model.attention_slots,
+            blocks.n_blocks,
+            limits.block_size,
+            model.n_kv_heads,
+            config.head_dim,
+            world.device,
+            model.norm.weight.dtype,
+        )
+        self.runner = Runner(model, cache, min(tokenizer.vocab_size if tokenizer else config.vocab_size, config.vocab_size))
+        self.grammars = Grammars(tokenizer, config.vocab_size)
+        self.vocab_size, self.device = config.vocab_size, world.device
+        self.meter = Meter()
+        self._waited = model.comm.waited or 0.0
+
+    def submit(self, message: Submit) -> Refused | None:
+        """Take a request in; a `Refused` says why it can never run."""
+        sequence = Sequence(
+            message.request_id,
+            list(message.prompt_ids),
+            len(message.prompt_ids),
+            message.params,
+            arrival=time.perf_counter(),
+        )
+        try:
+            if not message.prompt_ids:
+                raise UserError("the prompt is empty; give at least one token")
+            sequence.state = new_state(message.params, message.prompt_ids, self.vocab_size, self.grammars, self.device)
+            self.scheduler.add(sequence)
+        except UserError as e:
+            return Refused(message.request_id, str(e))
+        self.meter.prompt_tokens += sequence.prompt_length
+        return None
+
+    def abort(self, message: Abort) -> None:
+        self.scheduler.abort(message.request_id)
+
+    def has_work(self) -> bool:
+        return self.scheduler.has_work()
+
+    def step(self) -> list[TokenOutput]:
+        """Compute one step and return what is new of each sequence."""
+        start = time.perf_counter()
+        chunks = self.scheduler.schedule()
+        for chunk in chunks:
+            if chunk.sequence.first_scheduled is None:
+                chunk.sequence.first_scheduled = start
+        result = self.runner.run(chunks)
+        outputs = []
+        for (sequence, token), logprobs in zip(
+            self.scheduler.update(result.chunks, result.tokens), result.logprobs, strict=True
+        ):
+            if advance(sequence, token) and sequence.finish_reason is None:
+                self.scheduler.finish(sequence, "stop")
+            outputs.append(self._output(sequence, token, logprobs))
+        self.meter.count(sum(c.count for c in chunks), len(outputs), time.perf_counter() - start)
+        return outputs
+
+    def _output(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> TokenOutput:
+        output = TokenOutput(
+            sequence.request_id,
+            [token],
+            finish_reason=sequence.finish_reason,
+            logprobs=None if logprobs is None else [logprobs],
+        )
+        if sequence.generated > 1:
+            return output
+        now, scheduled = time.perf_counter(), sequence.first_scheduled or sequence.arrival
+        wants_prompt = sequence.params.prompt_logprobs is not None
+        return msgspec.structs.replace(
+            output,
+            prompt_logprobs=sequence.state.prompt_logprobs if wants_prompt else None,
+            cached_tokens=sequence.cached_tokens,
+            queue_seconds=scheduled - sequence.arrival,
+            prefill_seconds=now - scheduled,
+        )
+
+    def stats(self) -> Stats:
+        scheduler, meter = self.scheduler, self.meter
+        steps, seconds, batch_tokens = meter.take()
+        return Stats(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            kv_blocks_used=scheduler.blocks.used,
+            kv_blocks_total=scheduler.blocks.n_blocks,
+            prefix_queries=scheduler.prefix_queries,
+            prefix_hits=scheduler.prefix_hits,
+            preemptions=scheduler.preemptions,
+            prompt_tokens=meter.prompt_tokens,
+            generation_tokens=meter.generation_tokens,
+            steps=meter.steps,
+            step_seconds=seconds / steps if steps else 0.0,
+            batch_tokens=batch_tokens,
+            all_reduce_share=self._all_reduce_share(seconds),
+        )
+
+    def _all_reduce_share(self, seconds: float) -> float | None:
+        """The share of `seconds` of steps that this rank waited for sums, since the last call."""
+        waited = self.runner.model.comm.waited
+        if waited is None:
+            return None
+        since, self._waited = waited - self._waited, waited
+        return min(1.0, since / seconds) if seconds else None
+
+
+class Meter:
+    """Counts what the engine does, in total and since the last look."""
+
+    def __init__(self) -> None:
+        self.prompt_tokens = self.generation_tokens = self.steps = 0
+        self._seconds = 0.0
+        self._batch_tokens: list[int] = []
+
+    def count(self, batch_tokens: int, generated: int, seconds: float) -> None:
+        self.steps += 1
+        self.generation_tokens += generated
+        self._seconds += seconds
+        self._batch_tokens.append(batch_tokens)
+
+    def take(self) -> tuple[int, float, list[int]]:
+        """Steps, their seconds, and their tokens since the last call."""
+        taken = len(self._batch_tokens), self._seconds, self._batch_tokens
+        self._seconds, self._batch_tokens = 0.0, []
+        return taken

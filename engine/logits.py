@@ -1,0 +1,187 @@
+"""What a request's parameters do to its logits before a token is drawn: penalties, biases, allowed ids, minimum length,
+grammars. Rows without any of these are not touched."""
+
+from collections.abc import Sequence as List
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.protocol import Logprob, RequestParams, TokenLogprobs
+from engine.scheduler import Sequence
+from errors import UserError
+from tokenizer import Tokenizer
+
+
+@dataclass
+class SamplingState:
+    """What sampling keeps of one sequence between steps. Tensors are (V,), on the model's device."""
+
+    prompt: Tensor | None = None  # bool: ids that the prompt has
+    counts: Tensor | None = None  # fp32: how often each id was generated
+    counted: int = 0  # how many generated tokens `counts` holds
+    bias: Tensor | None = None  # fp32: logit_bias, and -inf outside allowed_token_ids
+    matcher: Any = None  # llguidance's; None for free text
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+
+
+class Grammars:
+    """Compiles grammars for one tokenizer (llguidance). All ranks compile the same one and so mask alike."""
+
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
+        self.tokenizer, self.vocab_size = tokenizer, vocab_size
+        self._compiled: Any = None
+
+    def matcher(self, grammar: str) -> Any:
+        """Raises UserError for a grammar that cannot be compiled."""
+        import llguidance
+
+        if self.tokenizer is None:
+            raise UserError("this model has no tokenizer, so it cannot follow a grammar; ask for plain text")
+        if not self.tokenizer.eos_ids:
+            raise UserError("this model has no end-of-text token, so it cannot follow a grammar; ask for plain text")
+        if self._compiled is None:
+            wrapper = llguidance.TokenizerWrapper(_LLGuidanceTokenizer(self.tokenizer, self.vocab_size))
+            self._compiled = llguidance.LLTokenizer(wrapper, eos_token=list(self.tokenizer.eos_ids))
+        matcher = llguidance.LLMatcher(self._compiled, grammar)
+        if matcher.is_error():
+            raise UserError(f"the grammar or JSON schema cannot be used: {matcher.get_error().splitlines()[0]}")
+        return matcher
+
+
+class _LLGuidanceTokenizer:
+    """The view of a tokenizer that llguidance asks for: each id's bytes, and a way to encode."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        self.eos_token_id = tokenizer.eos_ids[0]
+        self.bos_token_id = tokenizer.bos_id
+        self.special_token_ids = sorted(tokenizer.special_ids)
+        known = [tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)]
+        self.tokens = known + [b""] * (vocab_size - len(known))
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        if isinstance(text, bytes):
+            text = text.decode("utf-8", errors="replace")
+        return self._tokenizer.encode(text, add_special_tokens=False, parse_special=False)
+
+
+def new_state(
+    params: RequestParams, prompt: List[int], vocab_size: int, grammars: Grammars, device: torch.device
+) -> SamplingState:
+    """The state a request begins with. Raises UserError for ids outside the vocabulary or a bad grammar."""
+    state = SamplingState()
+    ids = [*params.logit_bias, *(params.allowed_token_ids or ()), *params.stop_token_ids, *prompt]
+    outside = next((i for i in ids if not 0 <= i < vocab_size), None)
+    if outside is not None:
+        raise UserError(f"token id {outside} is outside the model's vocabulary of {vocab_size}")
+    if params.repetition_penalty != 1:
+        state.prompt = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+        state.prompt[torch.tensor(sorted(set(prompt)), device=device)] = True
+    if params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty:
+        state.counts = torch.zeros(vocab_size, device=device)
+    if params.allowed_token_ids is not None:
+        state.bias = torch.full((vocab_size,), -torch.inf, device=device)
+        state.bias[torch.tensor(params.allowed_token_ids, device=device, dtype=torch.int64)] = 0
+    if params.logit_bias:
+        if state.bias is None:
+            state.bias = torch.zeros(vocab_size, device=device)
+        state.bias[torch.tensor(list(params.logit_bias), device=device)] += torch.tensor(
+            list(params.logit_bias.values()), device=device
+        )
+    if params.grammar is not None:
+        state.matcher = grammars.matcher(params.grammar)
+    return state
+
+
+def process(logits: Tensor, sequences: List[Sequence]) -> Tensor:
+    """Apply every sequence's parameters to its row of (B, V) fp32 logits. Returns a new tensor if anything applies."""
+    rows = [i for i, s in enumerate(sequences) if needs_processing(s)]
+    if not rows:
+        return logits
+    raw, logits = logits, logits.clone()
+    _penalize(logits, [i for i in rows if sequences[i].state.counts is not None], sequences)
+    for i in rows:
+        sequence, state = sequences[i], sequences[i].state
+        if state.bias is not None:
+            logits[i] += state.bias
+        if sequence.generated < sequence.params.min_tokens and sequence.params.stop_token_ids:
+            logits[i, torch.tensor(sequence.params.stop_token_ids, device=logits.device)] = -torch.inf
+        if state.matcher is not None:
+            banned = ~allowed(state.matcher, logits.shape[-1]).to(logits.device)
+            if state.bias is not None and bool((logits[i].isneginf() | banned).all()):
+                logits[i] = raw[i]  # allowed_token_ids leave nothing of what the grammar needs here; the grammar wins
+            logits[i].masked_fill_(banned, -torch.inf)
+    return logits
+
+
+def needs_processing(sequence: Sequence) -> bool:
+    state, params = sequence.state, sequence.params
+    return (
+        state.counts is not None
+        or state.bias is not None
+        or state.matcher is not None
+        or (params.min_tokens > sequence.generated and bool(params.stop_token_ids))
+    )
+
+
+def _penalize(logits: Tensor, rows: list[int], sequences: List[Sequence]) -> None:
+    """Presence and frequency penalties count generated tokens (OpenAI); the repetition penalty also the prompt's (CTRL,
+    arXiv:1909.05858): a seen token's logit is divided by it if positive, and multiplied if negative."""
+    if not rows:
+        return
+    for i in rows:
+        _count(sequences[i])
+    states, params = [sequences[i].state for i in rows], [sequences[i].params for i in rows]
+    counts = torch.stack([s.counts for s in states])
+    none = torch.zeros_like(counts[0], dtype=torch.bool)
+    seen = (counts > 0) | torch.stack([none if s.prompt is None else s.prompt for s in states])
+
+    def column(name: str) -> Tensor:
+        return torch.tensor([[getattr(p, name)] for p in params], device=logits.device)
+
+    chosen, repetition = logits[rows], column("repetition_penalty")
+    chosen = torch.where(seen, torch.where(chosen > 0, chosen / repetition, chosen * repetition), chosen)
+    logits[rows] = chosen - column("frequency_penalty") * counts - column("presence_penalty") * (counts > 0)
+
+
+def _count(sequence: Sequence) -> None:
+    """Bring the counts up to date: usually by one token, after a preemption by none."""
+    state = sequence.state
+    for token in sequence.tokens[sequence.prompt_length + state.counted :]:
+        state.counts[token] += 1
+    state.counted = sequence.generated
+
+
+def allowed(matcher: Any, vocab_size: int) -> Tensor:
+    """(V,) bool: the ids that the grammar allows next."""
+    packed = torch.frombuffer(bytearray(matcher.compute_logit_bias()), dtype=torch.uint8)
+    mask = torch.zeros(vocab_size, dtype=torch.bool)
+    mask[: len(packed)] = packed[:vocab_size] > 0
+    return mask
+
+
+def advance(sequence: Sequence, token: int) -> bool:
+    """Tell a grammar what was drawn. Returns whether the text is complete and nothing may follow."""
+    matcher = sequence.state.matcher
+    if matcher is None:
+        return False
+    matcher.consume_token(token)
+    return bool(matcher.is_stopped())
+
+
+def token_logprobs(logits: Tensor, chosen: List[int], tops: List[int]) -> list[TokenLogprobs]:
+    """Log-probabilities of `chosen` and of the likeliest `tops[i]` tokens in each row of raw (B, V) fp32 logits."""
+    logprobs = logits.log_softmax(-1)
+    mine = logprobs.gather(-1, torch.tensor(chosen, device=logits.device)[:, None])
+    ranks = ((logprobs > mine).sum(-1) + 1).tolist()
+    values, ids = logprobs.topk(max(1, min(max(tops), logits.shape[-1])), dim=-1)
+    rows = zip(chosen, mine[:, 0].tolist(), ranks, values.tolist(), ids.tolist(), tops, strict=True)
+    return [
+        TokenLogprobs(
+            Logprob(token, logprob, rank),
+            [Logprob(i, v, n + 1) for n, (i, v) in enumerate(zip(best_ids, best, strict=True))][:top],
+        )
+        for token, logprob, rank, best, best_ids, top in rows
+    ]

@@ -1,0 +1,105 @@
+"""Generation and scoring without a server: one batch of equally long prompts, a contiguous KV cache, one token a step."""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from attention import Causal, ContiguousCache
+from config import ModelConfig
+from engine.sampler import SamplingBatch, SamplingParams, sample
+from errors import UserError
+from model import Transformer
+
+SCORE_CHUNK = 512  # tokens whose logits are held at once while scoring
+
+
+@dataclass
+class Timing:
+    """Seconds of one `generate` call, measured to the moment the tokens are on the host."""
+
+    prefill: float = 0.0
+    steps: list[float] = field(default_factory=list)  # one a decode step
+
+
+def check_prompts(config: ModelConfig, prompts: Sequence[Sequence[int]], new_tokens: int) -> None:
+    """Raise UserError unless the model can continue each prompt by `new_tokens` tokens."""
+    for prompt in prompts:
+        if not prompt:
+            raise UserError("the prompt is empty; give at least one token")
+        outside = next((i for i in prompt if not 0 <= i < config.vocab_size), None)
+        if outside is not None:
+            raise UserError(
+                f"token id {outside} is outside the model's vocabulary of {config.vocab_size}; use ids 0 to {config.vocab_size - 1}"
+            )
+        if len(prompt) + new_tokens > config.max_seq_len:
+            raise UserError(
+                f"the prompt's {len(prompt)} tokens and {new_tokens} new ones exceed the model's context of {config.max_seq_len}; "
+                "shorten the prompt or ask for fewer (--max-new-tokens)"
+            )
+
+
+@torch.inference_mode()
+def generate(
+    model: Transformer,
+    prompts: Sequence[Sequence[int]],
+    params: Sequence[SamplingParams],
+    new_tokens: int,
+    timing: Timing,
+) -> Iterator[list[int]]:
+    """Yield the next token of every sequence, `new_tokens` times or until the caller stops asking.
+
+    prompts: B lists of equally many token ids; params: one entry a sequence. Raises UserError for prompts that do not fit.
+    """
+    check_prompts(model.config, prompts, new_tokens)
+    if len({len(p) for p in prompts}) > 1:
+        raise UserError("the prompts of one batch must be equally long")
+    weight = model.norm.weight
+    cache = ContiguousCache(
+        model.attention_slots,
+        len(prompts),
+        model.n_kv_heads,
+        len(prompts[0]) + new_tokens,
+        model.config.head_dim,
+        weight.device,
+        weight.dtype,
+    )
+    batch = SamplingBatch.of(params, weight.device)
+    tokens = torch.tensor(prompts, device=weight.device)
+    start = time.perf_counter()
+    for step in range(new_tokens):
+        tokens = next_tokens(model, tokens, cache, batch)
+        chosen: list[int] = tokens[:, 0].tolist()  # waits for the device
+        now = time.perf_counter()
+        if step == 0:
+            timing.prefill = now - start
+        else:
+            timing.steps.append(now - start)
+        yield chosen
+        start = time.perf_counter()
+
+
+def next_tokens(model: Transformer, tokens: Tensor, cache: ContiguousCache, batch: SamplingBatch) -> Tensor:
+    """Forward (B, T) ids through the cache and sample the token behind them: (B, 1)."""
+    last = model.hidden(tokens, cache.append(tokens.shape[1]))[:, -1]
+    positions = torch.full((len(tokens), 1), cache.length, device=tokens.device)
+    return sample(model.logits(last), batch, positions)[:, None]
+
+
+@torch.inference_mode()
+def score(model: Transformer, prompt: Sequence[int]) -> tuple[list[float | None], list[int]]:
+    """How well the model expects a text: the natural log-probability of each token given those before it (the first has
+    none), and the arg-max prediction of the token behind each one."""
+    check_prompts(model.config, [prompt], 0)
+    tokens = torch.tensor([prompt], device=model.norm.weight.device)
+    hidden = model.hidden(tokens, Causal(len(prompt), tokens.device))[0]
+    logprobs: list[float | None] = [None]
+    argmax: list[int] = []
+    for first in range(0, len(prompt), SCORE_CHUNK):
+        logits = model.logits(hidden[first : first + SCORE_CHUNK])
+        targets = tokens[0, first + 1 : first + 1 + len(logits)]
+        argmax += logits.argmax(-1).tolist()
+        logprobs += logits[: len(targets)].log_softmax(-1).gather(-1, targets[:, None])[:, 0].tolist()
+    return logprobs, argmax

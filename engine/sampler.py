@@ -1,0 +1,115 @@
+"""From logits to tokens: temperature, top-k, top-p, min-p, seeded per sequence, vectorized over the batch.
+
+The noise of a sampled token is a hash of (seed, position, token id), not the state of a generator: a sequence draws the same
+tokens alone, in any batch, and on every rank. Sampling is by the Gumbel-max trick, so each token id needs one number only.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from errors import UserError
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one sequence is sampled. Filters apply to the distribution after temperature, in the order of the fields."""
+
+    temperature: float = 1.0  # 0: greedy
+    top_k: int = 0  # keep the k likeliest tokens; 0: all
+    top_p: float = 1.0  # keep the likeliest tokens that together reach this probability
+    min_p: float = 0.0  # drop tokens less likely than this share of the likeliest one
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, valid, rule in (
+            ("temperature", 0 <= self.temperature <= 100, "from 0 (greedy) to 100"),
+            ("top_k", 0 <= self.top_k < 2**63, "from 0 (all tokens) to 2^63 - 1"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("min_p", 0 <= self.min_p <= 1, "from 0 to 1"),
+            ("seed", -(2**63) <= self.seed < 2**63, "a 64-bit integer"),
+        ):
+            if not valid:
+                raise UserError(f"{name} must be {rule}, not {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class SamplingBatch:
+    """The parameters of B sequences as tensors of shape (B, 1), and which steps any of them needs at all."""
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    seed: Tensor
+    all_greedy: bool
+    any_filter: bool
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams], device: torch.device) -> "SamplingBatch":
+        def column(name: str, dtype: torch.dtype) -> Tensor:
+            return torch.tensor([[getattr(p, name)] for p in params], dtype=dtype, device=device)
+
+        return cls(
+            temperature=column("temperature", torch.float32),
+            top_k=column("top_k", torch.int64),
+            top_p=column("top_p", torch.float32),
+            min_p=column("min_p", torch.float32),
+            seed=column("seed", torch.int64),
+            all_greedy=all(p.temperature == 0 for p in params),
+            any_filter=any(p.top_k or p.top_p < 1 or p.min_p for p in params),
+        )
+
+
+def sample(logits: Tensor, batch: SamplingBatch, positions: Tensor) -> Tensor:
+    """One token for each of B sequences: (B, V) fp32 logits and the tokens' positions (B, 1) int64, to (B,) int64."""
+    greedy = logits.argmax(-1)
+    if batch.all_greedy:
+        return greedy
+    scaled = logits / batch.temperature.clamp(min=1e-6)
+    if batch.any_filter:
+        scaled = scaled.masked_fill(~keep(scaled, batch), -torch.inf)
+    drawn = (scaled - exponential_noise(batch.seed, positions, logits.shape[-1]).log()).argmax(-1)
+    return torch.where(batch.temperature[:, 0] == 0, greedy, drawn)
+
+
+def keep(scaled: Tensor, batch: SamplingBatch) -> Tensor:
+    """(B, V) bool: the tokens that pass top-k, then top-p over what is left, then min-p. The likeliest always passes."""
+    ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
+    vocab = scaled.shape[-1]
+    rank = torch.arange(vocab, device=scaled.device)
+    passes = rank < torch.where(batch.top_k == 0, vocab, batch.top_k)
+    probabilities = ordered.masked_fill(~passes, -torch.inf).softmax(-1)
+    before = probabilities.cumsum(-1) - probabilities  # the probability of all likelier tokens
+    passes &= (before < batch.top_p) | (batch.top_p == 1)  # rounded, `before` reaches 1 while unlikely tokens are left
+    passes &= probabilities >= batch.min_p * probabilities[:, :1]
+    passes[:, 0] = True
+    return torch.zeros_like(passes).scatter_(-1, order, passes)
+
+
+def exponential_noise(seed: Tensor, positions: Tensor, vocab: int) -> Tensor:
+    """(B, V) fp32, Exp(1) distributed, a function of seed (B, 1), position (B, 1) and token id alone."""
+    ids = torch.arange(vocab, device=seed.device)
+    mixed = hash64(hash64(hash64(seed) ^ positions) ^ ids)
+    uniform = _shift_right(mixed, 32).float() * 2.0**-32 + 2.0**-33  # small values keep their relative precision
+    return -torch.log1p(
+        -uniform.clamp(max=1 - 2.0**-24)
+    )  # finite, so that a token left alone by the filters beats those they dropped
+
+
+def hash64(x: Tensor) -> Tensor:
+    """SplitMix64's finalizer on int64 (Steele, Lea & Flood 2014); products wrap around."""
+    x = x + _signed(0x9E3779B97F4A7C15)
+    x = (x ^ _shift_right(x, 30)) * _signed(0xBF58476D1CE4E5B9)
+    x = (x ^ _shift_right(x, 27)) * _signed(0x94D049BB133111EB)
+    return x ^ _shift_right(x, 31)
+
+
+def _signed(constant: int) -> int:
+    return constant - 2**64 if constant >= 2**63 else constant
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    return (x >> bits) & ((1 << (64 - bits)) - 1)  # logical: torch's int64 shift copies the sign

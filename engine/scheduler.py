@@ -1,0 +1,177 @@
+"""Who computes in the next step: continuous batching with chunked prefill, admission by free blocks, preemption.
+
+The scheduler is deterministic: every rank runs its own copy on the same events and comes to the same steps, so nothing but
+arrivals and aborts has to be sent.
+
+Life of a sequence: waiting -> running (its prompt is computed in chunks, then one token a step) -> finished. When blocks run
+short, the youngest running sequence is preempted: it gives its blocks back and waits, first in line, to be computed again.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.block_manager import BlockManager
+from engine.protocol import RequestParams
+from errors import UserError
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One request being generated."""
+
+    request_id: str
+    tokens: list[int]  # the prompt, then what was generated
+    prompt_length: int
+    params: RequestParams
+    arrival: float = 0.0  # seconds, on the clock of rank 0; for statistics only
+    blocks: list[int] = field(default_factory=list)
+    computed: int = 0  # how many of its tokens have their keys and values in the cache
+    admitted: bool = False  # has been running; it may wait again since
+    cached_tokens: int = 0  # of the prompt, found in the prefix cache at first admission
+    first_scheduled: float | None = None
+    finish_reason: str | None = None
+    state: Any = None  # what sampling keeps of it (see logits.py)
+
+    @property
+    def generated(self) -> int:
+        return len(self.tokens) - self.prompt_length
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The part of a sequence that a step computes: tokens[start : start + count]."""
+
+    sequence: Sequence
+    start: int
+    count: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether the step reaches the sequence's end, so that its logits give the next token."""
+        return self.start + self.count == len(self.sequence.tokens)
+
+
+class Scheduler:
+    def __init__(self, blocks: BlockManager, max_num_seqs: int, max_batch_tokens: int, max_model_len: int) -> None:
+        self.blocks = blocks
+        self.max_num_seqs, self.max_batch_tokens, self.max_model_len = max_num_seqs, max_batch_tokens, max_model_len
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []  # in the order of admission
+        self.by_id: dict[str, Sequence] = {}
+        self.preemptions = self.prefix_queries = self.prefix_hits = 0
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a request. Raises UserError if it can never run, however long it waits."""
+        longest = sequence.prompt_length + sequence.params.max_tokens
+        if longest > self.max_model_len:
+            raise UserError(
+                f"the prompt's {sequence.prompt_length} tokens and max_tokens {sequence.params.max_tokens} exceed the model's "
+                f"context of {self.max_model_len}"
+            )
+        needed = self.blocks.blocks_for(longest)
+        if needed > self.blocks.n_blocks:
+            raise UserError(
+                f"{longest} tokens need {needed} KV-cache blocks, but there are only {self.blocks.n_blocks}; shorten the prompt, "
+                "lower max_tokens, or start the server with more --kv-memory"
+            )
+        self.by_id[sequence.request_id] = sequence
+        self.waiting.append(sequence)
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request, if it is still there, and free its blocks."""
+        sequence = self.by_id.get(request_id)
+        if sequence is not None:
+            self.finish(sequence, "abort")
+
+    def has_work(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    def schedule(self) -> list[Chunk]:
+        """The next step: running sequences first, then as many waiting ones as tokens, places and blocks allow."""
+        chunks: list[Chunk] = []
+        budget = self.max_batch_tokens
+        for sequence in list(self.running):
+            if budget == 0:
+                break
+            if sequence in self.running:  # an older one may have preempted it
+                count = min(len(sequence.tokens) - sequence.computed, budget)
+                if self._grow(sequence, sequence.computed + count):
+                    chunks.append(Chunk(sequence, sequence.computed, count))
+                    budget -= count
+        while budget and self.waiting and len(self.running) < self.max_num_seqs and self._admit(self.waiting[0]):
+            sequence = self.waiting.popleft()
+            self.running.append(sequence)
+            count = min(len(sequence.tokens) - sequence.computed, budget)
+            chunks.append(Chunk(sequence, sequence.computed, count))
+            budget -= count
+        return chunks
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Give a waiting sequence the blocks of all its tokens, cached ones first; False if there are not enough."""
+        reuse = sequence.params.prompt_logprobs is None  # the logits of cached tokens are not cached
+        cached = self.blocks.match(sequence.tokens) if reuse else []
+        fresh = self.blocks.blocks_for(len(sequence.tokens) + 1) - len(cached)
+        if not self.blocks.can_take(cached, fresh):
+            return False
+        self.blocks.acquire(cached)
+        sequence.blocks = cached + [self.blocks.allocate() for _ in range(fresh)]
+        sequence.computed = len(cached) * self.blocks.block_size
+        if not sequence.admitted:
+            sequence.admitted = True
+            self.prefix_queries += sequence.prompt_length
+            self.prefix_hits += sequence.computed
+            sequence.cached_tokens = sequence.computed
+        return True
+
+    def _grow(self, sequence: Sequence, length: int) -> bool:
+        """Make sure that `sequence` has blocks for `length` tokens, preempting the youngest; False if that was itself."""
+        while len(sequence.blocks) < self.blocks.blocks_for(length):
+            if self.blocks.free:
+                sequence.blocks.append(self.blocks.allocate())
+                continue
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self.blocks.release(sequence.blocks)
+        sequence.blocks, sequence.computed = [], 0
+        self.waiting.appendleft(sequence)
+        self.preemptions += 1
+
+    def update(self, chunks: list[Chunk], tokens: list[int]) -> Iterator[tuple[Sequence, int]]:
+        """Record what a step computed. tokens: one for each chunk that samples, in order. Yields (sequence, token)."""
+        drawn = iter(tokens)
+        size = self.blocks.block_size
+        for chunk in chunks:
+            sequence = chunk.sequence
+            before, sequence.computed = sequence.computed, chunk.start + chunk.count
+            self.blocks.publish(sequence.blocks, sequence.tokens, before // size, sequence.computed // size)
+            if chunk.samples:
+                token = next(drawn)
+                sequence.tokens.append(token)
+                reason = self._finish_reason(sequence, token)
+                if reason:
+                    self.finish(sequence, reason)
+                yield sequence, token
+
+    def _finish_reason(self, sequence: Sequence, token: int) -> str | None:
+        if token in sequence.params.stop_token_ids and sequence.generated > sequence.params.min_tokens:
+            return "stop"
+        return "length" if sequence.generated >= sequence.params.max_tokens else None
+
+    def finish(self, sequence: Sequence, reason: str) -> None:
+        """End a sequence, wherever it is, and free its blocks."""
+        sequence.finish_reason = reason
+        del self.by_id[sequence.request_id]
+        if sequence in self.running:
+            self.running.remove(sequence)
+            self.blocks.release(sequence.blocks)
+            sequence.blocks = []
+        else:
+            self.waiting.remove(sequence)

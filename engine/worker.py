@@ -1,0 +1,129 @@
+"""The loop of every rank: take events, compute a step, send what is new. Rank 0 alone talks to the frontend.
+
+Before each step rank 0 tells the others how many bytes of events there are: 8 bytes over gloo. Only when something arrived do
+the events themselves follow. An idle rank 0 waits for the frontend, and lets the others hear of it every second, so that a
+dead rank is noticed within that time.
+"""
+
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import zmq
+
+from engine.core import Engine
+from engine.protocol import (
+    Abort,
+    Fatal,
+    FromEngine,
+    Ready,
+    Refused,
+    Shutdown,
+    Submit,
+    ToEngine,
+    decode_to_engine,
+    encode,
+)
+from tp import World
+
+IDLE_SECONDS = 1.0  # longest silence towards the other ranks
+STATS_SECONDS = 0.25
+
+
+class FrontendLink:
+    """Rank 0's two sockets. `receive` never blocks longer than asked; `send` never blocks."""
+
+    def __init__(self, to_engine: str, from_engine: str) -> None:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+        self.inbox, self.outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+        for socket in (self.inbox, self.outbox):
+            socket.set_hwm(0)  # outputs wait in memory rather than hold up a step
+        self.inbox.bind(to_engine)
+        self.outbox.connect(from_engine)
+
+    def receive(self, timeout: float) -> list[bytes]:
+        """All messages that are there; waits up to `timeout` seconds for the first."""
+        found: list[bytes] = []
+        if self.inbox.poll(int(timeout * 1000)):
+            try:
+                while True:
+                    found.append(self.inbox.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                pass
+        return found
+
+    def send(self, message: FromEngine) -> None:
+        self.outbox.send(encode(message))
+
+    def close(self) -> None:
+        """Give what was sent a moment to leave."""
+        self.outbox.close(linger=1000)
+        self.inbox.close(linger=0)
+
+
+def share(world: World, events: list[bytes]) -> list[bytes]:
+    """Rank 0's events on every rank, in the same order."""
+    if world.world_size == 1:
+        return events
+    length = torch.tensor(sum(8 + len(e) for e in events) if world.rank == 0 else 0)
+    dist.broadcast(length, src=0, group=world.control)
+    if length == 0:
+        return []
+    payload = torch.empty(int(length), dtype=torch.uint8)
+    if world.rank == 0:
+        joined = b"".join(len(e).to_bytes(8, "little") + e for e in events)
+        payload = torch.frombuffer(bytearray(joined), dtype=torch.uint8)
+    dist.broadcast(payload, src=0, group=world.control)
+    return _split(payload.numpy().tobytes())
+
+
+def _split(joined: bytes) -> list[bytes]:
+    events, at = [], 0
+    while at < len(joined):
+        length = int.from_bytes(joined[at : at + 8], "little")
+        events.append(joined[at + 8 : at + 8 + length])
+        at += 8 + length
+    return events
+
+
+def serve(engine: Engine, world: World, link: FrontendLink | None, ready: Ready, alive: Callable[[], bool]) -> None:
+    """Run until the frontend says Shutdown or is gone. `link` is rank 0's; `alive` tells it whether the frontend runs."""
+    send: Callable[[FromEngine], None] = link.send if link else lambda _: None
+    send(ready)
+    last_stats = 0.0
+    try:
+        while True:
+            events = link.receive(0.0 if engine.has_work() else IDLE_SECONDS) if link else []
+            if link and not alive():
+                events.append(encode(Shutdown()))
+            if not apply(engine, share(world, events), send):
+                return
+            if engine.has_work():
+                for output in engine.step():
+                    send(output)
+            now = time.monotonic()
+            if link and (now - last_stats > STATS_SECONDS or not engine.has_work()):
+                send(engine.stats())
+                last_stats = now
+    except Exception as e:
+        send(Fatal(f"{type(e).__name__}: {e}".splitlines()[0]))
+        raise
+    finally:
+        if link:
+            link.close()
+
+
+def apply(engine: Engine, events: list[bytes], send: Callable[[FromEngine], None]) -> bool:
+    """Hand events to the engine; False once the frontend asked to end."""
+    for event in events:
+        message: ToEngine = decode_to_engine(event)
+        if isinstance(message, Shutdown):
+            return False
+        if isinstance(message, Abort):
+            engine.abort(message)
+        elif isinstance(message, Submit):
+            refused: Refused | None = engine.submit(message)
+            if refused:
+                send(refused)
+    return True

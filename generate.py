@@ -1,0 +1,384 @@
+"""Generate text, score a text, or chat, on one process or on tensor-parallel ranks.
+
+    python generate.py --model models/tiny-hybrid --prompt "Once upon a time"
+    torchrun --standalone --nproc_per_node 2 generate.py --model models/tiny-hybrid --prompt "Once upon a time"
+    torchrun --standalone --nproc_per_node 8 generate.py --model llama-3-70b --variant ladder --prompt-length 1024 --max-new-tokens 512
+    python generate.py --model models/tiny-hybrid --score --prompt "The cat sat on the mat."
+
+--model takes a checkpoint directory (HF safetensors, or gpt-fast's model.pth beside its config.json) or the name of a preset
+with random weights; `llama-3-70b:16` is 16 of its layers. Text goes to stdout, everything else to stderr; with --json stdout
+carries exactly one JSON line for each sample.
+"""
+
+import argparse
+import json
+import os
+import random
+import resource
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from checkpoint import DTYPES, is_preset, load_model, model_config
+from cli import Parser, note, run
+from config import PRESETS, ModelConfig
+from engine.offline import Timing, check_prompts, generate, score
+from engine.sampler import SamplingParams
+from engine.stopping import OutputStream
+from errors import UserError
+from model import Transformer
+from profiling import annotate, profiled
+from tokenizer import Tokenizer, check_fits, load_tokenizer
+from tp import World, agree_on_error, init_world, stream_shards
+
+NO_TOKENIZER = "a preset has no tokenizer; give --prompt-ids or --prompt-length"
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = parser.add_argument_group("the model")
+    what.add_argument(
+        "--model", required=True, metavar="DIR|PRESET", help=f"a checkpoint directory, or one of {', '.join(PRESETS)}"
+    )
+    what.add_argument(
+        "--variant",
+        help="compute another residual variant than the checkpoint's: standard, parallel, ladder, hybrid[:LAYERS], desync-2x[:STREAMS], "
+        "desync-4x[:STREAMS], upper-bound. For benchmarks: the text will be wrong",
+    )
+    what.add_argument("--dtype", choices=DTYPES, help="of weights and activations (default: bfloat16 on CUDA, float32 on CPU)")
+    what.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA if there is any")
+    what.add_argument("--comm", choices=("gloo", "nccl"), help="how ranks sum (default: nccl on CUDA, gloo on CPU)")
+    what.add_argument(
+        "--compile", action=argparse.BooleanOptionalAction, default=False, help="compile the modules with torch.compile"
+    )
+
+    prompt = parser.add_argument_group("the prompt, one of").add_mutually_exclusive_group()
+    prompt.add_argument("--prompt", metavar="TEXT")
+    prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="the file's text; - reads standard input")
+    prompt.add_argument("--prompt-ids", metavar="1,2,3", help="token ids, used as they are")
+    prompt.add_argument(
+        "--prompt-length",
+        type=int,
+        metavar="N",
+        help="N random token ids, other ones for each sequence: for benchmarks",
+    )
+    prompt.add_argument(
+        "--interactive",
+        action="store_true",
+        help="read prompts from the terminal until Ctrl-D; with --chat a conversation",
+    )
+    parser.add_argument(
+        "--chat", action="store_true", help="the prompt is a user's message: apply the checkpoint's chat template"
+    )
+
+    out = parser.add_argument_group("generation")
+    out.add_argument("--max-new-tokens", type=int, default=200, metavar="N", help="default: 200")
+    out.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (default: 0.8)")
+    out.add_argument("--top-k", type=int, default=0, help="keep the k likeliest tokens (default: 0, all)")
+    out.add_argument(
+        "--top-p", type=float, default=1.0, help="keep the likeliest tokens that reach this probability (default: 1)"
+    )
+    out.add_argument("--min-p", type=float, default=0.0, help="drop tokens below this share of the likeliest one (default: 0)")
+    out.add_argument("--seed", type=int, default=0, help="sample i draws with seed + i; also seeds random weights (default: 0)")
+    out.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given several times"
+    )
+    out.add_argument("--ignore-eos", action="store_true", help="go on to --max-new-tokens whatever is generated")
+    out.add_argument("--num-samples", type=int, default=1, metavar="N", help="answers to generate (default: 1)")
+    out.add_argument("--batch-size", type=int, default=1, metavar="N", help="how many of them at a time (default: 1)")
+
+    modes = parser.add_argument_group("output")
+    modes.add_argument(
+        "--score",
+        action="store_true",
+        help="generate nothing; print log-probabilities and arg-max of the prompt's tokens",
+    )
+    modes.add_argument("--json", action="store_true", help="one JSON line for each sample on stdout")
+    modes.add_argument("--profile", type=Path, metavar="FILE", help="write a trace of the first batch for ui.perfetto.dev")
+    args = parser.parse_args(argv)
+    for name in ("max_new_tokens", "num_samples", "batch_size"):
+        if getattr(args, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
+    if "" in args.stop:
+        raise UserError("--stop is empty, which would end every text at once; give at least one character")
+    if args.interactive and (args.score or args.json or args.num_samples > 1):
+        raise UserError("--interactive gives one answer to each line; it goes without --score, --json and --num-samples")
+    return args
+
+
+# --- what to do, decided before any weight is read -----------------------------------------------------------------------
+
+
+@dataclass
+class Job:
+    """The command line, resolved. Every rank builds the same one."""
+
+    args: argparse.Namespace
+    config: ModelConfig
+    tokenizer: Tokenizer | None
+    prompts: list[list[int]]  # one a sample; empty when interactive
+    params: list[SamplingParams]  # one a sample
+    stop_ids: frozenset[int]
+
+    def output(self, prompt: Sequence[int]) -> OutputStream:
+        return OutputStream(self.tokenizer, prompt, self.args.max_new_tokens, self.stop_ids, self.args.stop)
+
+
+def prepare(args: argparse.Namespace, world_size: int) -> Job:
+    """Read config and tokenizer and encode the prompt. Raises UserError for whatever in them cannot work."""
+    config = model_config(args.model, args.variant, world_size)
+    stream_shards(config, 0, world_size)
+    tokenizer = None
+    if is_preset(args.model):
+        if args.interactive:
+            raise UserError(NO_TOKENIZER)
+    else:
+        tokenizer = load_tokenizer(_directory(args.model))
+        check_fits(tokenizer, config.vocab_size)
+    params = [
+        SamplingParams(args.temperature, args.top_k, args.top_p, args.min_p, args.seed + i) for i in range(args.num_samples)
+    ]
+    if args.profile and not args.profile.parent.is_dir():
+        raise UserError(f"--profile {args.profile}: there is no folder {args.profile.parent}; create it or name another")
+    prompts = [] if args.interactive else read_prompts(args, config, tokenizer)
+    check_prompts(config, prompts, 0 if args.score else args.max_new_tokens)
+    eos = frozenset(config.eos_token_ids) | frozenset(tokenizer.eos_ids if tokenizer else ())
+    return Job(args, config, tokenizer, prompts, params, frozenset() if args.ignore_eos else eos)
+
+
+def _directory(model: str) -> Path:
+    path = Path(model)
+    return path.parent if path.is_file() else path
+
+
+def read_prompts(args: argparse.Namespace, config: ModelConfig, tokenizer: Tokenizer | None) -> list[list[int]]:
+    """The prompt's ids for each sample."""
+    if args.prompt_length is not None:
+        if args.prompt_length < 1:
+            raise UserError(f"--prompt-length must be at least 1, not {args.prompt_length}")
+        rng = random.Random(args.seed)
+        return [[rng.randrange(config.vocab_size) for _ in range(args.prompt_length)] for _ in range(args.num_samples)]
+    if args.prompt_ids is not None:
+        try:
+            ids = [int(i) for i in args.prompt_ids.split(",") if i.strip()]
+        except ValueError:
+            raise UserError(f"--prompt-ids takes numbers with commas between them (1,2,3), not {args.prompt_ids!r}") from None
+        return [ids] * args.num_samples
+    return [encode(read_text(args), args.chat, tokenizer)] * args.num_samples
+
+
+def read_text(args: argparse.Namespace) -> str:
+    if args.prompt is not None:
+        return args.prompt
+    if args.prompt_file is None:
+        raise UserError("no prompt; give --prompt, --prompt-file, --prompt-ids, --prompt-length or --interactive")
+    if str(args.prompt_file) == "-" and dist.is_torchelastic_launched():
+        raise UserError("--prompt-file - reads standard input, which several ranks cannot share; write the prompt to a file")
+    try:
+        return sys.stdin.read() if str(args.prompt_file) == "-" else args.prompt_file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise UserError(f"--prompt-file {args.prompt_file} cannot be read as text ({e}); name a UTF-8 text file") from None
+
+
+def encode(text: str, chat: bool, tokenizer: Tokenizer | None) -> list[int]:
+    if tokenizer is None:
+        raise UserError(NO_TOKENIZER)
+    if not text:
+        raise UserError("the prompt is empty; give at least one character")
+    return tokenizer.encode_chat([{"role": "user", "content": text}]) if chat else tokenizer.encode(text)
+
+
+# --- doing it ------------------------------------------------------------------------------------------------------------
+
+
+def answer(job: Job, model: Transformer, first: int, show: bool) -> tuple[list[OutputStream], Timing]:
+    """Generate the samples from `first` on, one batch of them; with `show` the first one's text goes to the terminal."""
+    chosen = slice(first, first + job.args.batch_size)
+    prompts, timing = job.prompts[chosen], Timing()
+    outputs = [job.output(prompt) for prompt in prompts]
+    for tokens in generate(model, prompts, job.params[chosen], job.args.max_new_tokens, timing):
+        for i, (output, token) in enumerate(zip(outputs, tokens, strict=True)):
+            if output.finish_reason is None:
+                text = output.push(token)
+                if show and i == 0:
+                    print(text, end="", flush=True)
+        if all(output.finish_reason for output in outputs):
+            break
+    return outputs, timing
+
+
+def samples(job: Job, model: Transformer, world: World) -> Iterator[dict[str, Any]]:
+    """Generate all samples and yield the JSON record of each."""
+    streamed = job.args.batch_size == 1 and not job.args.json and world.rank == 0 and job.tokenizer is not None
+    fastest = 0.0
+    for first in range(0, len(job.prompts), job.args.batch_size):
+        if streamed:
+            show_prompt(job, job.prompts[first])
+        with profiled(job.args.profile if first == 0 else None, world.rank):
+            outputs, timing = answer(job, model, first, show=streamed)
+        if streamed:
+            print()
+        speed = measure(model, timing, len(outputs), world)
+        for prompt, output in zip(job.prompts[first:], outputs, strict=False):
+            yield {
+                "text": output.text,
+                "token_ids": output.token_ids,
+                "prompt_token_ids": prompt,
+                "finish_reason": output.finish_reason,
+                "variant": job.config.description,
+                "world_size": world.world_size,
+                **speed,
+            }
+        note(f"[batch {first // job.args.batch_size}] {summary(speed)}")
+        fastest = max(fastest, speed["weight_gb_per_second"] or 0.0)
+    if fastest and world.rank == 0:
+        peak = copy_bandwidth(world.device)
+        note(f"A large copy here moves {peak:.1f} GB/s; the weights were read at up to {fastest / peak:.0%} of it.")
+
+
+def show_prompt(job: Job, prompt: Sequence[int]) -> None:
+    """Show on stderr what the text on stdout continues, so that a reader at the terminal sees the whole of it."""
+    if job.tokenizer and not job.args.chat and job.args.prompt_length is None:
+        text = job.tokenizer.decode([i for i in prompt if i < job.tokenizer.vocab_size])
+        note(text, end="" if sys.stdout.isatty() else "\n")
+
+
+def measure(model: Transformer, timing: Timing, batch: int, world: World) -> dict[str, float | None]:
+    """Speed of one batch: the decode step is the median one; GB/s and memory are of this rank."""
+    step = median(timing.steps) if timing.steps else None
+    read = sum(p.numel() * p.element_size() for p in model.parameters())
+    if not model.config.tie_embeddings:
+        read -= model.embedding.weight.numel() * model.embedding.weight.element_size()  # a lookup reads single rows
+    if world.device.type == "cuda":
+        memory = torch.cuda.max_memory_allocated(world.device) / 1e9
+    else:
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+    return {
+        "prefill_ms": round(timing.prefill * 1e3, 3),
+        "decode_ms_per_token": round(step * 1e3, 4) if step else None,
+        "tokens_per_second": round(batch / step, 2) if step else None,
+        "weight_gb_per_second": round(read / step / 1e9, 3) if step else None,
+        "peak_memory_gb": round(memory, 3),
+    }
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """GB/s that a large copy on `device` reaches, reads and writes counted: what the weights' GB/s stand against."""
+    source = torch.empty((1 << 30) if device.type == "cuda" else (1 << 26), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    best = float("inf")
+    for _ in range(4):
+        start = time.perf_counter()
+        target.copy_(source)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - start)
+    return 2 * source.numel() / best / 1e9
+
+
+def summary(speed: dict[str, float | None]) -> str:
+    prefill, memory = f"prefill {speed['prefill_ms']:.1f} ms", f"{speed['peak_memory_gb']:.2f} GB of memory a rank"
+    if speed["decode_ms_per_token"] is None:
+        return f"{prefill}, {memory}"
+    return (
+        f"{prefill}, decode {speed['decode_ms_per_token']:.2f} ms a step, {speed['tokens_per_second']:.1f} tokens/s, "
+        f"weights read at {speed['weight_gb_per_second']:.1f} GB/s a rank, {memory}"
+    )
+
+
+def print_score(job: Job, model: Transformer, world: World) -> None:
+    logprobs, argmax = score(model, job.prompts[0])
+    if world.rank == 0:
+        record = {"prompt_token_ids": job.prompts[0], "token_logprobs": logprobs, "logits_argmax": argmax}
+        print(json.dumps(record | {"variant": job.config.description, "world_size": world.world_size}))
+
+
+def interact(job: Job, model: Transformer, world: World) -> None:
+    """Read a line, answer it, until Ctrl-D. With --chat the conversation goes on; without, each line is a new prompt."""
+    assert job.tokenizer is not None
+    note("Type a prompt and Enter; Ctrl-D ends.")
+    messages: list[dict[str, str]] = []
+    while (line := read_line(world)) is not None:
+        if not line.strip():
+            continue
+        messages.append({"role": "user", "content": line})
+        prompt = job.tokenizer.encode_chat(messages) if job.args.chat else job.tokenizer.encode(line)
+        if len(prompt) + job.args.max_new_tokens > job.config.max_seq_len:
+            limit = job.config.max_seq_len - job.args.max_new_tokens
+            note(f"that makes {len(prompt)} tokens, and {limit} fit; the conversation starts anew")
+            messages.clear()
+            continue
+        job.prompts = [prompt]
+        outputs, _ = answer(job, model, 0, show=world.rank == 0)
+        if world.rank == 0:
+            print(flush=True)
+        messages.append({"role": "assistant", "content": outputs[0].text})
+
+
+def read_line(world: World) -> str | None:
+    """Rank 0's next line of standard input, on every rank; None at its end."""
+    line: list[str | None] = [None]
+    if world.rank == 0:
+        with suppress(EOFError):
+            line = [input("> " if sys.stdin.isatty() else "")]
+    if world.world_size > 1:
+        dist.broadcast_object_list(line, src=0)
+    return line[0]
+
+
+def start() -> tuple[Job, World]:
+    """Resolve the command line and meet the other ranks. What is wrong on one rank is raised on all of them."""
+    args = job = error = None
+    try:
+        args = parse_args()
+        job = prepare(args, int(os.environ.get("WORLD_SIZE", 1)))
+    except UserError as e:
+        error = e
+    try:
+        world = init_world(args.device, args.comm) if args else init_world("cpu")
+    except UserError as e:  # a device or communicator that is not there: the ranks still meet, to say so once
+        world, error = init_world("cpu"), error or e
+    agree_on_error(world, error)
+    assert job is not None
+    return job, world
+
+
+def main() -> None:
+    job, world = start()
+    if job.args.variant:
+        note(
+            f"warning: computing {job.config.description} instead of what the checkpoint was trained as; its text will be wrong"
+        )
+    dtype = DTYPES[job.args.dtype or ("bfloat16" if world.device.type == "cuda" else "float32")]
+    began = time.perf_counter()
+    model = load_model(job.args.model, job.config, world, dtype, job.args.seed)
+    note(
+        f"{job.args.model}: {job.config.parameter_count() / 1e6:,.0f}M parameters, {job.config.description}, {dtype}, "
+        f"{world.world_size} rank(s) on {world.device.type} ({world.comm.name}), ready after {time.perf_counter() - began:.1f} s"
+    )
+    if job.args.profile:
+        annotate(model)
+    if job.args.compile:
+        model.compile_modules()
+    if job.args.score:
+        print_score(job, model, world)
+    elif job.args.interactive:
+        interact(job, model, world)
+    else:
+        for record in samples(job, model, world):
+            if world.rank == 0 and job.args.json:
+                print(json.dumps(record), flush=True)
+            elif world.rank == 0 and job.args.batch_size > 1:
+                print(f"--- {record['finish_reason']}\n{record['text']}", flush=True)
+
+
+if __name__ == "__main__":
+    run(main)

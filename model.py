@@ -1,0 +1,335 @@
+"""The whole model: norm, RoPE, attention, MLP, one block class per residual variant, and the `Transformer`.
+
+Shapes: B sequences, T tokens, C hidden_size, H query heads and K key-value heads of this shard, D head_dim.
+
+The residual variants (Zhang et al., "Ladder-residual", arXiv:2501.06589) in one notation. Modules h_1 … h_2L alternate
+attention and MLP, each with its own pre-norm; x_i is the residual stream after module i, x_0 the embedding. A rank computes a
+partial sum of h_i; AR sums over ranks.
+
+    standard      x_i = x_{i-1} + AR(h_i(x_{i-1}))
+    parallel      x_l = x_{l-1} + AR(attention(n(x_{l-1})) + mlp(n(x_{l-1})))
+    ladder        x_i = x_{i-1} + AR(h_i(x_{i-2})),  x_{-1} = x_0
+    desync        x^r += h_i^r(x^r) on every stream r, or, where it reduces, x = AR(h_i^r(x^r) + x^r / S)
+    upper-bound   standard without AR: wrong on more than one rank
+
+Between blocks travel a tensor `x` and a `pending` sum: the residual stream is `x` plus what `pending` will bring. A block
+that waits at once is standard; one that computes first and waits later is a ladder. So the two mix freely, and the rule
+x_{i-2} holds at the seam of a hybrid.
+"""
+
+import math
+from typing import Any, TypedDict
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attention import AttentionContext
+from comm import Communicator, Handle, NoCommunication
+from config import ModelConfig, RopeScaling
+from tp import Shard, ShardedLinear, stream_shards
+
+
+class Factory(TypedDict):
+    """Where and how new parameters are allocated."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dim, computed in fp32 (Zhang & Sennrich, arXiv:1910.07467)."""
+
+    def __init__(self, size: int, eps: float, factory: Factory) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(size, **factory))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+# --- RoPE --------------------------------------------------------------------------------------------------------------
+
+
+def rope_frequencies(config: ModelConfig) -> Tensor:
+    """(D / 2,) fp32, radians a token (Su et al., arXiv:2104.09864; scaled as Llama 3.1 does)."""
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
+    frequencies = 1.0 / config.rope_theta**exponents
+    return frequencies if config.rope_scaling is None else scale_frequencies(frequencies, config.rope_scaling)
+
+
+def scale_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Divide low frequencies by `factor`, keep high ones, and blend in between (Llama 3.1's `apply_scaling`)."""
+    wavelengths = 2 * math.pi / frequencies
+    periods = scaling.original_max_position_embeddings / wavelengths  # within the original context
+    blend = (periods - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    blend = blend.clamp(0, 1)  # 0: a low frequency, 1: a high one
+    return (1 - blend) * frequencies / scaling.factor + blend * frequencies
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply RoPE to x (B, T, heads, D); cos and sin (T, 1, D / 2) fp32. Feature i pairs with i + D / 2, as in HF weights."""
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
+
+
+# --- the modules h_i: each with its pre-norm; each returns this shard's partial sum --------------------------------------
+
+
+class Heads(nn.Module):
+    """What attention does between its two projections: split into heads, QK norm, RoPE, attend."""
+
+    def __init__(self, config: ModelConfig, layer: int, slot: int, shard: Shard, factory: Factory) -> None:
+        super().__init__()
+        self.slot, self.window, self.head_dim = slot, config.window(layer), config.head_dim
+        self.n_heads = len(shard.range(config, "heads")) // config.head_dim
+        self.n_kv_heads = len(shard.range(config, "kv_heads")) // config.head_dim
+        self.q_norm = RMSNorm(config.head_dim, config.norm_eps, factory) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.norm_eps, factory) if config.qk_norm else None
+
+    def split(self, qkv: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """(B, T, (H + 2K) * D) to q (B, T, H, D), k and v (B, T, K, D), rotated."""
+        heads = qkv.unflatten(-1, (-1, self.head_dim))
+        qk, v = heads.split((self.n_heads + self.n_kv_heads, self.n_kv_heads), dim=-2)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = qk.split((self.n_heads, self.n_kv_heads), dim=-2)
+            qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=-2)
+        q, k = rotate(qk, *rope).split((self.n_heads, self.n_kv_heads), dim=-2)
+        return q, k, v
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, context: AttentionContext) -> Tensor:
+        return context.attend(self.slot, q, k, v, self.window).flatten(-2)  # (B, T, H * D)
+
+
+class Attention(nn.Module):
+    """h(x) = O · attend(QKV · n(x)), this shard's partial sum: (B, T, C) to (B, T, C)."""
+
+    def __init__(self, config: ModelConfig, layer: int, slot: int, shard: Shard, norm: RMSNorm, factory: Factory) -> None:
+        super().__init__()
+        self.norm = norm
+        self.wqkv = ShardedLinear(config, shard, ("q_proj", "k_proj", "v_proj"), bias=config.qkv_bias, **factory)
+        self.heads = Heads(config, layer, slot, shard, factory)
+        self.wo = ShardedLinear(config, shard, ("o_proj",), **factory)
+
+    def project(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        return self.heads.split(self.wqkv(self.norm(x)), rope)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], context: AttentionContext) -> Tensor:
+        return self.wo(self.heads.attend(*self.project(x, rope), context))
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+class MLP(nn.Module):
+    """h(x) = down · (silu(gate · n(x)) * (up · n(x))), this shard's partial sum: (B, T, C) to (B, T, C)."""
+
+    def __init__(self, config: ModelConfig, shard: Shard, norm: RMSNorm, factory: Factory) -> None:
+        super().__init__()
+        self.norm = norm
+        self.w_gate_up = ShardedLinear(config, shard, ("gate_proj", "up_proj"), **factory)
+        self.w_down = ShardedLinear(config, shard, ("down_proj",), **factory)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w_down(swiglu(self.w_gate_up(self.norm(x))))
+
+
+# --- the residual variants: one block class each -------------------------------------------------------------------------
+
+
+def settle(x: Tensor, pending: Handle | None) -> Tensor:
+    """The residual stream once the sum in flight has arrived."""
+    return x if pending is None else x + pending.wait()
+
+
+class SequentialBlock(nn.Module):
+    """Attention, then MLP, on one stream; the subclasses differ in when they wait for a sum."""
+
+    def __init__(self, config: ModelConfig, layer: int, shards: list[Shard], comm: Communicator, factory: Factory) -> None:
+        super().__init__()
+        self.comm = comm
+        norms = [RMSNorm(config.hidden_size, config.norm_eps, factory) for _ in range(2)]
+        self.attention = Attention(config, layer, layer, shards[0], norms[0], factory)
+        self.mlp = MLP(config, shards[0], norms[1], factory)
+
+
+class StandardBlock(SequentialBlock):
+    """x_i = x_{i-1} + AR(h_i(x_{i-1})): each module waits for the sum of the one before."""
+
+    def forward(
+        self, x: Tensor, pending: Handle | None, rope: tuple[Tensor, Tensor], context: AttentionContext
+    ) -> tuple[Tensor, Handle]:
+        x = settle(x, pending)
+        attention = self.comm.start(self.attention(x, rope, context))
+        x = settle(x, attention)
+        return x, self.comm.start(self.mlp(x))
+
+
+class LadderBlock(SequentialBlock):
+    """x_i = x_{i-1} + AR(h_i(x_{i-2})): while one module's sum is in flight, the next computes (Algorithm 1)."""
+
+    def forward(
+        self, x: Tensor, pending: Handle | None, rope: tuple[Tensor, Tensor], context: AttentionContext
+    ) -> tuple[Tensor, Handle]:
+        attention = self.comm.start(self.attention(x, rope, context))  # `pending` is in flight meanwhile
+        x = settle(x, pending)
+        mlp = self.comm.start(self.mlp(x))  # the attention's sum is in flight meanwhile
+        return settle(x, attention), mlp
+
+
+class UpperBoundBlock(StandardBlock):
+    """Standard with nothing sent: the speed limit, and wrong text on more than one rank. For benchmarks only."""
+
+    def __init__(self, config: ModelConfig, layer: int, shards: list[Shard], comm: Communicator, factory: Factory) -> None:
+        super().__init__(config, layer, shards, NoCommunication(comm.rank, comm.world_size), factory)
+
+
+class ParallelBlock(nn.Module):
+    """x_l = x_{l-1} + AR(attention(n(x)) + mlp(n(x))): one norm, one fused input weight, one sum a layer
+    (Wang & Komatsuzaki's GPT-J; PaLM, arXiv:2204.02311)."""
+
+    def __init__(self, config: ModelConfig, layer: int, shards: list[Shard], comm: Communicator, factory: Factory) -> None:
+        super().__init__()
+        self.comm, shard = comm, shards[0]
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps, factory)
+        inputs = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+        self.w_in = ShardedLinear(config, shard, inputs, bias=config.qkv_bias, **factory)
+        self.heads = Heads(config, layer, layer, shard, factory)
+        self.wo = ShardedLinear(config, shard, ("o_proj",), **factory)
+        self.w_down = ShardedLinear(config, shard, ("down_proj",), **factory)
+
+    def forward(
+        self, x: Tensor, pending: Handle | None, rope: tuple[Tensor, Tensor], context: AttentionContext
+    ) -> tuple[Tensor, Handle]:
+        x = settle(x, pending)
+        q_size, k_size, v_size, gate_size, up_size = self.w_in.sizes
+        qkv, gate_up = self.w_in(self.norm(x)).split((q_size + k_size + v_size, gate_size + up_size), dim=-1)
+        attended = self.heads.attend(*self.heads.split(qkv, rope), context)
+        return x, self.comm.start(self.wo(attended) + self.w_down(swiglu(gate_up)))
+
+
+class DesyncBlock(nn.Module):
+    """Every stream r advances on its own, x^r += h^r(x^r), until a module reduces: x = AR(h^r(x^r) + x^r / S).
+
+    A checkpoint with S streams runs on every number of ranks N that divides S: a rank carries S / N streams, each with its own
+    shard of the weights; the norms are shared. `x` is a list of this rank's streams, each (B, T, C).
+    """
+
+    def __init__(self, config: ModelConfig, layer: int, shards: list[Shard], comm: Communicator, factory: Factory) -> None:
+        super().__init__()
+        self.comm, self.streams, self.reduces = comm, config.desync_streams, config.desync_pattern[layer]
+        norms = [RMSNorm(config.hidden_size, config.norm_eps, factory) for _ in range(2)]
+        slots = range(layer * len(shards), (layer + 1) * len(shards))
+        self.attention = nn.ModuleList(
+            Attention(config, layer, slot, shard, norms[0], factory) for slot, shard in zip(slots, shards, strict=True)
+        )
+        self.mlp = nn.ModuleList(MLP(config, shard, norms[1], factory) for shard in shards)
+
+    def forward(
+        self, x: list[Tensor], pending: None, rope: tuple[Tensor, Tensor], context: AttentionContext
+    ) -> tuple[list[Tensor], None]:
+        x = self.advance(x, [h(x_r, rope, context) for h, x_r in zip(self.attention, x, strict=True)], self.reduces.attention)
+        x = self.advance(x, [h(x_r) for h, x_r in zip(self.mlp, x, strict=True)], self.reduces.mlp)
+        return x, None
+
+    def advance(self, x: list[Tensor], updates: list[Tensor], reduce: bool) -> list[Tensor]:
+        if not reduce:
+            return [x_r + update for x_r, update in zip(x, updates, strict=True)]
+        partial = torch.stack([update + x_r / self.streams for x_r, update in zip(x, updates, strict=True)]).sum(0)
+        return [self.comm.all_reduce(partial)] * len(x)
+
+
+BLOCKS = {
+    "standard": StandardBlock,
+    "parallel": ParallelBlock,
+    "ladder": LadderBlock,
+    "desync": DesyncBlock,
+    "upper-bound": UpperBoundBlock,
+}
+
+
+# --- the model -----------------------------------------------------------------------------------------------------------
+
+
+class Transformer(nn.Module):
+    """A Llama-like decoder, this rank's shard of it.
+
+    Parameters are allocated on `device` in `dtype` and left for `checkpoint.py` to fill. Raises UserError if the config
+    cannot be split over the communicator's ranks.
+    """
+
+    def __init__(self, config: ModelConfig, comm: Communicator, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        factory: Factory = {"device": device, "dtype": dtype}
+        self.config = config
+        self.shards = stream_shards(config, comm.rank, comm.world_size)
+        self.comm = NoCommunication(comm.rank, comm.world_size) if config.variant == "upper-bound" else comm
+        rank = Shard(comm.rank, comm.world_size)
+        self.vocab = rank.range(config, "vocab")
+        self.embedding = ShardedLinear(config, rank, ("embed_tokens",), **factory)
+        self.layers = nn.ModuleList(
+            self.block_class(layer)(config, layer, self.shards, comm, factory) for layer in range(config.n_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps, factory)
+        self.head = self.embedding if config.tie_embeddings else ShardedLinear(config, rank, ("lm_head",), **factory)
+        self.frequencies: Tensor
+        self.register_buffer("frequencies", rope_frequencies(config).to(device), persistent=False)
+
+    def block_class(self, layer: int) -> type[nn.Module]:
+        if self.config.variant == "ladder" and layer not in self.config.ladder_layers:
+            return StandardBlock
+        return BLOCKS[self.config.variant]
+
+    @property
+    def attention_slots(self) -> int:
+        """How many attention modules this rank has, each with keys and values of its own."""
+        return self.config.n_layers * len(self.shards)
+
+    @property
+    def n_kv_heads(self) -> int:
+        """KV heads of one attention module of this rank."""
+        return len(self.shards[0].range(self.config, "kv_heads")) // self.config.head_dim
+
+    def compile_modules(self) -> None:
+        """Compile what lies between the collectives and the attention kernel: Inductor would move a compiled collective's
+        wait right behind it. All layers share the compiled code."""
+        for module in self.modules():
+            if isinstance(module, Attention):
+                module.project = torch.compile(module.project)  # type: ignore[method-assign]
+            elif isinstance(module, MLP):
+                module.forward = torch.compile(module.forward)  # type: ignore[method-assign]
+            elif isinstance(module, Heads):
+                module.split = torch.compile(module.split)  # type: ignore[method-assign]
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """(B, T) ids to (B, T, C). Each rank looks up the ids of its part of the vocabulary; the sum completes the rest."""
+        if self.comm.world_size == 1:
+            return F.embedding(tokens, self.embedding.weight)
+        local = tokens - self.vocab.start
+        foreign = (local < 0) | (local >= len(self.vocab))
+        rows = F.embedding(local.masked_fill(foreign, 0), self.embedding.weight)
+        return self.comm.all_reduce(rows.masked_fill(foreign[..., None], 0.0))
+
+    def logits(self, x: Tensor) -> Tensor:
+        """(..., C) to (..., vocab_size) fp32, the same on every rank."""
+        return self.comm.all_gather(self.head(self.norm(x)))[..., : self.config.vocab_size].float()
+
+    def hidden(self, tokens: Tensor, context: AttentionContext) -> Tensor:
+        """(B, T) ids to the last residual stream (B, T, C), before the final norm."""
+        angles = context.positions[:, None, None].float() * self.frequencies  # (T, 1, D / 2)
+        rope = angles.cos(), angles.sin()
+        x: Any = self.embed(tokens)
+        desync = self.config.variant == "desync"
+        if desync:  # the streams begin equal; the last module of all reduces, so they end equal
+            x = [x] * len(self.shards)
+        pending = None
+        for layer in self.layers:
+            x, pending = layer(x, pending, rope, context)
+        return x[0] if desync else settle(x, pending)
+
+    def forward(self, tokens: Tensor, context: AttentionContext) -> Tensor:
+        """(B, T) int64 ids to (B, T, vocab_size) fp32 logits."""
+        return self.logits(self.hidden(tokens, context))

@@ -1,0 +1,55 @@
+"""Profiler traces in which a reader sees what overlaps what: modules and sums carry names."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from errors import UserError
+from model import MLP, Attention, ParallelBlock, Transformer
+
+
+def annotate(model: Transformer) -> None:
+    """Name each module's computation in traces: `layer 3 attention`, `layer 3 mlp`."""
+    for path, module in model.named_modules():
+        if isinstance(module, (Attention, MLP, ParallelBlock)):
+            _, layer, *rest = path.split(".")
+            _annotate(module, " ".join(["layer", layer, *rest]))
+
+
+def _annotate(module: nn.Module, name: str) -> None:
+    spans: list[Any] = []
+
+    def enter(*_: object) -> None:
+        span = record_function(name)
+        span.__enter__()
+        spans.append(span)
+
+    def leave(*_: object) -> None:
+        spans.pop().__exit__(None, None, None)
+
+    module.register_forward_pre_hook(enter)
+    module.register_forward_hook(leave)
+
+
+@contextmanager
+def profiled(path: Path | None, rank: int) -> Iterator[None]:
+    """Write a Chrome trace of the block to `path` (rank r > 0: with `.rankr` before the suffix); None: do nothing.
+
+    Open it at ui.perfetto.dev or chrome://tracing.
+    """
+    if path is None:
+        yield
+        return
+    if not path.parent.is_dir():
+        raise UserError(f"--profile {path}: the folder {path.parent} does not exist; create it or name another")
+    activities = [ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(ProfilerActivity.CUDA)
+    with profile(activities=activities) as profiler:
+        yield
+    profiler.export_chrome_trace(str(path if rank == 0 else path.with_suffix(f".rank{rank}{path.suffix}")))

@@ -1,0 +1,88 @@
+"""Milliseconds a token of large presets with random weights, by residual variant, through generate.py.
+
+    python scripts/baseline.py --ranks 8
+    python scripts/baseline.py --ranks 2 --models tiny --prompt-length 64 --new-tokens 32     # a try on a CPU
+
+Each model and variant is one torchrun launch of generate.py with three samples after a warm-up sample; the figures are their
+medians. Writes docs/results/baseline-RANKS.json and .md.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tqdm import tqdm
+
+from cli import Parser, run
+from errors import UserError
+from scripts.results import RESULTS, ROOT, describe, machine, write_json
+
+MODELS = ("llama-3-8b", "llama-3-70b:16")
+VARIANTS = ("standard", "parallel", "ladder", "desync-4x", "upper-bound")
+SAMPLES = 3
+FIGURES = ("prefill_ms", "decode_ms_per_token", "weight_gb_per_second", "peak_memory_gb")
+
+
+def measure(model: str, variant: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Every raw sample of one launch, and their medians."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(args.ranks)]
+    command += ["generate.py", "--json", "--ignore-eos", "--temperature", "0", "--num-samples", str(SAMPLES + 1)]
+    command += ["--prompt-length", str(args.prompt_length), "--max-new-tokens", str(args.new_tokens)]
+    command += ["--model", model, "--variant", variant, *args.flags]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if result.returncode:
+        raise UserError(f"{model} {variant} failed:\n{result.stderr[-2000:]}")
+    samples = [json.loads(line) for line in result.stdout.splitlines()][1:]  # the first one warms up
+    raw = [{name: sample[name] for name in FIGURES} for sample in samples]
+    return {
+        "model": model,
+        "variant": samples[0]["variant"],
+        "median": {name: median(sample[name] for sample in raw) for name in FIGURES},
+        "samples": raw,
+    }
+
+
+def table(rows: list[dict[str, Any]], where: dict[str, Any], args: argparse.Namespace) -> str:
+    head = "| model | variant | prefill, ms | decode, ms a token | weights read, GB/s a rank |\n|---|---|---|---|---|"
+    lines = [
+        f"| {row['model']} | {row['variant']} | {row['median']['prefill_ms']:.2f} | {row['median']['decode_ms_per_token']:.3f} | "
+        f"{row['median']['weight_gb_per_second']:.0f} |"
+        for row in rows
+    ]
+    flags = f", {' '.join(args.flags)}" if args.flags else ""
+    caption = (
+        f"Batch 1, {args.prompt_length} + {args.new_tokens} tokens, random weights, {args.ranks} rank(s){flags}, median of "
+        f"{SAMPLES}. Made on {describe(where, 'cpu' if where['gpus'] == 'none' else 'cuda')}."
+    )
+    return "\n".join([head, *lines, "", caption, ""])
+
+
+def main() -> None:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=8, help="tensor-parallel ranks (default: 8)")
+    parser.add_argument("--models", nargs="+", default=MODELS, help=f"presets (default: {' '.join(MODELS)})")
+    parser.add_argument("--variants", nargs="+", default=VARIANTS, help=f"default: {' '.join(VARIANTS)}")
+    parser.add_argument("--prompt-length", type=int, default=1024, help="tokens (default: 1024)")
+    parser.add_argument("--new-tokens", type=int, default=512, help="tokens (default: 512)")
+    parser.add_argument("--name", help="of the result files (default: baseline-RANKS)")
+    parser.add_argument("flags", nargs="*", help="further flags of generate.py, behind --: -- --compile")
+    args = parser.parse_args()
+    cases = [(model, variant) for model in args.models for variant in args.variants]
+    where, name = machine(), args.name or f"baseline-{args.ranks}"
+    rows: list[dict[str, Any]] = []
+    for model, variant in tqdm(cases, unit="launch"):
+        rows.append(measure(model, variant, args))
+        path = write_json(name, {"machine": where, "settings": vars(args), "rows": rows})  # what is measured is kept
+    text = table(rows, where, args)
+    (RESULTS / f"{name}.md").write_text(text)
+    print(f"{text}\nwrote {path.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,1 @@
+"""The HTTP server: routes, request schemas, streaming, metrics, the page."""

@@ -1,0 +1,249 @@
+"""The HTTP application: routes, and what /openapi.json says about them."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request
+from fastapi.openapi.utils import get_openapi
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import FileResponse, HTMLResponse, Response
+from starlette.staticfiles import StaticFiles
+
+from errors import UserError
+from server import problems, replies
+from server.chat import Chat, chat_ids
+from server.completions import Completion
+from server.docs import render_docs
+from server.engine_client import EngineClient
+from server.middleware import ApiKey, BodyLimit, RequestScope
+from server.problems import ApiError, bad
+from server.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from server.service import Service, read_chat_template
+from server.settings import VERSION, Settings
+from server.sse import EventStream, to_json, unless_gone
+from server.text import off_loop
+from tokenizer import Tokenizer
+
+T = TypeVar("T")
+
+STATIC = Path(__file__).parent / "static"
+TEMPLATE_SECONDS = 10.0  # longest time to prepare a prompt with a client's own template
+DATA = {"type": "string", "description": "With `stream`: a chunk as JSON, or an error; after the last one `[DONE]`."}
+# Nothing names its type on the wire; a reader of server-sent events then calls it "message".
+FIELDS = {"data": DATA, "event": {"const": "message"}}
+EVENT = {"type": "object", "properties": FIELDS, "required": ["data"], "additionalProperties": False}
+STREAM = {"text/event-stream": {"itemSchema": EVENT}}
+
+
+def create_app(settings: Settings, client: EngineClient, tokenizer: Tokenizer) -> FastAPI:
+    service = Service(read_chat_template(settings, tokenizer), client, tokenizer)
+    app = FastAPI(title="Rung", version=VERSION, docs_url=None, redoc_url=None, summary="An OpenAI-compatible server")
+    app.state.service = service
+    problems.install(app)
+    _add_generation(app, service)
+    _add_tokens(app, service)
+    _add_models(app, service)
+    _add_state(app, service)
+    _add_pages(app)
+    _describe(app)
+    # The last one added is the outermost.
+    app.add_middleware(BodyLimit, limit=settings.max_body_bytes, timeout=settings.idle_timeout)
+    app.add_middleware(ApiKey, keys=settings.api_key, protect_metrics=settings.protect_metrics)
+    if settings.cors_origin:  # outside of the key: browsers ask for permission without one
+        exposed = ["X-Request-Id", "Retry-After"]
+        app.add_middleware(
+            CORSMiddleware, allow_origins=settings.cors_origin, allow_methods=["*"], allow_headers=["*"], expose_headers=exposed
+        )
+    app.add_middleware(RequestScope, service=service)
+    return app
+
+
+def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    texts = {
+        400: "A parameter is wrong, unknown or unsupported, or the prompt is too long",
+        401: "The API key is missing or wrong",
+        404: "No such model",
+        413: "The body is too large",
+        429: "The queue is full; see Retry-After",
+        500: "Internal error",
+        503: "Loading, draining, timed out or broken",
+    }
+    return {status: {"model": replies.ErrorReply, "description": texts[status]} for status in statuses}
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(to_json(value), status, media_type="application/json")
+
+
+def _add_generation(app: FastAPI, service: Service) -> None:
+    errors = _errors(400, 401, 404, 413, 429, 500, 503)
+    own_templates = ThreadPoolExecutor(2, "template")  # a client's endless template holds up nobody but its like
+
+    async def prepare(make: Callable[[], T], own_template: bool) -> T:
+        if not own_template:
+            return await asyncio.to_thread(make)
+        try:
+            job = asyncio.get_running_loop().run_in_executor(own_templates, make)
+            return await asyncio.wait_for(job, TEMPLATE_SECONDS)
+        except TimeoutError as e:
+            raise bad("chat_template", f"takes longer than {TEMPLATE_SECONDS:g} s") from e
+
+    async def respond(request: Request, job: Completion | Chat) -> Response:
+        note = request.state.note
+        if job.body.user:
+            note["user"] = job.body.user
+        if job.body.stream:
+            return EventStream(job.events(note), service.settings.idle_timeout)
+        return _json(await unless_gone(request.receive, job.answer(note)))
+
+    @app.post(
+        "/v1/completions",
+        response_model=replies.CompletionReply,
+        responses={200: {"content": STREAM}, **errors},
+        tags=["generation"],
+        summary="Continue a prompt",
+    )
+    async def completions(body: CompletionBody, request: Request) -> Response:
+        service.check_model(body.model)
+        service.check_ready()
+        return await respond(request, await prepare(lambda: Completion(service, body), False))
+
+    @app.post(
+        "/v1/chat/completions",
+        response_model=replies.ChatReply,
+        responses={200: {"content": STREAM}, **errors},
+        tags=["generation"],
+        summary="Answer a conversation",
+    )
+    async def chat_completions(body: ChatBody, request: Request) -> Response:
+        service.check_model(body.model)
+        service.check_ready()
+        return await respond(request, await prepare(lambda: Chat(service, body), body.chat_template is not None))
+
+
+def _add_tokens(app: FastAPI, service: Service) -> None:
+    tokenizer, errors = service.tokenizer, _errors(400, 401, 404, 413, 500)
+
+    @app.post("/tokenize", response_model=replies.TokenizeReply, responses=errors, tags=["tokens"], summary="Text to token ids")
+    async def tokenize(body: TokenizeBody) -> Response:
+        service.check_model(body.model)
+        if (prompt := body.prompt) is not None:
+            special = body.add_special_tokens is not False
+            ids = await off_loop(len(prompt), lambda: tokenizer.encode(prompt, add_special_tokens=special))
+        else:
+            ids = await asyncio.to_thread(chat_ids, service, body)
+        ready = service.client.ready
+        reply = {"tokens": ids, "count": len(ids), "max_model_len": ready and ready.max_model_len}
+        if body.return_token_strs:
+            reply["token_strs"] = [service.token_text(one) for one in ids]
+        return _json(reply)
+
+    @app.post(
+        "/detokenize", response_model=replies.DetokenizeReply, responses=errors, tags=["tokens"], summary="Token ids to text"
+    )
+    async def detokenize(body: DetokenizeBody) -> Response:
+        service.check_model(body.model)
+        try:
+            text = await off_loop(len(body.tokens), lambda: tokenizer.decode(body.tokens, bool(body.skip_special_tokens)))
+        except UserError as e:
+            raise bad("tokens", str(e)) from e
+        return _json({"prompt": text})
+
+
+def _add_models(app: FastAPI, service: Service) -> None:
+    def card(name: str) -> dict[str, Any]:
+        ready = service.client.ready
+        limit = ready.max_model_len if ready else None
+        root = service.settings.model
+        return {
+            "id": name,
+            "object": "model",
+            "created": service.created,
+            "owned_by": "rung",
+            "root": root,
+            "max_model_len": limit,
+        }
+
+    @app.get("/v1/models", response_model=replies.ModelList, responses=_errors(401), tags=["models"], summary="Served models")
+    async def models() -> Response:
+        return _json({"object": "list", "data": [card(name) for name in service.settings.model_names]})
+
+    @app.get(
+        "/v1/models/{model_id:path}",
+        response_model=replies.ModelCard,
+        responses=_errors(401, 404),
+        tags=["models"],
+        summary="One of them",
+    )
+    async def model(model_id: str) -> Response:
+        service.check_model(model_id)
+        return _json(card(model_id))
+
+
+def _add_state(app: FastAPI, service: Service) -> None:
+    @app.get(
+        "/health",
+        response_model=replies.Health,
+        responses={503: {"model": replies.Health, "description": "Loading, draining or broken"}},
+        tags=["state"],
+        summary="Whether requests can run",
+    )
+    async def health() -> Response:
+        return _json({"status": service.status}, 200 if service.status == "ready" else 503)
+
+    @app.get("/version", response_model=replies.Version, tags=["state"], summary="The server's version")
+    async def version() -> Response:
+        return _json({"version": VERSION})
+
+    @app.get("/stats", response_model=replies.StatsReply, responses=_errors(401), tags=["state"], summary="For the dashboard")
+    async def stats() -> Response:
+        return _json(service.snapshot())
+
+    @app.get(
+        "/metrics",
+        response_class=Response,
+        responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}, **_errors(401)},
+        tags=["state"],
+        summary="Prometheus metrics",
+    )
+    async def metrics() -> Response:
+        return Response(service.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def _add_pages(app: FastAPI) -> None:
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
+        return HTMLResponse(render_docs(app.openapi()))
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> Response:
+        index = STATIC / "index.html"
+        if not index.is_file():
+            raise ApiError(404, "this installation has no page; see /docs for the API")
+        return FileResponse(index)
+
+    app.mount("/static", StaticFiles(directory=STATIC, check_dir=False))
+
+
+def _describe(app: FastAPI) -> None:
+    """FastAPI documents a 422 for every body; here those are 400."""
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            schema = get_openapi(title=app.title, version=app.version, summary=app.summary, routes=app.routes)
+            for operation in (one for path in schema["paths"].values() for one in path.values()):
+                operation["responses"].pop("422", None)
+            components = schema.setdefault("components", {})
+            for name in ("HTTPValidationError", "ValidationError"):
+                components.get("schemas", {}).pop(name, None)
+            components["securitySchemes"] = {
+                "key": {"type": "http", "scheme": "bearer", "description": "If the server has keys"}
+            }
+            schema["security"] = [{"key": []}, {}]
+            app.openapi_schema = schema
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]

@@ -1,0 +1,209 @@
+"""POST /v1/chat/completions: a conversation through the template to one plan, and deltas to messages, tool calls and chunks."""
+
+import json
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from errors import UserError
+from server import grammar
+from server.generation import (
+    Delta,
+    Plan,
+    Prompt,
+    Usage,
+    collect,
+    deltas,
+    fit_answer,
+    fit_prompt,
+    make_params,
+    merge,
+    new_id,
+    prompt_logprobs_by_id,
+)
+from server.logprobs import chat_layout
+from server.problems import bad
+from server.schemas import ChatBody, ChatMessage, TokenizeBody
+from server.service import Service
+
+# What the server itself sets; a client that named them in chat_template_kwargs would be ignored or break the call.
+RESERVED = {
+    *("self", "messages", "conversation", "tools", "documents", "add_generation_prompt", "continue_final_message"),
+    *(
+        "chat_template",
+        "tokenize",
+        "add_special_tokens",
+        "truncation",
+        "padding",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+    ),
+}
+
+
+def chat_ids(service: Service, body: ChatBody | TokenizeBody) -> list[int]:
+    """The ids of the conversation. Raises a 400 for messages or a template that cannot be rendered."""
+    kwargs = dict(body.chat_template_kwargs or {})
+    if wrong := sorted(RESERVED & set(kwargs)):
+        raise bad("chat_template_kwargs", f"sets {wrong[0]!r}, which the server sets itself")
+    tools = [tool.model_dump(exclude_none=True) for tool in body.tools or []]
+    if isinstance(body, ChatBody) and body.tool_choice == "none":
+        tools = []
+    if body.documents is not None:
+        kwargs["documents"] = body.documents
+    continued = bool(body.continue_final_message)
+    try:
+        text = service.tokenizer.render_chat(
+            [_for_template(message) for message in body.messages or []],
+            tools=tools or None,
+            add_generation_prompt=not continued if body.add_generation_prompt is None else body.add_generation_prompt,
+            continue_final_message=continued,
+            chat_template=service.pick_template(body.chat_template),
+            **kwargs,
+        )
+    except UserError as e:
+        raise bad("messages" if body.chat_template is None else "chat_template", str(e)) from e
+    return service.tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))
+
+
+def _for_template(message: ChatMessage) -> dict[str, Any]:
+    """As templates expect it: text in one piece, and a call's arguments as an object."""
+    plain = message.model_dump(exclude_none=True)
+    if isinstance(message.content, list):
+        plain["content"] = "\n".join(part.text for part in message.content)
+    for call in plain.get("tool_calls", []):
+        arguments = call["function"].get("arguments")
+        if isinstance(arguments, str):
+            try:
+                call["function"]["arguments"] = json.loads(arguments or "{}")
+            except (ValueError, RecursionError) as e:
+                raise bad("messages", "has a tool call whose arguments are not JSON") from e
+    return plain
+
+
+class Chat:
+    """One request. Made in a thread, since templates and long texts take their time."""
+
+    def __init__(self, service: Service, body: ChatBody) -> None:
+        self.service, self.body = service, body
+        self.forced = bool(body.forced_tools)
+        self.may_call = bool(body.tools) and body.tool_choice != "none"
+        ids = fit_prompt(service, chat_ids(service, body), body.truncate_prompt_tokens, body.limit)
+        name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+        limit = fit_answer(service, len(ids), body.limit, None, name)
+        compiled = grammar.for_tools(body.forced_tools) if self.forced else grammar.for_format(body)
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        self.plan = Plan(
+            id=new_id("chatcmpl", body),
+            prompts=[Prompt(ids)],
+            params=[make_params(service, body, limit, logprobs, body.prompt_logprobs, compiled)],
+            choices=body.n or 1,
+            stop=body.stops,
+            include_stop=bool(body.include_stop_str_in_output),
+            skip_special=body.skip_special_tokens is not False,
+        )
+        self.usage = Usage(self.plan)
+
+    # ------------------------------------------------------------------------------------------------ one answer
+
+    async def answer(self, note: dict[str, Any]) -> dict[str, Any]:
+        choices = await collect(self.service, self.plan, self.usage, note)
+        reply = {
+            **self._head("chat.completion"),
+            "choices": [self._choice(choice) for choice in choices],
+            "usage": self.usage.report(),
+        }
+        if self.body.prompt_logprobs is not None:
+            values = choices[0].prompt_logprobs
+            reply["prompt_logprobs"] = prompt_logprobs_by_id(self.service, values, self.body.prompt_logprobs)
+        if self.body.return_token_ids:
+            reply["prompt_token_ids"] = self.plan.prompts[0].ids
+        return reply
+
+    def _choice(self, delta: Delta) -> dict[str, Any]:
+        calls = grammar.parse_calls(delta.text, self.body) if self.may_call else None
+        message: dict[str, Any] = {"role": "assistant", "content": None if calls else delta.text, "refusal": None}
+        if calls:
+            message["tool_calls"] = calls
+        choice = {
+            "index": delta.index,
+            "message": message,
+            "logprobs": self.logprobs(delta),
+            "finish_reason": "tool_calls" if calls else delta.finish_reason,
+            "stop_reason": delta.stop_reason,
+        }
+        if self.body.return_token_ids:
+            choice["token_ids"] = delta.token_ids
+        return choice
+
+    def logprobs(self, delta: Delta) -> dict[str, Any] | None:
+        if delta.logprobs is None:
+            return None
+        as_ids = bool(self.body.return_tokens_as_token_ids)
+        return chat_layout(self.service.tokenizer, delta.logprobs, self.body.top_logprobs or 0, as_ids)
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        name = self.body.model or self.service.model_name
+        return {"id": self.plan.id, "object": kind, "created": self.plan.created, "model": name}
+
+    # ------------------------------------------------------------------------------------------------ a stream
+
+    async def events(self, note: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        include, continuous = self.body.usage_options
+        kind = "chat.completion.chunk"
+        streams = [_ChoiceStream(self) for _ in range(self.plan.total)]
+        async with aclosing(deltas(self.service, self.plan, self.usage, note)) as arriving:
+            async for delta in arriving:
+                for choice in streams[delta.index].push(delta):
+                    chunk = {**self._head(kind), "choices": [choice]}
+                    if delta.first and choice["delta"].get("role") and self.body.return_token_ids:
+                        chunk["prompt_token_ids"] = self.plan.prompts[0].ids
+                    if include or continuous:
+                        chunk["usage"] = self.usage.report() if continuous else None
+                    yield chunk
+        if include:
+            yield {**self._head(kind), "choices": [], "usage": self.usage.report()}
+
+
+class _ChoiceStream:
+    """One choice's deltas as chunks: the role first, then text as it comes; what may be a tool call waits until that is known."""
+
+    def __init__(self, chat: Chat) -> None:
+        self.chat = chat
+        self.undecided = chat.may_call
+        self.held: list[Delta] = []
+        self.text = ""
+
+    def push(self, delta: Delta) -> list[dict[str, Any]]:
+        self.held.append(delta)
+        role = [self._chunk(delta.index, {"role": "assistant", "content": ""})] if delta.first else []
+        if self.undecided and not delta.finish_reason:
+            self.text += delta.text
+            self.undecided = self.chat.forced or grammar.may_become_call(self.text)
+        if not delta.finish_reason and (self.undecided or not self._says_something(delta)):
+            return role
+        whole = merge(self.held)
+        self.held = []
+        return [*role, self._content(whole)]
+
+    def _says_something(self, delta: Delta) -> bool:
+        body = self.chat.body
+        return bool(delta.text or delta.logprobs or body.return_token_ids or body.usage_options[1])
+
+    def _content(self, whole: Delta) -> dict[str, Any]:
+        calls = grammar.parse_calls(whole.text, self.chat.body) if self.undecided else None
+        new: dict[str, Any] = {"content": whole.text} if whole.text else {}
+        if calls:
+            new = {"tool_calls": [{"index": i, **call} for i, call in enumerate(calls)]}
+        choice = self._chunk(whole.index, new, "tool_calls" if calls else whole.finish_reason)
+        choice["logprobs"] = self.chat.logprobs(whole)
+        if whole.finish_reason:
+            choice["stop_reason"] = whole.stop_reason
+        if self.chat.body.return_token_ids:
+            choice["token_ids"] = whole.token_ids
+        return choice
+
+    @staticmethod
+    def _chunk(index: int, delta: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}

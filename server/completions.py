@@ -1,0 +1,155 @@
+"""POST /v1/completions: prompts to plans, and deltas to OpenAI's choices and chunks."""
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from server import grammar
+from server.generation import (
+    Delta,
+    Plan,
+    Prompt,
+    Usage,
+    collect,
+    deltas,
+    fit_answer,
+    fit_prompt,
+    make_params,
+    new_id,
+    prompt_logprobs_by_id,
+)
+from server.logprobs import completion_layout
+from server.schemas import CompletionBody
+from server.service import Service
+from server.text import text_offsets
+
+DEFAULT_MAX_TOKENS = 16
+
+
+class Completion:
+    """One request. Made in a thread, since long prompts take long to tokenize."""
+
+    def __init__(self, service: Service, body: CompletionBody) -> None:
+        self.service, self.body = service, body
+        self.skip_special = body.skip_special_tokens is not False
+        prompts = [self._prompt(one) for one in _split(body.prompt)]
+        compiled = grammar.for_format(body)
+        scores = body.prompt_logprobs
+        if body.echo and body.logprobs is not None:
+            scores = max(body.logprobs, scores or 0)
+        self.n, choices = body.n or 1, max(body.best_of or 1, body.n or 1)
+        wanted = 0 if choices > self.n and body.logprobs is None else body.logprobs  # best_of compares likelihoods
+        params, limits = [], []
+        for prompt in prompts:
+            room = fit_answer(service, len(prompt.ids), body.max_tokens, DEFAULT_MAX_TOKENS)
+            limits.append(room)
+            params.append(make_params(service, body, room, wanted, scores, compiled))
+        self.plan = Plan(
+            id=new_id("cmpl", body),
+            prompts=prompts,
+            params=params,
+            choices=choices,
+            stop=body.stops,
+            include_stop=bool(body.include_stop_str_in_output),
+            skip_special=self.skip_special,
+            hidden=body.max_tokens == 0,
+        )
+        self.usage = Usage(self.plan)
+        self.echoes = [self._echo(prompt) for prompt in prompts] if body.echo else []
+
+    def _prompt(self, given: str | list[int]) -> Prompt:
+        body = self.body
+        if isinstance(given, str):
+            ids = self.service.tokenizer.encode(given, add_special_tokens=body.add_special_tokens is not False)
+        else:
+            ids = given
+        limit = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+        kept = fit_prompt(self.service, ids, body.truncate_prompt_tokens, limit)
+        return Prompt(kept, given if isinstance(given, str) and len(kept) == len(ids) else None)
+
+    def _echo(self, prompt: Prompt) -> str:
+        return self.service.tokenizer.decode(prompt.ids, self.skip_special) if prompt.text is None else prompt.text
+
+    # ------------------------------------------------------------------------------------------------ answers
+
+    async def answer(self, note: dict[str, Any]) -> dict[str, Any]:
+        choices = await collect(self.service, self.plan, self.usage, note)
+        if self.plan.choices > self.n:
+            choices = self._best(choices)
+        return {**self._head(), "choices": [self._choice(one) for one in choices], "usage": self.usage.report()}
+
+    async def events(self, note: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        include, continuous = self.body.usage_options
+        async with aclosing(deltas(self.service, self.plan, self.usage, note)) as stream:
+            async for delta in stream:
+                if not self._says_something(delta):
+                    continue
+                chunk = {**self._head(), "choices": [self._choice(delta)]}
+                if include or continuous:
+                    chunk["usage"] = self.usage.report() if continuous else None
+                yield chunk
+        if include:
+            yield {**self._head(), "choices": [], "usage": self.usage.report()}
+
+    def _head(self) -> dict[str, Any]:
+        name = self.body.model or self.service.model_name
+        return {"id": self.plan.id, "object": "text_completion", "created": self.plan.created, "model": name}
+
+    def _says_something(self, delta: Delta) -> bool:
+        """Half a character, or what may be the start of a stop string, is no reason for a chunk of its own."""
+        body = self.body
+        extras = body.return_token_ids or body.logprobs is not None or body.usage_options[1]
+        return bool(delta.text or delta.finish_reason or extras or (delta.first and body.echo))
+
+    def _choice(self, delta: Delta) -> dict[str, Any]:
+        body = self.body
+        prompt = self.plan.prompts[delta.index // self.plan.choices]
+        echo = self.echoes[delta.index // self.plan.choices] if body.echo else ""
+        choice: dict[str, Any] = {
+            "index": delta.index,
+            "text": echo + delta.text if delta.first else delta.text,
+            "logprobs": None if body.logprobs is None else self._logprobs(delta, prompt, echo),
+            "finish_reason": delta.finish_reason,
+        }
+        if delta.finish_reason:
+            choice["stop_reason"] = delta.stop_reason
+        if body.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs_by_id(self.service, delta.prompt_logprobs, body.prompt_logprobs)
+        if body.return_token_ids:
+            choice["token_ids"] = delta.token_ids
+            if delta.first:
+                choice["prompt_token_ids"] = prompt.ids
+        return choice
+
+    def _logprobs(self, delta: Delta, prompt: Prompt, echo: str) -> dict[str, list[Any]]:
+        ids, values = list(delta.token_ids), list[Any](delta.logprobs or [])
+        offsets = [len(echo) + offset for offset in delta.offsets]
+        if self.body.echo and delta.first:
+            starts = text_offsets(self.service.tokenizer, prompt.ids, self.skip_special)
+            offsets = [min(start, len(echo)) for start in starts] + offsets
+            ids = prompt.ids + ids
+            values = list(delta.prompt_logprobs or [None] * len(prompt.ids)) + values
+        as_ids = bool(self.body.return_tokens_as_token_ids)
+        return completion_layout(self.service.tokenizer, ids, values, offsets, self.body.logprobs or 0, as_ids)
+
+    def _best(self, choices: list[Delta]) -> list[Delta]:
+        """For each prompt the n choices with the highest mean log-probability, numbered anew."""
+
+        def mean(choice: Delta) -> float:
+            values = choice.logprobs or []
+            return sum(one.chosen.logprob for one in values) / max(len(values), 1)
+
+        kept: list[Delta] = []
+        for at in range(0, len(choices), self.plan.choices):
+            kept += sorted(choices[at : at + self.plan.choices], key=mean, reverse=True)[: self.n]
+        self.plan.choices = self.n
+        for index, choice in enumerate(kept):
+            choice.index = index
+        return kept
+
+
+def _split(prompt: Any) -> list[str | list[int]]:
+    """A prompt in any of its four forms, as a list of texts or of ids."""
+    if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
+        return [prompt]
+    return list(prompt)

@@ -1,0 +1,197 @@
+"""The frontend's process: uvicorn, signals, draining, and the end when the engine ends.
+
+Addresses are `ipc://` paths. The receiving side binds: this process binds `from_engine`, to which the engine connects, and the
+launcher, too, which reports an engine that died without a word by sending Fatal there.
+"""
+
+import asyncio
+import os
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from engine.protocol import Ready
+from errors import UserError
+from server import logs
+from server.app import create_app
+from server.engine_client import EngineClient
+from server.logs import log
+from server.metrics import Metrics
+from server.problems import ApiError
+from server.service import Service
+from server.settings import Settings
+from tokenizer import Tokenizer, load_tokenizer
+
+FAILED = 1
+FLUSH_SECONDS = 2.0  # for the last answers to leave, after they were ended
+
+
+class TimedProtocol(HttpToolsProtocol):
+    """Closes a connection whose request line and headers do not arrive in time; uvicorn limits only the time between requests."""
+
+    idle_timeout = 30.0
+    _header_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._start_timer()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        if self._header_timer is None:  # a later request of a connection that was kept alive
+            self._start_timer()
+
+    def on_headers_complete(self) -> None:
+        self._stop_timer()
+        super().on_headers_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def _start_timer(self) -> None:
+        self._header_timer = self.loop.call_later(self.idle_timeout, self.transport.close)
+
+    def _stop_timer(self) -> None:
+        if self._header_timer:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+
+class FrontendServer(uvicorn.Server):
+    """uvicorn, but a signal starts a drain, during which /health and refusals are still answered."""
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self.service, self.client = service, service.client
+        self.exit_code = 0
+        self._ending: asyncio.Task[None] | None = None
+
+    async def serve(self, sockets: Any = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.client.on_ready = self._on_ready
+        self.client.on_fatal = self._on_fatal
+        self.client.start()
+        try:
+            await super().serve(sockets)
+        finally:
+            self.client.shutdown()
+            await self.client.close()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.service.draining:
+            self.client.shutdown()
+            time.sleep(0.05)  # for the socket's own thread to send it
+            os._exit(128 + sig)
+        self.service.draining = True
+        self._loop.call_soon_threadsafe(self.drain)
+
+    def drain(self) -> None:
+        self.service.draining = True
+        if self._ending is None:
+            self._ending = self._loop.create_task(self._drain())
+
+    async def _drain(self) -> None:
+        limit = self.service.settings.drain_timeout
+        log.info("draining: %d requests have up to %g s; a second signal ends at once", self.service.open_requests, limit)
+        if not await self._wait_for_requests(limit):
+            log.warning("the drain timeout is over; ending %d requests", self.service.open_requests)
+            self.client.fail_all(ApiError(503, "the server is shutting down", None, "draining"))
+            await self._wait_for_requests(FLUSH_SECONDS)
+        self.should_exit = True
+
+    async def _wait_for_requests(self, seconds: float) -> bool:
+        end = time.monotonic() + seconds
+        while self.service.open_requests and time.monotonic() < end:
+            await asyncio.sleep(0.05)
+        return not self.service.open_requests
+
+    def _on_fatal(self, message: str) -> None:
+        """Every waiting client has its error by now; let the answers leave, then end with an exit code that restarts us."""
+        self.exit_code = FAILED
+
+        async def end() -> None:
+            await self._wait_for_requests(FLUSH_SECONDS)
+            self.should_exit = True
+
+        self._ending = asyncio.get_running_loop().create_task(end())
+
+    def _on_ready(self, ready: Ready) -> None:
+        print(banner(self.service, ready, self._address()), file=sys.stderr, flush=True)
+
+    def _address(self) -> str:
+        settings = self.service.settings
+        port = settings.port
+        for server in getattr(self, "servers", []):
+            for listener in server.sockets:
+                port = listener.getsockname()[1]
+        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(settings.host, settings.host)
+        return f"http://{host}:{port}"
+
+
+def banner(service: Service, ready: Ready, address: str) -> str:
+    key = " \\\n    -H 'Authorization: Bearer YOUR_KEY'" if service.settings.api_key else ""
+    name = service.model_name
+    kv_tokens = ready.kv_blocks * ready.block_size
+    return f"""
+Serving {name}: {ready.variant}, {ready.world_size} rank{"s" * (ready.world_size > 1)} on {ready.device}, {ready.communicator}, {ready.dtype}
+  context {ready.max_model_len} tokens, KV cache {kv_tokens} tokens
+
+Try it:
+
+  curl {address}/v1/completions{key} \\
+    -H 'Content-Type: application/json' \\
+    -d '{{"model": "{name}", "prompt": "Once upon a time", "max_tokens": 40}}'
+
+The page: {address}/   the API: {address}/docs
+"""
+
+
+def make_server(settings: Settings, tokenizer: Tokenizer, to_engine: str, from_engine: str) -> FrontendServer:
+    client = EngineClient(to_engine, from_engine, Metrics(settings.model_names[0]))
+    app = create_app(settings, client, tokenizer)
+    TimedProtocol.idle_timeout = settings.idle_timeout
+    config = uvicorn.Config(
+        app,
+        host=settings.host,
+        port=settings.port,
+        http=TimedProtocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        backlog=2048,
+        timeout_keep_alive=max(1, round(settings.idle_timeout)),
+        timeout_graceful_shutdown=round(FLUSH_SECONDS),
+    )
+    return FrontendServer(config, app.state.service)
+
+
+def run_frontend(settings: Settings, to_engine_address: str, from_engine_address: str) -> NoReturn:
+    """Serve until a signal or the engine's end, then leave this process: 0 after a drain, 1 if the engine failed, 2 for bad input."""
+    logs.configure(settings.log_format, settings.log_level)
+    path = Path(settings.model)
+    folder = path.parent if path.is_file() else path
+    try:
+        server = make_server(settings, load_tokenizer(folder), to_engine_address, from_engine_address)
+    except UserError as e:
+        print(f"error: {e}", file=sys.stderr, flush=True)
+        os._exit(2)
+    code = FAILED
+    try:
+        server.run()
+        code = server.exit_code if server.started else FAILED
+    except SystemExit as e:  # uvicorn's way to say that the port is taken
+        code = e.code if isinstance(e.code, int) and e.code else FAILED
+    except Exception:
+        log.exception("the frontend failed")
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # not sys.exit: a thread in a client's endless template must not keep the process

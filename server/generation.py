@@ -1,0 +1,289 @@
+"""From a checked request to its text: parameters for the engine, and the pieces of text, ids and log-probabilities as they come.
+
+Both endpoints read the same `Delta`s, streaming or not, so the two ways cannot differ.
+"""
+
+import asyncio
+import random
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.protocol import Logprob, RequestParams, Submit, TokenLogprobs, TokenOutput
+from server.problems import ApiError, bad
+from server.schemas import INT64, GenerationBody
+from server.service import Service
+from server.text import TextStream
+
+SMALLEST_TOP_P = 1e-9  # top_p 0: the likeliest token alone
+
+
+@dataclass
+class Prompt:
+    ids: list[int]
+    text: str | None = None  # as the client wrote it, if it did and nothing was cut off
+
+
+@dataclass
+class Plan:
+    """One HTTP request for the engine: `choices` sequences for each prompt."""
+
+    id: str
+    prompts: list[Prompt]
+    params: list[RequestParams]  # by prompt; choice i draws with seed + i
+    choices: int
+    stop: list[str]
+    include_stop: bool
+    skip_special: bool
+    hidden: bool = False  # max_tokens 0: the one token that was computed is not shown
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def total(self) -> int:
+        return len(self.prompts) * self.choices
+
+
+@dataclass
+class Delta:
+    """What is new of one choice."""
+
+    index: int
+    first: bool
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None
+    offsets: list[int]  # where each token begins in the choice's text
+    finish_reason: str | None
+    stop_reason: str | int | None
+    prompt_logprobs: list[TokenLogprobs | None] | None
+
+
+class Usage:
+    """Tokens so far. A prompt counts once, however many choices it has."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.prompt = sum(len(prompt.ids) for prompt in plan.prompts)
+        self.completion = 0
+        self._cached: dict[int, int] = {}
+
+    def add(self, prompt: int, output: TokenOutput) -> None:
+        self._cached[prompt] = max(self._cached.get(prompt, 0), output.cached_tokens)
+
+    def report(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.completion,
+            "total_tokens": self.prompt + self.completion,
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached.values())},
+        }
+
+
+def new_id(prefix: str, body: GenerationBody) -> str:
+    return f"{prefix}-{body.request_id or uuid.uuid4().hex}"
+
+
+def fit_prompt(service: Service, ids: list[int], truncate: int | None, max_tokens: int | None) -> list[int]:
+    """The prompt, cut at its start if asked for. Raises a 400 with the numbers if it is too long, or names an unknown id."""
+    limit = service.max_model_len
+    if truncate is not None:
+        keep = limit - max(max_tokens or 1, 1) if truncate == -1 else truncate
+        ids = ids[-keep:] if keep > 0 else []
+    if not ids:
+        raise bad("prompt", "has no tokens; give at least one")
+    if (highest := max(ids)) >= service.vocab_size:
+        raise bad("prompt", f"has the token id {highest}, but ids run from 0 to {service.vocab_size - 1}")
+    if len(ids) + 1 > limit:
+        message = (
+            f"this model's context holds {limit} tokens, but the prompt alone has {len(ids)} and the answer needs at least one"
+        )
+        raise bad("prompt", message + "; shorten the prompt or set truncate_prompt_tokens", "context_length_exceeded")
+    return ids
+
+
+def fit_answer(service: Service, prompt: int, max_tokens: int | None, default: int | None, name: str = "max_tokens") -> int:
+    """Tokens that the answer may have; a default is cut to what is left of the context, a client's own number is refused."""
+    left = service.max_model_len - prompt
+    if max_tokens is None:
+        return left if default is None else min(default, left)
+    if max_tokens > left:
+        message = f"is {max_tokens}, but this model's context holds {service.max_model_len} tokens and the prompt has {prompt}"
+        raise bad(name, f"{message}; use at most {left}", "context_length_exceeded")
+    return max_tokens
+
+
+def make_params(
+    service: Service,
+    body: GenerationBody,
+    max_tokens: int,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+    grammar: str | None,
+) -> RequestParams:
+    stop_ids = set(body.stop_token_ids or [])
+    if not body.ignore_eos:
+        stop_ids |= set(service.tokenizer.eos_ids)
+    bias = {int(key): value for key, value in (body.logit_bias or {}).items()}
+    for name, ids in (
+        ("logit_bias", bias),
+        ("allowed_token_ids", body.allowed_token_ids),
+        ("stop_token_ids", body.stop_token_ids),
+    ):
+        if ids and max(ids) >= service.vocab_size:
+            raise bad(name, f"has the token id {max(ids)}, but ids run from 0 to {service.vocab_size - 1}")
+    return RequestParams(
+        max_tokens=max(max_tokens, 1),
+        min_tokens=min(body.min_tokens or 0, max_tokens),
+        temperature=_given(body.temperature, 1.0),
+        top_k=max(body.top_k or 0, 0),
+        top_p=max(_given(body.top_p, 1.0), SMALLEST_TOP_P),
+        min_p=body.min_p or 0.0,
+        seed=random.getrandbits(62) if body.seed is None else body.seed,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        repetition_penalty=_given(body.repetition_penalty, 1.0),
+        logit_bias=bias,
+        allowed_token_ids=body.allowed_token_ids,
+        stop_token_ids=sorted(stop_ids),
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        grammar=grammar,
+    )
+
+
+def _given(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def make_submits(plan: Plan) -> list[Submit]:
+    unique = uuid.uuid4().hex  # clients may repeat their own request ids
+    submits = []
+    for p, (prompt, params) in enumerate(zip(plan.prompts, plan.params, strict=True)):
+        for i in range(plan.choices):
+            seed = (params.seed + i + INT64) % (2 * INT64) - INT64  # stays a signed 64-bit number
+            one = params if i == 0 else _with_seed(params, seed)
+            submits.append(Submit(f"{unique}-{p * plan.choices + i}", prompt.ids, one))
+    return submits
+
+
+def _with_seed(params: RequestParams, seed: int) -> RequestParams:
+    values = {name: getattr(params, name) for name in params.__struct_fields__}
+    return RequestParams(**{**values, "seed": seed})
+
+
+class _Choice:
+    """One sequence on its way."""
+
+    def __init__(self, service: Service, plan: Plan, index: int) -> None:
+        prompt = index // plan.choices
+        params = plan.params[prompt]
+        self.index, self.hidden, self.first = index, plan.hidden, True
+        self.text = TextStream(
+            service.tokenizer,
+            plan.prompts[prompt].ids,
+            stop=plan.stop,
+            stop_ids=frozenset(params.stop_token_ids),
+            include_stop=plan.include_stop,
+            skip_special=plan.skip_special,
+            min_tokens=params.min_tokens,
+        )
+        self.with_logprobs = params.logprobs is not None
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
+
+    def push(self, output: TokenOutput) -> Delta | None:
+        """What `output` adds; None while there is nothing, as between the parts of a long prompt."""
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = output.prompt_logprobs
+        if not output.token_ids and not output.finish_reason:
+            return None
+        text, ids, offsets = "", list[int](), list[int]()
+        for token_id in () if self.hidden else output.token_ids:
+            offsets.append(self.text.decoded)
+            ids.append(token_id)
+            text += self.text.push(token_id)
+            if isinstance(self.text.stop_reason, str):
+                break
+        finish_reason = "length" if self.hidden else output.finish_reason
+        if isinstance(self.text.stop_reason, str):
+            finish_reason = "stop"
+        elif finish_reason:
+            text += self.text.flush()
+            finish_reason = "stop" if isinstance(self.text.stop_reason, str) else finish_reason
+        logprobs = (output.logprobs or [])[: len(ids)] if self.with_logprobs else None
+        first, self.first = self.first, False
+        prompt_logprobs = self.prompt_logprobs if first else None
+        return Delta(self.index, first, text, ids, logprobs, offsets, finish_reason, self.text.stop_reason, prompt_logprobs)
+
+
+async def deltas(service: Service, plan: Plan, usage: Usage, note: dict[str, Any]) -> AsyncGenerator[Delta, None]:
+    """Run the plan. `note` collects what the access log says about it. Raises ApiError: 400, 429, 503."""
+    service.admit(plan.total)
+    choices = [_Choice(service, plan, i) for i in range(plan.total)]
+    note |= {"prompt_tokens": usage.prompt, "completion_tokens": 0}
+    started, unfinished = time.monotonic(), plan.total
+    deadline = asyncio.get_running_loop().time() + service.settings.request_timeout
+    with service.client.generate(make_submits(plan)) as generation:
+        while unfinished:
+            try:
+                async with asyncio.timeout_at(deadline):
+                    index, output = await generation.next()
+            except TimeoutError as e:
+                seconds = service.settings.request_timeout
+                raise ApiError(503, f"the request took longer than {seconds:g} s and was ended", None, "timeout") from e
+            usage.add(index // plan.choices, output)
+            if (delta := choices[index].push(output)) is None:
+                continue
+            usage.completion += len(delta.token_ids)
+            note.setdefault("ttft", round(time.monotonic() - started, 4))
+            note["completion_tokens"] = usage.completion
+            if delta.finish_reason:
+                unfinished -= 1
+                note["finish"] = delta.finish_reason
+                generation.stop(index)
+            yield delta
+
+
+def finite(logprob: float) -> float:
+    """JSON has no -inf; a token that was ruled out gets OpenAI's stand-in."""
+    return max(logprob, -9999.0)
+
+
+def prompt_logprobs_by_id(
+    service: Service, values: Sequence[TokenLogprobs | None] | None, limit: int
+) -> list[dict[str, Any] | None] | None:
+    """The layout of the `prompt_logprobs` extension: by token id, the prompt's token first."""
+    if values is None:
+        return None
+
+    def entry(one: Logprob) -> dict[str, Any]:
+        return {"logprob": finite(one.logprob), "rank": one.rank, "decoded_token": service.token_text(one.token_id)}
+
+    return [v if v is None else {str(one.token_id): entry(one) for one in (v.chosen, *v.top[:limit])} for v in values]
+
+
+def merge(parts: Sequence[Delta]) -> Delta:
+    """Successive deltas of one choice as one."""
+    first, last = parts[0], parts[-1]
+    logprobs = None if first.logprobs is None else [one for part in parts for one in part.logprobs or []]
+    return Delta(
+        index=first.index,
+        first=first.first,
+        text="".join(part.text for part in parts),
+        token_ids=[one for part in parts for one in part.token_ids],
+        logprobs=logprobs,
+        offsets=[one for part in parts for one in part.offsets],
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        prompt_logprobs=first.prompt_logprobs,
+    )
+
+
+async def collect(service: Service, plan: Plan, usage: Usage, note: dict[str, Any]) -> list[Delta]:
+    """The whole of each choice."""
+    parts: list[list[Delta]] = [[] for _ in range(plan.total)]
+    async with aclosing(deltas(service, plan, usage, note)) as stream:
+        async for delta in stream:
+            parts[delta.index].append(delta)
+    return [merge(one) for one in parts]

@@ -1,0 +1,59 @@
+"""Logs on stderr: one line a request, as text or JSON. Never a key, a prompt, an answer or a query string."""
+
+import json
+import logging
+import sys
+import time
+from typing import Any
+
+log = logging.getLogger("rung")
+POLLED = ("/health", "/metrics", "/stats")
+
+access = logging.getLogger("rung.access")
+
+
+class JsonFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {"time": _stamp(record.created), "level": record.levelname.lower()}
+        fields = getattr(record, "fields", None)
+        line |= fields if fields is not None else {"logger": record.name, "message": record.getMessage()}
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+class TextFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        fields = getattr(record, "fields", None)
+        text = record.getMessage() if fields is None else " ".join(f"{k}={_word(v)}" for k, v in fields.items())
+        if record.exc_info:
+            text += "\n" + self.formatException(record.exc_info)
+        return f"{_stamp(record.created)} {record.levelname.lower()} {text}"
+
+
+def _stamp(seconds: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds)) + f".{int(seconds % 1 * 1000):03d}Z"
+
+
+def _word(value: Any) -> str:
+    """Strings that a client chose are quoted, so that one line stays one line."""
+    text = str(value)
+    plain = text.isascii() and text.isprintable() and not set(text) & set(' "=')
+    return text if plain and text else json.dumps(text)
+
+
+def configure(log_format: str, level: str) -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
+    for name in ("rung", "uvicorn"):
+        logger = logging.getLogger(name)
+        logger.handlers[:] = [handler]
+        logger.propagate = False
+        logger.setLevel(level.upper())
+    logging.getLogger("uvicorn").setLevel("WARNING")  # its start and stop lines say nothing that ours do not
+
+
+def access_line(fields: dict[str, Any]) -> None:
+    """What is polled, and goes well, is logged at the level debug only."""
+    level = logging.DEBUG if fields["path"] in POLLED and fields["status"] < 400 else logging.INFO
+    access.log(level, "", extra={"fields": fields})

@@ -1,0 +1,164 @@
+"""What the server measures: Prometheus metrics for /metrics, and a window of the last minute for the page's dashboard.
+
+The names are those that dashboards for other servers query, behind the prefix `rung:`.
+"""
+
+import math
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+
+from engine.protocol import Stats
+
+WINDOW = 60.0  # seconds
+SAMPLES = 20_000  # most latencies kept in the window
+RATE_WINDOW = 5.0  # seconds over which tokens/s is a mean
+
+LATENCY = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
+TOKEN_LATENCY = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5, 10)
+REQUEST = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
+COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+
+disable_created_metrics()
+
+
+class Window:
+    """Values of the last minute."""
+
+    def __init__(self) -> None:
+        self._values: deque[tuple[float, float]] = deque(maxlen=SAMPLES)
+
+    def add(self, value: float) -> None:
+        self._values.append((time.monotonic(), value))
+
+    def quantiles(self) -> dict[str, float | None]:
+        oldest = time.monotonic() - WINDOW
+        while self._values and self._values[0][0] < oldest:
+            self._values.popleft()
+        ordered = sorted(value for _, value in self._values)
+        return {f"p{p}": ordered[min(len(ordered) * p // 100, len(ordered) - 1)] if ordered else None for p in (50, 95)}
+
+    def rate(self) -> float:
+        """The sum of the values of the last seconds, a second."""
+        oldest, total = time.monotonic() - RATE_WINDOW, 0.0
+        for at, value in reversed(self._values):
+            if at < oldest:
+                break
+            total += value
+        return total / RATE_WINDOW
+
+
+class Metrics:
+    def __init__(self, model_name: str) -> None:
+        self.registry = CollectorRegistry()
+        self._model_name = model_name
+        self._last: Stats | None = None
+        self.stats: Stats | None = None
+        self.ttft, self.inter_token, self.tokens, self.prompts = Window(), Window(), Window(), Window()
+
+        self.running = self._gauge("num_requests_running", "Sequences that share the steps")
+        self.waiting = self._gauge("num_requests_waiting", "Sequences that wait for a place in the batch")
+        self.kv_usage = self._gauge("kv_cache_usage_perc", "Used share of the KV cache; 1 is all of it")
+        self.step_seconds = self._gauge("step_time_seconds", "Mean time of a step, since the last report of the engine")
+        self.all_reduce_share = self._gauge(
+            "all_reduce_time_share", "Share of a step that waits for all-reduces; NaN where only the device knows"
+        )
+        self.steps = self._counter("engine_steps", "Steps of the engine")
+        self.prefix_queries = self._counter("prefix_cache_queries", "Prompt tokens that were looked up in the prefix cache")
+        self.prefix_hits = self._counter("prefix_cache_hits", "Prompt tokens that were found in the prefix cache")
+        self.preemptions = self._counter("num_preemptions", "Sequences whose blocks were taken away, to be computed again")
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of the requests that started")
+        self.generation_tokens = self._counter("generation_tokens", "Generated tokens")
+        help_text = "Finished sequences by reason: stop, length, abort, error"
+        self.finished = Counter("rung:request_success", help_text, ["model_name", "finished_reason"], registry=self.registry)
+        for reason in ("stop", "length", "abort", "error"):
+            self.finished.labels(model_name, reason)
+        help_text = "Answers by path and status"
+        self.responses = Counter("rung:http_responses", help_text, ["model_name", "path", "status"], registry=self.registry)
+
+        self.ttft_seconds = self._histogram(
+            "time_to_first_token_seconds", "From a sequence's submission to its first token", LATENCY
+        )
+        self.itl_seconds = self._histogram("inter_token_latency_seconds", "Between the tokens of a sequence", TOKEN_LATENCY)
+        self.e2e_seconds = self._histogram("e2e_request_latency_seconds", "From a sequence's submission to its end", REQUEST)
+        self.queue_seconds = self._histogram(
+            "request_queue_time_seconds", "From a sequence's arrival to its first step", REQUEST
+        )
+        self.prefill_seconds = self._histogram(
+            "request_prefill_time_seconds", "From its first step to its first token", REQUEST
+        )
+        self.decode_seconds = self._histogram("request_decode_time_seconds", "From its first token to its last one", REQUEST)
+        self.step_tokens = self._histogram("iteration_tokens_total", "Tokens computed in a step", COUNTS)
+        self.request_prompt = self._histogram("request_prompt_tokens", "Prompt tokens of a sequence", COUNTS)
+        self.request_generation = self._histogram("request_generation_tokens", "Generated tokens of a sequence", COUNTS)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(f"rung:{name}", text, ["model_name"], registry=self.registry).labels(self._model_name)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(f"rung:{name}", text, ["model_name"], registry=self.registry).labels(self._model_name)
+
+    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
+        metric = Histogram(f"rung:{name}", text, ["model_name"], registry=self.registry, buckets=buckets)
+        return metric.labels(self._model_name)
+
+    def render(self) -> bytes:
+        return generate_latest(self.registry)
+
+    def on_stats(self, stats: Stats) -> None:
+        last = self._last
+        self.running.set(stats.running)
+        self.waiting.set(stats.waiting)
+        self.kv_usage.set(stats.kv_blocks_used / max(stats.kv_blocks_total, 1))
+        self.step_seconds.set(stats.step_seconds)
+        if stats.steps != (last.steps if last else 0):
+            self.all_reduce_share.set(math.nan if stats.all_reduce_share is None else stats.all_reduce_share)
+        self.prefix_queries.inc(max(0, stats.prefix_queries - (last.prefix_queries if last else 0)))
+        self.prefix_hits.inc(max(0, stats.prefix_hits - (last.prefix_hits if last else 0)))
+        self.preemptions.inc(max(0, stats.preemptions - (last.preemptions if last else 0)))
+        self.steps.inc(max(0, stats.steps - (last.steps if last else 0)))
+        for tokens in stats.batch_tokens:
+            self.step_tokens.observe(tokens)
+        self._last = self.stats = stats
+
+
+class SequenceTimes:
+    """The times of one sequence, from its submission; each observation goes to the metrics."""
+
+    def __init__(self, metrics: Metrics, prompt_tokens: int) -> None:
+        self.metrics, self.prompt_tokens = metrics, prompt_tokens
+        self.started = self.last = time.monotonic()
+        self.first: float | None = None
+        self.tokens = 0
+
+    def on_tokens(self, count: int, queue_seconds: float, prefill_seconds: float) -> None:
+        if not count:
+            return
+        now, m = time.monotonic(), self.metrics
+        if self.first is None:
+            self.first = now
+            m.ttft_seconds.observe(now - self.started)
+            m.ttft.add(now - self.started)
+            m.queue_seconds.observe(queue_seconds)
+            m.prefill_seconds.observe(prefill_seconds)
+            m.prompt_tokens.inc(self.prompt_tokens)
+            m.prompts.add(self.prompt_tokens)
+            m.request_prompt.observe(self.prompt_tokens)
+        else:
+            for _ in range(count):
+                m.itl_seconds.observe((now - self.last) / count)
+                m.inter_token.add((now - self.last) / count)
+        self.last = now
+        self.tokens += count
+        m.generation_tokens.inc(count)
+        m.tokens.add(count)
+
+    def on_end(self, reason: str) -> None:
+        now, m = time.monotonic(), self.metrics
+        m.finished.labels(m._model_name, reason).inc()
+        m.e2e_seconds.observe(now - self.started)
+        m.request_generation.observe(self.tokens)
+        if self.first is not None:
+            m.decode_seconds.observe(now - self.first)

@@ -1,0 +1,154 @@
+"""Around every request: its id, the access log, the key, the size of its body, and a last net for exceptions. Plain ASGI."""
+
+import asyncio
+import hashlib
+import hmac
+import re
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import quote
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from server.logs import access_line, log
+from server.problems import ApiError
+from server.service import Service
+from server.sse import ClientGone
+
+OPEN_PATHS = frozenset({"/", "/health", "/version", "/docs", "/openapi.json", "/favicon.ico"})
+METRIC_PATHS = frozenset({"/metrics", "/stats"})
+REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+CLIENT_GONE = 499  # as nginx logs it; nobody receives it
+
+
+class RequestScope:
+    """The outermost layer: request ids, the access log, and 500 instead of a stack trace."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self.app, self.service = app, service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        note: dict[str, Any] = {}
+        scope.setdefault("state", {}).update(request_id=request_id, note=note)
+        status = 0
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        started = time.monotonic()
+        self.service.open_requests += 1
+        try:
+            await self.app(scope, receive, send_with_id)
+        except ClientGone:
+            status = CLIENT_GONE
+        except asyncio.CancelledError:
+            status = status or CLIENT_GONE
+            raise
+        except Exception:
+            log.exception("request %s failed", request_id)
+            if not status:
+                error = ApiError(500, "internal error; the server's log has the details")
+                await error.response()(scope, receive, send_with_id)
+            status = 500
+        finally:
+            self.service.open_requests -= 1
+            self._record(scope, request_id, status, time.monotonic() - started, note)
+
+    def _record(self, scope: Scope, request_id: str, status: int, seconds: float, note: dict[str, Any]) -> None:
+        path, client = scope["path"], scope.get("client")
+        route = getattr(scope.get("route"), "path", "other")
+        self.service.metrics.responses.labels(self.service.model_name, route, str(status)).inc()
+        fields = {"request_id": request_id, "client": client[0] if client else "-", "method": scope["method"]}
+        fields |= {"path": quote(path), "status": status, "seconds": round(seconds, 4), **note}
+        access_line(fields)
+
+
+class ApiKey:
+    """A bearer token, compared in constant time with every key. What is open: the page, /health, the documentation."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str], protect_metrics: bool) -> None:
+        self.app = app
+        self._digests = [_digest(key) for key in keys]
+        self._open = OPEN_PATHS if protect_metrics else OPEN_PATHS | METRIC_PATHS
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or self._is_open(scope["path"]) or self._has_key(Headers(scope=scope)):
+            await self.app(scope, receive, send)
+            return
+        message = "the API key is missing or wrong; send it as the header Authorization: Bearer KEY"
+        await ApiError(401, message, None, "invalid_api_key").response()(scope, receive, send)
+
+    def _is_open(self, path: str) -> bool:
+        return not self._digests or path in self._open or path.startswith("/static/")
+
+    def _has_key(self, headers: Headers) -> bool:
+        kind, _, key = headers.get("authorization", "").partition(" ")
+        given = _digest(key.strip())
+        matches = [hmac.compare_digest(given, digest) for digest in self._digests]  # all of them: no early end to measure
+        return kind.lower() == "bearer" and any(matches)
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+class BodyLimit:
+    """Reads the whole body first: a 413 for one that is too large, a 400 for one that stops arriving."""
+
+    def __init__(self, app: ASGIApp, limit: int, timeout: float) -> None:
+        self.app, self.limit, self.timeout = app, limit, timeout
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] in ("GET", "HEAD", "OPTIONS"):
+            await self.app(scope, receive, send)
+            return
+        try:
+            body = await self._read(Headers(scope=scope), receive)
+        except ApiError as e:
+            await e.response()(scope, receive, send)
+            return
+        pending = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def replay() -> Message:
+            return pending.pop() if pending else await receive()
+
+        await self.app(scope, replay, send)
+
+    async def _read(self, headers: Headers, receive: Receive) -> bytes:
+        length = headers.get("content-length", "")
+        if length.isdigit() and int(length[:20]) > self.limit:
+            raise self._too_large()
+        parts, size, more = [], 0, True
+        while more:
+            try:
+                async with asyncio.timeout(self.timeout):
+                    message = await receive()
+            except TimeoutError as e:
+                raise ApiError(400, f"the body stopped arriving for {self.timeout:g} s", None, "timeout") from e
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            if size > self.limit:
+                raise self._too_large()
+            more = message.get("more_body", False)
+        return b"".join(parts)
+
+    def _too_large(self) -> ApiError:
+        error = ApiError(
+            413, f"the body is larger than {self.limit} bytes, this server's --max-body-mb", None, "body_too_large"
+        )
+        error.headers = {"connection": "close"}  # the rest of the body is not read
+        return error

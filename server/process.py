@@ -1,0 +1,67 @@
+"""The frontend as a process beside rank 0: starting it, passing signals on, noticing when either side ends.
+
+Imports nothing heavy: the new process imports this module, and must answer /health while the model is still loading.
+"""
+
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+from multiprocessing.connection import wait
+from threading import Thread
+from types import FrameType
+
+import zmq
+
+from engine.protocol import Fatal, encode
+from server.settings import Settings
+
+JOIN_SECONDS = 10.0  # for the frontend to end after the engine
+
+
+class Frontend:
+    """Rank 0's frontend process, and the addresses of the two sockets between it and the engine."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.folder = tempfile.TemporaryDirectory(prefix="rung-")
+        to_engine, from_engine = (f"ipc://{self.folder.name}/{name}" for name in ("to-engine", "from-engine"))
+        context = multiprocessing.get_context("spawn")
+        self.process = context.Process(target=frontend_main, args=(settings, to_engine, from_engine), name="rung-frontend")
+        self.process.start()
+        self.addresses = to_engine, from_engine
+        self._last_signal = 0.0
+
+    def forward(self, number: int, frame: FrameType | None) -> None:
+        """Pass a signal on. A terminal and torchrun may both send one for the same Ctrl-C: those within a second are one."""
+        if time.monotonic() - self._last_signal > 1 and self.process.is_alive():
+            self._last_signal = time.monotonic()
+            assert self.process.pid is not None
+            os.kill(self.process.pid, signal.SIGTERM)
+
+    def close(self) -> int:
+        """Wait for the process to end; its exit code."""
+        self.process.join(JOIN_SECONDS)
+        if self.process.is_alive():
+            self.process.kill()
+        self.folder.cleanup()
+        return self.process.exitcode or 0
+
+
+def frontend_main(settings: Settings, to_engine: str, from_engine: str) -> None:
+    """What the process does: away from the terminal's signals, and warned if the engine's process ends."""
+    from server.frontend import run_frontend
+
+    os.setsid()
+    Thread(target=report_engine_death, args=(from_engine,), daemon=True).start()
+    sys.exit(run_frontend(settings, to_engine, from_engine))
+
+
+def report_engine_death(from_engine: str) -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
+    socket.connect(from_engine)
+    socket.send(encode(Fatal("the engine process ended")))

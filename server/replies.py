@@ -1,0 +1,182 @@
+"""What the server answers, for /openapi.json. The answers themselves are built as plain objects, which is faster; tests compare them
+with these models."""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Reply(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class ErrorDetail(Reply):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorReply(Reply):
+    error: ErrorDetail
+
+
+class PromptTokensDetails(Reply):
+    cached_tokens: int
+
+
+class Usage(Reply):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class CompletionLogprobs(Reply):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+class CompletionChoice(Reply):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None = None
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
+    prompt_token_ids: list[int] | None = None
+    token_ids: list[int] | None = None
+
+
+class CompletionReply(Reply):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+class TopLogprob(Reply):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChatTokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Reply):
+    content: list[ChatTokenLogprob]
+    refusal: None
+
+
+class CalledFunction(Reply):
+    name: str
+    arguments: str
+
+
+class CalledTool(Reply):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class AnswerMessage(Reply):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    tool_calls: list[CalledTool] | None = None
+
+
+class ChatChoice(Reply):
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+    stop_reason: str | int | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatReply(Reply):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class ModelCard(Reply):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    max_model_len: int | None
+
+
+class ModelList(Reply):
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class Health(Reply):
+    status: Literal["ready", "loading", "draining", "broken"]
+
+
+class Version(Reply):
+    version: str
+
+
+class TokenizeReply(Reply):
+    tokens: list[int]
+    count: int
+    max_model_len: int | None
+    token_strs: list[str] | None = None
+
+
+class DetokenizeReply(Reply):
+    prompt: str
+
+
+class Quantiles(Reply):
+    p50: float | None
+    p95: float | None
+
+
+class StatsReply(Reply):
+    """The engine now, and latencies in seconds over the last minute."""
+
+    status: str
+    model: str
+    variant: str | None
+    communicator: str | None
+    world_size: int | None
+    device: str | None
+    dtype: str | None
+    max_model_len: int | None
+    running: int
+    waiting: int
+    kv_cache_usage: float
+    kv_blocks_used: int
+    kv_blocks_total: int
+    generation_tokens_per_second: float
+    prompt_tokens_per_second: float
+    prompt_tokens: int
+    generation_tokens: int
+    prefix_hit_rate: float
+    preemptions: int
+    step_seconds: float
+    all_reduce_share: float | None
+    ttft_seconds: Quantiles
+    inter_token_seconds: Quantiles
+    uptime_seconds: float

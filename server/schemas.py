@@ -1,0 +1,378 @@
+"""What clients may send. Every field is used or refused; none is silently ignored.
+
+Fields accept `null` as "not given". A field that other servers know and this one lacks is in `REFUSED`: its neutral values pass.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from engine.protocol import LIST_LIMIT
+from server.problems import field_error
+
+INT64 = 2**63
+MAX_CHOICES = 128
+MAX_PROMPTS = 4096
+MAX_STOPS = 16
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+StopText = Annotated[str, Field(min_length=1, max_length=1000)]
+
+# name: (values that change nothing, why the others are refused)
+REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "length_penalty": ((1, 1.0), "only matters for beam search, which is not supported"),
+    "use_beam_search": ((False,), "beam search is not supported"),
+    "early_stopping": ((False,), "only matters for beam search, which is not supported"),
+    "priority": ((0,), "is not supported: requests run in the order of their arrival"),
+    "cache_salt": ((), "is not supported: all clients of a server share its prefix cache"),
+    "suffix": (("",), "is not supported: the models served here do not fill in the middle"),
+    "bad_words": (([],), "is not supported; ban tokens with logit_bias"),
+    "audio": ((), "is not supported: this server generates text"),
+    "modalities": ((["text"],), "supports ['text'] alone"),
+    "functions": (([],), "is superseded; use tools"),
+    "function_call": (("none",), "is superseded; use tool_choice"),
+    "prediction": ((), "is not supported"),
+    "reasoning_effort": ((), "is not supported; pass what the template reads in chat_template_kwargs"),
+    "verbosity": ((), "is not supported"),
+    "service_tier": (("auto", "default"), "is not supported"),
+    "store": ((False,), "is not supported: this server keeps no requests"),
+    "metadata": (({},), "is not supported: this server keeps no requests"),
+    "web_search_options": ((), "is not supported"),
+    "prompt_cache_key": ((), "is not supported: the prefix cache finds common prefixes by itself"),
+    "safety_identifier": ((), "is not supported; use user"),
+}
+COMPLETIONS_ONLY = ("prompt", "echo", "best_of")
+CHAT_ONLY = ("messages", "tools", "tool_choice", "max_completion_tokens", "top_logprobs", "chat_template", "documents")
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unsupported(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        for name in [name for name in data if name in REFUSED and name not in cls.model_fields]:
+            neutral, why = REFUSED[name]
+            value = data[name]
+            if value is not None and not any(type(value) is type(v) and value == v for v in neutral):
+                raise field_error(name, f"{name} {why}")
+        known = {name: value for name, value in data.items() if name not in REFUSED or name in cls.model_fields}
+        for name in known:
+            if name not in cls.model_fields and name in COMPLETIONS_ONLY + CHAT_ONLY:
+                other = "/v1/completions" if name in COMPLETIONS_ONLY else "/v1/chat/completions"
+                raise field_error(name, f"belongs to {other}")
+        return known
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    include_usage: bool | None = Field(None, description="A last chunk with `usage` and no choices.")
+    continuous_usage_stats: bool | None = Field(None, description="`usage` so far in every chunk.")
+    include_obfuscation: Literal[False] | None = Field(None, description="Padding against traffic analysis is not supported.")
+
+
+class JsonSchemaFormat(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, populate_by_name=True)
+
+    name: str = Field("schema", max_length=64)
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = Field(None, description="Either way the answer follows the schema.")
+
+
+class TextFormat(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    type: Literal["text"]
+
+
+class JsonObjectFormat(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    type: Literal["json_object"]
+
+
+class JsonSchemaResponseFormat(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    type: Literal["json_schema"]
+    json_schema: JsonSchemaFormat
+
+
+ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaResponseFormat, Field(discriminator="type")]
+
+
+class GenerationBody(Body):
+    """What both endpoints share. `None` is the default that a description names."""
+
+    model: str | None = Field(None, description="A name from /v1/models. Default: the model that is served.")
+    stream: bool | None = Field(None, description="Server-sent events instead of one answer. Default false.")
+    stream_options: StreamOptions | None = None
+    n: int | None = Field(
+        None, ge=1, le=MAX_CHOICES, description="Answers for each prompt; answer i draws with seed + i. Default 1."
+    )
+    max_tokens: int | None = Field(None, ge=0, le=2**31 - 1)
+    min_tokens: int | None = Field(None, ge=0, le=2**31 - 1, description="No stop token or string counts before. Default 0.")
+    temperature: float | None = Field(None, ge=0, le=2, description="0 is greedy. Default 1.")
+    top_p: float | None = Field(
+        None, ge=0, le=1, description="Keep the likeliest tokens that reach this probability. Default 1."
+    )
+    top_k: int | None = Field(None, ge=-1, lt=2**31, description="Keep the k likeliest tokens; -1 and 0 keep all. Default 0.")
+    min_p: float | None = Field(None, ge=0, le=1, description="Drop tokens below this share of the likeliest. Default 0.")
+    seed: int | None = Field(None, ge=-INT64, lt=INT64, description="The same seed gives the same answer. Default: random.")
+    presence_penalty: float | None = Field(None, ge=-2, le=2, description="Default 0.")
+    frequency_penalty: float | None = Field(None, ge=-2, le=2, description="Default 0.")
+    repetition_penalty: float | None = Field(
+        None, gt=0, le=100, description="Above 1 discourages what occurred before. Default 1."
+    )
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
+        None, max_length=1024, description="Token id to a number that is added to its logit."
+    )
+    allowed_token_ids: list[TokenId] | None = Field(None, min_length=1, description="Generate these tokens alone.")
+    stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = Field(
+        None, description="Texts before which the answer ends."
+    )
+    stop_token_ids: list[TokenId] | None = Field(None, max_length=1024, description="Tokens that end the answer, besides EOS.")
+    ignore_eos: bool | None = Field(None, description="Go on after EOS. Default false.")
+    include_stop_str_in_output: bool | None = Field(None, description="Keep the stop text in the answer. Default false.")
+    skip_special_tokens: bool | None = Field(None, description="Leave special tokens out of the text. Default true.")
+    spaces_between_special_tokens: bool | None = Field(
+        None, description="Either value gives the same text: tokens are joined as they are."
+    )
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=-1, lt=2**31, description="Keep the last k tokens of the prompt; -1 keeps as many as the context can hold."
+    )
+    add_special_tokens: bool | None = Field(
+        None, description="Put BOS in front as the checkpoint does. Default true; false for chat, whose template writes it."
+    )
+    response_format: ResponseFormat | None = Field(None, description="Constrain the answer to JSON, or to a JSON schema.")
+    prompt_logprobs: int | None = Field(
+        None,
+        ge=0,
+        le=LIST_LIMIT,
+        description="Log-probabilities of the prompt's tokens and of the k likeliest; not with stream.",
+    )
+    return_token_ids: bool | None = Field(None, description="Add `prompt_token_ids` and `token_ids`. Default false.")
+    return_tokens_as_token_ids: bool | None = Field(
+        None, description="In logprobs, write tokens as `token_id:N`. Default false."
+    )
+    request_id: str | None = Field(None, pattern=r"^[A-Za-z0-9._:-]{1,128}$", description="Part of the answer's `id`.")
+    user: str | None = Field(None, max_length=256, description="Written to the access log.")
+
+    @model_validator(mode="after")
+    def _check_together(self) -> "GenerationBody":
+        if self.stream_options is not None and not self.stream:
+            raise field_error("stream_options", "needs stream: true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise field_error("prompt_logprobs", "cannot be combined with stream")
+        if self.truncate_prompt_tokens == 0:
+            raise field_error("truncate_prompt_tokens", "is 0; give at least 1, or -1 for what the context can hold")
+        if self.ignore_eos and self.response_format is not None and self.response_format.type != "text":
+            raise field_error("ignore_eos", "cannot be combined with a JSON response_format, whose end is EOS")
+        for key in self.logit_bias or {}:
+            if not (key.isascii() and key.isdigit() and len(key) < 10):
+                raise field_error("logit_bias", f"has the key {key[:40]!r}; keys are token ids")
+        return self
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def usage_options(self) -> tuple[bool, bool]:
+        """Whether a last chunk, and whether every chunk, tells the usage."""
+        options = self.stream_options
+        return bool(options and options.include_usage), bool(options and options.continuous_usage_stats)
+
+
+class CompletionBody(GenerationBody):
+    prompt: (
+        str
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[list[TokenId], Field(min_length=1)]
+        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)]
+    ) = Field(description="A text, texts, token ids, or lists of token ids.")
+    max_tokens: int | None = Field(
+        None, ge=0, le=2**31 - 1, description="Default 16. 0 scores the prompt, with echo and logprobs."
+    )
+    echo: bool | None = Field(None, description="Put the prompt in front of the text and of logprobs. Default false.")
+    logprobs: int | None = Field(
+        None, ge=0, le=LIST_LIMIT, description="Log-probabilities of the tokens and of the k likeliest at each position."
+    )
+    best_of: int | None = Field(
+        None, ge=1, le=MAX_CHOICES, description="Generate so many and return the n likeliest; not with stream. Default: n."
+    )
+
+    @model_validator(mode="after")
+    def _check_completion(self) -> "CompletionBody":
+        n = self.n or 1
+        if self.best_of is not None and self.best_of < n:
+            raise field_error("best_of", f"is {self.best_of}, below n, which is {n}")
+        if self.best_of is not None and self.best_of > n and self.stream:
+            raise field_error("best_of", "above n cannot be combined with stream")
+        if (self.min_tokens or 0) > (16 if self.max_tokens is None else self.max_tokens):
+            raise field_error("min_tokens", "is above max_tokens (default 16)")
+        return self
+
+
+class TextPart(BaseModel):
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    type: Literal["text"]
+    text: str
+
+
+class FunctionCall(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    name: str
+    arguments: str | dict[str, Any] = "{}"
+
+
+class ToolCall(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class ChatMessage(BaseModel):
+    """One turn. Other keys are passed on to the chat template."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _text_only(cls, data: Any) -> Any:
+        parts = data.get("content") if isinstance(data, dict) else None
+        for part in parts if isinstance(parts, list) else []:
+            kind = part.get("type") if isinstance(part, dict) else None
+            if isinstance(kind, str) and kind != "text":
+                raise field_error("messages", f"has a content part of type {kind[:40]!r}; this server reads text alone")
+        return data
+
+
+class FunctionDefinition(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(None, description="A JSON schema. Default: any object.")
+    strict: bool | None = Field(None, description="Calls that tool_choice forces follow the schema either way.")
+
+
+class Tool(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class FunctionName(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    name: str
+
+
+class NamedToolChoice(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class ChatBody(GenerationBody):
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1, le=2**31 - 1, description="Default: what is left of the context.")
+    max_completion_tokens: int | None = Field(None, ge=1, le=2**31 - 1, description="The newer name of max_tokens.")
+    logprobs: bool | None = Field(None, description="Log-probabilities of the answer's tokens. Default false.")
+    top_logprobs: int | None = Field(
+        None, ge=0, le=LIST_LIMIT, description="And of the k likeliest; needs logprobs. Default 0."
+    )
+    tools: list[Tool] | None = Field(None, max_length=128)
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = Field(
+        None, description="`required` and a named function force one call by grammar. Default auto with tools, else none."
+    )
+    parallel_tool_calls: bool | None = Field(None, description="false keeps the first of several calls. Default true.")
+    add_generation_prompt: bool | None = Field(None, description="Default true, and false with continue_final_message.")
+    continue_final_message: bool | None = Field(None, description="Continue the last message instead of answering it.")
+    documents: list[dict[str, Any]] | None = Field(None, description="For templates that read `documents`.")
+    chat_template: str | None = Field(None, description="A Jinja template, or the name of one of the checkpoint's.")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="More variables for the template.")
+
+    @model_validator(mode="after")
+    def _check_chat(self) -> "ChatBody":
+        if self.top_logprobs is not None and not self.logprobs:
+            raise field_error("top_logprobs", "needs logprobs: true")
+        limits = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(limits) > 1:
+            raise field_error("max_completion_tokens", "differs from max_tokens; give one of them")
+        if (self.min_tokens or 0) > (self.limit or INT64):
+            raise field_error("min_tokens", "is above max_tokens")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise field_error("continue_final_message", "excludes add_generation_prompt")
+        self._check_tools()
+        return self
+
+    def _check_tools(self) -> None:
+        names = [tool.function.name for tool in self.tools or []]
+        if len(set(names)) < len(names):
+            raise field_error("tools", "has two functions of the same name")
+        choice = self.tool_choice
+        if choice not in (None, "none", "auto") and not names:
+            raise field_error("tool_choice", "needs tools")
+        if isinstance(choice, NamedToolChoice) and choice.function.name not in names:
+            raise field_error("tool_choice", f"names {choice.function.name[:64]!r}, which is not in tools")
+        json_format = self.response_format is not None and self.response_format.type != "text"
+        if json_format and names and choice != "none":
+            raise field_error("response_format", "cannot be combined with tools, unless tool_choice is none")
+        if self.ignore_eos and self.forced_tools:
+            raise field_error("ignore_eos", "cannot be combined with a forced tool call, whose end is EOS")
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
+
+    @property
+    def forced_tools(self) -> list[Tool]:
+        """The tools of which one must be called."""
+        if isinstance(self.tool_choice, NamedToolChoice):
+            wanted = self.tool_choice.function.name
+            return [tool for tool in self.tools or [] if tool.function.name == wanted]
+        return list(self.tools or []) if self.tool_choice == "required" else []
+
+
+class TokenizeBody(Body):
+    """A prompt or a conversation, as the two endpoints would tokenize it."""
+
+    model: str | None = None
+    prompt: str | None = Field(None, description="A text; or give messages.")
+    messages: list[ChatMessage] | None = Field(None, min_length=1)
+    add_special_tokens: bool | None = Field(None, description="Default true for prompt, false for messages.")
+    add_generation_prompt: bool | None = Field(None, description="Default true, and false with continue_final_message.")
+    continue_final_message: bool | None = None
+    tools: list[Tool] | None = None
+    documents: list[dict[str, Any]] | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = Field(None, description="Add each token's text.")
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> "TokenizeBody":
+        if (self.prompt is None) == (self.messages is None):
+            raise field_error("prompt", "give either prompt or messages")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise field_error("continue_final_message", "excludes add_generation_prompt")
+        return self
+
+
+class DetokenizeBody(Body):
+    model: str | None = None
+    tokens: list[TokenId] = Field(description="Token ids.")
+    skip_special_tokens: bool | None = Field(None, description="Default false, so that the text shows all tokens.")

@@ -1,0 +1,118 @@
+"""What all routes share: the settings, the tokenizer, the engine's client, and whether requests are taken at all."""
+
+import time
+from typing import Any
+
+from errors import UserError
+from server.engine_client import EngineClient, broken
+from server.metrics import Metrics
+from server.problems import ApiError, bad
+from server.settings import Settings
+from server.text import token_bytes
+from tokenizer import Tokenizer
+
+
+class Service:
+    def __init__(self, settings: Settings, client: EngineClient, tokenizer: Tokenizer) -> None:
+        self.settings, self.client, self.tokenizer = settings, client, tokenizer
+        self.chat_template = settings.chat_template
+        self.metrics: Metrics = client.metrics
+        self.draining = False
+        self.open_requests = 0  # HTTP requests whose answer is not complete
+        self.started, self.created = time.monotonic(), int(time.time())
+        self.model_name = settings.model_names[0]
+
+    @property
+    def status(self) -> str:
+        if self.client.fatal:
+            return "broken"
+        if self.draining:
+            return "draining"
+        return "ready" if self.client.ready else "loading"
+
+    @property
+    def max_model_len(self) -> int:
+        return self.client.ready.max_model_len if self.client.ready else self.settings.max_model_len or 2**31
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids that both the model and the tokenizer know."""
+        model = self.client.ready.vocab_size if self.client.ready else self.tokenizer.vocab_size
+        return min(model, self.tokenizer.vocab_size)
+
+    def check_ready(self) -> None:
+        """Raises a 503 unless requests can run."""
+        if self.client.fatal:
+            raise broken()
+        if self.draining:
+            raise ApiError(503, "the server is shutting down; send the request to another one", None, "draining")
+        if not self.client.ready:
+            raise ApiError(503, "the model is still loading; try again soon", None, "loading")
+
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name not in self.settings.model_names:
+            served = ", ".join(self.settings.model_names)
+            raise ApiError(404, f"the model {name!r} does not exist; this server has: {served}", "model", "model_not_found")
+
+    def admit(self, sequences: int) -> None:
+        """Raises a 429 when the queue is full, and a 400 for what no empty queue could hold."""
+        self.check_ready()
+        room = self.settings.max_num_seqs + self.settings.max_queue
+        if sequences > room:
+            message = (
+                f"the request asks for {sequences} answers, but the server's queue holds {room}; send fewer prompts at once"
+            )
+            raise bad(None, message, "too_many_choices")
+        if self.client.active + sequences > room:
+            raise ApiError(429, f"the queue is full ({self.client.active} of {room}); try again later", None, "queue_full")
+
+    def token_text(self, token_id: int) -> str:
+        return token_bytes(self.tokenizer, token_id).decode("utf-8", "replace")
+
+    def pick_template(self, wanted: str | None) -> str | None:
+        return self.chat_template if wanted is None else wanted
+
+    def snapshot(self) -> dict[str, Any]:
+        """/stats."""
+        ready, stats, m = self.client.ready, self.metrics.stats, self.metrics
+        return {
+            "status": self.status,
+            "model": self.model_name,
+            "variant": ready and ready.variant,
+            "communicator": ready and ready.communicator,
+            "world_size": ready and ready.world_size,
+            "device": ready and ready.device,
+            "dtype": ready and ready.dtype,
+            "max_model_len": ready and ready.max_model_len,
+            "running": stats.running if stats else 0,
+            "waiting": stats.waiting if stats else 0,
+            "kv_cache_usage": stats.kv_blocks_used / max(stats.kv_blocks_total, 1) if stats else 0.0,
+            "kv_blocks_used": stats.kv_blocks_used if stats else 0,
+            "kv_blocks_total": stats.kv_blocks_total if stats else ready.kv_blocks if ready else 0,
+            "generation_tokens_per_second": m.tokens.rate(),
+            "prompt_tokens_per_second": m.prompts.rate(),
+            "prompt_tokens": stats.prompt_tokens if stats else 0,
+            "generation_tokens": stats.generation_tokens if stats else 0,
+            "prefix_hit_rate": stats.prefix_hits / max(stats.prefix_queries, 1) if stats else 0.0,
+            "preemptions": stats.preemptions if stats else 0,
+            "step_seconds": stats.step_seconds if stats else 0.0,
+            "all_reduce_share": stats.all_reduce_share if stats else None,
+            "ttft_seconds": m.ttft.quantiles(),
+            "inter_token_seconds": m.inter_token.quantiles(),
+            "uptime_seconds": time.monotonic() - self.started,
+        }
+
+
+def read_chat_template(settings: Settings, tokenizer: Tokenizer) -> Settings:
+    """`--chat-template` as a template: a file's text, or one of the checkpoint's by its name."""
+    from dataclasses import replace
+    from pathlib import Path
+
+    wanted = settings.chat_template
+    if wanted is None or wanted in tokenizer.chat_templates:
+        return settings
+    try:
+        return replace(settings, chat_template=Path(wanted).read_text())
+    except (OSError, UnicodeDecodeError) as e:
+        names = ", ".join(tokenizer.chat_templates) or "none"
+        raise UserError(f"--chat-template {wanted} is neither a readable file nor one of the checkpoint's ({names})") from e

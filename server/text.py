@@ -1,0 +1,104 @@
+"""Ids to text while they arrive: stop strings, special tokens, and where each token lies in the text."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from tokenizer import IncrementalDetokenizer, Tokenizer
+
+T = TypeVar("T")
+
+LONG_TEXT = 4096  # characters; above it, tokenization leaves the event loop
+
+
+class TextStream:
+    """The text of one sequence. What `push` returns is final: no stop string can swallow it any more.
+
+    The text does not depend on how the ids were grouped into messages, so a stream's is the same as a whole answer's.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int],
+        *,
+        stop: Sequence[str] = (),
+        stop_ids: frozenset[int] = frozenset(),
+        include_stop: bool = False,
+        skip_special: bool = True,
+        min_tokens: int = 0,
+    ) -> None:
+        self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special, prompt_ids)
+        self._text_ids = range(tokenizer.vocab_size)  # a model may pad its vocabulary with ids that have no text
+        self._stop, self._stop_ids = tuple(stop), stop_ids
+        self._include_stop, self._min_tokens = include_stop, min_tokens
+        self._held = ""  # text that might be the start of a stop string
+        self.count = 0  # tokens
+        self.decoded = 0  # characters, held ones included
+        self.stop_reason: str | int | None = None  # the stop string or token that was found
+
+    def push(self, token_id: int) -> str:
+        self.count += 1
+        is_stop = token_id in self._stop_ids
+        if token_id in self._text_ids and (self._include_stop or not is_stop):
+            self._append(self._detokenizer.push(token_id))
+        if is_stop and self.count > self._min_tokens:
+            self.stop_reason = token_id
+        return self._release()
+
+    def flush(self) -> str:
+        """The rest, once no more ids come: half a character becomes U+FFFD, half a stop string is text."""
+        if not isinstance(self.stop_reason, str):
+            self._append(self._detokenizer.flush())
+        released, self._held = self._find_stop(), ""
+        return released
+
+    def _append(self, text: str) -> None:
+        self._held += text
+        self.decoded += len(text)
+
+    def _release(self) -> str:
+        if not self._stop or self.count <= self._min_tokens:
+            released, self._held = self._held, ""
+            return released
+        text = self._find_stop()
+        if isinstance(self.stop_reason, str):
+            self._held = ""
+            return text
+        cut = len(text) - self._possible_stop()
+        self._held = text[cut:]
+        return text[:cut]
+
+    def _find_stop(self) -> str:
+        """The held text, up to the stop string that is complete first, if there is one."""
+        if self.count <= self._min_tokens:
+            return self._held
+        ends = [(at + len(s), at, s) for s in self._stop if (at := self._held.find(s)) >= 0]
+        if not ends:
+            return self._held
+        end, start, self.stop_reason = min(ends)
+        return self._held[: end if self._include_stop else start]
+
+    def _possible_stop(self) -> int:
+        """Length of the longest end of the held text that begins a stop string."""
+        longest = min(len(self._held), max(map(len, self._stop)) - 1)
+        return next((n for n in range(longest, 0, -1) if any(s.startswith(self._held[-n:]) for s in self._stop)), 0)
+
+
+def text_offsets(tokenizer: Tokenizer, ids: Sequence[int], skip_special: bool) -> list[int]:
+    """Where the text of each id of a prompt begins."""
+    detokenizer = IncrementalDetokenizer(tokenizer, skip_special)
+    offsets, length = [], 0
+    for token_id in ids:
+        offsets.append(length)
+        length += len(detokenizer.push(token_id))
+    return offsets
+
+
+def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
+    return tokenizer.token_bytes(token_id) if token_id < tokenizer.vocab_size else b""
+
+
+async def off_loop(size: int, work: Callable[[], T]) -> T:
+    """`work()`, in a thread if it is about so long a text that other clients would notice."""
+    return await asyncio.to_thread(work) if size > LONG_TEXT else work()

@@ -1,0 +1,76 @@
+"""Running `generate.py` as a user does: in this process where that suffices, else in processes of its own."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import cli
+import generate
+
+ROOT = Path(__file__).resolve().parent.parent
+MODELS = ROOT / "models"
+HYBRID = str(MODELS / "tiny-hybrid")
+CPU = ("--device", "cpu")  # unless the test names another one: the last one counts
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What a command left behind."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        """The JSON lines on stdout."""
+        return [json.loads(line) for line in self.out.splitlines()]
+
+    @property
+    def record(self) -> dict[str, Any]:
+        (only,) = self.records
+        return only
+
+
+class Here:
+    """Runs commands in this process, where importing torch costs nothing."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+        self.monkeypatch, self.capfd = monkeypatch, capfd
+        for name in ("RANK", "WORLD_SIZE"):
+            monkeypatch.delenv(name, raising=False)
+
+    def __call__(self, *args: object) -> Finished:
+        self.monkeypatch.setattr(sys, "argv", ["generate.py", *CPU, *map(str, args)])
+        self.capfd.readouterr()
+        with pytest.raises(SystemExit) as left:
+            cli.run(generate.main)
+        out, err = self.capfd.readouterr()
+        return Finished(left.value.code or 0, out, err)  # type: ignore[arg-type]
+
+
+def command(args: Sequence[object], ranks: int = 0) -> list[str]:
+    """`python generate.py …`, or under torchrun if `ranks` are named."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks else []
+    return [sys.executable, *torchrun, "generate.py", *CPU, *map(str, args)]
+
+
+def environment(**more: object) -> dict[str, str]:
+    """This one's, without what would make a command take itself for a rank."""
+    inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+    return inherited | {"OMP_NUM_THREADS": "1"} | {k: str(v) for k, v in more.items()}
+
+
+def launch(*args: object, ranks: int = 0, stdin: str = "", timeout: float = 120.0) -> Finished:
+    """Run a command to its end in processes of its own."""
+    done = subprocess.run(
+        command(args, ranks), cwd=ROOT, env=environment(), input=stdin, capture_output=True, text=True, timeout=timeout
+    )
+    return Finished(done.returncode, done.stdout, done.stderr)

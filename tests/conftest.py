@@ -1,0 +1,57 @@
+"""What all tests share: the repository on the path, one torch thread, a fresh seed, and ranks to run on."""
+
+import os
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = str(Path(__file__).resolve().parent.parent)
+if ROOT not in sys.path:
+    sys.path.insert(0, ROOT)
+
+from tests.ranks import Ranks  # noqa: E402
+
+SEED_VARIABLE = "RUNG_TEST_SEED"
+
+torch.set_num_threads(1)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """One seed a run. With pytest-xdist the workers take it over from the process that starts them."""
+    if SEED_VARIABLE not in os.environ:
+        os.environ[SEED_VARIABLE] = str(random.SystemRandom().randrange(2**31))
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    outcome = yield
+    report = outcome.get_result()
+    if report.failed:
+        report.sections.append(("fresh inputs", f"run again with {SEED_VARIABLE}={os.environ[SEED_VARIABLE]}"))
+
+
+@pytest.fixture(scope="session")
+def session_seed() -> int:
+    return int(os.environ[SEED_VARIABLE])
+
+
+@pytest.fixture
+def seed(session_seed: int, request: pytest.FixtureRequest) -> int:
+    """A number for this test's inputs: another in each run, and the same again with RUNG_TEST_SEED set. It also seeds torch
+    and random."""
+    number = random.Random(f"{session_seed} {request.node.nodeid}").randrange(2**31)
+    torch.manual_seed(number)
+    random.seed(number)
+    return number
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """Up to 4 gloo ranks: `ranks.run(2, function, *args)`."""
+    started = Ranks(4)
+    yield started
+    started.close()

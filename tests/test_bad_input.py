@@ -1,0 +1,367 @@
+"""Bad input ends in exit code 2 and one line that says what to mend, on every rank; a lost rank ends the others."""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import cli
+from tests.command_line import HYBRID, MODELS, ROOT, Finished, Here, command, environment, launch
+
+TENSORS = "model.safetensors"
+MLP_WEIGHT = "model.layers.3.mlp.down_proj.weight"
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Here:
+    return Here(monkeypatch, capfd)
+
+
+def check_refused(done: Finished, *words: str) -> None:
+    assert done.code == 2, (done.out, done.err)
+    assert done.out == ""
+    assert re.fullmatch(r"error: [^\n]+\n", done.err), done.err
+    for word in words:
+        assert word in done.err, (word, done.err)
+
+
+# --- flags and prompts ---------------------------------------------------------------------------------------------------
+
+ONCE = ["--prompt", "Once"]
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ([], ["--model"]),
+        (["--model", "llama-9-1b", "--prompt-ids", "1"], ["llama-9-1b", "llama-3-70b"]),
+        (["--model", "tiny:0", "--prompt-ids", "1"], ["0"]),
+        (["--model", "no/such/folder", *ONCE], ["no/such/folder"]),
+        (["--model", HYBRID, *ONCE, "--variant", "stairs"], ["stairs", "ladder"]),
+        (["--model", HYBRID, *ONCE, "--variant", "hybrid:x"], ["x"]),
+        (["--model", HYBRID], ["--prompt"]),
+        (["--model", HYBRID, "--prompt", ""], ["empty"]),
+        (["--model", HYBRID, "--prompt-ids", ""], ["empty"]),
+        (["--model", HYBRID, "--prompt-ids", "1,2,1024"], ["1024", "1023"]),
+        (["--model", HYBRID, "--prompt-ids=-1,5"], ["-1"]),
+        (["--model", HYBRID, "--prompt-ids", "1,two"], ["two"]),
+        (["--model", HYBRID, "--prompt-ids", "1.5"], ["1.5"]),
+        (["--model", HYBRID, "--prompt-length", "0"], ["--prompt-length"]),
+        (["--model", HYBRID, "--prompt-length", "1025", "--score"], ["1025", "1024"]),
+        (["--model", HYBRID, "--prompt", "word " * 1500], ["1024"]),
+        (["--model", HYBRID, *ONCE, "--max-new-tokens", "1024"], ["1024", "--max-new-tokens"]),
+        (["--model", HYBRID, *ONCE, "--max-new-tokens", "0"], ["--max-new-tokens"]),
+        (["--model", HYBRID, *ONCE, "--frobnicate"], ["--frobnicate"]),
+        (["--model", HYBRID, *ONCE, "--bad\nline"], ["--bad line"]),
+        (["--model", HYBRID, *ONCE, "--prompt-ids", "1"], ["--prompt", "--prompt-ids"]),
+        (["--model", HYBRID, *ONCE, "--temperature", "-1"], ["temperature", "-1"]),
+        (["--model", HYBRID, *ONCE, "--temperature", "nan"], ["temperature"]),
+        (["--model", HYBRID, *ONCE, "--temperature", "warm"], ["--temperature", "warm"]),
+        (["--model", HYBRID, *ONCE, "--top-p", "0"], ["top_p"]),
+        (["--model", HYBRID, *ONCE, "--top-k", "-2"], ["top_k"]),
+        (["--model", HYBRID, *ONCE, "--min-p", "2"], ["min_p"]),
+        (["--model", HYBRID, *ONCE, "--seed", str(2**63)], ["seed"]),
+        (["--model", HYBRID, *ONCE, "--dtype", "int8"], ["--dtype", "bfloat16"]),
+        (["--model", HYBRID, *ONCE, "--device", "tpu"], ["--device", "cuda"]),
+        (["--model", HYBRID, *ONCE, "--device", "cpu", "--comm", "nccl"], ["nccl", "gloo"]),
+        (["--model", HYBRID, *ONCE, "--batch-size", "0"], ["--batch-size"]),
+        (["--model", HYBRID, *ONCE, "--num-samples", "0"], ["--num-samples"]),
+        (["--model", HYBRID, *ONCE, "--profile", "no/such/folder/trace.json"], ["--profile", "no/such/folder"]),
+        (["--model", HYBRID, "--prompt-file", "no/such/file"], ["no/such/file"]),
+        (["--model", HYBRID, "--prompt-file", str(MODELS / "tiny-hybrid" / TENSORS)], ["UTF-8"]),
+        (["--model", HYBRID, "--prompt-file", str(MODELS)], ["--prompt-file"]),
+        (["--model", HYBRID, *ONCE, "--stop", "."  , "--stop", ""], ["--stop"]),
+        (["--model", HYBRID, "--interactive", "--score"], ["--interactive", "--score"]),
+        (["--model", HYBRID, "--interactive", "--num-samples", "2"], ["--interactive", "--num-samples"]),
+        (["--model", "tiny", "--interactive"], ["tokenizer"]),
+        (["--model", "tiny", *ONCE], ["tokenizer", "--prompt-ids"]),
+    ],
+)  # fmt: skip
+def test_bad_flags_and_prompts(here: Here, args: list[str], words: list[str]) -> None:
+    check_refused(here(*args), *words)
+
+
+@without_gpu
+def test_a_missing_gpu(here: Here) -> None:
+    check_refused(here("--model", HYBRID, *ONCE, "--device", "cuda"), "no GPU", "--device cpu")
+
+
+# --- checkpoints ---------------------------------------------------------------------------------------------------------
+
+
+def edit(name: str, change: Callable[[str], str]) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        (folder / name).write_text(change((folder / name).read_text()))
+
+    return apply
+
+
+def edit_config(**values: object) -> Callable[[Path], None]:
+    return edit("config.json", lambda text: json.dumps(json.loads(text) | values))
+
+
+def edit_tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        tensors = load_file(folder / TENSORS)
+        change(tensors)
+        save_file(tensors, folder / TENSORS)
+
+    return apply
+
+
+def remove(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
+def truncate(folder: Path) -> None:
+    with (folder / TENSORS).open("r+b") as file:
+        file.truncate((folder / TENSORS).stat().st_size // 2)
+
+
+def index_of_two_files(folder: Path) -> None:
+    """The index names a second file, which is not there."""
+    names = list(load_file(folder / TENSORS))
+    weight_map = {name: TENSORS if i % 2 else "other.safetensors" for i, name in enumerate(names)}
+    (folder / f"{TENSORS}.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def other_shape(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[MLP_WEIGHT] = tensors[MLP_WEIGHT].T.contiguous()
+
+
+def copy_of(model: str, to: Path) -> Path:
+    return Path(shutil.copytree(MODELS / model, to / model))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (remove("config.json"), ["config.json"]),
+        (edit("config.json", lambda text: text[: len(text) // 2]), ["config.json"]),
+        (edit("config.json", lambda text: f"[{text}]"), ["config.json"]),
+        (edit_config(hidden_size="wide"), ["hidden_size"]),
+        (edit_config(vocab_size=1000), ["1000", "1024"]),
+        (edit_config(num_hidden_layers=9), ["layers.8"]),
+        (edit_config(num_hidden_layers=7, ladder_layers=[3, 4]), ["layers.7"]),
+        (remove(TENSORS), [TENSORS]),
+        (truncate, [TENSORS]),
+        (lambda folder: (folder / TENSORS).write_bytes(b""), [TENSORS]),
+        (index_of_two_files, ["other.safetensors"]),
+        (edit_tensors(lambda tensors: tensors.pop(MLP_WEIGHT)), [MLP_WEIGHT]),
+        (edit_tensors(lambda tensors: tensors.update({"model.extra": torch.zeros(2)})), ["model.extra"]),
+        (edit_tensors(other_shape), [MLP_WEIGHT, "(320, 192)", "(192, 320)"]),
+        (remove("tokenizer.json"), ["tokenizer"]),
+        (edit("tokenizer.json", lambda text: text[:1000]), ["tokenizer.json"]),
+    ],
+)
+def test_bad_checkpoints(here: Here, tmp_path: Path, spoil: Callable[[Path], None], words: list[str]) -> None:
+    folder = copy_of("tiny-hybrid", tmp_path)
+    spoil(folder)
+    check_refused(here("--model", folder, *ONCE), *words)
+
+
+# --- on ranks ------------------------------------------------------------------------------------------------------------
+
+
+class Started:
+    """Ranks that were started without torchrun."""
+
+    def __init__(self, args_by_rank: Sequence[Sequence[object]], folder: Path) -> None:
+        ranks = len(args_by_rank)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.outputs = [(folder / f"out{r}", folder / f"err{r}") for r in range(ranks)]
+        for rank, (args, (out, err)) in enumerate(zip(args_by_rank, self.outputs, strict=True)):
+            env = environment(
+                RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks, MASTER_ADDR="127.0.0.1", MASTER_PORT=port
+            )
+            with out.open("wb") as stdout, err.open("wb") as stderr:
+                self.processes.append(subprocess.Popen(command(args), cwd=ROOT, env=env, stdout=stdout, stderr=stderr))
+
+    def out(self, rank: int) -> str:
+        return self.outputs[rank][0].read_text()
+
+    def err(self, rank: int) -> str:
+        return self.outputs[rank][1].read_text()
+
+    def wait(self, timeout: float) -> list[int]:
+        deadline = time.monotonic() + timeout
+        return [process.wait(max(0.0, deadline - time.monotonic())) for process in self.processes]
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Started]]:
+    started: list[Started] = []
+
+    def begin(*args_by_rank: Sequence[object]) -> Started:
+        started.append(Started(args_by_rank, tmp_path))
+        return started[-1]
+
+    yield begin
+    for ranks in started:
+        ranks.close()
+
+
+def wait_for(condition: Callable[[], bool], timeout: float) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout:.0f} s"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "args", "words"),
+    [
+        (2, ["--model", "llama-9-1b", "--prompt-ids", "1"], ["llama-9-1b"]),
+        (2, ["--model", HYBRID, *ONCE, "--frobnicate"], ["--frobnicate"]),
+        (3, ["--model", "tiny", "--prompt-ids", "1"], ["heads", "3 ranks"]),
+        (3, ["--model", str(MODELS / "tiny-desync-2x"), *ONCE], ["4 streams", "divides 4"]),
+        pytest.param(2, ["--model", HYBRID, *ONCE, "--device", "cuda"], ["no GPU"], marks=without_gpu),
+    ],
+)
+def test_every_rank_leaves_with_2_and_one_of_them_says_why(
+    start: Callable[..., Started], ranks: int, args: list[str], words: list[str]
+) -> None:
+    started = start(*[args] * ranks)
+    assert started.wait(15.0) == [2] * ranks
+    check_refused(Finished(2, started.out(0), started.err(0)), *words)
+    assert [started.out(r) + started.err(r) for r in range(1, ranks)] == [""] * (ranks - 1)
+
+
+def test_an_error_of_one_rank_alone_ends_them_all(start: Callable[..., Started], tmp_path: Path) -> None:
+    """As on two hosts, of which one lacks the prompt's file."""
+    file = tmp_path / "prompt"
+    file.write_text("Once")
+    common = ["--model", HYBRID, "--prompt-file"]
+    started = start([*common, file], [*common, "no/such/file"])
+    assert started.wait(15.0) == [2, 2]
+    check_refused(Finished(2, started.out(0), started.err(0)), "no/such/file")
+    assert started.out(1) + started.err(1) == ""
+
+
+def test_a_truncated_checkpoint_under_torchrun(tmp_path: Path) -> None:
+    folder = copy_of("tiny-hybrid", tmp_path)
+    truncate(folder)
+    began = time.monotonic()
+    done = launch("--model", folder, *ONCE, ranks=2)
+    assert time.monotonic() - began < 15
+    assert done.code != 0
+    assert done.out == ""
+    assert len(re.findall(rf"^error: .*{TENSORS}.*truncated", done.err, re.MULTILINE)) == 1, done.err
+    assert re.search(r"exitcode *: 2 ", done.err), "torchrun reports the ranks' exit code"
+    assert 'generate.py", line' not in done.err, "no traceback of ours"
+
+
+# --- lost ranks ----------------------------------------------------------------------------------------------------------
+
+LONG = ["--model", HYBRID, *ONCE, "--max-new-tokens", 900, "--ignore-eos", "--num-samples", 10_000]
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_when_a_rank_is_killed_the_others_end_by_themselves(start: Callable[..., Started], lost: int) -> None:
+    started = start(LONG, LONG)
+    wait_for(lambda: len(started.out(0)) > 100, 60.0)
+    started.processes[lost].kill()
+    assert started.wait(10.0)[1 - lost] == 1
+    errors = [line for line in started.err(1 - lost).splitlines() if not line.startswith(("models/", "/", "Once", "["))]
+    assert len(errors) == 1, started.err(1 - lost)
+    assert errors[0].startswith(f"error: rank {1 - lost} lost the connection to another rank, which ended or was killed (")
+
+
+def ranks_of(launcher: int) -> dict[int, int]:
+    """The process ids of a torchrun's ranks, by rank."""
+    found = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # a process that has just ended
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+            rank = re.search(rb"(?:^|\0)RANK=(\d+)\0", (stat.parent / "environ").read_bytes())
+            if parent == launcher and rank:
+                found[int(rank[1])] = int(stat.parent.name)
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds the ranks' processes in /proc")
+def test_when_a_rank_is_killed_torchrun_ends(tmp_path: Path) -> None:
+    out, err = tmp_path / "out", tmp_path / "err"
+    args = command(LONG, ranks=2)
+    with out.open("wb") as stdout, err.open("wb") as stderr:
+        launcher = subprocess.Popen(args, cwd=ROOT, env=environment(), stdout=stdout, stderr=stderr)
+    try:
+        wait_for(lambda: out.stat().st_size > 100, 60.0)
+        ranks = ranks_of(launcher.pid)
+        assert sorted(ranks) == [0, 1]
+        os.kill(ranks[1], signal.SIGKILL)
+        assert launcher.wait(10.0) != 0
+        wait_for(lambda: not Path(f"/proc/{ranks[0]}").exists(), 1.0)
+    finally:
+        for pid in ranks_of(launcher.pid).values():
+            os.kill(pid, signal.SIGKILL)
+        launcher.kill()
+        launcher.wait()
+    assert 'generate.py", line' not in err.read_text(), "no traceback of ours"
+
+
+# --- other ends ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("message", ["Connection closed by peer [127.0.0.1]:1234", "index out of range"])
+def test_only_a_lost_connection_of_ranks_is_no_bug(message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RuntimeError(message)
+
+    with pytest.raises(RuntimeError, match="^" + re.escape(message)):
+        cli.run(fail)
+    left = []
+    monkeypatch.setattr(cli, "leave", left.append)
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    with contextlib.nullcontext() if "Connection" in message else pytest.raises(RuntimeError, match="index"):
+        cli.run(fail)
+    assert left == ([cli.LOST_RANK] if "Connection" in message else [])
+
+
+@pytest.mark.parametrize(("ending", "code"), [("reader leaves", 0), ("Ctrl-C", cli.INTERRUPTED)])
+def test_a_reader_who_leaves_and_ctrl_c_are_no_errors(ending: str, code: int) -> None:
+    process = subprocess.Popen(
+        command(LONG),
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        # a shell's background job, as these tests may be, ignores Ctrl-C and hands that on
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    try:
+        assert process.stdout and process.stderr
+        assert process.stdout.read(50)
+        if ending == "Ctrl-C":
+            process.send_signal(signal.SIGINT)
+        else:
+            process.stdout.close()
+        assert process.wait(10.0) == code
+        err = process.stderr.read().decode()
+        assert "Traceback" not in err and "error" not in err, err
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+        process.stdout.close()

@@ -1,0 +1,627 @@
+"""Weights in and out: every format against transformers and against each other, slices, torn files, and peak memory."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import checkpoint
+from attention import Causal
+from checkpoint import INDEX, PTH, SINGLE, build_model, load_model, model_config, places, save_checkpoint
+from comm import Communicator, Local, NoCommunication
+from config import ModelConfig, config_from_hf, config_to_hf, preset, with_variant
+from errors import UserError
+from model import Transformer
+from tp import SPLITS, ShardedLinear, World
+
+CPU = torch.device("cpu")
+ROOT = Path(__file__).resolve().parent.parent
+FAMILIES = ["llama", "mistral", "qwen2", "qwen3"]
+VARIANTS = ["standard", "parallel", "ladder", "hybrid:1", "desync-2x:2", "desync-4x:4", "upper-bound"]
+SHAPE = dict(
+    vocab_size=101,
+    hidden_size=48,
+    num_hidden_layers=3,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=6,
+    intermediate_size=64,
+    max_position_embeddings=64,
+    rms_norm_eps=1e-5,
+    tie_word_embeddings=False,
+)
+
+
+def build(name: str, config: ModelConfig, comm: Communicator, dtype: torch.dtype = torch.float32, seed: int = 0) -> Transformer:
+    """One rank's model. `comm` may be a lone one of several ranks, which then cannot ask the others for their errors."""
+    make = load_model if comm.world_size == 1 else build_model
+    return make(name, config, World(comm.rank, comm.world_size, CPU, comm), dtype, seed)
+
+
+def tiny(family: str = "llama", **more: Any) -> ModelConfig:
+    return config_from_hf(SHAPE | {"model_type": family, **more})
+
+
+def hf_model(family: str = "llama", **more: Any) -> Any:
+    """A transformers model of random weights, norms and biases included."""
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(family, **SHAPE | more))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.2)
+    return model.eval()
+
+
+def load(path: Path, comm: Communicator | None = None, dtype: torch.dtype = torch.float32) -> Transformer:
+    return build(str(path), model_config(str(path), None, 1), comm or Local(), dtype)
+
+
+def random_model(config: ModelConfig, seed: int = 0, comm: Communicator | None = None) -> Transformer:
+    """Random in every tensor: `random_weights` would leave the norms at 1 and the biases at 0."""
+    model = Transformer(config, comm or Local(), CPU, torch.float32).eval().requires_grad_(False)
+    generator = torch.Generator().manual_seed(seed)
+    for place in places(model):
+        place.tensor.normal_(0.0, 0.2, generator=generator)
+    return model
+
+
+def full_tensors(model: Transformer) -> dict[str, Tensor]:
+    """The checkpoint's tensors of a model that holds all shards, put together here from its own layout."""
+    parts: dict[str, dict[int, Tensor]] = {}
+    dims: dict[str, int] = {}
+    for place in places(model):
+        parts.setdefault(place.name, {})[place.rows.start] = place.tensor
+        dims[place.name] = place.dim
+    full = {name: torch.cat([by_row[i] for i in sorted(by_row)], dim=dims[name]) for name, by_row in parts.items()}
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        if name in full:
+            full[name] = full[name][: model.config.vocab_size]
+    return full
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def logits(model: Transformer, tokens: Tensor) -> Tensor:
+    with torch.no_grad():
+        return model(tokens, Causal(tokens.shape[1], CPU))
+
+
+def fails(call: Callable[[], object], *names: object) -> None:
+    """`call` raises a UserError of one line that says each of `names`."""
+    with pytest.raises(UserError) as error:
+        call()
+    message = str(error.value)
+    assert len(message.splitlines()) == 1, message
+    for name in names:
+        assert str(name) in message
+
+
+# --- Hugging Face directories ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_what_transformers_saves_loads_equal(family: str, tied: bool, sharded: bool, tmp_path: Path, seed: int) -> None:
+    theirs = hf_model(family, tie_word_embeddings=tied)
+    theirs.save_pretrained(tmp_path, max_shard_size="60KB" if sharded else "1GB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2 if sharded else (tmp_path / SINGLE).exists()
+    assert (tmp_path / INDEX).exists() == sharded
+    ours = load(tmp_path)
+    expected = {n: t for n, t in theirs.state_dict().items() if not (tied and n == "lm_head.weight")}
+    assert_equal(full_tensors(ours), expected)
+    tokens = torch.randint(0, 101, (2, 9))
+    with torch.no_grad():
+        torch.testing.assert_close(logits(ours, tokens), theirs(tokens).logits, atol=2e-4, rtol=1e-4)
+
+
+def test_weights_are_cast_to_the_dtype_that_is_asked_for(tmp_path: Path, seed: int) -> None:
+    theirs = hf_model()
+    theirs.save_pretrained(tmp_path)
+    expected = {name: tensor.bfloat16() for name, tensor in theirs.state_dict().items()}
+    assert_equal(full_tensors(load(tmp_path, dtype=torch.bfloat16)), expected)
+
+
+def test_a_tied_checkpoint_may_repeat_its_table_and_old_ones_their_frequencies(tmp_path: Path, seed: int) -> None:
+    save_checkpoint(random_model(tiny(tie_word_embeddings=True), seed), tmp_path, torch.float32)
+    tensors = load_file(tmp_path / SINGLE)
+    more = {"lm_head.weight": torch.ones(101, 48), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(3)}
+    save_file(tensors | more, tmp_path / SINGLE)
+    assert_equal(full_tensors(load(tmp_path)), tensors)
+
+
+# --- gpt-fast ------------------------------------------------------------------------------------------------------------------
+
+
+def gpt_fast_tensors(state: dict[str, Tensor], n_heads: int, n_kv_heads: int) -> dict[str, Tensor]:
+    """HF names and layout to gpt-fast's, as its conversion script does it."""
+
+    def permute(w: Tensor, heads: int) -> Tensor:
+        return w.view(heads, 2, w.shape[0] // heads // 2, w.shape[1]).transpose(1, 2).reshape(w.shape)
+
+    out = {
+        "tok_embeddings.weight": state["model.embed_tokens.weight"],
+        "norm.weight": state["model.norm.weight"],
+        "output.weight": state["lm_head.weight"],
+    }
+    layers = {int(name.split(".")[2]) for name in state if name.startswith("model.layers.")}
+    for i in layers:
+        old, new = f"model.layers.{i}.", f"layers.{i}."
+        q, k, v = (state[f"{old}self_attn.{p}_proj.weight"] for p in "qkv")
+        out[f"{new}attention.wqkv.weight"] = torch.cat([permute(q, n_heads), permute(k, n_kv_heads), v])
+        out[f"{new}attention.wo.weight"] = state[f"{old}self_attn.o_proj.weight"]
+        out[f"{new}feed_forward.w1.weight"] = state[f"{old}mlp.gate_proj.weight"]
+        out[f"{new}feed_forward.w3.weight"] = state[f"{old}mlp.up_proj.weight"]
+        out[f"{new}feed_forward.w2.weight"] = state[f"{old}mlp.down_proj.weight"]
+        out[f"{new}attention_norm.weight"] = state[f"{old}input_layernorm.weight"]
+        out[f"{new}ffn_norm.weight"] = state[f"{old}post_attention_layernorm.weight"]
+    return {name: tensor.detach().clone() for name, tensor in out.items()}
+
+
+@pytest.fixture
+def gpt_fast(tmp_path: Path, seed: int) -> tuple[Path, dict[str, Tensor], Any]:
+    """A directory with model.pth and config.json, the tensors in it, and the transformers model that they came from."""
+    theirs = hf_model()
+    theirs.config.save_pretrained(tmp_path)
+    tensors = gpt_fast_tensors(theirs.state_dict(), 8, 4)
+    torch.save(tensors, tmp_path / PTH)
+    return tmp_path, tensors, theirs
+
+
+def test_a_gpt_fast_file_computes_what_the_hf_layout_computes(gpt_fast: tuple[Path, dict[str, Tensor], Any]) -> None:
+    directory, _, theirs = gpt_fast
+    tokens = torch.randint(0, 101, (2, 9))
+    for path in (directory, directory / PTH):
+        ours = load(path)
+        assert_equal(full_tensors(ours), theirs.state_dict())
+        with torch.no_grad():
+            torch.testing.assert_close(logits(ours, tokens), theirs(tokens).logits, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("n", [2, 8])
+def test_ranks_slice_both_formats_alike(gpt_fast: tuple[Path, dict[str, Tensor], Any], n: int, monkeypatch: Any) -> None:
+    directory, _, theirs = gpt_fast
+    monkeypatch.setattr(checkpoint, "MAX_TOUCHED_BYTES", 20_000)  # open the file more than once
+    theirs.save_pretrained(directory / "hf")
+    for rank in range(n):
+        comm = NoCommunication(rank, n)
+        assert_equal(load(directory / PTH, comm).state_dict(), load(directory / "hf", comm).state_dict())
+
+
+def test_safetensors_are_preferred_to_a_pth_beside_them(gpt_fast: tuple[Path, dict[str, Tensor], Any]) -> None:
+    directory, _, _ = gpt_fast
+    other = hf_model()
+    other.save_pretrained(directory)
+    assert_equal(full_tensors(load(directory)), other.state_dict())
+
+
+# --- what is saved is what is read -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_saving_and_loading_changes_nothing(variant: str, sharded: bool, tmp_path: Path, seed: int, monkeypatch: Any) -> None:
+    if sharded:
+        monkeypatch.setattr(checkpoint, "MAX_FILE_BYTES", 40_000)
+    family = FAMILIES[VARIANTS.index(variant) % 4]
+    config = with_variant(tiny(family, tie_word_embeddings=sharded, eos_token_id=[3, 4]), variant)
+    model = random_model(config, seed)
+    save_checkpoint(model, tmp_path / "new" / "directory", torch.float32)
+    save_checkpoint(model, tmp_path / "again", torch.float32)
+    saved = tmp_path / "new" / "directory"
+    assert (saved / INDEX).exists() == sharded
+    if sharded:
+        index = json.loads((saved / INDEX).read_text())
+        files = sorted(saved.glob("model-*.safetensors"))
+        assert len(files) > 2 and {f.name for f in files} == set(index["weight_map"].values())
+        assert index["metadata"]["total_size"] == sum(t.nbytes for f in files for t in load_file(f).values())
+    loaded = load(saved)
+    assert loaded.config == config
+    if config.variant == "desync":  # the streams share norms and copies of KV heads, which were random here: the last one stays
+        save_checkpoint(loaded, tmp_path / "second", torch.float32)
+        assert_equal(full_tensors(load(tmp_path / "second")), full_tensors(loaded))
+    else:
+        assert_equal(full_tensors(loaded), full_tensors(model))
+    for rank in range(2):
+        comm = NoCommunication(rank, 2)
+        part = load(saved, comm)
+        assert part.config == config and len(part.shards) == max(1, config.desync_streams // 2)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("sharded", [False, True])
+def test_transformers_reads_what_is_saved(family: str, sharded: bool, tmp_path: Path, seed: int, monkeypatch: Any) -> None:
+    if sharded:
+        monkeypatch.setattr(checkpoint, "MAX_FILE_BYTES", 40_000)
+    window = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1} if family != "llama" else {}
+    model = random_model(tiny(family, **window), seed)
+    save_checkpoint(model, tmp_path, torch.float32)
+    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    assert theirs.dtype == torch.float32
+    assert_equal(full_tensors(model), theirs.state_dict())
+    tokens = torch.randint(0, 101, (2, 11))
+    with torch.no_grad():
+        torch.testing.assert_close(logits(model, tokens), theirs(tokens).logits, atol=2e-4, rtol=1e-4)
+
+
+def test_saving_defaults_to_bfloat16_and_says_so(tmp_path: Path, seed: int) -> None:
+    model = random_model(tiny(), seed)
+    save_checkpoint(model, tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    assert_equal(load_file(tmp_path / SINGLE), {n: t.bfloat16() for n, t in full_tensors(model).items()})
+
+
+def test_a_checkpoint_replaces_the_one_before_it(tmp_path: Path, seed: int, monkeypatch: Any) -> None:
+    big, small = random_model(tiny(), seed), random_model(tiny(num_hidden_layers=1), seed + 1)
+    for limit, model in ((40_000, big), (10**9, small), (40_000, big), (10**9, small)):
+        monkeypatch.setattr(checkpoint, "MAX_FILE_BYTES", limit)
+        save_checkpoint(model, tmp_path, torch.float32)
+        assert_equal(full_tensors(load(tmp_path)), full_tensors(model))
+        assert_equal(transformers.AutoModelForCausalLM.from_pretrained(tmp_path).state_dict(), full_tensors(model))
+
+
+def test_a_tokenizer_is_copied_byte_by_byte(tmp_path: Path, seed: int) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir()
+    files = {
+        "tokenizer.json": b'{"x": "\xc3\xa9"}\r\n',
+        "tokenizer.model": bytes(range(256)),
+        "chat_template.jinja": b"{{ x }}",
+    }
+    for name, content in {**files, "README.md": b"no tokenizer", "model.safetensors": b"no tokenizer"}.items():
+        (source / name).write_bytes(content)
+    save_checkpoint(random_model(tiny(), seed), target, tokenizer_from=source)
+    assert {f.name for f in target.iterdir()} == {*files, "config.json", SINGLE}
+    assert {name: (target / name).read_bytes() for name in files} == files
+    save_checkpoint(random_model(tiny(), seed), target, tokenizer_from=target)  # in place: its files are there already
+    assert {name: (target / name).read_bytes() for name in files} == files
+
+
+def test_a_part_of_a_model_is_not_saved(tmp_path: Path) -> None:
+    model = random_model(tiny(), comm=NoCommunication(1, 2))
+    fails(lambda: save_checkpoint(model, tmp_path / "out"), "one process", "torchrun")
+    assert not (tmp_path / "out").exists()
+
+
+# --- random weights ------------------------------------------------------------------------------------------------------------
+
+
+def build_random(config: ModelConfig, seed: int, rank: int = 0, n: int = 1) -> Transformer:
+    comm = NoCommunication(rank, n) if n > 1 else Local()
+    return build("tiny", config, comm, seed=seed)
+
+
+@pytest.mark.parametrize("variant", ["standard", "parallel", "desync-2x:4"])
+def test_random_weights_depend_on_the_seed_alone(variant: str, seed: int) -> None:
+    config = with_variant(preset("tiny:2"), variant)
+    first = build_random(config, seed)
+    torch.randn(5)  # another state of the global generator
+    assert_equal(build_random(config, seed).state_dict(), first.state_dict())
+    other = build_random(config, seed + 1).state_dict()
+    matrices = {name: tensor for name, tensor in first.state_dict().items() if tensor.dim() == 2}
+    assert all(not torch.equal(other[name], tensor) for name, tensor in matrices.items())
+    flat = torch.cat([t.flatten() for t in matrices.values()])
+    assert flat.std().item() == pytest.approx(0.02, rel=0.01) and abs(flat.mean().item()) < 1e-4
+    starts = [place.tensor.flatten()[:8] for place in places(first) if place.tensor.dim() == 2]
+    assert len(starts) == len({tuple(s.tolist()) for s in starts})  # no two drawn alike
+    assert all((t == 1).all() for name, t in first.state_dict().items() if "norm" in name)
+
+
+def test_random_biases_are_zero() -> None:
+    state = build_random(tiny("qwen2"), 3).state_dict()
+    biases = [tensor for name, tensor in state.items() if name.endswith("bias")]
+    assert len(biases) == 3 and not any(b.any() for b in biases)
+
+
+def test_ranks_draw_different_shards_but_equal_replicas_of_a_kv_head(seed: int) -> None:
+    config, n = tiny(), 8  # 4 KV heads: ranks 2 k and 2 k + 1 hold head k
+    ranks = [{p.name: p.tensor for p in places(build_random(config, seed, r, n))} for r in range(n)]
+    for name, first in ranks[0].items():
+        if first.dim() < 2:
+            continue
+        kv = "k_proj" in name or "v_proj" in name
+        for a in range(n):
+            for b in range(a):
+                assert torch.equal(ranks[a][name], ranks[b][name]) == (kv and a // 2 == b // 2), (name, a, b)
+
+
+# --- slices ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [2, 4, 8])
+@pytest.mark.parametrize(("family", "variant"), [("llama", "standard"), ("qwen2", "parallel"), ("qwen3", "ladder")])
+def test_the_slices_of_all_ranks_are_the_whole(family: str, variant: str, n: int, tmp_path: Path, seed: int) -> None:
+    config = with_variant(tiny(family), variant)
+    save_checkpoint(random_model(config, seed), tmp_path, torch.float32)
+    whole = load_file(tmp_path / SINGLE)
+    ranks = [{p.name: p.tensor for p in places(load(tmp_path, NoCommunication(r, n)))} for r in range(n)]
+    assert all(rank.keys() == whole.keys() for rank in ranks)
+    for name, expected in whole.items():
+        part = name.split(".")[-2]
+        slices = [rank[name] for rank in ranks]
+        if part not in SPLITS:
+            assert all(torch.equal(s, expected) for s in slices), name
+            continue
+        if part in ("k_proj", "v_proj") and n > config.n_kv_heads:
+            copies = n // config.n_kv_heads
+            assert all(torch.equal(s, slices[i // copies * copies]) for i, s in enumerate(slices)), name
+            slices = slices[::copies]
+        found = torch.cat(slices, dim=1 if part in ("o_proj", "down_proj") else 0)
+        if part in ("embed_tokens", "lm_head"):
+            assert len(found) == -(-101 // n) * n
+            assert not found[101:].any()
+            found = found[:101]
+        assert torch.equal(found, expected), name
+
+
+def test_a_rank_of_nothing_but_padding_holds_zeros(tmp_path: Path, seed: int) -> None:
+    config = tiny(vocab_size=9, num_attention_heads=8, num_key_value_heads=8)  # 2 rows a rank: 0-1, …, 8 and one of padding
+    save_checkpoint(random_model(config, seed), tmp_path, torch.float32)
+    for rank, rows in ((4, 1), (5, 0), (7, 0)):
+        model = load(tmp_path, NoCommunication(rank, 8))
+        assert model.head.weight.shape == (2, 48)
+        assert model.head.weight[:rows].abs().sum(1).gt(0).all() and not model.head.weight[rows:].any()
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_a_desync_stream_is_the_slice_that_its_own_rank_would_hold(n: int, tmp_path: Path, seed: int) -> None:
+    config = with_variant(tiny(), "desync-4x:4")
+    save_checkpoint(random_model(config, seed), tmp_path, torch.float32)
+    standard = with_variant(config, "standard")
+    streams = []
+    for rank in range(n):
+        model = load(tmp_path, NoCommunication(rank, n))
+        linears = dict(model.layers.named_modules())
+        for stream in range(4 // n):
+            streams.append({k.replace(f".{stream}.", "."): m for k, m in linears.items() if f".{stream}." in k[2:]})
+    for stream, found in enumerate(streams):
+        alone = build(str(tmp_path), standard, NoCommunication(stream, 4))
+        expected = {k: m for k, m in alone.layers.named_modules() if isinstance(m, ShardedLinear)}
+        assert expected.keys() <= found.keys()
+        for path, module in expected.items():
+            assert torch.equal(found[path].weight, module.weight), path
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def saved(tmp_path: Path, seed: int) -> Path:
+    save_checkpoint(random_model(tiny(), seed), tmp_path / "model", torch.float32)
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def sharded(tmp_path: Path, seed: int, monkeypatch: Any) -> Path:
+    monkeypatch.setattr(checkpoint, "MAX_FILE_BYTES", 40_000)
+    save_checkpoint(random_model(tiny(), seed), tmp_path / "model", torch.float32)
+    return tmp_path / "model"
+
+
+def test_a_missing_directory(tmp_path: Path) -> None:
+    fails(lambda: load(tmp_path / "nowhere"), tmp_path / "nowhere", "missing")
+    fails(lambda: load(tmp_path / "nowhere.pth"), tmp_path / "nowhere.pth", "missing")
+    fails(lambda: model_config("nowhere", None, 1), "nowhere", "presets")
+
+
+def test_a_directory_without_config_or_weights(saved: Path) -> None:
+    (saved / SINGLE).unlink()
+    fails(lambda: load(saved), saved, SINGLE, INDEX, PTH)
+    (saved / "config.json").unlink()
+    fails(lambda: load(saved), saved / "config.json", "missing")
+
+
+def test_a_torn_config(saved: Path) -> None:
+    text = (saved / "config.json").read_bytes()
+    for cut in (0, 1, len(text) // 2, len(text) - 2):
+        (saved / "config.json").write_bytes(text[:cut])
+        fails(lambda: load(saved), saved / "config.json", "again")
+
+
+def test_a_torn_index(sharded: Path) -> None:
+    text = (sharded / INDEX).read_text()
+    bad = [
+        "",
+        "{",
+        text[: len(text) // 2],
+        "[]",
+        "{}",
+        '{"weight_map": 3}',
+        '{"weight_map": {"a": 3}}',
+        '{"weight_map": {"a": []}}',
+    ]
+    for content in bad:
+        (sharded / INDEX).write_text(content)
+        fails(lambda: load(sharded), sharded / INDEX, "again")
+    (sharded / INDEX).write_bytes(b"\xff\xfe\x00")
+    fails(lambda: load(sharded), sharded / INDEX, "again")
+    (sharded / INDEX).write_text('{"weight_map": {}}')
+    fails(lambda: load(sharded), "lacks", "model.embed_tokens.weight")
+
+
+def test_a_shard_that_the_index_names_is_missing(sharded: Path) -> None:
+    shard = sorted(sharded.glob("model-*"))[1]
+    shard.rename(sharded / "elsewhere")
+    fails(lambda: load(sharded), shard, "missing", "again")
+    index = json.loads((sharded / INDEX).read_text())
+    index["weight_map"] = {name: file for name, file in index["weight_map"].items() if file != shard.name}
+    (sharded / INDEX).write_text(json.dumps(index))
+    fails(lambda: load(sharded), "lacks", "model.layers.")
+
+
+def test_a_truncated_file_is_found_wherever_it_is_cut(saved: Path) -> None:
+    path = saved / SINGLE
+    content = path.read_bytes()
+    header = 8 + int.from_bytes(content[:8], "little")
+    for cut in (0, 1, 7, 8, 9, header // 2, header - 1, header, header + 1, (header + len(content)) // 2, len(content) - 1):
+        path.write_bytes(content[:cut])
+        fails(lambda: load(saved), path, "truncated")
+
+
+def test_a_truncated_shard_of_several(sharded: Path) -> None:
+    shard = sorted(sharded.glob("model-*"))[-1]
+    shard.write_bytes(shard.read_bytes()[:-5])
+    fails(lambda: load(sharded), shard, "truncated")
+
+
+@pytest.mark.parametrize(
+    "content", [b"garbage", b"\xff" * 1000, b"\x02\0\0\0\0\0\0\0[]", b"\x02\0\0\0\0\0\0\0\xff\xff", b"<html>" * 99]
+)
+def test_a_file_of_garbage(content: bytes, saved: Path) -> None:
+    (saved / SINGLE).write_bytes(content)
+    fails(lambda: load(saved), saved / SINGLE, "again")
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("model.layers.1.self_attn.k_proj.weight", (48, 48)),
+        ("model.layers.2.mlp.down_proj.weight", (64, 48)),
+        ("model.norm.weight", (47,)),
+        ("model.norm.weight", (48, 1)),
+        ("lm_head.weight", (102, 48)),
+    ],
+)
+def test_a_tensor_of_another_shape(name: str, shape: tuple[int, ...], saved: Path) -> None:
+    save_file(load_file(saved / SINGLE) | {name: torch.zeros(shape)}, saved / SINGLE)
+    for comm in (Local(), NoCommunication(1, 2)):
+        fails(lambda comm=comm: load(saved, comm), name, shape, "config.json")
+
+
+def test_missing_and_unknown_tensors(saved: Path) -> None:
+    tensors = load_file(saved / SINGLE)
+    for name in ("model.layers.2.self_attn.q_proj.weight", "model.norm.weight", "lm_head.weight"):
+        save_file({n: t for n, t in tensors.items() if n != name}, saved / SINGLE)
+        fails(lambda: load(saved), name, "lacks")
+    for name in ("model.layers.3.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.bias", "score.weight"):
+        save_file(tensors | {name: torch.zeros(48)}, saved / SINGLE)
+        fails(lambda name=name: load(saved), name, "unknown")
+    save_file({f"x.{n}": t for n, t in tensors.items()}, saved / SINGLE)
+    fails(lambda: load(saved), "more", "lacks")
+
+
+def test_a_pth_that_cannot_be_read(gpt_fast: tuple[Path, dict[str, Tensor], Any]) -> None:
+    path, tensors = gpt_fast[0] / PTH, gpt_fast[1]
+    content = path.read_bytes()
+    for cut in (0, 1, 100, len(content) // 2, len(content) - 1):
+        path.write_bytes(content[:cut])
+        fails(lambda: load(path), path, "convert it again")
+    path.write_bytes(b"\x80\x02garbage")
+    fails(lambda: load(path), path, "convert it again")
+    for thing in (
+        [1, 2],
+        {"model": tensors},
+        {"norm.weight": 3},
+        {3: torch.zeros(2)},
+        torch.zeros(3),
+        tensors["norm.weight"],
+        print,
+    ):
+        torch.save(thing, path)
+        fails(lambda: load(path), path, "convert it again")
+    torch.save(tensors, path, _use_new_zipfile_serialization=False)
+    fails(lambda: load(path), path, "convert it again")
+
+
+def test_a_pth_of_another_model(gpt_fast: tuple[Path, dict[str, Tensor], Any]) -> None:
+    path, tensors = gpt_fast[0] / PTH, gpt_fast[1]
+    fused = "layers.1.attention.wqkv.weight"
+    for bad in (torch.zeros(95, 48), torch.zeros(97, 48), torch.zeros(())):
+        torch.save(tensors | {fused: bad}, path)
+        fails(lambda: load(path), fused, "96 rows", "config.json")
+    torch.save(tensors | {fused: torch.zeros(96, 47)}, path)
+    fails(lambda: load(path), "model.layers.1.self_attn", "config.json")
+    torch.save({n: t for n, t in tensors.items() if n != fused}, path)
+    fails(lambda: load(path), "model.layers.1.self_attn.q_proj.weight", "lacks")
+    torch.save(tensors | {"layers.1.attention.wo.scales": torch.zeros(48)}, path)  # quantized by gpt-fast
+    fails(lambda: load(path), "attention.wo.scales", "unknown")
+    torch.save(tensors, path)
+    (path.parent / "config.json").unlink()
+    fails(lambda: load(path), path.parent / "config.json", "missing", "beside")
+
+
+def test_a_model_that_the_ranks_cannot_share(saved: Path) -> None:
+    fails(lambda: load(saved, NoCommunication(0, 3)), "8 attention heads", "3 ranks")
+
+
+def test_variants_of_a_checkpoint_and_of_a_preset(saved: Path) -> None:
+    assert model_config(str(saved), None, 4) == replace(tiny(), eos_token_ids=(), bos_token_id=None)
+    assert model_config(str(saved), "desync-2x", 4) == with_variant(tiny(), "desync-2x:4")
+    assert model_config("tiny", "desync-4x", 2).desync_streams == 2
+    assert model_config("tiny", "desync-4x:8", 2).desync_streams == 8
+    raw = config_to_hf(with_variant(tiny(), "desync-2x:8"))
+    (saved / "config.json").write_text(json.dumps(raw))
+    assert model_config(str(saved), "desync-4x", 2).desync_streams == 8  # that many it was trained with
+    assert model_config(str(saved), "ladder", 2) == with_variant(tiny(), "ladder")
+    fails(lambda: model_config("tiny", "desync", 2), "'desync'", "desync-2x")
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------------------
+
+MEASURE = """
+import sys, torch
+sys.path.insert(0, sys.argv[1])
+import checkpoint
+from comm import NoCommunication
+from tp import World
+
+def memory(key):
+    line = next(line for line in open("/proc/self/status") if line.startswith(key))
+    return int(line.split()[1]) * 1024
+
+path, n = sys.argv[2], int(sys.argv[3])
+checkpoint.MAX_TOUCHED_BYTES = int(sys.argv[4]) or checkpoint.MAX_TOUCHED_BYTES
+torch.ones(64, 64) @ torch.ones(64, 64)
+config = checkpoint.model_config(path, None, n)
+before = memory("VmRSS")
+comm = NoCommunication(0, n)
+model = checkpoint.build_model(path, config, World(0, n, torch.device("cpu"), comm), torch.bfloat16, 0)
+print(memory("VmHWM") - before, sum(p.nbytes for p in model.parameters()))
+"""
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """600 MB of bf16, in both formats."""
+    directory = tmp_path_factory.mktemp("large")
+    raw = SHAPE | dict(
+        model_type="llama", vocab_size=16000, hidden_size=2048, num_hidden_layers=6, num_attention_heads=16,
+        num_key_value_heads=4, head_dim=128, intermediate_size=6144,
+    )  # fmt: skip
+    model = Transformer(config_from_hf(raw), Local(), CPU, torch.bfloat16).requires_grad_(False)
+    for parameter in model.parameters():  # random enough not to be compressed or shared, and quickly made
+        parameter.view(torch.int16).random_(0, 2**15 - 1) if parameter.dim() == 2 else parameter.fill_(1)
+    save_checkpoint(model, directory / "hf")
+    (directory / "pth").mkdir()
+    shutil.copy(directory / "hf" / "config.json", directory / "pth")
+    torch.save(gpt_fast_tensors(load_file(directory / "hf" / SINGLE), 16, 4), directory / "pth" / PTH)
+    assert (directory / "hf" / SINGLE).stat().st_size > 600e6
+    yield directory
+    shutil.rmtree(directory)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads its peak memory from /proc")
+@pytest.mark.parametrize(("layout", "touched"), [("hf", 0), ("pth", 0), ("pth", 16 * MIB)])
+def test_a_rank_reads_no_more_than_its_shard(layout: str, touched: int, large: Path) -> None:
+    command = [sys.executable, "-c", MEASURE, str(ROOT), str(large / layout), "4", str(touched)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
+    peak, shard = (int(word) for word in done.stdout.split())
+    assert shard == pytest.approx((large / "hf" / SINGLE).stat().st_size / 4, rel=0.01)
+    assert shard < peak < 1.3 * shard + 300 * MIB
+    # A reader that keeps pages mapped would end at the shard, the row slices again, and all of the column-split tensors.
+    if layout == "hf" or touched:
+        assert peak < 1.3 * shard + 64 * MIB

@@ -1,0 +1,530 @@
+"""Configs: presets, residual variants, and `config.json` both ways, against transformers and the published checkpoints."""
+
+import copy
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from config import (
+    PRESETS,
+    ModelConfig,
+    Reduces,
+    RopeScaling,
+    config_from_hf,
+    config_to_hf,
+    desync_pattern,
+    preset,
+    read_config,
+    validate,
+    with_variant,
+)
+from errors import UserError
+
+VARIANT_NAMES = [
+    "standard",
+    "parallel",
+    "ladder",
+    "hybrid",
+    "hybrid:3",
+    "desync-2x:4",
+    "desync-4x:2",
+    "desync-4x",
+    "upper-bound",
+]
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+# as `config.json` of the published hybrid ladder, Llama-3.1-8B with ladder in its upper half
+HYBRID_LADDER: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009],
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "ladder_layers": 16,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llamaLadder",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": LLAMA3_ROPE,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.45.2",
+    "use_cache": True,
+    "vocab_size": 128256,
+}
+
+
+def fails(call: Any, *names: str) -> None:
+    """`call` raises a UserError of one line that says each of `names`."""
+    with pytest.raises(UserError) as error:
+        call()
+    message = str(error.value)
+    assert len(message.splitlines()) == 1, message
+    for name in names:
+        assert name in message
+
+
+# --- presets -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_valid_and_splits_over_eight_ranks(name: str) -> None:
+    config = validate(preset(name))
+    assert config.n_heads % 8 == config.intermediate_size % 8 == 0
+    assert config.hidden_size == config.n_heads * config.head_dim or name == "tiny"
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "tolerance"),
+    [
+        ("ladder-1b", 1.2, 0.03),
+        ("ladder-3b", 3.5, 0.03),
+        ("llama-3.2-1b", 1.236, 0.001),  # the model cards' numbers from here on
+        ("llama-3.2-3b", 3.213, 0.001),
+        ("llama-3-8b", 8.030, 0.001),
+        ("llama-34b", 33.74, 0.001),
+        ("llama-3-70b", 70.55, 0.001),
+        ("llama-3.1-405b", 405.85, 0.001),
+        ("bloom-176b", 176.2, 0.01),
+    ],
+)
+def test_a_preset_has_as_many_parameters_as_its_name_says(name: str, billions: float, tolerance: float) -> None:
+    assert preset(name).parameter_count() / 1e9 == pytest.approx(billions, rel=tolerance)
+
+
+@pytest.mark.parametrize("name", ["llama-3.2-1b", "llama-3-8b:2", "tiny"])
+def test_parameters_are_counted_as_transformers_allocates_them(name: str) -> None:
+    with torch.device("meta"):
+        theirs = transformers.AutoModelForCausalLM.from_config(hf_config(config_to_hf(preset(name))))
+    assert preset(name).parameter_count() == sum(p.numel() for p in theirs.parameters() if p.dim() == 2)
+
+
+def test_a_preset_can_be_cut_to_its_first_layers() -> None:
+    assert preset("llama-3-70b:16") == replace(preset("llama-3-70b"), n_layers=16)
+    assert preset("tiny:1").n_layers == 1
+    assert preset("tiny:8") == preset("tiny")
+
+
+@pytest.mark.parametrize("name", ["", "llama", "TINY", "tinyx:2", ":2"])
+def test_an_unknown_preset_is_refused(name: str) -> None:
+    fails(lambda: preset(name), "no preset", "llama-3-70b")
+
+
+@pytest.mark.parametrize("layers", ["", "0", "9", "-1", "x", "2.0", " 2", "2:3"])
+def test_a_bad_number_of_layers_is_refused(layers: str) -> None:
+    fails(lambda: preset(f"tiny:{layers}"), "from 1 to 8")
+
+
+# --- variants ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", VARIANT_NAMES)
+@pytest.mark.parametrize("base", ["tiny", "llama-3-8b:5"])
+def test_every_variant_of_a_preset_is_valid_and_keeps_its_shape(base: str, name: str) -> None:
+    config = validate(with_variant(preset(base), name))
+    assert with_variant(config, "standard") == preset(base)
+
+
+def test_variants_by_name() -> None:
+    tiny = preset("tiny:7")
+    for name in ("standard", "parallel", "upper-bound"):
+        assert with_variant(tiny, name).variant == with_variant(tiny, name).description == name
+    assert with_variant(tiny, "ladder").ladder_layers == (0, 1, 2, 3, 4, 5, 6)
+    assert with_variant(tiny, "ladder").description == "ladder"
+    assert with_variant(tiny, "hybrid").ladder_layers == (3, 4, 5, 6)
+    assert with_variant(tiny, "hybrid:2").ladder_layers == (5, 6)
+    assert with_variant(tiny, "hybrid:2").description == "hybrid ladder (layers 5-6 of 7)"
+    assert with_variant(tiny, "hybrid:7") == with_variant(tiny, "ladder")
+    assert replace(with_variant(tiny, "ladder"), ladder_layers=(1, 4)).description == "hybrid ladder (layers [1, 4] of 7)"
+    desync = with_variant(tiny, "desync-2x:4")
+    assert desync.variant == "desync" and desync.desync_streams == 4 and desync.desync_pattern == desync_pattern(7, 2)
+    assert desync.description == "desync-2x (S = 4)"
+    # a desync checkpoint has been trained with its streams: another pattern keeps their number
+    assert with_variant(desync, "desync-4x").desync_streams == 4
+    assert with_variant(desync, "desync-4x").description == "desync-4x (S = 4)"
+    assert with_variant(tiny, "desync-4x").desync_streams == 1
+    assert with_variant(desync, "hybrid") == with_variant(tiny, "hybrid")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "Ladder",
+        "desync",
+        "desync-3x",
+        "ladder:2",
+        "standard:",
+        "hybrid:",
+        "hybrid:0",
+        "hybrid:9",
+        "hybrid:x",
+        "desync-2x:-1",
+    ],
+)
+def test_an_unknown_variant_is_refused(name: str) -> None:
+    fails(lambda: with_variant(preset("tiny"), name), repr(name), "variant")
+
+
+def test_desync_patterns_by_hand() -> None:
+    all_mlps = Reduces(attention=False, mlp=True)
+    nothing = Reduces(attention=False, mlp=False)
+    assert desync_pattern(3, 2) == (all_mlps, all_mlps, all_mlps)
+    assert desync_pattern(4, 4) == (nothing, all_mlps, nothing, all_mlps)
+    assert desync_pattern(3, 4) == (nothing, all_mlps, all_mlps)  # the last module always reduces
+    assert desync_pattern(1, 4) == (all_mlps,)
+
+
+# --- config.json -----------------------------------------------------------------------------------------------------------
+
+
+def hf_config(raw: dict[str, Any]) -> Any:
+    """What transformers makes of a `config.json`."""
+    return transformers.AutoConfig.for_model(**copy.deepcopy(raw))  # it writes into its arguments
+
+
+def written(config: Any) -> dict[str, Any]:
+    """`config.json` as transformers writes it."""
+    return json.loads(config.to_json_string())
+
+
+def random_shape(seed: int) -> dict[str, Any]:
+    rng = random.Random(seed)
+    heads, kv_heads = rng.choice([(8, 2), (4, 4), (6, 3)])
+    return dict(
+        vocab_size=rng.randrange(100, 1000),
+        hidden_size=heads * rng.choice([16, 32]),
+        num_hidden_layers=rng.randrange(2, 6),
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        intermediate_size=rng.randrange(10, 500),
+        max_position_embeddings=rng.randrange(100, 5000),
+        rms_norm_eps=rng.choice([1e-5, 1e-6]),
+        tie_word_embeddings=rng.random() < 0.5,
+        bos_token_id=rng.randrange(100),
+        eos_token_id=rng.choice([7, [3, 5, 8]]),
+    )
+
+
+def agree(ours: ModelConfig, theirs: Any) -> None:
+    """Every number of our config is the one that transformers holds."""
+    assert ours.family == theirs.model_type
+    for our_name, their_name in {
+        "vocab_size": "vocab_size",
+        "hidden_size": "hidden_size",
+        "n_layers": "num_hidden_layers",
+        "n_heads": "num_attention_heads",
+        "n_kv_heads": "num_key_value_heads",
+        "intermediate_size": "intermediate_size",
+        "max_seq_len": "max_position_embeddings",
+        "norm_eps": "rms_norm_eps",
+        "tie_embeddings": "tie_word_embeddings",
+        "bos_token_id": "bos_token_id",
+    }.items():
+        assert getattr(ours, our_name) == getattr(theirs, their_name), our_name
+    assert ours.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
+    eos = theirs.eos_token_id
+    assert list(ours.eos_token_ids) == ([] if eos is None else eos if isinstance(eos, list) else [eos])
+    assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
+    if theirs.rope_parameters["rope_type"] == "default":
+        assert ours.rope_scaling is None
+    else:
+        assert ours.rope_scaling is not None
+        for key in LLAMA3_ROPE.keys() - {"rope_type"}:
+            assert getattr(ours.rope_scaling, key) == theirs.rope_parameters[key]
+    window = getattr(theirs, "sliding_window", None)
+    kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * ours.n_layers
+    expected = [window if kind == "sliding_attention" else None for kind in kinds]
+    assert [ours.window(layer) for layer in range(ours.n_layers)] == expected
+
+
+@pytest.mark.parametrize(
+    ("make", "more"),
+    [
+        (transformers.LlamaConfig, {}),
+        (transformers.LlamaConfig, {"head_dim": 24}),
+        (transformers.LlamaConfig, {"rope_parameters": {**LLAMA3_ROPE, "rope_theta": 5e5}}),
+        (transformers.MistralConfig, {}),  # its default is a window of 4096
+        (transformers.MistralConfig, {"sliding_window": 17}),
+        (transformers.MistralConfig, {"sliding_window": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+        (transformers.Qwen2Config, {}),
+        (transformers.Qwen2Config, {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
+        (transformers.Qwen2Config, {"use_sliding_window": True, "sliding_window": 9}),
+        (transformers.Qwen3Config, {}),
+        (transformers.Qwen3Config, {"head_dim": 64, "rope_parameters": {**LLAMA3_ROPE, "rope_theta": 1e6}}),
+    ],
+)
+def test_configs_that_transformers_writes(make: Any, more: dict[str, Any], seed: int) -> None:
+    theirs = make(**{**random_shape(seed), **more})
+    ours = config_from_hf(written(theirs))
+    agree(ours, theirs)
+    assert ours.variant == "standard"
+    assert ours.qkv_bias == (theirs.model_type == "qwen2")
+    assert ours.qk_norm == (theirs.model_type == "qwen3")
+
+
+def test_the_older_spelling_of_rope(seed: int) -> None:
+    raw = written(transformers.LlamaConfig(**random_shape(seed)))
+    del raw["rope_parameters"]
+    assert config_from_hf(raw).rope_theta == 10000.0
+    ours = config_from_hf(raw | {"rope_theta": 500000, "rope_scaling": LLAMA3_ROPE})
+    assert ours.rope_theta == 5e5 and ours.rope_scaling == RopeScaling(8.0, 1.0, 4.0, 8192)
+    agree(ours, hf_config(raw | {"rope_theta": 500000, "rope_scaling": LLAMA3_ROPE}))
+    assert config_from_hf(raw | {"rope_theta": 5e5, "rope_scaling": None}).rope_scaling is None
+    oldest = {"type" if k == "rope_type" else k: v for k, v in LLAMA3_ROPE.items()}
+    assert config_from_hf(raw | {"rope_theta": 5e5, "rope_scaling": oldest}) == ours
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_keys_that_may_be_absent_mean_what_they_mean_to_transformers(family: str, seed: int) -> None:
+    raw = {k: v for k, v in random_shape(seed).items() if k not in ("tie_word_embeddings", "rms_norm_eps", "eos_token_id")}
+    raw |= {"model_type": family, "use_sliding_window": True, "eos_token_id": None}
+    agree(config_from_hf(raw), hf_config(raw))
+
+
+def test_the_published_hybrid_ladder() -> None:
+    config = config_from_hf(HYBRID_LADDER)
+    assert config.variant == "ladder" and config.ladder_layers == tuple(range(16, 32)) and config.is_hybrid
+    assert config.description == "hybrid ladder (layers 16-31 of 32)"
+    rope = RopeScaling(8.0, 1.0, 4.0, 8192)
+    base = replace(preset("llama-3-8b"), rope_scaling=rope, max_seq_len=131072, bos_token_id=128000)
+    assert with_variant(config, "standard") == replace(base, eos_token_ids=(128001, 128008, 128009))
+    assert config_from_hf(config_to_hf(config)) == config
+    assert config_from_hf(HYBRID_LADDER | {"ladder_layers": list(range(16, 32))}) == config
+    assert config_from_hf(HYBRID_LADDER | {"ladder_layers": [30, 2]}).ladder_layers == (2, 30)
+    assert config_from_hf(HYBRID_LADDER | {"ladder_layers": 32}) == with_variant(config, "ladder")
+    for none in (None, 0, []):
+        assert config_from_hf(HYBRID_LADDER | {"ladder_layers": none}) == with_variant(config, "standard")
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> ModelConfig:
+    """Any valid config of any family and variant."""
+    family = draw(st.sampled_from(["llama", "mistral", "qwen2", "qwen3"]))
+    layers, kv_heads = draw(st.integers(1, 9)), draw(st.integers(1, 4))
+    positive = st.integers(1, 10**6)
+    floats = st.floats(1e-8, 1e8)
+    config = ModelConfig(
+        vocab_size=draw(positive),
+        hidden_size=draw(positive),
+        n_layers=layers,
+        n_heads=kv_heads * draw(st.integers(1, 4)),
+        n_kv_heads=kv_heads,
+        head_dim=2 * draw(positive),
+        intermediate_size=draw(positive),
+        max_seq_len=draw(positive),
+        family=family,
+        norm_eps=draw(floats),
+        rope_theta=draw(floats),
+        rope_scaling=draw(st.none() | st.builds(RopeScaling, floats, floats, floats, positive)),
+        tie_embeddings=draw(st.booleans()),
+        qkv_bias=family == "qwen2",
+        qk_norm=family == "qwen3",
+        eos_token_ids=tuple(draw(st.lists(positive, max_size=3))),
+        bos_token_id=draw(st.none() | positive),
+    )
+    if family != "llama" and draw(st.booleans()):
+        windowed = draw(st.lists(st.booleans(), min_size=layers, max_size=layers).filter(any))
+        size = draw(positive)
+        config = replace(config, windows=tuple(size if w else None for w in windowed))
+    config = with_variant(config, draw(st.sampled_from([n for n in VARIANT_NAMES if n != "hybrid:3"])))
+    if config.variant == "ladder" and draw(st.booleans()):
+        config = replace(config, ladder_layers=tuple(sorted(draw(st.sets(st.integers(0, layers - 1), min_size=1)))))
+    if config.variant == "desync" and draw(st.booleans()):
+        free = draw(st.lists(st.builds(Reduces, st.booleans(), st.booleans()), min_size=layers - 1, max_size=layers - 1))
+        config = replace(config, desync_pattern=(*free, Reduces(draw(st.booleans()), True)))
+    return config
+
+
+@settings(max_examples=300, deadline=None)
+@given(configs())
+def test_writing_and_reading_a_config_changes_nothing(config: ModelConfig) -> None:
+    validate(config)
+    assert config_from_hf(json.loads(json.dumps(config_to_hf(config)))) == config
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("variant", VARIANT_NAMES)
+def test_every_preset_and_variant_can_be_written_and_read(name: str, variant: str) -> None:
+    config = with_variant(preset(name), variant)
+    raw = config_to_hf(config)
+    assert config_from_hf(json.loads(json.dumps(raw))) == config
+    if config.variant == "standard":
+        agree(config, hf_config(raw))
+    else:  # no other library may take it for the model that it looks like
+        assert raw["model_type"] in ("llamaLadder", "rung")
+        assert raw["model_type"] not in transformers.CONFIG_MAPPING
+
+
+@pytest.mark.parametrize("make", [transformers.MistralConfig, transformers.Qwen2Config, transformers.Qwen3Config])
+@pytest.mark.parametrize("windowed", [False, True])
+def test_transformers_reads_what_we_write_of_its_own_families(make: Any, windowed: bool, tmp_path: Path, seed: int) -> None:
+    more = dict(sliding_window=33, use_sliding_window=True, max_window_layers=1) if windowed else dict(sliding_window=None)
+    config = config_from_hf(written(make(**random_shape(seed), **more)))
+    assert any(config.windows) == windowed
+    (tmp_path / "config.json").write_text(json.dumps(config_to_hf(config)))
+    agree(config, transformers.AutoConfig.from_pretrained(tmp_path))
+
+
+# --- what cannot be served ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("hidden_act", "gelu"),
+        ("attention_bias", True),
+        ("mlp_bias", True),
+        ("quantization_config", {"quant_method": "gptq", "bits": 4}),
+        ("partial_rotary_factor", 0.5),
+        ("model_type", "mixtral"),
+        ("model_type", "qwen2_moe"),
+        ("model_type", ["llama"]),
+        ("residual_variant", "sideways"),
+        ("vocab_size", "128256"),
+        ("vocab_size", 0),
+        ("hidden_size", 4096.5),
+        ("hidden_size", "4096"),
+        ("num_hidden_layers", True),
+        ("num_hidden_layers", -1),
+        ("num_hidden_layers", [32]),
+        ("num_attention_heads", 0),
+        ("num_key_value_heads", "8"),
+        ("head_dim", 3),
+        ("head_dim", {}),
+        ("intermediate_size", 1e4),
+        ("max_position_embeddings", "long"),
+        ("rms_norm_eps", "1e-5"),
+        ("rms_norm_eps", float("nan")),
+        ("rope_theta", [1]),
+        ("rope_theta", 0),
+        ("rope_scaling", "llama3"),
+        ("rope_scaling", LLAMA3_ROPE | {"factor": "eight"}),
+        ("tie_word_embeddings", "false"),
+        ("eos_token_id", "</s>"),
+        ("eos_token_id", [1, "2"]),
+        ("bos_token_id", 1.5),
+        ("ladder_layers", 33),
+        ("ladder_layers", -1),
+        ("ladder_layers", True),
+        ("ladder_layers", "all"),
+        ("ladder_layers", [0, 32]),
+        ("ladder_layers", [-1]),
+        ("ladder_layers", [3, 3]),
+        ("ladder_layers", [1.5]),
+    ],
+)
+def test_a_bad_value_is_refused_by_its_key(key: str, value: Any) -> None:
+    inner = {"rope_scaling": "factor", "residual_variant": "sideways"} if isinstance(value, dict | str) else {}
+    named = "rope_scaling" if value == "llama3" else inner.get(key, key.removeprefix("rms_"))
+    fails(lambda: config_from_hf(HYBRID_LADDER | {key: value}), named)
+
+
+@pytest.mark.parametrize("kind", ["yarn", "linear", "dynamic", "longrope", 3])
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_other_rope_scaling_is_refused(key: str, kind: Any) -> None:
+    rope = {"rope_type": kind, "factor": 4.0, "original_max_position_embeddings": 32768}
+    fails(lambda: config_from_hf(HYBRID_LADDER | {key: rope}), "rope_type", repr(kind))
+
+
+def test_partial_rope_is_refused_in_the_newer_spelling_too() -> None:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
+    fails(lambda: config_from_hf(HYBRID_LADDER | {"rope_parameters": rope}), "partial_rotary_factor", "0.25")
+
+
+@pytest.mark.parametrize(
+    "key", ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", *LLAMA3_ROPE]
+)
+def test_a_missing_key_is_named(key: str) -> None:
+    raw = json.loads(json.dumps(HYBRID_LADDER))
+    if key == "rope_type":
+        key = "desync_pattern"
+        raw = raw | {"model_type": "rung", "residual_variant": "desync", "desync_streams": 2}
+    elif key in LLAMA3_ROPE:
+        del raw["rope_scaling"][key]
+    else:
+        del raw[key]
+    fails(lambda: config_from_hf(raw), repr(key), "missing")
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"desync_streams": "4"}, "desync_streams"),
+        ({"desync_streams": 0}, "desync_streams"),
+        ({"desync_pattern": 2}, "desync_pattern"),
+        ({"desync_pattern": [True, True]}, "desync_pattern"),
+        ({"desync_pattern": [{"attention": True, "mlp": True}]}, "desync_pattern"),
+        ({"desync_pattern": [{"mlp": True}] * 8}, "'attention'"),
+        ({"desync_pattern": [{"attention": False, "mlp": 1}] * 8}, "mlp"),
+        ({"desync_pattern": [{"attention": True, "mlp": False}] * 8}, "last"),
+        ({"base_model_type": "gemma"}, "gemma"),
+    ],
+)
+def test_a_bad_desync_config_is_refused(change: dict[str, Any], named: str) -> None:
+    fails(lambda: config_from_hf(config_to_hf(with_variant(preset("tiny"), "desync-2x:4")) | change), named)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"sliding_window": "4096"}, "sliding_window"),
+        ({"sliding_window": 0}, "sliding_window"),
+        ({"layer_types": ["sliding_attention"]}, "windows"),
+        ({"layer_types": ["full_attention"]}, "windows"),
+        ({"layer_types": ["chunked_attention"] * 3}, "layer_types"),
+        ({"use_sliding_window": "yes", "model_type": "qwen2"}, "use_sliding_window"),
+    ],
+)
+def test_a_bad_window_is_refused(change: dict[str, Any], named: str, seed: int) -> None:
+    raw = written(transformers.MistralConfig(**random_shape(seed) | {"num_hidden_layers": 3}))
+    fails(lambda: config_from_hf(raw | change), named)
+
+
+def test_configs_that_cannot_be_written_are_not_valid() -> None:
+    tiny = preset("tiny:2")
+    fails(lambda: validate(replace(tiny, windows=(4, None))), "sliding_window")
+    fails(lambda: validate(replace(tiny, family="mistral", windows=(4, 8))), "sliding_window")
+    fails(lambda: validate(replace(tiny, variant="ladder")), "ladder_layers")
+    fails(lambda: validate(replace(tiny, variant="ladder", ladder_layers=(1, 0))), "ladder_layers")
+    fails(lambda: validate(replace(tiny, n_heads=6, n_kv_heads=4)), "6", "4")
+    fails(lambda: validate(replace(tiny, family="gpt2")), "gpt2")
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"vocab_size": 1', "[]", "null", "\xff\x00", "[" * 100_000])
+def test_a_config_file_that_is_no_json_object(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(text.encode("latin-1"))
+    fails(lambda: read_config(path), str(path), "again")
+
+
+def test_a_config_file_by_its_path(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    fails(lambda: read_config(path), str(path), "missing")
+    path.write_text(json.dumps(HYBRID_LADDER))
+    assert read_config(path) == config_from_hf(HYBRID_LADDER)
+    path.write_text(json.dumps({k: v for k, v in HYBRID_LADDER.items() if k != "hidden_size"}))
+    fails(lambda: read_config(path), str(path), "hidden_size")

@@ -1,0 +1,354 @@
+"""The command line of generate.py: what it prints where, on one process and on several, and what the models say."""
+
+import json
+import random
+import re
+import shutil
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import generate as command_module
+from attention import Causal
+from checkpoint import build_model, model_config
+from comm import Local
+from engine.offline import Timing, generate, score
+from engine.sampler import SamplingParams
+from engine.stopping import OutputStream
+from model import Transformer
+from scripts.corpus import documents
+from tests.command_line import HYBRID, MODELS, Here, launch
+from tokenizer import Tokenizer, load_tokenizer
+from tp import World
+
+KEYS = [
+    "text", "token_ids", "prompt_token_ids", "finish_reason", "variant", "world_size",
+    "prefill_ms", "decode_ms_per_token", "tokens_per_second", "weight_gb_per_second", "peak_memory_gb",
+]  # fmt: skip
+CHECKPOINTS = ["standard", "parallel", "ladder", "hybrid", "desync-2x", "desync-4x"]
+GREEDY = ("--temperature", 0)
+NEW_TOKENS = 40
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Here:
+    return Here(monkeypatch, capfd)
+
+
+def load(name: str) -> tuple[Transformer, Tokenizer]:
+    folder = MODELS / f"tiny-{name}"
+    world = World(0, 1, torch.device("cpu"), Local())
+    model = build_model(str(folder), model_config(str(folder), None, 1), world, torch.float32, 0)
+    return model, load_tokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def hybrid() -> tuple[Transformer, Tokenizer]:
+    return load("hybrid")
+
+
+# --- greedy text is the same on every number of ranks --------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def greedy_without_cache(model: Transformer, prompt: list[int], count: int) -> tuple[list[int], float]:
+    """The next `count` greedy tokens, each from the whole text anew; and the smallest lead of a token over the second."""
+    ids, lead = list(prompt), float("inf")
+    for _ in range(count):
+        top = model(torch.tensor([ids]), Causal(len(ids), torch.device("cpu")))[0, -1].topk(2)
+        lead = min(lead, float(top.values[0] - top.values[1]))
+        ids.append(int(top.indices[0]))
+    return ids[len(prompt) :], lead
+
+
+@pytest.fixture(scope="module")
+def story(hybrid: tuple[Transformer, Tokenizer], session_seed: int) -> tuple[str, list[int]]:
+    """The beginning of a held-out story, and its greedy continuation, in which rounding cannot change a token."""
+    model, tokenizer = hybrid
+    for document in documents(session_seed, 50, split="heldout", kind="story"):
+        prompt = " ".join((document.text or "").split()[: random.Random(session_seed).randint(4, 12)])
+        ids, lead = greedy_without_cache(model, tokenizer.encode(prompt), NEW_TOKENS)
+        if lead > 1e-3 and not set(ids) & set(tokenizer.eos_ids):
+            return prompt, ids
+    raise AssertionError("50 stories, and in each a token that rounding could change")
+
+
+@pytest.mark.parametrize("ranks", [0, 2, 4])
+def test_greedy_tokens_are_the_same_on_any_number_of_ranks(
+    ranks: int, story: tuple[str, list[int]], hybrid: tuple[Transformer, Tokenizer]
+) -> None:
+    prompt, expected = story
+    tokenizer = hybrid[1]
+    done = launch("--model", HYBRID, "--json", *GREEDY, "--max-new-tokens", NEW_TOKENS, "--prompt", prompt, ranks=ranks)
+    assert done.code == 0, done.err
+    assert list(done.record) == KEYS
+    prompt_ids = tokenizer.encode(prompt)
+    assert done.record["prompt_token_ids"] == prompt_ids
+    assert done.record["token_ids"] == expected
+    assert done.record["text"] == tokenizer.decode(prompt_ids + expected).removeprefix(tokenizer.decode(prompt_ids))
+    assert done.record["finish_reason"] == "length"
+    assert done.record["variant"] == "hybrid ladder (layers 4-7 of 8)"
+    assert done.record["world_size"] == max(1, ranks)
+    assert all(done.record[key] > 0 for key in KEYS[6:])
+    assert re.search(rf"{max(1, ranks)} rank\(s\) on cpu", done.err)
+    assert len(re.findall("ready after", done.err)) == 1, "one rank speaks"
+    if not ranks:
+        assert re.fullmatch(r"(?:models|/).*: .* ready after .*\n\[batch 0\] prefill .*\nA large copy .*\n", done.err)
+
+
+# --- streams and files ---------------------------------------------------------------------------------------------------
+
+
+def test_text_goes_to_stdout_and_the_rest_to_stderr(here: Here, story: tuple[str, list[int]]) -> None:
+    prompt, ids = story
+    args = ("--model", HYBRID, "--prompt", prompt, *GREEDY, "--max-new-tokens", NEW_TOKENS)
+    done, record = here(*args), here(*args, "--json").record
+    assert done.code == 0
+    assert done.out == record["text"] + "\n"
+    assert prompt in done.err.splitlines(), "the reader sees what the text continues"
+    assert record["token_ids"] == ids
+
+
+def test_help_names_every_flag() -> None:
+    done = launch("--help")
+    assert (done.code, done.err) == (0, "")
+    source = Path(command_module.__file__).read_text()
+    flags = set(re.findall(r'add_argument\(\s*"(--[a-z-]+)"', source))
+    assert len(flags) > 20
+    assert flags <= set(re.findall(r"--[a-z-]+", done.out))
+
+
+def test_only_one_rank_prints_the_help(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = here("--help")
+    monkeypatch.setenv("RANK", "1")
+    second = here("--help")
+    assert (first.code, second.code, second.out) == (0, 0, "")
+    assert first.out.startswith("usage:")
+
+
+def test_prompt_file_and_prompt_ids_say_the_same_as_prompt(
+    here: Here, hybrid: tuple[Transformer, Tokenizer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "One day Zoë found a café, 日本, 🦊"
+    ids = hybrid[1].encode(text)
+    file = tmp_path / "prompt.txt"
+    file.write_text(text, encoding="utf-8")
+    piped = tmp_path / "piped"
+    piped.write_text(text, encoding="utf-8")
+    common = ("--model", HYBRID, "--json", *GREEDY, "--max-new-tokens", 10)
+    with piped.open(encoding="utf-8") as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        ways = [
+            here(*common, "--prompt", text),
+            here(*common, "--prompt-file", file),
+            here(*common, "--prompt-file", "-"),
+            here(*common, "--prompt-ids", ",".join(map(str, ids))),
+        ]
+    assert [way.record["prompt_token_ids"] for way in ways] == [ids] * 4
+    assert [way.record["token_ids"] for way in ways] == [ways[0].record["token_ids"]] * 4
+
+
+# --- samples -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_sample_is_the_same_alone_and_in_a_batch(here: Here, seed: int) -> None:
+    common = ("--model", HYBRID, "--json", "--prompt", "Once upon a time", "--temperature", 1.1, "--max-new-tokens", 25)
+    batched = here(*common, "--seed", seed, "--num-samples", 5, "--batch-size", 3).records
+    single = here(*common, "--seed", seed, "--num-samples", 5).records
+    alone = here(*common, "--seed", seed + 3).record
+    assert [r["token_ids"] for r in batched] == [r["token_ids"] for r in single]
+    assert single[3]["token_ids"] == alone["token_ids"]
+    assert len({tuple(r["token_ids"]) for r in single}) == 5
+    assert all(list(r) == KEYS for r in batched)
+
+
+def test_batches_without_json_are_printed_one_after_the_other(here: Here, seed: int) -> None:
+    args = ("--model", HYBRID, "--prompt", "Once", "--seed", seed, "--max-new-tokens", 5, "--num-samples", 3, "--batch-size", 2)
+    done, records = here(*args), here(*args, "--json").records
+    assert done.out == "".join(f"--- {r['finish_reason']}\n{r['text']}\n" for r in records)
+
+
+def test_stop_strings_end_the_text_before_them(here: Here, story: tuple[str, list[int]]) -> None:
+    prompt, _ = story
+    args = ("--model", HYBRID, "--json", "--prompt", prompt, *GREEDY, "--max-new-tokens", NEW_TOKENS)
+    whole = here(*args).record
+    middle = len(whole["text"]) // 2
+    stop = whole["text"][middle : middle + 5]
+    cut = here(*args, "--stop", "🦊 never", "--stop", stop).record
+    assert cut["text"] == whole["text"][: whole["text"].index(stop)]
+    assert cut["finish_reason"] == "stop"
+    assert cut["token_ids"] == whole["token_ids"][: len(cut["token_ids"])]
+    assert len(cut["token_ids"]) < NEW_TOKENS
+
+
+def a_sum(rng: random.Random) -> tuple[str, str]:
+    document = next(documents(rng.randrange(2**31), 1, split="heldout", kind="arithmetic"))
+    return document.prompt_messages[-1]["content"], document.answer
+
+
+def test_eos_ends_an_answer_unless_it_is_ignored(here: Here, seed: int, hybrid: tuple[Transformer, Tokenizer]) -> None:
+    question, _ = a_sum(random.Random(seed))
+    args = ("--model", HYBRID, "--json", "--chat", "--prompt", question, *GREEDY, "--max-new-tokens", 30)
+    ended, ignored = here(*args).record, here(*args, "--ignore-eos").record
+    assert ended["finish_reason"] == "stop"
+    assert ended["token_ids"][-1] in hybrid[1].eos_ids
+    assert ended["text"] == hybrid[1].decode(ended["token_ids"])
+    assert (ignored["finish_reason"], len(ignored["token_ids"])) == ("length", 30)
+    assert ignored["token_ids"][: len(ended["token_ids"])] == ended["token_ids"]
+
+
+def test_chat_answers_a_simple_sum(here: Here) -> None:
+    done = here("--model", HYBRID, "--chat", "--prompt", "What is 2 + 3?", *GREEDY)
+    assert re.search(r"\b5\b", done.out)
+    assert "What is" not in done.err, "a question is not the beginning of its answer"
+
+
+# --- scores --------------------------------------------------------------------------------------------------------------
+
+
+def test_scores_are_those_of_transformers(here: Here, seed: int) -> None:
+    folder = MODELS / "tiny-standard"
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    text = " ".join(d.text or "" for d in documents(seed, 3, split="heldout", kind="story"))
+    done = here("--model", folder, "--score", "--prompt", text, "--dtype", "float32")
+    assert done.code == 0, done.err
+    record: dict[str, Any] = json.loads(done.out)
+    ids = torch.tensor([record["prompt_token_ids"]])
+    assert ids[0].tolist() == load_tokenizer(folder).encode(text)
+    with torch.inference_mode():
+        logits = reference(ids).logits[0].double()
+    logprobs = logits[:-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+    assert record["token_logprobs"][0] is None
+    torch.testing.assert_close(torch.tensor(record["token_logprobs"][1:]).double(), logprobs, rtol=0, atol=1e-4)
+    top = logits.topk(2).values
+    clear = (top[:, 0] - top[:, 1] > 1e-3).tolist()
+    same = [a == b for a, b in zip(record["logits_argmax"], logits.argmax(-1).tolist(), strict=True)]
+    assert all(s for s, c in zip(same, clear, strict=True) if c)
+    assert sum(clear) > 0.95 * len(clear)
+
+
+def test_scores_do_not_depend_on_the_chunk(hybrid: tuple[Transformer, Tokenizer], monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = [random.randrange(hybrid[0].config.vocab_size) for _ in range(50)]
+    whole = score(hybrid[0], ids)
+    monkeypatch.setattr("engine.offline.SCORE_CHUNK", 7)
+    parts = score(hybrid[0], ids)
+    assert parts[0][1:] == pytest.approx(whole[0][1:], abs=1e-5)
+    assert [len(parts[0]), len(parts[1])] == [50, 50]
+
+
+# --- interactive ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_interactive_answers_each_line(ranks: int) -> None:
+    asked = "What is 2 + 3?\n\nWhat is 10 + 10?\n"
+    done = launch("--model", HYBRID, "--interactive", "--chat", *GREEDY, ranks=ranks, stdin=asked)
+    assert done.code == 0, done.err
+    answers = done.out.splitlines()
+    assert len(answers) == 2
+    assert re.search(r"\b5\b", answers[0])
+    assert re.search(r"\b20\b", answers[1])
+
+
+def test_interactive_goes_on_after_a_line_that_is_too_long(here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = tmp_path / "lines"
+    lines.write_text("word " * 1500 + "\nOnce upon a time\nOnce upon a time\n")
+    with lines.open() as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        done = here("--model", HYBRID, "--interactive", *GREEDY, "--max-new-tokens", 5)
+    first, second = done.out.splitlines()
+    assert (done.code, first) == (0, second)
+    assert "the conversation starts anew" in done.err
+
+
+# --- variants, presets, tools --------------------------------------------------------------------------------------------
+
+
+def test_another_variant_than_the_checkpoints_is_announced(here: Here, story: tuple[str, list[int]]) -> None:
+    prompt, ids = story
+    args = ("--model", HYBRID, "--json", "--prompt", prompt, *GREEDY, "--max-new-tokens", NEW_TOKENS)
+    done = here(*args, "--variant", "standard")
+    assert done.err.startswith(
+        "warning: computing standard instead of what the checkpoint was trained as; its text will be wrong"
+    )
+    assert done.record["variant"] == "standard"
+    assert done.record["token_ids"] != ids
+    assert "warning" not in here(*args).err
+
+
+def test_a_preset_runs_with_random_weights_and_prompts(here: Here, seed: int) -> None:
+    args = ("--model", "tiny", "--json", "--prompt-length", 9, "--max-new-tokens", 4, "--num-samples", 2, "--seed", seed)
+    first, second = here(*args).records
+    assert len(first["prompt_token_ids"]) == len(second["prompt_token_ids"]) == 9
+    assert first["prompt_token_ids"] != second["prompt_token_ids"]
+    assert (first["text"], len(first["token_ids"])) == ("", 4)
+    assert [r["token_ids"] for r in here(*args).records] == [first["token_ids"], second["token_ids"]]
+
+
+def test_one_new_token_has_no_decode_speed(here: Here) -> None:
+    record = here("--model", "tiny", "--json", "--prompt-ids", "1,2", "--max-new-tokens", 1).record
+    assert record["prefill_ms"] > 0
+    assert [record[key] for key in ("decode_ms_per_token", "tokens_per_second", "weight_gb_per_second")] == [None] * 3
+
+
+def test_profile_writes_a_trace_with_module_names(here: Here, tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    done = here("--model", HYBRID, "--prompt", "Once", "--max-new-tokens", 3, "--profile", file)
+    assert done.code == 0, done.err
+    names = {event.get("name") for event in json.loads(file.read_text())["traceEvents"]}
+    assert {f"layer {layer} {part}" for layer in range(8) for part in ("attention", "mlp")} <= names
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="torch.compile on a CPU needs a C++ compiler")
+def test_compiled_modules_say_the_same(story: tuple[str, list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt, ids = story
+    monkeypatch.setenv("TORCH_LOGS", "recompiles")
+    done = launch("--model", HYBRID, "--json", "--prompt", prompt, *GREEDY, "--max-new-tokens", NEW_TOKENS, "--compile")
+    assert done.code == 0, done.err
+    assert done.record["token_ids"] == ids
+    assert "/1] [__recompiles]" in done.err, "once for one token after the prompt's many"
+    assert "/2] [__recompiles]" not in done.err, "never for another layer"
+
+
+# --- what the embedded models can do -------------------------------------------------------------------------------------
+
+
+def texts(model: Transformer, tokenizer: Tokenizer, prompts: list[list[int]], params: list[SamplingParams]) -> list[str]:
+    """The continuations of equally long prompts."""
+    limit = 400
+    outputs = [OutputStream(tokenizer, prompt, limit, frozenset(tokenizer.eos_ids)) for prompt in prompts]
+    for tokens in generate(model, prompts, params, limit, Timing()):
+        for output, token in zip(outputs, tokens, strict=True):
+            if output.finish_reason is None:
+                output.push(token)
+        if all(output.finish_reason for output in outputs):
+            break
+    return [output.text for output in outputs]
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_embedded_models_write_a_story_about_someone(name: str, seed: int) -> None:
+    model, tokenizer = load(name)
+    (text,) = texts(model, tokenizer, [tokenizer.encode("Once upon a time")], [SamplingParams(0.7, seed=seed)])
+    assert len(text.split()) > 40
+    first_named = re.search(r"\b(?:named|called) (\w+)", text)
+    assert first_named, text
+    assert len(re.findall(rf"\b{first_named[1]}\b", text)) >= 2
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_embedded_models_add(name: str, seed: int) -> None:
+    model, tokenizer = load(name)
+    by_length: dict[int, list[tuple[list[int], str]]] = defaultdict(list)
+    for document in documents(seed, 20, split="heldout", kind="arithmetic"):
+        prompt = tokenizer.encode_chat(document.prompt_messages)
+        by_length[len(prompt)].append((prompt, document.answer))
+    right = 0
+    for group in by_length.values():
+        answers = texts(model, tokenizer, [prompt for prompt, _ in group], [SamplingParams(0)] * len(group))
+        right += sum(answer == expected for answer, (_, expected) in zip(answers, group, strict=True))
+    assert right > 10

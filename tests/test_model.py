@@ -1,0 +1,467 @@
+"""The model: every family equals transformers, every residual variant equals its definition, with a cache and without."""
+
+import json
+import math
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import checkpoint
+import comm
+from attention import Causal, ContiguousCache
+from config import ModelConfig, Reduces, config_to_hf, desync_pattern, with_variant
+from model import Transformer
+from tp import World
+
+CPU = torch.device("cpu")
+TOLERANCE = 1e-4  # of fp32 logits of size about 1
+BATCH = 3
+
+
+def load(directory: Path) -> Transformer:
+    config = checkpoint.model_config(str(directory), None, 1)
+    return checkpoint.load_model(str(directory), config, World(0, 1, CPU, comm.Local()), torch.float32)
+
+
+@torch.inference_mode()
+def whole(model: Transformer, tokens: Tensor) -> Tensor:
+    return model(tokens, Causal(tokens.shape[1], CPU))
+
+
+@torch.inference_mode()
+def cached(model: Transformer, tokens: Tensor, lengths: list[int]) -> Tensor:
+    """The same logits, from forward passes of `lengths` tokens through one cache."""
+    batch, total = tokens.shape
+    assert sum(lengths) == total
+    config = model.config
+    cache = ContiguousCache(
+        model.attention_slots, batch, model.n_kv_heads, total + random.randrange(3), config.head_dim, CPU, torch.float32
+    )
+    return torch.cat([model(part, cache.append(part.shape[1])) for part in tokens.split(lengths, 1)], dim=1)
+
+
+def random_split(total: int) -> list[int]:
+    """A prompt, two single tokens, a chunk, and single tokens to the end."""
+    prompt, chunk = random.randint(2, total // 2), random.randint(2, total // 3)
+    return [prompt, 1, 1, chunk] + [1] * (total - prompt - chunk - 2)
+
+
+def assert_close(ours: Tensor, theirs: Tensor) -> None:
+    assert ours.shape == theirs.shape
+    assert theirs.abs().max() > 0.5, "logits too small for an absolute tolerance"
+    worst = (ours.double() - theirs.double()).abs().max().item()
+    assert worst < TOLERANCE, f"the largest difference is {worst:.2e}"
+
+
+def assert_model_equals(model: Transformer, tokens: Tensor, expected: Tensor) -> None:
+    """Without a cache and through one, in a batch and alone."""
+    assert_close(whole(model, tokens), expected)
+    assert_close(whole(model, tokens[:1]), expected[:1])
+    assert_close(cached(model, tokens, random_split(tokens.shape[1])), expected)
+    assert_close(cached(model, tokens[1:2], [1] * tokens.shape[1]), expected[1:2])
+
+
+# --- families against transformers ---------------------------------------------------------------------------------------
+
+
+def hf_shape(**more: Any) -> dict[str, Any]:
+    kv_heads = random.choice([1, 2, 3])
+    heads = kv_heads * random.choice([2, 4])
+    shape = dict(
+        vocab_size=random.randint(50, 130),
+        hidden_size=heads * 8,
+        num_hidden_layers=3,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        intermediate_size=random.randint(20, 70),
+        max_position_embeddings=64,
+        rms_norm_eps=random.choice([1e-5, 1e-6]),
+        attn_implementation="eager",
+    )
+    return shape | more
+
+
+def rope(theta: float, **more: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": theta} | more}
+
+
+LLAMA3_ROPE = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
+
+
+def llama2() -> Any:
+    shape = hf_shape(**rope(10000.0))
+    return transformers.LlamaConfig(**shape | {"num_key_value_heads": shape["num_attention_heads"]})
+
+
+def llama3() -> Any:
+    return transformers.LlamaConfig(**hf_shape(**rope(500000.0)))
+
+
+def llama31() -> Any:
+    scaled = rope(1000.0, rope_type="llama3", factor=8.0, **LLAMA3_ROPE)
+    return transformers.LlamaConfig(**hf_shape(**scaled, tie_word_embeddings=False))
+
+
+def llama32() -> Any:
+    scaled = rope(1000.0, rope_type="llama3", factor=32.0, **LLAMA3_ROPE)
+    return transformers.LlamaConfig(**hf_shape(**scaled, tie_word_embeddings=True, head_dim=16))
+
+
+def mistral() -> Any:
+    return transformers.MistralConfig(**hf_shape(**rope(10000.0), sliding_window=None, head_dim=12))
+
+
+def mistral_window() -> Any:
+    return transformers.MistralConfig(**hf_shape(**rope(10000.0), sliding_window=random.randint(2, 9)))
+
+
+def qwen2() -> Any:
+    return transformers.Qwen2Config(**hf_shape(**rope(1e6), tie_word_embeddings=random.choice([True, False])))
+
+
+def qwen2_window() -> Any:
+    window = dict(use_sliding_window=True, sliding_window=random.randint(2, 9), max_window_layers=random.choice([1, 2]))
+    return transformers.Qwen2Config(**hf_shape(**rope(1e6), **window))
+
+
+def qwen3() -> Any:
+    return transformers.Qwen3Config(**hf_shape(**rope(1e6), head_dim=16))
+
+
+FAMILIES = [llama2, llama3, llama31, llama32, mistral, mistral_window, qwen2, qwen2_window, qwen3]
+
+
+@torch.no_grad()
+def save_hf(hf_config: Any, directory: Path) -> Any:
+    """A transformers model with weights that leave no part of it idle, saved to `directory`."""
+    model = transformers.AutoModelForCausalLM.from_config(hf_config, attn_implementation="eager").eval()
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.uniform_(0.5, 1.5)
+        elif name.endswith(".bias"):
+            parameter.normal_(0.0, 0.5)
+        else:
+            parameter.normal_(0.0, parameter.shape[1] ** -0.5)
+    model.save_pretrained(directory)
+    return model
+
+
+def random_tokens(vocab_size: int, length: int = 20) -> Tensor:
+    return torch.randint(vocab_size, (BATCH, length))
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.__name__)
+def test_logits_equal_transformers(family: Callable[[], Any], tmp_path: Path, seed: int) -> None:
+    hf_config = family()
+    hf_model = save_hf(hf_config, tmp_path)
+    tokens = random_tokens(hf_config.vocab_size)
+    with torch.inference_mode():
+        expected = hf_model(tokens).logits
+    assert_model_equals(load(tmp_path), tokens, expected)
+
+
+@pytest.mark.parametrize("window", [mistral_window, qwen2_window], ids=lambda f: f.__name__)
+def test_a_window_hides_older_tokens_and_nothing_else(window: Callable[[], Any], tmp_path: Path, seed: int) -> None:
+    hf_config = window()
+    hf_config.num_hidden_layers = 1
+    hf_config.layer_types = ["sliding_attention"]
+    hf_config.max_window_layers = 0
+    save_hf(hf_config, tmp_path)
+    model, tokens = load(tmp_path), random_tokens(hf_config.vocab_size)
+    size = hf_config.sliding_window
+    changed = tokens.clone()
+    changed[:, 0] = (tokens[:, 0] + 1) % hf_config.vocab_size
+    for split in ([20], random_split(20)):
+        differs = (cached(model, tokens, split) - cached(model, changed, split)).abs().amax(dim=(0, 2))
+        assert (differs[:size] > 1e-5).all()
+        assert (differs[size:] == 0).all()
+
+
+def rewrite_config(directory: Path, **keys: Any) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | keys))
+
+
+@pytest.mark.parametrize("none", [[], 0, None])
+def test_a_ladder_without_ladder_layers_is_llama(none: Any, tmp_path: Path, seed: int) -> None:
+    hf_config = llama3()
+    hf_model = save_hf(hf_config, tmp_path)
+    rewrite_config(tmp_path, model_type="llamaLadder", ladder_layers=none)
+    tokens = random_tokens(hf_config.vocab_size)
+    with torch.inference_mode():
+        assert_model_equals(load(tmp_path), tokens, hf_model(tokens).logits)
+
+
+@pytest.mark.parametrize(
+    ("ladder_layers", "meant"), [(1, {2}), (2, {1, 2}), (3, {0, 1, 2}), ([0], {0}), ([2, 0], {0, 2}), ([1], {1})]
+)
+def test_published_ladder_configs(ladder_layers: Any, meant: set[int], tmp_path: Path, seed: int) -> None:
+    hf_config = llama3()
+    save_hf(hf_config, tmp_path)
+    rewrite_config(tmp_path, model_type="llamaLadder", ladder_layers=ladder_layers)
+    model, tokens = load(tmp_path), random_tokens(hf_config.vocab_size)
+    expected = Reference(model.config, tmp_path).sequential(tokens, meant)
+    assert_model_equals(model, tokens, expected)
+
+
+# --- the definitions, in fp64 and from the full weights ------------------------------------------------------------------
+
+
+class Reference:
+    """The mathematics of a decoder and its residual variants, one plain statement after another.
+
+    Reads the HF-layout file itself; `config` is used for its numbers only. Modules are numbered h_1 … h_2L: attention of the
+    first layer, its MLP, attention of the second, and so on. `shard=(r, s)` computes the part of a module that belongs to
+    the r-th of s equal slices of its heads or intermediate features.
+    """
+
+    def __init__(self, config: ModelConfig, directory: Path) -> None:
+        self.config = config
+        self.weights = {name: tensor.double() for name, tensor in load_file(directory / "model.safetensors").items()}
+        self.modules = 2 * config.n_layers
+
+    def weight(self, layer: int, name: str) -> Tensor:
+        return self.weights[f"model.layers.{layer}.{name}"]
+
+    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return x / (x.pow(2).mean(-1, keepdim=True) + self.config.norm_eps).sqrt() * weight
+
+    def rotated(self, x: Tensor) -> Tensor:
+        """(B, T, D): feature pairs (i, i + D / 2) as complex numbers, turned by position * theta^(-2i / D)."""
+        half = x.shape[-1] // 2
+        frequency = torch.tensor([self.config.rope_theta ** (-i / half) for i in range(half)], dtype=torch.float64)
+        angle = torch.arange(x.shape[1], dtype=torch.float64)[:, None] * frequency
+        turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angle), angle)
+        return torch.cat((turned.real, turned.imag), dim=-1)
+
+    def projected(self, layer: int, part: str, head: int, x: Tensor) -> Tensor:
+        """One head of q_proj, k_proj or v_proj: (B, T, C) to (B, T, D)."""
+        d = self.config.head_dim
+        rows = slice(head * d, (head + 1) * d)
+        out = x @ self.weight(layer, f"self_attn.{part}_proj.weight")[rows].T
+        if self.config.qkv_bias:
+            out = out + self.weight(layer, f"self_attn.{part}_proj.bias")[rows]
+        if self.config.qk_norm and part in "qk":
+            out = self.norm(out, self.weight(layer, f"self_attn.{part}_norm.weight"))
+        return self.rotated(out) if part in "qk" else out
+
+    def attention(self, layer: int, x: Tensor, shard: tuple[int, int] = (0, 1)) -> Tensor:
+        """Without its norm. Query head i reads KV head i // (H / K)."""
+        c, (r, s) = self.config, shard
+        total = torch.zeros_like(x)
+        future = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        for head in range(r * c.n_heads // s, (r + 1) * c.n_heads // s):
+            kv_head = head // (c.n_heads // c.n_kv_heads)
+            q = self.projected(layer, "q", head, x)
+            k, v = (self.projected(layer, part, kv_head, x) for part in "kv")
+            scores = (q @ k.transpose(1, 2) / math.sqrt(c.head_dim)).masked_fill(future, -math.inf)
+            columns = slice(head * c.head_dim, (head + 1) * c.head_dim)
+            total = total + scores.softmax(-1) @ v @ self.weight(layer, "self_attn.o_proj.weight")[:, columns].T
+        return total
+
+    def mlp(self, layer: int, x: Tensor, shard: tuple[int, int] = (0, 1)) -> Tensor:
+        """Without its norm."""
+        r, s = shard
+        size = self.config.intermediate_size
+        features = slice(r * size // s, (r + 1) * size // s)
+        gate, up = (x @ self.weight(layer, f"mlp.{part}_proj.weight")[features].T for part in ("gate", "up"))
+        return (gate * gate.sigmoid() * up) @ self.weight(layer, "mlp.down_proj.weight")[:, features].T
+
+    def h(self, i: int, x: Tensor, shard: tuple[int, int] = (0, 1)) -> Tensor:
+        """Module i of 1 … 2L with its own pre-norm."""
+        layer, is_mlp = divmod(i - 1, 2)
+        if is_mlp:
+            return self.mlp(layer, self.norm(x, self.weight(layer, "post_attention_layernorm.weight")), shard)
+        return self.attention(layer, self.norm(x, self.weight(layer, "input_layernorm.weight")), shard)
+
+    def embedded(self, tokens: Tensor) -> Tensor:
+        return self.weights["model.embed_tokens.weight"][tokens]
+
+    def logits(self, x: Tensor) -> Tensor:
+        head = "model.embed_tokens.weight" if self.config.tie_embeddings else "lm_head.weight"
+        return self.norm(x, self.weights["model.norm.weight"]) @ self.weights[head].T
+
+    def sequential(self, tokens: Tensor, ladder_layers: set[int]) -> Tensor:
+        """x_i = x_{i-1} + h_i(x_{i-2}) in ladder layers, with x_{-1} = x_0; x_i = x_{i-1} + h_i(x_{i-1}) in others."""
+        x = {0: self.embedded(tokens)}
+        x[-1] = x[0]
+        for i in range(1, self.modules + 1):
+            source = i - 2 if (i - 1) // 2 in ladder_layers else i - 1
+            x[i] = x[i - 1] + self.h(i, x[source])
+        return self.logits(x[self.modules])
+
+    def parallel(self, tokens: Tensor) -> Tensor:
+        """x_l = x_{l-1} + attention(n(x_{l-1})) + mlp(n(x_{l-1}))."""
+        x = self.embedded(tokens)
+        for layer in range(self.config.n_layers):
+            normed = self.norm(x, self.weight(layer, "input_layernorm.weight"))
+            x = x + self.attention(layer, normed) + self.mlp(layer, normed)
+        return self.logits(x)
+
+    def desync(self, tokens: Tensor, streams: int, reduces: list[bool]) -> Tensor:
+        """x^r += h_i^r(x^r), and where module i reduces, x = sum over r of (h_i^r(x^r) + x^r / S)."""
+        x = [self.embedded(tokens) for _ in range(streams)]
+        for i in range(1, self.modules + 1):
+            out = [self.h(i, x[r], (r, streams)) for r in range(streams)]
+            if reduces[i - 1]:
+                total = sum(out[r] + x[r] / streams for r in range(streams))
+                x = [total for _ in range(streams)]
+            else:
+                x = [x[r] + out[r] for r in range(streams)]
+        assert reduces[-1]
+        return self.logits(x[0])
+
+
+def random_config(**more: Any) -> ModelConfig:
+    shape = dict(
+        vocab_size=random.randint(50, 130),
+        hidden_size=random.choice([24, 40]),
+        n_layers=4,
+        n_heads=8,
+        n_kv_heads=random.choice([1, 2, 4, 8]),
+        head_dim=random.choice([4, 6, 8]),
+        intermediate_size=random.choice([16, 32, 48]),
+        max_seq_len=64,
+        rope_theta=random.choice([100.0, 10000.0]),
+        tie_embeddings=random.choice([True, False]),
+    )
+    family = random.choice(["llama", "qwen2", "qwen3"])
+    features = dict(family=family, qkv_bias=family == "qwen2", qk_norm=family == "qwen3")
+    return ModelConfig(**shape | features | more)
+
+
+def write_checkpoint(config: ModelConfig, directory: Path) -> None:
+    """Random weights in the HF layout, named and shaped here and not by the saver."""
+    c, d = config, config.head_dim
+    layer = {
+        "input_layernorm.weight": (c.hidden_size,),
+        "self_attn.q_proj.weight": (c.n_heads * d, c.hidden_size),
+        "self_attn.k_proj.weight": (c.n_kv_heads * d, c.hidden_size),
+        "self_attn.v_proj.weight": (c.n_kv_heads * d, c.hidden_size),
+        "self_attn.o_proj.weight": (c.hidden_size, c.n_heads * d),
+        "mlp.gate_proj.weight": (c.intermediate_size, c.hidden_size),
+        "mlp.up_proj.weight": (c.intermediate_size, c.hidden_size),
+        "mlp.down_proj.weight": (c.hidden_size, c.intermediate_size),
+    }
+    if c.variant != "parallel":
+        layer["post_attention_layernorm.weight"] = (c.hidden_size,)
+    if c.qkv_bias:
+        layer |= {f"self_attn.{p}_proj.bias": layer[f"self_attn.{p}_proj.weight"][:1] for p in "qkv"}
+    if c.qk_norm:
+        layer |= {f"self_attn.{p}_norm.weight": (d,) for p in "qk"}
+    shapes = {"model.embed_tokens.weight": (c.vocab_size, c.hidden_size), "model.norm.weight": (c.hidden_size,)}
+    if not c.tie_embeddings:
+        shapes["lm_head.weight"] = (c.vocab_size, c.hidden_size)
+    for i in range(c.n_layers):
+        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
+    tensors = {}
+    for name, shape in shapes.items():
+        if len(shape) == 2:
+            tensors[name] = torch.randn(shape) * shape[1] ** -0.5
+        else:
+            tensors[name] = torch.randn(shape) * 0.5 if name.endswith(".bias") else torch.rand(shape) + 0.5
+    directory.mkdir(exist_ok=True)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(config_to_hf(config)))
+
+
+def prepare(config: ModelConfig, directory: Path) -> tuple[Transformer, Reference, Tensor]:
+    write_checkpoint(config, directory)
+    model = load(directory)
+    assert model.config == config, "the config came back changed"
+    return model, Reference(config, directory), random_tokens(config.vocab_size, length=12)
+
+
+def test_standard_follows_its_definition(tmp_path: Path, seed: int) -> None:
+    model, reference, tokens = prepare(random_config(), tmp_path)
+    assert_model_equals(model, tokens, reference.sequential(tokens, set()))
+
+
+def test_ladder_follows_its_definition(tmp_path: Path, seed: int) -> None:
+    model, reference, tokens = prepare(with_variant(random_config(), "ladder"), tmp_path)
+    expected = reference.sequential(tokens, {0, 1, 2, 3})
+    assert (expected - reference.sequential(tokens, {1, 2, 3})).abs().max() > 100 * TOLERANCE
+    assert_model_equals(model, tokens, expected)
+
+
+@pytest.mark.parametrize("last", [1, 2, 3])
+def test_hybrid_ladder_of_the_last_layers(last: int, tmp_path: Path, seed: int) -> None:
+    model, reference, tokens = prepare(with_variant(random_config(), f"hybrid:{last}"), tmp_path)
+    assert_model_equals(model, tokens, reference.sequential(tokens, set(range(4 - last, 4))))
+
+
+@pytest.mark.parametrize("layers", [(0,), (0, 2), (1, 3), (0, 3), (1, 2)])
+def test_hybrid_ladder_with_seams(layers: tuple[int, ...], tmp_path: Path, seed: int) -> None:
+    """From standard to ladder and from ladder to standard, the source of h_i is still x_{i-2} or x_{i-1}."""
+    model, reference, tokens = prepare(random_config(variant="ladder", ladder_layers=layers), tmp_path)
+    assert_model_equals(model, tokens, reference.sequential(tokens, set(layers)))
+
+
+def test_parallel_follows_its_definition(tmp_path: Path, seed: int) -> None:
+    model, reference, tokens = prepare(with_variant(random_config(), "parallel"), tmp_path)
+    assert_model_equals(model, tokens, reference.parallel(tokens))
+
+
+def written_out(pattern: tuple[Reduces, ...]) -> list[bool]:
+    return [reduces for layer in pattern for reduces in (layer.attention, layer.mlp)]
+
+
+def random_pattern(layers: int) -> tuple[Reduces, ...]:
+    pattern = [Reduces(random.random() < 0.5, random.random() < 0.5) for _ in range(layers - 1)]
+    return (*pattern, Reduces(random.random() < 0.5, True))
+
+
+@pytest.mark.parametrize("layers", [3, 4])
+@pytest.mark.parametrize("kind", ["2x", "4x", "custom"])
+@pytest.mark.parametrize(("streams", "kv_heads"), [(2, 4), (4, 8), (4, 2), (8, 1)])  # the last two replicate KV heads
+def test_desync_follows_its_definition(kind: str, streams: int, kv_heads: int, layers: int, tmp_path: Path, seed: int) -> None:
+    plain = random_config(n_layers=layers, n_kv_heads=kv_heads)
+    if kind == "custom":
+        pattern = random_pattern(layers)
+        config = replace(plain, variant="desync", desync_streams=streams, desync_pattern=pattern)
+        reduces = written_out(pattern)
+    else:
+        config = with_variant(plain, f"desync-{kind}:{streams}")
+        # 2x: every MLP reduces; 4x: that of every second layer. The model's last module always does.
+        every = {"2x": 1, "4x": 2}[kind]
+        reduces = [False] * (2 * layers)
+        for layer in range(layers):
+            reduces[2 * layer + 1] = (layer + 1) % every == 0 or layer == layers - 1
+    model, reference, tokens = prepare(config, tmp_path)
+    assert_model_equals(model, tokens, reference.desync(tokens, streams, reduces))
+
+
+def test_desync_streams_drift_apart(tmp_path: Path, seed: int) -> None:
+    """The text depends on the number of streams, so the tests above can tell a desync model from a standard one."""
+    model, reference, tokens = prepare(with_variant(random_config(), "desync-4x:4"), tmp_path)
+    ours = whole(model, tokens)
+    for streams in (1, 2):
+        other = reference.desync(tokens, streams, written_out(model.config.desync_pattern))
+        assert (ours - other).abs().max() > 100 * TOLERANCE
+
+
+def test_desync_that_always_reduces_is_standard(tmp_path: Path, seed: int) -> None:
+    config = with_variant(random_config(), "desync-2x:4")
+    config = replace(config, desync_pattern=tuple(Reduces(True, True) for _ in config.desync_pattern))
+    model, reference, tokens = prepare(config, tmp_path)
+    assert_model_equals(model, tokens, reference.sequential(tokens, set()))
+
+
+def test_desync_patterns_of_the_paper() -> None:
+    yes, no = True, False
+    assert written_out(desync_pattern(4, 2)) == [no, yes] * 4
+    assert written_out(desync_pattern(4, 4)) == [no, no, no, yes] * 2
+    assert written_out(desync_pattern(3, 4)) == [no, no, no, yes, no, yes]
+
+
+def test_upper_bound_on_one_rank_is_standard(tmp_path: Path, seed: int) -> None:
+    model, reference, tokens = prepare(with_variant(random_config(), "upper-bound"), tmp_path)
+    assert_model_equals(model, tokens, reference.sequential(tokens, set()))

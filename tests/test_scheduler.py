@@ -1,0 +1,555 @@
+"""Scheduler and block manager without a model: random arrivals, aborts and memory shortage, checked after every step.
+
+The cache is simulated: each place of each block remembers for which beginning of a text it was computed. A draw is a hash of all
+tokens before it, so that the output of a request served alone is known.
+"""
+
+import random
+import zlib
+from collections.abc import Sequence as List
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from engine.block_manager import BlockManager
+from engine.protocol import RequestParams
+from engine.scheduler import Chunk, Scheduler, Sequence
+from errors import UserError
+
+VOCAB = 5  # few ids, so that unrelated texts begin alike
+
+
+def draw(tokens: List[int]) -> int:
+    return zlib.crc32(bytes(tokens)) % VOCAB
+
+
+def alone(prompt: list[int], params: RequestParams) -> tuple[list[int], str]:
+    """What a request gets, and why it ends."""
+    tokens = list(prompt)
+    while True:
+        tokens.append(draw(tokens))
+        count = len(tokens) - len(prompt)
+        if tokens[-1] in params.stop_token_ids and count > params.min_tokens:
+            return tokens[len(prompt) :], "stop"
+        if count == params.max_tokens:
+            return tokens[len(prompt) :], "length"
+
+
+@dataclass
+class Served:
+    """A request and what happened to it."""
+
+    sequence: Sequence
+    prompt: list[int]
+    number: int  # in order of arrival
+    deadline: int  # the step by which it has ended
+    scored: int = 0  # how many of its tokens have been computed for it
+    output: list[int] = field(default_factory=list)
+    ends: list[str] = field(default_factory=list)
+
+
+class Simulation:
+    """A server of numbers. Every method checks all that must hold."""
+
+    def __init__(self, n_blocks: int, block_size: int, max_num_seqs: int, max_batch_tokens: int, max_model_len: int) -> None:
+        self.n_blocks, self.size, self.max_model_len = n_blocks, block_size, max_model_len
+        self.max_num_seqs, self.budget = max_num_seqs, max_batch_tokens
+        self.manager = BlockManager(n_blocks, block_size)
+        self.scheduler = Scheduler(self.manager, max_num_seqs, max_batch_tokens, max_model_len)
+        self.requests: dict[str, Served] = {}
+        self.alive: dict[str, Served] = {}
+        self.texts: dict[tuple[int, int], int] = {}  # (number of a text, one more token) to the number of the longer text
+        self.holds: dict[int, int] = {}  # place in the cache: number of the text that ends with the token computed there
+        self.steps = 0
+
+    def beginnings(self, tokens: List[int]) -> list[int]:
+        """A number for each beginning of a text, the same for equal beginnings only."""
+        numbers, last = [], 0
+        for token in tokens:
+            last = self.texts.setdefault((last, token), len(self.texts) + 1)
+            numbers.append(last)
+        return numbers
+
+    def work(self, sequence: Sequence) -> int:
+        """The steps that a request needs at most as the oldest one, everything it has being computed again."""
+        longest = sequence.prompt_length + sequence.params.max_tokens
+        return -(-longest // self.budget) + sequence.params.max_tokens
+
+    def submit(self, prompt: list[int], params: RequestParams) -> bool:
+        """Whether it was taken."""
+        name = f"request {len(self.requests)}"
+        sequence = Sequence(name, list(prompt), len(prompt), params)
+        longest = len(prompt) + params.max_tokens
+        before = list(self.scheduler.waiting), list(self.scheduler.running), set(self.scheduler.by_id), self.manager.used
+        if longest > self.max_model_len or longest > self.n_blocks * self.size:
+            with pytest.raises(UserError) as error:
+                self.scheduler.add(sequence)
+            assert str(longest) in str(error.value) or str(params.max_tokens) in str(error.value)
+            after = list(self.scheduler.waiting), list(self.scheduler.running), set(self.scheduler.by_id), self.manager.used
+            assert before == after, "a refused request left something behind"
+            return False
+        self.scheduler.add(sequence)
+        deadline = self.steps + self.work(sequence) + sum(self.work(r.sequence) for r in self.alive.values())
+        self.requests[name] = self.alive[name] = Served(sequence, list(prompt), len(self.requests), deadline)
+        self.check()
+        return True
+
+    def abort(self, name: str) -> None:
+        request = self.alive.pop(name, None)
+        used = len({b for s in self.scheduler.running if s.request_id != name for b in s.blocks})
+        self.scheduler.abort(name)
+        assert self.manager.used == used, "the blocks of an aborted request are not free at once"
+        if request:
+            assert request.sequence.finish_reason == "abort"
+            request.ends.append("abort")
+        self.check()
+
+    def step(self) -> list[Chunk]:
+        chunks = self.scheduler.schedule()
+        self.steps += 1
+        self.check_chunks(chunks)
+        self.check()
+        for chunk in chunks:
+            sequence, stop = chunk.sequence, chunk.start + chunk.count
+            numbers = self.beginnings(sequence.tokens[:stop])
+            for position in range(chunk.start, stop):
+                self.holds[self.place(sequence, position)] = numbers[position]
+        drawn = []
+        random.shuffle(chunks)  # a step may compute them in any order
+        for chunk in chunks:
+            stop = chunk.start + chunk.count
+            self.check_cache(chunk.sequence, stop)  # nobody else wrote there
+            if chunk.samples:
+                assert stop == len(chunk.sequence.tokens)
+                drawn.append(draw(chunk.sequence.tokens))
+        sampling = [c.sequence.request_id for c in chunks if c.samples]
+        updates = []
+        for sequence, token in self.scheduler.update(chunks, drawn):
+            updates.append((sequence.request_id, token))
+            request = self.requests[sequence.request_id]
+            request.output.append(token)
+            if sequence.finish_reason:
+                self.end(request)
+        assert updates == list(zip(sampling, drawn, strict=True))
+        self.check()
+        return chunks
+
+    def end(self, request: Served) -> None:
+        sequence = request.sequence
+        request.ends.append(sequence.finish_reason or "")
+        assert (request.output, sequence.finish_reason) == alone(request.prompt, sequence.params)
+        assert sequence.tokens == request.prompt + request.output
+        assert not sequence.blocks
+        del self.alive[sequence.request_id]
+
+    def run(self) -> None:
+        """To the end, which no request may be kept from."""
+        while self.scheduler.has_work():
+            self.step()
+        assert not self.alive
+        assert self.manager.used == 0
+        assert len(self.manager.free) == self.n_blocks
+        for request in self.requests.values():
+            assert len(request.ends) == 1, f"{request.sequence.request_id} ended {len(request.ends)} times"
+
+    def place(self, sequence: Sequence, position: int) -> int:
+        return sequence.blocks[position // self.size] * self.size + position % self.size
+
+    def check_cache(self, sequence: Sequence, length: int) -> None:
+        """Positions 0 … length-1 were computed from exactly this sequence's tokens, and lie in its blocks."""
+        held = [self.holds.get(self.place(sequence, p)) for p in range(length)]
+        assert held == self.beginnings(sequence.tokens[:length])
+
+    def check_chunks(self, chunks: list[Chunk]) -> None:
+        assert chunks or not self.scheduler.has_work(), "there is work, but none was scheduled"
+        assert sum(c.count for c in chunks) <= self.budget
+        assert len({c.sequence.request_id for c in chunks}) == len(chunks), "a sequence is twice in a step"
+        for chunk in chunks:
+            sequence, stop = chunk.sequence, chunk.start + chunk.count
+            assert sequence in self.scheduler.running
+            assert chunk.count >= 1
+            assert chunk.start == sequence.computed
+            assert stop <= len(sequence.tokens)
+            assert stop <= len(sequence.blocks) * self.size, "no blocks to write to"
+            self.check_cache(sequence, chunk.start)
+            if sequence.params.prompt_logprobs is not None:
+                request = self.requests[sequence.request_id]
+                assert chunk.start <= request.scored, "the logits of cached tokens are not in the cache"
+                assert sequence.cached_tokens == 0
+                request.scored = max(request.scored, stop)
+
+    def check(self) -> None:
+        running, waiting = self.scheduler.running, list(self.scheduler.waiting)
+        self.manager.check([s.blocks for s in running])
+        assert len(running) <= self.max_num_seqs
+        assert all(not s.blocks and s.computed == 0 for s in waiting)
+        assert set(self.scheduler.by_id) == set(self.alive) == {s.request_id for s in running + waiting}
+        assert len(running) + len(waiting) == len(self.alive)
+        order = [self.requests[s.request_id].number for s in running + waiting]
+        assert order == sorted(order), "a later request overtook an earlier one"
+        for request in self.alive.values():
+            assert request.sequence.finish_reason is None
+            assert self.steps <= request.deadline, f"{request.sequence.request_id} starves"
+        for sequence in running:
+            self.check_cache(sequence, sequence.computed)
+
+
+# --- random lives --------------------------------------------------------------------------------------------------------
+
+params = st.builds(
+    RequestParams,
+    max_tokens=st.integers(1, 30),
+    min_tokens=st.integers(0, 4),
+    stop_token_ids=st.lists(st.integers(0, VOCAB - 1), max_size=2),
+    prompt_logprobs=st.sampled_from([None, None, None, 1]),
+)
+prompts = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=40)
+blocks_of = st.integers(1, 5)
+
+
+class Life(RuleBasedStateMachine):
+    """Requests come, share beginnings, are aborted, and run short of memory."""
+
+    @initialize(
+        n_blocks=st.integers(2, 24),
+        block_size=blocks_of,
+        max_num_seqs=st.integers(1, 6),
+        budget=st.integers(1, 20),
+        max_model_len=st.integers(10, 60),
+    )
+    def begin(self, n_blocks: int, block_size: int, max_num_seqs: int, budget: int, max_model_len: int) -> None:
+        self.simulation = Simulation(n_blocks, block_size, max_num_seqs, budget, max_model_len)
+
+    @rule(prompt=prompts, params=params)
+    def submit(self, prompt: list[int], params: RequestParams) -> None:
+        self.simulation.submit(prompt, params)
+
+    @precondition(lambda self: self.simulation.requests)
+    @rule(which=st.integers(0), keep=st.integers(1, 40), more=prompts | st.just([]), params=params)
+    def submit_a_known_beginning(self, which: int, keep: int, more: list[int], params: RequestParams) -> None:
+        """Of another request's text, answer included: a chat goes on, or the same prompt comes again."""
+        texts = [r.sequence.tokens for r in self.simulation.requests.values()]
+        self.simulation.submit(texts[which % len(texts)][:keep] + more, params)
+
+    @precondition(lambda self: self.simulation.requests)
+    @rule(which=st.integers(0))
+    def abort(self, which: int) -> None:
+        names = list(self.simulation.requests)  # ended ones, too: the client's abort may come late
+        self.simulation.abort(names[which % len(names)])
+
+    @rule(count=st.integers(1, 6))
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.simulation.step()
+
+    @invariant()
+    def holds(self) -> None:
+        if hasattr(self, "simulation"):
+            self.simulation.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "simulation"):
+            self.simulation.run()
+
+
+TestLife = Life.TestCase
+TestLife.settings = settings(
+    max_examples=250,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+
+
+def random_request(texts: list[list[int]]) -> tuple[list[int], RequestParams]:
+    prompt = [random.randrange(VOCAB) for _ in range(random.randint(1, 25))]
+    if texts and random.random() < 0.6:
+        shared = random.choice(texts)
+        prompt = shared[: random.randint(1, len(shared))] + prompt[: random.randint(0, 8)]
+    return prompt, RequestParams(
+        max_tokens=random.randint(1, 25),
+        min_tokens=random.choice([0, 0, 3]),
+        stop_token_ids=random.sample(range(VOCAB), random.choice([0, 0, 1])),
+        prompt_logprobs=random.choice([None] * 7 + [0]),
+    )
+
+
+@pytest.mark.parametrize("pool", ["scarce", "ample"])
+def test_thousands_of_arrivals(pool: str, seed: int) -> None:
+    """One server's long life: 1500 requests, some of them aborted."""
+    simulation = Simulation(
+        n_blocks=random.randint(20, 30) if pool == "scarce" else 300,
+        block_size=random.randint(2, 4),
+        max_num_seqs=random.randint(4, 12),
+        max_batch_tokens=random.randint(15, 40),
+        max_model_len=45,
+    )
+    taken = refused = aborted = 0
+    texts: list[list[int]] = []
+    while taken < 1500:
+        for _ in range(random.choice([0, 0, 0, 1, 1, 2])):
+            if simulation.submit(*random_request(texts[-20:])):
+                taken += 1
+                texts.append(list(simulation.requests.values())[-1].sequence.tokens)
+            else:
+                refused += 1
+        if simulation.alive and random.random() < 0.05:
+            simulation.abort(random.choice(list(simulation.alive)))
+            aborted += 1
+        simulation.step()
+    simulation.run()
+    scheduler = simulation.scheduler
+    assert refused > 0 and aborted > 50
+    assert 0 < scheduler.prefix_hits < scheduler.prefix_queries
+    assert (scheduler.preemptions > 50) == (pool == "scarce")
+
+
+def test_two_copies_take_the_same_steps(seed: int) -> None:
+    """What lets every rank schedule for itself: the same events give the same steps and block tables."""
+    copies = [Scheduler(BlockManager(15, 3), 5, 12, 45) for _ in range(2)]
+    texts: list[list[int]] = []
+    for number in range(300):
+        prompt, wanted = random_request(texts[-10:])
+        if len(prompt) + wanted.max_tokens <= 45:
+            texts.append(prompt)
+            for copy in copies:
+                copy.add(Sequence(str(number), list(prompt), len(prompt), wanted))
+        victim = str(random.randrange(number + 1))
+        steps = []
+        for copy in copies:
+            if number % 9 == 0:
+                copy.abort(victim)
+            chunks = copy.schedule()
+            steps.append([(c.sequence.request_id, c.start, c.count, tuple(c.sequence.blocks)) for c in chunks])
+            for _ in copy.update(chunks, [draw(c.sequence.tokens) for c in chunks if c.samples]):
+                pass
+        assert steps[0] == steps[1]
+        assert steps[0] or not copies[0].has_work()
+    assert copies[0].preemptions == copies[1].preemptions > 0
+
+
+# --- what can never fit ---------------------------------------------------------------------------------------------------
+
+
+def test_the_longest_request_that_fits_is_served_and_one_token_more_refused(seed: int) -> None:
+    for _ in range(20):
+        n_blocks, size = random.randint(2, 6), random.randint(2, 4)
+        longest = n_blocks * size
+        max_model_len = random.choice([longest, longest - 1, longest + 5])
+        simulation = Simulation(n_blocks, size, 3, random.randint(1, 10), max_model_len)
+        fits = min(longest, max_model_len)
+        length = random.randint(1, fits - 1)
+        prompt = [random.randrange(VOCAB) for _ in range(length)]
+        assert simulation.submit(prompt, RequestParams(max_tokens=fits - length))
+        assert not simulation.submit(prompt, RequestParams(max_tokens=fits - length + 1))
+        assert not simulation.submit([*prompt, 0], RequestParams(max_tokens=fits - length))
+        assert simulation.submit(prompt, RequestParams(max_tokens=1))
+        simulation.run()
+        assert len(simulation.requests) == 2
+
+
+def test_a_refusal_says_which_limit_in_one_line() -> None:
+    scheduler = Scheduler(BlockManager(4, 4), 2, 8, 100)
+    with pytest.raises(UserError, match=r"17 tokens need 5 KV-cache blocks, but there are only 4.*--kv-memory") as error:
+        scheduler.add(Sequence("a", [0] * 10, 10, RequestParams(max_tokens=7)))
+    assert "\n" not in str(error.value)
+    scheduler = Scheduler(BlockManager(400, 4), 2, 8, 100)
+    with pytest.raises(UserError, match=r"prompt's 90 tokens and max_tokens 11 exceed .* context of 100"):
+        scheduler.add(Sequence("a", [0] * 90, 90, RequestParams(max_tokens=11)))
+    assert not scheduler.has_work()
+
+
+# --- the order of admission and preemption ----------------------------------------------------------------------------------
+
+
+def test_the_youngest_is_preempted_and_comes_back_first() -> None:
+    """5 blocks of 2 for three sequences: two hold 2 each for a prompt of 3; the third must wait."""
+    simulation = Simulation(n_blocks=5, block_size=2, max_num_seqs=3, max_batch_tokens=20, max_model_len=10)
+    for first in range(3):
+        assert simulation.submit([first, 4, 4], RequestParams(max_tokens=7))
+    simulation.step()
+    names = [[s.request_id for s in group] for group in (simulation.scheduler.running, simulation.scheduler.waiting)]
+    assert names == [["request 0", "request 1"], ["request 2"]]
+    while not simulation.scheduler.preemptions:
+        simulation.step()
+    names = [[s.request_id for s in group] for group in (simulation.scheduler.running, simulation.scheduler.waiting)]
+    assert names == [["request 0"], ["request 1", "request 2"]]
+    simulation.run()
+
+
+def test_running_sequences_go_before_waiting_ones_and_prompts_are_cut_to_the_budget() -> None:
+    simulation = Simulation(n_blocks=40, block_size=4, max_num_seqs=3, max_batch_tokens=8, max_model_len=40)
+    for length in (3, 20, 2, 1):
+        assert simulation.submit([length] + [0] * (length - 1), RequestParams(max_tokens=9))
+
+    def layout() -> list[tuple[str, int, int]]:
+        return sorted((c.sequence.request_id[-1], c.start, c.count) for c in simulation.step())
+
+    assert layout() == [("0", 0, 3), ("1", 0, 5)]
+    assert layout() == [("0", 3, 1), ("1", 5, 7)]
+    assert layout() == [("0", 4, 1), ("1", 12, 7)]
+    assert layout() == [("0", 5, 1), ("1", 19, 1), ("2", 0, 2)]  # only three at a time: the last one waits
+    assert layout() == [("0", 6, 1), ("1", 20, 1), ("2", 2, 1)]
+    simulation.run()
+
+
+# --- prefix reuse -----------------------------------------------------------------------------------------------------------
+
+
+def expected_hit(seen: set[tuple[int, ...]], tokens: list[int], size: int) -> int:
+    """Of `tokens`, how many lie in whole blocks that some text computed before begins with; one token is always left."""
+    return max((n for n in range(size, len(tokens), size) if tuple(tokens[:n]) in seen), default=0)
+
+
+@given(st.data(), st.integers(1, 4), st.booleans())
+@settings(deadline=None, max_examples=60)
+def test_hits_are_all_that_was_computed_before(data: st.DataObject, size: int, at_once: bool) -> None:
+    """With room for everything, a prompt finds the longest beginning that anyone has computed, one after the other or while
+    others with the same beginning are under way."""
+    simulation = Simulation(2000, size, 8, 16, 100)
+    scheduler, seen = simulation.scheduler, set()
+    admitted: set[str] = set()
+    queries = hits = 0
+    texts: list[list[int]] = [[0, 1, 2, 3, 4] * 4]
+    for _ in range(data.draw(st.integers(2, 6))):
+        for _ in range(data.draw(st.integers(1, 3)) if at_once else 1):
+            base = data.draw(st.sampled_from(texts))
+            prompt = base[: data.draw(st.integers(1, min(len(base), 60)))] + data.draw(st.lists(st.integers(0, 1), max_size=4))
+            assert simulation.submit(prompt, RequestParams(max_tokens=data.draw(st.integers(1, 12))))
+        for _ in range(data.draw(st.integers(1, 20)) if at_once else 1000):
+            if not scheduler.has_work():
+                break
+            for chunk in simulation.step():
+                sequence = chunk.sequence
+                if sequence.request_id not in admitted:
+                    admitted.add(sequence.request_id)
+                    prompt = sequence.tokens[: sequence.prompt_length]
+                    hit = expected_hit(seen, prompt, size)
+                    assert chunk.start == sequence.cached_tokens == hit
+                    queries, hits = queries + len(prompt), hits + hit
+            assert (scheduler.prefix_queries, scheduler.prefix_hits) == (queries, hits)
+            # what the step computed can be found from the next one on
+            for request in simulation.requests.values():
+                sequence = request.sequence
+                length = len(sequence.tokens) - 1 if sequence.finish_reason else sequence.computed
+                seen |= {tuple(sequence.tokens[:n]) for n in range(size, length + 1, size)}
+        texts += [r.sequence.tokens for r in simulation.requests.values()]
+    simulation.run()
+
+
+def test_a_preempted_prompt_is_counted_once() -> None:
+    """Its own blocks, which it finds again when it comes back, are no hit."""
+    simulation = Simulation(n_blocks=7, block_size=2, max_num_seqs=2, max_batch_tokens=2, max_model_len=20)
+    assert simulation.submit([0], RequestParams(max_tokens=8))
+    assert simulation.submit([1, 2, 3, 4] * 2, RequestParams(max_tokens=1))
+    first, second = simulation.requests["request 0"].sequence, simulation.requests["request 1"].sequence
+    while not simulation.scheduler.preemptions:
+        simulation.step()
+    assert second.generated == 0, "it was to be preempted while its prompt is computed"
+    starts = []
+    while simulation.scheduler.has_work():
+        starts += [c.start for c in simulation.step() if c.sequence is second]
+    assert starts[0] == 4
+    assert first.cached_tokens == second.cached_tokens == 0
+    assert (simulation.scheduler.prefix_queries, simulation.scheduler.prefix_hits) == (9, 0)
+
+
+def test_prompt_logprobs_compute_the_whole_prompt() -> None:
+    simulation = Simulation(50, 2, 4, 50, 50)
+    prompt = [1, 2, 3, 4, 0, 1, 2]
+    for wanted, start in ((None, 0), (1, 0), (0, 0), (None, 6)):
+        assert simulation.submit(prompt, RequestParams(max_tokens=2, prompt_logprobs=wanted))
+        (chunk,) = simulation.step()
+        assert (chunk.start, chunk.sequence.cached_tokens) == (start, start)
+        simulation.run()
+
+
+# --- the block manager alone ------------------------------------------------------------------------------------------------
+
+
+def test_eviction_takes_the_longest_unused_and_of_one_text_its_end_first() -> None:
+    manager = BlockManager(6, 2)
+    tables = {}
+    for name, tokens in (("a", [1, 1, 2, 2]), ("b", [3, 3, 4, 4])):
+        tables[name] = [manager.allocate() for _ in range(2)]
+        manager.publish(tables[name], tokens, 0, 2)
+    manager.release(tables["a"])
+    manager.release(tables["b"])
+    kept = manager.match([1, 1, 9])  # a's beginning is used again: now the most recent
+    assert kept == tables["a"][:1]
+    manager.acquire(kept)
+    manager.release(kept)
+    taken = [manager.allocate() for _ in range(6)]
+    never_used = [b for b in range(6) if b not in tables["a"] + tables["b"]]
+    assert taken == [*never_used, tables["a"][1], tables["b"][1], tables["b"][0], tables["a"][0]]
+    assert manager.match([1, 1, 9]) == manager.match([3, 3, 4, 4, 9]) == []
+    manager.check([taken])
+
+
+def test_equal_blocks_go_on_alike_until_the_known_one_is_evicted() -> None:
+    """Two sequences compute the same text at once: what follows the second one's copy is found, too. But it is not found behind
+    what takes the first one's place later."""
+    manager = BlockManager(3, 1)
+    first, second = [manager.allocate()], [manager.allocate(), manager.allocate()]
+    manager.publish(first, [1], 0, 1)
+    manager.publish(second, [1, 2], 0, 2)
+    assert manager.match([1, 2, 0]) == [first[0], second[1]]
+    manager.release(first)
+    successor = [manager.allocate()]
+    assert successor == first
+    manager.publish(successor, [7], 0, 1)
+    assert manager.match([7, 2, 0]) == successor
+    assert manager.match([1, 2, 0]) == []
+    manager.check([second, successor])
+
+
+@given(st.lists(st.tuples(st.sampled_from(["take", "share", "leave"]), st.integers(0)), max_size=60), st.integers(1, 12))
+@settings(deadline=None)
+def test_eviction_order_of_random_owners(actions: list[tuple[str, int]], n_blocks: int) -> None:
+    """Whatever the owners do, the next block is the one that has been free for the longest time."""
+    manager = BlockManager(n_blocks, 1)
+    unused_since = {b: (0, b) for b in range(n_blocks)}  # (when it was left, order within that moment)
+    tables: list[list[int]] = []
+    for now, (action, n) in enumerate(actions, start=1):
+        if action == "take" and unused_since:
+            table = []
+            for _ in range(1 + n % min(3, len(unused_since))):
+                oldest = min(unused_since, key=unused_since.__getitem__)
+                assert manager.allocate() == oldest
+                del unused_since[oldest]
+                table.append(oldest)
+            manager.publish(table, [now * 10 + i for i in range(3)], 0, len(table))
+            tables.append(table)
+        elif action == "share" and tables:
+            tables.append(tables[n % len(tables)][: 1 + n % 2])
+            manager.acquire(tables[-1])
+        elif action == "leave" and tables:
+            left = tables.pop(n % len(tables))
+            manager.release(left)
+            for i, block in enumerate(reversed(left)):
+                if all(block not in t for t in tables):
+                    unused_since[block] = (now, i)
+        manager.check(tables)
+        assert manager.used == n_blocks - len(unused_since)
+
+
+@pytest.mark.parametrize("harm", ["owners", "lost", "twice", "known"])
+def test_the_check_notices(harm: str) -> None:
+    manager = BlockManager(4, 2)
+    table = [manager.allocate(), manager.allocate()]
+    manager.publish(table, [1, 2, 3, 4], 0, 2)
+    manager.check([table])
+    tables = [table]
+    if harm == "owners":
+        tables = [table, table[:1]]
+    elif harm == "lost":
+        manager.free.popitem()
+    elif harm == "twice":
+        tables = [table + table[:1]]
+    else:
+        manager.keys[table[0]] = None
+    with pytest.raises(AssertionError):
+        manager.check(tables)

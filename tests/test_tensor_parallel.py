@@ -1,0 +1,428 @@
+"""Tensor parallelism: 1, 2 and 4 gloo ranks compute what one process computes, each from its own slice of the weights."""
+
+import math
+import random
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
+
+import checkpoint
+import comm
+from attention import Causal, ContiguousCache
+from config import ModelConfig, Reduces, with_variant
+from errors import UserError
+from model import Transformer
+from tests.ranks import RankError, Ranks
+from tp import World, agree_on_error, stream_shards
+
+CPU = torch.device("cpu")
+TOLERANCE = 1e-4  # of fp32 logits of size about 1
+STEPS = 12  # greedy tokens
+VARIANTS = ["standard", "parallel", "ladder", "hybrid-list", "desync-2x:4", "desync-4x:4", "desync-custom"]
+
+
+def alone() -> World:
+    return World(0, 1, CPU, comm.Local())
+
+
+def base_config(**more: Any) -> ModelConfig:
+    shape = dict(
+        vocab_size=101,  # divisible by no number of ranks
+        hidden_size=40,
+        n_layers=4,
+        n_heads=8,
+        n_kv_heads=random.choice([2, 4, 8]),
+        head_dim=8,
+        intermediate_size=48,
+        max_seq_len=64,
+    )
+    return ModelConfig(**shape | more)
+
+
+def variant_of(config: ModelConfig, name: str) -> ModelConfig:
+    if name == "hybrid-list":
+        return replace(config, variant="ladder", ladder_layers=(0, 3))
+    if name == "desync-custom":
+        pattern = tuple(Reduces(random.random() < 0.5, random.random() < 0.5 or i == 3) for i in range(4))
+        return replace(config, variant="desync", desync_streams=4, desync_pattern=pattern)
+    return with_variant(config, name)
+
+
+@torch.no_grad()
+def save_random(config: ModelConfig, directory: Path) -> Path:
+    """A checkpoint whose every weight, norm and bias counts, saved from one process."""
+    model = Transformer(config, comm.Local(), CPU, torch.float32)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.uniform_(0.5, 1.5)
+        elif name.endswith(".bias"):
+            parameter.normal_(0.0, 0.5)
+        else:
+            parameter.normal_(0.0, parameter.shape[1] ** -0.5)
+    checkpoint.save_checkpoint(model, directory, torch.float32)
+    return directory
+
+
+def load(world: World, directory: Path) -> Transformer:
+    config = checkpoint.model_config(str(directory), None, world.world_size)
+    return checkpoint.load_model(str(directory), config, world, torch.float32)
+
+
+@torch.inference_mode()
+def evaluate(world: World, directory: Path, tokens: Tensor) -> dict[str, Tensor]:
+    """Logits of a whole prompt; tokens and logits of greedy steps behind it, with a cache."""
+    model = load(world, directory)
+    config = model.config
+    logits = model(tokens, Causal(tokens.shape[1], CPU))
+    batch, length = tokens.shape
+    cache = ContiguousCache(model.attention_slots, batch, model.n_kv_heads, length + STEPS, config.head_dim, CPU, torch.float32)
+    chosen, seen = [], []
+    for _ in range(STEPS):
+        seen.append(model(tokens, cache.append(tokens.shape[1]))[:, -1])
+        tokens = seen[-1].argmax(-1, keepdim=True)
+        chosen.append(tokens)
+    return {"logits": logits, "tokens": torch.cat(chosen, 1), "steps": torch.stack(seen, 1)}
+
+
+def unmistakable(directory: Path, vocab_size: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """A random prompt whose greedy tokens do not hang on rounding, and what one process computes for it."""
+    for _ in range(50):
+        tokens = torch.randint(vocab_size, (2, random.randint(3, 9)))
+        expected = evaluate(alone(), directory, tokens)
+        first, second = expected["steps"].topk(2).values.unbind(-1)
+        if (first - second).min() > 10 * TOLERANCE:
+            return tokens, expected
+    raise AssertionError("every prompt has a near tie")
+
+
+def assert_ranks_compute(ranks: Ranks, n: int, directory: Path, vocab_size: int) -> None:
+    tokens, expected = unmistakable(directory, vocab_size)
+    assert expected["logits"].abs().max() > 0.5, "logits too small for an absolute tolerance"
+    results = ranks.run(n, evaluate, directory, tokens)
+    for result in results:
+        assert result["logits"].shape == (*tokens.shape, vocab_size)
+        assert (result["logits"] - expected["logits"]).abs().max() < TOLERANCE
+        assert (result["steps"] - expected["steps"]).abs().max() < TOLERANCE
+        assert torch.equal(result["tokens"], expected["tokens"])
+        for key in result:
+            assert torch.equal(result[key], results[0][key]), f"the ranks' {key} are not bitwise equal"
+
+
+# --- the same numbers on every number of ranks ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_ranks_compute_what_one_process_computes(variant: str, n: int, ranks: Ranks, tmp_path: Path, seed: int) -> None:
+    config = variant_of(base_config(), variant)
+    assert_ranks_compute(ranks, n, save_random(config, tmp_path), config.vocab_size)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("variant", ["standard", "parallel", "ladder", "desync-2x:4"])
+def test_families_with_fewer_kv_heads_than_ranks(variant: str, n: int, ranks: Ranks, tmp_path: Path, seed: int) -> None:
+    """One KV head, replicated; Qwen2's biases or Qwen3's QK norm; a tied embedding; a window."""
+    qwen2 = random.random() < 0.5
+    family = dict(family="qwen2", qkv_bias=True) if qwen2 else dict(family="qwen3", qk_norm=True)
+    config = base_config(n_kv_heads=1, tie_embeddings=True, windows=(None, 4, None, 4), **family)
+    assert_ranks_compute(ranks, n, save_random(variant_of(config, variant), tmp_path), config.vocab_size)
+
+
+def test_a_vocabulary_that_leaves_a_rank_without_rows(ranks: Ranks, tmp_path: Path, seed: int) -> None:
+    """5 ids over 4 ranks: 2, 2, 1 and none."""
+    config = base_config(vocab_size=5)
+    assert_ranks_compute(ranks, 4, save_random(config, tmp_path), 5)
+
+
+@torch.inference_mode()
+def upper_bound_logits(world: World, directory: Path, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    model = load(world, directory)
+    sent = []
+    all_reduce, all_gather = dist.all_reduce, comm.process_group._all_gather
+    dist.all_reduce = lambda *args, **more: sent.append("sum") or all_reduce(*args, **more)  # type: ignore[func-returns-value]
+    comm.process_group._all_gather = lambda *args, **more: sent.append("gather") or all_gather(*args, **more)
+    try:
+        return model(tokens, Causal(tokens.shape[1], CPU)), sent
+    finally:
+        dist.all_reduce, comm.process_group._all_gather = all_reduce, all_gather
+
+
+def test_upper_bound_sends_nothing_and_still_gives_tokens(ranks: Ranks, tmp_path: Path, seed: int) -> None:
+    config = with_variant(base_config(), "upper-bound")
+    tokens = torch.randint(config.vocab_size, (2, 5))
+    for logits, sent in ranks.run(2, upper_bound_logits, save_random(config, tmp_path), tokens):
+        assert sent == []
+        assert logits.shape == (2, 5, config.vocab_size)
+        assert not logits.isnan().any()
+        assert logits.max(-1).values.isfinite().all()
+    standard = save_random(with_variant(config, "standard"), tmp_path / "standard")
+    assert all(
+        sent.count("gather") == 1 and sent.count("sum") == 9 for _, sent in ranks.run(2, upper_bound_logits, standard, tokens)
+    )
+
+
+# --- what cannot be split ------------------------------------------------------------------------------------------------
+
+
+def failure(world: World, directory: Path) -> str | None:
+    try:
+        load(world, directory)
+    except UserError as e:
+        return str(e)
+    return None
+
+
+@pytest.mark.parametrize(("streams", "n"), [(4, 3), (2, 4), (1, 2)])
+def test_streams_that_ranks_cannot_share(streams: int, n: int, ranks: Ranks, tmp_path: Path, seed: int) -> None:
+    directory = save_random(with_variant(base_config(), f"desync-2x:{streams}"), tmp_path)
+    messages = ranks.run(n, failure, directory)
+    assert len(set(messages)) == 1
+    assert messages[0] is not None
+    assert f"{n} ranks" in messages[0] and f"divides {streams}" in messages[0]
+
+
+@pytest.mark.parametrize(
+    ("shape", "n", "words"),
+    [
+        (dict(n_heads=6, n_kv_heads=2), 4, "6 attention heads.*4 ranks.*divisor of 6"),
+        (dict(n_heads=9, n_kv_heads=3), 2, "9 attention heads.*2 ranks"),
+        (dict(n_heads=12, n_kv_heads=6), 4, "6 KV heads.*4 ranks"),
+        (dict(intermediate_size=50), 4, "50 intermediate features.*4 ranks"),
+    ],
+)
+def test_shapes_that_ranks_cannot_share(
+    shape: dict[str, int], n: int, words: str, ranks: Ranks, tmp_path: Path, seed: int
+) -> None:
+    config = base_config(**shape)
+    for rank in range(n):
+        with pytest.raises(UserError, match=words):
+            stream_shards(config, rank, n)
+    messages = ranks.run(n, failure, save_random(config, tmp_path))
+    assert len(set(messages)) == 1
+    assert messages[0] is not None
+
+
+def test_streams_that_the_model_cannot_be_split_into() -> None:
+    config = with_variant(base_config(n_heads=6, n_kv_heads=2), "desync-2x:4")
+    with pytest.raises(UserError, match=r"6 attention heads.*4 desync streams"):
+        stream_shards(config, 0, 1)
+
+
+# --- every rank holds and reads only its slice -----------------------------------------------------------------------------
+
+
+def slices(world: World, directory: Path) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """This rank's parameters, and how many elements of each tensor it took from the file."""
+    taken: dict[str, int] = {}
+    read = checkpoint.SafetensorsSource.read
+
+    def counting(self: checkpoint.SafetensorsSource, name: str, *where: int) -> Tensor:
+        part = read(self, name, *where)
+        taken[name] = taken.get(name, 0) + part.numel()
+        return part
+
+    checkpoint.SafetensorsSource.read = counting  # type: ignore[method-assign]
+    try:
+        model = load(world, directory)
+    finally:
+        checkpoint.SafetensorsSource.read = read  # type: ignore[method-assign]
+    return {name: p.detach().clone() for name, p in model.named_parameters()}, taken
+
+
+def cut(tensor: Tensor, dim: int, index: int, count: int) -> Tensor:
+    """Part `index` of `count` equal parts along `dim`."""
+    return tensor.chunk(count, dim)[index]
+
+
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_shards_are_slices_of_the_full_weights(kv_heads: int, n: int, ranks: Ranks, tmp_path: Path, seed: int) -> None:
+    config = base_config(family="qwen2", qkv_bias=True, n_kv_heads=kv_heads, vocab_size=104)
+    full = load_file(save_random(config, tmp_path) / "model.safetensors")
+    results = ranks.run(n, slices, tmp_path)
+    kv_parts = min(n, kv_heads)  # with fewer KV heads than ranks, neighbours hold the same head
+    for rank, (held, _) in enumerate(results):
+        kv_index = rank * kv_parts // n
+        expected = {
+            "embedding.weight": cut(full["model.embed_tokens.weight"], 0, rank, n),
+            "head.weight": cut(full["lm_head.weight"], 0, rank, n),
+            "norm.weight": full["model.norm.weight"],
+        }
+        for i in range(config.n_layers):
+            ours, theirs = f"layers.{i}.", f"model.layers.{i}."
+            for kind in ("weight", "bias"):
+                q, k, v = (full[f"{theirs}self_attn.{p}_proj.{kind}"] for p in "qkv")
+                parts = cut(q, 0, rank, n), cut(k, 0, kv_index, kv_parts), cut(v, 0, kv_index, kv_parts)
+                expected[f"{ours}attention.wqkv.{kind}"] = torch.cat(parts)
+            expected[f"{ours}attention.wo.weight"] = cut(full[f"{theirs}self_attn.o_proj.weight"], 1, rank, n)
+            gate_up = [cut(full[f"{theirs}mlp.{p}_proj.weight"], 0, rank, n) for p in ("gate", "up")]
+            expected[f"{ours}mlp.w_gate_up.weight"] = torch.cat(gate_up)
+            expected[f"{ours}mlp.w_down.weight"] = cut(full[f"{theirs}mlp.down_proj.weight"], 1, rank, n)
+            expected[f"{ours}attention.norm.weight"] = full[f"{theirs}input_layernorm.weight"]
+            expected[f"{ours}mlp.norm.weight"] = full[f"{theirs}post_attention_layernorm.weight"]
+        assert held.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert torch.equal(held[name], tensor), name
+
+
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("variant", ["standard", "parallel", "hybrid-list", "desync-2x:4"])
+def test_ranks_read_each_element_once(variant: str, n: int, ranks: Ranks, tmp_path: Path, seed: int) -> None:
+    """Norms are whole on every rank (a desync rank reads them once for each stream's module, at most), and all else is
+    read exactly once over all ranks, and held once."""
+    config = variant_of(base_config(n_kv_heads=4), variant)
+    full = load_file(save_random(config, tmp_path) / "model.safetensors")
+    results = ranks.run(n, slices, tmp_path)
+    for name, tensor in full.items():
+        counts = [taken.get(name, 0) for _, taken in results]
+        if "norm" in name:
+            assert all(count >= tensor.numel() for count in counts), name
+        else:
+            assert sum(counts) == tensor.numel(), name
+            assert max(counts) <= math.ceil(tensor.shape[0] / n) * tensor.shape[1], name
+    norms = sum(tensor.numel() for name, tensor in full.items() if "norm" in name)
+    rest = sum(tensor.numel() for name, tensor in full.items() if "norm" not in name)
+    padding = 2 * (-(-config.vocab_size // n) * n - config.vocab_size) * config.hidden_size
+    held = [sum(p.numel() for p in parameters.values()) for parameters, _ in results]
+    assert sum(held) == rest + padding + n * norms
+    assert len(set(held)) == 1
+
+
+def test_padding_of_the_vocabulary_is_zero(ranks: Ranks, tmp_path: Path, seed: int) -> None:
+    config = base_config()
+    full = load_file(save_random(config, tmp_path) / "model.safetensors")
+    results = ranks.run(4, slices, tmp_path)
+    for ours, theirs in (("embedding.weight", "model.embed_tokens.weight"), ("head.weight", "lm_head.weight")):
+        whole = torch.cat([held[ours] for held, _ in results])
+        assert torch.equal(whole[:101], full[theirs])
+        assert len(whole) == 104
+        assert (whole[101:] == 0).all()
+
+
+# --- the communicator ----------------------------------------------------------------------------------------------------
+
+
+def sums_of(world: World, partials: list[Tensor]) -> list[Tensor]:
+    """Of this rank's partials (the r-th row of each), all in flight before the first wait."""
+    handles = [world.comm.start(p[world.rank].clone()) for p in partials]
+    return [handle.wait() for handle in handles]
+
+
+def wide_range(n: int, size: int) -> Tensor:
+    """bf16 partials whose sum is exact in fp32 (its terms are multiples of 2^-6 below 2^14), and not in bf16."""
+    exponents = torch.randint(-6, 7, (n, size))
+    return (torch.randint(-255, 256, (n, size)) * 2.0**exponents).bfloat16()
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_bf16_is_summed_in_fp32_and_rounded_once(n: int, ranks: Ranks, seed: int) -> None:
+    partials = [wide_range(n, size) for size in (1, 7, 1000, 40_000)]
+    expected = [p.double().sum(0).bfloat16() for p in partials]
+    for sums in ranks.run(n, sums_of, partials):
+        for total, right in zip(sums, expected, strict=True):
+            assert total.dtype == torch.bfloat16
+            assert torch.equal(total, right)
+    if n == 4:
+        in_bf16 = partials[-1][0]
+        for row in partials[-1][1:]:
+            in_bf16 = in_bf16 + row
+        assert not torch.equal(in_bf16, expected[-1]), "the inputs do not tell fp32 sums from bf16 sums"
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_every_rank_gets_bitwise_the_same_sum(n: int, ranks: Ranks, seed: int) -> None:
+    partials = [torch.randn(n, *shape) for shape in ((1,), (5, 3), (2, 17, 40), (30_001,))]
+    results = ranks.run(n, sums_of, partials)
+    for sums in results:
+        for total, parts, same in zip(sums, partials, results[0], strict=True):
+            assert (total.double() - parts.double().sum(0)).abs().max() < 1e-5
+            assert torch.equal(total, same)
+
+
+def gathered(world: World, shards: Tensor) -> Tensor:
+    return world.comm.all_gather(shards[world.rank])
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("shape", [(6,), (3, 5), (2, 3, 4)])
+def test_all_gather_joins_the_last_dim_in_rank_order(shape: tuple[int, ...], n: int, ranks: Ranks, seed: int) -> None:
+    shards = torch.randn(n, *shape)
+    for result in ranks.run(n, gathered, shards):
+        assert torch.equal(result, torch.cat(list(shards), dim=-1))
+
+
+# --- errors are everyone's -------------------------------------------------------------------------------------------------
+
+
+def agree(world: World, messages: list[str | None]) -> str | None:
+    mine = messages[world.rank]
+    try:
+        agree_on_error(world, UserError(mine) if mine else None)
+    except UserError as e:
+        return str(e)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("messages", "raised"),
+    [
+        ([None, None, None], None),
+        ([None, "no such file", None], "no such file"),
+        (["a disk is full", None, None], "a disk is full"),
+        ([None, None, "too few GPUs"], "too few GPUs"),
+        ([None, "one", "two"], "one"),
+    ],
+)
+def test_an_error_of_one_rank_is_raised_on_all(messages: list[str | None], raised: str | None, ranks: Ranks, seed: int) -> None:
+    assert ranks.run(3, agree, messages) == [raised] * 3
+
+
+def test_an_error_of_one_process_is_raised() -> None:
+    agree_on_error(alone(), None)
+    with pytest.raises(UserError, match=r"^no such file$"):
+        agree_on_error(alone(), UserError("no such file"))
+
+
+def load_own(world: World, directories: list[Path]) -> str | None:
+    return failure(world, directories[world.rank])
+
+
+def test_a_checkpoint_broken_on_one_rank_stops_all(ranks: Ranks, tmp_path: Path, seed: int) -> None:
+    whole = save_random(base_config(), tmp_path / "whole")
+    torn = save_random(base_config(), tmp_path / "torn")
+    (torn / "model.safetensors").write_bytes((torn / "model.safetensors").read_bytes()[:-100])
+    results = ranks.run(2, load_own, [whole, torn])
+    assert results[0] is not None and "torn" in results[0]
+    assert results[1] == results[0]
+
+
+# --- the helper that the other tests lean on -------------------------------------------------------------------------------
+
+
+def raise_on(world: World, rank: int) -> None:
+    if world.rank == rank:
+        raise ValueError("only here")
+    world.comm.all_reduce(torch.ones(1))
+
+
+def sleep(world: World, seconds: float) -> None:
+    time.sleep(seconds)
+
+
+def test_ranks_report_a_failure_and_work_again(seed: int) -> None:
+    pool = Ranks(2)
+    try:
+        with pytest.raises(RankError, match=r"rank 1 of 2: (.|\n)*ValueError: only here"):
+            pool.run(2, raise_on, 1)
+        assert pool.run(2, gathered, torch.tensor([[1.0], [2.0]]))[0].tolist() == [1.0, 2.0]
+        with pytest.raises(RankError, match="did not finish within 1 s"):
+            pool.run(1, sleep, 60, timeout=1)
+    finally:
+        pool.close()

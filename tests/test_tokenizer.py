@@ -1,0 +1,661 @@
+"""Every kind of tokenizer against its own library and against transformers, on small tokenizers trained here."""
+
+import base64
+import io
+import json
+import shutil
+import threading
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sentencepiece
+import tiktoken
+import tokenizers
+import transformers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from errors import UserError
+from tokenizer import LLAMA3_PATTERN, IncrementalDetokenizer, Tokenizer, check_fits, load_tokenizer
+
+WORDS = "the quick brown fox jumps over a lazy dog and then some more words about éclair naïve Grüße 日本 привет 12 345"
+LINES = [" ".join(WORDS.split()[(i * 7 + j * j) % 22] for j in range(10)) + "." for i in range(300)]
+TEXTS = [
+    "",
+    " ",
+    "the fox",
+    "  two spaces,  and   more ",
+    "line\n\n\nbreaks\t and\r\n tabs",
+    "naïve 日本 привет 🦊👩‍👩‍👧 e\u0301 ﬁ Ⅳ",
+    "it's 12345 o'CLOCK don't",
+    "\x00 \u200b \ufffd ▁ <0x41>",
+    "x" * 300,
+]
+KINDS = ["sp-bpe", "sp-unigram", "sp-bare", "tiktoken", "json-bytes", "json-llama", "json-metaspace"]
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+LLAMA3 = """{{- bos_token }}
+{%- if not date is defined %}{%- set date = strftime_now("%d %b %Y") %}{%- endif %}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system = messages[0]['content']|trim %}
+    {%- set messages = messages[1:] %}
+{%- else %}
+    {%- set system = "" %}
+{%- endif %}
+{{- "<|start_header_id|>system<|end_header_id|>\\n\\nToday: " + date + "\\n" + system }}
+{%- if tools is not none %}
+    {%- for t in tools %}
+        {{- t | tojson(indent=4) }}
+    {%- endfor %}
+{%- endif %}
+{{- "<|eot_id|>" }}
+{%- for message in messages %}
+    {%- if message.role == 'skip' %}{% continue %}{% endif %}
+    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n'+ message['content'] | trim + '<|eot_id|>' }}
+{%- endfor %}
+{%- if documents %}{% for d in documents %}{{ d.title }}: {{ d | tojson }}{% endfor %}{% endif %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}
+"""
+MISTRAL = """{{ bos_token }}{% for message in messages %}
+    {% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+        {{ raise_exception('Conversation roles must alternate user/assistant') }}
+    {% endif %}
+    {% if message['role'] == 'user' %}
+{{ '[INST] ' + message['content'] + ' [/INST]' }}
+    {%- else %}
+{% generation %}{{ ' ' + message['content'] + eos_token }}{% endgeneration %}
+    {%- endif %}
+{% endfor %}"""
+CHAT = [
+    {"role": "user", "content": " Grüße & <b>日本</b> "},
+    {"role": "assistant", "content": "Hello there. "},
+    {"role": "user", "content": "And\n  now?"},
+]
+
+
+# --------------------------------------------------------------------------------------------- the tokenizers, trained
+
+
+def write_json(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content), encoding="utf-8")
+
+
+def train_sentencepiece(folder: Path, **options: Any) -> None:
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(LINES), model_writer=model, minloglevel=2, num_threads=1, **options
+    )
+    (folder / "tokenizer.model").write_bytes(model.getvalue())
+
+
+def train_bytes(special: list[str]) -> tokenizers.Tokenizer:
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet, special_tokens=special, show_progress=False)
+    tokenizer.train_from_iterator(LINES, trainer)
+    return tokenizer
+
+
+def byte_of(character: str) -> int:
+    """The byte behind a character of the byte-level alphabet."""
+    hidden = [*range(33), *range(127, 161), 173]
+    return ord(character) if ord(character) < 0x100 else hidden[ord(character) - 0x100]
+
+
+def write_tiktoken(folder: Path) -> dict[bytes, int]:
+    """A file as Llama 3's: the 256 bytes, then the merges of a trained byte-level BPE."""
+    vocab = train_bytes([]).get_vocab()
+    tokens = [bytes(map(byte_of, token)) for token in sorted(vocab, key=vocab.__getitem__)]
+    ranks = {token: rank for rank, token in enumerate(tokens)}
+    lines = [base64.b64encode(token) + b" %d\n" % rank for token, rank in ranks.items()]
+    (folder / "tokenizer.model").write_bytes(b"".join(lines))
+    return ranks
+
+
+def write_json_bytes(folder: Path) -> None:
+    tokenizer = train_bytes(["<|begin|>", "<|end|>", "<|im_start|>", "<|im_end|>"])
+    tokenizer.add_tokens([tokenizers.AddedToken("<tool> 日", special=False)])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<|begin|> $A", special_tokens=[("<|begin|>", 0)])
+    tokenizer.enable_truncation(5)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    write_json(
+        folder / "tokenizer_config.json",
+        {
+            "bos_token": {"__type": "AddedToken", "content": "<|begin|>", "special": True},
+            "eos_token": "<|im_end|>",
+            "chat_template": CHATML,
+            "tokenizer_class": "PreTrainedTokenizerFast",
+        },
+    )
+
+
+def write_json_sentencepiece(folder: Path, metaspace: bool) -> None:
+    """As Llama 2's (`Prepend`, `ByteFallback`, `Strip`) or with the `Metaspace` pair."""
+    tokenizer = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    if metaspace:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=True)
+        tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
+    else:
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        tokenizer.decoder = decoders.Sequence(steps)
+    special = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=600,
+        special_tokens=special,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(LINES, trainer)
+    if not metaspace:
+        content = json.loads(tokenizer.to_str())
+        vocab = content["model"]["vocab"]
+        for byte in range(256):
+            vocab[f"<0x{byte:02X}>"] = len(vocab)
+        tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    write_json(
+        folder / "tokenizer_config.json",
+        {**names, "chat_template": MISTRAL, "tokenizer_class": "PreTrainedTokenizerFast"},
+    )
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    paths = {kind: tmp_path_factory.mktemp(kind) for kind in KINDS}
+    llama = {"byte_fallback": True, "remove_extra_whitespaces": False, "normalization_rule_name": "identity"}
+    train_sentencepiece(paths["sp-bpe"], model_type="bpe", vocab_size=420, control_symbols=["[INST]", "[/INST]"], **llama)
+    train_sentencepiece(paths["sp-unigram"], model_type="unigram", vocab_size=320, byte_fallback=True)
+    train_sentencepiece(paths["sp-bare"], model_type="bpe", vocab_size=420, add_dummy_prefix=False, **llama)
+    write_tiktoken(paths["tiktoken"])
+    write_json(paths["tiktoken"] / "tokenizer_config.json", {"chat_template": LLAMA3})
+    write_json_bytes(paths["json-bytes"])
+    write_json_sentencepiece(paths["json-llama"], metaspace=False)
+    write_json_sentencepiece(paths["json-metaspace"], metaspace=True)
+    return paths
+
+
+@pytest.fixture(scope="session")
+def loaded(folders: dict[str, Path]) -> dict[str, Tokenizer]:
+    return {kind: load_tokenizer(folder) for kind, folder in folders.items()}
+
+
+@pytest.fixture(scope="session")
+def hf(folders: dict[str, Path]) -> dict[str, Any]:
+    """transformers' tokenizers of the same folders."""
+    kinds = ["json-bytes", "json-llama", "json-metaspace"]
+    return {kind: transformers.AutoTokenizer.from_pretrained(folders[kind]) for kind in kinds}
+
+
+@pytest.fixture
+def folder(folders: dict[str, Path], tmp_path: Path) -> Callable[[str], Path]:
+    """A copy of a tokenizer's folder, to change."""
+    return lambda kind: shutil.copytree(folders[kind], tmp_path / kind)
+
+
+def reference_encode(folder: Path) -> tiktoken.Encoding:
+    lines = (folder / "tokenizer.model").read_text().splitlines()
+    ranks = {base64.b64decode(line.split()[0]): int(line.split()[1]) for line in lines}
+    return tiktoken.Encoding("reference", pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens={})
+
+
+# ------------------------------------------------------------------------------------------------- encode and decode
+
+
+@pytest.mark.parametrize("kind", ["sp-bpe", "sp-unigram", "sp-bare"])
+@pytest.mark.parametrize("text", TEXTS)
+def test_sentencepiece_is_the_library(kind: str, text: str, folders: Any, loaded: Any) -> None:
+    sp = sentencepiece.SentencePieceProcessor(model_file=str(folders[kind] / "tokenizer.model"))
+    ids = loaded[kind].encode(text)
+    assert ids == [sp.bos_id(), *sp.encode(text)]
+    assert loaded[kind].decode(ids) == sp.decode(ids)
+    if kind != "sp-unigram" and "▁" not in text:  # a normalizer, and the space's own sign, lose text
+        assert loaded[kind].decode(ids) == text
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_tiktoken_is_the_library(text: str, folders: Any, loaded: Any) -> None:
+    reference = reference_encode(folders["tiktoken"])
+    tokenizer = loaded["tiktoken"]
+    assert tokenizer.encode(text) == [tokenizer.bos_id, *reference.encode(text, disallowed_special=())]
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@pytest.mark.parametrize("kind", ["json-bytes", "json-llama", "json-metaspace"])
+@pytest.mark.parametrize("text", [*TEXTS, "<s>[INST] hi [/INST]", "a<|im_end|>\n<tool> 日 b"])
+def test_json_is_transformers(kind: str, text: str, loaded: Any, hf: Any) -> None:
+    ids = loaded[kind].encode(text)
+    assert ids == hf[kind].encode(text)
+    assert loaded[kind].encode(text, add_special_tokens=False) == hf[kind].encode(text, add_special_tokens=False)
+    plain = loaded[kind].encode(text, parse_special=False)
+    assert plain == hf[kind].encode(text, split_special_tokens=True)
+    for skip in (True, False):
+        for some in (ids, ids[1:], plain):
+            reference = hf[kind].decode(some, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+            assert loaded[kind].decode(some, skip_special_tokens=skip) == reference
+
+
+def test_sentencepiece_converted_by_transformers(folders: Any, loaded: Any, tmp_path: Path) -> None:
+    """The same `tokenizer.model` as transformers converts it; it drops the dummy prefix before a leading space."""
+    pytest.importorskip("google.protobuf", reason="transformers converts with it")
+    tokenizer = loaded["sp-bpe"]
+    shutil.copy(folders["sp-bpe"] / "tokenizer.model", tmp_path)
+    write_json(tmp_path / "tokenizer_config.json", {"tokenizer_class": "LlamaTokenizer", "legacy": False})
+    reference = transformers.LlamaTokenizer.from_pretrained(tmp_path)
+    new = load_tokenizer(tmp_path)
+    for text in ["the fox", *TEXTS[4:7], "a [INST] b[/INST]c", "<s>the fox</s> dog"]:
+        assert new.encode(text, add_special_tokens=False) == reference.encode(text, add_special_tokens=False), text
+        assert tokenizer.decode(tokenizer.encode(text)) == reference.decode(tokenizer.encode(text), True), text
+
+
+@pytest.mark.parametrize("kind", ["sp-bpe", "tiktoken", "json-bytes", "json-llama"])
+@pytest.mark.parametrize("text", [" " * 200_000, "a" * 60_000, "b " * 40_000, "x" + "\n" * 60_000 + "y"])
+def test_long_runs_of_one_kind_of_character(kind: str, text: str, loaded: dict[str, Tokenizer]) -> None:
+    tokenizer = loaded[kind]
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@pytest.mark.parametrize("text", ["the " * 9_000, "the fox " + " " * 24_000 + "<|eot_id|>" + "a" * 24_000])
+def test_long_text_without_long_runs_is_not_cut(text: str, loaded: Any) -> None:
+    tokenizer = loaded["tiktoken"]
+    assert tokenizer.encode(text)[1:] == tokenizer._encoding.encode(text, allowed_special="all")
+
+
+def test_special_tokens_are_parsed_or_plain(loaded: dict[str, Tokenizer]) -> None:
+    for kind, text in [("sp-bpe", "[INST]"), ("tiktoken", "<|eot_id|>"), ("json-bytes", "<|im_end|>")]:
+        tokenizer = loaded[kind]
+        (id,) = tokenizer.encode(text, add_special_tokens=False)
+        assert id in tokenizer.special_ids and tokenizer.token_bytes(id) == text.encode()
+        plain = tokenizer.encode(text, add_special_tokens=False, parse_special=False)
+        assert len(plain) > 1 and not tokenizer.special_ids & set(plain) and tokenizer.decode(plain) == text
+        assert tokenizer.decode([id]) == "" and tokenizer.decode([id], skip_special_tokens=False) == text
+
+
+def test_legacy_sentencepiece_puts_a_dummy_prefix_after_each_special_token(folder: Any) -> None:
+    path = folder("sp-bpe")
+    for legacy, pieces in [(True, ["▁a", "▁b"]), (False, ["▁a", "b"])]:
+        write_json(path / "tokenizer_config.json", {"legacy": legacy})
+        tokenizer = load_tokenizer(path)
+        ids = tokenizer.encode("a[INST]b", add_special_tokens=False)
+        texts = [tokenizer.token_text(i).replace(" ", "▁") for i in ids]
+        assert "".join(texts).split("[INST]") == pieces
+
+
+def test_llama3_layout(loaded: Any, folders: Any) -> None:
+    tokenizer = loaded["tiktoken"]
+    base = len((folders["tiktoken"] / "tokenizer.model").read_text().splitlines())
+    assert tokenizer.vocab_size == base + 256 and len(tokenizer.special_ids) == 256 and tokenizer.bos_id == base
+    expected = {
+        0: "begin_of_text",
+        1: "end_of_text",
+        6: "start_header_id",
+        7: "end_header_id",
+        8: "eom_id",
+        9: "eot_id",
+    }
+    for offset, name in {**expected, 10: "python_tag", 255: "reserved_special_token_247"}.items():
+        assert tokenizer.token_text(base + offset) == f"<|{name}|>"
+    assert set(tokenizer.eos_ids) == {base + 1, base + 8, base + 9}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_token_bytes_add_up_to_the_text(kind: str, loaded: dict[str, Tokenizer]) -> None:
+    tokenizer = loaded[kind]
+    text = "the naïve fox 日本" + ("" if kind == "json-metaspace" else " 🦊")
+    whole = b"".join(map(tokenizer.token_bytes, tokenizer.encode(text, add_special_tokens=False)))
+    assert whole.decode().removeprefix(" ") == text
+    assert len({tokenizer.token_text(i) for i in range(tokenizer.vocab_size)}) > 100
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_lone_surrogate_is_replaced(kind: str, loaded: dict[str, Tokenizer]) -> None:
+    assert loaded[kind].encode("a\ud800b") == loaded[kind].encode("a\ufffdb")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_threads_share_a_tokenizer(kind: str, loaded: dict[str, Tokenizer]) -> None:
+    tokenizer, wrong = loaded[kind], []
+    expected = [(tokenizer.encode(t), tokenizer.encode(t, parse_special=False)) for t in LINES[:20]]
+
+    def work() -> None:
+        for text, (parsed, plain) in zip(LINES[:20], expected, strict=True):
+            if tokenizer.encode(text) != parsed or tokenizer.encode(text, parse_special=False) != plain:
+                wrong.append(text)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+# ------------------------------------------------------------------------------------------------------ incrementally
+
+
+def stream(tokenizer: Tokenizer, ids: list[int], skip: bool, prompt: list[int]) -> tuple[list[str], str]:
+    detokenizer = IncrementalDetokenizer(tokenizer, skip, prompt)
+    return [detokenizer.push(i) for i in ids], detokenizer.flush()
+
+
+def some_ids(data: st.DataObject, tokenizer: Tokenizer) -> list[int]:
+    """Ids of any kind, those that break UTF-8 more often than chance would."""
+    whole = [b"\xf0\x9f\xa6\x8a"[i : i + 1] for i in range(4)]
+    parts = [i for i in range(tokenizer.vocab_size) if tokenizer.token_bytes(i) in [*whole, b" ", b"\xe2", b"\x96"]]
+    special = sorted(tokenizer.special_ids)[:12]
+    one = st.sampled_from(parts or special) | st.sampled_from(special) | st.integers(0, tokenizer.vocab_size - 1)
+    return data.draw(st.lists(one, max_size=12))
+
+
+PROPERTY = settings(max_examples=120, deadline=None, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@PROPERTY
+@given(data=st.data(), skip=st.booleans())
+def test_pushed_text_is_the_decoded_text(kind: str, loaded: Any, folders: Any, hf: Any, data: Any, skip: bool) -> None:
+    tokenizer = loaded[kind]
+    ids = some_ids(data, tokenizer)
+    pushed, rest = stream(tokenizer, ids, skip, [])
+    text = tokenizer.decode(ids, skip)
+    assert "".join(pushed) + rest == text
+    kept = [i for i in ids if not (skip and i in tokenizer.special_ids)]
+    whole = b"".join(map(tokenizer.token_bytes, kept))
+    if kind in ("tiktoken", "json-bytes"):
+        assert text == whole.decode("utf-8", "replace")
+    if kind in ("json-bytes", "json-metaspace"):
+        assert text == hf[kind].decode(ids, skip, clean_up_tokenization_spaces=False)
+    if kind == "json-llama" and "\ufffd" not in text:
+        assert text == hf[kind].decode(ids, skip, clean_up_tokenization_spaces=False)
+    if kind.startswith("sp") and skip:
+        sp = sentencepiece.SentencePieceProcessor(model_file=str(folders[kind] / "tokenizer.model"))
+        assert text == sp.decode(ids)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@PROPERTY
+@given(data=st.data(), skip=st.booleans())
+def test_text_after_a_prompt_continues_it(kind: str, loaded: Any, data: Any, skip: bool) -> None:
+    tokenizer = loaded[kind]
+    prompt, ids = some_ids(data, tokenizer), some_ids(data, tokenizer)
+    pushed, rest = stream(tokenizer, ids, skip, prompt)
+    before, _ = stream(tokenizer, prompt, skip, [])
+    assert "".join([*before, *pushed]) + rest == tokenizer.decode(prompt + ids, skip)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(PROPERTY, max_examples=40)
+@given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=20))
+def test_any_text_comes_back_in_whole_characters(kind: str, loaded: Any, text: str) -> None:
+    if kind in ("sp-unigram", "json-metaspace") or "▁" in text:
+        return  # lossy by their nature: a normalizer, no byte fallback, the space's own sign
+    tokenizer = loaded[kind]
+    ids = tokenizer.encode(text, parse_special=False)
+    pushed, rest = stream(tokenizer, ids, True, [])
+    assert "".join(pushed) == text and rest == ""
+    assert "\ufffd" in text or not any("\ufffd" in part for part in pushed)
+
+
+@pytest.mark.parametrize("kind", ["sp-bpe", "json-llama"])
+def test_the_leading_space_is_kept_only_after_text(kind: str, loaded: dict[str, Tokenizer]) -> None:
+    tokenizer = loaded[kind]
+    ids = tokenizer.encode("the", add_special_tokens=False)
+    for prompt, expected in [([], "the"), ([1], "the"), (tokenizer.encode("fox"), " the")]:
+        pushed, rest = stream(tokenizer, ids, True, prompt)
+        assert "".join(pushed) + rest == expected
+
+
+# ------------------------------------------------------------------------------------------------------ chat templates
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"add_generation_prompt": False},
+    {"tools": [{"type": "function", "function": {"name": "f", "description": "é <x>"}}]},
+    {"documents": [{"title": "T", "text": "ü"}]},
+    {"date": "1 Jan"},
+    {"bos_token": "!"},
+]
+
+
+@pytest.mark.parametrize("template", [CHATML, LLAMA3, MISTRAL])
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("kind", ["json-bytes", "json-llama"])
+def test_chat_is_transformers(template: str, options: Any, kind: str, loaded: Any, hf: Any) -> None:
+    options = {"add_generation_prompt": True, "chat_template": template, **options}
+    expected = hf[kind].apply_chat_template(CHAT, tokenize=False, **options)
+    assert loaded[kind].render_chat(CHAT, **options) == expected
+    ids = hf[kind].apply_chat_template(CHAT, tokenize=True, return_dict=False, **options)
+    assert loaded[kind].encode_chat(CHAT, **options) == ids
+
+
+@pytest.mark.parametrize("template", [CHATML, LLAMA3, MISTRAL, "{{ messages[-1].content | trim }} ."])
+@pytest.mark.parametrize("content", ["The answer is", " ends in spaces  ", [{"type": "text", "text": "part "}]])
+def test_continue_final_message_is_transformers(template: str, content: Any, loaded: Any, hf: Any) -> None:
+    if isinstance(content, list):
+        template = "{% for m in messages %}{{ m.content[0].text if m.content is not string else m.content }};{% endfor %}"
+    chat = [CHAT[0], {"role": "assistant", "content": content}]
+    options = {"chat_template": template, "continue_final_message": True, "add_generation_prompt": False}
+    expected = hf["json-bytes"].apply_chat_template(chat, tokenize=False, **options)
+    assert loaded["json-bytes"].render_chat(chat, **options) == expected
+    assert chat[-1]["content"] == content
+
+
+def test_none_and_reasoning_are_as_in_transformers(loaded: Any, hf: Any) -> None:
+    template = "{% for m in messages %}{{ m | tojson }}{{ m.content is defined }}{% endfor %}"
+    chat = [{"role": "assistant", "content": None, "tool_calls": None, "reasoning": "hm"}]
+    expected = hf["json-bytes"].apply_chat_template(chat, tokenize=False, chat_template=template)
+    assert loaded["json-bytes"].render_chat(chat, chat_template=template, add_generation_prompt=False) == expected
+
+
+def test_tiktoken_chat_has_one_bos_and_special_ids(loaded: Any) -> None:
+    tokenizer = loaded["tiktoken"]
+    ids = tokenizer.encode_chat(CHAT)
+    assert ids[0] == tokenizer.bos_id and ids.count(tokenizer.bos_id) == 1
+    assert sum(i == tokenizer.bos_id + 9 for i in ids) == 4
+    assert datetime.now().strftime("%Y") in tokenizer.decode(ids)
+
+
+def test_templates_by_file_and_by_name(folder: Any) -> None:
+    path = folder("json-bytes")
+    config = json.loads((path / "tokenizer_config.json").read_text())
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
+    write_json(path / "tokenizer_config.json", {**config, "chat_template": named})
+    reference = transformers.AutoTokenizer.from_pretrained(path)
+    tokenizer = load_tokenizer(path)
+    for options in ({}, {"tools": [{"name": "f"}]}, {"chat_template": "tool_use"}, {"chat_template": "given"}):
+        assert tokenizer.render_chat(CHAT, **options) == reference.apply_chat_template(CHAT, tokenize=False, **options)
+    (path / "chat_template.jinja").write_text("file {{ bos_token }}")
+    assert load_tokenizer(path).chat_template == "file {{ bos_token }}"
+    assert load_tokenizer(path).render_chat(CHAT) == "file <|begin|>"
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{% if %}", "chat template"),
+        ("{{ messages[0].content.nothing.more }}", "undefined|no attribute"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ messages.append(1) }}", "unsafe"),
+        ("{{ 1 / 0 }}", "division"),
+        ("{% for i in range(10 ** 9) %}{% endfor %}", "[Rr]ange"),
+    ],
+)
+def test_a_failing_template_is_a_user_error(template: str, says: str, loaded: dict[str, Tokenizer]) -> None:
+    with pytest.raises(UserError, match=says) as e:
+        loaded["json-bytes"].render_chat(CHAT, chat_template=template)
+    assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("messages", "options"),
+    [
+        ([], {}),
+        (["hi"], {}),
+        (CHAT, {"continue_final_message": True}),
+        ([{"role": "user"}], {"continue_final_message": True, "add_generation_prompt": False}),
+        (CHAT, {"continue_final_message": True, "add_generation_prompt": False, "chat_template": "x"}),
+        (CHAT, {"continue_final_message": True, "add_generation_prompt": False, "chat_template": "{# content #}"}),
+    ],
+)
+def test_unusable_messages_are_user_errors(messages: Any, options: Any, loaded: dict[str, Tokenizer]) -> None:
+    with pytest.raises(UserError):
+        loaded["json-bytes"].render_chat(messages, **options)
+
+
+def test_no_template_says_how_to_mend_it(loaded: dict[str, Tokenizer]) -> None:
+    assert loaded["sp-bpe"].chat_template is None
+    with pytest.raises(UserError, match="no chat template; pass chat_template"):
+        loaded["sp-bpe"].render_chat(CHAT)
+    assert loaded["sp-bpe"].render_chat(CHAT[:1], chat_template=MISTRAL).startswith("<s>[INST]")
+
+
+# -------------------------------------------------------------------------------------------------------- loading, eos
+
+
+def test_eos_ids_are_merged_in_order(folder: Any) -> None:
+    path = folder("json-bytes")
+    assert load_tokenizer(path).eos_ids == (3,)
+    write_json(path / "config.json", {"eos_token_id": 1})
+    write_json(path / "generation_config.json", {"eos_token_id": [7, 3]})
+    assert load_tokenizer(path).eos_ids == (7, 3, 1)
+    write_json(path / "config.json", {"eos_token_id": "x"})
+    with pytest.raises(UserError, match="eos_token_id"):
+        load_tokenizer(path)
+
+
+def test_bos_and_eos_from_config_json_alone(folder: Any) -> None:
+    path = folder("json-bytes")
+    (path / "tokenizer_config.json").unlink()
+    write_json(path / "config.json", {"bos_token_id": 0, "eos_token_id": 1})
+    tokenizer = load_tokenizer(path)
+    assert (tokenizer.bos_id, tokenizer.eos_ids) == (0, (1,)) and tokenizer.encode("fox")[0] == 0
+    assert tokenizer.render_chat(CHAT, chat_template="{{ bos_token }}") == "<|begin|>"
+
+
+def test_a_named_token_is_special_even_if_not_flagged(folder: Any) -> None:
+    path = folder("json-bytes")
+    content = json.loads((path / "tokenizer.json").read_text())
+    for token in content["added_tokens"]:
+        token["special"] = token["content"] != "<|im_end|>"
+    write_json(path / "tokenizer.json", content)
+    tokenizer, reference = load_tokenizer(path), transformers.AutoTokenizer.from_pretrained(path)
+    ids = tokenizer.encode("the fox<|im_end|>")
+    assert ids == reference.encode("the fox<|im_end|>") and ids[-1] in tokenizer.special_ids
+    assert tokenizer.decode(ids) == reference.decode(ids, skip_special_tokens=True) == "the fox"
+
+
+@pytest.mark.parametrize("kind", ["sp-bpe", "tiktoken", "json-bytes"])
+def test_add_bos_token_is_obeyed(kind: str, folder: Any) -> None:
+    path = folder(kind)
+    file = path / "tokenizer_config.json"
+    config = json.loads(file.read_text()) if file.exists() else {}
+    bare = load_tokenizer(path).encode("the fox", add_special_tokens=False)
+    for add in (True, False):
+        write_json(file, {**config, "add_bos_token": add})
+        tokenizer = load_tokenizer(path)
+        assert tokenizer.encode("the fox") == [tokenizer.bos_id] * add + bare
+
+
+def test_tokens_added_to_a_sentencepiece_model(folder: Any) -> None:
+    path = folder("sp-bpe")
+    size = load_tokenizer(path).vocab_size
+    added = {str(size + 1): {"content": "<|im_end|>", "special": True}, "1": {"content": "<s>", "special": True}}
+    write_json(path / "tokenizer_config.json", {"added_tokens_decoder": added, "eos_token": "<|im_end|>"})
+    tokenizer = load_tokenizer(path)
+    assert tokenizer.vocab_size == size + 2 and tokenizer.eos_ids == (size + 1,)
+    assert tokenizer.encode("the<|im_end|>")[-1] == size + 1 and tokenizer.decode([size, size + 1]) == ""
+
+
+def test_a_file_can_be_named_and_json_wins_in_a_folder(folders: Any, folder: Any) -> None:
+    path = folder("json-bytes")
+    shutil.copy(folders["sp-bpe"] / "tokenizer.model", path)
+    assert load_tokenizer(path).encode("fox") == load_tokenizer(str(path / "tokenizer.json")).encode("fox")
+    assert load_tokenizer(path / "tokenizer.model").token_text(1) == "<s>"
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer.json", b"{"),
+        ("tokenizer.json", b"\xff"),
+        ("tokenizer.json", b'{"model": 1}'),
+        ("tokenizer.model", b""),
+        ("tokenizer.model", b"\x00garbage" * 9),
+        ("tokenizer.model", b"IQ== 0\nIg== x\n"),
+        ("tokenizer.model", b"IQ== 0\nIg== 1\n"),
+        ("tokenizer.model", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n"),
+        ("readme.md", b""),
+    ],
+)
+def test_corrupt_files_are_user_errors(name: str, content: bytes, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=";") as e:
+        load_tokenizer(tmp_path)
+    assert "\n" not in str(e.value)
+    with pytest.raises(UserError, match="no tokenizer at"):
+        load_tokenizer(tmp_path / "missing")
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"chat_template": [{}]}', '{"added_tokens_decoder": {"x": 1}}'])
+def test_a_corrupt_config_is_a_user_error(content: str, folder: Any) -> None:
+    path = folder("json-bytes")
+    (path / "tokenizer_config.json").write_text(content)
+    with pytest.raises(UserError, match=r"tokenizer_config\.json"):
+        load_tokenizer(path)
+
+
+def test_an_absurd_added_id_is_a_user_error(folder: Any) -> None:
+    path = folder("sp-bpe")
+    write_json(path / "tokenizer_config.json", {"added_tokens_decoder": {"99999999999": {"content": "x"}}})
+    with pytest.raises(UserError, match="99999999999"):
+        load_tokenizer(path)
+
+
+def test_a_broken_template_file_is_named(folder: Any) -> None:
+    path = folder("json-bytes")
+    (path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(UserError, match=r"chat_template\.jinja is not UTF-8"):
+        load_tokenizer(path)
+
+
+def test_an_unknown_replacement_is_a_user_error(folder: Any) -> None:
+    path = folder("json-llama")
+    content = json.loads((path / "tokenizer.json").read_text())
+    content["decoder"]["decoders"][0]["pattern"] = {"String": "e"}
+    write_json(path / "tokenizer.json", content)
+    with pytest.raises(UserError, match="replaces more than"):
+        load_tokenizer(path)
+
+
+def test_an_unsupported_decoder_is_a_user_error(tmp_path: Path) -> None:
+    tokenizer = tokenizers.Tokenizer(models.WordPiece({"[UNK]": 0}))
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(UserError, match="unsupported decoder"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ids_outside_the_vocabulary_are_user_errors(kind: str, loaded: dict[str, Tokenizer]) -> None:
+    for id in (-1, loaded[kind].vocab_size):
+        with pytest.raises(UserError, match="outside"):
+            loaded[kind].decode([1, id])
+
+
+def test_check_fits(loaded: dict[str, Tokenizer]) -> None:
+    size = loaded["sp-bpe"].vocab_size
+    check_fits(loaded["sp-bpe"], size)
+    with pytest.raises(UserError, match="vocab_size"):
+        check_fits(loaded["sp-bpe"], size - 1)

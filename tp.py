@@ -1,0 +1,193 @@
+"""Tensor parallelism: the process group, and the one table that says how each weight is split.
+
+Weights are sharded when they are built: a `ShardedLinear` allocates only its shard, and `checkpoint.py` reads only that
+shard from disk. Nothing is rewritten in place.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from comm import Communicator, GlooCommunicator, Local, NcclCommunicator
+from config import ModelConfig
+from errors import UserError
+
+
+@dataclass(frozen=True)
+class Split:
+    dim: int  # of the (out_features, in_features) weight
+    axis: str  # what the dim counts, and so where it may be cut
+
+
+# Names are those of the HF checkpoint. What is not in the table (the norms) is replicated.
+SPLITS: dict[str, Split] = {
+    "embed_tokens": Split(0, "vocab"),
+    "lm_head": Split(0, "vocab"),
+    "q_proj": Split(0, "heads"),
+    "k_proj": Split(0, "kv_heads"),
+    "v_proj": Split(0, "kv_heads"),
+    "o_proj": Split(1, "heads"),
+    "gate_proj": Split(0, "intermediate"),
+    "up_proj": Split(0, "intermediate"),
+    "down_proj": Split(1, "intermediate"),
+}
+BIASED = ("q_proj", "k_proj", "v_proj")  # the only layers that may have a bias (Qwen2)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Part `index` of `count` equal parts."""
+
+    index: int
+    count: int
+
+    def range(self, config: ModelConfig, axis: str) -> range:
+        """The features of `axis` that this shard holds, in rows or columns of the full weight.
+
+        KV heads are replicated when there are more shards than heads. The vocabulary is cut into equal parts rounded up, so
+        the last shard's range may reach beyond the vocabulary; those rows are padding.
+        """
+        if axis == "vocab":
+            size = -(-config.vocab_size // self.count)
+            return range(self.index * size, (self.index + 1) * size)
+        if axis == "intermediate":
+            size = config.intermediate_size // self.count
+            return range(self.index * size, (self.index + 1) * size)
+        heads = {"heads": config.n_heads, "kv_heads": config.n_kv_heads}[axis]
+        size = max(1, heads // self.count)
+        first = self.index * heads // self.count
+        return range(first * config.head_dim, (first + size) * config.head_dim)
+
+
+def stream_shards(config: ModelConfig, rank: int, world_size: int) -> list[Shard]:
+    """The shards that one rank carries: a single one, or S / N of them for a desync checkpoint with S streams on N ranks.
+
+    Raises UserError if the model cannot be split so.
+    """
+    desync = config.variant == "desync"
+    count = config.desync_streams if desync else world_size
+    if count % world_size:
+        raise UserError(
+            f"this desync checkpoint has {count} streams, which {world_size} ranks cannot share; "
+            f"start a number of ranks that divides {count}"
+        )
+    what = f"{count} desync streams" if desync else f"{world_size} ranks"
+    for name, size in (("attention heads", config.n_heads), ("intermediate features", config.intermediate_size)):
+        if size % count:
+            raise UserError(f"{size} {name} cannot be divided by {what}; use a divisor of {size}")
+    if config.n_kv_heads % count and count % config.n_kv_heads:
+        raise UserError(
+            f"{config.n_kv_heads} KV heads cannot be divided by or replicated over {what}; use a multiple or divisor"
+        )
+    per_rank = count // world_size
+    return [Shard(rank * per_rank + i, count) for i in range(per_rank)]
+
+
+class ShardedLinear(nn.Module):
+    """This shard's part of one linear layer, or of several with the same input fused into one weight.
+
+    `weight` (sum of the parts' local out_features, local in_features). A row-split layer returns this shard's features; a
+    column-split one returns a partial sum over shards.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        shard: Shard,
+        parts: tuple[str, ...],
+        bias: bool = False,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.parts, self.shard = parts, shard
+        self.sizes = [len(shard.range(config, SPLITS[p].axis)) for p in parts]
+        if SPLITS[parts[0]].dim == 0:
+            shape = (sum(self.sizes), config.hidden_size)
+        else:
+            shape = (config.hidden_size, self.sizes[0])
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.zeros(shape[0], device=device, dtype=dtype)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+    def pieces(self) -> Iterator[tuple[str, Tensor]]:
+        """The fused parts under their checkpoint names, `q_proj.weight`, `q_proj.bias`, …, as views of this layer's tensors."""
+        sizes = self.sizes if SPLITS[self.parts[0]].dim == 0 else [len(self.weight)]
+        for part, weight in zip(self.parts, self.weight.split(sizes), strict=True):
+            yield f"{part}.weight", weight
+        if self.bias is not None:
+            for part, bias in zip(self.parts, self.bias.split(sizes), strict=True):
+                if part in BIASED:
+                    yield f"{part}.bias", bias
+
+
+# --- the process group -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among the ranks."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    comm: Communicator
+    control: dist.ProcessGroup | None = None  # gloo: for what hosts tell each other; None on a single rank
+
+
+def init_world(device: str | None = None, comm: str | None = None) -> World:
+    """Join the ranks that torchrun started, or be the only one.
+
+    device: `cpu` or `cuda`; None takes CUDA if there is any. comm: `gloo` or `nccl`; None takes what fits the device.
+    Raises UserError for a device that is not there or a communicator that does not serve it.
+    """
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind not in ("cpu", "cuda"):
+        raise UserError(f"unknown device {kind!r}; known: cpu, cuda")
+    name = comm or ("nccl" if kind == "cuda" else "gloo")
+    if name not in ("gloo", "nccl"):
+        raise UserError(f"unknown communicator {name!r}; known: gloo (CPU), nccl (CUDA)")
+    if (name == "nccl") != (kind == "cuda"):
+        raise UserError(f"--comm {name} does not serve --device {kind}; use {'nccl' if kind == 'cuda' else 'gloo'}")
+    torch_device = torch.device(kind)
+    if kind == "cuda":
+        local_rank, gpus = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        if gpus == 0:
+            raise UserError("--device cuda, but this machine shows no GPU; use --device cpu")
+        if local_ranks > gpus:  # every rank of the host compares the same two numbers, so all of them stop
+            raise UserError(f"{local_ranks} ranks need a GPU each, but this host has {gpus}; start at most {gpus} ranks a host")
+        torch_device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(torch_device)
+    if world_size == 1:
+        return World(0, 1, torch_device, Local())
+    # gloo connects over all interfaces' first address otherwise; ranks of one host need nothing but loopback
+    if name == "gloo" and os.environ.get("LOCAL_WORLD_SIZE") == str(world_size):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(name, timeout=timedelta(minutes=10), device_id=torch_device if kind == "cuda" else None)
+    communicator = NcclCommunicator() if name == "nccl" else GlooCommunicator()
+    control = dist.group.WORLD if name == "gloo" else dist.new_group(backend="gloo")
+    return World(rank, world_size, torch_device, communicator, control)
+
+
+def agree_on_error(world: World, error: UserError | None) -> None:
+    """Raise the first rank's error on every rank, if any rank has one: they all stop, none waits for another.
+
+    All ranks must call it at the same place.
+    """
+    errors: list[str | None] = [str(error) if error else None]
+    if world.world_size > 1:
+        errors = [None] * world.world_size
+        dist.all_gather_object(errors, str(error) if error else None)
+    first = next((e for e in errors if e), None)
+    if first:
+        raise UserError(first)
