@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from config import ModelConfig, config_to_hf, preset, read_config, with_variant
@@ -61,12 +61,17 @@ NORM_NAMES = {
 def places(model: Transformer) -> Iterator[Place]:
     """Every checkpoint tensor that this rank needs, with its slice. A desync rank names a tensor once for each stream."""
     for path, module in model.named_modules():
-        if isinstance(module, ShardedLinear):
-            for piece, tensor in module.pieces():
-                yield _linear_place(model.config, _layer_prefix(path), piece, tensor, module.shard)
-        elif isinstance(module, RMSNorm):
-            whole = tuple(module.weight.shape)
-            yield Place(_norm_name(path) + ".weight", module.weight.data, whole, 0, range(whole[0]))
+        yield from module_places(model.config, path, module)
+
+
+def module_places(config: ModelConfig, path: str, module: nn.Module) -> Iterator[Place]:
+    """Those of the module at `path` itself, without its children's."""
+    if isinstance(module, ShardedLinear):
+        for piece, tensor in module.pieces():
+            yield _linear_place(config, _layer_prefix(path), piece, tensor, module.shard)
+    elif isinstance(module, RMSNorm):
+        whole = tuple(module.weight.shape)
+        yield Place(_norm_name(path) + ".weight", module.weight.data, whole, 0, range(whole[0]))
 
 
 def _layer_prefix(path: str) -> str:
@@ -234,12 +239,17 @@ def load_weights(model: Transformer, source: Source, progress: bool = False) -> 
     wanted = list(places(model))
     check_names(model.config, wanted, source.shapes())
     for place in tqdm(wanted, desc="reading weights", unit="tensor", disable=not progress, leave=False, delay=1):
-        stop = min(place.rows.stop, place.shape[place.dim])
-        start = min(place.rows.start, stop)
-        target = place.tensor.narrow(place.dim, 0, stop - start)
-        if target.numel():
-            target.copy_(source.read(place.name, place.dim, start, stop))
-        place.tensor.narrow(place.dim, stop - start, len(place.rows) - (stop - start)).zero_()
+        fill(place, source)
+
+
+def fill(place: Place, source: Source) -> None:
+    """Copy one slice out of the checkpoint, and zeros into the padding."""
+    stop = min(place.rows.stop, place.shape[place.dim])
+    start = min(place.rows.start, stop)
+    target = place.tensor.narrow(place.dim, 0, stop - start)
+    if target.numel():
+        target.copy_(source.read(place.name, place.dim, start, stop))
+    place.tensor.narrow(place.dim, stop - start, len(place.rows) - (stop - start)).zero_()
 
 
 def check_names(config: ModelConfig, wanted: list[Place], found: dict[str, tuple[int, ...]]) -> None:
@@ -269,11 +279,16 @@ def random_weights(model: Transformer, seed: int = 0) -> None:
 
     The seed of a slice comes from its name and first row, so that the replicas of a KV head are equal.
     """
-    generator = torch.Generator(model.embedding.weight.device)
     for place in places(model):
-        if place.tensor.dim() == 2:
-            generator.manual_seed(zlib.crc32(f"{seed} {place.name} {place.rows.start}".encode()))
-            place.tensor.normal_(0.0, 0.02, generator=generator)
+        randomize(place, seed)
+
+
+def randomize(place: Place, seed: int) -> None:
+    """Fill one slice of a matrix; norms and biases stay as they were built."""
+    if place.tensor.dim() == 2:
+        generator = torch.Generator(place.tensor.device)
+        generator.manual_seed(zlib.crc32(f"{seed} {place.name} {place.rows.start}".encode()))
+        place.tensor.normal_(0.0, 0.02, generator=generator)
 
 
 def is_preset(name: str) -> bool:

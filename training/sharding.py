@@ -6,6 +6,7 @@ Full-Replica, all GPUs of all nodes is Full-Sharding, anything between is Partia
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from errors import UserError
 
@@ -60,7 +61,7 @@ class Sharding:
             ("OS", self.optimizer),
             ("the cluster", cluster),
         ]
-        for (inner_name, inner), (outer_name, outer) in zip(chain, chain[1:], strict=False):
+        for (inner_name, inner), (outer_name, outer) in pairwise(chain):
             if not inner.inside(outer):
                 raise UserError(
                     f"the mesh of {inner_name} ({inner}) does not divide that of {outer_name} ({outer}): P must lie inside G, "

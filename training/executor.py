@@ -1,0 +1,292 @@
+"""Runs forward and backward under any sharding of the model states, with the communication behind the computation.
+
+What happens when (AMSP, arXiv:2311.00257, section V.C), in terms of the hooks that do it:
+
+    forward, a module's pre-hook       wait for its weights; begin to gather those of the next layer
+    forward, a module's hook           free its weights (the very last module keeps them for its backward)
+    backward, a module's pre-hook      wait for its weights; begin to gather those of the module before it
+    backward, a weight's gradient      begin to reduce-scatter it, before the input's gradient is computed
+    backward, a module's hook          free its weights
+    recomputation, a layer's pre-hook  begin to gather the layer before it; the weights stay for the gradients
+
+A module is an `Attention` or `MLP` (of each desync stream), or a linear layer that stands alone. The embedding and the head
+are gathered around them. Norms and biases, a ten-thousandth of the parameters, are never cut: they are one more weight with
+P = 1x1.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from attention import Causal
+from model import MLP, Attention, Transformer
+from tp import ShardedLinear
+from training.groups import Groups, make_groups
+from training.reducer import Reducer
+from training.sharding import Mesh, Sharding
+from training.waiting import Exposed
+from training.weights import Weight, balance
+
+BUCKET_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Which communication runs behind computation; each can be switched off to see what it is worth (table V)."""
+
+    parameters: bool = True  # all-gather and reduce-scatter of P, behind forward and backward
+    gradients: bool = True  # the buckets' all-reduce, behind backward
+    updates: bool = True  # new parameters, behind the next forward
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How to run a step, beside the sharding."""
+
+    overlap: Overlap = Overlap()
+    intra_tensor: bool = False  # cut every tensor's optimizer states evenly, instead of giving each tensor one owner
+    recompute: bool = False  # keep only each layer's input, and compute the layer again in backward
+    compile: bool = False
+    bucket_bytes: int = BUCKET_BYTES
+
+
+@dataclass(eq=False)
+class Unit:
+    """A module whose weights are gathered and freed together."""
+
+    module: nn.Module
+    weights: list[Weight]
+    index: int  # in the order of forward
+    layer: int
+
+
+class Executor:
+    """A model (all of it: `Local` communicator, every desync stream) on this rank, its states sharded.
+
+    `weights` lists all states' pieces in the order in which forward needs them, the same on every rank.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        materialize: Callable[[str], nn.Parameter],
+        rank: int,
+        sharding: Sharding,
+        cluster: Mesh,
+        execution: Execution,
+    ) -> None:
+        """model: its parameters may be on the meta device. materialize: gives the parameter of a name its memory and values;
+        it is called for one matrix after the other, so that never more than one is whole beside the shards.
+        """
+        sharding.check(cluster)
+        self.model, self.execution, self.overlap = model, execution, execution.overlap
+        device = model.frequencies.device
+        self.exposed = Exposed(device)
+        self.reducer = Reducer(execution.bucket_bytes, self.overlap.gradients, self.exposed)
+        whole = replace(sharding, parameters=Mesh(1, 1))
+        groups = make_groups(rank, sharding, cluster)
+        self.groups = groups
+        self.whole_groups = groups if whole == sharding else make_groups(rank, whole, cluster)
+        self._in_backward = False
+        self._build_weights(materialize)
+        self._build_units()
+        self._add_hooks()
+
+    # --- construction ----------------------------------------------------------------------------------------------------
+
+    def _build_weights(self, materialize: Callable[[str], nn.Parameter]) -> None:
+        shapes = {name: p.shape for name, p in self.model.named_parameters()}
+        vectors = [name for name, shape in shapes.items() if len(shape) != 2]
+        matrices = [name for name, shape in shapes.items() if len(shape) == 2]
+        owners = balance([shapes[name].numel() for name in matrices], self.groups.parts)
+        self.vectors = self._weight(vectors, [materialize(name) for name in vectors], self.whole_groups, 0)
+        self._by_parameter: dict[nn.Parameter, Weight] = {}
+        for name, owner in zip(matrices, owners, strict=True):
+            parameter = materialize(name)
+            self._by_parameter[parameter] = self._weight([name], [parameter], self.groups, owner)
+        self.weights = [self.vectors, *self._by_parameter.values()]
+
+    def _weight(self, names: list[str], parameters: list[nn.Parameter], groups: Groups, owner: int) -> Weight:
+        cuts = groups.parts[0] * groups.parts[1] if self.execution.intra_tensor else 1
+        return Weight(names, parameters, groups, cuts, owner)
+
+    def _build_units(self) -> None:
+        self.embedding = self._by_parameter[self.model.embedding.weight]
+        self.head = self._by_parameter[self.model.head.weight]
+        self.units: list[Unit] = []
+        for number, layer in enumerate(self.model.layers):
+            for module in _modules_with_weights(layer):
+                weights = [self._by_parameter[p] for p in module.parameters() if p in self._by_parameter]
+                self.units.append(Unit(module, weights, len(self.units), number))
+
+    def _add_hooks(self) -> None:
+        for unit in self.units:
+            unit.module.register_forward_pre_hook(partial(self._before_forward, unit))
+            if self.groups.gather.size > 1:
+                unit.module.register_forward_hook(partial(self._after_forward, unit))
+                unit.module.register_full_backward_pre_hook(partial(self._before_backward, unit))
+                unit.module.register_full_backward_hook(partial(self._after_backward, unit))
+        self._arrived: dict[nn.Parameter, Tensor] = {}
+        for parameter in self.vectors.parameters:
+            parameter.register_post_accumulate_grad_hook(self._vector_ready)
+        if self.execution.compile:
+            self.model.compile_modules()
+        weight_first = not self.execution.compile and self.groups.gather.size > 1 and self.overlap.parameters
+        linears = [m for m in self.model.layers.modules() if isinstance(m, ShardedLinear)] if weight_first else []
+        for linear in linears:
+            ready = partial(self._gradient_ready, self._by_parameter[linear.weight])
+            linear.forward = partial(_weight_first_linear, linear, ready)
+        early = {linear.weight for linear in linears}
+        for parameter, weight in self._by_parameter.items():
+            if parameter not in early:
+                parameter.register_post_accumulate_grad_hook(partial(self._matrix_ready, weight))
+        if self.execution.recompute:
+            for layer in self.model.layers:
+                again: Any = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+                layer.forward = again
+
+    # --- one micro-batch -------------------------------------------------------------------------------------------------
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(B, T) int64 ids to the normed last hidden states (B, T, C). The head's weight is there when it returns."""
+        self._in_backward = False
+        self._wait(self.vectors)
+        self._have(self.embedding)
+        hidden = self.model.hidden(tokens, Causal(tokens.shape[1], tokens.device))
+        self._have(self.head)
+        return self.model.norm(hidden)
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """Compute and collect the gradients of `loss`, which must come from `forward`. `last`: of this step's micro-batches."""
+        self._in_backward, self.reducer.last = True, last
+        loss.backward()
+        self._in_backward = False
+        self.reducer.finish()
+
+    def evaluate(self, tokens: Tensor, loss: Callable[[Tensor], Tensor]) -> Tensor:
+        """`loss` of the hidden states without gradients."""
+        with torch.no_grad():
+            result = loss(self.forward(tokens))
+        for weight in (self.head, *self.units[-1].weights):
+            weight.release()
+        return result
+
+    def take_gradients(self) -> dict[Weight, Tensor]:
+        """The step's gradients of the elements that this rank owns: their sum over all ranks and micro-batches."""
+        return self.reducer.take()
+
+    def synchronize(self) -> None:
+        """Wait until every new parameter has arrived."""
+        for weight in self.weights:
+            self._wait(weight)
+
+    # --- hooks -----------------------------------------------------------------------------------------------------------
+
+    def _before_forward(self, unit: Unit, *_: object) -> None:
+        first = unit.index == 0 or self.units[unit.index - 1].layer != unit.layer
+        if unit.index == 0 and not self._in_backward and self.embedding is not self.head:
+            self.embedding.release()
+        if first and self.overlap.parameters:
+            for weight in self._of_layer(unit.layer):
+                weight.gather()
+            for weight in self._of_layer(unit.layer - 1 if self._in_backward else unit.layer + 1):
+                weight.gather()
+        for weight in unit.weights:
+            self._have(weight)
+
+    def _of_layer(self, layer: int) -> Iterator[Weight]:
+        """A layer's weights; behind the last layer comes the head."""
+        if layer == len(self.model.layers):
+            yield self.head
+        for unit in self.units:
+            if unit.layer == layer:
+                yield from unit.weights
+
+    def _after_forward(self, unit: Unit, *_: object) -> None:
+        if not self._in_backward and unit is not self.units[-1]:
+            for weight in unit.weights:
+                weight.release()
+
+    def _before_backward(self, unit: Unit, *_: object) -> None:
+        for weight in unit.weights:
+            self._have(weight)
+        if self.overlap.parameters and not self.execution.recompute and unit.index > 0:
+            for weight in self.units[unit.index - 1].weights:
+                weight.gather()
+
+    def _after_backward(self, unit: Unit, *_: object) -> None:
+        for weight in unit.weights:
+            weight.release()
+
+    def _matrix_ready(self, weight: Weight, parameter: nn.Parameter) -> None:
+        assert parameter.grad is not None
+        gradient, parameter.grad = parameter.grad, None
+        if weight is self.head or weight is self.embedding:
+            weight.release()
+        self._gradient_ready(weight, gradient)
+
+    def _vector_ready(self, parameter: nn.Parameter) -> None:
+        assert parameter.grad is not None
+        self._arrived[parameter], parameter.grad = parameter.grad, None
+        if len(self._arrived) == len(self.vectors.parameters):
+            self._send(self.vectors, [self._arrived[p] for p in self.vectors.parameters])
+            self._arrived.clear()
+
+    def _gradient_ready(self, weight: Weight, gradient: Tensor) -> None:
+        self._send(weight, [gradient])
+
+    def _send(self, weight: Weight, gradients: list[Tensor]) -> None:
+        flat = weight.flatten(gradients)
+        shard, work = weight.scatter(flat)
+        if not self.overlap.parameters:
+            self.exposed.wait(work)
+            work = None
+        self.reducer.add(weight, flat, shard, work)
+
+    # --- waiting ---------------------------------------------------------------------------------------------------------
+
+    def _have(self, weight: Weight) -> None:
+        weight.gather()
+        self._wait(weight)
+
+    def _wait(self, weight: Weight) -> None:
+        if weight.gathering is not None or weight.updating:
+            with self.exposed.waiting():
+                weight.wait()
+
+
+def _modules_with_weights(layer: nn.Module) -> Iterator[nn.Module]:
+    """The modules of a layer that are gathered as one, in the order of forward."""
+    for child in layer.children():
+        if isinstance(child, (Attention, MLP, ShardedLinear)):
+            yield child
+        else:
+            yield from _modules_with_weights(child)
+
+
+class _WeightFirst(torch.autograd.Function):
+    """A linear layer whose backward computes the weight's gradient, hands it over, and only then the input's, so that the
+    reduce-scatter of the one runs behind the other."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, ready: Callable[[Tensor], None]) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.ready, ctx.biased = ready, bias is not None
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, Tensor | None, None]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        rows = gradient.flatten(0, -2)
+        ctx.ready(rows.t() @ x.flatten(0, -2))
+        return gradient @ weight, None, rows.sum(0) if ctx.biased else None, None
+
+
+def _weight_first_linear(linear: ShardedLinear, ready: Callable[[Tensor], None], x: Tensor) -> Tensor:
+    return _WeightFirst.apply(x, linear.weight, linear.bias, ready)

@@ -1,0 +1,60 @@
+"""Values for a model whose parameters have no memory yet: from a checkpoint, or random."""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from checkpoint import Source, check_names, fill, module_places, places, randomize
+from comm import Local
+from config import ModelConfig
+from errors import UserError
+from model import RMSNorm, Transformer, rope_frequencies
+
+
+def empty_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Transformer:
+    """The whole model with its parameters on the meta device. Raises UserError where training it would tear copies apart."""
+    if config.variant == "desync" and (config.desync_streams > config.n_kv_heads or config.qk_norm):
+        raise UserError(
+            f"a desync model with {config.desync_streams} streams, {config.n_kv_heads} KV heads"
+            f"{' and QK norm' if config.qk_norm else ''} keeps copies of weights that training would let drift apart; "
+            "train with at most as many streams as KV heads, and without QK norm"
+        )
+    if config.variant == "upper-bound":
+        raise UserError("upper-bound is a speed limit and cannot be trained; choose another --variant")
+    model = Transformer(config, Local(), torch.device("meta"), dtype)
+    model.frequencies = rope_frequencies(config).to(device)
+    return model
+
+
+def materializer(model: Transformer, source: Source | None, seed: int) -> Callable[[str], nn.Parameter]:
+    """A function that gives a parameter its memory and values: those of `source`, or random ones.
+
+    Random: normal(0, 0.02), the modules' outputs scaled down with depth as in GPT-2; norms 1, biases 0.
+    Raises UserError if `source` is another model's.
+    """
+    if source is not None:
+        check_names(model.config, list(places(model)), source.shapes())
+    device = model.frequencies.device
+    depth_scale = 1 / math.sqrt(2 * model.config.n_layers)
+
+    def materialize(name: str) -> nn.Parameter:
+        path, _, attribute = name.rpartition(".")
+        module = model.get_submodule(path)
+        hollow = getattr(module, attribute)
+        start = 1.0 if isinstance(module, RMSNorm) else 0.0
+        parameter = nn.Parameter(torch.full(hollow.shape, start, dtype=hollow.dtype, device=device))
+        setattr(module, attribute, parameter)
+        for place in module_places(model.config, path, module):
+            if place.tensor.is_meta or place.tensor.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
+                continue  # the layer's other tensor
+            if source is not None:
+                fill(place, source)
+            else:
+                randomize(place, seed)
+        if source is None and path.endswith((".wo", ".w_down")):
+            parameter.data.mul_(depth_scale)
+        return parameter
+
+    return materialize

@@ -1,0 +1,170 @@
+"""A piece of the model's parameters whose states are sharded together: one matrix, or all norms and biases in one buffer.
+
+`shard` is what a rank keeps. `full` is the whole, its storage freed while nobody computes with it; the model's parameters are
+views of it, so that they are there again as soon as it is gathered.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from training.groups import Groups
+
+# torch 2.13 renamed them and warns of the old names, the only ones in 2.11
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(eq=False)
+class Weight:
+    """`parameters`, flattened one after the other and padded so that every part has the same size.
+
+    The P parts are `shard`s of `chunk` elements; each rank's optimizer states cover `owned` of its shard (maybe nothing).
+    """
+
+    names: Sequence[str]
+    parameters: Sequence[nn.Parameter]
+    groups: Groups
+    cuts: int  # parts into which optimizer sharding cuts a shard; 1 where a shard has one owner
+    owner: int = 0  # with one owner: its part number
+    shard: Tensor = field(init=False)
+    full: Tensor = field(init=False)
+    gathering: dist.Work | None = field(default=None, init=False)
+    updating: list[dist.Work] = field(default_factory=list, init=False)  # new values on their way from their owners
+
+    def __post_init__(self) -> None:
+        first = self.parameters[0]
+        self.numel = sum(p.numel() for p in self.parameters)
+        self.shapes = [p.shape for p in self.parameters]
+        self.parts = self.groups.gather.size
+        self.chunk = -(-self.numel // (self.parts * self.cuts)) * self.cuts
+        self.full = torch.zeros(self.parts * self.chunk, dtype=first.dtype, device=first.device)
+        flat = torch.cat([p.detach().reshape(-1) for p in self.parameters])
+        self.full[: self.numel] = flat
+        self.shard = self.full
+        if self.parts > 1:
+            self.shard = self.full[self.start : self.start + self.chunk].clone()
+        offset = 0
+        for parameter, shape in zip(self.parameters, self.shapes, strict=True):
+            parameter.data = self.full[offset : offset + shape.numel()].view(shape)
+            offset += shape.numel()
+        self.release()
+
+    # --- parts ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def start(self) -> int:
+        """Where this rank's shard begins in the flat whole."""
+        return self.groups.gather.index * self.chunk
+
+    def part(self, index: int) -> slice:
+        """The elements of the shard that part `index` of the optimizer states covers."""
+        if self.cuts == 1:
+            return slice(0, self.chunk) if index == self.owner else slice(0, 0)
+        size = self.chunk // self.cuts
+        return slice(index * size, (index + 1) * size)
+
+    @property
+    def owned(self) -> slice:
+        return self.part(self.groups.part)
+
+    @property
+    def kept(self) -> slice:
+        """The elements of the shard whose gradients this rank accumulates: those of all optimizer parts in its part of G."""
+        inner = self.groups.parts[1]
+        parts = range(self.groups.place.gradients * inner, (self.groups.place.gradients + 1) * inner)
+        slices = [s for s in map(self.part, parts) if s.stop > s.start]
+        return slice(slices[0].start, slices[-1].stop) if slices else slice(0, 0)
+
+    def pieces(self) -> list[tuple[str, int, int, slice]]:
+        """What this rank owns, by parameter: name, first and last + 1 element of the flat parameter, and where the piece lies
+        in `owned`."""
+        found, offset = [], 0
+        low = self.start + self.owned.start
+        high = min(self.start + self.owned.stop, self.numel)
+        for name, shape in zip(self.names, self.shapes, strict=True):
+            first, last = max(low, offset), min(high, offset + shape.numel())
+            if first < last:
+                found.append((name, first - offset, last - offset, slice(first - low, last - low)))
+            offset += shape.numel()
+        return found
+
+    # --- all-gather of the parameters -----------------------------------------------------------------------------------
+
+    def gather(self) -> None:
+        """Begin to collect the whole, if it is neither there nor on its way."""
+        if self.parts == 1 or self.gathering is not None or self.full.untyped_storage().size():
+            return
+        self.arrive()
+        self.full.untyped_storage().resize_(self.full.numel() * self.full.itemsize)
+        self.gathering = all_gather(self.full, self.shard, group=self.groups.gather.handle, async_op=True)
+
+    def wait(self) -> None:
+        """Have the whole: its parts gathered, its new values arrived."""
+        if self.gathering is not None:
+            self.gathering.wait()
+            self.gathering = None
+        self.arrive()
+
+    def release(self) -> None:
+        """Free the whole. The parameters keep their shapes and get their values back with the next gather."""
+        if self.parts > 1:
+            self.full.untyped_storage().resize_(0)
+
+    # --- gradients and new values ----------------------------------------------------------------------------------------
+
+    def flatten(self, gradients: Sequence[Tensor]) -> Tensor:
+        """The parameters' gradients as one flat tensor with the padding, (parts * chunk,)."""
+        padding = self.parts * self.chunk - self.numel
+        if len(gradients) == 1 and not padding:
+            return gradients[0].reshape(-1)
+        flat = [g.reshape(-1) for g in gradients]
+        return torch.cat([*flat, flat[0].new_zeros(padding)])
+
+    def scatter(self, flat: Tensor) -> tuple[Tensor, dist.Work | None]:
+        """Begin to sum `flat` over the ranks of a P block: this rank's shard of it, ready once the work is."""
+        if self.parts == 1:
+            return flat, None
+        shard = flat.new_empty(self.chunk)
+        return shard, reduce_scatter(shard, flat, group=self.groups.scatter.handle, async_op=True)
+
+    def spread(self) -> None:
+        """Begin to send this rank's new values to those that share its shard, and to receive theirs."""
+        group = self.groups.optimizer
+        if group.size == 1:
+            return
+        if self.cuts == 1:
+            source = self.groups.owners[self.owner]
+            work = dist.broadcast(self.shard, source, group=group.handle, async_op=True)
+        else:
+            by_rank = {rank: part for part, rank in self.groups.owners.items()}
+            views = [self.shard[self.part(by_rank[rank])] for rank in group.ranks]
+            work = dist.all_gather(views, views[group.index].clone(), group=group.handle, async_op=True)
+        assert work is not None
+        self.updating.append(work)
+
+    def arrive(self) -> None:
+        """Wait for new values on their way."""
+        for work in self.updating:
+            work.wait()
+        self.updating.clear()
+
+
+def balance(sizes: Sequence[int], parts: tuple[int, int]) -> list[int]:
+    """An owner for each tensor, inter-tensor (section IV.C.2): the largest first, each to the part with least so far.
+
+    `parts` = (g, o): the g parts of G are balanced first, then the o optimizer parts inside each of them, so that a rank
+    never owns the optimizer states of a gradient that it does not keep. Part numbers count g * o.
+    """
+    outer, inner = [0] * parts[0], [[0] * parts[1] for _ in range(parts[0])]
+    owners = [0] * len(sizes)
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        g = min(range(parts[0]), key=outer.__getitem__)
+        o = min(range(parts[1]), key=inner[g].__getitem__)
+        outer[g] += sizes[i]
+        inner[g][o] += sizes[i]
+        owners[i] = g * parts[1] + o
+    return owners
