@@ -141,7 +141,7 @@ class Executor:
         linears = [m for m in self.model.layers.modules() if isinstance(m, ShardedLinear)] if weight_first else []
         for linear in linears:
             ready = partial(self._gradient_ready, self._by_parameter[linear.weight])
-            linear.forward = partial(_weight_first_linear, linear, ready)
+            linear.forward = partial(_weight_first_linear, linear, ready)  # type: ignore[method-assign]
         early = {linear.weight for linear in linears}
         for parameter, weight in self._by_parameter.items():
             if parameter not in early:
@@ -281,7 +281,7 @@ class _WeightFirst(torch.autograd.Function):
         return F.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, Tensor | None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         rows = gradient.flatten(0, -2)
         ctx.ready(rows.t() @ x.flatten(0, -2))

@@ -1,0 +1,144 @@
+"""The chunked losses against torch's own on whole logits in fp64: values and gradients."""
+
+import dataclasses
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from comm import Local
+from config import preset
+from model import Transformer
+from training import losses
+from training.data import IGNORED, Batch
+
+CPU = torch.device("cpu")
+
+
+def make_model(hidden: int, vocab: int, dtype: torch.dtype, tied: bool = False) -> Transformer:
+    """A one-layer model of which only the head matters here."""
+    config = dataclasses.replace(preset("tiny:1"), hidden_size=hidden, vocab_size=vocab, tie_embeddings=tied)
+    model = Transformer(config, Local(), CPU, dtype)
+    torch.nn.init.normal_(model.head.weight, std=0.3)
+    return model
+
+
+def make_batch(sequences: int, length: int, vocab: int, ignored: float) -> Batch:
+    tokens = torch.randint(vocab, (sequences, length + 1))
+    targets = tokens[:, 1:].masked_fill(torch.rand(sequences, length) < ignored, IGNORED)
+    targets[0, 0] = tokens[0, 1]  # at least one counts
+    return Batch(tokens[:, :-1], targets)
+
+
+def whole_cross_entropy(hidden: Tensor, head: Tensor, targets: Tensor, vocab: int) -> Tensor:
+    logits = (hidden @ head.t())[..., :vocab]
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def whole_divergence(student: Tensor, teacher: Tensor, targets: Tensor, temperature: float) -> Tensor:
+    """Sum of p log(p / q) over the vocabulary and the counted positions, by definition."""
+    p, q = ((logits / temperature).softmax(-1)[targets != IGNORED] for logits in (teacher, student))
+    return (p * (p / q).log()).sum() * temperature**2
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 12, 100])
+@pytest.mark.parametrize("tied", [False, True])
+def test_cross_entropy(chunk: int, tied: bool, seed: int) -> None:
+    vocab, size = random.randint(5, 40), 16
+    model, batch = make_model(size, vocab, torch.float64, tied), make_batch(3, 4, vocab, 0.4)
+    hidden = torch.randn(3, 4, size, dtype=torch.float64, requires_grad=True)
+    factor = random.uniform(0.1, 3.0)
+
+    (losses.cross_entropy(model, hidden, batch, chunk) * factor).backward()
+    found = losses.cross_entropy(model, hidden, batch, chunk)
+    assert model.head.weight.grad is not None and hidden.grad is not None
+    gradients = hidden.grad.clone(), model.head.weight.grad.clone()
+
+    reference_hidden, reference_head = (t.detach().clone().requires_grad_() for t in (hidden, model.head.weight))
+    expected = whole_cross_entropy(reference_hidden, reference_head, batch.targets, vocab)
+    (expected * factor).backward()
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(gradients, (reference_hidden.grad, reference_head.grad))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 3.0])
+@pytest.mark.parametrize("chunk", [5, 100])
+def test_distillation(temperature: float, chunk: int, seed: int) -> None:
+    vocab = random.randint(5, 40)
+    model, teacher = make_model(16, vocab, torch.float64), make_model(24, vocab, torch.float64)
+    batch = make_batch(2, 7, vocab, 0.3)
+    hidden = torch.randn(2, 7, 16, dtype=torch.float64, requires_grad=True)
+    teacher_hidden = torch.randn(2, 7, 24, dtype=torch.float64, requires_grad=True)
+    found = losses.distillation(model, hidden, teacher, teacher_hidden, batch, temperature, chunk)
+    found.backward()
+
+    reference_hidden, reference_head = (t.detach().clone().requires_grad_() for t in (hidden, model.head.weight))
+    teacher_logits = (teacher_hidden @ teacher.head.weight.t())[..., :vocab].detach()
+    student_logits = (reference_hidden @ reference_head.t())[..., :vocab]
+    expected = whole_divergence(student_logits, teacher_logits, batch.targets, temperature)
+    expected.backward()
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close((hidden.grad, model.head.weight.grad), (reference_hidden.grad, reference_head.grad))
+    assert teacher.head.weight.grad is None and teacher_hidden.grad is None, "the teacher is not trained"
+
+
+def test_a_student_equal_to_its_teacher_has_no_divergence(seed: int) -> None:
+    model, batch = make_model(16, 30, torch.float32), make_batch(2, 6, 30, 0.0)
+    hidden = torch.randn(2, 6, 16, requires_grad=True)
+    loss = losses.distillation(model, hidden, model, hidden, batch, chunk=4)
+    loss.backward()
+    assert abs(loss.item()) < 1e-5
+    assert hidden.grad is not None and hidden.grad.abs().max() < 1e-5
+
+
+def test_bfloat16_gradients_are_as_good_as_those_of_whole_logits(seed: int) -> None:
+    """Error against fp64 at most twice that of plain torch in the same precision; the loss itself stays fp32."""
+    model, batch = make_model(32, 50, torch.bfloat16), make_batch(4, 64, 50, 0.2)
+    hidden = torch.randn(4, 64, 32).bfloat16().requires_grad_()
+    factor = 1.0 / int((batch.targets != IGNORED).sum())
+    loss = losses.cross_entropy(model, hidden, batch, chunk=16)
+    (loss * factor).backward()
+    assert loss.dtype == torch.float32 and model.head.weight.grad is not None and hidden.grad is not None
+
+    def gradients(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        leaves = [t.detach().to(dtype).requires_grad_() for t in (hidden, model.head.weight)]
+        logits = F.linear(*leaves)[..., :50]
+        logits = logits.float() if dtype == torch.bfloat16 else logits
+        whole = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORED, reduction="sum")
+        (whole * factor).backward()
+        return leaves[0].grad.double(), leaves[1].grad.double()  # type: ignore[union-attr]
+
+    exact, plain = gradients(torch.float64), gradients(torch.bfloat16)
+    for found, true, usual in zip((hidden.grad, model.head.weight.grad), exact, plain, strict=True):
+        assert (found.double() - true).norm() <= 2 * (usual - true).norm()
+
+
+def test_without_gradients_the_value_is_the_same(seed: int) -> None:
+    model, batch = make_model(16, 30, torch.float64), make_batch(2, 6, 30, 0.3)
+    hidden = torch.randn(2, 6, 16, dtype=torch.float64, requires_grad=True)
+    with torch.no_grad():
+        found = losses.cross_entropy(model, hidden, batch, chunk=5)
+    assert not found.requires_grad
+    torch.testing.assert_close(found, whole_cross_entropy(hidden, model.head.weight, batch.targets, 30).detach())
+
+
+def test_a_frozen_head_still_passes_the_gradient_on(seed: int) -> None:
+    model, batch = make_model(16, 30, torch.float64), make_batch(2, 6, 30, 0.3)
+    model.requires_grad_(False)
+    hidden = torch.randn(2, 6, 16, dtype=torch.float64, requires_grad=True)
+    losses.cross_entropy(model, hidden, batch, chunk=5).backward()
+    reference = hidden.detach().clone().requires_grad_()
+    whole_cross_entropy(reference, model.head.weight, batch.targets, 30).backward()
+    torch.testing.assert_close(hidden.grad, reference.grad)
+    assert model.head.weight.grad is None
+
+
+def test_no_logits_of_more_than_a_chunk(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    model, batch = make_model(16, 30, torch.float32), make_batch(4, 16, 30, 0.0)
+    rows: list[int] = []
+    plain = losses._logits
+    monkeypatch.setattr(losses, "_logits", lambda model, x, head: rows.append(len(x)) or plain(model, x, head))
+    losses.cross_entropy(model, torch.randn(4, 16, 16, requires_grad=True), batch, chunk=10).backward()
+    assert sum(rows) == 64 and max(rows) == 10, "every row once, forward and backward together"

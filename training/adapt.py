@@ -1,0 +1,94 @@
+"""Turn a pretrained standard model into a hybrid ladder by light retraining (Ladder-residual, arXiv:2501.06589, section 5).
+
+    python -m training.tokenize_data --model DIR --chat chats.jsonl --sequence-length 1024 --out chats.bin
+    torchrun --standalone --nproc_per_node 8 -m training.adapt --model DIR --ladder-layers 16 --data chats.bin --steps 500 --out out/hybrid
+
+The layers that --ladder-layers names (a number: the last so many; or a list, 12-31) take the ladder residual, and the whole
+model goes on training. With --distill, part of the loss is the KL divergence from the original's predictions, which every
+rank then holds as well. The result, in DIR/model, is served like any checkpoint.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from attention import Causal
+from checkpoint import build_model, open_source
+from cli import Parser, run
+from comm import Local
+from config import ModelConfig, read_config
+from errors import UserError
+from model import Transformer
+from tp import World, init_world
+from training.convert import parse_layers, to_hybrid_ladder
+from training.data import Batch
+from training.losses import cross_entropy, distillation
+from training.options import add_batch_options, add_execution_options, add_run_options, check_numbers, dtype_of
+from training.run import Setup, prepare, together, train
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = Parser(prog="python -m training.adapt", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = parser.add_argument_group("what becomes what")
+    what.add_argument("--model", type=Path, required=True, metavar="DIR", help="a standard checkpoint")
+    what.add_argument("--ladder-layers", required=True, metavar="K|LIST", help="the last K layers, or a list such as 12-31")
+    what.add_argument("--data", type=Path, required=True, metavar="FILE.bin", help="of python -m training.tokenize_data")
+    what.add_argument(
+        "--distill",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="of the loss that is the KL divergence from the original's predictions, 0 to 1 (default: 0)",
+    )
+    add_batch_options(parser, learning_rate=1e-5)
+    add_execution_options(parser)
+    add_run_options(parser)
+    args = parser.parse_args(argv)
+    check_numbers(args)
+    if not 0 <= args.distill <= 1:
+        raise UserError(f"--distill must be between 0 and 1, not {args.distill}")
+    return args
+
+
+def setup(args: argparse.Namespace, world: World) -> Setup:
+    """What this rank can find out alone. Raises UserError."""
+    original = read_config(args.model / "config.json")
+    config = to_hybrid_ladder(original, parse_layers(args.ladder_layers))
+    source = open_source(str(args.model), original)
+    loss = cross_entropy if args.distill == 0 else Distillation(args, original, world)
+    return Setup(config, source, args.model, args.data, loss)
+
+
+class Distillation:
+    """(1 - share) of the cross entropy and `share` of KL(original || model). Each rank keeps the original whole, in the
+    training's dtype; it is read with the first batch, after everything else has been checked."""
+
+    def __init__(self, args: argparse.Namespace, original: ModelConfig, world: World) -> None:
+        self.args, self.original, self.device = args, original, world.device
+        self.teacher: Transformer | None = None
+
+    def __call__(self, model: Transformer, hidden: Tensor, batch: Batch) -> Tensor:
+        if self.teacher is None:
+            alone = World(0, 1, self.device, Local())
+            self.teacher = build_model(str(self.args.model), self.original, alone, dtype_of(self.args, self.device), 0)
+        share = self.args.distill
+        with torch.no_grad():
+            context = Causal(batch.inputs.shape[1], self.device)
+            teacher_hidden = self.teacher.norm(self.teacher.hidden(batch.inputs, context))
+        loss = share * distillation(model, hidden, self.teacher, teacher_hidden, batch)
+        return loss if share == 1 else loss + (1 - share) * cross_entropy(model, hidden, batch)
+
+
+def main() -> None:
+    args = parse_args()
+    world = init_world(args.device)
+    found = together(world, lambda: setup(args, world))
+    trainer, snapshots = prepare(args, world, found)
+    train(args, world, trainer, snapshots, found)
+
+
+if __name__ == "__main__":
+    run(main)

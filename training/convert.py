@@ -1,0 +1,140 @@
+"""Make a hybrid ladder of a standard checkpoint: other residual connections, the same weights.
+
+    python -m training.convert --model DIR --ladder-layers 16 --out NEW_DIR
+
+--ladder-layers names the layers whose residual becomes a ladder's: a number K for the last K, or a list such as 12-31 or
+12,14,16-31. The paper takes the upper half (arXiv:2501.06589, section 4.2). Nothing is computed: config.json is rewritten and the
+weights are copied, or with --link shared. NEW_DIR loads like any checkpoint, but what it writes is poor until it is trained: its
+layers see other inputs than they learned with.
+"""
+
+import argparse
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from tqdm import tqdm
+
+from checkpoint import INDEX, PTH, SINGLE, TOKENIZER_FILES, SafetensorsSource, open_source
+from cli import Parser, run
+from config import ModelConfig, config_to_hf, read_config, validate
+from errors import UserError
+
+
+def to_hybrid_ladder(config: ModelConfig, ladder_layers: int | Sequence[int]) -> ModelConfig:
+    """`config` with the ladder residual in its last `ladder_layers` layers, or in those that it lists.
+
+    Raises UserError if `config` is not standard, or has no such layers.
+    """
+    if config.variant != "standard":
+        raise UserError(
+            f"only a standard model can be converted, and this one is {config.description}; start from the standard checkpoint "
+            "that it was trained from"
+        )
+    if isinstance(ladder_layers, int):
+        if not 1 <= ladder_layers <= config.n_layers:
+            raise UserError(
+                f"--ladder-layers {ladder_layers}: the model has {config.n_layers} layers; give 1 to {config.n_layers}"
+            )
+        ladder_layers = range(config.n_layers - ladder_layers, config.n_layers)
+    return validate(replace(config, variant="ladder", ladder_layers=tuple(sorted(set(ladder_layers)))))
+
+
+def parse_layers(text: str) -> int | list[int]:
+    """`16` is a number of layers; `12-31` and `12,14,16-31` list them."""
+    try:
+        if text.isdecimal():
+            return int(text)
+        layers: list[int] = []
+        for part in text.split(","):
+            first, _, last = part.partition("-")
+            layers += range(int(first), int(last or first) + 1)
+    except ValueError:
+        raise UserError(f"--ladder-layers takes a number (16) or a list (12,14,16-31), not {text!r}") from None
+    return layers
+
+
+def convert(model: Path, out: Path, ladder_layers: int | Sequence[int], link: bool = False, force: bool = False) -> ModelConfig:
+    """Write the hybrid ladder of checkpoint directory `model` to `out`; returns its config.
+
+    The config comes last, so that a directory whose conversion was interrupted is not taken for a checkpoint. link: weight
+    files become hard links, which cost no space; a program that writes into one changes both. force: overwrite what is in
+    `out`. Raises UserError, before anything is overwritten if `model` is to blame.
+    """
+    config = to_hybrid_ladder(read_config(model / "config.json"), ladder_layers)
+    weights = weight_files(model, config)
+    tokenizer = [model / name for name in TOKENIZER_FILES if (model / name).is_file()]
+    clear(out, model, force)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for file in tqdm(weights, desc="linking weights" if link else "copying weights", unit="file"):
+            (os.link if link else shutil.copyfile)(file.resolve(), out / file.name)
+        for file in tokenizer:
+            shutil.copyfile(file, out / file.name)
+        (out / "config.json").write_text(json.dumps(hybrid_json(model, config), indent=2) + "\n")
+    except OSError as e:
+        how = "--link needs one file system; leave it out" if link else "free some space or name another place"
+        raise UserError(f"{out} cannot be written ({e.strerror}); {how}") from None
+    return config
+
+
+def weight_files(model: Path, config: ModelConfig) -> list[Path]:
+    """The files with the tensors of a checkpoint directory, and their index. Raises UserError if one is missing or torn."""
+    source = open_source(str(model), config)
+    if not isinstance(source, SafetensorsSource):
+        return [model / PTH]
+    index = [model / INDEX] if (model / INDEX).exists() else []
+    return sorted(set(source.files.values())) + index
+
+
+def hybrid_json(model: Path, config: ModelConfig) -> dict[str, object]:
+    """The converted `config.json`: what the original says, and over it what Rung knows."""
+    original = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    dtype = original.get("torch_dtype") or original.get("dtype") or "bfloat16"
+    return original | config_to_hf(config) | {"torch_dtype": dtype}
+
+
+def clear(out: Path, model: Path, force: bool) -> None:
+    """Make room for a checkpoint at `out`. Raises UserError if something is there and `force` is not given."""
+    if out.exists() and not out.is_dir():
+        raise UserError(f"--out {out} is a file; name a directory")
+    if out.exists() and out.resolve() == model.resolve():
+        raise UserError("--out is the same directory as --model; name another one")
+    if not out.exists() or not any(out.iterdir()):
+        return
+    if not force:
+        raise UserError(f"--out {out} is not empty; name another directory, or overwrite its checkpoint with --force")
+    for file in [out / "config.json", out / INDEX, out / SINGLE, out / PTH, *out.glob("model-*-of-*.safetensors")]:
+        file.unlink(missing_ok=True)
+    for name in TOKENIZER_FILES:
+        (out / name).unlink(missing_ok=True)
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = Parser(
+        prog="python -m training.convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="standard checkpoint with config.json")
+    parser.add_argument(
+        "--ladder-layers", required=True, metavar="K|LIST", help="the last K layers, or a list: 12-31 or 12,14,16-31"
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory for the converted checkpoint")
+    parser.add_argument("--link", action="store_true", help="share the weight files by hard links instead of copying them")
+    parser.add_argument("--force", action="store_true", help="overwrite a checkpoint in --out")
+    args = parser.parse_args(argv)
+    if not args.model.is_dir():
+        raise UserError(f"--model {args.model} is no directory; name a standard checkpoint's")
+    return args
+
+
+def main() -> None:
+    args = parse_args()
+    config = convert(args.model, args.out, parse_layers(args.ladder_layers), args.link, args.force)
+    print(f"{args.out}: {config.description}")
+
+
+if __name__ == "__main__":
+    run(main)

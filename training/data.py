@@ -1,0 +1,271 @@
+"""Training data: a memory-mapped token file, cut into windows whose order is a function of the seed.
+
+A token file NAME.bin holds token ids, uint16 or uint32, little endian. NAME.json beside it says how many and of what; NAME.mask
+(uint8, one a token), where it exists, says which tokens the loss counts. Documents lie one after the other, each with its end
+token; windows are packed densely and attention crosses documents, as is usual in pretraining.
+"""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from errors import UserError
+
+FORMAT = 1
+IGNORED = -100  # PyTorch's ignore_index
+HEADER_KEYS = {"format", "dtype", "tokens", "vocab_size", "tokenizer", "window"}
+
+
+@dataclass(frozen=True)
+class Header:
+    """NAME.json."""
+
+    dtype: str  # uint16 or uint32
+    tokens: int
+    vocab_size: int  # ids are below it
+    tokenizer: str  # a fingerprint of the tokenizer's file
+    window: int | None = None  # tokens; examples were packed into windows of this length and must be read so
+    format: int = FORMAT
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """An open token file."""
+
+    path: Path
+    header: Header
+    tokens: np.ndarray  # (tokens,) uint16 or uint32, memory-mapped
+    mask: np.ndarray | None  # (tokens,) uint8, memory-mapped: 1 where the loss counts the token
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the header and the first and last tokens: enough to tell another file."""
+        digest = hashlib.sha256(json.dumps(asdict(self.header), sort_keys=True).encode())
+        for part in (self.tokens, self.mask):
+            if part is not None:
+                digest.update(part[:4096].tobytes() + part[-4096:].tobytes())
+        return digest.hexdigest()[:16]
+
+
+def token_dtype(vocab_size: int) -> str:
+    return "uint16" if vocab_size <= 2**16 else "uint32"
+
+
+def _little_endian(dtype: str) -> np.dtype:
+    return np.dtype(dtype).newbyteorder("<")
+
+
+class TokenWriter:
+    """Writes a token file piece by piece: `with TokenWriter(path, ...) as writer: writer.append(ids)`.
+
+    The header is written last and only if nothing was raised, so that a header never speaks of a file that is not whole; what
+    was written before an error is removed. Raises UserError if the place cannot be written.
+    """
+
+    def __init__(self, path: Path, vocab_size: int, tokenizer: str, masked: bool = False, window: int | None = None) -> None:
+        """masked: the loss counts only some tokens. window: tokens; the pieces are windows of this length. The rest as in
+        `Header`."""
+        if path.suffix != ".bin":
+            raise UserError(f"{path}: the name of a token file must end in .bin")
+        self.path, self.masked = path, masked
+        self.header = Header(token_dtype(vocab_size), 0, vocab_size, tokenizer, window)
+
+    def __enter__(self) -> "TokenWriter":
+        try:
+            for suffix in (".json", ".mask"):
+                self.path.with_suffix(suffix).unlink(missing_ok=True)
+            self._tokens = self.path.open("wb")
+            self._mask = self.path.with_suffix(".mask").open("wb") if self.masked else None
+        except OSError as e:
+            raise UserError(f"{self.path} cannot be written ({e.strerror}); name another place") from None
+        return self
+
+    def append(self, ids: np.ndarray, mask: np.ndarray | None = None) -> None:
+        """ids: (n,) of any integer type. mask: (n,) of 0 and 1, for a masked file."""
+        outside = ids[(ids < 0) | (ids >= self.header.vocab_size)]
+        if len(outside):
+            raise UserError(f"token id {outside[0]} is outside the vocabulary of {self.header.vocab_size}; check the tokenizer")
+        try:
+            self._tokens.write(ids.astype(_little_endian(self.header.dtype)).tobytes())
+            if self._mask is not None:
+                assert mask is not None and len(mask) == len(ids), "a masked file needs one mask entry a token"
+                self._mask.write(mask.astype(np.uint8).tobytes())
+        except OSError as e:
+            raise UserError(f"{self.path} cannot be written ({e.strerror}); free some space or name another place") from None
+        self.header = replace(self.header, tokens=self.header.tokens + len(ids))
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        for file in (self._tokens, self._mask):
+            if file is not None:
+                file.close()
+        if kind is None:
+            self.path.with_suffix(".json").write_text(json.dumps(asdict(self.header), indent=1) + "\n")
+            return
+        for suffix in (".bin", ".mask"):
+            self.path.with_suffix(suffix).unlink(missing_ok=True)
+
+
+def write_tokens(
+    path: Path, tokens: np.ndarray, vocab_size: int, tokenizer: str, mask: np.ndarray | None = None, window: int | None = None
+) -> TokenFile:
+    """Write a token file at once and open it. The arguments are `TokenWriter`'s."""
+    with TokenWriter(path, vocab_size, tokenizer, masked=mask is not None, window=window) as writer:
+        writer.append(tokens, mask)
+    return open_tokens(path, vocab_size)
+
+
+def open_tokens(path: Path, vocab_size: int) -> TokenFile:
+    """Map a token file. Raises UserError if it is missing, torn, or of a larger vocabulary than the model's `vocab_size`."""
+    how = "write it with python -m training.tokenize_data"
+    if path.suffix != ".bin":
+        raise UserError(f"{path} is no token file, whose name ends in .bin; {how}")
+    header = _read_header(path.with_suffix(".json"), how)
+    if header.vocab_size > vocab_size:
+        raise UserError(
+            f"{path} holds token ids below {header.vocab_size}, but the model knows {vocab_size}; tokenize with its own tokenizer"
+        )
+    tokens = _map(path, _little_endian(header.dtype), header.tokens, how)
+    mask_path = path.with_suffix(".mask")
+    mask = _map(mask_path, np.dtype(np.uint8), header.tokens, how) if mask_path.exists() else None
+    return TokenFile(path, header, tokens, mask)
+
+
+def _read_header(path: Path, how: str) -> Header:
+    try:
+        raw: Any = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing, the header of a token file; {how}") from None
+    except (OSError, ValueError) as e:
+        raise UserError(f"{path} is no header of a token file ({e}); {how}") from None
+    if not isinstance(raw, dict) or raw.get("format") != FORMAT or raw.keys() != HEADER_KEYS:
+        raise UserError(f"{path} is no header of a token file of format {FORMAT}; {how}")
+    header = Header(**raw)
+    counts = (header.tokens, header.vocab_size, 0 if header.window is None else header.window)
+    if header.dtype not in ("uint16", "uint32") or not all(type(count) is int and count >= 0 for count in counts):
+        raise UserError(f"{path} has no valid dtype and token count; {how}")
+    return header
+
+
+def _map(path: Path, dtype: np.dtype, count: int, how: str) -> np.ndarray:
+    try:
+        size = path.stat().st_size
+    except OSError as e:
+        raise UserError(f"{path} cannot be read ({e.strerror}); {how}") from None
+    if size != count * dtype.itemsize:
+        raise UserError(f"{path} has {size} bytes where its header says {count * dtype.itemsize}: it is torn; {how}")
+    return np.memmap(path, dtype=dtype, mode="r") if count else np.zeros(0, dtype)
+
+
+# --- batches -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Batch:
+    """B windows of T tokens."""
+
+    inputs: Tensor  # (B, T) int64
+    targets: Tensor  # (B, T) int64: each position's next token, IGNORED where the loss does not count it
+
+    def to(self, device: torch.device) -> "Batch":
+        return Batch(self.inputs.to(device, non_blocking=True), self.targets.to(device, non_blocking=True))
+
+
+@dataclass(frozen=True)
+class GlobalBatches:
+    """Batches of `size` windows of `length` + 1 tokens. Every epoch is a permutation that the seed and its number decide.
+
+    What global batch `step` contains depends on nothing else, so a run may go on at any step, and on any number of ranks. No
+    window comes twice in an epoch; those that make no whole batch are left out of it. Raises UserError if the file makes no
+    whole batch, was packed for windows of another length, or counts no token.
+    """
+
+    tokens: TokenFile
+    length: int
+    size: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        path, window = self.tokens.path, self.tokens.header.window
+        if window is not None and window != self.length + 1:
+            raise UserError(
+                f"{path} was packed for --sequence-length {window - 1}, not {self.length}; use that, or pack it again"
+            )
+        if self.windows < self.size:
+            raise UserError(
+                f"{path} has {len(self.tokens.tokens)} tokens: {self.windows} windows of {self.length}, fewer than a "
+                f"batch of {self.size}; add data, or lower --global-batch or --sequence-length"
+            )
+        if self.seed < 0:
+            raise UserError(f"--seed must not be negative, but is {self.seed}")
+        if self.tokens.mask is not None and not self._counts.any():
+            raise UserError(f"{path} has no token that the loss counts; tokenize data with assistant messages")
+
+    @property
+    def stride(self) -> int:
+        """Plain text: a window's last token is the next one's first, so that every token is predicted. Packed windows are
+        separate."""
+        return self.length if self.tokens.header.window is None else self.length + 1
+
+    @property
+    def windows(self) -> int:
+        return max(0, (len(self.tokens.tokens) - self.length - 1) // self.stride + 1)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Whole batches; the rest of an epoch is left out."""
+        return self.windows // self.size
+
+    @cached_property
+    def _orders(self) -> dict[int, np.ndarray]:
+        return {}
+
+    def order(self, epoch: int) -> np.ndarray:
+        """The epoch's permutation of the windows, (windows,) int64. Only the last one asked for is kept."""
+        if epoch not in self._orders:
+            self._orders.clear()
+            self._orders[epoch] = np.random.default_rng((self.seed, epoch)).permutation(self.windows)
+        return self._orders[epoch]
+
+    def chosen(self, step: int) -> np.ndarray:
+        """The windows of global batch `step`, (size,) int64."""
+        epoch, number = divmod(step, self.steps_per_epoch)
+        return self.order(epoch)[number * self.size : (number + 1) * self.size]
+
+    def micro_batch(self, step: int, index: int, count: int) -> Batch:
+        """Windows index * count … (index + 1) * count - 1 of global batch `step`. Raises UserError if their ids are damaged."""
+        chosen = self.chosen(step)[index * count : (index + 1) * count]
+        windows = torch.from_numpy(self._cut(self.tokens.tokens)[chosen].astype(np.int64))
+        if windows.max() >= self.tokens.header.vocab_size:
+            raise UserError(
+                f"{self.tokens.path} holds token id {windows.max()}, but its header says that all are below "
+                f"{self.tokens.header.vocab_size}: the file is damaged; tokenize the data again"
+            )
+        inputs, targets = windows[:, :-1], windows[:, 1:]
+        if self.tokens.mask is not None:
+            counted = torch.from_numpy(self._cut(self.tokens.mask)[chosen])
+            targets = targets.masked_fill(counted[:, 1:] == 0, IGNORED)
+        return Batch(inputs, targets)
+
+    def _cut(self, array: np.ndarray) -> np.ndarray:
+        """A view of all windows of the tokens or of their mask, (windows, length + 1)."""
+        return np.lib.stride_tricks.sliding_window_view(array, self.length + 1)[:: self.stride]
+
+    @cached_property
+    def _counts(self) -> np.ndarray:
+        """Counted targets of each window, (windows,)."""
+        assert self.tokens.mask is not None
+        return self._cut(self.tokens.mask)[:, 1:].sum(axis=1, dtype=np.int64)
+
+    def supervised(self, step: int) -> int:
+        """Targets of global batch `step` that the loss counts, over all ranks, known without asking them; at least 1, as a
+        divisor."""
+        if self.tokens.mask is None:
+            return self.size * self.length
+        return max(1, int(self._counts[self.chosen(step)].sum()))

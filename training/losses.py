@@ -1,0 +1,110 @@
+"""Losses on hidden states, computed a few positions at a time so that the logits of a whole batch never exist.
+
+Llama 3's logits of 8,192 positions take 4.2 GB in fp32, and their gradient as much again. Here a chunk's logits live only until
+its loss and its gradients are known, which is in forward: backward just scales them, and nothing is computed twice.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from model import Transformer
+from training.data import IGNORED, Batch
+
+CHUNK = 2048  # positions
+
+ChunkLoss = Callable[..., Tensor]
+"""(logits (chunk, vocab_size), the chunk of each further tensor) to the sum of the loss over the chunk, a scalar."""
+
+
+def cross_entropy(model: Transformer, hidden: Tensor, batch: Batch, chunk: int = CHUNK) -> Tensor:
+    """Sum of the counted targets' negative log-likelihoods, nats, fp32 scalar. hidden: normed, (B, T, C)."""
+
+    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+
+    return _by_chunks(model, hidden, loss, chunk, batch.targets.flatten())
+
+
+def distillation(
+    model: Transformer,
+    hidden: Tensor,
+    teacher: Transformer,
+    teacher_hidden: Tensor,
+    batch: Batch,
+    temperature: float = 1.0,
+    chunk: int = CHUNK,
+) -> Tensor:
+    """Sum over the counted positions of KL(teacher || model), nats, fp32 scalar. Both hidden states are normed, (B, T, C) of
+    their own models.
+
+    Logits are divided by `temperature`, and the loss is multiplied by its square, so that gradients keep their size when it
+    changes (Hinton et al., arXiv:1503.02531, section 2). The teacher gets no gradient.
+    """
+
+    def loss(logits: Tensor, teacher_rows: Tensor, targets: Tensor) -> Tensor:
+        with torch.no_grad():
+            wanted = (_logits(teacher, teacher_rows, teacher.head.weight) / temperature).log_softmax(-1)
+        divergence = F.kl_div((logits / temperature).log_softmax(-1), wanted, reduction="none", log_target=True)
+        return divergence.sum(-1).masked_fill(targets == IGNORED, 0.0).sum() * temperature**2
+
+    return _by_chunks(model, hidden, loss, chunk, teacher_hidden.detach().flatten(0, 1), batch.targets.flatten())
+
+
+def _logits(model: Transformer, rows: Tensor, head: Tensor) -> Tensor:
+    """(n, C) to (n, vocab_size), in fp32 at least."""
+    logits = F.linear(rows, head)[:, : model.config.vocab_size]
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def _by_chunks(model: Transformer, hidden: Tensor, loss: ChunkLoss, chunk: int, *others: Tensor) -> Tensor:
+    rows, head = hidden.flatten(0, 1), model.head.weight
+
+    def loss_of(rows: Tensor, head: Tensor, *others: Tensor) -> Tensor:
+        return loss(_logits(model, rows, head), *others)
+
+    if torch.is_grad_enabled() and (rows.requires_grad or head.requires_grad):
+        return _SumOfChunks.apply(rows, head, loss_of, chunk, *others)
+    parts = zip(*(tensor.split(chunk) for tensor in (rows, *others)), strict=True)
+    return torch.stack([loss_of(part[0], head, *part[1:]) for part in parts]).sum()
+
+
+class _SumOfChunks(torch.autograd.Function):
+    """The sum of a loss over chunks of rows. Forward already computes the gradients; the head's are summed in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, head: Tensor, loss_of: ChunkLoss, chunk: int, *others: Tensor) -> Tensor:
+        wanted = ctx.needs_input_grad[:2]
+        rows_gradient = torch.empty_like(rows) if wanted[0] else None
+        head_gradient = torch.zeros_like(head, dtype=torch.promote_types(head.dtype, torch.float32)) if wanted[1] else None
+        losses = []
+        for start in range(0, len(rows), chunk):
+            part = slice(start, start + chunk)
+            leaves = [t.detach().requires_grad_(w) for t, w in zip((rows[part], head), wanted, strict=True)]
+            with torch.enable_grad():
+                loss = loss_of(*leaves, *(other[part] for other in others))
+            gradients = iter(torch.autograd.grad(loss, [leaf for leaf in leaves if leaf.requires_grad]))
+            if rows_gradient is not None:
+                rows_gradient[part] = next(gradients)
+            if head_gradient is not None:
+                head_gradient += next(gradients)
+            losses.append(loss.detach())
+        ctx.save_for_backward(rows_gradient, None if head_gradient is None else head_gradient.to(head.dtype))
+        return torch.stack(losses).sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        scaled = [None if saved is None else _scaled(saved, gradient) for saved in ctx.saved_tensors]
+        return (*scaled, *[None] * (len(ctx.needs_input_grad) - 2))
+
+
+def _scaled(matrix: Tensor, factor: Tensor) -> Tensor:
+    """matrix * factor, multiplied in the precision of `factor`, some rows at a time: rounded to bfloat16, a factor of one over
+    the number of tokens would bias all gradients by up to 0.4%."""
+    product = torch.empty_like(matrix)
+    for target, source in zip(product.split(CHUNK), matrix.split(CHUNK), strict=True):
+        target.copy_(source.to(torch.promote_types(source.dtype, factor.dtype)) * factor)
+    return product

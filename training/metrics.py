@@ -1,0 +1,135 @@
+"""What a run says of itself: a progress bar, JSON lines, and a plot of the loss."""
+
+import json
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from errors import UserError
+from training.trainer import Trainer, total
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One line of `metrics.jsonl`: a few steps, averaged but for `step`, `loss` and `gradient_norm`, which are the last one's."""
+
+    step: int  # steps done
+    loss: float  # nats a supervised token
+    gradient_norm: float  # before clipping
+    learning_rate: float
+    step_ms: float
+    tokens_per_second: float  # of all ranks
+    tokens_per_gpu_second: float  # TGS
+    mfu: float | None  # None where the device's peak is not known
+    peak_memory_gb: float | None  # of rank 0's GPU
+    exposed_ms: float  # a step's time in which rank 0 computed nothing because it waited for communication
+
+
+class Meter:
+    """Collects a step's results on the device and reads them every `every` steps, so that the host need not wait each step."""
+
+    def __init__(
+        self, trainer: Trainer, path: Path, every: int, steps: int, step_flops: float, peak_flops: float | None
+    ) -> None:
+        """step_flops: of all ranks. peak_flops: FLOP/s of one device."""
+        self.trainer, self.path, self.every = trainer, path, every
+        self.step_flops, self.peak_flops = step_flops, peak_flops
+        self.pending: list[tuple[Tensor, Tensor]] = []
+        self.started = time.perf_counter()
+        first = trainer.rank == 0
+        if first:
+            cut_after(path, trainer.step)
+        self.bar = tqdm(total=steps, initial=trainer.step, desc="training", unit="step", disable=not first, mininterval=1)
+
+    def add(self, share: Tensor, norm: Tensor) -> None:
+        self.pending.append((share, norm))
+        if len(self.pending) >= self.every:
+            self.flush()
+
+    def flush(self) -> None:
+        """Read what is pending, on all ranks together. Raises UserError if the loss or gradient is no longer finite."""
+        if not self.pending:
+            return
+        trainer, count = self.trainer, len(self.pending)
+        shares = total(torch.stack([share for share, _ in self.pending]), trainer.executor.whole_groups.replicas).tolist()
+        norms = torch.stack([norm for _, norm in self.pending]).tolist()
+        self.pending.clear()
+        seconds = (time.perf_counter() - self.started) / count
+        exposed = trainer.executor.exposed.take() / count
+        self.started = time.perf_counter()
+        for i, (loss, norm) in enumerate(zip(shares, norms, strict=True)):
+            if not (math.isfinite(loss) and math.isfinite(norm)):
+                raise UserError(
+                    f"step {trainer.step - count + i + 1}: the loss is {loss} and the gradient's norm {norm}; "
+                    "resume from the last snapshot with a lower --learning-rate or a longer --warmup"
+                )
+        if trainer.rank == 0:
+            measured = self._measured(shares[-1], norms[-1], seconds, exposed)
+            with self.path.open("a") as file:
+                file.write(json.dumps(asdict(measured)) + "\n")
+            self.bar.update(count)
+            shown = {"loss": f"{measured.loss:.3f}", "TGS": f"{measured.tokens_per_gpu_second:,.0f}"}
+            self.bar.set_postfix(shown | ({"MFU": f"{measured.mfu:.0%}"} if measured.mfu else {}))
+
+    def _measured(self, loss: float, norm: float, seconds: float, exposed: float) -> Measured:
+        trainer = self.trainer
+        tokens = trainer.batches.size * trainer.batches.length / seconds
+        cuda = trainer.device.type == "cuda"
+        mfu = self.step_flops / seconds / trainer.world_size / self.peak_flops if self.peak_flops else None
+        return Measured(
+            step=trainer.step,
+            loss=loss,
+            gradient_norm=norm,
+            learning_rate=trainer.schedule.rate(trainer.step - 1),
+            step_ms=seconds * 1e3,
+            tokens_per_second=tokens,
+            tokens_per_gpu_second=tokens / trainer.world_size,
+            mfu=mfu,
+            peak_memory_gb=torch.cuda.max_memory_allocated() / 1e9 if cuda else None,
+            exposed_ms=exposed * 1e3,
+        )
+
+    def close(self) -> None:
+        self.bar.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a `metrics.jsonl`; a last line that was cut off by a kill is left out."""
+    lines = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            lines.append(json.loads(line))
+        except ValueError:
+            break
+    return lines
+
+
+def cut_after(path: Path, step: int) -> None:
+    """Forget what a run wrote after the snapshot from which it resumes."""
+    kept = [line for line in read_metrics(path) if line["step"] <= step]
+    path.write_text("".join(json.dumps(line) + "\n" for line in kept))
+
+
+def plot_losses(runs: Sequence[tuple[str, Path]], out: Path) -> None:
+    """Draw the loss over steps of each (label, metrics.jsonl) into `out` (.png, .svg or .pdf)."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UserError("drawing needs matplotlib; run `make setup-dev`, or pip install matplotlib") from None
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for label, path in runs:
+        lines = read_metrics(path)
+        axes.plot([line["step"] for line in lines], [line["loss"] for line in lines], label=label, linewidth=1.2)
+    axes.set(xlabel="step", ylabel="loss, nats a token")
+    axes.grid(alpha=0.3)
+    if len(runs) > 1:
+        axes.legend()
+    figure.savefig(out, dpi=150)

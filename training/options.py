@@ -1,0 +1,191 @@
+"""The options that every training command shares, and what they resolve to."""
+
+import argparse
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from checkpoint import DTYPES
+from config import ModelConfig
+from errors import UserError
+from training.cluster import Cluster, load_cluster, shipped_clusters
+from training.collectives import Profile, read_profile, synthesize
+from training.cost import predict
+from training.executor import BUCKET_BYTES, Execution, Overlap
+from training.job import OVERLAPS, Job
+from training.optimizer import AdamSettings, Schedule
+from training.planner import choose
+from training.sharding import Mesh, Sharding
+
+
+def add_batch_options(parser: argparse.ArgumentParser, learning_rate: float) -> None:
+    batch = parser.add_argument_group("the batch and the optimizer")
+    batch.add_argument("--sequence-length", type=int, default=1024, metavar="TOKENS", help="of a window (default: 1024)")
+    batch.add_argument(
+        "--global-batch", type=int, default=64, metavar="WINDOWS", help="of a step, over all ranks (default: 64)"
+    )
+    batch.add_argument(
+        "--micro-batch", type=int, default=1, metavar="WINDOWS", help="that a rank computes at once (default: 1)"
+    )
+    batch.add_argument("--steps", type=int, required=True, metavar="N", help="optimizer steps of the whole run")
+    batch.add_argument("--learning-rate", type=float, default=learning_rate, help=f"its peak (default: {learning_rate:g})")
+    batch.add_argument("--warmup", type=int, default=20, metavar="STEPS", help="linear warm-up before the cosine (default: 20)")
+    batch.add_argument("--final-rate", type=float, default=0.1, help="where the cosine ends, of the peak (default: 0.1)")
+    batch.add_argument("--weight-decay", type=float, default=0.1, help="of the matrices (default: 0.1)")
+    batch.add_argument("--clip", type=float, default=1.0, help="largest global norm of the gradient (default: 1)")
+    batch.add_argument("--seed", type=int, default=0, help="of the order of the data and of random weights (default: 0)")
+
+
+def add_execution_options(parser: argparse.ArgumentParser) -> None:
+    how = parser.add_argument_group("how the states are sharded and the step is run")
+    how.add_argument(
+        "--sharding",
+        default="auto",
+        metavar="P,G,OS|auto",
+        help="meshes of parameters, gradients and optimizer states, GPUs a node x nodes: 1,1,8 or 8,8,8x4. auto asks the planner "
+        "(python -m training.plan) on GPUs, and shards the optimizer states alone on a CPU (default: auto)",
+    )
+    how.add_argument("--gpus-per-node", type=int, metavar="N", help="default: the ranks that torchrun started on this host")
+    how.add_argument(
+        "--cluster",
+        metavar="NAME|FILE",
+        help=f"for auto: {', '.join(shipped_clusters())} or a .json (default: by the GPU's name)",
+    )
+    how.add_argument(
+        "--profile-collectives", type=Path, metavar="FILE", help="for auto: what make profile-collectives measured"
+    )
+    how.add_argument("--dtype", choices=("float32", "bfloat16"), help="of weights and gradients (default: bfloat16 on CUDA)")
+    how.add_argument(
+        "--recompute", action="store_true", help="keep each layer's input only and compute the layer again in backward"
+    )
+    how.add_argument("--compile", action="store_true", help="compile the modules with torch.compile")
+    how.add_argument(
+        "--intra-tensor", action="store_true", help="cut every tensor's optimizer states, instead of one owner a tensor"
+    )
+    how.add_argument(
+        "--bucket-mb", type=float, default=BUCKET_BYTES / 2**20, metavar="MIB", help="of summed gradients (default: 64)"
+    )
+    how.add_argument(
+        "--no-overlap", nargs="+", choices=OVERLAPS, default=[], metavar="WHAT", help=f"expose some of {', '.join(OVERLAPS)}"
+    )
+    how.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA if there is any")
+
+
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    run = parser.add_argument_group("the run")
+    run.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="for snapshots/, metrics.jsonl, loss.png and model/"
+    )
+    run.add_argument("--save-every", type=int, default=500, metavar="STEPS", help="write a snapshot so often (default: 500)")
+    run.add_argument("--keep", type=int, default=2, metavar="N", help="snapshots that are kept (default: 2)")
+    run.add_argument(
+        "--resume", action="store_true", help="go on from the newest snapshot in DIR, on any plan and number of ranks"
+    )
+    run.add_argument("--stop-after", type=int, metavar="STEP", help="save and leave there, to go on another day with --resume")
+    run.add_argument("--log-every", type=int, default=10, metavar="STEPS", help="measure and log so often (default: 10)")
+
+
+def check_numbers(args: argparse.Namespace) -> None:
+    """Raise UserError for what no run can use."""
+    positive = ("sequence_length", "global_batch", "micro_batch", "steps", "save_every", "keep", "log_every", "bucket_mb")
+    for name in (*positive, "learning_rate", "clip", "gpus_per_node", "stop_after"):
+        value = getattr(args, name)
+        if value is not None and not value > 0:
+            raise UserError(f"--{name.replace('_', '-')} must be above 0, not {value}")
+    for name in ("warmup", "weight_decay", "final_rate"):
+        if not getattr(args, name) >= 0:
+            raise UserError(f"--{name.replace('_', '-')} must not be negative")
+
+
+def schedule_of(args: argparse.Namespace) -> Schedule:
+    return Schedule(args.learning_rate, args.steps, args.warmup, args.final_rate)
+
+
+def adam_of(args: argparse.Namespace) -> AdamSettings:
+    return AdamSettings(weight_decay=args.weight_decay, clip=args.clip)
+
+
+def execution_of(args: argparse.Namespace) -> Execution:
+    overlap = Overlap(*(name not in args.no_overlap for name in OVERLAPS))
+    return Execution(overlap, args.intra_tensor, args.recompute, args.compile, int(args.bucket_mb * 2**20))
+
+
+def dtype_of(args: argparse.Namespace, device: torch.device) -> torch.dtype:
+    return DTYPES[args.dtype or ("bfloat16" if device.type == "cuda" else "float32")]
+
+
+def ranks_mesh(args: argparse.Namespace, world_size: int) -> Mesh:
+    """The ranks as GPUs a node x nodes. Raises UserError if they are no whole nodes."""
+    per_node = args.gpus_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    if world_size % per_node:
+        raise UserError(f"{world_size} ranks are no whole nodes of {per_node}; change --gpus-per-node or the number of ranks")
+    return Mesh(per_node, world_size // per_node)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The sharding of a run, and what the planner knows of it, if it was asked."""
+
+    sharding: Sharding
+    why: str
+    step_seconds: float | None = None
+
+
+def plan(args: argparse.Namespace, config: ModelConfig, mesh: Mesh, device: torch.device) -> Planned:
+    """Resolve --sharding before any memory is taken. Raises UserError for one that does not nest, tile or fit."""
+    job = planning_job(args, config, mesh, device)
+    if args.sharding != "auto":
+        sharding = Sharding.parse(args.sharding)
+        sharding.check(mesh)
+        if job is None:
+            return Planned(sharding, "as asked")
+        found = predict(job, sharding)
+        free = _memory(device)
+        if free is not None and found.memory.total > free:
+            raise UserError(
+                f"--sharding {args.sharding} needs about {found.memory.total / 1e9:.1f} GB a GPU of {free / 1e9:.1f}; "
+                "take --sharding auto, larger meshes, --recompute or a smaller --micro-batch"
+            )
+        return Planned(sharding, "as asked", found.step_seconds)
+    if job is None:
+        return Planned(Sharding(Mesh(), Mesh(), Mesh(mesh.gpus)), "auto without a --cluster: optimizer states over a node")
+    best = choose(job, _memory(device) or job.cluster.memory_gb * 1e9)[0]
+    return Planned(best.sharding, f"auto: the planner's choice on {job.cluster.name}", best.step_seconds)
+
+
+def planning_job(args: argparse.Namespace, config: ModelConfig, mesh: Mesh, device: torch.device) -> Job | None:
+    """What the planner needs to know; None on a CPU with no --cluster named."""
+    cluster = _cluster(args, device)
+    if cluster is None:
+        return None
+    profile: Profile = read_profile(args.profile_collectives) if args.profile_collectives else synthesize(cluster, mesh.nodes)
+    return Job(
+        config=config,
+        mesh=mesh,
+        cluster=cluster,
+        profile=profile,
+        sequence_length=args.sequence_length,
+        micro_batch=args.micro_batch,
+        global_batch=args.global_batch * args.sequence_length,
+        recompute=args.recompute,
+        precision=str(dtype_of(args, device)).removeprefix("torch."),
+        intra_tensor=args.intra_tensor,
+        bucket_bytes=int(args.bucket_mb * 2**20),
+        overlap=frozenset(OVERLAPS) - frozenset(args.no_overlap),
+    )
+
+
+def _cluster(args: argparse.Namespace, device: torch.device) -> Cluster | None:
+    if args.cluster:
+        return load_cluster(args.cluster)
+    if device.type == "cpu":
+        return None
+    name = torch.cuda.get_device_name(device).lower()
+    return load_cluster(next((c for c in shipped_clusters() if c in name), "h100"))
+
+
+def _memory(device: torch.device) -> float | None:
+    """Bytes of this GPU; None on a CPU."""
+    return float(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else None

@@ -1,0 +1,124 @@
+"""Chooses the meshes of P, G and OS (AMSP, section V.B), and what well-known systems would choose instead.
+
+    minimize     T_P + T_G + T_OS                                                       (1)
+    subject to   memory of a GPU <= what it has                                         (2)
+                 P inside G inside OS inside all GPUs                                   (3)
+                 G = P or G = OS                                                        (4)
+                 GPUs a node of each mesh divide R, its nodes divide N                  (5, 6)
+                 of the meshes of one size only the one on the fewest nodes             (7)
+
+The last two filter the space; what is left is tried out.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from itertools import product
+
+from errors import UserError
+from training.collectives import divisors
+from training.cost import Prediction, predict
+from training.job import Job
+from training.memory import memory
+from training.sharding import Mesh, Sharding
+
+OBJECTIVES: dict[str, Callable[[Prediction], float]] = {
+    "communication": lambda plan: plan.communication.total,
+    "step": lambda plan: plan.step_seconds,
+}
+TOLERANCE = 0.01  # profiles are not exact to more
+
+
+def tiling_meshes(cluster: Mesh) -> list[Mesh]:
+    """The first filter: meshes that leave no GPU of a node and no node without work (equations 5 and 6)."""
+    return [Mesh(a, b) for a, b in product(divisors(cluster.gpus), divisors(cluster.nodes))]
+
+
+def filtered_meshes(cluster: Mesh) -> list[Mesh]:
+    """Both filters: of the tiling meshes of each size the one on the fewest nodes (equation 7), in order of size."""
+    by_size: dict[int, Mesh] = {}
+    for mesh in tiling_meshes(cluster):
+        known = by_size.get(mesh.size)
+        if known is None or mesh.nodes < known.nodes:
+            by_size[mesh.size] = mesh
+    return [by_size[size] for size in sorted(by_size)]
+
+
+def shardings(meshes: Iterable[Mesh]) -> list[Sharding]:
+    """All that nest (3) with G = P or G = OS (4)."""
+    known = list(meshes)
+    pairs = [(p, os) for p in known for os in known if p.inside(os)]
+    return [Sharding(p, g, os) for p, os in pairs for g in dict.fromkeys((p, os))]
+
+
+def rank(plans: Iterable[Prediction], objective: str = "communication", tolerance: float = TOLERANCE) -> list[Prediction]:
+    """The plans, the chosen one first, the others by `objective`.
+
+    objective: `communication` is the paper's equation 1; `step` is the predicted step time, with what hides left out. Plans
+    within `tolerance` (a fraction) of the lowest count as equal. Of these one with G = P is chosen if there is any, because it
+    stays as good when micro-batches are added (at M = 1 every G is free), and then the one with the least memory.
+    """
+    cost = OBJECTIVES[objective]
+    ranked = sorted(plans, key=lambda plan: (cost(plan), plan.memory.total))
+    close = [plan for plan in ranked if cost(plan) <= (1 + tolerance) * cost(ranked[0])]
+    best = min(close, key=lambda plan: (plan.sharding.gradients != plan.sharding.parameters, plan.memory.total))
+    return [best, *(plan for plan in ranked if plan is not best)]
+
+
+def choose(job: Job, memory_bytes: float, objective: str = "communication", tolerance: float = TOLERANCE) -> list[Prediction]:
+    """The plans that fit into `memory_bytes` of a GPU, as `rank` orders them. Raises UserError if none fits."""
+    fitting = [s for s in shardings(filtered_meshes(job.mesh)) if memory(job, s).total <= memory_bytes]
+    if not fitting:
+        full = Sharding(job.mesh, job.mesh, job.mesh)
+        raise UserError(
+            f"no plan fits: even with all states sharded over all {job.mesh.size} GPUs a GPU needs "
+            f"{memory(job, full).total / 1e9:.1f} GB of {memory_bytes / 1e9:.1f}; {_advice(job)}"
+        )
+    return rank((predict(job, s) for s in fitting), objective, tolerance)
+
+
+def _advice(job: Job) -> str:
+    remedies = ["more GPUs", "a shorter --sequence-length"]
+    if not job.recompute:
+        remedies.insert(0, "--recompute")
+    if job.micro_batch > 1:
+        remedies.insert(0, "--micro-batch 1")
+    return "try " + " or ".join(remedies)
+
+
+# --- what others do ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A well-known scheme, under the same executor. AMSP's figure 1 and table IV."""
+
+    name: str
+    plan: Prediction
+    fits: bool
+
+
+def alternatives(job: Job, memory_bytes: float, objective: str = "communication") -> list[Alternative]:
+    """Data parallelism, ZeRO-1, -2, -3 (Rajbhandari et al., arXiv:1910.02054), MiCS (Zhang et al., arXiv:2205.00119) and
+    ZeRO++ without quantization (Wang et al., arXiv:2306.10209), the last two with the best mesh that fits. ZeRO-1 and -2
+    spread their updates by all-gather, as they were published."""
+    one, full = Mesh(), job.mesh
+    gathering = replace(job, intra_tensor=True)
+    cost = OBJECTIVES[objective]
+
+    def best(plans: Iterable[Prediction]) -> Prediction:
+        """The cheapest that fits, else the smallest."""
+        known = list(plans)
+        fitting = [plan for plan in known if plan.memory.total <= memory_bytes]
+        return min(fitting, key=cost) if fitting else min(known, key=lambda plan: plan.memory.total)
+
+    zero3 = Sharding(full, full, full)
+    sharded = [mesh for mesh in filtered_meshes(job.mesh) if mesh.size > 1 or job.mesh.size == 1]
+    found = {
+        "data parallel": predict(job, Sharding(one, one, one)),
+        "ZeRO-1": predict(gathering, Sharding(one, one, full)),
+        "ZeRO-2": predict(gathering, Sharding(one, full, full)),
+        "ZeRO-3": predict(job, zero3),
+        "MiCS": best(predict(job, Sharding(mesh, mesh, mesh)) for mesh in sharded),
+        "ZeRO++": best(predict(job, zero3, secondary=mesh) for mesh in sharded),
+    }
+    return [Alternative(name, plan, plan.memory.total <= memory_bytes) for name, plan in found.items()]

@@ -1,0 +1,198 @@
+"""A run from its settings to its result: build the trainer, resume, train with snapshots, export."""
+
+import argparse
+import json
+import sys
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from checkpoint import Source
+from cli import note
+from config import ModelConfig, config_to_hf
+from errors import UserError
+from tp import World, agree_on_error
+from training.cost import forward_flops
+from training.data import GlobalBatches, open_tokens
+from training.executor import Executor
+from training.initialize import empty_model, materializer
+from training.metrics import Meter, plot_losses
+from training.optimizer import Optimizer
+from training.options import Planned, adam_of, dtype_of, execution_of, plan, planning_job, ranks_mesh, schedule_of
+from training.snapshot import Snapshots, check_fits, read_manifest
+from training.trainer import Loss, Trainer, check_batch
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a command trains, found out before any memory is taken."""
+
+    config: ModelConfig
+    source: Source | None  # None: random weights
+    tokenizer_from: Path | None
+    data: Path
+    loss: Loss
+
+
+def together(world: World, work: Callable[[], T]) -> T:
+    """`work()` on every rank; a UserError of one is raised by all of them."""
+    error, result = None, None
+    try:
+        result = work()
+    except UserError as e:
+        error = e
+    agree_on_error(world, error)
+    return result  # type: ignore[return-value]
+
+
+# --- before the first step -----------------------------------------------------------------------------------------------
+
+
+def prepare(args: argparse.Namespace, world: World, setup: Setup) -> tuple[Trainer, Snapshots]:
+    """Check everything, build the trainer, and resume if asked."""
+    batches, planned = together(world, lambda: _check(args, world, setup))
+    size = f"{setup.config.parameter_count() / 1e6:,.1f}M parameters"
+    note(f"{setup.config.description}, {size}, {world.world_size} ranks; {planned.sharding} ({planned.why})")
+    if planned.step_seconds is not None:
+        note(f"predicted step time: {planned.step_seconds * 1e3:,.0f} ms")
+    run_id = [uuid.uuid4().hex]
+    if world.world_size > 1:
+        dist.broadcast_object_list(run_id, src=0)
+    snapshots = Snapshots(args.out / "snapshots", world.rank, world.world_size, keep=args.keep, run_id=run_id[0])
+    path = together(world, lambda: _snapshot(args, setup, snapshots, batches))
+    trainer = together(world, lambda: _build(args, world, setup, batches, planned))
+    if path is not None:
+        together(world, lambda: trainer.restore(snapshots, path))
+        note(f"resuming from {path} after step {trainer.step}")
+    return trainer, snapshots
+
+
+def _check(args: argparse.Namespace, world: World, setup: Setup) -> tuple[GlobalBatches, Planned]:
+    check_batch(args.global_batch, world.world_size, args.micro_batch)
+    if args.sequence_length > setup.config.max_seq_len:
+        raise UserError(f"--sequence-length {args.sequence_length} is beyond the model's {setup.config.max_seq_len} positions")
+    tokens = open_tokens(setup.data, setup.config.vocab_size)
+    batches = GlobalBatches(tokens, args.sequence_length, args.global_batch, args.seed)
+    mesh = ranks_mesh(args, world.world_size)
+    empty_model(setup.config, world.device, dtype_of(args, world.device))
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise UserError(f"--out {args.out} cannot be made ({e.strerror}); name a folder that you may write to") from None
+    return batches, plan(args, setup.config, mesh, world.device)
+
+
+def _snapshot(args: argparse.Namespace, setup: Setup, snapshots: Snapshots, batches: GlobalBatches) -> Path | None:
+    """The snapshot to resume from. Raises UserError if there is one that was not asked for, or one of another run."""
+    path = snapshots.latest()
+    if not args.resume:
+        if path is not None:
+            raise UserError(f"{args.out} holds the run of {path.name}; go on with --resume, or name another --out")
+        return None
+    if path is None:
+        note(f"no snapshot in {args.out} yet: starting from the beginning")
+        return None
+    then, now = read_manifest(path)["meta"], identity(args, setup.config, batches)
+    for key, value in now.items():
+        if then.get(key) != value:
+            raise UserError(
+                f"{path} comes from a run with another {key.replace('_', ' ')} ({_short(then.get(key))}, now {_short(value)}); "
+                "resume with that run's own settings, or name another --out"
+            )
+    empty = empty_model(setup.config, torch.device("cpu"), torch.float32)
+    check_fits(path, {name: tuple(p.shape) for name, p in empty.named_parameters()})
+    return path
+
+
+def identity(args: argparse.Namespace, config: ModelConfig, batches: GlobalBatches) -> dict[str, Any]:
+    """What a resumed run must share with the one before: then its losses are those of an undisturbed run."""
+    return {
+        "model": json.loads(json.dumps(config_to_hf(config))),
+        "data": batches.tokens.fingerprint,
+        "sequence_length": args.sequence_length,
+        "global_batch": args.global_batch,
+        "seed": args.seed,
+    }
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _build(args: argparse.Namespace, world: World, setup: Setup, batches: GlobalBatches, planned: Planned) -> Trainer:
+    torch.manual_seed(args.seed)
+    torch.set_float32_matmul_precision("high")
+    mesh = ranks_mesh(args, world.world_size)
+    model = empty_model(setup.config, world.device, dtype_of(args, world.device))
+    fill = materializer(model, setup.source, args.seed)
+    try:
+        executor = Executor(model, fill, world.rank, planned.sharding, mesh, execution_of(args))
+        optimizer = Optimizer(executor.weights, executor.vectors, executor.groups.copy, adam_of(args))
+    except torch.OutOfMemoryError:
+        raise UserError(
+            f"the model states do not fit into {world.device} as {planned.sharding}; shard them further with --sharding"
+        ) from None
+    return Trainer(
+        executor,
+        optimizer,
+        schedule_of(args),
+        batches,
+        setup.loss,
+        world.rank,
+        world.world_size,
+        args.micro_batch,
+        world.device,
+    )
+
+
+# --- the loop ------------------------------------------------------------------------------------------------------------
+
+
+def train(args: argparse.Namespace, world: World, trainer: Trainer, snapshots: Snapshots, setup: Setup) -> None:
+    """Train to --steps, with a snapshot every --save-every, then export the model and plot the loss."""
+    meta = identity(args, setup.config, trainer.batches)
+    last = min(args.steps, args.stop_after or args.steps)
+    meter = Meter(trainer, args.out / "metrics.jsonl", args.log_every, args.steps, *_flops(args, trainer))
+    while trainer.step < last:
+        try:
+            meter.add(*trainer.train_step())
+        except torch.OutOfMemoryError as e:
+            raise UserError(
+                f"out of GPU memory ({str(e).splitlines()[0]}); use --recompute or a smaller --micro-batch"
+            ) from None
+        if trainer.step % args.save_every == 0 or trainer.step == last:
+            meter.flush()  # finds a loss that is no longer finite before it is saved
+            trainer.executor.synchronize()
+            together(world, lambda: trainer.save(snapshots, meta))
+    meter.close()
+    together(world, snapshots.wait)
+    if trainer.rank == 0:
+        _plot(args.out)
+    if last < args.steps:
+        note(f"stopped after step {last} of {args.steps}; go on with --resume")
+        return
+    together(world, lambda: trainer.export(args.out / "model", setup.tokenizer_from))
+    note(f"done: {args.out / 'model'}")
+
+
+def _flops(args: argparse.Namespace, trainer: Trainer) -> tuple[float, float | None]:
+    """FLOPs of a step, and the peak FLOP/s of a device if it is known."""
+    config = trainer.executor.model.config
+    job = planning_job(args, config, ranks_mesh(args, trainer.world_size), trainer.device)
+    peak = job.cluster.peak_flops(job.precision) if job is not None and trainer.device.type == "cuda" else None
+    return 3 * forward_flops(config, args.sequence_length, args.global_batch), peak
+
+
+def _plot(out: Path) -> None:
+    try:
+        plot_losses([(out.name, out / "metrics.jsonl")], out / "loss.png")
+    except UserError as e:
+        print(f"no loss.png: {e}", file=sys.stderr)

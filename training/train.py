@@ -1,0 +1,75 @@
+"""Train a model from scratch, or go on training a checkpoint, on any number of ranks.
+
+    python -m training.train --model ladder-1b --data tokens.bin --steps 1000 --out out/ladder-1b --variant ladder
+    torchrun --standalone --nproc_per_node 8 -m training.train --model ladder-1b --data tokens.bin --steps 1000 --out out/1b
+
+--model takes a preset (random weights) or a checkpoint directory. --data takes a token file that
+`python -m training.tokenize_data` wrote. The planner chooses how parameters, gradients and optimizer states are sharded, or
+--sharding does. A run that was killed goes on with the same command and --resume, also on another number of ranks. The
+result, in DIR/model, is what generate.py and the server read.
+"""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from checkpoint import is_preset, model_config, open_source
+from cli import Parser, run
+from config import PRESETS, preset
+from errors import UserError
+from tp import init_world
+from training.losses import cross_entropy
+from training.options import add_batch_options, add_execution_options, add_run_options, check_numbers
+from training.run import Setup, prepare, together, train
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = Parser(prog="python -m training.train", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = parser.add_argument_group("what is trained")
+    what.add_argument(
+        "--model", required=True, metavar="DIR|PRESET", help=f"a checkpoint directory, or one of {', '.join(PRESETS)}"
+    )
+    what.add_argument(
+        "--variant", help="standard, parallel, ladder, hybrid[:LAYERS], desync-2x[:STREAMS] or desync-4x[:STREAMS]"
+    )
+    what.add_argument("--data", type=Path, required=True, metavar="FILE.bin", help="a token file")
+    what.add_argument(
+        "--tokenizer", type=Path, metavar="DIR", help="whose tokenizer to put beside the result (default: --model's)"
+    )
+    add_batch_options(parser, learning_rate=3e-4)
+    add_execution_options(parser)
+    add_run_options(parser)
+    args = parser.parse_args(argv)
+    check_numbers(args)
+    return args
+
+
+def setup(args: argparse.Namespace) -> Setup:
+    """What this rank can find out alone. Raises UserError."""
+    if args.tokenizer and not args.tokenizer.is_dir():
+        raise UserError(f"--tokenizer {args.tokenizer} is no directory; name one with tokenizer.json or tokenizer.model")
+    random = is_preset(args.model)
+    streams = preset(args.model).n_kv_heads if random else 1  # of a desync variant that names no number
+    config = model_config(args.model, args.variant, streams)
+    if random:  # no checkpoint says how far its positions were trained
+        config = replace(config, max_seq_len=max(config.max_seq_len, args.sequence_length))
+    return Setup(
+        config=config,
+        source=None if random else open_source(args.model, config),
+        tokenizer_from=args.tokenizer or (None if random else Path(args.model)),
+        data=args.data,
+        loss=cross_entropy,
+    )
+
+
+def main() -> None:
+    args = parse_args()
+    world = init_world(args.device)
+    found = together(world, lambda: setup(args))
+    trainer, snapshots = prepare(args, world, found)
+    train(args, world, trainer, snapshots, found)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,126 @@
+"""The training loop: micro-batches in, losses and new weights out."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from checkpoint import save_checkpoint
+from comm import Local
+from errors import UserError
+from model import Transformer
+from training.data import Batch, GlobalBatches
+from training.executor import Executor
+from training.groups import Group
+from training.optimizer import Optimizer, Schedule
+from training.snapshot import Piece, Snapshots, read_manifest
+
+Loss = Callable[[Transformer, Tensor, Batch], Tensor]
+"""(model, normed hidden states (B, T, C), batch) to the sum of the loss over the batch's supervised tokens, fp32."""
+
+
+@dataclass
+class Trainer:
+    """What a run consists of on one rank. `step` counts the steps done."""
+
+    executor: Executor
+    optimizer: Optimizer
+    schedule: Schedule
+    batches: GlobalBatches
+    loss: Loss
+    rank: int
+    world_size: int
+    micro_batch: int  # windows
+    device: torch.device
+    step: int = 0
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches that each rank computes a step."""
+        return self.batches.size // (self.world_size * self.micro_batch)
+
+    def train_step(self) -> tuple[Tensor, Tensor]:
+        """One step. Returns this rank's share of the loss a token (the ranks' sum is the loss) and the gradient's norm."""
+        supervised = self.batches.supervised(self.step)
+        share = torch.zeros((), device=self.device)
+        for number in range(self.accumulation):
+            index = number * self.world_size + self.rank
+            batch = self.batches.micro_batch(self.step, index, self.micro_batch).to(self.device)
+            hidden = self.executor.forward(batch.inputs)
+            loss = self.loss(self.executor.model, hidden, batch) / supervised
+            self.executor.backward(loss, last=number == self.accumulation - 1)
+            share += loss.detach()
+        norm = self.optimizer.step(self.executor.take_gradients(), self.schedule.rate(self.step))
+        if not self.executor.overlap.updates:
+            self.executor.synchronize()
+        self.step += 1
+        return share, norm
+
+    # --- snapshots -------------------------------------------------------------------------------------------------------
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(shape) for w in self.executor.weights for name, shape in zip(w.names, w.shapes, strict=True)}
+
+    def pieces(self) -> list[Piece]:
+        """This rank's optimizer states, by parameter and range of its flattened elements; views of them."""
+        state = self.optimizer.state()
+        return [
+            Piece(name, start, stop, {key: tensor[where] for key, tensor in state[weight].items()})
+            for weight in self.executor.weights
+            for name, start, stop, where in weight.pieces()
+        ]
+
+    def save(self, snapshots: Snapshots, meta: dict[str, object]) -> None:
+        """Begin to write a snapshot. Of the copies of the optimizer states, the first is written."""
+        first = self.executor.groups.place.copy == 0
+        snapshots.save(self.step, self.pieces() if first else [], self.shapes(), meta)
+
+    def restore(self, snapshots: Snapshots, path: Path) -> None:
+        """Take over a snapshot's states, whatever plan wrote it."""
+        mine = self.pieces()
+        loaded = snapshots.load(path, [(p.name, p.start, p.stop) for p in mine])
+        for piece, found in zip(mine, loaded, strict=True):
+            for key, tensor in piece.tensors.items():
+                tensor.copy_(found[key])
+        self.step = read_manifest(path)["step"]
+        self.optimizer.restore(self.step)
+        self.executor.synchronize()
+
+    # --- the result ------------------------------------------------------------------------------------------------------
+
+    def export(self, directory: Path, tokenizer_from: Path | None) -> None:
+        """Write the model in the HF layout from rank 0, which needs host memory for all of it. All ranks must call."""
+        self.executor.synchronize()
+        config, dtype = self.executor.model.config, self.executor.embedding.shard.dtype
+        copy = Transformer(config, Local(), torch.device("cpu"), dtype) if self.rank == 0 else None
+        targets = dict(copy.named_parameters()) if copy is not None else {}
+        for weight in self.executor.weights:
+            weight.gather()
+            weight.wait()
+            for name, parameter in zip(weight.names, weight.parameters, strict=True):
+                if copy is not None:
+                    targets[name].data.copy_(parameter.data)
+            weight.release()
+        if copy is not None:
+            save_checkpoint(copy, directory, dtype, tokenizer_from)
+
+
+def total(values: Tensor, group: Group | None) -> Tensor:
+    """The sum over the ranks of `group`; None: this process is alone."""
+    if group is not None and group.size > 1:
+        dist.all_reduce(values, group=group.handle)
+    return values
+
+
+def check_batch(global_batch: int, world_size: int, micro_batch: int) -> None:
+    """Raise UserError unless the global batch (windows) can be shared evenly."""
+    unit = world_size * micro_batch
+    if global_batch % unit:
+        near = max(1, round(global_batch / unit)) * unit
+        raise UserError(
+            f"--global-batch of {global_batch} windows cannot be shared by {world_size} ranks with --micro-batch {micro_batch}; "
+            f"give a multiple of {unit}, such as {near}"
+        )
