@@ -1,0 +1,126 @@
+"""Convert the embedded standard model to a hybrid ladder, retrain it lightly, and measure what was lost and what came back.
+
+    python scripts/adapt_demo.py                      # half and 5/8 of the layers, 2 ranks
+    python scripts/adapt_demo.py --ladder-layers 4 --steps 20 --items 40 --out /tmp/adapt --dry-run
+
+The small twin of table 4 of the ladder paper (arXiv:2501.06589). The corpus of the retraining shares no document with that of
+the original training or the held-out tasks. Writes docs/results/adapt.json, .md and .png; the models stay in --out, ready
+for generate.py and the server.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from cli import Parser, note, run
+from comm import Local
+from errors import UserError
+from scripts.accuracy import TASKS, evaluate
+from scripts.corpus import encode_corpus
+from scripts.results import RESULTS, ROOT, describe, machine, write_json
+from tokenizer import load_tokenizer
+from tp import World
+from training.convert import convert
+from training.data import write_tokens
+from training.metrics import plot_losses
+from training.tokenize_data import fingerprint
+
+SEED = 77  # of the retraining's corpus
+SEQUENCE, BATCH = 512, 16  # tokens, windows
+TOKENS_PER_DOCUMENT = 90  # on average
+
+
+def prepare_tokens(out: Path, model: Path, tokens: int) -> Path:
+    """The retraining's token file."""
+    path = out / "tokens.bin"
+    ids = encode_corpus(model, SEED, tokens // TOKENS_PER_DOCUMENT + 1, processes=2)
+    write_tokens(path, ids, load_tokenizer(model).vocab_size, fingerprint(model))
+    return path
+
+
+def retrain(args: argparse.Namespace, layers: int, data: Path) -> Path:
+    """Adapt with `layers` ladder layers; the folder with its metrics and model."""
+    out = args.out / f"hybrid-{layers}"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(args.ranks)]
+    command += ["-m", "training.adapt", "--model", str(args.model), "--ladder-layers", str(layers), "--data", str(data)]
+    command += [
+        "--sequence-length",
+        str(SEQUENCE),
+        "--global-batch",
+        str(BATCH),
+        "--micro-batch",
+        "1",
+        "--steps",
+        str(args.steps),
+    ]
+    command += ["--learning-rate", str(args.learning_rate), "--warmup", "10", "--distill", str(args.distill), "--out", str(out)]
+    command += ["--save-every", "50", "--log-every", "5", *(["--resume"] if out.exists() else [])]
+    if subprocess.run(command, cwd=ROOT).returncode:
+        raise UserError(f"the retraining with {layers} ladder layers failed; see above")
+    return out
+
+
+def table(rows: list[dict[str, Any]], about: dict[str, Any]) -> str:
+    head = ["model", "perplexity", *TASKS, "mean"]
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for row in rows:
+        scores = [row[task] * 100 for task in TASKS]
+        cells = [row["what"], f"{row['perplexity']:.4f}", *(f"{s:.1f}" for s in (*scores, sum(scores) / len(scores)))]
+        lines.append("| " + " | ".join(cells) + " |")
+    caption = (
+        f"Exact match in %, {rows[0]['items_per_task']} held-out items a task. Retrained for {about['steps']} steps of "
+        f"{BATCH} x {SEQUENCE} tokens, {about['distill']:.0%} of the loss by distillation, peak learning rate "
+        f"{about['learning_rate']:g}. Made on {describe(about['machine'], 'cpu')}."
+    )
+    return "\n".join([*lines, "", caption, ""])
+
+
+def main() -> None:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=ROOT / "models" / "tiny-standard", help="default: models/tiny-standard")
+    parser.add_argument("--ladder-layers", type=int, nargs="+", default=[4, 5], metavar="K", help="of its 8 (default: 4 5)")
+    parser.add_argument("--steps", type=int, default=120, help=f"of {BATCH} x {SEQUENCE} tokens (default: 120)")
+    parser.add_argument("--learning-rate", type=float, default=1e-3, help="its peak (default: 1e-3)")
+    parser.add_argument("--distill", type=float, default=0.5, help="share of the loss (default: 0.5)")
+    parser.add_argument("--ranks", type=int, default=2, help="default: 2")
+    parser.add_argument("--items", type=int, default=200, help="held-out documents a task (default: 200)")
+    parser.add_argument("--out", type=Path, default=ROOT / "out" / "adapt", help="default: out/adapt")
+    parser.add_argument("--dry-run", action="store_true", help="print the table and write nothing into docs/results")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    data = prepare_tokens(args.out, args.model, args.steps * BATCH * SEQUENCE)
+    models = {"original": args.model}
+    for layers in tqdm(args.ladder_layers, desc="ladder layers", unit="model"):
+        convert(args.model, args.out / f"zero-shot-{layers}", layers, force=True)
+        models[f"{layers} ladder layers, zero-shot"] = args.out / f"zero-shot-{layers}"
+        models[f"{layers} ladder layers, retrained"] = retrain(args, layers, data) / "model"
+    alone = World(0, 1, torch.device("cpu"), Local())
+    rows = [
+        {"what": what} | evaluate(path, alone, args.items)
+        for what, path in tqdm(models.items(), desc="evaluating", unit="model")
+    ]
+    about = {"steps": args.steps, "learning_rate": args.learning_rate, "distill": args.distill, "machine": machine()}
+    text = table(rows, about)
+    print(text)
+    if args.dry_run:
+        return
+    runs = [(f"{layers} ladder layers", args.out / f"hybrid-{layers}" / "metrics.jsonl") for layers in args.ladder_layers]
+    losses = {label: [json.loads(line) for line in path.read_text().splitlines()] for label, path in runs}
+    write_json("adapt", about | {"rows": rows, "metrics": losses})
+    (RESULTS / "adapt.md").write_text(text)
+    plot_losses(runs, RESULTS / "adapt.png")
+    note(
+        f"wrote adapt.json, .md and .png in {RESULTS.relative_to(ROOT)}; serve one with make serve MODEL={runs[0][1].parent}/model"
+    )
+
+
+if __name__ == "__main__":
+    run(main)
