@@ -8,9 +8,10 @@ export OMP_NUM_THREADS ?= 1
 MODEL ?= models/tiny-hybrid
 RANKS ?= 2
 PROMPT ?= Once upon a time
+PROFILE ?= profile.json
 ARGS ?=
 
-.PHONY: help setup setup-dev demo serve generate chat bench-offline bench-host soak lm-eval test lint accuracy baseline bench-cpu trace-overlap readme train-tiny clean
+.PHONY: help setup setup-dev demo serve generate chat bench-offline bench-host soak lm-eval test lint accuracy quantization baseline bench-cpu trace-overlap plan plan-paper profile-collectives readme train-tiny clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -53,8 +54,11 @@ test: setup-dev ## all tests
 lint: setup-dev ## ruff, mypy, and that the README quotes the results as they are
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m mypy && $(PY) scripts/readme.py --check
 
-accuracy: setup ## perplexity and exact match of every embedded model at tp 1, 2 and 4, into docs/results/accuracy.json and .md
+accuracy: setup ## perplexity and exact match of every embedded model at tp 1, 2 and 4, exact and quantized, into docs/results/accuracy.json and .md
 	@$(PY) scripts/accuracy.py $(ARGS)
+
+quantization: setup ## error of real partial sums, bytes and perplexity by width, group and scheme, into docs/results/quantization.json
+	@$(PY) scripts/quantization.py $(ARGS)
 
 baseline: setup ## ms a token of 8B and 70B:16 presets by variant on RANKS ranks, into docs/results
 	@$(PY) scripts/baseline.py --ranks $(RANKS) $(ARGS)
@@ -64,6 +68,15 @@ bench-cpu: setup-dev ## decode speed beside transformers.generate, same weights 
 
 trace-overlap: setup-dev ## profile ladder and standard on 2 ranks, and plot which sums are hidden, into docs/results
 	@$(PY) scripts/trace_overlap.py $(ARGS)
+
+plan: setup ## how to shard P, G and OS of MODEL: make plan MODEL=llama-30b ARGS="--gpus 1024 --cluster a800 --recompute"
+	@$(PY) -m training.plan --model $(MODEL) $(ARGS)
+
+plan-paper: setup-dev ## the planner beside AMSP's own choices, into docs/results/plan-paper.json, .md and .png
+	@$(PY) scripts/plan_paper.py $(ARGS)
+
+profile-collectives: setup ## time all-gather, reduce-scatter, all-reduce and broadcast on RANKS ranks, into PROFILE
+	@$(TORCHRUN) $(RANKS) -m training.profile_collectives --out $(PROFILE) $(ARGS)
 
 readme: setup ## copy the tables of docs/results into README.md
 	@$(PY) scripts/readme.py

@@ -189,6 +189,10 @@ PRESETS: dict[str, ModelConfig] = {
     "llama-3.2-1b": _preset(16, 32, 8, 2048, 8192, 128256, **_LLAMA32),
     "llama-3.2-3b": _preset(28, 24, 8, 3072, 8192, 128256, **_LLAMA32),
     "llama-3-8b": _preset(32, 32, 8, 4096, 14336, 128256, rope_theta=5e5),
+    # Llama 1, the models that AMSP is evaluated with
+    "llama-7b": _preset(32, 32, 32, 4096, 11008, 32000, max_seq_len=2048, norm_eps=1e-6),
+    "llama-13b": _preset(40, 40, 40, 5120, 13824, 32000, max_seq_len=2048, norm_eps=1e-6),
+    "llama-30b": _preset(60, 52, 52, 6656, 17920, 32000, max_seq_len=2048, norm_eps=1e-6),
     "llama-34b": _preset(48, 64, 8, 8192, 22016, 32000, rope_theta=1e6, max_seq_len=16384),
     "llama-3-70b": _preset(80, 64, 8, 8192, 28672, 128256, rope_theta=5e5),
     "llama-3.1-405b": _preset(

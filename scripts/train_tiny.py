@@ -3,61 +3,46 @@
     python scripts/train_tiny.py --variant hybrid              # one variant, into models/tiny-hybrid
     python scripts/train_tiny.py                               # all six, one after the other
     python scripts/train_tiny.py --tokens 2e6 --out /tmp/try   # a short try on a CPU
+    torchrun --standalone --nproc_per_node 4 scripts/train_tiny.py --variant ladder
 
-The corpus is written anew from its seed (`scripts/corpus.py`), tokenized and packed into windows; the order of windows, the
-initial weights and the schedule depend on the seed alone. An H200 takes one and a half to three and a half minutes a variant
-for the default 300M tokens, a CPU core most of a day.
+The corpus is written anew from its seed (`scripts/corpus.py`) and tokenized; the trainer is `training/`'s. The order of windows,
+the initial weights and the schedule depend on the seed alone. The default 300M tokens take a GPU minutes, and a CPU core most
+of a day; a run that was stopped goes on with --resume.
 """
 
 import argparse
 import json
-import math
 import os
+import shutil
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import Tensor
-from tqdm import tqdm
+import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from attention import Causal
-from checkpoint import random_weights, save_checkpoint
-from comm import Local
+from cli import Parser, note, run
 from config import ModelConfig, preset, with_variant
-from errors import UserError
-from model import Transformer
 from scripts.corpus import encode_corpus, train_tokenizer
+from tokenizer import load_tokenizer
+from tp import World, init_world
+from training import train as command
+from training.data import write_tokens
+from training.losses import cross_entropy
+from training.metrics import read_metrics
+from training.run import Setup, prepare, train
+from training.tokenize_data import fingerprint
 
 VARIANTS = ("standard", "parallel", "ladder", "hybrid", "desync-2x", "desync-4x")
 STREAMS = 4  # of the desync variants: they then run on 1, 2 and 4 ranks
 BOS, EOS = 0, 1
 TOKENS_PER_DOCUMENT = 90  # of the corpus, on average; decides how many documents are generated
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What the result depends on, beside the variant."""
-
-    tokens: int = 300_000_000
-    seed: int = 1
-    batch: int = 64  # windows a step
-    window: int = 1024  # tokens
-    learning_rate: float = 4e-3
-    warmup: float = 0.02  # share of the steps
-    final_rate: float = 0.05  # of the peak
-    weight_decay: float = 0.1
-    clip: float = 1.0
-
-    @property
-    def steps(self) -> int:
-        return max(1, self.tokens // (self.batch * self.window))
+WINDOW = 1024  # tokens
+RECIPE = ("--learning-rate", "4e-3", "--final-rate", "0.05", "--weight-decay", "0.1", "--clip", "1")
+WARMUP = 0.02  # share of the steps
 
 
 def tiny_config(variant: str) -> ModelConfig:
@@ -65,125 +50,76 @@ def tiny_config(variant: str) -> ModelConfig:
     return replace(with_variant(preset("tiny"), name), bos_token_id=BOS, eos_token_ids=(EOS,))
 
 
-def token_file(path: Path, tokenizer: Path, settings: Settings) -> np.ndarray:
-    """The training tokens (uint16), memory-mapped; generated first if the file is not there. Ranks may share it."""
-    if not path.exists():
-        count = settings.tokens // TOKENS_PER_DOCUMENT
-        tokens = encode_corpus(tokenizer, settings.seed, count, processes=os.cpu_count() or 1)
-        partial = path.with_suffix(f".{os.getpid()}.tmp")
-        tokens.tofile(partial)
-        partial.rename(path)
-    return np.memmap(path, dtype=np.uint16, mode="r")
+def prepare_tokens(args: argparse.Namespace, tokenizer: Path, path: Path) -> None:
+    """Write the tokenizer and the token file, if they are not there."""
+    if not (tokenizer / "tokenizer.json").exists():
+        train_tokenizer(tokenizer, seed=args.seed)
+    if not path.with_suffix(".json").exists():
+        ids = encode_corpus(tokenizer, args.seed, int(args.tokens) // TOKENS_PER_DOCUMENT, processes=os.cpu_count() or 1)
+        write_tokens(path, ids, load_tokenizer(tokenizer).vocab_size, fingerprint(tokenizer))
 
 
-def batches(tokens: np.ndarray, settings: Settings, device: torch.device) -> Iterator[Tensor]:
-    """(batch, window + 1) int64, windows in an order that the seed decides, forever."""
-    starts = np.arange(0, len(tokens) - settings.window - 1, settings.window)
-    if len(starts) < settings.batch:
-        raise UserError(f"{len(tokens)} tokens make no batch of {settings.batch} x {settings.window}; raise --tokens")
-    order = np.random.default_rng(settings.seed)
-    while True:
-        epoch = order.permutation(starts)
-        for i in range(0, len(epoch) - settings.batch + 1, settings.batch):
-            windows = [tokens[s : s + settings.window + 1] for s in epoch[i : i + settings.batch]]
-            yield torch.from_numpy(np.stack(windows).astype(np.int64)).to(device, non_blocking=True)
-
-
-def initialize(model: Transformer, seed: int) -> None:
-    """normal(0, 0.02), the modules' outputs scaled down with depth as in GPT-2."""
-    random_weights(model, seed)
-    for name, parameter in model.named_parameters():
-        if ".wo." in name or ".w_down." in name:
-            parameter.data.mul_(1 / math.sqrt(2 * model.config.n_layers))
-
-
-def learning_rate(step: int, settings: Settings) -> float:
-    """Linear warm-up, then a cosine down to `final_rate` of the peak."""
-    warmup = max(1, int(settings.warmup * settings.steps))
-    if step < warmup:
-        return settings.learning_rate * (step + 1) / warmup
-    progress = (step - warmup) / max(1, settings.steps - warmup)
-    cosine = 0.5 * (1 + math.cos(math.pi * progress))
-    return settings.learning_rate * (settings.final_rate + (1 - settings.final_rate) * cosine)
-
-
-def train(variant: str, tokens: np.ndarray, settings: Settings, device: torch.device) -> tuple[Transformer, list[float]]:
-    """Train one variant; returns the model (fp32) and the loss of every 20th step, in nats a token."""
-    config = tiny_config(variant)
-    model = Transformer(config, Local(), device, torch.float32)
-    initialize(model, settings.seed)
-    matrices = [p for p in model.parameters() if p.dim() == 2]
-    vectors = [p for p in model.parameters() if p.dim() != 2]
-    groups = [dict(params=matrices, weight_decay=settings.weight_decay), dict(params=vectors, weight_decay=0.0)]
-    optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(0.9, 0.95), fused=True)
-
-    def loss_of(batch: Tensor) -> Tensor:
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            logits = model(batch[:, :-1], Causal(settings.window, device))
-        return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
-
-    compiled = torch.compile(loss_of) if device.type == "cuda" else loss_of
-    data, losses = batches(tokens, settings, device), []
-    progress = tqdm(range(settings.steps), desc=f"training {variant}", unit="step", mininterval=2)
-    for step in progress:
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, settings)
-        loss = compiled(next(data))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        if step % 20 == 0 or step == settings.steps - 1:
-            losses.append(round(loss.item(), 4))
-            progress.set_postfix(loss=losses[-1])
-    return model, losses
+def train_variant(args: argparse.Namespace, world: World, variant: str, data: Path, tokenizer: Path) -> None:
+    """Train one variant in OUT/run-VARIANT, and put the result and its record into OUT/tiny-VARIANT."""
+    start, work = time.perf_counter(), args.out / f"run-{variant}"
+    steps = max(1, int(args.tokens) // (args.batch * WINDOW))
+    argv = ["--model", "tiny", "--data", data, "--out", work, "--steps", steps, "--seed", args.seed, "--log-every", 20]
+    argv += ["--warmup", max(1, int(WARMUP * steps)), "--sequence-length", WINDOW, "--global-batch", args.batch, *RECIPE]
+    argv += ["--micro-batch", args.micro_batch or args.batch // world.world_size, "--device", world.device.type]
+    argv += [flag for flag in ("--resume", "--compile") if getattr(args, flag.removeprefix("--"))]
+    settings = command.parse_args([str(a) for a in argv])
+    setup = Setup(tiny_config(variant), None, tokenizer, data, cross_entropy)
+    trainer, snapshots = prepare(settings, world, setup)
+    train(settings, world, trainer, snapshots, setup)
+    if world.rank:
+        return
+    directory = args.out / f"tiny-{variant}"
+    shutil.copytree(work / "model", directory, dirs_exist_ok=True)
+    losses = [round(line["loss"], 4) for line in read_metrics(work / "metrics.jsonl")]
+    record = dict(
+        variant=setup.config.description,
+        settings={key: value for key, value in vars(settings).items() if isinstance(value, (int, float))},
+        tokens_in_corpus=len(trainer.batches.tokens.tokens),
+        seconds=round(time.perf_counter() - start, 1),
+        machine=torch.cuda.get_device_name() if world.device.type == "cuda" else "CPU",
+        ranks=world.world_size,
+        torch=torch.__version__,
+        loss_every_20_steps=losses,
+    )
+    (directory / "training.json").write_text(json.dumps(record) + "\n")
+    note(f"{directory}: loss {losses[-1]:.4f} after {steps} steps, {record['seconds']} s")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variant", choices=VARIANTS, help="train only this one (default: all)")
-    parser.add_argument("--tokens", type=float, default=Settings.tokens, help="training tokens (default: 300e6)")
-    parser.add_argument("--seed", type=int, default=Settings.seed, help="of corpus, initial weights and order (default: 1)")
-    parser.add_argument("--batch", type=int, default=Settings.batch, help="windows of 1024 tokens a step (default: 64)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda or cuda:N")
+    parser.add_argument("--tokens", type=float, default=300e6, help="training tokens (default: 300e6)")
+    parser.add_argument("--seed", type=int, default=1, help="of corpus, initial weights and order (default: 1)")
+    parser.add_argument(
+        "--batch", type=int, default=64, help=f"windows of {WINDOW} tokens a step, over all ranks (default: 64)"
+    )
+    parser.add_argument("--micro-batch", type=int, help="windows that a rank computes at once (default: its whole share)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA if there is any")
+    parser.add_argument("--compile", action="store_true", help="compile the modules with torch.compile")
+    parser.add_argument("--resume", action="store_true", help="go on where a run of the same settings stopped")
     parser.add_argument("--out", type=Path, default=Path("models"), help="folder for tiny-VARIANT (default: models)")
     parser.add_argument("--prepare", action="store_true", help="write the tokenizer and the token file, then stop")
     parser.add_argument("--data", type=Path, help="token file, made if missing (default: OUT/tokens-SEED-TOKENS.bin)")
     args = parser.parse_args()
-    settings = Settings(tokens=int(args.tokens), seed=args.seed, batch=args.batch)
     args.out.mkdir(parents=True, exist_ok=True)
+    world = init_world(args.device)
     tokenizer = args.out / "tokenizer"
-    if not (tokenizer / "tokenizer.json").exists():
-        train_tokenizer(tokenizer, seed=settings.seed)
-    data = args.data or args.out / f"tokens-{settings.seed}-{settings.tokens}.bin"
-    tokens = token_file(data, tokenizer, settings)
+    data = args.data or args.out / f"tokens-{args.seed}-{int(args.tokens)}.bin"
+    if world.rank == 0:
+        prepare_tokens(args, tokenizer, data)
+    if world.world_size > 1:
+        dist.barrier()
     if args.prepare:
-        print(f"{data}: {len(tokens):,} tokens")
+        note(f"{data} is ready")
         return
-    torch.manual_seed(settings.seed)
-    torch.set_float32_matmul_precision("high")
     for variant in [args.variant] if args.variant else VARIANTS:
-        start = time.perf_counter()
-        model, losses = train(variant, tokens, settings, torch.device(args.device))
-        directory = args.out / f"tiny-{variant}"
-        save_checkpoint(model, directory, torch.bfloat16, tokenizer_from=tokenizer)
-        machine = torch.cuda.get_device_name() if args.device.startswith("cuda") else "CPU"
-        record = dict(
-            variant=model.config.description,
-            settings=asdict(settings),
-            tokens_in_corpus=len(tokens),
-            seconds=round(time.perf_counter() - start, 1),
-            machine=machine,
-            torch=torch.__version__,
-            loss_every_20_steps=losses,
-        )
-        (directory / "training.json").write_text(json.dumps(record) + "\n")
-        print(f"{directory}: loss {losses[-1]:.4f} after {settings.steps} steps, {record['seconds']} s", flush=True)
+        train_variant(args, world, variant, data, tokenizer)
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as e:
-        print(f"error: {e}", file=sys.stderr)
-        sys.exit(2)
+    run(main)

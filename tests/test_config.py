@@ -91,9 +91,10 @@ def fails(call: Any, *names: str) -> None:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_is_valid_and_splits_over_eight_ranks(name: str) -> None:
+def test_a_preset_is_valid_and_splits_over_eight_ranks_or_four(name: str) -> None:
     config = validate(preset(name))
-    assert config.n_heads % 8 == config.intermediate_size % 8 == 0
+    ranks = 4 if name == "llama-30b" else 8  # 52 heads
+    assert config.n_heads % ranks == config.intermediate_size % ranks == 0
     assert config.hidden_size == config.n_heads * config.head_dim or name == "tiny"
 
 
@@ -105,6 +106,9 @@ def test_a_preset_is_valid_and_splits_over_eight_ranks(name: str) -> None:
         ("llama-3.2-1b", 1.236, 0.001),  # the model cards' numbers from here on
         ("llama-3.2-3b", 3.213, 0.001),
         ("llama-3-8b", 8.030, 0.001),
+        ("llama-7b", 6.738, 0.001),
+        ("llama-13b", 13.016, 0.001),
+        ("llama-30b", 32.529, 0.001),
         ("llama-34b", 33.74, 0.001),
         ("llama-3-70b", 70.55, 0.001),
         ("llama-3.1-405b", 405.85, 0.001),

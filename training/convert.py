@@ -3,14 +3,15 @@
     python -m training.convert --model DIR --ladder-layers 16 --out NEW_DIR
 
 --ladder-layers names the layers whose residual becomes a ladder's: a number K for the last K, or a list such as 12-31 or
-12,14,16-31. The paper takes the upper half (arXiv:2501.06589, section 4.2). Nothing is computed: config.json is rewritten and the
-weights are copied, or with --link shared. NEW_DIR loads like any checkpoint, but what it writes is poor until it is trained: its
-layers see other inputs than they learned with.
+12,14,16-31. The paper takes the upper half (arXiv:2501.06589, section 4.2). Nothing is computed: config.json is rewritten, and
+the weights are copied, or with --link shared. NEW_DIR loads like any checkpoint, but what it writes is poor until it is trained
+(python -m training.adapt does both steps): its layers see other inputs than they learned with.
 """
 
 import argparse
 import json
 import os
+import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
@@ -45,16 +46,12 @@ def to_hybrid_ladder(config: ModelConfig, ladder_layers: int | Sequence[int]) ->
 
 def parse_layers(text: str) -> int | list[int]:
     """`16` is a number of layers; `12-31` and `12,14,16-31` list them."""
-    try:
-        if text.isdecimal():
-            return int(text)
-        layers: list[int] = []
-        for part in text.split(","):
-            first, _, last = part.partition("-")
-            layers += range(int(first), int(last or first) + 1)
-    except ValueError:
-        raise UserError(f"--ladder-layers takes a number (16) or a list (12,14,16-31), not {text!r}") from None
-    return layers
+    if text.isdecimal():
+        return int(text)
+    parts = [re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", part) for part in text.split(",")]
+    if not all(parts):
+        raise UserError(f"--ladder-layers takes a number (16) or a list (12,14,16-31), not {text!r}")
+    return [layer for part in parts if part for layer in range(int(part[1]), int(part[2] or part[1]) + 1)]
 
 
 def convert(model: Path, out: Path, ladder_layers: int | Sequence[int], link: bool = False, force: bool = False) -> ModelConfig:

@@ -2,7 +2,8 @@
 
 A token file NAME.bin holds token ids, uint16 or uint32, little endian. NAME.json beside it says how many and of what; NAME.mask
 (uint8, one a token), where it exists, says which tokens the loss counts. Documents lie one after the other, each with its end
-token; windows are packed densely and attention crosses documents, as is usual in pretraining.
+token, and windows are cut densely out of them; conversations are packed into windows beforehand. Attention crosses documents and
+conversations, as is usual in pretraining: it is causal and nothing else.
 """
 
 import hashlib
@@ -129,7 +130,8 @@ def open_tokens(path: Path, vocab_size: int) -> TokenFile:
     header = _read_header(path.with_suffix(".json"), how)
     if header.vocab_size > vocab_size:
         raise UserError(
-            f"{path} holds token ids below {header.vocab_size}, but the model knows {vocab_size}; tokenize with its own tokenizer"
+            f"{path} holds token ids below {header.vocab_size}, but the model knows {vocab_size}; "
+            "tokenize with the model's own tokenizer"
         )
     tokens = _map(path, _little_endian(header.dtype), header.tokens, how)
     mask_path = path.with_suffix(".mask")

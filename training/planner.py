@@ -18,7 +18,7 @@ from errors import UserError
 from training.collectives import divisors
 from training.cost import Prediction, predict
 from training.job import Job
-from training.memory import memory
+from training.memory import Memory, memory
 from training.sharding import Mesh, Sharding
 
 OBJECTIVES: dict[str, Callable[[Prediction], float]] = {
@@ -68,21 +68,24 @@ def choose(job: Job, memory_bytes: float, objective: str = "communication", tole
     """The plans that fit into `memory_bytes` of a GPU, as `rank` orders them. Raises UserError if none fits."""
     fitting = [s for s in shardings(filtered_meshes(job.mesh)) if memory(job, s).total <= memory_bytes]
     if not fitting:
-        full = Sharding(job.mesh, job.mesh, job.mesh)
+        least = memory(job, Sharding(job.mesh, job.mesh, job.mesh))
         raise UserError(
-            f"no plan fits: even with all states sharded over all {job.mesh.size} GPUs a GPU needs "
-            f"{memory(job, full).total / 1e9:.1f} GB of {memory_bytes / 1e9:.1f}; {_advice(job)}"
+            f"no plan fits: even with all states sharded over all {job.mesh.size} GPUs a GPU needs {least.total / 1e9:.1f} GB of "
+            f"{memory_bytes / 1e9:.1f}; try {' or '.join(_remedies(job, least, memory_bytes))}"
         )
     return rank((predict(job, s) for s in fitting), objective, tolerance)
 
 
-def _advice(job: Job) -> str:
-    remedies = ["more GPUs", "a shorter --sequence-length"]
-    if not job.recompute:
-        remedies.insert(0, "--recompute")
+def _remedies(job: Job, least: Memory, memory_bytes: float) -> list[str]:
+    """What would make the fully sharded plan smaller."""
+    remedies = []
     if job.micro_batch > 1:
-        remedies.insert(0, "--micro-batch 1")
-    return "try " + " or ".join(remedies)
+        remedies.append("--micro-batch 1")
+    if not job.recompute:
+        remedies.append("--recompute")
+    if least.total - least.parameters - least.gradients - least.optimizer < memory_bytes:
+        remedies.append("more GPUs")
+    return [*remedies, "a shorter --sequence-length"]
 
 
 # --- what others do ------------------------------------------------------------------------------------------------------

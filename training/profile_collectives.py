@@ -1,0 +1,149 @@
+"""Measure how long collectives take by size and mesh, on the ranks at hand, and write the profile that the planner reads.
+
+    torchrun --standalone --nproc_per_node 4 -m training.profile_collectives --out profile.json
+    torchrun --nnodes 16 --nproc_per_node 8 … -m training.profile_collectives --out profile.json
+    python -m training.plan --model llama-7b --gpus 128 --cluster h100 --profile profile.json
+
+For every mesh a x b that tiles the ranks, all groups of that shape work at the same time, as in training. A time is the median
+over --repeats of the slowest rank's. Run it on all nodes that you will train on: the planner interpolates between meshes, but
+does not guess beyond the largest.
+"""
+
+import argparse
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from tqdm import tqdm
+
+from cli import Parser, note, rank, run
+from errors import UserError
+from tp import World, agree_on_error, init_world
+from training.collectives import OPERATIONS, Point, Profile, write_profile
+from training.plan import count
+from training.planner import tiling_meshes
+from training.sharding import Mesh
+
+# torch 2.13 renamed them and warns of the old names, the only ones in 2.11
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = Parser(
+        prog="python -m training.profile_collectives", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the profile, JSON")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA with NCCL if there is any, else CPU with gloo")
+    parser.add_argument(
+        "--gpus-per-node", type=count, metavar="N", help="ranks of a node (default: those that torchrun started on this one)"
+    )
+    parser.add_argument("--smallest", type=count, default=2**14, metavar="BYTES", help="default: 16k")
+    parser.add_argument("--largest", type=count, default=2**28, metavar="BYTES", help="in steps of 4 (default: 256M)")
+    parser.add_argument(
+        "--repeats", type=count, default=10, metavar="N", help="timed runs, after two that warm up (default: 10)"
+    )
+    args = parser.parse_args(argv)
+    if args.smallest > args.largest:
+        raise UserError(f"--smallest {args.smallest} is above --largest {args.largest}; give a range, such as 16k and 256M")
+    if not args.out.parent.is_dir():
+        raise UserError(f"--out {args.out}: there is no folder {args.out.parent}; make it, or name another file")
+    return args
+
+
+def cluster_mesh(gpus_per_node: int | None, world_size: int) -> Mesh:
+    """All ranks as a mesh. Raises UserError if they are not whole nodes."""
+    per_node = gpus_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    if world_size < 2:
+        raise UserError(
+            "a single rank has nobody to talk to; start some: torchrun --nproc_per_node 2 -m training.profile_collectives …"
+        )
+    if world_size % per_node:
+        raise UserError(f"{world_size} ranks are no whole nodes of {per_node}; give a --gpus-per-node that divides them")
+    return Mesh(per_node, world_size // per_node)
+
+
+def group_of(mine: int, mesh: Mesh, cluster: Mesh) -> list[int]:
+    """The ranks of the block of shape `mesh` that rank `mine` lies in; rank r is GPU r % R of node r // R."""
+
+    def block(r: int) -> tuple[int, int]:
+        return r // cluster.gpus // mesh.nodes, r % cluster.gpus // mesh.gpus
+
+    return [r for r in range(cluster.size) if block(r) == block(mine)]
+
+
+def collective(operation: str, whole: Tensor, group: dist.ProcessGroup, ranks: list[int]) -> Callable[[], None]:
+    """The call to time. `whole` (n,), n a multiple of the group's size, is what the profile's bytes count."""
+    part = whole[: len(whole) // len(ranks)].clone()
+    return {
+        "all-gather": lambda: all_gather(whole, part, group=group),
+        "reduce-scatter": lambda: reduce_scatter(part, whole, group=group),
+        "all-reduce": lambda: dist.all_reduce(whole, group=group),
+        "broadcast": lambda: dist.broadcast(whole, src=ranks[0], group=group),
+    }[operation]
+
+
+def timed(call: Callable[[], None], device: torch.device, repeats: int) -> float:
+    """Seconds of `call`: the median of the slowest rank's times."""
+    seconds = []
+    for _ in range(repeats + 2):
+        dist.barrier()
+        start = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    slowest = torch.tensor(seconds[2:], dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return median(slowest.tolist())
+
+
+def measure(world: World, cluster: Mesh, sizes: Sequence[int], repeats: int) -> Profile:
+    """Time every operation, mesh and size (bytes, rounded up to what the group can share evenly). All ranks must call it."""
+    points = []
+    dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
+    meshes = [mesh for mesh in tiling_meshes(cluster) if mesh.size > 1]
+    for mesh in tqdm(meshes, unit="mesh", disable=None if world.rank == 0 else True):
+        ranks = group_of(world.rank, mesh, cluster)
+        group = dist.new_group(ranks, use_local_synchronization=True)
+        for size in sizes:
+            count_of_rank = -(-size // (dtype.itemsize * mesh.size))
+            whole = torch.zeros(count_of_rank * mesh.size, dtype=dtype, device=world.device)
+            for operation in OPERATIONS:
+                seconds = timed(collective(operation, whole, group, ranks), world.device, repeats)
+                points.append(Point(operation, mesh, whole.nbytes, seconds))
+        dist.destroy_process_group(group)
+    return Profile(f"measured on {cluster}", cluster.gpus, points)
+
+
+def main() -> None:
+    args = cluster = error = None
+    try:
+        args = parse_args()
+        cluster = cluster_mesh(args.gpus_per_node, int(os.environ.get("WORLD_SIZE", 1)))
+    except UserError as e:
+        error = e
+    try:
+        world = init_world(args.device if args else "cpu")
+    except UserError as e:
+        world, error = init_world("cpu"), error or e
+    agree_on_error(world, error)
+    assert args is not None and cluster is not None
+    sizes = [args.smallest]
+    while sizes[-1] * 4 <= args.largest:
+        sizes.append(sizes[-1] * 4)
+    profile = measure(world, cluster, sizes, args.repeats)
+    if rank() == 0:
+        device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
+        about = {"device": device, "backend": dist.get_backend(), "torch": torch.__version__, "ranks": cluster.size}
+        write_profile(args.out, profile, about)
+        note(f"wrote {len(profile.points)} times of {cluster.nodes} x {cluster.gpus} ranks to {args.out}")
+
+
+if __name__ == "__main__":
+    run(main)
