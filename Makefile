@@ -11,7 +11,7 @@ PROMPT ?= Once upon a time
 PROFILE ?= profile.json
 ARGS ?=
 
-.PHONY: help setup setup-dev demo serve generate chat bench-offline bench-host soak lm-eval test lint accuracy quantization baseline bench-cpu trace-overlap plan plan-paper profile-collectives readme train-tiny clean
+.PHONY: help setup setup-dev demo serve generate chat bench-offline bench-host soak lm-eval test lint accuracy quantization baseline bench-cpu trace-overlap plan plan-paper profile-collectives test-plans adapt-demo pretrain-variants readme train-tiny clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -77,6 +77,15 @@ plan-paper: setup-dev ## the planner beside AMSP's own choices, into docs/result
 
 profile-collectives: setup ## time all-gather, reduce-scatter, all-reduce and broadcast on RANKS ranks, into PROFILE
 	@$(TORCHRUN) $(RANKS) -m training.profile_collectives --out $(PROFILE) $(ARGS)
+
+test-plans: setup-dev ## every sharding of 4 and 8 ranks against plain training: many minutes
+	@$(PY) -m pytest -m exhaustive $(ARGS)
+
+adapt-demo: setup-dev ## turn the embedded standard model into hybrid ladders: what is lost, what retraining brings back
+	@$(PY) scripts/adapt_demo.py --ranks $(RANKS) $(ARGS)
+
+pretrain-variants: setup-dev ## loss curves of all variants of a preset on RANKS ranks: make pretrain-variants ARGS="--model ladder-1b"
+	@$(PY) scripts/pretrain_variants.py --ranks $(RANKS) $(ARGS)
 
 readme: setup ## copy the tables of docs/results into README.md
 	@$(PY) scripts/readme.py

@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from checkpoint import DTYPES, is_preset, load_model, model_config
 from cli import Parser, note, run
+from comm import KNOWN
 from config import PRESETS, ModelConfig
 from engine.offline import Timing, check_prompts, generate, score
 from engine.sampler import SamplingParams
@@ -55,7 +56,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     what.add_argument("--dtype", choices=DTYPES, help="of weights and activations (default: bfloat16 on CUDA, float32 on CPU)")
     what.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA if there is any")
-    what.add_argument("--comm", choices=("gloo", "nccl"), help="how ranks sum (default: nccl on CUDA, gloo on CPU)")
+    what.add_argument("--comm", metavar="NAME", help=f"how ranks sum: {KNOWN} (default: nccl on CUDA, gloo on CPU)")
+    what.add_argument(
+        "--simulate-link",
+        metavar="LATENCY,BANDWIDTH",
+        help="on CPU, let sums take as long as such a link would need: 10us,100GB/s",
+    )
     what.add_argument(
         "--compile", action=argparse.BooleanOptionalAction, default=False, help="compile the modules with torch.compile"
     )
@@ -343,7 +349,7 @@ def start() -> tuple[Job, World]:
     except UserError as e:
         error = e
     try:
-        world = init_world(args.device, args.comm) if args else init_world("cpu")
+        world = init_world(args.device, args.comm, args.simulate_link) if args else init_world("cpu")
     except UserError as e:  # a device or communicator that is not there: the ranks still meet, to say so once
         world, error = init_world("cpu"), error or e
     agree_on_error(world, error)

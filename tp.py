@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from comm import Communicator, GlooCommunicator, Local, NcclCommunicator
+from comm import Communicator, Local, choose
 from config import ModelConfig
 from errors import UserError
 
@@ -143,21 +143,18 @@ class World:
     control: dist.ProcessGroup | None = None  # gloo: for what hosts tell each other; None on a single rank
 
 
-def init_world(device: str | None = None, comm: str | None = None) -> World:
+def init_world(device: str | None = None, comm: str | None = None, simulate_link: str | None = None) -> World:
     """Join the ranks that torchrun started, or be the only one.
 
-    device: `cpu` or `cuda`; None takes CUDA if there is any. comm: `gloo` or `nccl`; None takes what fits the device.
+    device: `cpu` or `cuda`; None takes CUDA if there is any. comm: a name that `comm.choose` knows; None takes what fits the
+    device. simulate_link: a latency and a bandwidth, `10us,100GB/s`, that sums of CPU ranks shall take.
     Raises UserError for a device that is not there or a communicator that does not serve it.
     """
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind not in ("cpu", "cuda"):
         raise UserError(f"unknown device {kind!r}; known: cpu, cuda")
-    name = comm or ("nccl" if kind == "cuda" else "gloo")
-    if name not in ("gloo", "nccl"):
-        raise UserError(f"unknown communicator {name!r}; known: gloo (CPU), nccl (CUDA)")
-    if (name == "nccl") != (kind == "cuda"):
-        raise UserError(f"--comm {name} does not serve --device {kind}; use {'nccl' if kind == 'cuda' else 'gloo'}")
+    choice = choose(kind, comm, simulate_link)
     torch_device = torch.device(kind)
     if kind == "cuda":
         local_rank, gpus = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
@@ -171,12 +168,11 @@ def init_world(device: str | None = None, comm: str | None = None) -> World:
     if world_size == 1:
         return World(0, 1, torch_device, Local())
     # gloo connects over all interfaces' first address otherwise; ranks of one host need nothing but loopback
-    if name == "gloo" and os.environ.get("LOCAL_WORLD_SIZE") == str(world_size):
+    if choice.backend == "gloo" and os.environ.get("LOCAL_WORLD_SIZE") == str(world_size):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group(name, timeout=timedelta(minutes=10), device_id=torch_device if kind == "cuda" else None)
-    communicator = NcclCommunicator() if name == "nccl" else GlooCommunicator()
-    control = dist.group.WORLD if name == "gloo" else dist.new_group(backend="gloo")
-    return World(rank, world_size, torch_device, communicator, control)
+    dist.init_process_group(choice.backend, timeout=timedelta(minutes=10), device_id=torch_device if kind == "cuda" else None)
+    control = dist.group.WORLD if choice.backend == "gloo" else dist.new_group(backend="gloo")
+    return World(rank, world_size, torch_device, choice.build(), control)
 
 
 def agree_on_error(world: World, error: UserError | None) -> None:

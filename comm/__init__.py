@@ -3,7 +3,28 @@
 `start(partial) -> Handle`, `handle.wait() -> sum`. Blocking variants wait at once, the ladder one module later.
 """
 
+from comm.choice import KNOWN, Choice, choose
 from comm.interface import Communicator, Handle, Local, NoCommunication
 from comm.process_group import GlooCommunicator, NcclCommunicator
+from comm.quantize import Scheme, parse_scheme
+from comm.quantized import QuantizedGlooCommunicator, QuantizedNcclCommunicator
+from comm.simulated import Link, SimulatedLink, parse_link
 
-__all__ = ["Communicator", "GlooCommunicator", "Handle", "Local", "NcclCommunicator", "NoCommunication"]
+__all__ = [
+    "KNOWN",
+    "Choice",
+    "Communicator",
+    "GlooCommunicator",
+    "Handle",
+    "Link",
+    "Local",
+    "NcclCommunicator",
+    "NoCommunication",
+    "QuantizedGlooCommunicator",
+    "QuantizedNcclCommunicator",
+    "Scheme",
+    "SimulatedLink",
+    "choose",
+    "parse_link",
+    "parse_scheme",
+]

@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from checkpoint import DTYPES, load_model, model_config
 from cli import Parser, run
+from comm import KNOWN
 from config import PRESETS
 from engine.core import Engine, EngineLimits
 from engine.protocol import RequestParams, Submit
@@ -55,6 +56,7 @@ def throughput(engine: Engine, args: argparse.Namespace, world: World) -> dict[s
         "prompt_length": args.prompt_length,
         "new_tokens": args.new_tokens,
         "world_size": world.world_size,
+        "communicator": world.comm.name,
         "seconds": round(seconds, 3),
         "generated_tokens_per_second": round(args.requests * args.new_tokens / seconds, 1),
         "tokens_per_second": round(args.requests * (args.prompt_length + args.new_tokens) / seconds, 1),
@@ -125,10 +127,14 @@ def main() -> None:
     parser.add_argument("--block-size", type=int, default=16, help="tokens of a KV-cache block (default: 16)")
     parser.add_argument("--device", choices=("cpu", "cuda"))
     parser.add_argument("--dtype", choices=DTYPES)
+    parser.add_argument("--comm", metavar="NAME", help=f"how ranks sum: {KNOWN} (default: nccl on CUDA, gloo on CPU)")
+    parser.add_argument(
+        "--simulate-link", metavar="LATENCY,BANDWIDTH", help="on CPU, let sums take as long as such a link would: 10us,100GB/s"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--host", action="store_true", help="print the host's share of a decode step")
     args = parser.parse_args()
-    world = init_world(args.device)
+    world = init_world(args.device, args.comm, args.simulate_link)
     config = model_config(args.model, args.variant, world.world_size)
     dtype = DTYPES[args.dtype or ("bfloat16" if world.device.type == "cuda" else "float32")]
     model = load_model(args.model, config, world, dtype)

@@ -1,10 +1,12 @@
-"""How well the embedded models write and answer: held-out perplexity and exact match per task, variant and tp.
+"""How well the embedded models write and answer: held-out perplexity and exact match per task, variant, tp and --comm.
 
-    python scripts/accuracy.py                                    # all of models/tiny-* at tp 1, 2 and 4
-    python scripts/accuracy.py --tp 1 --items 50 --models models/tiny-hybrid
+    python scripts/accuracy.py                                    # all of models/tiny-* at tp 1, 2 and 4, exact and quantized
+    python scripts/accuracy.py --tp 1 2 --comm gloo int4:64 --items 50 --models models/tiny-hybrid --dry-run
 
-The small twin of tables 3 and 5 of the ladder paper. Held-out documents share no cast, operands or lists with the training
-corpus. Writes docs/results/accuracy.json and accuracy.md. With --tp it starts torchrun once for each number of ranks.
+The small twin of tables 3 and 5 of the ladder paper, and of tables 2 and 6 of the Flash Communication paper. Held-out
+documents share no cast, operands or lists with the training corpus. Writes docs/results/accuracy.json, accuracy.md (exact
+sums) and accuracy-quantized.md. It starts torchrun once for each number of ranks and communicator; one rank sends nothing,
+so it is evaluated once.
 """
 
 import argparse
@@ -24,6 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from checkpoint import load_model, model_config
 from cli import Parser, run
+from comm import choose
+from comm.quantize import WIDTHS
 from engine.offline import Timing, generate, score
 from engine.sampler import SamplingParams
 from engine.stopping import OutputStream
@@ -37,6 +41,7 @@ from tp import World, init_world
 TASKS = ("question", "arithmetic", "sorting", "counting", "copying")
 ORDER = ("standard", "parallel", "ladder", "hybrid", "desync-2x", "desync-4x")
 SEED = 2  # of the held-out documents
+EXACT = "gloo"  # the communicator that the others are compared with
 MAX_ANSWER = 64  # tokens
 BATCH = 64
 
@@ -86,6 +91,7 @@ def evaluate(path: Path, world: World, items: int) -> dict[str, Any]:
         "model": path.name,
         "variant": config.description,
         "tp": world.world_size,
+        "comm": world.comm.name if world.world_size > 1 else EXACT,
         "items_per_task": items,
         "perplexity": perplexity(model, tokenizer, items),
     }
@@ -94,25 +100,27 @@ def evaluate(path: Path, world: World, items: int) -> dict[str, Any]:
 
 def work(args: argparse.Namespace) -> None:
     """One torchrun worker: evaluate every model, and let rank 0 write the rows."""
-    world = init_world("cpu")
+    world = init_world("cpu", args.comm[0])
     rows = []
-    for path in tqdm(args.models, desc=f"tp {world.world_size}", unit="model", disable=world.rank > 0):
+    what = f"tp {world.world_size}, {args.comm[0]}"
+    for path in tqdm(args.models, desc=what, unit="model", disable=world.rank > 0):
         rows.append(evaluate(path, world, args.items))
     if world.rank == 0:
         args.rows.write_text(json.dumps(rows))
 
 
-def launch(ranks: int, args: argparse.Namespace) -> list[dict[str, Any]]:
+def launch(ranks: int, comm: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     with tempfile.NamedTemporaryFile(suffix=".json") as rows:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), __file__]
-        command += ["--items", str(args.items), "--rows", rows.name, "--models", *map(str, args.models)]
+        command += ["--items", str(args.items), "--comm", comm, "--rows", rows.name, "--models", *map(str, args.models)]
         if subprocess.run(command, cwd=ROOT).returncode:
             raise UserError(f"the evaluation on {ranks} ranks failed; see above")
         return json.loads(Path(rows.name).read_text())
 
 
 def table(rows: list[dict[str, Any]], where: dict[str, Any]) -> str:
-    """Markdown: one line a model, perplexity at each tp, and exact match at tp 1 with its spread over tp if there is any."""
+    """Markdown of the exact sums: one line a model, perplexity at each tp, exact match with its spread over tp if any."""
+    rows = [row for row in rows if row["comm"] == EXACT]
     sizes = sorted({row["tp"] for row in rows})
     head = ["model", "variant", *(f"perplexity, tp {n}" for n in sizes), *TASKS, "mean"]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
@@ -131,6 +139,27 @@ def table(rows: list[dict[str, Any]], where: dict[str, Any]) -> str:
     return "\n".join([*lines, "", caption, ""])
 
 
+def quantized_table(rows: list[dict[str, Any]], where: dict[str, Any]) -> str:
+    """Markdown: for each model, communicator and tp how far perplexity and the mean exact match are from exact sums'."""
+    exact = {(row["model"], row["tp"]): row for row in rows if row["comm"] == EXACT}
+    pairs = list(dict.fromkeys((row["comm"], row["tp"]) for row in rows if row["comm"] != EXACT))
+    head = ["model", *(f"{comm}, tp {tp}" for comm, tp in pairs)]
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for name in dict.fromkeys(row["model"] for row in rows):
+        cells = [f"`{name}`"]
+        for pair in pairs:
+            row = next(row for row in rows if (row["model"], row["comm"], row["tp"]) == (name, *pair))
+            same = exact[name, row["tp"]]
+            change = row["perplexity"] / same["perplexity"] - 1
+            cells.append(f"{change:+.3%}; {(_task(row, 'mean') - _task(same, 'mean')) * 100:+.1f}")
+        lines.append("| " + " | ".join(cells) + " |")
+    caption = (
+        f"Change against exact fp32 sums: of perplexity in %; of the mean exact match in points, {rows[0]['items_per_task']} "
+        f"held-out items a task, greedy, fp32. Groups of 128 values unless named. Made on {describe(where, 'cpu')}."
+    )
+    return "\n".join([*lines, "", caption, ""])
+
+
 def _task(row: dict[str, Any], task: str) -> float:
     return sum(row[t] for t in TASKS) / len(TASKS) if task == "mean" else row[task]
 
@@ -141,17 +170,31 @@ def main() -> None:
     parser.add_argument("--models", type=Path, nargs="+", default=found, help="checkpoints (default: models/tiny-*)")
     parser.add_argument("--tp", type=int, nargs="+", default=[1, 2, 4], help="numbers of ranks (default: 1 2 4)")
     parser.add_argument("--items", type=int, default=200, help="held-out documents a task (default: 200)")
+    parser.add_argument(
+        "--comm", nargs="+", default=[EXACT, *WIDTHS], metavar="NAME", help=f"default: {EXACT} {' '.join(WIDTHS)}, group 128"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the tables and write nothing")
     parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rows:
         work(args)
         return
-    rows = [row for ranks in args.tp for row in launch(ranks, args)]
+    for comm in args.comm:
+        choose("cpu", comm)  # a bad name stops here, and not hours later
+    if EXACT not in args.comm:
+        raise UserError(f"--comm {' '.join(args.comm)} lacks {EXACT}, which the others are compared with; add it")
+    runs = [(ranks, comm) for ranks in args.tp for comm in args.comm if ranks > 1 or comm == EXACT]
+    rows = [row for run in tqdm(runs, desc="tp and comm", unit="run") for row in launch(*run, args)]
     where = machine()
-    path = write_json("accuracy", {"machine": where, "rows": rows})
-    text = table(rows, where)
-    (RESULTS / "accuracy.md").write_text(text)
-    print(f"{text}\nwrote {path.relative_to(ROOT)} and accuracy.md beside it")
+    tables = {"accuracy.md": table(rows, where)}
+    if any(row["comm"] != EXACT for row in rows):
+        tables["accuracy-quantized.md"] = quantized_table(rows, where)
+    print("\n".join(tables.values()))
+    if not args.dry_run:
+        write_json("accuracy", {"machine": where, "rows": rows})
+        for name, text in tables.items():
+            (RESULTS / name).write_text(text)
+        print(f"wrote accuracy.json, {', '.join(tables)} in {RESULTS.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ def main() -> None:
         config, tokenizer = prepare(settings, int(os.environ.get("WORLD_SIZE", 1)))
     except UserError as e:
         error = e
-    world = init_world(settings.device, settings.comm) if settings else init_world()
+    world = init_world(settings.device, settings.comm, settings.simulate_link) if settings else init_world()
     agree_on_error(world, error)
     assert settings is not None
     frontend = Frontend(settings) if world.rank == 0 else None

@@ -33,6 +33,7 @@ class Settings:
     dtype: str | None = None
     device: str | None = None
     comm: str | None = None
+    simulate_link: str | None = None
     compile: bool = False
     chat_template: str | None = None
     # how much at once
@@ -129,7 +130,17 @@ def _add_model(group: Any) -> None:
         help="of weights and activations (default: bfloat16 on CUDA, float32 on CPU)",
     )
     group.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA if there is any")
-    group.add_argument("--comm", metavar="NAME", help="how ranks sum: gloo, nccl, … (default: nccl on CUDA, gloo on CPU)")
+    group.add_argument(
+        "--comm",
+        metavar="NAME",
+        help="how ranks sum: gloo, nccl, or quantized int8, int6, int4, fp8, with an optional group as in int8:64 "
+        "(default: nccl on CUDA, gloo on CPU)",
+    )
+    group.add_argument(
+        "--simulate-link",
+        metavar="LATENCY,BANDWIDTH",
+        help="on CPU, let sums take as long as such a link would need: 10us,100GB/s",
+    )
     group.add_argument(
         "--compile",
         action=argparse.BooleanOptionalAction,

@@ -105,6 +105,7 @@ def sharded(world: World, run: Run) -> tuple[list[float], dict[str, Tensor], lis
     for weight in executor.weights:
         weight.gather()
         weight.wait()
+    executor.close()
     return losses, {name: p.detach().clone() for name, p in model.named_parameters()}, kept
 
 
@@ -153,6 +154,27 @@ def test_every_sharding_of_two_nodes_equals_plain_training(ranks: Ranks, seed: i
     rng = random.Random(seed)
     run = Run(rng.choice(VARIANTS), Mesh(2, 2), sharding, rng.choice([1, 2]), options(rng), seed % 1000)
     assert_equal(ranks, run)
+
+
+CLUSTERS = [Mesh(4, 1), Mesh(1, 4), Mesh(8, 1), Mesh(4, 2), Mesh(2, 4), Mesh(1, 8)]
+EVERY = [(cluster, sharding) for cluster in CLUSTERS for sharding in shardings(cluster)]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("cluster", "sharding"), EVERY, ids=str)
+def test_every_other_sharding_equals_plain_training(eight: Ranks, seed: int, cluster: Mesh, sharding: Sharding) -> None:
+    rng = random.Random(seed)
+    assert_equal(
+        eight,
+        Run(
+            rng.choice(VARIANTS),
+            cluster,
+            sharding,
+            rng.choice([1, 1, 2]) if cluster.size == 4 else 1,
+            options(rng),
+            seed % 1000,
+        ),
+    )
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -232,6 +254,7 @@ def log_order(world: World, sharding: Sharding, execution: Execution) -> list[st
         unit.module.register_full_backward_hook(lambda *_, name=name: log.append(f"input gradient {name}"))
     tokens = batch(run, 0)
     executor.backward(loss_of(model.head(executor.forward(tokens[:, :-1])), tokens), last=True)
+    executor.close()
     return log
 
 

@@ -105,6 +105,8 @@ def damage_header(folder: Path, **changes: object) -> None:
         (lambda d: damage_header(d, window=-5), "no valid dtype and token count"),
         (lambda d: (d / "tokens.bin").unlink(), "tokens.bin cannot be read"),
         (lambda d: (d / "tokens.bin").write_bytes(b"12345"), "5 bytes where its header says 400: it is torn"),
+        (lambda d: (d / "tokens.bin").write_bytes(b"1" * 401), "401 bytes where its header says 400: it is torn"),
+        (lambda d: (d / "tokens.bin").write_bytes(b"1" * 396), "396 bytes where its header says 400: it is torn"),
         (lambda d: (d / "tokens.mask").write_bytes(b"12345"), "5 bytes where its header says 100: it is torn"),
     ],
 )
@@ -117,7 +119,7 @@ def test_damaged_files(damage: object, says: str, tmp_path: Path) -> None:
 
 def test_a_larger_vocabulary_than_the_models(tmp_path: Path) -> None:
     path = numbered(tmp_path, 100).path
-    with pytest.raises(UserError, match="ids below 65537, but the model knows 1024; tokenize with its own tokenizer"):
+    with pytest.raises(UserError, match="ids below 65537, but the model knows 1024; tokenize with the model's own"):
         open_tokens(path, 1024)
     with pytest.raises(UserError, match=r"no token file, whose name ends in \.bin"):
         open_tokens(tmp_path / "tokens.json", 2**17)

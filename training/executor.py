@@ -126,15 +126,16 @@ class Executor:
                 self.units.append(Unit(module, weights, len(self.units), number))
 
     def _add_hooks(self) -> None:
+        hooks: list[Any] = []
         for unit in self.units:
-            unit.module.register_forward_pre_hook(partial(self._before_forward, unit))
+            hooks.append(unit.module.register_forward_pre_hook(partial(self._before_forward, unit)))
             if self.groups.gather.size > 1:
-                unit.module.register_forward_hook(partial(self._after_forward, unit))
-                unit.module.register_full_backward_pre_hook(partial(self._before_backward, unit))
-                unit.module.register_full_backward_hook(partial(self._after_backward, unit))
+                hooks.append(unit.module.register_forward_hook(partial(self._after_forward, unit)))
+                hooks.append(unit.module.register_full_backward_pre_hook(partial(self._before_backward, unit)))
+                hooks.append(unit.module.register_full_backward_hook(partial(self._after_backward, unit)))
         self._arrived: dict[nn.Parameter, Tensor] = {}
         for parameter in self.vectors.parameters:
-            parameter.register_post_accumulate_grad_hook(self._vector_ready)
+            hooks.append(parameter.register_post_accumulate_grad_hook(self._vector_ready))
         if self.execution.compile:
             self.model.compile_modules()
         weight_first = not self.execution.compile and self.groups.gather.size > 1 and self.overlap.parameters
@@ -145,11 +146,17 @@ class Executor:
         early = {linear.weight for linear in linears}
         for parameter, weight in self._by_parameter.items():
             if parameter not in early:
-                parameter.register_post_accumulate_grad_hook(partial(self._matrix_ready, weight))
+                hooks.append(parameter.register_post_accumulate_grad_hook(partial(self._matrix_ready, weight)))
+        self._hooks = hooks
         if self.execution.recompute:
             for layer in self.model.layers:
                 again: Any = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
                 layer.forward = again
+
+    def close(self) -> None:
+        """Take the hooks off, without which Python could not free the model: parameters keep theirs out of its sight."""
+        for hook in self._hooks:
+            hook.remove()
 
     # --- one micro-batch -------------------------------------------------------------------------------------------------
 

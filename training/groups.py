@@ -84,9 +84,14 @@ def make_groups(rank: int, sharding: Sharding, cluster: Mesh) -> Groups:
     parts = (g.size // p.size, o.size // g.size)
 
     def group(key: Callable[[int], Hashable]) -> Group:
-        ranks = tuple(r for r in range(cluster.size) if key(r) == key(rank))
-        handle = dist.new_group(ranks, use_local_synchronization=True) if len(ranks) > 1 else None
-        return Group(ranks, ranks.index(rank), handle)
+        """This rank's of the groups that `key` tells apart. Every rank creates them all, members or not: NCCL splits them
+        off the communicator of all ranks, which is a collective call."""
+        by_key: dict[Hashable, list[int]] = {}
+        for r in range(cluster.size):
+            by_key.setdefault(key(r), []).append(r)
+        handles = {k: dist.new_group(ranks) for k, ranks in by_key.items() if len(ranks) > 1}
+        ranks = tuple(by_key[key(rank)])
+        return Group(ranks, ranks.index(rank), handles.get(key(rank)))
 
     def same_block(mesh: Mesh) -> Callable[[int], tuple[int, int]]:
         return lambda r: (r // cluster.gpus // mesh.nodes, r % cluster.gpus // mesh.gpus)

@@ -50,6 +50,7 @@ class Meter:
 
     def add(self, share: Tensor, norm: Tensor) -> None:
         self.pending.append((share, norm))
+        self.bar.update()
         if len(self.pending) >= self.every:
             self.flush()
 
@@ -74,7 +75,6 @@ class Meter:
             measured = self._measured(shares[-1], norms[-1], seconds, exposed)
             with self.path.open("a") as file:
                 file.write(json.dumps(asdict(measured)) + "\n")
-            self.bar.update(count)
             shown = {"loss": f"{measured.loss:.3f}", "TGS": f"{measured.tokens_per_gpu_second:,.0f}"}
             self.bar.set_postfix(shown | ({"MFU": f"{measured.mfu:.0%}"} if measured.mfu else {}))
 

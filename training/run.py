@@ -180,6 +180,7 @@ def train(args: argparse.Namespace, world: World, trainer: Trainer, snapshots: S
         note(f"stopped after step {last} of {args.steps}; go on with --resume")
         return
     together(world, lambda: trainer.export(args.out / "model", setup.tokenizer_from))
+    trainer.executor.close()
     note(f"done: {args.out / 'model'}")
 
 

@@ -1,0 +1,197 @@
+"""What each quantized all-reduce does to the embedded models: error of the sums, bytes, perplexity, by width, group and scheme.
+
+    python scripts/quantization.py                                      # tiny-standard and tiny-hybrid on 4 ranks
+    python scripts/quantization.py --tp 2 --items 5 --models models/tiny-parallel --dry-run
+
+The small twin of the Flash Communication paper's figures 4 and 5 and of its tables 4 and 5 (with and without a Hadamard
+rotation). The errors are those of real partial sums, recorded while a model reads held-out stories. Writes
+docs/results/quantization.json and quantization.md; starts torchrun once.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from checkpoint import load_model, model_config
+from cli import Parser, run
+from comm import Communicator, Handle, Scheme, choose, parse_scheme
+from comm.quantize import WIDTHS, Format, dequantize_sum, quantize, rotate
+from engine.offline import score
+from errors import UserError
+from scripts.accuracy import SEED, perplexity
+from scripts.corpus import documents, render
+from scripts.results import RESULTS, ROOT, describe, machine, write_json
+from tokenizer import load_tokenizer
+from tp import World, init_world
+
+GROUPS = ("32", "64", "128", "token")
+SCHEMES = [
+    *(f"{width}:{group}" for width in WIDTHS for group in GROUPS),
+    *(f"{width}:{group}:symmetric" for width in ("int8", "int6", "int4") for group in ("128", "token")),
+    *(f"{width}:{group}:hadamard" for width in ("int4", "fp8") for group in GROUPS),
+]
+RECORDED = 2  # stories whose partial sums are kept
+
+
+class Recorder(Communicator):
+    """Another communicator, with a copy of every partial sum that it was given."""
+
+    def __init__(self, inner: Communicator) -> None:
+        self.inner, self.rank, self.world_size, self.name = inner, inner.rank, inner.world_size, inner.name
+        self.partials: list[Tensor] = []
+
+    def start(self, partial: Tensor) -> Handle:
+        self.partials.append(partial.clone())
+        return self.inner.start(partial)
+
+    def all_gather(self, shard: Tensor) -> Tensor:
+        return self.inner.all_gather(shard)
+
+
+def record(path: Path, world: World) -> list[tuple[Tensor, Tensor]]:
+    """This rank's partial sums and the whole sums of all modules, over RECORDED held-out stories. The embedding's sums, in
+    which each value comes from one rank, are left out."""
+    recorder = Recorder(world.comm)
+    model = load_model(str(path), model_config(str(path), None, world.world_size), replace(world, comm=recorder), torch.float32)
+    tokenizer, kept = load_tokenizer(path), []
+    for document in documents(SEED, RECORDED, split="heldout", kind="story"):
+        recorder.partials = []
+        score(model, tokenizer.encode(render(document), add_special_tokens=False))
+        kept += recorder.partials[1:]
+    return [(partial, world.comm.all_reduce(partial.clone())) for partial in kept]
+
+
+def relative_error(pairs: list[tuple[Tensor, Tensor]]) -> float:
+    """Squared error of (exact, approximate) pairs over the exact values' squares."""
+    wrong = sum((b.double() - a.double()).square().sum().item() for a, b in pairs)
+    return wrong / sum(a.double().square().sum().item() for a, _ in pairs)
+
+
+def coded(x: Tensor, width: Format, scheme: Scheme) -> Tensor:
+    """`x` quantized once and read again, its groups cut as in an all-reduce of it; values beyond the last whole group left."""
+    size = scheme.group_of(x)
+    groups = x.flatten()[: x.numel() // size * size].view(-1, size)
+    groups = rotate(groups) if scheme.hadamard else groups
+    again = dequantize_sum(quantize(groups, width)[None], width)
+    return (rotate(again) if scheme.hadamard else again).flatten()
+
+
+def evaluate(path: Path, world: World, names: list[str], items: int) -> list[dict[str, Any]]:
+    """A row for each scheme. Errors before the reduction are of rank 0's partials."""
+    sums = record(path, world)
+    config, tokenizer = model_config(str(path), None, world.world_size), load_tokenizer(path)
+
+    def measure(communicator: Communicator) -> float:
+        model = load_model(str(path), config, replace(world, comm=communicator), torch.float32)
+        return perplexity(model, tokenizer, items)
+
+    exact, rows = measure(world.comm), []
+    for name in tqdm(names, desc=path.name, unit="scheme", disable=world.rank > 0):
+        communicator, scheme = choose("cpu", name).build(), parse_scheme(name)
+        values = sum(partial.numel() for partial, _ in sums)
+        sent = sum(scheme.sent_bytes(p.numel(), scheme.group_of(p), world.world_size) for p, _ in sums)
+        rows.append(
+            {
+                "model": path.name,
+                "scheme": name,
+                "tp": world.world_size,
+                "stories": items,
+                "bytes_sent_a_value": sent / values,
+                "bf16_bytes_a_value": 2 * 2 * (world.world_size - 1) / world.world_size,
+                "error_before_reduce": phase_error([p for p, _ in sums], scheme.reduce, scheme),
+                "error_before_gather": phase_error([total for _, total in sums], scheme.gather, scheme),
+                "error_of_sum": relative_error([(total, communicator.all_reduce(p.clone())) for p, total in sums]),
+                "perplexity": measure(communicator),
+                "exact_perplexity": exact,
+            }
+        )
+    return rows
+
+
+def phase_error(tensors: list[Tensor], width: Format, scheme: Scheme) -> float:
+    """`relative_error` of one of the two quantizers alone."""
+    approximate = [coded(x, width, scheme) for x in tensors]
+    return relative_error([(x.flatten()[: len(y)], y) for x, y in zip(tensors, approximate, strict=True)])
+
+
+def work(args: argparse.Namespace) -> None:
+    """One torchrun worker: all models and schemes; rank 0 writes the rows."""
+    world = init_world("cpu")
+    rows = [row for path in args.models for row in evaluate(path, world, args.schemes, args.items)]
+    if world.rank == 0:
+        args.rows.write_text(json.dumps(rows))
+
+
+def launch(args: argparse.Namespace) -> list[dict[str, Any]]:
+    with tempfile.NamedTemporaryFile(suffix=".json") as rows:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(args.tp), __file__]
+        command += ["--items", str(args.items), "--rows", rows.name, "--models", *map(str, args.models)]
+        command += ["--schemes", *args.schemes]
+        if subprocess.run(command, cwd=ROOT).returncode:
+            raise UserError(f"the evaluation on {args.tp} ranks failed; see above")
+        return json.loads(Path(rows.name).read_text())
+
+
+def table(rows: list[dict[str, Any]], where: dict[str, Any]) -> str:
+    """Markdown: one table a model, one line a scheme."""
+    columns: dict[str, Callable[[dict[str, Any]], str]] = {
+        "bytes against bf16": lambda row: f"{row['bytes_sent_a_value'] / row['bf16_bytes_a_value']:.3f}",
+        "before the reduction": lambda row: f"{row['error_before_reduce']:.2e}",
+        "before the gather": lambda row: f"{row['error_before_gather']:.2e}",
+        "of the sum": lambda row: f"{row['error_of_sum']:.2e}",
+        "perplexity": lambda row: f"{row['perplexity']:.4f} ({row['perplexity'] / row['exact_perplexity'] - 1:+.2%})",
+    }
+    lines = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        mine = [row for row in rows if row["model"] == model]
+        lines += [f"`{model}`, exact perplexity {mine[0]['exact_perplexity']:.4f}", ""]
+        lines += ["| `--comm` | " + " | ".join(columns) + " |", "|" + "---|" * (len(columns) + 1)]
+        lines += [f"| `{row['scheme']}` | " + " | ".join(cell(row) for cell in columns.values()) + " |" for row in mine]
+        lines.append("")
+    caption = (
+        f"{rows[0]['tp']} ranks, fp32 weights. Errors: squared, relative to the squares of the exact values, over the sums of "
+        f"all modules in {RECORDED} held-out stories; perplexity over {rows[0]['stories']}. Bytes: what a rank sends, scales, zero "
+        f"points and filled-up groups included, over what a ring of bf16 values sends. Made on {describe(where, 'cpu')}."
+    )
+    return "\n".join([*lines, caption, ""])
+
+
+def main() -> None:
+    found = [ROOT / "models" / f"tiny-{name}" for name in ("standard", "hybrid")]
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", type=Path, nargs="+", default=found, help="default: tiny-standard and tiny-hybrid")
+    parser.add_argument("--schemes", nargs="+", default=SCHEMES, metavar="NAME", help="as --comm takes them (default: many)")
+    parser.add_argument("--tp", type=int, default=4, help="number of ranks (default: 4)")
+    parser.add_argument("--items", type=int, default=50, help="held-out stories for the perplexity (default: 50)")
+    parser.add_argument("--dry-run", action="store_true", help="print the table and write nothing")
+    parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.rows:
+        work(args)
+        return
+    for name in args.schemes:
+        if choose("cpu", name).scheme is None:
+            raise UserError(f"--schemes {name} is not quantized; name some of {', '.join(WIDTHS)}")
+    rows, where = launch(args), machine()
+    text = table(rows, where)
+    print(text)
+    if not args.dry_run:
+        write_json("quantization", {"machine": where, "rows": rows})
+        (RESULTS / "quantization.md").write_text(text)
+        print(f"wrote quantization.json and quantization.md in {RESULTS.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    run(main)
