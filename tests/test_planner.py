@@ -122,8 +122,10 @@ def test_recomputing_keeps_the_layers_inputs_and_one_layer() -> None:
     layer, loss = layer_activations(small(), 128, 2), loss_activations(small(), 128, 2)
     assert activations(plain) == 3 * layer + loss
     assert activations(again) == 3 * 128 * 64 * 2 + max(layer, loss)
-    assert activations(replace(plain, micro_batch=5)) == 5 * activations(plain)
-    assert loss == 128 * (2 * 2 * 64 + 1024 * (2 + 4 + 4))
+    assert activations(replace(plain, micro_batch=5)) == 5 * 3 * layer + loss_activations(small(), 5 * 128, 2)
+    head, logits = 1024 * 64 * (4 + 2 + 2), 1024 * (2 + 3 * 4)
+    assert loss == 3 * 2 * 128 * 64 + head + 128 * logits
+    assert loss_activations(small(), 100_000, 2) == 3 * 2 * 100_000 * 64 + head + 2048 * logits  # a chunk at a time
 
 
 def test_buffers_are_there_for_what_is_sharded() -> None:

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 
 from config import ModelConfig
 from training.job import Job, layer_matrices, tables
+from training.losses import CHUNK
 from training.sharding import Mesh, Sharding
 
 
@@ -43,8 +44,11 @@ def layer_activations(config: ModelConfig, tokens: int, element: int) -> int:
 
 
 def loss_activations(config: ModelConfig, tokens: int, element: int) -> int:
-    """Bytes at the loss: the final norm's input and output, the logits, and in fp32 their log-softmax and its gradient."""
-    return tokens * (element * (2 * config.hidden_size + config.vocab_size) + 8 * config.vocab_size)
+    """Bytes at the loss (`training/losses.py`): the final norm's input, output and its gradient; the head's gradient, summed
+    in fp32, rounded and scaled; of a chunk of positions the logits, and in fp32 their copy, log-softmax and gradient."""
+    rows = 3 * element * tokens * config.hidden_size
+    head = (4 + 2 * element) * config.vocab_size * config.hidden_size
+    return rows + head + (element + 12) * min(tokens, CHUNK) * config.vocab_size
 
 
 def activations(job: Job) -> int:
