@@ -71,13 +71,16 @@ def test_distillation(temperature: float, chunk: int, seed: int) -> None:
     batch = make_batch(2, 7, vocab, 0.3)
     hidden = torch.randn(2, 7, 16, dtype=torch.float64, requires_grad=True)
     teacher_hidden = torch.randn(2, 7, 24, dtype=torch.float64, requires_grad=True)
-    found = losses.distillation(model, hidden, teacher, teacher_hidden, batch, temperature, chunk)
+    share = random.choice([1.0, random.random()])
+    found = losses.distillation(model, hidden, teacher, teacher_hidden, batch, share, temperature, chunk)
     found.backward()
 
     reference_hidden, reference_head = (t.detach().clone().requires_grad_() for t in (hidden, model.head.weight))
     teacher_logits = (teacher_hidden @ teacher.head.weight.t())[..., :vocab].detach()
     student_logits = (reference_hidden @ reference_head.t())[..., :vocab]
-    expected = whole_divergence(student_logits, teacher_logits, batch.targets, temperature)
+    divergence = whole_divergence(student_logits, teacher_logits, batch.targets, temperature)
+    surprise = F.cross_entropy(student_logits.flatten(0, 1), batch.targets.flatten(), reduction="sum")
+    expected = share * divergence + (1 - share) * surprise
     expected.backward()
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close((hidden.grad, model.head.weight.grad), (reference_hidden.grad, reference_head.grad))

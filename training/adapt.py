@@ -74,12 +74,10 @@ class Distillation:
         if self.teacher is None:
             alone = World(0, 1, self.device, Local())
             self.teacher = build_model(str(self.args.model), self.original, alone, dtype_of(self.args, self.device), 0)
-        share = self.args.distill
         with torch.no_grad():
             context = Causal(batch.inputs.shape[1], self.device)
             teacher_hidden = self.teacher.norm(self.teacher.hidden(batch.inputs, context))
-        loss = share * distillation(model, hidden, self.teacher, teacher_hidden, batch)
-        return loss if share == 1 else loss + (1 - share) * cross_entropy(model, hidden, batch)
+        return distillation(model, hidden, self.teacher, teacher_hidden, batch, share=self.args.distill)
 
 
 def main() -> None:

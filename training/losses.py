@@ -22,11 +22,11 @@ ChunkLoss = Callable[..., Tensor]
 
 def cross_entropy(model: Transformer, hidden: Tensor, batch: Batch, chunk: int = CHUNK) -> Tensor:
     """Sum of the counted targets' negative log-likelihoods, nats, fp32 scalar. hidden: normed, (B, T, C)."""
+    return _by_chunks(model, hidden, _surprise, chunk, batch.targets.flatten())
 
-    def loss(logits: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
 
-    return _by_chunks(model, hidden, loss, chunk, batch.targets.flatten())
+def _surprise(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
 
 
 def distillation(
@@ -35,21 +35,23 @@ def distillation(
     teacher: Transformer,
     teacher_hidden: Tensor,
     batch: Batch,
+    share: float = 1.0,
     temperature: float = 1.0,
     chunk: int = CHUNK,
 ) -> Tensor:
-    """Sum over the counted positions of KL(teacher || model), nats, fp32 scalar. Both hidden states are normed, (B, T, C) of
-    their own models.
+    """`share` of KL(teacher || model) and 1 - share of the cross entropy, each summed over the counted positions, nats, fp32
+    scalar. Both hidden states are normed, (B, T, C) of their own models.
 
-    Logits are divided by `temperature`, and the loss is multiplied by its square, so that gradients keep their size when it
-    changes (Hinton et al., arXiv:1503.02531, section 2). The teacher gets no gradient.
+    For the divergence, logits are divided by `temperature` and the result is multiplied by its square, so that gradients keep
+    their size when it changes (Hinton et al., arXiv:1503.02531, section 2). The teacher gets no gradient.
     """
 
     def loss(logits: Tensor, teacher_rows: Tensor, targets: Tensor) -> Tensor:
         with torch.no_grad():
             wanted = (_logits(teacher, teacher_rows, teacher.head.weight) / temperature).log_softmax(-1)
         divergence = F.kl_div((logits / temperature).log_softmax(-1), wanted, reduction="none", log_target=True)
-        return divergence.sum(-1).masked_fill(targets == IGNORED, 0.0).sum() * temperature**2
+        divergence = divergence.sum(-1).masked_fill(targets == IGNORED, 0.0).sum() * temperature**2
+        return divergence if share == 1 else share * divergence + (1 - share) * _surprise(logits, targets)
 
     return _by_chunks(model, hidden, loss, chunk, teacher_hidden.detach().flatten(0, 1), batch.targets.flatten())
 
