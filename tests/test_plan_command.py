@@ -97,9 +97,8 @@ def test_flags_reach_the_model(command: Command) -> None:
     assert chosen("--recompute")["memory_bytes"]["activations"] < plain["memory_bytes"]["activations"]
     assert chosen("--recompute")["compute_seconds"] == pytest.approx(plain["compute_seconds"] * 4 / 3)
     assert chosen("--global-batch", "8M")["compute_seconds"] == pytest.approx(2 * plain["compute_seconds"])
-    assert chosen("--micro-batch", "2", "--global-batch", "8M")["memory_bytes"]["activations"] == pytest.approx(
-        2 * plain["memory_bytes"]["activations"]
-    )
+    doubled = chosen("--micro-batch", "2", "--global-batch", "8M")["memory_bytes"]["activations"]
+    assert 1.9 < doubled / plain["memory_bytes"]["activations"] < 2  # all but the loss, which is computed in chunks
     assert chosen("--reserve", "5")["memory_bytes"]["reserve"] == 5e9
     assert chosen("--precision", "float32", "--gpu-memory", "200")["memory_bytes"]["parameters"] == pytest.approx(
         2 * plain["memory_bytes"]["parameters"]

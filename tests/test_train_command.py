@@ -262,3 +262,12 @@ def test_a_disk_without_room_keeps_the_last_snapshot(
     (kept,) = (tmp_path / "out" / "snapshots").glob("step-????????")
     assert kept.name == "step-00000004"
     assert losses(run(ALONE, [*base, "--resume"]))[-1] > 0
+
+
+def test_the_planner_chooses_and_its_prediction_is_printed(
+    model: Path, tokens: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run(ALONE, arguments(model, tokens, tmp_path / "out", "--cluster", "h200", "--gpus-per-node", 1))
+    said = capfd.readouterr().err
+    assert "auto: the planner's choice" in said
+    assert "predicted step time" in said

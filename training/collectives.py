@@ -11,6 +11,7 @@ import json
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -170,3 +171,17 @@ def _sound(point: Point) -> bool:
     counts = (point.mesh.gpus, point.mesh.nodes, point.bytes)
     whole = all(type(n) is int and n >= 1 for n in counts)
     return whole and point.operation in OPERATIONS and isinstance(point.seconds, float) and 0 < point.seconds < math.inf
+
+
+def profile_for(cluster: Cluster, mesh: Mesh, path: Path | None) -> tuple[Cluster, Profile]:
+    """`cluster` with nodes of `mesh`'s size, and its times of collectives: those measured in `path`, else synthesized.
+
+    Raises UserError if they were measured on nodes of another size.
+    """
+    cluster = replace(cluster, gpus_per_node=mesh.gpus)
+    profile = read_profile(path) if path else synthesize(cluster, mesh.nodes)
+    if profile.gpus_per_node != mesh.gpus:
+        raise UserError(
+            f"profile {path} was made on nodes of {profile.gpus_per_node} GPUs; give --gpus-per-node {profile.gpus_per_node}, or profile this cluster"
+        )
+    return cluster, profile

@@ -11,7 +11,7 @@ from checkpoint import DTYPES
 from config import ModelConfig
 from errors import UserError
 from training.cluster import Cluster, load_cluster, shipped_clusters
-from training.collectives import Profile, read_profile, synthesize
+from training.collectives import profile_for
 from training.cost import predict
 from training.executor import BUCKET_BYTES, Execution, Overlap
 from training.job import OVERLAPS, Job
@@ -160,7 +160,7 @@ def planning_job(args: argparse.Namespace, config: ModelConfig, mesh: Mesh, devi
     cluster = _cluster(args, device)
     if cluster is None:
         return None
-    profile: Profile = read_profile(args.profile_collectives) if args.profile_collectives else synthesize(cluster, mesh.nodes)
+    cluster, profile = profile_for(cluster, mesh, args.profile_collectives)
     return Job(
         config=config,
         mesh=mesh,

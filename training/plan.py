@@ -26,7 +26,7 @@ from cli import Parser, run
 from config import PRESETS
 from errors import UserError
 from training.cluster import load_cluster, shipped_clusters
-from training.collectives import read_profile, synthesize
+from training.collectives import profile_for, synthesize
 from training.cost import Prediction, predict
 from training.job import OVERLAPS, PRECISIONS, Job
 from training.placement import place, read_leaves, spans
@@ -138,12 +138,7 @@ def make_job(args: argparse.Namespace) -> Job:
             f"--gpus {args.gpus} is no multiple of the {per_node} GPUs of a node; give whole nodes, such as {near}, or change --gpus-per-node"
         )
     mesh = Mesh(per_node, args.gpus // per_node)
-    cluster = replace(cluster, gpus_per_node=per_node)
-    profile = read_profile(args.profile) if args.profile else synthesize(cluster, mesh.nodes)
-    if profile.gpus_per_node != per_node:
-        raise UserError(
-            f"profile {args.profile} was made on nodes of {profile.gpus_per_node} GPUs; give --gpus-per-node {profile.gpus_per_node}, or profile this cluster"
-        )
+    cluster, profile = profile_for(cluster, mesh, args.profile)
     return Job(
         config=model_config(args.model, None, 1),
         mesh=mesh,
