@@ -1,209 +1,607 @@
-"""Snapshots: any ranks write, any others read, and nothing that happens in between loses the last good one."""
+"""Snapshots of a training run: whatever ranks wrote them and whenever those were killed, what is read is what was saved."""
 
+import errno
 import json
+import multiprocessing
+import os
 import random
+import re
 import signal
-import subprocess
-import sys
+import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import Tensor
 
+import training.flat_file
 from errors import UserError
-from tests.command_line import ROOT, environment
 from training.snapshot import KEYS, Piece, Snapshots, check_fits, read_manifest
 
 Shapes = dict[str, tuple[int, ...]]
-Ranges = list[list[tuple[str, int, int]]]  # by rank
+State = dict[str, dict[str, Tensor]]
+SHAPES: Shapes = {"embedding": (7, 5), "norm": (5,), "head": (3, 5), "scalar": ()}
 
 
-def states(shapes: Shapes, seed: int) -> dict[str, dict[str, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(seed)
-    return {name: {key: torch.randn(torch.Size(s).numel(), generator=generator) for key in KEYS} for name, s in shapes.items()}
+@pytest.fixture
+def tmp_path(tmp_path: Path) -> Iterator[Path]:
+    """In memory where that can be: every snapshot waits for the disk several times, and the disk of a test may be busy."""
+    memory = Path("/dev/shm")
+    if not os.access(memory, os.W_OK):
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(dir=memory) as folder:
+        yield Path(folder)
 
 
-def split(shapes: Shapes, world_size: int, rng: random.Random) -> Ranges:
-    """Cut every parameter at random places, and give each piece to a random rank."""
-    ranges: Ranges = [[] for _ in range(world_size)]
+@pytest.fixture(autouse=True)
+def _poll_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training.snapshot, "POLL_SECONDS", 0.002)
+
+
+def numel(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()
+
+
+def random_state(shapes: Shapes, generator: torch.Generator) -> State:
+    """Random bits, NaNs and infinities among them: fp32 (numel,) of each parameter and key."""
+    bits = {n: {k: torch.randint(-(2**31), 2**31, (numel(s),), generator=generator) for k in KEYS} for n, s in shapes.items()}
+    return {name: {key: tensor.int().view(torch.float32) for key, tensor in keys.items()} for name, keys in bits.items()}
+
+
+def cut(shapes: Shapes, ranks: int, rng: random.Random) -> list[list[tuple[str, int, int]]]:
+    """Every parameter cut at random places, each range given to a random rank, in a random order."""
+    owned: list[list[tuple[str, int, int]]] = [[] for _ in range(ranks)]
     for name, shape in shapes.items():
-        size = torch.Size(shape).numel()
-        cuts = sorted({0, size, *(rng.randrange(size + 1) for _ in range(rng.randrange(4)))})
-        for start, stop in pairwise(cuts):
-            ranges[rng.randrange(world_size)].append((name, start, stop))
-    return ranges
+        size = numel(shape)
+        edges = sorted({0, size, *(rng.randint(0, size) for _ in range(rng.randint(0, 4)))})
+        for start, stop in pairwise(edges):
+            owned[rng.randrange(ranks)].append((name, start, stop))
+    for ranges in owned:
+        rng.shuffle(ranges)
+    return owned
 
 
-def write(
-    directory: Path,
-    step: int,
-    shapes: Shapes,
-    whole: dict[str, dict[str, torch.Tensor]],
-    ranges: Ranges,
-    run_id: str = "a",
-    **more: int,
+def pieces_of(state: State, ranges: list[tuple[str, int, int]]) -> list[Piece]:
+    return [Piece(name, start, stop, {k: state[name][k][start:stop] for k in KEYS}) for name, start, stop in ranges]
+
+
+def whole(shapes: Shapes = SHAPES) -> list[tuple[str, int, int]]:
+    return [(name, 0, numel(shape)) for name, shape in shapes.items()]
+
+
+def run_of(folder: Path, ranks: int = 1, run_id: str = "a", **options: Any) -> list[Snapshots]:
+    return [Snapshots(folder, rank, ranks, run_id=run_id, **options) for rank in range(ranks)]
+
+
+def save(
+    run: list[Snapshots], step: int, state: State, owned: list[list[tuple[str, int, int]]], shapes: Shapes = SHAPES
 ) -> None:
-    """Save from one `Snapshots` a rank, in this process; the first error is raised."""
-    ranks = [Snapshots(directory, rank, len(ranges), run_id=run_id, **more) for rank in range(len(ranges))]
-    for snapshots, mine in zip(ranks, ranges, strict=True):
-        pieces = [Piece(n, a, b, {key: whole[n][key][a:b] for key in KEYS}) for n, a, b in mine]
-        snapshots.save(step, pieces, shapes, {"seed": 1})
-    for snapshots in ranks:
+    for snapshots, ranges in zip(run, owned, strict=True):
+        snapshots.save(step, pieces_of(state, ranges), shapes, {"seed": step})
+
+
+def wait(run: list[Snapshots]) -> None:
+    for snapshots in run:
         snapshots.wait()
 
 
-def read(directory: Path, whole: dict[str, dict[str, torch.Tensor]], ranges: Sequence[tuple[str, int, int]]) -> None:
-    """Every range, from the newest snapshot, equals the same range of `whole`."""
-    snapshots = Snapshots(directory, 0, 1)
+def saved(folder: Path, step: int, seed: int, **options: Any) -> tuple[Snapshots, State]:
+    """A snapshot of one rank, and what is in it."""
+    state = random_state(SHAPES, torch.Generator().manual_seed(seed + step))
+    run = run_of(folder, **options)
+    save(run, step, state, [whole()])
+    wait(run)
+    return run[0], state
+
+
+def assert_loads(snapshots: Snapshots, path: Path, state: State, wanted: list[tuple[str, int, int]]) -> None:
+    for (name, start, stop), found in zip(wanted, snapshots.load(path, wanted), strict=True):
+        assert found.keys() == set(KEYS)
+        for key in KEYS:
+            assert found[key].shape == (stop - start,) and found[key].dtype == torch.float32
+            assert torch.equal(found[key].view(torch.int32), state[name][key][start:stop].view(torch.int32)), (name, key)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+# --- what is read is what was saved --------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(
+    shapes=st.dictionaries(
+        st.text("ab.", min_size=1, max_size=4), st.lists(st.integers(0, 9), max_size=3).map(tuple), max_size=5
+    ),
+    writers=st.integers(1, 5),
+    readers=st.integers(1, 5),
+    block=st.sampled_from([4, 12, 64, 2**24]),
+    seed=st.integers(0, 2**31),
+)
+def test_any_cut_is_read_by_any_other(
+    tmp_path: Path, shapes: Shapes, writers: int, readers: int, block: int, seed: int
+) -> None:
+    rng, folder = random.Random(seed), Path(tempfile.mkdtemp(dir=tmp_path))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training.flat_file, "BLOCK_BYTES", block)
+        state = random_state(shapes, torch.Generator().manual_seed(seed))
+        run = run_of(folder, writers)
+        save(run, 3, state, cut(shapes, writers, rng), shapes)
+        wait(run)
+        path = run[0].latest()
+        assert path == folder / "step-00000003"
+        check_fits(path, shapes)
+        for wanted in cut(shapes, readers, rng):
+            assert_loads(run[0], path, state, wanted)
+
+
+def test_manifest_says_what_the_run_is_and_files_are_safetensors(tmp_path: Path, seed: int) -> None:
+    snapshots, state = saved(tmp_path, 12, seed)
     path = snapshots.latest()
     assert path is not None
-    for (name, start, stop), found in zip(ranges, snapshots.load(path, ranges), strict=True):
-        for key in KEYS:
-            assert torch.equal(found[key], whole[name][key][start:stop])
+    manifest = read_manifest(path)
+    assert manifest["step"] == 12 and manifest["meta"] == {"seed": 12}
+    assert names(path) == ["manifest.json", "rank-0.safetensors"]
+    tensors = load_file(path / "rank-0.safetensors")
+    assert len(tensors) == len(SHAPES) * len(KEYS)
+    head = tensors["head[0:15].exp_avg"]
+    assert torch.equal(head.view(torch.int32), state["head"]["exp_avg"].view(torch.int32))
 
 
-SHAPES = st.dictionaries(st.sampled_from("abcd"), st.tuples(st.integers(1, 9), st.integers(1, 7)), min_size=1)
-
-
-@settings(max_examples=25, deadline=None)
-@given(shapes=SHAPES, before=st.integers(1, 4), after=st.integers(1, 4), seed=st.integers(0, 2**31))
-def test_any_ranks_read_what_any_ranks_wrote(
-    tmp_path_factory: pytest.TempPathFactory, shapes: Shapes, before: int, after: int, seed: int
+def test_a_reader_touches_only_the_files_and_blocks_that_it_needs(
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directory, rng = tmp_path_factory.mktemp("any"), random.Random(seed)
-    whole = states(shapes, seed)
-    write(directory, 3, shapes, whole, split(shapes, before, rng))
-    for mine in split(shapes, after, rng):
-        read(directory, whole, mine)
-
-
-ONE: Shapes = {"w": (4, 5), "v": (3,)}
-ALL: Ranges = [[("w", 0, 20), ("v", 0, 3)]]
-
-
-def test_old_snapshots_go_and_the_newest_is_the_latest(tmp_path: Path) -> None:
-    for step in (1, 2, 10):
-        write(tmp_path, step, ONE, states(ONE, step), ALL, keep=2)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000002", "step-00000010"]
-    read(tmp_path, states(ONE, 10), ALL[0])
-
-
-def test_what_a_killed_run_left_is_never_mixed_in(tmp_path: Path) -> None:
-    halves: Ranges = [[("w", 0, 20)], [("v", 0, 3)]]
-    write(tmp_path, 1, ONE, states(ONE, 1), ALL)
-    killed = Snapshots(tmp_path, 1, 2, run_id="killed")  # rank 0 of this run died before it wrote
-    killed.save(2, [Piece("v", 0, 3, {key: torch.zeros(3) for key in KEYS})], ONE, {})
-    killed.wait()
-    assert (tmp_path / "step-00000002.partial").is_dir()
-    read(tmp_path, states(ONE, 1), ALL[0])
-    write(tmp_path, 2, ONE, states(ONE, 2), halves, run_id="next")
-    read(tmp_path, states(ONE, 2), ALL[0])
-    assert not list(tmp_path.glob("*.partial"))
-    assert not [p for p in (tmp_path / "step-00000002").iterdir() if "killed" in p.name]
-
-
-def test_a_slow_rank_is_waited_for_and_a_lost_one_is_named(tmp_path: Path) -> None:
-    first = Snapshots(tmp_path, 0, 2, timeout=0.3)
-    first.save(1, [Piece("w", 0, 20, states(ONE, 0)["w"])], ONE, {})
-    with pytest.raises(UserError, match="rank 1 did not write its part"):
-        first.wait()
-    assert first.latest() is None
-    patient, late = Snapshots(tmp_path, 0, 2, run_id="b"), Snapshots(tmp_path, 1, 2, run_id="b")
-    whole = states(ONE, 4)
-    patient.save(2, [Piece("w", 0, 20, whole["w"])], ONE, {})
-    threading.Timer(0.2, late.save, (2, [Piece("v", 0, 3, whole["v"])], ONE, {})).start()
-    patient.wait()
-    read(tmp_path, whole, ALL[0])
-
-
-def test_another_ranks_failure_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import training.snapshot as snapshot
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    whole = states(ONE, 0)
-    first, second = (Snapshots(tmp_path, rank, 2, timeout=60) for rank in range(2))
-    first.save(1, [], ONE, {})
-    monkeypatch.setattr(snapshot, "save_file", full)
-    second.save(1, [Piece("w", 0, 20, whole["w"])], ONE, {})
-    start = time.monotonic()
-    for ranks in (first, second):
-        with pytest.raises(UserError, match="No space left on device"):
-            ranks.wait()
-    assert time.monotonic() - start < 30  # half of the timeout that it would else have run into
-
-
-@pytest.mark.parametrize("pieces", [[("w", 0, 19), ("v", 0, 3)], [("w", 0, 20)], [("w", 0, 20), ("w", 5, 6), ("v", 0, 3)]])
-def test_pieces_that_do_not_cover_everything_once_are_refused(tmp_path: Path, pieces: list[tuple[str, int, int]]) -> None:
-    with pytest.raises(UserError, match="this is a bug"):
-        write(tmp_path, 1, ONE, states(ONE, 1), [pieces])
-    assert Snapshots(tmp_path, 0, 1).latest() is None
-
-
-@pytest.mark.parametrize("damage", ["truncate", "flip", "remove"])
-def test_a_torn_file_is_found_and_the_older_snapshot_named(tmp_path: Path, damage: str, seed: int) -> None:
-    write(tmp_path, 1, ONE, states(ONE, 1), ALL)
-    write(tmp_path, 2, ONE, states(ONE, 2), ALL)
-    (file,) = (tmp_path / "step-00000002").glob("*.safetensors")
-    data = bytearray(file.read_bytes())
-    if damage == "remove":
-        file.unlink()
-    elif damage == "truncate":
-        file.write_bytes(data[: random.Random(seed).randrange(len(data))])
-    else:
-        data[random.Random(seed).randrange(len(data))] ^= 1 << random.Random(seed).randrange(8)
-        file.write_bytes(data)
-    snapshots = Snapshots(tmp_path, 0, 1)
-    with pytest.raises(UserError, match=r"torn or missing.*step-00000001"):
-        snapshots.load(tmp_path / "step-00000002", ALL[0])
-    snapshots.load(tmp_path / "step-00000001", ALL[0])
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 99}', '{"format": 1}'])
-def test_a_torn_or_foreign_manifest_says_so(tmp_path: Path, text: str) -> None:
-    write(tmp_path, 1, ONE, states(ONE, 1), ALL)
-    manifest = tmp_path / "step-00000001" / "manifest.json"
-    manifest.write_text(text)
-    with pytest.raises(UserError, match="no snapshot of format"):
-        read_manifest(manifest.parent)
-
-
-def test_a_snapshot_of_another_model_does_not_fit(tmp_path: Path) -> None:
-    write(tmp_path, 1, ONE, states(ONE, 1), ALL)
+    monkeypatch.setattr(training.flat_file, "BLOCK_BYTES", 64)
+    state = random_state(SHAPES, torch.Generator().manual_seed(seed))
+    run = run_of(tmp_path, 2)
+    save(run, 1, state, [[("embedding", 0, 35)], [("norm", 0, 5), ("head", 0, 15), ("scalar", 0, 1)]])
+    wait(run)
     path = tmp_path / "step-00000001"
-    check_fits(path, ONE)
-    for other in ({"w": (5, 4), "v": (3,)}, {"w": (4, 5)}, ONE | {"u": (1,)}):
-        with pytest.raises(UserError, match="of another model"):
-            check_fits(path, other)
-    with pytest.raises(UserError, match="does not hold all of w"):
-        Snapshots(tmp_path, 0, 1).load(path, [("w", 0, 21)])
+    (path / "rank-1.safetensors").unlink()
+    data = bytearray((path / "rank-0.safetensors").read_bytes())
+    data[-1] ^= 1  # in the last block: the end of exp_avg_sq
+    (path / "rank-0.safetensors").write_bytes(data)
+    assert_loads(run[0], path, state, [("embedding", 0, 10)])
+    with pytest.raises(UserError, match=r"rank-0.safetensors is damaged"):
+        run[0].load(path, [("embedding", 30, 35)])
+    with pytest.raises(UserError, match=r"rank-1.safetensors cannot be read"):
+        run[0].load(path, [("norm", 0, 1)])
 
 
-SAVE_FOREVER = """
-import sys; from pathlib import Path; from tests.test_snapshot import ALL, ONE, states, write
-for step in range(1, 100000):
-    write(Path(sys.argv[1]), step, ONE, states(ONE, step), ALL, run_id=sys.argv[2])
-"""
+def test_the_caller_may_change_its_tensors_after_save(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    release = hold_writes(monkeypatch)
+    state = random_state(SHAPES, torch.Generator().manual_seed(seed))
+    kept = {name: {key: tensor.clone() for key, tensor in keys.items()} for name, keys in state.items()}
+    run, meta = run_of(tmp_path), {"seed": 1}
+    run[0].save(1, pieces_of(state, whole()), SHAPES, meta)
+    meta["seed"] = 2
+    for keys in state.values():
+        for tensor in keys.values():
+            tensor.zero_()
+    release.set()
+    wait(run)
+    assert_loads(run[0], tmp_path / "step-00000001", kept, whole())
+    assert read_manifest(tmp_path / "step-00000001")["meta"] == {"seed": 1}
 
 
-def test_killed_at_any_instant_a_whole_snapshot_stays(tmp_path: Path, seed: int) -> None:
+def hold_writes(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """No file of tensors is written until the event is set."""
+    release, write = threading.Event(), training.snapshot.write
+
+    def held(*args: Any) -> Any:
+        assert release.wait(20)
+        return write(*args)
+
+    monkeypatch.setattr(training.snapshot, "write", held)
+    return release
+
+
+def test_save_returns_before_the_files_are_written_and_a_second_save_waits(
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = hold_writes(monkeypatch)
+    states = [random_state(SHAPES, torch.Generator().manual_seed(seed + i)) for i in range(2)]
+    run = run_of(tmp_path)
+    save(run, 1, states[0], [whole()])
+    assert run[0].latest() is None
+    threading.Timer(0.2, release.set).start()
+    save(run, 2, states[1], [whole()])
+    assert (tmp_path / "step-00000001").is_dir() and release.is_set()
+    wait(run)
+    for step, state in enumerate(states, 1):
+        assert_loads(run[0], tmp_path / f"step-{step:08d}", state, whole())
+
+
+# --- which snapshots there are -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_only_the_newest_are_kept(tmp_path: Path, seed: int, keep: int) -> None:
+    run = run_of(tmp_path, keep=keep)
+    for step in range(10, 60, 10):
+        save(run, step, random_state(SHAPES, torch.Generator().manual_seed(seed)), [whole()])
+        wait(run)
+    assert names(tmp_path) == [f"step-{step:08d}" for step in range(60 - 10 * keep, 60, 10)]
+
+
+def test_the_snapshot_just_written_stays_even_behind_later_steps(tmp_path: Path, seed: int) -> None:
+    for step in (100, 200):
+        saved(tmp_path, step, seed)
+    saved(tmp_path, 50, seed, run_id="b")
+    assert names(tmp_path) == ["step-00000050", "step-00000200"]
+
+
+def test_a_step_that_is_saved_again_is_replaced(tmp_path: Path, seed: int) -> None:
+    saved(tmp_path, 5, seed)
+    snapshots, state = saved(tmp_path, 5, seed + 1, run_id="b")
+    assert names(tmp_path) == ["step-00000005"]
+    assert_loads(snapshots, tmp_path / "step-00000005", state, whole())
+
+
+def test_a_kill_between_the_two_renames_of_a_replacement(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, state = saved(tmp_path, 5, seed, keep=1)
+    rename = Path.rename
+
+    def stop(self: Path, target: Path) -> Path:
+        if self.suffix == ".partial":
+            raise OSError(errno.EIO, "stopped here")
+        return rename(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", stop)
+        with pytest.raises(UserError, match="stopped here"):
+            saved(tmp_path, 5, seed + 1, run_id="b", keep=1)
+    snapshots, new = run_of(tmp_path)[0], random_state(SHAPES, torch.Generator().manual_seed(seed + 7))
+    path = snapshots.latest()
+    assert path is not None
+    assert_loads(snapshots, path, state, whole())
+    run = run_of(tmp_path, run_id="c", keep=1)
+    save(run, 5, new, [whole()])
+    wait(run)
+    assert names(tmp_path) == ["step-00000005"]
+    assert_loads(run[0], tmp_path / "step-00000005", new, whole())
+
+
+def test_a_snapshot_whose_removal_was_killed_is_none(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training.snapshot.shutil, "rmtree", lambda *_, **__: None)  # as if killed before the data are gone
+    for step in (1, 2, 3):
+        snapshots, _ = saved(tmp_path, step, seed, keep=1)
+    assert names(tmp_path / "step-00000001") == ["rank-0.safetensors"]
+    assert training.snapshot.complete_snapshots(tmp_path) == [tmp_path / "step-00000003"] == [snapshots.latest()]
+
+
+def test_latest_skips_what_is_incomplete_and_a_save_clears_it_away(tmp_path: Path, seed: int) -> None:
+    snapshots, state = saved(tmp_path, 5, seed)
+    for name in ("step-00000006.b-1.partial", "step-00000005.c-7.partial", "step-00000007", "step-00000008.partial"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "rank-0.safetensors").write_bytes(b"half")
+    (tmp_path / "notes.txt").write_text("mine")
+    assert snapshots.latest() == tmp_path / "step-00000005"
+    snapshots, new = saved(tmp_path, 6, seed, run_id="d")
+    assert names(tmp_path) == ["notes.txt", "step-00000005", "step-00000006"]
+    assert_loads(snapshots, tmp_path / "step-00000005", state, whole())
+    assert_loads(snapshots, tmp_path / "step-00000006", new, whole())
+
+
+def test_files_of_a_killed_run_never_get_into_a_snapshot(tmp_path: Path, seed: int) -> None:
+    """Its ranks 0 and 1 of three had finished their parts of the same step."""
     rng = random.Random(seed)
-    for run in range(2):
-        job = subprocess.Popen([sys.executable, "-c", SAVE_FOREVER, str(tmp_path), str(run)], cwd=ROOT, env=environment())
-        deadline = time.monotonic() + 60
-        while not list(tmp_path.glob("step-????????")) and time.monotonic() < deadline:
+    old, new = (random_state(SHAPES, torch.Generator().manual_seed(seed + i)) for i in range(2))
+    killed = run_of(tmp_path, 3, timeout=0.1)
+    for snapshots, ranges in zip(killed[:2], cut(SHAPES, 3, rng), strict=False):
+        snapshots.save(8, pieces_of(old, ranges), SHAPES, {})
+    with pytest.raises(UserError):
+        wait(killed[:2])
+    (left,) = tmp_path.glob("*.partial")
+    assert "rank-1.json" in names(left)
+    run = run_of(tmp_path, 2, run_id="b")
+    save(run, 8, new, cut(SHAPES, 2, rng))
+    wait(run)
+    assert names(tmp_path) == ["step-00000008"]
+    assert_loads(run[0], tmp_path / "step-00000008", new, whole())
+
+
+def test_no_directory_is_no_snapshot(tmp_path: Path) -> None:
+    assert run_of(tmp_path / "none")[0].latest() is None
+
+
+# --- kills ---------------------------------------------------------------------------------------------------------------
+
+
+def filled(step: int, rank: int, ranks: int) -> list[Piece]:
+    """This rank's part of 200,000 elements that all say which step they are of."""
+    size = 200_000 // ranks
+    return [Piece("weight", rank * size, (rank + 1) * size, {key: torch.full((size,), float(step)) for key in KEYS})]
+
+
+def save_forever(folder: Path, rank: int, ranks: int, run_id: str, first: int) -> None:
+    torch.set_num_threads(1)
+    snapshots = Snapshots(folder, rank, ranks, run_id=run_id, keep=1, timeout=20)
+    for step in range(first, first + 10**6):
+        snapshots.save(step, filled(step, rank, ranks), {"weight": (200_000,)}, {"step": step})
+        snapshots.wait()
+
+
+def test_a_kill_at_any_instant_leaves_a_whole_snapshot(tmp_path: Path, seed: int) -> None:
+    rng, context, last = random.Random(seed), multiprocessing.get_context("fork"), 0
+    reader = Snapshots(tmp_path, 0, 1, run_id="reader")
+    for attempt in range(10):
+        processes = [context.Process(target=save_forever, args=(tmp_path, r, 2, f"run{attempt}", last + 1)) for r in range(2)]
+        for process in processes:
+            process.start()
+        deadline = time.monotonic() + 20  # until this run has saved once, then a random instant
+        while (attempt == 0 or rng.random() < 0.9) and reader.latest() is None and time.monotonic() < deadline:
             time.sleep(0.01)
-        time.sleep(rng.uniform(0, 0.3) + (1.5 if run else 0))
-        job.send_signal(signal.SIGKILL)
-        job.wait()
-        path = Snapshots(tmp_path, 0, 1).latest()
+        time.sleep(rng.uniform(0.0, 0.4))
+        for process in rng.sample(processes, 2):
+            os.kill(process.pid or 0, signal.SIGKILL)
+            time.sleep(rng.choice([0.0, 0.05]))
+        for process in processes:
+            process.join()
+        path = reader.latest()
         assert path is not None
-        step = json.loads((path / "manifest.json").read_text())["step"]
-        read(tmp_path, states(ONE, step), ALL[0])
+        step = read_manifest(path)["step"]
+        assert step >= last and read_manifest(path)["meta"] == {"step": step}
+        (found,) = reader.load(path, [("weight", 0, 200_000)])
+        for key in KEYS:
+            assert torch.equal(found[key], torch.full((200_000,), float(step)))
+        last = step
+    assert last > 1
+
+
+# --- failed writes -------------------------------------------------------------------------------------------------------
+
+
+def fail_write(error: int) -> Callable[..., Any]:
+    def write(path: Path, *_: object) -> None:
+        path.write_bytes(b"half")
+        raise OSError(error, os.strerror(error))
+
+    return write
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO, errno.EACCES])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_failed_write_is_told_and_the_last_snapshot_stays(
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch, error: int, rank: int
+) -> None:
+    rng = random.Random(seed)
+    good, lost, later = (random_state(SHAPES, torch.Generator().manual_seed(seed + i)) for i in range(3))
+    run = run_of(tmp_path, 2, keep=1, timeout=20)
+    owned = [[("embedding", 0, 20), ("norm", 0, 5)], [("embedding", 20, 35), ("head", 0, 15), ("scalar", 0, 1)]]
+    save(run, 1, good, owned)
+    wait(run)
+    write, broken = training.snapshot.write, fail_write(error)
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            training.snapshot, "write", lambda p, *a: (broken if p.name == f"rank-{rank}.safetensors" else write)(p, *a)
+        )
+        save(run, 2, lost, owned)
+        for snapshots in run[rank::-1]:  # rank 0 hears of rank 1's failure
+            with pytest.raises(UserError, match=rf"step 2 .*{os.strerror(error)}.*step-00000001 is still complete"):
+                snapshots.wait()
+        if rank == 0:
+            run[1].wait()
+    assert not list(tmp_path.glob(f"*.partial/rank-{rank}.safetensors"))
+    assert run[0].latest() == tmp_path / "step-00000001"
+    assert_loads(run[0], tmp_path / "step-00000001", good, whole())
+    save(run, 2, later, cut(SHAPES, 2, rng))  # there is room again: nothing of the failed save is in the way
+    wait(run)
+    assert names(tmp_path) == ["step-00000002"]
+    assert_loads(run[0], tmp_path / "step-00000002", later, whole())
+
+
+def save_into_limit(folder: Path, limit: int, connection: Any) -> None:
+    import resource
+
+    snapshots = Snapshots(folder, 0, 1, run_id="b")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    snapshots.save(2, filled(2, 0, 1), {"weight": (200_000,)}, {})
+    try:
+        snapshots.wait()
+        connection.send("saved")
+    except UserError as e:
+        connection.send(str(e))
+
+
+@pytest.mark.parametrize("limit", [0, 100, 1_000_000, 2_399_999])
+def test_a_file_that_the_system_cuts_off(tmp_path: Path, seed: int, limit: int) -> None:
+    snapshots, state = saved(tmp_path, 1, seed)
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=save_into_limit, args=(tmp_path, limit, theirs))
+    process.start()
+    assert ours.poll(20)
+    assert re.search(r"step 2 .*File too large.*step-00000001 is still complete", ours.recv())
+    process.join()
+    assert snapshots.latest() == tmp_path / "step-00000001"
+    assert_loads(snapshots, tmp_path / "step-00000001", state, whole())
+
+
+def test_an_unwritable_directory(tmp_path: Path, seed: int) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"could not be written: .*file.*there is no earlier snapshot"):
+        saved(tmp_path / "file", 1, seed)
+
+
+def test_check_does_not_wait_for_a_save_in_flight(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    release = hold_writes(monkeypatch)
+    run = run_of(tmp_path)
+    save(run, 1, random_state(SHAPES, torch.Generator().manual_seed(seed)), [whole()])
+    run[0].check()
+    assert run[0].latest() is None
+    release.set()
+    wait(run)
+    assert run[0].latest() is not None
+
+
+def test_check_tells_of_a_failure_once_it_has_happened(tmp_path: Path, seed: int) -> None:
+    (tmp_path / "file").write_text("")
+    run = run_of(tmp_path / "file")
+    save(run, 1, random_state(SHAPES, torch.Generator().manual_seed(seed)), [whole()])
+    failure, deadline = "", time.monotonic() + 20
+    while not failure and time.monotonic() < deadline:
+        time.sleep(0.01)
+        try:
+            run[0].check()
+        except UserError as e:
+            failure = str(e)
+    assert "step 1 could not be written" in failure
+    wait(run)  # it is told once
+
+
+def test_an_unexpected_error_in_the_background_is_not_lost(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("broken")
+
+    monkeypatch.setattr(training.snapshot, "write", broken)
+    with pytest.raises(ZeroDivisionError):
+        saved(tmp_path, 1, seed)
+
+
+def test_a_rank_that_never_finishes_is_named(tmp_path: Path, seed: int) -> None:
+    saved(tmp_path, 1, seed)
+    state, owned = random_state(SHAPES, torch.Generator().manual_seed(seed)), cut(SHAPES, 4, random.Random(seed))
+    run = run_of(tmp_path, 4, run_id="b", timeout=0.3)
+    for rank in (0, 2):
+        run[rank].save(2, pieces_of(state, owned[rank]), SHAPES, {})
+    with pytest.raises(UserError, match=r"ranks 1, 3 wrote nothing more to .* for 0.3 s.*step-00000001 is still complete"):
+        run[0].wait()
+    run[2].wait()
+    assert run[0].latest() == tmp_path / "step-00000001"
+
+
+def test_a_slow_rank_has_time_while_its_file_grows(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = training.snapshot.write
+
+    def slow(path: Path, *args: Any) -> Any:
+        for size in range(1, 11):
+            path.write_bytes(b"x" * size)
+            time.sleep(0.25)
+        return write(path, *args)
+
+    monkeypatch.setattr(training.snapshot, "write", lambda p, *a: (slow if p.name.startswith("rank-1.") else write)(p, *a))
+    run = run_of(tmp_path, 2, timeout=1.5)
+    save(run, 1, random_state(SHAPES, torch.Generator().manual_seed(seed)), [[], whole()])
+    wait(run)
+    assert names(tmp_path) == ["step-00000001"]
+
+
+@pytest.mark.parametrize(
+    ("owned", "message"),
+    [
+        ([("norm", 0, 5)], "the ranks have embedding up to element 0 of 35"),
+        ([*whole(), ("norm", 2, 3)], "norm from element 2 on, but 5 was next"),
+        ([(n, a, b) for n, a, b in whole() if n != "norm"] + [("norm", 0, 2), ("norm", 3, 5)], "norm from element 3 on, but 2"),
+    ],
+)
+def test_pieces_that_do_not_cover_the_model_once_are_no_snapshot(
+    tmp_path: Path, seed: int, owned: list[tuple[str, int, int]], message: str
+) -> None:
+    state = random_state(SHAPES, torch.Generator().manual_seed(seed))
+    run = run_of(tmp_path)
+    save(run, 1, state, [owned])
+    with pytest.raises(UserError, match=message):
+        wait(run)
+    assert run[0].latest() is None
+
+
+# --- torn and foreign snapshots ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("file", ["rank-0.safetensors", "manifest.json"])
+@pytest.mark.parametrize("harm", ["cut", "flip", "empty", "gone"])
+def test_a_torn_snapshot_is_refused_and_the_good_one_is_named(tmp_path: Path, seed: int, file: str, harm: str) -> None:
+    rng = random.Random(seed)
+    saved(tmp_path, 1, seed)
+    snapshots, _ = saved(tmp_path, 2, seed)
+    newest = snapshots.latest()
+    assert newest is not None and newest.name == "step-00000002"
+    data = bytearray((newest / file).read_bytes())
+    if harm == "gone":
+        (newest / file).unlink()
+    elif harm == "flip":
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    if harm != "gone":
+        (newest / file).write_bytes({"cut": data[: rng.randrange(1, len(data))], "flip": data, "empty": b""}[harm])
+    if (file, harm) == ("manifest.json", "gone"):  # then it is incomplete
+        assert snapshots.latest() == tmp_path / "step-00000001"
+        return
+    with pytest.raises(UserError) as caught:
+        snapshots.load(newest, whole())
+    message = str(caught.value)
+    assert str(newest / file) in message and "\n" not in message
+    foreign = harm == "flip" and re.search(r"has format \d|not that of a training snapshot", message)  # a bit of "format"
+    assert "go on from step-00000001" in message or foreign
+    older = tmp_path / "step-00000001"
+    assert_loads(snapshots, older, random_state(SHAPES, torch.Generator().manual_seed(seed + 1)), whole())
+
+
+def test_every_flipped_bit_of_the_data_is_found(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    snapshots, _ = saved(tmp_path, 1, seed)
+    file = tmp_path / "step-00000001" / "rank-0.safetensors"
+    data = file.read_bytes()
+    for _ in range(100):
+        flipped = bytearray(data)
+        flipped[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        file.write_bytes(flipped)
+        with pytest.raises(UserError, match=r"damaged.*start again with another --out"):
+            snapshots.load(file.parent, whole())
+
+
+def test_a_torn_older_one_is_not_recommended(tmp_path: Path, seed: int) -> None:
+    for step in (1, 2, 3, 4):
+        snapshots, _ = saved(tmp_path, step, seed, keep=4)
+    os.truncate(tmp_path / "step-00000004" / "rank-0.safetensors", 99)
+    os.truncate(tmp_path / "step-00000003" / "rank-0.safetensors", 99)
+    os.truncate(tmp_path / "step-00000002" / "manifest.json", 99)
+    with pytest.raises(UserError, match=r"99 bytes instead of .*; delete .*step-00000004 to go on from step-00000001"):
+        snapshots.load(tmp_path / "step-00000004", whole())
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        (SHAPES | {"embedding": (5, 7)}, r"embedding has shape \(7, 5\) there and shape \(5, 7\) in this model"),
+        (SHAPES | {"bias": (5,)}, r"bias has no place there and shape \(5,\)"),
+        ({n: s for n, s in SHAPES.items() if n != "scalar"}, r"scalar has shape \(\) there and no place in this model"),
+    ],
+)
+def test_another_model_is_refused(tmp_path: Path, seed: int, shapes: Shapes, message: str) -> None:
+    saved(tmp_path, 1, seed)
+    check_fits(tmp_path / "step-00000001", SHAPES)
+    with pytest.raises(UserError, match=message):
+        check_fits(tmp_path / "step-00000001", shapes)
+
+
+@pytest.mark.parametrize("wanted", [("other", 0, 1), ("norm", 0, 6), ("norm", -1, 2), ("norm", 3, 2)])
+def test_elements_that_are_not_there(tmp_path: Path, seed: int, wanted: tuple[str, int, int]) -> None:
+    snapshots, _ = saved(tmp_path, 1, seed)
+    with pytest.raises(UserError, match=rf"{wanted[0]}, not those from {wanted[1]} to {wanted[2]}"):
+        snapshots.load(tmp_path / "step-00000001", [wanted])
+
+
+def test_another_format_and_what_is_no_snapshot(tmp_path: Path, seed: int) -> None:
+    saved(tmp_path, 1, seed)
+    file = tmp_path / "step-00000001" / "manifest.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"format": 99}))
+    with pytest.raises(UserError, match="has format 99, this version reads 1"):
+        check_fits(file.parent, SHAPES)
+    for text in ("[]", '"format"', "{}", '{"manifest_version": 3}'):
+        file.write_text(text)
+        with pytest.raises(UserError, match="not that of a training snapshot"):
+            check_fits(file.parent, SHAPES)
+    for path in (tmp_path, tmp_path / "none", file):
+        with pytest.raises(UserError, match="no complete snapshot"):
+            check_fits(path, SHAPES)

@@ -176,14 +176,6 @@ class Executor:
         self._in_backward = False
         self.reducer.finish()
 
-    def evaluate(self, tokens: Tensor, loss: Callable[[Tensor], Tensor]) -> Tensor:
-        """`loss` of the hidden states without gradients."""
-        with torch.no_grad():
-            result = loss(self.forward(tokens))
-        for weight in (self.head, *self.units[-1].weights):
-            weight.release()
-        return result
-
     def take_gradients(self) -> dict[Weight, Tensor]:
         """The step's gradients of the elements that this rank owns: their sum over all ranks and micro-batches."""
         return self.reducer.take()

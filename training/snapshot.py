@@ -1,14 +1,14 @@
 """Snapshots of a training run: every rank writes what it owns, in the background; any other set of ranks can read it.
 
-    step-00000500/            complete, because the folder has its final name
-        manifest.json         what the run is, each parameter's shape, each file's size, checksum and pieces
-        rank-0-RUN.safetensors
-    step-00001000.partial/    being written, or left by a run that was killed
-        rank-0-RUN.safetensors, rank-0-RUN.json, …
+    step-00000500/                  complete, because the folder has its final name
+        manifest.json               what the run is, each parameter's shape, each file's size, checksums and pieces
+        rank-0.safetensors, rank-1.safetensors, …
+    step-00001000.RUN-2.partial/    the second save of run RUN: being written, or left by a run that was killed
+        rank-0.safetensors, rank-0.json, …
 
 A rank writes its tensors and then a small JSON file that speaks of them; rank 0 waits for all of these, writes the manifest and
-renames the folder. Whenever the ranks are killed, the last complete snapshot stays. RUN tells the files of one run from those
-that a killed one left. The folder must lie on a file system that all ranks share.
+renames the folder. Whenever ranks are killed, the last complete snapshot stays. Each save has a folder of its own, so nothing
+that a killed run left can get into a snapshot. The folders must lie on a file system that all ranks share.
 """
 
 import json
@@ -17,6 +17,7 @@ import re
 import shutil
 import threading
 import time
+import weakref
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -25,20 +26,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
+from tqdm import tqdm
 
 from errors import UserError
+from training.flat_file import TornFile, check_size, read, write
 
 FORMAT = 1
 KEYS = ("master", "exp_avg", "exp_avg_sq")
+MANIFEST = "manifest.json"
 POLL_SECONDS = 0.05
+
+Range = tuple[str, int, int]  # elements [start, stop) of a flattened parameter
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements [start, stop) of a flattened parameter's states: `tensors` holds one (stop - start,) fp32 tensor for each key."""
+    """Elements [start, stop) of a flattened parameter's states: `tensors` holds a (stop - start,) fp32 tensor for each of KEYS,
+    on any device."""
 
     name: str
     start: int
@@ -49,221 +54,372 @@ class Piece:
 class Snapshots:
     """The snapshots of one run in `directory`.
 
-    run_id: the same on all ranks of a run, another in each run. keep: how many complete snapshots stay. timeout: seconds that
-    rank 0 waits for the slowest rank's file.
+    run_id: letters and digits, the same on all ranks of a run, another in each run. keep: how many complete snapshots stay.
+    timeout: seconds that rank 0 waits for other ranks whose files do not grow.
     """
 
     def __init__(
-        self, directory: Path, rank: int, world_size: int, keep: int = 2, run_id: str = "0", timeout: float = 600.0
+        self, directory: Path, rank: int, world_size: int, *, run_id: str, keep: int = 2, timeout: float = 600.0
     ) -> None:
+        assert keep >= 1 and run_id.isalnum(), f"keep {keep}, run_id {run_id!r}"
         self.directory, self.rank, self.world_size = directory, rank, world_size
-        self.keep, self.run_id, self.timeout = keep, run_id, timeout
+        self.run_id, self.keep, self.timeout = run_id, keep, timeout
+        self._saves = 0
+        self._host: _HostCopy | None = None
         self._thread: threading.Thread | None = None
-        self._error: UserError | None = None
+        self._error: Exception | None = None
 
     # --- writing ---------------------------------------------------------------------------------------------------------
 
     def save(self, step: int, pieces: Sequence[Piece], shapes: Mapping[str, tuple[int, ...]], meta: Mapping[str, Any]) -> None:
-        """Copy `pieces` to host memory and write them in the background. Every rank must call, with the pieces that it alone
-        writes, maybe none. Waits for the save before; raises its UserError if it failed."""
+        """Copy `pieces` to host memory, and write them in the background.
+
+        Every rank must call, with the pieces that it alone writes, maybe none; together they must cover `shapes` (all
+        parameters of the model) exactly once. meta: what JSON can hold. Waits for the save before. Raises UserError if that
+        one failed, or if the host has no memory for the copy.
+        """
         self.wait()
-        copies = [Piece(p.name, p.start, p.stop, {k: t.detach().cpu().clone() for k, t in p.tensors.items()}) for p in pieces]
-        partial = self.directory / f"step-{step:08d}.partial"
+        pieces = [piece for piece in pieces if piece.start < piece.stop]
+        manifest = {"format": FORMAT, "step": step, "meta": meta, "shapes": {n: list(shape) for n, shape in shapes.items()}}
+        frozen = json.loads(json.dumps(manifest))  # the caller may change its dicts while the thread writes
+        values = self._copy(pieces)
+        ranges = [(p.name, p.start, p.stop) for p in pieces]
+        self._saves += 1
+        partial = self.directory / f"step-{step:08d}.{self.run_id}-{self._saves}.partial"
 
         def work() -> None:
             try:
-                self._write_part(partial, copies)
                 if self.rank == 0:
-                    self._complete(partial, {"format": FORMAT, "step": step, "meta": dict(meta), "shapes": dict(shapes)})
-            except (OSError, SafetensorError) as e:
-                reason = getattr(e, "strerror", None) or str(e).splitlines()[0]
-                self._error = UserError(
-                    f"the snapshot of step {step} could not be written to {self.directory} ({reason}); the one before is whole: "
-                    "make room or name another --out, then --resume"
-                )
-                self._say_failed(partial, str(self._error))
-            except UserError as e:
-                self._error = e
+                    self._clear(finished=0)
+                self._write_part(partial, ranges, values)
+                if self.rank == 0:
+                    self._complete(partial, frozen)
+            except Exception as e:
+                self._error = self._failed(partial, step, e)
 
-        self._thread = threading.Thread(target=work, name=f"snapshot of step {step}")
+        # A daemon: a process that leaves because of an error elsewhere must not wait for ranks that are gone.
+        self._thread = threading.Thread(target=work, name=f"snapshot of step {step}", daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
-        """Until the save in flight is done. Raises UserError if it failed."""
+        """Until the save in flight is done; on rank 0 the snapshot is complete then. Raises UserError if it failed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        if self._error is not None:
-            error, self._error = self._error, None
+        self.check()
+
+    def check(self) -> None:
+        """Raise the UserError of a save that is known to have failed, without waiting."""
+        error, self._error = self._error, None
+        if error is not None:
             raise error
 
-    def _part(self, rank: int) -> str:
-        return f"rank-{rank}-{self.run_id}"
+    def _copy(self, pieces: Sequence[Piece]) -> Tensor:
+        tensors = [piece.tensors[key] for piece in pieces for key in KEYS]
+        size = sum(tensor.numel() for tensor in tensors)
+        if self._host is None or self._host.flat.numel() != size:
+            self._host = None  # first give back, then take
+            self._host = _HostCopy(size, pinned=any(tensor.is_cuda for tensor in tensors))
+        return self._host.fill(tensors)
 
-    def _write_part(self, partial: Path, pieces: list[Piece]) -> None:
+    def _write_part(self, partial: Path, ranges: list[Range], values: Tensor) -> None:
         partial.mkdir(parents=True, exist_ok=True)
-        part: dict[str, Any] = {"file": None, "pieces": [[p.name, p.start, p.stop] for p in pieces]}
-        if pieces:
-            path = partial / f"{self._part(self.rank)}.safetensors"
-            save_file({f"{i}.{key}": p.tensors[key] for i, p in enumerate(pieces) for key in KEYS}, path)
-            _sync(path)
-            part |= {"file": path.name, "bytes": path.stat().st_size, "crc32": _checksum(path)}
-        _write_json(partial / f"{self._part(self.rank)}.json", part)
+        part: dict[str, Any] = {"file": None, "pieces": ranges}
+        if ranges:
+            part["file"] = f"rank-{self.rank}.safetensors"
+            sizes = {_tensor_name(*piece, key): piece[2] - piece[1] for piece in ranges for key in KEYS}
+            part |= write(partial / part["file"], sizes, values)
+        _write_json(partial / f"rank-{self.rank}.json", part)
 
     def _complete(self, partial: Path, manifest: dict[str, Any]) -> None:
-        """Rank 0: wait for all parts, then make them a snapshot."""
-        parts = [self._wait_for_part(partial, rank) for rank in range(self.world_size)]
+        """Rank 0: wait for all parts, make them a snapshot, and only then remove what is no longer kept."""
+        parts = self._wait_for_parts(partial)
         manifest["files"] = [part for part in parts if part["file"]]
         _check_coverage(partial, manifest)
-        for left in partial.iterdir():  # by a killed run at the same step, and the parts that the manifest now contains
-            if left.name not in {part["file"] for part in manifest["files"]}:
-                left.unlink()
-        _write_json(partial / "manifest.json", manifest)
-        final = partial.with_suffix("")
-        if final.exists():  # torn, or its step would not have been trained again
-            shutil.rmtree(final)
-        partial.rename(final)
-        _sync(self.directory)
-        for old in self._complete_ones()[: -self.keep]:
-            shutil.rmtree(old, ignore_errors=True)
-        for stale in self.directory.glob("step-*.partial"):
-            if stale.name <= partial.name:  # not the next one, which other ranks may have begun
-                shutil.rmtree(stale, ignore_errors=True)
+        for file in manifest["files"]:
+            check_size(partial / file["file"], file)
+        _write_json(partial / MANIFEST, {"crc32": _checksum(manifest)} | manifest)
+        for rank in range(self.world_size):
+            (partial / f"rank-{rank}.json").unlink()
+        final = self.directory / f"step-{manifest['step']:08d}"
+        _put_in_place(partial, final)
+        others = [path for path in complete_snapshots(self.directory) if path != final]
+        for old in others[: max(0, len(others) - (self.keep - 1))]:
+            _remove(old)
+        self._clear(self._saves)
 
-    def _wait_for_part(self, partial: Path, rank: int) -> dict[str, Any]:
+    def _clear(self, finished: int) -> None:
+        """Remove what other runs left half written or half removed, and this run's first `finished` saves if they failed."""
+        for path in self.directory.glob("step-*"):
+            if path.suffix == ".partial":
+                run_id, _, number = path.name.split(".")[1].partition("-")
+                stale = run_id != self.run_id or int(number) <= finished
+            else:
+                stale = not (path / MANIFEST).exists()
+            if stale:
+                _remove(path)
+
+    def _wait_for_parts(self, partial: Path) -> list[dict[str, Any]]:
+        """What each rank says of its file, once all have written theirs. Raises UserError if one failed or stands still."""
+        parts: dict[int, dict[str, Any]] = {}
+        sizes: dict[int, int | None] = {}
         deadline = time.monotonic() + self.timeout
-        path, failed = partial / f"{self._part(rank)}.json", partial / f"{self._part(rank)}.failed"
-        while not path.exists():
-            if failed.exists():
-                raise UserError(f"rank {rank}: {failed.read_text()}")
+        while True:
+            missing = [rank for rank in range(self.world_size) if rank not in parts]
+            for rank in missing:
+                said, failed, data = (partial / f"rank-{rank}.{suffix}" for suffix in ("json", "failed", "safetensors"))
+                if said.exists():
+                    parts[rank] = json.loads(said.read_text())
+                elif failed.exists():
+                    raise UserError(f"rank {rank}: {json.loads(failed.read_text())['message']}")
+                elif (size := _size(data)) != sizes.get(rank):
+                    sizes[rank] = size
+                    deadline = time.monotonic() + self.timeout
+            if len(parts) == self.world_size:
+                return [parts[rank] for rank in range(self.world_size)]
             if time.monotonic() > deadline:
+                missing = [rank for rank in missing if rank not in parts]
                 raise UserError(
-                    f"rank {rank} did not write its part of {partial} within {self.timeout:.0f} s; is the folder on a file "
-                    "system that all hosts share?"
+                    f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} wrote nothing more to {partial} for "
+                    f"{self.timeout:g} s; see whether the processes run, and whether all hosts share that file system; {self._kept()}"
                 )
             time.sleep(POLL_SECONDS)
-        part: dict[str, Any] = json.loads(path.read_text())
-        return part
 
-    def _say_failed(self, partial: Path, message: str) -> None:
-        with suppress(OSError):  # rank 0 then runs into its timeout
-            (partial / f"{self._part(self.rank)}.failed").write_text(message)
+    def _failed(self, partial: Path, step: int, error: Exception) -> Exception:
+        """Give the room back, tell rank 0, and say what to do."""
+        if isinstance(error, (OSError, TornFile)):
+            reason = error.strerror if isinstance(error, OSError) else None
+            where = (error.filename if isinstance(error, OSError) else None) or partial
+            error = UserError(
+                f"the snapshot of step {step} could not be written: {where}: {reason or error}; free space or mend the folder's "
+                f"permissions, then go on with --resume; {self._kept()}"
+            )
+        with suppress(OSError):
+            (partial / f"rank-{self.rank}.safetensors").unlink(missing_ok=True)
+        with suppress(OSError):  # otherwise rank 0 runs into its timeout
+            _write_json(partial / f"rank-{self.rank}.failed", {"message": str(error)})
+        return error
+
+    def _kept(self) -> str:
+        with suppress(UserError):
+            if (path := self.latest()) is not None:
+                return f"{path} is still complete"
+        return "there is no earlier snapshot"
 
     # --- reading ---------------------------------------------------------------------------------------------------------
 
-    def _complete_ones(self) -> list[Path]:
-        """Oldest first."""
-        if not self.directory.is_dir():
-            return []
-        named = [p for p in self.directory.iterdir() if re.fullmatch(r"step-\d{8,}", p.name)]
-        return sorted((p for p in named if (p / "manifest.json").exists()), key=lambda p: int(p.name.removeprefix("step-")))
-
     def latest(self) -> Path | None:
-        """The newest complete snapshot."""
-        return next(reversed(self._complete_ones()), None)
+        """The newest complete snapshot. Raises UserError if the directory cannot be read."""
+        return next(reversed(complete_snapshots(self.directory)), None)
 
-    def load(self, path: Path, wanted: Sequence[tuple[str, int, int]]) -> list[dict[str, Tensor]]:
-        """For each (name, start, stop) a fp32 CPU tensor (stop - start,) of each key, read from whichever files hold them.
+    def load(self, path: Path, wanted: Sequence[Range]) -> list[dict[str, Tensor]]:
+        """For each (name, start, stop) a (stop - start,) fp32 CPU tensor of each of KEYS, whatever ranks wrote the snapshot.
 
-        Raises UserError for a file that is torn, naming an older snapshot if there is one, and for elements that are missing.
+        Only the slices are read. Raises UserError for a file that is torn, naming the newest other snapshot that is whole, and
+        for elements that the snapshot does not have.
         """
         manifest = read_manifest(path)
+        for name, start, stop in wanted:
+            size = torch.Size(manifest["shapes"].get(name, [0])).numel()
+            if not 0 <= start <= stop <= size:
+                raise UserError(
+                    f"{path} has {size} elements of {name}, not those from {start} to {stop}: it is of another model"
+                )
         found = [{key: torch.empty(stop - start) for key in KEYS} for _, start, stop in wanted]
-        missing = [stop - start for _, start, stop in wanted]
-        by_name: dict[str, list[int]] = {}
-        for i, (name, _, _) in enumerate(wanted):
-            by_name.setdefault(name, []).append(i)
-        for file in manifest["files"]:
-            cuts = [
-                (number, i, max(start, wanted[i][1]), min(stop, wanted[i][2]), start)
-                for number, (name, start, stop) in enumerate(file["pieces"])
-                for i in by_name.get(name, [])
-            ]
-            cuts = [cut for cut in cuts if cut[2] < cut[3]]
-            if cuts:
-                self._check_file(path, file)
-                with safe_open(path / file["file"], framework="pt") as tensors:
-                    for number, i, low, high, start in cuts:
-                        missing[i] -= high - low
-                        for key in KEYS:
-                            part = tensors.get_slice(f"{number}.{key}")[low - start : high - start]
-                            found[i][key][low - wanted[i][1] : high - wanted[i][1]] = part
-        if any(missing):
-            name = wanted[next(i for i, left in enumerate(missing) if left)][0]
-            raise UserError(f"{path} does not hold all of {name}; it is of another model{self._instead(path)}")
+        total, done = sum(stop - start for _, start, stop in wanted), 0
+        show: Any = dict(desc="reading snapshot", unit="param", unit_scale=True, disable=self.rank != 0, delay=1, leave=False)
+        with tqdm(total=total, **show) as bar:
+            for file in manifest["files"]:
+                read_now = _read_file(path, file, wanted, found)
+                done += read_now
+                bar.update(read_now)
+        assert done == total, f"{path}: read {done} of {total} elements"
         return found
 
-    def _check_file(self, path: Path, file: dict[str, Any]) -> None:
-        data = path / file["file"]
-        try:
-            whole = data.stat().st_size == file["bytes"] and _checksum(data) == file["crc32"]
-        except OSError:
-            whole = False
-        if not whole:
-            raise UserError(f"{data} is torn or missing{self._instead(path)}")
 
-    def _instead(self, path: Path) -> str:
-        older = [p for p in self._complete_ones() if p != path]
-        if older:
-            return f"; delete {path} to resume from {older[-1].name}"
-        return "; there is no other snapshot: start again with another --out"
+class _HostCopy:
+    """Memory for a rank's pieces, one after the other as in its file. It stays from save to save."""
+
+    def __init__(self, size: int, pinned: bool) -> None:
+        """size: elements. pinned: page-locked, so that a GPU copies at full speed."""
+        try:
+            self.flat = torch.empty(size)
+            if pinned:  # pin_memory would round the size up to a power of two
+                cudart, address = torch.cuda.cudart(), self.flat.data_ptr()
+                if code := int(cudart.cudaHostRegister(address, self.flat.nbytes, 0)):
+                    raise RuntimeError(f"cudaHostRegister: error {code}")
+                weakref.finalize(self, cudart.cudaHostUnregister, address).atexit = False
+        except RuntimeError as e:
+            raise UserError(
+                f"a snapshot needs {4 * size / 1e9:.1f} GB of host memory on this rank ({str(e).splitlines()[0]}); "
+                "free some, or shard the optimizer states over more ranks"
+            ) from None
+
+    def fill(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Copy `tensors`, behind the work queued on their device, and return the (size,) fp32 whole when it is there."""
+        for tensor, part in zip(tensors, self.flat.split([t.numel() for t in tensors]), strict=True):
+            assert tensor.dtype == torch.float32, tensor.dtype
+            part.copy_(tensor.detach().view(-1), non_blocking=True)
+        for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
+        return self.flat
+
+
+# --- the folder ----------------------------------------------------------------------------------------------------------
+
+
+def complete_snapshots(directory: Path) -> list[Path]:
+    """Oldest first. Raises UserError if the directory cannot be read."""
+    try:
+        names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
+    except OSError as e:
+        raise UserError(f"{directory} cannot be read ({e.strerror}); mend its permissions or name another folder") from None
+    found = [name for name in names if re.fullmatch(r"step-\d{8,}(\.old)?", name) and (directory / name / MANIFEST).exists()]
+    return [
+        directory / name for name in sorted(found, key=lambda n: (int(n.split("-")[1].split(".")[0]), not n.endswith(".old")))
+    ]
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """A snapshot's `step`, `meta`, `shapes` and `files`. Raises UserError for what is no snapshot of this format."""
+    """A snapshot's `step`, `meta`, `shapes` and `files`. Raises UserError if it is torn, or no snapshot of this format."""
     try:
-        manifest = json.loads((path / "manifest.json").read_text())
-        known = manifest["format"] == FORMAT and {"step", "meta", "shapes", "files"} <= manifest.keys()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        known = False
-    if not known:
-        raise UserError(f"{path} is no snapshot of format {FORMAT}, or its manifest is torn; name another, or delete it")
-    return dict(manifest)
+        return _read_manifest(path)
+    except TornFile as e:
+        raise UserError(f"{e}; {_instead(path)}") from None
 
 
 def check_fits(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise UserError unless the snapshot holds these parameters in these shapes, and no others."""
+    """Raise UserError unless the snapshot holds these parameters in these shapes, and no others. Reads only the manifest."""
     found = {name: tuple(shape) for name, shape in read_manifest(path)["shapes"].items()}
     for name in sorted(found.keys() | shapes.keys()):
-        if found.get(name) != shapes.get(name):
+        there, here = found.get(name), shapes.get(name)
+        if there is None or here is None or there != tuple(here):
             raise UserError(
-                f"{path} is of another model: {name} has shape {found.get(name, 'nothing')} there, "
-                f"{shapes.get(name, 'nothing')} here; give that model's --model and --variant"
+                f"{path} is of another model: {name} has {f'shape {there}' if there is not None else 'no place'} there and "
+                f"{f'shape {tuple(here)}' if here is not None else 'no place'} in this model; resume with that run's own settings"
             )
 
 
-def _check_coverage(path: Path, manifest: dict[str, Any]) -> None:
+def _read_manifest(path: Path) -> dict[str, Any]:
+    """`read_manifest` that raises TornFile where the snapshot was one but is damaged."""
+    file = path / MANIFEST
+    if not file.is_file():
+        raise UserError(f"{path} is no complete snapshot, it has no {MANIFEST}; name a folder such as snapshots/step-00000500")
+    try:
+        manifest = json.loads(file.read_text())
+    except OSError as e:
+        raise TornFile(f"{file} cannot be read ({e.strerror})") from None
+    except ValueError:
+        raise TornFile(f"{file} is torn: it is no JSON") from None
+    if not isinstance(manifest, dict) or not {"format", "crc32"} <= manifest.keys():
+        raise UserError(f"{file} is not that of a training snapshot; name a folder that training wrote")
+    if manifest["format"] != FORMAT:
+        raise UserError(f"{file} has format {manifest['format']}, this version reads {FORMAT}; use the version that wrote it")
+    if manifest.pop("crc32") != _checksum(manifest):
+        raise TornFile(f"{file} is damaged: it does not match its checksum")
+    _check_coverage(path, manifest)
+    return manifest
+
+
+def _check_coverage(path: Path, manifest: Mapping[str, Any]) -> None:
     """Raise UserError unless the pieces cover every parameter exactly once."""
-    ends: dict[str, int] = dict.fromkeys(manifest["shapes"], 0)
-    pieces = [tuple(piece) for file in manifest["files"] for piece in file["pieces"]]
-    for name, start, stop in sorted(pieces):
+    ends = dict.fromkeys(manifest["shapes"], 0)
+    for name, start, stop in sorted(tuple(piece) for file in manifest["files"] for piece in file["pieces"]):
         if ends.get(name) != start:
-            raise UserError(f"{path}: the ranks' pieces of {name} overlap or leave a gap at element {start}; this is a bug")
+            expected = f"{ends[name]} was next" if name in ends else "it is no parameter of the model"
+            raise UserError(f"{path}: a rank has {name} from element {start} on, but {expected}; report this as a bug")
         ends[name] = stop
     for name, shape in manifest["shapes"].items():
         if ends[name] != torch.Size(shape).numel():
-            raise UserError(f"{path}: no rank wrote {name} from element {ends[name]} on; this is a bug")
+            raise UserError(
+                f"{path}: the ranks have {name} up to element {ends[name]} of {torch.Size(shape).numel()}; report this as a bug"
+            )
 
 
-def _checksum(path: Path) -> int:
-    checksum = 0
-    with path.open("rb") as file:
-        while block := file.read(2**24):
-            checksum = zlib.crc32(block, checksum)
-    return checksum
+def _read_file(path: Path, file: Mapping[str, Any], wanted: Sequence[Range], found: Sequence[dict[str, Tensor]]) -> int:
+    """Copy what this file has of the wanted ranges into `found`. Returns the number of elements."""
+    places: dict[str, list[int]] = {}
+    for i, (name, _, _) in enumerate(wanted):
+        places.setdefault(name, []).append(i)
+    slices, count = [], 0
+    for name, start, stop in file["pieces"]:
+        for i in places.get(name, []):
+            offset = wanted[i][1]
+            low, high = max(start, offset), min(stop, wanted[i][2])
+            if low < high:
+                count += high - low
+                for key, tensor in found[i].items():
+                    target = tensor[low - offset : high - offset]
+                    slices.append((_tensor_name(name, start, stop, key), low - start, high - start, target))
+    try:
+        if slices:
+            read(path / file["file"], file, slices)
+    except TornFile as e:
+        raise UserError(f"{e}; {_instead(path)}") from None
+    return count
 
 
-def _write_json(path: Path, value: dict[str, Any]) -> None:
+def _instead(path: Path) -> str:
+    """What to do about a torn snapshot. The one that it names has its manifest and all files in their sizes."""
+    for other in reversed(complete_snapshots(path.parent)):
+        with suppress(UserError, TornFile):
+            if other != path:
+                for file in _read_manifest(other)["files"]:
+                    check_size(other / file["file"], file)
+                return f"delete {path} to go on from {other.name}"
+    return "there is no other whole snapshot beside it: start again with another --out"
+
+
+def _put_in_place(partial: Path, final: Path) -> None:
+    """Rename a complete folder. Whatever has its name stays readable until then."""
+    old = final.with_suffix(".old")
+    if (final / MANIFEST).exists():
+        _remove(old)
+        final.rename(old)
+    elif final.exists():
+        _remove(final)
+    partial.rename(final)
+    _sync(final.parent)
+    _sync(final.parent.parent)
+    _remove(old)
+
+
+def _remove(path: Path) -> None:
+    """Without its manifest a folder is no snapshot, so one that is killed here leaves none that lacks files."""
+    with suppress(OSError):
+        (path / MANIFEST).unlink(missing_ok=True)
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _size(path: Path) -> int | None:
+    """None if there is no such file; a rank that fails removes its own at any time."""
+    with suppress(FileNotFoundError):
+        return path.stat().st_size
+    return None
+
+
+def _tensor_name(name: str, start: int, stop: int, key: str) -> str:
+    return f"{name}[{start}:{stop}].{key}"
+
+
+def _checksum(manifest: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(manifest).encode())
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Appears under its name only when all of it is on disk."""
     hidden = path.with_suffix(".tmp")
-    hidden.write_text(json.dumps(value))
-    _sync(hidden)
+    with hidden.open("w") as file:
+        file.write(json.dumps(value))
+        file.flush()
+        os.fsync(file.fileno())
     hidden.rename(path)
     _sync(path.parent)
 
 
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+def _sync(directory: Path) -> None:
+    """Make the names in a directory last."""
+    descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

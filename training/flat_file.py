@@ -1,0 +1,101 @@
+"""A rank's file of a snapshot: flat fp32 tensors in the safetensors format, with a checksum for every block of it.
+
+The checksums are taken of what shall be written, in the same pass, so they show whatever the storage made of it. A slice is
+read by checking only the blocks under it: many ranks may share a large file without each reading all of it.
+"""
+
+import json
+import os
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+BLOCK_BYTES = 16 * 2**20  # of data under one checksum; the header has one of its own
+SYNC_BLOCKS = 64  # written between two fsyncs, so that the last one is short and memory does not fill with unwritten pages
+
+
+class TornFile(Exception):
+    """A file is not what was written: missing, cut off, altered or unreadable. The message names it and says how."""
+
+
+def write(path: Path, sizes: Mapping[str, int], values: Tensor) -> dict[str, Any]:
+    """Write the tensors of `sizes` elements that lie one after the other in `values`, a (sum of sizes,) fp32 CPU tensor.
+
+    All of it is on the disk when it returns what `read` needs to know: `bytes`, `header_bytes`, and `crc32` of the header and
+    of each block. Raises OSError.
+    """
+    assert values.dtype == torch.float32 and values.numel() == sum(sizes.values()), f"{values.dtype}, {values.numel()} elements"
+    header, end = {}, 0
+    for name, size in sizes.items():
+        header[name] = {"dtype": "F32", "shape": [size], "data_offsets": [end, end + 4 * size]}
+        end += 4 * size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # the format wants its data aligned
+    head = len(text).to_bytes(8, "little") + text
+    data = memoryview(values.view(torch.uint8).numpy())  # type: ignore[arg-type]
+    checksums = [zlib.crc32(head)]
+    with path.open("wb") as file:
+        file.write(head)
+        for start in range(0, end, BLOCK_BYTES):
+            block = data[start : start + BLOCK_BYTES]
+            checksums.append(zlib.crc32(block))
+            file.write(block)
+            if len(checksums) % SYNC_BLOCKS == 0:
+                os.fsync(file.fileno())
+        file.flush()
+        os.fsync(file.fileno())
+    return {"bytes": len(head) + end, "header_bytes": len(head), "crc32": checksums}
+
+
+def read(path: Path, written: Mapping[str, Any], slices: Sequence[tuple[str, int, int, Tensor]]) -> None:
+    """Copy elements [start, stop) of tensor `name` into `target`, for each (name, start, stop, target).
+
+    written: what `write` returned. Raises TornFile unless the header and the blocks under the slices are as written.
+    """
+    with _torn_if_unreadable(path), path.open("rb") as file:
+        check_size(path, written)
+        head = _checked(path, file, 0, written["header_bytes"], written["crc32"][0])
+        offsets = {name: entry["data_offsets"][0] for name, entry in json.loads(head[8:]).items()}
+        checked: set[int] = set()
+        with safe_open(path, framework="pt") as tensors:
+            for name, start, stop, target in slices:
+                first, last = (offsets[name] + 4 * element for element in (start, stop - 1))
+                for block in range(first // BLOCK_BYTES, last // BLOCK_BYTES + 1):
+                    if block not in checked:
+                        begin = written["header_bytes"] + block * BLOCK_BYTES
+                        end = min(begin + BLOCK_BYTES, written["bytes"])
+                        _checked(path, file, begin, end, written["crc32"][1 + block])
+                        checked.add(block)
+                target.copy_(tensors.get_slice(name)[start:stop])
+
+
+def check_size(path: Path, written: Mapping[str, Any]) -> None:
+    """Raise TornFile unless the file is there in its full size."""
+    with _torn_if_unreadable(path), path.open("rb") as file:  # opening makes a network file system look again
+        size = os.fstat(file.fileno()).st_size
+    if size != written["bytes"]:
+        raise TornFile(f"{path} is torn: it has {size:,} bytes instead of {written['bytes']:,}")
+
+
+def _checked(path: Path, file: BinaryIO, begin: int, end: int, checksum: int) -> bytes:
+    """Bytes [begin, end) of the file, if they are those that were written."""
+    file.seek(begin)
+    found = file.read(end - begin)
+    if zlib.crc32(found) != checksum:
+        raise TornFile(f"{path} is damaged: bytes {begin:,} to {end:,} do not match their checksum")
+    return found
+
+
+@contextmanager
+def _torn_if_unreadable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError) as e:
+        reason = e.strerror if isinstance(e, OSError) and e.strerror else str(e).splitlines()[0]
+        raise TornFile(f"{path} cannot be read ({reason})") from None
