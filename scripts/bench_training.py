@@ -1,0 +1,401 @@
+"""Training speed of our executor under several shardings, and of torch's FSDP2, on the same model, data and machine.
+
+    python scripts/bench_training.py --models ladder-1b ladder-3b llama-7b --ranks 8 --write
+    python scripts/bench_training.py --models llama-7b --ranks 8 --two-nodes --write
+    python scripts/bench_training.py --models llama-7b --ranks 8 --ablation --micro-batches 1 2 4 8 --write
+    python scripts/bench_training.py --models tiny --ranks 2 --steps 3 --device cpu           # a try, with gloo ranks
+    python scripts/bench_training.py --models llama-30b --ranks 8 --write -- --recompute --compile
+
+Systems: what the planner chooses; ZeRO-1, -2, -3 and MiCS (the best mesh that fits) on our executor; FSDP2 over all ranks, the
+same with gradients summed once a step, and HSDP. The weights and the tokens are random.
+
+Each configuration is one torchrun launch. One that runs out of memory, crashes or takes too long becomes a row with its error.
+A row is kept in --out as soon as it is there, with all raw samples, so that the same command goes on where it was stopped.
+
+--two-nodes makes two hosts out of one: NCCL_HOSTID differs between the halves of the ranks, so NCCL neither uses NVLink nor
+shared memory between them, but sockets over loopback, and every mesh counts the halves as nodes. How fast that link is, the first
+launch measures. CPU ranks get the same meshes and no slower link.
+
+On GPUs the first launch measures the collectives, so that the planner predicts for these very links (or name a file with
+--links). On a CPU nothing is predicted unless `-- --cluster NAME` names one, and then the figures are those of that cluster.
+
+--ablation is table V of AMSP (arXiv:2311.00257): everything overlapped, then without updates, without updates and gradients,
+and nothing overlapped, over the number of micro-batches.
+"""
+
+import argparse
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from cli import Parser, note, run
+from config import preset
+from errors import UserError
+from scripts.bench_training_rank import SYSTEMS
+from scripts.results import RESULTS, ROOT, describe, machine, write_json
+from training.data import write_tokens
+from training.job import OVERLAPS
+
+MODELS = ("ladder-1b", "ladder-3b", "llama-7b")
+EXPOSED: dict[str, tuple[str, ...]] = {  # a row of the ablation and what it does not overlap
+    "all overlapped": (),
+    "without updates": ("updates",),
+    "without updates and gradients": ("gradients", "updates"),
+    "nothing overlapped": OVERLAPS,
+}
+BATCHES = 4  # different global batches in the data
+STOPPED = re.compile(r"^(?:\[rank\d+\]:\s*)?((?:[\w.]*(?:Error|Exception)|error): .*)")
+
+Row = dict[str, Any]
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = Parser(
+        prog="python scripts/bench_training.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", default=list(MODELS), help=f"presets (default: {' '.join(MODELS)})")
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, help="default: all; with --ablation the planner's choice")
+    parser.add_argument("--ranks", type=int, default=8, help="one GPU each (default: 8)")
+    parser.add_argument("--two-nodes", action="store_true", help="two groups of half the ranks with a slow link between them")
+    parser.add_argument("--ablation", action="store_true", help="what each overlap is worth, instead of comparing systems")
+    parser.add_argument(
+        "--micro-batch", type=int, default=1, metavar="WINDOWS", help="that a rank computes at once (default: 1)"
+    )
+    parser.add_argument(
+        "--micro-batches",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="of a rank's step (default: 4, on a CPU 2; with --ablation 1 2 4 8)",
+    )
+    parser.add_argument("--sequence-length", type=int, metavar="TOKENS", help="of a window (default: 2048, on a CPU 64)")
+    parser.add_argument("--steps", type=int, default=20, metavar="N", help="measured steps (default: 20)")
+    parser.add_argument("--unmeasured", type=int, metavar="N", help="steps before them (default: 5, on a CPU 1)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA if there is any")
+    parser.add_argument("--links", type=Path, metavar="FILE", help="what make profile-collectives measured, for the planner")
+    parser.add_argument("--out", type=Path, default=ROOT / "out" / "bench-training", metavar="DIR", help="for rows.jsonl")
+    parser.add_argument("--timeout", type=float, default=1200, metavar="SECONDS", help="of a launch (default: 1200)")
+    parser.add_argument("--retry", action="store_true", help="launch again what failed before")
+    parser.add_argument("--write", action="store_true", help="write docs/results/training-*.md, .png and .json")
+    parser.add_argument(
+        "more", nargs="*", help="behind --: execution options of python -m training.train, such as --recompute --compile"
+    )
+    args = parser.parse_args(argv)
+    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    cuda = args.device == "cuda"  # what is left unsaid is enough for a figure on GPUs, and for a try on a CPU
+    args.sequence_length = (2048 if cuda else 64) if args.sequence_length is None else args.sequence_length
+    args.unmeasured = (5 if cuda else 1) if args.unmeasured is None else args.unmeasured
+    args.micro_batches = args.micro_batches or ([1, 2, 4, 8] if args.ablation else [4 if cuda else 2])
+    args.systems = args.systems or (["planner"] if args.ablation else list(SYSTEMS))
+    check(args)
+    return args
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raise UserError for what no launch could use."""
+    for model in args.models:
+        preset(model)
+    counts = {"--ranks": args.ranks, "--micro-batch": args.micro_batch, "--micro-batches": min(args.micro_batches)}
+    counts |= {"--sequence-length": args.sequence_length, "--steps": args.steps, "--unmeasured": args.unmeasured}
+    for name, value in counts.items():
+        if value < 1:
+            raise UserError(f"{name} must be at least 1, not {value}")
+    if args.ranks < 2 or (args.two_nodes and args.ranks % 2):
+        raise UserError(f"--ranks {args.ranks}: training is compared on at least 2 ranks, and on an even number as two nodes")
+    gpus = torch.cuda.device_count()
+    if args.device == "cuda" and args.ranks > gpus:
+        raise UserError(f"--ranks {args.ranks} need a GPU each, but this host has {gpus}; lower --ranks, or try --device cpu")
+    ours = [system for system in args.systems if not system.startswith("fsdp2")]
+    if args.ablation and ours != args.systems:
+        raise UserError("--ablation switches off parts of our executor; leave FSDP2 out of --systems")
+    if args.links and not args.links.is_file():
+        raise UserError(f"--links {args.links} is no file; write it with make profile-collectives, or leave --links out")
+
+
+def configurations(args: argparse.Namespace) -> list[Row]:
+    """The settings of each launch, in order."""
+    shared = {
+        "ranks": args.ranks,
+        "gpus_per_node": args.ranks // 2 if args.two_nodes else args.ranks,
+        "two_nodes": args.two_nodes,
+        "micro_batch": args.micro_batch,
+        "sequence_length": args.sequence_length,
+        "steps": args.steps,
+        "unmeasured": args.unmeasured,
+        "device": args.device,
+        "more": args.more,
+    }
+    rows = EXPOSED.values() if args.ablation else [()]
+    return [
+        {"model": model, "system": system, "micro_batches": count, "no_overlap": list(exposed), **shared}
+        for model in args.models
+        for system in args.systems
+        for count in args.micro_batches
+        for exposed in rows
+    ]
+
+
+# --- launching ------------------------------------------------------------------------------------------------------------
+
+
+def command(settings: Row, data: Path, result: Path, links: Path | None) -> list[str]:
+    """The torchrun command of one configuration."""
+    batch = settings["ranks"] * settings["micro_batch"] * settings["micro_batches"]
+    line: list[object] = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", settings["ranks"]]
+    line += ["scripts/bench_training_rank.py", "--model", settings["model"], "--system", settings["system"]]
+    line += ["--data", data, "--result", result, "--device", settings["device"], "--unmeasured", settings["unmeasured"]]
+    line += ["--steps", settings["steps"] + settings["unmeasured"], "--sequence-length", settings["sequence_length"]]
+    line += ["--micro-batch", settings["micro_batch"], "--global-batch", batch, "--gpus-per-node", settings["gpus_per_node"]]
+    line += ["--two-nodes"] * settings["two_nodes"]
+    line += ["--no-overlap", *settings["no_overlap"]] if settings["no_overlap"] else []
+    line += ["--profile-collectives", links] if links else []
+    return [str(word) for word in (*line, *settings["more"])]
+
+
+def launch(line: list[str], timeout: float) -> str | None:
+    """Run a command in the repository with one thread a rank. Returns why it failed, or None."""
+    environment = {"OMP_NUM_THREADS": "1"} | os.environ
+    process = subprocess.Popen(
+        line, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except BaseException as e:
+        os.killpg(process.pid, signal.SIGKILL)  # torchrun and its ranks
+        process.wait()
+        if isinstance(e, subprocess.TimeoutExpired):
+            return f"not done after {timeout:.0f} s (--timeout)"
+        raise
+    return reason(output) if process.returncode else None
+
+
+def reason(output: str) -> str:
+    """The line that says best why a launch failed."""
+    found = [match[1] for match in map(STOPPED.match, output.splitlines()) if match]
+    own = [line for line in found if "ChildFailedError" not in line]
+    memory = [line for line in own if "OutOfMemoryError" in line or "out of memory" in line]
+    first = [*memory, *own, *found, *output.splitlines()[-1:], "no output"][0]
+    return first if len(first) <= 300 else first[:297] + "..."
+
+
+def measure(settings: Row, data: Path, links: Path | None, timeout: float) -> Row:
+    """One launch: what rank 0 measured, or `error`."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "row.json"
+        error = launch(command(settings, data, result, links), timeout)
+        row: Row = {"error": error} if error else json.loads(result.read_text())
+    return row
+
+
+def measure_links(args: argparse.Namespace, settings: Row, data: Path) -> Path:
+    """The collectives' times on these ranks. Measured once; raises UserError if that fails, as nothing else would work."""
+    path: Path = args.out / f"links-{args.ranks}{'-two-nodes' if args.two_nodes else ''}.json"
+    if not path.exists():
+        note(f"measuring the links of {args.ranks} ranks into {path}")
+        error = launch([*command(settings, data, path, None), "--links"], args.timeout)
+        if error:
+            raise UserError(f"the collectives could not be measured: {error}")
+    return path
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a file of JSON lines. One that a kill cut off is removed from it, so that the next begins a line."""
+    text = path.read_text() if path.exists() else ""
+    whole = text[: text.rfind("\n") + 1]
+    if whole != text:
+        path.write_text(whole)
+    return [json.loads(line) for line in whole.splitlines()]
+
+
+def sweep(args: argparse.Namespace, where: Row) -> list[Row]:
+    """Every configuration's row, measured unless the file has it from this machine."""
+    args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / "rows.jsonl"
+    wanted = configurations(args)
+    known = {json.dumps(row["settings"]): row for row in read_rows(path) if row["machine"] == where}
+    if args.retry:
+        known = {key: row for key, row in known.items() if "error" not in row}
+    with tempfile.TemporaryDirectory() as folder:
+        data = {model: random_tokens(args, model, Path(folder)) for model in args.models}
+        todo = [settings for settings in wanted if json.dumps(settings) not in known]
+        links = args.links
+        if todo and not links and args.device == "cuda":
+            links = measure_links(args, todo[0], data[todo[0]["model"]])
+        bar = tqdm(wanted, unit="launch")
+        for settings in bar:
+            bar.set_postfix_str(f"{settings['model']} {settings['system']}")
+            if settings not in todo:
+                continue
+            row = {"settings": settings, "machine": where} | measure(settings, data[settings["model"]], links, args.timeout)
+            known[json.dumps(settings)] = row
+            with path.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            if "error" in row:
+                bar.write(f"{settings['model']} {settings['system']}: {row['error']}", file=sys.stderr)
+    return [known[json.dumps(settings)] for settings in wanted]
+
+
+def random_tokens(args: argparse.Namespace, model: str, folder: Path) -> Path:
+    """A file of random tokens of the model's vocabulary, enough for a few global batches."""
+    vocab_size, path = preset(model).vocab_size, folder / f"{model.replace(':', '-')}.bin"
+    windows = BATCHES * args.ranks * args.micro_batch * max(args.micro_batches)
+    ids = np.random.default_rng(0).integers(0, vocab_size, windows * args.sequence_length + 1)
+    write_tokens(path, ids, vocab_size, "random")
+    return path
+
+
+# --- showing --------------------------------------------------------------------------------------------------------------
+
+
+def quartiles(row: Row) -> tuple[float, float, float]:
+    """Milliseconds a step: the lower quartile, the median, the upper quartile."""
+    low, middle, high = np.quantile(row["step_ms"], (0.25, 0.5, 0.75)).tolist()
+    return low, middle, high
+
+
+def speed(row: Row, milliseconds: float) -> float:
+    """TGS, tokens a GPU and second, of a step that takes so long."""
+    return float(row["tokens_per_step"] / row["settings"]["ranks"] / milliseconds * 1e3)
+
+
+def utilization(row: Row, milliseconds: float) -> float | None:
+    """MFU from 0 to 1; None where the device's peak is not known."""
+    if not row["peak_flops"]:
+        return None
+    return float(row["flops_per_step"] / row["settings"]["ranks"] / row["peak_flops"] / milliseconds * 1e3)
+
+
+def label(row: Row) -> str:
+    """What tells a row from the others of its model."""
+    name = SYSTEMS[row["settings"]["system"]]
+    exposed = tuple(row["settings"]["no_overlap"])
+    return name if not exposed else f"{name}, {next(n for n, e in EXPOSED.items() if e == exposed)}"
+
+
+def cell(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def table_row(row: Row) -> str:
+    settings = row["settings"]
+    head = f"| {settings['model']} | {label(row)} | {settings['micro_batches']} |"
+    if "error" in row:
+        return f"{head} failed: {row['error'].replace('|', '/')} |" + " |" * 9
+    low, middle, high = quartiles(row)
+    predicted = row.get("predicted_ms")
+    cells = [
+        row["sharding"],
+        f"{speed(row, middle):,.0f}",
+        cell(utilization(row, middle), ".1%"),
+        f"{middle:,.1f}",
+        f"{low:,.1f} to {high:,.1f}",
+        cell(row["peak_memory_gb"], ".1f"),
+        cell(row["waited_ms"], ".1f"),
+        cell(row["traced_exposed_ms"], ".1f"),
+        cell(predicted, ",.1f"),
+        cell(None if predicted is None else predicted / middle, ".2f"),
+    ]
+    return f"{head} {' | '.join(cells)} |"
+
+
+def table(rows: list[Row], args: argparse.Namespace) -> str:
+    """All rows as Markdown, with what they were made on."""
+    columns = ["model", "system", "micro-batches", "meshes", "TGS", "MFU", "step, ms", "quartiles", "peak memory, GB"]
+    columns += ["waited, ms", "exposed in a trace, ms", "predicted, ms", "predicted / measured"]
+    head = f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}"
+    precision = next((row["precision"] for row in rows if "error" not in row), "")
+    nodes = ", as two nodes" + (" with sockets between them" if args.device == "cuda" else "") if args.two_nodes else ""
+    more = f", {' '.join(args.more)}" if args.more else ""
+    caption = (
+        f"{args.ranks} ranks{nodes}, {precision}, windows of {args.sequence_length} tokens, {args.micro_batch} in a micro-batch"
+        f"{more}. Medians and quartiles of {args.steps} steps after {args.unmeasured}, of the slowest rank. Waited: our executor's "
+        "time a step in which computation stood still for communication. Exposed in a trace: NCCL's kernels ran and no other, on "
+        "rank 0. Peak memory is PyTorch's, of the fullest GPU. Predictions are the planner's, for our executor. Made on "
+        f"{describe(rows[0]['machine'], args.device)}."
+    )
+    return "\n".join([head, *map(table_row, rows), "", caption, ""])
+
+
+def figure_of(row: Row) -> tuple[float, float, float]:
+    """What is drawn, at the median and as distances down and up to the quartiles: MFU in percent, or TGS without a peak."""
+    low, middle, high = (
+        value * 100 if (value := utilization(row, ms)) is not None else speed(row, ms) for ms in reversed(quartiles(row))
+    )
+    return middle, middle - low, high - middle
+
+
+def plot(rows: list[Row], args: argparse.Namespace, path: Path) -> None:
+    """Bars of each model's systems, or with --ablation lines over micro-batches; the whiskers are quartiles."""
+    os.environ.setdefault("MPLBACKEND", "Agg")
+    from matplotlib.figure import Figure
+
+    good = [row for row in rows if "error" not in row]
+    unit = "MFU, %" if good and good[0]["peak_flops"] else "TGS, tokens a GPU and second"
+    figure = Figure(figsize=(max(5.0, 4.5 * len(args.models)), 4.5), layout="constrained")
+    for axis, model in zip(figure.subplots(1, len(args.models), squeeze=False)[0], args.models, strict=True):
+        mine = [row for row in good if row["settings"]["model"] == model]
+        draw = draw_lines if args.ablation else draw_bars
+        draw(axis, mine)
+        axis.set_title(model, loc="left", fontsize=10)
+        axis.set_ylim(bottom=0)
+        axis.grid(axis="y", alpha=0.3)
+    figure.supylabel(unit, fontsize=10)
+    figure.savefig(path, dpi=150)
+
+
+def draw_bars(axis: Any, rows: list[Row]) -> None:
+    several = len({row["settings"]["micro_batches"] for row in rows}) > 1
+    for place, row in enumerate(rows):
+        middle, down, up = figure_of(row)
+        color = "#8c8c8c" if row["settings"]["system"].startswith("fsdp2") else "#4c72b0"
+        axis.bar(place, middle, yerr=[[down], [up]], color=color, capsize=3)
+    names = [f"{label(row)}, M = {row['settings']['micro_batches']}" if several else label(row) for row in rows]
+    axis.set_xticks(range(len(rows)), names, rotation=40, ha="right", fontsize=8)
+
+
+def draw_lines(axis: Any, rows: list[Row]) -> None:
+    for name in dict.fromkeys(map(label, rows)):
+        line = sorted((row["settings"]["micro_batches"], *figure_of(row)) for row in rows if label(row) == name)
+        counts, middles, downs, ups = zip(*line, strict=True)
+        axis.errorbar(counts, middles, yerr=[downs, ups], marker="o", markersize=4, capsize=3, label=name)
+    axis.set_xscale("log", base=2)
+    ticks = sorted({row["settings"]["micro_batches"] for row in rows})
+    axis.set_xticks(ticks, [str(tick) for tick in ticks])
+    axis.set_xlabel("micro-batches of a step")
+    if rows:
+        axis.legend(fontsize=8)
+
+
+def write(rows: list[Row], args: argparse.Namespace, where: Row, text: str) -> None:
+    name = f"training-{args.ranks}{'-two-nodes' * args.two_nodes}{'-ablation' * args.ablation}"
+    settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
+    write_json(name, {"machine": where, "settings": settings, "rows": rows})
+    (RESULTS / f"{name}.md").write_text(text)
+    plot(rows, args, RESULTS / f"{name}.png")
+    note(f"wrote {name}.md, .png and .json in {RESULTS}")
+
+
+def main() -> None:
+    args, where = parse_args(), machine()
+    rows = sweep(args, where)
+    text = table(rows, args)
+    print(text)
+    if args.write:
+        write(rows, args, where, text)
+
+
+if __name__ == "__main__":
+    run(main)

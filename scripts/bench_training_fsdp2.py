@@ -1,0 +1,161 @@
+"""The same training on torch's FSDP2 (`fully_shard`), which bench_training.py sets beside our executor.
+
+What is equal: model.py's Transformer with initial values drawn alike, the loss, the data, activation recomputation layer by layer,
+compiled modules, weights and their gathers in `dtype`, gradients summed in `dtype`, fp32 master weights with fused AdamW, and
+clipping by the global norm. What is FSDP2's own: a layer is gathered as one, gradients of micro-batches are summed up in fp32,
+and the masters, not copies of them, are gathered. Only what torch 2.11 and 2.13 both have is used.
+"""
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils.checkpoint import checkpoint
+
+from attention import Causal
+from config import ModelConfig
+from errors import UserError
+from model import Transformer, rope_frequencies, settle
+from tp import World
+from training.data import Batch, GlobalBatches
+from training.initialize import empty_model, materializer
+from training.losses import cross_entropy
+from training.optimizer import AdamSettings, Schedule
+
+PREFETCH = (0, 1, 2)  # layers gathered ahead of the one that computes; 0: FSDP2's own order
+
+
+class End(nn.Module):
+    """The last norm and the head with the loss: normed inside, so that the head's weight is there when the loss needs it."""
+
+    def __init__(self, model: Transformer) -> None:
+        super().__init__()
+        self.norm = model.norm
+        if not model.config.tie_embeddings:
+            self.head = model.head
+        self.model = (model,)  # in a tuple, so that it is no submodule
+
+    def forward(self, hidden: Tensor, batch: Batch) -> Tensor:
+        """(B, T, C) to the summed loss, fp32 scalar."""
+        return cross_entropy(self.model[0], self.norm(hidden), batch)
+
+
+class Whole(nn.Module):
+    """The model and its loss as one module: FSDP2 has weights only while the forward of the module that owns them runs."""
+
+    def __init__(self, model: Transformer) -> None:
+        super().__init__()
+        self.embedding, self.layers, self.end = model.embedding, model.layers, End(model)
+        self.model = (model,)
+
+    def forward(self, batch: Batch) -> Tensor:
+        tokens = batch.inputs
+        hidden = self.model[0].hidden(tokens, Causal(tokens.shape[1], tokens.device))
+        return self.end(hidden, batch)
+
+
+def _settled(layer: Any, x: Tensor, _: None, rope: Any, context: Any) -> tuple[Tensor, None]:
+    """A block's result as a tensor: FSDP2's hooks would not see one that is still on its way to the sum."""
+    y, pending = layer(x, None, rope, context)
+    return settle(y, pending), None
+
+
+def shard(
+    config: ModelConfig, device: torch.device, mesh: DeviceMesh, dtype: torch.dtype, recompute: bool, compiled: bool, seed: int
+) -> Whole:
+    """A model on `mesh`: (ranks,) shards over all of them, (copies, ranks of a copy) is HSDP. Values are `materializer`'s.
+
+    Raises UserError for a variant whose blocks hand over more than a tensor.
+    """
+    if config.variant not in ("standard", "parallel"):
+        raise UserError(f"FSDP2 runs the standard and the parallel variant here, not {config.variant}")
+    model = empty_model(config, device, torch.float32)
+    for layer in model.layers:
+        forward: Any = partial(_settled, layer.forward)
+        layer.forward = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False) if recompute else forward
+    if compiled:
+        model.compile_modules()
+    whole = Whole(model)
+    # Casting inputs would round the rotary angles, which our executor keeps in fp32.
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype, cast_forward_inputs=False)
+    for module in model.layers:
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    # What backward needs first stays after forward.
+    fully_shard(whole.end, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(whole, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    whole.to_empty(device=device)
+    model.frequencies = rope_frequencies(config).to(device)
+    _fill(model, seed)
+    return whole
+
+
+@torch.no_grad()
+def _fill(model: Transformer, seed: int) -> None:
+    """Give every rank its shard of the values that a whole model would begin with, one matrix after the other."""
+    materialize = materializer(empty_model(model.config, model.frequencies.device, torch.float32), None, seed)
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor)
+        value = materialize(name).detach()
+        parameter.copy_(distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None))
+        value.untyped_storage().resize_(0)
+
+
+def prefetch(whole: Whole, depth: int) -> None:
+    """Gather `depth` layers ahead in forward and in backward; 0: in FSDP2's own order."""
+    units: list[Any] = [*whole.layers, whole.end]
+    for i, unit in enumerate(units):
+        unit.set_modules_to_forward_prefetch(units[i + 1 : i + 1 + depth])
+        unit.set_modules_to_backward_prefetch(units[max(0, i - depth) : i][::-1])
+
+
+@dataclass
+class Fsdp2Trainer:
+    """The counterpart of training.trainer.Trainer. `late`: sum gradients over ranks once a step, not every micro-batch, at the
+    price of whole gradients in memory."""
+
+    whole: Whole
+    settings: AdamSettings
+    schedule: Schedule
+    batches: GlobalBatches
+    world: World
+    micro_batch: int  # windows
+    late: bool = False
+    step: int = 0
+    parameters: list[nn.Parameter] = field(init=False)
+    adam: torch.optim.AdamW = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.parameters = list(self.whole.parameters())
+        decayed = [p for p in self.parameters if p.dim() == 2]
+        rest = [p for p in self.parameters if p.dim() != 2]
+        groups = [dict(params=decayed, weight_decay=self.settings.weight_decay), dict(params=rest, weight_decay=0.0)]
+        self.adam = torch.optim.AdamW(groups, lr=0.0, betas=self.settings.betas, eps=self.settings.eps, fused=True)
+
+    def train_step(self) -> tuple[Tensor, Tensor]:
+        """One step. Returns this rank's share of the loss a token (the ranks' sum is the loss) and the gradient's norm."""
+        world, root = self.world, self.whole
+        assert isinstance(root, FSDPModule)
+        accumulation = self.batches.size // (world.world_size * self.micro_batch)
+        supervised = self.batches.supervised(self.step)
+        share = torch.zeros((), device=world.device)
+        for number in range(accumulation):
+            last = number == accumulation - 1
+            root.set_is_last_backward(last)
+            root.set_requires_gradient_sync(last or not self.late)
+            root.set_requires_all_reduce(last)  # after the line above, which sets it too
+            index = number * world.world_size + world.rank
+            loss = root(self.batches.micro_batch(self.step, index, self.micro_batch).to(world.device)) / supervised
+            (loss * world.world_size).backward()  # FSDP2 averages over the ranks
+            share += loss.detach()
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.settings.clip)
+        for group in self.adam.param_groups:
+            group["lr"] = self.schedule.rate(self.step)
+        self.adam.step()
+        self.adam.zero_grad()
+        self.step += 1
+        return share, norm.full_tensor() if isinstance(norm, DTensor) else norm

@@ -1,0 +1,331 @@
+"""One rank of bench_training.py: trains a few steps under one system, and rank 0 writes what was measured as JSON.
+
+    torchrun --standalone --nproc_per_node 2 scripts/bench_training_rank.py --model tiny --data random.bin --system zero-3 \
+        --steps 8 --unmeasured 3 --sequence-length 128 --global-batch 4 --result row.json
+
+With --links it measures the ranks' collectives for the planner instead. The other options are those of python -m training.train.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from cli import Parser, run
+from config import ModelConfig, preset
+from errors import UserError
+from scripts.bench_training_fsdp2 import PREFETCH, Fsdp2Trainer, prefetch, shard
+from tp import World, init_world
+from training import profile_collectives
+from training.collectives import write_profile
+from training.cost import forward_flops, predict
+from training.data import GlobalBatches, open_tokens
+from training.executor import Executor
+from training.initialize import empty_model, materializer
+from training.losses import cross_entropy
+from training.optimizer import Optimizer
+from training.options import (
+    Planned,
+    adam_of,
+    add_batch_options,
+    add_execution_options,
+    dtype_of,
+    execution_of,
+    plan,
+    planning_job,
+    ranks_mesh,
+    schedule_of,
+)
+from training.planner import alternatives
+from training.run import together
+from training.sharding import Mesh, Sharding
+from training.trainer import Trainer, check_batch
+
+SYSTEMS = {
+    "planner": "planner's choice",
+    "zero-1": "ZeRO-1",
+    "zero-2": "ZeRO-2",
+    "zero-3": "ZeRO-3",
+    "mics": "MiCS",
+    "fsdp2": "FSDP2",
+    "fsdp2-late": "FSDP2, one sum a step",
+    "fsdp2-hsdp": "FSDP2, HSDP",
+}
+TRACED = 3  # steps
+TUNING = 3  # steps with each depth of prefetching, the first of which does not count
+
+Span = tuple[float, float]  # begin and end, any unit
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, metavar="PRESET", help="random weights")
+    parser.add_argument("--data", type=Path, required=True, metavar="FILE.bin", help="a token file")
+    parser.add_argument("--system", choices=SYSTEMS, required=True, help="--sharding is read by `planner` alone")
+    parser.add_argument("--result", type=Path, required=True, metavar="FILE", help="where the JSON goes")
+    parser.add_argument("--unmeasured", type=int, required=True, metavar="N", help="first steps of --steps, not measured")
+    parser.add_argument("--two-nodes", action="store_true", help="make NCCL take the halves of the ranks for two hosts")
+    parser.add_argument("--links", action="store_true", help="measure collectives into --result, and train nothing")
+    add_batch_options(parser, learning_rate=1e-5)
+    add_execution_options(parser)
+    args = parser.parse_args(argv)
+    if not 1 <= args.unmeasured < args.steps:
+        raise UserError(f"--unmeasured must be from 1 to {args.steps - 1}, below --steps, not {args.unmeasured}")
+    return args
+
+
+def separate_hosts(rank: int, gpus_per_node: int) -> None:
+    """Before NCCL starts: give each node's ranks a host of their own in its eyes, so that neither NVLink nor shared memory
+    joins the nodes, but sockets over loopback."""
+    os.environ["NCCL_HOSTID"] = f"node-{rank // gpus_per_node}"
+    os.environ.update(NCCL_NET="Socket", NCCL_IB_DISABLE="1", NCCL_SOCKET_IFNAME="lo")
+
+
+# --- what is trained, and how ---------------------------------------------------------------------------------------------
+
+
+def planned(args: argparse.Namespace, config: ModelConfig, mesh: Mesh, device: torch.device) -> Planned:
+    """The sharding of a system of our executor, with its predicted step time where the cluster is known."""
+    if args.system == "planner":
+        return plan(args, config, mesh, device)
+    one, job = Mesh(), planning_job(args, config, mesh, device)
+    if args.system == "mics":
+        sharding = Sharding(*[Mesh(mesh.gpus)] * 3)
+        if job is not None:
+            cuda = device.type == "cuda"
+            memory = torch.cuda.get_device_properties(device).total_memory if cuda else job.cluster.memory_gb * 1e9
+            sharding = next(a.plan.sharding for a in alternatives(job, memory) if a.name == "MiCS")
+    else:
+        sharding = {
+            "zero-1": Sharding(one, one, mesh),
+            "zero-2": Sharding(one, mesh, mesh),
+            "zero-3": Sharding(mesh, mesh, mesh),
+        }[args.system]
+    return Planned(sharding, SYSTEMS[args.system], None if job is None else predict(job, sharding).step_seconds)
+
+
+def copies(system: str, mesh: Mesh) -> tuple[int, ...]:
+    """FSDP2's device mesh: all ranks, or for HSDP (copies, ranks of a copy). A copy is a node; on a single one, half of it."""
+    if system != "fsdp2-hsdp":
+        return (mesh.size,)
+    nodes = mesh.nodes if mesh.nodes > 1 else 2
+    if mesh.size % nodes:
+        raise UserError(f"HSDP needs ranks for {nodes} copies; start an even number")
+    return (nodes, mesh.size // nodes)
+
+
+def build_executor(
+    args: argparse.Namespace, config: ModelConfig, world: World, batches: GlobalBatches, how: Planned
+) -> Trainer:
+    model = empty_model(config, world.device, dtype_of(args, world.device))
+    mesh = ranks_mesh(args, world.world_size)
+    fill = materializer(model, None, args.seed)
+    executor = Executor(model, fill, world.rank, how.sharding, mesh, execution_of(args))
+    optimizer = Optimizer(executor.weights, executor.vectors, executor.groups.copy, adam_of(args))
+    schedule, size = schedule_of(args), world.world_size
+    return Trainer(executor, optimizer, schedule, batches, cross_entropy, world.rank, size, args.micro_batch, world.device)
+
+
+def build_fsdp2(
+    args: argparse.Namespace, config: ModelConfig, world: World, batches: GlobalBatches, shape: tuple[int, ...]
+) -> Fsdp2Trainer:
+    names = ("copies", "shards")[-len(shape) :]
+    mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=names)
+    dtype = dtype_of(args, world.device)
+    whole = shard(config, world.device, mesh, dtype, args.recompute, args.compile, args.seed)
+    late = args.system == "fsdp2-late"
+    return Fsdp2Trainer(whole, adam_of(args), schedule_of(args), batches, world, args.micro_batch, late)
+
+
+# --- measuring ------------------------------------------------------------------------------------------------------------
+
+
+def timed(step: Callable[[], object], count: int, world: World) -> list[float]:
+    """Seconds of each of `count` steps, of the slowest rank. On GPUs they lie between events in the compute stream, so that
+    the host runs ahead as it does in training, and what hides behind the next step stays hidden."""
+    cuda = world.device.type == "cuda"
+
+    def mark() -> Any:
+        if not cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    marks = [mark()]
+    for _ in range(count):
+        step()
+        marks.append(mark())
+    if cuda:
+        torch.cuda.synchronize()
+    seconds = [a.elapsed_time(b) / 1e3 if cuda else b - a for a, b in pairwise(marks)]
+    return reduced(torch.tensor(seconds, dtype=torch.float64), world, dist.ReduceOp.MAX)
+
+
+def reduced(values: torch.Tensor, world: World, operation: Any) -> list[float]:
+    """`values` reduced over all ranks."""
+    if world.world_size > 1:
+        values = values.to(world.device)
+        dist.all_reduce(values, op=operation)
+    result: list[float] = values.tolist()
+    return result
+
+
+def tune(trainer: Fsdp2Trainer, world: World) -> dict[int, float]:
+    """Milliseconds of a step by depth of prefetching. The fastest is left set. On a CPU, where it is only tried whether
+    everything runs, FSDP2's own order stays."""
+    found: dict[int, float] = {}
+    if world.device.type != "cuda":
+        return found
+    for depth in PREFETCH:
+        prefetch(trainer.whole, depth)
+        found[depth] = 1e3 * median(timed(trainer.train_step, TUNING, world)[1:])
+    prefetch(trainer.whole, min(found, key=found.__getitem__))
+    return found
+
+
+def merged(spans: Sequence[Span]) -> list[Span]:
+    """The union of spans as disjoint ones, ascending."""
+    union: list[Span] = []
+    for begin, end in sorted(spans):
+        if union and begin <= union[-1][1]:
+            union[-1] = (union[-1][0], max(end, union[-1][1]))
+        else:
+            union.append((begin, end))
+    return union
+
+
+def covered(spans: Sequence[Span], by: Sequence[Span]) -> float:
+    """How much of the union of `spans` lies inside that of `by`."""
+    inside, a, b = 0.0, merged(spans), merged(by)
+    i = j = 0
+    while i < len(a) and j < len(b):
+        inside += max(0.0, min(a[i][1], b[j][1]) - max(a[i][0], b[j][0]))
+        if a[i][1] < b[j][1]:
+            i += 1
+        else:
+            j += 1
+    return inside
+
+
+def kernels(step: Callable[[], object], steps: int) -> tuple[dict[str, list[Span]], list[Span]]:
+    """Spans (µs) of the kernels of some steps in a profiler trace: NCCL's by name, and all others."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        with profile(
+            activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA],
+            schedule=schedule(wait=0, warmup=1, active=steps, repeat=1),
+            on_trace_ready=lambda finished: finished.export_chrome_trace(str(path)),
+        ) as recorder:
+            for _ in range(steps + 1):
+                step()
+                recorder.step()
+        events = json.loads(path.read_text())["traceEvents"]
+    communication: dict[str, list[Span]] = {}
+    computation: list[Span] = []
+    for event in events:
+        if event.get("cat") == "kernel":
+            span = (float(event["ts"]), float(event["ts"] + event["dur"]))
+            nccl = event["name"].startswith("nccl")
+            (communication.setdefault(event["name"], []) if nccl else computation).append(span)
+    return communication, computation
+
+
+def traced_exposed_ms(step: Callable[[], object], world: World) -> float | None:
+    """A step's milliseconds in which rank 0's GPU runs NCCL's kernels and no other, between the first and the last other
+    kernel of a few traced steps. None on a CPU."""
+    if world.device.type != "cuda":
+        return None
+    if world.rank:  # takes part, untraced
+        for _ in range(TRACED + 1):
+            step()
+        return None
+    communication, computation = kernels(step, TRACED)
+    spans = [span for some in communication.values() for span in some]
+    whole = [(min(a for a, _ in computation), max(b for _, b in computation))]
+    return (covered(spans, whole) - covered(spans, computation)) / 1e3 / TRACED
+
+
+def measure(args: argparse.Namespace, world: World) -> dict[str, Any]:
+    """Build the system, train, and report. Raises UserError for what cannot be trained."""
+    config = replace(preset(args.model), max_seq_len=max(preset(args.model).max_seq_len, args.sequence_length))
+    mesh, fsdp2 = ranks_mesh(args, world.world_size), args.system.startswith("fsdp2")
+    args.intra_tensor |= args.system in ("zero-1", "zero-2")  # they spread updates by all-gather, as they were published
+    batches = GlobalBatches(open_tokens(args.data, config.vocab_size), args.sequence_length, args.global_batch, args.seed)
+    check_batch(args.global_batch, world.world_size, args.micro_batch)
+    job = planning_job(args, config, mesh, world.device)
+    row: dict[str, Any] = {"precision": str(dtype_of(args, world.device)).removeprefix("torch.")}
+    trainer: Trainer | Fsdp2Trainer
+    if fsdp2:
+        shape = copies(args.system, mesh)
+        trainer = build_fsdp2(args, config, world, batches, shape)
+        row |= {"sharding": " x ".join(str(n) for n in shape), "prefetch_ms": tune(trainer, world)}
+    else:
+        how = planned(args, config, mesh, world.device)
+        trainer = build_executor(args, config, world, batches, how)
+        row |= {"sharding": str(how.sharding), "predicted_ms": 1e3 * how.step_seconds if how.step_seconds else None}
+    share, _ = trainer.train_step()
+    losses = [share]
+    timed(trainer.train_step, args.unmeasured - 1, world)
+    if isinstance(trainer, Trainer):
+        trainer.executor.exposed.take()
+    cuda = world.device.type == "cuda"
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    measured = args.steps - args.unmeasured
+    row["step_ms"] = [1e3 * seconds for seconds in timed(lambda: losses.append(trainer.train_step()[0]), measured, world)]
+    waited = trainer.executor.exposed.take() / measured if isinstance(trainer, Trainer) else 0.0
+    memory = torch.cuda.max_memory_allocated() / 1e9 if cuda else 0.0
+    waited, memory = reduced(torch.tensor([waited, memory], dtype=torch.float64), world, dist.ReduceOp.MAX)
+    first, last = reduced(torch.stack([losses[0], losses[-1]]).detach(), world, dist.ReduceOp.SUM)
+    return row | {
+        "waited_ms": None if fsdp2 else 1e3 * waited,
+        "traced_exposed_ms": traced_exposed_ms(trainer.train_step, world),
+        "peak_memory_gb": memory if cuda else None,
+        "losses": [first, last],
+        "tokens_per_step": args.global_batch * args.sequence_length,
+        "flops_per_step": 3 * forward_flops(config, args.sequence_length, args.global_batch),
+        "peak_flops": job.cluster.peak_flops(job.precision) if job is not None and cuda else None,
+    }
+
+
+def measure_links(args: argparse.Namespace, world: World) -> None:
+    mesh = ranks_mesh(args, world.world_size)
+    sizes = [4**power for power in range(7, 15)]  # 16 KiB … 256 MiB
+    found = profile_collectives.measure(world, mesh, sizes, repeats=10)
+    if world.rank == 0:
+        write_profile(args.result, found, {"device": world.device.type, "torch": torch.__version__, "ranks": world.world_size})
+
+
+def main() -> None:
+    args = parse_args()
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast stays off unless asked for
+    if args.two_nodes:
+        separate_hosts(int(os.environ["RANK"]), args.gpus_per_node)
+    torch.set_float32_matmul_precision("high")
+    world = init_world(args.device)
+    if args.links:
+        measure_links(args, world)
+        return
+    row = together(world, lambda: measure(args, world))
+    if world.rank == 0:
+        args.result.write_text(json.dumps(row))
+
+
+if __name__ == "__main__":
+    run(main)
