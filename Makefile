@@ -11,7 +11,7 @@ PROMPT ?= Once upon a time
 PROFILE ?= profile.json
 ARGS ?=
 
-.PHONY: help setup setup-dev demo serve generate chat bench-offline bench-host soak lm-eval test lint accuracy quantization baseline bench-cpu trace-overlap plan plan-paper profile-collectives test-plans adapt-demo pretrain-variants readme train-tiny clean
+.PHONY: help setup setup-dev demo serve generate chat bench-offline bench-host soak lm-eval test lint accuracy quantization baseline bench-cpu sweep latency throughput plot report trace paper-tables trace-overlap plan plan-paper profile-collectives test-plans adapt-demo pretrain-variants bench-training readme train-tiny clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -66,6 +66,27 @@ baseline: setup ## ms a token of 8B and 70B:16 presets by variant on RANKS ranks
 bench-cpu: setup-dev ## decode speed beside transformers.generate, same weights and threads, into docs/results/bench-cpu.json
 	@$(PY) scripts/bench_cpu.py $(ARGS)
 
+sweep: setup ## variants x ranks x batch x interconnect x lengths x models into out/sweep.jsonl, where it stopped: make sweep ARGS="--grid table-2"
+	@$(PY) scripts/sweep.py $(ARGS)
+
+latency: setup ## the batch-1 part of the sweep, variants side by side
+	@$(PY) scripts/sweep.py --grid latency $(ARGS)
+
+throughput: setup-dev ## MODEL on RANKS ranks, offline and through the server under Poisson arrivals, into out/load.json
+	@$(PY) scripts/loadgen.py --model $(MODEL) --ranks $(RANKS) --offline $(ARGS)
+
+plot: setup-dev ## the paper's figures 2, 3 and 4 and the parts of a step, from out/sweep.jsonl into out/plots
+	@$(PY) scripts/plots.py $(ARGS)
+
+report: setup-dev ## one HTML page of sweep, plots, paper and server under load, into out/report.html
+	@$(PY) scripts/report.py $(ARGS)
+
+trace: setup ## a trace for ui.perfetto.dev with hidden and exposed communication marked, and a table of both: make trace MODEL=models/tiny-ladder
+	@$(TORCHRUN) $(RANKS) scripts/trace.py --model $(MODEL) $(ARGS)
+
+paper-tables: setup ## the paper's tables 1, 2 and 6 beside what the sweep found here
+	@$(PY) scripts/paper_tables.py $(ARGS)
+
 trace-overlap: setup-dev ## profile ladder and standard on 2 ranks, and plot which sums are hidden, into docs/results
 	@$(PY) scripts/trace_overlap.py $(ARGS)
 
@@ -86,6 +107,9 @@ adapt-demo: setup-dev ## turn the embedded standard model into hybrid ladders: w
 
 pretrain-variants: setup-dev ## loss curves of all variants of a preset on RANKS ranks: make pretrain-variants ARGS="--model ladder-1b"
 	@$(PY) scripts/pretrain_variants.py --ranks $(RANKS) $(ARGS)
+
+bench-training: setup-dev ## TGS, MFU and memory of our shardings and of FSDP2: make bench-training RANKS=8 ARGS="--models llama-7b --write"
+	@$(PY) scripts/bench_training.py --ranks $(RANKS) $(ARGS)
 
 readme: setup ## copy the tables of docs/results into README.md
 	@$(PY) scripts/readme.py

@@ -1,0 +1,323 @@
+"""Serve requests that arrive at random, at given rates, and see how long each one waits: an open-loop load generator.
+
+    python scripts/loadgen.py --model models/tiny-hybrid --ranks 2 --rates 1 2 4 --requests 64 --offline
+    python scripts/loadgen.py --url http://127.0.0.1:8000 --vocab-size 32000 --rates 8 --ttft-limit 200 --itl-limit 20
+
+Arrivals are Poisson and drawn beforehand from --seed: a slow server gets its next request no later, and every time is counted
+from the moment at which a request should have been sent. For every rate it prints percentiles of the time to the first token
+(TTFT), between tokens (ITL) and to the end, and the goodput: requests a second that kept both limits. Without --url it starts a
+server of its own for --model. With --offline it also runs `engine.bench` on the same lengths, all requests at once and no HTTP:
+the throughput that no rate can exceed. Prompts are random token ids, so --model needs a tokenizer, but no particular one.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import httpx
+import numpy as np
+from tqdm import tqdm
+
+from checkpoint import is_preset
+from cli import Parser, note, run
+from config import read_config
+from errors import UserError
+from scripts.results import ROOT, machine
+from scripts.soak import free_port, until_healthy
+
+PERCENTILES = (50, 90, 99)
+Range = tuple[int, int]  # both ends included
+
+
+# --- what to send --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Request:
+    """One planned request. arrival: seconds behind the first moment of its rate."""
+
+    arrival: float
+    prompt: list[int]
+    new_tokens: int
+
+
+def plan(rate: float, count: int, prompt: Range, new_tokens: Range, vocab_size: int, seed: int) -> list[Request]:
+    """`count` requests of a Poisson process with `rate` arrivals a second; lengths are uniform in their ranges.
+
+    The gaps of one seed are the same at every rate but for their scale, and so are the lengths. The prompts differ, so that no
+    rate finds those of another in the server's prefix cache.
+    """
+    rng, words, now, requests = random.Random(seed), random.Random(f"{seed} {rate}"), 0.0, []
+    for _ in range(count):
+        now += rng.expovariate(1.0) / rate
+        length, limit = rng.randint(*prompt), rng.randint(*new_tokens)
+        requests.append(Request(now, [words.randrange(vocab_size) for _ in range(length)], limit))
+    return requests
+
+
+def parse_range(text: str) -> Range:
+    """`64` or `16-128`. Raises UserError."""
+    low, dash, high = text.partition("-")
+    if not low.isdecimal() or (dash and not high.isdecimal()) or not 1 <= int(low) <= int(high or low):
+        raise UserError(f"{text!r} is no length; give a number of tokens, or a range such as 16-128")
+    return int(low), int(high or low)
+
+
+# --- sending it ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Answer:
+    """What became of one request; times in seconds since its planned arrival."""
+
+    arrival: float
+    late: float = 0.0  # how much later than planned it was sent
+    first: float | None = None  # the first token
+    gaps: list[float] = field(default_factory=list)  # between tokens; 0 within a chunk
+    end: float | None = None
+    tokens: int = 0
+    outcome: str = "cut off"
+
+    @property
+    def complete(self) -> bool:
+        return self.outcome == "complete"
+
+
+async def send(client: httpx.AsyncClient, request: Request, planned: float) -> Answer:
+    """Stream one completion. planned: when it should be sent, of time.perf_counter."""
+    answer = Answer(request.arrival, late=time.perf_counter() - planned)
+    body = {"prompt": request.prompt, "max_tokens": request.new_tokens, "temperature": 0, "ignore_eos": True}
+    body |= {"stream": True, "return_token_ids": True}
+    last = planned
+    try:
+        async with client.stream("POST", "/v1/completions", json=body) as response:
+            if response.status_code != 200:
+                answer.outcome = f"status {response.status_code}"
+                return answer
+            async for line in response.aiter_lines():
+                if not line.startswith("data: "):
+                    continue
+                if line == "data: [DONE]":
+                    answer.end = time.perf_counter() - planned
+                    answer.outcome = "complete" if answer.tokens == request.new_tokens else "too few tokens"
+                    break
+                event, now = json.loads(line[6:]), time.perf_counter()
+                if "error" in event:
+                    answer.outcome = "error event"
+                    return answer
+                count = sum(len(choice["token_ids"]) for choice in event["choices"])
+                if not count:
+                    continue
+                if answer.first is None:
+                    answer.first = now - planned
+                    answer.gaps += [0.0] * (count - 1)
+                else:
+                    answer.gaps += [now - last] + [0.0] * (count - 1)
+                last, answer.tokens = now, answer.tokens + count
+    except httpx.HTTPError as e:
+        answer.outcome = type(e).__name__
+    return answer
+
+
+async def offer(client: httpx.AsyncClient, requests: Sequence[Request], label: str) -> list[Answer]:
+    """Send every request at its time, whatever became of the others, and wait for all answers."""
+    start = time.perf_counter()
+    with tqdm(total=len(requests), desc=label, unit="request") as bar:
+        tasks = []
+        for request in requests:
+            planned = start + request.arrival
+            await asyncio.sleep(max(0.0, planned - time.perf_counter()))
+            task = asyncio.create_task(send(client, request, planned))
+            task.add_done_callback(lambda _: bar.update())
+            tasks.append(task)
+        return await asyncio.gather(*tasks)
+
+
+# --- what came out -------------------------------------------------------------------------------------------------------
+
+
+def percentiles(seconds: Sequence[float]) -> dict[str, float] | None:
+    """ms, linear between ranks."""
+    if not seconds:
+        return None
+    return {f"p{p}": round(float(ms), 3) for p, ms in zip(PERCENTILES, np.percentile(seconds, PERCENTILES) * 1e3, strict=True)}
+
+
+def keeps(answer: Answer, ttft_limit: float, itl_limit: float) -> bool:
+    """Whether a complete answer's first token and its mean time between tokens are within the limits (ms), as in DistServe
+    (Zhong et al., arXiv:2401.09670, section 2)."""
+    if not answer.complete or answer.first is None:
+        return False
+    mean = sum(answer.gaps) / len(answer.gaps) if answer.gaps else 0.0
+    return answer.first * 1e3 <= ttft_limit and mean * 1e3 <= itl_limit
+
+
+def summary(answers: Sequence[Answer], ttft_limit: float, itl_limit: float) -> dict[str, Any]:
+    """The figures of one rate. Latencies are those of complete answers; rates are over the time from the first arrival's origin
+    to the last answer's end."""
+    done = [a for a in answers if a.complete]
+    seconds = max((a.arrival + a.end for a in done if a.end is not None), default=0.0)
+
+    def per_second(count: int) -> float:
+        return round(count / seconds, 4) if seconds else 0.0
+
+    return {
+        "requests": len(answers),
+        "failed": dict(Counter(a.outcome for a in answers if not a.complete)),
+        "seconds": round(seconds, 3),
+        "ttft_ms": percentiles([a.first for a in done if a.first is not None]),
+        "itl_ms": percentiles([gap for a in done for gap in a.gaps]),
+        "end_to_end_ms": percentiles([a.end for a in done if a.end is not None]),
+        "requests_per_second": per_second(len(done)),
+        "tokens_per_second": per_second(sum(a.tokens for a in done)),
+        "goodput": per_second(sum(keeps(a, ttft_limit, itl_limit) for a in done)),
+        "latest_sending_ms": round(max((a.late for a in answers), default=0.0) * 1e3, 3),
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    """Markdown, one line a rate; three figures are p50, p90 and p99."""
+    limits = f"goodput, TTFT ≤ {result['settings']['ttft_limit']:g} ms, ITL ≤ {result['settings']['itl_limit']:g} ms"
+    head = f"| offered, requests/s | served, requests/s | tokens/s | TTFT, ms | ITL, ms | end to end, ms | {limits} | failed |"
+    lines = [head, "|---|---|---|---|---|---|---|---|"]
+    for one in result["rates"]:
+        s = one["summary"]
+        spread = [" / ".join(f"{ms:.1f}" for ms in (s[name] or {}).values()) for name in ("ttft_ms", "itl_ms", "end_to_end_ms")]
+        figures = [f"{one['rate']:g}", f"{s['requests_per_second']:.2f}", f"{s['tokens_per_second']:.1f}", *spread]
+        lines.append(f"| {' | '.join(figures)} | {s['goodput']:.2f} | {sum(s['failed'].values())} of {s['requests']} |")
+    return "\n".join(lines)
+
+
+# --- the server, and the engine without it -------------------------------------------------------------------------------
+
+
+def torchrun(ranks: int) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+
+
+def shared_flags(args: argparse.Namespace) -> list[str]:
+    """Flags that server and engine.bench both take."""
+    chosen = {"--variant": args.variant, "--device": args.device, "--dtype": args.dtype, "--comm": args.comm}
+    chosen |= {"--simulate-link": args.simulate_link, "--max-num-seqs": args.max_num_seqs}
+    return [str(part) for flag, value in chosen.items() if value is not None for part in (flag, value)]
+
+
+@contextmanager
+def serving(args: argparse.Namespace) -> Iterator[str]:
+    """The URL of a server: the one that --url names, or one of our own, which ends with the block."""
+    if args.url:
+        yield args.url
+        return
+    port = free_port()
+    command = [*torchrun(args.ranks), "-m", "server", "--model", args.model, "--port", str(port), *shared_flags(args)]
+    command += ["--max-queue", str(args.requests)]
+    quiet = subprocess.DEVNULL
+    process = subprocess.Popen(command, cwd=ROOT, stdout=quiet, stderr=quiet, env={"OMP_NUM_THREADS": "1"} | os.environ)
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def offline(args: argparse.Namespace) -> dict[str, Any]:
+    """`engine.bench` with as many requests of the mean lengths. Raises UserError."""
+    lengths = [sum(bounds) // 2 for bounds in (args.prompt_length, args.new_tokens)]
+    command = [*torchrun(args.ranks), "-m", "engine.bench", "--model", args.model, "--requests", str(args.requests)]
+    command += ["--prompt-length", str(lengths[0]), "--new-tokens", str(lengths[1]), *shared_flags(args)]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise UserError("engine.bench failed; what it said stands above")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+async def offer_all(args: argparse.Namespace, url: str, vocab_size: int) -> list[dict[str, Any]]:
+    """Every rate in turn, behind a few requests that warm the server up."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    rates = []
+    async with httpx.AsyncClient(base_url=url, timeout=args.timeout, limits=limits) as client:
+        await until_healthy(client)
+        shape = (args.prompt_length, args.new_tokens, vocab_size)
+        await offer(client, plan(args.rates[0], min(4, args.requests), *shape, args.seed + 1), "warm-up")
+        for rate in args.rates:
+            answers = await offer(client, plan(rate, args.requests, *shape, args.seed), f"{rate:g} requests/s")
+            found = summary(answers, args.ttft_limit, args.itl_limit)
+            rates.append({"rate": rate, "summary": found, "answers": [asdict(a) for a in answers]})
+    return rates
+
+
+def parse_args() -> argparse.Namespace:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = parser.add_argument_group("the server")
+    what.add_argument("--url", help="of one that runs already; else one is started")
+    what.add_argument("--vocab-size", type=int, metavar="N", help="with --url: prompts are of ids below N")
+    what.add_argument("--model", metavar="DIR", help="the checkpoint to serve")
+    what.add_argument("--ranks", type=int, default=2, help="default: 2")
+    what.add_argument("--variant", help="another residual variant than the checkpoint's")
+    what.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA if there is any")
+    what.add_argument("--dtype", help="default: bfloat16 on CUDA, float32 on CPU")
+    what.add_argument("--comm", metavar="NAME", help="how ranks sum")
+    what.add_argument("--simulate-link", metavar="LATENCY,BANDWIDTH", help="on CPU: 10ms,100MB/s")
+    what.add_argument("--max-num-seqs", type=int, metavar="N", help="sequences in a step")
+    load = parser.add_argument_group("the load")
+    load.add_argument(
+        "--rates", nargs="+", type=float, default=[1.0, 2.0, 4.0], metavar="R", help="requests/s (default: 1 2 4)"
+    )
+    load.add_argument("--requests", type=int, default=64, metavar="N", help="at each rate (default: 64)")
+    load.add_argument("--prompt-length", default="64", metavar="N|A-B", help="tokens, one number or a range (default: 64)")
+    load.add_argument("--new-tokens", default="32", metavar="N|A-B", help="tokens, one number or a range (default: 32)")
+    load.add_argument("--seed", type=int, default=0, help="of arrivals, prompts and lengths (default: 0)")
+    load.add_argument("--timeout", type=float, default=600, help="seconds without a byte that fail a request (default: 600)")
+    out = parser.add_argument_group("what to report")
+    out.add_argument("--ttft-limit", type=float, default=1000, metavar="MS", help="for goodput: first token (default: 1000)")
+    out.add_argument(
+        "--itl-limit", type=float, default=100, metavar="MS", help="for goodput: mean time between tokens (default: 100)"
+    )
+    out.add_argument("--offline", action="store_true", help="run engine.bench first, on the same lengths")
+    out.add_argument("--out", type=Path, default=ROOT / "out" / "load.json", help="default: out/load.json")
+    args = parser.parse_args()
+    args.prompt_length, args.new_tokens = parse_range(args.prompt_length), parse_range(args.new_tokens)
+    if (args.url is None) == (args.model is None):
+        raise UserError("give --model to start a server, or --url of one that runs")
+    if args.url and (args.vocab_size is None or args.offline):
+        raise UserError("--url needs --vocab-size, and goes without --offline")
+    if min(args.rates) <= 0 or min(args.requests, args.ranks) < 1:
+        raise UserError("--rates must be above 0, --requests and --ranks at least 1")
+    if args.model and is_preset(args.model):
+        raise UserError(
+            f"--model {args.model}: a preset has no tokenizer, so the server refuses it; name a checkpoint directory"
+        )
+    return args
+
+
+def main() -> None:
+    args = parse_args()
+    vocab_size = args.vocab_size or read_config(Path(args.model) / "config.json").vocab_size
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    result: dict[str, Any] = {"machine": machine(), "settings": {k: v for k, v in vars(args).items() if k != "out"}}
+    if args.offline:
+        result["offline"] = offline(args)
+        note(f"all at once, without HTTP: {result['offline']['generated_tokens_per_second']:.1f} tokens/s")
+    with serving(args) as url:
+        result["rates"] = asyncio.run(offer_all(args, url, vocab_size))
+    args.out.write_text(json.dumps(result) + "\n")
+    print(table(result))
+    note(f"wrote {args.out}")
+
+
+if __name__ == "__main__":
+    run(main)

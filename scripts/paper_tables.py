@@ -1,0 +1,100 @@
+"""Tables 1, 2 and 6 of the ladder paper beside what a sweep found on this machine.
+
+    python scripts/paper_tables.py --sweep out/sweep.jsonl
+
+The paper's figures are in scripts/paper_tables.json. Ours come from GPU rows of exactly the paper's model, batch, ranks and
+lengths; what was not run says so. The paper's "No NVLink" is our interconnect no-p2p. `make sweep ARGS="--grid table-2"` runs the rows of
+a table.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from cli import Parser, note, run
+from scripts.results import ROOT, describe
+from scripts.sweep_rows import Row, finished, ratio, read_rows
+
+PAPER = ROOT / "scripts" / "paper_tables.json"
+TITLES = {
+    "throughput_ratio": "tokens/s over standard",
+    "prefill_percent": "prefill, %",
+    "decode_percent": "decode, %",
+    "throughput_percent": "tokens/s, %",
+}
+LINKS = {"nvlink": "NVLink", "no-nvlink": "no NVLink"}
+
+
+def figure(row: Row, rows: Sequence[Row], name: str) -> float | None:
+    """A figure as the paper defines it: less latency in % of the standard model's, or more tokens a second."""
+    if name == "prefill_percent" or name == "decode_percent":
+        latency = ratio(row, rows, "prefill_ms" if name == "prefill_percent" else "decode_ms_per_token")
+        return None if latency is None else (1 - latency) * 100
+    throughput = ratio(row, rows, "throughput")
+    if throughput is None or name == "throughput_ratio":
+        return throughput
+    return (throughput - 1) * 100
+
+
+def matching(rows: Sequence[Row], table: dict[str, Any], entry: dict[str, Any], link: str) -> list[Row]:
+    """Our rows of the same configuration as one of the paper's, one for each communicator, dtype and compilation."""
+    wanted = table["setup"] | {name: entry[name] for name in ("model", "variant", "tp") if name in entry}
+    wanted |= {"interconnect": link}
+    return [row for row in rows if all(getattr(row.setting, name) == value for name, value in wanted.items())]
+
+
+def kind(row: Row) -> str:
+    """What tells two of our rows of one configuration apart."""
+    return f"{row.communicator}, {row.setting.dtype}{', compiled' if row.setting.compile else ''}"
+
+
+def lines_of(table: dict[str, Any], links: dict[str, str], rows: Sequence[Row]) -> list[list[str]]:
+    """The cells of a table: name, interconnect, how ours was run, then the paper's and our value of every column."""
+    lines = []
+    for link, name in links.items():
+        for entry in table["rows"]:
+            ours: list[Row | None] = [*matching(rows, table, entry, name)] or [None]
+            for row in ours:
+                cells = [entry["name"], LINKS[link], kind(row) if row else "not run"]
+                for column, theirs in zip(table["columns"], entry[link], strict=True):
+                    value = figure(row, rows, column) if row else None
+                    # a latency or a rate without a standard row to stand against is no result either
+                    cells += [f"{theirs:.2f}", "not run" if value is None else f"{value:.2f}"]
+                lines.append(cells)
+    return lines
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """All three tables and a caption."""
+    paper, done = json.loads(PAPER.read_text()), [row for row in finished(rows) if row.setting.device == "cuda"]
+    parts = []
+    for table in paper["tables"]:
+        columns = [f"{TITLES[name]}: {whose}" for name in table["columns"] for whose in ("paper", "ours")]
+        head = ["", "interconnect", "ours", *columns]
+        cells = [head, ["---"] * len(head), *lines_of(table, paper["interconnects"], done)]
+        text = "\n".join(f"| {' | '.join(line)} |" for line in cells)
+        parts.append(f"Table {table['table']}: {table['what']}\n\n{text}\n")
+    made = f" Ours on {describe(done[0].machine, 'cuda')}." if done else ""
+    return "\n".join([*parts, f"Paper: {paper['source']}, on H100.{made}", ""])
+
+
+def main() -> None:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sweep", type=Path, default=ROOT / "out" / "sweep.jsonl", help="default: out/sweep.jsonl")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the Markdown there, too")
+    args = parser.parse_args()
+    text = markdown(read_rows(args.sweep))
+    print(text)
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(text)
+        note(f"wrote {args.out}")
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,349 @@
+"""Measure every combination of models, variants, ranks, batch sizes, communicators, interconnects and lengths.
+
+    python scripts/sweep.py --models llama-3-70b --variants standard ladder upper-bound --tp 8 --batch-sizes 1 4 16
+    python scripts/sweep.py --grid table-2                    # the configurations of the paper's table 2
+    python scripts/sweep.py --grid latency --interconnects 10ms,100MB/s      # on a CPU
+
+One JSON line a configuration goes to --out: its settings, every raw sample, the machine and the versions. A configuration that
+is in the file already is not run again (one that failed is, with --retry), so a sweep that was stopped goes on where it was.
+Each (ranks, environment) is one torchrun, which runs its configurations in turn, the variants of one configuration right after
+one another; a crash or an OOM becomes a row with its error. Every run is `engine.offline.generate`, as in generate.py. What no
+flag names depends on the device: a GPU takes Llama-3 8B with 1024 + 512 tokens, a CPU the preset `tiny` with 64 + 32.
+
+--interconnects: `default`; `no-p2p` (NCCL_P2P_DISABLE=1, the paper's "No NVLink"); NAME=VALUE[;NAME=VALUE] for the ranks'
+environment; or, on a CPU, a simulated link LATENCY,BANDWIDTH.
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby, product
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from tqdm import tqdm
+
+from checkpoint import DTYPES
+from cli import Parser, note, run
+from comm import KNOWN, choose
+from config import PRESETS
+from errors import UserError
+from scripts.results import ROOT, machine
+from scripts.sweep_rows import Row, Setting, finished, interconnect, ratio, read_rows, row_line
+from scripts.sweep_worker import MARK
+
+DEFAULTS: dict[str, Any] = {
+    "models": ["llama-3-8b"],
+    "variants": ["standard", "ladder", "upper-bound"],
+    "tp": [max(1, torch.cuda.device_count())],
+    "batch_sizes": [1, 4, 16, 64],
+    "comms": [None],
+    "interconnects": ["default"],
+    "prompt_lengths": [1024],
+    "new_tokens": [512],
+}
+# what a CPU does in a minute instead
+ON_CPU = {"models": ["tiny"], "tp": [2], "batch_sizes": [1, 4], "prompt_lengths": [64], "new_tokens": [32]}
+
+PAPER = {"tp": [8], "prompt_lengths": [1024], "new_tokens": [512], "interconnects": ["default", "no-p2p"]}
+GRIDS: dict[str, dict[str, Any]] = {
+    "latency": {"variants": ["standard", "parallel", "ladder", "desync-2x", "desync-4x", "upper-bound"], "batch_sizes": [1]},
+    "table-1": {
+        **PAPER,
+        "models": ["ladder-1b", "ladder-3b", "llama-3-8b", "llama-34b", "llama-3-70b", "bloom-176b"],
+        "variants": ["standard", "ladder"],
+        "batch_sizes": [4],
+    },
+    "table-2": {
+        **PAPER,
+        "models": ["llama-3-70b"],
+        "variants": ["standard", "parallel", "ladder", "upper-bound"],
+        "batch_sizes": [1],
+    },
+    "table-6": {
+        **PAPER,
+        "models": ["llama-3-8b"],
+        "variants": ["standard", "ladder", "desync-2x", "desync-4x", "upper-bound"],
+        "batch_sizes": [64],
+    },
+    "figure-2": {
+        **PAPER,
+        "models": ["llama-3-70b"],
+        "variants": ["standard", "parallel", "ladder"],
+        "tp": [1, 2, 4, 8],
+    },
+}
+
+
+# --- what to run ---------------------------------------------------------------------------------------------------------
+
+
+def settings_of(args: argparse.Namespace) -> list[Setting]:
+    """The product of all axes, variants innermost, so that one configuration's variants are measured near each other in time.
+
+    Raises UserError for an axis with a bad value.
+    """
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    grid = DEFAULTS | (ON_CPU if device == "cpu" else {}) | GRIDS.get(args.grid, {})
+    axes = {name: getattr(args, name) or grid[name] for name in DEFAULTS}
+    dtype = args.dtype or ("bfloat16" if device == "cuda" else "float32")
+    if min(*axes["tp"], *axes["batch_sizes"], *axes["prompt_lengths"], *axes["new_tokens"], args.runs) < 1:
+        raise UserError("--tp, --batch-sizes, --prompt-lengths, --new-tokens and --runs must be at least 1")
+    for comm, link in product(axes["comms"], axes["interconnects"]):
+        choose(device, comm, interconnect(link)[1])
+    order = ("tp", "interconnects", "models", "comms", "prompt_lengths", "new_tokens", "batch_sizes", "variants")
+    return [
+        Setting(model, variant, tp, batch, prompt, new, comm, link, device, dtype, args.compile, args.seed, args.runs, args.profile)
+        for tp, link, model, comm, prompt, new, batch, variant in product(*(dict.fromkeys(axes[name]) for name in order))
+    ]  # fmt: skip
+
+
+def launches(settings: Iterable[Setting]) -> Iterator[tuple[int, dict[str, str], list[Setting]]]:
+    """(ranks, environment, settings) of each torchrun: all that share both."""
+
+    def place(s: Setting) -> tuple[int, list[tuple[str, str]]]:
+        return s.tp, sorted(interconnect(s.interconnect)[0].items())
+
+    for (tp, environment), found in groupby(sorted(settings, key=place), key=place):
+        yield tp, dict(environment), list(found)
+
+
+# --- running it ----------------------------------------------------------------------------------------------------------
+
+
+def versions() -> dict[str, str]:
+    """Of what a figure depends on besides the machine, and the variables that steer it."""
+    git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False)
+    found = {"rung": git.stdout.strip() or "unknown", "torch": torch.__version__, "python": platform.python_version()}
+    if torch.version.cuda:
+        found |= {"cuda": torch.version.cuda, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+    steering = ("NCCL_", "TORCH_NCCL_", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+    return found | {name: value for name, value in sorted(os.environ.items()) if name.startswith(steering)}
+
+
+class File:
+    """The sweep's JSON-lines file: what it holds already, and what is added."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.machine, self.versions = path, machine(), versions()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            text = path.read_text()
+            path.write_text(text[: text.rfind("\n") + 1])  # a line that a killed sweep has left half
+        self.rows = read_rows(path) if path.exists() else []
+        if any(row.machine != self.machine for row in self.rows):
+            raise UserError(f"{path} was made on another machine or torch; name another file with --out")
+
+    def add(self, setting: Setting, **found: Any) -> None:
+        row = Row(setting, self.machine, self.versions, **found)
+        self.rows.append(row)
+        with self.path.open("a") as file:
+            file.write(row_line(row))
+
+    def is_done(self, setting: Setting, retry: bool) -> bool:
+        return any(row.setting == setting and not (row.error and retry) for row in self.rows)
+
+
+def launch(
+    command: Sequence[str], environment: dict[str, str], timeout: float, heard: Callable[[dict[str, Any]], None]
+) -> str | None:
+    """Run `command`, hand every marked line of its stdout to `heard`, and end it after `timeout` seconds of silence.
+
+    None if it ended well; else the end of what it had to say.
+    """
+    late = threading.Event()
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=os.environ | environment, stdout=subprocess.PIPE, stderr=errors, text=True
+        )
+        assert process.stdout is not None
+
+        def stop() -> None:
+            late.set()
+            process.terminate()  # torchrun ends its ranks
+
+        watch = threading.Timer(timeout, stop)
+        watch.start()
+        try:
+            for line in process.stdout:
+                if line.startswith(MARK):
+                    watch.cancel()
+                    heard(json.loads(line[len(MARK) :]))
+                    watch = threading.Timer(timeout, stop)
+                    watch.start()
+            code = process.wait()
+        finally:
+            watch.cancel()
+            if process.poll() is None:
+                process.terminate()
+                process.wait()
+        errors.seek(0)
+        said = errors.read()
+    if late.is_set():
+        return f"nothing happened for {timeout:.0f} s"
+    return None if code == 0 else f"exit code {code}: {cause(said)}"
+
+
+def cause(said: str) -> str:
+    """The line of a failed launch's stderr that says most: a rank's own error rather than torchrun's report."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    telling = [
+        line for line in lines if line.partition(":")[0].endswith(("error", "Error", "Exception")) and "ChildFailed" not in line
+    ]
+    return (telling or lines or ["no message"])[-1][:500]
+
+
+def one_launch(
+    file: File, tp: int, environment: dict[str, str], todo: list[Setting], timeout: float, bar: Any
+) -> tuple[Setting | None, str | None]:
+    """Start `tp` ranks on the settings and take each result out of `todo` into the file. Returns the setting that was begun last,
+    and the error with which the ranks ended."""
+    current: Setting | None = None
+
+    def heard(event: dict[str, Any]) -> None:
+        nonlocal current
+        kind = next(iter(event))
+        setting = Setting(**event.pop(kind))
+        if kind == "begin":
+            current = setting
+            bar.set_postfix_str(setting.label)
+        elif setting in todo:
+            todo.remove(setting)
+            file.add(setting, **event)
+            bar.update()
+
+    with tempfile.TemporaryDirectory() as folder:
+        job = Path(folder) / "settings.json"
+        job.write_text(json.dumps([json.loads(s.key) for s in todo]))
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(tp)]
+        error = launch([*command, str(ROOT / "scripts" / "sweep_worker.py"), str(job)], environment, timeout, heard)
+    if error is None and todo:
+        error = "the ranks ended without a result"
+    return current, error
+
+
+def run_all(file: File, tp: int, environment: dict[str, str], todo: list[Setting], timeout: float, bar: Any) -> None:
+    """Launch ranks until each setting has a row. Where they crash, the setting that they were at takes the blame, and the others
+    start again; before the first one it is nobody's fault, and all of them fail."""
+    while todo:
+        before = len(todo)
+        current, error = one_launch(file, tp, environment, todo, timeout, bar)
+        if error is None:
+            return
+        blamed = [current] if current is not None and current in todo else []
+        if not blamed and len(todo) == before:
+            blamed = list(todo)
+        for setting in blamed:
+            todo.remove(setting)
+            file.add(setting, error=error)
+            bar.update()
+
+
+# --- what came out -------------------------------------------------------------------------------------------------------
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Markdown, variants side by side; ratios are to the standard model's."""
+    head = (
+        "| model | tp | batch | tokens | sums | variant | prefill, ms | decode, ms a token | tokens/s | over standard | "
+        "weights, GB/s | memory, GB |"
+    )
+    lines = [head, "|" + "---|" * head.count(" | ") + "---|"]
+    done = finished(rows)
+    for row in done:
+        s, gain = row.setting, ratio(row, done, "throughput")
+        figures = [("prefill_ms", ".2f"), ("decode_ms_per_token", ".3f"), ("throughput", ".1f")]
+        shown = [_shown(row.median(name), form) for name, form in figures]
+        shown += [
+            _shown(gain, ".2f"),
+            _shown(row.median("weight_gb_per_second"), ".1f"),
+            _shown(row.median("peak_memory_gb"), ".2f"),
+        ]
+        sums = (
+            row.communicator
+            if s.interconnect == "default" or s.interconnect in row.communicator
+            else f"{row.communicator}, {s.interconnect}"
+        )
+        where = [s.model, str(s.tp), str(s.batch), f"{s.prompt_length} + {s.new_tokens}", sums, row.variant]
+        lines.append(f"| {' | '.join(where + shown)} |")
+    return "\n".join(lines)
+
+
+def latency_table(rows: Sequence[Row]) -> str | None:
+    """Batch 1, one line a configuration, variants side by side: ms a decode step, and the lowest and highest of the runs."""
+    single = [r for r in finished(rows) if r.setting.batch == 1 and r.values("decode_ms_per_token")]
+    if not single:
+        return None
+    names = list(dict.fromkeys(r.setting.variant for r in single))
+    cells: dict[tuple[str, ...], dict[str, str]] = {}
+    for row in single:
+        s, values = row.setting, row.values("decode_ms_per_token")
+        where = (s.model, str(s.tp), f"{s.prompt_length} + {s.new_tokens}", s.comm or "default", s.interconnect)
+        text = f"{row.median('decode_ms_per_token'):.2f} ({min(values):.2f} to {max(values):.2f})"
+        cells.setdefault(where, {})[s.variant] = text
+    lines = [f"| model | tp | tokens | sums | interconnect | {' | '.join(names)} |", "|---" * (5 + len(names)) + "|"]
+    lines += [f"| {' | '.join(where)} | {' | '.join(by.get(name, '') for name in names)} |" for where, by in cells.items()]
+    return "\n".join(lines)
+
+
+def _shown(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    axes = parser.add_argument_group("axes, each with one value or several")
+    axes.add_argument("--grid", choices=GRIDS, help="a named set of axes; what else is given here replaces its values")
+    axes.add_argument(
+        "--models", nargs="+", metavar="MODEL", help=f"presets ({', '.join(PRESETS)}; PRESET:LAYERS) or checkpoints"
+    )
+    axes.add_argument("--variants", nargs="+", metavar="NAME", help="as generate.py --variant takes them")
+    axes.add_argument("--tp", nargs="+", type=int, metavar="N", help="tensor-parallel ranks (default: all GPUs)")
+    axes.add_argument("--batch-sizes", nargs="+", type=int, metavar="N", help="sequences (default: 1 4 16 64)")
+    axes.add_argument("--comms", nargs="+", metavar="NAME", help=f"{KNOWN} (default: the device's)")
+    axes.add_argument("--interconnects", nargs="+", metavar="NAME", help="see above (default: default)")
+    axes.add_argument("--prompt-lengths", nargs="+", type=int, metavar="N", help="tokens (default: 1024)")
+    axes.add_argument("--new-tokens", nargs="+", type=int, metavar="N", help="default: 512")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA if there is any")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 on CUDA, float32 on CPU")
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=False, help="compile the modules")
+    parser.add_argument("--runs", type=int, default=3, help="measured, behind one that warms up (default: 3)")
+    parser.add_argument("--profile", action="store_true", help="one more run under the profiler: what of the sums is hidden")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and prompts (default: 0)")
+    parser.add_argument("--out", type=Path, default=ROOT / "out" / "sweep.jsonl", help="default: out/sweep.jsonl")
+    parser.add_argument("--retry", action="store_true", help="run again what failed before")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds for one run, loading included (default: 600)")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    settings = settings_of(args)
+    file = File(args.out)
+    todo = [s for s in settings if not file.is_done(s, args.retry)]
+    if len(todo) < len(settings):
+        note(f"{len(settings) - len(todo)} of {len(settings)} configurations are in {args.out} already")
+    with tqdm(total=len(todo), unit="configuration") as bar:
+        for tp, environment, found in launches(todo):
+            run_all(file, tp, environment, found, args.timeout, bar)
+    rows = [row for row in read_rows(args.out) if row.setting in set(settings)] if args.out.exists() else []
+    print(table(rows))
+    if args.grid == "latency" and (single := latency_table(rows)):
+        print(f"\nms of a decode step at batch 1, and the lowest and highest run:\n\n{single}")
+    for row in rows:
+        if row.error:
+            note(f"failed: {row.setting.label}: {row.error}")
+    note(f"wrote {args.out}")
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,149 @@
+"""What a sweep measures and what it finds: one `Setting` a configuration, one `Row` a line of its JSON-lines file.
+
+The plots, the report and the tables beside the paper's read these rows and nothing else.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from comm import parse_link
+from errors import UserError
+
+ORDER = ("standard", "parallel", "ladder", "hybrid", "desync-2x", "desync-4x", "upper-bound")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One configuration. Two runs with equal settings on one machine measure the same thing."""
+
+    model: str  # a preset or a checkpoint directory
+    variant: str  # as `generate.py --variant` takes it
+    tp: int  # tensor-parallel ranks
+    batch: int  # sequences
+    prompt_length: int  # tokens
+    new_tokens: int
+    comm: str | None = None  # None: the device's default
+    interconnect: str = "default"  # see `interconnect`
+    device: str = "cpu"
+    dtype: str = "float32"
+    compile: bool = False
+    seed: int = 0  # of random weights and prompts
+    runs: int = 3  # measured, behind one that warms up
+    profile: bool = False  # one more run under the profiler
+
+    @property
+    def key(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @property
+    def label(self) -> str:
+        sums = "" if self.comm is None else f" {self.comm}"
+        link = "" if self.interconnect == "default" else f" {self.interconnect}"
+        return f"{self.model} {self.variant} tp{self.tp} b{self.batch} {self.prompt_length}+{self.new_tokens}{sums}{link}"
+
+    def twin(self, variant: str) -> "Setting":
+        """The same configuration of another variant."""
+        return replace(self, variant=variant)
+
+
+def interconnect(text: str) -> tuple[dict[str, str], str | None]:
+    """What `--interconnects TEXT` stands for: variables of the ranks' environment, and a link to simulate.
+
+    `default`: nothing; `no-p2p`: GPUs exchange through host memory, the paper's "No NVLink"; `NAME=VALUE[;NAME=VALUE]`: these
+    variables; `LATENCY,BANDWIDTH`: a simulated link, on CPU. Raises UserError.
+    """
+    if text == "default":
+        return {}, None
+    if text == "no-p2p":
+        return {"NCCL_P2P_DISABLE": "1"}, None
+    if "=" in text:
+        pairs = [part.partition("=") for part in text.split(";")]
+        if not all(name.isidentifier() and sign for name, sign, _ in pairs):
+            raise UserError(f"interconnect {text!r}: write variables as NAME=VALUE, with ; between them")
+        return {name: value for name, _, value in pairs}, None
+    if "," not in text:
+        raise UserError(f"unknown interconnect {text!r}; give default, no-p2p, NAME=VALUE or a link such as 10ms,100MB/s")
+    parse_link(text)
+    return {}, text
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one configuration gave: the raw samples, or why there are none."""
+
+    setting: Setting
+    machine: dict[str, Any]
+    versions: dict[str, str]
+    variant: str = ""  # the variant in words
+    communicator: str = ""
+    samples: list[dict[str, Any]] = field(default_factory=list)  # one a measured run, as sweep_worker.py writes them
+    split: dict[str, Any] | None = None  # ms of a decode step: compute, hidden, exposed, idle, and the `source`
+    error: str | None = None
+
+    def values(self, name: str) -> list[float]:
+        """A figure of every run: what samples hold, or `completion_ms` and `throughput`, which follow from it."""
+        if name == "completion_ms":  # of the whole batch, from the prompt to the last token
+            return [s["prefill_ms"] + sum(s["step_ms"]) for s in self.samples]
+        if name == "throughput":  # generated tokens a second, end to end, as in the paper's tables 1, 2 and 6
+            tokens = self.setting.batch * self.setting.new_tokens
+            return [tokens / ms * 1e3 for ms in self.values("completion_ms")]
+        return [s[name] for s in self.samples if s[name] is not None]
+
+    def median(self, name: str) -> float | None:
+        values = self.values(name)
+        return median(values) if values else None
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a sweep's file; of several with equal settings, the last. Raises UserError."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as e:
+        raise UserError(f"{path} cannot be read ({e.strerror}); run make sweep first, or name its file") from None
+    rows: dict[str, Row] = {}
+    for number, line in enumerate(lines, 1):
+        try:
+            raw = json.loads(line)
+            row = Row(**{**raw, "setting": Setting(**raw["setting"])})
+        except (ValueError, TypeError, KeyError) as e:
+            raise UserError(f"{path} line {number} is no row of a sweep ({e}); remove the line or the file") from None
+        rows.pop(row.setting.key, None)
+        rows[row.setting.key] = row
+    return list(rows.values())
+
+
+def row_line(row: Row) -> str:
+    return json.dumps({f.name: getattr(row, f.name) for f in fields(Row)} | {"setting": asdict(row.setting)}) + "\n"
+
+
+def finished(rows: Iterable[Row]) -> list[Row]:
+    """Those with samples, variants in the usual order."""
+
+    def order(row: Row) -> tuple[Any, ...]:
+        s, kind = row.setting, row.setting.variant.split(":")[0]
+        rank = ORDER.index(kind) if kind in ORDER else len(ORDER)
+        return s.model, s.interconnect, s.comm or "", s.tp, s.batch, s.prompt_length, s.new_tokens, rank, s.variant
+
+    return sorted((row for row in rows if row.samples), key=order)
+
+
+def baseline(row: Row, rows: Sequence[Row]) -> Row | None:
+    """The standard model's row of the same configuration."""
+    twin = row.setting.twin("standard")
+    return next((other for other in rows if other.setting == twin and other.samples), None)
+
+
+def ratio(row: Row, rows: Sequence[Row], name: str) -> float | None:
+    """`name` of `row` divided by that of the standard model."""
+    base = baseline(row, rows)
+    above, below = row.median(name), base.median(name) if base else None
+    return above / below if above is not None and below else None
+
+
+def column(rows: Iterable[Row], name: str) -> list[Any]:
+    """The different values of one field of the settings, sorted."""
+    return sorted({getattr(row.setting, name) for row in rows}, key=lambda value: (value is None, value))

@@ -1,0 +1,286 @@
+"""Where the time of a step goes: computing, communication behind it, and communication that is waited for.
+
+    torchrun --standalone --nproc_per_node 2 scripts/trace.py --model models/tiny-ladder --out out/trace.json
+    python scripts/trace.py --read out/trace.json               # the table of a trace that is there already
+
+Profiles one prefill and some decode steps behind a run that warms up, and writes rank 0's trace for ui.perfetto.dev with one
+process more: `overlap`, where every piece of communication is either hidden or exposed. On a GPU communication is what the
+kernels' names say (NCCL, symmetric memory), on a CPU gloo's collectives, and everything else that runs is computing.
+"""
+
+import argparse
+import gzip
+import json
+import random
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from torch.profiler import record_function
+
+from checkpoint import DTYPES, load_model, model_config
+from cli import Parser, note, run
+from comm import KNOWN
+from config import PRESETS
+from engine.offline import Timing, generate
+from engine.sampler import SamplingParams
+from errors import UserError
+from model import Transformer
+from profiling import annotate, profiled
+from tp import World, init_world
+
+Span = tuple[float, float]  # begin and end, µs
+Event = dict[str, Any]  # of the Chrome trace format
+
+KERNEL = r"nccl|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|multimem|symm_mem|PtoP"
+COLLECTIVE = r"^gloo:"
+STEP = re.compile(r"prefill|decode \d+")
+MODULE = re.compile(r"layer \d+ (attention|mlp)\b")  # not a whole block's span, which holds its waiting
+OVERLAP_PID = 1 << 30  # a process number that no trace has
+
+
+# --- spans ---------------------------------------------------------------------------------------------------------------
+
+
+def union(spans: Sequence[Span]) -> list[Span]:
+    """The same points in disjoint spans, in order."""
+    merged: list[Span] = []
+    for begin, end in sorted(spans):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        elif end > begin:
+            merged.append((begin, end))
+    return merged
+
+
+def intersection(a: list[Span], b: list[Span]) -> list[Span]:
+    """The points in both of two lists of disjoint, ordered spans."""
+    common, i, j = [], 0, 0
+    while i < len(a) and j < len(b):
+        begin, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
+        if begin < end:
+            common.append((begin, end))
+        if a[i][1] < b[j][1]:
+            i += 1
+        else:
+            j += 1
+    return common
+
+
+def difference(a: list[Span], b: list[Span]) -> list[Span]:
+    """The points of `a` that are not in `b`, both disjoint and ordered."""
+    edges = [float("-inf"), *(edge for span in b for edge in span), float("inf")]
+    return intersection(a, list(zip(edges[::2], edges[1::2], strict=True)))
+
+
+def length(spans: list[Span]) -> float:
+    return sum(end - begin for begin, end in spans)
+
+
+# --- reading a trace -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Split:
+    """ms of one step. The four parts add up to its whole time."""
+
+    compute: float  # with no communication in flight
+    hidden: float  # computing and communicating at once
+    exposed: float  # communicating while nothing computes
+    idle: float  # neither: the host's own time, launches, gaps
+
+    @property
+    def step(self) -> float:
+        return self.compute + self.hidden + self.exposed + self.idle
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What a rank did: disjoint, ordered spans, and its steps by name."""
+
+    computing: list[Span]
+    communicating: list[Span]
+    steps: list[tuple[str, Span]]
+
+    @property
+    def hidden(self) -> list[Span]:
+        return intersection(self.communicating, self.computing)
+
+    @property
+    def exposed(self) -> list[Span]:
+        return difference(self.communicating, self.computing)
+
+
+def read_trace(path: Path) -> dict[str, Any]:
+    """A Chrome trace, plain or gzipped. Raises UserError."""
+    try:
+        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        trace = json.loads(raw)
+        assert isinstance(trace["traceEvents"], list)
+    except (OSError, ValueError, KeyError, TypeError, AssertionError, EOFError) as e:
+        raise UserError(
+            f"{path} is no profiler trace ({e or type(e).__name__}); name a file that --profile or --out wrote"
+        ) from None
+    return dict(trace)
+
+
+def timeline(events: list[Event], kernel: str = KERNEL) -> Timeline:
+    """Sort a trace's events into computing and communicating.
+
+    With GPU kernels in it, their names decide (`kernel`: a regular expression of those that communicate); a kernel of NCCL also
+    lasts while it waits for other ranks. Without, gloo's collectives communicate, and torch's operators and the modules on the
+    thread that runs the model compute. Raises UserError for a trace without either.
+    """
+    events = [e for e in events if e.get("ph") == "X" and e.get("pid") != OVERLAP_PID]
+    device = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    marks = [e for e in events if e.get("cat") != "gpu_user_annotation" and STEP.fullmatch(e["name"])]
+    if device:
+        talks = re.compile(kernel, re.IGNORECASE)
+        communicating = [e for e in device if talks.search(e["name"])]
+        computing = [e for e in device if not talks.search(e["name"])]
+    else:
+        communicating = [e for e in events if re.search(COLLECTIVE, e["name"])]
+        computing = [e for e in events if e["name"].startswith("aten::") or MODULE.match(e["name"])]
+        thread = next((e["tid"] for e in marks or computing if not e["name"].startswith("aten::")), None)
+        computing = [e for e in computing if thread is None or e["tid"] == thread]
+    if not computing:
+        raise UserError("the trace holds neither GPU kernels nor torch operators; record it with scripts/trace.py")
+    spans = [union([_span(e) for e in chosen]) for chosen in (computing, communicating)]
+    steps = [(e["name"], _span(e)) for e in sorted(marks, key=lambda e: e["ts"])]
+    whole = [edge for part in spans for span in part for edge in span]
+    return Timeline(spans[0], spans[1], steps or [("whole trace", (min(whole), max(whole)))])
+
+
+def _span(event: Event) -> Span:
+    return float(event["ts"]), float(event["ts"]) + float(event.get("dur", 0))
+
+
+def split(line: Timeline, window: Span) -> Split:
+    """The parts of one step's time."""
+
+    def inside(spans: list[Span]) -> float:
+        return length(intersection(spans, [window])) / 1e3
+
+    hidden, exposed = inside(line.hidden), inside(line.exposed)
+    compute = inside(line.computing) - hidden
+    return Split(compute, hidden, exposed, (window[1] - window[0]) / 1e3 - compute - hidden - exposed)
+
+
+def by_phase(line: Timeline) -> dict[str, Split]:
+    """The prefill, and the mean of the decode steps."""
+    phases: dict[str, list[Split]] = {}
+    for name, window in line.steps:
+        phases.setdefault(name.split(" ")[0] if STEP.fullmatch(name) else name, []).append(split(line, window))
+    return {
+        name: Split(**{part: fmean(asdict(one)[part] for one in found) for part in asdict(found[0])})
+        for name, found in phases.items()
+    }
+
+
+def table(phases: dict[str, Split]) -> str:
+    head = "| ms | step | compute | hidden communication | exposed communication | idle | hidden share |"
+    lines = [head, "|---|---|---|---|---|---|---|"]
+    for name, one in phases.items():
+        total = one.hidden + one.exposed
+        share = f"{one.hidden / total:.0%}" if total else "none sent"
+        parts = " | ".join(f"{ms:.3f}" for ms in (one.step, one.compute, one.hidden, one.exposed, one.idle))
+        lines.append(f"| {name} | {parts} | {share} |")
+    return "\n".join(lines)
+
+
+def marked(events: list[Event], line: Timeline) -> list[Event]:
+    """The events and, in a process `overlap` on top, what of the communication is hidden and what is exposed."""
+    kept = [e for e in events if e.get("pid") != OVERLAP_PID]
+    names = {0: "exposed communication", 1: "hidden communication", 2: "steps"}
+    about = [("process_name", 0, {"name": "overlap"}), ("process_sort_index", 0, {"sort_index": -1})]
+    about += [("thread_name", tid, {"name": name}) for tid, name in names.items()]
+    extra = [{"ph": "M", "name": name, "pid": OVERLAP_PID, "tid": tid, "args": args} for name, tid, args in about]
+    lanes = [(0, "exposed", line.exposed), (1, "hidden", line.hidden)]
+    shown = [(tid, name, span) for tid, name, spans in lanes for span in spans]
+    shown += [(2, name, span) for name, span in line.steps]
+    return kept + extra + [
+        {"ph": "X", "name": name, "cat": "overlap", "pid": OVERLAP_PID, "tid": tid, "ts": a, "dur": b - a}
+        for tid, name, (a, b) in shown
+    ]  # fmt: skip
+
+
+# --- recording one -------------------------------------------------------------------------------------------------------
+
+
+def record(model: Transformer, prompts: list[list[int]], new_tokens: int, path: Path, world: World) -> None:
+    """Write the trace of one `generate` call whose steps carry names; rank 0's goes to `path`."""
+    greedy = [SamplingParams(temperature=0)] * len(prompts)
+    with profiled(path, world.rank):
+        steps = generate(model, prompts, greedy, new_tokens, Timing())
+        for i in range(new_tokens):
+            with record_function(f"decode {i}" if i else "prefill"):
+                next(steps)
+
+
+def random_prompts(batch: int, tokens: int, vocab_size: int, seed: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(vocab_size) for _ in range(tokens)] for _ in range(batch)]
+
+
+def record_model(args: argparse.Namespace) -> bool:
+    """Profile the model of the command line. Whether this is rank 0."""
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    world = init_world(args.device, args.comm, args.simulate_link)
+    config = model_config(args.model, args.variant, world.world_size)
+    dtype = DTYPES[args.dtype or ("bfloat16" if world.device.type == "cuda" else "float32")]
+    model = load_model(args.model, config, world, dtype)
+    if args.compile:
+        model.compile_modules()
+    prompts = random_prompts(args.batch_size, args.prompt_length, config.vocab_size, args.seed)
+    greedy = [SamplingParams(temperature=0)] * args.batch_size
+    note(f"profiling {args.model}, {config.description}, {world.world_size} rank(s) with {world.comm.name}")
+    warm_up: Iterator[list[int]] = generate(model, prompts, greedy, args.new_tokens, Timing())
+    for _ in warm_up:
+        pass
+    annotate(model)
+    record(model, prompts, args.new_tokens, args.out, world)
+    return world.rank == 0
+
+
+def main() -> None:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--read", type=Path, metavar="FILE", help="analyse this trace (.json or .json.gz) and record none")
+    parser.add_argument(
+        "--kernels", default=KERNEL, metavar="REGEX", help="names of GPU kernels that communicate (default: %(default)s)"
+    )
+    parser.add_argument("--model", metavar="DIR|PRESET", help=f"a checkpoint, or one of {', '.join(PRESETS)}")
+    parser.add_argument("--variant", help="another residual variant than the checkpoint's")
+    parser.add_argument("--prompt-length", type=int, default=128, help="random tokens (default: 128)")
+    parser.add_argument("--new-tokens", type=int, default=8, help="the prefill and so many decode steps less one (default: 8)")
+    parser.add_argument("--batch-size", type=int, default=1, help="sequences (default: 1)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA if there is any")
+    parser.add_argument("--dtype", choices=DTYPES)
+    parser.add_argument("--comm", metavar="NAME", help=f"how ranks sum: {KNOWN}")
+    parser.add_argument("--simulate-link", metavar="LATENCY,BANDWIDTH", help="on CPU; its waiting shows as idle time")
+    parser.add_argument("--compile", action="store_true", help="compile the modules with torch.compile")
+    parser.add_argument("--seed", type=int, default=0, help="of the prompts (default: 0)")
+    parser.add_argument("--out", type=Path, default=Path("out/trace.json"), help="default: out/trace.json")
+    args = parser.parse_args()
+    if (args.read is None) == (args.model is None):
+        raise UserError("give --model to record a trace, or --read to analyse one")
+    if min(args.prompt_length, args.new_tokens, args.batch_size) < 1:
+        raise UserError("--prompt-length, --new-tokens and --batch-size must be at least 1")
+    if args.read is None and not record_model(args):
+        return
+    path = args.read or args.out
+    trace = read_trace(path)
+    line = timeline(trace["traceEvents"], args.kernels)
+    print(table(by_phase(line)))
+    if args.read is None:
+        path.write_text(json.dumps(trace | {"traceEvents": marked(trace["traceEvents"], line)}))
+        note(f"wrote {path}; open it at ui.perfetto.dev: the process `overlap` marks what is hidden and what is exposed")
+
+
+if __name__ == "__main__":
+    run(main)

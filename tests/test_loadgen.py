@@ -1,0 +1,214 @@
+"""The open-loop load generator: arrivals, what it sends, what it times, and how it counts; once against the real server."""
+
+import asyncio
+import json
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from errors import UserError
+from scripts import loadgen
+from scripts.loadgen import Answer, Request
+from tests.server_process import ServerProcess
+
+MODELS = Path(__file__).resolve().parent.parent / "models"
+
+
+# --- the plan ------------------------------------------------------------------------------------------------------------
+
+
+def test_arrivals_are_poisson(seed: int) -> None:
+    """Gaps of a Poisson process have mean and deviation 1 / rate, and exceed t with probability exp(-rate t)."""
+    rate, count = 5.0, 20_000
+    arrivals = np.array([r.arrival for r in loadgen.plan(rate, count, (1, 1), (1, 1), 10, seed)])
+    gaps = np.diff(arrivals, prepend=0.0) * rate
+    assert gaps.min() >= 0
+    assert abs(gaps.mean() - 1) < 6 / count**0.5
+    assert abs(gaps.std() - 1) < 6 * 2**0.5 / count**0.5
+    for t in (0.5, 1.0, 2.0):
+        share = np.exp(-t)
+        assert abs((gaps > t).mean() - share) < 6 * (share * (1 - share) / count) ** 0.5
+
+
+def test_a_plan_repeats_and_rates_share_its_shape(seed: int) -> None:
+    one, again = (loadgen.plan(4.0, 50, (3, 9), (2, 5), 100, seed) for _ in range(2))
+    assert one == again != loadgen.plan(4.0, 50, (3, 9), (2, 5), 100, seed + 1)
+    faster = loadgen.plan(8.0, 50, (3, 9), (2, 5), 100, seed)
+    assert [r.arrival for r in one] == pytest.approx([2 * r.arrival for r in faster])
+    assert [(len(r.prompt), r.new_tokens) for r in one] == [(len(r.prompt), r.new_tokens) for r in faster]
+    assert all(a.prompt != b.prompt for a, b in zip(one, faster, strict=True) if len(a.prompt) > 5)
+    assert {len(r.prompt) for r in one} <= set(range(3, 10)) and {r.new_tokens for r in one} <= {2, 3, 4, 5}
+    assert all(0 <= i < 100 for r in one for i in r.prompt)
+
+
+def test_ranges() -> None:
+    assert loadgen.parse_range("64") == (64, 64)
+    assert loadgen.parse_range("16-128") == (16, 128)
+    for bad in ("", "0", "8-4", "a", "3-", "-3"):
+        with pytest.raises(UserError):
+            loadgen.parse_range(bad)
+
+
+# --- sending -------------------------------------------------------------------------------------------------------------
+
+
+class Stream(httpx.AsyncByteStream):
+    def __init__(self, parts: AsyncIterator[bytes]) -> None:
+        self.parts = parts
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        async for part in self.parts:
+            yield part
+
+
+class FakeServer(httpx.AsyncBaseTransport):
+    """Answers every completion with the chunks that `chunks(body)` yields: lists of token ids, or an object as it is."""
+
+    def __init__(self, chunks: Callable[[dict[str, Any]], AsyncIterator[Any]], status: int = 200) -> None:
+        self.chunks, self.status = chunks, status
+        self.bodies: list[dict[str, Any]] = []
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        body = json.loads(await request.aread())
+        self.bodies.append(body)
+        return httpx.Response(self.status, stream=Stream(self._events(body)))
+
+    async def _events(self, body: dict[str, Any]) -> AsyncIterator[bytes]:
+        async for chunk in self.chunks(body):
+            value = {"choices": [{"text": "x", "token_ids": chunk}]} if isinstance(chunk, list) else chunk
+            yield b"data: " + (value if isinstance(value, bytes) else json.dumps(value).encode()) + b"\n\n"
+
+
+def offered(server: FakeServer, requests: list[Request]) -> list[Answer]:
+    async def run() -> list[Answer]:
+        async with httpx.AsyncClient(base_url="http://fake", transport=server) as client:
+            return await loadgen.offer(client, requests, "test")
+
+    return asyncio.run(run())
+
+
+def test_slow_answers_delay_no_arrival(seed: int) -> None:
+    """No request is answered before all of them have arrived, which a client that waits for answers would never see."""
+    requests = loadgen.plan(200.0, 40, (1, 4), (2, 2), 50, seed)
+    everyone = asyncio.Event()
+
+    async def chunks(_: dict[str, Any]) -> AsyncIterator[Any]:
+        if len(server.bodies) == len(requests):
+            everyone.set()
+        await asyncio.wait_for(everyone.wait(), 30)
+        yield [1]
+        yield [2]
+        yield b"[DONE]"
+
+    server = FakeServer(chunks)
+    answers = offered(server, requests)
+    assert [a.outcome for a in answers] == ["complete"] * 40
+    assert [b["prompt"] for b in server.bodies] == [r.prompt for r in requests]
+    assert all(b["stream"] and b["ignore_eos"] and b["max_tokens"] == 2 for b in server.bodies)
+    assert [a.arrival for a in answers] == [r.arrival for r in requests]
+    last = requests[-1].arrival  # times count from the planned arrival, so the first request has waited for the last one
+    assert all(a.first is not None and a.first >= last - a.arrival - 1e-3 for a in answers)
+
+
+def test_tokens_of_one_chunk_come_together() -> None:
+    pause = 0.05
+
+    async def chunks(_: dict[str, Any]) -> AsyncIterator[Any]:
+        yield [1, 2]
+        await asyncio.sleep(pause)
+        yield []  # half a character
+        yield [3, 4, 5]
+        yield [6]
+        yield b"[DONE]"
+
+    (answer,) = offered(FakeServer(chunks), [Request(0.0, [1], 6)])
+    assert answer.tokens == 6 and len(answer.gaps) == 5
+    assert [gap > 0.9 * pause for gap in answer.gaps] == [False, True, False, False, answer.gaps[4] > 0.9 * pause]
+    assert answer.gaps[0] == answer.gaps[2] == answer.gaps[3] == 0
+    assert answer.first is not None and answer.end is not None
+    assert answer.first + sum(answer.gaps) <= answer.end
+
+
+async def _nothing() -> None: ...
+
+
+async def _break() -> None:
+    raise httpx.ReadError("gone")
+
+
+@pytest.mark.parametrize(
+    ("ending", "after", "status", "outcome"),
+    [
+        (b"[DONE]", _nothing, 200, "too few tokens"),
+        ({"error": {"message": "no"}}, _nothing, 200, "error event"),
+        ([9], _nothing, 200, "cut off"),
+        ([9], _break, 200, "ReadError"),
+        (b"[DONE]", _nothing, 503, "status 503"),
+    ],
+)
+def test_failures_have_names(ending: Any, after: Callable[[], Awaitable[None]], status: int, outcome: str) -> None:
+    async def chunks(_: dict[str, Any]) -> AsyncIterator[Any]:
+        yield [1]
+        yield ending
+        await after()
+
+    (answer,) = offered(FakeServer(chunks, status), [Request(0.0, [1], 3)])
+    assert answer.outcome == outcome
+    assert loadgen.summary([answer], 1e9, 1e9)["failed"] == {outcome: 1}
+    assert loadgen.summary([answer], 1e9, 1e9)["goodput"] == 0
+
+
+# --- counting ------------------------------------------------------------------------------------------------------------
+
+
+def test_figures_of_known_answers(seed: int) -> None:
+    rng = random.Random(seed)
+    answers = []
+    for i in range(101):  # the first token after 0, 1, … 100 ms
+        gaps = [rng.uniform(0.001, 0.003) for _ in range(4)]
+        answers.append(Answer(i / 10, 0.0, i / 1e3, gaps, i / 1e3 + sum(gaps), 5, "complete"))
+    rng.shuffle(answers)
+    answers.append(Answer(11.0, outcome="status 503"))
+    found = loadgen.summary(answers, ttft_limit=40, itl_limit=1e9)
+    seconds = max(a.arrival + a.end for a in answers if a.end is not None)
+    assert found["ttft_ms"] == {"p50": 50.0, "p90": 90.0, "p99": 99.0}
+    assert found["requests"] == 102 and found["failed"] == {"status 503": 1}
+    assert found["requests_per_second"] == pytest.approx(101 / seconds, abs=1e-3)
+    assert found["tokens_per_second"] == pytest.approx(505 / seconds, abs=1e-3)
+    assert found["goodput"] == pytest.approx(41 / seconds, abs=1e-3)
+    gaps = sorted(gap * 1e3 for a in answers for gap in a.gaps)
+    assert found["itl_ms"]["p50"] == pytest.approx((gaps[201] + gaps[202]) / 2, abs=1e-3)
+    assert loadgen.summary([], 1, 1)["ttft_ms"] is None
+
+
+def test_goodput_needs_both_limits_and_the_mean_gap() -> None:
+    answer = Answer(0.0, 0.0, 0.1, [0.01, 0.05], 0.16, 3, "complete")
+    assert loadgen.keeps(answer, 100, 30.001)
+    assert not loadgen.keeps(answer, 99, 1000)
+    assert not loadgen.keeps(answer, 1000, 29)
+    assert not loadgen.keeps(Answer(0.0, 0.0, 0.1, [], None, 1, "cut off"), 1000, 1000)
+
+
+def test_against_the_server(seed: int) -> None:
+    """Every request is answered in full by the real server."""
+    requests = loadgen.plan(20.0, 6, (3, 20), (2, 6), 512, seed)
+
+    async def run(url: str) -> list[Answer]:
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+            return await loadgen.offer(client, requests, "test")
+
+    with ServerProcess("--model", MODELS / "tiny-ladder") as server:
+        server.ready()
+        answers = asyncio.run(run(server.url))
+    assert [a.outcome for a in answers] == ["complete"] * 6
+    assert [a.tokens for a in answers] == [r.new_tokens for r in requests]
+    assert all(len(a.gaps) == a.tokens - 1 and a.first and a.end and a.first <= a.end for a in answers)
+    one = {"rate": 20.0, "summary": loadgen.summary(answers, 1e9, 1e9)}
+    lines = loadgen.table({"settings": {"ttft_limit": 1e9, "itl_limit": 1e9}, "rates": [one]}).splitlines()
+    assert len(lines) == 3 and lines[2].endswith("| 0 of 6 |")
+    assert lines[0].count("|") == lines[1].count("|") == lines[2].count("|")

@@ -1,0 +1,362 @@
+"""The trace's split of a step, the figures of a sweep's rows, the plots, and the page."""
+
+import json
+import random
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+
+from errors import UserError
+from scripts import loadgen, paper_tables, plots, report, sweep, trace
+from scripts.results import ROOT
+from scripts.sweep_rows import Row, Setting, baseline, finished, interconnect, ratio, read_rows, row_line
+
+MACHINE = {"cpu": "a CPU", "cores": 2, "gpus": "8 x a GPU", "torch": "2.13", "python": "3.12"}
+PARTS = ("compute", "hidden", "exposed", "idle")
+
+
+def event(name: str, begin: float, end: float, cat: str, tid: int = 1) -> dict[str, Any]:
+    return {"ph": "X", "name": name, "cat": cat, "pid": 0, "tid": tid, "ts": begin, "dur": end - begin}
+
+
+# --- spans and traces ----------------------------------------------------------------------------------------------------
+
+
+def random_spans(rng: random.Random) -> list[trace.Span]:
+    return [(float(a), float(a + rng.randrange(0, 40))) for a in (rng.randrange(0, 400) for _ in range(rng.randrange(0, 25)))]
+
+
+def painted(spans: list[trace.Span]) -> np.ndarray:
+    """One flag for each unit of time."""
+    line = np.zeros(500, dtype=bool)
+    for begin, end in spans:
+        line[int(begin) : int(end)] = True
+    return line
+
+
+def test_spans_are_sets_of_moments(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(200):
+        a, b = random_spans(rng), random_spans(rng)
+        one, other = trace.union(a), trace.union(b)
+        assert all(x[1] < y[0] for x, y in pairwise(one))
+        for found, expected in (
+            (one, painted(a)),
+            (trace.intersection(one, other), painted(a) & painted(b)),
+            (trace.difference(one, other), painted(a) & ~painted(b)),
+        ):
+            assert (painted(found) == expected).all()
+            assert trace.length(found) == expected.sum()
+
+
+def gpu_events() -> list[dict[str, Any]]:
+    """Two decode steps of 100 µs. First: compute 0-40, an all-reduce 30-60 (10 hidden, 20 exposed), compute 60-90. Second: two
+    kernels at once, an all-reduce wholly behind them, one quantized kernel and a peer copy alone."""
+    kernels = [
+        event("gemm_bf16", 0, 40, "kernel", 7),
+        event("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", 30, 60, "kernel", 13),
+        event("rms_norm_kernel", 60, 90, "kernel", 7),
+        event("gemm_bf16", 100, 170, "kernel", 7),
+        event("flash_fwd", 120, 180, "kernel", 9),
+        event("void one_shot_all_reduce_kernel<float>", 130, 150, "kernel", 13),
+        event("Memcpy PtoP (Device -> Device)", 180, 184, "gpu_memcpy", 13),
+        event("two_shot_all_reduce", 190, 196, "kernel", 13),
+    ]
+    host = [event("decode 1", 0, 100, "user_annotation"), event("decode 2", 100, 200, "user_annotation")]
+    shadows = [event("decode 1", 1, 89, "gpu_user_annotation", 7), event("nccl:all_reduce", 25, 61, "user_annotation")]
+    return kernels + host + shadows + [event("aten::mm", 0, 100, "cpu_op"), {"ph": "M", "name": "process_name", "pid": 0}]
+
+
+def test_split_of_a_gpu_trace() -> None:
+    line = trace.timeline(gpu_events())
+    first, second = (trace.split(line, window) for _, window in line.steps)
+    assert [name for name, _ in line.steps] == ["decode 1", "decode 2"]
+    assert [getattr(first, part) * 1e3 for part in PARTS] == pytest.approx([60, 10, 20, 10])
+    assert [getattr(second, part) * 1e3 for part in PARTS] == pytest.approx([60, 20, 10, 10])
+    mean = trace.by_phase(line)
+    assert list(mean) == ["decode"]
+    assert [getattr(mean["decode"], part) * 1e3 for part in PARTS] == pytest.approx([60, 15, 15, 10])
+    assert mean["decode"].step == pytest.approx(0.1)
+    assert "50%" in trace.table(mean)
+
+
+def test_split_of_a_cpu_trace() -> None:
+    events = [
+        event("prefill", 0, 100, "user_annotation"),
+        event("layer 0", 0, 100, "user_annotation"),  # a whole block, which holds its waiting
+        event("layer 0 attention", 10, 40, "user_annotation"),
+        event("aten::mm", 12, 30, "cpu_op"),
+        event("aten::add", 80, 85, "cpu_op"),
+        event("aten::add_", 45, 70, "cpu_op", tid=2),  # another thread's arithmetic is not the model's
+        event("gloo:all_reduce", 35, 75, "user_annotation", tid=3),
+    ]
+    (found,) = trace.by_phase(trace.timeline(events)).values()
+    assert [getattr(found, part) * 1e3 for part in PARTS] == pytest.approx([30, 5, 35, 30])
+
+
+def test_a_trace_without_steps_is_one_window() -> None:
+    events = [e for e in gpu_events() if not e["name"].startswith("decode")]
+    ((name, found),) = trace.by_phase(trace.timeline(events)).items()
+    assert name == "whole trace"
+    assert found.exposed * 1e3 == pytest.approx(30)
+
+
+def test_marks_add_up_and_are_not_read_again() -> None:
+    events = gpu_events()
+    line = trace.timeline(events)
+    marked = trace.marked(events, line)
+    for name, expected in (("hidden", 30), ("exposed", 30)):
+        assert sum(e["dur"] for e in marked if e.get("cat") == "overlap" and e["name"] == name) == pytest.approx(expected)
+    assert trace.timeline(marked) == line
+    assert trace.marked(marked, line) == marked
+    assert len({e["tid"] for e in marked if e.get("name") == "thread_name"}) == 3
+
+
+def test_a_file_that_is_no_trace(tmp_path: Path) -> None:
+    for content in ("", "[]", '{"traceEvents": 3}'):
+        (tmp_path / "t.json").write_text(content)
+        with pytest.raises(UserError, match="no profiler trace"):
+            trace.read_trace(tmp_path / "t.json")
+    with pytest.raises(UserError, match="neither GPU kernels nor torch operators"):
+        trace.timeline([event("prefill", 0, 1, "user_annotation")])
+
+
+# --- rows ----------------------------------------------------------------------------------------------------------------
+
+
+def row(prefill: list[float], steps: list[list[float]], **setting: Any) -> Row:
+    base = dict(model="llama-3-70b", variant="standard", tp=8, batch=1, prompt_length=1024, new_tokens=512, device="cuda")
+    samples = [
+        {
+            "prefill_ms": p,
+            "step_ms": s,
+            "decode_ms_per_token": float(np.median(s)),
+            "weight_gb_per_second": 1.0,
+            "peak_memory_gb": 2.0,
+            "exposed_ms": None,
+        }
+        for p, s in zip(prefill, steps, strict=True)
+    ]
+    found = Setting(**{**base, **setting})
+    split = {"compute": 1.0, "hidden": 0.5, "exposed": 0.25, "idle": 0.25, "source": "profiler"}
+    return Row(found, MACHINE, {"rung": "abc"}, found.variant, "nccl", samples, split)
+
+
+def steady(prefill: float, step: float, **setting: Any) -> Row:
+    return row([prefill] * 3, [[step] * 511] * 3, **setting)
+
+
+def sweep_of(rng: random.Random, **setting: Any) -> list[Row]:
+    speeds = {"standard": 10.0, "ladder": 7.0, "upper-bound": 5.0}
+    return [
+        steady(50.0, ms / tp + rng.random(), variant=variant, tp=tp, batch=batch, **setting)
+        for variant, ms in speeds.items()
+        for tp in (2, 8)
+        for batch in (1, 4)
+    ]
+
+
+def test_figures_of_a_row() -> None:
+    one = row([10, 30, 20], [[1, 2, 3], [4, 4, 4], [2, 2, 20]], batch=2, new_tokens=4)
+    assert one.values("completion_ms") == [16, 42, 44]
+    assert one.median("throughput") == pytest.approx(2 * 4 / 0.042)
+    assert one.median("decode_ms_per_token") == 2
+    assert one.values("exposed_ms") == [] and one.median("exposed_ms") is None
+
+
+def test_rows_survive_their_file_and_the_last_of_equals_counts(tmp_path: Path) -> None:
+    first, failed = steady(5, 1), replace(steady(5, 1, tp=2), samples=[], split=None, error="out of memory")
+    again = steady(6, 2)
+    path = tmp_path / "rows.jsonl"
+    path.write_text(row_line(first) + row_line(failed) + row_line(again))
+    assert read_rows(path) == [failed, again]
+    assert finished(read_rows(path)) == [again]
+    path.write_text("{}\n")
+    with pytest.raises(UserError, match="line 1 is no row"):
+        read_rows(path)
+
+
+def test_a_ratio_needs_the_same_configuration() -> None:
+    standard, ladder = steady(100, 10), steady(100, 8, variant="ladder")
+    assert baseline(ladder, [ladder, standard]) == standard
+    assert ratio(ladder, [ladder, standard], "decode_ms_per_token") == pytest.approx(0.8)
+    for other in (dict(tp=4), dict(batch=2), dict(interconnect="no-p2p"), dict(comm="int8"), dict(compile=True)):
+        there = steady(100, 8, variant="ladder", **other)
+        assert ratio(ladder, [ladder, steady(100, 10, **other)], "throughput") is None
+        assert ratio(there, [there, standard], "throughput") is None
+        assert ratio(there, [there, standard, steady(100, 10, **other)], "throughput") is not None
+
+
+def test_interconnects() -> None:
+    assert interconnect("default") == ({}, None)
+    assert interconnect("no-p2p") == ({"NCCL_P2P_DISABLE": "1"}, None)
+    assert interconnect("NCCL_ALGO=Ring;NCCL_PROTO=LL") == ({"NCCL_ALGO": "Ring", "NCCL_PROTO": "LL"}, None)
+    assert interconnect("10us,100GB/s") == ({}, "10us,100GB/s")
+    for bad in ("fast", "=1", "10us,fast", "A B=1"):
+        with pytest.raises(UserError):
+            interconnect(bad)
+
+
+# --- beside the paper ----------------------------------------------------------------------------------------------------
+
+
+def test_the_papers_own_figures_fit_together() -> None:
+    """Table 2's batch-1 run is nearly all decoding, so its tokens/s must follow from its decode latency."""
+    tables = {t["table"]: t for t in json.loads(paper_tables.PAPER.read_text())["tables"]}
+    assert sorted(tables) == [1, 2, 6]
+    assert [len(tables[n]["rows"]) for n in (1, 2, 6)] == [7, 3, 4]
+    for entry in tables[2]["rows"]:
+        for link in ("nvlink", "no-nvlink"):
+            _, decode, throughput = entry[link]
+            assert (1 / (1 - decode / 100) - 1) * 100 == pytest.approx(throughput, rel=0.03)
+    for entry in tables[6]["rows"]:
+        for link in ("nvlink", "no-nvlink"):  # between what prefill and what decode alone would give
+            *latencies, throughput = entry[link]
+            low, high = sorted((1 / (1 - percent / 100) - 1) * 100 for percent in latencies)
+            assert low - 1 <= throughput <= high + 1
+
+
+def test_paper_tables_show_only_what_was_run() -> None:
+    rows = [steady(100, 10), steady(90, 8, variant="ladder"), steady(90, 8, variant="ladder", tp=4), steady(1, 1, batch=4)]
+    text = paper_tables.markdown(rows)
+    (line,) = [one for one in text.splitlines() if "nccl" in one]
+    total = [100 + 511 * 10, 90 + 511 * 8]
+    expected = ["5.78", "10.00", "23.71", "20.00", "30.79", f"{(total[0] / total[1] - 1) * 100:.2f}"]
+    assert [cell.strip() for cell in line.strip("|").split("|")][3:] == expected
+    assert text.count("not run") > 3 * 13
+    on_cpu = [replace(r, setting=replace(r.setting, device="cpu")) for r in rows]
+    assert "nccl" not in paper_tables.markdown(on_cpu)
+    assert "not run |" in paper_tables.markdown(rows[1:2])  # a ladder with nothing to stand against
+
+
+# --- plots and the page --------------------------------------------------------------------------------------------------
+
+
+def test_the_frontier_is_what_nobody_beats(seed: int) -> None:
+    rng = random.Random(seed)
+    points = [(rng.random(), rng.random()) for _ in range(60)] + [(0.5, 0.2), (0.5, 0.3)]
+    beaten = [p for p in points if any(q != p and q[0] <= p[0] and q[1] >= p[1] for q in points)]
+    assert plots.frontier(points) == sorted(set(points) - set(beaten))
+    assert plots.frontier([(2.0, 5.0), (2.0, 6.0), (1.0, 5.0), (3.0, 6.0), (2.0, 5.5)]) == [(1.0, 5.0), (2.0, 6.0)]
+
+
+def test_plots_show_the_ratios(seed: int) -> None:
+    rows = sweep_of(random.Random(seed))
+    figure = plots.throughput(rows)
+    assert figure is not None
+    drawn = [y for line in figure.axes[0].lines for y in np.atleast_1d(line.get_ydata())]
+    for one in rows:
+        assert any(y == pytest.approx(ratio(one, rows, "throughput")) for y in drawn)
+    plt.close(figure)
+    uneven = [
+        row([50] * 3, [[ms] * 511 for ms in runs], variant=v) for v, runs in (("standard", (9, 10, 11)), ("ladder", (6, 7, 9)))
+    ]
+    low, high = plots.whiskers(uneven[1], uneven)
+    speeds = [(50 + 511 * 10) / (50 + 511 * ms) for ms in (6, 7, 9)]
+    assert (low, high) == pytest.approx((speeds[1] - speeds[2], speeds[0] - speeds[1]))
+    figure = plots.bars(uneven)
+    assert figure is not None
+    assert sorted(p.get_height() for p in figure.axes[0].patches) == pytest.approx([1.0, speeds[1]])
+    plt.close(figure)
+    figure = plots.split(rows)
+    assert figure is not None
+    assert max(p.get_x() + p.get_width() for p in figure.axes[0].patches) == pytest.approx(2.0)
+    plt.close(figure)
+    assert plots.throughput([r for r in rows if r.setting.variant != "standard"]) is None
+    assert plots.bars([]) is None and plots.pareto([]) is None and plots.split([replace(r, split=None) for r in rows]) is None
+
+
+class Page(HTMLParser):
+    """Checks that tags close in order, and collects ids, references and text."""
+
+    VOID = {"meta", "br", "use", "path", "rect", "circle", "line"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.references: list[str] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._note(attrs)
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._note(attrs)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+    def _note(self, attrs: list[tuple[str, str | None]]) -> None:
+        for name, value in attrs:
+            if name == "id":
+                self.ids.append(value or "")
+            if name in ("src", "href", "xlink:href"):
+                self.references.append(value or "")
+
+
+def test_the_page_holds_everything_and_needs_no_network(seed: int) -> None:
+    rows = [*sweep_of(random.Random(seed)), replace(steady(1, 1, tp=4), samples=[], split=None, error="out <of> memory")]
+    answers = [loadgen.Answer(0.5, 0.0, 0.1, [0.02], 0.2, 2, "complete"), loadgen.Answer(1.0, outcome="status 503")]
+    loaded = {
+        "machine": MACHINE,
+        "settings": {"model": "models/x", "url": None, "ranks": 2, "requests": 2, "ttft_limit": 200, "itl_limit": 50},
+        "rates": [{"rate": 2.0, "summary": loadgen.summary(answers, 200, 50), "answers": []}],
+    }
+    page = Page()
+    text = report.page(rows, loaded, "A <title>")
+    page.feed(text)
+    assert page.open == []
+    assert len(page.ids) == len(set(page.ids))
+    assert page.references and all(ref.startswith("#") and ref[1:] in page.ids for ref in page.references)
+    for target in re.findall(r"url\(#([^)]+)\)", text):
+        assert target in page.ids
+    for part in (
+        "A <title>",
+        "8 x a GPU",
+        "out <of> memory",
+        "1 of 2",
+        "abc",
+        "Table 6",
+        f"{rows[0].median('throughput'):.1f}",
+    ):
+        assert part in page.text
+    assert text.count("<svg") == 4
+
+
+def test_a_page_of_one_part_alone() -> None:
+    assert "Beside the paper" not in report.page([], {"machine": MACHINE, "settings": {"model": "m", "url": None, "ranks": 1,
+        "requests": 1, "ttft_limit": 1, "itl_limit": 1}, "rates": []}, "t")  # fmt: skip
+    assert "under load" not in report.page([steady(1, 1)], None, "t")
+
+
+def test_tables_name_every_variant_once() -> None:
+    rows = [steady(10, ms, variant=v) for v, ms in (("ladder", 2), ("standard", 3))]
+    text = sweep.latency_table(rows)
+    assert text is not None
+    head, _, line = text.splitlines()
+    assert head.endswith("| standard | ladder |")
+    assert line.endswith("| 3.00 (3.00 to 3.00) | 2.00 (2.00 to 2.00) |")
+    assert sweep.latency_table([steady(1, 1, batch=2)]) is None
+    assert sweep.table(rows).count("\n") == 3
+
+
+def test_the_makefile_names_the_scripts() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for target in ("sweep", "latency", "throughput", "plot", "report", "trace", "paper-tables"):
+        assert re.search(rf"^\.PHONY:.*\b{target}\b", makefile, re.MULTILINE)
+        recipe = re.search(rf"^{target}: .*## .*\n\t(.*)$", makefile, re.MULTILINE)
+        assert recipe and (ROOT / re.findall(r"scripts/\w+\.py", recipe[1])[0]).exists()

@@ -1,0 +1,295 @@
+"""The sweep: which configurations, in which order, what it does about those that are done or fail, and real ranks once."""
+
+import argparse
+import json
+import subprocess
+import sys
+import textwrap
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tqdm import tqdm
+
+from comm import Local, parse_link
+from errors import UserError
+from scripts import sweep, sweep_worker
+from scripts.sweep_rows import Row, Setting, read_rows, row_line
+from tests.command_line import ROOT, environment
+from tp import World
+
+CPU = torch.device("cpu")
+TINY = Setting("tiny", "standard", 1, 1, 4, 3)
+
+
+def arguments(*argv: object) -> argparse.Namespace:
+    before, sys.argv = sys.argv, ["sweep.py", "--device", "cpu", *map(str, argv)]
+    try:
+        return sweep.parse_args()
+    finally:
+        sys.argv = before
+
+
+# --- which configurations ------------------------------------------------------------------------------------------------
+
+
+def test_settings_are_the_product_with_variants_next_to_each_other() -> None:
+    axes = "--models tiny llama-3-8b --variants standard ladder --tp 2 4 --batch-sizes 1 8 --interconnects default 1ms,1GB/s"
+    settings = sweep.settings_of(arguments(*axes.split(), "--prompt-lengths", 7, "--new-tokens", 5, "--runs", 4))
+    assert len(settings) == len(set(settings)) == 32
+    assert all((s.prompt_length, s.new_tokens, s.runs, s.device, s.dtype) == (7, 5, 4, "cpu", "float32") for s in settings)
+    for first, second in zip(settings[::2], settings[1::2], strict=True):
+        assert first.twin("ladder") == second and first.variant == "standard"
+
+
+def test_a_grid_gives_way_to_flags() -> None:
+    settings = sweep.settings_of(arguments("--grid", "table-6", "--tp", 2, "--interconnects", "default"))
+    assert {s.variant for s in settings} == {"standard", "ladder", "desync-2x", "desync-4x", "upper-bound"}
+    assert {(s.model, s.batch, s.tp, s.prompt_length, s.new_tokens) for s in settings} == {("llama-3-8b", 64, 2, 1024, 512)}
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--tp 0",
+        "--batch-sizes 1 -1",
+        "--interconnects soon",
+        "--comms nccl",
+        "--comms bogus",
+        "--runs 0",
+        "--models x --grid y",
+    ],
+)
+def test_bad_axes(flags: str) -> None:
+    with pytest.raises(UserError):
+        sweep.settings_of(arguments(*flags.split()))
+
+
+def test_one_launch_for_all_that_share_ranks_and_environment() -> None:
+    axes = "--tp 4 2 --interconnects no-p2p default 1ms,1GB/s NCCL_ALGO=Ring --batch-sizes 1 2"
+    settings = sweep.settings_of(arguments(*axes.split()))
+    found = list(sweep.launches(settings))
+    places = [(tp, env) for tp, env, _ in found]
+    variables = ({}, {"NCCL_ALGO": "Ring"}, {"NCCL_P2P_DISABLE": "1"})
+    assert sorted(places, key=str) == sorted(((tp, env) for tp in (2, 4) for env in variables), key=str)
+    assert sorted((s.key for _, _, part in found for s in part)) == sorted(s.key for s in settings)
+    assert {s.interconnect for tp, env, part in found for s in part if not env} == {"default", "1ms,1GB/s"}
+
+
+# --- the order of runs ---------------------------------------------------------------------------------------------------
+
+
+def test_variants_take_turns_if_they_fit_together() -> None:
+    group = [Setting("tiny", v, 1, 1, 4, 3, runs=2, profile=True) for v in ("standard", "ladder")]
+    assert [(n, s.variant[0]) for n, s in sweep_worker.turns(group, True)] == [(n, v) for n in range(4) for v in "sl"]
+    assert [(n, s.variant[0]) for n, s in sweep_worker.turns(group, False)] == [(n, v) for v in "sl" for n in range(4)]
+
+
+def worker(capsys: pytest.CaptureFixture[str], group: list[Setting], together: bool) -> list[Any]:
+    """What a group says on one rank of this process."""
+    models = sweep_worker.Models(World(0, 1, CPU, Local()))
+    capsys.readouterr()
+    sweep_worker.run_group(models, group, together)
+    lines = capsys.readouterr().out.splitlines()
+    assert all(line.startswith(sweep_worker.MARK) for line in lines)
+    return [json.loads(line[len(sweep_worker.MARK) :]) for line in lines]
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_group_on_one_rank(capsys: pytest.CaptureFixture[str], together: bool) -> None:
+    """A variant that cannot be is a failure of its own; the others have all their samples."""
+    group = [Setting("tiny", v, 1, 2, 4, 3, runs=2) for v in ("standard", "bogus", "ladder")]
+    said = worker(capsys, group, together)
+    (failed,) = [one for one in said if "failed" in one]
+    assert failed["failed"]["variant"] == "bogus" and "unknown variant" in failed["error"]
+    done = {one["done"]["variant"]: one for one in said if "done" in one}
+    assert set(done) == {"standard", "ladder"}
+    for one in done.values():
+        assert len(one["samples"]) == 2
+        for sample in one["samples"]:
+            assert len(sample["step_ms"]) == 2 and sample["prefill_ms"] > 0 and sample["exposed_ms"] == 0
+            middle = sum(sample["step_ms"]) / 2
+            assert sample["decode_ms_per_token"] == pytest.approx(middle, abs=1e-3)
+            assert sample["tokens_per_second"] == pytest.approx(2 / middle * 1e3, rel=1e-2)
+            assert sample["weight_gb_per_second"] > 0 and sample["peak_memory_gb"] > 0
+    begun = [one["begin"]["variant"] for one in said if "begin" in one]
+    assert begun.count("standard") == begun.count("ladder") == 3 and begun.count("bogus") == 1
+
+
+def test_memory_that_is_short_for_all_suffices_for_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """OOM with several models loaded means one at a time; OOM of one alone is that one's error."""
+    real, group = sweep_worker.one_run, [Setting("tiny", v, 1, 1, 4, 3, runs=1) for v in ("standard", "ladder")]
+
+    def one_run(model: Any, comm: Any, s: Setting, world: World) -> Any:
+        if s.variant == "ladder":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate\nmore")
+        return real(model, comm, s, world)
+
+    monkeypatch.setattr(sweep_worker, "one_run", one_run)
+    with pytest.raises(sweep_worker.Shortage):
+        worker(capsys, group, together=True)
+    said = worker(capsys, group, together=False)
+    assert [one["error"] for one in said if "failed" in one] == ["out of memory: CUDA out of memory. Tried to allocate"]
+    assert [one["done"]["variant"] for one in said if "done" in one] == ["standard"]
+
+
+def test_models_are_freed_when_their_group_is_over() -> None:
+    models = sweep_worker.Models(World(0, 1, CPU, Local()))
+    first, second = TINY, TINY.twin("ladder")
+    kept = models.get(first)[0]
+    models.get(second)
+    assert models.fit_together([first]) and len(models.loaded) == 1
+    assert models.get(first)[0] is kept
+
+
+# --- what a simulated link costs -----------------------------------------------------------------------------------------
+
+
+class TwoRanks(Local):
+    """Sums at once and to nothing, as one of two ranks."""
+
+    world_size = 2
+
+
+def test_a_metered_link_adds_up_what_its_sums_take() -> None:
+    """Three sums, two of which have a millisecond of computing behind them; on a clock of the test's own."""
+    now = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    link = sweep_worker.MeteredLink(TwoRanks(), parse_link("1ms,1MB/s"), clock=lambda: now, sleep=sleep)
+    each = 1e-3 + 2 * (1 / 2) * 500 * 4 / 1e6
+    for busy in (0.0, 1e-3, 1e-3):
+        handle = link.start(torch.ones(500))
+        now += busy
+        handle.wait()
+    assert link.link_seconds == pytest.approx(3 * each)
+    assert link.waited == pytest.approx(3 * each - 2e-3)
+
+
+def test_the_parts_of_a_step_on_a_link() -> None:
+    samples = [
+        {"step_ms": [10.0, 14.0], "exposed_ms": 3.0, "link_ms": 5.0},
+        {"step_ms": [12.0], "exposed_ms": 1.0, "link_ms": 5.0},
+    ]
+    split = sweep_worker.link_split(samples)
+    assert split == {"compute": 7.0, "hidden": 3.0, "exposed": 2.0, "idle": 0.0, "source": "simulated link"}
+    assert sweep_worker.link_split([samples[0] | {"link_ms": None}]) is None
+
+
+# --- the file ------------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_in_the_file_is_done(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    file = sweep.File(path)
+    failed = TINY.twin("ladder")
+    file.add(TINY, samples=[{"prefill_ms": 1.0, "step_ms": []}])
+    file.add(failed, error="out of memory")
+    with path.open("a") as torn:
+        torn.write('{"setting": {"mod')
+    again = sweep.File(path)
+    assert path.read_text().endswith("}\n")
+    assert [again.is_done(s, False) for s in (TINY, failed, TINY.twin("parallel"))] == [True, True, False]
+    assert not again.is_done(failed, retry=True) and again.is_done(TINY, retry=True)
+    for name, value in asdict(TINY).items():  # another value of any one setting is another configuration
+        other = "x" if value is None else value + "x" if isinstance(value, str) else value + 1
+        assert not again.is_done(Setting(**{**asdict(TINY), name: other}), False), name
+
+
+def test_another_machines_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(row_line(Row(TINY, {"cpu": "another"}, {}, error="x")))
+    with pytest.raises(UserError, match="another machine"):
+        sweep.File(path)
+
+
+# --- crashes -------------------------------------------------------------------------------------------------------------
+
+FAKE = """
+    import json, os, sys, time
+    def say(**what): print("@sweep " + json.dumps(what), flush=True)
+    for s in json.load(open(sys.argv[-1])):
+        print("NCCL version 2.x"); say(begin=s)
+        if s["variant"] == "crash": print("RuntimeError: boom", file=sys.stderr); os._exit(3)
+        if s["variant"] == "hang": time.sleep(60)
+        if s["variant"] == "oom": say(failed=s, error="out of memory")
+        else: say(done=s, samples=[{"prefill_ms": 1.0}], split=None, variant="v", communicator="c")
+"""
+
+
+def test_a_crash_takes_its_own_configuration_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "fake.py"
+    program.write_text(textwrap.dedent(FAKE))
+    started: list[int] = []
+    real = sweep.launch
+
+    def launch(command: Any, *more: Any) -> str | None:
+        started.append(len(json.loads(Path(command[-1]).read_text())))
+        return real([sys.executable, "-I", "-S", str(program), command[-1]], *more)
+
+    monkeypatch.setattr(sweep, "launch", launch)
+    file = sweep.File(tmp_path / "rows.jsonl")
+    todo = [TINY.twin(v) for v in ("a", "oom", "crash", "b", "hang", "c")]
+    with tqdm(disable=True) as bar:
+        sweep.run_all(file, 1, {}, list(todo), 5.0, bar)
+    found = {row.setting.variant: row.error for row in read_rows(file.path)}
+    assert found == {
+        "a": None,
+        "oom": "out of memory",
+        "crash": "exit code 3: RuntimeError: boom",
+        "b": None,
+        "hang": "nothing happened for 5 s",
+        "c": None,
+    }
+    assert started == [6, 3, 1]
+
+
+def test_ranks_that_never_start_fail_every_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep, "launch", lambda *_: "exit code 2: error: no GPU")
+    file = sweep.File(tmp_path / "rows.jsonl")
+    with tqdm(disable=True) as bar:
+        sweep.run_all(file, 1, {}, [TINY, TINY.twin("ladder")], 1.0, bar)
+    assert [row.error for row in read_rows(file.path)] == ["exit code 2: error: no GPU"] * 2
+
+
+def test_the_cause_is_the_ranks_own_line() -> None:
+    said = "W1 warning\nerror: --device cuda, but this machine shows no GPU\nE1 failed\nChildFailedError: \n ====\nroot cause\n"
+    assert sweep.cause(said) == "error: --device cuda, but this machine shows no GPU"
+    assert sweep.cause("") == "no message"
+
+
+# --- real ranks ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_sweep_on_two_ranks_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    out = tmp_path / "deeper" / "rows.jsonl"
+    command = [sys.executable, "scripts/sweep.py", "--device", "cpu", "--models", "tiny:2", "--tp", "2", "--batch-sizes", "1"]
+    command += ["--prompt-lengths", "4", "--new-tokens", "3", "--interconnects", "2ms,100MB/s", "--out", str(out)]
+
+    def run(*variants: str) -> str:
+        done = subprocess.run(
+            [*command, "--variants", *variants], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout + done.stderr
+
+    run("standard", "ladder", "upper-bound")
+    before = out.read_text()
+    rows = {row.setting.variant: row for row in read_rows(out)}
+    assert all(len(row.samples) == 3 and not row.error for row in rows.values()) and len(rows) == 3
+    # the embedding's sum and two a layer, each of 1 x 192 floats, of which a rank sends all once
+    link_ms = (1 + 2 * 2) * (2 + 192 * 4 / 100e6 * 1e3)
+    for sample in rows["standard"].samples + rows["ladder"].samples:
+        assert sample["link_ms"] == pytest.approx(link_ms, rel=1e-3)
+        assert sample["exposed_ms"] > 0 and len(sample["step_ms"]) == 2
+    assert all(s["link_ms"] == s["exposed_ms"] == 0 for s in rows["upper-bound"].samples)
+    said = run("standard", "upper-bound")
+    assert out.read_text() == before
+    assert "2 of 2 configurations are in" in said and "| standard |" in said and "| ladder |" not in said
