@@ -605,3 +605,17 @@ def test_another_format_and_what_is_no_snapshot(tmp_path: Path, seed: int) -> No
     for path in (tmp_path, tmp_path / "none", file):
         with pytest.raises(UserError, match="no complete snapshot"):
             check_fits(path, SHAPES)
+
+
+def test_a_folder_may_be_renamed_as_soon_as_a_file_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 does that once it sees the last part, while the rank that wrote it is still busy with it."""
+    folder, rename = tmp_path / "step.partial", Path.rename
+    folder.mkdir()
+
+    def rename_both(self: Path, target: Path) -> None:
+        rename(self, target)
+        rename(folder, tmp_path / "step")
+
+    monkeypatch.setattr(Path, "rename", rename_both)
+    training.snapshot._write_json(folder / "rank-1.json", {"file": None})
+    assert json.loads((tmp_path / "step" / "rank-1.json").read_text()) == {"file": None}

@@ -19,8 +19,8 @@ import threading
 import time
 import weakref
 import zlib
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -413,14 +413,21 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
         file.write(json.dumps(value))
         file.flush()
         os.fsync(file.fileno())
-    hidden.rename(path)
-    _sync(path.parent)
+    with _opened(path.parent) as folder:  # before the file shows: whoever waits for it may then rename the folder
+        hidden.rename(path)
+        os.fsync(folder)
 
 
 def _sync(directory: Path) -> None:
     """Make the names in a directory last."""
+    with _opened(directory) as folder:
+        os.fsync(folder)
+
+
+@contextmanager
+def _opened(directory: Path) -> Iterator[int]:
     descriptor = os.open(directory, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        yield descriptor
     finally:
         os.close(descriptor)
