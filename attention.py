@@ -3,6 +3,7 @@
 Shapes: B sequences, T tokens a sequence in this forward, L tokens cached, H query heads, K key-value heads, D head_dim.
 """
 
+from abc import ABC, abstractmethod
 from typing import Protocol
 
 import torch
@@ -12,17 +13,69 @@ from torch import Tensor
 from errors import UserError
 
 
-class AttentionContext(Protocol):
+class HeadNorm(Protocol):
+    """An RMSNorm of single heads."""
+
+    eps: float
+
+    @property
+    def weight(self) -> Tensor:
+        """(D,)"""
+        ...
+
+
+class Heads(Protocol):
+    """What a context sees of an attention module: `slot` numbers those of this rank; `window` limits a query to the last
+    `window` tokens."""
+
+    slot: int
+    window: int | None
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+
+    @property
+    def q_norm(self) -> "HeadNorm | None": ...
+
+    @property
+    def k_norm(self) -> "HeadNorm | None":
+        """Both or none."""
+        ...
+
+    def split(self, qkv: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """(B, T, (H + 2K) * D) to q (B, T, H, D), k and v (B, T, K, D), rotated by cosines and sines (T, 1, D / 2)."""
+        ...
+
+
+class AttentionContext(ABC):
     """What one forward pass needs to know about the tokens before it."""
 
+    @abstractmethod
+    def attend(self, heads: Heads, qkv: Tensor, frequencies: Tensor) -> Tensor:
+        """Causal attention of the queries in qkv (B, T, (H + 2K) * D) over what the module's slot holds and qkv's own keys and
+        values: (B, T, H * D). frequencies: (D / 2,) fp32, radians a token."""
+
+
+class SplitContext(AttentionContext):
+    """One that attends to heads that are split and rotated before, each by PyTorch."""
+
     positions: Tensor  # (T,) int64, of this forward's tokens, the same for every sequence
+    _rope: tuple[Tensor, Tensor] | None = None  # every layer has the same
 
-    def attend(self, slot: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        """Causal attention of q (B, T, H, D) over what slot `slot` holds and k, v (B, T, K, D): (B, T, H, D).
+    def rope(self, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of this forward's positions, (T, 1, D / 2) fp32 each."""
+        if self._rope is None:
+            angles = self.positions[:, None, None].float() * frequencies
+            self._rope = angles.cos(), angles.sin()
+        return self._rope
 
-        `slot` numbers the attention modules of this rank; `window` limits a query to the last `window` tokens.
-        """
-        ...
+    def attend(self, heads: Heads, qkv: Tensor, frequencies: Tensor) -> Tensor:
+        q, k, v = heads.split(qkv, self.rope(frequencies))
+        return self.attend_split(heads.slot, q, k, v, heads.window).flatten(-2)
+
+    @abstractmethod
+    def attend_split(self, slot: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        """Attention of q (B, T, H, D), k and v (B, T, K, D), rotated: (B, T, H, D)."""
 
 
 def causal_mask(positions: Tensor, length: int, window: int | None) -> Tensor:
@@ -32,13 +85,13 @@ def causal_mask(positions: Tensor, length: int, window: int | None) -> Tensor:
     return seen if window is None else seen & (keys > positions[:, None] - window)
 
 
-class Causal:
+class Causal(SplitContext):
     """No cache: T tokens from position 0, for training and scoring."""
 
     def __init__(self, length: int, device: torch.device) -> None:
         self.positions = torch.arange(length, device=device)
 
-    def attend(self, slot: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    def attend_split(self, slot: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if window is None or window >= len(self.positions):
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -73,7 +126,7 @@ class ContiguousCache:
         return CacheStep(self, start, self.length)
 
 
-class CacheStep:
+class CacheStep(SplitContext):
     """One forward pass over positions start … stop-1 of a `ContiguousCache`."""
 
     def __init__(self, cache: ContiguousCache, start: int, stop: int) -> None:
@@ -81,7 +134,7 @@ class CacheStep:
         self.positions = torch.arange(start, stop, device=cache.keys_values.device)
         self._masks: dict[int | None, Tensor] = {}  # by window: every layer of a kind shares one
 
-    def attend(self, slot: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    def attend_split(self, slot: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         keys, values = self.cache.keys_values[slot]
         keys[:, :, self.start : self.stop] = k.transpose(1, 2)
         values[:, :, self.start : self.stop] = v.transpose(1, 2)

@@ -12,9 +12,9 @@ partial sum of h_i; AR sums over ranks.
     desync        x^r += h_i^r(x^r) on every stream r, or, where it reduces, x = AR(h_i^r(x^r) + x^r / S)
     upper-bound   standard without AR: wrong on more than one rank
 
-Between blocks travel a tensor `x` and a `pending` sum: the residual stream is `x` plus what `pending` will bring. A block
-that waits at once is standard; one that computes first and waits later is a ladder. So the two mix freely, and the rule
-x_{i-2} holds at the seam of a hybrid.
+Between modules travel a tensor `x` and the sums in flight, oldest first: the residual stream is `x` plus what they will bring.
+A module reads the stream once all but the newest `lag` of them have arrived: 0 is standard, 1 a ladder. So the two mix freely,
+and the rule x_{i-2} holds at the seam of a hybrid.
 """
 
 import math
@@ -25,8 +25,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attention import AttentionContext
-from comm import Communicator, Handle, NoCommunication
+from comm import Communicator, Done, Handle, NoCommunication
 from config import ModelConfig, RopeScaling
+from kernels.embedding import embedding_shard
+from kernels.norm import rms_norm
 from tp import Shard, ShardedLinear, stream_shards
 
 
@@ -46,7 +48,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size, **factory))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
 
 # --- RoPE --------------------------------------------------------------------------------------------------------------
@@ -74,7 +76,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
 
 
-# --- the modules h_i: each with its pre-norm; each returns this shard's partial sum --------------------------------------
+# --- the modules h_i without their pre-norm; each returns this shard's partial sum ---------------------------------------
 
 
 class Heads(nn.Module):
@@ -98,12 +100,13 @@ class Heads(nn.Module):
         q, k = rotate(qk, *rope).split((self.n_heads, self.n_kv_heads), dim=-2)
         return q, k, v
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, context: AttentionContext) -> Tensor:
-        return context.attend(self.slot, q, k, v, self.window).flatten(-2)  # (B, T, H * D)
+    def forward(self, qkv: Tensor, frequencies: Tensor, context: AttentionContext) -> Tensor:
+        """(B, T, (H + 2K) * D) to (B, T, H * D). How heads meet the tokens before them is the context's affair."""
+        return context.attend(self, qkv, frequencies)
 
 
 class Attention(nn.Module):
-    """h(x) = O · attend(QKV · n(x)), this shard's partial sum: (B, T, C) to (B, T, C)."""
+    """h(x) = O · attend(QKV · n(x)) of n(x), this shard's partial sum: (B, T, C) to (B, T, C)."""
 
     def __init__(self, config: ModelConfig, layer: int, slot: int, shard: Shard, norm: RMSNorm, factory: Factory) -> None:
         super().__init__()
@@ -112,20 +115,12 @@ class Attention(nn.Module):
         self.heads = Heads(config, layer, slot, shard, factory)
         self.wo = ShardedLinear(config, shard, ("o_proj",), **factory)
 
-    def project(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        return self.heads.split(self.wqkv(self.norm(x)), rope)
-
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], context: AttentionContext) -> Tensor:
-        return self.wo(self.heads.attend(*self.project(x, rope), context))
-
-
-def swiglu(gate_up: Tensor) -> Tensor:
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    def forward(self, normed: Tensor, frequencies: Tensor, context: AttentionContext) -> Tensor:
+        return self.wo(self.heads(self.wqkv(normed), frequencies, context))
 
 
 class MLP(nn.Module):
-    """h(x) = down · (silu(gate · n(x)) * (up · n(x))), this shard's partial sum: (B, T, C) to (B, T, C)."""
+    """h(x) = down · (silu(gate · n(x)) * (up · n(x))) of n(x), this shard's partial sum: (B, T, C) to (B, T, C)."""
 
     def __init__(self, config: ModelConfig, shard: Shard, norm: RMSNorm, factory: Factory) -> None:
         super().__init__()
@@ -133,51 +128,55 @@ class MLP(nn.Module):
         self.w_gate_up = ShardedLinear(config, shard, ("gate_proj", "up_proj"), **factory)
         self.w_down = ShardedLinear(config, shard, ("down_proj",), **factory)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.w_down(swiglu(self.w_gate_up(self.norm(x))))
+    def forward(self, normed: Tensor) -> Tensor:
+        return self.w_down.of_swiglu(self.w_gate_up(normed))
 
 
 # --- the residual variants: one block class each -------------------------------------------------------------------------
 
 
-def settle(x: Tensor, pending: Handle | None) -> Tensor:
-    """The residual stream once the sum in flight has arrived."""
-    return x if pending is None else x + pending.wait()
+Pending = tuple[Handle, ...]  # sums in flight, oldest first
 
 
-class SequentialBlock(nn.Module):
-    """Attention, then MLP, on one stream; the subclasses differ in when they wait for a sum."""
+def settle(x: Tensor, pending: Pending) -> Tensor:
+    """The residual stream once the sums in flight have arrived."""
+    for total in pending:
+        x = x + total.wait()
+    return x
+
+
+def read(x: Tensor, pending: Pending, norm: RMSNorm, lag: int) -> tuple[Tensor, Tensor, Pending]:
+    """What a module takes from the stream once all but the newest `lag` sums have arrived: (x, norm(x), still in flight)."""
+    arrived = max(0, len(pending) - lag)
+    if not arrived:
+        return x, norm(x), pending
+    x = settle(x, pending[: arrived - 1])
+    return *pending[arrived - 1].add_norm(x, norm.weight, norm.eps), pending[arrived:]
+
+
+class StandardBlock(nn.Module):
+    """x_i = x_{i-1} + AR(h_i(x_{i-1})): attention, then MLP, each waiting for the sum of the one before."""
+
+    lag = 0
 
     def __init__(self, config: ModelConfig, layer: int, shards: list[Shard], comm: Communicator, factory: Factory) -> None:
         super().__init__()
-        self.comm = comm
+        self.start = comm.start if self.lag else comm.defer
         norms = [RMSNorm(config.hidden_size, config.norm_eps, factory) for _ in range(2)]
         self.attention = Attention(config, layer, layer, shards[0], norms[0], factory)
         self.mlp = MLP(config, shards[0], norms[1], factory)
 
-
-class StandardBlock(SequentialBlock):
-    """x_i = x_{i-1} + AR(h_i(x_{i-1})): each module waits for the sum of the one before."""
-
-    def forward(
-        self, x: Tensor, pending: Handle | None, rope: tuple[Tensor, Tensor], context: AttentionContext
-    ) -> tuple[Tensor, Handle]:
-        x = settle(x, pending)
-        attention = self.comm.start(self.attention(x, rope, context))
-        x = settle(x, attention)
-        return x, self.comm.start(self.mlp(x))
+    def forward(self, x: Tensor, pending: Pending, frequencies: Tensor, context: AttentionContext) -> tuple[Tensor, Pending]:
+        x, normed, pending = read(x, pending, self.attention.norm, self.lag)
+        pending += (self.start(self.attention(normed, frequencies, context)),)
+        x, normed, pending = read(x, pending, self.mlp.norm, self.lag)
+        return x, (*pending, self.start(self.mlp(normed)))
 
 
-class LadderBlock(SequentialBlock):
+class LadderBlock(StandardBlock):
     """x_i = x_{i-1} + AR(h_i(x_{i-2})): while one module's sum is in flight, the next computes (Algorithm 1)."""
 
-    def forward(
-        self, x: Tensor, pending: Handle | None, rope: tuple[Tensor, Tensor], context: AttentionContext
-    ) -> tuple[Tensor, Handle]:
-        attention = self.comm.start(self.attention(x, rope, context))  # `pending` is in flight meanwhile
-        x = settle(x, pending)
-        mlp = self.comm.start(self.mlp(x))  # the attention's sum is in flight meanwhile
-        return settle(x, attention), mlp
+    lag = 1
 
 
 class UpperBoundBlock(StandardBlock):
@@ -201,27 +200,26 @@ class ParallelBlock(nn.Module):
         self.wo = ShardedLinear(config, shard, ("o_proj",), **factory)
         self.w_down = ShardedLinear(config, shard, ("down_proj",), **factory)
 
-    def forward(
-        self, x: Tensor, pending: Handle | None, rope: tuple[Tensor, Tensor], context: AttentionContext
-    ) -> tuple[Tensor, Handle]:
-        x = settle(x, pending)
+    def forward(self, x: Tensor, pending: Pending, frequencies: Tensor, context: AttentionContext) -> tuple[Tensor, Pending]:
+        x, normed, pending = read(x, pending, self.norm, lag=0)
         q_size, k_size, v_size, gate_size, up_size = self.w_in.sizes
-        qkv, gate_up = self.w_in(self.norm(x)).split((q_size + k_size + v_size, gate_size + up_size), dim=-1)
-        attended = self.heads.attend(*self.heads.split(qkv, rope), context)
-        return x, self.comm.start(self.wo(attended) + self.w_down(swiglu(gate_up)))
+        qkv, gate_up = self.w_in(normed).split((q_size + k_size + v_size, gate_size + up_size), dim=-1)
+        attended = self.heads(qkv, frequencies, context)
+        return x, (self.comm.defer(self.wo(attended) + self.w_down.of_swiglu(gate_up)),)
 
 
 class DesyncBlock(nn.Module):
     """Every stream r advances on its own, x^r += h^r(x^r), until a module reduces: x = AR(h^r(x^r) + x^r / S).
 
     A checkpoint with S streams runs on every number of ranks N that divides S: a rank carries S / N streams, each with its own
-    shard of the weights; the norms are shared. `x` is a list of this rank's streams, each (B, T, C).
+    shard of the weights; the norms are shared. `x` is a list of this rank's streams, each (B, T, C), and `pending` has an update
+    for each of them, or none right behind a reduction.
     """
 
     def __init__(self, config: ModelConfig, layer: int, shards: list[Shard], comm: Communicator, factory: Factory) -> None:
         super().__init__()
         self.comm, self.streams, self.reduces = comm, config.desync_streams, config.desync_pattern[layer]
-        norms = [RMSNorm(config.hidden_size, config.norm_eps, factory) for _ in range(2)]
+        self.norms = norms = tuple(RMSNorm(config.hidden_size, config.norm_eps, factory) for _ in range(2))
         slots = range(layer * len(shards), (layer + 1) * len(shards))
         self.attention = nn.ModuleList(
             Attention(config, layer, slot, shard, norms[0], factory) for slot, shard in zip(slots, shards, strict=True)
@@ -229,17 +227,26 @@ class DesyncBlock(nn.Module):
         self.mlp = nn.ModuleList(MLP(config, shard, norms[1], factory) for shard in shards)
 
     def forward(
-        self, x: list[Tensor], pending: None, rope: tuple[Tensor, Tensor], context: AttentionContext
-    ) -> tuple[list[Tensor], None]:
-        x = self.advance(x, [h(x_r, rope, context) for h, x_r in zip(self.attention, x, strict=True)], self.reduces.attention)
-        x = self.advance(x, [h(x_r) for h, x_r in zip(self.mlp, x, strict=True)], self.reduces.mlp)
-        return x, None
+        self, x: list[Tensor], pending: Pending, frequencies: Tensor, context: AttentionContext
+    ) -> tuple[list[Tensor], Pending]:
+        x, normed = self.read(x, pending, self.norms[0])
+        updates = [h(y, frequencies, context) for h, y in zip(self.attention, normed, strict=True)]
+        x, pending = self.advance(x, updates, self.reduces.attention)
+        x, normed = self.read(x, pending, self.norms[1])
+        return self.advance(x, [h(y) for h, y in zip(self.mlp, normed, strict=True)], self.reduces.mlp)
 
-    def advance(self, x: list[Tensor], updates: list[Tensor], reduce: bool) -> list[Tensor]:
+    @staticmethod
+    def read(x: list[Tensor], pending: Pending, norm: RMSNorm) -> tuple[list[Tensor], list[Tensor]]:
+        if not pending:  # the streams are one
+            return x, [norm(x[0])] * len(x)
+        both = [update.add_norm(x_r, norm.weight, norm.eps) for x_r, update in zip(x, pending, strict=True)]
+        return [x_r for x_r, _ in both], [normed for _, normed in both]
+
+    def advance(self, x: list[Tensor], updates: list[Tensor], reduce: bool) -> tuple[list[Tensor], Pending]:
         if not reduce:
-            return [x_r + update for x_r, update in zip(x, updates, strict=True)]
+            return x, tuple(Done(update) for update in updates)
         partial = torch.stack([update + x_r / self.streams for x_r, update in zip(x, updates, strict=True)]).sum(0)
-        return [self.comm.all_reduce(partial)] * len(x)
+        return [self.comm.all_reduce(partial)] * len(x), ()
 
 
 BLOCKS = {
@@ -297,9 +304,7 @@ class Transformer(nn.Module):
         """Compile what lies between the collectives and the attention kernel: Inductor would move a compiled collective's
         wait right behind it. All layers share the compiled code."""
         for module in self.modules():
-            if isinstance(module, Attention):
-                module.project = torch.compile(module.project)  # type: ignore[method-assign]
-            elif isinstance(module, MLP):
+            if isinstance(module, MLP):
                 module.forward = torch.compile(module.forward)  # type: ignore[method-assign]
             elif isinstance(module, Heads):
                 module.split = torch.compile(module.split)  # type: ignore[method-assign]
@@ -308,10 +313,7 @@ class Transformer(nn.Module):
         """(B, T) ids to (B, T, C). Each rank looks up the ids of its part of the vocabulary; the sum completes the rest."""
         if self.comm.world_size == 1:
             return F.embedding(tokens, self.embedding.weight)
-        local = tokens - self.vocab.start
-        foreign = (local < 0) | (local >= len(self.vocab))
-        rows = F.embedding(local.masked_fill(foreign, 0), self.embedding.weight)
-        return self.comm.all_reduce(rows.masked_fill(foreign[..., None], 0.0))
+        return self.comm.all_reduce(embedding_shard(tokens, self.embedding.weight, self.vocab.start))
 
     def logits(self, x: Tensor) -> Tensor:
         """(..., C) to (..., vocab_size) fp32, the same on every rank."""
@@ -319,15 +321,13 @@ class Transformer(nn.Module):
 
     def hidden(self, tokens: Tensor, context: AttentionContext) -> Tensor:
         """(B, T) ids to the last residual stream (B, T, C), before the final norm."""
-        angles = context.positions[:, None, None].float() * self.frequencies  # (T, 1, D / 2)
-        rope = angles.cos(), angles.sin()
         x: Any = self.embed(tokens)
         desync = self.config.variant == "desync"
         if desync:  # the streams begin equal; the last module of all reduces, so they end equal
             x = [x] * len(self.shards)
-        pending = None
+        pending: Pending = ()
         for layer in self.layers:
-            x, pending = layer(x, pending, rope, context)
+            x, pending = layer(x, pending, self.frequencies, context)
         return x[0] if desync else settle(x, pending)
 
     def forward(self, tokens: Tensor, context: AttentionContext) -> Tensor:

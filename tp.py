@@ -11,12 +11,14 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from comm import Communicator, Local, choose
 from config import ModelConfig
 from errors import UserError
+from kernels.activation import swiglu
+from kernels.dispatch import on_gpu
+from kernels.linear import linear, swiglu_linear
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,11 @@ class ShardedLinear(nn.Module):
         self.bias = nn.Parameter(torch.zeros(shape[0], device=device, dtype=dtype)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
+
+    def of_swiglu(self, gate_up: Tensor) -> Tensor:
+        """The layer of silu(gate) * up; gate_up (..., 2 * in_features)."""
+        return swiglu_linear(gate_up, self.weight) if on_gpu(gate_up) else self(swiglu(gate_up))
 
     def pieces(self) -> Iterator[tuple[str, Tensor]]:
         """The fused parts under their checkpoint names, `q_proj.weight`, `q_proj.bias`, …, as views of this layer's tensors."""
@@ -183,7 +189,7 @@ def agree_on_error(world: World, error: UserError | None) -> None:
     errors: list[str | None] = [str(error) if error else None]
     if world.world_size > 1:
         errors = [None] * world.world_size
-        dist.all_gather_object(errors, str(error) if error else None)
+        dist.all_gather_object(errors, str(error) if error else None, group=world.control)
     first = next((e for e in errors if e), None)
     if first:
         raise UserError(first)

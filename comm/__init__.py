@@ -4,7 +4,7 @@
 """
 
 from comm.choice import KNOWN, Choice, choose
-from comm.interface import Communicator, Handle, Local, NoCommunication
+from comm.interface import Communicator, Done, Handle, Local, NoCommunication
 from comm.process_group import GlooCommunicator, NcclCommunicator
 from comm.quantize import Scheme, parse_scheme
 from comm.quantized import QuantizedGlooCommunicator, QuantizedNcclCommunicator
@@ -14,6 +14,7 @@ __all__ = [
     "KNOWN",
     "Choice",
     "Communicator",
+    "Done",
     "GlooCommunicator",
     "Handle",
     "Link",

@@ -1,19 +1,25 @@
 """The communicator's interface, and the two that send nothing."""
 
 from abc import ABC, abstractmethod
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.norm import add_rms_norm
 
-class Handle(Protocol):
-    """A sum in flight."""
 
+class Handle(ABC):
+    """A sum in flight. Ask for it once, by `wait` or by `add_norm`."""
+
+    @abstractmethod
     def wait(self) -> Tensor:
-        """The sum over all ranks, same shape and dtype as the partial. Call it once."""
-        ...
+        """The sum over all ranks, same shape and dtype as the partial."""
+
+    def add_norm(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """What nearly always follows: (x + sum, rms_norm(x + sum) * weight), which some communicators compute in the kernel
+        that sums."""
+        return add_rms_norm(x, self.wait(), weight, eps)
 
 
 class Communicator(ABC):
@@ -32,16 +38,20 @@ class Communicator(ABC):
     def start(self, partial: Tensor) -> Handle:
         """Begin to sum `partial` (any shape, floating point) over all ranks. The communicator may overwrite `partial`."""
 
+    def defer(self, partial: Tensor) -> Handle:
+        """The same for a caller that computes nothing before it asks for the sum: it may begin only then."""
+        return self.start(partial)
+
     @abstractmethod
     def all_gather(self, shard: Tensor) -> Tensor:
         """Concatenate the ranks' `shard`s (..., n) along the last dim, in rank order: (..., n * world_size)."""
 
     def all_reduce(self, partial: Tensor) -> Tensor:
-        """Sum and wait: `start(partial).wait()`."""
-        return self.start(partial).wait()
+        """Sum and wait."""
+        return self.defer(partial).wait()
 
 
-class Done:
+class Done(Handle):
     """The handle of a sum that needed no waiting."""
 
     def __init__(self, total: Tensor) -> None:
@@ -66,7 +76,7 @@ class Local(Communicator):
 class NoCommunication(Communicator):
     """The `upper-bound` variant: every rank goes on with its own partial sums, so the text is wrong on more than one rank.
 
-    A gather returns this rank's shard in its place and -inf elsewhere, so that a sampled token is still a token.
+    A gather returns this rank's shard in its place and the least value elsewhere, so that a sampled token is still a token.
     """
 
     name = "none"
@@ -80,4 +90,5 @@ class NoCommunication(Communicator):
     def all_gather(self, shard: Tensor) -> Tensor:
         n = shard.shape[-1]
         around = (self.rank * n, (self.world_size - 1 - self.rank) * n)
-        return F.pad(shard, around, value=-torch.inf)
+        least = -torch.inf if shard.is_floating_point() else torch.iinfo(shard.dtype).min
+        return F.pad(shard, around, value=least)

@@ -12,7 +12,7 @@ from comm.interface import Communicator, Handle
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class _Pending:
+class _Pending(Handle):
     """An all-reduce of a process group; `wait` also casts back to the caller's dtype."""
 
     def __init__(self, work: dist.Work, total: Tensor, dtype: torch.dtype) -> None:

@@ -105,7 +105,7 @@ class QuantizedGlooCommunicator(QuantizedCommunicator):
         return _FutureSum(self, self.worker.submit(lambda: two_step_sum(partial, self.scheme, self.sums)))
 
 
-class _FutureSum:
+class _FutureSum(Handle):
     """A sum in the worker's hands; `wait` adds its time to the communicator's `waited`."""
 
     def __init__(self, communicator: QuantizedGlooCommunicator, total: "Future[Tensor]") -> None:
@@ -167,7 +167,7 @@ class QuantizedNcclCommunicator(QuantizedCommunicator):
             return _StreamSum(self.stream.record_event(), total)
 
 
-class _StreamSum:
+class _StreamSum(Handle):
     def __init__(self, done: torch.cuda.Event, total: Tensor) -> None:
         self.done, self.total = done, total
 

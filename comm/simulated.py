@@ -81,7 +81,7 @@ class SimulatedLink(Communicator):
         return self.inner.all_gather(shard)
 
 
-class _Transfer:
+class _Transfer(Handle):
     def __init__(self, link: SimulatedLink, pending: Handle, deadline: float) -> None:
         self.link, self.pending, self.deadline = link, pending, deadline
 

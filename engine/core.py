@@ -5,6 +5,7 @@ Every rank runs the same engine on the same events in the same order; only rank 
 
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import msgspec
@@ -12,10 +13,11 @@ import torch
 import torch.distributed as dist
 
 from engine.block_manager import BlockManager
+from engine.graph_runner import Capacity, build_runner
 from engine.logits import Grammars, advance, new_state
 from engine.paged_cache import PagedCache
 from engine.protocol import Abort, Refused, Stats, Submit, TokenLogprobs, TokenOutput
-from engine.runner import Runner
+from engine.runner import Flight, StepResult, is_plain
 from engine.scheduler import Scheduler, Sequence
 from errors import UserError
 from model import Transformer
@@ -75,7 +77,11 @@ class Engine:
             world.device,
             model.norm.weight.dtype,
         )
-        self.runner = Runner(model, cache, min(tokenizer.vocab_size if tokenizer else config.vocab_size, config.vocab_size))
+        text_ids = min(tokenizer.vocab_size if tokenizer else config.vocab_size, config.vocab_size)
+        capacity = Capacity(limits.max_num_seqs, limits.max_batch_tokens, blocks.blocks_for(self.max_model_len))
+        self.look_ahead = world.device.type == "cuda"
+        self.runner = build_runner(model, cache, text_ids, capacity)
+        self._ahead: Flight | None = None
         self.grammars = Grammars(tokenizer, config.vocab_size)
         self.vocab_size, self.device = config.vocab_size, world.device
         self.meter = Meter()
@@ -104,25 +110,44 @@ class Engine:
         self.scheduler.abort(message.request_id)
 
     def has_work(self) -> bool:
+        if not self.scheduler.has_work():
+            self._ahead = None  # whatever flies is in vain
         return self.scheduler.has_work()
 
     def step(self) -> list[TokenOutput]:
-        """Compute one step and return what is new of each sequence."""
+        """Compute one step and return what is new of each sequence. Where the next step is known but for its tokens, it is
+        launched before this one's are waited for."""
         start = time.perf_counter()
+        flight, self._ahead = self._ahead or self._launch(start), None
+        if self.look_ahead:
+            self._ahead = self._follow(flight)
+        outputs = [self._output(*new) for new in self._record(self.runner.collect(flight))]
+        self.meter.count(sum(c.count for c in flight.chunks), len(outputs), time.perf_counter() - start)
+        return outputs
+
+    def _launch(self, now: float) -> Flight:
         chunks = self.scheduler.schedule()
         for chunk in chunks:
             if chunk.sequence.first_scheduled is None:
-                chunk.sequence.first_scheduled = start
-        result = self.runner.run(chunks)
-        outputs = []
-        for (sequence, token), logprobs in zip(
-            self.scheduler.update(result.chunks, result.tokens), result.logprobs, strict=True
-        ):
+                chunk.sequence.first_scheduled = now
+        return self.runner.launch(chunks)
+
+    def _follow(self, flight: Flight) -> Flight | None:
+        if len(flight.sampling) < len(flight.chunks) or not all(map(is_plain, flight.sampling)):
+            return None
+        ahead = self.scheduler.look_ahead(flight.chunks)
+        return None if ahead is None else self.runner.launch(ahead, after=flight)
+
+    def _record(self, result: StepResult) -> Iterator[tuple[Sequence, int, TokenLogprobs | None]]:
+        """Give each sequence that still runs its token; (sequence, token, logprobs)."""
+        chunks, tokens, logprobs = result.chunks, result.tokens, result.logprobs
+        if len(tokens) == len(chunks):  # a flight ahead may carry sequences that have ended since
+            kept = [i for i, chunk in enumerate(chunks) if chunk.sequence.finish_reason is None]
+            chunks, tokens, logprobs = [chunks[i] for i in kept], [tokens[i] for i in kept], [logprobs[i] for i in kept]
+        for (sequence, token), entry in zip(self.scheduler.update(chunks, tokens), logprobs, strict=True):
             if advance(sequence, token) and sequence.finish_reason is None:
                 self.scheduler.finish(sequence, "stop")
-            outputs.append(self._output(sequence, token, logprobs))
-        self.meter.count(sum(c.count for c in chunks), len(outputs), time.perf_counter() - start)
-        return outputs
+            yield sequence, token, entry
 
     def _output(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> TokenOutput:
         output = TokenOutput(

@@ -13,6 +13,8 @@ from engine.scheduler import Sequence
 from errors import UserError
 from tokenizer import Tokenizer
 
+SCORE_CHUNK = 512  # tokens whose logits are held at once while scoring
+
 
 @dataclass
 class SamplingState:

@@ -9,11 +9,19 @@ from torch import Tensor
 
 from attention import Causal, ContiguousCache
 from config import ModelConfig
+from engine.graph_runner import Capacity, GraphRunner
+from engine.logits import SCORE_CHUNK, SamplingState
+from engine.paged_cache import PagedCache
+from engine.protocol import RequestParams
+from engine.runner import Flight, is_plain
 from engine.sampler import SamplingBatch, SamplingParams, sample
+from engine.scheduler import Chunk
+from engine.scheduler import Sequence as Sequence_
 from errors import UserError
 from model import Transformer
 
-SCORE_CHUNK = 512  # tokens whose logits are held at once while scoring
+PREFILL_TOKENS = 1 << 16  # computed at once on a GPU: many enough to fill it, few enough for the activations to fit
+BLOCK_SIZE = 16  # tokens of a KV-cache block
 
 
 @dataclass
@@ -56,6 +64,21 @@ def generate(
     check_prompts(model.config, prompts, new_tokens)
     if len({len(p) for p in prompts}) > 1:
         raise UserError("the prompts of one batch must be equally long")
+    stepwise = _paged if model.norm.weight.is_cuda else _contiguous
+    start = time.perf_counter()
+    for step, tokens in enumerate(stepwise(model, prompts, params, new_tokens)):
+        now = time.perf_counter()
+        if step == 0:
+            timing.prefill = now - start
+        else:
+            timing.steps.append(now - start)
+        yield tokens
+        start = time.perf_counter()
+
+
+def _contiguous(
+    model: Transformer, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], new_tokens: int
+) -> Iterator[list[int]]:
     weight = model.norm.weight
     cache = ContiguousCache(
         model.attention_slots,
@@ -68,17 +91,9 @@ def generate(
     )
     batch = SamplingBatch.of(params, weight.device)
     tokens = torch.tensor(prompts, device=weight.device)
-    start = time.perf_counter()
-    for step in range(new_tokens):
+    for _ in range(new_tokens):
         tokens = next_tokens(model, tokens, cache, batch)
-        chosen: list[int] = tokens[:, 0].tolist()  # waits for the device
-        now = time.perf_counter()
-        if step == 0:
-            timing.prefill = now - start
-        else:
-            timing.steps.append(now - start)
-        yield chosen
-        start = time.perf_counter()
+        yield tokens[:, 0].tolist()  # waits for the device
 
 
 def next_tokens(model: Transformer, tokens: Tensor, cache: ContiguousCache, batch: SamplingBatch) -> Tensor:
@@ -86,6 +101,62 @@ def next_tokens(model: Transformer, tokens: Tensor, cache: ContiguousCache, batc
     last = model.hidden(tokens, cache.append(tokens.shape[1]))[:, -1]
     positions = torch.full((len(tokens), 1), cache.length, device=tokens.device)
     return sample(model.logits(last), batch, positions)[:, None]
+
+
+def _runner(model: Transformer, capacity: Capacity) -> GraphRunner:
+    """A runner for steps of just this size. The model keeps the last one, with its graphs, and so both are freed together."""
+    runner: GraphRunner | None = model.__dict__.pop("_offline_runner", None)
+    if runner is None or runner.capacity != capacity:
+        del runner  # its cache, before the next one takes as much
+        weight = model.norm.weight
+        shape = capacity.sequences * capacity.blocks, BLOCK_SIZE, model.n_kv_heads, model.config.head_dim
+        cache = PagedCache(model.attention_slots, *shape, weight.device, weight.dtype)
+        runner = GraphRunner(model, cache, model.config.vocab_size, capacity)
+    model.__dict__["_offline_runner"] = runner
+    return runner
+
+
+def _paged(
+    model: Transformer, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], new_tokens: int
+) -> Iterator[list[int]]:
+    """Through the server's runner: the next step is launched before this one's tokens are waited for."""
+    length = len(prompts[0])
+    blocks = -(-(length + new_tokens) // BLOCK_SIZE)
+    together = max(1, min(len(prompts), PREFILL_TOKENS // length))  # prompts of one launch
+    runner = _runner(model, Capacity(len(prompts), together * length, blocks))
+    sequences = [
+        Sequence_(
+            str(i),
+            list(prompt),
+            length,
+            RequestParams(
+                max_tokens=new_tokens, temperature=p.temperature, top_k=p.top_k, top_p=p.top_p, min_p=p.min_p, seed=p.seed
+            ),
+            blocks=list(range(i * blocks, (i + 1) * blocks)),
+            state=SamplingState(),
+        )
+        for i, (prompt, p) in enumerate(zip(prompts, params, strict=True))
+    ]
+    tokens: list[int] = []
+    for first in range(0, len(sequences), together):
+        prefill = runner.launch([Chunk(s, 0, length) for s in sequences[first : first + together]])
+        tokens += runner.collect(prefill).tokens
+    ahead: Flight | None = None
+    for stop in range(length + 1, length + new_tokens):
+        yield _recorded(sequences, tokens)
+        chunks = [Chunk(s, stop - 1, 1) for s in sequences]
+        flight: Flight = ahead or runner.launch(chunks)
+        following = [Chunk(s, stop, 1) for s in sequences]
+        known = stop + 1 < length + new_tokens and all(map(is_plain, sequences))
+        ahead = runner.launch(following, after=flight) if known else None
+        tokens = runner.collect(flight).tokens
+    yield _recorded(sequences, tokens)
+
+
+def _recorded(sequences: list[Sequence_], tokens: list[int]) -> list[int]:
+    for sequence, token in zip(sequences, tokens, strict=True):
+        sequence.tokens.append(token)
+    return tokens
 
 
 @torch.inference_mode()

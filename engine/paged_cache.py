@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention import causal_mask
+from attention import SplitContext, causal_mask
 from engine.scheduler import Chunk
 
 
@@ -35,9 +35,10 @@ class PagedCache:
     def bytes_per_block(slots: int, block_size: int, n_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
         return slots * 2 * block_size * n_kv_heads * head_dim * dtype.itemsize
 
-    def step(self, chunks: List[Chunk]) -> "PagedStep":
-        """Lay out one step: decode chunks first, then the prompts' chunks, as `PagedStep.order` says."""
-        return PagedStep(self, chunks)
+    def step(self, chunks: List[Chunk], fed: List[int] | None = None) -> "PagedStep":
+        """Lay out one step: decode chunks first, then the prompts' chunks, as `PagedStep.order` says. `fed`: the chunks' tokens
+        where the sequences do not know them yet, one each."""
+        return PagedStep(self, chunks, fed)
 
 
 @dataclass(frozen=True)
@@ -50,13 +51,13 @@ class Span:
     blocks: Tensor  # (blocks,) of the sequence up to `stop`
 
 
-class PagedStep:
-    """One forward pass, and what `Transformer` needs to know of it (an AttentionContext).
+class PagedStep(SplitContext):
+    """One forward pass, and what `Transformer` needs to know of it (a SplitContext).
 
     `order` sorts the chunks as they lie in the step; `tokens` (1, T) and `positions` (T,) follow it.
     """
 
-    def __init__(self, cache: PagedCache, chunks: List[Chunk]) -> None:
+    def __init__(self, cache: PagedCache, chunks: List[Chunk], fed: List[int] | None = None) -> None:
         self.cache, size = cache, cache.block_size
         device = cache.keys_values.device
         self.order = [c for c in chunks if c.count == 1] + [c for c in chunks if c.count > 1]
@@ -70,10 +71,10 @@ class PagedStep:
             if chunk.count > 1:
                 table = torch.tensor(blocks[: -(-stop // size)], device=device)
                 self.spans.append(Span(len(tokens), len(tokens) + chunk.count, stop, table))
-            tokens += chunk.sequence.tokens[chunk.start : stop]
+            tokens += chunk.sequence.tokens[chunk.start : stop]  # nothing where a token is `fed`
             positions += range(chunk.start, stop)
             places += [blocks[i // size] * size + i % size for i in range(chunk.start, stop)]
-        self.tokens = torch.tensor([tokens], device=device)
+        self.tokens = torch.tensor([tokens if fed is None else fed], device=device)
         self.positions = torch.tensor(positions, device=device)
         self.places = torch.tensor(places, device=device)
         self._lay_out_decode(size, device)
@@ -85,7 +86,7 @@ class PagedStep:
         self.tables = torch.tensor([t + [0] * (width - len(t)) for t in tables], device=device, dtype=torch.int64)
         self.masks: dict[int | None, Tensor] = {}  # by window: layers of a kind share one
 
-    def attend(self, slot: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    def attend_split(self, slot: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         """q (1, T, H, D), k and v (1, T, K, D), to (1, T, H, D)."""
         keys, values = self.cache.keys_values[slot]
         keys.view(-1, *k.shape[2:]).index_copy_(0, self.places, k[0])

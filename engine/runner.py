@@ -1,18 +1,18 @@
-"""One step of the engine on this rank: chunks of sequences in, one token for each sequence that reached its end.
+"""Steps of the engine on this rank: chunks of sequences in, one token for each sequence that reached its end.
 
-This is where CPU and GPU may differ; scheduler, cache and sampling are shared.
+A step is launched, and collected when its tokens are wanted. `Runner` computes with PyTorch alone, on any device; the runner
+of `graph_runner.py` replays CUDA graphs and lets one step follow another before the first one's tokens are known.
 """
 
 from collections.abc import Sequence as List
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from engine.logits import process, token_logprobs
-from engine.offline import SCORE_CHUNK
-from engine.paged_cache import PagedCache, PagedStep
-from engine.protocol import TokenLogprobs
+from engine.logits import SCORE_CHUNK, needs_processing, process, token_logprobs
+from engine.paged_cache import PagedCache
+from engine.protocol import RequestParams, TokenLogprobs
 from engine.sampler import SamplingBatch, SamplingParams, sample
 from engine.scheduler import Chunk, Sequence
 from model import Transformer
@@ -27,6 +27,23 @@ class StepResult:
     logprobs: list[TokenLogprobs | None]
 
 
+@dataclass
+class Flight:
+    """A step that was launched."""
+
+    chunks: list[Chunk]  # in the order of the step
+    sampling: list[Sequence]  # those of its sequences that get a token, in the same order
+    hidden: Tensor  # (len(sampling), C), of their last tokens; a later launch may overwrite it
+    result: StepResult | None = field(default=None, init=False)
+
+
+def is_plain(sequence: Sequence) -> bool:
+    """Whether a token follows from the logits, the temperature and the seed alone."""
+    params: RequestParams = sequence.params
+    filtered = params.top_k or params.top_p < 1 or params.min_p
+    return not filtered and params.logprobs is None and not params.min_tokens and not needs_processing(sequence)
+
+
 class Runner:
     def __init__(self, model: Transformer, cache: PagedCache, text_ids: int) -> None:
         """text_ids: how many ids the tokenizer knows; a model's vocabulary may be padded beyond, and those are never drawn."""
@@ -35,21 +52,41 @@ class Runner:
         self._last_batch: tuple[list[Sequence], SamplingBatch] | None = None
 
     @torch.inference_mode()
-    def run(self, chunks: List[Chunk]) -> StepResult:
-        step = self.cache.step(chunks)
+    def launch(self, chunks: List[Chunk], after: Flight | None = None) -> Flight:
+        """Begin a step. `after`: the flight in the air, whose tokens these chunks continue; each then is the next token of the
+        same sequence."""
+        fed = None if after is None else self.collect(after).tokens
+        step = self.cache.step(chunks, fed)
         hidden = self.model.hidden(step.tokens, step)[0]  # (T, C)
-        self._score_prompts(step, hidden)
+        self.score_prompts(step.order, hidden)
+        return Flight(step.order, *self.last_rows(step.order, hidden, ahead=after is not None))
+
+    @torch.inference_mode()
+    def collect(self, flight: Flight) -> StepResult:
+        """The step's tokens; waits for the device."""
+        if flight.result is None:
+            flight.result = self.draw_rows(flight)
+        return flight.result
+
+    def last_rows(self, order: List[Chunk], hidden: Tensor, ahead: bool) -> tuple[list[Sequence], Tensor]:
+        """The sequences that get a token, and the rows of hidden (T, C) that give it. In a step `ahead`, that is all of them."""
         ends, first = [], 0
-        for chunk in step.order:
+        for chunk in order:
             first += chunk.count
-            if chunk.samples:
+            if ahead or chunk.samples:
                 ends.append(first - 1)
-        sampling = [c.sequence for c in step.order if c.samples]
-        if not sampling:
-            return StepResult(step.order, [], [])
-        raw = self.model.logits(hidden[torch.tensor(ends, device=self.device)])
-        tokens = self._draw(raw, sampling)
-        return StepResult(step.order, tokens, self._logprobs(raw, sampling, tokens))
+        sampling = [c.sequence for c in order if ahead or c.samples]
+        return sampling, hidden if len(ends) == len(hidden) else hidden[
+            torch.tensor(ends, device=self.device, dtype=torch.int64)
+        ]
+
+    def draw_rows(self, flight: Flight) -> StepResult:
+        """Tokens by the rules of every request."""
+        if not flight.sampling:
+            return StepResult(flight.chunks, [], [])
+        raw = self.model.logits(flight.hidden)
+        tokens = self._draw(raw, flight.sampling)
+        return StepResult(flight.chunks, tokens, self._logprobs(raw, flight.sampling, tokens))
 
     def _draw(self, raw: Tensor, sequences: list[Sequence]) -> list[int]:
         logits = process(raw, sequences)
@@ -79,10 +116,10 @@ class Runner:
                 result[i] = entry
         return result
 
-    def _score_prompts(self, step: PagedStep, hidden: Tensor) -> None:
+    def score_prompts(self, order: List[Chunk], hidden: Tensor) -> None:
         """Log-probabilities of the prompt's tokens that this step's chunks predict, for the sequences that ask for them."""
         first = 0
-        for chunk in step.order:
+        for chunk in order:
             sequence, here, first = chunk.sequence, first, first + chunk.count
             if sequence.params.prompt_logprobs is None or chunk.start >= sequence.prompt_length:
                 continue

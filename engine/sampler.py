@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from errors import UserError
+from kernels.sampling import exponential_noise
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,8 @@ def sample(logits: Tensor, batch: SamplingBatch, positions: Tensor) -> Tensor:
     scaled = logits / batch.temperature.clamp(min=1e-6)
     if batch.any_filter:
         scaled = scaled.masked_fill(~keep(scaled, batch), -torch.inf)
-    drawn = (scaled - exponential_noise(batch.seed, positions, logits.shape[-1]).log()).argmax(-1)
+    ids = torch.arange(logits.shape[-1], device=logits.device)
+    drawn = (scaled - exponential_noise(batch.seed, positions, ids).log()).argmax(-1)
     return torch.where(batch.temperature[:, 0] == 0, greedy, drawn)
 
 
@@ -87,29 +89,3 @@ def keep(scaled: Tensor, batch: SamplingBatch) -> Tensor:
     passes &= probabilities >= batch.min_p * probabilities[:, :1]
     passes[:, 0] = True
     return torch.zeros_like(passes).scatter_(-1, order, passes)
-
-
-def exponential_noise(seed: Tensor, positions: Tensor, vocab: int) -> Tensor:
-    """(B, V) fp32, Exp(1) distributed, a function of seed (B, 1), position (B, 1) and token id alone."""
-    ids = torch.arange(vocab, device=seed.device)
-    mixed = hash64(hash64(hash64(seed) ^ positions) ^ ids)
-    uniform = _shift_right(mixed, 32).float() * 2.0**-32 + 2.0**-33  # small values keep their relative precision
-    return -torch.log1p(
-        -uniform.clamp(max=1 - 2.0**-24)
-    )  # finite, so that a token left alone by the filters beats those they dropped
-
-
-def hash64(x: Tensor) -> Tensor:
-    """SplitMix64's finalizer on int64 (Steele, Lea & Flood 2014); products wrap around."""
-    x = x + _signed(0x9E3779B97F4A7C15)
-    x = (x ^ _shift_right(x, 30)) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ _shift_right(x, 27)) * _signed(0x94D049BB133111EB)
-    return x ^ _shift_right(x, 31)
-
-
-def _signed(constant: int) -> int:
-    return constant - 2**64 if constant >= 2**63 else constant
-
-
-def _shift_right(x: Tensor, bits: int) -> Tensor:
-    return (x >> bits) & ((1 << (64 - bits)) - 1)  # logical: torch's int64 shift copies the sign

@@ -38,6 +38,11 @@ class Sequence:
     def generated(self) -> int:
         return len(self.tokens) - self.prompt_length
 
+    @property
+    def longest(self) -> int:
+        """Tokens that it may come to, prompt included."""
+        return self.prompt_length + self.params.max_tokens
+
 
 @dataclass(frozen=True)
 class Chunk:
@@ -64,7 +69,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a request. Raises UserError if it can never run, however long it waits."""
-        longest = sequence.prompt_length + sequence.params.max_tokens
+        longest = sequence.longest
         if longest > self.max_model_len:
             raise UserError(
                 f"the prompt's {sequence.prompt_length} tokens and max_tokens {sequence.params.max_tokens} exceed the model's "
@@ -107,6 +112,25 @@ class Scheduler:
             chunks.append(Chunk(sequence, sequence.computed, count))
             budget -= count
         return chunks
+
+    def look_ahead(self, chunks: list[Chunk]) -> list[Chunk] | None:
+        """The step behind one in which each of `chunks` gives a token, before these tokens are known: one more token of the same
+        sequences. None where it would depend on them, on who waits, or on a preemption.
+
+        A sequence that ends with its unknown token is in that step in vain; `update` must not see that chunk.
+        """
+        could_admit = self.waiting and len(self.running) < self.max_num_seqs
+        if could_admit or len(chunks) != len(self.running) or len(chunks) > self.max_batch_tokens:
+            return None
+        ahead = [Chunk(c.sequence, c.start + c.count, 1) for c in chunks]
+        if any(c.sequence.finish_reason or c.start + 1 >= c.sequence.longest for c in ahead):
+            return None
+        missing = [self.blocks.blocks_for(c.start + 1) - len(c.sequence.blocks) for c in ahead]
+        if sum(max(0, n) for n in missing) > len(self.blocks.free):
+            return None
+        for chunk in ahead:
+            self._grow(chunk.sequence, chunk.start + 1)
+        return ahead
 
     def _admit(self, sequence: Sequence) -> bool:
         """Give a waiting sequence the blocks of all its tokens, cached ones first; False if there are not enough."""

@@ -59,10 +59,10 @@ class Whole(nn.Module):
         return self.end(hidden, batch)
 
 
-def _settled(layer: Any, x: Tensor, _: None, rope: Any, context: Any) -> tuple[Tensor, None]:
+def _settled(layer: Any, x: Tensor, _: Any, frequencies: Tensor, context: Any) -> tuple[Tensor, tuple[()]]:
     """A block's result as a tensor: FSDP2's hooks would not see one that is still on its way to the sum."""
-    y, pending = layer(x, None, rope, context)
-    return settle(y, pending), None
+    y, pending = layer(x, (), frequencies, context)
+    return settle(y, pending), ()
 
 
 def shard(

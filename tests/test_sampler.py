@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from engine.sampler import SamplingBatch, SamplingParams, exponential_noise, hash64, keep, sample
+from engine.sampler import SamplingBatch, SamplingParams, keep, sample
 from errors import UserError
+from kernels.sampling import exponential_noise, hash64
 
 CPU = torch.device("cpu")
 WORD = 2**64
@@ -211,12 +212,12 @@ def test_another_seed_or_position_draws_other_tokens(seed: int) -> None:
 def test_noise_is_exponential_and_independent(seed: int) -> None:
     count = 1000
     seeds = torch.arange(seed, seed + count)[:, None]
-    noise = exponential_noise(seeds, torch.full((count, 1), 7), count).double()
+    noise = exponential_noise(seeds, torch.full((count, 1), 7), torch.arange(count)).double()
     # the error of a mean of n numbers is sigma / sqrt(n); the fourth central moment of Exp(1) is 9
     assert abs(noise.mean() - 1) < 6 / count
     assert abs(noise.var() - 1) < 6 * math.sqrt(8) / count
     assert abs((noise > 3).double().mean() - math.exp(-3)) < 6 * math.sqrt(math.exp(-3)) / count
-    positions = exponential_noise(torch.full((count, 1), seed), torch.arange(count)[:, None], count).double()
+    positions = exponential_noise(torch.full((count, 1), seed), torch.arange(count)[:, None], torch.arange(count)).double()
     for field in (noise, positions):
         for a, b in ((field[1:], field[:-1]), (field[:, 1:], field[:, :-1]), (field, field.T)):
             assert abs(torch.corrcoef(torch.stack((a.flatten(), b.flatten())))[0, 1]) < 8 / count
@@ -265,7 +266,7 @@ def test_the_rarest_noise_still_leaves_a_filtered_token_its_place(position: int,
     """The seed is worked out backwards so that the hash of (seed, position, token) has these upper 32 bits."""
     inner = invert_splitmix64((high << 32) | 12345) ^ token
     seed = signed(invert_splitmix64(invert_splitmix64(inner) ^ position))
-    noise = exponential_noise(torch.tensor([[seed]]), torch.tensor([[position]]), 30)
+    noise = exponential_noise(torch.tensor([[seed]]), torch.tensor([[position]]), torch.arange(30))
     assert noise.isfinite().all() and (noise > 0).all()
     assert noise[0, token] == pytest.approx(-math.log1p(-(high + 0.5) / 2**32) if high < 2**32 - 2 else 17, rel=0.1)
     logits = torch.zeros(1, 30)

@@ -1,0 +1,211 @@
+"""The runner for GPUs: a decode step is one replay of a CUDA graph, and so is a prompt's chunk of usual size.
+
+Captured by hand: the model's kernels, its collectives and their side streams, the head, the drawing of tokens and their way
+back into the next step's inputs. A step is laid out for the next larger bucket; its padding rows do nothing. What is not worth
+a graph, a step of very many tokens, runs the same code without one.
+"""
+
+import logging
+from collections.abc import Callable
+from collections.abc import Sequence as List
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from engine.paged_cache import PagedCache
+from engine.runner import Flight, Runner, StepResult, is_plain
+from engine.scheduler import Chunk
+from engine.step_inputs import PINNED, DecodeContext, DecodeInputs, Draws, SpanContext, SpanInputs
+from engine.step_inputs import Capacity as Capacity
+from kernels.sampling import combine_best, local_best
+from model import Transformer
+
+LARGEST_GRAPH = 2048  # tokens; the device takes longer for more than the host for launching its kernels one by one
+
+
+def decode_buckets(sequences: int) -> list[int]:
+    """Batch sizes that get a graph: a padded row costs little while weights are what a step reads."""
+    sizes = [1, 2, 4, 8, 16, 32, 48, *range(64, sequences, 32)]
+    return [*(n for n in sizes if n < sequences), sequences]
+
+
+def prefill_buckets(tokens: int) -> list[int]:
+    """Numbers of tokens that get a graph, at most half again as large as the one before: padding is computed."""
+    sizes = [16, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, LARGEST_GRAPH]
+    largest = min(tokens, LARGEST_GRAPH)
+    return [*(n for n in sizes if n < largest), largest]
+
+
+@dataclass
+class Output:
+    """What a step leaves on the device."""
+
+    hidden: Tensor  # (T, C), of every row
+    last: Tensor  # (B, C), of the rows that may give a token
+    tokens: Tensor  # (B,) int64, drawn from the logits, the temperature and the seed alone
+
+
+@dataclass
+class Graph:
+    replay: Callable[[], None]
+    output: Output
+
+
+@dataclass
+class GraphFlight(Flight):
+    """tokens and ready: on the host once `ready` has happened; None if a request's rules need the logits."""
+
+    drawn: Tensor | None = None  # (B,) int64 on the device
+    tokens: Tensor | None = None  # the same, pinned
+    ready: "torch.cuda.Event | None" = None
+
+
+class GraphRunner(Runner):
+    def __init__(self, model: Transformer, cache: PagedCache, text_ids: int, capacity: Capacity) -> None:
+        super().__init__(model, cache, text_ids)
+        self.capacity, self.max_length = capacity, capacity.blocks * cache.block_size
+        self.decode, self.spans = DecodeInputs(capacity, self.device), SpanInputs(capacity, self.device)
+        pinned = self.device.type == "cuda"
+        self._pinned = [torch.zeros(capacity.sequences, dtype=torch.int64, pin_memory=pinned) for _ in range(PINNED)]
+        self._turn = 0
+        self._decode_graphs: dict[int, Graph] = {}
+        self._prefill_graphs: dict[int, Graph] = {}
+        self._pool, self._capturing = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.device)
+
+    # --- what is captured ------------------------------------------------------------------------------------------------
+
+    def _decode_step(self, rows: int) -> Output:
+        """One more token for each of `rows` rows; leaves the inputs ready for the step behind it."""
+        inputs = self.decode
+        context = DecodeContext(inputs, rows, self.cache, self.max_length)
+        hidden = self.model.hidden(inputs.tokens[None, :rows], context)[0]
+        tokens = self._drawn(hidden, inputs.draws(rows), context.positions + 1)
+        inputs.tokens[:rows].copy_(tokens)
+        inputs.positions[:rows].add_(inputs.positions[:rows] >= 0)
+        return Output(hidden, hidden, tokens)
+
+    def _span_step(self, rows: int, spans: int, max_span: int) -> Output:
+        """`rows` tokens of `spans` chunks; each chunk's last row draws a token, which is meant only where the chunk reaches the
+        end of its sequence."""
+        inputs = self.spans
+        context = SpanContext(inputs, rows, spans, self.cache, max_span)
+        hidden = self.model.hidden(inputs.tokens(rows)[None], context)[0]
+        last = hidden[inputs.ends(spans)]
+        return Output(hidden, last, self._drawn(last, *inputs.draws(spans)))
+
+    def _drawn(self, hidden: Tensor, draws: Draws, positions: Tensor) -> Tensor:
+        """A token for each row of hidden (B, C): every rank draws from its part of the vocabulary, and the best one wins."""
+        model = self.model
+        logits = model.head(model.norm(hidden))
+        best = local_best(logits, draws.temperature, draws.seed, positions, model.vocab.start, self.text_ids)
+        return combine_best(model.comm.all_gather(best))
+
+    @torch.inference_mode()
+    def capture(self, quiet: bool = True) -> None:
+        """Capture all graphs, the largest first: the smaller ones then share its memory. Collective."""
+        for rows in tqdm(decode_buckets(self.capacity.sequences)[::-1], desc="decode graphs", disable=quiet):
+            self._decode_graph(rows)
+        for rows in tqdm(prefill_buckets(self.capacity.tokens)[::-1], desc="prefill graphs", disable=quiet):
+            self._prefill_graph(rows)
+
+    def _decode_graph(self, rows: int) -> Graph:
+        if rows not in self._decode_graphs:
+            self.decode.forget()
+            self.decode.positions.fill_(-1)
+            self._decode_graphs[rows] = self._captured(lambda: self._decode_step(rows))
+        return self._decode_graphs[rows]
+
+    def _prefill_graph(self, rows: int) -> Graph:
+        if rows not in self._prefill_graphs:
+            self.spans.write([], rows, self.cache.block_size)
+            spans = min(rows, self.capacity.sequences)
+            self._prefill_graphs[rows] = self._captured(lambda: self._span_step(rows, spans, rows))
+        return self._prefill_graphs[rows]
+
+    def _captured(self, step: Callable[[], Output]) -> Graph:
+        """Not by `torch.cuda.graph`, which collects garbage each time: that takes longer than the capture."""
+        step()  # compiles kernels, opens connections
+        torch.cuda.synchronize(self.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._capturing):
+            # other threads may talk to the device meanwhile, as NCCL's watchdog does
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            output = step()
+            graph.capture_end()
+        return Graph(graph.replay, output)
+
+    # --- steps -----------------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def launch(self, chunks: List[Chunk], after: Flight | None = None) -> GraphFlight:
+        decode = all(c.count == 1 for c in chunks) and (after is not None or all(c.samples for c in chunks))
+        output = self._launch_decode(chunks, after) if decode else self._launch_spans(chunks)
+        rows = range(len(chunks)) if after else [i for i, c in enumerate(chunks) if c.samples]
+        sampling = [chunks[i].sequence for i in rows]
+        self.score_prompts(chunks, output.hidden)
+        everyone = len(rows) == len(chunks)
+        last, drawn = output.last[: len(chunks)], output.tokens[: len(chunks)]
+        if not everyone:
+            index = torch.tensor(rows, dtype=torch.int64, device=self.device)
+            last, drawn = last[index], drawn[index]
+        flight = GraphFlight(list(chunks), sampling, last)
+        if all(map(is_plain, sampling)):
+            self._send_home(flight, drawn)
+        return flight
+
+    def _launch_decode(self, chunks: List[Chunk], after: Flight | None) -> Output:
+        rows = next(n for n in decode_buckets(self.capacity.sequences) if n >= len(chunks))
+        graph = self._decode_graph(rows)
+        if after is None or not self.decode.continues(chunks):
+            self.decode.write(chunks)
+            if after is not None:
+                assert isinstance(after, GraphFlight) and after.drawn is not None
+                self.decode.tokens[: len(chunks)].copy_(after.drawn)
+        self.decode.tables.update([c.sequence.blocks for c in chunks])
+        graph.replay()
+        return graph.output
+
+    def _launch_spans(self, chunks: List[Chunk]) -> Output:
+        self.decode.forget()
+        tokens = sum(c.count for c in chunks)
+        rows = next((n for n in prefill_buckets(self.capacity.tokens) if n >= tokens), None)
+        if rows is None:
+            self.spans.write(chunks, tokens, self.cache.block_size)
+            return self._span_step(tokens, len(chunks), max(c.count for c in chunks))
+        graph = self._prefill_graph(rows)
+        self.spans.write(chunks, rows, self.cache.block_size)
+        graph.replay()
+        return graph.output
+
+    def _send_home(self, flight: GraphFlight, drawn: Tensor) -> None:
+        """Start to copy the tokens to the host."""
+        self._turn = (self._turn + 1) % len(self._pinned)
+        flight.drawn, flight.tokens = drawn, self._pinned[self._turn][: len(drawn)]
+        flight.tokens.copy_(drawn, non_blocking=True)
+        flight.ready = torch.cuda.Event()
+        flight.ready.record()
+
+    @torch.inference_mode()
+    def collect(self, flight: Flight) -> StepResult:
+        assert isinstance(flight, GraphFlight)
+        if flight.result is None and flight.ready is not None and flight.tokens is not None:
+            flight.ready.synchronize()
+            tokens = flight.tokens.tolist()
+            flight.result = StepResult(flight.chunks, tokens, [None] * len(tokens))
+        elif flight.result is None:
+            self.decode.forget()  # what the device drew is not what the requests' rules draw
+        return super().collect(flight)
+
+
+def build_runner(model: Transformer, cache: PagedCache, text_ids: int, capacity: Capacity) -> Runner:
+    """The runner for the device that the model is on. Collective."""
+    if cache.keys_values.device.type != "cuda":
+        return Runner(model, cache, text_ids)
+    log = logging.getLogger("rung")
+    log.info("start-up: cache")
+    runner = GraphRunner(model, cache, text_ids, capacity)
+    runner.capture()
+    log.info("start-up: graphs")
+    return runner
