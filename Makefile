@@ -11,7 +11,7 @@ PROMPT ?= Once upon a time
 PROFILE ?= profile.json
 ARGS ?=
 
-.PHONY: help setup setup-dev demo serve generate chat bench-offline bench-host soak lm-eval test lint accuracy quantization baseline bench-cpu sweep latency throughput plot report trace paper-tables trace-overlap plan plan-paper profile-collectives test-plans adapt-demo pretrain-variants bench-training readme train-tiny clean
+.PHONY: help setup setup-dev demo serve generate chat bench-offline startup bench-host soak lm-eval test lint accuracy quantization baseline bench-cpu sweep latency throughput plot report trace paper-tables trace-overlap plan plan-paper profile-collectives test-plans adapt-demo pretrain-variants bench-training readme train-tiny clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -37,6 +37,9 @@ serve: setup ## an OpenAI-compatible server for MODEL on RANKS ranks
 
 bench-offline: setup ## throughput of the serving engine without HTTP, one JSON line
 	@$(TORCHRUN) $(RANKS) -m engine.bench --model $(MODEL) $(ARGS)
+
+startup: setup-dev ## seconds from the server's command to its first token, cold and warm, into out/startup.json
+	@$(PY) scripts/startup.py --model $(MODEL) --ranks $(RANKS) $(ARGS)
 
 bench-host: setup ## what the host adds to a decode step of 64 sequences, in ms
 	@$(TORCHRUN) $(RANKS) -m engine.bench --model $(MODEL) --host --requests 64 $(ARGS)

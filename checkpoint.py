@@ -9,6 +9,7 @@ import re
 import shutil
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -31,6 +32,7 @@ TOKENIZER_FILES = (
     "generation_config.json",
 )  # fmt: skip
 MAX_FILE_BYTES = 4 * 10**9  # of one safetensors file that the saver writes
+READERS = 8  # threads that read for a GPU
 MAX_TOUCHED_BYTES = 256 * 2**20  # of a mapped `.pth` that may be resident beside the model
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -110,6 +112,8 @@ def _norm_name(path: str) -> str:
 class Source(Protocol):
     """A checkpoint's tensors under their HF names."""
 
+    concurrent: bool  # whether threads may call `read` at once
+
     def shapes(self) -> dict[str, tuple[int, ...]]: ...
 
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
@@ -119,6 +123,8 @@ class Source(Protocol):
 
 class SafetensorsSource:
     """`model.safetensors`, or the files that `model.safetensors.index.json` names."""
+
+    concurrent = True
 
     def __init__(self, directory: Path) -> None:
         self.files: dict[str, Path] = {}
@@ -158,6 +164,7 @@ class SafetensorsSource:
 class GptFastSource:
     """gpt-fast's `model.pth`: its own names, fused wqkv, and q and k in the interleaved RoPE order."""
 
+    concurrent = False
     NAMES = {
         "model.embed_tokens.weight": "tok_embeddings.weight",
         "lm_head.weight": "output.weight",
@@ -238,8 +245,24 @@ def load_weights(model: Transformer, source: Source, progress: bool = False) -> 
     """Fill `model` with its slices from `source`. Raises UserError on missing, unknown or misshapen tensors."""
     wanted = list(places(model))
     check_names(model.config, wanted, source.shapes())
-    for place in tqdm(wanted, desc="reading weights", unit="tensor", disable=not progress, leave=False, delay=1):
-        fill(place, source)
+    # A CPU rank shares its cores with others, and its memory must not hold many mapped tensors besides its own.
+    readers = READERS if source.concurrent and model.norm.weight.is_cuda else 1
+    fill_all(wanted, source, readers, progress)
+
+
+def fill_all(wanted: list[Place], source: Source, readers: int, progress: bool = False) -> None:
+    """`fill` every place, in as many threads as `readers` says; raises what the first failing one raises."""
+    inference = torch.is_inference_mode_enabled()  # a thread's own affair
+
+    def fill_here(place: Place) -> None:
+        with torch.inference_mode(inference):
+            fill(place, source)
+
+    with ThreadPoolExecutor(readers, "reader") as pool:
+        filled = pool.map(fill_here, wanted)
+        bar = tqdm(filled, "reading weights", len(wanted), unit="tensor", disable=not progress, leave=False, delay=1)
+        for _ in bar:
+            pass
 
 
 def fill(place: Place, source: Source) -> None:
@@ -248,7 +271,9 @@ def fill(place: Place, source: Source) -> None:
     start = min(place.rows.start, stop)
     target = place.tensor.narrow(place.dim, 0, stop - start)
     if target.numel():
-        target.copy_(source.read(place.name, place.dim, start, stop))
+        part = source.read(place.name, place.dim, start, stop)
+        # A copy from pageable memory to a GPU is one thread's at a time; the file is read before it, which can be many threads'.
+        target.copy_(part.clone(memory_format=torch.contiguous_format) if target.is_cuda else part)
     place.tensor.narrow(place.dim, stop - start, len(place.rows) - (stop - start)).zero_()
 
 
@@ -277,7 +302,9 @@ def _some(names: list[str], limit: int = 3) -> str:
 def random_weights(model: Transformer, seed: int = 0) -> None:
     """Fill `model` on its device: normal(0, 0.02), norms 1, biases 0.
 
-    The seed of a slice comes from its name and first row, so that the replicas of a KV head are equal.
+    The seed of a slice comes from its name and first row, so that the replicas of a KV head are equal. Other shards are other
+    slices: the model of two ranks is not that of one. A GPU draws on the device, other values than a CPU does: a 70B over 8 ranks
+    takes 560 kernels a rank and no work of the host.
     """
     for place in places(model):
         randomize(place, seed)

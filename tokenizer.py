@@ -1,6 +1,6 @@
 """Text to token ids and back: sentencepiece, tiktoken and Hugging Face `tokenizer.json` behind one class; chat templates.
 
-`load_tokenizer(folder)` gives a `Tokenizer`. All three kinds share one decoder, `IncrementalDetokenizer`: `decode` pushes
+`load_tokenizer(folder)` gives a `Tokenizer`; a preset, which has no vocabulary, gets a stand-in of bytes. All kinds share one decoder, `IncrementalDetokenizer`: `decode` pushes
 every id through it, so that streamed text and whole text cannot differ. Two rules tell the kinds apart:
 
 - byte-level BPE and tiktoken: a text is one stream of bytes; broken UTF-8 becomes U+FFFD once per maximal broken part;
@@ -28,6 +28,7 @@ import jinja2
 import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from config import preset
 from errors import UserError
 
 Message = Mapping[str, Any]
@@ -46,6 +47,11 @@ LLAMA3_SPECIALS = [f"<|{name}|>" for name in LLAMA3_NAMES.split(",")]
 MAX_RUN = 25_000  # characters; tiktoken's regex engine fails on a longer run of whitespace; Llama 3's own code cuts here too
 MAX_ID = 1 << 24  # far above any vocabulary; a corrupt file's id beyond it would fill the memory with empty pieces
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+PLAIN_CHAT = (  # of the stand-in
+    "{% if tools %}{{ tools | tojson }}\n{% endif %}"
+    "{% for message in messages %}{{ message.role }}: {{ message.content or '' }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
 CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # with transformers' trailing space: it shows whether the template strips
 
 codecs.register_error("replace-each-byte", lambda e: ("\ufffd" * (e.end - e.start), e.end))  # type: ignore[attr-defined]
@@ -419,6 +425,25 @@ def _alternatives(texts: Mapping[str, int]) -> re.Pattern[str] | None:
     return re.compile(f"({'|'.join(map(re.escape, longest_first))})") if longest_first else None
 
 
+class ByteTokenizer(Tokenizer):
+    """The stand-in for a model that has no vocabulary, a preset with random weights: ids 0 to 255 are the bytes of UTF-8, and any
+    other id n reads `⟨n⟩ `. There is no BOS and no EOS. A text that is encoded and decoded is the same.
+
+    Raises UserError for a vocab_size below 256.
+    """
+
+    def __init__(self, vocab_size: int):
+        if vocab_size < 256:
+            raise UserError(
+                f"{vocab_size} ids are too few for the stand-in tokenizer, which needs one for each of the 256 bytes"
+            )
+        data = [bytes([i]) for i in range(256)] + [f"⟨{i}⟩ ".encode() for i in range(256, vocab_size)]
+        super().__init__(Pieces(data), frozenset(), None, [], Settings(templates={"default": PLAIN_CHAT}))
+
+    def _encode(self, text: str, add_special_tokens: bool, parse_special: bool) -> list[int]:
+        return list(text.encode())
+
+
 # ----------------------------------------------------------------------------------------------------- chat templates
 
 
@@ -488,6 +513,17 @@ def _cut_after_final_message(text: str, final: str) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------------ loading
+
+
+def tokenizer_of(model: str) -> Tokenizer:
+    """The tokenizer of what `--model` names: the checkpoint's (a folder, or a weights file in it), or a preset's stand-in.
+
+    Raises UserError for a missing or corrupt file, and for a name that is neither a path nor a preset.
+    """
+    path = Path(model)
+    if not path.exists():
+        return ByteTokenizer(preset(model).vocab_size)
+    return load_tokenizer(path.parent if path.is_file() else path)
 
 
 def load_tokenizer(path: Path | str) -> Tokenizer:

@@ -1,26 +1,29 @@
 """Serve requests that arrive at random, at given rates, and see how long each one waits: an open-loop load generator.
 
     python scripts/loadgen.py --model models/tiny-hybrid --ranks 2 --rates 1 2 4 --requests 64 --offline
+    python scripts/loadgen.py --model llama-3-70b --ranks 4 --rates 4 16 32 64 --prompt-length 1024 --new-tokens 256 --seconds 10 --drain 5
     python scripts/loadgen.py --url http://127.0.0.1:8000 --vocab-size 32000 --rates 8 --ttft-limit 200 --itl-limit 20
 
 Arrivals are Poisson and drawn beforehand from --seed: a slow server gets its next request no later, and every time is counted
 from the moment at which a request should have been sent. For every rate it prints percentiles of the time to the first token
 (TTFT), between tokens (ITL) and to the end, and the goodput: requests a second that kept both limits. Without --url it starts a
-server of its own for --model. With --offline it also runs `engine.bench` on the same lengths, all requests at once and no HTTP:
-the throughput that no rate can exceed. Prompts are random token ids, so --model needs a tokenizer, but no particular one.
+server of its own for --model, a checkpoint or a preset with random weights. --seconds and --drain bound the time of a rate. With --offline it also runs `engine.bench` on the same lengths, all requests at once and no HTTP:
+the throughput that no rate can exceed. Prompts are random token ids, whatever the model, and answers go on beyond EOS.
 """
 
 import argparse
 import asyncio
 import json
+import math
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,13 +34,14 @@ import httpx
 import numpy as np
 from tqdm import tqdm
 
-from checkpoint import is_preset
+from checkpoint import model_config
 from cli import Parser, note, run
-from config import read_config
 from errors import UserError
 from scripts.results import ROOT, machine
-from scripts.soak import free_port, until_healthy
+from scripts.soak import free_port, processes, until_healthy
 
+READY_SECONDS = 600.0  # for a server of our own to load a large model
+STOP_SECONDS = 20.0  # for it to end
 PERCENTILES = (50, 90, 99)
 Range = tuple[int, int]  # both ends included
 
@@ -54,8 +58,11 @@ class Request:
     new_tokens: int
 
 
-def plan(rate: float, count: int, prompt: Range, new_tokens: Range, vocab_size: int, seed: int) -> list[Request]:
-    """`count` requests of a Poisson process with `rate` arrivals a second; lengths are uniform in their ranges.
+def plan(
+    rate: float, count: int, prompt: Range, new_tokens: Range, vocab_size: int, seed: int, seconds: float = math.inf
+) -> list[Request]:
+    """`count` requests of a Poisson process with `rate` arrivals a second, or those of its first `seconds` if they are fewer;
+    lengths are uniform in their ranges.
 
     The gaps of one seed are the same at every rate but for their scale, and so are the lengths. The prompts differ, so that no
     rate finds those of another in the server's prefix cache.
@@ -63,6 +70,8 @@ def plan(rate: float, count: int, prompt: Range, new_tokens: Range, vocab_size: 
     rng, words, now, requests = random.Random(seed), random.Random(f"{seed} {rate}"), 0.0, []
     for _ in range(count):
         now += rng.expovariate(1.0) / rate
+        if now > seconds:
+            break
         length, limit = rng.randint(*prompt), rng.randint(*new_tokens)
         requests.append(Request(now, [words.randrange(vocab_size) for _ in range(length)], limit))
     return requests
@@ -129,11 +138,16 @@ async def send(client: httpx.AsyncClient, request: Request, planned: float) -> A
                 last, answer.tokens = now, answer.tokens + count
     except httpx.HTTPError as e:
         answer.outcome = type(e).__name__
+    except asyncio.CancelledError:
+        pass  # cut off; its connection is closed by now, and the server gives its memory back
     return answer
 
 
-async def offer(client: httpx.AsyncClient, requests: Sequence[Request], label: str) -> list[Answer]:
-    """Send every request at its time, whatever became of the others, and wait for all answers."""
+async def offer(client: httpx.AsyncClient, requests: Sequence[Request], label: str, drain: float | None = None) -> list[Answer]:
+    """Send every request at its time, whatever became of the others, and wait for all answers.
+
+    drain: seconds behind the last arrival, after which the answers that still run are cut off; None: as long as it takes.
+    """
     start = time.perf_counter()
     with tqdm(total=len(requests), desc=label, unit="request") as bar:
         tasks = []
@@ -143,6 +157,9 @@ async def offer(client: httpx.AsyncClient, requests: Sequence[Request], label: s
             task = asyncio.create_task(send(client, request, planned))
             task.add_done_callback(lambda _: bar.update())
             tasks.append(task)
+        if drain is not None and tasks:
+            for task in (await asyncio.wait(tasks, timeout=drain))[1]:
+                task.cancel()
         return await asyncio.gather(*tasks)
 
 
@@ -216,21 +233,60 @@ def shared_flags(args: argparse.Namespace) -> list[str]:
 
 
 @contextmanager
+def server_of(ranks: int, flags: Sequence[str], log: Path, **environ: str) -> Iterator[str]:
+    """The URL of a server with these flags, once it is ready; it ends with the block. Its output goes to `log`.
+
+    Raises UserError if it ends before it is ready.
+    """
+    port = free_port()
+    command = [*torchrun(ranks), "-m", "server", "--port", str(port), "--drain-timeout", "1", *flags]
+    with log.open("wb") as output:
+        environment = {"OMP_NUM_THREADS": "1"} | os.environ | environ
+        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, env=environment)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        wait_until_ready(process, url, log)
+        yield url
+    finally:
+        stop(process)
+
+
+def wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    end = time.monotonic() + READY_SECONDS
+    with httpx.Client(base_url=url, trust_env=False) as client:
+        while process.poll() is None and time.monotonic() < end:
+            with suppress(httpx.TransportError):
+                if client.get("/health").status_code == 200:
+                    return
+            time.sleep(0.02)
+    note("\n".join(log.read_text(errors="replace").splitlines()[-80:]))
+    raise UserError(f"the server was not ready within {READY_SECONDS:g} s, or ended; the end of {log} stands above")
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End a server: by its own way, and if it does not take that, all its processes, which are no group of their own."""
+    if process.poll() is not None:
+        return
+    all_of_them = processes(process.pid)
+    process.terminate()
+    try:
+        process.wait(STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        for pid in all_of_them:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
+
+
+@contextmanager
 def serving(args: argparse.Namespace) -> Iterator[str]:
     """The URL of a server: the one that --url names, or one of our own, which ends with the block."""
     if args.url:
         yield args.url
         return
-    port = free_port()
-    command = [*torchrun(args.ranks), "-m", "server", "--model", args.model, "--port", str(port), *shared_flags(args)]
-    command += ["--max-queue", str(args.requests)]
-    quiet = subprocess.DEVNULL
-    process = subprocess.Popen(command, cwd=ROOT, stdout=quiet, stderr=quiet, env={"OMP_NUM_THREADS": "1"} | os.environ)
-    try:
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        process.wait(60)
+    flags = ["--model", args.model, *shared_flags(args), "--max-queue", str(args.requests)]
+    with server_of(args.ranks, flags, args.out.with_suffix(".log")) as url:
+        yield url
 
 
 def offline(args: argparse.Namespace) -> dict[str, Any]:
@@ -254,7 +310,8 @@ async def offer_all(args: argparse.Namespace, url: str, vocab_size: int) -> list
         shape = (args.prompt_length, args.new_tokens, vocab_size)
         await offer(client, plan(args.rates[0], min(4, args.requests), *shape, args.seed + 1), "warm-up")
         for rate in args.rates:
-            answers = await offer(client, plan(rate, args.requests, *shape, args.seed), f"{rate:g} requests/s")
+            requests = plan(rate, args.requests, *shape, args.seed, args.seconds)
+            answers = await offer(client, requests, f"{rate:g} requests/s", args.drain)
             found = summary(answers, args.ttft_limit, args.itl_limit)
             rates.append({"rate": rate, "summary": found, "answers": [asdict(a) for a in answers]})
     return rates
@@ -265,7 +322,7 @@ def parse_args() -> argparse.Namespace:
     what = parser.add_argument_group("the server")
     what.add_argument("--url", help="of one that runs already; else one is started")
     what.add_argument("--vocab-size", type=int, metavar="N", help="with --url: prompts are of ids below N")
-    what.add_argument("--model", metavar="DIR", help="the checkpoint to serve")
+    what.add_argument("--model", metavar="DIR|PRESET", help="the checkpoint to serve, or a preset with random weights")
     what.add_argument("--ranks", type=int, default=2, help="default: 2")
     what.add_argument("--variant", help="another residual variant than the checkpoint's")
     what.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA if there is any")
@@ -277,7 +334,18 @@ def parse_args() -> argparse.Namespace:
     load.add_argument(
         "--rates", nargs="+", type=float, default=[1.0, 2.0, 4.0], metavar="R", help="requests/s (default: 1 2 4)"
     )
-    load.add_argument("--requests", type=int, default=64, metavar="N", help="at each rate (default: 64)")
+    load.add_argument(
+        "--requests", type=int, metavar="N", help="at each rate, at most (default: 64; with --seconds, what arrives in them)"
+    )
+    load.add_argument(
+        "--seconds", type=float, default=math.inf, metavar="S", help="of arrivals at each rate, at most (default: no limit)"
+    )
+    load.add_argument(
+        "--drain",
+        type=float,
+        metavar="S",
+        help="cut off what still runs so long behind the last arrival (default: wait for all)",
+    )
     load.add_argument("--prompt-length", default="64", metavar="N|A-B", help="tokens, one number or a range (default: 64)")
     load.add_argument("--new-tokens", default="32", metavar="N|A-B", help="tokens, one number or a range (default: 32)")
     load.add_argument("--seed", type=int, default=0, help="of arrivals, prompts and lengths (default: 0)")
@@ -295,25 +363,29 @@ def parse_args() -> argparse.Namespace:
         raise UserError("give --model to start a server, or --url of one that runs")
     if args.url and (args.vocab_size is None or args.offline):
         raise UserError("--url needs --vocab-size, and goes without --offline")
-    if min(args.rates) <= 0 or min(args.requests, args.ranks) < 1:
-        raise UserError("--rates must be above 0, --requests and --ranks at least 1")
-    if args.model and is_preset(args.model):
-        raise UserError(
-            f"--model {args.model}: a preset has no tokenizer, so the server refuses it; name a checkpoint directory"
-        )
+    if args.offline and args.requests is None and args.seconds < math.inf:
+        raise UserError("--offline needs --requests beside --seconds: it sends all of them at once")
+    if min(args.rates) <= 0 or args.seconds <= 0 or (args.drain is not None and args.drain < 0):
+        raise UserError("--rates and --seconds must be above 0, and --drain not below")
+    if args.requests is None:
+        args.requests = 64 if args.seconds == math.inf else math.ceil(2 * max(args.rates) * args.seconds) + 16
+    if min(args.requests, args.ranks) < 1:
+        raise UserError("--requests and --ranks must be at least 1")
     return args
 
 
 def main() -> None:
     args = parse_args()
-    vocab_size = args.vocab_size or read_config(Path(args.model) / "config.json").vocab_size
+    vocab_size = args.vocab_size or model_config(args.model, args.variant, args.ranks).vocab_size
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    result: dict[str, Any] = {"machine": machine(), "settings": {k: v for k, v in vars(args).items() if k != "out"}}
+    settings = {k: None if v == math.inf else v for k, v in vars(args).items() if k != "out"}
+    result: dict[str, Any] = {"settings": settings}
     if args.offline:
         result["offline"] = offline(args)
         note(f"all at once, without HTTP: {result['offline']['generated_tokens_per_second']:.1f} tokens/s")
     with serving(args) as url:
         result["rates"] = asyncio.run(offer_all(args, url, vocab_size))
+    result["machine"] = machine()  # last: it opens the GPUs, whose memory is the server's until it has ended
     args.out.write_text(json.dumps(result) + "\n")
     print(table(result))
     note(f"wrote {args.out}")

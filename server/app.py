@@ -158,6 +158,8 @@ def _add_models(app: FastAPI, service: Service) -> None:
         ready = service.client.ready
         limit = ready.max_model_len if ready else None
         root = service.settings.model
+        if service.settings.random_weights:
+            root += " (random weights: the text is noise)"
         return {
             "id": name,
             "object": "model",

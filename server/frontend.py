@@ -8,7 +8,6 @@ import asyncio
 import os
 import sys
 import time
-from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -25,7 +24,7 @@ from server.metrics import Metrics
 from server.problems import ApiError
 from server.service import Service
 from server.settings import Settings
-from tokenizer import Tokenizer, load_tokenizer
+from tokenizer import Tokenizer, tokenizer_of
 
 FAILED = 1
 FLUSH_SECONDS = 2.0  # for the last answers to leave, after they were ended
@@ -138,9 +137,10 @@ def banner(service: Service, ready: Ready, address: str) -> str:
     key = " \\\n    -H 'Authorization: Bearer YOUR_KEY'" if service.settings.api_key else ""
     name = service.model_name
     kv_tokens = ready.kv_blocks * ready.block_size
+    noise = "\n  random weights: the text is noise" if service.settings.random_weights else ""
     return f"""
 Serving {name}: {ready.variant}, {ready.world_size} rank{"s" * (ready.world_size > 1)} on {ready.device}, {ready.communicator}, {ready.dtype}
-  context {ready.max_model_len} tokens, KV cache {kv_tokens} tokens
+  context {ready.max_model_len} tokens, KV cache {kv_tokens} tokens{noise}
 
 Try it:
 
@@ -176,10 +176,8 @@ def make_server(settings: Settings, tokenizer: Tokenizer, to_engine: str, from_e
 def run_frontend(settings: Settings, to_engine_address: str, from_engine_address: str) -> NoReturn:
     """Serve until a signal or the engine's end, then leave this process: 0 after a drain, 1 if the engine failed, 2 for bad input."""
     logs.configure(settings.log_format, settings.log_level)
-    path = Path(settings.model)
-    folder = path.parent if path.is_file() else path
     try:
-        server = make_server(settings, load_tokenizer(folder), to_engine_address, from_engine_address)
+        server = make_server(settings, tokenizer_of(settings.model), to_engine_address, from_engine_address)
     except UserError as e:
         print(f"error: {e}", file=sys.stderr, flush=True)
         os._exit(2)

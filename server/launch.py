@@ -3,33 +3,31 @@
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
-from checkpoint import DTYPES, is_preset, load_model, model_config
-from cli import leave, note
+from checkpoint import DTYPES, load_model, model_config
+from cli import leave, note, rank
 from config import ModelConfig
 from engine.core import Engine, EngineLimits
 from engine.protocol import Fatal, Ready
 from engine.worker import FrontendLink, serve
 from errors import UserError
+from server import logs
+from server.logs import log
 from server.process import Frontend
 from server.settings import Settings, load_settings
-from tokenizer import Tokenizer, check_fits, load_tokenizer
+from tokenizer import Tokenizer, check_fits, tokenizer_of
 from tp import World, agree_on_error, init_world, stream_shards
 
 
 def prepare(settings: Settings, world_size: int) -> tuple[ModelConfig, Tokenizer]:
     """Read config and tokenizer. Raises UserError for whatever cannot be served."""
-    if is_preset(settings.model):
-        raise UserError(
-            f"--model {settings.model}: a preset has no tokenizer, so it cannot be served; name a checkpoint directory"
-        )
     config = model_config(settings.model, settings.variant, world_size)
-    if config.variant == "upper-bound" and world_size > 1:
+    if config.variant == "upper-bound" and world_size > 1 and not settings.random_weights:
         raise UserError("upper-bound writes wrong text on several ranks and is for benchmarks only; serve another variant")
     stream_shards(config, 0, world_size)
-    path = Path(settings.model)
-    tokenizer = load_tokenizer(path.parent if path.is_file() else path)
+    tokenizer = tokenizer_of(settings.model)
     check_fits(tokenizer, config.vocab_size)
     return config, tokenizer
 
@@ -53,6 +51,7 @@ def describe(settings: Settings, engine: Engine, config: ModelConfig, world: Wor
 def build_engine(settings: Settings, config: ModelConfig, tokenizer: Tokenizer, world: World) -> tuple[Engine, str]:
     dtype = settings.dtype or ("bfloat16" if world.device.type == "cuda" else "float32")
     model = load_model(settings.model, config, world, DTYPES[dtype])
+    reached("weights")
     if settings.compile:
         model.compile_modules()
     limits = EngineLimits(
@@ -62,19 +61,46 @@ def build_engine(settings: Settings, config: ModelConfig, tokenizer: Tokenizer, 
         block_size=settings.block_size,
         kv_memory=settings.kv_memory,
     )
-    return Engine(model, tokenizer, limits, world), dtype
+    engine = Engine(model, tokenizer, limits, world)
+    reached("engine")
+    return engine, dtype
+
+
+def reached(phase: str) -> None:
+    """Log that a phase of the start is over; `scripts/startup.py` reads these lines."""
+    log.info("start-up: %s", phase)
+
+
+def process_age() -> float:
+    """Seconds since this process began, imports included; 0 where /proc does not tell."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # field 22, since the machine's boot
+    except (OSError, IndexError, ValueError):
+        return 0.0
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
+
+
+def say_first(settings: Settings) -> None:
+    """Rank 0's first words."""
+    logs.configure(settings.log_format, settings.log_level)
+    reached(f"import, {process_age():.3f} s after the process began")
 
 
 def main() -> None:
     error = settings = None
     try:
         settings = load_settings(sys.argv[1:])
+        if rank() == 0:
+            say_first(settings)
         config, tokenizer = prepare(settings, int(os.environ.get("WORLD_SIZE", 1)))
     except UserError as e:
         error = e
     world = init_world(settings.device, settings.comm, settings.simulate_link) if settings else init_world()
     agree_on_error(world, error)
     assert settings is not None
+    reached("process group")
+    if settings.random_weights:
+        note(f"warning: {settings.model} is a preset: its weights are random and its text is noise, for benchmarks only")
     frontend = Frontend(settings) if world.rank == 0 else None
     link = FrontendLink(*frontend.addresses) if frontend else None
     for number in (signal.SIGTERM, signal.SIGINT):  # other ranks end when rank 0's frontend has drained

@@ -60,6 +60,11 @@ class Settings:
     log_level: str = "info"
 
     @property
+    def random_weights(self) -> bool:
+        """Whether `model` is the name of a preset: what does not exist on disk is one, or `launch.prepare` refuses it."""
+        return not Path(self.model).exists()
+
+    @property
     def model_names(self) -> tuple[str, ...]:
         """The names that requests may use; the first one appears in answers."""
         return self.served_model_name or (Path(self.model).name or self.model,)
@@ -113,7 +118,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _add_model(group: Any) -> None:
     group.add_argument(
-        "--model", metavar="DIR", help="a checkpoint directory, HF safetensors or gpt-fast's model.pth; required"
+        "--model",
+        metavar="DIR|PRESET",
+        help="a checkpoint directory, HF safetensors or gpt-fast's model.pth; or, for benchmarks, a preset such as llama-3-70b, "
+        "whose weights are random and whose text is noise; required",
     )
     group.add_argument(
         "--served-model-name",
