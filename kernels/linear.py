@@ -86,6 +86,7 @@ def config(rows: int, n: int, k: int, dtype: torch.dtype) -> Config | None:
 
 def default_config(rows: int, n: int, k: int, dtype: torch.dtype) -> Config | None:
     """The heuristic for shapes that nobody measured: 1 to MAX_ROWS rows."""
+    rows = _bucket(rows)
     if rows <= GEMV_ROWS:
         return _default_gemv(rows, n, k, 16 // dtype.itemsize)
     return _default_mma(rows, n, k) if dtype.itemsize == 2 else None  # fp32 on tensor cores would be rounded to TF32
@@ -98,7 +99,11 @@ def pipeline_stages(rows: int, block_n: int, block_k: int) -> int:
 
 def table_key(rows: int, n: int, k: int) -> str:
     """What `linear_configs.json` calls these rows, rounded up to a power of two, and this shape."""
-    return f"{1 << (rows - 1).bit_length()},{n},{k}"
+    return f"{_bucket(rows)},{n},{k}"
+
+
+def _bucket(rows: int) -> int:
+    return 1 << (rows - 1).bit_length()
 
 
 @cache
@@ -125,9 +130,7 @@ def format_config(config: Config | None) -> dict[str, Any] | None:
 def _default_gemv(rows: int, n: int, k: int, vector: int) -> Gemv:
     """vector: values in 16 bytes, of which each thread takes one piece of a row at a time, or more where rows are few."""
     block_n = max(b for b in (1, 2, 4) if b == 1 or n // b >= 8 * SMS)
-    block_k = min(
-        512 * vector // max(block_n, 1 << (rows - 1).bit_length()), max(k & -k, 32 * vector), 1 << (k - 1).bit_length()
-    )
+    block_k = min(512 * vector // max(block_n, rows), max(k & -k, 32 * vector), 1 << (k - 1).bit_length())
     return Gemv(block_n, block_k, warps=min(4, max(1, block_k // (32 * vector))))
 
 

@@ -421,6 +421,13 @@ def _precision(dtype: torch.dtype) -> str:
     return "ieee" if dtype == torch.float32 else "tf32"  # of 16-bit inputs it says nothing
 
 
+def _block_n(dtype: torch.dtype, block_d: int) -> int:
+    """Keys of one step. Products of fp32 hold them in registers."""
+    if dtype == torch.float32:
+        return 16
+    return 64 if block_d <= 128 else 32
+
+
 def decode_splits(pairs: int, longest: int, block_n: int, sms: int) -> int:
     """A power of two of programs a sequence and key-value head: at most two an SM in all, and none with less than a block."""
     splits = min(2 * sms // pairs, triton.cdiv(longest, block_n), MAX_SPLITS)
@@ -433,7 +440,7 @@ def decode_launch(dtype: torch.dtype, group: int, head_dim: int) -> dict[str, An
         "GROUP": padded,
         "BLOCK_M": max(padded, 16),
         "BLOCK_D": max(block_d, 16),
-        "BLOCK_N": 64 if block_d <= 128 and dtype.itemsize == 2 else 32,
+        "BLOCK_N": _block_n(dtype, block_d),
         "TILE": max(COMBINED_VALUES // (padded * block_d), 1),
         "PRECISION": _precision(dtype),
         "num_warps": DECODE_WARPS,
@@ -449,10 +456,10 @@ def prefill_launch(dtype: torch.dtype, group: int, head_dim: int, span: int, row
     return {
         "BLOCK_M": block_m,
         "BLOCK_D": max(block_d, 16),
-        "BLOCK_N": 64 if block_d <= 128 and dtype.itemsize == 2 else 32,
+        "BLOCK_N": _block_n(dtype, block_d),
         "TOKENS": block_m // group,
         "PRECISION": _precision(dtype),
-        "num_warps": 8 if block_m * block_d >= 64 * 256 else 4,  # fewer would spill registers
+        "num_warps": 8 if block_m >= 128 or block_d > 128 or dtype.itemsize > 2 else 4,  # fewer would spill registers
         "num_stages": 3,
     }
 

@@ -1,6 +1,7 @@
-"""One rank of test_gpu_engine.py: every embedded model by every communicator, one JSON line each from rank 0."""
+"""One rank of test_gpu_engine.py: every embedded model by every communicator, one JSON line each from rank 0. Arguments: the communicators, all of them if there is none."""
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +22,7 @@ PROMPT, NEW_TOKENS = "Once upon a time there was", 60
 
 def main() -> None:
     world = init_world("cuda")
-    for communicator in COMMUNICATORS:
+    for communicator in sys.argv[1:] or COMMUNICATORS:
         there = replace(world, comm=choose("cuda", communicator).build())
         for name in EMBEDDED:
             path = ROOT / "models" / f"tiny-{name}"

@@ -90,7 +90,9 @@ def test_ten_thousand_replays_give_the_same_tokens(batch: int, seed: int) -> Non
     model = load_model("tiny", config, ALONE, torch.bfloat16, seed)
     engine = Engine(model, None, EngineLimits(max_num_seqs=8, kv_memory=1e8), ALONE)
     engine.look_ahead = False
-    for submit in random_submits(batch - 2, vocab_size=config.vocab_size, max_tokens=30)[-batch:]:
+    for submit in random_submits(batch - 2, vocab_size=config.vocab_size, max_tokens=30, top_k=0, top_p=1.0, min_p=0.0)[
+        -batch:
+    ]:
         assert engine.submit(submit) is None
     engine.step()
     chunks = [Chunk(s, s.computed, 1) for s in engine.scheduler.running]

@@ -1,0 +1,222 @@
+"""Attention over a paged KV cache: the PyTorch that defines it against fp64, the kernels against both."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.paged_attention import paged_decode_reference, paged_prefill_reference
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Shape:
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    block_size: int
+    window: int | None
+
+
+SHAPES = [
+    Shape(8, 2, 32, 16, None),
+    Shape(3, 3, 24, 8, 37),
+    Shape(14, 2, 16, 32, None),
+    Shape(4, 1, 64, 16, 1),
+    Shape(20, 1, 48, 64, 100),
+    Shape(2, 1, 256, 16, None),
+]
+LARGE = [Shape(16, 2, 128, 16, None), Shape(8, 1, 128, 16, None), Shape(8, 8, 128, 16, None), Shape(32, 8, 64, 16, 700)]
+
+
+# --- the definition, in fp64 ------------------------------------------------------------------------------------------------------
+
+
+def seen(rows: int, length: int, window: int | None, device: torch.device) -> Tensor:
+    ages = torch.arange(length - rows, length, device=device)[:, None] - torch.arange(length, device=device)
+    return (ages >= 0) & (ages < (window or length))
+
+
+def attend64(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    """q (n, H, D) at the last n of L positions, k and v (L, K, D)."""
+    repeats = q.shape[1] // k.shape[1]
+    k, v = (x.double().repeat_interleave(repeats, dim=1) for x in (k, v))
+    scores = torch.einsum("nhd,lhd->hnl", q.double(), k) / q.shape[2] ** 0.5
+    weights = scores.masked_fill(~seen(len(q), len(k), window, q.device), -torch.inf).softmax(-1)
+    return torch.einsum("hnl,lhd->nhd", weights, v)
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    """The same by PyTorch's own attention in the dtype of its inputs."""
+    mask = seen(len(q), len(k), window, q.device)
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1)
+
+
+@dataclass
+class Pages:
+    """Sequences of given lengths, in a cache whose blocks are shuffled and whose unused places hold NaN."""
+
+    keys: Tensor
+    values: Tensor
+    tables: Tensor
+    sequences: list[tuple[Tensor, Tensor]]
+
+    @classmethod
+    def of(cls, shape: Shape, lengths: list[int], device: str, dtype: torch.dtype) -> "Pages":
+        size = shape.block_size
+        width = -(-max(lengths) // size) + 1
+        blocks = len(lengths) * width + 3
+        order = torch.randperm(blocks)[: len(lengths) * width].view(len(lengths), width).int().to(device)
+        cache = torch.full((2, blocks, size, shape.n_kv_heads, shape.head_dim), torch.nan, dtype=dtype, device=device)
+        sequences = []
+        for table, length in zip(order.long(), lengths, strict=True):
+            both = torch.randn(2, length, shape.n_kv_heads, shape.head_dim, device=device).to(dtype)
+            at = torch.arange(length, device=device)
+            cache[:, table[at // size], at % size] = both
+            sequences.append((both[0], both[1]))
+        return cls(cache[0], cache[1], order, sequences)
+
+
+def worse(name: str, got: Tensor, expected: list[Tensor], usual: list[Tensor]) -> list[str]:
+    """The criterion of a kernel: at most twice the error of plain PyTorch in the same dtype, or nothing to speak of."""
+    exact = torch.cat(expected)
+    error, allowed = ((x.double() - exact).abs().max().item() for x in (got, torch.cat(usual)))
+    allowed = 2 * allowed + 2e-6
+    return [] if error <= allowed else [f"{name}: error {error:.3g}, allowed {allowed:.3g}"]
+
+
+def decode_faults(decode: Callable, shape: Shape, longest: int, device: str, dtype: torch.dtype) -> list[str]:
+    lengths = [random.randint(1, longest), 0, 1, shape.block_size, longest]
+    pages = Pages.of(shape, lengths, device, dtype)
+    q = torch.randn(len(lengths), shape.n_heads, shape.head_dim, device=device).to(dtype)
+    on_device = torch.tensor(lengths, dtype=torch.int32, device=device)
+    got = decode(q, pages.keys, pages.values, pages.tables, on_device, shape.window, longest + random.randrange(500))
+    rows = [(q[i : i + 1], *pages.sequences[i], shape.window) for i, length in enumerate(lengths) if length]
+    name = f"decode {shape} {dtype} {lengths}"
+    found = [] if not got[1].any() else [f"{name}: padding is not zero"]
+    return found + worse(name, got[on_device > 0], [attend64(*row) for row in rows], [plain(*row) for row in rows])
+
+
+def prefill_faults(prefill: Callable, shape: Shape, longest: int, device: str, dtype: torch.dtype) -> list[str]:
+    counts = [random.randint(1, longest // 2), 0, 1, random.randint(1, longest), 1, 0]
+    if random.random() < 0.3:
+        counts = [min(n, 2) for n in counts]
+    lengths = [n + random.randrange(longest) if n else random.randrange(2) for n in counts]
+    lengths[0] = counts[0]  # with nothing before it
+    pages, padding = Pages.of(shape, lengths, device, dtype), random.choice([0, 5, 150])
+    starts = torch.tensor([0, *counts]).cumsum(0).int().to(device)
+    q = torch.randn(sum(counts) + padding, shape.n_heads, shape.head_dim, device=device).to(dtype)
+    on_device = torch.tensor(lengths, dtype=torch.int32, device=device)
+    bound = max(counts) + random.randrange(3)
+    got = prefill(q, pages.keys, pages.values, pages.tables, starts, on_device, shape.window, bound)
+    spans = [(part, *pages.sequences[s], shape.window) for s, part in enumerate(q[: sum(counts)].split(counts)) if len(part)]
+    name = f"prefill {shape} {dtype} {counts} of {lengths}, {padding} rows of padding"
+    found = [] if not got[sum(counts) :].any() else [f"{name}: padding is not zero"]
+    return found + worse(name, got[: sum(counts)], [attend64(*span) for span in spans], [plain(*span) for span in spans])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_references(shape: Shape, dtype: torch.dtype, seed: int) -> None:
+    assert decode_faults(paged_decode_reference, shape, 200, "cpu", dtype) == []
+    assert prefill_faults(paged_prefill_reference, shape, 60, "cpu", dtype) == []
+
+
+def faults(seed: int, device: str, dtypes: list[torch.dtype], shapes: list[Shape], longest: int) -> list[str]:
+    """Where the Triton kernels are worse than they may be."""
+    from kernels import paged_attention_triton as kernels
+
+    torch.manual_seed(seed)
+    random.seed(seed)
+    found = []
+    for dtype in dtypes:
+        for shape in shapes:
+            found += decode_faults(kernels.paged_decode, shape, longest, device, dtype)
+            found += prefill_faults(kernels.paged_prefill, shape, longest // 2, device, dtype)
+    if kernels.arrivals(torch.device(device), 1).any():
+        found.append("a counter of arrivals is not zero again")
+    return found
+
+
+def test_kernels_in_the_interpreter(session_seed: int) -> None:
+    """In fp32 and fp16: the interpreter multiplies no matrices of bf16."""
+    pytest.importorskip("triton", reason="Triton is not installed; pip install triton")
+    command = [sys.executable, "-c", f"from tests.test_kernels_attention import report; report({session_seed})"]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout) == []
+
+
+def report(seed: int) -> None:
+    let_the_interpreter_loop()
+    print(json.dumps(faults(seed, "cpu", [torch.float32, torch.float16], SHAPES, 280)))
+
+
+def let_the_interpreter_loop() -> None:
+    """Triton 3.6's interpreter holds scalars as arrays of one element, which NumPy from 2.4 on no longer takes as loop bounds."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patch_and_mend(tensor: type, scope: interpreter._LangPatchScope) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch_and_mend
+
+
+def test_splits_fill_the_gpu_but_never_fall_below_a_block() -> None:
+    pytest.importorskip("triton", reason="Triton is not installed; pip install triton")
+    from kernels.paged_attention_triton import MAX_SPLITS, decode_splits
+
+    for pairs in (1, 2, 8, 33, 128, 1000):
+        for longest in (1, 64, 65, 1000, 8192, 10**6):
+            splits = decode_splits(pairs, longest, 64, 132)
+            assert splits == 1 or (splits * pairs <= 2 * 132 and (splits - 1) * 64 < longest and splits <= MAX_SPLITS)
+            assert splits & (splits - 1) == 0
+    assert decode_splits(1, 10**6, 64, 132) == MAX_SPLITS
+    assert decode_splits(128, 8192, 64, 132) == 2
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@needs_gpu
+def test_kernels_on_a_gpu(seed: int) -> None:
+    assert faults(seed, "cuda", [torch.float32, torch.float16, torch.bfloat16], SHAPES, 280) == []
+    assert faults(seed, "cuda", [torch.bfloat16], LARGE, 3000) == []
+
+
+@needs_gpu
+def test_a_captured_decode_follows_lengths_and_repeats_its_bits(seed: int) -> None:
+    from kernels.paged_attention import paged_decode
+
+    shape, longest = LARGE[0], 2048
+    pages = Pages.of(shape, [longest] * 4, "cuda", torch.bfloat16)
+    q = torch.randn(4, shape.n_heads, shape.head_dim, device="cuda", dtype=torch.bfloat16)
+    lengths = torch.full((4,), longest, dtype=torch.int32, device="cuda")
+    with torch.no_grad():
+        arguments = q, pages.keys, pages.values, pages.tables, lengths, None, longest
+        paged_decode(*arguments)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = paged_decode(*arguments)
+        for _ in range(5):
+            lengths.copy_(torch.randint(0, longest + 1, (4,)))
+            expected = paged_decode(*arguments)
+            for _ in range(3):
+                captured.fill_(torch.nan)
+                graph.replay()
+                assert torch.equal(captured, expected), lengths

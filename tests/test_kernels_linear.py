@@ -1,0 +1,211 @@
+"""Linear layers of few rows: the Triton kernels against fp64, the choice between them, and what stays with PyTorch."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels import linear as kernel
+from kernels.linear import MAX_ROWS, Config, Gemv, Mma, config, format_config, linear, parse_config, swiglu_linear
+
+ROOT = Path(__file__).resolve().parents[1]
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def swiglu_exact(gate_up: Tensor, dtype: torch.dtype) -> Tensor:
+    """silu(gate) * up in fp64, rounded to dtype once."""
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    return (F.silu(gate) * up).to(dtype).double()
+
+
+def too_far(got: Tensor, exact: Tensor, plain: Tensor, times: float = 2) -> str | None:
+    """A complaint, if `got` is more than `times` as far from `exact` as PyTorch's own result of the same dtype."""
+    if got.shape != exact.shape or got.dtype != plain.dtype:
+        return f"{got.shape} {got.dtype} instead of {exact.shape} {plain.dtype}"
+    error, allowed = ((t.double() - exact).norm() / exact.norm() for t in (got, plain))
+    allowed = times * allowed + 4 * torch.finfo(torch.float32).eps
+    return None if error <= allowed else f"error {error:.2e}, allowed {allowed:.2e}"
+
+
+def mismatches(seed: int, device: str) -> list[str]:
+    """Where `linear_triton.run` is further from fp64 than PyTorch twice over, or gives other bits a second time.
+
+    The interpreter cuts fp32 down to bf16 where a GPU rounds: up to one unit in the last place of each product of SwiGLU and of
+    each result, against PyTorch's 0.29 on average.
+    """
+    from kernels import linear_triton
+
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for rows, n, k, dtype, swiglu, biased, chosen in cases(device):
+        x = torch.randn(rows, (2 if swiglu else 1) * k + 8, generator=generator).to(device, dtype)[:, :-8]  # a row pitch
+        weight = torch.randn(n, k, generator=generator).to(device, dtype)
+        bias = torch.randn(n, generator=generator).to(device, dtype) if biased else None
+        inputs = swiglu_exact(x, dtype) if swiglu else x.double()
+        exact = F.linear(inputs, weight.double(), None if bias is None else bias.double())
+        plain = F.linear(inputs.to(dtype), weight, bias)
+        got = linear_triton.run(x, weight, bias, chosen, swiglu)
+        name = f"{rows} x {n} x {k} {dtype} swiglu={swiglu} bias={biased} {chosen}"
+        times = 8 if device == "cpu" and dtype == torch.bfloat16 else 2
+        if complaint := too_far(got, exact, plain, times):
+            found.append(f"{name}: {complaint}")
+        if not torch.equal(linear_triton.run(x, weight, bias, chosen, swiglu), got):
+            found.append(f"{name}: other bits the second time")
+    return found
+
+
+def cases(device: str) -> list[tuple[int, int, int, torch.dtype, bool, bool, Config]]:
+    """Rows, N, K, dtype, whether of SwiGLU, whether with a bias, config: blocks that divide the shape and that do not."""
+    bf16, fp16, fp32 = DTYPES
+    mma = fp16 if device == "cpu" else bf16  # the interpreter multiplies matrices of bf16 as if their bits were integers
+    return [
+        (1, 24, 256, bf16, False, False, Gemv(4, 256, 1)),
+        (1, 9, 520, bf16, False, True, Gemv(2, 256, 2)),
+        (3, 13, 328, bf16, True, True, Gemv(4, 128, 1)),
+        (4, 8, 192, fp16, True, False, Gemv(1, 256, 1)),
+        (2, 30, 512, fp16, False, True, Gemv(8, 512, 2)),
+        (2, 11, 100, fp32, False, True, Gemv(4, 64, 1)),
+        (1, 5, 384, fp32, True, False, Gemv(1, 128, 1)),
+        (1, 80, 256, mma, False, False, Mma(64, 64, 1, 3)),
+        (5, 70, 328, mma, False, True, Mma(64, 64, 4, 3)),
+        (16, 128, 512, mma, True, False, Mma(64, 128, 2, 3)),
+        (7, 40, 200, fp16, True, True, Mma(32, 32, 3, 2)),
+        (33, 96, 448, fp16, False, True, Mma(64, 64, 7, 3)),
+        (64, 100, 256, mma, False, False, Mma(32, 128, 2, 2)),
+    ]
+
+
+def test_kernels_in_the_interpreter(seed: int) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed; pip install triton")
+    command = [sys.executable, "-c", f"from tests.test_kernels_linear import report; report({seed})"]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+    assert result.returncode == 0, (seed, result.stderr)
+    assert json.loads(result.stdout) == [], seed
+
+
+def report(seed: int) -> None:
+    allow_bounds_of_loops()
+    print(json.dumps(mismatches(seed, "cpu")))
+
+
+def allow_bounds_of_loops() -> None:
+    """Triton 3.6's interpreter turns a computed bound, an array of one element, into an int as NumPy 2.4 no longer does."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patch_with_index(tensor: type, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch_with_index
+
+
+@GPU
+def test_kernels_on_a_gpu(seed: int) -> None:
+    assert mismatches(seed, "cuda") == [], seed
+
+
+def test_on_the_cpu_it_is_pytorch(seed: int) -> None:
+    x, weight, bias = torch.randn(2, 3, 64), torch.randn(20, 64), torch.randn(20)
+    assert torch.equal(linear(x, weight, bias), F.linear(x, weight, bias)), seed
+    gate_up = torch.randn(2, 3, 128)
+    gate, up = gate_up.chunk(2, dim=-1)
+    assert torch.equal(swiglu_linear(gate_up, weight), F.linear(F.silu(gate) * up, weight)), seed
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_shape_has_a_config_that_fits(dtype: torch.dtype) -> None:
+    """Blocks are powers of two, no program is without columns, and two programs fit an SM's 227 KB of shared memory."""
+    for n, k in [(1280, 8192), (8192, 1024), (8192, 3584), (32064, 8192), (192, 64), (17, 8), (128256, 4096), (576, 192)]:
+        for rows in (1, 3, 4, 5, 17, 64):
+            chosen = config(rows, n, k, dtype)
+            if chosen is None:
+                assert dtype == torch.float32 or kernel.table_key(rows, n, k) in kernel.measured()
+                continue
+            assert (chosen.block_n & (chosen.block_n - 1)) == (chosen.block_k & (chosen.block_k - 1)) == 0, (rows, n, k)
+            if isinstance(chosen, Mma):
+                assert rows <= MAX_ROWS and dtype != torch.float32 and 1 <= chosen.split <= -(-k // chosen.block_k)
+                stage = 2 * chosen.block_k * (chosen.block_n + max(16, 1 << (rows - 1).bit_length()))
+                assert chosen.stages * stage <= 227 * 1024 // 2, (rows, n, k, chosen)
+            else:
+                assert chosen.block_k >= 4 * chosen.warps, (rows, n, k, chosen)
+    assert config(MAX_ROWS + 1, 1280, 8192, dtype) is None
+
+
+def test_the_measured_table_goes_before_the_heuristic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    best: dict[str, Config | None] = {"1,48,96": Gemv(2, 64, 1, prefetch=False), "8,48,96": Mma(64, 32, 2, 3), "4,48,96": None}
+    path = tmp_path / "configs.json"
+    path.write_text(json.dumps({"configs": {key: format_config(value) for key, value in best.items()}}))
+    monkeypatch.setattr(kernel, "CONFIGS", path)
+    try:
+        for cached in (kernel.measured, config):
+            cached.cache_clear()
+        assert config(1, 48, 96, torch.float16) == best["1,48,96"]
+        assert config(5, 48, 96, torch.bfloat16) == best["8,48,96"]
+        assert config(3, 48, 96, torch.bfloat16) is None
+        assert config(3, 48, 96, torch.float32) is not None
+    finally:
+        monkeypatch.undo()
+        for cached in (kernel.measured, config):
+            cached.cache_clear()
+
+
+def test_a_config_survives_json() -> None:
+    for chosen in (None, Gemv(4, 1024, 4), Mma(64, 128, 3, 5, warps=8, prefetch=False)):
+        assert parse_config(json.loads(json.dumps(format_config(chosen)))) == chosen
+
+
+@GPU
+@pytest.mark.parametrize(("n", "k"), [(1280, 8192), (8192, 1024), (8192, 3584), (576, 192), (100, 100)])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 8, 16, 24, 64, 65])
+def test_entry_points_on_a_gpu(n: int, k: int, rows: int, seed: int) -> None:
+    gate_up = torch.randn(rows, 1, 2 * k, device="cuda", dtype=torch.bfloat16)
+    x, weight = gate_up[..., :k].contiguous(), torch.randn(n, k, device="cuda", dtype=torch.bfloat16)
+    products = swiglu_exact(gate_up, x.dtype)
+    with torch.inference_mode():
+        for got, inputs in ((linear(x, weight), x), (swiglu_linear(gate_up, weight), products.to(x.dtype))):
+            exact = F.linear(inputs.double(), weight.double())
+            assert too_far(got, exact, F.linear(inputs, weight)) is None, seed
+
+
+@GPU
+@pytest.mark.parametrize("chosen", [Gemv(4, 1024, 4), Mma(64, 128, 7, 4), Mma(64, 128, 1, 4)])
+def test_replays_of_a_cuda_graph_see_their_inputs_and_repeat_their_bits(chosen: Config, seed: int) -> None:
+    """A chain of layers, each starting before the one before ends: a stale read, or a counter left over, would show."""
+    from kernels import linear_triton
+
+    k = 2048
+    weights = [torch.randn(k, k, device="cuda", dtype=torch.bfloat16) / k**0.5 for _ in range(12)]
+    x = torch.randn(2, k, device="cuda", dtype=torch.bfloat16)
+
+    def chain() -> Tensor:
+        y = x
+        for weight in weights:
+            y = linear_triton.run(y, weight, None, chosen, False)
+        return y
+
+    chain()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = chain()
+    for _ in range(20):
+        x.copy_(torch.randn_like(x))
+        graph.replay()
+        first = out.clone()
+        graph.replay()
+        assert torch.equal(out, first), seed
+        assert torch.equal(chain(), first), seed
+        y = x
+        for weight in weights:
+            y = F.linear(y, weight)
+        assert (first.float() - y.float()).norm() < 0.05 * y.float().norm(), seed
