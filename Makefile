@@ -11,7 +11,7 @@ PROMPT ?= Once upon a time
 PROFILE ?= profile.json
 ARGS ?=
 
-.PHONY: help setup setup-dev demo serve generate chat bench-offline startup bench-host soak lm-eval test lint accuracy quantization baseline bench-cpu sweep latency throughput plot report trace paper-tables trace-overlap plan plan-paper profile-collectives test-plans adapt-demo pretrain-variants bench-training readme train-tiny clean
+.PHONY: help setup setup-dev demo serve generate chat bench-offline startup bench-host soak lm-eval test lint accuracy quantization baseline bench-cpu comm-table bench-comm bench-kernels bench-linear sweep latency throughput plot report trace paper-tables trace-overlap plan plan-paper profile-collectives test-plans adapt-demo pretrain-variants bench-training readme train-tiny clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -68,6 +68,18 @@ baseline: setup ## ms a token of 8B and 70B:16 presets by variant on RANKS ranks
 
 bench-cpu: setup-dev ## decode speed beside transformers.generate, same weights and threads, into docs/results/bench-cpu.json
 	@$(PY) scripts/bench_cpu.py $(ARGS)
+
+comm-table: setup ## how fast this machine sums on RANKS ranks by message size and way, and what --comm auto makes of it
+	@$(TORCHRUN) $(RANKS) scripts/comm_table.py $(ARGS)
+
+bench-comm: setup ## every all-reduce on RANKS GPUs: right sums, 10,000 replays, latency by size, into out/comm.json
+	@$(TORCHRUN) $(RANKS) scripts/bench_comm.py --out out/comm.json $(ARGS)
+
+bench-kernels: setup ## norms, RoPE, attention and sampling on one GPU beside PyTorch, into out/kernels.json
+	@$(PY) scripts/bench_kernels.py --out out/kernels.json $(ARGS)
+
+bench-linear: setup ## linear layers of few rows on one GPU beside cuBLAS, into out/linear.json: what kernels/linear_configs.json is made of
+	@$(PY) scripts/bench_linear.py --device 0 --part 0/1 --out out/linear.json $(ARGS)
 
 sweep: setup ## variants x ranks x batch x interconnect x lengths x models into out/sweep.jsonl, where it stopped: make sweep ARGS="--grid table-2"
 	@$(PY) scripts/sweep.py $(ARGS)

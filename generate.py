@@ -56,7 +56,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     what.add_argument("--dtype", choices=DTYPES, help="of weights and activations (default: bfloat16 on CUDA, float32 on CPU)")
     what.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA if there is any")
-    what.add_argument("--comm", metavar="NAME", help=f"how ranks sum: {KNOWN} (default: nccl on CUDA, gloo on CPU)")
+    what.add_argument("--comm", metavar="NAME", help=f"how ranks sum: {KNOWN} (default: auto on CUDA, gloo on CPU)")
     what.add_argument(
         "--simulate-link",
         metavar="LATENCY,BANDWIDTH",

@@ -46,6 +46,10 @@ class Communicator(ABC):
     def all_gather(self, shard: Tensor) -> Tensor:
         """Concatenate the ranks' `shard`s (..., n) along the last dim, in rank order: (..., n * world_size)."""
 
+    def check(self) -> None:  # noqa: B027
+        """Raise RuntimeError if a sum went wrong without a word, as a kernel's may that gives up waiting for another rank. Waits
+        for the device."""
+
     def all_reduce(self, partial: Tensor) -> Tensor:
         """Sum and wait."""
         return self.defer(partial).wait()

@@ -127,7 +127,7 @@ def main() -> None:
     parser.add_argument("--block-size", type=int, default=16, help="tokens of a KV-cache block (default: 16)")
     parser.add_argument("--device", choices=("cpu", "cuda"))
     parser.add_argument("--dtype", choices=DTYPES)
-    parser.add_argument("--comm", metavar="NAME", help=f"how ranks sum: {KNOWN} (default: nccl on CUDA, gloo on CPU)")
+    parser.add_argument("--comm", metavar="NAME", help=f"how ranks sum: {KNOWN} (default: auto on CUDA, gloo on CPU)")
     parser.add_argument(
         "--simulate-link", metavar="LATENCY,BANDWIDTH", help="on CPU, let sums take as long as such a link would: 10us,100GB/s"
     )

@@ -103,6 +103,8 @@ def serve(engine: Engine, world: World, link: FrontendLink | None, ready: Ready,
                 for output in engine.step():
                     send(output)
             now = time.monotonic()
+            if not engine.has_work():
+                engine.runner.model.comm.check()
             if link and (now - last_stats > STATS_SECONDS or not engine.has_work()):
                 send(engine.stats())
                 last_stats = now

@@ -112,14 +112,17 @@ def _at(address, dtype: tl.constexpr):
 
 
 @triton.jit
-def _next_epoch(epochs):
-    """This launch's number. Program p advances the counters p, p + programs, …, so that all of them agree whatever the number
-    of programs, and reads only its own: no program waits for another."""
+def _this_epoch(epochs):
+    """This launch's number. A program reads its own counter, and so waits for no other program."""
+    return tl.load(epochs + tl.program_id(0)) + 1
+
+
+@triton.jit
+def _count(epochs, epoch):
+    """Program p advances the counters p, p + programs, …, so that all of them agree whatever the number of programs."""
     program, programs = tl.program_id(0), tl.num_programs(0)
-    epoch = tl.load(epochs + program) + 1
     counters = tl.arange(0, _MAX_PROGRAMS)
     tl.store(epochs + counters, tl.zeros([_MAX_PROGRAMS], tl.int64) + epoch, mask=counters % programs == program)
-    return epoch
 
 
 @triton.jit
@@ -138,10 +141,14 @@ def _sweep(mine, squares, fault, epoch, SLOT: tl.constexpr, BLOCK: tl.constexpr)
         other = (epoch + 1) & 1
         words = tl.arange(0, BLOCK)
         nothing = tl.zeros([BLOCK], tl.int64)
-        for start in range(program * BLOCK, SLOT, programs * BLOCK):
+        start = program * BLOCK
+        while start < SLOT:
             tl.store(mine + other * SLOT + start + words, nothing, mask=start + words < SLOT)
-        for start in range(program * BLOCK, _MAX_PROGRAMS, programs * BLOCK):
+            start += programs * BLOCK
+        start = program * BLOCK
+        while start < _MAX_PROGRAMS:
             tl.store(squares + other * _MAX_PROGRAMS + start + words, nothing, mask=start + words < _MAX_PROGRAMS)
+            start += programs * BLOCK
         tl.debug_barrier()
         tl.atomic_add(fault, 0, sem="acq_rel", scope="sys")  # a fence
         tl.debug_barrier()
@@ -184,7 +191,7 @@ def _receive_sum(
     return first, second
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank"])
 def _one_shot(
     partial, out, peers, epochs, squares, fault, words, rank, patience,
     N: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -196,11 +203,12 @@ def _one_shot(
     offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = offset < words
     payload = tl.load(partial.to(tl.pointer_type(tl.uint32)) + offset, mask=inside, other=0)
-    epoch = _next_epoch(epochs)
+    epoch = _this_epoch(epochs)
     mine = _at(peers[N - 1], tl.int64)
     _sweep(mine, squares, fault, epoch, N * CAPACITY, BLOCK)
     flag, slot = _flag_of(epoch), (epoch & 1) * (N * CAPACITY)
     _push(peers, slot + rank * CAPACITY + offset, payload.to(tl.int64) | flag, inside, N)
+    _count(epochs, epoch)
     first, second = _receive_sum(mine + slot + offset, inside, flag, patience, fault, N, CAPACITY, BLOCK, DTYPE)
     tl.store(out.to(tl.pointer_type(tl.int32)) + offset, _pack(first, second, DTYPE), mask=inside)
 
@@ -228,7 +236,7 @@ def _sum_of_row(square, squares, epoch, flag, patience, fault, PARTS: tl.constex
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank"])
 def _one_shot_norm(
     partial, x, weight, total, normed, peers, epochs, squares, fault, rank, patience, eps,
     ROW: tl.constexpr, PARTS: tl.constexpr, LANES: tl.constexpr,
@@ -246,11 +254,12 @@ def _one_shot_norm(
         tl.extra.cuda.gdc_wait()
     payload = tl.load(partial.to(tl.pointer_type(tl.uint32)) + offset, mask=inside, other=0)
     before = tl.load(x.to(tl.pointer_type(tl.int32)) + offset, mask=inside, other=0)
-    epoch = _next_epoch(epochs)
+    epoch = _this_epoch(epochs)
     mine = _at(peers[N - 1], tl.int64)
     _sweep(mine, squares, fault, epoch, N * CAPACITY, BLOCK)
     flag, slot = _flag_of(epoch), (epoch & 1) * (N * CAPACITY)
     _push(peers, slot + rank * CAPACITY + offset, payload.to(tl.int64) | flag, inside, N)
+    _count(epochs, epoch)
     first, second = _receive_sum(mine + slot + offset, inside, flag, patience, fault, N, CAPACITY, BLOCK, DTYPE)
 
     after = _pack(_first(before, DTYPE) + first, _second(before, DTYPE) + second, DTYPE)
@@ -263,13 +272,13 @@ def _one_shot_norm(
     tl.store(normed.to(tl.pointer_type(tl.int32)) + offset, _pack(first, second, DTYPE), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank"])
 def _one_shot_gather(
     shard, out, peers, epochs, squares, fault, row, words, rank, patience,
     N: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (block, rank + 1 + i) sends a block of this rank's words to one peer and receives that peer's: int32 shard (rows,
-    row words) to out (rows, N, row words)."""
+    """Program (block, i) sends a block of this rank's words to rank + 1 + i and receives that of rank - 1 - i, which its twin
+    there sends: int32 shard (rows, row words) to out (rows, N, row words)."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -277,26 +286,27 @@ def _one_shot_gather(
     offset = program // N * BLOCK + tl.arange(0, BLOCK)
     inside = offset < words
     payload = tl.load(shard.to(tl.pointer_type(tl.uint32)) + offset, mask=inside, other=0)
-    epoch = _next_epoch(epochs)
+    epoch = _this_epoch(epochs)
     mine = _at(peers[N - 1], tl.int64)
     _sweep(mine, squares, fault, epoch, N * CAPACITY, BLOCK)
     flag, slot = _flag_of(epoch), (epoch & 1) * (N * CAPACITY)
-    peer, theirs = (rank + 1 + program % N) % N, peers[N - 1]
+    source, theirs = (rank + N - 1 - program % N) % N, peers[N - 1]
     for i in tl.static_range(N - 1):
         theirs = tl.where(program % N == i, peers[i], theirs)
     there = _at(theirs, tl.int64) + slot + rank * CAPACITY
     tl.store(there + offset, payload.to(tl.int64) | flag, mask=inside)
+    _count(epochs, epoch)
 
     word = tl.zeros([BLOCK], tl.int64)
     missing = 1
     polls = 0
     while (missing != 0) & (polls < patience):
-        word = tl.load(mine + slot + peer * CAPACITY + offset, mask=inside, other=flag, volatile=True)
+        word = tl.load(mine + slot + source * CAPACITY + offset, mask=inside, other=flag, volatile=True)
         missing = tl.max((((word ^ flag) >> 32) != 0).to(tl.int32), axis=0)
         polls += 1
     if missing != 0:
         tl.store(fault, 3)
-    tl.store(out + (offset // row * N + peer) * row + offset % row, word.to(tl.int32), mask=inside)
+    tl.store(out + (offset // row * N + source) * row + offset % row, word.to(tl.int32), mask=inside)
 
 
 # --- two-shot -------------------------------------------------------------------------------------------------------------------
@@ -348,20 +358,24 @@ def _reduce_scatter_gather(
         tl.extra.cuda.gdc_wait()
     lane = tl.arange(0, BLOCK)
     begin, step = tl.program_id(0) * tile, tl.num_programs(0) * tile
-    epoch = _next_epoch(epochs)
+    epoch = _this_epoch(epochs)
     scattered = FLAGS + (epoch & 1) * (2 * CAPACITY)
     gathered = scattered + CAPACITY
     for i in tl.static_range(N):
         owner = (rank + 1 + i) % N
         there = _at(peers[i] + scattered, DTYPE) + rank * share
-        for start in range(begin, share, step):
+        start = begin
+        while start < share:
             inside = (lane < tile) & (start + lane < share) & (owner * share + start + lane < count)
             values = tl.load(partial + owner * share + start + lane, mask=inside, other=0.0)
             tl.store(there + start + lane, values, mask=inside)
+            start += step
     _announce(peers, 0, rank, epoch, N, LANES)
+    _count(epochs, epoch)
     _await(peers[N - 1], 0, epoch, patience, fault, N, LANES)
     here = _at(peers[N - 1] + scattered, DTYPE)
-    for start in range(begin, share, step):
+    start = begin
+    while start < share:
         inside = (lane < tile) & (start + lane < share) & (rank * share + start + lane < count)
         sum = tl.zeros([BLOCK], tl.float32)
         for r in tl.static_range(N):
@@ -369,12 +383,13 @@ def _reduce_scatter_gather(
         for i in tl.static_range(N):
             there = _at(peers[i] + gathered, DTYPE) + rank * share
             tl.store(there + start + lane, sum.to(DTYPE), mask=inside)
+        start += step
     _announce(peers, 1, rank, epoch, N, LANES)
     _await(peers[N - 1], 1, epoch, patience, fault, N, LANES)
     return _at(peers[N - 1] + gathered, DTYPE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank"])
 def _two_shot(
     partial, out, peers, epochs, fault, count, share, rank, patience,
     N: tl.constexpr, LANES: tl.constexpr, FLAGS: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -384,14 +399,16 @@ def _two_shot(
         partial, peers, epochs, fault, count, share, rank, patience, BLOCK, N, LANES, FLAGS, CAPACITY, BLOCK, DTYPE, PDL
     )
     lane = tl.arange(0, BLOCK)
-    for start in range(tl.program_id(0) * BLOCK, share, tl.num_programs(0) * BLOCK):
+    start = tl.program_id(0) * BLOCK
+    while start < share:
         for owner in tl.static_range(N):
             place = owner * share + start + lane
             inside = (start + lane < share) & (place < count)
             tl.store(out + place, tl.load(sums + place, mask=inside, other=0.0), mask=inside)
+        start += tl.num_programs(0) * BLOCK
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank"])
 def _two_shot_norm(
     partial, x, weight, total, normed, peers, epochs, fault, count, share, rank, patience, eps,
     C: tl.constexpr, N: tl.constexpr, LANES: tl.constexpr, FLAGS: tl.constexpr, CAPACITY: tl.constexpr,
@@ -404,7 +421,8 @@ def _two_shot_norm(
     sums = _reduce_scatter_gather(
         partial, peers, epochs, fault, count, share, rank, patience, C, N, LANES, FLAGS, CAPACITY, BLOCK, DTYPE, PDL
     )
-    for start in range(tl.program_id(0) * C, share, tl.num_programs(0) * C):
+    start = tl.program_id(0) * C
+    while start < share:
         for owner in range(N):
             place = owner * share + start + lane
             inside = (lane < C) & (place < count)
@@ -414,6 +432,7 @@ def _two_shot_norm(
             rounded = after.to(tl.float32)
             factor = tl.rsqrt(tl.sum(rounded * rounded, axis=0) / C + eps)
             tl.store(normed + place, (rounded * factor * scale).to(DTYPE), mask=inside)
+        start += tl.num_programs(0) * C
 
 
 # --- launches -------------------------------------------------------------------------------------------------------------------
@@ -431,7 +450,7 @@ class Tiling:
 ONE_SHOT = Tiling(block=512, warps=8)
 ONE_SHOT_NORM = Tiling(block=512, warps=8)
 TWO_SHOT = Tiling(block=4096, warps=8, programs=64)
-TWO_SHOT_NORM = Tiling(block=0, warps=8, programs=64)  # a program does a whole row at a time
+TWO_SHOT_NORM = Tiling(block=0, warps=16, programs=64)  # a program does a whole row at a time
 
 
 def one_shot(partial: Tensor, exchange: Exchange, tiling: Tiling = ONE_SHOT, pdl: bool = True) -> Tensor:
@@ -534,10 +553,17 @@ def two_shot_add_norm(
 
 
 def fits_norm(partial: Tensor, x: Tensor, weight: Tensor) -> bool:
-    """Whether the kernels with a norm serve these: contiguous, of one dtype, rows of whole 4-byte words, at most 32 KiB."""
+    """Whether the kernels with a norm serve these: contiguous, aligned, of one dtype, rows of whole 4-byte words, at most 32 KiB."""
     row = x.shape[-1] * x.element_size()
     same = partial.dtype == x.dtype == weight.dtype and partial.shape == x.shape and weight.shape == x.shape[-1:]
-    return same and row % 4 == 0 and row <= 32768 and all(t.is_contiguous() for t in (partial, x, weight))
+    plain = all(t.is_contiguous() and t.data_ptr() % 4 == 0 for t in (partial, x, weight))
+    return same and plain and row % 4 == 0 and row <= 32768
+
+
+def norm_programs(x: Tensor, tiling: Tiling = ONE_SHOT_NORM) -> int:
+    """Programs that `one_shot_add_norm` takes for x: all of them must be on the GPU at once, and have counters."""
+    words = x.shape[-1] * x.element_size() // 4
+    return x.numel() // x.shape[-1] * triton.cdiv(words, tiling.block) if words else 0
 
 
 def _state(exchange: Exchange) -> tuple[Any, ...]:
@@ -563,11 +589,11 @@ def _share(count: int, unit: int, exchange: Exchange) -> int:
 
 
 def _whole_words(x: Tensor) -> Tensor:
-    """x itself where it consists of 4-byte words; else a flat copy with a value more."""
-    if x.nbytes % 4 == 0:
+    """x itself where it consists of aligned 4-byte words; else a flat copy of them, with a value more if it takes one."""
+    if x.nbytes % 4 == 0 and x.data_ptr() % 4 == 0:
         return x
-    padded = x.new_zeros(x.numel() + 1)
-    padded[:-1].copy_(x.view(-1))
+    padded = x.new_zeros(x.numel() + x.nbytes % 4 // x.element_size())
+    padded[: x.numel()].copy_(x.view(-1))
     return padded
 
 

@@ -182,7 +182,7 @@ def main() -> None:
         work(args)
         return
     for name in args.schemes:
-        if choose("cpu", name).scheme is None:
+        if choose("cpu", name).is_exact:
             raise UserError(f"--schemes {name} is not quantized; name some of {', '.join(WIDTHS)}")
     rows, where = launch(args), machine()
     text = table(rows, where)

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -38,10 +38,11 @@ from tp import World, init_world
 Span = tuple[float, float]  # begin and end, µs
 Event = dict[str, Any]  # of the Chrome trace format
 
-KERNEL = r"nccl|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|multimem|symm_mem|PtoP"
+KERNEL = r"nccl|one_?shot|two_?shot|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|multimem|symm_mem|PtoP"
 COLLECTIVE = r"^gloo:"
 STEP = re.compile(r"prefill|decode \d+")
 MODULE = re.compile(r"layer \d+ (attention|mlp)\b")  # not a whole block's span, which holds its waiting
+SHOWN_KERNELS = 20
 OVERLAP_PID = 1 << 30  # a process number that no trace has
 
 
@@ -194,6 +195,26 @@ def table(phases: dict[str, Split]) -> str:
     return "\n".join(lines)
 
 
+def kernels(events: Sequence[Event], line: Timeline) -> str | None:
+    """A table of what the GPU's kernels take of a mean decode step, the dearest first; None for a trace without GPU kernels.
+
+    A step of CUDA graphs belongs to the step of the host in which it began; over many steps that evens out.
+    """
+    windows = [span for name, span in line.steps if name.startswith("decode")]
+    found: dict[str, list[float]] = {}
+    for event in events:
+        if event.get("cat") == "kernel" and any(begin <= event["ts"] < end for begin, end in windows):
+            found.setdefault(event["name"], []).append(float(event["dur"]))
+    if not found:
+        return None
+    rows = sorted(found.items(), key=lambda item: -sum(item[1]))
+    lines = ["| kernel | launches a step | µs each, median | µs a step |", "|---|---|---|---|"]
+    for name, spans in rows[:SHOWN_KERNELS]:
+        each, step = median(spans), sum(spans) / len(windows)
+        lines.append(f"| `{name.replace('|', ' ')[:70]}` | {len(spans) / len(windows):.1f} | {each:.2f} | {step:.1f} |")
+    return "\n".join(lines)
+
+
 def marked(events: list[Event], line: Timeline) -> list[Event]:
     """The events and, in a process `overlap` on top, what of the communication is hidden and what is exposed."""
     kept = [e for e in events if e.get("pid") != OVERLAP_PID]
@@ -277,6 +298,8 @@ def main() -> None:
     trace = read_trace(path)
     line = timeline(trace["traceEvents"], args.kernels)
     print(table(by_phase(line)))
+    if by_kernel := kernels(trace["traceEvents"], line):
+        print(f"\n{by_kernel}")
     if args.read is None:
         path.write_text(json.dumps(trace | {"traceEvents": marked(trace["traceEvents"], line)}))
         note(f"wrote {path}; open it at ui.perfetto.dev: the process `overlap` marks what is hidden and what is exposed")

@@ -142,7 +142,7 @@ def _add_model(group: Any) -> None:
         "--comm",
         metavar="NAME",
         help="how ranks sum: gloo, nccl, or quantized int8, int6, int4, fp8, with an optional group as in int8:64 "
-        "(default: nccl on CUDA, gloo on CPU)",
+        "(default: auto on CUDA, gloo on CPU)",
     )
     group.add_argument(
         "--simulate-link",

@@ -220,13 +220,16 @@ def test_an_unknown_name_lists_all(name: str) -> None:
         comm.choose("cpu", name)
     message = str(error.value)
     assert message.startswith(f"unknown communicator {name!r}")
-    assert all(known in message for known in ("gloo (CPU)", "nccl (CUDA)", *WIDTHS, "int8:64"))
+    assert all(known in message for known in ("gloo (CPU)", "nccl (CUDA", "one-shot", "two-shot", "auto", *WIDTHS, "int8:64"))
 
 
 def test_what_serves_which_device() -> None:
     assert comm.choose("cpu").backend == comm.choose("cpu", "int4").backend == "gloo"
     assert comm.choose("cuda").backend == comm.choose("cuda", "int6:64").backend == "nccl"
-    for device, name, other in (("cpu", "nccl", "gloo"), ("cuda", "gloo", "nccl")):
+    assert comm.choose("cuda").name == "auto"
+    assert comm.choose("cpu", "auto").backend == "gloo"
+    wrong = [("cpu", name, "gloo") for name in ("nccl", "one-shot", "two-shot")]
+    for device, name, other in (*wrong, ("cuda", "gloo", "auto")):
         with pytest.raises(UserError, match=f"--comm {name} does not serve --device {device}; use {other}"):
             comm.choose(device, name)
     with pytest.raises(UserError, match="power of two"):

@@ -1,0 +1,148 @@
+"""Sums over memory that all ranks address (`comm/workspace.py`), by the kernels of `kernels/all_reduce.py`.
+
+`start` sums on a stream of its own, beside what the caller computes; `defer` sums on the caller's stream once it is asked for, and
+then together with the residual addition and the norm that follow. The two have buffers of their own, for they may overlap.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from comm.interface import Done, Handle
+from comm.process_group import _ProcessGroupCommunicator
+from comm.workspace import Workspace, open_workspace
+from kernels import all_reduce
+from kernels.all_reduce import Tiling
+from kernels.norm import add_rms_norm
+
+Kind = Literal["one-shot", "two-shot"]
+KINDS: tuple[Kind, ...] = ("one-shot", "two-shot")
+
+# bytes of a message; longer ones are summed in pieces
+CAPACITY: dict[Kind, int] = {"one-shot": 256 << 10, "two-shot": 8 << 20}
+GATHER_CAPACITY = 64 << 10  # logits of one row over two ranks; longer ones go over the process group
+
+# Beside other kernels a sum gets few programs: enough for most of the link's bandwidth, and the GEMMs keep their SMs.
+BLOCKING: dict[Kind, Tiling] = {"one-shot": all_reduce.ONE_SHOT, "two-shot": all_reduce.TWO_SHOT}
+BESIDE: dict[Kind, Tiling] = {
+    "one-shot": all_reduce.ONE_SHOT,
+    "two-shot": Tiling(all_reduce.TWO_SHOT.block, all_reduce.TWO_SHOT.warps, programs=24),
+}
+_SUM = {"one-shot": all_reduce.one_shot, "two-shot": all_reduce.two_shot}
+_ADD_NORM = {"one-shot": all_reduce.one_shot_add_norm, "two-shot": all_reduce.two_shot_add_norm}
+
+
+@dataclass(frozen=True)
+class Lane:
+    """Sums of one kind that follow each other on one stream."""
+
+    kind: Kind
+    workspace: Workspace
+    tiling: Tiling
+    pdl: bool
+
+    def sum(self, partial: Tensor) -> Tensor:
+        """Over all ranks; contiguous, any size, not empty."""
+        flat = partial.view(-1)
+        totals = [self._sum(piece) for piece in flat.split(self._longest(flat))]
+        return (totals[0] if len(totals) == 1 else torch.cat(totals)).view(partial.shape)
+
+    def _sum(self, piece: Tensor) -> Tensor:
+        return _SUM[self.kind](piece, self.workspace.exchange, self.tiling, self.pdl)
+
+    def _longest(self, flat: Tensor) -> int:
+        """Values of the longest message, of which every rank has a slice of whole 16 values."""
+        unit = 16 * self.workspace.exchange.world_size
+        return self.workspace.exchange.capacity // flat.element_size() // unit * unit
+
+    def add_norm(self, partial: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """(x + sum, rms_norm(x + sum)): in one kernel if there is one for these shapes."""
+        if self._norm_fits(partial, x, weight):
+            return _ADD_NORM[self.kind](partial, x, weight, eps, self.workspace.exchange, pdl=self.pdl)
+        return add_rms_norm(x, self.sum(partial), weight, eps)
+
+    def _norm_fits(self, partial: Tensor, x: Tensor, weight: Tensor) -> bool:
+        if not all_reduce.fits_norm(partial, x, weight):
+            return False
+        ranks, rows = self.workspace.exchange.world_size, x.numel() // x.shape[-1]
+        if self.kind == "one-shot":
+            return partial.nbytes <= self.workspace.exchange.capacity and all_reduce.norm_programs(x) <= all_reduce.MAX_PROGRAMS
+        # a rank sums whole rows, so there must be one for each
+        needed = -(-rows // ranks) * ranks * x.shape[-1] * x.element_size()
+        return rows >= ranks and needed <= self.workspace.exchange.capacity
+
+
+class _Deferred(Handle):
+    """A sum that begins when it is asked for."""
+
+    def __init__(self, lane: Lane, partial: Tensor) -> None:
+        self.lane, self.partial = lane, partial
+
+    def wait(self) -> Tensor:
+        return self.lane.sum(self.partial)
+
+    def add_norm(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return self.lane.add_norm(self.partial, x, weight, eps)
+
+
+class _Beside(Handle):
+    """A sum on the side stream. It holds the partial, whose memory the current stream must not give to others before."""
+
+    def __init__(self, done: torch.cuda.Event, partial: Tensor, total: Tensor) -> None:
+        self.done, self.partial, self.total = done, partial, total
+
+    def wait(self) -> Tensor:
+        torch.cuda.current_stream().wait_event(self.done)
+        return self.total
+
+
+class SymmetricCommunicator(_ProcessGroupCommunicator):
+    """Ranks of one host whose GPUs reach each other; CPU ranks in Triton's interpreter, for tests.
+
+    All its launches may be captured in CUDA graphs, and replayed any number of times beside others that are not.
+    """
+
+    def __init__(self, kind: Kind, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+        """Collective. Raises UserError on every rank if the GPUs of `group` (None: all ranks) cannot reach each other."""
+        super().__init__(group)
+        self.name, self.kind = kind, kind
+        size_of = all_reduce.one_shot_bytes if kind == "one-shot" else all_reduce.two_shot_bytes
+        here, beside = (open_workspace(size_of, CAPACITY[kind], device, group) for _ in range(2))
+        self.here = Lane(kind, here, BLOCKING[kind], pdl=True)
+        # not programmatic: what it would overlap with lies on another stream
+        self.beside = Lane(kind, beside, BESIDE[kind], pdl=False)
+        self.gathers = open_workspace(all_reduce.one_shot_bytes, GATHER_CAPACITY, device, group)
+        self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        if self.stream is None:
+            self.waited = 0.0
+
+    def start(self, partial: Tensor) -> Handle:
+        """The sum on the side stream. What that stream allocates needs no `record_stream`: it may use the memory again only in
+        a later sum, before which it waits for all that the current stream has been given, readers of this sum included."""
+        partial = partial.contiguous()
+        if not partial.numel():
+            return Done(partial)
+        if self.stream is None:
+            return Done(self.beside.sum(partial))
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            total = self.beside.sum(partial)
+            return _Beside(self.stream.record_event(), partial, total)
+
+    def defer(self, partial: Tensor) -> Handle:
+        partial = partial.contiguous()
+        return _Deferred(self.here, partial) if partial.numel() else Done(partial)
+
+    def all_gather(self, shard: Tensor) -> Tensor:
+        shard = shard.contiguous()
+        if shard.dim() == 0 or shard.nbytes > GATHER_CAPACITY or shard.shape[-1] * shard.element_size() % 4:
+            return super().all_gather(shard)
+        return all_reduce.one_shot_gather(shard, self.gathers.exchange)
+
+    def check(self) -> None:
+        """Raise RuntimeError if a kernel has given up waiting for another rank. Waits for the device."""
+        for workspace in (self.here.workspace, self.beside.workspace, self.gathers):
+            workspace.check()

@@ -1,0 +1,335 @@
+"""Sums over symmetric memory on real GPUs: are they right, and how long do they take beside NCCL's and PyTorch's?
+
+    torchrun --standalone --nproc_per_node 4 scripts/bench_comm.py --out out/comm.json
+
+Every part is tried by itself: what fails is reported, and the rest goes on. A part that hangs ends the process with a traceback.
+"""
+
+import argparse
+import faulthandler
+import json
+import random
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from comm.interface import Communicator
+from comm.process_group import NcclCommunicator
+from comm.symmetric import KINDS, SymmetricCommunicator
+from comm.table import graph_microseconds
+from comm.workspace import Workspace
+from kernels import all_reduce
+from kernels.all_reduce import Tiling
+from kernels.norm import add_rms_norm
+from tp import World, init_world
+
+WIDTH = 8192  # of a residual stream
+PATIENCE = 1 << 25  # polls before a kernel gives up: longer than one rank compiles while another waits, less than a part
+LONGEST_PART = 60  # seconds
+SIZES = [1 << n for n in (12, 14, 15, 16, 17, 18, 19, 20, 21, 22, 24, 26)]
+ONE_SHOT_TILINGS = [Tiling(256, 4), Tiling(512, 8), Tiling(512, 4), Tiling(1024, 16)]
+TWO_SHOT_TILINGS = [Tiling(2048, 8, n) for n in (16, 32, 64, 128)] + [Tiling(4096, 8, n) for n in (8, 16, 24, 32, 64, 128)]
+
+
+class Bench:
+    """The communicators under test and what is found out about them."""
+
+    def __init__(self, world: World, seed: int, seconds: float) -> None:
+        self.world, self.deadline = world, time.monotonic() + seconds
+        self.nccl = NcclCommunicator()
+        self.ours = {kind: SymmetricCommunicator(kind, world.device) for kind in KINDS}
+        for workspace in self.workspaces():
+            workspace.exchange = replace(workspace.exchange, patience=PATIENCE)
+        self.generator = torch.Generator(world.device).manual_seed(seed + world.rank)
+        self.draw = random.Random(seed)  # alike on all ranks
+        self.found: dict[str, Any] = {}
+        self.errors: dict[str, str] = {}
+
+    def workspaces(self) -> Iterable[Workspace]:
+        for ours in self.ours.values():
+            yield from (ours.here.workspace, ours.beside.workspace, ours.gathers)
+
+    def part(self, name: str, run: Callable[[], Any]) -> None:
+        """Run one part on all ranks, and note what it returns or whichever rank's error comes first."""
+        faulthandler.dump_traceback_later(LONGEST_PART, exit=True)
+        begin, error = time.monotonic(), ""
+        try:
+            result = run()
+            torch.cuda.synchronize()
+            for ours in self.ours.values():
+                ours.check()
+        except Exception as e:
+            result, error = None, f"{type(e).__name__}: {str(e)[:600]}"
+        errors: list[str] = [""] * self.world.world_size
+        dist.all_gather_object(errors, error, group=self.world.control)
+        faulthandler.cancel_dump_traceback_later()
+        failed = next((f"rank {rank}: {text}" for rank, text in enumerate(errors) if text), None)
+        if failed:
+            self.errors[name] = failed
+        else:
+            self.found[name] = result
+        if self.world.rank == 0:
+            print(f"{name}: {time.monotonic() - begin:.1f} s {failed or ''}", file=sys.stderr, flush=True)
+
+    def in_time(self) -> bool:
+        """Whether rank 0 has time left: the same answer on all ranks."""
+        answer = [time.monotonic() < self.deadline]
+        dist.broadcast_object_list(answer, group=self.world.control)
+        return answer[0]
+
+    def random(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.randn(*shape, generator=self.generator, device=self.world.device).to(dtype)
+
+    def common(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """The same random values on all ranks."""
+        x = self.random(*shape, dtype=dtype)
+        dist.broadcast(x, 0)
+        return x
+
+    def everyones(self, x: Tensor) -> Tensor:
+        parts = [torch.empty_like(x) for _ in range(self.world.world_size)]
+        dist.all_gather(parts, x.contiguous())
+        return torch.stack(parts)
+
+    def check_sum(self, what: str, got: Tensor, partial: Tensor, dtype: torch.dtype, x: Tensor | None = None) -> None:
+        """Raise AssertionError unless all ranks have the same bits, and at most twice the error of summing in `dtype`."""
+        parts = self.everyones(partial)
+        exact = parts.float().sum(0) + (0 if x is None else x.float())
+        plain = parts[0].clone() if x is None else x + parts[0]
+        for part in parts[1:]:
+            plain = plain + part
+        self.check_close(what, got, exact, plain, dtype)
+
+    def check_close(self, what: str, got: Tensor, exact: Tensor, plain: Tensor, dtype: torch.dtype) -> None:
+        bits = self.everyones(got.contiguous().view(torch.uint8))
+        assert all(torch.equal(bits[0], other) for other in bits), f"{what}: the ranks differ"
+        error, allowed = (got.float() - exact).abs().max().item(), (plain.float() - exact).abs().max().item()
+        floor = torch.finfo(dtype).eps * exact.abs().max().item()
+        assert error <= max(2 * allowed, floor), f"{what}: error {error}, plain {allowed}"
+
+    # --- correctness ---------------------------------------------------------------------------------------------------------
+
+    def sums(self, dtype: torch.dtype, sizes: Iterable[int]) -> int:
+        """Both kinds, both streams, sizes in mixed order."""
+        jobs = [(kind, n, beside) for kind in KINDS for n in sizes for beside in (False, True)]
+        self.draw.shuffle(jobs)
+        for kind, n, beside in jobs:
+            mine, ours = self.random(n, dtype=dtype), self.ours[kind]
+            handle = (ours.start if beside else ours.defer)(mine.clone())
+            self.check_sum(f"{kind} {n} {dtype} {beside=}", handle.wait(), mine, dtype)
+        return len(jobs)
+
+    def norms(self, shapes: Iterable[tuple[int, int]], dtype: torch.dtype = torch.bfloat16) -> int:
+        jobs = [(kind, rows, width) for kind in KINDS for rows, width in shapes]
+        for kind, rows, width in jobs:
+            partial, x, weight = self.random(rows, width, dtype=dtype), self.common(rows, width, dtype=dtype), None
+            weight = self.common(width, dtype=dtype)
+            total, normed = self.ours[kind].defer(partial).add_norm(x, weight, 1e-5)
+            self.check_sum(f"{kind} add {rows} {width}", total, partial, dtype, x)
+            exact = torch.nn.functional.rms_norm(total.float(), (width,), weight.float(), 1e-5)
+            plain = torch.nn.functional.rms_norm(total, (width,), weight, 1e-5)
+            self.check_close(f"{kind} norm {rows} {width}", normed, exact, plain, dtype)
+        return len(jobs)
+
+    def gathers(self) -> int:
+        shapes = [(1, 1), (64, 1), (64, 3), (7, 33), (1, 8000)]
+        for rows, n in shapes:
+            shard = torch.randint(-(2**62), 2**62, (rows, n), generator=self.generator, device=self.world.device)
+            got = self.ours["one-shot"].all_gather(shard)
+            assert torch.equal(got, torch.cat(list(self.everyones(shard)), dim=-1)), f"gather {rows} {n}"
+        return len(shapes)
+
+    def replays(self, count: int) -> dict[str, float]:
+        """A graph of sums on both streams, both kinds, with norms and gathers between them, whose inputs each replay changes:
+        sums of small integers are exact, and the graph itself counts what is wrong."""
+        device, n = self.world.device, self.world.world_size
+        step, wrong = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(2))
+        index = torch.arange(3 * WIDTH, device=device).view(3, WIDTH)
+
+        def values(rank: int, salt: int) -> Tensor:
+            return ((index + step * 7 + rank * 5 + salt) % 16).bfloat16()
+
+        def expected(salt: int) -> Tensor:
+            return sum((values(rank, salt) for rank in range(n)), torch.zeros_like(values(0, 0)))
+
+        x, weight = torch.zeros(3, WIDTH, dtype=torch.bfloat16, device=device), torch.ones(WIDTH, device=device).bfloat16()
+
+        def body() -> None:
+            step.add_(1)
+            for i, ours in enumerate(self.ours.values()):
+                beside = [ours.start(values(self.world.rank, i)), ours.start(values(self.world.rank, i + 10))]
+                total, _ = ours.defer(values(self.world.rank, i + 3)).add_norm(x, weight, 1e-5)
+                wrong.add_((total != expected(i + 3)).sum())
+                wrong.add_((ours.all_reduce(values(self.world.rank, i + 6)) != expected(i + 6)).sum())
+                gathered = ours.all_gather(step.view(1, 1) * 10 + self.world.rank)
+                wrong.add_((gathered.flatten() != step * 10 + torch.arange(n, device=device)).sum())
+                for handle, salt in zip(beside, (i, i + 10), strict=True):
+                    wrong.add_((handle.wait() != expected(salt)).sum())
+
+        body()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            body()
+        begin = time.monotonic()
+        for i in range(count):
+            graph.replay()
+            if i % 1000 == 0:  # sums outside of the graph in between
+                wrong.add_((self.ours["two-shot"].all_reduce(values(self.world.rank, 1)) != expected(1)).sum())
+        torch.cuda.synchronize()
+        assert int(wrong) == 0, f"{int(wrong)} wrong values in {int(step)} steps"
+        assert int(step) == count + 1, f"{int(step)} steps"
+        return {"replays": count, "microseconds": (time.monotonic() - begin) / count * 1e6}
+
+    # --- times ---------------------------------------------------------------------------------------------------------------
+
+    def by_size(self, call_for: Callable[[Tensor], Callable[[], object]], sizes: Iterable[int] = SIZES) -> dict[int, float]:
+        return {n: round(graph_microseconds(call_for(self.random(n // 2))), 2) for n in sizes if self.in_time()}
+
+    def blocking(self, way: Communicator, sizes: Iterable[int]) -> dict[int, float]:
+        return self.by_size(lambda x: lambda: way.all_reduce(x), sizes)
+
+    def torch_op(self, name: str, sizes: Iterable[int]) -> dict[int, float]:
+        import torch.distributed._symmetric_memory as symmetric_memory
+
+        assert dist.group.WORLD is not None
+        group = dist.group.WORLD.group_name
+        buffer = symmetric_memory.empty(max(sizes) // 2, dtype=torch.bfloat16, device=self.world.device)
+        buffer.zero_()
+        symmetric_memory.rendezvous(buffer, dist.group.WORLD)
+        op = getattr(torch.ops.symm_mem, name)
+        return self.by_size(lambda x: lambda: op(buffer[: x.numel()], "sum", group), sizes)
+
+    def one_shot_tilings(self) -> dict[str, dict[int, float]]:
+        exchange = self.ours["one-shot"].here.workspace.exchange
+        sizes = [n for n in SIZES if n <= exchange.capacity]
+        return {
+            f"{t.block}x{t.warps}": self.by_size(lambda x, t=t: lambda: all_reduce.one_shot(x, exchange, t), sizes)  # type: ignore[misc]
+            for t in ONE_SHOT_TILINGS
+        }
+
+    def two_shot_tilings(self) -> dict[str, dict[int, float]]:
+        exchange = self.ours["two-shot"].here.workspace.exchange
+        sizes = [n for n in SIZES if 1 << 15 <= n <= exchange.capacity]
+        return {
+            f"{t.block}x{t.warps}x{t.programs}": self.by_size(
+                lambda x, t=t: lambda: all_reduce.two_shot(x, exchange, t),  # type: ignore[misc]
+                sizes,
+            )
+            for t in TWO_SHOT_TILINGS
+        }
+
+    def with_norm(self) -> dict[str, dict[int, float]]:
+        """By rows of WIDTH: the sum, the addition and the norm, in one kernel and in two."""
+        weight = self.common(WIDTH)
+        found: dict[str, dict[int, float]] = {}
+        calls: dict[str, Callable[[Tensor, Tensor], object]] = {
+            "nccl, then add_rms_norm": lambda p, x: self.nccl.defer(p).add_norm(x, weight, 1e-5),
+            "add_rms_norm alone": lambda p, x: add_rms_norm(x, p, weight, 1e-5),
+        }
+        for kind, ours in self.ours.items():
+            calls[f"{kind}, then add_rms_norm"] = lambda p, x, ours=ours: add_rms_norm(x, ours.all_reduce(p), weight, 1e-5)  # type: ignore[misc]
+            calls[f"{kind}, fused"] = lambda p, x, ours=ours: ours.defer(p).add_norm(x, weight, 1e-5)  # type: ignore[misc]
+        one, two = (ours.here.workspace.exchange for ours in self.ours.values())
+        for t in ONE_SHOT_TILINGS:
+            calls[f"one-shot, fused {t.block}x{t.warps}"] = lambda p, x, t=t: all_reduce.one_shot_add_norm(  # type: ignore[misc]
+                p, x, weight, 1e-5, one, t
+            )
+        for t in (Tiling(0, 8, 64), Tiling(0, 16, 64), Tiling(0, 32, 64)):
+            calls[f"two-shot, fused {t.warps} warps"] = lambda p, x, t=t: all_reduce.two_shot_add_norm(  # type: ignore[misc]
+                p, x, weight, 1e-5, two, t
+            )
+        for name, call in calls.items():
+            found[name] = {}
+            for rows in (1, 4, 16, 64):
+                partial, x = self.random(rows, WIDTH), self.random(rows, WIDTH)
+                # in one-shot kernels all programs of a row wait for each other, so they must fit the GPU together
+                if self.in_time() and (not name.startswith("one-shot, fused ") or rows <= 16):
+                    found[name][rows] = round(graph_microseconds(lambda c=call, p=partial, x=x: c(p, x)), 2)  # type: ignore[misc]
+        return found
+
+    def beside_a_gemm(self) -> dict[str, dict[int, float]]:
+        """A sum started, a GEMV of 7168 x 8192 weights, the sum waited for: µs of all, and of the GEMV alone."""
+        weight = self.random(7168, WIDTH)
+        found: dict[str, dict[int, float]] = {}
+        ways: dict[str, Communicator] = {"nccl": self.nccl, **{str(kind): ours for kind, ours in self.ours.items()}}
+        for rows in (1, 64):
+            x, partial = self.random(rows, WIDTH), self.random(rows, WIDTH)
+
+            def alone(x: Tensor = x) -> None:
+                torch.nn.functional.linear(x, weight)
+
+            found.setdefault("GEMV alone", {})[rows] = round(graph_microseconds(alone), 2)
+            for name, way in ways.items():
+
+                def both(x: Tensor = x, partial: Tensor = partial, way: Communicator = way) -> None:
+                    handle = way.start(partial)
+                    torch.nn.functional.linear(x, weight)
+                    handle.wait()
+
+                found.setdefault(name, {})[rows] = round(graph_microseconds(both), 2)
+        return found
+
+
+def run(bench: Bench, replays: int) -> None:
+    sizes = (8, 1000, 8192, 8200, 65536, 131072, 1 << 20)
+    bench.part("correct bf16", lambda: bench.sums(torch.bfloat16, sizes))
+    bench.part("correct norms", lambda: bench.norms([(1, 8192), (4, 8192), (16, 8192), (64, 8192), (3, 1000), (9, 4096)]))
+    bench.part("correct gathers", bench.gathers)
+    bench.part("replays", lambda: bench.replays(replays))
+    nccl, ours = bench.nccl, bench.ours
+    bench.part("µs nccl", partial(bench.blocking, nccl, SIZES))
+    for kind, those in zip(KINDS, ([n for n in SIZES if n <= 1 << 19], SIZES), strict=True):
+        bench.part(f"µs {kind}", partial(bench.blocking, ours[kind], those))
+    bench.part("µs with norm", bench.with_norm)
+    bench.part("µs beside a GEMV", bench.beside_a_gemm)
+    bench.part("µs one-shot tilings", bench.one_shot_tilings)
+    bench.part("µs two-shot tilings", bench.two_shot_tilings)
+    for name, most in (("one_shot_all_reduce", 1 << 20), ("two_shot_all_reduce_", 1 << 26)):
+        bench.part(f"µs torch {name}", partial(bench.torch_op, name, [n for n in SIZES if n <= most]))
+    for dtype in (torch.float32, torch.float16):
+        if bench.in_time():
+            bench.part(f"correct {dtype}", partial(bench.sums, dtype, (1, 7, 1001, 8192, 70000)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, help="JSON file")
+    parser.add_argument("--replays", type=int, default=10_000, help="of the graph of sums (default 10000)")
+    parser.add_argument("--seconds", type=float, default=70.0, help="after which no more times are taken (default 70)")
+    arguments = parser.parse_args()
+    world = init_world("cuda", "nccl")
+    seeds = [random.SystemRandom().randrange(2**31)]
+    dist.broadcast_object_list(seeds, group=world.control)
+    with torch.inference_mode():
+        bench = Bench(world, seeds[0], arguments.seconds)
+        run(bench, arguments.replays)
+    if world.rank == 0:
+        report = {
+            "gpu": torch.cuda.get_device_name(),
+            "ranks": world.world_size,
+            "torch": torch.__version__,
+            "seed": seeds[0],
+            "found": bench.found,
+            "errors": bench.errors,
+        }
+        text = json.dumps(report, indent=1, ensure_ascii=False)
+        print(text)
+        if arguments.out:
+            arguments.out.parent.mkdir(parents=True, exist_ok=True)
+            arguments.out.write_text(text + "\n")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""What `--comm auto` knows of this machine: µs of a sum by message size and way, and which one it takes.
+
+torchrun --standalone --nproc_per_node 8 scripts/comm_table.py
+"""
+
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from cli import Parser, run
+from comm.auto import AutoCommunicator, auto
+from comm.table import SIZES, Table, path_of
+from tp import init_world
+
+
+def size_text(size: int) -> str:
+    return f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB"
+
+
+def age_text(seconds: float) -> str:
+    for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} seconds"
+
+
+def lines(table: Table, now: float) -> list[str]:
+    """The table as text: a row a size, a column a way, and the choice."""
+    head = f"{path_of(table.key)}, {age_text(now - table.made)} old"
+    key = ", ".join(f"{name} {value}" for name, value in table.key.items())
+    rows = [["message", *(f"{name}, µs" for name in table.times), "auto takes"]]
+    for size in SIZES:
+        times = [f"{t[size]:.1f}" if size in t else "–" for t in table.times.values()]
+        rows.append([size_text(size), *times, table.choose(size)])
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    body = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return [head, key, "", *body]
+
+
+def main() -> None:
+    parser = Parser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rebuild", action="store_true", help="measure anew, whatever the age of the table")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is any")
+    arguments = parser.parse_args()
+    world = init_world(arguments.device)
+    if world.world_size == 1:
+        print("one rank has nothing to sum: start several, as torchrun --nproc_per_node 8 does")
+        return
+    communicator = auto(world.device, rebuild=arguments.rebuild)
+    if world.rank == 0:
+        if isinstance(communicator, AutoCommunicator):
+            print("\n".join(lines(communicator.table, time.time())))
+        else:
+            print(f"auto takes {communicator.name} for every size on {world.device.type}")
+
+
+if __name__ == "__main__":
+    run(main)
