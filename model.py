@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from attention import AttentionContext
 from comm import Communicator, Done, Handle, NoCommunication
 from config import ModelConfig, RopeScaling
+from kernels.activation import swiglu
 from kernels.embedding import embedding_shard
 from kernels.norm import rms_norm
 from tp import Shard, ShardedLinear, stream_shards
@@ -129,7 +130,7 @@ class MLP(nn.Module):
         self.w_down = ShardedLinear(config, shard, ("down_proj",), **factory)
 
     def forward(self, normed: Tensor) -> Tensor:
-        return self.w_down.of_swiglu(self.w_gate_up(normed))
+        return self.w_down(self.w_gate_up.with_swiglu(normed))
 
 
 # --- the residual variants: one block class each -------------------------------------------------------------------------
@@ -205,7 +206,7 @@ class ParallelBlock(nn.Module):
         q_size, k_size, v_size, gate_size, up_size = self.w_in.sizes
         qkv, gate_up = self.w_in(normed).split((q_size + k_size + v_size, gate_size + up_size), dim=-1)
         attended = self.heads(qkv, frequencies, context)
-        return x, (self.comm.defer(self.wo(attended) + self.w_down.of_swiglu(gate_up)),)
+        return x, (self.comm.defer(self.wo(attended) + self.w_down(swiglu(gate_up))),)
 
 
 class DesyncBlock(nn.Module):

@@ -18,7 +18,7 @@ from config import ModelConfig
 from errors import UserError
 from kernels.activation import swiglu
 from kernels.dispatch import on_gpu
-from kernels.linear import linear, swiglu_linear
+from kernels.linear import linear, linear_swiglu
 
 
 @dataclass(frozen=True)
@@ -120,9 +120,9 @@ class ShardedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
 
-    def of_swiglu(self, gate_up: Tensor) -> Tensor:
-        """The layer of silu(gate) * up; gate_up (..., 2 * in_features)."""
-        return swiglu_linear(gate_up, self.weight) if on_gpu(gate_up) else self(swiglu(gate_up))
+    def with_swiglu(self, x: Tensor) -> Tensor:
+        """silu(gate) * up of a fused layer that returns (gate, up): (..., in_features) to (..., out_features / 2)."""
+        return linear_swiglu(x, self.weight, self.bias) if on_gpu(x) else swiglu(self(x))
 
     def pieces(self) -> Iterator[tuple[str, Tensor]]:
         """The fused parts under their checkpoint names, `q_proj.weight`, `q_proj.bias`, …, as views of this layer's tensors."""

@@ -7,7 +7,7 @@ a heuristic of the others.
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,8 @@ from kernels.dispatch import on_gpu
 
 MAX_ROWS = 64
 GEMV_ROWS = 4  # more cost the FMA units longer than the memory
-SWIGLU_ROWS = 16  # every program computes all of silu(gate) * up: with more rows that is dearer than a kernel of its own
 SMS = 132  # of an H100 or H200; the heuristic wants at least two programs on each
-STAGES_BYTES = 88 << 10  # of an SM's 227 KB
+SHARED_BYTES = 212 << 10  # of an SM's 227 KB, shared by its programs
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 CONFIGS = Path(__file__).with_name("linear_configs.json")
 
@@ -47,7 +46,7 @@ class Mma:
     split: int
     stages: int
     warps: int = 4
-    prefetch: bool = True
+    early: bool = True  # whether to load a tile before the input is there
 
 
 Config = Gemv | Mma
@@ -59,47 +58,55 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     With few rows on a GPU, layers of one device must run one after another (they share counters), and the first of them
     outside a CUDA graph's capture.
     """
-    chosen = _chosen(x, weight, bias, weight.shape[1])
-    if chosen is None:
-        return F.linear(x, weight, bias)
-    return _run(x, weight, bias, chosen, swiglu=False)
+    chosen = _chosen(x, weight, bias, swiglu=False)
+    return F.linear(x, weight, bias) if chosen is None else _run(x, weight, bias, chosen, swiglu=False)
 
 
-def swiglu_linear(gate_up: Tensor, weight: Tensor) -> Tensor:
-    """linear(silu(gate) * up): (..., 2K) and (N, K) to (..., N). The product is computed in fp32 and rounded once."""
-    chosen = _chosen(gate_up, weight, None, 2 * weight.shape[1])
-    if chosen is None or gate_up.numel() // gate_up.shape[-1] > SWIGLU_ROWS:
-        return linear(swiglu(gate_up), weight)
-    return _run(gate_up, weight, None, chosen, swiglu=True)
+def linear_swiglu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """silu(gate) * up of (gate, up) = linear(x): (..., K), (2I, K), the gate's I rows first, and (2I,) to (..., I).
+
+    Where one kernel does it all, gate and up stay in fp32 and only the result is rounded (Shazeer, arXiv:2002.05202); elsewhere
+    `linear` rounds them before `kernels.activation.swiglu`. The conditions are those of `linear`.
+    """
+    chosen = _chosen(x, weight, bias, swiglu=True)
+    return swiglu(linear(x, weight, bias)) if chosen is None else _run(x, weight, bias, chosen, swiglu=True)
 
 
 @cache
-def config(rows: int, n: int, k: int, dtype: torch.dtype) -> Config | None:
-    """How to multiply `rows` rows with an (n, k) weight; None where F.linear is expected to be as fast."""
+def config(rows: int, n: int, k: int, dtype: torch.dtype, swiglu: bool = False) -> Config | None:
+    """How to multiply `rows` rows with an (n, k) weight; None where F.linear, and a kernel for `swiglu`, should be as fast."""
     if not 0 < rows <= MAX_ROWS:
         return None
-    key = table_key(rows, n, k)
-    if dtype.itemsize == 2 and key in measured():
-        return measured()[key]
-    return default_config(rows, n, k, dtype)
+    for key in (table_key(rows, n, k, swiglu), table_key(rows, n, k)):  # the layer alone is a good guess
+        if dtype.itemsize == 2 and key in measured():
+            return _with_pairs(measured()[key]) if swiglu else measured()[key]
+    return default_config(rows, n, k, dtype, swiglu)
 
 
-def default_config(rows: int, n: int, k: int, dtype: torch.dtype) -> Config | None:
+def default_config(rows: int, n: int, k: int, dtype: torch.dtype, swiglu: bool = False) -> Config | None:
     """The heuristic for shapes that nobody measured: 1 to MAX_ROWS rows."""
     rows = _bucket(rows)
     if rows <= GEMV_ROWS:
-        return _default_gemv(rows, n, k, 16 // dtype.itemsize)
+        chosen = _default_gemv(rows, n, k, 16 // dtype.itemsize)
+        return _with_pairs(chosen) if swiglu else chosen
     return _default_mma(rows, n, k) if dtype.itemsize == 2 else None  # fp32 on tensor cores would be rounded to TF32
 
 
-def pipeline_stages(rows: int, block_n: int, block_k: int) -> int:
-    """The most that let two programs of `Mma` share an SM's memory, SwiGLU's second input included."""
-    return max(2, min(8, STAGES_BYTES // (2 * block_k * (block_n + max(16, rows)))))
+def _with_pairs(chosen: Config | None) -> Config | None:
+    """The config of programs that have a row of the gate with each row of `up`."""
+    if isinstance(chosen, Gemv) and chosen.block_n == 1:
+        return replace(chosen, block_n=2, block_k=max(chosen.block_k // 2, 128 * chosen.warps))
+    return chosen
 
 
-def table_key(rows: int, n: int, k: int) -> str:
+def pipeline_stages(rows: int, block_n: int, block_k: int, programs: int = 2) -> int:
+    """The most that let `programs` programs of `Mma` share an SM's memory."""
+    return max(2, min(8, SHARED_BYTES // programs // (2 * block_k * (block_n + max(16, rows)))))
+
+
+def table_key(rows: int, n: int, k: int, swiglu: bool = False) -> str:
     """What `linear_configs.json` calls these rows, rounded up to a power of two, and this shape."""
-    return f"{_bucket(rows)},{n},{k}"
+    return f"{_bucket(rows)},{n},{k}" + (",swiglu" if swiglu else "")
 
 
 def _bucket(rows: int) -> int:
@@ -141,14 +148,15 @@ def _default_mma(rows: int, n: int, k: int) -> Mma:
     return Mma(block_n, block_k, split, pipeline_stages(rows, block_n, block_k))
 
 
-def _chosen(x: Tensor, weight: Tensor, bias: Tensor | None, features: int) -> Config | None:
-    """The config of an input (..., features); None leaves it to F.linear, which also reports shapes that do not fit."""
-    if not on_gpu(x) or torch.compiler.is_compiling() or x.shape[-1] != features or not x.numel():
+def _chosen(x: Tensor, weight: Tensor, bias: Tensor | None, swiglu: bool) -> Config | None:
+    """The config of this layer; None leaves it to F.linear, which also reports shapes that do not fit."""
+    n, k = weight.shape
+    if not on_gpu(x) or torch.compiler.is_compiling() or x.shape[-1] != k or not x.numel() or (swiglu and n % 2):
         return None
     same = x.dtype == weight.dtype and x.device == weight.device and (bias is None or bias.dtype == x.dtype)
     if not same or x.dtype not in DTYPES or not (weight.is_contiguous() and _aligned(x) and _aligned(weight)):
         return None
-    return config(x.numel() // features, *weight.shape, x.dtype)
+    return config(x.numel() // k, n, k, x.dtype, swiglu)
 
 
 def _aligned(x: Tensor) -> bool:
@@ -161,4 +169,5 @@ def _aligned(x: Tensor) -> bool:
 def _run(x: Tensor, weight: Tensor, bias: Tensor | None, chosen: Config, swiglu: bool) -> Tensor:
     from kernels import linear_triton  # a machine without a GPU may have no Triton
 
-    return linear_triton.run(x.reshape(-1, x.shape[-1]), weight, bias, chosen, swiglu).view(*x.shape[:-1], len(weight))
+    out = linear_triton.run(x.reshape(-1, x.shape[-1]), weight, bias, chosen, swiglu)
+    return out.view(*x.shape[:-1], out.shape[-1])

@@ -7,6 +7,8 @@ Two designs, both with fp32 accumulation and a fixed order of additions, so that
             out^T (BLOCK_N, ROWS) = weight (BLOCK_N, BLOCK_K) @ x^T (BLOCK_K, ROWS); K may be split over programs, of which
             the last to arrive adds the partial sums (split-K of Osama et al., *Stream-K*, arXiv:2301.03598)
 
+SwiGLU is an epilogue: a program has the gate's and the up projection's rows of its results.
+
 With programmatic dependent launch a program starts while the kernel before drains, and asks for its weights, which no kernel
 writes, before it waits for that kernel. Import this module only where Triton is needed; it also runs in Triton's
 interpreter (TRITON_INTERPRET=1).
@@ -97,34 +99,46 @@ def _second(word, dtype: tl.constexpr):
 
 
 @triton.jit
-def _silu_mul(gate, up, dtype: tl.constexpr):
-    """silu(gate) * up in fp32, rounded to dtype once; in fp32 again."""
-    return (gate / (1.0 + tl.exp(-gate)) * up).to(dtype).to(tl.float32)
+def _products(w, pointers, mask, dtype: tl.constexpr):
+    """(1, BLOCK_N, WORDS) times the input at the (ROWS, 1, WORDS) pointers, summed over the four words that one thread holds."""
+    x = tl.load(pointers, mask=mask, other=0, eviction_policy="evict_last")
+    p = _first(w, dtype) * _first(x, dtype)
+    if dtype != tl.float32:
+        p += _second(w, dtype) * _second(x, dtype)
+    return tl.sum(tl.reshape(p, (p.shape[0], p.shape[1], p.shape[2] // 4, 4)), axis=3)
 
 
 @triton.jit
-def _products(w, pointers, mask, words, dtype: tl.constexpr, SWIGLU: tl.constexpr):
-    """(1, BLOCK_N, WORDS) times the input at the (ROWS, 1, WORDS) pointers, summed over the four words that one thread holds."""
-    x = tl.load(pointers, mask=mask, other=0, eviction_policy="evict_last")
-    first = _first(x, dtype)
+def _rows(place, N, SWIGLU: tl.constexpr):
+    """The weight's rows of the places of a tile: with SWIGLU the gate's and the up projection's take turns."""
+    place = tl.minimum(place, N - 1)
+    return place // 2 + place % 2 * (N // 2) if SWIGLU else place
+
+
+@triton.jit
+def _finish(sums, bias, out, tile, rows, N, SWIGLU: tl.constexpr):
+    """Store (BLOCK_N, ROWS) sums plus bias as out (rows, N), or, with SWIGLU, silu(gate) * up as (rows, N / 2)."""
+    BLOCK_N: tl.constexpr = sums.shape[0]
+    ROWS: tl.constexpr = sums.shape[1]
+    FUSED: tl.constexpr = 2 if SWIGLU else 1
+    if bias is not None:
+        row = _rows(tile * BLOCK_N + tl.arange(0, BLOCK_N), N, SWIGLU)
+        sums += tl.load(bias + row).to(tl.float32)[:, None]
     if SWIGLU:
-        up = tl.load(pointers + words, mask=mask, other=0, eviction_policy="evict_last")
-        first = _silu_mul(first, _first(up, dtype), dtype)
-    p = _first(w, dtype) * first
-    if dtype != tl.float32:
-        second = _second(x, dtype)
-        if SWIGLU:
-            second = _silu_mul(second, _second(up, dtype), dtype)
-        p += _second(w, dtype) * second
-    return tl.sum(tl.reshape(p, (p.shape[0], p.shape[1], p.shape[2] // 4, 4)), axis=3)
+        gate, up = tl.split(tl.permute(tl.reshape(sums, (BLOCK_N // 2, 2, ROWS)), (0, 2, 1)))
+        sums = gate / (1.0 + tl.exp(-gate)) * up
+    place = (tile * (BLOCK_N // FUSED) + tl.arange(0, BLOCK_N // FUSED))[:, None]
+    m = tl.arange(0, ROWS)[None, :]
+    features = N // FUSED
+    tl.store(out + m * features + place, sums.to(out.dtype.element_ty), mask=(m < rows) & (place < features))
 
 
 @triton.jit(do_not_specialize=["rows", "prefetch"])
 def _gemv(
-    x,  # (rows, K), or (rows, 2K) with SWIGLU
+    x,  # (rows, K)
     weight,  # (N, K)
     bias,  # (N,) or None
-    out,  # (rows, N)
+    out,  # (rows, N), or (rows, N / 2) with SWIGLU
     rows,
     N,
     K,
@@ -144,88 +158,100 @@ def _gemv(
     dtype: tl.constexpr = x.dtype.element_ty
     PER_WORD: tl.constexpr = 32 // dtype.primitive_bitwidth
     WORDS: tl.constexpr = BLOCK_K // PER_WORD
+    FUSED: tl.constexpr = 2 if SWIGLU else 1
     words = K // PER_WORD
-    first_row = tl.program_id(0) * BLOCK_N
-    place = first_row + tl.arange(0, BLOCK_N)
-    row = tl.minimum(place, N - 1)
+    tile = tl.program_id(0)
+    row = _rows(tile * BLOCK_N + tl.arange(0, BLOCK_N), N, SWIGLU)
     # all tiles are 3D, though x has no rows of the weight: so they share one layout and nothing moves between threads
     k = tl.arange(0, WORDS)[None, None, :]
     m = tl.arange(0, ROWS)[:, None, None]
     w_pointers = _word(weight) + (row.to(tl.int64) * words)[None, :, None] + k
     x_pointers = _word(x) + m * (x_stride // PER_WORD) + k
-    tile = _weights(w_pointers, k, words, EVEN)
+    w = _weights(w_pointers, k, words, EVEN)
     if PDL:
         if prefetch > 0:
-            _prefetch(weight, K, first_row, N - first_row, BLOCK_K, prefetch, BLOCK_N, WARPS)
+            first_row, features = tile * (BLOCK_N // FUSED), N // FUSED
+            for part in tl.static_range(FUSED):
+                place = first_row + part * features
+                _prefetch(weight, K, place, features - first_row, BLOCK_K, prefetch, BLOCK_N // FUSED, WARPS)
         tl.extra.cuda.gdc_wait()
     sums = tl.zeros((ROWS, BLOCK_N, WORDS // 4), tl.float32)
     for start in range(WORDS, words, WORDS):
         ahead = _weights(w_pointers + start, k + start, words, EVEN)  # in flight while the tile before is used
-        sums += _products(tile, x_pointers + (start - WORDS), m < rows, words, dtype, SWIGLU)
-        tile = ahead
+        sums += _products(w, x_pointers + (start - WORDS), m < rows, dtype)
+        w = ahead
     last = (tl.cdiv(words, WORDS) - 1) * WORDS
-    sums += _products(tile, x_pointers + last, (m < rows) & (k + last < words), words, dtype, SWIGLU)
-    total = tl.sum(sums, axis=2)
-    if bias is not None:
-        total += tl.load(bias + row).to(tl.float32)[None, :]
-    m = tl.arange(0, ROWS)[:, None]
-    tl.store(out + m * N + place[None, :], total.to(out.dtype.element_ty), mask=(m < rows) & (place < N)[None, :])
+    sums += _products(w, x_pointers + last, (m < rows) & (k + last < words), dtype)
+    _finish(tl.trans(tl.sum(sums, axis=2)), bias, out, tile, rows, N, SWIGLU)
 
 
-@triton.jit(do_not_specialize=["rows", "prefetch", "steps"])
+@triton.jit
+def _inputs(pointers, start, m, k, rows, K, EVEN: tl.constexpr):
+    inside = m < rows if EVEN else (m < rows) & (k + start < K)
+    return tl.load(pointers + start, mask=inside, other=0.0, eviction_policy="evict_last")
+
+
+@triton.jit
+def _only_here(values):
+    """The same 16-bit values, not used before this place: Triton stores a dot's operand in shared memory as soon as it is loaded,
+    and would wait there for the load."""
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [values], dtype=values.dtype, is_pure=False, pack=2)
+
+
+@triton.jit(do_not_specialize=["rows"])
 def _mma(
-    x,  # (rows, K), or (rows, 2K) with SWIGLU
+    x,  # (rows, K)
     weight,  # (N, K)
     bias,  # (N,) or None
-    out,  # (rows, N)
+    out,  # (rows, N), or (rows, N / 2) with SWIGLU
     partials,  # (SPLIT, rows, N) fp32
     counters,  # one for each tile of N, zero before and after
     rows,
     N,
     K,
     x_stride,
-    prefetch,  # columns to ask for
-    steps,  # of BLOCK_K, for one program
-    ROWS: tl.constexpr,  # rows, rounded up to 16, 32 or 64
+    ROWS: tl.constexpr,  # rows, rounded up to a power of two, at least 16
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
     EVEN: tl.constexpr,  # BLOCK_K divides K
     SWIGLU: tl.constexpr,
     PDL: tl.constexpr,
-    WARPS: tl.constexpr,
 ):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     tile, split = tl.program_id(0), tl.program_id(1)
+    steps = tl.cdiv(K, BLOCK_K)
+    first, end = split * steps // SPLIT, (split + 1) * steps // SPLIT
     place = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    row = tl.minimum(place, N - 1)
-    first = split * steps
     k = tl.arange(0, BLOCK_K)
     m = tl.arange(0, ROWS)[None, :]
-    if PDL:
-        if prefetch > 0:
-            wanted = tl.minimum(prefetch, steps * BLOCK_K)
-            _prefetch(weight, K, tile * BLOCK_N, N - tile * BLOCK_N, first * BLOCK_K, wanted, BLOCK_N, WARPS)
-        tl.extra.cuda.gdc_wait()
-    w_pointers = weight + row.to(tl.int64)[:, None] * K + k[None, :]
+    w_pointers = weight + _rows(place, N, SWIGLU).to(tl.int64)[:, None] * K + k[None, :]
     x_pointers = x + m * x_stride + k[:, None]
+    if EARLY:
+        end -= 1
+        last = end * BLOCK_K
+        early = _weights(w_pointers + last, k[None, :] + last, K, EVEN)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    if EARLY:
+        early_x = _inputs(x_pointers, last, m, k[:, None], rows, K, EVEN)
     sums = tl.zeros((BLOCK_N, ROWS), tl.float32)
-    for step in tl.range(first, tl.minimum(first + steps, tl.cdiv(K, BLOCK_K)), num_stages=STAGES):
+    for step in tl.range(first, end, num_stages=STAGES):
         start = step * BLOCK_K
         w = _weights(w_pointers + start, k[None, :] + start, K, EVEN)
-        inside = m < rows if EVEN else (m < rows) & (k[:, None] + start < K)
-        inputs = tl.load(x_pointers + start, mask=inside, other=0.0, eviction_policy="evict_last")
-        if SWIGLU:
-            up = tl.load(x_pointers + start + K, mask=inside, other=0.0, eviction_policy="evict_last")
-            inputs = _silu_mul(inputs.to(tl.float32), up.to(tl.float32), w.dtype).to(w.dtype)
-        sums = tl.dot(w, inputs, sums)
-    where = m * N + place[:, None]
-    inside = (m < rows) & (place < N)[:, None]
+        sums = tl.dot(w, _inputs(x_pointers, start, m, k[:, None], rows, K, EVEN), sums)
+    if EARLY:  # used last, so that the loop asks for its first tiles right behind the wait
+        if PDL:
+            early, early_x = _only_here(early), _only_here(early_x)
+        sums = tl.dot(early, early_x, sums)
     if SPLIT == 1:
-        _finish(sums, bias, row, out, where, inside)
+        _finish(sums, bias, out, tile, rows, N, SWIGLU)
     else:
+        where = m * N + place[:, None]
+        inside = (m < rows) & (place < N)[:, None]
         tl.store(partials + split * rows * N + where, sums, mask=inside)
         tl.debug_barrier()  # all threads have stored before one of them says so
         if tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu") == SPLIT - 1:
@@ -234,14 +260,7 @@ def _mma(
                 # from L2: the partial sums are other programs'
                 total += tl.load(partials + part * rows * N + where, mask=inside, other=0.0, cache_modifier=".cg")
             tl.store(counters + tile, 0)
-            _finish(total, bias, row, out, where, inside)
-
-
-@triton.jit
-def _finish(sums, bias, row, out, where, inside):
-    if bias is not None:
-        sums += tl.load(bias + row).to(tl.float32)[:, None]
-    tl.store(out + where, sums.to(out.dtype.element_ty), mask=inside)
+            _finish(total, bias, out, tile, rows, N, SWIGLU)
 
 
 @cache
@@ -257,12 +276,14 @@ def _counters(device: torch.device) -> Tensor:
 
 
 def run(x: Tensor, weight: Tensor, bias: Tensor | None, chosen: Gemv | Mma, swiglu: bool) -> Tensor:
-    """linear(x) or, with swiglu, linear(silu(gate) * up) as `kernels.linear` defines them.
+    """linear or, with swiglu, linear_swiglu as `kernels.linear` defines them.
 
-    x: (M, K) or (M, 2K), its rows contiguous; weight (N, K), contiguous; bias (N,) or None. Every row must begin at a multiple of
-    16 bytes. Returns (M, N) of x's dtype. Raises RuntimeError if the first call for a device is inside a CUDA graph's capture.
+    x: (M, K), its rows contiguous; weight (N, K), contiguous; bias (N,) or None. Every row must begin at a multiple of 16 bytes.
+    Returns (M, N), or (M, N / 2) with swiglu, of x's dtype. Raises RuntimeError if the first call for a device is inside a CUDA
+    graph's capture.
     """
-    out = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
+    features = len(weight) // 2 if swiglu else len(weight)
+    out = torch.empty(len(x), features, dtype=x.dtype, device=x.device)
     counters = _counters(x.device)
     if isinstance(chosen, Gemv):
         _run_gemv(x, weight, bias, out, chosen, swiglu)
@@ -280,25 +301,24 @@ def _run_gemv(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, chose
         BLOCK_K=chosen.block_k,
         EVEN=k % chosen.block_k == 0,
         SWIGLU=swiglu,
+        WARPS=chosen.warps,
         **_launch(x.device, chosen.warps),
     )
 
 
 def _run_mma(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, counters: Tensor, chosen: Mma, swiglu: bool) -> None:
     n, k = weight.shape
-    tiles, all_steps = triton.cdiv(n, chosen.block_n), triton.cdiv(k, chosen.block_k)
-    steps = triton.cdiv(all_steps, chosen.split)
-    split = triton.cdiv(all_steps, steps) if tiles <= TILES else 1  # no program without a step
-    steps = steps if split > 1 else all_steps
-    partials = torch.empty(split * out.numel() if split > 1 else 0, dtype=torch.float32, device=x.device)
+    tiles = triton.cdiv(n, chosen.block_n)
+    split = min(chosen.split, triton.cdiv(k, chosen.block_k)) if tiles <= TILES else 1  # no program without a step
+    partials = torch.empty(split * len(x) * n if split > 1 else 0, dtype=torch.float32, device=x.device)
     _mma[(tiles, split)](
         *(x, weight, bias, out, partials, counters, len(x), n, k, x.stride(0)),
-        *(_prefetched(weight, chosen.prefetch), steps),
         ROWS=max(16, triton.next_power_of_2(len(x))),
         BLOCK_N=chosen.block_n,
         BLOCK_K=chosen.block_k,
         SPLIT=split,
         STAGES=chosen.stages,
+        EARLY=chosen.early,
         EVEN=k % chosen.block_k == 0,
         SWIGLU=swiglu,
         **_launch(x.device, chosen.warps),
@@ -307,7 +327,7 @@ def _run_mma(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, counte
 
 def _launch(device: torch.device, warps: int) -> dict[str, int | bool]:
     pdl = pdl_supported(device)
-    return {"PDL": pdl, "WARPS": warps, "num_warps": warps, "launch_pdl": pdl}
+    return {"PDL": pdl, "num_warps": warps, "launch_pdl": pdl}
 
 
 def _prefetched(weight: Tensor, wanted: bool) -> int:

@@ -1,13 +1,13 @@
 """Linear layers of few rows on one GPU: every candidate config beside cuBLAS, and the table that `kernels/linear.py` reads.
 
     python scripts/bench_linear.py --out linear.json                                     # all shapes, on GPU 0
-    torchrun --nproc_per_node 4 scripts/bench_linear.py --out linear.json --seconds 70   # a quarter of the shapes a GPU
+    torchrun --nproc_per_node 4 scripts/bench_linear.py --out linear.json --seconds 55   # a quarter of the shapes a GPU
     python scripts/bench_linear.py --device 2 --part 2/4 --shapes 70b-tp4 --rows 1 16
     python scripts/bench_linear.py --merge linear.json.0 linear.json.1 --out kernels/linear_configs.json
 
 A time is that of one layer in a CUDA graph which replays a chain of them with distinct weights, many times the L2 cache, so
 that every weight comes from HBM and each kernel may start while the one before drains; the median of several replays. The
-down projections take silu(gate) * up where `swiglu_linear` fuses it, against that product in a kernel of its own and cuBLAS.
+shapes that end in -swiglu are those of `linear_swiglu`, against cuBLAS and silu(gate) * up in a kernel of its own.
 Candidates that give wrong results are dropped, with a message. Writes {"machine", "times", "configs"}; under torchrun each
 rank writes FILE.RANK.
 """
@@ -37,7 +37,6 @@ from kernels.activation import swiglu
 from kernels.linear import (
     GEMV_ROWS,
     SMS,
-    SWIGLU_ROWS,
     Config,
     Gemv,
     Mma,
@@ -53,14 +52,11 @@ POOL_BYTES = 1 << 30  # of weights, at least two layers of the largest shape
 CHAIN = 24  # layers at most
 REPLAYS = 7
 WARM_UPS = 3
-TILES = (
-    (64, 128, 2, 4),
-    (64, 128, 3, 4),
-    (64, 64, 4, 4),
-    (128, 64, 2, 8),
-    (128, 128, 1, 8),
-    (32, 128, 4, 4),
-)  # n, k, programs, warps
+GEMV_TILES = {  # by rows; n, k, warps, prefetch: the more rows, the more rows of the weight share a piece of x
+    1: ((1, 4096, 4, True), (2, 2048, 4, False), (2, 2048, 4, True), (4, 1024, 4, False), (4, 512, 2, True)),
+    2: ((2, 2048, 4, False), (2, 2048, 4, True), (4, 1024, 4, False), (4, 512, 2, True), (8, 512, 4, False)),
+    4: ((4, 1024, 4, False), (8, 512, 4, False)),
+}
 KEPT_MARGIN = 0.98  # of cuBLAS's time that a kernel must beat to be kept
 
 
@@ -71,10 +67,7 @@ class Shape:
     name: str
     n: int
     k: int
-
-    @property
-    def down(self) -> bool:
-        return self.name.endswith("-down")
+    swiglu: bool = False
 
     @property
     def bytes(self) -> int:
@@ -83,7 +76,7 @@ class Shape:
 
 def shapes() -> list[Shape]:
     """The distinct shapes of Llama-70B and Llama-8B, interleaved so that every part of the list has large and small ones."""
-    found: dict[tuple[int, int], Shape] = {}
+    found: dict[tuple[int, int, bool], Shape] = {}
     for model, hidden, heads, kv_heads, inter, vocab, degrees in (
         ("70b", 8192, 64, 8, 28672, 128256, (8, 4)),
         ("8b", 4096, 32, 8, 14336, 128256, (1, 4, 8)),
@@ -96,35 +89,57 @@ def shapes() -> list[Shape]:
                 "down": (hidden, inter // tp),
                 "head": (vocab // tp, hidden),
             }
-            for name, size in layers.items():
-                found.setdefault(size, Shape(f"{model}-tp{tp}-{name}", *size))
+            for name, (n, k) in layers.items():
+                found.setdefault((n, k, False), Shape(f"{model}-tp{tp}-{name}", n, k))
+            n, k = layers["gate_up"]
+            found.setdefault((n, k, True), Shape(f"{model}-tp{tp}-gate_up-swiglu", n, k, swiglu=True))
     return list(found.values())
 
 
 def candidates(rows: int, shape: Shape) -> list[Config]:
-    """Six to eight configs worth a try, the heuristic's first, with and without its prefetch."""
-    default = default_config(rows, shape.n, shape.k, torch.bfloat16)
-    found: list[Config] = [default, replace(default, prefetch=False)] if default else []
+    """About six configs worth a try, the heuristic's first."""
+    default = default_config(rows, shape.n, shape.k, torch.bfloat16, shape.swiglu)
+    found: list[Config] = [default] if default else []
     if rows <= GEMV_ROWS:
         found += gemv_candidates(rows, shape)
-    found += mma_candidates(rows, shape)
+    if rows > 1:
+        found += mma_candidates(rows, shape)[: 1 if rows == 2 else None]
     return list(dict.fromkeys(found))
 
 
 def gemv_candidates(rows: int, shape: Shape) -> list[Config]:
-    pairs = [(4, 512), (4, 1024), (2, 2048), (2, 1024), (1, 4096), (8, 512)]
-    fits = [(n, k) for n, k in pairs if shape.k % k == 0 and shape.n // n >= 4 * SMS]
-    return [Gemv(n, k, warps=min(4, k // 256)) for n, k in fits[: 5 if rows == 1 else 3]]
+    """Tiles that fill the SMs and waste little of their last columns."""
+    return [
+        Gemv(block_n, block_k, warps, prefetch)
+        for block_n, block_k, warps, prefetch in GEMV_TILES[rows]
+        if -(-shape.k // block_k) * block_k <= 1.2 * shape.k and shape.n // block_n >= 2 * SMS and block_n > shape.swiglu
+    ]
 
 
 def mma_candidates(rows: int, shape: Shape) -> list[Config]:
-    """Tiles, and splits of K that give every SM one, two, three or four programs."""
-    found: list[Config] = []
-    for block_n, block_k, waves, warps in TILES:
-        tiles, steps = -(-shape.n // block_n), -(-shape.k // block_k)
-        split = max(1, min(round(waves * SMS / tiles), steps // 2, 16))
-        found.append(Mma(block_n, block_k, split, pipeline_stages(rows, block_n, block_k), warps))
-    return found if rows > GEMV_ROWS else found[:2]
+    """Tiles and splits of K: one, two or three programs share an SM, and each SM has that many or twice as many to run."""
+    tiles: list[Config] = [
+        mma_candidate(rows, shape, 64, 128, sharing=2, each=2),
+        replace(mma_candidate(rows, shape, 64, 128, sharing=2, each=2), early=False),
+        mma_candidate(rows, shape, 64, 128, sharing=3, each=3),
+    ]
+    if rows <= GEMV_ROWS:
+        return tiles
+    if rows > 16:
+        wide = mma_candidate(rows, shape, 128, 128, sharing=1, each=1)
+        return [*tiles[:2], replace(wide, warps=8, early=False)]
+    return [
+        *tiles,
+        mma_candidate(rows, shape, 64, 128, sharing=3, each=6),
+        mma_candidate(rows, shape, 64, 64 if shape.k > 2048 else 256, sharing=3, each=3),
+        mma_candidate(rows, shape, 32, 128, sharing=2, each=2),
+    ]
+
+
+def mma_candidate(rows: int, shape: Shape, block_n: int, block_k: int, sharing: int, each: int) -> Mma:
+    tiles, steps = -(-shape.n // block_n), -(-shape.k // block_k)
+    split = max(1, min(each * SMS // tiles, steps // 2, 16))
+    return Mma(block_n, block_k, split, pipeline_stages(rows, block_n, block_k, sharing))
 
 
 @dataclass(frozen=True)
@@ -134,25 +149,25 @@ class Problem:
     x: Tensor
     weights: list[Tensor]
 
-    @property
-    def fused(self) -> bool:
-        return self.shape.down and self.rows <= SWIGLU_ROWS
-
     def ours(self, config: Config) -> Callable[[Tensor], Tensor]:
         from kernels import linear_triton
 
-        return lambda weight: linear_triton.run(self.x, weight, None, config, self.fused)
+        return lambda weight: linear_triton.run(self.x, weight, None, config, self.shape.swiglu)
 
     def plain(self, weight: Tensor) -> Tensor:
-        return F.linear(swiglu(self.x) if self.fused else self.x, weight)
+        return self.activation(F.linear(self.x, weight))
+
+    def exact(self, weight: Tensor) -> Tensor:
+        return self.activation(F.linear(self.x.float(), weight.float()))
+
+    def activation(self, y: Tensor) -> Tensor:
+        return swiglu(y) if self.shape.swiglu else y
 
 
 def problem(rows: int, shape: Shape, pool: Tensor) -> Problem:
     count = min(CHAIN, len(pool) // (shape.n * shape.k))
     weights = [pool[i * shape.n * shape.k :][: shape.n * shape.k].view(shape.n, shape.k) for i in range(count)]
-    columns = 2 * shape.k if shape.down and rows <= SWIGLU_ROWS else shape.k
-    x = torch.randn(rows, columns, device=pool.device, dtype=pool.dtype)
-    return Problem(rows, shape, x, weights)
+    return Problem(rows, shape, torch.randn(rows, shape.k, device=pool.device, dtype=pool.dtype), weights)
 
 
 def seconds_per_layer(layer: Callable[[Tensor], Tensor], weights: list[Tensor]) -> float:
@@ -174,9 +189,8 @@ def seconds_per_layer(layer: Callable[[Tensor], Tensor], weights: list[Tensor]) 
     return median(times)
 
 
-def is_right(task: Problem, config: Config) -> bool:
+def is_right(task: Problem, config: Config, exact: Tensor) -> bool:
     """Whether its error is at most twice that of the plain layer, against fp32."""
-    exact = F.linear((swiglu(task.x) if task.fused else task.x).float(), task.weights[0].float())
     got, plain = task.ours(config)(task.weights[0]).float(), task.plain(task.weights[0]).float()
     return bool((got - exact).norm() <= 2 * (plain - exact).norm() + 1e-6 * exact.norm())
 
@@ -201,20 +215,18 @@ def warm_up(tasks: list[Problem], threads: int, deadline: float) -> None:
 
 def kernel_key(task: Problem, config: Config) -> tuple[Any, ...]:
     """What a compiled kernel depends on."""
-    return (
-        replace(config, prefetch=True),
-        max(task.rows, 16 if isinstance(config, Mma) else 1),
-        task.fused,
-        task.shape.k % config.block_k == 0,
-    )
+    rows = max(task.rows, 16 if isinstance(config, Mma) else 1)
+    same = replace(config, prefetch=True) if isinstance(config, Gemv) else config
+    return same, rows, task.shape.swiglu, task.shape.k % config.block_k == 0
 
 
 def measure(task: Problem) -> list[dict[str, Any]]:
     """A line for each candidate and for cuBLAS, the quickest first."""
     found: list[tuple[Config | None, float]] = [(None, seconds_per_layer(task.plain, task.weights))]
+    exact = task.exact(task.weights[0])
     for config in candidates(task.rows, task.shape):
         try:
-            if not is_right(task, config):
+            if not is_right(task, config, exact):
                 print(f"WRONG {task.rows} rows, {task.shape.name}: {config}", flush=True)
                 continue
             found.append((config, seconds_per_layer(task.ours(config), task.weights)))
@@ -226,7 +238,7 @@ def measure(task: Problem) -> list[dict[str, Any]]:
             "rows": task.rows,
             "n": task.shape.n,
             "k": task.shape.k,
-            "swiglu": task.fused,
+            "swiglu": task.shape.swiglu,
             "config": format_config(config),
             "us": round(1e6 * seconds, 2),
             "gb_per_s": round(task.shape.bytes / seconds / 1e9),
@@ -245,7 +257,7 @@ def winner(lines: list[dict[str, Any]]) -> dict[str, Any] | None:
 def describe(lines: list[dict[str, Any]]) -> str:
     plain = next(line for line in lines if line["config"] is None)
     best = lines[0]
-    text = f"{best['shape']:>16} {best['n']:>6} x {best['k']:<6} {best['rows']:>3} rows: cuBLAS {plain['us']:7.2f} us "
+    text = f"{best['shape']:>22} {best['n']:>6} x {best['k']:<6} {best['rows']:>3} rows: cuBLAS {plain['us']:7.2f} us "
     text += f"{plain['gb_per_s']:>5} GB/s, best {best['us']:7.2f} us {best['gb_per_s']:>5} GB/s  "
     return text + ("cuBLAS" if best["config"] is None else " ".join(f"{k}={v}" for k, v in best["config"].items()))
 
@@ -273,7 +285,7 @@ def bench(args: argparse.Namespace) -> None:
             lines = measure(task)
             print(describe(lines), flush=True)
             content["times"] += lines
-            content["configs"][table_key(task.rows, task.shape.n, task.shape.k)] = winner(lines)
+            content["configs"][table_key(task.rows, task.shape.n, task.shape.k, task.shape.swiglu)] = winner(lines)
     write(content, args.out if ranks == 1 else args.out.with_name(f"{args.out.name}.{rank}"))
 
 
@@ -311,7 +323,7 @@ def main() -> None:
         "--shapes", nargs="+", default=[], help="shapes whose name has one of these words, 70b-tp4 or down, say"
     )
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS), choices=ROWS, help="input rows (default: all)")
-    parser.add_argument("--seconds", type=float, default=80, help="after which no further case begins (default: 80)")
+    parser.add_argument("--seconds", type=float, default=55, help="after which no further case begins (default: 55)")
     parser.add_argument("--threads", type=int, default=16, help="that compile (default: 16)")
     parser.add_argument("--merge", type=Path, nargs="+", help="files of earlier runs, whose configs --out shall have")
     args = parser.parse_args()
