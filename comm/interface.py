@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.dispatch import rejoin
 from kernels.norm import add_rms_norm
 
 
@@ -20,6 +21,22 @@ class Handle(ABC):
         """What nearly always follows: (x + sum, rms_norm(x + sum) * weight), which some communicators compute in the kernel
         that sums."""
         return add_rms_norm(x, self.wait(), weight, eps)
+
+
+class Beside(Handle):
+    """A sum on another stream or thread, which the current stream joins."""
+
+    @abstractmethod
+    def arrive(self) -> Tensor:
+        """Make the current stream wait for the sum."""
+
+    def wait(self) -> Tensor:
+        total = self.arrive()
+        rejoin(total)
+        return total
+
+    def add_norm(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return add_rms_norm(x, self.arrive(), weight, eps, early=False)
 
 
 class Communicator(ABC):

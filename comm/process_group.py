@@ -6,19 +6,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from comm.interface import Communicator, Handle
+from comm.interface import Beside, Communicator, Handle
 
 # torch 2.13 renamed it and warns of the old name, the only one in 2.11
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class _Pending(Handle):
-    """An all-reduce of a process group; `wait` also casts back to the caller's dtype."""
+class _Pending(Beside):
+    """An all-reduce of a process group; `arrive` also casts back to the caller's dtype."""
 
     def __init__(self, work: dist.Work, total: Tensor, dtype: torch.dtype) -> None:
         self.work, self.total, self.dtype = work, total, dtype
 
-    def wait(self) -> Tensor:
+    def arrive(self) -> Tensor:
         self.work.wait()
         return self.total.to(self.dtype)
 
@@ -30,10 +30,10 @@ class _MeasuredPending(_Pending):
         super().__init__(work, total, dtype)
         self.communicator = communicator
 
-    def wait(self) -> Tensor:
+    def arrive(self) -> Tensor:
         start = time.perf_counter()
         try:
-            return super().wait()
+            return super().arrive()
         finally:
             self.communicator.waited += time.perf_counter() - start
 

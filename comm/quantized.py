@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from comm.interface import Communicator, Done, Handle
+from comm.interface import Beside, Communicator, Done, Handle
 from comm.process_group import _all_gather, _ProcessGroupCommunicator
 from comm.quantize import Scheme, dequantize_sum, quantize, rotate
 
@@ -167,11 +167,11 @@ class QuantizedNcclCommunicator(QuantizedCommunicator):
             return _StreamSum(self.stream.record_event(), total)
 
 
-class _StreamSum(Handle):
+class _StreamSum(Beside):
     def __init__(self, done: torch.cuda.Event, total: Tensor) -> None:
         self.done, self.total = done, total
 
-    def wait(self) -> Tensor:
+    def arrive(self) -> Tensor:
         stream = torch.cuda.current_stream()
         stream.wait_event(self.done)
         self.total.record_stream(stream)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from comm.interface import Done, Handle
+from comm.interface import Beside, Done, Handle
 from comm.process_group import _ProcessGroupCommunicator
 from comm.workspace import Workspace, open_workspace
 from kernels import all_reduce
@@ -88,13 +88,13 @@ class _Deferred(Handle):
         return self.lane.add_norm(self.partial, x, weight, eps)
 
 
-class _Beside(Handle):
+class _OtherStream(Beside):
     """A sum on the side stream. It holds the partial, whose memory the current stream must not give to others before."""
 
     def __init__(self, done: torch.cuda.Event, partial: Tensor, total: Tensor) -> None:
         self.done, self.partial, self.total = done, partial, total
 
-    def wait(self) -> Tensor:
+    def arrive(self) -> Tensor:
         torch.cuda.current_stream().wait_event(self.done)
         return self.total
 
@@ -130,7 +130,7 @@ class SymmetricCommunicator(_ProcessGroupCommunicator):
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             total = self.beside.sum(partial)
-            return _Beside(self.stream.record_event(), partial, total)
+            return _OtherStream(self.stream.record_event(), partial, total)
 
     def defer(self, partial: Tensor) -> Handle:
         partial = partial.contiguous()

@@ -151,6 +151,7 @@ def _paged(
         ahead = runner.launch(following, after=flight) if known else None
         tokens = runner.collect(flight).tokens
     yield _recorded(sequences, tokens)
+    model.comm.check()
 
 
 def _recorded(sequences: list[Sequence_], tokens: list[int]) -> list[int]:

@@ -20,15 +20,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return norm_triton.rms_norm(x, weight, eps)
 
 
-def add_rms_norm(x: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(x: Tensor, update: Tensor, weight: Tensor, eps: float, early: bool = True) -> tuple[Tensor, Tensor]:
     """(x + update, rms_norm(x + update)), both (..., C) in x's dtype; neither input is overwritten.
 
-    The sum is rounded to x's dtype before its norm is taken, as if the two had been computed one after the other."""
+    The sum is rounded to x's dtype before its norm is taken, as if the two had been computed one after the other. early: the
+    kernel may start while the one before it drains; False behind a wait for another stream (see `dispatch.rejoin`)."""
     if not on_gpu(x):
         return add_rms_norm_reference(x, update, weight, eps)
     from kernels import norm_triton
 
-    return norm_triton.add_rms_norm(x, update, weight, eps)
+    return norm_triton.add_rms_norm(x, update, weight, eps, early)
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -70,15 +70,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
-def add_rms_norm(x: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(x: Tensor, update: Tensor, weight: Tensor, eps: float, early: bool = True) -> tuple[Tensor, Tensor]:
     rows, updates = as_rows(x), as_rows(update.expand_as(x))
     total, out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
     if rows.shape[0]:
         pdl = pdl_supported(x.device)
         strides = rows.stride(0), updates.stride(0)
-        _add_rms_norm[(rows.shape[0],)](
-            rows, updates, weight.contiguous(), total, out, *strides, eps, PDL=pdl, launch_pdl=pdl, **_launch(rows.shape[1])
-        )
+        launch = _launch(rows.shape[1]) | {"launch_pdl": pdl and early}
+        _add_rms_norm[(rows.shape[0],)](rows, updates, weight.contiguous(), total, out, *strides, eps, PDL=pdl, **launch)
     return total, out
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import profiling
 from attention import Causal, ContiguousCache
 from checkpoint import random_weights
-from comm import Communicator, GlooCommunicator, Local
+from comm import Communicator, GlooCommunicator, Handle, Local
 from config import ModelConfig, Reduces, with_variant
 from model import MLP, Attention, ParallelBlock, Transformer
 from tests.ranks import Ranks
@@ -58,7 +58,7 @@ class Recorder(Communicator):
         module.register_forward_hook(lambda *_: self.events.append(("end", number)))
 
 
-class RecordedSum:
+class RecordedSum(Handle):
     def __init__(self, recorder: Recorder, number: int, total: Tensor) -> None:
         self.recorder, self.number, self.total = recorder, number, total
 
@@ -197,7 +197,7 @@ class Late(GlooCommunicator):
         return super().start(partial).wait()
 
 
-class LateSum:
+class LateSum(Handle):
     def __init__(self, total: "Future[Tensor]") -> None:
         self.total = total
 

@@ -1,0 +1,206 @@
+"""Tables and plots of what was measured on GPUs, from the raw files of the measuring commands.
+
+    make sweep ARGS="--models llama-3-70b --tp 4 --out docs/results/gpu-4/sweep-70b.jsonl"       # and the like; then
+    python scripts/performance.py --raw docs/results/gpu-4
+
+Reads what --raw holds of sweep*.jsonl, comm.json (bench_comm.py), linear*.json (bench_linear.py), kernels.json and decode.json
+(bench_kernels.py), startup.json and load.json, and writes docs/results/NAME-{decode,comm,linear,kernels,startup,load}.md and
+NAME-comm.png, NAME being the folder's.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from cli import Parser, note, run
+from errors import UserError
+from scripts.loadgen import table as load_table
+from scripts.results import RESULTS, ROOT, describe
+from scripts.sweep_rows import Row, finished, read_rows
+
+SIZES = ("KiB", 1 << 10), ("MiB", 1 << 20)
+WAYS = {  # bench_comm.py's names to a reader's
+    "µs nccl": "NCCL",
+    "µs torch one_shot_all_reduce": "torch one-shot",
+    "µs torch two_shot_all_reduce_": "torch two-shot",
+    "µs one-shot": "one-shot",
+    "µs two-shot": "two-shot",
+}
+
+
+def markdown(head: list[str], rows: Iterable[list[str]], caption: str) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join([*(f"| {' | '.join(line)} |" for line in lines), "", caption, ""])
+
+
+def decode(folder: Path) -> str | None:
+    """ms of a decode step and of the prefill, variants side by side."""
+    rows: list[Row] = [row for path in sorted(folder.glob("sweep*.jsonl")) for row in finished(read_rows(path))]
+    if not rows:
+        return None
+    variants = list(dict.fromkeys(row.setting.variant for row in rows))
+    cells: dict[tuple[str, ...], dict[str, Row]] = {}
+    for row in rows:
+        s = row.setting
+        where = (s.model, str(s.tp), str(s.batch), s.comm or "default", s.interconnect)
+        cells.setdefault(where, {})[s.variant] = row
+    lines = [
+        [*where, what, *(_ms(by.get(variant), figure) for variant in variants)]
+        for where, by in cells.items()
+        for what, figure in (("decode", "decode_ms_per_token"), ("prefill", "prefill_ms"))
+    ]
+    s, made = rows[0].setting, describe(rows[0].machine, "cuda")
+    caption = f"ms, medians of {s.runs} runs; prompts of {s.prompt_length} tokens, {s.new_tokens} new ones. Made on {made}."
+    return markdown(["model", "tp", "batch", "sums", "interconnect", "", *variants], lines, caption)
+
+
+def _ms(row: Row | None, figure: str) -> str:
+    value = None if row is None else row.median(figure)
+    return "" if value is None else f"{value:.2f}" if value < 100 else f"{value:,.0f}"
+
+
+def comm(folder: Path) -> str | None:
+    found = read(folder / "comm.json")
+    if found is None:
+        return None
+    times = {way: found["found"][name] for name, way in WAYS.items() if name in found["found"]}
+    sizes = sorted({int(size) for way in times.values() for size in way})
+    lines = [[_size(size), *(f"{t[str(size)]:.1f}" if str(size) in t else "" for t in times.values())] for size in sizes]
+    with_norm = found["found"]["µs with norm"]
+    shown = ("nccl, then add_rms_norm", "one-shot, then add_rms_norm", "one-shot, fused", "two-shot, then add_rms_norm")
+    fused = [f"{name}: {', '.join(f'{us:.1f} ({rows} rows)' for rows, us in with_norm[name].items())}" for name in shown]
+    caption = (
+        f"µs of an all-reduce of bf16 over {found['ranks']} ranks, medians in CUDA graphs of 20. Sum, residual addition and norm of "
+        f"rows of 8,192: {'; '.join(fused)}. Made on {found['ranks']} x {found['gpu']}, torch {found['torch']}."
+    )
+    return markdown(["message", *times], lines, caption)
+
+
+def _size(size: int) -> str:
+    unit, bytes_ = SIZES[size >= SIZES[1][1]]
+    return f"{size // bytes_} {unit}"
+
+
+def plot_comm(folder: Path, out: Path) -> None:
+    import matplotlib.pyplot as plt
+
+    found = read(folder / "comm.json")
+    if found is None:
+        return
+    figure, axes = plt.subplots(figsize=(7, 4))
+    for name, way in WAYS.items():
+        points = sorted((int(size), us) for size, us in found["found"].get(name, {}).items())
+        axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=way)
+    axes.set(xscale="log", yscale="log", xlabel="bytes of the message, bf16", ylabel="µs")
+    axes.set_title(f"All-reduce over {found['ranks']} x {found['gpu']}")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(out, dpi=150, bbox_inches="tight")
+
+
+def linear(folder: Path) -> str | None:
+    """The best of our kernels beside cuBLAS, for 70B's shapes."""
+    files = [read(path) for path in sorted(folder.glob("linear*.json"))]
+    cases: dict[tuple[str, int, int, int], dict[bool, float]] = {}
+    for entry in (entry for file in files if file for entry in file["times"]):
+        if entry["shape"].startswith("70b"):
+            key = entry["shape"], entry["n"], entry["k"], entry["rows"]
+            best = cases.setdefault(key, {})
+            own = entry["config"] is not None
+            best[own] = min(best.get(own, float("inf")), entry["us"])
+    if not cases or files[0] is None:
+        return None
+    lines = [
+        [name, f"{n} x {k}", str(rows), *(f"{us:.1f} | {2 * n * k / us / 1e6:.2f}" for us in (best[False], best[True]))]
+        for (name, n, k, rows), best in sorted(cases.items())
+        if rows in (1, 4, 16, 64) and len(best) == 2
+    ]
+    head = ["layer", "weight", "rows", "cuBLAS, µs", "TB/s", "own, µs", "TB/s"]
+    caption = (
+        f"Chains of layers with weights of their own in CUDA graphs, bf16. Made on {describe(files[0]['machine'], 'cuda')}."
+    )
+    return markdown(head, lines, caption)
+
+
+def kernels(folder: Path) -> str | None:
+    files = [found for name in ("kernels.json", "decode.json") if (found := read(folder / name))]
+    if not files:
+        return None
+    about = {"kernel", "us", "peer_us", "gb_per_second", "tflop_per_second", "error", "peer_error", "right"}
+    latest: dict[str, dict[str, Any]] = {}
+    for row in (row for file in files for row in file["rows"] if "us" in row):
+        latest[row["kernel"] + _case(row, about)] = row
+    lines = [
+        [f"`{row['kernel']}`", _case(row, about), f"{row['us']:.1f}", f"{row['peer_us']:.1f}", f"{row['gb_per_second']:.0f}"]
+        for row in latest.values()
+    ]
+    caption = f"Inside CUDA graphs, beside what PyTorch offers for the same. Made on {describe(files[0]['machine'], 'cuda')}."
+    return markdown(["kernel", "case", "µs", "PyTorch, µs", "GB/s"], lines, caption)
+
+
+def _case(row: dict[str, Any], about: set[str]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in row.items() if name not in about)
+
+
+def startup(folder: Path) -> str | None:
+    found = read(folder / "startup.json")
+    if found is None:
+        return None
+    phases = list(found["runs"][0]["phases"])
+    lines = [
+        [run_["cache"], *(f"{run_['phases'].get(phase, 0):.1f}" for phase in phases), f"{run_['first_token']:.1f}"]
+        for run_ in found["runs"]
+    ]
+    s = found["settings"]
+    caption = f"Seconds; {s['model']} with random weights on {s['ranks']} ranks. Made on {describe(found['machine'], 'cuda')}."
+    return markdown(["kernel cache", *phases, "command to first token"], lines, caption)
+
+
+def load(folder: Path) -> str | None:
+    found = read(folder / "load.json")
+    if found is None or not found.get("rates"):
+        return None
+    s = found["settings"]
+    caption = (
+        f"{s['model']} through the HTTP server on {s['ranks']} ranks, Poisson arrivals of {s['prompt_length']} + {s['new_tokens']} "
+        f"tokens. Made on {describe(found['machine'], 'cuda')}."
+    )
+    return f"{load_table(found)}\n\n{caption}\n"
+
+
+def read(path: Path) -> dict[str, Any] | None:
+    return dict(json.loads(path.read_text())) if path.exists() else None
+
+
+TABLES: dict[str, Callable[[Path], str | None]] = {
+    "decode": decode,
+    "comm": comm,
+    "linear": linear,
+    "kernels": kernels,
+    "startup": startup,
+    "load": load,
+}
+
+
+def main() -> None:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--raw", type=Path, default=RESULTS / "gpu-4", metavar="DIR", help="default: docs/results/gpu-4")
+    args = parser.parse_args()
+    if not args.raw.is_dir():
+        raise UserError(f"--raw {args.raw}: there is no such folder; let the measuring commands write into it (--out)")
+    for name, table in TABLES.items():
+        text = table(args.raw)
+        if text is not None:
+            path = RESULTS / f"{args.raw.name}-{name}.md"
+            path.write_text(text)
+            note(f"wrote {path.relative_to(ROOT)}")
+    plot_comm(args.raw, RESULTS / f"{args.raw.name}-comm.png")
+
+
+if __name__ == "__main__":
+    run(main)
