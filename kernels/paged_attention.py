@@ -20,7 +20,7 @@ def paged_decode(
 
     q (B, H, D); keys and values (N, P, K, D), P a power of two; tables (B, W) int32; lengths (B,) int32, 0 for padding, whose
     output is zero. Returns (B, H, D) in q's dtype. `max_length` bounds the lengths and decides how finely the GPU splits a
-    sequence; shorter ones are not slowed by it. Calls on one GPU must not run side by side on several streams."""
+    sequence; shorter ones are not slowed by it."""
     arguments = q, keys, values, tables, lengths, window, max_length
     if not on_gpu(q):
         return paged_decode_reference(*arguments)

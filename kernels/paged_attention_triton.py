@@ -3,13 +3,14 @@
 Both keep a running maximum and sum of the softmax while they walk over the keys (Dao et al., arXiv:2205.14135), and put the G
 query heads that share a key-value head into the rows of one matrix, so that keys and values are read once for all of them.
 
-Decode splits a sequence over several programs, so that short batches use all SMs (flash-decoding, Dao et al. 2023). The program of a
-sequence that arrives last adds the others' partial results, in the order of the splits: one launch, the same bits each time.
+Decode splits a sequence over several programs, so that short batches use all SMs (flash-decoding, Dao et al. 2023). Split s of S
+takes every S-th tile of keys from tile s on: where its first one lies does not depend on the length, so the lookup in the table
+need not wait for that. A second launch averages the splits' results in their order: the same bits each time.
 """
 
 import math
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -18,17 +19,48 @@ from torch import Tensor
 
 from kernels.dispatch import pdl_supported
 
-MAX_SPLITS = 32  # more would make the program that adds them the slow one
-COMBINED_VALUES = 16384  # fp32 that it holds at a time
-DECODE_WARPS = 8
+
+class DecodeConfig(NamedTuple):
+    """How decode is launched. Results are right with any."""
+
+    block_n: int  # keys of a tile; fewer where registers or shared memory hold fewer
+    warps: int
+    stages: int  # of the pipeline: stages - 1 tiles are on their way at a time
+    programs: int  # an SM, at most: what it holds at once
+    max_splits: int  # of a sequence: more would make the averaging the slow part
+
+
+# The first one whose number, of pairs of a sequence and a key-value head, is not exceeded
+DECODE_CONFIGS: tuple[tuple[float, DecodeConfig], ...] = (
+    (16, DecodeConfig(block_n=64, warps=4, stages=3, programs=3, max_splits=64)),
+    (math.inf, DecodeConfig(block_n=64, warps=4, stages=3, programs=3, max_splits=32)),
+)
+
+
+class PrefillConfig(NamedTuple):
+    """How prefill is launched. Results are right with any. Rows and keys are fewer where they would not fit."""
+
+    block_m: int  # rows of a program: tokens times query heads of a key-value head
+    block_n: int  # keys of a tile
+    warps: int
+    stages: int
+
+
+# The first one whose number, of tokens of the longest span, is not exceeded. An SM holds two programs of 64 rows, and one of 128:
+# two hide each other's starts, ends and softmax, one reads keys and values half as often
+PREFILL_CONFIGS: tuple[tuple[float, PrefillConfig], ...] = (
+    (4096, PrefillConfig(block_m=64, block_n=64, warps=4, stages=3)),
+    (math.inf, PrefillConfig(block_m=128, block_n=64, warps=8, stages=3)),
+)
+AVERAGED_VALUES = 1024  # fp32 of a warp that averages splits: 32 a thread
 NO_WINDOW = 2**30
-ARRIVALS = 65536  # at most so many pairs of sequence and key-value head
 
 
 @triton.jit
-def _blocks(table, token, stop, P: tl.constexpr):
-    """The blocks that hold the tokens below `stop`, int32."""
-    return tl.load(table + token // P, mask=token < stop, other=0)
+def _blocks(table, token, width, P: tl.constexpr):
+    """The blocks, int32, of tokens that need not exist, from a table of `width` entries."""
+    entry = token // P
+    return tl.load(table + entry, mask=entry < width, other=0)
 
 
 @triton.jit
@@ -40,11 +72,13 @@ def _walk(
     keys,
     values,
     table,
+    width,
     begin,
     end,
     position,
     window,
     scale,
+    step,  # tokens from one tile of BLOCK_N to the next
     P: tl.constexpr,
     STRIDE: tl.constexpr,  # from one token of a block to the next
     D: tl.constexpr,
@@ -54,16 +88,16 @@ def _walk(
     WINDOWED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Let q (M, BLOCK_D) see the keys and values of the tokens from `begin` to `end`; position (M,) is the last that a row sees.
+    """Let q (M, BLOCK_D) see the keys and values of tiles from `begin` to `end`; position (M,) is the last token that a row sees.
 
     acc (M, BLOCK_D) and total (M,) are sums relative to 2^peak (M,). A row that has seen nothing yet has the peak -1e30, so what
     it gathers from masked keys vanishes with its first key that is not."""
     feature = tl.arange(0, BLOCK_D)
-    block = _blocks(table, begin + tl.arange(0, BLOCK_N), end, P)
-    for start in range(begin, end, BLOCK_N):
+    block = _blocks(table, begin + tl.arange(0, BLOCK_N), width, P)
+    for start in range(begin, end, step):
         token = start + tl.arange(0, BLOCK_N)
         place = (block.to(tl.int64) * P + token % P)[:, None] * STRIDE + feature[None, :]
-        block = _blocks(table, token + BLOCK_N, end, P)  # the next ones, on their way while these are used
+        block = _blocks(table, token + step, width, P)  # the next ones, on their way while these are used
         inside = (token < end)[:, None] & (feature < D)[None, :]
         k = tl.load(keys + place, mask=inside, other=0.0)
         v = tl.load(values + place, mask=inside, other=0.0)
@@ -81,45 +115,7 @@ def _walk(
     return acc, peak, total
 
 
-@triton.jit
-def _combine(
-    partials,
-    stats,
-    out,
-    active,
-    G: tl.constexpr,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    SPLITS: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Add `active` splits' partial sums (SPLITS, G, D), with (SPLITS, 2, G) their peaks and totals, and store (G, D).
-
-    They were written by other SMs, so they are read past this SM's cache."""
-    split, head, feature = tl.arange(0, SPLITS), tl.arange(0, GROUP), tl.arange(0, BLOCK_D)
-    known = (split < active)[:, None] & (head < G)[None, :]
-    stat = stats + split[:, None] * (2 * G) + head[None, :]
-    peaks = tl.load(stat, mask=known, other=-1e30, cache_modifier=".cg")
-    totals = tl.load(stat + G, mask=known, other=0.0, cache_modifier=".cg")
-    peak = tl.max(peaks, axis=0)
-    total = tl.sum(totals * tl.exp2(peaks - peak[None, :]), axis=0)
-    acc = tl.zeros((GROUP, BLOCK_D), tl.float32)
-    place = head[:, None] * D + feature[None, :]
-    inside = (head < G)[:, None] & (feature < D)[None, :]
-    for first in range(0, active, TILE):
-        part = first + tl.arange(0, TILE)
-        held = (part < active)[:, None] & (head < G)[None, :]
-        part_peak = tl.load(stats + part[:, None] * (2 * G) + head[None, :], mask=held, other=-1e30, cache_modifier=".cg")
-        weight = tl.exp2(part_peak - peak[None, :])
-        there = (part < active)[:, None, None] & inside[None, :, :]
-        source = partials + part[:, None, None] * (G * D) + place[None, :, :]
-        acc += tl.sum(tl.load(source, mask=there, other=0.0, cache_modifier=".cg") * weight[:, :, None], axis=0)
-    mean = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    tl.store(out + place, mean.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit(do_not_specialize=["window"])
+@triton.jit(do_not_specialize=["splits", "width", "window"])
 def _paged_decode(
     q,
     keys,
@@ -127,61 +123,55 @@ def _paged_decode(
     tables,
     lengths,
     out,
-    partials,  # (B * K, SPLITS, G, D) fp32
-    stats,  # (B * K, SPLITS, 2, G) fp32
-    arrivals,  # (B * K,) int32, zero before and after
+    partials,  # (B * K, splits, G, D) fp32: the splits' results
+    weights,  # (B * K, splits, G) fp32: binary logarithms of the sums of their exponentials
+    splits,
     table_stride,
+    width,  # of the tables
     window,
     scale,  # of scores whose exponential is a power of two
     K: tl.constexpr,
     G: tl.constexpr,  # query heads of a key-value head
     D: tl.constexpr,
     P: tl.constexpr,
-    GROUP: tl.constexpr,  # G, rounded up to a power of two
-    BLOCK_M: tl.constexpr,  # the same, but at least what a matrix product takes
+    BLOCK_M: tl.constexpr,  # G, rounded up to what a matrix product takes
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr,
-    TILE: tl.constexpr,
+    WHOLE: tl.constexpr,  # one split, which needs no average
+    WINDOWED: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
     pair, split = tl.program_id(0), tl.program_id(1)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    length = tl.load(lengths + pair // K)
-    oldest = tl.maximum(length - window, 0)
-    share = tl.maximum(tl.cdiv(tl.cdiv(length - oldest, SPLITS), BLOCK_N), 1) * BLOCK_N
-    active = tl.maximum(tl.cdiv(length - oldest, share), 1)
-    if split >= active:
-        return
-    begin = oldest + split * share
-    stop = tl.minimum(begin + share, length)
-
     head, feature = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     inside = (head < G)[:, None] & (feature < D)[None, :]
     place = head[:, None] * D + feature[None, :]
     first_query = pair.to(tl.int64) * (G * D)  # of (B, K, G, D)
-    queries = tl.load(q + first_query + place, mask=inside, other=0.0)
-    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    peak, total = tl.full((BLOCK_M,), -1e30, tl.float32), tl.zeros((BLOCK_M,), tl.float32)
-    position = tl.zeros((BLOCK_M,), tl.int32) + stop - 1
     table = tables + (pair // K).to(tl.int64) * table_stride
     first_feature = (pair % K) * D
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()  # after the wait: `_average` reads the lengths before its own
+    length = tl.load(lengths + pair // K)
+    queries = tl.load(q + first_query + place, mask=inside, other=0.0)
+    begin = split * BLOCK_N
+    if WINDOWED:
+        begin += tl.maximum(length - window, 0)
     acc, peak, total = _walk(
         queries,
-        acc,
-        peak,
-        total,
+        tl.zeros((BLOCK_M, BLOCK_D), tl.float32),
+        tl.full((BLOCK_M,), -1e30, tl.float32),
+        tl.zeros((BLOCK_M,), tl.float32),
         keys + first_feature,
         values + first_feature,
         table,
+        width,
         begin,
-        stop,
-        position,
+        length,
+        tl.zeros((BLOCK_M,), tl.int32) + length - 1,
         window,
         scale,
+        splits * BLOCK_N,
         P,
         K * D,
         D,
@@ -191,20 +181,49 @@ def _paged_decode(
         False,
         PRECISION,
     )
-    if active == 1:
-        mean = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    mean = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    if WHOLE:
         tl.store(out + first_query + place, mean.to(out.dtype.element_ty), mask=inside)
-        return
-    slot = pair.to(tl.int64) * SPLITS
-    tl.store(partials + (slot + split) * (G * D) + place, acc, mask=inside)
-    stat = stats + (slot + split) * (2 * G) + head
-    tl.store(stat, peak, mask=head < G)
-    tl.store(stat + G, total, mask=head < G)
-    tl.debug_barrier()  # all threads' stores come before the arrival
-    if tl.atomic_add(arrivals + pair, 1, sem="acq_rel") == active - 1:
-        first_partial, first_stat = partials + slot * (G * D), stats + slot * (2 * G)
-        _combine(first_partial, first_stat, out + first_query, active, G, GROUP, D, BLOCK_D, SPLITS, TILE)
-        tl.store(arrivals + pair, 0)
+    elif begin < length:
+        slot = pair.to(tl.int64) * splits + split
+        tl.store(partials + slot * (G * D) + place, mean, mask=inside)
+        tl.store(weights + slot * G + head, peak + tl.log2(total), mask=head < G)
+
+
+@triton.jit(do_not_specialize=["splits", "window"])
+def _average(
+    partials,
+    weights,
+    lengths,
+    out,
+    splits,
+    window,
+    K: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_S: tl.constexpr,  # `splits`, rounded up to a power of two
+    PDL: tl.constexpr,
+):
+    """Average what `_paged_decode` left of one query head; of a sequence without tokens nothing, which gives zeros.
+
+    Each value is read once, and past this SM's cache."""
+    pair, head = tl.program_id(0) // G, tl.program_id(0) % G
+    split, feature = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
+    slot = (pair.to(tl.int64) * splits + split) * G + head
+    tokens = tl.minimum(tl.load(lengths + pair // K, cache_modifier=".cg"), window)  # older than `_paged_decode`
+    used = (split < splits) & (split * BLOCK_N < tokens)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    there = used[:, None] & (feature < D)[None, :]
+    part = tl.load(partials + slot[:, None] * D + feature[None, :], mask=there, other=0.0, cache_modifier=".cg")
+    weight = tl.load(weights + slot, mask=used, other=-1e30, cache_modifier=".cg")
+    weight = tl.exp2(weight - tl.max(weight, axis=0))
+    mean = tl.sum(part * weight[:, None], axis=0) / tl.sum(weight, axis=0)
+    place = tl.program_id(0).to(tl.int64) * D + feature
+    tl.store(out + place, mean.to(out.dtype.element_ty), mask=feature < D)
 
 
 @triton.jit
@@ -223,7 +242,7 @@ def _find_tile(starts, number, spans, rows, TOKENS: tl.constexpr, SPANS: tl.cons
     return found, tl.sum(tl.where(here, first, 0)), tl.sum(tl.where(here, counts, 0)), (number - before) * TOKENS
 
 
-@triton.jit(do_not_specialize=["rows", "spans", "window"])
+@triton.jit(do_not_specialize=["rows", "spans", "width", "window"])
 def _paged_prefill(
     q,
     keys,
@@ -235,6 +254,7 @@ def _paged_prefill(
     rows,
     spans,
     table_stride,
+    width,
     window,
     scale,
     K: tl.constexpr,
@@ -286,11 +306,13 @@ def _paged_prefill(
             keys + first_feature,
             values + first_feature,
             table,
+            width,
             0,
             diagonal,
             position,
             window,
             scale,
+            BLOCK_N,
             P,
             K * D,
             D,
@@ -308,11 +330,13 @@ def _paged_prefill(
         keys + first_feature,
         values + first_feature,
         table,
+        width,
         diagonal,
         stop,
         position,
         window,
         scale,
+        BLOCK_N,
         P,
         K * D,
         D,
@@ -329,16 +353,17 @@ def _paged_prefill(
 def paged_decode(
     q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, window: int | None, max_length: int
 ) -> Tensor:
-    batch, _, head_dim = q.shape
+    batch, n_heads, head_dim = q.shape
     shape = _shape(q, keys, values)
-    pairs, group, device = batch * shape["K"], shape["G"], q.device
+    pairs, device = batch * shape["K"], q.device
     out = torch.empty(q.shape, dtype=q.dtype, device=device)
     if not out.numel():
         return out
-    launch = decode_launch(q.dtype, group, head_dim)
+    launch = decode_launch(q.dtype, shape["G"], head_dim, pairs)
     splits = decode_splits(pairs, min(max_length, window or max_length), launch["BLOCK_N"], sm_count(device))
-    partials = torch.empty(pairs * splits * group * head_dim, dtype=torch.float32, device=device)
-    stats = torch.empty(pairs * splits * 2 * group, dtype=torch.float32, device=device)
+    rows = batch * n_heads * splits if splits > 1 else 0
+    partials = torch.empty(rows * head_dim, dtype=torch.float32, device=device)
+    weights = torch.empty(rows, dtype=torch.float32, device=device)
     _paged_decode[(pairs, splits)](
         q.contiguous(),
         keys,
@@ -347,16 +372,33 @@ def paged_decode(
         lengths,
         out,
         partials,
-        stats,
-        arrivals(device, pairs),
+        weights,
+        splits,
         tables.stride(0),
+        tables.shape[1],
         window or NO_WINDOW,
         math.log2(math.e) / math.sqrt(head_dim),
-        SPLITS=splits,
+        WHOLE=splits == 1,
+        WINDOWED=window is not None,
         **shape,
         **launch,
         **_pdl(device),
     )
+    if splits > 1:
+        _average[(batch * n_heads,)](
+            partials,
+            weights,
+            lengths,
+            out,
+            splits,
+            window or NO_WINDOW,
+            K=shape["K"],
+            G=shape["G"],
+            D=head_dim,
+            BLOCK_N=launch["BLOCK_N"],
+            **average_launch(splits, head_dim),
+            **_pdl(device),
+        )
     return out
 
 
@@ -376,7 +418,7 @@ def paged_prefill(
     if not out.numel():
         return out
     shape = _shape(q, keys, values)
-    launch = prefill_launch(q.dtype, shape["G"], head_dim, min(max_span, rows), rows * q.shape[1], sm_count(q.device))
+    launch = prefill_launch(q.dtype, shape["G"], head_dim, min(max_span, rows))
     tiles = rows // launch["TOKENS"] + spans + 1  # each span, and the padding, may leave a tile unfilled
     _paged_prefill[(shape["K"], tiles)](
         q.contiguous(),
@@ -389,6 +431,7 @@ def paged_prefill(
         rows,
         spans,
         tables.stride(0),
+        tables.shape[1],
         window or NO_WINDOW,
         math.log2(math.e) / math.sqrt(head_dim),
         SPANS=triton.next_power_of_2(spans + 1),
@@ -421,64 +464,58 @@ def _precision(dtype: torch.dtype) -> str:
     return "ieee" if dtype == torch.float32 else "tf32"  # of 16-bit inputs it says nothing
 
 
-def _block_n(dtype: torch.dtype, block_d: int) -> int:
-    """Keys of one step. Products of fp32 hold them in registers."""
+def _block_n(dtype: torch.dtype, block_d: int, wanted: int) -> int:
+    """Keys of one tile: as many as wanted, or as fit. Products of fp32 hold them in registers."""
     if dtype == torch.float32:
-        return 16
-    return 64 if block_d <= 128 else 32
+        return min(wanted, 16)
+    return wanted if block_d <= 128 else min(wanted, 32)
+
+
+def decode_config(pairs: int) -> DecodeConfig:
+    return next(config for most, config in DECODE_CONFIGS if pairs <= most)
 
 
 def decode_splits(pairs: int, longest: int, block_n: int, sms: int) -> int:
-    """A power of two of programs a sequence and key-value head: at most two an SM in all, and none with less than a block."""
-    splits = min(2 * sms // pairs, triton.cdiv(longest, block_n), MAX_SPLITS)
-    return 1 << max(splits, 1).bit_length() - 1
+    """Programs a sequence and key-value head: no more in all than the SMs hold at once, and none without a tile."""
+    config = decode_config(pairs)
+    return max(min(config.programs * sms // pairs, triton.cdiv(longest, block_n), config.max_splits), 1)
 
 
-def decode_launch(dtype: torch.dtype, group: int, head_dim: int) -> dict[str, Any]:
-    block_d, padded = triton.next_power_of_2(head_dim), triton.next_power_of_2(group)
+def decode_launch(dtype: torch.dtype, group: int, head_dim: int, pairs: int) -> dict[str, Any]:
+    config, block_d = decode_config(pairs), triton.next_power_of_2(head_dim)
     return {
-        "GROUP": padded,
-        "BLOCK_M": max(padded, 16),
+        "BLOCK_M": max(triton.next_power_of_2(group), 16),
         "BLOCK_D": max(block_d, 16),
-        "BLOCK_N": _block_n(dtype, block_d),
-        "TILE": max(COMBINED_VALUES // (padded * block_d), 1),
+        "BLOCK_N": _block_n(dtype, block_d, config.block_n),
         "PRECISION": _precision(dtype),
-        "num_warps": DECODE_WARPS,
-        "num_stages": 3,
+        "num_warps": config.warps if dtype.itemsize == 2 and group <= 16 else 8,  # fewer would spill registers
+        "num_stages": config.stages,
     }
 
 
-def prefill_launch(dtype: torch.dtype, group: int, head_dim: int, span: int, rows: int, sms: int) -> dict[str, Any]:
-    """span: tokens of the longest; rows: those of all tokens' query heads together."""
+def average_launch(splits: int, head_dim: int) -> dict[str, Any]:
+    block_s, block_d = triton.next_power_of_2(splits), max(triton.next_power_of_2(head_dim), 16)
+    return {"BLOCK_S": block_s, "BLOCK_D": block_d, "num_warps": min(max(block_s * block_d // AVERAGED_VALUES, 1), 8)}
+
+
+def prefill_launch(dtype: torch.dtype, group: int, head_dim: int, span: int) -> dict[str, Any]:
+    """span: tokens of the longest."""
+    config = next(config for most, config in PREFILL_CONFIGS if span <= most)
     block_d, smallest = triton.next_power_of_2(head_dim), max(triton.next_power_of_2(group), 16)
-    largest = 16 if dtype == torch.float32 else 128 if rows >= 2 * 128 * sms and block_d <= 128 else 64
+    small = dtype.itemsize == 2 and block_d <= 128  # what a row and a key take of registers and shared memory
+    largest = config.block_m if small else 16 if dtype == torch.float32 else min(config.block_m, 64)
     block_m = max(min(triton.next_power_of_2(span * group), largest), smallest)
     return {
         "BLOCK_M": block_m,
         "BLOCK_D": max(block_d, 16),
-        "BLOCK_N": _block_n(dtype, block_d),
+        "BLOCK_N": _block_n(dtype, block_d, config.block_n),
         "TOKENS": block_m // group,
         "PRECISION": _precision(dtype),
-        "num_warps": 8 if block_m >= 128 or block_d > 128 or dtype.itemsize > 2 else 4,  # fewer would spill registers
-        "num_stages": 3,
+        "num_warps": config.warps if small and block_m <= config.block_m else 8,  # fewer would spill registers
+        "num_stages": config.stages,
     }
 
 
 @lru_cache
 def sm_count(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
-
-
-@lru_cache
-def _arrivals(device: torch.device) -> Tensor:
-    return torch.zeros(ARRIVALS, dtype=torch.int32, device=device)
-
-
-def arrivals(device: torch.device, pairs: int) -> Tensor:
-    """Counters that each launch finds zero and leaves zero. They are allocated once, by the first call, which must come before
-    any capture of a CUDA graph: in one, the zeros would be written only when it is replayed."""
-    if pairs > ARRIVALS:
-        raise ValueError(f"{pairs} pairs of sequence and key-value head; at most {ARRIVALS}")
-    if not _arrivals.cache_info().currsize and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("call paged_decode once before capturing it in a CUDA graph")
-    return _arrivals(device)

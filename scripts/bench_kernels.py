@@ -1,16 +1,19 @@
 """The kernels of a decoder layer on one GPU: their errors, and their median times inside CUDA graphs beside plain PyTorch's.
 
     python scripts/bench_kernels.py --out out/kernels.json
-    python scripts/bench_kernels.py --only decode --max-splits 8 16 32 64
+    python scripts/bench_kernels.py --ranks 4 --decode-configs 64,4,3,3,64 64,4,4,2,64 --prefill-configs 64,64,4,3 128,64,8,3
 
 The shapes are those of Llama-3-70B on 4 and on 8 ranks. A graph holds 20 launches or more over inputs that take turns, so many
-that the L2 cache forgets one before it comes round again. Prints a table; --out writes the rows as JSON.
+that the L2 cache forgets one before it comes round again. Prints a table; --out writes the rows as JSON. With --decode-configs or
+--prefill-configs it times only attention, as each of them launches it: what the tables at the top of
+kernels/paged_attention_triton.py should say.
 """
 
 import argparse
 import json
+import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,6 +40,7 @@ LAUNCHES, REPLAYS = 20, 15
 COLD_BYTES = 200e6  # more than three times the L2 cache of an H200
 HIDDEN, INTERMEDIATE, VOCAB, HEADS, KV_HEADS, HEAD_DIM, BLOCK = 8192, 28672, 128256, 64, 8, 128, 16
 BATCHES, LENGTHS, EPS = (1, 4, 16, 64), (1024, 1536, 8192), 1e-5
+TRIED = ((1, 1100), (1, 8192), (1, 32768), (4, 1100), (16, 1100), (64, 1100), (64, 8192))  # batch and length, per DecodeConfig
 
 Inputs = tuple[Any, ...]
 
@@ -168,48 +172,54 @@ def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     return out.transpose(1, 2).flatten(0, 1)
 
 
-def decode_cases(ranks: int) -> Iterator[Case]:
+def decode_case(ranks: int, batch: int, length: int, bound: int) -> Case:
     heads, kv_heads = HEADS // ranks, KV_HEADS // ranks
+
+    def make() -> Inputs:
+        lengths = torch.full((batch,), length, dtype=torch.int32, device="cuda")
+        return randn(batch, heads, HEAD_DIM), *pages(batch, length, kv_heads), lengths, None, bound
+
+    return Case(
+        "paged_decode",
+        {"batch": batch, "length": length, "bound": bound, "heads": heads, "kv_heads": kv_heads},
+        make,
+        paged_decode,
+        partial(attend, causal=False),
+        lambda q, *rest: paged_decode_reference(q.float(), *rest),
+        for_peer=unpaged,
+        bytes=batch * length * kv_heads * HEAD_DIM * 4,
+    )
+
+
+def decode_cases(ranks: int) -> Iterator[Case]:
     shapes = [(b, length, length) for b in BATCHES for length in LENGTHS] + [(1, 1024, 8192), (64, 1024, 8192)]
-    for batch, length, bound in shapes:
+    return (decode_case(ranks, *shape) for shape in shapes)
 
-        def make(batch: int = batch, length: int = length, bound: int = bound) -> Inputs:
-            lengths = torch.full((batch,), length, dtype=torch.int32, device="cuda")
-            return randn(batch, heads, HEAD_DIM), *pages(batch, length, kv_heads), lengths, None, bound
 
-        yield Case(
-            "paged_decode",
-            {"batch": batch, "length": length, "bound": bound, "heads": heads, "kv_heads": kv_heads},
-            make,
-            paged_decode,
-            partial(attend, causal=False),
-            lambda q, *rest: paged_decode_reference(q.float(), *rest),
-            for_peer=unpaged,
-            bytes=batch * length * kv_heads * HEAD_DIM * 4,
-        )
+def prefill_case(ranks: int, spans: int, length: int) -> Case:
+    heads, kv_heads = HEADS // ranks, KV_HEADS // ranks
+
+    def make() -> Inputs:
+        starts = torch.arange(spans + 1, dtype=torch.int32, device="cuda") * length
+        lengths = torch.full((spans,), length, dtype=torch.int32, device="cuda")
+        q = randn(spans * length, heads, HEAD_DIM)
+        return q, *pages(spans, length, kv_heads), starts, lengths, None, length
+
+    return Case(
+        "paged_prefill",
+        {"spans": spans, "length": length, "heads": heads, "kv_heads": kv_heads},
+        make,
+        paged_prefill,
+        partial(attend, causal=True),
+        lambda q, *rest: paged_prefill_reference(q.float(), *rest),
+        for_peer=unpaged,
+        bytes=spans * length * (2 * heads + 2 * kv_heads) * HEAD_DIM * 2,
+        flops=2 * spans * length * (length + 1) * heads * HEAD_DIM,
+    )
 
 
 def prefill_cases(ranks: int) -> Iterator[Case]:
-    heads, kv_heads = HEADS // ranks, KV_HEADS // ranks
-    for spans, length in ((1, 1024), (8, 1024), (1, 8192)):
-
-        def make(spans: int = spans, length: int = length) -> Inputs:
-            starts = torch.arange(spans + 1, dtype=torch.int32, device="cuda") * length
-            lengths = torch.full((spans,), length, dtype=torch.int32, device="cuda")
-            q = randn(spans * length, heads, HEAD_DIM)
-            return q, *pages(spans, length, kv_heads), starts, lengths, None, length
-
-        yield Case(
-            "paged_prefill",
-            {"spans": spans, "length": length, "heads": heads, "kv_heads": kv_heads},
-            make,
-            paged_prefill,
-            partial(attend, causal=True),
-            lambda q, *rest: paged_prefill_reference(q.float(), *rest),
-            for_peer=unpaged,
-            bytes=spans * length * (2 * heads + 2 * kv_heads) * HEAD_DIM * 2,
-            flops=2 * spans * length * (length + 1) * heads * HEAD_DIM,
-        )
+    return (prefill_case(ranks, spans, length) for spans, length in ((1, 1024), (8, 1024), (1, 8192)))
 
 
 def draw(logits: Tensor, batch: SamplingBatch, positions: Tensor) -> Tensor:
@@ -288,6 +298,60 @@ def measure(case: Case) -> dict[str, Any]:
     }
 
 
+def tried(table: str, configs: Sequence[Any], cases: Iterable[Case]) -> Iterator[dict[str, Any]]:
+    """The cases' times when each of `configs` in turn stands for the whole `table` of the kernels, all on the same inputs."""
+    from triton.runtime.errors import OutOfResources
+
+    from kernels import paged_attention_triton as kernels
+
+    usual = getattr(kernels, table)
+    for case in cases:
+        inputs = [case.make() for _ in range(case.copies())]
+        exact = case.exact(*inputs[0]).float()
+        error_of_torch = (case.peer(*case.for_peer(*inputs[0])).float() - exact).abs().max().item()
+        print(case.kernel, *(f"{k}={v}" for k, v in case.shape.items()))
+        for config in configs:
+            setattr(kernels, table, ((math.inf, config),))
+            try:
+                error = (case.ours(*inputs[0]).float() - exact).abs().max().item()
+            except OutOfResources as refusal:
+                print(f"    {config}: {refusal}")
+                continue
+            row = {"kernel": case.kernel, **case.shape, "config": config._asdict()}
+            row |= {"us": round(microseconds(case.ours, inputs), 2), "right": error <= 2 * error_of_torch + 1e-6}
+            rate = case.flops / row["us"] / 1e6 or case.bytes / row["us"] / 1e3
+            wrong = "" if row["right"] else "  WRONG"
+            print(
+                f"    {','.join(map(str, config)):20} {row['us']:9.2f} us {rate:8.1f} {'TFLOP' if case.flops else 'GB'}/s{wrong}"
+            )
+            yield row
+    setattr(kernels, table, usual)
+
+
+def trials(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    decode = (decode_case(n, batch, length, length) for n in args.ranks for batch, length in TRIED)
+    prefill = (case for n in args.ranks for case in prefill_cases(n))
+    yield from tried("DECODE_CONFIGS", args.decode_configs, decode if args.decode_configs else ())
+    yield from tried("PREFILL_CONFIGS", args.prefill_configs, prefill if args.prefill_configs else ())
+
+
+def measured(ranks: list[int], families: list[str]) -> Iterator[dict[str, Any]]:
+    for case in (case for name in families for n in ranks for case in FAMILIES[name](n)):
+        row = measure(case)
+        show(row)
+        yield row
+
+
+def config_of(kind: str) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
+        from kernels import paged_attention_triton as kernels
+
+        return getattr(kernels, kind)(*map(int, text.split(",")))
+
+    parse.__name__ = kind  # argparse names it when it refuses a text
+    return parse
+
+
 def show(row: dict[str, Any]) -> None:
     figures = {"us", "peer_us", "gb_per_second", "tflop_per_second", "error", "peer_error", "right", "kernel"}
     shape = " ".join(f"{k}={v}" for k, v in row.items() if k not in figures)
@@ -301,20 +365,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="a JSON file for the rows")
     parser.add_argument("--only", nargs="+", choices=FAMILIES, default=list(FAMILIES), help="kernels to measure")
     parser.add_argument("--ranks", nargs="+", type=int, choices=(4, 8), default=[4, 8], help="of which shards are measured")
-    parser.add_argument("--max-splits", nargs="+", type=int, help="limits to try on the splits of paged_decode")
+    add = partial(parser.add_argument, nargs="+", default=[], metavar="N,N,…")
+    fields = "keys of a tile, warps, stages, programs an SM and most splits"
+    add("--decode-configs", type=config_of("DecodeConfig"), help=f"time only attention, paged_decode with these {fields}")
+    fields = "rows of a program, keys of a tile, warps and stages"
+    add("--prefill-configs", type=config_of("PrefillConfig"), help=f"time only attention, paged_prefill with these {fields}")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise UserError("bench_kernels.py needs a GPU")
-    from kernels import paged_attention_triton
-
-    rows = []
     torch.manual_seed(0)
     with torch.no_grad():
-        for limit in args.max_splits or [paged_attention_triton.MAX_SPLITS]:
-            paged_attention_triton.MAX_SPLITS = limit
-            for case in (case for name in args.only for ranks in args.ranks for case in FAMILIES[name](ranks)):
-                rows.append(measure(case) | ({"max_splits": limit} if args.max_splits else {}))
-                show(rows[-1])
+        rows = list(trials(args) if args.decode_configs or args.prefill_configs else measured(args.ranks, args.only))
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")

@@ -5,12 +5,17 @@
     python scripts/bench_training.py --models llama-7b --ranks 8 --ablation --micro-batches 1 2 4 8 --write
     python scripts/bench_training.py --models tiny --ranks 2 --steps 3 --device cpu           # a try, with gloo ranks
     python scripts/bench_training.py --models llama-30b --ranks 8 --write -- --recompute --compile
+    python scripts/bench_training.py --models ladder-1b llama-7b --micro-batch 4 1 --ranks 8 --write --one-launch --timeout 300
 
-Systems: what the planner chooses; ZeRO-1, -2, -3 and MiCS (the best mesh that fits) on our executor; FSDP2 over all ranks, the
-same with gradients summed once a step, and HSDP. The weights and the tokens are random.
+Systems: what the planner chooses for the shortest step and for the least communication; ZeRO-1, -2, -3 and MiCS (the best mesh
+that fits) on our executor; FSDP2 over all ranks, the same with gradients summed once a step, and HSDP. The weights and the tokens
+are random.
 
 Each configuration is one torchrun launch. One that runs out of memory, crashes or takes too long becomes a row with its error.
 A row is kept in --out as soon as it is there, with all raw samples, so that the same command goes on where it was stopped.
+--one-launch measures all configurations in the same processes, which saves the seconds that starting takes; behind one that
+crashes another launch goes on, and what --timeout leaves no time for becomes a row that says so. Traces are taken behind all
+times, since a profiler may slow down what its process starts afterwards.
 
 --two-nodes makes two hosts out of one: NCCL_HOSTID differs between the halves of the ranks, so NCCL neither uses NVLink nor
 shared memory between them, but sockets over loopback, and every mesh counts the halves as nodes. How fast that link is, the first
@@ -31,7 +36,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +51,7 @@ from tqdm import tqdm
 from cli import Parser, note, run
 from config import preset
 from errors import UserError
-from scripts.bench_training_rank import SYSTEMS
+from scripts.bench_training_rank import SYSTEMS, TRACED, TUNING
 from scripts.results import RESULTS, ROOT, describe, machine, write_json
 from training.data import write_tokens
 from training.job import OVERLAPS
@@ -57,6 +64,7 @@ EXPOSED: dict[str, tuple[str, ...]] = {  # a row of the ablation and what it doe
     "nothing overlapped": OVERLAPS,
 }
 BATCHES = 4  # different global batches in the data
+GRACE = 40.0  # seconds that torchrun gets to end its ranks; it gives them 30
 STOPPED = re.compile(r"^(?:\[rank\d+\]:\s*)?((?:[\w.]*(?:Error|Exception)|error): .*)")
 
 Row = dict[str, Any]
@@ -72,7 +80,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--two-nodes", action="store_true", help="two groups of half the ranks with a slow link between them")
     parser.add_argument("--ablation", action="store_true", help="what each overlap is worth, instead of comparing systems")
     parser.add_argument(
-        "--micro-batch", type=int, default=1, metavar="WINDOWS", help="that a rank computes at once (default: 1)"
+        "--micro-batch",
+        type=int,
+        nargs="+",
+        default=[1],
+        metavar="WINDOWS",
+        help="that a rank computes at once: one number for all models, or one for each (default: 1)",
     )
     parser.add_argument(
         "--micro-batches",
@@ -84,10 +97,23 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sequence-length", type=int, metavar="TOKENS", help="of a window (default: 2048, on a CPU 64)")
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="measured steps (default: 20)")
     parser.add_argument("--unmeasured", type=int, metavar="N", help="steps before them (default: 5, on a CPU 1)")
+    parser.add_argument(
+        "--traced", type=int, default=TRACED, metavar="N", help=f"steps in a trace (default: {TRACED}; 0: none)"
+    )
+    parser.add_argument(
+        "--tuning",
+        type=int,
+        default=TUNING,
+        metavar="N",
+        help=f"steps of FSDP2 with each depth of prefetching before the fastest is measured (default: {TUNING}; 0: its own order)",
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA if there is any")
     parser.add_argument("--links", type=Path, metavar="FILE", help="what make profile-collectives measured, for the planner")
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "bench-training", metavar="DIR", help="for rows.jsonl")
-    parser.add_argument("--timeout", type=float, default=1200, metavar="SECONDS", help="of a launch (default: 1200)")
+    parser.add_argument("--one-launch", action="store_true", help="measure all configurations in the same processes")
+    parser.add_argument(
+        "--timeout", type=float, default=1200, metavar="SECONDS", help="of a launch, or of --one-launch in all (default: 1200)"
+    )
     parser.add_argument("--retry", action="store_true", help="launch again what failed before")
     parser.add_argument("--write", action="store_true", help="write docs/results/training-*.md, .png and .json")
     parser.add_argument(
@@ -108,11 +134,15 @@ def check(args: argparse.Namespace) -> None:
     """Raise UserError for what no launch could use."""
     for model in args.models:
         preset(model)
-    counts = {"--ranks": args.ranks, "--micro-batch": args.micro_batch, "--micro-batches": min(args.micro_batches)}
+    counts = {"--ranks": args.ranks, "--micro-batch": min(args.micro_batch), "--micro-batches": min(args.micro_batches)}
     counts |= {"--sequence-length": args.sequence_length, "--steps": args.steps, "--unmeasured": args.unmeasured}
     for name, value in counts.items():
         if value < 1:
             raise UserError(f"{name} must be at least 1, not {value}")
+    if len(args.micro_batch) not in (1, len(args.models)):
+        raise UserError(
+            f"{len(args.micro_batch)} numbers of --micro-batch for {len(args.models)} models; give 1, or 1 for each"
+        )
     if args.ranks < 2 or (args.two_nodes and args.ranks % 2):
         raise UserError(f"--ranks {args.ranks}: training is compared on at least 2 ranks, and on an even number as two nodes")
     gpus = torch.cuda.device_count()
@@ -131,17 +161,19 @@ def configurations(args: argparse.Namespace) -> list[Row]:
         "ranks": args.ranks,
         "gpus_per_node": args.ranks // 2 if args.two_nodes else args.ranks,
         "two_nodes": args.two_nodes,
-        "micro_batch": args.micro_batch,
         "sequence_length": args.sequence_length,
         "steps": args.steps,
         "unmeasured": args.unmeasured,
+        "traced": args.traced,
+        "tuning": args.tuning,
         "device": args.device,
         "more": args.more,
     }
     rows = EXPOSED.values() if args.ablation else [()]
+    windows = args.micro_batch * (len(args.models) if len(args.micro_batch) == 1 else 1)
     return [
-        {"model": model, "system": system, "micro_batches": count, "no_overlap": list(exposed), **shared}
-        for model in args.models
+        {"model": model, "system": system, "micro_batch": micro, "micro_batches": count, "no_overlap": list(exposed), **shared}
+        for model, micro in zip(args.models, windows, strict=True)
         for system in args.systems
         for count in args.micro_batches
         for exposed in rows
@@ -151,11 +183,16 @@ def configurations(args: argparse.Namespace) -> list[Row]:
 # --- launching ------------------------------------------------------------------------------------------------------------
 
 
-def command(settings: Row, data: Path, result: Path, links: Path | None) -> list[str]:
-    """The torchrun command of one configuration."""
+def on_ranks(count: int) -> list[str]:
+    """What begins the command line of `count` ranks."""
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count)]
+
+
+def arguments(settings: Row, data: Path, result: Path, links: Path | None) -> list[str]:
+    """What bench_training_rank.py needs to know of a configuration."""
     batch = settings["ranks"] * settings["micro_batch"] * settings["micro_batches"]
-    line: list[object] = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", settings["ranks"]]
-    line += ["scripts/bench_training_rank.py", "--model", settings["model"], "--system", settings["system"]]
+    line: list[object] = ["--model", settings["model"], "--system", settings["system"]]
+    line += ["--traced", settings["traced"], "--tuning", settings["tuning"]]
     line += ["--data", data, "--result", result, "--device", settings["device"], "--unmeasured", settings["unmeasured"]]
     line += ["--steps", settings["steps"] + settings["unmeasured"], "--sequence-length", settings["sequence_length"]]
     line += ["--micro-batch", settings["micro_batch"], "--global-batch", batch, "--gpus-per-node", settings["gpus_per_node"]]
@@ -165,21 +202,31 @@ def command(settings: Row, data: Path, result: Path, links: Path | None) -> list
     return [str(word) for word in (*line, *settings["more"])]
 
 
-def launch(line: list[str], timeout: float) -> str | None:
-    """Run a command in the repository with one thread a rank. Returns why it failed, or None."""
+def launch(line: list[str], timeout: float, log: Path | None = None) -> str | None:
+    """Run a command in the repository with one thread a rank, its output in `log`. Returns why it failed, or None."""
     environment = {"OMP_NUM_THREADS": "1"} | os.environ
-    process = subprocess.Popen(
-        line, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
-    try:
-        output, _ = process.communicate(timeout=timeout)
-    except BaseException as e:
-        os.killpg(process.pid, signal.SIGKILL)  # torchrun and its ranks
-        process.wait()
-        if isinstance(e, subprocess.TimeoutExpired):
-            return f"not done after {timeout:.0f} s (--timeout)"
-        raise
-    return reason(output) if process.returncode else None
+    with tempfile.TemporaryFile("w+") if log is None else log.open("w+") as output:
+        process = subprocess.Popen(
+            line, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        )
+        try:
+            process.wait(timeout)
+        except BaseException as e:
+            end(process)
+            if isinstance(e, subprocess.TimeoutExpired):
+                return f"not done after {timeout:.0f} s (--timeout)"
+            raise
+        output.seek(0)
+        return reason(output.read()) if process.returncode else None
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """End torchrun and its ranks, which are in sessions of their own: torchrun must get the time to end them itself."""
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(GRACE)
+    process.kill()
+    process.wait()
 
 
 def reason(output: str) -> str:
@@ -195,20 +242,68 @@ def measure(settings: Row, data: Path, links: Path | None, timeout: float) -> Ro
     """One launch: what rank 0 measured, or `error`."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "row.json"
-        error = launch(command(settings, data, result, links), timeout)
+        line = [*on_ranks(settings["ranks"]), "scripts/bench_training_rank.py", *arguments(settings, data, result, links)]
+        error = launch(line, timeout)
         row: Row = {"error": error} if error else json.loads(result.read_text())
     return row
 
 
-def measure_links(args: argparse.Namespace, settings: Row, data: Path) -> Path:
-    """The collectives' times on these ranks. Measured once; raises UserError if that fails, as nothing else would work."""
+def links_of(args: argparse.Namespace) -> Path | None:
+    """The file with the times of these ranks' collectives; None where nothing is predicted."""
+    if args.links or args.device != "cuda":
+        return args.links
     path: Path = args.out / f"links-{args.ranks}{'-two-nodes' if args.two_nodes else ''}.json"
-    if not path.exists():
-        note(f"measuring the links of {args.ranks} ranks into {path}")
-        error = launch([*command(settings, data, path, None), "--links"], args.timeout)
-        if error:
-            raise UserError(f"the collectives could not be measured: {error}")
     return path
+
+
+def measure_links(path: Path, settings: Row, data: Path, timeout: float) -> None:
+    """Write the collectives' times on these ranks. Raises UserError if that fails, as nothing else would work."""
+    note(f"measuring the links of {settings['ranks']} ranks into {path}")
+    line = [*on_ranks(settings["ranks"]), "scripts/bench_training_rank.py", *arguments(settings, data, path, None), "--links"]
+    error = launch(line, timeout)
+    if error:
+        raise UserError(f"the collectives could not be measured: {error}")
+
+
+def measure_together(todo: list[Row], where: Row, data: dict[str, Path], links: Path | None, out: Path, timeout: float) -> None:
+    """Append the rows of all configurations in `todo` to out/rows.jsonl, by one launch after the other until all are there.
+
+    The configuration at which a launch ends gets the error, and the next launch begins behind it; its output is kept in `out`.
+    """
+    rows, deadline = out / "rows.jsonl", time.monotonic() + timeout
+    first, failed, everything = todo[0], [], todo
+
+    def item(settings: Row, into: str, *more: str, links: Path | None = links, result: Path = out) -> Row:
+        words = [*arguments(settings, data[settings["model"]], result, links), *more]
+        return {"arguments": words, "row": _row(settings, where), "into": str(out / into)}
+
+    while todo:
+        wanted = [item(settings | {"traced": 0}, "rows.jsonl") | {"row": _row(settings, where)} for settings in todo]
+        behind = [settings for settings in everything if settings["traced"] and settings not in failed]
+        wanted += [item(settings, "traces.jsonl", "--only-trace") for settings in behind]
+        if links is not None and not links.exists():
+            wanted.insert(0, item(first, "rows.jsonl", "--links", links=None, result=links))
+        (out / "list.json").write_text(json.dumps(wanted))
+        line = [*on_ranks(first["ranks"]), "scripts/bench_training_session.py", str(out / "list.json")]
+        line += ["--device", first["device"], "--gpus-per-node", str(first["gpus_per_node"])]
+        line += ["--two-nodes"] * first["two_nodes"]
+        before = len(read_rows(rows))
+        error = launch(line, max(1.0, deadline - time.monotonic()), out / f"launch-{before}.log")
+        todo = todo[len(read_rows(rows)) - before :]
+        lost = todo if time.monotonic() >= deadline else todo[:1]
+        for settings in lost:
+            append(rows, _row(settings, where) | {"error": error or "no row came"})
+        failed += lost
+        todo = todo[len(lost) :]
+
+
+def _row(settings: Row, where: Row) -> Row:
+    return {"settings": settings, "machine": where}
+
+
+def append(path: Path, row: Row) -> None:
+    with path.open("a") as file:
+        file.write(json.dumps(row) + "\n")
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -223,35 +318,48 @@ def read_rows(path: Path) -> list[Row]:
 def sweep(args: argparse.Namespace, where: Row) -> list[Row]:
     """Every configuration's row, measured unless the file has it from this machine."""
     args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / "rows.jsonl"
     wanted = configurations(args)
-    known = {json.dumps(row["settings"]): row for row in read_rows(path) if row["machine"] == where}
-    if args.retry:
-        known = {key: row for key, row in known.items() if "error" not in row}
-    with tempfile.TemporaryDirectory() as folder:
-        data = {model: random_tokens(args, model, Path(folder)) for model in args.models}
-        todo = [settings for settings in wanted if json.dumps(settings) not in known]
-        links = args.links
-        if todo and not links and args.device == "cuda":
-            links = measure_links(args, todo[0], data[todo[0]["model"]])
-        bar = tqdm(wanted, unit="launch")
-        for settings in bar:
-            bar.set_postfix_str(f"{settings['model']} {settings['system']}")
-            if settings not in todo:
-                continue
-            row = {"settings": settings, "machine": where} | measure(settings, data[settings["model"]], links, args.timeout)
-            known[json.dumps(settings)] = row
-            with path.open("a") as file:
-                file.write(json.dumps(row) + "\n")
-            if "error" in row:
-                bar.write(f"{settings['model']} {settings['system']}: {row['error']}", file=sys.stderr)
-    return [known[json.dumps(settings)] for settings in wanted]
+
+    def known(name: str = "rows.jsonl") -> dict[str, Row]:
+        return {json.dumps(row["settings"]): row for row in read_rows(args.out / name) if row["machine"] == where}
+
+    good = {key for key, row in known().items() if not (args.retry and "error" in row)}
+    todo = [settings for settings in wanted if json.dumps(settings) not in good]
+    if todo:
+        with tempfile.TemporaryDirectory() as folder:
+            data = {model: random_tokens(args, model, Path(folder)) for model in args.models}
+            links = links_of(args)
+            if args.one_launch:
+                measure_together(todo, where, data, links, args.out, args.timeout)
+            else:
+                measure_each(todo, where, data, links, args.out, args.timeout)
+    rows, traces = known(), known("traces.jsonl")
+    return [_traced(rows[key], traces.get(key, {})) for key in map(json.dumps, wanted)]
+
+
+def _traced(row: Row, trace: Row) -> Row:
+    """A row with what a trace that came behind it found."""
+    found = trace.get("traced_exposed_ms")
+    return row if found is None or "error" in row else row | {"traced_exposed_ms": found}
+
+
+def measure_each(todo: list[Row], where: Row, data: dict[str, Path], links: Path | None, out: Path, timeout: float) -> None:
+    """Append the rows of all configurations in `todo` to out/rows.jsonl, each from a launch of its own."""
+    if links is not None and not links.exists():
+        measure_links(links, todo[0], data[todo[0]["model"]], timeout)
+    bar = tqdm(todo, unit="launch")
+    for settings in bar:
+        bar.set_postfix_str(f"{settings['model']} {settings['system']}")
+        row = _row(settings, where) | measure(settings, data[settings["model"]], links, timeout)
+        append(out / "rows.jsonl", row)
+        if "error" in row:
+            bar.write(f"{settings['model']} {settings['system']}: {row['error']}", file=sys.stderr)
 
 
 def random_tokens(args: argparse.Namespace, model: str, folder: Path) -> Path:
     """A file of random tokens of the model's vocabulary, enough for a few global batches."""
     vocab_size, path = preset(model).vocab_size, folder / f"{model.replace(':', '-')}.bin"
-    windows = BATCHES * args.ranks * args.micro_batch * max(args.micro_batches)
+    windows = BATCHES * args.ranks * max(args.micro_batch) * max(args.micro_batches)
     ids = np.random.default_rng(0).integers(0, vocab_size, windows * args.sequence_length + 1)
     write_tokens(path, ids, vocab_size, "random")
     return path
@@ -281,6 +389,8 @@ def utilization(row: Row, milliseconds: float) -> float | None:
 def label(row: Row) -> str:
     """What tells a row from the others of its model."""
     name = SYSTEMS[row["settings"]["system"]]
+    if row["settings"]["system"] == "planner" and "--sharding" in row["settings"]["more"]:
+        name = "as asked"
     exposed = tuple(row["settings"]["no_overlap"])
     return name if not exposed else f"{name}, {next(n for n, e in EXPOSED.items() if e == exposed)}"
 
@@ -319,8 +429,10 @@ def table(rows: list[Row], args: argparse.Namespace) -> str:
     precision = next((row["precision"] for row in rows if "error" not in row), "")
     nodes = ", as two nodes" + (" with sockets between them" if args.device == "cuda" else "") if args.two_nodes else ""
     more = f", {' '.join(args.more)}" if args.more else ""
+    each = [f"{number} ({model})" for model, number in zip(args.models, args.micro_batch, strict=False)]
+    windows = ", ".join(each) if len(args.micro_batch) > 1 else str(args.micro_batch[0])
     caption = (
-        f"{args.ranks} ranks{nodes}, {precision}, windows of {args.sequence_length} tokens, {args.micro_batch} in a micro-batch"
+        f"{args.ranks} ranks{nodes}, {precision}, windows of {args.sequence_length} tokens, {windows} in a micro-batch"
         f"{more}. Medians and quartiles of {args.steps} steps after {args.unmeasured}, of the slowest rank. Waited: our executor's "
         "time a step in which computation stood still for communication. Exposed in a trace: NCCL's kernels ran and no other, on "
         "rank 0. Peak memory is PyTorch's, of the fullest GPU. Predictions are the planner's, for our executor. Made on "
@@ -389,6 +501,7 @@ def write(rows: list[Row], args: argparse.Namespace, where: Row, text: str) -> N
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and with it goes what was launched
     args, where = parse_args(), machine()
     rows = sweep(args, where)
     text = table(rows, args)

@@ -3,10 +3,11 @@
     torchrun --standalone --nproc_per_node 2 scripts/bench_training_rank.py --model tiny --data random.bin --system zero-3 \
         --steps 8 --unmeasured 3 --sequence-length 128 --global-batch 4 --result row.json
 
-With --links it measures the ranks' collectives for the planner instead. The other options are those of python -m training.train.
+With --links it measures the ranks' collectives for the planner instead, with --only-trace what a trace shows. The other options are those of python -m training.train.
 """
 
 import argparse
+import gc
 import json
 import os
 import sys
@@ -51,13 +52,14 @@ from training.options import (
     ranks_mesh,
     schedule_of,
 )
-from training.planner import alternatives
+from training.planner import alternatives, choose
 from training.run import together
 from training.sharding import Mesh, Sharding
 from training.trainer import Trainer, check_batch
 
 SYSTEMS = {
     "planner": "planner's choice",
+    "planner-paper": "planner's, by communication",
     "zero-1": "ZeRO-1",
     "zero-2": "ZeRO-2",
     "zero-3": "ZeRO-3",
@@ -81,6 +83,17 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--unmeasured", type=int, required=True, metavar="N", help="first steps of --steps, not measured")
     parser.add_argument("--two-nodes", action="store_true", help="make NCCL take the halves of the ranks for two hosts")
     parser.add_argument("--links", action="store_true", help="measure collectives into --result, and train nothing")
+    parser.add_argument(
+        "--only-trace", action="store_true", help="no times, which belong into a process that has not seen a profiler"
+    )
+    parser.add_argument("--traced", type=int, default=TRACED, metavar="STEPS", help=f"default: {TRACED}; 0: no trace")
+    parser.add_argument(
+        "--tuning",
+        type=int,
+        default=TUNING,
+        metavar="STEPS",
+        help=f"of FSDP2 with each depth of prefetching (default: {TUNING})",
+    )
     add_batch_options(parser, learning_rate=1e-5)
     add_execution_options(parser)
     args = parser.parse_args(argv)
@@ -104,12 +117,15 @@ def planned(args: argparse.Namespace, config: ModelConfig, mesh: Mesh, device: t
     if args.system == "planner":
         return plan(args, config, mesh, device)
     one, job = Mesh(), planning_job(args, config, mesh, device)
-    if args.system == "mics":
-        sharding = Sharding(*[Mesh(mesh.gpus)] * 3)
-        if job is not None:
-            cuda = device.type == "cuda"
-            memory = torch.cuda.get_device_properties(device).total_memory if cuda else job.cluster.memory_gb * 1e9
-            sharding = next(a.plan.sharding for a in alternatives(job, memory) if a.name == "MiCS")
+    if args.system in ("mics", "planner-paper"):
+        if job is None:  # nobody knows this CPU's figures
+            return plan(args, config, mesh, device) if args.system == "planner-paper" else _whole_nodes(mesh)
+        cuda = device.type == "cuda"
+        memory = torch.cuda.get_device_properties(device).total_memory if cuda else job.cluster.memory_gb * 1e9
+        if args.system == "planner-paper":
+            sharding = choose(job, memory, "communication")[0].sharding
+        else:
+            sharding = next(a.plan.sharding for a in alternatives(job, memory, "communication") if a.name == "MiCS")
     else:
         sharding = {
             "zero-1": Sharding(one, one, mesh),
@@ -117,6 +133,10 @@ def planned(args: argparse.Namespace, config: ModelConfig, mesh: Mesh, device: t
             "zero-3": Sharding(mesh, mesh, mesh),
         }[args.system]
     return Planned(sharding, SYSTEMS[args.system], None if job is None else predict(job, sharding).step_seconds)
+
+
+def _whole_nodes(mesh: Mesh) -> Planned:
+    return Planned(Sharding(*[Mesh(mesh.gpus)] * 3), SYSTEMS["mics"])
 
 
 def copies(system: str, mesh: Mesh) -> tuple[int, ...]:
@@ -135,7 +155,7 @@ def build_executor(
     model = empty_model(config, world.device, dtype_of(args, world.device))
     mesh = ranks_mesh(args, world.world_size)
     fill = materializer(model, None, args.seed)
-    executor = Executor(model, fill, world.rank, how.sharding, mesh, execution_of(args))
+    executor = Executor(model, fill, world.rank, how.sharding, mesh, execution_of(args, how))
     optimizer = Optimizer(executor.weights, executor.vectors, executor.groups.copy, adam_of(args))
     schedule, size = schedule_of(args), world.world_size
     return Trainer(executor, optimizer, schedule, batches, cross_entropy, world.rank, size, args.micro_batch, world.device)
@@ -157,7 +177,8 @@ def build_fsdp2(
 
 def timed(step: Callable[[], object], count: int, world: World) -> list[float]:
     """Seconds of each of `count` steps, of the slowest rank. On GPUs they lie between events in the compute stream, so that
-    the host runs ahead as it does in training, and what hides behind the next step stays hidden."""
+    the host runs ahead as it does in training, and what hides behind the next step stays hidden. No garbage is collected
+    meanwhile: that takes the host as long as a layer, at other times on each rank."""
     cuda = world.device.type == "cuda"
 
     def mark() -> Any:
@@ -167,10 +188,15 @@ def timed(step: Callable[[], object], count: int, world: World) -> list[float]:
         event.record()
         return event
 
-    marks = [mark()]
-    for _ in range(count):
-        step()
-        marks.append(mark())
+    gc.collect()
+    gc.disable()
+    try:
+        marks = [mark()]
+        for _ in range(count):
+            step()
+            marks.append(mark())
+    finally:
+        gc.enable()
     if cuda:
         torch.cuda.synchronize()
     seconds = [a.elapsed_time(b) / 1e3 if cuda else b - a for a, b in pairwise(marks)]
@@ -186,15 +212,15 @@ def reduced(values: torch.Tensor, world: World, operation: Any) -> list[float]:
     return result
 
 
-def tune(trainer: Fsdp2Trainer, world: World) -> dict[int, float]:
-    """Milliseconds of a step by depth of prefetching. The fastest is left set. On a CPU, where it is only tried whether
-    everything runs, FSDP2's own order stays."""
+def tune(trainer: Fsdp2Trainer, world: World, steps: int) -> dict[int, float]:
+    """Milliseconds of a step by depth of prefetching, from the second of `steps` on. The fastest is left set. On a CPU, where
+    it is only tried whether everything runs, and with fewer than 2 steps, FSDP2's own order stays."""
     found: dict[int, float] = {}
-    if world.device.type != "cuda":
+    if world.device.type != "cuda" or steps < 2:
         return found
     for depth in PREFETCH:
         prefetch(trainer.whole, depth)
-        found[depth] = 1e3 * median(timed(trainer.train_step, TUNING, world)[1:])
+        found[depth] = 1e3 * median(timed(trainer.train_step, steps, world)[1:])
     prefetch(trainer.whole, min(found, key=found.__getitem__))
     return found
 
@@ -224,16 +250,18 @@ def covered(spans: Sequence[Span], by: Sequence[Span]) -> float:
 
 
 def kernels(step: Callable[[], object], steps: int) -> tuple[dict[str, list[Span]], list[Span]]:
-    """Spans (µs) of the kernels of some steps in a profiler trace: NCCL's by name, and all others."""
+    """Spans (µs) of the kernels of some steps in a profiler trace, behind one that warms up: NCCL's by name, and all others."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         with profile(
-            activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA],
+            activities=[ProfilerActivity.CUDA],
             schedule=schedule(wait=0, warmup=1, active=steps, repeat=1),
             on_trace_ready=lambda finished: finished.export_chrome_trace(str(path)),
         ) as recorder:
-            for _ in range(steps + 1):
+            for number in range(steps + 1):
                 step()
+                if number in (0, steps):
+                    torch.cuda.synchronize()  # nothing of the first step, all of the last
                 recorder.step()
         events = json.loads(path.read_text())["traceEvents"]
     communication: dict[str, list[Span]] = {}
@@ -246,39 +274,51 @@ def kernels(step: Callable[[], object], steps: int) -> tuple[dict[str, list[Span
     return communication, computation
 
 
-def traced_exposed_ms(step: Callable[[], object], world: World) -> float | None:
+def traced_exposed_ms(step: Callable[[], object], world: World, steps: int) -> float | None:
     """A step's milliseconds in which rank 0's GPU runs NCCL's kernels and no other, between the first and the last other
-    kernel of a few traced steps. None on a CPU."""
-    if world.device.type != "cuda":
+    kernel of `steps` traced ones. None on a CPU, or with no steps."""
+    if world.device.type != "cuda" or not steps:
         return None
     if world.rank:  # takes part, untraced
-        for _ in range(TRACED + 1):
+        for _ in range(steps + 1):
             step()
         return None
-    communication, computation = kernels(step, TRACED)
+    communication, computation = kernels(step, steps)
+    if not computation:
+        return None
     spans = [span for some in communication.values() for span in some]
     whole = [(min(a for a, _ in computation), max(b for _, b in computation))]
-    return (covered(spans, whole) - covered(spans, computation)) / 1e3 / TRACED
+    return (covered(spans, whole) - covered(spans, computation)) / 1e3 / steps
 
 
-def measure(args: argparse.Namespace, world: World) -> dict[str, Any]:
-    """Build the system, train, and report. Raises UserError for what cannot be trained."""
-    config = replace(preset(args.model), max_seq_len=max(preset(args.model).max_seq_len, args.sequence_length))
-    mesh, fsdp2 = ranks_mesh(args, world.world_size), args.system.startswith("fsdp2")
+def build(args: argparse.Namespace, world: World) -> tuple[Trainer | Fsdp2Trainer, dict[str, Any]]:
+    """The system, and how its row begins. Raises UserError for what cannot be trained."""
+    config = config_of(args)
+    mesh = ranks_mesh(args, world.world_size)
     args.intra_tensor |= args.system in ("zero-1", "zero-2")  # they spread updates by all-gather, as they were published
     batches = GlobalBatches(open_tokens(args.data, config.vocab_size), args.sequence_length, args.global_batch, args.seed)
     check_batch(args.global_batch, world.world_size, args.micro_batch)
-    job = planning_job(args, config, mesh, world.device)
     row: dict[str, Any] = {"precision": str(dtype_of(args, world.device)).removeprefix("torch.")}
-    trainer: Trainer | Fsdp2Trainer
-    if fsdp2:
+    if args.system.startswith("fsdp2"):
         shape = copies(args.system, mesh)
-        trainer = build_fsdp2(args, config, world, batches, shape)
-        row |= {"sharding": " x ".join(str(n) for n in shape), "prefetch_ms": tune(trainer, world)}
-    else:
-        how = planned(args, config, mesh, world.device)
-        trainer = build_executor(args, config, world, batches, how)
-        row |= {"sharding": str(how.sharding), "predicted_ms": 1e3 * how.step_seconds if how.step_seconds else None}
+        return build_fsdp2(args, config, world, batches, shape), row | {"sharding": " x ".join(str(n) for n in shape)}
+    how = planned(args, config, mesh, world.device)
+    predicted = 1e3 * how.step_seconds if how.step_seconds else None
+    cut = args.intra_tensor or how.intra_tensor
+    row |= {"sharding": f"{how.sharding}{', cut evenly' * cut}", "predicted_ms": predicted}
+    return build_executor(args, config, world, batches, how), row
+
+
+def config_of(args: argparse.Namespace) -> ModelConfig:
+    known = preset(args.model)
+    return replace(known, max_seq_len=max(known.max_seq_len, args.sequence_length))
+
+
+def measure(args: argparse.Namespace, world: World) -> dict[str, Any]:
+    """Build the system, train, report, and leave nothing behind. Raises UserError for what cannot be trained."""
+    trainer, row = build(args, world)
+    if isinstance(trainer, Fsdp2Trainer):
+        row["prefetch_ms"] = tune(trainer, world, args.tuning)
     share, _ = trainer.train_step()
     losses = [share]
     timed(trainer.train_step, args.unmeasured - 1, world)
@@ -294,35 +334,65 @@ def measure(args: argparse.Namespace, world: World) -> dict[str, Any]:
     waited, memory = reduced(torch.tensor([waited, memory], dtype=torch.float64), world, dist.ReduceOp.MAX)
     first, last = reduced(torch.stack([losses[0], losses[-1]]).detach(), world, dist.ReduceOp.SUM)
     return row | {
-        "waited_ms": None if fsdp2 else 1e3 * waited,
-        "traced_exposed_ms": traced_exposed_ms(trainer.train_step, world),
+        "waited_ms": 1e3 * waited if isinstance(trainer, Trainer) else None,
+        "traced_exposed_ms": traced(trainer, args, world),
         "peak_memory_gb": memory if cuda else None,
         "losses": [first, last],
+        **figures(args, world),
+    }
+
+
+def figures(args: argparse.Namespace, world: World) -> dict[str, Any]:
+    """What speed and utilization are computed from."""
+    config = config_of(args)
+    job = planning_job(args, config, ranks_mesh(args, world.world_size), world.device)
+    cuda = world.device.type == "cuda"
+    return {
         "tokens_per_step": args.global_batch * args.sequence_length,
         "flops_per_step": 3 * forward_flops(config, args.sequence_length, args.global_batch),
         "peak_flops": job.cluster.peak_flops(job.precision) if job is not None and cuda else None,
     }
 
 
+def traced(trainer: Trainer | Fsdp2Trainer, args: argparse.Namespace, world: World) -> float | None:
+    """`traced_exposed_ms`, and the end of the trainer."""
+    found = traced_exposed_ms(trainer.train_step, world, args.traced)
+    if isinstance(trainer, Trainer):
+        trainer.executor.close()
+    return found
+
+
+def trace(args: argparse.Namespace, world: World) -> dict[str, Any]:
+    """Build the system and trace it, behind a step that warms up. Raises UserError for what cannot be trained."""
+    trainer, _ = build(args, world)
+    trainer.train_step()
+    return {"traced_exposed_ms": traced(trainer, args, world)}
+
+
 def measure_links(args: argparse.Namespace, world: World) -> None:
     mesh = ranks_mesh(args, world.world_size)
-    sizes = [4**power for power in range(7, 15)]  # 16 KiB … 256 MiB
+    sizes = [4**power for power in range(7, 14)]  # 16 KiB … 64 MiB: beyond, bandwidth hardly changes
     found = profile_collectives.measure(world, mesh, sizes, repeats=10)
     if world.rank == 0:
         write_profile(args.result, found, {"device": world.device.type, "torch": torch.__version__, "ranks": world.world_size})
 
 
+def join(device: str | None, gpus_per_node: int, two_nodes: bool) -> World:
+    """Join the ranks that torchrun started."""
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast stays off unless asked for
+    if two_nodes:
+        separate_hosts(int(os.environ["RANK"]), gpus_per_node)
+    torch.set_float32_matmul_precision("high")
+    return init_world(device)
+
+
 def main() -> None:
     args = parse_args()
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast stays off unless asked for
-    if args.two_nodes:
-        separate_hosts(int(os.environ["RANK"]), args.gpus_per_node)
-    torch.set_float32_matmul_precision("high")
-    world = init_world(args.device)
+    world = join(args.device, args.gpus_per_node, args.two_nodes)
     if args.links:
         measure_links(args, world)
         return
-    row = together(world, lambda: measure(args, world))
+    row = together(world, lambda: trace(args, world) if args.only_trace else measure(args, world))
     if world.rank == 0:
         args.result.write_text(json.dumps(row))
 

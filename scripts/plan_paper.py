@@ -240,7 +240,7 @@ def compare(cluster: Cluster) -> dict[str, Any]:
     rows = {}
     for name, text in TABLE_IV.items():
         job = paper_job(name, cluster)
-        own, best = predict(job, Sharding.parse(text)), choose(job, MOST_MEMORY)[0]
+        own, best = predict(job, Sharding.parse(text)), choose(job, MOST_MEMORY, "communication")[0]
         beside = activations(job) + job.reserve_bytes
         judged = {rule: judge(name, job, rule) for rule in RULES}
         rows[name] = {

@@ -1,84 +1,169 @@
 """Train the same model as every residual variant for a few hundred steps, and draw the loss curves in one plot.
 
     python scripts/pretrain_variants.py --model ladder-1b --ranks 8               # on GPUs
-    python scripts/pretrain_variants.py --model tiny --ranks 2 --steps 40 --sequence-length 128 --dry-run
+    python scripts/pretrain_variants.py --model tiny --ranks 2 --steps 40 --sequence-length 128 --streams 2 --dry-run
 
 The data is the synthetic corpus in the embedded models' tokens, so the curves tell the variants apart and nothing else. Writes
-docs/results/pretrain-MODEL.json and .png. A variant that is done is not trained again; --out holds what is there.
+docs/results/pretrain-MODEL.json, .md and .png. The ranks start once and train one variant after the other. A variant that is done
+is not trained again; --out holds what is there.
 """
 
 import argparse
+import gc
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-
-from tqdm import tqdm
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
 
 from cli import Parser, note, run
 from config import preset
 from errors import UserError
 from scripts.corpus import encode_corpus
-from scripts.results import RESULTS, ROOT, machine, write_json
+from scripts.results import RESULTS, ROOT, describe, machine, write_json
 from tokenizer import load_tokenizer
+from tp import World, init_world
 from training.data import write_tokens
 from training.metrics import plot_losses, read_metrics
+from training.run import prepare, together
+from training.run import train as train_one
 from training.tokenize_data import fingerprint
+from training.train import parse_args as training_args
+from training.train import setup
 
 VARIANTS = ("standard", "parallel", "ladder", "desync-2x", "desync-4x")
 TOKENIZER = ROOT / "models" / "tiny-standard"
 TOKENS_PER_DOCUMENT = 90  # on average
+LOG_EVERY = 5  # steps
+WARMUP = 0.25  # of the steps: few, and the deeper variants diverge while Adam knows no second moments yet
+TRAIN = "--train"  # what the ranks' command line begins with
 
 
-def train(args: argparse.Namespace, variant: str, data: Path) -> Path:
-    """One variant; its metrics."""
-    out = args.out / variant
-    if (out / "model" / "config.json").exists():
-        return out / "metrics.jsonl"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(args.ranks)]
-    command += ["-m", "training.train", "--model", args.model, "--variant", variant, "--data", str(data), "--out", str(out)]
-    command += ["--steps", str(args.steps), "--sequence-length", str(args.sequence_length), "--log-every", "5"]
-    command += ["--global-batch", str(args.global_batch), "--micro-batch", str(args.micro_batch), "--save-every", "1000000"]
-    command += ["--learning-rate", str(args.learning_rate), "--warmup", str(args.steps // 10), "--tokenizer", str(TOKENIZER)]
-    if subprocess.run([*command, *args.more], cwd=ROOT).returncode:
-        raise UserError(f"the training of {variant} failed; see above")
-    return out / "metrics.jsonl"
-
-
-def main() -> None:
+def parse_args() -> argparse.Namespace:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="ladder-1b", metavar="PRESET", help="default: ladder-1b")
     parser.add_argument("--ranks", type=int, default=2, help="default: 2")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="default: all")
+    parser.add_argument("--streams", type=int, default=8, help="of the desync variants (default: 8)")
     parser.add_argument("--steps", type=int, default=300, help="default: 300")
     parser.add_argument("--sequence-length", type=int, default=2048, metavar="TOKENS", help="default: 2048")
     parser.add_argument("--global-batch", type=int, default=64, metavar="WINDOWS", help="default: 64")
     parser.add_argument("--micro-batch", type=int, default=1, metavar="WINDOWS", help="default: 1")
-    parser.add_argument("--learning-rate", type=float, default=3e-4, help="default: 3e-4")
+    parser.add_argument("--learning-rate", type=float, default=1e-4, help="its peak (default: 1e-4)")
     parser.add_argument("--out", type=Path, help="default: out/pretrain-MODEL")
+    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="of the training; what is there then is shown")
     parser.add_argument("--dry-run", action="store_true", help="train, and write nothing into docs/results")
     parser.add_argument("more", nargs="*", help="after --: further options of python -m training.train, such as --compile")
     args = parser.parse_args()
     preset(args.model)
     args.out = args.out or ROOT / "out" / f"pretrain-{args.model.replace(':', '-')}"
-    args.out.mkdir(parents=True, exist_ok=True)
-    data = args.out / "tokens.bin"
+    return args
+
+
+# --- the ranks ------------------------------------------------------------------------------------------------------------
+
+
+def train(world: World, words: list[str]) -> None:
+    """Train one variant; `words` are those of training.train's command line."""
+    args = training_args(words)
+    found = together(world, lambda: setup(args))
+    trainer, snapshots = prepare(args, world, found)
+    train_one(args, world, trainer, snapshots, found)
+
+
+def on_rank(command_lines: list[list[str]]) -> None:
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast stays off unless asked for
+    world = init_world(training_args(command_lines[0]).device)
+    for words in command_lines:
+        train(world, words)
+        gc.collect()  # modules and hooks refer to each other
+        if world.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+# --- the command ----------------------------------------------------------------------------------------------------------
+
+
+def words(args: argparse.Namespace, variant: str, data: Path) -> list[str]:
+    """A variant's command line of training.train."""
+    full = f"{variant}:{args.streams}" if variant.startswith("desync") else variant
+    line = ["--model", args.model, "--variant", full, "--data", data, "--out", args.out / variant, "--metrics-only"]
+    line += ["--steps", args.steps, "--sequence-length", args.sequence_length, "--log-every", LOG_EVERY]
+    line += ["--global-batch", args.global_batch, "--micro-batch", args.micro_batch]
+    line += ["--learning-rate", args.learning_rate, "--warmup", int(WARMUP * args.steps)]
+    return [*map(str, line), *args.more]
+
+
+def corpus(args: argparse.Namespace) -> Path:
+    """A token file with a window for every place in every batch."""
+    data: Path = args.out / "tokens.bin"
     if not data.with_suffix(".json").exists():
         count = args.steps * args.global_batch * args.sequence_length // TOKENS_PER_DOCUMENT
         ids = encode_corpus(TOKENIZER, 1, count + 100, processes=os.cpu_count() or 1)
         write_tokens(data, ids, load_tokenizer(TOKENIZER).vocab_size, fingerprint(TOKENIZER))
-    runs = [(variant, train(args, variant, data)) for variant in tqdm(args.variants, desc="variants", unit="model")]
-    for variant, path in runs:
-        note(f"{variant}: loss {read_metrics(path)[-1]['loss']:.4f}")
-    if args.dry_run:
+    return data
+
+
+def metrics(args: argparse.Namespace, variant: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = read_metrics(args.out / variant / "metrics.jsonl")
+    return found
+
+
+def launch(args: argparse.Namespace, todo: list[list[str]]) -> str | None:
+    """Train on ranks of their own. Returns why that ended early, or None."""
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(args.ranks), __file__]
+    process = subprocess.Popen([*line, TRAIN, json.dumps(todo)], cwd=ROOT)
+    try:
+        code = process.wait(args.timeout)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # torchrun ends its ranks
+        process.wait()
+        return f"stopped after {args.timeout:.0f} s (--timeout)"
+    return f"the training failed with exit code {code}; see above" if code else None
+
+
+def table(args: argparse.Namespace, found: dict[str, list[dict[str, Any]]], where: dict[str, Any]) -> str:
+    """Each variant's last loss as Markdown, and what it was made on."""
+    head = "| variant | steps | loss, nats a token | step, ms | tokens a GPU and second |\n|---|---|---|---|---|"
+    rows = []
+    for variant, lines in found.items():
+        last, steady = lines[-1], sorted(lines, key=lambda line: line["step_ms"])[len(lines) // 2]
+        speed = f"{steady['step_ms']:,.0f} | {steady['tokens_per_gpu_second']:,.0f}"
+        rows.append(f"| {variant} | {last['step']} | {last['loss']:.4f} | {speed} |")
+    batch = f"{args.global_batch} windows of {args.sequence_length} tokens a step, {args.streams} desync streams"
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    caption = f"{args.model} on {args.ranks} ranks, {batch}, synthetic corpus; medians of step times. Made on {describe(where, device)}."
+    return "\n".join([head, *rows, "", caption, ""])
+
+
+def main() -> None:
+    if sys.argv[1:2] == [TRAIN]:
+        on_rank(json.loads(sys.argv[2]))
         return
-    name = args.out.name
-    settings = {key: value for key, value in vars(args).items() if not isinstance(value, Path)}
-    write_json(name, {"machine": machine(), "settings": settings, "metrics": {v: read_metrics(p) for v, p in runs}})
-    plot_losses(runs, RESULTS / f"{name}.png")
-    note(f"wrote {name}.json and .png in {RESULTS.relative_to(ROOT)}")
+    args, where = parse_args(), machine()
+    args.out.mkdir(parents=True, exist_ok=True)
+    data = corpus(args)
+    # the last line speaks of the last step: a variant that is done
+    todo = [v for v in args.variants if not (lines := metrics(args, v)) or lines[-1]["step"] < args.steps]
+    failure = launch(args, [words(args, variant, data) for variant in todo]) if todo else None
+    found = {variant: lines for variant in args.variants if (lines := metrics(args, variant))}
+    if found:
+        text = table(args, found, where)
+        print(text)
+    if found and not args.dry_run:
+        name = f"pretrain-{args.model.replace(':', '-')}"
+        settings = {key: value for key, value in vars(args).items() if not isinstance(value, Path)}
+        write_json(name, {"machine": where, "settings": settings, "metrics": found})
+        (RESULTS / f"{name}.md").write_text(text)
+        plot_losses([(variant, args.out / variant / "metrics.jsonl") for variant in found], RESULTS / f"{name}.png")
+        note(f"wrote {name}.json, .md and .png in {RESULTS.relative_to(ROOT)}")
+    if failure:
+        raise UserError(failure)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,16 @@
 """What only GPUs can show of training: the same weights as on one GPU, replicas that stay bitwise equal over NCCL, and in a
 trace the all-gathers behind the computation. Skipped where there are fewer than two."""
 
+import gc
 import os
 import socket
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from multiprocessing.connection import wait
 from typing import Any
 
 import pytest
@@ -25,7 +29,8 @@ from training.optimizer import AdamSettings, Optimizer, Schedule
 from training.sharding import Mesh, Sharding
 
 GPUS = torch.cuda.device_count()
-WINDOWS, STEPS = 8, 10  # of a global batch; of a run
+RANKS = 4 if GPUS >= 4 else 2
+STEPS = 10
 SCHEDULE = Schedule(peak=1e-3, steps=STEPS, warmup=2)
 SETTINGS = AdamSettings(eps=1e-6, clip=0.5)  # eps: above the rounding noise of gradients
 EXECUTION = Execution(bucket_bytes=2**18)
@@ -38,12 +43,12 @@ pytestmark = pytest.mark.skipif(GPUS < 2, reason=f"needs 2 GPUs, and here are {G
 @dataclass(frozen=True)
 class Run:
     sharding: Sharding
-    ranks: int
     seed: int
     accumulation: int = 1
     execution: Execution = EXECUTION
     dtype: torch.dtype = torch.float32
     steps: int = STEPS
+    windows: int = 8  # of a global batch
     length: int = 32  # tokens of a window
     config: ModelConfig = SMALL
 
@@ -51,51 +56,87 @@ class Run:
 # --- ranks ----------------------------------------------------------------------------------------------------------------
 
 
-def on_gpus(function: Callable[[int, Run], Any], run: Run) -> list[Any]:
-    """`[function(rank, run) for each rank]`, each in a process of its own with a GPU of its own, joined by NCCL."""
-    if run.ranks > GPUS:
-        pytest.skip(f"needs {run.ranks} GPUs, and here are {GPUS}")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = torch.multiprocessing.get_context("spawn")
-    answers = context.Queue()
-    processes = [
-        context.Process(target=_rank, args=(rank, run, port, function, answers), daemon=True) for rank in range(run.ranks)
-    ]
-    for process in processes:
-        process.start()
-    try:
-        found: dict[int, tuple[bool, Any]] = {}
-        while len(found) < run.ranks and all(ok for ok, _ in found.values()):
-            rank, answer = answers.get(timeout=240)
-            found[rank] = answer
-    finally:
-        for process in processes:
-            process.join(timeout=10)
+class Gpus:
+    """`RANKS` processes with a GPU each, joined by NCCL: they start once, and run one function after another."""
+
+    def __init__(self) -> None:
+        self.processes: list[Any] = []
+        self.connections: list[Any] = []
+
+    def run(self, function: Callable[[int, Run], Any], run: Run, timeout: float = 240.0) -> list[Any]:
+        """`[function(rank, run) for each rank]`. After a failure the next call starts fresh processes."""
+        if not self.processes:
+            self._start()
+        try:
+            for connection in self.connections:
+                connection.send((function, run))
+            found = self._gather(timeout)
+        except BaseException:
+            self.close()
+            raise
+        return found
+
+    def _start(self) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        context = torch.multiprocessing.get_context("spawn")
+        for rank in range(RANKS):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, rank, port), daemon=True)
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self.connections.append(ours)
+
+    def _gather(self, timeout: float) -> list[Any]:
+        found: dict[int, Any] = {}
+        deadline = time.monotonic() + timeout
+        while len(found) < RANKS:
+            left = {self.connections[rank]: rank for rank in range(RANKS) if rank not in found}
+            ready = wait(list(left), timeout=max(0.0, deadline - time.monotonic()))
+            assert ready, f"ranks {sorted(left.values())} did not finish within {timeout:.0f} s"
+            for connection in ready:
+                try:
+                    ok, found[left[connection]] = connection.recv()
+                except (EOFError, ConnectionError):
+                    ok, found[left[connection]] = False, "the process died"
+                assert ok, f"rank {left[connection]}: {found[left[connection]]}"
+        return [found[rank] for rank in range(RANKS)]
+
+    def close(self) -> None:
+        for process in self.processes:
             process.kill()
-    failed = "\n".join(f"rank {rank}: {text}" for rank, (ok, text) in sorted(found.items()) if not ok)
-    assert not failed, failed
-    return [found[rank][1] for rank in range(run.ranks)]
+            process.join()
+        self.processes, self.connections = [], []
 
 
-def _rank(rank: int, run: Run, port: int, function: Callable[[int, Run], Any], answers: Any) -> None:
+def _serve(connection: Any, rank: int, port: int) -> None:
+    """A rank's life: until the other end closes, run a function and answer."""
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast stays off unless asked for
-    try:
-        torch.cuda.set_device(rank)
-        dist.init_process_group(
-            "nccl",
-            init_method=f"tcp://127.0.0.1:{port}",
-            rank=rank,
-            world_size=run.ranks,
-            timeout=timedelta(seconds=120),
-            device_id=torch.device("cuda", rank),
-        )
-        answers.put((rank, (True, function(rank, run))))
-        dist.barrier()
-        dist.destroy_process_group()
-    except Exception:
-        answers.put((rank, (False, traceback.format_exc())))
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    torch.backends.cuda.matmul.allow_tf32 = False
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    where = f"tcp://127.0.0.1:{port}"
+    limit = timedelta(seconds=120)
+    dist.init_process_group("nccl", init_method=where, rank=rank, world_size=RANKS, timeout=limit, device_id=device)
+    with suppress(EOFError):
+        while True:
+            function, run = connection.recv()
+            try:
+                answer = True, function(rank, run)
+            except Exception:
+                answer = False, traceback.format_exc()
+            connection.send(answer)
+    os._exit(0)  # without NCCL's destructors, which may wait for ranks that are gone
+
+
+@pytest.fixture(scope="module")
+def gpus() -> Iterator[Gpus]:
+    started = Gpus()
+    yield started
+    started.close()
 
 
 # --- training -------------------------------------------------------------------------------------------------------------
@@ -104,7 +145,7 @@ def _rank(rank: int, run: Run, port: int, function: Callable[[int, Run], Any], a
 def batch(run: Run, step: int) -> Batch:
     """The global batch of a step."""
     generator = torch.Generator().manual_seed(run.seed * 1000 + step)
-    windows = torch.randint(0, run.config.vocab_size, (WINDOWS, run.length + 1), generator=generator)
+    windows = torch.randint(0, run.config.vocab_size, (run.windows, run.length + 1), generator=generator)
     return Batch(windows[:, :-1], windows[:, 1:])
 
 
@@ -138,18 +179,18 @@ class Trained:
         self.rank, self.run, self.device, self.step = rank, run, torch.device("cuda", rank), 0
         model = empty_model(run.config, self.device, run.dtype)
         fill = materializer(model, None, run.seed)
-        self.executor = Executor(model, fill, rank, run.sharding, Mesh(run.ranks), run.execution)
+        self.executor = Executor(model, fill, rank, run.sharding, Mesh(RANKS), run.execution)
         weights, copy = self.executor.weights, self.executor.groups.copy
         self.optimizer = Optimizer(weights, self.executor.vectors, copy, SETTINGS)
 
     def train_step(self) -> None:
         run, whole = self.run, batch(self.run, self.step)
-        mine = WINDOWS // run.ranks // run.accumulation
+        mine = run.windows // RANKS // run.accumulation
         for micro in range(run.accumulation):
-            first = (micro * run.ranks + self.rank) * mine
+            first = (micro * RANKS + self.rank) * mine
             tokens = Batch(whole.inputs[first : first + mine], whole.targets[first : first + mine]).to(self.device)
             hidden = self.executor.forward(tokens.inputs)
-            loss = cross_entropy(self.executor.model, hidden, tokens) / (WINDOWS * run.length)
+            loss = cross_entropy(self.executor.model, hidden, tokens) / (run.windows * run.length)
             self.executor.backward(loss, last=micro == run.accumulation - 1)
         self.optimizer.step(self.executor.take_gradients(), SCHEDULE.rate(self.step))
         if not self.executor.overlap.updates:
@@ -164,27 +205,39 @@ class Trained:
             weight.wait()
         return {name: p.detach().cpu() for name, p in self.executor.model.named_parameters()}
 
+    def close(self) -> None:
+        """Leave no memory behind for the next run."""
+        self.executor.close()
+        del self.executor, self.optimizer
+        gc.collect()
+        torch.cuda.empty_cache()
+
 
 def trained(rank: int, run: Run) -> dict[str, Any]:
-    """The weights after the run, as NumPy arrays (bf16 as fp32, which is exact), which a queue hands over by value."""
-    torch.backends.cuda.matmul.allow_tf32 = False
+    """The weights after the run, as NumPy arrays (bf16 as fp32, which is exact), which a pipe hands over by value."""
     state = Trained(rank, run)
     for _ in range(run.steps):
         state.train_step()
-    return {name: value.float().numpy() for name, value in state.weights().items()}
+    weights = {name: value.float().numpy() for name, value in state.weights().items()}
+    state.close()
+    return weights
 
 
-SHARDINGS = [(1, 1, 2), (2, 2, 2), (1, 2, 2)]
+SHARDINGS = [(1, 1, RANKS), (RANKS, RANKS, RANKS), (1, RANKS, RANKS)]
+if RANKS == 4:
+    SHARDINGS += [(2, 2, 4), (1, 2, 2), (2, 2, 2)]
+CASES = {"-".join(map(str, meshes)): (meshes, replace(EXECUTION, recompute=True)) for meshes in SHARDINGS}
+CASES["intra-tensor"] = ((1, 1, RANKS), replace(EXECUTION, intra_tensor=True))
+CASES["kept"] = ((RANKS // 2, RANKS, RANKS), EXECUTION)  # activations
+CASES["compiled"] = ((RANKS // 2, RANKS // 2, RANKS), replace(EXECUTION, recompute=True, compile=True))
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("meshes", SHARDINGS, ids=lambda meshes: "-".join(map(str, meshes)))
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_weights_are_those_of_plain_training(ranks: int, meshes: tuple[int, ...], compiled: bool, seed: int) -> None:
-    execution = replace(EXECUTION, recompute=True, compile=compiled)
-    run = Run(Sharding(*map(Mesh, meshes)), ranks, seed % 1000, accumulation=2, execution=execution)
+@pytest.mark.parametrize("case", CASES)
+def test_weights_are_those_of_plain_training(gpus: Gpus, case: str, seed: int) -> None:
+    meshes, execution = CASES[case]
+    run = Run(Sharding(*map(Mesh, meshes)), seed % 1000, accumulation=2, execution=execution)
     expected = plain(run)
-    for weights in on_gpus(trained, run):
+    for weights in gpus.run(trained, run):
         assert weights.keys() == expected.keys()
         for name, value in expected.items():
             error = ((torch.from_numpy(weights[name]) - value).norm() / value.norm()).item()
@@ -192,10 +245,9 @@ def test_weights_are_those_of_plain_training(ranks: int, meshes: tuple[int, ...]
 
 
 @pytest.mark.parametrize("meshes", SHARDINGS, ids=lambda meshes: "-".join(map(str, meshes)))
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_bf16_replicas_stay_bitwise_equal(ranks: int, meshes: tuple[int, ...], seed: int) -> None:
-    run = Run(Sharding(*map(Mesh, meshes)), ranks, seed % 1000, accumulation=2, dtype=torch.bfloat16)
-    first, *others = on_gpus(trained, run)
+def test_bf16_replicas_stay_bitwise_equal(gpus: Gpus, meshes: tuple[int, ...], seed: int) -> None:
+    run = Run(Sharding(*map(Mesh, meshes)), seed % 1000, accumulation=2, dtype=torch.bfloat16)
+    first, *others = gpus.run(trained, run)
     fill = materializer(empty_model(run.config, torch.device("cuda", 0), run.dtype), None, run.seed)
     matrices = {name: torch.from_numpy(value) for name, value in first.items() if value.ndim == 2}
     moved = [bool((value != fill(name).detach().float().cpu()).any()) for name, value in matrices.items()]
@@ -214,12 +266,13 @@ def hidden_share(rank: int, run: Run) -> float:
     for _ in range(3):
         state.train_step()
     communication, computation = kernels(state.train_step, steps=2)
+    state.close()
     gathers = [span for name, spans in communication.items() if "AllGather" in name for span in spans]
     assert gathers, f"no all-gather kernel among {sorted(communication)}"
     return covered(gathers, computation) / sum(end - begin for begin, end in merged(gathers))
 
 
-def test_all_gathers_hide_behind_computation_unless_told_not_to(seed: int) -> None:
+def test_all_gathers_hide_behind_computation_unless_told_not_to(gpus: Gpus, seed: int) -> None:
     large = replace(
         preset("tiny"),
         hidden_size=2048,
@@ -231,9 +284,10 @@ def test_all_gathers_hide_behind_computation_unless_told_not_to(seed: int) -> No
         vocab_size=512,
         max_seq_len=2048,
     )
-    run = Run(Sharding(*[Mesh(2)] * 3), 2, seed % 1000, dtype=torch.bfloat16, length=2048, config=large)
+    whole, windows = Sharding(*[Mesh(RANKS)] * 3), 4 * RANKS
+    run = Run(whole, seed % 1000, dtype=torch.bfloat16, windows=windows, length=2048, config=large)
     shares = {
-        overlap: on_gpus(hidden_share, replace(run, execution=Execution(overlap=overlap)))
+        overlap: gpus.run(hidden_share, replace(run, execution=Execution(overlap=overlap)))
         for overlap in (Overlap(), NO_OVERLAP)
     }
     assert min(shares[Overlap()]) > 0.3, shares

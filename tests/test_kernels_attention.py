@@ -1,6 +1,7 @@
 """Attention over a paged KV cache: the PyTorch that defines it against fp64, the kernels against both."""
 
 import json
+import math
 import os
 import random
 import subprocess
@@ -8,6 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -139,14 +141,21 @@ def faults(seed: int, device: str, dtypes: list[torch.dtype], shapes: list[Shape
 
     torch.manual_seed(seed)
     random.seed(seed)
-    found = []
+    found, usual = [], kernels.DECODE_CONFIGS
     for dtype in dtypes:
         for shape in shapes:
-            found += decode_faults(kernels.paged_decode, shape, longest, device, dtype)
+            kernels.DECODE_CONFIGS = random.choice([usual, ((math.inf, some_config(kernels.DecodeConfig)),)])
+            faults = decode_faults(kernels.paged_decode, shape, longest, device, dtype)
+            found += [f"{fault}, {kernels.DECODE_CONFIGS}" for fault in faults]
             found += prefill_faults(kernels.paged_prefill, shape, longest // 2, device, dtype)
-    if kernels.arrivals(torch.device(device), 1).any():
-        found.append("a counter of arrivals is not zero again")
+    kernels.DECODE_CONFIGS = usual
     return found
+
+
+def some_config(of: Callable[..., Any]) -> Any:
+    """Decode is right however it is launched, not only as it is by default."""
+    warps, stages, programs = random.choice([4, 8]), random.choice([2, 3]), random.choice([1, 3])
+    return of(random.choice([16, 32, 64]), warps, stages, programs, max_splits=random.choice([1, 2, 7, 64]))
 
 
 def test_kernels_in_the_interpreter(session_seed: int) -> None:
@@ -177,17 +186,17 @@ def let_the_interpreter_loop() -> None:
     interpreter._patch_lang_tensor = patch_and_mend
 
 
-def test_splits_fill_the_gpu_but_never_fall_below_a_block() -> None:
+def test_splits_fill_the_gpu_but_never_fall_below_a_tile() -> None:
     pytest.importorskip("triton", reason="Triton is not installed; pip install triton")
-    from kernels.paged_attention_triton import MAX_SPLITS, decode_splits
+    from kernels.paged_attention_triton import decode_config, decode_splits
 
     for pairs in (1, 2, 8, 33, 128, 1000):
+        config = decode_config(pairs)
+        held = config.programs * 132
         for longest in (1, 64, 65, 1000, 8192, 10**6):
-            splits = decode_splits(pairs, longest, 64, 132)
-            assert splits == 1 or (splits * pairs <= 2 * 132 and (splits - 1) * 64 < longest and splits <= MAX_SPLITS)
-            assert splits & (splits - 1) == 0
-    assert decode_splits(1, 10**6, 64, 132) == MAX_SPLITS
-    assert decode_splits(128, 8192, 64, 132) == 2
+            splits, tiles = decode_splits(pairs, longest, 64, 132), -(-longest // 64)
+            assert splits == 1 or (splits * pairs <= held and splits <= min(tiles, config.max_splits))
+            assert (splits + 1) * pairs > held or splits == min(tiles, config.max_splits)
 
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

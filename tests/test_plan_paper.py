@@ -51,7 +51,7 @@ def test_the_intervals_hold_what_the_planner_chooses(seed: int, name: str) -> No
     assert all(before[0][1] == after[0][0] for before, after in itertools.pairwise(found))
     for _ in range(5):
         beside = draw.uniform(0, 60e9)
-        chosen = choose(replace(job, reserve_bytes=beside - activations(job)), MOST_MEMORY)[0].sharding
+        chosen = choose(replace(job, reserve_bytes=beside - activations(job)), MOST_MEMORY, "communication")[0].sharding
         assert [s for (low, high), s in found if low <= beside < high] == [chosen]
 
 

@@ -6,6 +6,7 @@ b bytes; M micro-batches a step. Times of collectives are those of the profile: 
     T_P  = M Σ over matrices  2 AG(b_P numel, P) + RS(b_G numel, P)                     (IV.C.1)
     T_OS = AR(b_G Ψ / |P|, all / P), in buckets, after the last micro-batch             (IV.C.2)
          + |OS / P| BC(b_P Ψ / |OS|, OS / P), each owner sends what it updated
+           of evenly cut tensors: Σ over matrices AG(b_P numel / |P|, OS / P); and where OS is all, RS in place of AR
     T_G  = (M - 1) AR(b_G Ψ / |P|, G / P), in buckets, unless G = P                     (IV.C.3)
 
 The planner minimizes their sum (IV.C.4). The step time goes further: some of the communication hides behind computation.
@@ -27,7 +28,7 @@ class Communication:
     gather_backward: float  # and before backward
     scatter: float  # T_P's reduce-scatters
     gradients: float  # T_G: all-reduces between micro-batches
-    all_reduce: float  # T_OS: the all-reduce after the last micro-batch
+    all_reduce: float  # T_OS: the sum after the last micro-batch
     updates: float  # T_OS: new parameters, from their owners
 
     @property
@@ -107,14 +108,14 @@ def over(outer: Mesh, inner: Mesh) -> Mesh:
     return Mesh(outer.gpus // inner.gpus, outer.nodes // inner.nodes)
 
 
-def all_reduce_seconds(job: Job, size: float, mesh: Mesh) -> float:
+def sum_seconds(job: Job, size: float, mesh: Mesh, operation: str = "all-reduce") -> float:
     """`size` bytes of gradients over `mesh`, in equal buckets."""
     count = buckets(size, job.bucket_bytes)
-    return count * job.profile.seconds("all-reduce", size / count, mesh)
+    return count * job.profile.seconds(operation, size / count, mesh)
 
 
-def weights_seconds(job: Job, operation: str, element: int, mesh: Mesh) -> float:
-    """One `operation` on each matrix of the model."""
+def weights_seconds(job: Job, operation: str, element: float, mesh: Mesh) -> float:
+    """One `operation` on each matrix of the model, `element` bytes for each of its entries."""
     layer = sum(job.profile.seconds(operation, element * numel, mesh) for numel in layer_matrices(job.config))
     ends = sum(job.profile.seconds(operation, element * numel, mesh) for numel in tables(job.config))
     return job.config.n_layers * layer + ends
@@ -129,16 +130,17 @@ def communication(job: Job, sharding: Sharding, secondary: Mesh | None = None) -
     shard = job.bytes.gradients * psi / p.size
     owners = over(os, p)
     updated = job.bytes.parameters * psi / os.size
+    last_sum = "reduce-scatter" if job.intra_tensor and os == job.mesh else "all-reduce"
     if job.intra_tensor:
-        updates = job.profile.seconds("all-gather", updated * owners.size, owners)
+        updates = weights_seconds(job, "all-gather", job.bytes.parameters / p.size, owners)
     else:
         updates = owners.size * job.profile.seconds("broadcast", updated, owners)
     return Communication(
         gather_forward=micro_batches * forward,
         gather_backward=micro_batches * backward,
         scatter=micro_batches * weights_seconds(job, "reduce-scatter", job.bytes.gradients, p),
-        gradients=(micro_batches - 1) * all_reduce_seconds(job, shard, over(g, p)),
-        all_reduce=all_reduce_seconds(job, shard, over(job.mesh, p)),
+        gradients=(micro_batches - 1) * sum_seconds(job, shard, over(g, p)),
+        all_reduce=sum_seconds(job, shard, over(job.mesh, p), last_sum),
         updates=updates,
     )
 

@@ -176,7 +176,14 @@ class Batch:
     targets: Tensor  # (B, T) int64: each position's next token, IGNORED where the loss does not count it
 
     def to(self, device: torch.device) -> "Batch":
-        return Batch(self.inputs.to(device, non_blocking=True), self.targets.to(device, non_blocking=True))
+        return Batch(_to(self.inputs, device), _to(self.targets, device))
+
+
+def _to(tensor: Tensor, device: torch.device) -> Tensor:
+    """Out of page-locked memory: a copy out of any other makes the host wait for all work queued before it."""
+    if device.type == "cuda":
+        tensor = tensor.contiguous().pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)

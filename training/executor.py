@@ -154,7 +154,9 @@ class Executor:
                 layer.forward = again
 
     def close(self) -> None:
-        """Take the hooks off, without which Python could not free the model: parameters keep theirs out of its sight."""
+        """Wait for what is on its way, which NCCL would keep in memory, and take the hooks off, without which Python could not
+        free the model: parameters keep theirs out of its sight."""
+        self.synchronize()
         for hook in self._hooks:
             hook.remove()
 

@@ -6,6 +6,7 @@ a P block hold the parts of one copy of the parameters; ranks at the same positi
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch.distributed as dist
 
@@ -67,6 +68,11 @@ class Groups:
     parts: tuple[int, int]  # into how many parts G and then OS cut a P part
 
     @property
+    def in_order(self) -> bool:
+        """Whether the ranks of `optimizer` own its parts in the order of their numbers."""
+        return [self.owners[part] for part in sorted(self.owners)] == list(self.optimizer.ranks)
+
+    @property
     def part(self) -> int:
         """This rank's part of the optimizer states of its P part: 0 … |OS| / |P| - 1."""
         return _part(self.place, self.parts)
@@ -76,6 +82,26 @@ def _part(of: Place, parts: tuple[int, int]) -> int:
     return of.gradients * parts[1] + of.optimizer
 
 
+Split = tuple[tuple[int, ...], ...]
+
+
+@lru_cache(maxsize=1)
+def _made(world: dist.ProcessGroup | None) -> dict[tuple[str, Split], dict[tuple[int, ...], dist.ProcessGroup]]:
+    """The groups made so far beside that of all ranks. They are kept, because NCCL takes a tenth of a second to make one, and
+    the next run in the same processes needs mostly the same."""
+    return {}
+
+
+def _handle(name: str, split: Split, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """The process group of `ranks`, one part of `split`. Under another `name` it is another one, which may be used at the same
+    time. Every rank creates all of a split's, a member or not: NCCL splits them off the communicator of all ranks, which is a
+    collective call."""
+    made = _made(dist.group.WORLD)
+    if (name, split) not in made:
+        made[name, split] = {some: dist.new_group(list(some)) for some in split if len(some) > 1}
+    return made[name, split][ranks]
+
+
 def make_groups(rank: int, sharding: Sharding, cluster: Mesh) -> Groups:
     """Create this rank's process groups. Every rank must call it, with the same arguments but its rank."""
     places = [place(r, sharding, cluster) for r in range(cluster.size)]
@@ -83,15 +109,14 @@ def make_groups(rank: int, sharding: Sharding, cluster: Mesh) -> Groups:
     p, g, o = sharding.parameters, sharding.gradients, sharding.optimizer
     parts = (g.size // p.size, o.size // g.size)
 
-    def group(key: Callable[[int], Hashable]) -> Group:
-        """This rank's of the groups that `key` tells apart. Every rank creates them all, members or not: NCCL splits them
-        off the communicator of all ranks, which is a collective call."""
+    def group(name: str, key: Callable[[int], Hashable]) -> Group:
+        """This rank's of the groups that `key` tells apart."""
         by_key: dict[Hashable, list[int]] = {}
         for r in range(cluster.size):
             by_key.setdefault(key(r), []).append(r)
-        handles = {k: dist.new_group(ranks) for k, ranks in by_key.items() if len(ranks) > 1}
-        ranks = tuple(by_key[key(rank)])
-        return Group(ranks, ranks.index(rank), handles.get(key(rank)))
+        split = tuple(map(tuple, by_key.values()))
+        ranks = next(some for some in split if rank in some)
+        return Group(ranks, ranks.index(rank), _handle(name, split, ranks) if len(ranks) > 1 else None)
 
     def same_block(mesh: Mesh) -> Callable[[int], tuple[int, int]]:
         return lambda r: (r // cluster.gpus // mesh.nodes, r % cluster.gpus // mesh.gpus)
@@ -99,15 +124,15 @@ def make_groups(rank: int, sharding: Sharding, cluster: Mesh) -> Groups:
     def same_part(mesh: Mesh) -> Callable[[int], Hashable]:
         return lambda r: (same_block(mesh)(r), places[r].parameters)
 
-    optimizer = group(same_part(o))
+    optimizer = group("optimizer", same_part(o))
     return Groups(
         place=mine,
-        gather=group(same_block(p)),
-        scatter=group(same_block(p)),
-        gradients=group(same_part(g)),
-        replicas=group(same_part(cluster)),
+        gather=group("gather", same_block(p)),
+        scatter=group("scatter", same_block(p)),
+        gradients=group("gradients", same_part(g)),
+        replicas=group("replicas", same_part(cluster)),
         optimizer=optimizer,
-        copy=group(same_block(o)),
+        copy=group("copy", same_block(o)),
         owners={_part(places[r], parts): r for r in optimizer.ranks},
         parts=parts,
     )

@@ -109,8 +109,9 @@ class _Chunk:
     def step(self, gradients: dict[Weight, Tensor], scale: Tensor, rate: float) -> None:
         if self.adam is None:
             return
+        scale = scale.reshape(1)  # no scalar to type promotion: one kernel reads bfloat16, multiplies and writes fp32
         for weight, master in self.masters.items():
-            master.grad = gradients.pop(weight).float() * scale
+            master.grad = gradients.pop(weight) * scale
         for group in self.adam.param_groups:
             group["lr"] = rate
         self.adam.step()
@@ -121,7 +122,7 @@ class _Chunk:
         """Copy the masters into the parameters."""
         for weight, master in self.masters.items():
             if weight.shard.dtype != torch.float32:
-                weight.shard[weight.owned] = master.detach().to(weight.shard.dtype)
+                weight.shard[weight.owned].copy_(master.detach())
 
     def state(self, weight: Weight) -> dict[str, Tensor]:
         assert self.adam is not None

@@ -1,13 +1,13 @@
 """Choose how to shard parameters, gradients and optimizer states, and predict the step.
 
     python -m training.plan --model llama-30b --gpus 1024 --cluster a800 --recompute
-    python -m training.plan --model llama-3-8b --gpus 64 --cluster h100 --objective step --plot mfu.png
+    python -m training.plan --model llama-3-8b --gpus 64 --cluster h100 --objective communication --plot mfu.png
     python -m training.plan --model models/tiny-hybrid --gpus 4 --gpus-per-node 4 --precision float32 \\
         --sequence-length 256 --global-batch 4k --profile profile.json
 
 A mesh a x b spans a GPUs on each of b nodes. A state (P, G or OS) over a mesh is cut into a * b parts, and copied to the other
-meshes of that shape; 1x1 is a full copy on every GPU. The plan is the one with the least communication of those that fit into
-memory (AMSP, arXiv:2311.00257). Times of collectives come from --profile (make profile-collectives measures one), or from the
+meshes of that shape; 1x1 is a full copy on every GPU. The plan is the one with the shortest predicted step of those that fit
+into memory, or with --objective communication the one that AMSP (arXiv:2311.00257) would choose. Times of collectives come from --profile (make profile-collectives measures one), or from the
 link speeds of --cluster. docs/planner.md explains the model and what it leaves out.
 """
 
@@ -30,7 +30,7 @@ from training.collectives import profile_for, synthesize
 from training.cost import Prediction, predict
 from training.job import OVERLAPS, PRECISIONS, Job
 from training.placement import place, read_leaves, spans
-from training.planner import OBJECTIVES, TOLERANCE, Alternative, alternatives, choose
+from training.planner import OBJECTIVE, OBJECTIVES, TOLERANCE, Alternative, alternatives, choose
 from training.sharding import Mesh, Sharding
 
 MOST_GPUS = 4096  # of the plot
@@ -99,13 +99,16 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
     search = parser.add_argument_group("the choice")
     search.add_argument(
-        "--objective", choices=OBJECTIVES, default="communication", help="least communication, as the paper, or shortest step"
+        "--objective",
+        choices=OBJECTIVES,
+        default=OBJECTIVE,
+        help="shortest step (the default), or least communication, as the paper",
     )
     search.add_argument(
         "--tolerance",
         type=amount,
         default=TOLERANCE,
-        help=f"plans this close count as equal; then G = P and less memory decide (default: {TOLERANCE})",
+        help=f"plans this close count as equal; then communication, G = P and less memory decide (default: {TOLERANCE})",
     )
     search.add_argument("--sharding", metavar="P,G,OS", help="judge these meshes, such as 8,8,8x4, instead of choosing")
     search.add_argument(

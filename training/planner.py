@@ -1,6 +1,6 @@
 """Chooses the meshes of P, G and OS (AMSP, section V.B), and what well-known systems would choose instead.
 
-    minimize     T_P + T_G + T_OS                                                       (1)
+    minimize     the predicted step time; or, as the paper, T_P + T_G + T_OS             (1)
     subject to   memory of a GPU <= what it has                                         (2)
                  P inside G inside OS inside all GPUs                                   (3)
                  G = P or G = OS                                                        (4)
@@ -25,6 +25,7 @@ OBJECTIVES: dict[str, Callable[[Prediction], float]] = {
     "communication": lambda plan: plan.communication.total,
     "step": lambda plan: plan.step_seconds,
 }
+OBJECTIVE = "step"
 TOLERANCE = 0.01  # profiles are not exact to more
 
 
@@ -50,22 +51,32 @@ def shardings(meshes: Iterable[Mesh]) -> list[Sharding]:
     return [Sharding(p, g, os) for p, os in pairs for g in dict.fromkeys((p, os))]
 
 
-def rank(plans: Iterable[Prediction], objective: str = "communication", tolerance: float = TOLERANCE) -> list[Prediction]:
+def rank(plans: Iterable[Prediction], objective: str = OBJECTIVE, tolerance: float = TOLERANCE) -> list[Prediction]:
     """The plans, the chosen one first, the others by `objective`.
 
-    objective: `communication` is the paper's equation 1; `step` is the predicted step time, with what hides left out. Plans
-    within `tolerance` (a fraction) of the lowest count as equal. Of these one with G = P is chosen if there is any, because it
-    stays as good when micro-batches are added (at M = 1 every G is free), and then the one with the least memory.
+    objective: `step` is the predicted step time; `communication` is the paper's equation 1, which counts what hides behind
+    computation, too, and not what Adam takes. Plans within `tolerance` (a fraction) of the lowest count as equal. Of these one
+    with G = P is chosen if there is any, because it stays as good when micro-batches are added (at M = 1 every G is free), and
+    then the one with the least memory.
     """
-    cost = OBJECTIVES[objective]
-    ranked = sorted(plans, key=lambda plan: (cost(plan), plan.memory.total))
-    close = [plan for plan in ranked if cost(plan) <= (1 + tolerance) * cost(ranked[0])]
+    ranked = sorted(plans, key=lambda plan: (OBJECTIVES[objective](plan), plan.memory.total))
+    close = _close(ranked, objective, tolerance)
     best = min(close, key=lambda plan: (plan.sharding.gradients != plan.sharding.parameters, plan.memory.total))
     return [best, *(plan for plan in ranked if plan is not best)]
 
 
-def choose(job: Job, memory_bytes: float, objective: str = "communication", tolerance: float = TOLERANCE) -> list[Prediction]:
-    """The plans that fit into `memory_bytes` of a GPU, as `rank` orders them. Raises UserError if none fits."""
+def _close(plans: Iterable[Prediction], objective: str, tolerance: float) -> list[Prediction]:
+    """Those within `tolerance` of the lowest."""
+    costs = {plan: OBJECTIVES[objective](plan) for plan in plans}
+    return [plan for plan, cost in costs.items() if cost <= (1 + tolerance) * min(costs.values())]
+
+
+def choose(job: Job, memory_bytes: float, objective: str = OBJECTIVE, tolerance: float = TOLERANCE) -> list[Prediction]:
+    """The plans that fit into `memory_bytes` of a GPU, the chosen one first, the others by `objective`.
+
+    Of those that are as good by `objective`, the choice is the paper's: that with the least communication, since even what
+    hides takes SMs and memory bandwidth from what it hides behind. Raises UserError if none fits.
+    """
     fitting = [s for s in shardings(filtered_meshes(job.mesh)) if memory(job, s).total <= memory_bytes]
     if not fitting:
         least = memory(job, Sharding(job.mesh, job.mesh, job.mesh))
@@ -73,7 +84,10 @@ def choose(job: Job, memory_bytes: float, objective: str = "communication", tole
             f"no plan fits: even with all states sharded over all {job.mesh.size} GPUs a GPU needs {least.total / 1e9:.1f} GB of "
             f"{memory_bytes / 1e9:.1f}; try {' or '.join(_remedies(job, least, memory_bytes))}"
         )
-    return rank((predict(job, s) for s in fitting), objective, tolerance)
+    ranked = rank((predict(job, s) for s in fitting), objective, tolerance)
+    best = rank(_close(ranked, objective, tolerance), "communication", tolerance)[0]
+    by_cost = sorted(ranked, key=lambda plan: (OBJECTIVES[objective](plan), plan.memory.total))
+    return [best, *(plan for plan in by_cost if plan is not best)]
 
 
 def _remedies(job: Job, least: Memory, memory_bytes: float) -> list[str]:
@@ -100,7 +114,7 @@ class Alternative:
     fits: bool
 
 
-def alternatives(job: Job, memory_bytes: float, objective: str = "communication") -> list[Alternative]:
+def alternatives(job: Job, memory_bytes: float, objective: str = OBJECTIVE) -> list[Alternative]:
     """Data parallelism, ZeRO-1, -2, -3 (Rajbhandari et al., arXiv:1910.02054), MiCS (Zhang et al., arXiv:2205.00119) and
     ZeRO++ without quantization (Wang et al., arXiv:2306.10209), the last two with the best mesh that fits. ZeRO-1 and -2
     spread their updates by all-gather, as they were published."""

@@ -5,8 +5,9 @@
     python -m training.plan --model llama-7b --gpus 128 --cluster h100 --profile profile.json
 
 For every mesh a x b that tiles the ranks, all groups of that shape work at the same time, as in training. A time is the median
-over --repeats of the slowest rank's. Run it on all nodes that you will train on: the planner interpolates between meshes, but
-does not guess beyond the largest.
+over --repeats of the slowest rank's; on GPUs that of one of a few queued behind each other, so that starting them from the host
+hides as it does in training. Slow ones are repeated less often. Run it on all nodes that you will train on: the planner
+interpolates between meshes, but does not guess beyond the largest.
 """
 
 import argparse
@@ -33,6 +34,12 @@ from training.sharding import Mesh
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+WARM_UP = 2  # runs before those that count
+QUEUED = 4  # calls of one run on GPUs, but for those that take longer than SLOW
+SLOW = 5e-3  # seconds
+PATIENCE = 1.0  # seconds that the runs of one operation and size may take, but for the least
+LEAST = 3  # runs, however slow
+
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(
@@ -46,7 +53,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--smallest", type=count, default=2**14, metavar="BYTES", help="default: 16k")
     parser.add_argument("--largest", type=count, default=2**28, metavar="BYTES", help="in steps of 4 (default: 256M)")
     parser.add_argument(
-        "--repeats", type=count, default=10, metavar="N", help="timed runs, after two that warm up (default: 10)"
+        "--repeats",
+        type=count,
+        default=10,
+        metavar="N",
+        help="timed runs, after two that warm up; fewer of what is slow (default: 10)",
     )
     args = parser.parse_args(argv)
     if args.smallest > args.largest:
@@ -88,19 +99,36 @@ def collective(operation: str, whole: Tensor, group: dist.ProcessGroup, ranks: l
     }[operation]
 
 
-def timed(call: Callable[[], None], device: torch.device, repeats: int) -> float:
-    """Seconds of `call`: the median of the slowest rank's times."""
-    seconds = []
-    for _ in range(repeats + 2):
-        dist.barrier()
+def once(call: Callable[[], None], device: torch.device, queued: int = 1) -> float:
+    """Seconds of `call` on this rank; on GPUs of each of `queued` behind each other."""
+    dist.barrier()
+    if device.type != "cuda":
         start = time.perf_counter()
         call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - start)
-    slowest = torch.tensor(seconds[2:], dtype=torch.float64, device=device)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return median(slowest.tolist())
+        return time.perf_counter() - start
+    before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    before.record()
+    for _ in range(queued):
+        call()
+    after.record()
+    after.synchronize()
+    return before.elapsed_time(after) / 1e3 / queued
+
+
+def slowest(seconds: Sequence[float], device: torch.device) -> list[float]:
+    """Each of `seconds`, of the rank that took longest."""
+    both = torch.tensor(seconds, dtype=torch.float64, device=device)
+    dist.all_reduce(both, op=dist.ReduceOp.MAX)
+    found: list[float] = both.tolist()
+    return found
+
+
+def timed(call: Callable[[], None], device: torch.device, repeats: int) -> float:
+    """Seconds of `call`: the median of the slowest rank's times."""
+    warm = slowest([once(call, device) for _ in range(WARM_UP)], device)[-1]
+    queued = QUEUED if warm < SLOW else 1
+    count = min(repeats, max(LEAST, int(PATIENCE / (warm * queued))))
+    return median(slowest([once(call, device, queued) for _ in range(count)], device))
 
 
 def measure(world: World, cluster: Mesh, sizes: Sequence[int], repeats: int) -> Profile:
@@ -110,7 +138,10 @@ def measure(world: World, cluster: Mesh, sizes: Sequence[int], repeats: int) -> 
     meshes = [mesh for mesh in tiling_meshes(cluster) if mesh.size > 1]
     for mesh in tqdm(meshes, unit="mesh", disable=None if world.rank == 0 else True):
         ranks = group_of(world.rank, mesh, cluster)
-        group = dist.new_group(ranks, use_local_synchronization=True)
+        blocks = dict.fromkeys(tuple(group_of(r, mesh, cluster)) for r in range(cluster.size))
+        handles = [dist.new_group(list(block)) for block in blocks]  # by all ranks: NCCL splits a group off that of all
+        group = handles[list(blocks).index(tuple(ranks))]
+        assert group is not None
         for size in sizes:
             count_of_rank = -(-size // (dtype.itemsize * mesh.size))
             whole = torch.zeros(count_of_rank * mesh.size, dtype=dtype, device=world.device)

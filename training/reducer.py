@@ -2,7 +2,8 @@
 
 A shard of a gradient comes out of its reduce-scatter (or, where P is not sharded, straight out of backward). It joins a bucket;
 a full bucket is summed over the ranks that hold the same P shard while backward goes on: over all of them after the last
-micro-batch, over those of the G mesh after the ones before it. Of each sum a rank keeps its part and drops the rest.
+micro-batch, over those of the G mesh after the ones before it. Of each sum a rank keeps its part and drops the rest. Where
+every rank's part is an equal cut, the last sum is a reduce-scatter, and nothing comes that would be dropped.
 """
 
 from collections import deque
@@ -14,17 +15,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from training.groups import Group
 from training.waiting import Exposed
-from training.weights import Weight
+from training.weights import Weight, reduce_scatter
 
 LAG = 2  # reduce-scatters that may be unfinished while backward goes on, before one is waited for
 
 
 @dataclass
 class Bucket:
+    """What is being summed: `flat` is sent, `members` get the sums, of whole shards or, if `scattered`, of the owned parts."""
+
     members: list[tuple[Weight, Tensor]]
     flat: Tensor
     work: dist.Work | None
+    scattered: bool = False
 
 
 class Reducer:
@@ -40,6 +45,7 @@ class Reducer:
         self._accumulated: dict[Weight, Tensor] = {}
         self._scattering: deque[tuple[Weight, Tensor, Tensor, dist.Work | None]] = deque()
         self._members: list[tuple[Weight, Tensor]] = []
+        self._filled = 0  # bytes of them
         self._reducing: deque[Bucket] = deque()
         # A second stream waits for one collective and feeds the next, so that the compute stream does not have to.
         cuda = exposed.device.type == "cuda"
@@ -73,17 +79,18 @@ class Reducer:
 
     def _receive(self) -> None:
         weight, flat, shard, work = self._scattering.popleft()
-        with self._aside(flat, shard):
-            if work is not None:
+        if work is not None:
+            with self._aside(flat, shard):
                 self._wait(work)
         if self._members and self._members[0][0].groups is not weight.groups:
             self._flush()
         self._members.append((weight, shard))
-        if sum(s.nbytes for _, s in self._members) >= self.bucket_bytes:
+        self._filled += shard.nbytes
+        if self._filled >= self.bucket_bytes:
             self._flush()
 
     def _flush(self) -> None:
-        members, self._members = self._members, []
+        members, self._members, self._filled = self._members, [], 0
         if not members:
             return
         groups = members[0][0].groups
@@ -95,11 +102,10 @@ class Reducer:
                         shard[weight.kept] += self._accumulated.pop(weight)
             if group.size == 1:
                 bucket = Bucket(members, members[0][1], None)
+            elif self.last and members[0][0].evenly_owned:
+                bucket = _scatter(members, group)
             else:
-                flat = torch.cat([shard for _, shard in members])
-                pieces = flat.split([shard.numel() for _, shard in members])
-                work = dist.all_reduce(flat, group=group.handle, async_op=True)
-                bucket = Bucket([(w, p) for (w, _), p in zip(members, pieces, strict=True)], flat, work)
+                bucket = _all_reduce(members, group)
         self._reducing.append(bucket)
         if self._stream is not None or group.size == 1 or not self.overlap:
             self._deliver_all()
@@ -113,6 +119,9 @@ class Reducer:
             with self._aside(bucket.flat):
                 if bucket.work is not None:
                     self._wait(bucket.work)
+                if bucket.scattered:
+                    self.gradients.update(bucket.members)
+                    continue
                 for weight, shard in bucket.members:
                     self._keep(weight, shard)
 
@@ -146,3 +155,20 @@ class Reducer:
             tensor.record_stream(self._stream)
         with torch.cuda.stream(self._stream):
             yield
+
+
+def _all_reduce(members: list[tuple[Weight, Tensor]], group: Group) -> Bucket:
+    """Begin to sum the shards over `group`."""
+    flat = torch.cat([shard for _, shard in members])
+    pieces = flat.split([shard.numel() for _, shard in members])
+    work = dist.all_reduce(flat, group=group.handle, async_op=True)
+    return Bucket([(w, piece) for (w, _), piece in zip(members, pieces, strict=True)], flat, work)
+
+
+def _scatter(members: list[tuple[Weight, Tensor]], group: Group) -> Bucket:
+    """Begin to sum the shards over `group`, each rank the part that it owns of every one of them."""
+    rows = torch.cat([shard.view(group.size, -1) for _, shard in members], dim=1)
+    mine = rows.new_empty(rows.shape[1])
+    work = reduce_scatter(mine, rows.view(-1), group=group.handle, async_op=True)
+    pieces = mine.split([shard.numel() // group.size for _, shard in members])
+    return Bucket([(w, piece) for (w, _), piece in zip(members, pieces, strict=True)], rows, work, scattered=True)

@@ -134,7 +134,7 @@ def _build(args: argparse.Namespace, world: World, setup: Setup, batches: Global
     model = empty_model(setup.config, world.device, dtype_of(args, world.device))
     fill = materializer(model, setup.source, args.seed)
     try:
-        executor = Executor(model, fill, world.rank, planned.sharding, mesh, execution_of(args))
+        executor = Executor(model, fill, world.rank, planned.sharding, mesh, execution_of(args, planned))
         optimizer = Optimizer(executor.weights, executor.vectors, executor.groups.copy, adam_of(args))
     except torch.OutOfMemoryError:
         raise UserError(
@@ -157,7 +157,7 @@ def _build(args: argparse.Namespace, world: World, setup: Setup, batches: Global
 
 
 def train(args: argparse.Namespace, world: World, trainer: Trainer, snapshots: Snapshots, setup: Setup) -> None:
-    """Train to --steps, with a snapshot every --save-every, then export the model and plot the loss."""
+    """Train to --steps, with a snapshot every --save-every, then export the model and plot the loss; or only that plot."""
     meta = identity(args, setup.config, trainer.batches)
     last = min(args.steps, args.stop_after or args.steps)
     meter = Meter(trainer, args.out / "metrics.jsonl", args.log_every, args.steps, *_flops(args, trainer))
@@ -168,10 +168,11 @@ def train(args: argparse.Namespace, world: World, trainer: Trainer, snapshots: S
             raise UserError(
                 f"out of GPU memory ({str(e).splitlines()[0]}); use --recompute or a smaller --micro-batch"
             ) from None
-        if trainer.step % args.save_every == 0 or trainer.step == last:
+        if not args.metrics_only and (trainer.step % args.save_every == 0 or trainer.step == last):
             meter.flush()  # finds a loss that is no longer finite before it is saved
             trainer.executor.synchronize()
             together(world, lambda: trainer.save(snapshots, meta))
+    meter.flush()
     meter.close()
     together(world, snapshots.wait)
     if trainer.rank == 0:
@@ -179,9 +180,10 @@ def train(args: argparse.Namespace, world: World, trainer: Trainer, snapshots: S
     if last < args.steps:
         note(f"stopped after step {last} of {args.steps}; go on with --resume")
         return
-    together(world, lambda: trainer.export(args.out / "model", setup.tokenizer_from))
+    if not args.metrics_only:
+        together(world, lambda: trainer.export(args.out / "model", setup.tokenizer_from))
     trainer.executor.close()
-    note(f"done: {args.out / 'model'}")
+    note(f"done: {args.out if args.metrics_only else args.out / 'model'}")
 
 
 def _flops(args: argparse.Namespace, trainer: Trainer) -> tuple[float, float | None]:

@@ -79,6 +79,11 @@ class Weight:
         slices = [s for s in map(self.part, parts) if s.stop > s.start]
         return slice(slices[0].start, slices[-1].stop) if slices else slice(0, 0)
 
+    @property
+    def evenly_owned(self) -> bool:
+        """Whether the ranks that hold this shard own equal cuts of it, in the order of the ranks."""
+        return self.cuts == self.groups.replicas.size and self.groups.in_order
+
     def pieces(self) -> list[tuple[str, int, int, slice]]:
         """What this rank owns, by parameter: name, first and last + 1 element of the flat parameter, and where the piece lies
         in `owned`."""
@@ -139,6 +144,8 @@ class Weight:
         if self.cuts == 1:
             source = self.groups.owners[self.owner]
             work = dist.broadcast(self.shard, source, group=group.handle, async_op=True)
+        elif self.groups.in_order:
+            work = all_gather(self.shard, self.shard[self.owned].clone(), group=group.handle, async_op=True)
         else:
             by_rank = {rank: part for part, rank in self.groups.owners.items()}
             views = [self.shard[self.part(by_rank[rank])] for rank in group.ranks]

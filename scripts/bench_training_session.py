@@ -1,0 +1,61 @@
+"""One launch of bench_training.py's ranks that measures several configurations, one after the other.
+
+    torchrun --standalone --nproc_per_node 2 scripts/bench_training_session.py list.json --device cpu --gpus-per-node 2
+
+list.json: a list of {"arguments": the words of bench_training_rank.py's command line, "row": what its row begins with, "into": a
+file of JSON lines}. Rank 0 appends each configuration's row to its file as soon as it is there. A configuration that cannot be trained becomes a row with
+its error; one that crashes, or runs out of memory, ends the launch.
+"""
+
+import argparse
+import gc
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from cli import Parser, note, run
+from errors import UserError
+from scripts.bench_training_rank import join, measure, measure_links, parse_args, trace
+from tp import World
+from training.run import together
+
+
+def answer(arguments: list[str], world: World) -> dict[str, Any] | None:
+    """A configuration's row; None for --links, which have a file of their own. All ranks must call it."""
+    args = parse_args(arguments)
+    start = time.perf_counter()
+    work = measure_links if args.links else trace if args.only_trace else measure
+    try:
+        row = together(world, lambda: work(args, world))
+        return None if row is None else row | {"wall_s": time.perf_counter() - start}
+    except UserError as e:
+        return {"error": str(e)}
+
+
+def main() -> None:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("list", type=Path, metavar="LIST.json")
+    parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
+    parser.add_argument("--gpus-per-node", type=int, required=True, metavar="N")
+    parser.add_argument("--two-nodes", action="store_true", help="make NCCL take the halves of the ranks for two hosts")
+    args = parser.parse_args()
+    world = join(args.device, args.gpus_per_node, args.two_nodes)
+    for wanted in json.loads(args.list.read_text()):
+        note(" ".join(wanted["arguments"]))
+        row = answer(wanted["arguments"], world)
+        if row is not None and world.rank == 0:
+            with Path(wanted["into"]).open("a") as file:
+                file.write(json.dumps(wanted["row"] | row) + "\n")
+        gc.collect()  # modules and hooks refer to each other
+        if world.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    run(main)
