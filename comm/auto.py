@@ -16,7 +16,7 @@ from comm.symmetric import CAPACITY, KINDS, SymmetricCommunicator
 from comm.table import SIZES, Table, Times, agreed, graph_microseconds
 from errors import UserError
 
-# Sizes that each way is measured at. Beyond them it would sum in pieces, or leave most of its ranks' slices empty.
+# Sizes that each way is measured at. Beyond them it would take NCCL, or leave most of its ranks' slices empty.
 SERVED: dict[str, tuple[int, ...]] = {
     "nccl": SIZES,
     "one-shot": tuple(n for n in SIZES if n <= CAPACITY["one-shot"]),

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from comm.interface import Beside, Done, Handle
-from comm.process_group import _ProcessGroupCommunicator
+from comm.process_group import GlooCommunicator, NcclCommunicator, _ProcessGroupCommunicator
 from comm.workspace import Workspace, open_workspace
 from kernels import all_reduce
 from kernels.all_reduce import Tiling
@@ -21,7 +21,7 @@ from kernels.norm import add_rms_norm
 Kind = Literal["one-shot", "two-shot"]
 KINDS: tuple[Kind, ...] = ("one-shot", "two-shot")
 
-# bytes of a message; longer ones are summed in pieces
+# bytes of a message; longer ones go over the process group
 CAPACITY: dict[Kind, int] = {"one-shot": 256 << 10, "two-shot": 8 << 20}
 GATHER_CAPACITY = 64 << 10  # logits of one row over two ranks; longer ones go over the process group
 
@@ -44,19 +44,14 @@ class Lane:
     tiling: Tiling
     pdl: bool
 
-    def sum(self, partial: Tensor) -> Tensor:
-        """Over all ranks; contiguous, any size, not empty."""
-        flat = partial.view(-1)
-        totals = [self._sum(piece) for piece in flat.split(self._longest(flat))]
-        return (totals[0] if len(totals) == 1 else torch.cat(totals)).view(partial.shape)
-
-    def _sum(self, piece: Tensor) -> Tensor:
-        return _SUM[self.kind](piece, self.workspace.exchange, self.tiling, self.pdl)
-
-    def _longest(self, flat: Tensor) -> int:
-        """Values of the longest message, of which every rank has a slice of whole 16 values."""
+    def fits(self, partial: Tensor) -> bool:
+        """Whether every rank has room for its slice of whole 16 values."""
         unit = 16 * self.workspace.exchange.world_size
-        return self.workspace.exchange.capacity // flat.element_size() // unit * unit
+        return partial.numel() <= self.workspace.exchange.capacity // partial.element_size() // unit * unit
+
+    def sum(self, partial: Tensor) -> Tensor:
+        """Over all ranks; contiguous, not empty, and it `fits`."""
+        return _SUM[self.kind](partial, self.workspace.exchange, self.tiling, self.pdl)
 
     def add_norm(self, partial: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """(x + sum, rms_norm(x + sum)): in one kernel if there is one for these shapes."""
@@ -102,6 +97,8 @@ class _OtherStream(Beside):
 class SymmetricCommunicator(_ProcessGroupCommunicator):
     """Ranks of one host whose GPUs reach each other; CPU ranks in Triton's interpreter, for tests.
 
+    Messages longer than a workspace holds are NCCL's: from there on it is faster, too.
+
     All its launches may be captured in CUDA graphs, and replayed any number of times beside others that are not.
     """
 
@@ -114,6 +111,7 @@ class SymmetricCommunicator(_ProcessGroupCommunicator):
         self.here = Lane(kind, here, BLOCKING[kind], pdl=True)
         # not programmatic: what it would overlap with lies on another stream
         self.beside = Lane(kind, beside, BESIDE[kind], pdl=False)
+        self.long = NcclCommunicator(group) if device.type == "cuda" else GlooCommunicator(group)
         self.gathers = open_workspace(all_reduce.one_shot_bytes, GATHER_CAPACITY, device, group)
         self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         if self.stream is None:
@@ -125,6 +123,8 @@ class SymmetricCommunicator(_ProcessGroupCommunicator):
         partial = partial.contiguous()
         if not partial.numel():
             return Done(partial)
+        if not self.beside.fits(partial):
+            return self.long.start(partial)
         if self.stream is None:
             return Done(self.beside.sum(partial))
         self.stream.wait_stream(torch.cuda.current_stream())
@@ -134,7 +134,9 @@ class SymmetricCommunicator(_ProcessGroupCommunicator):
 
     def defer(self, partial: Tensor) -> Handle:
         partial = partial.contiguous()
-        return _Deferred(self.here, partial) if partial.numel() else Done(partial)
+        if not partial.numel():
+            return Done(partial)
+        return _Deferred(self.here, partial) if self.here.fits(partial) else self.long.defer(partial)
 
     def all_gather(self, shard: Tensor) -> Tensor:
         shard = shard.contiguous()

@@ -4,7 +4,7 @@
     python scripts/performance.py --raw docs/results/gpu-4
 
 Reads what --raw holds of sweep*.jsonl, comm.json (bench_comm.py), linear*.json (bench_linear.py), kernels.json and decode.json
-(bench_kernels.py), startup.json and load.json, and writes docs/results/NAME-{decode,comm,linear,kernels,startup,load}.md and
+(bench_kernels.py), startup.json and load.json, and writes docs/results/NAME-{decode,comm,linear,kernels,attention,startup,load}.md and
 NAME-comm.png, NAME being the folder's.
 """
 
@@ -31,6 +31,8 @@ WAYS = {  # bench_comm.py's names to a reader's
     "µs one-shot": "one-shot",
     "µs two-shot": "two-shot",
 }
+
+NOT_A_CASE = {"kernel", "us", "peer_us", "gb_per_second", "tflop_per_second", "error", "peer_error", "right", "config"}
 
 
 def markdown(head: list[str], rows: Iterable[list[str]], caption: str) -> str:
@@ -128,23 +130,37 @@ def linear(folder: Path) -> str | None:
 
 
 def kernels(folder: Path) -> str | None:
-    files = [found for name in ("kernels.json", "decode.json") if (found := read(folder / name))]
-    if not files:
+    found = read(folder / "kernels.json")
+    if found is None:
         return None
-    about = {"kernel", "us", "peer_us", "gb_per_second", "tflop_per_second", "error", "peer_error", "right"}
-    latest: dict[str, dict[str, Any]] = {}
-    for row in (row for file in files for row in file["rows"] if "us" in row):
-        latest[row["kernel"] + _case(row, about)] = row
     lines = [
-        [f"`{row['kernel']}`", _case(row, about), f"{row['us']:.1f}", f"{row['peer_us']:.1f}", f"{row['gb_per_second']:.0f}"]
-        for row in latest.values()
+        [f"`{row['kernel']}`", _case(row), f"{row['us']:.1f}", f"{row['peer_us']:.1f}", f"{row['gb_per_second']:.0f}"]
+        for row in found["rows"]
+        if not row["kernel"].startswith("paged")  # see `attention`
     ]
-    caption = f"Inside CUDA graphs, beside what PyTorch offers for the same. Made on {describe(files[0]['machine'], 'cuda')}."
+    caption = f"Inside CUDA graphs, beside what PyTorch offers for the same. Made on {describe(found['machine'], 'cuda')}."
     return markdown(["kernel", "case", "µs", "PyTorch, µs", "GB/s"], lines, caption)
 
 
-def _case(row: dict[str, Any], about: set[str]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in row.items() if name not in about)
+def attention(folder: Path) -> str | None:
+    """The launch configurations that were tried, side by side."""
+    found = read(folder / "decode.json")
+    if found is None:
+        return None
+    lines = [
+        [f"`{row['kernel']}`", _case(row), ", ".join(str(value) for value in row["config"].values()), f"{row['us']:.1f}"]
+        for row in found["rows"]
+        if row["right"]
+    ]
+    caption = (
+        "Inside CUDA graphs. A configuration of decode is keys of a tile, warps, pipeline stages, programs an SM, most splits; of prefill "
+        f"rows, keys of a tile, warps, stages. Made on {describe(found['machine'], 'cuda')}."
+    )
+    return markdown(["kernel", "case", "configuration", "µs"], lines, caption)
+
+
+def _case(row: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in row.items() if name not in NOT_A_CASE)
 
 
 def startup(folder: Path) -> str | None:
@@ -182,6 +198,7 @@ TABLES: dict[str, Callable[[Path], str | None]] = {
     "comm": comm,
     "linear": linear,
     "kernels": kernels,
+    "attention": attention,
     "startup": startup,
     "load": load,
 }
