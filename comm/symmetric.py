@@ -23,6 +23,7 @@ KINDS: tuple[Kind, ...] = ("one-shot", "two-shot")
 
 # bytes of a message; longer ones go over the process group
 CAPACITY: dict[Kind, int] = {"one-shot": 256 << 10, "two-shot": 8 << 20}
+BESIDE_CAPACITY: dict[Kind, int] = {"one-shot": 256 << 10, "two-shot": 1 << 20}  # what decode steps of 70B send, 64 rows
 GATHER_CAPACITY = 64 << 10  # logits of one row over two ranks; longer ones go over the process group
 
 # Beside other kernels a sum gets few programs: enough for most of the link's bandwidth, and the GEMMs keep their SMs.
@@ -107,7 +108,7 @@ class SymmetricCommunicator(_ProcessGroupCommunicator):
         super().__init__(group)
         self.name, self.kind = kind, kind
         size_of = all_reduce.one_shot_bytes if kind == "one-shot" else all_reduce.two_shot_bytes
-        here, beside = (open_workspace(size_of, CAPACITY[kind], device, group) for _ in range(2))
+        here, beside = (open_workspace(size_of, capacity[kind], device, group) for capacity in (CAPACITY, BESIDE_CAPACITY))
         self.here = Lane(kind, here, BLOCKING[kind], pdl=True)
         # not programmatic: what it would overlap with lies on another stream
         self.beside = Lane(kind, beside, BESIDE[kind], pdl=False)

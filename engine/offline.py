@@ -1,7 +1,8 @@
 """Generation and scoring without a server: one batch of equally long prompts, a contiguous KV cache, one token a step."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 
 import torch
@@ -15,8 +16,7 @@ from engine.paged_cache import PagedCache
 from engine.protocol import RequestParams
 from engine.runner import Flight, is_plain
 from engine.sampler import SamplingBatch, SamplingParams, sample
-from engine.scheduler import Chunk
-from engine.scheduler import Sequence as Sequence_
+from engine.scheduler import Chunk, Sequence
 from errors import UserError
 from model import Transformer
 
@@ -32,7 +32,7 @@ class Timing:
     steps: list[float] = field(default_factory=list)  # one a decode step
 
 
-def check_prompts(config: ModelConfig, prompts: Sequence[Sequence[int]], new_tokens: int) -> None:
+def check_prompts(config: ModelConfig, prompts: List[List[int]], new_tokens: int) -> None:
     """Raise UserError unless the model can continue each prompt by `new_tokens` tokens."""
     for prompt in prompts:
         if not prompt:
@@ -52,8 +52,8 @@ def check_prompts(config: ModelConfig, prompts: Sequence[Sequence[int]], new_tok
 @torch.inference_mode()
 def generate(
     model: Transformer,
-    prompts: Sequence[Sequence[int]],
-    params: Sequence[SamplingParams],
+    prompts: List[List[int]],
+    params: List[SamplingParams],
     new_tokens: int,
     timing: Timing,
 ) -> Iterator[list[int]]:
@@ -77,7 +77,7 @@ def generate(
 
 
 def _contiguous(
-    model: Transformer, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], new_tokens: int
+    model: Transformer, prompts: List[List[int]], params: List[SamplingParams], new_tokens: int
 ) -> Iterator[list[int]]:
     weight = model.norm.weight
     cache = ContiguousCache(
@@ -116,27 +116,13 @@ def _runner(model: Transformer, capacity: Capacity) -> GraphRunner:
     return runner
 
 
-def _paged(
-    model: Transformer, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], new_tokens: int
-) -> Iterator[list[int]]:
+def _paged(model: Transformer, prompts: List[List[int]], params: List[SamplingParams], new_tokens: int) -> Iterator[list[int]]:
     """Through the server's runner: the next step is launched before this one's tokens are waited for."""
     length = len(prompts[0])
     blocks = -(-(length + new_tokens) // BLOCK_SIZE)
     together = max(1, min(len(prompts), PREFILL_TOKENS // length))  # prompts of one launch
     runner = _runner(model, Capacity(len(prompts), together * length, blocks))
-    sequences = [
-        Sequence_(
-            str(i),
-            list(prompt),
-            length,
-            RequestParams(
-                max_tokens=new_tokens, temperature=p.temperature, top_k=p.top_k, top_p=p.top_p, min_p=p.min_p, seed=p.seed
-            ),
-            blocks=list(range(i * blocks, (i + 1) * blocks)),
-            state=SamplingState(),
-        )
-        for i, (prompt, p) in enumerate(zip(prompts, params, strict=True))
-    ]
+    sequences = [_sequence(i, list(prompt), p, blocks) for i, (prompt, p) in enumerate(zip(prompts, params, strict=True))]
     tokens: list[int] = []
     for first in range(0, len(sequences), together):
         prefill = runner.launch([Chunk(s, 0, length) for s in sequences[first : first + together]])
@@ -154,14 +140,24 @@ def _paged(
     model.comm.check()
 
 
-def _recorded(sequences: list[Sequence_], tokens: list[int]) -> list[int]:
+def _sequence(i: int, prompt: list[int], p: SamplingParams, blocks: int) -> Sequence:
+    """The i-th of a batch, with the i-th `blocks` blocks of the cache."""
+    length = len(prompt)
+    params = RequestParams(
+        max_tokens=blocks * BLOCK_SIZE, temperature=p.temperature, top_k=p.top_k, top_p=p.top_p, min_p=p.min_p, seed=p.seed
+    )
+    own = list(range(i * blocks, (i + 1) * blocks))
+    return Sequence(str(i), prompt, length, params, blocks=own, state=SamplingState())
+
+
+def _recorded(sequences: list[Sequence], tokens: list[int]) -> list[int]:
     for sequence, token in zip(sequences, tokens, strict=True):
         sequence.tokens.append(token)
     return tokens
 
 
 @torch.inference_mode()
-def score(model: Transformer, prompt: Sequence[int]) -> tuple[list[float | None], list[int]]:
+def score(model: Transformer, prompt: List[int]) -> tuple[list[float | None], list[int]]:
     """How well the model expects a text: the natural log-probability of each token given those before it (the first has
     none), and the arg-max prediction of the token behind each one."""
     check_prompts(model.config, [prompt], 0)

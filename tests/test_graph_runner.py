@@ -9,15 +9,18 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import msgspec
 import pytest
 import torch
 
 import checkpoint
 import engine.core
+import engine.offline
 from engine.core import Engine, EngineLimits
 from engine.graph_runner import LARGEST_GRAPH, Graph, GraphRunner, Output, decode_buckets, prefill_buckets
 from engine.paged_cache import PagedCache
 from engine.protocol import Submit
+from engine.sampler import SamplingParams
 from engine.step_inputs import Capacity
 from model import Transformer
 from tests.ranks import Ranks
@@ -71,7 +74,8 @@ def build(model: Transformer, cache: PagedCache, text_ids: int, capacity: Capaci
 def without_cuda() -> Iterator[None]:
     """Stand-ins for what of CUDA the runner's own code names."""
     fakes = {"Event": Happened, "Stream": lambda device: nullcontext(), "graph_pool_handle": lambda: (0, 0)}
-    with patch.multiple(torch.cuda, **fakes), patch.object(engine.core, "build_runner", build):
+    runners = patch.object(engine.core, "build_runner", build), patch.object(engine.offline, "GraphRunner", CalledAgain)
+    with patch.multiple(torch.cuda, **fakes), runners[0], runners[1]:
         yield
 
 
@@ -117,11 +121,15 @@ def test_plain_requests_are_looked_ahead_of(seed: int) -> None:
         return launch(chunks, after)
 
     made.runner.launch = counted  # type: ignore[method-assign]
-    answers = serve(made, submits, 3)
+    aborts = {4: "r0", 6: "r3"}
+    answers = serve(made, submits, 3, aborts)
     for submit in submits:
         tokens = offline(model, submit.prompt_ids, submit.params)
         end = next((i + 1 for i, t in enumerate(tokens) if t in submit.params.stop_token_ids), len(tokens))
-        assert_same(model, submit, answers[submit.request_id].tokens, tokens[:end])
+        answer = answers[submit.request_id]
+        if submit.request_id in aborts.values() and answer.finish_reason is None:
+            end = len(answer.tokens)
+        assert_same(model, submit, answer.tokens, tokens[:end])
     assert 0 < sum(launched) < len(launched), seed
 
 
@@ -138,6 +146,25 @@ def test_log_probabilities(seed: int) -> None:
             assert_logprobs(entry, logits[i], submit.prompt_ids[i + 1], 2)
         for i, entry in enumerate(answer.logprobs):
             assert_logprobs(entry, logits[len(submit.prompt_ids) - 1 + i], answer.tokens[i], 3)
+
+
+@pytest.mark.parametrize("prefill_tokens", [1, 20, 1000])
+@pytest.mark.parametrize("filtered", [False, True])
+def test_a_batch_without_a_server(prefill_tokens: int, filtered: bool, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What generate.py runs on a GPU gives what it gives on a CPU; with filters no step is ahead of the tokens."""
+    model = random_model(config_of(random.choice(PLAIN)))
+    monkeypatch.setattr(engine.offline, "PREFILL_TOKENS", prefill_tokens)
+    for batch, length, new_tokens in ((1, 9, 12), (3, 9, 12), (3, 16, 1)):
+        submits = [
+            Submit(str(i), random.choices(range(101), k=length), random_params(max_tokens=new_tokens)) for i in range(batch)
+        ]
+        params = [SamplingParams(s.params.temperature, 5 if filtered else 0, 1.0, 0.0, s.params.seed) for s in submits]
+        steps = list(engine.offline._paged(model, [s.prompt_ids for s in submits], params, new_tokens))
+        assert len(steps) == new_tokens
+        for i, (submit, one) in enumerate(zip(submits, params, strict=True)):
+            alone = msgspec.structs.replace(submit.params, top_k=one.top_k, top_p=1.0, min_p=0.0)
+            known = msgspec.structs.replace(submit, params=alone)
+            assert_same(model, known, [tokens[i] for tokens in steps], offline(model, submit.prompt_ids, alone))
 
 
 @pytest.mark.parametrize("most", [1, 2, 7, 16, 64, 100, 256, 2048, 5000])
