@@ -15,23 +15,20 @@ from checkpoint import load_model, model_config
 from config import PRESETS, with_variant
 from engine.core import Engine, EngineLimits
 from engine.offline import Timing, generate
-from engine.protocol import Submit
 from engine.sampler import SamplingParams
 from engine.scheduler import Chunk
 from model import Transformer
 from tests.gpu_rank import EMBEDDED, NEW_TOKENS, PROMPT
 from tests.test_engine import (
     PLAIN,
-    assert_logprobs,
     assert_same,
     config_of,
     offline,
-    plain_logits,
     random_model,
-    random_params,
     random_submits,
     serve,
 )
+from tests.test_graph_runner import assert_all_logprobs, submits_with_logprobs
 from tokenizer import load_tokenizer
 from tp import World
 
@@ -69,18 +66,8 @@ def test_requests_of_every_kind_get_what_the_cpu_gives(name: str, seed: int) -> 
 
 
 def test_log_probabilities(seed: int) -> None:
-    model = random_model(config_of("hybrid:2"))
-    submits = [Submit(str(i), list(range(i + 2, 3 * i + 5)), random_params(logprobs=3, prompt_logprobs=2)) for i in range(4)]
-    answers = serve(Engine(on_gpu(model), None, EngineLimits(), ALONE), submits)
-    for submit in submits:
-        answer = answers[submit.request_id]
-        logits = plain_logits(model, submit.prompt_ids + answer.tokens)
-        assert answer.prompt_logprobs is not None
-        for i, entry in enumerate(answer.prompt_logprobs[1:]):
-            assert entry is not None
-            assert_logprobs(entry, logits[i], submit.prompt_ids[i + 1], 2)
-        for i, entry in enumerate(answer.logprobs):
-            assert_logprobs(entry, logits[len(submit.prompt_ids) - 1 + i], answer.tokens[i], 3)
+    model, submits = random_model(config_of("hybrid:2")), submits_with_logprobs()
+    assert_all_logprobs(model, submits, serve(Engine(on_gpu(model), None, EngineLimits(), ALONE), submits))
 
 
 @pytest.mark.parametrize("batch", [1, 5])

@@ -133,10 +133,8 @@ def test_plain_requests_are_looked_ahead_of(seed: int) -> None:
     assert 0 < sum(launched) < len(launched), seed
 
 
-def test_log_probabilities(seed: int) -> None:
-    model = random_model(config_of("standard"))
-    submits = [Submit(str(i), list(range(i + 2, 3 * i + 5)), random_params(logprobs=3, prompt_logprobs=2)) for i in range(4)]
-    answers = serve(engine_of(model, max_batch_tokens=9), submits)
+def assert_all_logprobs(model: Transformer, submits: list[Submit], answers: dict[str, Answer]) -> None:
+    """Of requests with logprobs=3 and prompt_logprobs=2, against the plain model."""
     for submit in submits:
         answer = answers[submit.request_id]
         logits = plain_logits(model, submit.prompt_ids + answer.tokens)
@@ -146,6 +144,15 @@ def test_log_probabilities(seed: int) -> None:
             assert_logprobs(entry, logits[i], submit.prompt_ids[i + 1], 2)
         for i, entry in enumerate(answer.logprobs):
             assert_logprobs(entry, logits[len(submit.prompt_ids) - 1 + i], answer.tokens[i], 3)
+
+
+def submits_with_logprobs() -> list[Submit]:
+    return [Submit(str(i), list(range(i + 2, 3 * i + 5)), random_params(logprobs=3, prompt_logprobs=2)) for i in range(4)]
+
+
+def test_log_probabilities(seed: int) -> None:
+    model, submits = random_model(config_of("standard")), submits_with_logprobs()
+    assert_all_logprobs(model, submits, serve(engine_of(model, max_batch_tokens=9), submits))
 
 
 @pytest.mark.parametrize("prefill_tokens", [1, 20, 1000])
