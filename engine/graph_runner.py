@@ -70,6 +70,7 @@ class GraphRunner(Runner):
         pinned = self.device.type == "cuda"
         self._pinned = [torch.zeros(capacity.sequences, dtype=torch.int64, pin_memory=pinned) for _ in range(PINNED)]
         self._turn = 0
+        self._decode_sizes, self._prefill_sizes = decode_buckets(capacity.sequences), prefill_buckets(capacity.tokens)
         self._decode_graphs: dict[int, Graph] = {}
         self._prefill_graphs: dict[int, Graph] = {}
         self._pool, self._capturing = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.device)
@@ -105,9 +106,9 @@ class GraphRunner(Runner):
     @torch.inference_mode()
     def capture(self, quiet: bool = True) -> None:
         """Capture all graphs, the largest first: the smaller ones then share its memory. Collective."""
-        for rows in tqdm(decode_buckets(self.capacity.sequences)[::-1], desc="decode graphs", disable=quiet):
+        for rows in tqdm(self._decode_sizes[::-1], desc="decode graphs", disable=quiet):
             self._decode_graph(rows)
-        for rows in tqdm(prefill_buckets(self.capacity.tokens)[::-1], desc="prefill graphs", disable=quiet):
+        for rows in tqdm(self._prefill_sizes[::-1], desc="prefill graphs", disable=quiet):
             self._prefill_graph(rows)
 
     def _decode_graph(self, rows: int) -> Graph:
@@ -156,7 +157,7 @@ class GraphRunner(Runner):
         return flight
 
     def _launch_decode(self, chunks: List[Chunk], after: Flight | None) -> Output:
-        rows = next(n for n in decode_buckets(self.capacity.sequences) if n >= len(chunks))
+        rows = next(n for n in self._decode_sizes if n >= len(chunks))
         graph = self._decode_graph(rows)
         if after is None or not self.decode.continues(chunks):
             self.decode.write(chunks)
@@ -170,7 +171,7 @@ class GraphRunner(Runner):
     def _launch_spans(self, chunks: List[Chunk]) -> Output:
         self.decode.forget()
         tokens = sum(c.count for c in chunks)
-        rows = next((n for n in prefill_buckets(self.capacity.tokens) if n >= tokens), None)
+        rows = next((n for n in self._prefill_sizes if n >= tokens), None)
         if rows is None:
             self.spans.write(chunks, tokens, self.cache.block_size)
             return self._span_step(tokens, len(chunks), max(c.count for c in chunks))

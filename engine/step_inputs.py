@@ -91,8 +91,8 @@ class DecodeInputs:
         self._rows: list[object] = []  # the sequences whose rows are on the device, up to date
 
     def write(self, chunks: List[Chunk]) -> None:
-        """Rows for `chunks`, whose tokens the host knows or `feed` brings."""
-        integers, n = self._integers.host, len(chunks)
+        """Rows for `chunks`; a token that the host does not know yet is the caller's to put into `tokens`."""
+        integers = self._integers.host
         integers[1] = -1
         for i, chunk in enumerate(chunks):
             tokens, params = chunk.sequence.tokens, chunk.sequence.params
@@ -100,7 +100,7 @@ class DecodeInputs:
             self._temperature.host[i] = params.temperature
         self._integers.send()
         self._temperature.send()
-        self._rows = [c.sequence for c in chunks[:n]]
+        self._rows = [c.sequence for c in chunks]
 
     def continues(self, chunks: List[Chunk]) -> bool:
         """Whether the last step has left the device with what `chunks` need."""
