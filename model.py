@@ -18,6 +18,7 @@ and the rule x_{i-2} holds at the seam of a hybrid.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, TypedDict
 
 import torch
@@ -25,12 +26,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attention import AttentionContext
-from comm import Communicator, Done, Handle, NoCommunication
+from comm import Communicator, Done, Handle, NoCommunication, Product, Scattered
 from config import ModelConfig, RopeScaling
 from kernels.activation import swiglu
 from kernels.embedding import embedding_shard
+from kernels.linear import linear
 from kernels.norm import rms_norm
-from tp import Shard, ShardedLinear, stream_shards
+from tp import Project, Shard, ShardedLinear, stream_shards
 
 
 class Factory(TypedDict):
@@ -109,27 +111,36 @@ class Heads(nn.Module):
 class Attention(nn.Module):
     """h(x) = O · attend(QKV · n(x)) of n(x), this shard's partial sum: (B, T, C) to (B, T, C)."""
 
-    def __init__(self, config: ModelConfig, layer: int, slot: int, shard: Shard, norm: RMSNorm, factory: Factory) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        slot: int,
+        shard: Shard,
+        norm: RMSNorm,
+        factory: Factory,
+        project: Project = linear,
+    ) -> None:
         super().__init__()
         self.norm = norm
         self.wqkv = ShardedLinear(config, shard, ("q_proj", "k_proj", "v_proj"), bias=config.qkv_bias, **factory)
         self.heads = Heads(config, layer, slot, shard, factory)
-        self.wo = ShardedLinear(config, shard, ("o_proj",), **factory)
+        self.wo = ShardedLinear(config, shard, ("o_proj",), project=project, **factory)
 
-    def forward(self, normed: Tensor, frequencies: Tensor, context: AttentionContext) -> Tensor:
+    def forward(self, normed: Tensor | Scattered, frequencies: Tensor, context: AttentionContext) -> Tensor | Product:
         return self.wo(self.heads(self.wqkv(normed), frequencies, context))
 
 
 class MLP(nn.Module):
     """h(x) = down · (silu(gate · n(x)) * (up · n(x))) of n(x), this shard's partial sum: (B, T, C) to (B, T, C)."""
 
-    def __init__(self, config: ModelConfig, shard: Shard, norm: RMSNorm, factory: Factory) -> None:
+    def __init__(self, config: ModelConfig, shard: Shard, norm: RMSNorm, factory: Factory, project: Project = linear) -> None:
         super().__init__()
         self.norm = norm
         self.w_gate_up = ShardedLinear(config, shard, ("gate_proj", "up_proj"), **factory)
-        self.w_down = ShardedLinear(config, shard, ("down_proj",), **factory)
+        self.w_down = ShardedLinear(config, shard, ("down_proj",), project=project, **factory)
 
-    def forward(self, normed: Tensor) -> Tensor:
+    def forward(self, normed: Tensor | Scattered) -> Tensor | Product:
         return self.w_down(self.w_gate_up.with_swiglu(normed))
 
 
@@ -142,11 +153,11 @@ Pending = tuple[Handle, ...]  # sums in flight, oldest first
 def settle(x: Tensor, pending: Pending) -> Tensor:
     """The residual stream once the sums in flight have arrived."""
     for total in pending:
-        x = x + total.wait()
+        x = total.settle(x)
     return x
 
 
-def read(x: Tensor, pending: Pending, norm: RMSNorm, lag: int) -> tuple[Tensor, Tensor, Pending]:
+def read(x: Tensor, pending: Pending, norm: RMSNorm, lag: int) -> tuple[Tensor, Tensor | Scattered, Pending]:
     """What a module takes from the stream once all but the newest `lag` sums have arrived: (x, norm(x), still in flight)."""
     arrived = max(0, len(pending) - lag)
     if not arrived:
@@ -162,10 +173,11 @@ class StandardBlock(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int, shards: list[Shard], comm: Communicator, factory: Factory) -> None:
         super().__init__()
-        self.start = comm.start if self.lag else comm.defer
+        self.start: Callable[[Any], Handle] = comm.start if self.lag else comm.defer
+        project: Project = linear if self.lag else comm.project  # a sum beside computation is of what is there
         norms = [RMSNorm(config.hidden_size, config.norm_eps, factory) for _ in range(2)]
-        self.attention = Attention(config, layer, layer, shards[0], norms[0], factory)
-        self.mlp = MLP(config, shards[0], norms[1], factory)
+        self.attention = Attention(config, layer, layer, shards[0], norms[0], factory, project)
+        self.mlp = MLP(config, shards[0], norms[1], factory, project)
 
     def forward(self, x: Tensor, pending: Pending, frequencies: Tensor, context: AttentionContext) -> tuple[Tensor, Pending]:
         x, normed, pending = read(x, pending, self.attention.norm, self.lag)
@@ -237,7 +249,7 @@ class DesyncBlock(nn.Module):
         return self.advance(x, [h(y) for h, y in zip(self.mlp, normed, strict=True)], self.reduces.mlp)
 
     @staticmethod
-    def read(x: list[Tensor], pending: Pending, norm: RMSNorm) -> tuple[list[Tensor], list[Tensor]]:
+    def read(x: list[Tensor], pending: Pending, norm: RMSNorm) -> tuple[list[Tensor], list[Tensor | Scattered]]:
         if not pending:  # the streams are one
             return x, [norm(x[0])] * len(x)
         both = [update.add_norm(x_r, norm.weight, norm.eps) for x_r, update in zip(x, pending, strict=True)]

@@ -5,7 +5,7 @@ shard from disk. Nothing is rewritten in place.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from comm import Communicator, Local, choose
+from comm import Communicator, Local, Product, Scattered, choose
 from config import ModelConfig
 from errors import UserError
 from kernels.activation import swiglu
@@ -91,11 +91,14 @@ def stream_shards(config: ModelConfig, rank: int, world_size: int) -> list[Shard
     return [Shard(rank * per_rank + i, count) for i in range(per_rank)]
 
 
+Project = Callable[[Tensor, Tensor, Tensor | None], Tensor | Product]  # linear, or a `Communicator.project`
+
+
 class ShardedLinear(nn.Module):
     """This shard's part of one linear layer, or of several with the same input fused into one weight.
 
     `weight` (sum of the parts' local out_features, local in_features). A row-split layer returns this shard's features; a
-    column-split one returns a partial sum over shards.
+    column-split one returns a partial sum over shards, as `project` makes it.
     """
 
     def __init__(
@@ -104,11 +107,12 @@ class ShardedLinear(nn.Module):
         shard: Shard,
         parts: tuple[str, ...],
         bias: bool = False,
+        project: Project = linear,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.parts, self.shard = parts, shard
+        self.parts, self.shard, self.project = parts, shard, project
         self.sizes = [len(shard.range(config, SPLITS[p].axis)) for p in parts]
         if SPLITS[parts[0]].dim == 0:
             shape = (sum(self.sizes), config.hidden_size)
@@ -117,12 +121,16 @@ class ShardedLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.zeros(shape[0], device=device, dtype=dtype)) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
+    def forward(self, x: Tensor | Scattered) -> Tensor | Product:
+        if isinstance(x, Scattered):
+            return x.linear(self.weight, self.bias)
+        return self.project(x, self.weight, self.bias)
 
-    def with_swiglu(self, x: Tensor) -> Tensor:
+    def with_swiglu(self, x: Tensor | Scattered) -> Tensor:
         """silu(gate) * up of a fused layer that returns (gate, up): (..., in_features) to (..., out_features / 2)."""
-        return linear_swiglu(x, self.weight, self.bias) if on_gpu(x) else swiglu(self(x))
+        if isinstance(x, Tensor) and on_gpu(x):
+            return linear_swiglu(x, self.weight, self.bias)
+        return swiglu(self(x))
 
     def pieces(self) -> Iterator[tuple[str, Tensor]]:
         """The fused parts under their checkpoint names, `q_proj.weight`, `q_proj.bias`, …, as views of this layer's tensors."""

@@ -4,7 +4,7 @@
 """
 
 from comm.choice import KNOWN, Choice, choose
-from comm.interface import Communicator, Done, Handle, Local, NoCommunication
+from comm.interface import Communicator, Done, Handle, Local, NoCommunication, Product, Scattered
 from comm.process_group import GlooCommunicator, NcclCommunicator
 from comm.quantize import Scheme, parse_scheme
 from comm.quantized import QuantizedGlooCommunicator, QuantizedNcclCommunicator
@@ -21,8 +21,10 @@ __all__ = [
     "Local",
     "NcclCommunicator",
     "NoCommunication",
+    "Product",
     "QuantizedGlooCommunicator",
     "QuantizedNcclCommunicator",
+    "Scattered",
     "Scheme",
     "SimulatedLink",
     "choose",

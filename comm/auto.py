@@ -10,7 +10,7 @@ import torch.distributed as dist
 import triton
 from torch import Tensor
 
-from comm.interface import Communicator, Handle
+from comm.interface import Communicator, Handle, Product, computed
 from comm.process_group import GlooCommunicator, NcclCommunicator
 from comm.symmetric import CAPACITY, KINDS, SymmetricCommunicator
 from comm.table import SIZES, Table, Times, agreed, graph_microseconds
@@ -44,7 +44,8 @@ class AutoCommunicator(Communicator):
     def start(self, partial: Tensor) -> Handle:
         return self.way(partial).start(partial)
 
-    def defer(self, partial: Tensor) -> Handle:
+    def defer(self, partial: Tensor | Product) -> Handle:
+        partial = computed(partial)
         return self.way(partial).defer(partial)
 
     def all_gather(self, shard: Tensor) -> Tensor:

@@ -1,25 +1,52 @@
 """The communicator's interface, and the two that send nothing."""
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.dispatch import rejoin
+from kernels.linear import linear
 from kernels.norm import add_rms_norm
 
 
+class Scattered(ABC):
+    """A normed stream of which every rank has some rows only, for the column-parallel layer that reads all of them."""
+
+    @abstractmethod
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """linear(all rows, weight, bias): (B, T, C) of all ranks together and (N, C) to (B, T, N)."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """A partial sum that is not computed yet: x (B, T, K) times the transpose of weight (C, K)."""
+
+    x: Tensor
+    weight: Tensor
+
+
+def computed(partial: Tensor | Product) -> Tensor:
+    """The partial sum itself."""
+    return linear(partial.x, partial.weight) if isinstance(partial, Product) else partial
+
+
 class Handle(ABC):
-    """A sum in flight. Ask for it once, by `wait` or by `add_norm`."""
+    """A sum in flight. Ask for it once, by `wait`, `settle` or `add_norm`."""
 
     @abstractmethod
     def wait(self) -> Tensor:
         """The sum over all ranks, same shape and dtype as the partial."""
 
-    def add_norm(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def settle(self, x: Tensor) -> Tensor:
+        """x + sum, whole on every rank. x: whole, or the rows that an `add_norm` of the same communicator returned."""
+        return x + self.wait()
+
+    def add_norm(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor | Scattered]:
         """What nearly always follows: (x + sum, rms_norm(x + sum) * weight), which some communicators compute in the kernel
-        that sums."""
+        that sums. A communicator that makes sums of Products may return this rank's rows of both."""
         return add_rms_norm(x, self.wait(), weight, eps)
 
 
@@ -55,9 +82,14 @@ class Communicator(ABC):
     def start(self, partial: Tensor) -> Handle:
         """Begin to sum `partial` (any shape, floating point) over all ranks. The communicator may overwrite `partial`."""
 
-    def defer(self, partial: Tensor) -> Handle:
+    def defer(self, partial: Tensor | Product) -> Handle:
         """The same for a caller that computes nothing before it asks for the sum: it may begin only then."""
-        return self.start(partial)
+        return self.start(computed(partial))
+
+    def project(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | Product:
+        """linear(x, weight, bias), a partial sum that goes to `defer`; or a promise of it, from a communicator that computes
+        and sums in one."""
+        return linear(x, weight, bias)
 
     @abstractmethod
     def all_gather(self, shard: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from comm.interface import Beside, Done, Handle
+from comm.interface import Beside, Done, Handle, Product, computed
 from comm.process_group import GlooCommunicator, NcclCommunicator, _ProcessGroupCommunicator
 from comm.workspace import Workspace, open_workspace
 from kernels import all_reduce
@@ -133,8 +133,8 @@ class SymmetricCommunicator(_ProcessGroupCommunicator):
             total = self.beside.sum(partial)
             return _OtherStream(self.stream.record_event(), partial, total)
 
-    def defer(self, partial: Tensor) -> Handle:
-        partial = partial.contiguous()
+    def defer(self, partial: Tensor | Product) -> Handle:
+        partial = computed(partial).contiguous()
         if not partial.numel():
             return Done(partial)
         return _Deferred(self.here, partial) if self.here.fits(partial) else self.long.defer(partial)

@@ -10,8 +10,9 @@ Each (ranks, environment) is one torchrun, which runs its configurations in turn
 one another; a crash or an OOM becomes a row with its error. Every run is `engine.offline.generate`, as in generate.py. What no
 flag names depends on the device: a GPU takes Llama-3 8B with 1024 + 512 tokens, a CPU the preset `tiny` with 64 + 32.
 
---interconnects: `default`; `no-p2p` (NCCL_P2P_DISABLE=1, the paper's "No NVLink"); NAME=VALUE[;NAME=VALUE] for the ranks'
-environment; or, on a CPU, a simulated link LATENCY,BANDWIDTH.
+--interconnects: `default`; `no-p2p` (NCCL_P2P_DISABLE=1, the paper's "No NVLink"); `two-hosts` (scripts/two_hosts.py: half of
+the GPUs each, sockets between them); NAME=VALUE[;NAME=VALUE] for the ranks' environment; or, on a CPU, a simulated link
+LATENCY,BANDWIDTH.
 """
 
 import argparse
@@ -23,6 +24,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import astuple, dataclass
 from itertools import groupby, product
 from pathlib import Path
 from typing import Any
@@ -99,7 +101,9 @@ def settings_of(args: argparse.Namespace) -> list[Setting]:
     if min(*axes["tp"], *axes["batch_sizes"], *axes["prompt_lengths"], *axes["new_tokens"], args.runs) < 1:
         raise UserError("--tp, --batch-sizes, --prompt-lengths, --new-tokens and --runs must be at least 1")
     for comm, link in product(axes["comms"], axes["interconnects"]):
-        choose(device, comm, interconnect(link)[1])
+        choose(device, comm, interconnect(link).link)
+    if any(interconnect(link).hosts > 1 for link in axes["interconnects"]) and any(tp % 2 for tp in axes["tp"]):
+        raise UserError("--interconnects two-hosts needs an even number of ranks; leave the odd ones out of --tp")
     order = ("tp", "interconnects", "models", "comms", "prompt_lengths", "new_tokens", "batch_sizes", "variants")
     return [
         Setting(model, variant, tp, batch, prompt, new, comm, link, device, dtype, args.compile, args.seed, args.runs, args.profile)
@@ -107,14 +111,31 @@ def settings_of(args: argparse.Namespace) -> list[Setting]:
     ]  # fmt: skip
 
 
-def launches(settings: Iterable[Setting]) -> Iterator[tuple[int, dict[str, str], list[Setting]]]:
-    """(ranks, environment, settings) of each torchrun: all that share both."""
+@dataclass(frozen=True)
+class Start:
+    """How ranks are started: what all settings of one launch have in common."""
 
-    def place(s: Setting) -> tuple[int, list[tuple[str, str]]]:
-        return s.tp, sorted(interconnect(s.interconnect)[0].items())
+    ranks: int
+    hosts: int
+    environment: tuple[tuple[str, str], ...]
 
-    for (tp, environment), found in groupby(sorted(settings, key=place), key=place):
-        yield tp, dict(environment), list(found)
+    @property
+    def command(self) -> list[str]:
+        """What a script and its arguments follow."""
+        if self.hosts > 1:
+            return [sys.executable, str(ROOT / "scripts" / "two_hosts.py"), "--ranks", str(self.ranks)]
+        return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(self.ranks)]
+
+
+def launches(settings: Iterable[Setting]) -> Iterator[tuple[Start, list[Setting]]]:
+    """The launches, and the settings that each one measures."""
+
+    def start(s: Setting) -> Start:
+        between = interconnect(s.interconnect)
+        return Start(s.tp, between.hosts, tuple(sorted(between.environment.items())))
+
+    for found, same in groupby(sorted(settings, key=lambda s: astuple(start(s))), key=start):
+        yield found, list(same)
 
 
 # --- running it ----------------------------------------------------------------------------------------------------------
@@ -202,10 +223,8 @@ def cause(said: str) -> str:
     return (telling or lines or ["no message"])[-1][:500]
 
 
-def one_launch(
-    file: File, tp: int, environment: dict[str, str], todo: list[Setting], timeout: float, bar: Any
-) -> tuple[Setting | None, str | None]:
-    """Start `tp` ranks on the settings and take each result out of `todo` into the file. Returns the setting that was begun last,
+def one_launch(file: File, start: Start, todo: list[Setting], timeout: float, bar: Any) -> tuple[Setting | None, str | None]:
+    """Start the ranks on the settings and take each result out of `todo` into the file. Returns the setting that was begun last,
     and the error with which the ranks ended."""
     current: Setting | None = None
 
@@ -224,19 +243,19 @@ def one_launch(
     with tempfile.TemporaryDirectory() as folder:
         job = Path(folder) / "settings.json"
         job.write_text(json.dumps([json.loads(s.key) for s in todo]))
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(tp)]
-        error = launch([*command, str(ROOT / "scripts" / "sweep_worker.py"), str(job)], environment, timeout, heard)
+        command = [*start.command, str(ROOT / "scripts" / "sweep_worker.py"), str(job)]
+        error = launch(command, dict(start.environment), timeout, heard)
     if error is None and todo:
         error = "the ranks ended without a result"
     return current, error
 
 
-def run_all(file: File, tp: int, environment: dict[str, str], todo: list[Setting], timeout: float, bar: Any) -> None:
+def run_all(file: File, start: Start, todo: list[Setting], timeout: float, bar: Any) -> None:
     """Launch ranks until each setting has a row. Where they crash, the setting that they were at takes the blame, and the others
     start again; before the first one it is nobody's fault, and all of them fail."""
     while todo:
         before = len(todo)
-        current, error = one_launch(file, tp, environment, todo, timeout, bar)
+        current, error = one_launch(file, start, todo, timeout, bar)
         if error is None:
             return
         blamed = [current] if current is not None and current in todo else []
@@ -333,8 +352,8 @@ def main() -> None:
     if len(todo) < len(settings):
         note(f"{len(settings) - len(todo)} of {len(settings)} configurations are in {args.out} already")
     with tqdm(total=len(todo), unit="configuration") as bar:
-        for tp, environment, found in launches(todo):
-            run_all(file, tp, environment, found, args.timeout, bar)
+        for start, found in launches(todo):
+            run_all(file, start, found, args.timeout, bar)
     rows = [row for row in read_rows(args.out) if row.setting in set(settings)] if args.out.exists() else []
     print(table(rows))
     if args.grid == "latency" and (single := latency_table(rows)):

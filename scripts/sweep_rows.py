@@ -50,25 +50,38 @@ class Setting:
         return replace(self, variant=variant)
 
 
-def interconnect(text: str) -> tuple[dict[str, str], str | None]:
-    """What `--interconnects TEXT` stands for: variables of the ranks' environment, and a link to simulate.
+@dataclass(frozen=True)
+class Interconnect:
+    """What lies between the ranks. environment: variables for them; link: to simulate, as `--simulate-link` takes it."""
 
-    `default`: nothing; `no-p2p`: GPUs exchange through host memory, the paper's "No NVLink"; `NAME=VALUE[;NAME=VALUE]`: these
-    variables; `LATENCY,BANDWIDTH`: a simulated link, on CPU. Raises UserError.
+    environment: dict[str, str] = field(default_factory=dict)
+    link: str | None = None
+    hosts: int = 1
+
+
+def interconnect(text: str) -> Interconnect:
+    """What `--interconnects TEXT` stands for.
+
+    `default`: nothing; `no-p2p`: GPUs exchange through host memory, the paper's "No NVLink"; `two-hosts`: as two_hosts.py starts
+    them; `NAME=VALUE[;NAME=VALUE]`: these variables; `LATENCY,BANDWIDTH`: a simulated link, on CPU. Raises UserError.
     """
     if text == "default":
-        return {}, None
+        return Interconnect()
     if text == "no-p2p":
-        return {"NCCL_P2P_DISABLE": "1"}, None
+        return Interconnect({"NCCL_P2P_DISABLE": "1"})
+    if text == "two-hosts":
+        return Interconnect(hosts=2)
     if "=" in text:
         pairs = [part.partition("=") for part in text.split(";")]
         if not all(name.isidentifier() and sign for name, sign, _ in pairs):
             raise UserError(f"interconnect {text!r}: write variables as NAME=VALUE, with ; between them")
-        return {name: value for name, _, value in pairs}, None
+        return Interconnect({name: value for name, _, value in pairs})
     if "," not in text:
-        raise UserError(f"unknown interconnect {text!r}; give default, no-p2p, NAME=VALUE or a link such as 10ms,100MB/s")
+        raise UserError(
+            f"unknown interconnect {text!r}; give default, no-p2p, two-hosts, NAME=VALUE or a link such as 10ms,100MB/s"
+        )
     parse_link(text)
-    return {}, text
+    return Interconnect(link=text)
 
 
 @dataclass(frozen=True)

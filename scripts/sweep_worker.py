@@ -101,7 +101,7 @@ class Models:
         return self.loaded[self.key(s)]
 
     def _communicator(self, s: Setting) -> Communicator:
-        link = interconnect(s.interconnect)[1]
+        link = interconnect(s.interconnect).link
         choose(s.device, s.comm, link)  # refuses a link on a GPU
         if self.world.world_size == 1:
             return self.world.comm

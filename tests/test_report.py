@@ -16,7 +16,7 @@ import pytest
 from errors import UserError
 from scripts import loadgen, paper_tables, plots, report, sweep, trace
 from scripts.results import ROOT
-from scripts.sweep_rows import Row, Setting, baseline, finished, interconnect, ratio, read_rows, row_line
+from scripts.sweep_rows import Interconnect, Row, Setting, baseline, finished, interconnect, ratio, read_rows, row_line
 
 MACHINE = {"cpu": "a CPU", "cores": 2, "gpus": "8 x a GPU", "torch": "2.13", "python": "3.12"}
 PARTS = ("compute", "hidden", "exposed", "idle")
@@ -195,10 +195,11 @@ def test_a_ratio_needs_the_same_configuration() -> None:
 
 
 def test_interconnects() -> None:
-    assert interconnect("default") == ({}, None)
-    assert interconnect("no-p2p") == ({"NCCL_P2P_DISABLE": "1"}, None)
-    assert interconnect("NCCL_ALGO=Ring;NCCL_PROTO=LL") == ({"NCCL_ALGO": "Ring", "NCCL_PROTO": "LL"}, None)
-    assert interconnect("10us,100GB/s") == ({}, "10us,100GB/s")
+    assert interconnect("default") == Interconnect()
+    assert interconnect("no-p2p") == Interconnect({"NCCL_P2P_DISABLE": "1"})
+    assert interconnect("two-hosts") == Interconnect(hosts=2)
+    assert interconnect("NCCL_ALGO=Ring;NCCL_PROTO=LL") == Interconnect({"NCCL_ALGO": "Ring", "NCCL_PROTO": "LL"})
+    assert interconnect("10us,100GB/s") == Interconnect(link="10us,100GB/s")
     for bad in ("fast", "=1", "10us,fast", "A B=1"):
         with pytest.raises(UserError):
             interconnect(bad)

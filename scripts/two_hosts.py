@@ -1,0 +1,97 @@
+"""Run a command's ranks as if they sat on two hosts: two torchruns, each with half of this machine's GPUs.
+
+    python scripts/two_hosts.py --ranks 8 generate.py --model llama-3-70b:16 --variant ladder --comm nccl --prompt "Once"
+    python scripts/two_hosts.py --ranks 4 generate.py --model models/tiny-ladder --device cpu --prompt "Once upon a time"
+
+NCCL is told that the halves are different hosts (NCCL_HOSTID), so between them it uses neither NVLink nor shared memory but
+sockets over loopback, or InfiniBand where there is any; within a half nothing changes. What follows the options is started as
+`torchrun --nnodes 2` starts it on real hosts. When one half ends with an error the other is ended too.
+"""
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from cli import Parser, run
+from errors import UserError
+from scripts.results import ROOT
+from scripts.soak import free_port
+
+HOSTS = 2
+GRACE = 35.0  # seconds to end; torchrun gives its ranks 30
+
+
+def torchrun(host: int, ranks: int, port: int) -> list[str]:
+    """The command line that starts `ranks` ranks on one of the hosts."""
+    nodes = ["--nnodes", str(HOSTS), "--node_rank", str(host), "--nproc_per_node", str(ranks)]
+    meeting = ["--master_addr", "127.0.0.1", "--master_port", str(port)]
+    return [sys.executable, "-m", "torch.distributed.run", *nodes, *meeting]
+
+
+def environment(host: int, ranks: int, gpus: int) -> dict[str, str]:
+    """What makes a process believe that it runs on this host: its own id, and its own part of the GPUs, if there are any."""
+    here = os.environ | {"NCCL_HOSTID": f"host-{host}"}
+    if not gpus:
+        return here
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
+    return here | {"CUDA_VISIBLE_DEVICES": ",".join(visible[host * ranks : (host + 1) * ranks])}
+
+
+def end(processes: list["subprocess.Popen[Any]"]) -> None:
+    for process in processes:
+        if process.poll() is None:
+            process.terminate()
+    deadline = time.monotonic() + GRACE
+    for process in processes:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def start(ranks: int, command: list[str]) -> int:
+    """Run both halves of `ranks` ranks to their end; the first exit code that is not 0. Raises UserError."""
+    gpus = torch.cuda.device_count()
+    if ranks < HOSTS or ranks % HOSTS:
+        raise UserError(f"--ranks {ranks} cannot be divided by {HOSTS} hosts; give an even number")
+    if gpus and ranks > gpus:
+        raise UserError(f"--ranks {ranks}, but this machine has {gpus} GPUs; give at most {gpus}")
+    half, port = ranks // HOSTS, free_port()
+    processes = [
+        subprocess.Popen([*torchrun(host, half, port), *command], cwd=ROOT, env=environment(host, half, gpus))
+        for host in range(HOSTS)
+    ]
+    try:
+        while all(process.poll() is None for process in processes):
+            time.sleep(0.1)
+        failed = [process.returncode for process in processes if process.returncode]
+        if not failed:
+            failed = [code for process in processes if (code := process.wait())]
+    finally:
+        end(processes)
+    return failed[0] if failed else 0
+
+
+def main() -> None:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=4, help="of both hosts together (default: 4)")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="script and its arguments, as torchrun takes them")
+    args = parser.parse_args()
+    if not args.command:
+        raise UserError("name a script to run, as in: scripts/two_hosts.py --ranks 4 generate.py --model models/tiny-ladder")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    sys.exit(start(args.ranks, args.command))
+
+
+if __name__ == "__main__":
+    run(main)

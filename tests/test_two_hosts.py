@@ -1,0 +1,55 @@
+"""Ranks of two torchruns, as two hosts start them."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.command_line import HYBRID
+
+ROOT = Path(__file__).resolve().parents[1]
+GENERATE = ["generate.py", "--device", "cpu", "--model", HYBRID, "--prompt", "Once upon a time", "--temperature", "0"]
+
+
+def two_hosts(*args: str, ranks: int = 2) -> "subprocess.Popen[str]":
+    command = [sys.executable, "scripts/two_hosts.py", "--ranks", str(ranks), *args]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_two_hosts_write_what_one_rank_writes() -> None:
+    together = two_hosts(*GENERATE, "--max-new-tokens", "12")
+    alone = subprocess.run(
+        [sys.executable, *GENERATE, "--max-new-tokens", "12"], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    out, err = together.communicate(timeout=120)
+    assert (together.returncode, alone.returncode) == (0, 0), err + alone.stderr
+    assert out == alone.stdout and len(out.split()) > 5
+
+
+def test_a_failure_on_the_hosts_ends_both_at_once() -> None:
+    start = time.monotonic()
+    process = two_hosts("generate.py", "--device", "cpu", "--model", "no-such-model", "--prompt", "x")
+    _, err = process.communicate(timeout=90)
+    assert process.returncode != 0 and "no-such-model" in err
+    assert time.monotonic() - start < 80
+
+
+def test_a_signal_ends_all_ranks() -> None:
+    process = two_hosts(*GENERATE, "--max-new-tokens", "400")
+    time.sleep(6)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    mine = f"--max-new-tokens\0{400}"
+    lines = [p.read_bytes().decode(errors="replace") for p in Path("/proc").glob("[0-9]*/cmdline") if p.exists()]
+    assert not [line for line in lines if mine in line]
+
+
+def test_bad_use_is_told() -> None:
+    for args, ranks, message in ((GENERATE, 3, "even number"), ([], 2, "name a script")):
+        process = two_hosts(*args, ranks=ranks)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode != 0 and message in err, err
