@@ -57,8 +57,9 @@ test: setup-dev ## all tests
 lint: setup-dev ## ruff, mypy, and that the README quotes the results as they are
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m mypy && $(PY) scripts/readme.py --check
 
-accuracy: setup ## perplexity and exact match of every embedded model at tp 1, 2 and 4, exact and quantized, into docs/results/accuracy.json and .md
+accuracy: setup ## perplexity and exact match of every embedded model at tp 1, 2 and 4, then with each quantized width, into docs/results
 	@$(PY) scripts/accuracy.py $(ARGS)
+	@$(PY) scripts/accuracy.py --comm gloo int8 int6 int4 fp8 --tp 2 $(ARGS)
 
 quantization: setup ## error of real partial sums, bytes and perplexity by width, group and scheme, into docs/results/quantization.json
 	@$(PY) scripts/quantization.py $(ARGS)

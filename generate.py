@@ -58,6 +58,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     what.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA if there is any")
     what.add_argument("--comm", metavar="NAME", help=f"how ranks sum: {KNOWN} (default: auto on CUDA, gloo on CPU)")
     what.add_argument(
+        "--comm-error-budget",
+        type=float,
+        default=0.0,
+        metavar="E",
+        help="relative error of a sum that --comm auto may make for speed, by quantizing it: 0.01 admits int8 (default: 0, exact)",
+    )
+    what.add_argument(
         "--simulate-link",
         metavar="LATENCY,BANDWIDTH",
         help="on CPU, let sums take as long as such a link would need: 10us,100GB/s",
@@ -349,7 +356,7 @@ def start() -> tuple[Job, World]:
     except UserError as e:
         error = e
     try:
-        world = init_world(args.device, args.comm, args.simulate_link) if args else init_world("cpu")
+        world = init_world(args.device, args.comm, args.simulate_link, args.comm_error_budget) if args else init_world("cpu")
     except UserError as e:  # a device or communicator that is not there: the ranks still meet, to say so once
         world, error = init_world("cpu"), error or e
     agree_on_error(world, error)

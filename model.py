@@ -186,6 +186,17 @@ class StandardBlock(nn.Module):
         return x, (*pending, self.start(self.mlp(normed)))
 
 
+class SeamBlock(StandardBlock):
+    """A standard block ahead of a ladder's, which takes the stream whole: here the rows of all ranks come together."""
+
+    def __init__(self, config: ModelConfig, layer: int, shards: list[Shard], comm: Communicator, factory: Factory) -> None:
+        super().__init__(config, layer, shards, comm, factory)
+        self.attention.wo.project = self.mlp.w_down.project = linear
+
+    def forward(self, x: Tensor, pending: Pending, frequencies: Tensor, context: AttentionContext) -> tuple[Tensor, Pending]:
+        return super().forward(settle(x, pending), (), frequencies, context)
+
+
 class LadderBlock(StandardBlock):
     """x_i = x_{i-1} + AR(h_i(x_{i-2})): while one module's sum is in flight, the next computes (Algorithm 1)."""
 
@@ -291,16 +302,16 @@ class Transformer(nn.Module):
         self.vocab = rank.range(config, "vocab")
         self.embedding = ShardedLinear(config, rank, ("embed_tokens",), **factory)
         self.layers = nn.ModuleList(
-            self.block_class(layer)(config, layer, self.shards, comm, factory) for layer in range(config.n_layers)
+            self.block_class(layer, comm)(config, layer, self.shards, comm, factory) for layer in range(config.n_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, factory)
         self.head = self.embedding if config.tie_embeddings else ShardedLinear(config, rank, ("lm_head",), **factory)
         self.frequencies: Tensor
         self.register_buffer("frequencies", rope_frequencies(config).to(device), persistent=False)
 
-    def block_class(self, layer: int) -> type[nn.Module]:
+    def block_class(self, layer: int, comm: Communicator) -> type[nn.Module]:
         if self.config.variant == "ladder" and layer not in self.config.ladder_layers:
-            return StandardBlock
+            return SeamBlock if comm.scatters_rows and layer + 1 in self.config.ladder_layers else StandardBlock
         return BLOCKS[self.config.variant]
 
     @property
@@ -317,6 +328,8 @@ class Transformer(nn.Module):
         """Compile what lies between the collectives and the attention kernel: Inductor would move a compiled collective's
         wait right behind it. All layers share the compiled code."""
         for module in self.modules():
+            if isinstance(module, ShardedLinear):
+                module.project = linear  # a sum that begins inside of a layer would lie inside of what is compiled
             if isinstance(module, MLP):
                 module.forward = torch.compile(module.forward)  # type: ignore[method-assign]
             elif isinstance(module, Heads):

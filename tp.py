@@ -157,18 +157,21 @@ class World:
     control: dist.ProcessGroup | None = None  # gloo: for what hosts tell each other; None on a single rank
 
 
-def init_world(device: str | None = None, comm: str | None = None, simulate_link: str | None = None) -> World:
+def init_world(
+    device: str | None = None, comm: str | None = None, simulate_link: str | None = None, error_budget: float = 0.0
+) -> World:
     """Join the ranks that torchrun started, or be the only one.
 
     device: `cpu` or `cuda`; None takes CUDA if there is any. comm: a name that `comm.choose` knows; None takes what fits the
-    device. simulate_link: a latency and a bandwidth, `10us,100GB/s`, that sums of CPU ranks shall take.
+    device. simulate_link: a latency and a bandwidth, `10us,100GB/s`, that sums of CPU ranks shall take. error_budget: the relative
+    error of a sum that `auto` may make for speed.
     Raises UserError for a device that is not there or a communicator that does not serve it.
     """
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind not in ("cpu", "cuda"):
         raise UserError(f"unknown device {kind!r}; known: cpu, cuda")
-    choice = choose(kind, comm, simulate_link)
+    choice = choose(kind, comm, simulate_link, error_budget)
     torch_device = torch.device(kind)
     if kind == "cuda":
         local_rank, gpus = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()

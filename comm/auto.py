@@ -1,4 +1,5 @@
-"""The communicator that measures how this machine sums fastest, and chooses by message size."""
+"""The communicator that measures how this machine sums fastest, and chooses by message size; fused with GEMMs where that is
+faster still (`comm/fused.py`)."""
 
 import hashlib
 import sys
@@ -10,8 +11,11 @@ import torch.distributed as dist
 import triton
 from torch import Tensor
 
-from comm.interface import Communicator, Handle, Product, computed
+from comm.fused import FusedCommunicator
+from comm.interface import Communicator, Handle, Product
 from comm.process_group import GlooCommunicator, NcclCommunicator
+from comm.quantize import WIDTHS, Scheme, parse_scheme, relative_error
+from comm.quantized_symmetric import quantized_symmetric
 from comm.symmetric import CAPACITY, KINDS, SymmetricCommunicator
 from comm.table import SIZES, Table, Times, agreed, graph_microseconds
 from errors import UserError
@@ -21,11 +25,13 @@ SERVED: dict[str, tuple[int, ...]] = {
     "nccl": SIZES,
     "one-shot": tuple(n for n in SIZES if n <= CAPACITY["one-shot"]),
     "two-shot": tuple(n for n in SIZES if n >= 8 << 10),
+    **{width: tuple(n for n in SIZES if n >= 64 << 10) for width in WIDTHS},
 }
 
 
 class AutoCommunicator(Communicator):
-    """Each sum by the way that the table says is fastest for its size, which all ranks read alike."""
+    """Each sum by the way that the table says is fastest for its size, which all ranks read alike. The table knows blocking sums
+    only; those beside computation are exact."""
 
     name = "auto"
 
@@ -33,20 +39,23 @@ class AutoCommunicator(Communicator):
         """ways: a communicator for each name in the table. table: the same on all ranks."""
         self.ways, self.table = ways, table
         self.rank, self.world_size = ways["nccl"].rank, ways["nccl"].world_size
-        self._chosen: dict[int, Communicator] = {}
+        self._chosen: dict[tuple[int, bool], Communicator] = {}
 
-    def way(self, partial: Tensor) -> Communicator:
-        size = partial.nbytes
-        if size not in self._chosen:
-            self._chosen[size] = self.ways[self.table.choose(size)]
-        return self._chosen[size]
+    def way(self, size: int, exact: bool = False) -> Communicator:
+        """For a message of `size` bytes."""
+        if (size, exact) not in self._chosen:
+            names = [name for name in self.ways if not (exact and name in WIDTHS)]
+            self._chosen[size, exact] = self.ways[self.table.choose(size, names)]
+        return self._chosen[size, exact]
 
     def start(self, partial: Tensor) -> Handle:
-        return self.way(partial).start(partial)
+        return self.way(partial.nbytes, exact=True).start(partial)
 
     def defer(self, partial: Tensor | Product) -> Handle:
-        partial = computed(partial)
-        return self.way(partial).defer(partial)
+        return self.way(partial.nbytes).defer(partial)
+
+    def project(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | Product:
+        return self.way(Product(x, weight).nbytes).project(x, weight, bias)
 
     def all_gather(self, shard: Tensor) -> Tensor:
         return self.ways["one-shot"].all_gather(shard)
@@ -56,20 +65,54 @@ class AutoCommunicator(Communicator):
             way.check()
 
 
-def auto(device: torch.device, group: dist.ProcessGroup | None = None, rebuild: bool = False) -> Communicator:
-    """What sums fastest on `device`: gloo on CPU; nccl between GPUs that do not reach each other; else an AutoCommunicator.
-    Collective. rebuild: measure anew even if there is a table."""
+def auto(
+    device: torch.device, error_budget: float = 0.0, group: dist.ProcessGroup | None = None, rebuild: bool = False
+) -> Communicator:
+    """What sums fastest on `device`: gloo on CPU; nccl between GPUs that do not reach each other; else the fastest by message
+    size, fused with GEMMs where that is faster still. Collective.
+
+    error_budget: the relative error (see `relative_error`) up to which quantized sums may be taken. rebuild: measure anew even if
+    there is a table."""
     if device.type == "cpu":
         return GlooCommunicator(group)
-    ways: dict[str, Communicator] = {"nccl": NcclCommunicator(group)}
     try:
-        ways |= {kind: SymmetricCommunicator(kind, device, group) for kind in KINDS}
+        by_size = by_message_size(device, error_budget, group, rebuild)
     except UserError as error:
         if dist.get_rank(group) == 0:
             print(f"{error}: auto takes nccl", file=sys.stderr, flush=True)
-        return ways["nccl"]
-    key = machine(device, dist.get_world_size(group), torch.bfloat16)
-    return AutoCommunicator(ways, agreed(key, SERVED, lambda: measured(ways, device, torch.bfloat16), group, rebuild))
+        return NcclCommunicator(group)
+    chosen = FusedCommunicator(by_size, device, group)
+    chosen.name = by_size.name
+    return chosen
+
+
+def fused(device: torch.device, group: dist.ProcessGroup | None = None) -> Communicator:
+    """Sums of many rows fused with the GEMMs around them, whether or not that is faster than what `auto` takes; the others as
+    `auto`. Collective. Raises UserError on every rank if the GPUs do not reach each other."""
+    return FusedCommunicator(by_message_size(device, 0.0, group), device, group, compare=False)
+
+
+def by_message_size(
+    device: torch.device, error_budget: float, group: dist.ProcessGroup | None = None, rebuild: bool = False
+) -> AutoCommunicator:
+    """Every way within the budget, and the table that chooses. Collective. Raises UserError as `fused` does."""
+    ways: dict[str, Communicator] = {"nccl": NcclCommunicator(group)}
+    ways |= {kind: SymmetricCommunicator(kind, device, group) for kind in KINDS}
+    ways |= {scheme.name: quantized_symmetric(scheme, device, group) for scheme in schemes_within(error_budget, group)}
+    key = machine(device, dist.get_world_size(group), torch.bfloat16) | {"ways": " ".join(ways)}
+    served = {name: SERVED[name] for name in ways}
+    return AutoCommunicator(ways, agreed(key, served, lambda: measured(ways, device, torch.bfloat16), group, rebuild))
+
+
+def schemes_within(error_budget: float, group: dist.ProcessGroup | None = None) -> list[Scheme]:
+    """The widths whose sums of all ranks have at most this relative error."""
+    if not error_budget:
+        return []
+    ranks = dist.get_world_size(group)
+    return [scheme for scheme in map(parse_scheme, WIDTHS) if relative_error(scheme, ranks) <= error_budget]
+
+
+CODE = ("kernels/*all_reduce.py", "kernels/quantize.py", "comm/*symmetric.py", "comm/workspace.py", "comm/table.py")
 
 
 def machine(device: torch.device, world_size: int, dtype: torch.dtype) -> dict[str, str]:
@@ -82,7 +125,7 @@ def machine(device: torch.device, world_size: int, dtype: torch.dtype) -> dict[s
         "torch": torch.__version__,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),
         "triton": triton.__version__,
-        "code": _digest(("kernels/all_reduce.py", "comm/symmetric.py", "comm/workspace.py", "comm/table.py")),
+        "code": digest(CODE),
     }
 
 
@@ -93,9 +136,11 @@ def _driver() -> str:
         return "unknown"
 
 
-def _digest(names: Sequence[str]) -> str:
+def digest(patterns: Sequence[str]) -> str:
+    """Of the files that the patterns name."""
     root = Path(__file__).resolve().parents[1]
-    return hashlib.sha256(b"".join((root / name).read_bytes() for name in names)).hexdigest()[:12]
+    paths = sorted(path for pattern in patterns for path in root.glob(pattern))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:12]
 
 
 def measured(ways: dict[str, Communicator], device: torch.device, dtype: torch.dtype) -> Times:

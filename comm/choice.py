@@ -7,13 +7,13 @@ import torch
 from comm.interface import Communicator
 from comm.process_group import GlooCommunicator, NcclCommunicator
 from comm.quantize import WIDTHS, parse_scheme
-from comm.quantized import quantized
+from comm.quantized import QuantizedGlooCommunicator
 from comm.simulated import Link, SimulatedLink, parse_link
 from errors import UserError
 
-ON_GPU = ("nccl", "one-shot", "two-shot")
+ON_GPU = ("nccl", "one-shot", "two-shot", "fused")
 KNOWN = (
-    "gloo (CPU), nccl (CUDA, any topology), one-shot, two-shot (CUDA, one host), auto (the fastest of these by message size), "
+    "gloo (CPU), nccl (CUDA, any topology), one-shot, two-shot, fused with GEMMs (CUDA, one host), auto (the fastest of these), "
     f"{', '.join(WIDTHS)} (both, quantized; a group may follow, as in int8:64)"
 )
 
@@ -25,6 +25,7 @@ class Choice:
     name: str
     device: str
     link: Link | None = None  # None: as fast as it is
+    error_budget: float = 0.0  # relative error of a sum that `auto` may make for speed
 
     @property
     def backend(self) -> str:
@@ -43,23 +44,35 @@ class Choice:
 
     def _build(self) -> Communicator:
         if not self.is_exact:
-            return quantized(parse_scheme(self.name), self.device)
+            return self._quantized()
         if self.backend == "gloo":
             return GlooCommunicator()
         if self.name == "nccl":
             return NcclCommunicator()
-        from comm.auto import auto  # these need Triton, which a machine without a GPU may lack
+        from comm.auto import auto, fused  # these need Triton, which a machine without a GPU may lack
         from comm.symmetric import KINDS, SymmetricCommunicator
 
         here = torch.device("cuda", torch.cuda.current_device())
-        kind = next((kind for kind in KINDS if kind == self.name), None)
-        return auto(here) if kind is None else SymmetricCommunicator(kind, here)
+        if self.name == "auto":
+            return auto(here, self.error_budget)
+        if self.name == "fused":
+            return fused(here)
+        return SymmetricCommunicator(next(kind for kind in KINDS if kind == self.name), here)
+
+    def _quantized(self) -> Communicator:
+        scheme = parse_scheme(self.name)
+        if self.device == "cpu":
+            return QuantizedGlooCommunicator(scheme)
+        from comm.quantized_symmetric import quantized_symmetric
+
+        return quantized_symmetric(scheme, torch.device("cuda", torch.cuda.current_device()))
 
 
-def choose(device: str, name: str | None = None, link: str | None = None) -> Choice:
+def choose(device: str, name: str | None = None, link: str | None = None, error_budget: float = 0.0) -> Choice:
     """device: `cpu` or `cuda`. name: of KNOWN; None takes what fits the device. link: of `--simulate-link`, on CPU only.
+    error_budget: of `--comm-error-budget`, for `auto` only.
 
-    Raises UserError for a name that is unknown or does not serve the device, a bad group or a bad link.
+    Raises UserError for a name that is unknown or does not serve the device, a bad group, link or budget.
     """
     name = ("auto" if device == "cuda" else "gloo") if name is None else name
     if _is_quantized(name):
@@ -70,7 +83,15 @@ def choose(device: str, name: str | None = None, link: str | None = None) -> Cho
         raise UserError(f"--comm {name} does not serve --device {device}; use {'auto' if device == 'cuda' else 'gloo'}")
     if link is not None and device != "cpu":
         raise UserError("--simulate-link slows down gloo ranks only; use it with --device cpu")
-    return Choice(name, device, None if link is None else parse_link(link))
+    if not 0 <= error_budget < 1:
+        raise UserError(
+            f"--comm-error-budget is {error_budget}; give the relative error of a sum, such as 0.01, or 0 for exact sums"
+        )
+    if error_budget and name != "auto":
+        raise UserError(
+            f"--comm-error-budget is for --comm auto, which chooses within it; --comm {name} leaves nothing to choose"
+        )
+    return Choice(name, device, None if link is None else parse_link(link), error_budget)
 
 
 def _is_quantized(name: str) -> bool:

@@ -1,5 +1,6 @@
 """The communicator's interface, and the two that send nothing."""
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
@@ -26,6 +27,14 @@ class Product:
 
     x: Tensor
     weight: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.x.shape[:-1], len(self.weight))
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.x.element_size()
 
 
 def computed(partial: Tensor | Product) -> Tensor:
@@ -76,6 +85,7 @@ class Communicator(ABC):
     name: str
     rank: int
     world_size: int
+    scatters_rows = False  # whether `add_norm` may leave each rank its rows only, until a `settle`
     waited: float | None = None  # seconds this host has waited for other ranks; None where only the device knows
 
     @abstractmethod

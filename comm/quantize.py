@@ -162,6 +162,7 @@ WIDTHS = {  # what travels before the reduction and before the gather (the paper
     "fp8": (Format(8, floating=True), Format(8, floating=True)),
 }
 DEFAULT_GROUP = 128
+SAMPLE = 1 << 16  # values that `relative_error` sums
 
 
 @dataclass(frozen=True)
@@ -209,3 +210,16 @@ def _parse_group(text: str, scheme: str) -> int | None:
     if not text.isascii() or not text.isdigit() or (group := int(text)) & (group - 1) or not 16 <= group <= 4096:
         raise UserError(f"--comm {scheme}: the group is {text!r}; use a power of two from 16 to 4096, or {COARSE}")
     return group
+
+
+def relative_error(scheme: Scheme, world_size: int) -> float:
+    """Root mean square of the error of a sum over that of the sum, for normally distributed partial sums of `world_size` ranks."""
+    generator, group = torch.Generator().manual_seed(0), scheme.group or 4096
+    partials = torch.randn(world_size, SAMPLE // group, group, generator=generator)
+    turned = torch.stack([rotate(partial) for partial in partials]) if scheme.hadamard else partials
+    records = torch.stack([quantize_reference(partial, scheme.reduce) for partial in turned])
+    total = quantize_reference(dequantize_sum_reference(records, scheme.reduce), scheme.gather)
+    got = dequantize_sum_reference(total[None], scheme.gather)
+    exact = partials.sum(0)
+    error = (rotate(got) if scheme.hadamard else got) - exact
+    return float((error.square().mean() / exact.square().mean()).sqrt())

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from comm.interface import Beside, Communicator, Done, Handle
+from comm.interface import Beside, Done, Handle
 from comm.process_group import _all_gather, _ProcessGroupCommunicator
 from comm.quantize import Scheme, dequantize_sum, quantize, rotate
 
@@ -176,8 +176,3 @@ class _StreamSum(Beside):
         stream.wait_event(self.done)
         self.total.record_stream(stream)
         return self.total
-
-
-def quantized(scheme: Scheme, device: str) -> Communicator:
-    """The communicator for `cpu` or `cuda` ranks."""
-    return QuantizedNcclCommunicator(scheme) if device == "cuda" else QuantizedGlooCommunicator(scheme)

@@ -1,9 +1,11 @@
 """Sums over memory that all ranks address (`comm/workspace.py`), by the kernels of `kernels/all_reduce.py`.
 
 `start` sums on a stream of its own, beside what the caller computes; `defer` sums on the caller's stream once it is asked for, and
-then together with the residual addition and the norm that follow. The two have buffers of their own, for they may overlap.
+then together with the residual addition and the norm that follow. The two have buffers of their own, for they may overlap. Where a few
+rows follow a linear layer (`project`), that layer's kernel sends them itself (`kernels/linear_push.py`).
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,8 +16,10 @@ from torch import Tensor
 from comm.interface import Beside, Done, Handle, Product, computed
 from comm.process_group import GlooCommunicator, NcclCommunicator, _ProcessGroupCommunicator
 from comm.workspace import Workspace, open_workspace
-from kernels import all_reduce
+from kernels import all_reduce, linear_push
 from kernels.all_reduce import Tiling
+from kernels.dispatch import on_gpu
+from kernels.linear import linear
 from kernels.norm import add_rms_norm
 
 Kind = Literal["one-shot", "two-shot"]
@@ -24,6 +28,9 @@ KINDS: tuple[Kind, ...] = ("one-shot", "two-shot")
 # bytes of a message; longer ones go over the process group
 CAPACITY: dict[Kind, int] = {"one-shot": 256 << 10, "two-shot": 8 << 20}
 BESIDE_CAPACITY: dict[Kind, int] = {"one-shot": 256 << 10, "two-shot": 1 << 20}  # what decode steps of 70B send, 64 rows
+# Rows of a linear layer that sends its own partial sums: with fewer the plain kernels read the weight as fast, and all but 1 µs of
+# the sum is gone already; with more the bytes count.
+PUSHED_ROWS = 3, 16
 GATHER_CAPACITY = 64 << 10  # logits of one row over two ranks; longer ones go over the process group
 
 # Beside other kernels a sum gets few programs: enough for most of the link's bandwidth, and the GEMMs keep their SMs.
@@ -84,6 +91,24 @@ class _Deferred(Handle):
         return self.lane.add_norm(self.partial, x, weight, eps)
 
 
+class _Pushed(Handle):
+    """A sum whose partials the linear layer itself sends."""
+
+    def __init__(self, lane: Lane, partial: Product) -> None:
+        self.lane, self.partial = lane, partial
+
+    def wait(self) -> Tensor:
+        self._push()
+        return linear_push.receive(self.partial.shape, self.partial.x.dtype, self.lane.workspace.exchange, pdl=self.lane.pdl)
+
+    def add_norm(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        self._push()
+        return linear_push.receive_add_norm(x, weight, eps, self.lane.workspace.exchange, pdl=self.lane.pdl)
+
+    def _push(self) -> None:
+        linear_push.linear_push(self.partial.x, self.partial.weight, self.lane.workspace.exchange, pdl=self.lane.pdl)
+
+
 class _OtherStream(Beside):
     """A sum on the side stream. It holds the partial, whose memory the current stream must not give to others before."""
 
@@ -133,7 +158,20 @@ class SymmetricCommunicator(_ProcessGroupCommunicator):
             total = self.beside.sum(partial)
             return _OtherStream(self.stream.record_event(), partial, total)
 
+    def project(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | Product:
+        """Small messages of one-shot sums are the linear layer's to send."""
+        if bias is None and self.kind == "one-shot" and self._pushes(x, weight):
+            return Product(x, weight)
+        return linear(x, weight, bias)
+
+    def _pushes(self, x: Tensor, weight: Tensor) -> bool:
+        rows = math.prod(x.shape[:-1])
+        wanted = PUSHED_ROWS[0] <= rows <= PUSHED_ROWS[1] and on_gpu(x) and not torch.compiler.is_compiling()
+        return wanted and linear_push.fits(x, weight, self.here.workspace.exchange)
+
     def defer(self, partial: Tensor | Product) -> Handle:
+        if isinstance(partial, Product) and self.kind == "one-shot" and self._pushes(partial.x, partial.weight):
+            return _Pushed(self.here, partial)
         partial = computed(partial).contiguous()
         if not partial.numel():
             return Done(partial)

@@ -7,7 +7,7 @@ import os
 import tempfile
 import time
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,12 +41,15 @@ class Table:
             return times[high] * size / high
         return times[low] + (times[high] - times[low]) * max(0, size - low) / max(1, high - low)
 
-    def choose(self, size: int) -> str:
-        """The fastest way for a message of `size` bytes among those that are not slower than nccl at the sizes around it."""
+    def choose(self, size: int, names: Iterable[str] | None = None) -> str:
+        """The fastest way for a message of `size` bytes among those that are not slower than nccl at the sizes around it. names:
+        the ways to choose from, `nccl` among them; None: all."""
         around = _neighbours(size)
         nccl = self.times["nccl"]
         sound = [
-            name for name, times in self.times.items() if all(n in times and times[n] <= TOLERANCE * nccl[n] for n in around)
+            name
+            for name in names or self.times
+            if all(n in self.times[name] and self.times[name][n] <= TOLERANCE * nccl[n] for n in around)
         ]
         return min(sound, key=lambda name: self.microseconds(name, size))
 

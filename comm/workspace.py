@@ -4,11 +4,12 @@ On GPUs of one host it is PyTorch's symmetric memory, reached over NVLink or PCI
 Triton's interpreter, it is a file that all ranks map. NVLink multicast is not used.
 """
 
+import math
 import mmap
 import os
 import socket
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,47 @@ class Workspace:
         fault = int(self.exchange.fault)
         if fault:
             raise RuntimeError(f"rank {self.exchange.rank} waited in vain for another rank's part of a sum (place {fault})")
+
+
+@dataclass
+class SharedBuffer:
+    """A buffer of every rank, by rank, as this process addresses it: addresses, and views (bytes,) uint8 of the same memory."""
+
+    addresses: tuple[int, ...]
+    views: tuple[Tensor, ...]
+    owner: Any
+
+    def view(self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Part of a rank's buffer from byte `offset`, a multiple of the dtype's size, as a contiguous tensor."""
+        return self.views[rank][offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(*shape)
+
+
+def open_shared(size: int, device: torch.device, group: dist.ProcessGroup | None = None) -> SharedBuffer:
+    """`size` zeroed bytes of every rank. Collective, and not during graph capture.
+
+    Raises UserError on every rank if the group's GPUs cannot reach each other.
+    """
+    group = group or dist.group.WORLD
+    assert group is not None
+    if device.type == "cuda":
+        addresses, (buffer, handle) = _map_gpus(size, device, group)
+        views = tuple(_view_of_peer(handle, rank, address, size) for rank, address in enumerate(addresses))
+        shared = SharedBuffer(tuple(addresses), views, (buffer, handle))
+        torch.cuda.synchronize(device)  # zeroed, before any rank writes there
+    else:
+        addresses, whole = _map_file(size, group)
+        views = tuple(whole[a - addresses[0] : a - addresses[0] + size] for a in addresses)
+        shared = SharedBuffer(tuple(addresses), views, whole)
+    dist.barrier(group)
+    return shared
+
+
+def _view_of_peer(handle: Any, rank: int, address: int, size: int) -> Tensor:
+    """The bytes from `address` on of a rank's buffer: the handle counts from the begin of an allocation."""
+    offset = address - handle.get_buffer(rank, (1,), torch.uint8).data_ptr()
+    view: Tensor = handle.get_buffer(rank, (size,), torch.uint8, offset)
+    assert view.data_ptr() == address
+    return view
 
 
 def open_workspace(
@@ -66,7 +108,7 @@ def open_workspace(
 
 def check_reachable(device: torch.device, group: dist.ProcessGroup | None = None) -> None:
     """Raise UserError on every rank unless each GPU of the group can address every other. Collective."""
-    mine = (socket.gethostname(), _boot_id(), device.index)
+    mine = (os.environ.get("NCCL_HOSTID", socket.gethostname()), _boot_id(), device.index)
     places = _gather_objects(mine, group)
     reasons = {"they are on several hosts"} if len({place[:2] for place in places}) > 1 else set()
     if not reasons:

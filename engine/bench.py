@@ -129,12 +129,19 @@ def main() -> None:
     parser.add_argument("--dtype", choices=DTYPES)
     parser.add_argument("--comm", metavar="NAME", help=f"how ranks sum: {KNOWN} (default: auto on CUDA, gloo on CPU)")
     parser.add_argument(
+        "--comm-error-budget",
+        type=float,
+        default=0.0,
+        metavar="E",
+        help="relative error of a sum that --comm auto may make for speed, by quantizing it: 0.01 admits int8 (default: 0, exact)",
+    )
+    parser.add_argument(
         "--simulate-link", metavar="LATENCY,BANDWIDTH", help="on CPU, let sums take as long as such a link would: 10us,100GB/s"
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--host", action="store_true", help="print the host's share of a decode step")
     args = parser.parse_args()
-    world = init_world(args.device, args.comm, args.simulate_link)
+    world = init_world(args.device, args.comm, args.simulate_link, args.comm_error_budget)
     config = model_config(args.model, args.variant, world.world_size)
     dtype = DTYPES[args.dtype or ("bfloat16" if world.device.type == "cuda" else "float32")]
     model = load_model(args.model, config, world, dtype)

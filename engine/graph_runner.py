@@ -22,6 +22,7 @@ from engine.step_inputs import Capacity as Capacity
 from kernels.sampling import combine_best, local_best
 from model import Transformer
 
+ROUND = 64  # tokens of a step without a graph are a multiple: sums fused with GEMMs want as many rows for each rank
 LARGEST_GRAPH = 2048  # tokens; the device takes longer for more than the host for launching its kernels one by one
 
 
@@ -173,8 +174,9 @@ class GraphRunner(Runner):
         tokens = sum(c.count for c in chunks)
         rows = next((n for n in self._prefill_sizes if n >= tokens), None)
         if rows is None:
-            self.spans.write(chunks, tokens, self.cache.block_size)
-            return self._span_step(tokens, len(chunks), max(c.count for c in chunks))
+            rows = min(-(-tokens // ROUND) * ROUND, self.capacity.tokens)
+            self.spans.write(chunks, rows, self.cache.block_size)
+            return self._span_step(rows, len(chunks), max(c.count for c in chunks))
         graph = self._prefill_graph(rows)
         self.spans.write(chunks, rows, self.cache.block_size)
         graph.replay()

@@ -120,6 +120,7 @@ def _this_epoch(epochs):
 @triton.jit
 def _count(epochs, epoch):
     """Program p advances the counters p, p + programs, …, so that all of them agree whatever the number of programs."""
+    tl.debug_barrier()  # every warp has read this program's counter
     program, programs = tl.program_id(0), tl.num_programs(0)
     counters = tl.arange(0, _MAX_PROGRAMS)
     tl.store(epochs + counters, tl.zeros([_MAX_PROGRAMS], tl.int64) + epoch, mask=counters % programs == program)
@@ -236,6 +237,20 @@ def _sum_of_row(square, squares, epoch, flag, patience, fault, PARTS: tl.constex
     return total
 
 
+@triton.jit
+def _normalized(
+    words, scale, inside, squares, epoch, flag, patience, fault, eps,
+    ROW: tl.constexpr, PARTS: tl.constexpr, LANES: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """The RMSNorm of a row of ROW words, of which this program has some of the rounded `words`; times `scale`, in words."""
+    VALUES: tl.constexpr = 32 // DTYPE.primitive_bitwidth
+    first, second = _first(words, DTYPE), _second(words, DTYPE)
+    square = tl.sum(tl.where(inside, first * first + second * second, 0.0), axis=0)
+    square = _sum_of_row(square, squares, epoch, flag, patience, fault, PARTS, LANES)
+    factor = tl.rsqrt(square / (ROW * VALUES) + eps)
+    return _pack(first * factor * _first(scale, DTYPE), second * factor * _second(scale, DTYPE), DTYPE)
+
+
 @triton.jit(do_not_specialize=["rank"])
 def _one_shot_norm(
     partial, x, weight, total, normed, peers, epochs, squares, fault, rank, patience, eps,
@@ -244,7 +259,6 @@ def _one_shot_norm(
 ):  # fmt: skip
     """total = x + sum, normed = rms_norm(total) * weight, for rows of ROW words that PARTS programs share."""
     DTYPE: tl.constexpr = total.dtype.element_ty
-    VALUES: tl.constexpr = 32 // DTYPE.primitive_bitwidth
     column = tl.program_id(0) % PARTS * BLOCK + tl.arange(0, BLOCK)
     offset = tl.program_id(0) // PARTS * ROW + column
     inside = column < ROW
@@ -264,12 +278,8 @@ def _one_shot_norm(
 
     after = _pack(_first(before, DTYPE) + first, _second(before, DTYPE) + second, DTYPE)
     tl.store(total.to(tl.pointer_type(tl.int32)) + offset, after, mask=inside)
-    first, second = _first(after, DTYPE), _second(after, DTYPE)  # the norm of what was rounded
-    square = tl.sum(tl.where(inside, first * first + second * second, 0.0), axis=0)
-    square = _sum_of_row(square, squares, epoch, flag, patience, fault, PARTS, LANES)
-    factor = tl.rsqrt(square / (ROW * VALUES) + eps)
-    first, second = first * factor * _first(scale, DTYPE), second * factor * _second(scale, DTYPE)
-    tl.store(normed.to(tl.pointer_type(tl.int32)) + offset, _pack(first, second, DTYPE), mask=inside)
+    after_norm = _normalized(after, scale, inside, squares, epoch, flag, patience, fault, eps, ROW, PARTS, LANES, DTYPE)
+    tl.store(normed.to(tl.pointer_type(tl.int32)) + offset, after_norm, mask=inside)
 
 
 @triton.jit(do_not_specialize=["rank"])

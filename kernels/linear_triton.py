@@ -7,7 +7,8 @@ Two designs, both with fp32 accumulation and a fixed order of additions, so that
             out^T (BLOCK_N, ROWS) = weight (BLOCK_N, BLOCK_K) @ x^T (BLOCK_K, ROWS); K may be split over programs, of which
             the last to arrive adds the partial sums (split-K of Osama et al., *Stream-K*, arXiv:2301.03598)
 
-SwiGLU is an epilogue: a program has the gate's and the up projection's rows of its results.
+SwiGLU is an epilogue: a program has the gate's and the up projection's rows of its results. So is `kernels/linear_push.py`, whose
+kernels consist of the same parts.
 
 With programmatic dependent launch a program starts while the kernel before drains, and asks for its weights, which no kernel
 writes, before it waits for that kernel. Import this module only where Triton is needed; it also runs in Triton's
@@ -15,6 +16,7 @@ interpreter (TRITON_INTERPRET=1).
 """
 
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -66,6 +68,17 @@ def _prefetch(weight, K, place, rows_left, first, count, BLOCK_N: tl.constexpr, 
         is_pure=False,
         pack=1,
     )
+
+
+@triton.jit
+def _prefetch_tile(weight, N, K, tile, first, count, BLOCK_N: tl.constexpr, SWIGLU: tl.constexpr, WARPS: tl.constexpr):
+    """The same for all of the weight's rows that a program has."""
+    if count > 0:
+        FUSED: tl.constexpr = 2 if SWIGLU else 1
+        first_row, features = tile * (BLOCK_N // FUSED), N // FUSED
+        for part in tl.static_range(FUSED):
+            place = first_row + part * features
+            _prefetch(weight, K, place, features - first_row, first, count, BLOCK_N // FUSED, WARPS)
 
 
 @triton.jit
@@ -133,6 +146,53 @@ def _finish(sums, bias, out, tile, rows, N, SWIGLU: tl.constexpr):
     tl.store(out + m * features + place, sums.to(out.dtype.element_ty), mask=(m < rows) & (place < features))
 
 
+@triton.jit
+def _gemv_begin(
+    x, weight, N, K, x_stride, prefetch,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, SWIGLU: tl.constexpr,
+    PDL: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """What may be asked for before the input is there: the first tile of words of the weight. Also where its words and the
+    input's lie.
+
+    Rows are read as 32-bit words: 16-bit values that wait in registers would be unpacked, twice as large, on arrival.
+    """
+    PER_WORD: tl.constexpr = 32 // x.dtype.element_ty.primitive_bitwidth
+    words = K // PER_WORD
+    tile = tl.program_id(0)
+    row = _rows(tile * BLOCK_N + tl.arange(0, BLOCK_N), N, SWIGLU)
+    # all tiles are 3D, though x has no rows of the weight: so they share one layout and nothing moves between threads
+    k = tl.arange(0, BLOCK_K // PER_WORD)[None, None, :]
+    m = tl.arange(0, ROWS)[:, None, None]
+    w_pointers = _word(weight) + (row.to(tl.int64) * words)[None, :, None] + k
+    x_pointers = _word(x) + m * (x_stride // PER_WORD) + k
+    w = _weights(w_pointers, k, words, EVEN)
+    if PDL:
+        _prefetch_tile(weight, N, K, tile, BLOCK_K, prefetch, BLOCK_N, SWIGLU, WARPS)
+    return w, w_pointers, x_pointers
+
+
+@triton.jit
+def _gemv_sums(
+    w, w_pointers, x_pointers, rows, K, dtype: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """(BLOCK_N, ROWS) fp32 sums of what `_gemv_begin` began."""
+    PER_WORD: tl.constexpr = 32 // dtype.primitive_bitwidth
+    WORDS: tl.constexpr = BLOCK_K // PER_WORD
+    words = K // PER_WORD
+    k = tl.arange(0, WORDS)[None, None, :]
+    m = tl.arange(0, ROWS)[:, None, None]
+    sums = tl.zeros((ROWS, BLOCK_N, WORDS // 4), tl.float32)
+    for start in range(WORDS, words, WORDS):
+        ahead = _weights(w_pointers + start, k + start, words, EVEN)  # in flight while the tile before is used
+        sums += _products(w, x_pointers + (start - WORDS), m < rows, dtype)
+        w = ahead
+    last = (tl.cdiv(words, WORDS) - 1) * WORDS
+    sums += _products(w, x_pointers + last, (m < rows) & (k + last < words), dtype)
+    return tl.trans(tl.sum(sums, axis=2))
+
+
 @triton.jit(do_not_specialize=["rows", "prefetch"])
 def _gemv(
     x,  # (rows, K)
@@ -152,37 +212,15 @@ def _gemv(
     PDL: tl.constexpr,
     WARPS: tl.constexpr,
 ):
-    """Rows are read as 32-bit words: 16-bit values that wait in registers would be unpacked, twice as large, on arrival."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    dtype: tl.constexpr = x.dtype.element_ty
-    PER_WORD: tl.constexpr = 32 // dtype.primitive_bitwidth
-    WORDS: tl.constexpr = BLOCK_K // PER_WORD
-    FUSED: tl.constexpr = 2 if SWIGLU else 1
-    words = K // PER_WORD
-    tile = tl.program_id(0)
-    row = _rows(tile * BLOCK_N + tl.arange(0, BLOCK_N), N, SWIGLU)
-    # all tiles are 3D, though x has no rows of the weight: so they share one layout and nothing moves between threads
-    k = tl.arange(0, WORDS)[None, None, :]
-    m = tl.arange(0, ROWS)[:, None, None]
-    w_pointers = _word(weight) + (row.to(tl.int64) * words)[None, :, None] + k
-    x_pointers = _word(x) + m * (x_stride // PER_WORD) + k
-    w = _weights(w_pointers, k, words, EVEN)
+    w, w_pointers, x_pointers = _gemv_begin(
+        x, weight, N, K, x_stride, prefetch, ROWS, BLOCK_N, BLOCK_K, EVEN, SWIGLU, PDL, WARPS
+    )
     if PDL:
-        if prefetch > 0:
-            first_row, features = tile * (BLOCK_N // FUSED), N // FUSED
-            for part in tl.static_range(FUSED):
-                place = first_row + part * features
-                _prefetch(weight, K, place, features - first_row, BLOCK_K, prefetch, BLOCK_N // FUSED, WARPS)
         tl.extra.cuda.gdc_wait()
-    sums = tl.zeros((ROWS, BLOCK_N, WORDS // 4), tl.float32)
-    for start in range(WORDS, words, WORDS):
-        ahead = _weights(w_pointers + start, k + start, words, EVEN)  # in flight while the tile before is used
-        sums += _products(w, x_pointers + (start - WORDS), m < rows, dtype)
-        w = ahead
-    last = (tl.cdiv(words, WORDS) - 1) * WORDS
-    sums += _products(w, x_pointers + last, (m < rows) & (k + last < words), dtype)
-    _finish(tl.trans(tl.sum(sums, axis=2)), bias, out, tile, rows, N, SWIGLU)
+    sums = _gemv_sums(w, w_pointers, x_pointers, rows, K, x.dtype.element_ty, ROWS, BLOCK_N, BLOCK_K, EVEN)
+    _finish(sums, bias, out, tl.program_id(0), rows, N, SWIGLU)
 
 
 @triton.jit
@@ -196,6 +234,89 @@ def _only_here(values):
     """The same 16-bit values, not used before this place: Triton stores a dot's operand in shared memory as soon as it is loaded,
     and would wait there for the load."""
     return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [values], dtype=values.dtype, is_pure=False, pack=2)
+
+
+@triton.jit
+def _mma_begin(
+    x, weight, N, K, x_stride,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr, EARLY: tl.constexpr,
+    EVEN: tl.constexpr, SWIGLU: tl.constexpr,
+):  # fmt: skip
+    """With EARLY the last tile of this program's weights, which may be asked for before the input is there. Also where the
+    weight's values and the input's lie."""
+    k = tl.arange(0, BLOCK_K)
+    m = tl.arange(0, ROWS)[None, :]
+    place = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    w_pointers = weight + _rows(place, N, SWIGLU).to(tl.int64)[:, None] * K + k[None, :]
+    x_pointers = x + m * x_stride + k[:, None]
+    if EARLY:
+        last = (_steps_end(tl.program_id(1), K, BLOCK_K, SPLIT) - 1) * BLOCK_K
+        early = _weights(w_pointers + last, k[None, :] + last, K, EVEN)
+    else:
+        early = tl.zeros((1, 1), weight.dtype.element_ty)
+    return early, w_pointers, x_pointers
+
+
+@triton.jit
+def _steps_end(split, K, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr):
+    """The steps of BLOCK_K columns up to and with those of part `split`."""
+    return (split + 1) * tl.cdiv(K, BLOCK_K) // SPLIT
+
+
+@triton.jit
+def _mma_sums(
+    early, w_pointers, x_pointers, rows, K,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
+    EARLY: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """(BLOCK_N, ROWS) fp32 sums over this program's columns of what `_mma_begin` began."""
+    split = tl.program_id(1)
+    first, end = _steps_end(split - 1, K, BLOCK_K, SPLIT), _steps_end(split, K, BLOCK_K, SPLIT)
+    k = tl.arange(0, BLOCK_K)
+    m = tl.arange(0, ROWS)[None, :]
+    if EARLY:
+        end -= 1
+        early_x = _inputs(x_pointers, end * BLOCK_K, m, k[:, None], rows, K, EVEN)
+    sums = tl.zeros((BLOCK_N, ROWS), tl.float32)
+    for step in tl.range(first, end, num_stages=STAGES):
+        start = step * BLOCK_K
+        w = _weights(w_pointers + start, k[None, :] + start, K, EVEN)
+        sums = tl.dot(w, _inputs(x_pointers, start, m, k[:, None], rows, K, EVEN), sums)
+    if EARLY:  # used last, so that the loop asks for its first tiles right behind the wait
+        if PDL:
+            early, early_x = _only_here(early), _only_here(early_x)
+        sums = tl.dot(early, early_x, sums)
+    return sums
+
+
+@triton.jit
+def _arrive(sums, partials, counters, rows, N, SPLIT: tl.constexpr):
+    """Store this program's partial sums; whether it is the last of its tile to do so."""
+    tile, split = tl.program_id(0), tl.program_id(1)
+    where, inside = _places(sums, rows, N)
+    tl.store(partials + split * rows * N + where, sums, mask=inside)
+    tl.debug_barrier()  # all threads have stored before one of them says so
+    return tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu") == SPLIT - 1
+
+
+@triton.jit
+def _total(sums, partials, counters, rows, N, SPLIT: tl.constexpr):
+    """The last to arrive adds all partial sums of its tile, in a fixed order, and leaves the counter as it was."""
+    where, inside = _places(sums, rows, N)
+    total = tl.zeros_like(sums)
+    for part in tl.static_range(SPLIT):
+        # from L2: the partial sums are other programs'
+        total += tl.load(partials + part * rows * N + where, mask=inside, other=0.0, cache_modifier=".cg")
+    tl.store(counters + tl.program_id(0), 0)
+    return total
+
+
+@triton.jit
+def _places(sums, rows, N):
+    """Where a tile of (BLOCK_N, ROWS) sums lies in (rows, N), and which of it exists."""
+    place = (tl.program_id(0) * sums.shape[0] + tl.arange(0, sums.shape[0]))[:, None]
+    m = tl.arange(0, sums.shape[1])[None, :]
+    return m * N + place, (m < rows) & (place < N)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -222,45 +343,16 @@ def _mma(
 ):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    tile, split = tl.program_id(0), tl.program_id(1)
-    steps = tl.cdiv(K, BLOCK_K)
-    first, end = split * steps // SPLIT, (split + 1) * steps // SPLIT
-    place = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
-    m = tl.arange(0, ROWS)[None, :]
-    w_pointers = weight + _rows(place, N, SWIGLU).to(tl.int64)[:, None] * K + k[None, :]
-    x_pointers = x + m * x_stride + k[:, None]
-    if EARLY:
-        end -= 1
-        last = end * BLOCK_K
-        early = _weights(w_pointers + last, k[None, :] + last, K, EVEN)
+    early, w_pointers, x_pointers = _mma_begin(x, weight, N, K, x_stride, ROWS, BLOCK_N, BLOCK_K, SPLIT, EARLY, EVEN, SWIGLU)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    if EARLY:
-        early_x = _inputs(x_pointers, last, m, k[:, None], rows, K, EVEN)
-    sums = tl.zeros((BLOCK_N, ROWS), tl.float32)
-    for step in tl.range(first, end, num_stages=STAGES):
-        start = step * BLOCK_K
-        w = _weights(w_pointers + start, k[None, :] + start, K, EVEN)
-        sums = tl.dot(w, _inputs(x_pointers, start, m, k[:, None], rows, K, EVEN), sums)
-    if EARLY:  # used last, so that the loop asks for its first tiles right behind the wait
-        if PDL:
-            early, early_x = _only_here(early), _only_here(early_x)
-        sums = tl.dot(early, early_x, sums)
+    sums = _mma_sums(early, w_pointers, x_pointers, rows, K, ROWS, BLOCK_N, BLOCK_K, SPLIT, STAGES, EARLY, EVEN, PDL)
+    tile = tl.program_id(0)
     if SPLIT == 1:
         _finish(sums, bias, out, tile, rows, N, SWIGLU)
     else:
-        where = m * N + place[:, None]
-        inside = (m < rows) & (place < N)[:, None]
-        tl.store(partials + split * rows * N + where, sums, mask=inside)
-        tl.debug_barrier()  # all threads have stored before one of them says so
-        if tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu") == SPLIT - 1:
-            total = tl.zeros((BLOCK_N, ROWS), tl.float32)
-            for part in tl.static_range(SPLIT):
-                # from L2: the partial sums are other programs'
-                total += tl.load(partials + part * rows * N + where, mask=inside, other=0.0, cache_modifier=".cg")
-            tl.store(counters + tile, 0)
-            _finish(total, bias, out, tile, rows, N, SWIGLU)
+        if _arrive(sums, partials, counters, rows, N, SPLIT):
+            _finish(_total(sums, partials, counters, rows, N, SPLIT), bias, out, tile, rows, N, SWIGLU)
 
 
 @cache
@@ -293,36 +385,59 @@ def run(x: Tensor, weight: Tensor, bias: Tensor | None, chosen: Gemv | Mma, swig
 
 
 def _run_gemv(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, chosen: Gemv, swiglu: bool) -> None:
+    sizes, constants = _gemv_arguments(x, weight, chosen)
+    _gemv[_gemv_grid(weight, chosen)](x, weight, bias, out, *sizes, SWIGLU=swiglu, **constants)
+
+
+def _gemv_grid(weight: Tensor, chosen: Gemv) -> tuple[int]:
+    return (triton.cdiv(len(weight), chosen.block_n),)
+
+
+def _gemv_arguments(x: Tensor, weight: Tensor, chosen: Gemv) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """rows, N, K, x_stride, prefetch; and the constants."""
     n, k = weight.shape
-    _gemv[(triton.cdiv(n, chosen.block_n),)](
-        *(x, weight, bias, out, len(x), n, k, x.stride(0), _prefetched(weight, chosen.prefetch)),
-        ROWS=triton.next_power_of_2(len(x)),
-        BLOCK_N=chosen.block_n,
-        BLOCK_K=chosen.block_k,
-        EVEN=k % chosen.block_k == 0,
-        SWIGLU=swiglu,
-        WARPS=chosen.warps,
+    sizes = (len(x), n, k, x.stride(0), _prefetched(weight, chosen.prefetch))
+    return sizes, {
+        "ROWS": triton.next_power_of_2(len(x)),
+        "BLOCK_N": chosen.block_n,
+        "BLOCK_K": chosen.block_k,
+        "EVEN": k % chosen.block_k == 0,
+        "WARPS": chosen.warps,
         **_launch(x.device, chosen.warps),
-    )
+    }
 
 
 def _run_mma(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, counters: Tensor, chosen: Mma, swiglu: bool) -> None:
+    grid = _mma_grid(weight, chosen)
+    partials = _partials(x, weight, grid[1])
+    sizes, constants = _mma_arguments(x, weight, chosen)
+    _mma[grid](x, weight, bias, out, partials, counters, *sizes, SWIGLU=swiglu, **constants)
+
+
+def _mma_grid(weight: Tensor, chosen: Mma) -> tuple[int, int]:
+    """Tiles, and the parts of K."""
+    tiles = triton.cdiv(len(weight), chosen.block_n)
+    # no program without a step
+    return tiles, min(chosen.split, triton.cdiv(weight.shape[1], chosen.block_k)) if tiles <= TILES else 1
+
+
+def _partials(x: Tensor, weight: Tensor, split: int) -> Tensor:
+    return torch.empty(split * len(x) * len(weight) if split > 1 else 0, dtype=torch.float32, device=x.device)
+
+
+def _mma_arguments(x: Tensor, weight: Tensor, chosen: Mma) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """rows, N, K, x_stride; and the constants."""
     n, k = weight.shape
-    tiles = triton.cdiv(n, chosen.block_n)
-    split = min(chosen.split, triton.cdiv(k, chosen.block_k)) if tiles <= TILES else 1  # no program without a step
-    partials = torch.empty(split * len(x) * n if split > 1 else 0, dtype=torch.float32, device=x.device)
-    _mma[(tiles, split)](
-        *(x, weight, bias, out, partials, counters, len(x), n, k, x.stride(0)),
-        ROWS=max(16, triton.next_power_of_2(len(x))),
-        BLOCK_N=chosen.block_n,
-        BLOCK_K=chosen.block_k,
-        SPLIT=split,
-        STAGES=chosen.stages,
-        EARLY=chosen.early,
-        EVEN=k % chosen.block_k == 0,
-        SWIGLU=swiglu,
+    return (len(x), n, k, x.stride(0)), {
+        "ROWS": max(16, triton.next_power_of_2(len(x))),
+        "BLOCK_N": chosen.block_n,
+        "BLOCK_K": chosen.block_k,
+        "SPLIT": _mma_grid(weight, chosen)[1],
+        "STAGES": chosen.stages,
+        "EARLY": chosen.early,
+        "EVEN": k % chosen.block_k == 0,
         **_launch(x.device, chosen.warps),
-    )
+    }
 
 
 def _launch(device: torch.device, warps: int) -> dict[str, int | bool]:

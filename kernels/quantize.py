@@ -13,10 +13,35 @@ from torch import Tensor
 VALUES = 4096  # that one program handles: as many whole groups as fit
 
 
+# The interpreter's fma rounds twice.
+_HAS_FMA = tl.constexpr(not triton.knobs.runtime.interpret)
+_WHOLE = tl.constexpr(12582912.0)  # 1.5 * 2^23: behind it fp32 has no fractions, and an integer's bits come last
+
+
 @triton.jit
 def _round(x):
-    """To the nearest integer, ties to even; |x| must be below 2^22. Behind 1.5 * 2^23, fp32 has no fractions."""
-    return (x + 12582912.0) - 12582912.0
+    """To the nearest integer, ties to even; |x| must be below 2^22."""
+    return (x + _WHOLE) - _WHOLE
+
+
+@triton.jit
+def _divide(minus, divisor, reciprocal):
+    """The IEEE quotient -minus / divisor, by a correction of -minus * (1 / divisor); reciprocal: -1 / divisor, off by a unit in the
+    last place at most. The signs spare a negation, and give zero the right one.
+
+    Right for divisors of up to 15 significant bits: the rest, quotient * divisor - x, then is exact, and x / divisor lies no nearer
+    to the middle of two floats than 2^-16 units in the last place, where the corrected quotient is off by 2^-22 before it is rounded.
+    That nothing underflows is the caller's care."""
+    if _HAS_FMA:
+        quotient = minus * reciprocal
+        return tl.fma(tl.fma(quotient, divisor, minus), reciprocal, quotient)
+    return tl.math.div_rn(minus * -1.0, tl.where(divisor > 0, divisor, 1.0))
+
+
+@triton.jit
+def _divide_by(x, DIVISOR: tl.constexpr):
+    """The same for a small odd number: even of fp32's least values."""
+    return _divide(-x, tl.full(x.shape, DIVISOR, tl.float32), tl.full(x.shape, -1.0 / DIVISOR, tl.float32))
 
 
 @triton.jit
@@ -35,20 +60,76 @@ def _from_e4m3(bits):
     size = bits & 0x7F
     normal = ((size << 20) + (120 << 23)).to(tl.float32, bitcast=True)
     value = tl.where(size < 8, size.to(tl.float32) * 0.001953125, normal)
-    return tl.where((bits & 0x80) != 0, -value, value)
+    return (value.to(tl.int32, bitcast=True) | ((bits & 0x80) << 24)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _codes(x, step, zero, LEVELS: tl.constexpr, SYMMETRIC: tl.constexpr, FLOATING: tl.constexpr):
-    """(R, H) values of R groups to their codes, int32; step and zero (R,)."""
-    known = (step > 0)[:, None]
-    ratio = tl.where(known, tl.math.div_rn(tl.where(known, x, 0.0), tl.where(known, step[:, None], 1.0)), 0.0)
+def _scale(low, high, unknown, LEVELS: tl.constexpr, SYMMETRIC: tl.constexpr, FLOATING: tl.constexpr):
+    """(R,) least and greatest values of R groups, and whether a value of theirs is not finite, to the bits of a bf16 scale."""
+    high, low = tl.where(unknown, 0.0, high), tl.where(unknown, 0.0, low)
+    largest = tl.maximum(high, -low)
     if FLOATING:
-        return _to_e4m3(ratio)
+        step = tl.math.div_rn(largest, largest * 0.0 + 448.0)
+    elif SYMMETRIC:
+        step = _divide_by(largest, LEVELS // 2)
+    else:
+        step = tl.maximum(_divide_by(high, LEVELS) - _divide_by(low, LEVELS), _divide_by(largest, 32767))
+    scale = (tl.abs(step).to(tl.int32, bitcast=True) + 0xFFFF) >> 16  # the next bf16
+    return tl.where(unknown, 0x7FC0, scale)  # NaN
+
+
+@triton.jit
+def _step(scale):
+    """fp32 of a bf16's bits."""
+    return (scale << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _divisor(step):
+    """(factor, divisor, reciprocal): x / step is `_divide(x * factor, divisor, reciprocal)`, which does not underflow before its
+    result does. 0 for a step of 0; anything for NaN."""
+    factor = tl.where(step < 8.67e-19, -1.2379400392853803e27, -1.0)  # -2^90
+    divisor = step * -factor
+    reciprocal = tl.where(
+        step > 0, tl.math.div_rn(tl.full(step.shape, -1.0, tl.float32), tl.where(step > 0, divisor, 1.0)), 0.0
+    )
+    return factor, divisor, reciprocal
+
+
+@triton.jit
+def _zero_point(low, step):
+    """Of R groups, fp32; 0 where the scale is 0 or NaN."""
+    factor, divisor, reciprocal = _divisor(step)
+    return tl.where(step > 0, -_round(_divide(low * factor, divisor, reciprocal)), 0.0)
+
+
+@triton.jit
+def _codes(x, step, zero, LEVELS: tl.constexpr, SYMMETRIC: tl.constexpr, FLOATING: tl.constexpr, E4M3: tl.constexpr):
+    """(R, H) fp32 values of R groups to uint8 codes; step and zero (R,). E4M3: whether the GPU converts to it by itself."""
+    factor, divisor, reciprocal = _divisor(step)
+    ratio = _divide(x * factor[:, None], divisor[:, None], reciprocal[:, None])
+    if FLOATING:
+        ratio = tl.where((step > 0)[:, None], ratio, 0.0)  # not -0, where all are zeros
+        if E4M3:
+            return ratio.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        return _to_e4m3(ratio).to(tl.uint8)
+    # clamped behind _WHOLE, where the last byte is the code
     if SYMMETRIC:
-        half: tl.constexpr = LEVELS // 2 + 1
-        return (tl.minimum(tl.maximum(_round(ratio), -half), half - 1) + half).to(tl.int32)
-    return tl.minimum(tl.maximum(_round(ratio) + zero[:, None], 0.0), LEVELS).to(tl.int32)
+        code = (ratio + _WHOLE) + (LEVELS // 2 + 1)
+    else:
+        code = (ratio + _WHOLE) + zero[:, None]
+    code = tl.minimum(tl.maximum(code, _WHOLE), _WHOLE + LEVELS)
+    return code.to(tl.int32, bitcast=True).to(tl.uint8)
+
+
+@triton.jit
+def _extremes(first, second, inside):
+    """(least, greatest, whether one is not finite) of each row of two (R, H) tensors, where `inside`; (R,)."""
+    infinity: tl.constexpr = float("inf")
+    high = tl.max(tl.where(inside, tl.maximum(first, second), -infinity), axis=1)
+    low = tl.min(tl.where(inside, tl.minimum(first, second), infinity), axis=1)
+    spread = tl.sum(tl.where(inside, first * 0.0 + second * 0.0, 0.0), axis=1)  # a maximum may drop a NaN
+    return low, high, spread != 0.0
 
 
 @triton.jit
@@ -72,46 +153,45 @@ def _quantize(
     first = tl.load(values + where, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(values + where + GROUP // 2, mask=inside, other=0.0).to(tl.float32)
 
-    infinity: tl.constexpr = float("inf")
-    high = tl.max(tl.where(inside, tl.maximum(first, second), -infinity), axis=1)
-    low = tl.min(tl.where(inside, tl.minimum(first, second), infinity), axis=1)
-    finite = (tl.abs(first) < infinity) & (tl.abs(second) < infinity)  # a maximum may drop a NaN
-    unknown = tl.max(tl.where(finite, 0, 1), axis=1) > 0
-    high, low = tl.where(unknown | (row >= groups), 0.0, high), tl.where(unknown | (row >= groups), 0.0, low)
-    largest = tl.maximum(high, -low)
+    low, high, unknown = _extremes(first, second, inside)
+    unknown |= row >= groups
     levels: tl.constexpr = 2**BITS - 1
-    if FLOATING:
-        step = tl.math.div_rn(largest, largest * 0.0 + 448.0)
-    elif SYMMETRIC:
-        step = tl.math.div_rn(largest, largest * 0.0 + levels // 2)
-    else:
-        divisor = largest * 0.0 + levels
-        step = tl.math.div_rn(high, divisor) - tl.math.div_rn(low, divisor)
-        step = tl.maximum(step, tl.math.div_rn(largest, largest * 0.0 + 32767.0))
-    scale = (tl.abs(step).to(tl.int32, bitcast=True) + 0xFFFF) >> 16  # the bits of the next bf16
-    scale = tl.where(unknown, 0x7FC0, scale)  # NaN
-    step = (scale << 16).to(tl.float32, bitcast=True)
+    scale = _scale(low, high, unknown, levels, SYMMETRIC, FLOATING)
+    step = _step(scale)
     zero = tl.zeros_like(step)
     tl.store(halfwords + row * (RECORD // 2), scale.to(tl.int16), mask=row < groups)
     header: tl.constexpr = 2 if SYMMETRIC or FLOATING else 4
     if header == 4:
-        zero = tl.where(step > 0, -_round(tl.math.div_rn(low, tl.where(step > 0, step, 1.0))), 0.0)
+        zero = _zero_point(low, step)
         tl.store(halfwords + row * (RECORD // 2) + 1, zero.to(tl.int16), mask=row < groups)
-    a = _codes(first, step, zero, levels, SYMMETRIC, FLOATING)
-    b = _codes(second, step, zero, levels, SYMMETRIC, FLOATING)
+    known = (step > 0)[:, None]
+    a = _codes(tl.where(known, first, 0.0), step, zero, levels, SYMMETRIC, FLOATING, False)
+    b = _codes(tl.where(known, second, 0.0), step, zero, levels, SYMMETRIC, FLOATING, False)
     place = records + row[:, None] * RECORD + header + column[None, :]
     if BITS == 4:
-        tl.store(place, (a | (b << 4)).to(tl.uint8), mask=inside)
+        tl.store(place, a | (b << 4), mask=inside)
     else:
-        tl.store(place, a.to(tl.uint8), mask=inside)
-        tl.store(place + GROUP // 2, b.to(tl.uint8), mask=inside)
+        tl.store(place, a, mask=inside)
+        tl.store(place + GROUP // 2, b, mask=inside)
 
 
 @triton.jit
-def _values(codes, zero, step, FLOATING: tl.constexpr):
+def _values(codes, zero, step, FLOATING: tl.constexpr, E4M3: tl.constexpr):
+    """(R, H) uint8 codes to what they stand for, fp32; zero and step (R,)."""
     if FLOATING:
-        return _from_e4m3(codes) * step[:, None]
-    return (codes.to(tl.float32) - zero[:, None]) * step[:, None]
+        if E4M3:
+            value = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        else:
+            value = _from_e4m3(codes.to(tl.int32))
+    else:  # behind 2^23, where the last bits are the code
+        value = (codes.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - (zero[:, None] + 8388608.0)
+    return value * step[:, None]
+
+
+@triton.jit
+def _negative_zeros(R: tl.constexpr, H: tl.constexpr):
+    """To begin a sum with: the first summand keeps its sign, if it is a zero."""
+    return tl.zeros((R, H), tl.float32) * -1.0
 
 
 @triton.jit
@@ -133,25 +213,24 @@ def _dequantize_sum(
     column = tl.arange(0, HALF)
     inside = (row < groups)[:, None] & (column < GROUP // 2)[None, :]
     header: tl.constexpr = 2 if SYMMETRIC or FLOATING else 4
-    first = tl.zeros((ROWS, HALF), tl.float32)
-    second = tl.zeros((ROWS, HALF), tl.float32)
+    first, second = _negative_zeros(ROWS, HALF), _negative_zeros(ROWS, HALF)
     for rank in range(RANKS):
         record = rank * groups + row
         scale = tl.load(halfwords + record * (RECORD // 2), mask=row < groups, other=0)
-        step = (scale.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+        step = _step(scale.to(tl.int32))
         if header == 4:
             zero = tl.load(halfwords + record * (RECORD // 2) + 1, mask=row < groups, other=0).to(tl.float32)
         else:
             zero = tl.zeros((ROWS,), tl.float32) + 2 ** (BITS - 1)
         place = records + record[:, None] * RECORD + header + column[None, :]
-        a = tl.load(place, mask=inside, other=0).to(tl.int32)
+        a = tl.load(place, mask=inside, other=0)
         if BITS == 4:
             b = a >> 4
             a = a & 15
         else:
-            b = tl.load(place + GROUP // 2, mask=inside, other=0).to(tl.int32)
-        first += _values(a, zero, step, FLOATING)
-        second += _values(b, zero, step, FLOATING)
+            b = tl.load(place + GROUP // 2, mask=inside, other=0)
+        first += _values(a, zero, step, FLOATING, False)
+        second += _values(b, zero, step, FLOATING, False)
     where = row[:, None] * GROUP + column[None, :]
     tl.store(sums + where, first, mask=inside)
     tl.store(sums + where + GROUP // 2, second, mask=inside)

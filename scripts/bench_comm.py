@@ -3,17 +3,19 @@
     torchrun --standalone --nproc_per_node 4 scripts/bench_comm.py --out out/comm.json
 
 Every part is tried by itself: what fails is reported, and the rest goes on. A part that hangs ends the process with a traceback.
+`--parts quantized` runs the quantized sums' alone; through host memory (NCCL_P2P_DISABLE=1), `--parts "nccl|portable"`.
 """
 
 import argparse
 import faulthandler
 import json
 import random
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,27 +27,38 @@ from torch import Tensor
 
 from comm.interface import Communicator
 from comm.process_group import NcclCommunicator
-from comm.symmetric import KINDS, SymmetricCommunicator
+from comm.quantize import WIDTHS, parse_scheme
+from comm.quantized import QuantizedNcclCommunicator, two_step_sum
+from comm.quantized_symmetric import QuantizedLane, QuantizedSymmetricCommunicator
+from comm.symmetric import BESIDE_CAPACITY, KINDS, SymmetricCommunicator
 from comm.table import graph_microseconds
 from comm.workspace import Workspace
 from kernels import all_reduce
 from kernels.all_reduce import Tiling
 from kernels.norm import add_rms_norm
+from kernels.quantized_all_reduce import Rounds, quantized_add_norm, quantized_sum
 from tp import World, init_world
 
 WIDTH = 8192  # of a residual stream
 PATIENCE = 1 << 25  # polls before a kernel gives up: longer than one rank compiles while another waits, less than a part
 LONGEST_PART = 60  # seconds
-SIZES = [1 << n for n in (12, 14, 15, 16, 17, 18, 19, 20, 21, 22, 24, 26)]
+SIZES = [1 << n for n in (12, 14, 15, 16, 17, 18, 19, 20, 21, 22, 24, 26, 27)]
 ONE_SHOT_TILINGS = [Tiling(256, 4), Tiling(512, 8), Tiling(512, 4), Tiling(1024, 16)]
 TWO_SHOT_TILINGS = [Tiling(2048, 8, n) for n in (16, 32, 64, 128)] + [Tiling(4096, 8, n) for n in (8, 16, 24, 32, 64, 128)]
+WIDTHS_BESIDE = ("int8", "int4")  # tried on the side stream, too
+QUANTIZED_SIZES = [1 << n for n in (16, 18, 20, 22, 24, 26, 27)]
+QUANTIZED_TILINGS = [
+    *(Rounds(2048, 4, programs, rounds) for programs in (132, 264, 396) for rounds in (1, 4, 8)),
+    *(Rounds(4096, 8, programs, rounds) for programs in (66, 132, 264) for rounds in (2, 4)),
+]
 
 
 class Bench:
     """The communicators under test and what is found out about them."""
 
-    def __init__(self, world: World, seed: int, seconds: float) -> None:
-        self.world, self.deadline = world, time.monotonic() + seconds
+    def __init__(self, world: World, seed: int, seconds: float, parts: str) -> None:
+        """parts: a regular expression; what it does not find in a part's name is left out."""
+        self.world, self.deadline, self.parts = world, time.monotonic() + seconds, re.compile(parts)
         self.nccl = NcclCommunicator()
         self.ours = {kind: SymmetricCommunicator(kind, world.device) for kind in KINDS}
         for workspace in self.workspaces():
@@ -59,15 +72,29 @@ class Bench:
         for ours in self.ours.values():
             yield from (ours.here.workspace, ours.beside.workspace, ours.gathers)
 
+    @cached_property
+    def quantized(self) -> dict[str, QuantizedSymmetricCommunicator]:
+        """By width."""
+        made = {name: QuantizedSymmetricCommunicator(parse_scheme(name), self.world.device) for name in WIDTHS}
+        for ours in made.values():
+            for workspace in (ours.here.workspace, ours.beside.workspace):
+                workspace.exchange = replace(workspace.exchange, patience=PATIENCE)
+        return made
+
+    def check(self) -> None:
+        torch.cuda.synchronize()
+        for ours in (*self.ours.values(), *self.__dict__.get("quantized", {}).values()):
+            ours.check()
+
     def part(self, name: str, run: Callable[[], Any]) -> None:
         """Run one part on all ranks, and note what it returns or whichever rank's error comes first."""
+        if not self.parts.search(name):
+            return
         faulthandler.dump_traceback_later(LONGEST_PART, exit=True)
         begin, error = time.monotonic(), ""
         try:
             result = run()
-            torch.cuda.synchronize()
-            for ours in self.ours.values():
-                ours.check()
+            self.check()
         except Exception as e:
             result, error = None, f"{type(e).__name__}: {str(e)[:600]}"
         errors: list[str] = [""] * self.world.world_size
@@ -135,6 +162,7 @@ class Bench:
             partial, x, weight = self.random(rows, width, dtype=dtype), self.common(rows, width, dtype=dtype), None
             weight = self.common(width, dtype=dtype)
             total, normed = self.ours[kind].defer(partial).add_norm(x, weight, 1e-5)
+            assert isinstance(normed, Tensor)
             self.check_sum(f"{kind} add {rows} {width}", total, partial, dtype, x)
             exact = torch.nn.functional.rms_norm(total.float(), (width,), weight.float(), 1e-5)
             plain = torch.nn.functional.rms_norm(total, (width,), weight, 1e-5)
@@ -190,6 +218,141 @@ class Bench:
         assert int(wrong) == 0, f"{int(wrong)} wrong values in {int(step)} steps"
         assert int(step) == count + 1, f"{int(step)} steps"
         return {"replays": count, "microseconds": (time.monotonic() - begin) / count * 1e6}
+
+    # --- quantized sums ------------------------------------------------------------------------------------------------------
+
+    def quantized_sums(self) -> int:
+        """All widths, both streams, sizes in mixed order: the bits of the two steps over NCCL. Few kernels, for each takes seconds
+        to compile."""
+        jobs = [(name, n, False) for name in WIDTHS for n in (9, 8200, 70001, 128, 65536, 1 << 20, 9 << 20, 34 << 20)]
+        jobs += [(name, n, True) for name in WIDTHS_BESIDE for n in (128, 1 << 20, 9 << 20)]
+        self.draw.shuffle(jobs)
+        for name, n, beside in jobs:
+            mine, ours = self.random(n), self.quantized[name]
+            mine[self.draw.randrange(n) // 128 * 128 :][:128] = self.draw.choice((0.0, -0.0, 3.25, 1e-30))
+            total = (ours.start if beside else ours.defer)(mine).wait()
+            self.check_same(f"{name} {n} {beside=}", total, two_step_sum(mine, ours.scheme, None))
+        return len(jobs)
+
+    def check_same(self, what: str, got: Tensor, expected: Tensor) -> None:
+        apart = int((got.view(torch.int16) != expected.view(torch.int16)).sum())
+        assert apart == 0, f"{what}: {apart} of {got.numel()} values"
+
+    def quantized_norms(self) -> int:
+        jobs = [(name, rows) for name in ("int8",) for rows in (1, 7, 64, 2048)]
+        weight = self.common(WIDTH)
+        for name, rows in jobs:
+            ours, mine, x = self.quantized[name], self.random(rows, WIDTH), self.common(rows, WIDTH)
+            total, normed = ours.defer(mine).add_norm(x, weight, 1e-5)
+            assert isinstance(normed, Tensor)
+            self.check_same(f"{name} add {rows}", total, x + two_step_sum(mine, ours.scheme, None))
+            exact = torch.nn.functional.rms_norm(total.float(), (WIDTH,), weight.float(), 1e-5)
+            plain = torch.nn.functional.rms_norm(total, (WIDTH,), weight, 1e-5)
+            self.check_close(f"{name} norm {rows}", normed, exact, plain, torch.bfloat16)
+        return len(jobs)
+
+    def quantized_replays(self, count: int) -> dict[str, float]:
+        """A graph of sums on both streams, whose inputs take turns, three of them, as the buffers' two slots do: it counts itself
+        what differs from the two steps over NCCL."""
+        step, wrong = (torch.zeros((), dtype=torch.int64, device=self.world.device) for _ in range(2))
+        tables = {name: self.random(3, 3 * WIDTH) for name in self.quantized}
+        expected = {
+            name: torch.stack([two_step_sum(x, ours.scheme, None) for x in tables[name]])
+            for name, ours in self.quantized.items()
+        }
+
+        def body() -> None:
+            step.add_(1)
+            turns = [(step + i) % 3 for i in range(2)]
+            for name, ours in self.quantized.items():
+                inputs = [tables[name].index_select(0, turn.view(1)).view(-1) for turn in turns]
+                other = ours.start(inputs[1]) if name in WIDTHS_BESIDE else ours.defer(inputs[1])
+                sums = (ours.all_reduce(inputs[0]), other.wait())
+                for total, turn in zip(sums, turns, strict=True):
+                    wrong.add_((total != expected[name].index_select(0, turn.view(1)).view(-1)).sum())
+
+        body()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            body()
+        begin = time.monotonic()
+        for i in range(count):
+            graph.replay()
+            if i % 500 == 0:  # a long sum outside of the graph in between
+                self.quantized["int8"].all_reduce(self.random(1 << 20))
+        torch.cuda.synchronize()
+        assert int(wrong) == 0, f"{int(wrong)} wrong values in {int(step)} steps"
+        assert int(step) == count + 1, f"{int(step)} steps"
+        return {"replays": count, "microseconds": (time.monotonic() - begin) / count * 1e6}
+
+    def portable(self, name: str) -> dict[int, float]:
+        way, sizes = QuantizedNcclCommunicator(parse_scheme(name)), (1 << 20, 1 << 24, 1 << 26)
+        calls = {n: partial(way.all_reduce, self.random(n // 2)) for n in sizes}
+        return {n: round(graph_microseconds(call, chain=4, replays=5), 2) for n, call in calls.items() if self.in_time()}
+
+    def quantized_beside(self, name: str) -> dict[int, float]:
+        way = self.quantized[name]
+        return self.by_size(lambda x: lambda: way.start(x).wait(), (1 << 20, 1 << 24, 1 << 26))
+
+    def quantized_tilings(self, name: str) -> dict[str, dict[int, float]]:
+        lane = self.quantized[name].here
+        assert isinstance(lane, QuantizedLane)
+        exchange = lane.workspace.exchange
+        return {
+            f"{t.block}x{t.warps}x{t.programs}x{t.rounds}": self.by_size(
+                lambda x, t=t: lambda: quantized_sum(x, lane.wire, exchange, t),  # type: ignore[misc]
+                (1 << 20, 1 << 24, 1 << 26),
+            )
+            for t in QUANTIZED_TILINGS
+        }
+
+    def quantized_with_norm(self) -> dict[str, dict[int, float]]:
+        """By rows of WIDTH: the sum, the addition and the norm, in one kernel and in two; and in one with fewer programs."""
+        weight, lane = self.common(WIDTH), self.quantized["int8"].here
+        assert isinstance(lane, QuantizedLane)
+        calls: dict[str, Callable[[Tensor, Tensor], object]] = {
+            "nccl, then add_rms_norm": lambda p, x: self.nccl.defer(p).add_norm(x, weight, 1e-5),
+            "int8, then add_rms_norm": lambda p, x: add_rms_norm(x, lane.sum(p), weight, 1e-5),
+        }
+        for programs, rounds in ((132, 4), (84, 1), (84, 4), (84, 8), (42, 4)):
+            calls[f"int8, fused, {programs} programs, {rounds} rounds"] = partial(
+                lambda tiling, p, x: quantized_add_norm(p, x, weight, 1e-5, lane.wire, lane.workspace.exchange, tiling),
+                replace(lane.norm, programs=programs, rounds=rounds),
+            )
+        found: dict[str, dict[int, float]] = {}
+        for name, call in calls.items():
+            for rows in (64, 1024, 4096):
+                p, x = self.random(rows, WIDTH), self.random(rows, WIDTH)
+                if self.in_time():
+                    found.setdefault(name, {})[rows] = round(graph_microseconds(partial(call, p, x)), 2)
+        return found
+
+    def beside_gemms(self, count: int) -> int:
+        """Sums of the longest message a workspace takes, one behind the other beside GEMMs that want every SM, as in a ladder's
+        prompts: their programs start late and out of step."""
+        x, weight = self.random(1024, WIDTH), self.random(WIDTH, WIDTH)
+        wrong = torch.zeros((), dtype=torch.int64, device=self.world.device)
+
+        def body() -> None:
+            for kind, ours in self.ours.items():
+                ones = torch.ones(BESIDE_CAPACITY[kind] // 2, dtype=torch.bfloat16, device=self.world.device)
+                handles = [ours.start(ones.clone()) for _ in range(16)]
+                for _ in range(4):
+                    torch.mm(x, weight)
+                for handle in handles:
+                    wrong.add_((handle.wait() != self.world.world_size).sum())
+
+        body()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            body()
+        for _ in range(count):
+            graph.replay()
+        torch.cuda.synchronize()
+        assert int(wrong) == 0, f"{int(wrong)} wrong values"
+        return count
 
     # --- times ---------------------------------------------------------------------------------------------------------------
 
@@ -287,6 +450,7 @@ def run(bench: Bench, replays: int) -> None:
     bench.part("correct norms", lambda: bench.norms([(1, 8192), (4, 8192), (16, 8192), (64, 8192), (3, 1000), (9, 4096)]))
     bench.part("correct gathers", bench.gathers)
     bench.part("replays", lambda: bench.replays(replays))
+    bench.part("replays beside GEMMs", lambda: bench.beside_gemms(replays // 10))
     nccl, ours = bench.nccl, bench.ours
     bench.part("µs nccl", partial(bench.blocking, nccl, SIZES))
     for kind, those in zip(KINDS, ([n for n in SIZES if n <= 1 << 19], SIZES), strict=True):
@@ -297,9 +461,23 @@ def run(bench: Bench, replays: int) -> None:
     bench.part("µs two-shot tilings", bench.two_shot_tilings)
     for name, most in (("one_shot_all_reduce", 1 << 20), ("two_shot_all_reduce_", 1 << 26)):
         bench.part(f"µs torch {name}", partial(bench.torch_op, name, [n for n in SIZES if n <= most]))
+    run_quantized(bench, min(replays, 2000))
     for dtype in (torch.float32, torch.float16):
         if bench.in_time():
             bench.part(f"correct {dtype}", partial(bench.sums, dtype, (1, 7, 1001, 8192, 70000)))
+
+
+def run_quantized(bench: Bench, replays: int) -> None:
+    bench.part("correct quantized", bench.quantized_sums)
+    bench.part("replays quantized", lambda: bench.quantized_replays(replays))
+    for name in WIDTHS:
+        bench.part(f"µs quantized {name}", lambda name=name: bench.blocking(bench.quantized[name], QUANTIZED_SIZES))  # type: ignore[misc]
+    for name in WIDTHS_BESIDE:
+        bench.part(f"µs quantized tilings {name}", partial(bench.quantized_tilings, name))
+        bench.part(f"µs quantized beside {name}", partial(bench.quantized_beside, name))
+        bench.part(f"µs portable quantized {name}", partial(bench.portable, name))
+    bench.part("correct quantized norms", bench.quantized_norms)
+    bench.part("µs quantized with norm", bench.quantized_with_norm)
 
 
 def main() -> None:
@@ -307,12 +485,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON file")
     parser.add_argument("--replays", type=int, default=10_000, help="of the graph of sums (default 10000)")
     parser.add_argument("--seconds", type=float, default=70.0, help="after which no more times are taken (default 70)")
+    parser.add_argument(
+        "--parts",
+        default=r"^(?!.*quantized)",
+        help="regular expression: only parts in whose names it is found (default: all but quantized sums; '.' for all)",
+    )
     arguments = parser.parse_args()
     world = init_world("cuda", "nccl")
     seeds = [random.SystemRandom().randrange(2**31)]
     dist.broadcast_object_list(seeds, group=world.control)
     with torch.inference_mode():
-        bench = Bench(world, seeds[0], arguments.seconds)
+        bench = Bench(world, seeds[0], arguments.seconds, arguments.parts)
         run(bench, arguments.replays)
     if world.rank == 0:
         report = {

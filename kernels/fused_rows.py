@@ -1,0 +1,282 @@
+"""Triton kernels around GEMMs whose partial sums meet in memory that all GPUs can address: each rank owns some token rows.
+
+The buffer of a rank holds, in this order, arrival flags of partial sums (N sources, BLOCKS) int64, arrival flags of rows (N,
+BLOCKS) int64, `partials` (N, R, C) and `rows` (N * R, C), where R rows belong to each of N ranks. A flag is the epoch for which a
+block of BLOCK_ROWS rows of its source is there; epochs only grow, so a reader waits until the flag is at least the epoch. The epoch
+lives in device memory and is advanced by `advance`, so that a CUDA graph may replay all of it any number of times. What writes the
+partials and rows, and when a place may be written again, is `comm/fused.py`'s affair.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.all_reduce import PATIENCE
+from kernels.dispatch import pdl_supported
+
+BLOCK_ROWS = 128  # rows that one flag announces
+BLOCKS = 64  # flags of a source: rows a rank / BLOCK_ROWS, at most
+ALIGNMENT = 256  # bytes
+
+_BLOCK_ROWS = tl.constexpr(BLOCK_ROWS)
+_BLOCKS = tl.constexpr(BLOCKS)
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the kernels find things.
+
+    buffers: address of each rank's buffer, by rank, zeroed before the first launch. epochs (BLOCKS,) int64: the number of this
+    pair of launches, BLOCKS times, so that copies of it set several flags. fault (1,) int32: not 0 once a program has given up
+    waiting for `patience` polls. capacity: bytes of the `partials` and of the `rows` of a rank.
+    """
+
+    rank: int
+    buffers: tuple[int, ...]
+    epochs: Tensor
+    fault: Tensor
+    capacity: int
+    patience: int = PATIENCE
+
+    @property
+    def world_size(self) -> int:
+        return len(self.buffers)
+
+    @property
+    def row_flags(self) -> int:
+        """Bytes before the flags of rows; the flags of partial sums are first."""
+        return self.world_size * BLOCKS * 8
+
+    @property
+    def partials(self) -> int:
+        """Bytes before the partial sums."""
+        return 2 * self.row_flags
+
+    @property
+    def rows(self) -> int:
+        """Bytes before the rows."""
+        return self.partials + self.capacity
+
+
+def buffer_bytes(world_size: int, capacity: int) -> int:
+    """Size of a rank's buffer for residual streams of up to `capacity` bytes, a multiple of ALIGNMENT."""
+    return 2 * world_size * BLOCKS * 8 + 2 * capacity
+
+
+def blocks_of(rows: int) -> int:
+    """Flags that announce `rows` rows of one rank."""
+    return triton.cdiv(rows, BLOCK_ROWS)
+
+
+# --- device code -----------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _at(address, dtype: tl.constexpr):
+    """A pointer to a place in a rank's buffer that is a multiple of 16 bytes from its begin."""
+    return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
+
+
+@triton.jit
+def _flags(base, offset, source):
+    """Pointers to the flags of `source`, the first of them BLOCKS times `source` behind `offset` bytes."""
+    return (base + offset).to(tl.pointer_type(tl.int64)) + source * _BLOCKS
+
+
+@triton.jit
+def _poll(flags, mask, epoch, patience, fault, CODE: tl.constexpr):
+    """Wait until all flags where `mask` is set have arrived at `epoch`."""
+    missing = 1
+    polls = 0
+    while (missing != 0) & (polls < patience):
+        seen = tl.atomic_add(flags, tl.zeros(flags.shape, tl.int64), mask=mask, sem="acquire", scope="sys")
+        missing = tl.max((mask & (seen < epoch)).to(tl.int32), axis=0)
+        polls += 1
+    if missing != 0:
+        tl.store(fault, CODE)
+    tl.debug_barrier()  # all warps' loads come after the acquire
+
+
+@triton.jit(do_not_specialize=["rank", "announced"])
+def _advance(buffers, epochs, rank, announced, N: tl.constexpr, ROW_FLAGS: tl.constexpr, PDL: tl.constexpr):
+    """One program: the next epoch, this rank's own flags, and `announced` flags of its partial sums at every rank."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    lane = tl.arange(0, _BLOCKS)
+    epoch = tl.load(epochs + lane) + 1
+    tl.debug_barrier()  # all loads come before the stores
+    tl.store(epochs + lane, epoch)
+    for peer in tl.static_range(N):
+        reaches = (peer == rank) | (lane < announced)
+        tl.atomic_xchg(_flags(buffers[peer], 0, rank) + lane, epoch, mask=reaches, sem="release", scope="sys")
+        tl.atomic_xchg(_flags(buffers[peer], ROW_FLAGS, rank) + lane, epoch, mask=(peer == rank) & (lane >= 0), sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["first", "last", "blocks"])
+def _await(
+    flags, epochs, first, last, blocks, patience, fault, N: tl.constexpr, LANES: tl.constexpr
+):  # fmt: skip
+    """One program: wait until ranks `first` to `last` - 1 have announced `blocks` blocks of rows."""
+    lane = tl.arange(0, LANES)
+    source, block = lane // _BLOCKS, lane % _BLOCKS
+    mask = (source >= first) & (source < last) & (block < blocks)
+    _poll(flags.to(tl.pointer_type(tl.int64)) + lane, mask, tl.load(epochs), patience, fault, 5)
+
+
+@triton.jit
+def _sum_row(
+    mine, epochs, x, total, row, lane, inside, rank, patience, fault,
+    share, C: tl.constexpr, N: tl.constexpr, LANES: tl.constexpr, PARTIALS: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """x[row] (None: 0) + the partial sums of all ranks, added in fp32 in rank order; rounded once, it is stored to total[row]."""
+    source = tl.arange(0, LANES)
+    flags = mine.to(tl.pointer_type(tl.int64)) + source * _BLOCKS + row // _BLOCK_ROWS
+    sum = tl.zeros([BLOCK], tl.float32)
+    before = tl.zeros([BLOCK], tl.float32)
+    if x is not None:
+        before = tl.load(x + row * C + lane, mask=inside, other=0.0).to(tl.float32)
+    _poll(flags, source < N, tl.load(epochs), patience, fault, 6)
+    partials = _at(mine + PARTIALS, DTYPE) + row * C
+    for r in tl.static_range(N):
+        sum += tl.load(partials + r * share * C + lane, mask=inside, other=0.0).to(tl.float32)
+    rounded = (before + sum).to(DTYPE)
+    tl.store(total + row * C + lane, rounded, mask=inside)
+    return rounded.to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["rank", "share"])
+def _reduce(
+    mine, epochs, x, rank, patience, fault, share,
+    C: tl.constexpr, N: tl.constexpr, LANES: tl.constexpr, PARTIALS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    DTYPE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The sums into this rank's place of `rows`, a program a row."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row, lane = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    place = _at(mine + ROWS, DTYPE) + rank * share * C
+    _sum_row(
+        mine,
+        epochs,
+        x,
+        place,
+        row,
+        lane,
+        lane < C,
+        rank,
+        patience,
+        fault,
+        share.to(tl.int64),
+        C,
+        N,
+        LANES,
+        PARTIALS,
+        BLOCK,
+        DTYPE,
+    )
+
+
+@triton.jit(do_not_specialize=["rank", "share"])
+def _reduce_norm(
+    mine, epochs, x, weight, total, rank, patience, fault, share, eps,
+    C: tl.constexpr, N: tl.constexpr, LANES: tl.constexpr, PARTIALS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """total = x + sum, and its RMSNorm into this rank's place of `rows`; a program a row."""
+    DTYPE: tl.constexpr = total.dtype.element_ty
+    row, lane = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    inside = lane < C
+    scale = tl.load(weight + lane, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    values = _sum_row(
+        mine,
+        epochs,
+        x,
+        total,
+        row,
+        lane,
+        inside,
+        rank,
+        patience,
+        fault,
+        share.to(tl.int64),
+        C,
+        N,
+        LANES,
+        PARTIALS,
+        BLOCK,
+        DTYPE,
+    )
+    normed = values * tl.rsqrt(tl.sum(values * values, axis=0) / C + eps) * scale
+    place = _at(mine + ROWS, DTYPE) + (rank * share + row) * C
+    tl.store(place + lane, normed.to(DTYPE), mask=inside)
+
+
+# --- launches --------------------------------------------------------------------------------------------------------------------
+
+
+def advance(places: Places, announced: int = 0) -> None:
+    """Begin the next epoch, and tell all ranks that `announced` blocks of this rank's partial sums for them are there: all that
+    the current stream has been given is complete by then. Its own flags are set at once, since it reads what it wrote itself in
+    the stream's order."""
+    pdl = pdl_supported(places.epochs.device)
+    _advance[(1,)](
+        places.buffers, places.epochs, places.rank, announced, N=places.world_size, ROW_FLAGS=places.row_flags, PDL=pdl,
+        launch_pdl=pdl, num_warps=2,
+    )  # fmt: skip
+
+
+def await_rows(places: Places, first: int, last: int, rows: int) -> None:
+    """Let the current stream wait until ranks `first` to `last` - 1 have sent their `rows` rows each."""
+    n = places.world_size
+    _await[(1,)](
+        places.buffers[places.rank] + places.row_flags, places.epochs, first, last, blocks_of(rows), places.patience,
+        places.fault, N=n, LANES=triton.next_power_of_2(n) * BLOCKS, num_warps=4,
+    )  # fmt: skip
+
+
+def reduce_rows(places: Places, rows: int, size: int, dtype: torch.dtype, x: Tensor | None) -> None:
+    """Wait for all partial sums of this rank's `rows` rows of `size` values; x (rows, size), or 0, plus their sum goes to this
+    rank's place of `rows`."""
+    options: dict[str, Any] = _options(places, size) | {"DTYPE": _TRITON[dtype]}
+    mine = places.buffers[places.rank]
+    _reduce[(rows,)](mine, places.epochs, x, places.rank, places.patience, places.fault, rows, **options)
+
+
+def reduce_norm_rows(places: Places, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Wait for all partial sums of this rank's rows; x + their sum (rows, C), whose RMSNorm times `weight` (C,) goes to this
+    rank's place of `rows`. x (rows, C) contiguous, of the partial sums' dtype.
+
+    The sum is rounded once, from fp32, and its rounded value is normalized (Zhang & Sennrich, arXiv:1910.07467)."""
+    total = torch.empty_like(x)
+    _reduce_norm[(x.shape[0],)](
+        places.buffers[places.rank], places.epochs, x, weight, total, places.rank, places.patience, places.fault, x.shape[0],
+        eps, **_options(places, x.shape[1]),
+    )  # fmt: skip
+    return total
+
+
+_TRITON = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+def _options(places: Places, size: int) -> dict[str, Any]:
+    pdl, block, n = pdl_supported(places.epochs.device), triton.next_power_of_2(size), places.world_size
+    warps = min(max(block // 512, 1), 16)  # as for kernels/norm_triton.py
+    return {
+        "C": size,
+        "N": n,
+        "LANES": max(2, triton.next_power_of_2(n)),
+        "PARTIALS": places.partials,
+        "ROWS": places.rows,
+        "BLOCK": block,
+        "PDL": pdl,
+        "launch_pdl": pdl,
+        "num_warps": warps,
+    }

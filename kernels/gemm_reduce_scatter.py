@@ -1,0 +1,44 @@
+"""A linear layer whose partial sums go to their owners' memory tile by tile: GEMM + reduce-scatter without the addition.
+
+Chang et al., *Flux: Fast Software-based Communication Overlap On GPUs Through Kernel Fusion*, arXiv:2406.06858, section 3.1: the
+epilogue of the product stores to other GPUs, so that the link works while later tiles are multiplied.
+"""
+
+from importlib import import_module
+
+import torch
+from torch import Tensor
+
+from kernels.tile_gemm import Tiling, check_operands, default_tiling, specialized
+
+
+def gemm_reduce_scatter(
+    x: Tensor,
+    weight: Tensor,
+    destinations: tuple[int, ...],
+    flags: tuple[int, ...],
+    epoch: Tensor,
+    rank: int,
+    tiling: Tiling | None = None,
+) -> None:
+    """Store (x @ weight.T)[o * T / N : (o + 1) * T / N] at destinations[o], for each of N owners.
+
+    x (T, K) and weight (C, K): contiguous, bf16 or fp16; T a multiple of N. destinations: addresses, as this GPU sees them, of
+    contiguous (T / N, C) areas of x's dtype in the owners' memory, multiples of 16 bytes. flags: addresses of int64; once all of
+    rows 128 b to 128 (b + 1) of owner o (fewer at the end) are stored, so that whoever acquires the flag sees them, flags[o] + 8 b
+    gets the number in `epoch` (1,) int64. epoch lies on the device and may be advanced by kernels before this one, such as
+    those of a CUDA graph. rank: this GPU's place among the owners; the rows of rank + 1 come first, its own last. tiling: None for
+    `default_tiling`.
+
+    Sums are fp32, rounded once: the same bits whatever N. Products on one device must follow each other, and the first must come
+    before any CUDA graph's capture. Raises ValueError for operands that do not fit.
+    """
+    check_operands(x, weight, len(destinations))
+    if len(flags) != len(destinations) or not 0 <= rank < len(destinations):
+        raise ValueError(f"rank {rank} of {len(destinations)} destinations and {len(flags)} flags")
+    if epoch.dtype != torch.int64 or any(address % 16 for address in destinations) or any(address % 8 for address in flags):
+        raise ValueError("epoch must be int64, destinations multiples of 16 bytes, flags of 8")
+    chosen = tiling or default_tiling(len(x), len(weight), x.shape[1], len(destinations))
+    name = "tile_gemm_hopper" if specialized(chosen, len(x), len(destinations), x.device) else "tile_gemm_triton"
+    implementation = import_module(f"kernels.{name}")  # a machine without a GPU may have no Triton
+    implementation.gemm_reduce_scatter(x, weight, destinations, flags, epoch, rank, chosen)

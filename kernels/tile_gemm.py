@@ -1,0 +1,122 @@
+"""How matrix products that exchange rows with other GPUs are cut into tiles: what `kernels/gemm_reduce_scatter.py` and
+`kernels/all_gather_gemm.py` share on the host.
+
+Rows of tokens are dealt to N ranks in equal runs of `share` rows. Blocks of BLOCK rows of a run are announced from GPU to GPU by
+flags, one int64 each: coarser than a flag for each tile (Flux, section 4.3, decouples the two) and finer than one for each run.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+BLOCK = 128  # rows of one flag; no tile is higher
+MAX_SPECIALIZED = 8  # ranks of a product with specialized warps
+COUNTERS = 1 << 14  # blocks of one product, at most
+SHARED_BYTES = 227 << 10  # of an SM of Hopper
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Tiles of block_m rows by block_n columns, summed block_k columns of the operands at a time.
+
+    stages: steps of operands in shared memory. group: tiles of rows that take turns before the next column of tiles, so that what
+    is in flight at a time shares operands in L2. specialized: whether warps have different jobs, so that loads and stores go on
+    while a tile begins or ends (`kernels/tile_gemm_hopper.py`: needs Hopper and runs of at least block_m rows; elsewhere the
+    same tiles without it). spare: SMs left to kernels that carry rows.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int = 64
+    stages: int = 4
+    warps: int = 8
+    group: int = 8
+    specialized: bool = False
+    spare: int = 0
+
+    def step_bytes(self, itemsize: int = 2) -> int:
+        """Bytes of the operands of one step."""
+        return (self.block_m + self.block_n) * self.block_k * itemsize
+
+    def result_bytes(self, itemsize: int = 2) -> int:
+        """Bytes of a tile of results."""
+        return self.block_m * self.block_n * itemsize
+
+    def stages_beside(self, bytes: int) -> int:
+        """How many of `stages` fit an SM's shared memory beside `bytes`."""
+        return min(self.stages, (SHARED_BYTES - 2048 - bytes) // self.step_bytes())
+
+    def programs_per_sm(self) -> int:
+        """How many programs an SM holds: by shared memory, and by registers, of which half go to 4 warps."""
+        shared = max(self.stages * self.step_bytes(), self.result_bytes()) + 2048
+        return max(1, min(8 // self.warps, SHARED_BYTES // shared))
+
+
+TILINGS = (
+    Tiling(128, 256, stages=4, specialized=True),
+    Tiling(128, 256, stages=4),
+    Tiling(128, 128, stages=6, specialized=True),
+    Tiling(128, 128, stages=3, warps=4),
+    Tiling(64, 256, stages=4, warps=4),
+    Tiling(64, 128, stages=4, warps=4),
+    Tiling(64, 64, block_k=128, stages=3, warps=4),
+)
+# results an SM adds to in a unit of time, by the results of a tile: larger ones reuse more of what they load
+RATES = {128 * 256: 1.0, 128 * 128: 0.85, 64 * 256: 0.8, 64 * 128: 0.65, 64 * 64: 0.45}
+EDGE = 256  # columns of K that could be summed while a tile begins and ends
+
+
+@cache
+def candidates(m: int, n: int, k: int, world_size: int, sms: int = 132) -> tuple[Tiling, ...]:
+    """The tilings worth measuring for (m, k) x (n, k) with the m rows dealt to `world_size` ranks, the likeliest first."""
+    return tuple(sorted(TILINGS, key=lambda tiling: _cost(tiling, m, n, k, world_size, sms)))
+
+
+def default_tiling(m: int, n: int, k: int, world_size: int, sms: int = 132) -> Tiling:
+    """The likeliest of the `candidates`."""
+    return candidates(m, n, k, world_size, sms)[0]
+
+
+def row_tiles(share: int, world_size: int, block_m: int) -> int:
+    """Tiles of rows. Runs shorter than a tile share it; others begin a tile of their own."""
+    if share < block_m:
+        return -(-share * world_size // block_m)
+    return world_size * -(-share // block_m)
+
+
+def specialized(tiling: Tiling, rows: int, world_size: int, device: torch.device) -> bool:
+    """Whether the tiling's wish for specialized warps can be granted."""
+    fits = tiling.specialized and tiling.block_m <= rows // world_size and world_size <= MAX_SPECIALIZED
+    return fits and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def _cost(tiling: Tiling, m: int, n: int, k: int, world_size: int, sms: int) -> float:
+    """The time of a product in units of a tile's: the SM that has the most tiles decides."""
+    tiles = row_tiles(m // world_size, world_size, tiling.block_m) * -(-n // tiling.block_n)
+    per_sm = tiling.programs_per_sm()
+    busiest = -(-tiles // (sms * per_sm)) * min(per_sm, -(-tiles // sms))
+    results = tiling.block_m * tiling.block_n
+    edge = EDGE / 4 if tiling.specialized else EDGE / per_sm
+    return busiest * results * (k + edge) / RATES[results]
+
+
+def check_operands(x: Tensor, weight: Tensor, world_size: int) -> None:
+    """Raise ValueError unless x (T, K) and weight (C, K) can be multiplied in tiles: one dtype, bf16 or fp16 (fp32 also, on CPU),
+    contiguous, T a multiple of `world_size`, rows a multiple of 16 bytes."""
+    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
+        raise ValueError(
+            f"cannot multiply rows {tuple(x.shape)} with a weight {tuple(weight.shape)}: (T, K) and (C, K) are needed"
+        )
+    if x.dtype != weight.dtype or x.dtype not in (*DTYPES, *(() if x.is_cuda else (torch.float32,))):
+        raise ValueError(f"operands of {x.dtype} and {weight.dtype}: both must be bf16 or fp16")
+    if not len(x) or len(x) % world_size:
+        raise ValueError(f"{len(x)} rows cannot be dealt to {world_size} ranks; use a multiple of {world_size}")
+    if not (x.is_contiguous() and weight.is_contiguous()) or x.data_ptr() % 16 or weight.data_ptr() % 16:
+        raise ValueError("the operands must be contiguous and begin at multiples of 16 bytes")
+    if x.shape[1] * x.element_size() % 16 or len(weight) * x.element_size() % 16:
+        raise ValueError(f"rows of {x.shape[1]} values in, {len(weight)} out: both must be multiples of 16 bytes")
+    if world_size * -(-len(x) // world_size // BLOCK) > COUNTERS:
+        raise ValueError(f"{len(x)} rows are more than {COUNTERS} blocks of {BLOCK}")

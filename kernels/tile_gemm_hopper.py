@@ -1,0 +1,349 @@
+"""The products of `kernels/tile_gemm_triton.py` for Hopper, with warps that have different jobs (written in Gluon).
+
+One warp loads operands by TMA into a ring of buffers, as far ahead as there is room and into the tiles to come; eight warps
+multiply (wgmma); in the reduce-scatter one more warp stores results by TMA and announces them, so that neither the link nor the
+fences hold up the tensor cores. It needs rows of a rank that fill a tile, and no interpreter runs it.
+
+Memory order. All-gather: the loading warp acquires a block's flag and passes a fence from the generic to the async proxy before
+it asks TMA for the rows. Reduce-scatter: the thread that issued a tile's stores waits for their completion, not only for
+the reads from shared memory, passes a fence between the proxies, and then counts the tile and announces the block as
+`tile_gemm_triton` does, at system scope.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from kernels.tile_gemm import BLOCK, MAX_SPECIALIZED, Tiling
+from kernels.tile_gemm_triton import _place, _select, counters, grid
+
+REGISTERS = 168  # of a thread at launch: 12 warps share an SM's, and then trade them
+_BLOCK = gl.constexpr(BLOCK)
+
+
+@gluon.jit
+def _ring(x, weight, STAGES: gl.constexpr):
+    """Buffers for STAGES steps of operands, and barriers that say which are full and which free."""
+    a = gl.allocate_shared_memory(x.dtype, [STAGES, x.block_type.shape[0], x.block_type.shape[1]], x.layout)
+    b = gl.allocate_shared_memory(weight.dtype, [STAGES, weight.block_type.shape[0], weight.block_type.shape[1]], weight.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(free.index(i), count=1)
+    return a, b, full, free
+
+
+@gluon.jit
+def _turns(tiles):
+    """How many of the tiles are this program's."""
+    return gl.cdiv(tiles - gl.program_id(0), gl.num_programs(0))
+
+
+@gluon.jit
+def _tile(turn):
+    """The number of this program's tile."""
+    return gl.program_id(0) + turn * gl.num_programs(0)
+
+
+@gluon.jit
+def _load(x, weight, ring, row, column, step, steps):
+    """Ask for a tile's operands, step by step, as buffers get free; `step` counts those of all tiles."""
+    a, b, full, free = ring
+    STAGES: gl.constexpr = a.type.shape[0]
+    BLOCK_K: gl.constexpr = x.block_type.shape[1]
+    for k in range(steps):
+        slot = step % STAGES
+        mbarrier.wait(free.index(slot), (step // STAGES & 1) ^ 1)
+        mbarrier.expect(full.index(slot), x.block_type.nbytes + weight.block_type.nbytes)
+        tma.async_copy_global_to_shared(x, [row, k * BLOCK_K], full.index(slot), a.index(slot))
+        tma.async_copy_global_to_shared(weight, [column, k * BLOCK_K], full.index(slot), b.index(slot))
+        step += 1
+    return step
+
+
+@gluon.jit
+def _multiply(ring, step, steps):
+    """A tile's sums in fp32. One step's products are under way while the next step's begin."""
+    a, b, full, free = ring
+    STAGES: gl.constexpr = a.type.shape[0]
+    BLOCK_M: gl.constexpr = a.type.shape[1]
+    BLOCK_N: gl.constexpr = b.type.shape[1]
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 16])
+    sums = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, LAYOUT)
+    for k in range(steps):
+        slot = step % STAGES
+        mbarrier.wait(full.index(slot), step // STAGES & 1)
+        sums = warpgroup_mma(a.index(slot), b.index(slot).permute((1, 0)), sums, is_async=True)
+        sums = warpgroup_mma_wait(1, (sums,))
+        mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), pred=k > 0)  # the step before has been multiplied
+        step += 1
+    sums = warpgroup_mma_wait(0, (sums,))
+    mbarrier.arrive(free.index((step + STAGES - 1) % STAGES))
+    return sums, step
+
+
+# --- reduce-scatter -------------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _scatter_load(x, weight, ring, rank, share, tiles, columns, steps, N: gl.constexpr, GROUP: gl.constexpr):
+    BLOCK_M: gl.constexpr = x.block_type.shape[0]
+    BLOCK_N: gl.constexpr = weight.block_type.shape[0]
+    step = 0
+    for turn in range(_turns(tiles)):
+        row, _end, column_tile = _place(_tile(turn), (rank + 1) % N, 1, share, columns, N, BLOCK_M, GROUP, False)
+        step = _load(x, weight, ring, row, column_tile * BLOCK_N, step, steps)
+
+
+@gluon.jit
+def _scatter_multiply(ring, result, ready, taken, tiles, steps):
+    step = 0
+    for turn in range(_turns(tiles)):
+        sums, step = _multiply(ring, step, steps)
+        mbarrier.wait(taken, (turn & 1) ^ 1)
+        result.store(sums.to(result.dtype))
+        fence_async_shared()
+        mbarrier.arrive(ready)
+
+
+@gluon.jit
+def _complete():
+    """Wait until what this thread stored by TMA is stored, for whoever this thread tells."""
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; fence.proxy.async; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _scatter_store(areas, flags, epoch, counters, result, ready, taken, rank, share, tiles, columns,
+    N: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    BLOCK_M: gl.constexpr = result.type.shape[0]
+    BLOCK_N: gl.constexpr = result.type.shape[1]
+    now = gl.load(epoch)
+    for turn in range(_turns(tiles)):
+        row, _end, column_tile = _place(_tile(turn), (rank + 1) % N, 1, share, columns, N, BLOCK_M, GROUP, False)
+        owner = row // share
+        mbarrier.wait(ready, turn & 1)
+        for i in gl.static_range(N):
+            if owner == i:
+                tma.async_copy_shared_to_global(areas[i], [row - owner * share, column_tile * BLOCK_N], result)
+        tma.store_wait(0)
+        mbarrier.arrive(taken)
+        _complete()
+        gl.thread_barrier()
+        block = (row - owner * share) // _BLOCK
+        last = gl.minimum((block + 1) * _BLOCK, share) - 1
+        stored_in = (last // BLOCK_M - block * _BLOCK // BLOCK_M + 1) * columns
+        counter = counters + owner * gl.cdiv(share, _BLOCK) + block
+        if gl.atomic_add(counter, 1, sem="acq_rel", scope="sys") == stored_in - 1:
+            gl.store(counter, 0)
+            flag = _select(flags, owner, N).to(gl.pointer_type(gl.int64)) + block
+            gl.atomic_xchg(flag, now, sem="release", scope="sys")
+
+
+@gluon.jit(do_not_specialize=["share", "rank"])
+def _gemm_reduce_scatter(
+    x,  # descriptor of (N * share, K)
+    weight,  # descriptor of (C, K)
+    area0, area1, area2, area3, area4, area5, area6, area7,  # descriptors of (share, C), the first N of them
+    flags,  # N addresses of int64, one for each block
+    epoch,
+    counters,  # zero before and after
+    share,
+    C,
+    K,
+    rank,
+    N: gl.constexpr,
+    STAGES: gl.constexpr,
+    GROUP: gl.constexpr,
+):  # fmt: skip
+    BLOCK_M: gl.constexpr = x.block_type.shape[0]
+    BLOCK_N: gl.constexpr = weight.block_type.shape[0]
+    ring = _ring(x, weight, STAGES)
+    result = gl.allocate_shared_memory(x.dtype, area0.block_type.shape, area0.layout)
+    bars = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    ready, taken = bars.index(0), bars.index(1)
+    mbarrier.init(ready, count=1)
+    mbarrier.init(taken, count=1)
+    tl.extra.cuda.gdc_wait()
+    columns = gl.cdiv(C, BLOCK_N)
+    tiles = N * gl.cdiv(share, BLOCK_M) * columns
+    steps = gl.cdiv(K, x.block_type.shape[1])
+    areas = (area0, area1, area2, area3, area4, area5, area6, area7)
+    gl.warp_specialize(
+        [
+            (_scatter_multiply, (ring, result, ready, taken, tiles, steps)),
+            (_scatter_load, (x, weight, ring, rank, share, tiles, columns, steps, N, GROUP)),
+            (_scatter_store, (areas, flags, epoch, counters, result, ready, taken, rank, share, tiles, columns, N, GROUP)),
+        ],
+        [1, 1],
+        [40, 40],
+    )
+    tl.extra.cuda.gdc_launch_dependents()
+
+
+# --- all-gather -----------------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _await(flag, now, patience, fault):
+    """Poll a block's flag until it says `now`."""
+    missing = gl.atomic_add(flag, 0, sem="acquire", scope="sys") < now
+    polls = 1
+    while missing & (polls < patience):
+        missing = gl.atomic_add(flag, 0, sem="acquire", scope="sys") < now
+        polls += 1
+    if missing:
+        gl.store(fault, 5)
+    gl.thread_barrier()  # all threads come after the acquire
+    gl.inline_asm_elementwise("fence.proxy.async.global; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _gather_load(x, weight, ring, flags, epoch, fault, stride, rank, patience, share, tiles, columns, steps,
+    N: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    BLOCK_M: gl.constexpr = x.block_type.shape[0]
+    BLOCK_N: gl.constexpr = weight.block_type.shape[0]
+    now = gl.load(epoch)
+    step = 0
+    for turn in range(_turns(tiles)):
+        row, _end, column_tile = _place(_tile(turn), rank, N - 1, share, columns, N, BLOCK_M, GROUP, False)
+        source = row // share
+        if source != rank:
+            _await(flags + source * stride + (row - source * share) // _BLOCK, now, patience, fault)
+        step = _load(x, weight, ring, row, column_tile * BLOCK_N, step, steps)
+
+
+@gluon.jit
+def _gather_multiply(ring, out, rank, share, tiles, columns, steps, C, N: gl.constexpr, GROUP: gl.constexpr):
+    BLOCK_M: gl.constexpr = ring[0].type.shape[1]
+    BLOCK_N: gl.constexpr = ring[1].type.shape[1]
+    LANES: gl.constexpr = BLOCK_N // 8 if BLOCK_N < 256 else 32  # a warp stores 16 bytes a thread, row after row
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [gl.num_warps(), 1], [1, 0])
+    step = 0
+    for turn in range(_turns(tiles)):
+        row, end, column_tile = _place(_tile(turn), rank, N - 1, share, columns, N, BLOCK_M, GROUP, False)
+        sums, step = _multiply(ring, step, steps)
+        result = gl.convert_layout(sums.to(out.dtype.element_ty), LAYOUT)
+        m = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, LAYOUT))[:, None]
+        n = column_tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))[None, :]
+        gl.store(out + m.to(gl.int64) * C + n, result, mask=(m < end) & (n < C))
+
+
+@gluon.jit(do_not_specialize=["share", "rank", "stride", "patience"])
+def _all_gather_gemm(
+    x,  # descriptor of (N * share, K)
+    weight,  # descriptor of (C, K)
+    out,  # (N * share, C)
+    flags,  # (N, stride) int64
+    epoch,
+    fault,
+    stride,
+    share,
+    C,
+    K,
+    rank,
+    patience,
+    N: gl.constexpr,
+    STAGES: gl.constexpr,
+    GROUP: gl.constexpr,
+):
+    BLOCK_M: gl.constexpr = x.block_type.shape[0]
+    BLOCK_N: gl.constexpr = weight.block_type.shape[0]
+    ring = _ring(x, weight, STAGES)
+    tl.extra.cuda.gdc_wait()
+    columns = gl.cdiv(C, BLOCK_N)
+    tiles = N * gl.cdiv(share, BLOCK_M) * columns
+    steps = gl.cdiv(K, x.block_type.shape[1])
+    gl.warp_specialize(
+        [
+            (_gather_multiply, (ring, out, rank, share, tiles, columns, steps, C, N, GROUP)),
+            (
+                _gather_load,
+                (x, weight, ring, flags, epoch, fault, stride, rank, patience, share, tiles, columns, steps, N, GROUP),
+            ),
+        ],
+        [1],
+        [40],
+    )
+    tl.extra.cuda.gdc_launch_dependents()
+
+
+# --- launches -------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Area:
+    """Memory of another GPU, as far as a descriptor wants a tensor."""
+
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+def gemm_reduce_scatter(
+    x: Tensor, weight: Tensor, destinations: tuple[int, ...], flags: tuple[int, ...], epoch: Tensor, rank: int, tiling: Tiling
+) -> None:
+    """`kernels.gemm_reduce_scatter.gemm_reduce_scatter` of operands that were checked, runs of at least block_m rows."""
+    share, features = len(x) // len(destinations), len(weight)
+    unused = (destinations[0],) * (MAX_SPECIALIZED - len(destinations))
+    areas = [
+        _descriptor(_Area(address, x.dtype), (share, features), (tiling.block_m, tiling.block_n))
+        for address in destinations + unused
+    ]
+    _gemm_reduce_scatter[grid(x, weight, len(destinations), tiling)](
+        *(*_operands(x, weight, tiling), *areas),
+        *(flags, epoch, counters(x.device), share, features, x.shape[1], rank),
+        **_constants(len(destinations), tiling, tiling.stages_beside(tiling.result_bytes())),
+    )
+
+
+def all_gather_gemm(
+    rows: Tensor, weight: Tensor, flags: Tensor, epoch: Tensor, rank: int, fault: Tensor, tiling: Tiling, patience: int
+) -> Tensor:
+    """`kernels.all_gather_gemm.all_gather_gemm` of operands that were checked, runs of at least block_m rows."""
+    share, features = len(rows) // len(flags), len(weight)
+    out = torch.empty(len(rows), features, dtype=rows.dtype, device=rows.device)
+    _all_gather_gemm[grid(rows, weight, len(flags), tiling)](
+        *_operands(rows, weight, tiling),
+        *(out, flags, epoch, fault, flags.stride(0), share, features, rows.shape[1], rank, patience),
+        **_constants(
+            len(flags), tiling, tiling.stages_beside(tiling.result_bytes() // 2)
+        ),  # halves change their layout in turn
+    )
+    return out
+
+
+def _operands(x: Tensor, weight: Tensor, tiling: Tiling) -> tuple[TensorDescriptor, TensorDescriptor]:
+    return (
+        _descriptor(x, tuple(x.shape), (tiling.block_m, tiling.block_k)),
+        _descriptor(weight, tuple(weight.shape), (tiling.block_n, tiling.block_k)),
+    )
+
+
+def _descriptor(base: Tensor | _Area, shape: tuple[int, ...], block: tuple[int, int]) -> TensorDescriptor:
+    element = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[base.dtype]
+    layout = gl.NVMMASharedLayout.get_default_for(list(block), element)
+    return TensorDescriptor(base, list(shape), [shape[1], 1], list(block), layout)
+
+
+def _constants(world_size: int, tiling: Tiling, stages: int) -> dict[str, int | bool]:
+    constants = {"N": world_size, "STAGES": stages, "GROUP": tiling.group}
+    return {**constants, "num_warps": tiling.warps, "maxnreg": REGISTERS, "launch_pdl": True}

@@ -1,0 +1,276 @@
+"""Row-parallel layers that push their partial sums, on real GPUs: the same bits as the layer and the one-shot sum, and how long?
+
+    torchrun --standalone --nproc_per_node 4 scripts/bench_push.py --out out/push.json
+
+The layers are Llama-70B's output and down projections over 4 ranks, each of a chain with a weight of its own.
+"""
+
+import argparse
+import faulthandler
+import json
+import random
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from comm.table import graph_microseconds
+from comm.workspace import open_workspace
+from kernels import linear_triton
+from kernels.all_reduce import one_shot, one_shot_add_norm, one_shot_bytes
+from kernels.linear import Config, Gemv, Mma, format_config, linear
+from kernels.linear_push import linear_push, push_config, receive, receive_add_norm
+from tp import World, init_world
+
+WIDTH = 8192  # of a residual stream
+CAPACITY = 256 << 10  # bytes of a message: 16 rows
+PATIENCE = 1 << 26  # polls before a kernel gives up: seconds, in which another rank may compile
+LONGEST_PART = 60  # seconds
+COLUMNS = {"o": 2048, "down": 7168}  # of the weights, by name
+EACH = 10  # weights of each
+ROWS = (1, 2, 4, 8, 16)
+CANDIDATES: dict[int, list[Config]] = {  # by rows, besides `push_config`'s
+    1: [Gemv(2, 2048, 4, False), Gemv(2, 4096, 8, True)],
+    4: [Mma(64, 128, 3, 3)],
+    16: [Mma(64, 128, 3, 3)],
+}
+
+AddNorm = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # of (input, weight, residual)
+
+
+class Bench:
+    """Two workspaces, one that is pushed to and one for what it is compared with, and what is found out."""
+
+    def __init__(self, world: World, seed: int, seconds: float) -> None:
+        self.world, self.deadline = world, time.monotonic() + seconds
+        self.opened = [open_workspace(one_shot_bytes, CAPACITY, world.device) for _ in range(2)]
+        for workspace in self.opened:
+            workspace.exchange = replace(workspace.exchange, patience=PATIENCE)
+        self.pushed, self.other = (workspace.exchange for workspace in self.opened)
+        self.generator = torch.Generator(world.device).manual_seed(seed + world.rank)
+        self.draw = random.Random(seed)  # alike on all ranks
+        self.norm = self.common(WIDTH)
+        self.weights = {name: [self.weight(WIDTH, k) for _ in range(EACH)] for name, k in COLUMNS.items()}
+        self.found: dict[str, Any] = {}
+        self.errors: dict[str, str] = {}
+
+    def part(self, name: str, run: Callable[[], Any]) -> None:
+        """Run one part on all ranks, and note what it returns or whichever rank's error comes first."""
+        faulthandler.dump_traceback_later(LONGEST_PART, exit=True)
+        begin, error, result = time.monotonic(), "", None
+        try:
+            result = run()
+            torch.cuda.synchronize()
+            for workspace in self.opened:
+                workspace.check()
+        except Exception as e:
+            error = f"{type(e).__name__}: {str(e)[:600]}"
+        errors: list[str] = [""] * self.world.world_size
+        dist.all_gather_object(errors, error, group=self.world.control)
+        faulthandler.cancel_dump_traceback_later()
+        failed = next((f"rank {rank}: {text}" for rank, text in enumerate(errors) if text), None)
+        if failed:
+            self.errors[name] = failed
+        else:
+            self.found[name] = result
+        if self.world.rank == 0:
+            print(f"{name}: {time.monotonic() - begin:.1f} s {failed or ''}", file=sys.stderr, flush=True)
+
+    def in_time(self) -> bool:
+        """Whether rank 0 has time left: the same answer on all ranks."""
+        answer = [time.monotonic() < self.deadline]
+        dist.broadcast_object_list(answer, group=self.world.control)
+        return answer[0]
+
+    def random(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.randn(*shape, generator=self.generator, device=self.world.device, dtype=dtype)
+
+    def weight(self, n: int, k: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return self.random(n, k, dtype=dtype).div_(k**0.5)
+
+    def common(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """The same random values on all ranks."""
+        x = self.random(*shape, dtype=dtype)
+        dist.broadcast(x, 0)
+        return x
+
+    def everyones(self, x: Tensor) -> Tensor:
+        parts = [torch.empty_like(x) for _ in range(self.world.world_size)]
+        dist.all_gather(parts, x.contiguous())
+        return torch.stack(parts)
+
+    # --- correctness ---------------------------------------------------------------------------------------------------------
+
+    def correct(self) -> int:
+        """Other shapes and rows than those measured, too; configs with and without a split of K."""
+        bf16, fp16 = torch.bfloat16, torch.float16
+        jobs: list[tuple[int, int, int, torch.dtype, Config | None]] = [
+            (rows, WIDTH, k, bf16, None) for rows in (1, 2, 3, 8, 16) for k in COLUMNS.values()
+        ]
+        jobs += [(rows, n, k, bf16, None) for rows in (1, 2, 15) for n, k in ((1000, 1000), (258, 136))]
+        jobs += [(rows, 4096, 512, fp16, None) for rows in (1, 9)]
+        jobs += [(5, n, k, bf16, Mma(64, 128, 3, 3)) for n, k in ((WIDTH, 2048), (1000, 1000))]
+        self.draw.shuffle(jobs)
+        for rows, n, k, dtype, chosen in jobs:
+            self.compare(f"{rows} x {n} x {k} {dtype} {chosen}", rows, self.weight(n, k, dtype), chosen)
+        return len(jobs)
+
+    def compare(self, what: str, rows: int, weight: Tensor, chosen: Config | None) -> None:
+        """Raise AssertionError unless pushed sums are bit for bit one-shot's, and as close to fp32 as PyTorch's are twice over."""
+        (n, k), dtype = weight.shape, weight.dtype
+        config = chosen or push_config(rows, n, k, dtype)
+        assert config is not None, what
+        x, residual, norm = self.random(rows, k, dtype=dtype), self.common(rows, n, dtype=dtype), self.common(n, dtype=dtype)
+        linear_push(x, weight, self.pushed, chosen)
+        total, normed = receive_add_norm(residual, norm, 1e-5, self.pushed)
+        linear_push(x, weight, self.pushed, chosen)
+        alone = receive((rows, n), dtype, self.pushed)
+        partial = linear_triton.run(x, weight, None, config, False)
+        expected = one_shot_add_norm(partial, residual, norm, 1e-5, self.other)
+        assert torch.equal(total, expected[0]) and torch.equal(normed, expected[1]), f"{what}: other bits"
+        assert torch.equal(alone, one_shot(partial, self.other)), f"{what}: other bits without the norm"
+        exact = self.everyones(F.linear(x.float(), weight.float())).sum(0) + residual.float()
+        plain = residual + self.everyones(F.linear(x, weight)).sum(0)
+        error, allowed = ((y.float() - exact).norm().item() for y in (total, plain))
+        assert error <= 2 * allowed, f"{what}: error {error}, plain {allowed}"
+        bits = self.everyones(torch.stack((total, normed)).view(torch.uint8))  # which NCCL knows
+        assert all(torch.equal(bits[0], others) for others in bits), f"{what}: the ranks differ"
+
+    def replays(self, count: int) -> int:
+        """A graph whose inputs each replay changes, and which itself counts the values that differ from the one-shot sum's."""
+        device, rows = self.world.device, 3
+        step, wrong = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(2))
+        inputs = {name: self.random(rows, k) for name, k in COLUMNS.items()}
+        residual = self.common(rows, WIDTH)
+
+        def layer(name: str, weight: Tensor, x: Tensor, chosen: Config) -> Tensor:
+            y = inputs[name] * (step % 13 + 1)
+            linear_push(y, weight, self.pushed, chosen)
+            total, _ = receive_add_norm(x, self.norm, 1e-5, self.pushed)
+            partial = linear_triton.run(y, weight, None, chosen, False)
+            expected, _ = one_shot_add_norm(partial, x, self.norm, 1e-5, self.other)
+            again = one_shot(partial, self.pushed)  # the same workspace
+            wrong.add_((total != expected).sum() + (again != one_shot(partial, self.other)).sum())
+            return total
+
+        def body() -> None:
+            step.add_(1)
+            x = residual
+            configs: list[Config] = [Gemv(4, 1024, 4), Mma(32, 128, 1, 8), Mma(64, 128, 3, 3)]
+            for i, chosen in enumerate(configs):
+                x = layer("o", self.weights["o"][i], x, chosen)
+                x = layer("down", self.weights["down"][i], x, chosen)
+
+        body()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            body()
+        for i in range(count):
+            graph.replay()
+            if i % 500 == 0:  # and outside of the graph in between
+                layer("o", self.weights["o"][0], residual, Gemv(4, 1024, 4))
+        torch.cuda.synchronize()
+        assert int(wrong) == 0, f"{int(wrong)} wrong values in {int(step)} steps"
+        return int(step) - 1
+
+    # --- times ---------------------------------------------------------------------------------------------------------------
+
+    def ways(self, rows: int) -> dict[str, tuple[tuple[str, ...], AddNorm]]:
+        """The layers that each way is measured with, and the way."""
+
+        def sum_of(partial: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+            return one_shot_add_norm(partial, x, self.norm, 1e-5, self.other)
+
+        def best(y: Tensor, weight: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+            return sum_of(linear(y, weight), x)
+
+        def same(y: Tensor, weight: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+            config = push_config(rows, *weight.shape, weight.dtype)
+            assert config is not None
+            return sum_of(linear_triton.run(y, weight, None, config, False), x)
+
+        def push(chosen: Config | None) -> AddNorm:
+            def call(y: Tensor, weight: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+                linear_push(y, weight, self.pushed, chosen)
+                return receive_add_norm(x, self.norm, 1e-5, self.pushed)
+
+            return call
+
+        names = tuple(COLUMNS)
+        found: dict[str, tuple[tuple[str, ...], AddNorm]] = {}
+        for layers in (names, *((name,) for name in names)):
+            label = " and ".join(layers)
+            found[f"{label}: linear, then one-shot"] = layers, best
+            found[f"{label}: linear of the same config, then one-shot"] = layers, same
+            found[f"{label}: pushed"] = layers, push(None)
+        for chosen in CANDIDATES.get(rows, []):
+            for name in names:
+                found[f"{name}: pushed by {format_config(chosen)}"] = (name,), push(chosen)
+        return found
+
+    def microseconds(self, rows: int) -> dict[str, float]:
+        """µs of a layer with its sum, residual addition and norm: the median of graphs that replay a chain, three times in turns."""
+        inputs, residual = {name: self.random(rows, k) for name, k in COLUMNS.items()}, self.common(rows, WIDTH)
+        found: dict[str, list[float]] = {}
+        for _ in range(3):
+            for what, (names, way) in self.ways(rows).items():
+
+                def chain(names: tuple[str, ...] = names, way: AddNorm = way) -> None:
+                    x = residual
+                    for i in range(EACH):
+                        for name in names:
+                            x, _ = way(inputs[name], self.weights[name][i], x)
+
+                if self.in_time():
+                    found.setdefault(what, []).append(graph_microseconds(chain, chain=1, replays=9) / (EACH * len(names)))
+        return {what: round(sorted(times)[len(times) // 2], 2) for what, times in found.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, help="JSON file")
+    parser.add_argument("--replays", type=int, default=2000, help="of the graph of sums (default 2000)")
+    parser.add_argument("--seconds", type=float, default=35.0, help="after which no more times are taken (default 35)")
+    arguments = parser.parse_args()
+    world = init_world("cuda", "nccl")
+    seeds = [random.SystemRandom().randrange(2**31)]
+    dist.broadcast_object_list(seeds, group=world.control)
+    with torch.inference_mode():
+        bench = Bench(world, seeds[0], arguments.seconds)
+        bench.part("correct", bench.correct)
+        bench.part("replays", lambda: bench.replays(arguments.replays))
+        for rows in ROWS:
+            bench.part(f"µs, {rows} rows", lambda rows=rows: bench.microseconds(rows))  # type: ignore[misc]
+    if world.rank == 0:
+        report: dict[str, Any] = {
+            "gpu": torch.cuda.get_device_name(),
+            "ranks": world.world_size,
+            "torch": torch.__version__,
+            "seed": seeds[0],
+            "configs": {
+                name: {rows: format_config(push_config(rows, WIDTH, k, torch.bfloat16)) for rows in ROWS}
+                for name, k in COLUMNS.items()
+            },
+            "found": bench.found,
+            "errors": bench.errors,
+        }
+        text = json.dumps(report, indent=1, ensure_ascii=False)
+        print(text)
+        if arguments.out:
+            arguments.out.parent.mkdir(parents=True, exist_ok=True)
+            arguments.out.write_text(text + "\n")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

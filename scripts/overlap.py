@@ -1,0 +1,454 @@
+"""How much of the communication around a tensor-parallel GEMM is hidden, by who fuses the two: the figures of the Flux paper
+(Chang et al., arXiv:2406.06858) on this machine.
+
+    torchrun --standalone --nproc_per_node 4 scripts/overlap.py --shapes llama --seconds 60
+
+Section 2.3 defines effective communication time, ECT = overall time - time of the best GEMM that is not split (equation 1), and
+overlap efficiency, 1 - ECT / ECT of the way that does not overlap: GEMM and NCCL (equation 2). 100 % is communication for nothing,
+below 0 % is slower than without overlap. A layer is all-gather + GEMM (m rows; its n outputs are split over the ranks) or
+GEMM + reduce-scatter (its k inputs are). Writes gemm-overlap.json, .md and .svg.
+"""
+
+import faulthandler
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from tqdm import tqdm
+
+from cli import Parser, note, run
+from comm.fused import CHUNKED, TILED, FusedCommunicator, Kind, Share, Way
+from comm.interface import Product, Scattered
+from comm.table import graph_microseconds
+from errors import UserError
+from kernels import fused_rows
+from kernels.linear import linear
+from scripts.results import describe, machine
+from tp import World, init_world
+
+NAME = "gemm-overlap"
+LONGEST_PART = 60  # seconds, before a part that hangs ends the process with a traceback
+MOST_ROWS = 64  # of an owner that are compared
+CAPACITY = 8192 * 12288 * 2  # bytes of the longest stream here
+ROWS = tuple(1 << i for i in (10, 12, 13, 11, 9, 8, 7, 6))  # m, the more telling ones first
+# torch 2.13 renamed them and warns of the old names, the only ones in 2.11
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+UNFUSED, GEMM, TORCH = "unfused", "GEMM", "torch"
+
+
+@dataclass(frozen=True)
+class Layer:
+    """(n, k) of the whole layer. scatter: GEMM + reduce-scatter, else all-gather + GEMM."""
+
+    name: str
+    n: int
+    k: int
+    scatter: bool
+
+
+SHAPES: dict[str, tuple[Layer, ...]] = {
+    "llama": (
+        Layer("w_gate_up", 57344, 8192, False),
+        Layer("w_down", 8192, 28672, True),
+        Layer("wqkv", 10240, 8192, False),
+        Layer("wo", 8192, 8192, True),
+    ),
+    "gpt3": (Layer("GPT-3 up", 49152, 12288, False), Layer("GPT-3 down", 12288, 49152, True)),
+    "tiny": (Layer("tiny up", 512, 64, False), Layer("tiny down", 64, 256, True)),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """µs of a layer with m rows by one way, in all and of the GEMM alone and unfused; and the paper's two figures."""
+
+    layer: str
+    scatter: bool
+    m: int
+    n: int
+    k: int
+    way: str
+    overall: float
+    gemm: float
+    unfused: float
+
+    @property
+    def ect(self) -> float:
+        return self.overall - self.gemm
+
+    @property
+    def efficiency(self) -> float | None:
+        """None where there is nothing to hide: what does not overlap takes no longer than the GEMM."""
+        exposed = self.unfused - self.gemm
+        return 1 - self.ect / exposed if exposed > 0 else None
+
+
+Call = Callable[[], Tensor]
+
+
+class Bench:
+    """The layers' operands, and the ways to compute them."""
+
+    def __init__(self, world: World, seed: int, seconds: float) -> None:
+        self.world, self.n, self.rank = world, world.world_size, world.rank
+        self.deadline = time.monotonic() + seconds
+        self.gpu = world.device.type == "cuda"
+        self.dtype = torch.bfloat16 if self.gpu else torch.float32
+        self.comm = FusedCommunicator(world.comm, world.device, capacity=CAPACITY if self.gpu else 1 << 18)
+        self.comm.measure = None
+        self.comm.min_rows = 1
+        self.generator = torch.Generator(world.device).manual_seed(seed + world.rank)
+        self.errors: dict[str, str] = {}
+
+    def part(self, name: str, run: Callable[[], Any]) -> Any:
+        """Run one part on all ranks: what it returns, or None after noting whichever rank's error comes first."""
+        faulthandler.dump_traceback_later(LONGEST_PART, exit=True)
+        result, error = None, ""
+        try:
+            result = run()
+            self.comm.check()
+        except Exception as e:
+            error = f"{type(e).__name__}: {str(e)[:600]}"
+        errors: list[str] = [""] * self.n
+        dist.all_gather_object(errors, error, group=self.world.control)
+        faulthandler.cancel_dump_traceback_later()
+        failed = next((f"rank {rank}: {text}" for rank, text in enumerate(errors) if text), None)
+        if failed:
+            self.errors[name] = failed
+            note(f"{name}: {failed}")
+        return None if failed else result
+
+    def in_time(self) -> bool:
+        """Whether rank 0 has time left: the same answer on all ranks."""
+        answer = [time.monotonic() < self.deadline]
+        dist.broadcast_object_list(answer, group=self.world.control)
+        return answer[0]
+
+    def random(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.generator, device=self.world.device, dtype=self.dtype)
+
+    # --- the ways ----------------------------------------------------------------------------------------------------------------
+
+    def calls(self, layer: Layer, weight: Tensor, m: int) -> tuple[dict[str, Call], Tensor]:
+        """Every way to compute a layer, and its input: all rows of this rank's features, or this rank's rows of all features."""
+        x = self.random(m, weight.shape[1]) if layer.scatter else self.random(m // self.n, weight.shape[1])
+        whole = x if layer.scatter else self.random(m, weight.shape[1])
+        calls: dict[str, Call] = {GEMM: lambda: torch.mm(whole, weight.t()), f"{GEMM} of rung": lambda: linear(whole, weight)}
+        calls[UNFUSED] = (lambda: self._reduce_scatter(x, weight)) if layer.scatter else lambda: self._gather(x, weight)
+        if self.gpu:
+            calls[TORCH] = self._torch(layer, x, weight)
+        kinds = (*CHUNKED, *TILED) if self.gpu else CHUNKED
+        fused = self._fused_scatter if layer.scatter else self._fused_gather
+        return calls | {kind: fused(x, weight, kind) for kind in kinds}, x
+
+    def _gather(self, x: Tensor, weight: Tensor) -> Tensor:
+        rows = x.new_empty(len(x) * self.n, x.shape[1])
+        _all_gather(rows, x)
+        return torch.mm(rows, weight.t())
+
+    def _reduce_scatter(self, x: Tensor, weight: Tensor) -> Tensor:
+        products = torch.mm(x, weight.t())
+        mine = products.new_empty(len(x) // self.n, len(weight))
+        _reduce_scatter(mine, products)
+        return mine
+
+    def _torch(self, layer: Layer, x: Tensor, weight: Tensor) -> Call:
+        """PyTorch's fused operators, which the import registers. Without `return_A` the gathering one would use NVLink multicast
+        where there is any."""
+        import torch.distributed._symmetric_memory
+
+        assert dist.group.WORLD is not None
+        group, ops = dist.group.WORLD.group_name, torch.ops.symm_mem
+        if layer.scatter:
+            return lambda: ops.fused_matmul_reduce_scatter(x, weight.t(), "sum", 0, group)
+        return lambda: ops.fused_all_gather_matmul(x, [weight.t()], 0, group, return_A=True)[1][0]
+
+    def _fused_scatter(self, x: Tensor, weight: Tensor, kind: Kind) -> Call:
+        meeting, share = self.comm.meeting, Share(len(x) // self.n, len(weight), x.dtype)
+
+        def call() -> Tensor:
+            meeting.scatter(x, weight, kind)
+            fused_rows.reduce_rows(meeting.places, share.rows, share.size, share.dtype, None)
+            meeting.join()
+            return meeting.my_rows(self.rank, share)
+
+        return call
+
+    def _fused_gather(self, x: Tensor, weight: Tensor, kind: Kind) -> Call:
+        """Of rows that lie in the buffer, where the norm before the layer would have put them."""
+        meeting, share = self.comm.meeting, Share(len(x), x.shape[1], x.dtype)
+
+        def call() -> Tensor:
+            fused_rows.advance(meeting.places)
+            return meeting.gather_linear(share, weight, None, kind)
+
+        return call
+
+    # --- figures -----------------------------------------------------------------------------------------------------------------
+
+    def layer(self, layer: Layer, m: int) -> list[Row]:
+        """All ways for m rows: right first, then timed. The stream of a timed sequence is always the same, so that a rank that is
+        ahead overwrites what others still read by the same values."""
+        n, k = (layer.n, layer.k // self.n) if layer.scatter else (layer.n // self.n, layer.k)
+        weight = self.random(n, k) / k**0.5
+        calls, x = self.calls(layer, weight, m)
+        if not layer.scatter:
+            self.comm.meeting.my_rows(self.rank, Share(len(x), x.shape[1], x.dtype)).copy_(x)
+        exact = self._exact(layer, x, weight)
+        times, allowed = {}, 0.0
+        for name, call in calls.items():
+            if name.startswith(GEMM):
+                times[name] = self.part(f"{layer.name} {m} {name}", lambda call=call: self._time(call))  # type: ignore[misc]
+                continue
+            error = self.part(f"{layer.name} {m} {name} result", lambda call=call: self._error(call, exact))  # type: ignore[misc]
+            if name == UNFUSED:
+                allowed = max(2 * (error or 0.0), torch.finfo(self.dtype).eps * self._largest(exact[1]))
+            if error is None or error > allowed:
+                self.errors.setdefault(f"{layer.name} {m} {name} result", f"an error of {error}, {allowed} is allowed")
+                continue
+            times[name] = self.part(f"{layer.name} {m} {name}", lambda call=call: self._time(call))  # type: ignore[misc]
+        return self._rows(layer, m, {name: t for name, t in times.items() if t is not None})
+
+    def _rows(self, layer: Layer, m: int, times: dict[str, float]) -> list[Row]:
+        gemms = [t for name, t in times.items() if name.startswith(GEMM)]
+        if UNFUSED not in times or not gemms:
+            return []
+        ways = {name: t for name, t in times.items() if not name.startswith(GEMM)}
+        shape = layer.name, layer.scatter, m, layer.n, layer.k
+        return [Row(*shape, name, t, min(gemms), times[UNFUSED]) for name, t in ways.items()]
+
+    def _time(self, call: Call) -> float:
+        if self.gpu:
+            return graph_microseconds(call, chain=4, replays=5)
+        call()
+        begin = time.perf_counter()
+        call()
+        slowest = torch.tensor(time.perf_counter() - begin)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        return slowest.item() * 1e6
+
+    def _exact(self, layer: Layer, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Some rows of the result, by number, and their fp32 values: of this rank's rows in a scatter, else of all."""
+        if layer.scatter:
+            share = len(x) // self.n
+            some = torch.arange(0, share, max(1, share // MOST_ROWS), device=x.device)
+            parts = torch.cat([x[owner * share + some] for owner in range(self.n)]).float() @ weight.float().t()
+            dist.all_reduce(parts)
+            return some, parts[self.rank * len(some) :][: len(some)]
+        rows = x.new_empty(len(x) * self.n, x.shape[1])
+        _all_gather(rows, x)
+        some = torch.arange(0, len(rows), max(1, len(x) // MOST_ROWS), device=x.device)
+        return some, rows[some].float() @ weight.float().t()
+
+    def _error(self, call: Call, exact: tuple[Tensor, Tensor]) -> float:
+        some, values = exact
+        dist.barrier()  # no rank is still reading what this call overwrites
+        result = call()
+        error = self._largest(result[some].float() - values)
+        dist.barrier()
+        return error
+
+    def _largest(self, x: Tensor) -> float:
+        largest = x.abs().max()
+        largest = torch.where(largest.isnan(), torch.inf, largest)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return largest.item()
+
+    # --- replays -----------------------------------------------------------------------------------------------------------------
+
+    def replays(self, count: int) -> int:
+        """Pairs of layers of every kind, in a CUDA graph on a GPU, whose inputs each replay changes. Sums of small integers are
+        exact, and the graph itself counts what is wrong."""
+        step, wrong = (torch.zeros((), dtype=torch.int64, device=self.world.device) for _ in range(2))
+        kinds = (*CHUNKED, *TILED) if self.gpu else CHUNKED
+        pair = _IntegerPair(self, step)
+
+        def body() -> None:
+            step.add_(1)
+            for i, scatter in enumerate(kinds):
+                wrong.add_(pair.wrong(Way(scatter, kinds[(i + 1) % len(kinds)]), salt=i))
+
+        body()
+        if self.gpu:
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                body()
+        for _ in range(count):
+            graph.replay() if self.gpu else body()
+        assert int(wrong) == 0, f"{int(wrong)} wrong values in {int(step)} steps"
+        assert int(step) == count + 1, f"{int(step)} steps"
+        return count
+
+
+class _IntegerPair:
+    """Two layers of small integers around a sum: rows (T, C) of at most 4 x 32, exact also in bf16."""
+
+    def __init__(self, bench: Bench, step: Tensor) -> None:
+        self.bench, self.step, world = bench, step, bench.world
+        share, self.k, self.c, m = (160, 32, 256, 128) if bench.gpu else (2, 32, 16, 24)
+        self.rows = share * world.world_size
+        self.index = torch.arange(self.rows * self.k, device=world.device).view(self.rows, self.k)
+        columns = torch.arange(self.c * self.k, device=world.device).view(self.c, self.k)
+        self.firsts = [((columns * 7 + columns // self.k + r) % 3 - 1).to(bench.dtype) for r in range(world.world_size)]
+        behind = torch.arange(m * self.c, device=world.device).view(m, self.c)
+        self.second = ((behind * 5 + behind // self.c) % 3 - 1).to(bench.dtype)
+        self.scale = torch.ones(self.c, dtype=bench.dtype, device=world.device)
+        self.stream = torch.zeros(1, self.rows, self.c, dtype=bench.dtype, device=world.device)
+
+    def inputs(self, rank: int, salt: int) -> Tensor:
+        return ((self.index * 3 + self.index // self.k + self.step * 7 + rank * 5 + salt) % 5 < 2).to(self.bench.dtype)[None]
+
+    def wrong(self, way: Way, salt: int) -> Tensor:
+        """How many values are wrong of a fused pair, and of a whole stream behind it."""
+        comm, rank = self.bench.comm, self.bench.rank
+        comm.default = way
+        inputs = [self.inputs(r, salt) for r in range(self.bench.n)]
+        parts = [x @ first.t() for x, first in zip(inputs, self.firsts, strict=True)]
+        total = torch.stack(parts).sum(0)
+        handle = comm.defer(Product(inputs[rank], self.firsts[rank]))
+        x, rows = handle.add_norm(self.stream, self.scale, 1e-5)
+        assert isinstance(rows, Scattered)
+        out = rows.linear(self.second)
+        whole = comm.defer(Product(inputs[rank], self.firsts[rank])).settle(x)
+        normed = torch.nn.functional.rms_norm(total, self.scale.shape, self.scale, 1e-5)
+        expected = (normed @ self.second.t()).float()
+        far = (out.float() - expected).abs() > 0.02 * expected.abs().max()  # norms may be rounded otherwise
+        return far.sum() + (whole != 2 * total).sum()
+
+
+# --- the report ------------------------------------------------------------------------------------------------------------------
+
+
+def markdown(rows: list[Row], title: str) -> str:
+    """A line a layer and m: µs of the GEMM, and of each way with its overlap efficiency."""
+    ways = list(dict.fromkeys(row.way for row in rows))
+    head = ["layer", "m", "n", "k", "GEMM", *ways]
+    lines = [f"µs, and overlap efficiency; {title}", "", f"| {' | '.join(head)} |", f"| {' | '.join('---' for _ in head)} |"]
+    for key, group in by_shape(rows).items():
+        cells = {row.way: f"{row.overall:.1f}{percent(row)}" for row in group}
+        layer, m = key
+        shape = [f"{layer} ({'reduce-scatter' if group[0].scatter else 'all-gather'})", m, group[0].n, group[0].k]
+        line = [*map(str, shape), f"{group[0].gemm:.1f}", *(cells.get(way, "–") for way in ways)]
+        lines.append(f"| {' | '.join(line)} |")
+    return "\n".join(lines) + "\n"
+
+
+def percent(row: Row) -> str:
+    return "" if row.way == UNFUSED or row.efficiency is None else f" ({row.efficiency:.0%})"
+
+
+def by_shape(rows: list[Row]) -> dict[tuple[str, int], list[Row]]:
+    found: dict[tuple[str, int], list[Row]] = {}
+    for row in sorted(rows, key=lambda row: (row.layer, row.m)):
+        found.setdefault((row.layer, row.m), []).append(row)
+    return found
+
+
+def plot(rows: list[Row], title: str, path: Path) -> None:
+    """A panel a layer: effective communication time by m, a line a way."""
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    import matplotlib.pyplot as plt
+
+    layers = list(dict.fromkeys(row.layer for row in rows))
+    figure, panels = plt.subplots(1, len(layers), figsize=(4 * len(layers), 3.6), squeeze=False, layout="constrained")
+    for panel, layer in zip(panels[0], layers, strict=True):
+        of_layer = [row for row in rows if row.layer == layer]
+        for way in dict.fromkeys(row.way for row in of_layer):
+            points = sorted((row.m, row.ect) for row in of_layer if row.way == way)
+            panel.plot(*zip(*points, strict=True), marker="o", markersize=3, label=way)
+        panel.set(xscale="log", yscale="symlog", xlabel="m, rows", title=f"{layer} ({of_layer[0].n}, {of_layer[0].k})")
+        panel.axhline(0, color="#9ca3af", linewidth=0.8)
+    panels[0][0].set_ylabel("effective communication time, µs")
+    panels[0][-1].legend(frameon=False, fontsize="small")
+    figure.suptitle(title, fontsize="small")
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def write(report: dict[str, Any], folder: Path) -> None:
+    """The JSON, the table, and the plot where matplotlib is installed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{NAME}.json").write_text(json.dumps(report, indent=1) + "\n")
+    rows = [Row(*(row[name] for name in Row.__dataclass_fields__)) for row in report["rows"]]
+    title = f"{report['ranks']} ranks, {report['dtype']}; {report['where']}"
+    (folder / f"{NAME}.md").write_text(markdown(rows, title))
+    note(markdown(rows, title))
+    try:
+        plot(rows, title, folder / f"{NAME}.svg")
+    except ImportError:
+        note(f"no plot without matplotlib; --report {folder / NAME}.json draws it elsewhere")
+
+
+# --- the command -----------------------------------------------------------------------------------------------------------------
+
+
+def jobs(bench: Bench, layers: list[Layer], sizes: list[int]) -> Iterator[list[Row]]:
+    todo = [(layer, m) for m in sizes for layer in layers]
+    for layer, m in tqdm(todo, unit="layer", disable=bench.rank > 0):
+        if m % bench.n or not bench.in_time():
+            continue
+        rows = bench.part(f"{layer.name} {m}", lambda layer=layer, m=m: bench.layer(layer, m))  # type: ignore[misc]
+        yield rows or []
+
+
+def measure(world: World, layers: list[Layer], sizes: list[int], seconds: float, replays: int) -> dict[str, Any]:
+    seeds = [random.SystemRandom().randrange(2**31)]
+    dist.broadcast_object_list(seeds, group=world.control)
+    with torch.inference_mode():
+        bench = Bench(world, seeds[0], seconds)
+        replayed = bench.part("replays", lambda: bench.replays(replays)) if replays else 0
+        rows = [row for found in jobs(bench, layers, sizes) for row in found]
+    return {
+        "where": describe(machine(), world.device.type),
+        "ranks": world.world_size,
+        "dtype": str(bench.dtype).removeprefix("torch."),
+        "seed": seeds[0],
+        "replays": replayed,
+        "rows": [asdict(row) | {"ect": row.ect, "efficiency": row.efficiency} for row in rows],
+        "errors": bench.errors,
+    }
+
+
+def main() -> None:
+    parser = Parser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("out"), help="folder (default out)")
+    parser.add_argument("--shapes", nargs="+", choices=tuple(SHAPES), help="default: llama gpt3, on a CPU tiny")
+    parser.add_argument("--rows", type=int, nargs="+", help="m (default 64 to 8192)")
+    parser.add_argument("--seconds", type=float, default=60.0, help="after which no further layer is measured (default 60)")
+    parser.add_argument("--replays", type=int, default=1000, help="of a CUDA graph that checks itself (default 1000)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is any")
+    parser.add_argument("--report", type=Path, help="measure nothing; write the table and the plot of this JSON file")
+    arguments = parser.parse_args()
+    if arguments.report:
+        return write(json.loads(arguments.report.read_text()), arguments.out)
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast stays off unless asked for
+    world = init_world(arguments.device, None if arguments.device == "cpu" or not torch.cuda.is_available() else "nccl")
+    if world.world_size == 1:
+        raise UserError("one rank has nothing to exchange: start several, as torchrun --nproc_per_node 4 does")
+    on_gpu = world.device.type == "cuda"
+    names = arguments.shapes or (["llama", "gpt3"] if on_gpu else ["tiny"])
+    sizes = arguments.rows or (list(ROWS) if on_gpu else [16, 8])
+    layers = [layer for name in names for layer in SHAPES[name]]
+    report = measure(world, layers, sizes, arguments.seconds, arguments.replays)
+    if world.rank == 0:
+        write(report, arguments.out)
+    return None
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,64 @@
+"""One rank of test_gpu_logits.py: the error of a prompt's logits by every communicator, in bf16, beside those of the same weights in
+fp32. One JSON line each from rank 0.
+
+Arguments: communicators.
+"""
+
+import json
+import sys
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from attention import Causal
+from checkpoint import load_model, model_config
+from comm import choose
+from model import Transformer
+from tp import World, init_world
+
+MODEL = "llama-3-70b:3"
+VARIANTS = ("standard", "hybrid:1", "ladder", "parallel")
+TOKENS = (8, 640)  # as many rows as a decode step has, and a prompt
+
+
+def loaded(world: World, communicator: str, variant: str, dtype: torch.dtype = torch.bfloat16) -> Transformer:
+    there = replace(world, comm=choose("cuda", communicator).build())
+    return load_model(MODEL, model_config(MODEL, variant, world.world_size), there, dtype)
+
+
+def logits(model: Transformer, ids: Tensor) -> tuple[Tensor, int]:
+    """(T, vocab) and how many sums were fused. Of two passes the second: the first may measure how sums go best."""
+    context = Causal(ids.shape[1], ids.device)
+    model(ids, context)
+    before = getattr(model.comm, "scatters", 0)
+    found = model(ids, context)[0]
+    model.comm.check()
+    return found, getattr(model.comm, "scatters", 0) - before
+
+
+def main() -> None:
+    world = init_world("cuda", "nccl")
+    prompt = torch.randint(1000, (1, max(TOKENS)), device=world.device)
+    dist.broadcast(prompt, 0)
+    with torch.inference_mode():
+        for variant in VARIANTS:
+            nccl = loaded(world, "nccl", variant)
+            exact_model = loaded(world, "nccl", variant, torch.float32)
+            exact_model.load_state_dict(nccl.state_dict())
+            exact = {tokens: logits(exact_model, prompt[:, :tokens])[0] for tokens in TOKENS}
+            del exact_model
+            for name in sys.argv[1:]:
+                model = nccl if name == "nccl" else loaded(world, name, variant)
+                for tokens in TOKENS:
+                    got, fused = logits(model, prompt[:, :tokens])
+                    error = ((got - exact[tokens]).square().mean() / exact[tokens].square().mean()).sqrt().item()
+                    found = {"comm": name, "variant": variant, "tokens": tokens, "error": error, "fused": fused}
+                    if world.rank == 0:
+                        print(json.dumps(found), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""One rank of test_gpu_overlap.py. Rank 0 computes a layer while no other rank has begun it, so none of its sums can be complete:
+if the layer's modules get to their end all the same, they do not wait for the sums. One JSON line a case from rank 0.
+
+Arguments: communicators.
+"""
+
+import json
+import sys
+import time
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from attention import Causal
+from checkpoint import load_model
+from comm import choose
+from config import PRESETS, with_variant
+from model import Transformer, settle
+from tp import World, init_world
+
+VARIANTS = ("standard", "ladder", "hybrid:2")
+ROWS = 16
+SOON = 1.0  # seconds; a layer takes a millisecond
+LATE = 20.0
+
+
+def alone(model: Transformer, layer: int, x: torch.Tensor, world: World, together: bool) -> tuple[bool, torch.Tensor]:
+    """One layer; whether its modules were over, on rank 0, before the others began theirs; and the stream behind it."""
+    if world.rank and not together:
+        dist.barrier(world.control)
+    done = torch.cuda.Event()
+    x, pending = model.layers[layer](x, (), model.frequencies, Causal(ROWS, world.device))
+    done.record()
+    over = False
+    if not world.rank and not together:
+        ladder = layer in model.config.ladder_layers
+        deadline = time.monotonic() + (LATE if ladder else SOON)
+        while not over and time.monotonic() < deadline:
+            over = done.query()
+        dist.barrier(world.control)
+    return over, settle(x, pending)
+
+
+@torch.inference_mode()
+def main() -> None:
+    world = init_world("cuda", "nccl")
+    for name in sys.argv[1:]:
+        there = replace(world, comm=choose("cuda", name).build())
+        for variant in VARIANTS:
+            config = with_variant(PRESETS["tiny"], variant)
+            model = load_model("tiny", config, there, torch.bfloat16, seed=0)
+            x = torch.randn(1, ROWS, config.hidden_size, device=world.device, dtype=torch.bfloat16)
+            dist.broadcast(x, 0)
+            for layer in (0, config.n_layers - 1):
+                _, expected = alone(model, layer, x, world, together=True)
+                torch.cuda.synchronize()
+                over, got = alone(model, layer, x, world, together=False)
+                there.comm.check()
+                if world.rank == 0:
+                    found = {"comm": name, "variant": variant, "layer": layer, "over": over, "same": torch.equal(got, expected)}
+                    print(json.dumps(found), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

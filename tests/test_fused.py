@@ -1,0 +1,381 @@
+"""Sums fused with the GEMMs around them: the kernels in Triton's interpreter on gloo ranks that meet in real shared memory, and on
+GPUs."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.ranks import Ranks
+from tests.test_kernels_linear import allow_bounds_of_loops
+from tp import World
+
+pytest.importorskip("triton", reason="Triton is not installed; pip install triton")
+
+ROOT = Path(__file__).resolve().parents[1]
+EPS = 1e-5
+# of the size of a result: a GEMM's rounding, and the interpreter truncates where it should round to bf16
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 4e-2}
+
+
+@pytest.fixture(scope="module")
+def interpreters() -> Iterator[Ranks]:
+    """Ranks whose Triton kernels run in the interpreter."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        started = Ranks(4)
+        yield started
+        started.close()
+
+
+def fused(world: World, **options: Any) -> Any:
+    from comm.fused import FusedCommunicator
+
+    comm = FusedCommunicator(world.comm, world.device, **({"capacity": 1 << 17} | options))
+    comm.min_rows = 1
+    return comm
+
+
+class Layers:
+    """Random layers of a model of width C, K features a rank before the sum, M behind it: the same numbers on all ranks."""
+
+    def __init__(self, world: World, seed: int, dtype: torch.dtype = torch.float32, k: int = 24, c: int = 40, m: int = 56):
+        self.world, self.dtype, self.k = world, dtype, k
+        self.generator = torch.Generator().manual_seed(seed)
+        self.first, self.second = self.random(world.world_size, c, k) / k**0.5, self.random(world.world_size, m, c) / c**0.5
+        self.scale, self.bias = self.random(c), self.random(world.world_size, m)
+
+    def random(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.generator).to(self.dtype)
+
+    def inputs(self, *rows: int) -> Tensor:
+        """Every rank's input of the first layer (N, *rows, K)."""
+        return self.random(self.world.world_size, *rows, self.k)
+
+    def sum(self, inputs: Tensor) -> Tensor:
+        """In fp64."""
+        return torch.einsum("nbtk,nck->btc", inputs.double(), self.first.double())
+
+    def product(self, comm: Any, inputs: Tensor) -> Any:
+        return comm.project(inputs[self.world.rank], self.first[self.world.rank])
+
+    def close(self, got: Tensor, exact: Tensor) -> bool:
+        error = (got.double() - exact).abs().max().item()
+        return (
+            got.shape == exact.shape
+            and got.dtype == self.dtype
+            and error <= TOLERANCE[self.dtype] * (1 + exact.abs().max().item())
+        )
+
+
+def normed(x: Tensor, layers: Layers) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:], layers.scale.double(), EPS)
+
+
+def same_everywhere(x: Tensor) -> bool:
+    everyones: list[bytes] = [b""] * dist.get_world_size()
+    dist.all_gather_object(everyones, x.contiguous().view(torch.uint8).numpy().tobytes())
+    return len(set(everyones)) == 1
+
+
+# --- one pair of layers ------------------------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def wrong_pairs(world: World, scatter: Any, gather: Any, rows: int, seed: int) -> list[str]:
+    """A stream through some pairs, as a model would: sums, norms, layers behind them, and at last the whole stream."""
+    from comm import Product, Scattered
+    from comm.fused import Way
+
+    comm, draw, found = fused(world), random.Random(seed), []
+    comm.default = Way(scatter, gather)
+    tiled = "tiles" in scatter + gather
+    if tiled:
+        allow_bounds_of_loops()
+    for number, (b, t) in enumerate(((1, 4), (2, 6), (1, rows), (3, 4))):
+        dtype = draw.choice(
+            [d for d in TOLERANCE if not tiled or d != torch.bfloat16]
+        )  # whose bits the interpreter's dot takes
+        k, c, m = (draw.randrange(1, 9) * (8 if tiled else 1) for _ in range(3))
+        layers = Layers(world, seed + number, dtype, k, c, m)
+        x = whole = layers.random(b, t, len(layers.scale))
+        exact = whole.double()
+        for pair in range(3):
+            inputs = layers.inputs(b, t)
+            exact = exact + layers.sum(inputs)
+            time.sleep(draw.random() * 0.03 * ((world.rank + pair) % 2))
+            partial = layers.product(comm, inputs)
+            handle = comm.defer(partial)
+            if pair == 2:
+                whole = handle.settle(x)
+                if not layers.close(whole, exact) or not same_everywhere(whole):
+                    found.append(f"settle {b} {t} {dtype}")
+                break
+            x, scattered = handle.add_norm(x, layers.scale, EPS)
+            if not isinstance(partial, Product) or not isinstance(scattered, Scattered) or len(x) * world.world_size != b * t:
+                found.append(f"not fused: {b} {t}")
+            mine = exact.view(world.world_size, -1, exact.shape[-1])[world.rank]
+            bias = layers.bias[world.rank] if pair else None
+            out = scattered.linear(layers.second[world.rank], bias)
+            expected = F.linear(
+                normed(exact, layers), layers.second[world.rank].double(), None if bias is None else bias.double()
+            )
+            if not layers.close(x, mine) or not layers.close(out, expected):
+                found.append(f"pair {pair} of {b} {t} {dtype}")
+    comm.check()
+    return found
+
+
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize(
+    ("scatter", "gather"), [("owners", "spans"), ("spans", "owners"), ("tiles0", "tiles0"), ("tiles1", "owners")]
+)
+def test_pairs(interpreters: Ranks, scatter: str, gather: str, n: int, seed: int) -> None:
+    """Each kind at either end, with random delays."""
+    assert interpreters.run(n, wrong_pairs, scatter, gather, 16, seed) == [[]] * n, f"seed {seed}"
+
+
+@pytest.mark.parametrize("kind", ["spans", "tiles0"])
+def test_rows_of_several_flags(interpreters: Ranks, kind: str, seed: int) -> None:
+    assert interpreters.run(2, wrong_pairs, kind, kind, 2 * 132, seed) == [[]] * 2, f"seed {seed}"
+
+
+@torch.inference_mode()
+def wrong_sums(world: World, seed: int) -> list[str]:
+    """`wait`; rows that nobody asks for; rows that two layers ask for; rows that are gone."""
+    comm, layers, draw, found = fused(world), Layers(world, seed), random.Random(seed), []
+    for step in range(12):
+        b, t = draw.choice([(1, 4), (1, 8), (2, 8), (1, 16)])
+        kind = draw.choice(["wait", "unused", "twice", "gone", "inner"])
+        inputs, x = layers.inputs(b, t), layers.random(b, t, len(layers.scale))
+        exact = layers.sum(inputs)
+        if kind == "inner":
+            good = layers.close(comm.all_reduce(layers.random(3) * 0 + 1), torch.full((3,), float(world.world_size)).double())
+        elif kind == "wait":
+            total = comm.defer(layers.product(comm, inputs)).wait()
+            good = layers.close(total, exact) and same_everywhere(total)
+        else:
+            _, rows = comm.defer(layers.product(comm, inputs)).add_norm(x, layers.scale, EPS)
+            good = kind == "unused" or asked(comm, layers, rows, normed(exact + x.double(), layers), kind)
+        if not good:
+            found.append(f"step {step}: {kind} {b} {t}")
+    comm.check()
+    return found
+
+
+def asked(comm: Any, layers: Layers, rows: Any, exact: Tensor, kind: str) -> bool:
+    second = layers.second[layers.world.rank]
+    expected = F.linear(exact, second.double())
+    if kind == "twice":
+        return all(layers.close(rows.linear(second), expected) for _ in range(2))
+    inputs = layers.inputs(1, 4)
+    comm.defer(layers.product(comm, inputs)).wait()
+    try:
+        rows.linear(second)
+    except RuntimeError as error:
+        return "another sum" in str(error)
+    return False
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_every_pair_is_completed(interpreters: Ranks, n: int, seed: int) -> None:
+    assert interpreters.run(n, wrong_sums, seed) == [[]] * n, f"seed {seed}"
+
+
+@torch.inference_mode()
+def refusals(world: World, seed: int) -> list[str]:
+    """What cannot be scattered is a plain tensor, and right."""
+    comm, found = fused(world), []
+    for rows, bias, capacity, minimum in ((5, 0, 1 << 16, 1), (8, 1, 1 << 16, 1), (8, 0, 256, 1), (8, 0, 1 << 16, 6)):
+        layers = Layers(world, seed)
+        comm.meeting.places, comm.min_rows = replace(comm.meeting.places, capacity=capacity), minimum
+        inputs = layers.inputs(1, rows)
+        b = layers.random(len(layers.scale)) if bias else None
+        partial = comm.project(inputs[world.rank], layers.first[world.rank], b)
+        exact = layers.sum(inputs) + (0 if b is None else b.double() * world.world_size)
+        if not isinstance(partial, Tensor) or not layers.close(comm.defer(partial).settle(torch.zeros(1, rows, 40)), exact):
+            found.append(f"{rows} {bias} {capacity} {minimum}")
+    with torch.enable_grad():
+        layers = Layers(world, seed)
+        if not isinstance(layers.product(fused(world), layers.inputs(1, 8)), Tensor):
+            found.append("with autograd")
+    return found
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_what_is_not_worth_it_stays_unfused(interpreters: Ranks, n: int, seed: int) -> None:
+    assert interpreters.run(n, refusals, seed) == [[]] * n, f"seed {seed}"
+
+
+@torch.inference_mode()
+def bad_stream(world: World, seed: int) -> list[str]:
+    comm, layers, said = fused(world), Layers(world, seed), []
+    for shape, dtype in (((1, 7, 40), torch.float32), ((1, 8, 39), torch.float32), ((1, 8, 40), torch.bfloat16)):
+        handle = comm.defer(layers.product(comm, layers.inputs(1, 8)))
+        with pytest.raises(ValueError, match="does not match a sum") as error:
+            handle.add_norm(torch.zeros(shape, dtype=dtype), layers.scale, EPS)
+        said.append(str(error.value))
+    return said
+
+
+def test_a_stream_of_another_shape_is_refused(interpreters: Ranks, seed: int) -> None:
+    for said in interpreters.run(2, bad_stream, seed):
+        assert "(1, 7, 40)" in said[0] and "(1, 8, 39)" in said[1] and "bfloat16" in said[2]
+
+
+@torch.inference_mode()
+def lone_wait(world: World, seed: int) -> list[str]:
+    """One rank does not come; the other gives up."""
+    comm, layers = fused(world), Layers(world, seed)
+    comm.meeting.places = replace(comm.meeting.places, patience=20)
+    if world.rank == 0:
+        comm.defer(layers.product(comm, layers.inputs(1, 8))).wait()
+        with pytest.raises(RuntimeError, match="rank 0 waited in vain"):
+            comm.check()
+    return []
+
+
+def test_a_rank_that_waits_in_vain_says_so(interpreters: Ranks, seed: int) -> None:
+    assert interpreters.run(2, lone_wait, seed) == [[], []]
+
+
+# --- choosing ----------------------------------------------------------------------------------------------------------------
+
+
+CALLS: list[str] = []  # pairs that `invented_times` was asked for
+
+
+def invented_times(comm: Any, pair: Any, first: Tensor, second: Tensor) -> dict[str, float]:
+    """Fused is slower below 16 rows, and `owners` the fastest kind at both ends."""
+    from comm.fused import names_of
+
+    CALLS.append(pair.key)
+    times = dict.fromkeys(names_of(pair), 40.0) | {
+        "unfused": 50.0,
+        "owners+spans": 21.0,
+        "spans+spans": 25.0,
+        "spans+owners": 24.0,
+    }
+    return {name: t + (100 if pair.rows < 16 and name != "unfused" else 0) for name, t in times.items()}
+
+
+def step(comm: Any, layers: Layers, rows: int) -> bool:
+    """Two sums with a layer behind the first, as a model of one layer has them: whether they were fused."""
+    x, inputs = layers.random(1, rows, len(layers.scale)), layers.inputs(1, rows)
+    partial, exact = layers.product(comm, inputs), x.double() + layers.sum(inputs)
+    x, rows_of_all = comm.defer(partial).add_norm(x, layers.scale, EPS)
+    second = layers.second[layers.world.rank]
+    out = F.linear(rows_of_all, second) if isinstance(rows_of_all, Tensor) else rows_of_all.linear(second)
+    more = layers.inputs(1, rows)
+    whole = comm.defer(layers.product(comm, more)).settle(x)
+    assert layers.close(out, F.linear(normed(exact, layers), second.double())), f"rows {rows}"
+    assert layers.close(whole, exact + layers.sum(more)), f"rows {rows}"
+    return not isinstance(partial, Tensor)
+
+
+@torch.inference_mode()
+def choices(world: World, folder: str, seed: int) -> tuple[list[bool], list[str], list[str]]:
+    """Whether steps of 16, 16, 8, 8, 12 and 4 rows were fused; what was measured; the ways chosen."""
+    os.environ["RUNG_CACHE"] = folder
+    CALLS.clear()
+    comm, layers = fused(world, measure=invented_times), Layers(world, seed)
+    fused_steps = [step(comm, layers, rows) for rows in (16, 16, 8, 8, 12, 4)]
+    comm.check()
+    return fused_steps, list(CALLS), sorted({str(way) for way in comm.chosen.values()})
+
+
+def test_a_step_that_is_faster_unfused_is_so_from_then_on(interpreters: Ranks, tmp_path: Path, seed: int) -> None:
+    for steps, measured, ways in interpreters.run(2, choices, str(tmp_path), seed):
+        assert steps == [True, True, True, False, True, True], f"seed {seed}"  # 12 rows count as 16; 4 were not known
+        assert measured == ["16,24,40,56,float32", "8,24,40,56,float32", "4,24,40,56,float32"]
+        assert ways == ["owners+owners"]
+    for steps, measured, _ in interpreters.run(2, choices, str(tmp_path), seed):
+        assert steps == [True, True, True, False, True, True]
+        assert measured == []  # it was kept
+
+
+def broken(content: Any, how: str) -> str:
+    times = content["times"]["16,24,40,56,float32"]
+    if how == "another machine":
+        content["key"] = {"device": "another"}
+    elif how == "incomplete":
+        del times["spans+spans"]
+    elif how == "implausible":
+        times["unfused"] = -1.0
+    elif how == "unknown":
+        content["times"] = {"16,24,40,float33": times}
+    return json.dumps(content)[: -30 if how == "torn" else None]
+
+
+@pytest.mark.parametrize("how", ["torn", "another machine", "incomplete", "implausible", "unknown"])
+def test_a_bad_table_is_measured_again(interpreters: Ranks, tmp_path: Path, how: str, seed: int) -> None:
+    interpreters.run(2, choices, str(tmp_path), seed)
+    (path,) = tmp_path.iterdir()
+    path.write_text(broken(json.loads(path.read_text()), how))
+    for _, measured, _ in interpreters.run(2, choices, str(tmp_path), seed):
+        assert "16,24,40,56,float32" in measured, how
+
+
+# --- whole models ------------------------------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def model_beside_one_rank(world: World, name: str, ids: list[int]) -> tuple[float, int]:
+    """The largest difference of an embedded model's logits from those of one rank, and how many of its sums were fused."""
+    from attention import Causal
+    from checkpoint import load_model, model_config
+    from comm import Local
+
+    path = str(ROOT / "models" / name)
+    comm = fused(world, capacity=1 << 20)
+    tokens, context = torch.tensor([ids]), Causal(len(ids), world.device)
+    logits = [
+        load_model(path, model_config(path, None, there.world_size), there, torch.float32)(tokens, context)
+        for there in (World(0, 1, world.device, Local()), replace(world, comm=comm))
+    ]
+    return (logits[1] - logits[0]).abs().max().item(), comm.scatters
+
+
+@pytest.mark.parametrize(
+    ("name", "sums"), [("tiny-standard", 16), ("tiny-hybrid", 6), ("tiny-ladder", 0), ("tiny-parallel", 0)]
+)
+def test_models_with_fused_sums(interpreters: Ranks, name: str, sums: int, seed: int) -> None:
+    """All sums of standard layers but those of the last one ahead of a ladder's, where the stream is made whole."""
+    ids = [random.Random(seed).randrange(300) for _ in range(12)]
+    for error, scatters in interpreters.run(2, model_beside_one_rank, name, ids):
+        assert error < 1e-3, (name, seed)
+        assert scatters == sums
+
+
+# --- GPUs --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_on_gpus(tmp_path: Path) -> None:
+    """Every way's result is as exact as the unfused one's, also in graphs that are replayed a thousand times."""
+    count, out = min(4, torch.cuda.device_count()), tmp_path / "gemm-overlap.json"
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count), "scripts/overlap.py"]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    subprocess.run(
+        [sys.executable, *command, "--out", str(tmp_path), "--shapes", "tiny", "--replays", "1000", "--seconds", "60"],
+        cwd=ROOT,
+        env=environment | {"NCCL_NVLS_ENABLE": "0"},
+        check=True,
+        timeout=280,
+    )
+    report = json.loads(out.read_text())
+    assert report["errors"] == {}
+    assert report["replays"] == 1000

@@ -1,0 +1,37 @@
+"""A prompt's logits on GPUs do not depend on who sums, but for rounding. Skipped where there are not two GPUs."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+EXACT = ("one-shot", "two-shot", "fused", "auto")
+FUSED = {"standard": 6, "hybrid:1": 2, "ladder": 0, "parallel": 0}  # sums of 3 layers
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+def test_every_exact_communicator_is_as_exact_as_nccl() -> None:
+    """Beside the same weights in fp32; the quantized ones lose what their widths lose."""
+    names = ["nccl", *EXACT, "int8", "int4"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    result = subprocess.run(
+        [*command, "-m", "tests.gpu_logits_rank", *names], cwd=ROOT, capture_output=True, text=True, timeout=280
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    cases = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+    error = {(case["comm"], case["variant"], case["tokens"]): case["error"] for case in cases}
+    assert len(error) == len(names) * len(FUSED) * 2, error
+    assert {case["variant"]: case["fused"] for case in cases if case["comm"] == "fused" and case["tokens"] > 8} == FUSED
+    for (name, variant, tokens), found in error.items():
+        nccl = error["nccl", variant, tokens]
+        if name in EXACT:
+            assert found <= 1.5 * nccl, (name, variant, tokens, error)
+    for variant in FUSED:
+        widths = [error[name, variant, 640] for name in ("nccl", "int8", "int4")]
+        assert widths == sorted(widths) and widths[-1] < 0.6, (variant, widths)

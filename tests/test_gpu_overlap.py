@@ -1,0 +1,30 @@
+"""On GPUs a ladder's modules run to their end while the sum of the module before is in flight; a standard model's do not.
+
+It is a question of what waits for what, not of speed: see gpu_overlap_rank.py. Skipped where there are not two GPUs.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+def test_a_ladder_s_modules_do_not_wait_for_the_sum_before() -> None:
+    names = ["nccl", "one-shot", "two-shot", "int8"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    result = subprocess.run(
+        [*command, "-m", "tests.gpu_overlap_rank", *names], cwd=ROOT, capture_output=True, text=True, timeout=240
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    found = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+    assert len(found) == len(names) * 3 * 2
+    for case in found:
+        hidden = case["variant"] == "ladder" or (case["variant"] == "hybrid:2" and case["layer"] > 0)
+        assert case["over"] == hidden, case
+        assert case["same"], case
