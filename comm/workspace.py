@@ -107,10 +107,13 @@ def open_workspace(
 
 
 def check_reachable(device: torch.device, group: dist.ProcessGroup | None = None) -> None:
-    """Raise UserError on every rank unless each GPU of the group can address every other. Collective."""
+    """Raise UserError on every rank unless each GPU of the group can address every other, and may: NCCL_P2P_DISABLE=1 forbids it to
+    all of us, and ranks with different NCCL_HOSTIDs are on different hosts. Collective."""
     mine = (os.environ.get("NCCL_HOSTID", socket.gethostname()), _boot_id(), device.index)
     places = _gather_objects(mine, group)
     reasons = {"they are on several hosts"} if len({place[:2] for place in places}) > 1 else set()
+    if any(_gather_objects(os.environ.get("NCCL_P2P_DISABLE") == "1", group)):
+        reasons.add("NCCL_P2P_DISABLE=1 forbids it")
     if not reasons:
         unreachable = [index for *_, index in places if not _reaches(device, index)]
         everyones = _gather_objects(unreachable, group)

@@ -33,8 +33,9 @@ def decode_buckets(sequences: int) -> list[int]:
 
 
 def prefill_buckets(tokens: int) -> list[int]:
-    """Numbers of tokens that get a graph, at most half again as large as the one before: padding is computed."""
-    sizes = [16, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, LARGEST_GRAPH]
+    """Numbers of tokens that get a graph, at most half again as large as the one before: padding is computed. A prompt of a round
+    length comes with a row of each sequence that decodes, so there is one just above that length."""
+    sizes = [16, 64, 128, 192, 256, 320, 384, 512, 576, 768, 1024, 1088, 1280, 1536, 1792, LARGEST_GRAPH]
     largest = min(tokens, LARGEST_GRAPH)
     return [*(n for n in sizes if n < largest), largest]
 

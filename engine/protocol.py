@@ -4,7 +4,7 @@ The frontend turns text into ids and ids into text; the engine knows ids only. M
 (PUSH to PULL, `ipc://`), so the two are separate processes and neither waits for the other.
 
     frontend -> engine   Submit, Abort, Shutdown
-    engine -> frontend   Ready, TokenOutput, Refused, Stats, Fatal
+    engine -> frontend   Ready, Outputs, Refused, Stats, Fatal
 """
 
 import msgspec
@@ -79,7 +79,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     block_size: int  # tokens
 
 
-class TokenOutput(msgspec.Struct, frozen=True, tag=True):
+class TokenOutput(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """New tokens of one request; the last one of a request carries its `finish_reason`: `stop`, `length`."""
 
     request_id: str
@@ -90,6 +90,12 @@ class TokenOutput(msgspec.Struct, frozen=True, tag=True):
     cached_tokens: int = 0  # of the prompt, taken from the prefix cache
     queue_seconds: float = 0.0  # from arrival to the first scheduling; with the first output
     prefill_seconds: float = 0.0  # from then to the first token
+
+
+class Outputs(msgspec.Struct, frozen=True, tag=True):
+    """What a step brought: one message, so that the frontend wakes up once a step and not once a token."""
+
+    outputs: list[TokenOutput]
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
@@ -124,7 +130,7 @@ class Fatal(msgspec.Struct, frozen=True, tag=True):
 
 
 ToEngine = Submit | Abort | Shutdown
-FromEngine = Ready | TokenOutput | Refused | Stats | Fatal
+FromEngine = Ready | Outputs | TokenOutput | Refused | Stats | Fatal
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(ToEngine)

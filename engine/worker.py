@@ -5,6 +5,7 @@ the events themselves follow. An idle rank 0 waits for the frontend, and lets th
 dead rank is noticed within that time.
 """
 
+import gc
 import time
 from collections.abc import Callable
 
@@ -17,6 +18,7 @@ from engine.protocol import (
     Abort,
     Fatal,
     FromEngine,
+    Outputs,
     Ready,
     Refused,
     Shutdown,
@@ -90,6 +92,7 @@ def _split(joined: bytes) -> list[bytes]:
 def serve(engine: Engine, world: World, link: FrontendLink | None, ready: Ready, alive: Callable[[], bool]) -> None:
     """Run until the frontend says Shutdown or is gone. `link` is rank 0's; `alive` tells it whether the frontend runs."""
     send: Callable[[FromEngine], None] = link.send if link else lambda _: None
+    gc.freeze()  # the garbage collector never walks over what was loaded: that takes longer than a step
     send(ready)
     last_stats = 0.0
     try:
@@ -99,9 +102,8 @@ def serve(engine: Engine, world: World, link: FrontendLink | None, ready: Ready,
                 events.append(encode(Shutdown()))
             if not apply(engine, share(world, events), send):
                 return
-            if engine.has_work():
-                for output in engine.step():
-                    send(output)
+            if engine.has_work() and (outputs := engine.step()):
+                send(Outputs(outputs))
             now = time.monotonic()
             if not engine.has_work():
                 engine.runner.model.comm.check()

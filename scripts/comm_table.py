@@ -1,4 +1,5 @@
-"""What `--comm auto` knows of this machine: µs of a sum by message size and way, and which one it takes.
+"""What `--comm auto` knows of this machine: µs of a sum by message size and way, and which one it takes; and µs of pairs of layers
+with a sum between them, fused and not, as far as models have met them.
 
 torchrun --standalone --nproc_per_node 8 scripts/comm_table.py
 """
@@ -11,6 +12,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from cli import Parser, run
 from comm.auto import AutoCommunicator, auto
+from comm.fused import FusedCommunicator, best_way
+from comm.fused_table import UNFUSED, PairTable
 from comm.table import SIZES, Table, path_of
 from tp import init_world
 
@@ -34,24 +37,45 @@ def lines(table: Table, now: float) -> list[str]:
     for size in SIZES:
         times = [f"{t[size]:.1f}" if size in t else "–" for t in table.times.values()]
         rows.append([size_text(size), *times, table.choose(size)])
+    return [head, key, "", *aligned(rows)]
+
+
+def pair_lines(table: PairTable) -> list[str]:
+    """The same of the pairs of layers that were measured."""
+    rows = [["rows, K, C, M, dtype", "unfused, µs", "fused, µs", "scatter + gather", "auto takes"]]
+    for key, times in sorted(table.times.items()):
+        way, fused = best_way(times)
+        taken = "fused" if fused < times[UNFUSED] else "unfused"
+        rows.append([key, f"{times[UNFUSED]:.1f}", f"{fused:.1f}", str(way), taken])
+    known = aligned(rows) if table.times else ["no model has met many rows yet: run one"]
+    return ["", f"{table.path}: a sum of many rows between the layers (K to C) and (C to M) of a rank", "", *known]
+
+
+def aligned(rows: list[list[str]]) -> list[str]:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    body = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    return [head, key, "", *body]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
 
 
 def main() -> None:
     parser = Parser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rebuild", action="store_true", help="measure anew, whatever the age of the table")
+    parser.add_argument(
+        "--comm-error-budget",
+        type=float,
+        default=0.0,
+        metavar="E",
+        help="quantized sums up to this relative error, too (0.01: int8)",
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is any")
     arguments = parser.parse_args()
     world = init_world(arguments.device)
     if world.world_size == 1:
         print("one rank has nothing to sum: start several, as torchrun --nproc_per_node 8 does")
         return
-    communicator = auto(world.device, rebuild=arguments.rebuild)
+    communicator = auto(world.device, arguments.comm_error_budget, rebuild=arguments.rebuild)
     if world.rank == 0:
-        if isinstance(communicator, AutoCommunicator):
-            print("\n".join(lines(communicator.table, time.time())))
+        if isinstance(communicator, FusedCommunicator) and isinstance(communicator.inner, AutoCommunicator):
+            print("\n".join([*lines(communicator.inner.table, time.time()), *pair_lines(communicator.table)]))
         else:
             print(f"auto takes {communicator.name} for every size on {world.device.type}")
 

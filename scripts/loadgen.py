@@ -13,6 +13,7 @@ the throughput that no rate can exceed. Prompts are random token ids, whatever t
 
 import argparse
 import asyncio
+import gc
 import json
 import math
 import os
@@ -31,6 +32,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import httpx
+import msgspec
 import numpy as np
 from tqdm import tqdm
 
@@ -39,9 +41,11 @@ from cli import Parser, note, run
 from errors import UserError
 from scripts.results import ROOT, machine
 from scripts.soak import free_port, processes, until_healthy
+from scripts.sse_client import ConnectionEnded, StreamClient, in_event_loop
 
 READY_SECONDS = 600.0  # for a server of our own to load a large model
 STOP_SECONDS = 20.0  # for it to end
+TIMER_SECONDS = 0.001  # how exact a timer of an event loop is
 PERCENTILES = (50, 90, 99)
 Range = tuple[int, int]  # both ends included
 
@@ -105,45 +109,81 @@ class Answer:
         return self.outcome == "complete"
 
 
-async def send(client: httpx.AsyncClient, request: Request, planned: float) -> Answer:
+class Chunk(msgspec.Struct):
+    """What is read of an event; the rest is skipped."""
+
+    choices: list["Part"] = []
+    error: Any = None
+
+
+class Part(msgspec.Struct):
+    token_ids: list[int] = []
+
+
+_chunk = msgspec.json.Decoder(Chunk)
+
+
+class Reader:
+    """Takes one streamed completion in. planned: when it should be sent, of time.perf_counter."""
+
+    def __init__(self, request: Request, planned: float) -> None:
+        self.answer = Answer(request.arrival, late=time.perf_counter() - planned)
+        self.wanted, self.planned = request.new_tokens, planned
+        self._last, self._rest = planned, b""
+        self._ended = False
+
+    def on_status(self, status: int) -> None:
+        if status != 200:
+            self._end(f"status {status}")
+
+    def on_body(self, data: bytes, now: float) -> None:
+        *events, self._rest = (self._rest + data).split(b"\n\n")
+        for event in events:
+            if not self._ended and event.startswith(b"data: "):
+                self._on_event(event[6:], now)
+
+    def _on_event(self, data: bytes, now: float) -> None:
+        answer = self.answer
+        if data == b"[DONE]":
+            answer.end = now - self.planned
+            self._end("complete" if answer.tokens == self.wanted else "too few tokens")
+            return
+        chunk = _chunk.decode(data)
+        if chunk.error is not None:
+            self._end("error event")
+        elif count := sum(len(part.token_ids) for part in chunk.choices):
+            if answer.first is None:
+                answer.first = now - self.planned
+            else:
+                answer.gaps.append(now - self._last)
+            answer.gaps += [0.0] * (count - 1)
+            self._last, answer.tokens = now, answer.tokens + count
+
+    def _end(self, outcome: str) -> None:
+        self.answer.outcome, self._ended = outcome, True
+
+
+async def send(client: StreamClient, request: Request, planned: float) -> Answer:
     """Stream one completion. planned: when it should be sent, of time.perf_counter."""
-    answer = Answer(request.arrival, late=time.perf_counter() - planned)
+    reader = Reader(request, planned)
     body = {"prompt": request.prompt, "max_tokens": request.new_tokens, "temperature": 0, "ignore_eos": True}
     body |= {"stream": True, "return_token_ids": True}
-    last = planned
     try:
-        async with client.stream("POST", "/v1/completions", json=body) as response:
-            if response.status_code != 200:
-                answer.outcome = f"status {response.status_code}"
-                return answer
-            async for line in response.aiter_lines():
-                if not line.startswith("data: "):
-                    continue
-                if line == "data: [DONE]":
-                    answer.end = time.perf_counter() - planned
-                    answer.outcome = "complete" if answer.tokens == request.new_tokens else "too few tokens"
-                    break
-                event, now = json.loads(line[6:]), time.perf_counter()
-                if "error" in event:
-                    answer.outcome = "error event"
-                    return answer
-                count = sum(len(choice["token_ids"]) for choice in event["choices"])
-                if not count:
-                    continue
-                if answer.first is None:
-                    answer.first = now - planned
-                    answer.gaps += [0.0] * (count - 1)
-                else:
-                    answer.gaps += [now - last] + [0.0] * (count - 1)
-                last, answer.tokens = now, answer.tokens + count
-    except httpx.HTTPError as e:
-        answer.outcome = type(e).__name__
+        await client.post("/v1/completions", msgspec.json.encode(body), reader)
+    except (ConnectionEnded, OSError, TimeoutError) as e:
+        reader.answer.outcome = type(e).__name__
     except asyncio.CancelledError:
         pass  # cut off; its connection is closed by now, and the server gives its memory back
-    return answer
+    return reader.answer
 
 
-async def offer(client: httpx.AsyncClient, requests: Sequence[Request], label: str, drain: float | None = None) -> list[Answer]:
+async def until(moment: float) -> None:
+    """Sleep until then, of time.perf_counter. Event loops keep time in whole ms: the last of them passes awake."""
+    while (left := moment - time.perf_counter()) > 0:
+        await asyncio.sleep(max(0.0, left - 2 * TIMER_SECONDS))
+
+
+async def offer(client: StreamClient, requests: Sequence[Request], label: str, drain: float | None = None) -> list[Answer]:
     """Send every request at its time, whatever became of the others, and wait for all answers.
 
     drain: seconds behind the last arrival, after which the answers that still run are cut off; None: as long as it takes.
@@ -153,7 +193,7 @@ async def offer(client: httpx.AsyncClient, requests: Sequence[Request], label: s
         tasks = []
         for request in requests:
             planned = start + request.arrival
-            await asyncio.sleep(max(0.0, planned - time.perf_counter()))
+            await until(planned)
             task = asyncio.create_task(send(client, request, planned))
             task.add_done_callback(lambda _: bar.update())
             tasks.append(task)
@@ -303,12 +343,13 @@ def offline(args: argparse.Namespace) -> dict[str, Any]:
 
 async def offer_all(args: argparse.Namespace, url: str, vocab_size: int) -> list[dict[str, Any]]:
     """Every rate in turn, behind a few requests that warm the server up."""
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     rates = []
-    async with httpx.AsyncClient(base_url=url, timeout=args.timeout, limits=limits) as client:
+    async with httpx.AsyncClient(base_url=url) as client:
         await until_healthy(client)
+    async with StreamClient(url, args.timeout) as client:
         shape = (args.prompt_length, args.new_tokens, vocab_size)
         await offer(client, plan(args.rates[0], min(4, args.requests), *shape, args.seed + 1), "warm-up")
+        gc.freeze()  # what was imported is never walked over between two tokens
         for rate in args.rates:
             requests = plan(rate, args.requests, *shape, args.seed, args.seconds)
             answers = await offer(client, requests, f"{rate:g} requests/s", args.drain)
@@ -384,7 +425,7 @@ def main() -> None:
         result["offline"] = offline(args)
         note(f"all at once, without HTTP: {result['offline']['generated_tokens_per_second']:.1f} tokens/s")
     with serving(args) as url:
-        result["rates"] = asyncio.run(offer_all(args, url, vocab_size))
+        result["rates"] = in_event_loop(offer_all(args, url, vocab_size))
     result["machine"] = machine()  # last: it opens the GPUs, whose memory is the server's until it has ended
     args.out.write_text(json.dumps(result) + "\n")
     print(table(result))

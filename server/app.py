@@ -15,7 +15,7 @@ from starlette.staticfiles import StaticFiles
 from errors import UserError
 from server import problems, replies
 from server.chat import Chat, chat_ids
-from server.completions import Completion
+from server.completions import Completion, work_of
 from server.docs import render_docs
 from server.engine_client import EngineClient
 from server.middleware import ApiKey, BodyLimit, RequestScope
@@ -82,9 +82,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     errors = _errors(400, 401, 404, 413, 429, 500, 503)
     own_templates = ThreadPoolExecutor(2, "template")  # a client's endless template holds up nobody but its like
 
-    async def prepare(make: Callable[[], T], own_template: bool) -> T:
-        if not own_template:
-            return await asyncio.to_thread(make)
+    async def prepare_with_limit(make: Callable[[], T]) -> T:
         try:
             job = asyncio.get_running_loop().run_in_executor(own_templates, make)
             return await asyncio.wait_for(job, TEMPLATE_SECONDS)
@@ -109,7 +107,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     async def completions(body: CompletionBody, request: Request) -> Response:
         service.check_model(body.model)
         service.check_ready()
-        return await respond(request, await prepare(lambda: Completion(service, body), False))
+        return await respond(request, await off_loop(work_of(body), lambda: Completion(service, body)))
 
     @app.post(
         "/v1/chat/completions",
@@ -121,7 +119,9 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         service.check_model(body.model)
         service.check_ready()
-        return await respond(request, await prepare(lambda: Chat(service, body), body.chat_template is not None))
+        own_template = body.chat_template is not None
+        job = await (prepare_with_limit if own_template else asyncio.to_thread)(lambda: Chat(service, body))
+        return await respond(request, job)
 
 
 def _add_tokens(app: FastAPI, service: Service) -> None:

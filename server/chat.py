@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from typing import Any
 
 from errors import UserError
@@ -11,9 +10,9 @@ from server.generation import (
     Delta,
     Plan,
     Prompt,
+    Run,
     Usage,
     collect,
-    deltas,
     fit_answer,
     fit_prompt,
     make_params,
@@ -104,6 +103,7 @@ class Chat:
             skip_special=body.skip_special_tokens is not False,
         )
         self.usage = Usage(self.plan)
+        self.include_usage, self.continuous_usage = body.usage_options
 
     # ------------------------------------------------------------------------------------------------ one answer
 
@@ -149,21 +149,24 @@ class Chat:
 
     # ------------------------------------------------------------------------------------------------ a stream
 
-    async def events(self, note: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
-        include, continuous = self.body.usage_options
-        kind = "chat.completion.chunk"
+    async def events(self, note: dict[str, Any]) -> AsyncGenerator[list[dict[str, Any]], None]:
+        head = self._head("chat.completion.chunk")
         streams = [_ChoiceStream(self) for _ in range(self.plan.total)]
-        async with aclosing(deltas(self.service, self.plan, self.usage, note)) as arriving:
-            async for delta in arriving:
-                for choice in streams[delta.index].push(delta):
-                    chunk = {**self._head(kind), "choices": [choice]}
-                    if delta.first and choice["delta"].get("role") and self.body.return_token_ids:
-                        chunk["prompt_token_ids"] = self.plan.prompts[0].ids
-                    if include or continuous:
-                        chunk["usage"] = self.usage.report() if continuous else None
-                    yield chunk
-        if include:
-            yield {**self._head(kind), "choices": [], "usage": self.usage.report()}
+        with Run(self.service, self.plan, self.usage, note) as run:
+            while run.unfinished:
+                pushed = [(delta, choice) for delta in await run.next() for choice in streams[delta.index].push(delta)]
+                if chunks := [self._chunk(head, delta, choice) for delta, choice in pushed]:
+                    yield chunks
+        if self.include_usage:
+            yield [{**head, "choices": [], "usage": self.usage.report()}]
+
+    def _chunk(self, head: dict[str, Any], delta: Delta, choice: dict[str, Any]) -> dict[str, Any]:
+        chunk = {**head, "choices": [choice]}
+        if delta.first and choice["delta"].get("role") and self.body.return_token_ids:
+            chunk["prompt_token_ids"] = self.plan.prompts[0].ids
+        if self.include_usage or self.continuous_usage:
+            chunk["usage"] = self.usage.report(delta.completion_tokens) if self.continuous_usage else None
+        return chunk
 
 
 class _ChoiceStream:
@@ -189,7 +192,7 @@ class _ChoiceStream:
 
     def _says_something(self, delta: Delta) -> bool:
         body = self.chat.body
-        return bool(delta.text or delta.logprobs or body.return_token_ids or body.usage_options[1])
+        return bool(delta.text or delta.logprobs or body.return_token_ids or self.chat.continuous_usage)
 
     def _content(self, whole: Delta) -> dict[str, Any]:
         calls = grammar.parse_calls(whole.text, self.chat.body) if self.undecided else None

@@ -1,7 +1,6 @@
 """POST /v1/completions: prompts to plans, and deltas to OpenAI's choices and chunks."""
 
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from typing import Any
 
 from server import grammar
@@ -9,9 +8,9 @@ from server.generation import (
     Delta,
     Plan,
     Prompt,
+    Run,
     Usage,
     collect,
-    deltas,
     fit_answer,
     fit_prompt,
     make_params,
@@ -27,7 +26,7 @@ DEFAULT_MAX_TOKENS = 16
 
 
 class Completion:
-    """One request. Made in a thread, since long prompts take long to tokenize."""
+    """One request. Long prompts take long to tokenize: made in a thread if `work_of` it is much."""
 
     def __init__(self, service: Service, body: CompletionBody) -> None:
         self.service, self.body = service, body
@@ -55,6 +54,8 @@ class Completion:
             hidden=body.max_tokens == 0,
         )
         self.usage = Usage(self.plan)
+        self.include_usage, self.continuous_usage = body.usage_options
+        self.says_all = bool(body.return_token_ids or body.logprobs is not None or self.continuous_usage)
         self.echoes = [self._echo(prompt) for prompt in prompts] if body.echo else []
 
     def _prompt(self, given: str | list[int]) -> Prompt:
@@ -78,18 +79,20 @@ class Completion:
             choices = self._best(choices)
         return {**self._head(), "choices": [self._choice(one) for one in choices], "usage": self.usage.report()}
 
-    async def events(self, note: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
-        include, continuous = self.body.usage_options
-        async with aclosing(deltas(self.service, self.plan, self.usage, note)) as stream:
-            async for delta in stream:
-                if not self._says_something(delta):
-                    continue
-                chunk = {**self._head(), "choices": [self._choice(delta)]}
-                if include or continuous:
-                    chunk["usage"] = self.usage.report() if continuous else None
-                yield chunk
-        if include:
-            yield {**self._head(), "choices": [], "usage": self.usage.report()}
+    async def events(self, note: dict[str, Any]) -> AsyncGenerator[list[dict[str, Any]], None]:
+        head = self._head()
+        with Run(self.service, self.plan, self.usage, note) as run:
+            while run.unfinished:
+                if chunks := [self._chunk(head, delta) for delta in await run.next() if self._says_something(delta)]:
+                    yield chunks
+        if self.include_usage:
+            yield [{**head, "choices": [], "usage": self.usage.report()}]
+
+    def _chunk(self, head: dict[str, Any], delta: Delta) -> dict[str, Any]:
+        chunk = {**head, "choices": [self._choice(delta)]}
+        if self.include_usage or self.continuous_usage:
+            chunk["usage"] = self.usage.report(delta.completion_tokens) if self.continuous_usage else None
+        return chunk
 
     def _head(self) -> dict[str, Any]:
         name = self.body.model or self.service.model_name
@@ -97,9 +100,7 @@ class Completion:
 
     def _says_something(self, delta: Delta) -> bool:
         """Half a character, or what may be the start of a stop string, is no reason for a chunk of its own."""
-        body = self.body
-        extras = body.return_token_ids or body.logprobs is not None or body.usage_options[1]
-        return bool(delta.text or delta.finish_reason or extras or (delta.first and body.echo))
+        return bool(delta.text or delta.finish_reason or self.says_all or (delta.first and self.body.echo))
 
     def _choice(self, delta: Delta) -> dict[str, Any]:
         body = self.body
@@ -146,6 +147,11 @@ class Completion:
         for index, choice in enumerate(kept):
             choice.index = index
         return kept
+
+
+def work_of(body: CompletionBody) -> int:
+    """About how many characters have to become ids, or ids characters, before the request can go to the engine."""
+    return sum(len(one) for one in _split(body.prompt) if isinstance(one, str) or body.echo)
 
 
 def _split(prompt: Any) -> list[str | list[int]]:

@@ -13,7 +13,8 @@ import zmq.asyncio
 
 from engine.protocol import (
     Abort,
-    Fatal,
+    FromEngine,
+    Outputs,
     Ready,
     Refused,
     Shutdown,
@@ -36,7 +37,9 @@ class Generation:
         self._client = client
         self._index = {submit.request_id: i for i, submit in enumerate(submits)}
         self._submits = submits
-        self._arrived: asyncio.Queue[TokenOutput | ApiError] = asyncio.Queue()
+        self._arrived: list[TokenOutput] = []
+        self._error: ApiError | None = None  # behind what has arrived
+        self._waiter: asyncio.Future[None] | None = None  # of `next`
         self._times = {s.request_id: SequenceTimes(client.metrics, len(s.prompt_ids)) for s in submits}
 
     def __enter__(self) -> "Generation":
@@ -50,14 +53,17 @@ class Generation:
             self._end(request_id, reason)
             self._client.abort(request_id)
 
-    async def next(self) -> tuple[int, TokenOutput]:
-        """The next output of any of the sequences, with its sequence's place in `submits`. Raises ApiError."""
-        while True:
-            arrived = await self._arrived.get()
-            if isinstance(arrived, ApiError):
-                raise arrived
-            if (index := self._index[arrived.request_id]) >= 0:
-                return index, arrived
+    async def next(self) -> list[tuple[int, TokenOutput]]:
+        """All outputs of the sequences that have arrived, at least one, each with its sequence's place in `submits`; also those
+        of a sequence that was stopped. Raises ApiError."""
+        if not self._arrived and self._error is None:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        if self._arrived:
+            arrived, self._arrived = self._arrived, []
+            return [(self._index[output.request_id], output) for output in arrived]
+        assert self._error is not None
+        raise self._error
 
     def stop(self, index: int) -> None:
         """Enough of one sequence: a stop string was found."""
@@ -65,18 +71,28 @@ class Generation:
         if request_id in self._times:
             self._end(request_id, "stop")
             self._client.abort(request_id)
-        self._index[request_id] = -1  # what is still in the queue is of no interest
 
-    def on_output(self, output: TokenOutput) -> None:
-        if (times := self._times.get(output.request_id)) is None:
-            return
-        times.on_tokens(len(output.token_ids), output.queue_seconds, output.prefill_seconds)
+    def on_output(self, output: TokenOutput, now: float) -> int:
+        """Take in what the engine sent at `now`, of time.monotonic; how many tokens of it count."""
+        times = self._times.get(output.request_id)
+        if times is None or self._error is not None:
+            return 0
+        count = len(output.token_ids)
+        times.on_tokens(now, count, output.queue_seconds, output.prefill_seconds)
         if output.finish_reason:
             self._end(output.request_id, output.finish_reason)
-        self._arrived.put_nowait(output)
+        self._arrived.append(output)
+        self._wake()
+        return count
 
     def on_error(self, error: ApiError) -> None:
-        self._arrived.put_nowait(error)
+        """Nothing is taken in behind it."""
+        self._error = self._error or error
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def _end(self, request_id: str, reason: str) -> None:
         if times := self._times.pop(request_id, None):
@@ -116,6 +132,7 @@ class EngineClient:
             await asyncio.gather(self._task, return_exceptions=True)
             self._pull.close()
             self._push.close()
+            self._context.term()  # waits until a Shutdown has left: the process may end at once behind this
 
     @property
     def active(self) -> int:
@@ -165,12 +182,21 @@ class EngineClient:
                 continue
             self._dispatch(message)
 
-    def _dispatch(self, message: Ready | TokenOutput | Refused | Stats | Fatal) -> None:
-        if isinstance(message, TokenOutput):
-            if generation := self._active.get(message.request_id):
-                if message.finish_reason:
-                    del self._active[message.request_id]
-                generation.on_output(message)
+    def _deliver(self, outputs: Sequence[TokenOutput]) -> None:
+        now, tokens = time.monotonic(), 0
+        for output in outputs:
+            if generation := self._active.get(output.request_id):
+                if output.finish_reason:
+                    del self._active[output.request_id]
+                tokens += generation.on_output(output, now)
+        if tokens:
+            self.metrics.on_tokens(now, tokens)
+
+    def _dispatch(self, message: FromEngine) -> None:
+        if isinstance(message, Outputs):
+            self._deliver(message.outputs)
+        elif isinstance(message, TokenOutput):
+            self._deliver([message])
         elif isinstance(message, Refused):
             if generation := self._active.pop(message.request_id, None):
                 generation.on_error(ApiError(400, message.message, None, "refused"))

@@ -5,6 +5,7 @@ launcher, too, which reports an engine that died without a word by sending Fatal
 """
 
 import asyncio
+import gc
 import os
 import sys
 import time
@@ -182,6 +183,7 @@ def run_frontend(settings: Settings, to_engine_address: str, from_engine_address
         print(f"error: {e}", file=sys.stderr, flush=True)
         os._exit(2)
     code = FAILED
+    gc.freeze()  # the garbage collector never walks over what was imported: every stream would wait for it
     try:
         server.run()
         code = server.exit_code if server.started else FAILED

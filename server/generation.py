@@ -7,9 +7,9 @@ import asyncio
 import random
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import Any
 
 from engine.protocol import Logprob, RequestParams, Submit, TokenLogprobs, TokenOutput
@@ -46,7 +46,7 @@ class Plan:
         return len(self.prompts) * self.choices
 
 
-@dataclass
+@dataclass(slots=True)
 class Delta:
     """What is new of one choice."""
 
@@ -59,6 +59,7 @@ class Delta:
     finish_reason: str | None
     stop_reason: str | int | None
     prompt_logprobs: list[TokenLogprobs | None] | None
+    completion_tokens: int = 0  # of all choices, up to and with this
 
 
 class Usage:
@@ -72,11 +73,13 @@ class Usage:
     def add(self, prompt: int, output: TokenOutput) -> None:
         self._cached[prompt] = max(self._cached.get(prompt, 0), output.cached_tokens)
 
-    def report(self) -> dict[str, Any]:
+    def report(self, completion: int | None = None) -> dict[str, Any]:
+        """completion: tokens of the answer so far, where not all that arrived count."""
+        completion = self.completion if completion is None else completion
         return {
             "prompt_tokens": self.prompt,
-            "completion_tokens": self.completion,
-            "total_tokens": self.prompt + self.completion,
+            "completion_tokens": completion,
+            "total_tokens": self.prompt + completion,
             "prompt_tokens_details": {"cached_tokens": sum(self._cached.values())},
         }
 
@@ -179,7 +182,7 @@ class _Choice:
     def __init__(self, service: Service, plan: Plan, index: int) -> None:
         prompt = index // plan.choices
         params = plan.params[prompt]
-        self.index, self.hidden, self.first = index, plan.hidden, True
+        self.index, self.hidden, self.first, self.finished = index, plan.hidden, True, False
         self.text = TextStream(
             service.tokenizer,
             plan.prompts[prompt].ids,
@@ -211,38 +214,66 @@ class _Choice:
         elif finish_reason:
             text += self.text.flush()
             finish_reason = "stop" if isinstance(self.text.stop_reason, str) else finish_reason
+        self.finished = bool(finish_reason)
         logprobs = (output.logprobs or [])[: len(ids)] if self.with_logprobs else None
         first, self.first = self.first, False
         prompt_logprobs = self.prompt_logprobs if first else None
         return Delta(self.index, first, text, ids, logprobs, offsets, finish_reason, self.text.stop_reason, prompt_logprobs)
 
 
-async def deltas(service: Service, plan: Plan, usage: Usage, note: dict[str, Any]) -> AsyncGenerator[Delta, None]:
-    """Run the plan. `note` collects what the access log says about it. Raises ApiError: 400, 429, 503."""
-    service.admit(plan.total)
-    choices = [_Choice(service, plan, i) for i in range(plan.total)]
-    note |= {"prompt_tokens": usage.prompt, "completion_tokens": 0}
-    started, unfinished = time.monotonic(), plan.total
-    deadline = asyncio.get_running_loop().time() + service.settings.request_timeout
-    with service.client.generate(make_submits(plan)) as generation:
-        while unfinished:
-            try:
-                async with asyncio.timeout_at(deadline):
-                    index, output = await generation.next()
-            except TimeoutError as e:
-                seconds = service.settings.request_timeout
-                raise ApiError(503, f"the request took longer than {seconds:g} s and was ended", None, "timeout") from e
-            usage.add(index // plan.choices, output)
-            if (delta := choices[index].push(output)) is None:
-                continue
-            usage.completion += len(delta.token_ids)
-            note.setdefault("ttft", round(time.monotonic() - started, 4))
-            note["completion_tokens"] = usage.completion
-            if delta.finish_reason:
-                unfinished -= 1
-                note["finish"] = delta.finish_reason
-                generation.stop(index)
-            yield delta
+class Run:
+    """A plan under way. A context manager, which ends what is left of it. `note` collects what the access log says about it.
+
+    Raises ApiError: 400, 429, 503.
+    """
+
+    def __init__(self, service: Service, plan: Plan, usage: Usage, note: dict[str, Any]) -> None:
+        self.unfinished = plan.total
+        self._service, self._plan, self._usage, self._note = service, plan, usage, note
+
+    def __enter__(self) -> "Run":
+        service, plan = self._service, self._plan
+        service.admit(plan.total)
+        self._choices = [_Choice(service, plan, i) for i in range(plan.total)]
+        self._note |= {"prompt_tokens": self._usage.prompt, "completion_tokens": 0}
+        self._started = time.monotonic()
+        self._generation = service.client.generate(make_submits(plan))
+        self._generation.__enter__()
+        # one timer a request, where a timeout around each wait would be one a token
+        seconds = service.settings.request_timeout
+        error = ApiError(503, f"the request took longer than {seconds:g} s and was ended", None, "timeout")
+        self._deadline = asyncio.get_running_loop().call_later(seconds, self._generation.on_error, error)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._deadline.cancel()
+        self._generation.__exit__(kind, error, trace)
+
+    async def next(self) -> list[Delta]:
+        """What is new, perhaps nothing; what arrived together comes together."""
+        arrived = await self._generation.next()
+        new = [delta for index, output in arrived if (delta := self._take(index, output)) is not None]
+        if new:
+            self._note["completion_tokens"] = self._usage.completion
+            if "ttft" not in self._note:
+                self._note["ttft"] = round(time.monotonic() - self._started, 4)
+        return new
+
+    def _take(self, index: int, output: TokenOutput) -> Delta | None:
+        choice, usage = self._choices[index], self._usage
+        if choice.finished:  # what came behind a stop string
+            return None
+        if output.cached_tokens:
+            usage.add(index // self._plan.choices, output)
+        if (delta := choice.push(output)) is None:
+            return None
+        usage.completion += len(delta.token_ids)
+        delta.completion_tokens = usage.completion
+        if delta.finish_reason:
+            self.unfinished -= 1
+            self._note["finish"] = delta.finish_reason
+            self._generation.stop(index)
+        return delta
 
 
 def finite(logprob: float) -> float:
@@ -274,6 +305,7 @@ def merge(parts: Sequence[Delta]) -> Delta:
         token_ids=[one for part in parts for one in part.token_ids],
         logprobs=logprobs,
         offsets=[one for part in parts for one in part.offsets],
+        completion_tokens=last.completion_tokens,
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,
         prompt_logprobs=first.prompt_logprobs,
@@ -283,7 +315,8 @@ def merge(parts: Sequence[Delta]) -> Delta:
 async def collect(service: Service, plan: Plan, usage: Usage, note: dict[str, Any]) -> list[Delta]:
     """The whole of each choice."""
     parts: list[list[Delta]] = [[] for _ in range(plan.total)]
-    async with aclosing(deltas(service, plan, usage, note)) as stream:
-        async for delta in stream:
-            parts[delta.index].append(delta)
+    with Run(service, plan, usage, note) as run:
+        while run.unfinished:
+            for delta in await run.next():
+                parts[delta.index].append(delta)
     return [merge(one) for one in parts]

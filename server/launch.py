@@ -95,7 +95,10 @@ def main() -> None:
         config, tokenizer = prepare(settings, int(os.environ.get("WORLD_SIZE", 1)))
     except UserError as e:
         error = e
-    world = init_world(settings.device, settings.comm, settings.simulate_link) if settings else init_world()
+    if settings is None:
+        world = init_world()
+    else:
+        world = init_world(settings.device, settings.comm, settings.simulate_link, settings.comm_error_budget)
     agree_on_error(world, error)
     assert settings is not None
     reached("process group")

@@ -5,10 +5,15 @@ The names are those that dashboards for other servers query, behind the prefix `
 
 import math
 import time
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from engine.protocol import Stats
 
@@ -30,8 +35,9 @@ class Window:
     def __init__(self) -> None:
         self._values: deque[tuple[float, float]] = deque(maxlen=SAMPLES)
 
-    def add(self, value: float) -> None:
-        self._values.append((time.monotonic(), value))
+    def add(self, now: float, value: float) -> None:
+        """now: of time.monotonic."""
+        self._values.append((now, value))
 
     def quantiles(self) -> dict[str, float | None]:
         oldest = time.monotonic() - WINDOW
@@ -48,6 +54,26 @@ class Window:
                 break
             total += value
         return total / RATE_WINDOW
+
+
+class TokenHistogram(Collector):
+    """A histogram like prometheus_client's, for what happens once a token: that one takes a lock and walks over the buckets."""
+
+    def __init__(self, name: str, text: str, model_name: str, bounds: Sequence[float]) -> None:
+        self._name, self._text, self._model_name, self._bounds = name, text, model_name, bounds
+        self._counts = [0] * (len(bounds) + 1)  # the last one: above all bounds
+        self._sum = 0.0
+
+    def observe(self, value: float, count: int) -> None:
+        """`value`, `count` times."""
+        self._counts[bisect_left(self._bounds, value)] += count
+        self._sum += value * count
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        family = HistogramMetricFamily(self._name, self._text, labels=["model_name"])
+        bounds = map(floatToGoString, (*self._bounds, math.inf))
+        family.add_metric([self._model_name], list(zip(bounds, accumulate(self._counts), strict=True)), self._sum)
+        yield family
 
 
 class Metrics:
@@ -81,7 +107,9 @@ class Metrics:
         self.ttft_seconds = self._histogram(
             "time_to_first_token_seconds", "From a sequence's submission to its first token", LATENCY
         )
-        self.itl_seconds = self._histogram("inter_token_latency_seconds", "Between the tokens of a sequence", TOKEN_LATENCY)
+        help_text = "Between the tokens of a sequence"
+        self.itl_seconds = TokenHistogram("rung:inter_token_latency_seconds", help_text, model_name, TOKEN_LATENCY)
+        self.registry.register(self.itl_seconds)
         self.e2e_seconds = self._histogram("e2e_request_latency_seconds", "From a sequence's submission to its end", REQUEST)
         self.queue_seconds = self._histogram(
             "request_queue_time_seconds", "From a sequence's arrival to its first step", REQUEST
@@ -106,6 +134,11 @@ class Metrics:
 
     def render(self) -> bytes:
         return generate_latest(self.registry)
+
+    def on_tokens(self, now: float, count: int) -> None:
+        """`count` tokens of any sequences arrived together."""
+        self.generation_tokens.inc(count)
+        self.tokens.add(now, count)
 
     def on_stats(self, stats: Stats) -> None:
         last = self._last
@@ -133,27 +166,31 @@ class SequenceTimes:
         self.first: float | None = None
         self.tokens = 0
 
-    def on_tokens(self, count: int, queue_seconds: float, prefill_seconds: float) -> None:
+    def on_tokens(self, now: float, count: int, queue_seconds: float, prefill_seconds: float) -> None:
+        """now: of time.monotonic. The tokens themselves are counted by `Metrics.on_tokens`."""
         if not count:
             return
-        now, m = time.monotonic(), self.metrics
+        m = self.metrics
         if self.first is None:
-            self.first = now
-            m.ttft_seconds.observe(now - self.started)
-            m.ttft.add(now - self.started)
-            m.queue_seconds.observe(queue_seconds)
-            m.prefill_seconds.observe(prefill_seconds)
-            m.prompt_tokens.inc(self.prompt_tokens)
-            m.prompts.add(self.prompt_tokens)
-            m.request_prompt.observe(self.prompt_tokens)
+            self._on_first(now, queue_seconds, prefill_seconds)
         else:
+            gap = (now - self.last) / count
+            m.itl_seconds.observe(gap, count)
             for _ in range(count):
-                m.itl_seconds.observe((now - self.last) / count)
-                m.inter_token.add((now - self.last) / count)
+                m.inter_token.add(now, gap)
         self.last = now
         self.tokens += count
-        m.generation_tokens.inc(count)
-        m.tokens.add(count)
+
+    def _on_first(self, now: float, queue_seconds: float, prefill_seconds: float) -> None:
+        m = self.metrics
+        self.first = now
+        m.ttft_seconds.observe(now - self.started)
+        m.ttft.add(now, now - self.started)
+        m.queue_seconds.observe(queue_seconds)
+        m.prefill_seconds.observe(prefill_seconds)
+        m.prompt_tokens.inc(self.prompt_tokens)
+        m.prompts.add(now, self.prompt_tokens)
+        m.request_prompt.observe(self.prompt_tokens)
 
     def on_end(self, reason: str) -> None:
         now, m = time.monotonic(), self.metrics

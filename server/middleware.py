@@ -37,7 +37,7 @@ class RequestScope:
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         note: dict[str, Any] = {}
-        scope.setdefault("state", {}).update(request_id=request_id, note=note)
+        scope.setdefault("state", {}).update(request_id=request_id, note=note, send=send)
         status = 0
 
         async def send_with_id(message: Message) -> None:

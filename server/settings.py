@@ -33,6 +33,7 @@ class Settings:
     dtype: str | None = None
     device: str | None = None
     comm: str | None = None
+    comm_error_budget: float = 0.0
     simulate_link: str | None = None
     compile: bool = False
     chat_template: str | None = None
@@ -141,8 +142,14 @@ def _add_model(group: Any) -> None:
     group.add_argument(
         "--comm",
         metavar="NAME",
-        help="how ranks sum: gloo, nccl, or quantized int8, int6, int4, fp8, with an optional group as in int8:64 "
-        "(default: auto on CUDA, gloo on CPU)",
+        help="how ranks sum: gloo; nccl, one-shot, two-shot, fused; int8, int6, int4, fp8, with an optional group as in int8:64; "
+        "or auto, the fastest of the exact ones (default: auto on CUDA, gloo on CPU)",
+    )
+    group.add_argument(
+        "--comm-error-budget",
+        type=float,
+        metavar="E",
+        help="relative error of a sum that --comm auto may make for speed, by quantizing it: 0.01 admits int8 (default: 0, exact)",
     )
     group.add_argument(
         "--simulate-link",

@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
+from types import TracebackType
 from typing import Any, TypeVar
 
 import msgspec
@@ -54,13 +55,14 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events from a generator of objects, `[DONE]` always last.
+    """Server-sent events from a generator of objects, `[DONE]` always last. It yields lists: what is there at once is an event
+    each, and written at once.
 
     The status waits for the first object, so that a request which fails at once gets a plain error response; an error after
     that becomes an event.
     """
 
-    def __init__(self, events: AsyncGenerator[Any, None], write_timeout: float):
+    def __init__(self, events: AsyncGenerator[list[Any], None], write_timeout: float):
         self.events, self.write_timeout = events, write_timeout
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"}, media_type="text/event-stream")
         del self.headers["content-length"]
@@ -79,31 +81,74 @@ class EventStream(Response):
                 await e.response()(scope, receive, send)
                 return
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            await self._write(event(first), send)
-            async for data in _guarded(self.events):
-                await self._write(data, send)
-            await self._write(DONE, send)
+            # The layers around the application look at the start of a response only: its parts pass them by.
+            async with _Writer(scope["state"]["send"], self.write_timeout) as writer:
+                await writer.write(_joined(first))
+                while (data := await _next(self.events)) is not None:
+                    await writer.write(data)
+                await writer.write(DONE)
             await send({"type": "http.response.body", "body": b""})
 
-    async def _write(self, data: bytes, send: Send) -> None:
-        """Waits while the client's buffers are full: a reader that has stalled for good must not hold its blocks."""
+
+class _Writer:
+    """Waits while the client's buffers are full, but not for ever: a reader that has stalled for good must not hold its blocks.
+
+    A context manager around all writes of one task, which raises ClientGone. Its one timer looks now and then whether a write
+    takes too long; a timeout of its own for each write would cost more than the write.
+    """
+
+    def __init__(self, send: Send, timeout: float) -> None:
+        self.send, self.timeout = send, timeout
+        self._loop = asyncio.get_running_loop()
+        self._since: float | None = None  # when the write began that is under way
+        self._limit = asyncio.timeout(None)
+        self._timer = self._loop.call_later(timeout, self._look)
+
+    async def __aenter__(self) -> "_Writer":
+        await self._limit.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._timer.cancel()
         try:
-            async with asyncio.timeout(self.write_timeout):
-                await send({"type": "http.response.body", "body": data, "more_body": True})
+            await self._limit.__aexit__(kind, error, trace)
         except TimeoutError as e:
             raise ClientGone from e
 
+    async def write(self, data: bytes) -> None:
+        self._since = self._loop.time()
+        await self.send({"type": "http.response.body", "body": data, "more_body": True})
+        self._since = None
 
-async def _guarded(events: AsyncGenerator[Any, None]) -> AsyncGenerator[bytes, None]:
-    """The events, and in place of an exception an error event: the status line is already sent."""
-    from server.logs import log
-    from server.problems import ApiError
+    def _look(self) -> None:
+        now = self._loop.time()
+        if self._since is not None and now - self._since >= self.timeout:
+            self._limit.reschedule(now)
+        else:
+            self._timer = self._loop.call_at((self._since or now) + self.timeout, self._look)
 
+
+def _joined(values: list[Any]) -> bytes:
+    return event(values[0]) if len(values) == 1 else b"".join(map(event, values))
+
+
+async def _next(events: AsyncGenerator[list[Any], None]) -> bytes | None:
+    """The next events, and in place of an exception an error event: the status line is already sent. None at the end."""
     try:
-        async for value in events:
-            yield event(value)
-    except ApiError as e:
-        yield event(e.body)
-    except Exception:
-        log.exception("a stream failed")
-        yield event(ApiError(500, "internal error; the server's log has the details").body)
+        return _joined(await anext(events))
+    except StopAsyncIteration:
+        return None
+    except Exception as e:
+        return event(_error_of(e))
+
+
+def _error_of(e: Exception) -> dict[str, Any]:
+    from server.logs import log
+    from server.problems import ApiError  # the one cycle: an error is also an event
+
+    if not isinstance(e, ApiError):
+        log.error("a stream failed", exc_info=e)
+        e = ApiError(500, "internal error; the server's log has the details")
+    return e.body

@@ -13,12 +13,15 @@ from typing import Any
 import pytest
 import torch
 
+from comm import choose
 from comm.table import SIZES, TOLERANCE, Table, Times, agreed, path_of, read, write
+from errors import UserError
 from tests.ranks import RankError, Ranks
 from tp import World
 
 KEY = {"gpu": "test", "ranks": "8"}
-SERVED = {"nccl": SIZES, "one-shot": SIZES[:9], "two-shot": SIZES[3:]}
+SERVED = {"nccl": SIZES, "one-shot": SIZES[:9], "two-shot": SIZES[3:], "int8": SIZES[6:]}
+EXACT = ["nccl", "one-shot", "two-shot"]
 
 
 def random_times(seed: int) -> Times:
@@ -203,7 +206,7 @@ def chosen(world: World, seed: int) -> list[str]:
         assert total.eq(sum(2.0 + rank for rank in range(world.world_size))).all()
         assert started.pop() == table.choose(size)
         comm.start(torch.zeros(size // 4)).wait()
-        assert started[-1] == table.choose(size)
+        assert started[-1] == table.choose(size, EXACT)
     return started
 
 
@@ -211,7 +214,29 @@ def test_the_communicator_follows_the_table(ranks: Ranks, seed: int) -> None:
     pytest.importorskip("triton", reason="Triton is not installed; pip install triton")
     first, second = ranks.run(2, chosen, seed)
     table = table_of(seed)
-    assert first == second == [table.choose(size) for size in (4, 1024, 8192, 1 << 20)]
+    assert first == second == [table.choose(size, EXACT) for size in (4, 1024, 8192, 1 << 20)]
+
+
+def within(world: World, budget: float) -> list[str]:
+    from comm.auto import schemes_within
+
+    return [scheme.name for scheme in schemes_within(budget)]
+
+
+@pytest.mark.parametrize(
+    ("budget", "names"),
+    [(0.0, []), (0.001, []), (0.01, ["int8"]), (0.05, ["int8", "fp8"]), (0.12, ["int8", "int6", "fp8"])],
+)
+def test_widths_within_an_error_budget(ranks: Ranks, budget: float, names: list[str]) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed; pip install triton")
+    assert ranks.run(2, within, budget) == [names] * 2
+
+
+def test_a_budget_is_for_auto() -> None:
+    assert choose("cuda", "auto", error_budget=0.01).error_budget == 0.01
+    for name, budget in (("nccl", 0.01), ("int8", 0.01), ("auto", -0.1), ("auto", 1.0), ("auto", float("nan"))):
+        with pytest.raises(UserError, match="comm-error-budget"):
+            choose("cuda", name, error_budget=budget)
 
 
 def test_the_table_as_text(seed: int) -> None:
@@ -224,3 +249,16 @@ def test_the_table_as_text(seed: int) -> None:
     rows = [line.split() for line in text[4:]]
     assert [row[-1] for row in rows] == [table.choose(size) for size in SIZES]
     assert rows[0][:2] == ["1", "KiB"] and rows[-1][:2] == ["64", "MiB"] and rows[-1][3] == "–"
+
+
+def test_pairs_of_layers_as_text() -> None:
+    pytest.importorskip("triton", reason="Triton is not installed; pip install triton")
+    from comm.fused_table import PairTable
+    from scripts.comm_table import pair_lines
+
+    times = {"unfused": 100.0, "spans+spans": 90.0, "owners+spans": 80.0, "spans+owners": 95.0}
+    slow = {name: 200.0 - t for name, t in times.items()}
+    text = pair_lines(PairTable({}, {"1024,8,8,8,bfloat16": times, "64,8,8,8,bfloat16": slow}))
+    assert [line.split()[-1] for line in text[-2:]] == ["fused", "unfused"]
+    assert text[-2].split() == ["1024,8,8,8,bfloat16", "100.0", "80.0", "owners+spans", "fused"]
+    assert "no model" in pair_lines(PairTable({}))[-1]

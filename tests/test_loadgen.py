@@ -3,18 +3,22 @@
 import asyncio
 import json
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 
 from errors import UserError
 from scripts import loadgen
 from scripts.loadgen import Answer, Request
-from tests.server_process import ServerProcess
+from scripts.sse_client import StreamClient, in_event_loop
+from tests.command_line import environment
+from tests.server_process import ServerProcess, free_port
 
 MODELS = Path(__file__).resolve().parent.parent / "models"
 
@@ -57,39 +61,45 @@ def test_ranges() -> None:
 # --- sending -------------------------------------------------------------------------------------------------------------
 
 
-class Stream(httpx.AsyncByteStream):
-    def __init__(self, parts: AsyncIterator[bytes]) -> None:
-        self.parts = parts
+class FakeServer:
+    """Answers every completion with the chunks that `chunks(body)` yields: lists of token ids, or an object as it is.
 
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        async for part in self.parts:
-            yield part
-
-
-class FakeServer(httpx.AsyncBaseTransport):
-    """Answers every completion with the chunks that `chunks(body)` yields: lists of token ids, or an object as it is."""
+    write: how the bytes of an event go on the wire.
+    """
 
     def __init__(self, chunks: Callable[[dict[str, Any]], AsyncIterator[Any]], status: int = 200) -> None:
         self.chunks, self.status = chunks, status
         self.bodies: list[dict[str, Any]] = []
+        self.connections = 0
 
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        body = json.loads(await request.aread())
-        self.bodies.append(body)
-        return httpx.Response(self.status, stream=Stream(self._events(body)))
+    async def write(self, writer: asyncio.StreamWriter, data: bytes) -> None:
+        writer.write(data)
 
-    async def _events(self, body: dict[str, Any]) -> AsyncIterator[bytes]:
-        async for chunk in self.chunks(body):
-            value = {"choices": [{"text": "x", "token_ids": chunk}]} if isinstance(chunk, list) else chunk
-            yield b"data: " + (value if isinstance(value, bytes) else json.dumps(value).encode()) + b"\n\n"
+    async def offered(self, requests: Sequence[Request], drain: float | None = None) -> list[Answer]:
+        """What becomes of `requests`."""
+        server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        async with server, StreamClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", 60) as client:
+            return await loadgen.offer(client, requests, "test", drain)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        with suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+                self.bodies.append(json.loads(await reader.readexactly(length)))
+                writer.write(b"HTTP/1.1 %d So\r\nTransfer-Encoding: chunked\r\n\r\n" % self.status)
+                async for chunk in self.chunks(self.bodies[-1]):
+                    value = {"choices": [{"text": "x", "token_ids": chunk}]} if isinstance(chunk, list) else chunk
+                    event = b"data: " + (value if isinstance(value, bytes) else json.dumps(value).encode()) + b"\n\n"
+                    await self.write(writer, b"%x\r\n%s\r\n" % (len(event), event))
+                    await writer.drain()
+                writer.write(b"0\r\n\r\n")
+        writer.close()
 
 
 def offered(server: FakeServer, requests: list[Request]) -> list[Answer]:
-    async def run() -> list[Answer]:
-        async with httpx.AsyncClient(base_url="http://fake", transport=server) as client:
-            return await loadgen.offer(client, requests, "test")
-
-    return asyncio.run(run())
+    return asyncio.run(server.offered(requests))
 
 
 def test_slow_answers_delay_no_arrival(seed: int) -> None:
@@ -138,7 +148,7 @@ async def _nothing() -> None: ...
 
 
 async def _break() -> None:
-    raise httpx.ReadError("gone")
+    raise ConnectionError("gone")
 
 
 @pytest.mark.parametrize(
@@ -147,7 +157,7 @@ async def _break() -> None:
         (b"[DONE]", _nothing, 200, "too few tokens"),
         ({"error": {"message": "no"}}, _nothing, 200, "error event"),
         ([9], _nothing, 200, "cut off"),
-        ([9], _break, 200, "ReadError"),
+        ([9], _break, 200, "ConnectionEnded"),
         (b"[DONE]", _nothing, 503, "status 503"),
     ],
 )
@@ -161,6 +171,70 @@ def test_failures_have_names(ending: Any, after: Callable[[], Awaitable[None]], 
     assert answer.outcome == outcome
     assert loadgen.summary([answer], 1e9, 1e9)["failed"] == {outcome: 1}
     assert loadgen.summary([answer], 1e9, 1e9)["goodput"] == 0
+
+
+def test_events_arrive_in_any_pieces(seed: int) -> None:
+    """Tokens are counted alike however the network cuts and joins events, and every byte is of some event."""
+    rng = random.Random(seed)
+
+    class Torn(FakeServer):
+        async def write(self, writer: asyncio.StreamWriter, data: bytes) -> None:
+            while data:
+                cut = rng.randint(1, len(data))
+                writer.write(data[:cut])
+                data = data[cut:]
+                if rng.random() < 0.7:
+                    await writer.drain()
+                    await asyncio.sleep(0)
+
+    sizes = {i: [rng.randint(0, 3) for _ in range(rng.randint(1, 30))] for i in range(12)}
+
+    async def chunks(body: dict[str, Any]) -> AsyncIterator[Any]:
+        for size in sizes[body["prompt"][0]]:
+            yield [1] * size
+        yield b"[DONE]"
+
+    requests = [Request(0.002 * i, [i], sum(sizes[i])) for i in sizes]
+    answers = offered(Torn(chunks), requests)
+    assert [a.tokens for a in answers] == [r.new_tokens for r in requests], seed
+    assert [a.outcome for a in answers] == ["complete"] * len(requests), seed
+    assert all(len(a.gaps) == max(a.tokens - 1, 0) for a in answers), seed
+
+
+def test_connections_are_kept(seed: int) -> None:
+    async def chunks(_: dict[str, Any]) -> AsyncIterator[Any]:
+        yield [1]
+        yield b"[DONE]"
+
+    server = FakeServer(chunks)
+    answers = offered(server, [Request(0.1 * i, [1], 1) for i in range(5)])
+    assert [a.outcome for a in answers] == ["complete"] * 5 and server.connections == 1, seed
+
+
+def test_a_silent_server_times_out() -> None:
+    async def chunks(_: dict[str, Any]) -> AsyncIterator[Any]:
+        yield [1]
+        await asyncio.sleep(30)
+
+    async def run() -> list[Answer]:
+        server = await asyncio.start_server(FakeServer(chunks)._serve, "127.0.0.1", 0)
+        async with server, StreamClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", 0.3) as client:
+            return await loadgen.offer(client, [Request(0.0, [1], 2)], "test")
+
+    (answer,) = asyncio.run(run())
+    assert (answer.outcome, answer.tokens) == ("TimeoutError", 1)
+
+
+def test_no_server_and_no_url() -> None:
+    async def run() -> list[Answer]:
+        async with StreamClient(f"http://127.0.0.1:{free_port()}", 5) as client:
+            return await loadgen.offer(client, [Request(0.0, [1], 2)], "test")
+
+    (answer,) = asyncio.run(run())
+    assert answer.outcome == "ConnectionRefusedError"
+    for url in ("127.0.0.1:8000", "ftp://here", "http://"):
+        with pytest.raises(UserError, match="is no URL"):
+            StreamClient(url, 5)
 
 
 # --- counting ------------------------------------------------------------------------------------------------------------
@@ -199,12 +273,12 @@ def test_against_the_server(seed: int) -> None:
     requests = loadgen.plan(20.0, 6, (3, 20), (2, 6), 512, seed)
 
     async def run(url: str) -> list[Answer]:
-        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+        async with StreamClient(url, 60) as client:
             return await loadgen.offer(client, requests, "test")
 
     with ServerProcess("--model", MODELS / "tiny-ladder") as server:
         server.ready()
-        answers = asyncio.run(run(server.url))
+        answers = in_event_loop(run(server.url))
     assert [a.outcome for a in answers] == ["complete"] * 6
     assert [a.tokens for a in answers] == [r.new_tokens for r in requests]
     assert all(len(a.gaps) == a.tokens - 1 and a.first and a.end and a.first <= a.end for a in answers)
@@ -212,3 +286,15 @@ def test_against_the_server(seed: int) -> None:
     lines = loadgen.table({"settings": {"ttft_limit": 1e9, "itl_limit": 1e9}, "rates": [one]}).splitlines()
     assert len(lines) == 3 and lines[2].endswith("| 0 of 6 |")
     assert lines[0].count("|") == lines[1].count("|") == lines[2].count("|")
+
+
+def test_what_the_frontend_costs() -> None:
+    """The stand-in's tokens all come through the real frontend, no faster than it steps, and every figure is there."""
+    command = [sys.executable, "scripts/bench_frontend.py", "--streams", "6", "--rate", "50", "--step", "20"]
+    command += ["--new-tokens", "9", "--prompt-length", "40"]
+    done = subprocess.run(command, cwd=MODELS.parent, env=environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["requests"] == 6 and not found["failed"]
+    assert 10 < found["itl_ms"]["p50"] < 200 and found["ttft_ms"]["p50"] > 0
+    assert 0 < found["tokens_per_second"] <= 6 * 50 and min(found["cpu_us_per_token"].values()) > 0

@@ -11,7 +11,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import torch
 from hypothesis import given
@@ -215,13 +214,9 @@ def test_what_runs_too_long_is_cut_off(seed: int) -> None:
         yield [2]
         yield b"[DONE]"
 
-    async def run() -> list[loadgen.Answer]:
-        async with httpx.AsyncClient(base_url="http://fake", transport=FakeServer(chunks)) as client:
-            requests = [loadgen.Request(0.01 * i, [prompt], 2) for i, prompt in enumerate([0, 1, 0, 1])]
-            return await loadgen.offer(client, requests, "test", drain=0.5)
-
+    requests = [loadgen.Request(0.01 * i, [prompt], 2) for i, prompt in enumerate([0, 1, 0, 1])]
     began = time.monotonic()
-    answers = asyncio.run(run())
+    answers = asyncio.run(FakeServer(chunks).offered(requests, drain=0.5))
     assert [a.outcome for a in answers] == ["complete", "cut off"] * 2 and time.monotonic() - began < 30
     assert [a.tokens for a in answers] == [2, 1, 2, 1]
 

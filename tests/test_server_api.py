@@ -5,11 +5,13 @@ import contextlib
 import json
 import multiprocessing
 import os
+import random
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +19,14 @@ import httpx
 import openai
 import pytest
 import zmq
+from prometheus_client import CollectorRegistry, Histogram
 
 from engine.protocol import (
     Abort,
     Fatal,
     FromEngine,
     Logprob,
+    Outputs,
     Ready,
     Refused,
     Shutdown,
@@ -36,7 +40,9 @@ from engine.protocol import (
 from errors import UserError
 from server import replies
 from server.frontend import FrontendServer, make_server, run_frontend
+from server.metrics import TokenHistogram
 from server.settings import Settings, load_settings
+from server.sse import EventStream, to_json
 from tokenizer import load_tokenizer
 
 MODEL = Path(__file__).parent.parent / "models" / "tiny-hybrid"
@@ -53,7 +59,8 @@ class FakeEngine(threading.Thread):
         super().__init__(daemon=True)
         self.to_engine, self.from_engine = f"ipc://{folder}/to", f"ipc://{folder}/from"
         self.reply: Callable[[Submit], list[int]] = lambda submit: TOKENIZER.encode(STORY, add_special_tokens=False)
-        self.group = 1  # tokens in one message
+        self.group = 1  # tokens of a sequence in one output
+        self.together = 1  # outputs in one message
         self.delay = 0.0  # seconds before each message
         self.hold = False
         self.submits: list[Submit] = []
@@ -74,9 +81,9 @@ class FakeEngine(threading.Thread):
                 self._take(decode_to_engine(inbox.recv()), work)
             for request_id, outputs in [] if self.hold else list(work.items()):
                 time.sleep(self.delay)
-                output = next(outputs)
-                self.send(output)
-                if output.finish_reason:
+                new = list(islice(outputs, self.together))
+                self.send(new[0] if self.together == 1 else Outputs(new))
+                if new[-1].finish_reason:
                     del work[request_id]
         context.destroy(linger=0)
 
@@ -214,7 +221,7 @@ def site(shared: Site) -> Iterator[Site]:
     engine = shared.engine
     default = engine.reply
     yield shared
-    engine.reply, engine.group, engine.delay, engine.hold = default, 1, 0.0, False
+    engine.reply, engine.group, engine.together, engine.delay, engine.hold = default, 1, 1, 0.0, False
     wait_for(lambda: shared.server.client.active == 0)
 
 
@@ -672,6 +679,94 @@ def test_slow_readers_do_not_slow_others(site: Site) -> None:
         started = time.monotonic()
         assert site.complete()["choices"][0]["text"]
         assert time.monotonic() - started < 3
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_tokens_that_arrive_together_stay_chunks(site: Site, path: str, seed: int) -> None:
+    """However many outputs a message of the engine has, the stream is the same but for its times."""
+    body: dict[str, Any] = {"max_tokens": 40, "n": 3, "seed": seed, "return_token_ids": True, "logprobs": path.endswith("chat")}
+    body |= {"stream_options": {"include_usage": True, "continuous_usage_stats": True}, "stop": ["END"]}
+    body |= {"messages": [{"role": "user", "content": "Hi"}]} if "chat" in path else {"prompt": "Hi", "logprobs": 2}
+
+    def by_choice() -> dict[int | None, list[Any]]:
+        found: dict[int | None, list[Any]] = {}
+        for event in site.events(path, body):
+            for choice in event["choices"] or [{"index": None, "usage": event["usage"]}]:
+                found.setdefault(choice["index"], []).append(choice)
+        return found
+
+    alone = by_choice()
+    assert len(alone) == 4 and len(alone[0]) > 10
+    for site.engine.together in (2, 7, 1000):
+        assert by_choice() == alone, (site.engine.together, seed)
+
+
+def test_usage_counts_up_within_a_message(site: Site) -> None:
+    site.engine.together = 1000
+    options = {"continuous_usage_stats": True}
+    events = site.events(
+        "/v1/completions", {"prompt": "Hi", "max_tokens": 20, "return_token_ids": True, "stream_options": options}
+    )
+    assert [e["usage"]["completion_tokens"] for e in events] == list(range(1, len(events) + 1))
+
+
+def test_what_is_there_at_once_is_written_at_once(seed: int) -> None:
+    rng = random.Random(seed)
+    groups = [[{"n": rng.random()} for _ in range(rng.randint(1, 4))] for _ in range(20)]
+    written: list[bytes] = []
+
+    async def events() -> AsyncGenerator[list[Any], None]:
+        for group in groups:
+            yield group
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            written.append(message["body"])
+
+    async def run() -> None:
+        await EventStream(events(), 30)({"type": "http", "state": {"send": send}}, asyncio.Event().wait, send)  # type: ignore[arg-type]
+
+    asyncio.run(run())
+    wanted = [b"".join(b"data: " + to_json(one) + b"\n\n" for one in group) for group in groups]
+    assert written == [*wanted, b"data: [DONE]\n\n", b""], seed
+
+
+def test_a_reader_that_stalls_is_left(make_site: Callable[..., Site]) -> None:
+    """Its buffers are full and stay so: its sequences end, and those of others go on."""
+    site = make_site(idle_timeout=0.5)
+    site.engine.reply = lambda submit: [300] * 200
+    body = {"prompt": "Hi", "max_tokens": 200, "n": 64, "stream": True, "logprobs": 20}
+    with socket.socket() as raw:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        raw.connect(("127.0.0.1", site.port))
+        data = json.dumps(body).encode()
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+        )
+        raw.sendall(head.encode() + data)
+        assert raw.recv(10)
+        assert site.server.service.open_requests == 1
+        wait_for(lambda: site.server.service.open_requests == 0 and site.server.client.active == 0, 15)
+    metrics = site.http.get("/metrics").text
+    assert 'path="/v1/completions",status="499"} 1.0' in metrics
+    assert site.complete(max_tokens=3)["choices"][0]["text"]
+
+
+def test_the_histogram_of_tokens_is_prometheus_own(seed: int) -> None:
+    rng = random.Random(seed)
+    bounds, registries = sorted({rng.uniform(0, 2) for _ in range(6)} | {1.0}), (CollectorRegistry(), CollectorRegistry())
+    ours = TokenHistogram("x_seconds", "text", "m", bounds)
+    registries[0].register(ours)
+    theirs = Histogram("x_seconds", "text", ["model_name"], registry=registries[1], buckets=bounds).labels("m")
+    for value in (*(rng.uniform(-0.1, 2.5) for _ in range(50)), *bounds):
+        count = rng.randint(1, 3)
+        ours.observe(value, count)
+        for _ in range(count):
+            theirs.observe(value)
+    found, wanted = (
+        {s.name + str(sorted(s.labels.items())): s.value for f in r.collect() for s in f.samples} for r in registries
+    )
+    assert found == pytest.approx(wanted), seed
 
 
 def test_loading_then_ready(make_site: Callable[..., Site]) -> None:

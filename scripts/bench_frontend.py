@@ -1,0 +1,151 @@
+"""What the HTTP frontend and the load generator cost a token, without an engine: a process that emits tokens stands for it.
+
+    python scripts/bench_frontend.py --streams 64 --step 4
+    python scripts/bench_frontend.py --streams 256 --step 8 --new-tokens 512
+
+The stand-in speaks the engine's protocol to the real frontend process: a request's first token comes at once, and then one token
+of every request each --step ms. The client is that of scripts/loadgen.py. It prints the tokens that were streamed a second, the
+CPU time of frontend and client a token, from which follows the rate at which one core is full, the time to the first token,
+which is all the frontend's and the client's, and the time between tokens, of which the step is the engine's.
+"""
+
+import argparse
+import gc
+import json
+import multiprocessing
+import os
+import sys
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import httpx
+
+from cli import Parser, run
+from engine.protocol import Abort, Outputs, Ready, Shutdown, Submit, TokenOutput, decode_to_engine
+from engine.worker import FrontendLink
+from scripts.loadgen import offer, plan, summary
+from scripts.results import ROOT
+from scripts.soak import free_port, until_healthy
+from scripts.sse_client import StreamClient, in_event_loop
+from server.process import Frontend
+from server.settings import load_settings
+
+MODEL = ROOT / "models" / "tiny-hybrid"
+VOCABULARY = 1024  # of MODEL
+FIRST_ID = 300  # an id whose text is whole characters
+SPIN_SECONDS = 0.001  # ZeroMQ waits in whole ms
+
+
+class StandIn:
+    """Emits tokens for whatever is submitted. step: seconds."""
+
+    def __init__(self, link: FrontendLink, step: float) -> None:
+        self.link, self.step = link, step
+        self.left: dict[str, int] = {}  # tokens that each request still gets
+
+    def serve(self) -> None:
+        """Until the frontend asks to end."""
+        tick = time.perf_counter()
+        while self._take(max(0.0, tick - time.perf_counter()) if self.left else 0.1):
+            now = time.perf_counter()
+            if not self.left:
+                tick = now + self.step
+            elif now >= tick:
+                tick = max(tick + self.step, now)
+                self._emit(list(self.left))
+
+    def _take(self, timeout: float) -> bool:
+        if timeout < SPIN_SECONDS:
+            time.sleep(timeout)
+        new = []
+        for message in map(decode_to_engine, self.link.receive(timeout)):
+            if isinstance(message, Shutdown):
+                return False
+            if isinstance(message, Abort):
+                self.left.pop(message.request_id, None)
+            elif isinstance(message, Submit):
+                self.left[message.request_id] = message.params.max_tokens
+                new.append(message.request_id)
+        if new:
+            self._emit(new)
+        return True
+
+    def _emit(self, request_ids: list[str]) -> None:
+        outputs = []
+        for request_id in request_ids:
+            self.left[request_id] -= 1
+            ends = not self.left[request_id]
+            outputs.append(TokenOutput(request_id, [FIRST_ID], finish_reason="length" if ends else None))
+            if ends:
+                del self.left[request_id]
+        self.link.send(Outputs(outputs))
+
+
+def serve_tokens(connection: Connection, port: int, step: float) -> None:
+    """The stand-in's process. Sends the frontend's process id."""
+    settings = load_settings(["--model", str(MODEL), "--port", str(port), "--log-level", "warning", "--max-num-seqs", "4096"])
+    frontend = Frontend(settings)
+    connection.send(frontend.process.pid)
+    link = FrontendLink(*frontend.addresses)
+    link.send(Ready("stand-in", "none", "none", 1, "cpu", "none", 1 << 20, VOCABULARY, 1 << 20, 16))
+    StandIn(link, step).serve()
+    link.close()
+    frontend.close()
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def measure(url: str, pid: int, args: argparse.Namespace) -> dict[str, Any]:
+    """One run of `args.streams` requests that arrive at `args.rate` a second, behind a few that warm both sides up."""
+    shape = ((args.prompt_length,) * 2, (args.new_tokens,) * 2, VOCABULARY)
+    async with httpx.AsyncClient(base_url=url) as plain:
+        await until_healthy(plain)
+    async with StreamClient(url, 600) as client:
+        await offer(client, plan(100, 8, shape[0], (8, 8), VOCABULARY, 1), "warm-up")
+        gc.freeze()
+        before = cpu_seconds(pid), time.process_time()
+        answers = await offer(client, plan(args.rate, args.streams, *shape, 0), "streams")
+        spent = cpu_seconds(pid) - before[0], time.process_time() - before[1]
+    found = summary(answers, 1e9, 1e9)
+    tokens = sum(a.tokens for a in answers)
+    found["cpu_us_per_token"] = {
+        side: round(s / tokens * 1e6, 2) for side, s in zip(("frontend", "client"), spent, strict=True)
+    }
+    return found
+
+
+def parse_args() -> argparse.Namespace:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", type=int, default=64, metavar="N", help="requests (default: 64)")
+    parser.add_argument("--rate", type=float, default=200.0, metavar="R", help="at which they arrive, a second (default: 200)")
+    parser.add_argument("--step", type=float, default=5.0, metavar="MS", help="of the engine that there is not (default: 5)")
+    parser.add_argument("--new-tokens", type=int, default=256, metavar="N", help="of each request (default: 256)")
+    parser.add_argument("--prompt-length", type=int, default=1024, metavar="N", help="token ids (default: 1024)")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    context, port = multiprocessing.get_context("spawn"), free_port()
+    here, there = context.Pipe()
+    process = context.Process(target=serve_tokens, args=(there, port, args.step / 1e3))
+    process.start()
+    try:
+        pid = here.recv()
+        found = in_event_loop(measure(f"http://127.0.0.1:{port}", pid, args))
+    finally:
+        process.terminate()
+        process.join()
+    print(json.dumps({"settings": vars(args), **found}))
+
+
+if __name__ == "__main__":
+    run(main)
