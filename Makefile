@@ -11,7 +11,7 @@ PROMPT ?= Once upon a time
 PROFILE ?= profile.json
 ARGS ?=
 
-.PHONY: help setup setup-dev demo serve generate chat bench-offline startup bench-host soak lm-eval test lint accuracy quantization baseline bench-cpu comm-table bench-comm bench-kernels bench-linear performance sweep latency throughput plot report trace paper-tables trace-overlap plan plan-paper profile-collectives test-plans adapt-demo pretrain-variants bench-training readme train-tiny clean
+.PHONY: help setup setup-dev demo serve generate chat bench-offline startup bench-host soak lm-eval test lint accuracy quantization baseline bench-cpu comm-table bench-comm overlap bench-push bench-frontend bench-kernels bench-linear performance sweep latency throughput plot report trace paper-tables trace-overlap plan plan-paper profile-collectives test-plans adapt-demo pretrain-variants bench-training readme train-tiny clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -75,6 +75,15 @@ comm-table: setup ## how fast this machine sums on RANKS ranks by message size a
 
 bench-comm: setup ## every all-reduce on RANKS GPUs: right sums, 10,000 replays, latency by size, into out/comm.json
 	@$(TORCHRUN) $(RANKS) scripts/bench_comm.py --out out/comm.json $(ARGS)
+
+overlap: setup ## GEMMs fused with their collectives on RANKS GPUs beside NCCL and torch's: overlap efficiency by rows, into out/gemm-overlap.json
+	@$(TORCHRUN) $(RANKS) scripts/overlap.py $(ARGS)
+
+bench-push: setup ## linear layers that send their own sums on RANKS GPUs, beside the two kernels they replace, into out/push.json
+	@$(TORCHRUN) $(RANKS) scripts/bench_push.py --out out/push.json $(ARGS)
+
+bench-frontend: setup-dev ## what the HTTP frontend and the load generator cost a streamed token, with a fake engine behind them
+	@$(PY) scripts/bench_frontend.py $(ARGS)
 
 bench-kernels: setup ## norms, RoPE, attention and sampling on one GPU beside PyTorch, into out/kernels.json
 	@$(PY) scripts/bench_kernels.py --out out/kernels.json $(ARGS)

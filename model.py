@@ -191,7 +191,7 @@ class SeamBlock(StandardBlock):
 
     def __init__(self, config: ModelConfig, layer: int, shards: list[Shard], comm: Communicator, factory: Factory) -> None:
         super().__init__(config, layer, shards, comm, factory)
-        self.attention.wo.project = self.mlp.w_down.project = linear
+        self.attention.wo.project = self.mlp.w_down.project = comm.whole.project
 
     def forward(self, x: Tensor, pending: Pending, frequencies: Tensor, context: AttentionContext) -> tuple[Tensor, Pending]:
         return super().forward(settle(x, pending), (), frequencies, context)
@@ -311,7 +311,7 @@ class Transformer(nn.Module):
 
     def block_class(self, layer: int, comm: Communicator) -> type[nn.Module]:
         if self.config.variant == "ladder" and layer not in self.config.ladder_layers:
-            return SeamBlock if comm.scatters_rows and layer + 1 in self.config.ladder_layers else StandardBlock
+            return SeamBlock if comm.whole is not comm and layer + 1 in self.config.ladder_layers else StandardBlock
         return BLOCKS[self.config.variant]
 
     @property
@@ -329,7 +329,7 @@ class Transformer(nn.Module):
         wait right behind it. All layers share the compiled code."""
         for module in self.modules():
             if isinstance(module, ShardedLinear):
-                module.project = linear  # a sum that begins inside of a layer would lie inside of what is compiled
+                module.project = linear  # what is compiled returns its partial sum, not the promise of one
             if isinstance(module, MLP):
                 module.forward = torch.compile(module.forward)  # type: ignore[method-assign]
             elif isinstance(module, Heads):

@@ -17,7 +17,7 @@ from comm.process_group import GlooCommunicator, NcclCommunicator
 from comm.quantize import WIDTHS, Scheme, parse_scheme, relative_error
 from comm.quantized_symmetric import quantized_symmetric
 from comm.symmetric import CAPACITY, KINDS, SymmetricCommunicator
-from comm.table import SIZES, Table, Times, agreed, graph_microseconds
+from comm.table import SIZES, Table, Times, _from_first, agreed, graph_microseconds
 from errors import UserError
 
 # Sizes that each way is measured at. Beyond them it would take NCCL, or leave most of its ranks' slices empty.
@@ -77,12 +77,13 @@ def auto(
         return GlooCommunicator(group)
     try:
         by_size = by_message_size(device, error_budget, group, rebuild)
+        chosen = FusedCommunicator(by_size, device, group, rebuild=rebuild)
+        chosen.name = by_size.name
     except UserError as error:
         if dist.get_rank(group) == 0:
-            print(f"{error}: auto takes nccl", file=sys.stderr, flush=True)
+            budget = ", whatever the error budget" if error_budget else ""
+            print(f"{error}: auto takes nccl{budget}", file=sys.stderr, flush=True)
         return NcclCommunicator(group)
-    chosen = FusedCommunicator(by_size, device, group)
-    chosen.name = by_size.name
     return chosen
 
 
@@ -105,11 +106,12 @@ def by_message_size(
 
 
 def schemes_within(error_budget: float, group: dist.ProcessGroup | None = None) -> list[Scheme]:
-    """The widths whose sums of all ranks have at most this relative error."""
+    """The widths whose sums of all ranks have at most this relative error, as the first rank finds it. Collective."""
     if not error_budget:
         return []
-    ranks = dist.get_world_size(group)
-    return [scheme for scheme in map(parse_scheme, WIDTHS) if relative_error(scheme, ranks) <= error_budget]
+    ranks, first = dist.get_world_size(group), dist.get_rank(group) == 0
+    names = [name for name in WIDTHS if first and relative_error(parse_scheme(name), ranks) <= error_budget]
+    return [parse_scheme(name) for name in _from_first(names, group)]
 
 
 CODE = ("kernels/*all_reduce.py", "kernels/quantize.py", "comm/*symmetric.py", "comm/workspace.py", "comm/table.py")

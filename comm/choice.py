@@ -87,10 +87,8 @@ def choose(device: str, name: str | None = None, link: str | None = None, error_
         raise UserError(
             f"--comm-error-budget is {error_budget}; give the relative error of a sum, such as 0.01, or 0 for exact sums"
         )
-    if error_budget and name != "auto":
-        raise UserError(
-            f"--comm-error-budget is for --comm auto, which chooses within it; --comm {name} leaves nothing to choose"
-        )
+    if error_budget and (name != "auto" or device != "cuda"):
+        raise UserError("--comm-error-budget is for --comm auto on GPUs, which chooses within it; leave it out")
     return Choice(name, device, None if link is None else parse_link(link), error_budget)
 
 

@@ -49,7 +49,8 @@ CHAIN, REPLAYS = 4, 5  # pairs in a graph, and how often it is timed
 
 Kind = str  # owners, spans, or tilesI: with the I-th likeliest tiling of the shape
 CHUNKED: tuple[Kind, ...] = ("spans", "owners")
-TILED: tuple[Kind, ...] = ("tiles0",)  # more would cost minutes of compiling
+TILED: tuple[Kind, ...] = ("tiles0", "tiles1")
+COMPARED = (*CHUNKED, TILED[0])  # for every pair of layers; another tiling costs seconds of compiling
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def _product_key(rows: int, weight: Tensor) -> ProductKey:
 
 def kinds(dtype: torch.dtype, *sizes: int) -> tuple[Kind, ...]:
     """What serves layers of these numbers of features."""
-    return (*CHUNKED, *TILED) if dtype.itemsize == 2 and all(size % 8 == 0 for size in sizes) else CHUNKED
+    return COMPARED if dtype.itemsize == 2 and all(size % 8 == 0 for size in sizes) else CHUNKED
 
 
 def ways(pair: Pair) -> list[Way]:
@@ -320,7 +321,6 @@ class FusedCommunicator(Communicator):
     """
 
     name = "fused"
-    scatters_rows = True
 
     def __init__(
         self,
@@ -329,10 +329,11 @@ class FusedCommunicator(Communicator):
         group: dist.ProcessGroup | None = None,
         capacity: int = CAPACITY,
         compare: bool = True,
+        rebuild: bool = False,
         measure: Callable[["FusedCommunicator", Pair, Tensor, Tensor], PairTimes] | None = None,
     ) -> None:
         """Collective. capacity: bytes of a residual stream, a multiple of 256; longer ones are `inner`'s. compare: whether what is
-        faster unfused stays so. measure: times of a pair of layers (see `measured_pair`, which None takes on a GPU; on a CPU
+        faster unfused stays so. rebuild: forget what was measured before. measure: times of a pair of layers (see `measured_pair`, which None takes on a GPU; on a CPU
         nothing is measured then).
         Raises UserError on every rank if the GPUs of `group` cannot reach each other."""
         self.inner, self.rank, self.world_size, self.compare = inner, inner.rank, inner.world_size, compare
@@ -340,8 +341,9 @@ class FusedCommunicator(Communicator):
         self.open: _Rows | None = None  # scattered, and not gathered yet
         self.scatters = 0
         self.measure = measured_pair if measure is None and device.type == "cuda" else measure
-        key = machine_key(device, self.world_size) if device.type == "cuda" else {"device": "cpu"}
-        self.table: PairTable = open_table(key, names_of, group) if self.measure else PairTable(key)
+        beside = " ".join(getattr(inner, "ways", [inner.name]))  # what an unfused pair sums with
+        key = machine_key(device, self.world_size, beside) if device.type == "cuda" else {"device": "cpu"}
+        self.table: PairTable = open_table(key, names_of, group) if self.measure and not rebuild else PairTable(key)
         self.chosen: dict[ProductKey, Way] = {}
         self.unfused: set[StreamKey] = set()
         self.decided: set[str] = set()  # pairs, by `Pair.key`
@@ -350,6 +352,10 @@ class FusedCommunicator(Communicator):
     @property
     def waited(self) -> float | None:  # type: ignore[override]
         return self.inner.waited
+
+    @property
+    def whole(self) -> Communicator:
+        return self.inner
 
     # --- what is inner's -------------------------------------------------------------------------------------------------------
 
@@ -411,9 +417,14 @@ class FusedCommunicator(Communicator):
         if missing and self.rank == 0:
             self.table.keep()
         gains: dict[StreamKey, float] = {}  # µs of a layer
-        for key, (pair, first, _) in met.items():
+        for key, (pair, first, second) in met.items():
             times = self.table.times[key]
-            self.chosen[_product_key(pair.rows, first)], fused = best_way(times)
+            way, fused = best_way(times)
+            if self.chosen.setdefault(_product_key(pair.rows, first), way) != way:
+                self.chosen[_product_key(pair.rows, first)] = self.default  # another pair begins alike and wants another way
+            if key not in missing:  # what measuring would have compiled, before a graph is captured
+                for taken in (way, None):
+                    pair_call(self, pair, first, second, taken)()
             stream = _stream_key(pair.rows, first)
             gains[stream] = gains.get(stream, 0.0) + times[UNFUSED] - fused
         self.unfused |= {stream for stream, gain in gains.items() if gain <= 0 and self.compare}

@@ -1,6 +1,5 @@
 """How long pairs of layers around a sum take by each way, measured on this machine and kept as JSON beside the table of sums."""
 
-import hashlib
 import json
 import time
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from comm.table import PLAUSIBLE, Table, _from_first, _keep, cache_folder
+from comm.table import PLAUSIBLE, Table, _from_first, _keep, path_of
 
 UNFUSED = "unfused"
 CODE = ("comm/fused*.py", "kernels/fused_rows.py", "kernels/tile_gemm*.py", "kernels/*_scatter.py", "kernels/*_gemm.py")
@@ -60,8 +59,7 @@ class PairTable:
 
     @property
     def path(self) -> Path:
-        digest = hashlib.sha256(json.dumps(self.key, sort_keys=True).encode()).hexdigest()
-        return cache_folder() / f"fused-{digest[:16]}.json"
+        return path_of(self.key, "fused")
 
 
 def open_table(key: dict[str, str], names_of: Callable[[Pair], set[str]], group: dist.ProcessGroup | None = None) -> PairTable:
@@ -87,8 +85,8 @@ def read(table: PairTable, names_of: Callable[[Pair], set[str]]) -> dict[str, Pa
     return {key: by for key, by in times.items() if set(by) == names[key] and all(low <= t <= high for t in by.values())}
 
 
-def machine_key(device: torch.device, world_size: int) -> dict[str, str]:
-    """All that the times depend on, but for the shapes."""
+def machine_key(device: torch.device, world_size: int, beside: str) -> dict[str, str]:
+    """All that the times depend on, but for the shapes. beside: what unfused pairs sum with."""
     from comm.auto import digest, machine  # which chooses this communicator
 
-    return machine(device, world_size, torch.bfloat16) | {"fused": digest(CODE)}
+    return machine(device, world_size, torch.bfloat16) | {"fused": digest(CODE), "beside": beside}

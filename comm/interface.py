@@ -85,8 +85,12 @@ class Communicator(ABC):
     name: str
     rank: int
     world_size: int
-    scatters_rows = False  # whether `add_norm` may leave each rank its rows only, until a `settle`
     waited: float | None = None  # seconds this host has waited for other ranks; None where only the device knows
+
+    @property
+    def whole(self) -> "Communicator":
+        """Whose `add_norm` leaves the stream whole on every rank. This one, unless its own may leave each rank some rows only."""
+        return self
 
     @abstractmethod
     def start(self, partial: Tensor) -> Handle:

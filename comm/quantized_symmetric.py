@@ -10,17 +10,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from comm.interface import Communicator
-from comm.process_group import GlooCommunicator, NcclCommunicator, _ProcessGroupCommunicator
 from comm.quantize import Scheme
 from comm.quantized import QuantizedGlooCommunicator, QuantizedNcclCommunicator
-from comm.symmetric import GATHER_CAPACITY, Lane, SymmetricCommunicator
+from comm.symmetric import Kind, Lane, SymmetricCommunicator
 from comm.workspace import open_workspace
 from errors import UserError
-from kernels import all_reduce
 from kernels.all_reduce import MAX_PROGRAMS
 from kernels.norm import add_rms_norm
 from kernels.quantized_all_reduce import BESIDE, NORM, SUM, Rounds, Wire, fits_norm, quantized_add_norm, quantized_sum
 
+KIND: Kind = "two-shot"
 CAPACITY = 32 << 20  # values of a launch: 64 MiB of bf16; longer messages take several
 BESIDE_CAPACITY = 8 << 20
 NORM_CAPACITY = 4 << 20  # bytes up to which the norm joins the sum's launch; more rows it reads faster in one of its own
@@ -70,18 +69,12 @@ class QuantizedSymmetricCommunicator(SymmetricCommunicator):
         wire = wire_of(scheme)
         if wire is None:
             raise UserError(f"--comm {scheme.name}: no kernel over symmetric memory rotates, or takes a group a token")
-        _ProcessGroupCommunicator.__init__(self, group)
-        self.scheme, self.name, self.kind = scheme, scheme.name, "two-shot"
         sum, beside, norm = shares_of_gpu(_fewest_processors(device, group))
         here, there = (open_workspace(wire.buffer_bytes, size, device, group) for size in (CAPACITY, BESIDE_CAPACITY))
-        self.here = QuantizedLane(self.kind, here, sum, True, wire, norm)
-        # not programmatic: what it would overlap with lies on another stream
-        self.beside = QuantizedLane(self.kind, there, beside, False, wire, norm)
-        self.long = NcclCommunicator(group) if device.type == "cuda" else GlooCommunicator(group)
-        self.gathers = open_workspace(all_reduce.one_shot_bytes, GATHER_CAPACITY, device, group)
-        self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
-        if self.stream is None:
-            self.waited = 0.0
+        self.scheme = scheme
+        # not programmatic beside: what it would overlap with lies on another stream
+        lanes = QuantizedLane(KIND, here, sum, True, wire, norm), QuantizedLane(KIND, there, beside, False, wire, norm)
+        self._set_up(scheme.name, lanes, device, group)
 
 
 def shares_of_gpu(processors: int) -> tuple[Rounds, Rounds, Rounds]:

@@ -130,13 +130,16 @@ class SymmetricCommunicator(_ProcessGroupCommunicator):
 
     def __init__(self, kind: Kind, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
         """Collective. Raises UserError on every rank if the GPUs of `group` (None: all ranks) cannot reach each other."""
-        super().__init__(group)
-        self.name, self.kind = kind, kind
         size_of = all_reduce.one_shot_bytes if kind == "one-shot" else all_reduce.two_shot_bytes
         here, beside = (open_workspace(size_of, capacity[kind], device, group) for capacity in (CAPACITY, BESIDE_CAPACITY))
-        self.here = Lane(kind, here, BLOCKING[kind], pdl=True)
-        # not programmatic: what it would overlap with lies on another stream
-        self.beside = Lane(kind, beside, BESIDE[kind], pdl=False)
+        # not programmatic beside: what it would overlap with lies on another stream
+        lanes = Lane(kind, here, BLOCKING[kind], pdl=True), Lane(kind, beside, BESIDE[kind], pdl=False)
+        self._set_up(kind, lanes, device, group)
+
+    def _set_up(self, name: str, lanes: tuple[Lane, Lane], device: torch.device, group: dist.ProcessGroup | None) -> None:
+        """What all sums over symmetric memory have besides their two lanes, for sums here and beside."""
+        _ProcessGroupCommunicator.__init__(self, group)
+        self.name, (self.here, self.beside) = name, lanes
         self.long = NcclCommunicator(group) if device.type == "cuda" else GlooCommunicator(group)
         self.gathers = open_workspace(all_reduce.one_shot_bytes, GATHER_CAPACITY, device, group)
         self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
@@ -160,17 +163,19 @@ class SymmetricCommunicator(_ProcessGroupCommunicator):
 
     def project(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | Product:
         """Small messages of one-shot sums are the linear layer's to send."""
-        if bias is None and self.kind == "one-shot" and self._pushes(x, weight):
+        if bias is None and self._pushes(x, weight):
             return Product(x, weight)
         return linear(x, weight, bias)
 
     def _pushes(self, x: Tensor, weight: Tensor) -> bool:
         rows = math.prod(x.shape[:-1])
+        if self.name != "one-shot":
+            return False
         wanted = PUSHED_ROWS[0] <= rows <= PUSHED_ROWS[1] and on_gpu(x) and not torch.compiler.is_compiling()
         return wanted and linear_push.fits(x, weight, self.here.workspace.exchange)
 
     def defer(self, partial: Tensor | Product) -> Handle:
-        if isinstance(partial, Product) and self.kind == "one-shot" and self._pushes(partial.x, partial.weight):
+        if isinstance(partial, Product) and self._pushes(partial.x, partial.weight):
             return _Pushed(self.here, partial)
         partial = computed(partial).contiguous()
         if not partial.numel():

@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import os
+import sys
 import tempfile
 import time
 from bisect import bisect_right
@@ -69,9 +70,9 @@ def cache_folder() -> Path:
     return Path(os.environ.get("RUNG_CACHE") or Path.home() / ".cache" / "rung")
 
 
-def path_of(key: dict[str, str]) -> Path:
+def path_of(key: dict[str, str], kind: str = "comm") -> Path:
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-    return cache_folder() / f"comm-{digest[:16]}.json"
+    return cache_folder() / f"{kind}-{digest[:16]}.json"
 
 
 def read(path: Path, key: dict[str, str], served: dict[str, tuple[int, ...]]) -> Table | None:
@@ -138,7 +139,11 @@ def _keep(path: Path, table: Table) -> None:
     try:
         write(path, table)
     except OSError as error:
-        print(f"the table of sums is measured anew each time, since {path} cannot be written: {error}", flush=True)
+        print(
+            f"what was measured is measured anew each time, since {path} cannot be written: {error}",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _from_first(value: Any, group: dist.ProcessGroup | None) -> Any:

@@ -17,12 +17,11 @@ from tqdm import tqdm
 from engine.paged_cache import PagedCache
 from engine.runner import Flight, Runner, StepResult, is_plain
 from engine.scheduler import Chunk
-from engine.step_inputs import PINNED, DecodeContext, DecodeInputs, Draws, SpanContext, SpanInputs
+from engine.step_inputs import PINNED, ROUND, DecodeContext, DecodeInputs, Draws, SpanContext, SpanInputs
 from engine.step_inputs import Capacity as Capacity
 from kernels.sampling import combine_best, local_best
 from model import Transformer
 
-ROUND = 64  # tokens of a step without a graph are a multiple: sums fused with GEMMs want as many rows for each rank
 LARGEST_GRAPH = 2048  # tokens; the device takes longer for more than the host for launching its kernels one by one
 
 
@@ -33,8 +32,8 @@ def decode_buckets(sequences: int) -> list[int]:
 
 
 def prefill_buckets(tokens: int) -> list[int]:
-    """Numbers of tokens that get a graph, at most half again as large as the one before: padding is computed. A prompt of a round
-    length comes with a row of each sequence that decodes, so there is one just above that length."""
+    """Numbers of tokens that get a graph, the large ones close together, since padding is computed. A prompt of a round length comes
+    with a row of each sequence that decodes, so there is one just above that length."""
     sizes = [16, 64, 128, 192, 256, 320, 384, 512, 576, 768, 1024, 1088, 1280, 1536, 1792, LARGEST_GRAPH]
     largest = min(tokens, LARGEST_GRAPH)
     return [*(n for n in sizes if n < largest), largest]
@@ -72,7 +71,7 @@ class GraphRunner(Runner):
         pinned = self.device.type == "cuda"
         self._pinned = [torch.zeros(capacity.sequences, dtype=torch.int64, pin_memory=pinned) for _ in range(PINNED)]
         self._turn = 0
-        self._decode_sizes, self._prefill_sizes = decode_buckets(capacity.sequences), prefill_buckets(capacity.tokens)
+        self._decode_sizes, self._prefill_sizes = decode_buckets(capacity.sequences), prefill_buckets(capacity.rows)
         self._decode_graphs: dict[int, Graph] = {}
         self._prefill_graphs: dict[int, Graph] = {}
         self._pool, self._capturing = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.device)
@@ -112,6 +111,17 @@ class GraphRunner(Runner):
             self._decode_graph(rows)
         for rows in tqdm(self._prefill_sizes[::-1], desc="prefill graphs", disable=quiet):
             self._prefill_graph(rows)
+        self._try_long_steps()
+
+    def _try_long_steps(self) -> None:
+        """One step of each order of magnitude that has no graph, before anyone waits for it: it compiles kernels, and a communicator
+        may measure how such sums go best."""
+        rows = 2 * LARGEST_GRAPH
+        while rows < 2 * self.capacity.rows and self.capacity.rows > LARGEST_GRAPH:
+            now = min(rows, self.capacity.rows)
+            self.spans.write([], now, self.cache.block_size)
+            self._span_step(now, min(now, self.capacity.sequences), now)
+            rows *= 2
 
     def _decode_graph(self, rows: int) -> Graph:
         if rows not in self._decode_graphs:
@@ -175,7 +185,7 @@ class GraphRunner(Runner):
         tokens = sum(c.count for c in chunks)
         rows = next((n for n in self._prefill_sizes if n >= tokens), None)
         if rows is None:
-            rows = min(-(-tokens // ROUND) * ROUND, self.capacity.tokens)
+            rows = -(-tokens // ROUND) * ROUND
             self.spans.write(chunks, rows, self.cache.block_size)
             return self._span_step(rows, len(chunks), max(c.count for c in chunks))
         graph = self._prefill_graph(rows)

@@ -17,6 +17,7 @@ from engine.scheduler import Chunk
 from kernels.paged_attention import paged_decode, paged_prefill
 from kernels.rope_cache import rope_store
 
+ROUND = 64
 PINNED = 3  # copies in the air at most: of the step that runs, of the one behind it, and the one being written
 
 
@@ -27,6 +28,11 @@ class Capacity:
     sequences: int
     tokens: int
     blocks: int  # of one sequence
+
+    @property
+    def rows(self) -> int:
+        """Tokens with their padding: a multiple of ROUND, for sums fused with GEMMs want as many rows for each rank."""
+        return -(-self.tokens // ROUND) * ROUND
 
 
 class Mirror:
@@ -148,7 +154,7 @@ class SpanInputs:
 
     def __init__(self, capacity: Capacity, device: torch.device) -> None:
         self.capacity = capacity
-        self._rows = Mirror((3 * capacity.tokens,), torch.int64, device)
+        self._rows = Mirror((3 * capacity.rows,), torch.int64, device)
         self._spans = Mirror((3, capacity.sequences + 1), torch.int32, device)
         self._seeds = Mirror((2, capacity.sequences), torch.int64, device)
         self._temperature = Mirror((capacity.sequences,), torch.float32, device)

@@ -511,6 +511,7 @@ def main() -> None:
             "gpu": torch.cuda.get_device_name(),
             "ranks": world.world_size,
             "torch": torch.__version__,
+            "p2p": bool(bench.ours),
             "seed": seeds[0],
             "found": bench.found,
             "errors": bench.errors,

@@ -10,7 +10,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import torch
+
 from cli import Parser, run
+from comm import choose
 from comm.auto import AutoCommunicator, auto
 from comm.fused import FusedCommunicator, best_way
 from comm.fused_table import UNFUSED, PairTable
@@ -41,12 +44,11 @@ def lines(table: Table, now: float) -> list[str]:
 
 
 def pair_lines(table: PairTable) -> list[str]:
-    """The same of the pairs of layers that were measured."""
-    rows = [["rows, K, C, M, dtype", "unfused, µs", "fused, µs", "scatter + gather", "auto takes"]]
+    """The same of the pairs of layers that were measured. A model's pairs are fused if their gains add up to one."""
+    rows = [["rows, K, C, M, dtype", "unfused, µs", "fused, µs", "gain, µs", "scatter + gather"]]
     for key, times in sorted(table.times.items()):
         way, fused = best_way(times)
-        taken = "fused" if fused < times[UNFUSED] else "unfused"
-        rows.append([key, f"{times[UNFUSED]:.1f}", f"{fused:.1f}", str(way), taken])
+        rows.append([key, f"{times[UNFUSED]:.1f}", f"{fused:.1f}", f"{times[UNFUSED] - fused:+.1f}", str(way)])
     known = aligned(rows) if table.times else ["no model has met many rows yet: run one"]
     return ["", f"{table.path}: a sum of many rows between the layers (K to C) and (C to M) of a rank", "", *known]
 
@@ -68,7 +70,8 @@ def main() -> None:
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is any")
     arguments = parser.parse_args()
-    world = init_world(arguments.device)
+    choose(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"), None, None, arguments.comm_error_budget)
+    world = init_world(arguments.device, "nccl" if arguments.device != "cpu" and torch.cuda.is_available() else None)
     if world.world_size == 1:
         print("one rank has nothing to sum: start several, as torchrun --nproc_per_node 8 does")
         return

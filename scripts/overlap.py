@@ -361,10 +361,12 @@ def plot(rows: list[Row], title: str, path: Path) -> None:
     """A panel a layer: effective communication time by m, a line a way."""
     import matplotlib as mpl
 
-    mpl.use("svg")
+    mpl.use("agg")
     import matplotlib.pyplot as plt
 
     layers = list(dict.fromkeys(row.layer for row in rows))
+    if not layers:
+        return
     figure, panels = plt.subplots(1, len(layers), figsize=(4 * len(layers), 3.6), squeeze=False, layout="constrained")
     for panel, layer in zip(panels[0], layers, strict=True):
         of_layer = [row for row in rows if row.layer == layer]
@@ -376,16 +378,21 @@ def plot(rows: list[Row], title: str, path: Path) -> None:
     panels[0][0].set_ylabel("effective communication time, µs")
     panels[0][-1].legend(frameon=False, fontsize="small")
     figure.suptitle(title, fontsize="small")
-    figure.savefig(path)
+    figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+def rows_of(report: dict[str, Any]) -> tuple[list[Row], str]:
+    """A report's rows, and what they were made on."""
+    rows = [Row(*(row[name] for name in Row.__dataclass_fields__)) for row in report["rows"]]
+    return rows, f"{report['ranks']} ranks, {report['dtype']}; {report['where']}"
 
 
 def write(report: dict[str, Any], folder: Path) -> None:
     """The JSON, the table, and the plot where matplotlib is installed."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{NAME}.json").write_text(json.dumps(report, indent=1) + "\n")
-    rows = [Row(*(row[name] for name in Row.__dataclass_fields__)) for row in report["rows"]]
-    title = f"{report['ranks']} ranks, {report['dtype']}; {report['where']}"
+    rows, title = rows_of(report)
     (folder / f"{NAME}.md").write_text(markdown(rows, title))
     note(markdown(rows, title))
     try:
@@ -444,6 +451,8 @@ def main() -> None:
     names = arguments.shapes or (["llama", "gpt3"] if on_gpu else ["tiny"])
     sizes = arguments.rows or (list(ROWS) if on_gpu else [16, 8])
     layers = [layer for name in names for layer in SHAPES[name]]
+    if bad := [m for m in sizes if m < 1 or m % world.world_size]:
+        raise UserError(f"--rows {bad[0]}: give numbers that {world.world_size} ranks can divide")
     report = measure(world, layers, sizes, arguments.seconds, arguments.replays)
     if world.rank == 0:
         write(report, arguments.out)

@@ -4,8 +4,9 @@
     python scripts/performance.py --raw docs/results/gpu-4
 
 Reads what --raw holds of sweep*.jsonl, comm.json (bench_comm.py), linear*.json (bench_linear.py), kernels.json and decode.json
-(bench_kernels.py), startup.json and load.json, and writes docs/results/NAME-{decode,comm,linear,kernels,attention,startup,load}.md and
-NAME-comm.png, NAME being the folder's.
+(bench_kernels.py), quantized*.json (bench_comm.py --parts "nccl|quantized"), push.json (bench_push.py), overlap.json (overlap.py),
+startup.json and load*.json, and writes a table of each as docs/results/NAME-{decode,comm,linear,…}.md, and NAME-comm.png and
+NAME-overlap.png, NAME being the folder's.
 """
 
 import argparse
@@ -18,8 +19,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from cli import Parser, note, run
+from comm.quantize import WIDTHS
 from errors import UserError
 from scripts.loadgen import table as load_table
+from scripts.overlap import markdown as overlap_table
+from scripts.overlap import plot as plot_overlap
+from scripts.overlap import rows_of as overlap_rows
 from scripts.results import RESULTS, ROOT, describe
 from scripts.sweep_rows import Row, finished, read_rows
 
@@ -31,6 +36,12 @@ WAYS = {  # bench_comm.py's names to a reader's
     "µs one-shot": "one-shot",
     "µs two-shot": "two-shot",
 }
+
+QUANTIZED = {
+    **{f"µs quantized {width}": width for width in WIDTHS},
+    **{f"µs portable quantized {width}": f"{width}, over NCCL" for width in WIDTHS},
+}
+PUSHED = {"o": "wo", "down": "w_down", "o and down": "both in turn"}  # bench_push.py's names to the model's
 
 NOT_A_CASE = {"kernel", "us", "peer_us", "gb_per_second", "tflop_per_second", "error", "peer_error", "right", "config"}
 
@@ -49,16 +60,17 @@ def decode(folder: Path) -> str | None:
     cells: dict[tuple[str, ...], dict[str, Row]] = {}
     for row in rows:
         s = row.setting
-        where = (s.model, str(s.tp), str(s.batch), s.comm or "default", s.interconnect)
+        tokens = f"{s.prompt_length} + {s.new_tokens}"
+        where = (s.model, str(s.tp), str(s.batch), tokens, row.communicator, s.interconnect)
         cells.setdefault(where, {})[s.variant] = row
     lines = [
         [*where, what, *(_ms(by.get(variant), figure) for variant in variants)]
         for where, by in cells.items()
         for what, figure in (("decode", "decode_ms_per_token"), ("prefill", "prefill_ms"))
     ]
-    s, made = rows[0].setting, describe(rows[0].machine, "cuda")
-    caption = f"ms, medians of {s.runs} runs; prompts of {s.prompt_length} tokens, {s.new_tokens} new ones. Made on {made}."
-    return markdown(["model", "tp", "batch", "sums", "interconnect", "", *variants], lines, caption)
+    made = describe(rows[0].machine, "cuda")
+    caption = f"ms of a decode step and of the prefill, medians of {min(row.setting.runs for row in rows)} runs or more. Made on {made}."
+    return markdown(["model", "tp", "batch", "tokens", "sums", "interconnect", "", *variants], lines, caption)
 
 
 def _ms(row: Row | None, figure: str) -> str:
@@ -83,25 +95,77 @@ def comm(folder: Path) -> str | None:
     return markdown(["message", *times], lines, caption)
 
 
+def quantized(folder: Path) -> str | None:
+    """µs by message size, and how many times as fast as NCCL, of every width and form that was measured."""
+    files = [found for path in sorted(folder.glob("quantized*.json")) if (found := read(path)) and "µs nccl" in found["found"]]
+    tables = []
+    for found in files:
+        times = {name: by_size for name, by_size in found["found"].items() if name in QUANTIZED}
+        nccl = found["found"]["µs nccl"]
+        sizes = sorted({int(size) for by_size in times.values() for size in by_size} & {int(size) for size in nccl})
+        lines = [[_size(size), f"{nccl[str(size)]:.1f}", *(_faster(t, nccl, size) for t in times.values())] for size in sizes]
+        where = "" if found.get("p2p", True) else " with NCCL_P2P_DISABLE=1"
+        caption = (
+            f"µs of a sum of bf16 over {found['ranks']} ranks{where}, and how many times as fast as NCCL's, medians in CUDA graphs of "
+            f"20. Made on {found['ranks']} x {found['gpu']}, torch {found['torch']}."
+        )
+        tables.append(markdown(["message", "NCCL", *(QUANTIZED[name] for name in times)], lines, caption))
+    return "\n".join(tables) or None
+
+
+def _faster(times: dict[str, float], nccl: dict[str, float], size: int) -> str:
+    us = times.get(str(size))
+    return "" if us is None else f"{us:.1f} ({nccl[str(size)] / us:.2f}x)"
+
+
+def push(folder: Path) -> str | None:
+    """The linear layer that sends its own sums beside the two kernels that it replaces."""
+    found = read(folder / "push.json")
+    if found is None:
+        return None
+    by_rows = {
+        name.removeprefix("µs, ").removesuffix(" rows"): times for name, times in found["found"].items() if "µs, " in name
+    }
+    lines = [
+        [rows, *(f"{times[f'{layer}: {way}']:.1f}" for layer in PUSHED for way in ("linear, then one-shot", "pushed"))]
+        for rows, times in by_rows.items()
+    ]
+    head = ["rows", *(f"{layer}, {way}" for layer in PUSHED.values() for way in ("then one-shot", "pushed"))]
+    caption = (
+        "µs of a layer, its sum over ranks, residual addition and norm, in CUDA graphs of 20 with weights that no cache holds. Made on "
+        f"{found['ranks']} x {found['gpu']}, torch {found['torch']}."
+    )
+    return markdown(head, lines, caption)
+
+
+def overlap(folder: Path) -> str | None:
+    """GEMMs fused with their collectives, as scripts/overlap.py tells it."""
+    found = read(folder / "overlap.json")
+    return None if found is None else overlap_table(*overlap_rows(found))
+
+
 def _size(size: int) -> str:
     unit, bytes_ = SIZES[size >= SIZES[1][1]]
     return f"{size // bytes_} {unit}"
 
 
 def plot_comm(folder: Path, out: Path) -> None:
+    """Latency by size of all that was measured there, exact and quantized."""
     import matplotlib.pyplot as plt
 
-    found = read(folder / "comm.json")
-    if found is None:
+    files = [found for name in ("comm.json", "quantized.json") if (found := read(folder / name))]
+    times = {name: found["found"][name] for found in files for name in (*WAYS, *QUANTIZED) if name in found["found"]}
+    if not times:
         return
     figure, axes = plt.subplots(figsize=(7, 4))
-    for name, way in WAYS.items():
-        points = sorted((int(size), us) for size, us in found["found"].get(name, {}).items())
-        axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=way)
+    for name, by_size in times.items():
+        points = sorted((int(size), us) for size, us in by_size.items())
+        label, line = (QUANTIZED[name], "--") if name in QUANTIZED else (WAYS[name], "-")
+        axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=label, linestyle=line)
     axes.set(xscale="log", yscale="log", xlabel="bytes of the message, bf16", ylabel="µs")
-    axes.set_title(f"All-reduce over {found['ranks']} x {found['gpu']}")
+    axes.set_title(f"All-reduce over {files[0]['ranks']} x {files[0]['gpu']}")
     axes.grid(alpha=0.3)
-    axes.legend()
+    axes.legend(fontsize="small")
     figure.savefig(out, dpi=150, bbox_inches="tight")
 
 
@@ -178,15 +242,16 @@ def startup(folder: Path) -> str | None:
 
 
 def load(folder: Path) -> str | None:
-    found = read(folder / "load.json")
-    if found is None or not found.get("rates"):
-        return None
-    s = found["settings"]
-    caption = (
-        f"{s['model']} through the HTTP server on {s['ranks']} ranks, Poisson arrivals of {s['prompt_length']} + {s['new_tokens']} "
-        f"tokens. Made on {describe(found['machine'], 'cuda')}."
-    )
-    return f"{load_table(found)}\n\n{caption}\n"
+    tables = []
+    for found in (found for path in sorted(folder.glob("load*.json")) if (found := read(path)) and found.get("rates")):
+        s = found["settings"]
+        variant = f", {s['variant']}" if s.get("variant") else ""
+        caption = (
+            f"{s['model']}{variant} through the HTTP server on {s['ranks']} ranks, Poisson arrivals of {s['prompt_length']} + "
+            f"{s['new_tokens']} tokens. Made on {describe(found['machine'], 'cuda')}."
+        )
+        tables.append(f"{load_table(found)}\n\n{caption}\n")
+    return "\n".join(tables) or None
 
 
 def read(path: Path) -> dict[str, Any] | None:
@@ -201,6 +266,9 @@ TABLES: dict[str, Callable[[Path], str | None]] = {
     "attention": attention,
     "startup": startup,
     "load": load,
+    "quantized": quantized,
+    "push": push,
+    "overlap": overlap,
 }
 
 
@@ -217,6 +285,9 @@ def main() -> None:
             path.write_text(text)
             note(f"wrote {path.relative_to(ROOT)}")
     plot_comm(args.raw, RESULTS / f"{args.raw.name}-comm.png")
+    found = read(args.raw / "overlap.json")
+    if found is not None:
+        plot_overlap(*overlap_rows(found), RESULTS / f"{args.raw.name}-overlap.png")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,8 @@ def torchrun(host: int, ranks: int, port: int) -> list[str]:
 
 def environment(host: int, ranks: int, gpus: int) -> dict[str, str]:
     """What makes a process believe that it runs on this host: its own id, and its own part of the GPUs, if there are any."""
-    here = os.environ | {"NCCL_HOSTID": f"host-{host}"}
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    here = os.environ | {"NCCL_HOSTID": f"host-{host}", "PYTHONPATH": path}
     if not gpus:
         return here
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
@@ -61,15 +63,15 @@ def end(processes: list["subprocess.Popen[Any]"]) -> None:
 
 def start(ranks: int, command: list[str]) -> int:
     """Run both halves of `ranks` ranks to their end; the first exit code that is not 0. Raises UserError."""
-    gpus = torch.cuda.device_count()
     if ranks < HOSTS or ranks % HOSTS:
         raise UserError(f"--ranks {ranks} cannot be divided by {HOSTS} hosts; give an even number")
+    gpus = 0 if ("--device", "cpu") in pairwise(command) else torch.cuda.device_count()
     if gpus and ranks > gpus:
-        raise UserError(f"--ranks {ranks}, but this machine has {gpus} GPUs; give at most {gpus}")
+        most = f"give at most {gpus // HOSTS * HOSTS}, or " if gpus >= HOSTS else ""
+        raise UserError(f"--ranks {ranks} need a GPU each, but this machine has {gpus}; {most}tell the command --device cpu")
     half, port = ranks // HOSTS, free_port()
     processes = [
-        subprocess.Popen([*torchrun(host, half, port), *command], cwd=ROOT, env=environment(host, half, gpus))
-        for host in range(HOSTS)
+        subprocess.Popen([*torchrun(host, half, port), *command], env=environment(host, half, gpus)) for host in range(HOSTS)
     ]
     try:
         while all(process.poll() is None for process in processes):
@@ -79,7 +81,7 @@ def start(ranks: int, command: list[str]) -> int:
             failed = [code for process in processes if (code := process.wait())]
     finally:
         end(processes)
-    return failed[0] if failed else 0
+    return abs(failed[0]) + 128 * (failed[0] < 0) if failed else 0  # as a shell tells of a signal
 
 
 def main() -> None:

@@ -237,6 +237,8 @@ def test_a_budget_is_for_auto() -> None:
     for name, budget in (("nccl", 0.01), ("int8", 0.01), ("auto", -0.1), ("auto", 1.0), ("auto", float("nan"))):
         with pytest.raises(UserError, match="comm-error-budget"):
             choose("cuda", name, error_budget=budget)
+    with pytest.raises(UserError, match="comm-error-budget"):
+        choose("cpu", error_budget=0.01)
 
 
 def test_the_table_as_text(seed: int) -> None:
@@ -259,6 +261,6 @@ def test_pairs_of_layers_as_text() -> None:
     times = {"unfused": 100.0, "spans+spans": 90.0, "owners+spans": 80.0, "spans+owners": 95.0}
     slow = {name: 200.0 - t for name, t in times.items()}
     text = pair_lines(PairTable({}, {"1024,8,8,8,bfloat16": times, "64,8,8,8,bfloat16": slow}))
-    assert [line.split()[-1] for line in text[-2:]] == ["fused", "unfused"]
-    assert text[-2].split() == ["1024,8,8,8,bfloat16", "100.0", "80.0", "owners+spans", "fused"]
+    assert text[-2].split() == ["1024,8,8,8,bfloat16", "100.0", "80.0", "+20.0", "owners+spans"]
+    assert text[-1].split() == ["64,8,8,8,bfloat16", "100.0", "105.0", "-5.0", "spans+owners"]
     assert "no model" in pair_lines(PairTable({}))[-1]
