@@ -1,10 +1,10 @@
 """Tables 1, 2 and 6 of the ladder paper beside what a sweep found on this machine.
 
     python scripts/paper_tables.py --sweep out/sweep.jsonl
-    python scripts/paper_tables.py --sweep out/sweep.jsonl --tp 4      # beside ours on fewer GPUs than the paper's 8
+    python scripts/paper_tables.py --sweep out/sweep.jsonl --tp 4 --new-tokens 64     # ours on fewer GPUs, or of shorter runs
 
-The paper's figures are in scripts/paper_tables.json. Ours come from GPU rows of exactly the paper's model, batch, ranks (but for
---tp) and lengths; what was not run says so. The paper's "No NVLink" is our interconnect no-p2p. `make sweep ARGS="--grid table-2"` runs
+The paper's figures are in scripts/paper_tables.json. Ours come from GPU rows of exactly the paper's model, batch, ranks and lengths, but
+for what --tp and --new-tokens say; what was not run says so. The paper's "No NVLink" is our interconnect no-p2p. `make sweep ARGS="--grid table-2"` runs
 the rows of a table.
 """
 
@@ -42,26 +42,26 @@ def figure(row: Row, rows: Sequence[Row], name: str) -> float | None:
     return (throughput - 1) * 100
 
 
-def matching(rows: Sequence[Row], table: dict[str, Any], entry: dict[str, Any], link: str, tp: int | None) -> list[Row]:
-    """Our rows of the same configuration as one of the paper's (on `tp` ranks, if named), one for each communicator, dtype and
+def matching(rows: Sequence[Row], table: dict[str, Any], entry: dict[str, Any], link: str, ours: dict[str, int]) -> list[Row]:
+    """Our rows of the same configuration as one of the paper's but for what `ours` says, one for each communicator, dtype and
     compilation."""
     wanted = table["setup"] | {name: entry[name] for name in ("model", "variant", "tp") if name in entry}
-    wanted |= {"interconnect": link} | ({} if tp is None else {"tp": tp})
+    wanted |= {"interconnect": link} | ours
     return [row for row in rows if all(getattr(row.setting, name) == value for name, value in wanted.items())]
 
 
 def kind(row: Row) -> str:
     """What tells two of our rows of one configuration apart."""
-    return f"tp {row.setting.tp}, {row.communicator}, {row.setting.dtype}{', compiled' if row.setting.compile else ''}"
+    return f"tp {row.setting.tp}, {row.setting.new_tokens} tokens, {row.communicator}, {row.setting.dtype}{', compiled' if row.setting.compile else ''}"
 
 
-def lines_of(table: dict[str, Any], links: dict[str, str], rows: Sequence[Row], tp: int | None) -> list[list[str]]:
+def lines_of(table: dict[str, Any], links: dict[str, str], rows: Sequence[Row], ours: dict[str, int]) -> list[list[str]]:
     """The cells of a table: name, interconnect, how ours was run, then the paper's and our value of every column."""
     lines = []
     for link, name in links.items():
         for entry in table["rows"]:
-            ours: list[Row | None] = [*matching(rows, table, entry, name, tp)] or [None]
-            for row in ours:
+            found: list[Row | None] = [*matching(rows, table, entry, name, ours)] or [None]
+            for row in found:
                 cells = [entry["name"], LINKS[link], kind(row) if row else "not run"]
                 for column, theirs in zip(table["columns"], entry[link], strict=True):
                     value = figure(row, rows, column) if row else None
@@ -71,14 +71,14 @@ def lines_of(table: dict[str, Any], links: dict[str, str], rows: Sequence[Row], 
     return lines
 
 
-def markdown(rows: Sequence[Row], tp: int | None = None) -> str:
-    """All three tables and a caption."""
+def markdown(rows: Sequence[Row], **ours: int) -> str:
+    """All three tables and a caption. ours: settings of our rows that may differ from the paper's, `tp` or `new_tokens`."""
     paper, done = json.loads(PAPER.read_text()), [row for row in finished(rows) if row.setting.device == "cuda"]
     parts = []
     for table in paper["tables"]:
         columns = [f"{TITLES[name]}: {whose}" for name in table["columns"] for whose in ("paper", "ours")]
         head = ["", "interconnect", "ours", *columns]
-        cells = [head, ["---"] * len(head), *lines_of(table, paper["interconnects"], done, tp)]
+        cells = [head, ["---"] * len(head), *lines_of(table, paper["interconnects"], done, ours)]
         text = "\n".join(f"| {' | '.join(line)} |" for line in cells)
         parts.append(f"Table {table['table']}: {table['what']}\n\n{text}\n")
     made = f" Ours on {describe(done[0].machine, 'cuda')}." if done else ""
@@ -89,9 +89,11 @@ def main() -> None:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweep", type=Path, default=ROOT / "out" / "sweep.jsonl", help="default: out/sweep.jsonl")
     parser.add_argument("--tp", type=int, metavar="N", help="take ours on so many ranks (default: the paper's 8)")
+    parser.add_argument("--new-tokens", type=int, metavar="N", help="take ours of so many tokens (default: the paper's 512)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the Markdown there, too")
     args = parser.parse_args()
-    text = markdown(read_rows(args.sweep), args.tp)
+    ours = {name: value for name in ("tp", "new_tokens") if (value := getattr(args, name)) is not None}
+    text = markdown(read_rows(args.sweep), **ours)
     print(text)
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)

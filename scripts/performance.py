@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from cli import Parser, note, run
 from comm.quantize import WIDTHS
 from errors import UserError
+from scripts import paper_tables
 from scripts.loadgen import table as load_table
 from scripts.overlap import markdown as overlap_table
 from scripts.overlap import plot as plot_overlap
@@ -76,6 +77,15 @@ def decode(folder: Path) -> str | None:
 def _ms(row: Row | None, figure: str) -> str:
     value = None if row is None else row.median(figure)
     return "" if value is None else f"{value:.2f}" if value < 100 else f"{value:,.0f}"
+
+
+def paper(folder: Path) -> str | None:
+    """The ladder paper's tables beside the rows that come closest: as many ranks as were to be had, and shorter runs."""
+    rows: list[Row] = [row for path in sorted(folder.glob("sweep*.jsonl")) for row in finished(read_rows(path))]
+    single = [row.setting for row in rows if row.setting.model == "llama-3-70b" and row.setting.batch == 1]
+    if not single:
+        return None
+    return paper_tables.markdown(rows, tp=max(s.tp for s in single), new_tokens=max(s.new_tokens for s in single))
 
 
 def comm(folder: Path) -> str | None:
@@ -260,6 +270,7 @@ def read(path: Path) -> dict[str, Any] | None:
 
 TABLES: dict[str, Callable[[Path], str | None]] = {
     "decode": decode,
+    "paper": paper,
     "comm": comm,
     "linear": linear,
     "kernels": kernels,
