@@ -70,7 +70,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="on CPU, let sums take as long as such a link would need: 10us,100GB/s",
     )
     what.add_argument(
-        "--compile", action=argparse.BooleanOptionalAction, default=False, help="compile the modules with torch.compile"
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="compile the modules with torch.compile; sums are then not fused with GEMMs",
     )
 
     prompt = parser.add_argument_group("the prompt, one of").add_mutually_exclusive_group()

@@ -102,7 +102,7 @@ def by_message_size(
     ways |= {scheme.name: quantized_symmetric(scheme, device, group) for scheme in schemes_within(error_budget, group)}
     key = machine(device, dist.get_world_size(group), torch.bfloat16) | {"ways": " ".join(ways)}
     served = {name: SERVED[name] for name in ways}
-    return AutoCommunicator(ways, agreed(key, served, lambda: measured(ways, device, torch.bfloat16), group, rebuild))
+    return AutoCommunicator(ways, agreed(key, served, lambda: measured(ways, device, torch.bfloat16, group), group, rebuild))
 
 
 def schemes_within(error_budget: float, group: dist.ProcessGroup | None = None) -> list[Scheme]:
@@ -145,13 +145,15 @@ def digest(patterns: Sequence[str]) -> str:
     return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:12]
 
 
-def measured(ways: dict[str, Communicator], device: torch.device, dtype: torch.dtype) -> Times:
-    """Blocking sums of each way at the sizes it serves, inside CUDA graphs. Collective over all ranks."""
+def measured(
+    ways: dict[str, Communicator], device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup | None = None
+) -> Times:
+    """Blocking sums of each way at the sizes it serves, inside CUDA graphs. Collective."""
     times: Times = {}
     with torch.inference_mode():
         for name, way in ways.items():
             times[name] = {}
             for size in SERVED[name]:
                 partial = torch.zeros(size // dtype.itemsize, dtype=dtype, device=device)
-                times[name][size] = graph_microseconds(lambda way=way, partial=partial: way.all_reduce(partial))  # type: ignore[misc]
+                times[name][size] = graph_microseconds(lambda way=way, partial=partial: way.all_reduce(partial), group=group)  # type: ignore[misc]
     return times

@@ -313,11 +313,12 @@ class _Met(NamedTuple):
 
 
 class FusedCommunicator(Communicator):
-    """`inner`, whose blocking sums of many rows are fused with the layers around them where that is faster.
+    """`inner`, but sums of many rows behind a row-parallel layer (`project`) are fused with it and the layers behind, where that is
+    faster.
 
     Which way, and whether at all, is decided by rows (rounded up to a power of two), features and dtype: the first step of such a
     shape takes `default`, and at its end, when the stream is whole again, all ways are measured for the layers that it met. All
-    sums of a step are fused, or none is, since a fused one leaves this rank's rows of the stream.
+    such sums of a step are fused, or none is, since a fused one leaves this rank's rows of the stream.
     """
 
     name = "fused"
@@ -336,7 +337,8 @@ class FusedCommunicator(Communicator):
         faster unfused stays so. rebuild: forget what was measured before. measure: times of a pair of layers (see `measured_pair`, which None takes on a GPU; on a CPU
         nothing is measured then).
         Raises UserError on every rank if the GPUs of `group` cannot reach each other."""
-        self.inner, self.rank, self.world_size, self.compare = inner, inner.rank, inner.world_size, compare
+        self.inner, self.group, self.compare = inner, group, compare
+        self.rank, self.world_size = inner.rank, inner.world_size
         self.meeting, self.min_rows, self.default = Meeting(device, group, capacity), MIN_ROWS, Way()
         self.open: _Rows | None = None  # scattered, and not gathered yet
         self.scatters = 0
@@ -504,11 +506,10 @@ class _Rows(Scattered):
 
 
 def measured_pair(comm: FusedCommunicator, pair: Pair, first: Tensor, second: Tensor) -> PairTimes:
-    """µs of a sum between two layers, first (C, K) and second (M, C), by each way and by none, in CUDA graphs. Collective over all
-    ranks."""
+    """µs of a sum between two layers, first (C, K) and second (M, C), by each way and by none, in CUDA graphs. Collective."""
     calls: dict[str, Callable[[], object]] = {UNFUSED: pair_call(comm, pair, first, second, None)}
     calls |= {str(way): pair_call(comm, pair, first, second, way) for way in ways(pair)}
-    return {name: graph_microseconds(call, CHAIN, REPLAYS) for name, call in calls.items()}
+    return {name: graph_microseconds(call, CHAIN, REPLAYS, comm.group) for name, call in calls.items()}
 
 
 def pair_call(comm: FusedCommunicator, pair: Pair, first: Tensor, second: Tensor, way: Way | None) -> Callable[[], Tensor]:

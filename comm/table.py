@@ -157,8 +157,10 @@ def _from_first(value: Any, group: dist.ProcessGroup | None) -> Any:
 # --- measuring ---------------------------------------------------------------------------------------------------------------
 
 
-def graph_microseconds(call: Callable[[], object], chain: int = 20, replays: int = 7) -> float:
-    """Median time of `call` in a CUDA graph of `chain` of them, the slowest rank's. Collective over all ranks."""
+def graph_microseconds(
+    call: Callable[[], object], chain: int = 20, replays: int = 7, group: dist.ProcessGroup | None = None
+) -> float:
+    """Median time of `call` in a CUDA graph of `chain` of them, the slowest rank's. Collective."""
     call()
     torch.cuda.synchronize()
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
@@ -176,5 +178,5 @@ def graph_microseconds(call: Callable[[], object], chain: int = 20, replays: int
         end.synchronize()
         times.append(begin.elapsed_time(end) * 1e3 / chain)
     slowest = torch.tensor(sorted(times)[replays // 2], device="cuda")
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
     return slowest.item()

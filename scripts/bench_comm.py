@@ -6,7 +6,6 @@ Every part is tried by itself: what fails is reported, and the rest goes on. A p
 `--parts quantized` runs the quantized sums' alone; through host memory (NCCL_P2P_DISABLE=1), `--parts "nccl|portable"`.
 """
 
-import argparse
 import faulthandler
 import json
 import random
@@ -25,6 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cli import Parser
+from cli import run as run_command
 from comm.interface import Communicator
 from comm.process_group import NcclCommunicator
 from comm.quantize import WIDTHS, parse_scheme
@@ -490,7 +491,7 @@ def run_quantized(bench: Bench, replays: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = Parser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, help="JSON file")
     parser.add_argument("--replays", type=int, default=10_000, help="of the graph of sums (default 10000)")
     parser.add_argument("--seconds", type=float, default=70.0, help="after which no more times are taken (default 70)")
@@ -500,7 +501,13 @@ def main() -> None:
         help="regular expression: only parts in whose names it is found (default: all but quantized sums; '.' for all)",
     )
     arguments = parser.parse_args()
+    try:
+        re.compile(arguments.parts)
+    except re.error as error:
+        raise UserError(f"--parts {arguments.parts} is no regular expression: {error}") from None
     world = init_world("cuda", "nccl")
+    if world.world_size == 1:
+        raise UserError("one rank has nothing to sum: start several, as torchrun --nproc_per_node 4 does")
     seeds = [random.SystemRandom().randrange(2**31)]
     dist.broadcast_object_list(seeds, group=world.control)
     with torch.inference_mode():
@@ -525,4 +532,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

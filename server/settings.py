@@ -159,7 +159,7 @@ def _add_model(group: Any) -> None:
     group.add_argument(
         "--compile",
         action=argparse.BooleanOptionalAction,
-        help="compile the modules: slower start, faster steps (default: off)",
+        help="compile the modules with torch.compile; sums are then not fused with GEMMs (default: off)",
     )
     group.add_argument(
         "--chat-template", metavar="FILE|NAME", help="a Jinja file, or the name of one of the checkpoint's (default: its own)"
