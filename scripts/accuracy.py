@@ -182,6 +182,8 @@ def main() -> None:
         return
     for comm in args.comm:
         choose("cpu", comm)  # a bad name stops here, and not hours later
+    if args.comm != [EXACT] and max(args.tp) == 1:
+        raise UserError("one rank sums nothing, so quantized sums change nothing; give --tp 2")
     if EXACT not in args.comm:
         raise UserError(f"--comm {' '.join(args.comm)} lacks {EXACT}, which the others are compared with; add it")
     runs = [(ranks, comm) for ranks in args.tp for comm in args.comm if ranks > 1 or comm == EXACT]

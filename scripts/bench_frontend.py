@@ -5,8 +5,8 @@
 
 The stand-in speaks the engine's protocol to the real frontend process: a request's first token comes at once, and then one token
 of every request each --step ms. The client is that of scripts/loadgen.py. It prints the tokens that were streamed a second, the
-CPU time of frontend and client a token, from which follows the rate at which one core is full, the time to the first token,
-which is all the frontend's and the client's, and the time between tokens, of which the step is the engine's.
+CPU time of frontend and client a token (the client's with the 2 ms before each arrival that it passes awake), the time to the first
+token, which is all the frontend's and the client's, and the time between tokens, of which the step is the engine's.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import gc
 import json
 import multiprocessing
 import os
+import signal
 import sys
 import time
 from multiprocessing.connection import Connection
@@ -27,7 +28,7 @@ import httpx
 from cli import Parser, run
 from engine.protocol import Abort, Outputs, Ready, Shutdown, Submit, TokenOutput, decode_to_engine
 from engine.worker import FrontendLink
-from scripts.loadgen import offer, plan, summary
+from scripts.loadgen import STOP_SECONDS, offer, plan, summary
 from scripts.results import ROOT
 from scripts.soak import free_port, until_healthy
 from scripts.sse_client import StreamClient, in_event_loop
@@ -46,22 +47,20 @@ class StandIn:
     def __init__(self, link: FrontendLink, step: float) -> None:
         self.link, self.step = link, step
         self.left: dict[str, int] = {}  # tokens that each request still gets
+        self.tick = 0.0  # when all of them get one, of time.perf_counter
 
     def serve(self) -> None:
         """Until the frontend asks to end."""
-        tick = time.perf_counter()
-        while self._take(max(0.0, tick - time.perf_counter()) if self.left else 0.1):
+        while self._take(max(0.0, self.tick - time.perf_counter()) if self.left else 0.1):
             now = time.perf_counter()
-            if not self.left:
-                tick = now + self.step
-            elif now >= tick:
-                tick = max(tick + self.step, now)
+            if self.left and now >= self.tick:
+                self.tick = max(self.tick + self.step, now)
                 self._emit(list(self.left))
 
     def _take(self, timeout: float) -> bool:
         if timeout < SPIN_SECONDS:
             time.sleep(timeout)
-        new = []
+        new, idle = [], not self.left
         for message in map(decode_to_engine, self.link.receive(timeout)):
             if isinstance(message, Shutdown):
                 return False
@@ -71,6 +70,8 @@ class StandIn:
                 self.left[message.request_id] = message.params.max_tokens
                 new.append(message.request_id)
         if new:
+            if idle:
+                self.tick = time.perf_counter() + self.step
             self._emit(new)
         return True
 
@@ -108,11 +109,13 @@ async def measure(url: str, pid: int, args: argparse.Namespace) -> dict[str, Any
     shape = ((args.prompt_length,) * 2, (args.new_tokens,) * 2, VOCABULARY)
     async with httpx.AsyncClient(base_url=url) as plain:
         await until_healthy(plain)
+    requests = plan(args.rate, args.streams, *shape, 0)
     async with StreamClient(url, 600) as client:
         await offer(client, plan(100, 8, shape[0], (8, 8), VOCABULARY, 1), "warm-up")
+        gc.collect()
         gc.freeze()
         before = cpu_seconds(pid), time.process_time()
-        answers = await offer(client, plan(args.rate, args.streams, *shape, 0), "streams")
+        answers = await offer(client, requests, "streams")
         spent = cpu_seconds(pid) - before[0], time.process_time() - before[1]
     found = summary(answers, 1e9, 1e9)
     tokens = sum(a.tokens for a in answers)
@@ -138,12 +141,16 @@ def main() -> None:
     here, there = context.Pipe()
     process = context.Process(target=serve_tokens, args=(there, port, args.step / 1e3))
     process.start()
+    there.close()
+    pid = None
     try:
         pid = here.recv()
         found = in_event_loop(measure(f"http://127.0.0.1:{port}", pid, args))
     finally:
-        process.terminate()
-        process.join()
+        if pid is not None:
+            os.kill(pid, signal.SIGTERM)  # the frontend ends, and tells the stand-in to
+        process.join(STOP_SECONDS)
+        process.kill()
     print(json.dumps({"settings": vars(args), **found}))
 
 

@@ -41,7 +41,7 @@ from cli import Parser, note, run
 from errors import UserError
 from scripts.results import ROOT, machine
 from scripts.soak import free_port, processes, until_healthy
-from scripts.sse_client import ConnectionEnded, StreamClient, in_event_loop
+from scripts.sse_client import ConnectionEnded, StreamClient, in_event_loop, parse_url
 
 READY_SECONDS = 600.0  # for a server of our own to load a large model
 STOP_SECONDS = 20.0  # for it to end
@@ -344,11 +344,13 @@ def offline(args: argparse.Namespace) -> dict[str, Any]:
 async def offer_all(args: argparse.Namespace, url: str, vocab_size: int) -> list[dict[str, Any]]:
     """Every rate in turn, behind a few requests that warm the server up."""
     rates = []
+    parse_url(url)
     async with httpx.AsyncClient(base_url=url) as client:
         await until_healthy(client)
     async with StreamClient(url, args.timeout) as client:
         shape = (args.prompt_length, args.new_tokens, vocab_size)
         await offer(client, plan(args.rates[0], min(4, args.requests), *shape, args.seed + 1), "warm-up")
+        gc.collect()
         gc.freeze()  # what was imported is never walked over between two tokens
         for rate in args.rates:
             requests = plan(rate, args.requests, *shape, args.seed, args.seconds)

@@ -85,7 +85,8 @@ def paper(folder: Path) -> str | None:
     single = [row.setting for row in rows if row.setting.model == "llama-3-70b" and row.setting.batch == 1]
     if not single:
         return None
-    return paper_tables.markdown(rows, tp=max(s.tp for s in single), new_tokens=max(s.new_tokens for s in single))
+    closest = max(single, key=lambda s: (s.tp, s.new_tokens))
+    return paper_tables.markdown(rows, tp=closest.tp, new_tokens=closest.new_tokens)
 
 
 def comm(folder: Path) -> str | None:

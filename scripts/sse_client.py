@@ -10,7 +10,7 @@ import time
 from collections.abc import Coroutine
 from contextlib import suppress
 from typing import Any, Protocol, TypeVar, cast
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import httptools
 
@@ -58,6 +58,8 @@ class _Connection(asyncio.Protocol):
 
     def abort(self) -> None:
         self._sink = None
+        if self._done is not None:
+            self._done.cancel()  # nobody waits for it any more
         self.transport.abort()
 
     # --- called by the event loop ---------------------------------------------------------------------------------------
@@ -101,6 +103,18 @@ class _Connection(asyncio.Protocol):
             self._done.set_result(None)
 
 
+def parse_url(url: str) -> SplitResult:
+    """The parts of a server's address. Raises UserError for what is none, or has a user in it."""
+    parts = urlsplit(url)
+    try:
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:  # of the port
+        good = False
+    if not good or parts.username is not None:
+        raise UserError(f"{url!r} is no URL of a server; give one such as http://127.0.0.1:8000")
+    return parts
+
+
 class StreamClient:
     """Connections to one server, kept for later requests. A context manager.
 
@@ -109,12 +123,10 @@ class StreamClient:
     """
 
     def __init__(self, url: str, timeout: float) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UserError(f"{url!r} is no URL; give one such as http://127.0.0.1:8000")
+        parts = parse_url(url)
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
-        self._host, self._port = parts.hostname, parts.port or (443 if self._tls else 80)
-        self._prefix, self._name, self._timeout = parts.path.rstrip("/"), parts.netloc.rpartition("@")[2], timeout
+        self._host, self._port = parts.hostname or "", parts.port or (443 if self._tls else 80)
+        self._prefix, self._name, self._timeout = parts.path.rstrip("/"), parts.netloc, timeout
         self._idle: list[_Connection] = []
 
     async def __aenter__(self) -> "StreamClient":
@@ -124,10 +136,6 @@ class StreamClient:
         for connection in list(self._idle):
             connection.transport.close()
         await asyncio.sleep(0)  # for the sockets to close
-
-    async def warm(self, count: int) -> None:
-        """Open connections until `count` wait for a request."""
-        self._idle += [await self._connect() for _ in range(count - len(self._idle))]
 
     async def post(self, path: str, body: bytes, sink: Sink) -> None:
         """POST JSON and hand the answer to `sink`; returns at its end. A caller that is cancelled closes the connection.

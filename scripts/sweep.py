@@ -117,13 +117,14 @@ class Start:
 
     ranks: int
     hosts: int
+    device: str
     environment: tuple[tuple[str, str], ...]
 
     @property
     def command(self) -> list[str]:
         """What a script and its arguments follow."""
         if self.hosts > 1:
-            return [sys.executable, str(ROOT / "scripts" / "two_hosts.py"), "--ranks", str(self.ranks)]
+            return [sys.executable, str(ROOT / "scripts" / "two_hosts.py"), "--ranks", str(self.ranks), "--device", self.device]
         return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(self.ranks)]
 
 
@@ -132,7 +133,7 @@ def launches(settings: Iterable[Setting]) -> Iterator[tuple[Start, list[Setting]
 
     def start(s: Setting) -> Start:
         between = interconnect(s.interconnect)
-        return Start(s.tp, between.hosts, tuple(sorted(between.environment.items())))
+        return Start(s.tp, between.hosts, s.device, tuple(sorted(between.environment.items())))
 
     for found, same in groupby(sorted(settings, key=lambda s: astuple(start(s))), key=start):
         yield found, list(same)

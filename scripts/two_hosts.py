@@ -1,7 +1,7 @@
 """Run a command's ranks as if they sat on two hosts: two torchruns, each with half of this machine's GPUs.
 
     python scripts/two_hosts.py --ranks 8 generate.py --model llama-3-70b:16 --variant ladder --comm nccl --prompt "Once"
-    python scripts/two_hosts.py --ranks 4 generate.py --model models/tiny-ladder --device cpu --prompt "Once upon a time"
+    python scripts/two_hosts.py --ranks 4 --device cpu generate.py --device cpu --model models/tiny-ladder --prompt "Once upon a time"
 
 NCCL is told that the halves are different hosts (NCCL_HOSTID), so between them it uses neither NVLink nor shared memory but
 sockets over loopback, or InfiniBand where there is any; within a half nothing changes. What follows the options is started as
@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from itertools import pairwise
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from cli import Parser, run
 from errors import UserError
 from scripts.results import ROOT
 from scripts.soak import free_port
+from scripts.soak import processes as processes_of
 
 HOSTS = 2
 GRACE = 35.0  # seconds to end; torchrun gives its ranks 30
@@ -49,31 +50,37 @@ def environment(host: int, ranks: int, gpus: int) -> dict[str, str]:
 
 
 def end(processes: list["subprocess.Popen[Any]"]) -> None:
+    """Ask torchruns to end, and after GRACE end them and their ranks."""
+    alive = [pid for process in processes if process.poll() is None for pid in processes_of(process.pid)]
     for process in processes:
         if process.poll() is None:
             process.terminate()
     deadline = time.monotonic() + GRACE
     for process in processes:
-        try:
+        with suppress(subprocess.TimeoutExpired):
             process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+    if any(process.poll() is None for process in processes):
+        for pid in alive:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    for process in processes:
+        process.wait()
 
 
-def start(ranks: int, command: list[str]) -> int:
+def start(ranks: int, command: list[str], device: str | None) -> int:
     """Run both halves of `ranks` ranks to their end; the first exit code that is not 0. Raises UserError."""
     if ranks < HOSTS or ranks % HOSTS:
         raise UserError(f"--ranks {ranks} cannot be divided by {HOSTS} hosts; give an even number")
-    gpus = 0 if ("--device", "cpu") in pairwise(command) else torch.cuda.device_count()
+    gpus = 0 if device == "cpu" else torch.cuda.device_count()
     if gpus and ranks > gpus:
         most = f"give at most {gpus // HOSTS * HOSTS}, or " if gpus >= HOSTS else ""
-        raise UserError(f"--ranks {ranks} need a GPU each, but this machine has {gpus}; {most}tell the command --device cpu")
+        raise UserError(f"--ranks {ranks} need a GPU each, but this machine has {gpus}; {most}say --device cpu")
     half, port = ranks // HOSTS, free_port()
-    processes = [
-        subprocess.Popen([*torchrun(host, half, port), *command], env=environment(host, half, gpus)) for host in range(HOSTS)
-    ]
+    processes: list[subprocess.Popen[Any]] = []
     try:
+        for host in range(HOSTS):
+            line = [*torchrun(host, half, port), *command]
+            processes.append(subprocess.Popen(line, env=environment(host, half, gpus)))
         while all(process.poll() is None for process in processes):
             time.sleep(0.1)
         failed = [process.returncode for process in processes if process.returncode]
@@ -87,12 +94,15 @@ def start(ranks: int, command: list[str]) -> int:
 def main() -> None:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4, help="of both hosts together (default: 4)")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), help="of the ranks; a CPU's need no GPU (default: CUDA if there is any)"
+    )
     parser.add_argument("command", nargs=argparse.REMAINDER, help="script and its arguments, as torchrun takes them")
     args = parser.parse_args()
     if not args.command:
         raise UserError("name a script to run, as in: scripts/two_hosts.py --ranks 4 generate.py --model models/tiny-ladder")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    sys.exit(start(args.ranks, args.command))
+    sys.exit(start(args.ranks, args.command, args.device))
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ def test_one_launch_for_all_that_share_ranks_hosts_and_environment() -> None:
     settings = sweep.settings_of(arguments(*axes.split()))
     found = list(sweep.launches(settings))
     between = [(1, ()), (2, ()), (1, (("NCCL_ALGO", "Ring"),)), (1, (("NCCL_P2P_DISABLE", "1"),))]
-    expected = [sweep.Start(tp, hosts, environment) for tp in (2, 4) for hosts, environment in between]
+    expected = [sweep.Start(tp, hosts, settings[0].device, environment) for tp in (2, 4) for hosts, environment in between]
     assert sorted((start for start, _ in found), key=str) == sorted(expected, key=str)
     assert sorted((s.key for _, part in found for s in part)) == sorted(s.key for s in settings)
     plain = {s.interconnect for start, part in found for s in part if start.hosts == 1 and not start.environment}
@@ -245,7 +245,7 @@ def test_a_crash_takes_its_own_configuration_alone(tmp_path: Path, monkeypatch: 
     file = sweep.File(tmp_path / "rows.jsonl")
     todo = [TINY.twin(v) for v in ("a", "oom", "crash", "b", "hang", "c")]
     with tqdm(disable=True) as bar:
-        sweep.run_all(file, sweep.Start(1, 1, ()), list(todo), 5.0, bar)
+        sweep.run_all(file, sweep.Start(1, 1, "cpu", ()), list(todo), 5.0, bar)
     found = {row.setting.variant: row.error for row in read_rows(file.path)}
     assert found == {
         "a": None,
@@ -262,7 +262,7 @@ def test_ranks_that_never_start_fail_every_configuration(tmp_path: Path, monkeyp
     monkeypatch.setattr(sweep, "launch", lambda *_: "exit code 2: error: no GPU")
     file = sweep.File(tmp_path / "rows.jsonl")
     with tqdm(disable=True) as bar:
-        sweep.run_all(file, sweep.Start(1, 1, ()), [TINY, TINY.twin("ladder")], 1.0, bar)
+        sweep.run_all(file, sweep.Start(1, 1, "cpu", ()), [TINY, TINY.twin("ladder")], 1.0, bar)
     assert [row.error for row in read_rows(file.path)] == ["exit code 2: error: no GPU"] * 2
 
 

@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+from scripts.soak import processes
 from tests.command_line import HYBRID
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -14,7 +15,7 @@ GENERATE = ["generate.py", "--device", "cpu", "--model", HYBRID, "--prompt", "On
 
 
 def two_hosts(*args: str, ranks: int = 2) -> "subprocess.Popen[str]":
-    command = [sys.executable, "scripts/two_hosts.py", "--ranks", str(ranks), *args]
+    command = [sys.executable, "scripts/two_hosts.py", "--ranks", str(ranks), "--device", "cpu", *args]
     env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -38,14 +39,15 @@ def test_a_failure_on_the_hosts_ends_both_at_once() -> None:
 
 
 def test_a_signal_ends_all_ranks() -> None:
-    process = two_hosts(*GENERATE, "--max-new-tokens", "400")
-    time.sleep(6)
+    process = two_hosts(*GENERATE, "--max-new-tokens", "2000", "--ignore-eos")
+    deadline = time.monotonic() + 60
+    while len(ranks := processes(process.pid)) < 5 and time.monotonic() < deadline:  # it, two torchruns and two ranks
+        time.sleep(0.1)
+    assert len(ranks) >= 5
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM
-    mine = f"--max-new-tokens\0{400}"
-    lines = [p.read_bytes().decode(errors="replace") for p in Path("/proc").glob("[0-9]*/cmdline") if p.exists()]
-    assert not [line for line in lines if mine in line]
+    assert not [pid for pid in ranks if Path(f"/proc/{pid}/stat").exists()]
 
 
 def test_bad_use_is_told() -> None:
