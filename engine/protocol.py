@@ -79,8 +79,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     block_size: int  # tokens
 
 
-class TokenOutput(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """New tokens of one request; the last one of a request carries its `finish_reason`: `stop`, `length`."""
+class TokenOutput(msgspec.Struct, frozen=True, omit_defaults=True):
+    """New tokens of one request, a part of Outputs; the last one of a request carries its `finish_reason`: `stop`, `length`."""
 
     request_id: str
     token_ids: list[int]
@@ -130,7 +130,7 @@ class Fatal(msgspec.Struct, frozen=True, tag=True):
 
 
 ToEngine = Submit | Abort | Shutdown
-FromEngine = Ready | Outputs | TokenOutput | Refused | Stats | Fatal
+FromEngine = Ready | Outputs | Refused | Stats | Fatal
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(ToEngine)

@@ -92,6 +92,7 @@ def _split(joined: bytes) -> list[bytes]:
 def serve(engine: Engine, world: World, link: FrontendLink | None, ready: Ready, alive: Callable[[], bool]) -> None:
     """Run until the frontend says Shutdown or is gone. `link` is rank 0's; `alive` tells it whether the frontend runs."""
     send: Callable[[FromEngine], None] = link.send if link else lambda _: None
+    gc.collect()  # or freezing would keep what is garbage by now, with its memory
     gc.freeze()  # the garbage collector never walks over what was loaded: that takes longer than a step
     send(ready)
     last_stats = 0.0

@@ -7,6 +7,7 @@ from typing import Any
 from errors import UserError
 from server import grammar
 from server.generation import (
+    Chunks,
     Delta,
     Plan,
     Prompt,
@@ -19,6 +20,7 @@ from server.generation import (
     merge,
     new_id,
     prompt_logprobs_by_id,
+    stream,
 )
 from server.logprobs import chat_layout
 from server.problems import bad
@@ -149,23 +151,24 @@ class Chat:
 
     # ------------------------------------------------------------------------------------------------ a stream
 
-    async def events(self, note: dict[str, Any]) -> AsyncGenerator[list[dict[str, Any]], None]:
+    def events(self, note: dict[str, Any]) -> AsyncGenerator[Chunks, None]:
         head = self._head("chat.completion.chunk")
         streams = [_ChoiceStream(self) for _ in range(self.plan.total)]
-        with Run(self.service, self.plan, self.usage, note) as run:
-            while run.unfinished:
-                pushed = [(delta, choice) for delta in await run.next() for choice in streams[delta.index].push(delta)]
-                if chunks := [self._chunk(head, delta, choice) for delta, choice in pushed]:
-                    yield chunks
-        if self.include_usage:
-            yield [{**head, "choices": [], "usage": self.usage.report()}]
+
+        def chunks_of(delta: Delta) -> Chunks:
+            return [self._chunk(head, delta, choice) for choice in streams[delta.index].push(delta)]
+
+        def last() -> Chunks:
+            return [{**head, "choices": [], "usage": self.usage.report()}] if self.include_usage else []
+
+        return stream(Run(self.service, self.plan, self.usage, note), chunks_of, last)
 
     def _chunk(self, head: dict[str, Any], delta: Delta, choice: dict[str, Any]) -> dict[str, Any]:
         chunk = {**head, "choices": [choice]}
         if delta.first and choice["delta"].get("role") and self.body.return_token_ids:
             chunk["prompt_token_ids"] = self.plan.prompts[0].ids
         if self.include_usage or self.continuous_usage:
-            chunk["usage"] = self.usage.report(delta.completion_tokens) if self.continuous_usage else None
+            chunk["usage"] = self.usage.report() if self.continuous_usage else None
         return chunk
 
 

@@ -1,10 +1,12 @@
 """POST /v1/completions: prompts to plans, and deltas to OpenAI's choices and chunks."""
 
+import math
 from collections.abc import AsyncGenerator
 from typing import Any
 
 from server import grammar
 from server.generation import (
+    Chunks,
     Delta,
     Plan,
     Prompt,
@@ -16,6 +18,7 @@ from server.generation import (
     make_params,
     new_id,
     prompt_logprobs_by_id,
+    stream,
 )
 from server.logprobs import completion_layout
 from server.schemas import CompletionBody
@@ -23,6 +26,7 @@ from server.service import Service
 from server.text import text_offsets
 
 DEFAULT_MAX_TOKENS = 16
+PROMPT_WORK = 64  # of an empty prompt, in characters
 
 
 class Completion:
@@ -79,19 +83,21 @@ class Completion:
             choices = self._best(choices)
         return {**self._head(), "choices": [self._choice(one) for one in choices], "usage": self.usage.report()}
 
-    async def events(self, note: dict[str, Any]) -> AsyncGenerator[list[dict[str, Any]], None]:
+    def events(self, note: dict[str, Any]) -> AsyncGenerator[Chunks, None]:
         head = self._head()
-        with Run(self.service, self.plan, self.usage, note) as run:
-            while run.unfinished:
-                if chunks := [self._chunk(head, delta) for delta in await run.next() if self._says_something(delta)]:
-                    yield chunks
-        if self.include_usage:
-            yield [{**head, "choices": [], "usage": self.usage.report()}]
+
+        def chunks_of(delta: Delta) -> Chunks:
+            return [self._chunk(head, delta)] if self._says_something(delta) else []
+
+        def last() -> Chunks:
+            return [{**head, "choices": [], "usage": self.usage.report()}] if self.include_usage else []
+
+        return stream(Run(self.service, self.plan, self.usage, note), chunks_of, last)
 
     def _chunk(self, head: dict[str, Any], delta: Delta) -> dict[str, Any]:
         chunk = {**head, "choices": [self._choice(delta)]}
         if self.include_usage or self.continuous_usage:
-            chunk["usage"] = self.usage.report(delta.completion_tokens) if self.continuous_usage else None
+            chunk["usage"] = self.usage.report() if self.continuous_usage else None
         return chunk
 
     def _head(self) -> dict[str, Any]:
@@ -149,9 +155,14 @@ class Completion:
         return kept
 
 
-def work_of(body: CompletionBody) -> int:
-    """About how many characters have to become ids, or ids characters, before the request can go to the engine."""
-    return sum(len(one) for one in _split(body.prompt) if isinstance(one, str) or body.echo)
+def work_of(body: CompletionBody) -> float:
+    """About how much is to do before the request can go to the engine, in characters that become ids or ids that are looked at;
+    infinite for a grammar, whose cost its size does not tell."""
+    if body.json_format is not None:
+        return math.inf
+    prompts = _split(body.prompt)
+    for_each = PROMPT_WORK + sum(len(ids or ()) for ids in (body.logit_bias, body.allowed_token_ids, body.stop_token_ids))
+    return sum(map(len, prompts)) + len(prompts) * for_each
 
 
 def _split(prompt: Any) -> list[str | list[int]]:

@@ -5,6 +5,7 @@ One task reads the socket and never waits for anyone else, so that a slow reader
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
@@ -29,6 +30,8 @@ from server.logs import log
 from server.metrics import Metrics, SequenceTimes
 from server.problems import ApiError
 
+SLICE = 64  # most outputs handed out at once: what waits for a slow reader is made into text as it reads
+
 
 class Generation:
     """Sequences that one HTTP request waits for. A context manager: whatever is unfinished at its end is aborted."""
@@ -37,7 +40,7 @@ class Generation:
         self._client = client
         self._index = {submit.request_id: i for i, submit in enumerate(submits)}
         self._submits = submits
-        self._arrived: list[TokenOutput] = []
+        self._arrived: deque[TokenOutput] = deque()
         self._error: ApiError | None = None  # behind what has arrived
         self._waiter: asyncio.Future[None] | None = None  # of `next`
         self._times = {s.request_id: SequenceTimes(client.metrics, len(s.prompt_ids)) for s in submits}
@@ -54,16 +57,18 @@ class Generation:
             self._client.abort(request_id)
 
     async def next(self) -> list[tuple[int, TokenOutput]]:
-        """All outputs of the sequences that have arrived, at least one, each with its sequence's place in `submits`; also those
-        of a sequence that was stopped. Raises ApiError."""
+        """The oldest outputs of the sequences that have arrived, at least one and at most SLICE, each with its sequence's place
+        in `submits`; also those of a sequence that was stopped. Raises ApiError, once nothing is left."""
         if not self._arrived and self._error is None:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        if self._arrived:
-            arrived, self._arrived = self._arrived, []
-            return [(self._index[output.request_id], output) for output in arrived]
-        assert self._error is not None
-        raise self._error
+        if not self._arrived:
+            assert self._error is not None
+            raise self._error
+        if len(self._arrived) > SLICE:
+            await asyncio.sleep(0)  # other requests have their turn between the slices of a backlog
+        oldest = [self._arrived.popleft() for _ in range(min(len(self._arrived), SLICE))]
+        return [(self._index[output.request_id], output) for output in oldest]
 
     def stop(self, index: int) -> None:
         """Enough of one sequence: a stop string was found."""
@@ -195,8 +200,6 @@ class EngineClient:
     def _dispatch(self, message: FromEngine) -> None:
         if isinstance(message, Outputs):
             self._deliver(message.outputs)
-        elif isinstance(message, TokenOutput):
-            self._deliver([message])
         elif isinstance(message, Refused):
             if generation := self._active.pop(message.request_id, None):
                 generation.on_error(ApiError(400, message.message, None, "refused"))

@@ -5,8 +5,10 @@ launcher, too, which reports an engine that died without a word by sending Fatal
 """
 
 import asyncio
+import contextlib
 import gc
 import os
+import socket
 import sys
 import time
 from types import FrameType
@@ -25,6 +27,7 @@ from server.metrics import Metrics
 from server.problems import ApiError
 from server.service import Service
 from server.settings import Settings
+from server.sse import PIECE
 from tokenizer import Tokenizer, tokenizer_of
 
 FAILED = 1
@@ -39,6 +42,7 @@ class TimedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        limit_unsent(transport.get_extra_info("socket"))
         self._start_timer()
 
     def on_message_begin(self) -> None:
@@ -61,6 +65,14 @@ class TimedProtocol(HttpToolsProtocol):
         if self._header_timer:
             self._header_timer.cancel()
             self._header_timer = None
+
+
+def limit_unsent(connection: socket.socket | None) -> None:
+    """Let the kernel hold little that the client has no room for yet. Otherwise it holds megabytes and asks for more only when a
+    third of them has been read, which for a slow reader takes longer than the time after which it counts as stalled."""
+    if connection is not None and hasattr(socket, "TCP_NOTSENT_LOWAT"):  # Linux, macOS
+        with contextlib.suppress(OSError):  # not a TCP connection
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, PIECE)
 
 
 class FrontendServer(uvicorn.Server):
@@ -183,6 +195,7 @@ def run_frontend(settings: Settings, to_engine_address: str, from_engine_address
         print(f"error: {e}", file=sys.stderr, flush=True)
         os._exit(2)
     code = FAILED
+    gc.collect()  # or freezing would keep what is garbage by now
     gc.freeze()  # the garbage collector never walks over what was imported: every stream would wait for it
     try:
         server.run()

@@ -7,7 +7,7 @@ import asyncio
 import random
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -59,7 +59,6 @@ class Delta:
     finish_reason: str | None
     stop_reason: str | int | None
     prompt_logprobs: list[TokenLogprobs | None] | None
-    completion_tokens: int = 0  # of all choices, up to and with this
 
 
 class Usage:
@@ -73,13 +72,11 @@ class Usage:
     def add(self, prompt: int, output: TokenOutput) -> None:
         self._cached[prompt] = max(self._cached.get(prompt, 0), output.cached_tokens)
 
-    def report(self, completion: int | None = None) -> dict[str, Any]:
-        """completion: tokens of the answer so far, where not all that arrived count."""
-        completion = self.completion if completion is None else completion
+    def report(self) -> dict[str, Any]:
         return {
             "prompt_tokens": self.prompt,
-            "completion_tokens": completion,
-            "total_tokens": self.prompt + completion,
+            "completion_tokens": self.completion,
+            "total_tokens": self.prompt + self.completion,
             "prompt_tokens_details": {"cached_tokens": sum(self._cached.values())},
         }
 
@@ -249,15 +246,11 @@ class Run:
         self._deadline.cancel()
         self._generation.__exit__(kind, error, trace)
 
-    async def next(self) -> list[Delta]:
-        """What is new, perhaps nothing; what arrived together comes together."""
+    async def next(self) -> Iterator[Delta]:
+        """What is new, perhaps nothing; what arrived together comes together. Taken in one by one as the caller iterates, which
+        it must to the end: so the usage counts up to each delta, and one that fails takes none before it along."""
         arrived = await self._generation.next()
-        new = [delta for index, output in arrived if (delta := self._take(index, output)) is not None]
-        if new:
-            self._note["completion_tokens"] = self._usage.completion
-            if "ttft" not in self._note:
-                self._note["ttft"] = round(time.monotonic() - self._started, 4)
-        return new
+        return (delta for index, output in arrived if (delta := self._take(index, output)) is not None)
 
     def _take(self, index: int, output: TokenOutput) -> Delta | None:
         choice, usage = self._choices[index], self._usage
@@ -268,12 +261,37 @@ class Run:
         if (delta := choice.push(output)) is None:
             return None
         usage.completion += len(delta.token_ids)
-        delta.completion_tokens = usage.completion
+        self._note["completion_tokens"] = usage.completion
+        if "ttft" not in self._note:
+            self._note["ttft"] = round(time.monotonic() - self._started, 4)
         if delta.finish_reason:
             self.unfinished -= 1
             self._note["finish"] = delta.finish_reason
             self._generation.stop(index)
         return delta
+
+
+Chunks = list[dict[str, Any]]
+
+
+async def stream(run: Run, chunks_of: Callable[[Delta], Chunks], last: Callable[[], Chunks]) -> AsyncGenerator[Chunks, None]:
+    """The chunks of all deltas, then the last ones. Those of what arrived together come together, and before an exception comes
+    what was made before it."""
+    with run:
+        while run.unfinished:
+            chunks: Chunks = []
+            failure: Exception | None = None
+            try:
+                for delta in await run.next():
+                    chunks += chunks_of(delta)
+            except Exception as e:
+                failure = e
+            if chunks:
+                yield chunks
+            if failure is not None:
+                raise failure
+    if chunks := last():
+        yield chunks
 
 
 def finite(logprob: float) -> float:
@@ -305,7 +323,6 @@ def merge(parts: Sequence[Delta]) -> Delta:
         token_ids=[one for part in parts for one in part.token_ids],
         logprobs=logprobs,
         offsets=[one for part in parts for one in part.offsets],
-        completion_tokens=last.completion_tokens,
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,
         prompt_logprobs=first.prompt_logprobs,

@@ -17,8 +17,8 @@ TAGGED_CALL = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL
 
 
 def for_format(body: GenerationBody) -> str | None:
-    chosen = body.response_format
-    if chosen is None or chosen.type == "text":
+    chosen = body.json_format
+    if chosen is None:
         return None
     schema = chosen.json_schema.schema_ if isinstance(chosen, JsonSchemaResponseFormat) else {"type": "object"}
     return compile_schema(schema, "response_format")

@@ -167,12 +167,17 @@ class GenerationBody(Body):
             raise field_error("prompt_logprobs", "cannot be combined with stream")
         if self.truncate_prompt_tokens == 0:
             raise field_error("truncate_prompt_tokens", "is 0; give at least 1, or -1 for what the context can hold")
-        if self.ignore_eos and self.response_format is not None and self.response_format.type != "text":
+        if self.ignore_eos and self.json_format is not None:
             raise field_error("ignore_eos", "cannot be combined with a JSON response_format, whose end is EOS")
         for key in self.logit_bias or {}:
             if not (key.isascii() and key.isdigit() and len(key) < 10):
                 raise field_error("logit_bias", f"has the key {key[:40]!r}; keys are token ids")
         return self
+
+    @property
+    def json_format(self) -> JsonObjectFormat | JsonSchemaResponseFormat | None:
+        """The format, unless it is plain text."""
+        return None if isinstance(self.response_format, TextFormat) else self.response_format
 
     @property
     def stops(self) -> list[str]:
@@ -329,8 +334,7 @@ class ChatBody(GenerationBody):
             raise field_error("tool_choice", "needs tools")
         if isinstance(choice, NamedToolChoice) and choice.function.name not in names:
             raise field_error("tool_choice", f"names {choice.function.name[:64]!r}, which is not in tools")
-        json_format = self.response_format is not None and self.response_format.type != "text"
-        if json_format and names and choice != "none":
+        if self.json_format is not None and names and choice != "none":
             raise field_error("response_format", "cannot be combined with tools, unless tool_choice is none")
         if self.ignore_eos and self.forced_tools:
             raise field_error("ignore_eos", "cannot be combined with a forced tool call, whose end is EOS")

@@ -32,6 +32,7 @@ def event(value: Any) -> bytes:
 
 
 DONE = b"data: [DONE]\n\n"
+PIECE = 65536  # bytes given to the connection at once; the next ones wait until most of what it holds is read
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -56,7 +57,7 @@ async def _disconnected(receive: Receive) -> None:
 
 class EventStream(Response):
     """Server-sent events from a generator of objects, `[DONE]` always last. It yields lists: what is there at once is an event
-    each, and written at once.
+    each, and written at once, as far as PIECE allows.
 
     The status waits for the first object, so that a request which fails at once gets a plain error response; an error after
     that becomes an event.
@@ -87,20 +88,21 @@ class EventStream(Response):
                 while (data := await _next(self.events)) is not None:
                     await writer.write(data)
                 await writer.write(DONE)
-            await send({"type": "http.response.body", "body": b""})
+                await writer.end()
 
 
 class _Writer:
     """Waits while the client's buffers are full, but not for ever: a reader that has stalled for good must not hold its blocks.
+    One that is slow may take any time for all, as long as each piece goes through in time.
 
-    A context manager around all writes of one task, which raises ClientGone. Its one timer looks now and then whether a write
-    takes too long; a timeout of its own for each write would cost more than the write.
+    A context manager around all writes of one task, which raises ClientGone. Its one timer looks now and then whether a piece
+    takes too long; a timeout of its own for each one would cost more than the write.
     """
 
     def __init__(self, send: Send, timeout: float) -> None:
         self.send, self.timeout = send, timeout
         self._loop = asyncio.get_running_loop()
-        self._since: float | None = None  # when the write began that is under way
+        self._since: float | None = None  # when the piece began that is under way
         self._limit = asyncio.timeout(None)
         self._timer = self._loop.call_later(timeout, self._look)
 
@@ -118,8 +120,14 @@ class _Writer:
             raise ClientGone from e
 
     async def write(self, data: bytes) -> None:
+        for at in range(0, len(data), PIECE):
+            self._since = self._loop.time()
+            await self.send({"type": "http.response.body", "body": data[at : at + PIECE], "more_body": True})
+        self._since = None
+
+    async def end(self) -> None:
         self._since = self._loop.time()
-        await self.send({"type": "http.response.body", "body": data, "more_body": True})
+        await self.send({"type": "http.response.body", "body": b"", "more_body": False})
         self._since = None
 
     def _look(self) -> None:

@@ -8,7 +8,7 @@ from tokenizer import IncrementalDetokenizer, Tokenizer
 
 T = TypeVar("T")
 
-LONG_TEXT = 4096  # characters; above it, tokenization leaves the event loop
+LONG_TEXT = 4096  # characters; above it, tokenization and the like leave the event loop
 
 
 class TextStream:
@@ -99,6 +99,6 @@ def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
     return tokenizer.token_bytes(token_id) if token_id < tokenizer.vocab_size else b""
 
 
-async def off_loop(size: int, work: Callable[[], T]) -> T:
-    """`work()`, in a thread if it is about so long a text that other clients would notice."""
+async def off_loop(size: float, work: Callable[[], T]) -> T:
+    """`work()`, in a thread if it is so much, in characters to tokenize, that other clients would notice."""
     return await asyncio.to_thread(work) if size > LONG_TEXT else work()

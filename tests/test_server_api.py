@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import gc
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -10,17 +12,21 @@ import signal
 import socket
 import threading
 import time
+import weakref
 from collections.abc import AsyncGenerator, Callable, Iterator
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import openai
 import pytest
+import torch
 import zmq
 from prometheus_client import CollectorRegistry, Histogram
 
+from engine import worker
 from engine.protocol import (
     Abort,
     Fatal,
@@ -29,6 +35,7 @@ from engine.protocol import (
     Outputs,
     Ready,
     Refused,
+    RequestParams,
     Shutdown,
     Stats,
     Submit,
@@ -38,12 +45,19 @@ from engine.protocol import (
     encode,
 )
 from errors import UserError
-from server import replies
+from server import frontend, grammar, replies
+from server.completions import work_of
+from server.engine_client import SLICE, EngineClient
 from server.frontend import FrontendServer, make_server, run_frontend
-from server.metrics import TokenHistogram
+from server.generation import Usage
+from server.metrics import Metrics, TokenHistogram
+from server.problems import ApiError
+from server.schemas import CompletionBody
 from server.settings import Settings, load_settings
-from server.sse import EventStream, to_json
+from server.sse import PIECE, ClientGone, EventStream, to_json
+from server.text import LONG_TEXT, TextStream
 from tokenizer import load_tokenizer
+from tp import World
 
 MODEL = Path(__file__).parent.parent / "models" / "tiny-hybrid"
 TOKENIZER = load_tokenizer(MODEL)
@@ -82,7 +96,7 @@ class FakeEngine(threading.Thread):
             for request_id, outputs in [] if self.hold else list(work.items()):
                 time.sleep(self.delay)
                 new = list(islice(outputs, self.together))
-                self.send(new[0] if self.together == 1 else Outputs(new))
+                self.send(Outputs(new))
                 if new[-1].finish_reason:
                     del work[request_id]
         context.destroy(linger=0)
@@ -650,16 +664,18 @@ def test_limits(make_site: Callable[..., Site]) -> None:
 # -------------------------------------------------------------------------------------------- ends of requests and server
 
 
+def raw_request(body: Any) -> bytes:
+    data = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    return head.encode() + data
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_disconnect_aborts(site: Site, stream: bool) -> None:
     site.engine.delay = 0.05
     before = len(site.engine.aborts)
     with socket.create_connection(("127.0.0.1", site.port)) as raw:
-        body = json.dumps({"prompt": "Hi", "max_tokens": 60, "n": 2, "stream": stream}).encode()
-        head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        )
-        raw.sendall(head.encode() + body)
+        raw.sendall(raw_request({"prompt": "Hi", "max_tokens": 60, "n": 2, "stream": stream}))
         wait_for(lambda: site.server.client.active == 2)
         if stream:
             assert raw.recv(10)
@@ -739,17 +755,225 @@ def test_a_reader_that_stalls_is_left(make_site: Callable[..., Site]) -> None:
     with socket.socket() as raw:
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         raw.connect(("127.0.0.1", site.port))
-        data = json.dumps(body).encode()
-        head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
-        )
-        raw.sendall(head.encode() + data)
+        raw.sendall(raw_request(body))
         assert raw.recv(10)
         assert site.server.service.open_requests == 1
         wait_for(lambda: site.server.service.open_requests == 0 and site.server.client.active == 0, 15)
     metrics = site.http.get("/metrics").text
     assert 'path="/v1/completions",status="499"} 1.0' in metrics
     assert site.complete(max_tokens=3)["choices"][0]["text"]
+
+
+def test_a_slow_reader_that_goes_on_gets_all(make_site: Callable[..., Site]) -> None:
+    """Megabytes wait for it, and it takes many times --idle-timeout for them."""
+    timeout = 0.5
+    site = make_site(idle_timeout=timeout)
+    site.engine.reply = lambda submit: [300] * 100
+    site.engine.together = 1000
+    with socket.socket() as raw:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        raw.settimeout(10)
+        raw.connect(("127.0.0.1", site.port))
+        raw.sendall(raw_request({"prompt": "Hi", "max_tokens": 100, "n": 96, "stream": True, "logprobs": 20}))
+        started, size, end = time.monotonic(), 0, b""
+        while not end.endswith(b"0\r\n\r\n"):
+            part = raw.recv(4096)
+            assert part, f"cut off after {size} bytes and {time.monotonic() - started:.1f} s"
+            size, end = size + len(part), (end + part)[-64:]
+            if (ahead := started + size / 1.2e6 - time.monotonic()) > 0.01:  # bytes a second
+                time.sleep(ahead)
+    assert b"data: [DONE]" in end
+    assert size > 4e6 and time.monotonic() - started > 4 * timeout
+
+
+@pytest.mark.parametrize("stalls", [False, True])
+def test_large_events_leave_in_pieces_with_a_time_limit_each(seed: int, stalls: bool) -> None:
+    rng = random.Random(seed)
+    group = [{"n": rng.random(), "text": "x" * rng.randint(0, 2 * PIECE)} for _ in range(8)]
+    written: list[bytes] = []
+
+    async def events() -> AsyncGenerator[list[Any], None]:
+        yield group
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            await asyncio.sleep(3600 if stalls and len(written) == 3 else 0.1)
+            written.append(message["body"])
+
+    async def run() -> None:
+        await EventStream(events(), 0.5)({"type": "http", "state": {"send": send}}, asyncio.Event().wait, send)  # type: ignore[arg-type]
+
+    wanted = b"".join(b"data: " + to_json(one) + b"\n\n" for one in group) + b"data: [DONE]\n\n"
+    if stalls:
+        with pytest.raises(ClientGone):
+            asyncio.run(run())
+        assert b"".join(written) == wanted[: 3 * PIECE], seed
+    else:
+        asyncio.run(run())
+        assert b"".join(written) == wanted, seed
+    assert max(map(len, written)) <= PIECE
+
+
+def lone_client() -> EngineClient:
+    """Without sockets: what it would send is dropped."""
+    client = EngineClient("", "", Metrics("lone"))
+    client._send = lambda message: None  # type: ignore[method-assign]
+    client.ready = ready()
+    return client
+
+
+def test_a_backlog_comes_in_slices_in_order(seed: int) -> None:
+    rng = random.Random(seed)
+    submits = [Submit(f"r{i}", [1], RequestParams(max_tokens=10**6)) for i in range(3)]
+    client = lone_client()
+
+    async def run() -> None:
+        with client.generate(submits) as generation:
+            sent = [(rng.randrange(3), rng.randrange(1000)) for _ in range(rng.randint(3 * SLICE, 5 * SLICE))]
+            client._dispatch(Outputs([TokenOutput(f"r{i}", [token]) for i, token in sent]))
+            generation.on_error(ApiError(503, "behind all of it"))
+            slices, turns = [], 0
+
+            async def other() -> None:
+                nonlocal turns
+                while True:
+                    turns += 1
+                    await asyncio.sleep(0)
+
+            task = asyncio.create_task(other())
+            while sum(map(len, slices)) < len(sent):
+                slices.append([(i, output.token_ids[0]) for i, output in await generation.next()])
+            with pytest.raises(ApiError, match="behind all of it"):
+                await generation.next()
+            task.cancel()
+            assert [one for part in slices for one in part] == sent, seed
+            assert {len(part) for part in slices[:-1]} == {SLICE}, seed
+            assert turns >= len(slices) - 1, seed
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("where", ["push", "report"])
+def test_what_came_before_a_failure_is_sent(
+    site: Site, path: str, where: str, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """A token whose text, or whose chunk, cannot be made ends the stream, but takes no earlier one of its message along."""
+    site.engine.together = 1000
+    good, calls = random.Random(seed).randint(2, 6), 0
+    owner: Any = TextStream if where == "push" else Usage
+    whole = getattr(owner, where)
+
+    def failing(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > good:
+            raise RuntimeError("made to fail")
+        return whole(*args)
+
+    monkeypatch.setattr(owner, where, failing)
+    body = {"prompt": "Hi"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "Hi"}]}
+    options = {"continuous_usage_stats": True}
+    events = site.events(path, {**body, "max_tokens": 20, "return_token_ids": True, "stream_options": options})
+    *chunks, error = events
+    assert error["error"]["type"] == "server_error", seed
+    sent = [one for chunk in chunks for one in chunk["choices"][0].get("token_ids", [])]
+    # a chat's first delta makes two chunks, the role and the text
+    tokens = good - 1 if where == "report" and "chat" in path else good
+    assert sent == TOKENIZER.encode(STORY, add_special_tokens=False)[:tokens], seed
+
+
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "object"}}}
+
+
+@pytest.mark.parametrize(
+    ("body", "inline"),
+    [
+        ({"prompt": "Hi"}, True),
+        ({"prompt": [5] * 2000}, True),
+        ({"prompt": ["Hi"] * 16, "response_format": {"type": "text"}}, True),
+        ({"prompt": "Hi", "allowed_token_ids": [1, 2], "logit_bias": {"3": 1.0}, "stop_token_ids": [4]}, True),
+        ({"prompt": "x" * 5000}, False),
+        ({"prompt": [5] * 5000}, False),
+        ({"prompt": [[5] * 50] * 100}, False),
+        ({"prompt": ["Hi"] * 200}, False),
+        ({"prompt": "Hi", "response_format": {"type": "json_object"}}, False),
+        ({"prompt": "Hi", "response_format": SCHEMA}, False),
+        ({"prompt": "Hi", "allowed_token_ids": [1] * 5000}, False),
+        ({"prompt": ["Hi"] * 16, "allowed_token_ids": [1] * 300}, False),
+        ({"prompt": ["Hi"] * 16, "stop_token_ids": [1] * 300}, False),
+        ({"prompt": ["Hi"] * 16, "logit_bias": {str(i): 1.0 for i in range(300)}}, False),
+    ],
+)
+def test_only_light_preparation_stays_on_the_event_loop(body: dict[str, Any], inline: bool) -> None:
+    work = work_of(CompletionBody(**body))
+    assert (work <= LONG_TEXT) == inline, work
+    assert (work == math.inf) == (body.get("response_format", {}).get("type", "text") != "text")
+
+
+def test_a_schema_that_takes_long_holds_up_nobody(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, release = threading.Event(), threading.Event()
+    compile_schema = grammar.compile_schema
+
+    def slow(schema: dict[str, Any], param: str) -> str:
+        begun.set()
+        assert release.wait(10)
+        return compile_schema(schema, param)
+
+    monkeypatch.setattr(grammar, "compile_schema", slow)
+    answers: list[Any] = []
+    asking = threading.Thread(target=lambda: answers.append(site.complete(response_format=SCHEMA)))
+    asking.start()
+    try:
+        assert begun.wait(5)
+        assert httpx.get(site.url + "/version", timeout=5).status_code == 200
+        assert not answers
+    finally:
+        release.set()
+        asking.join(10)
+    assert answers[0]["choices"][0]["text"]
+
+
+class _Ring:
+    """Garbage that only the collector finds."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+
+def left_garbage() -> weakref.ref[_Ring]:
+    gc.disable()
+    return weakref.ref(_Ring())
+
+
+@pytest.fixture
+def thawed() -> Iterator[None]:
+    yield
+    gc.enable()
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("thawed")
+def test_the_worker_freezes_no_garbage() -> None:
+    link: Any = SimpleNamespace(receive=lambda timeout: [encode(Shutdown())], send=lambda message: None, close=lambda: None)
+    engine: Any = SimpleNamespace(has_work=lambda: False)
+    local: Any = None
+    garbage = left_garbage()
+    worker.serve(engine, World(0, 1, torch.device("cpu"), local), link, ready(), lambda: True)
+    assert garbage() is None and gc.get_freeze_count() > 0
+
+
+@pytest.mark.usefixtures("thawed")
+def test_the_frontend_freezes_no_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Any] = []
+    server = SimpleNamespace(run=lambda: found.append((garbage(), gc.get_freeze_count())), exit_code=0, started=True)
+    monkeypatch.setattr(frontend, "make_server", lambda *args: server)
+    monkeypatch.setattr(frontend, "os", SimpleNamespace(_exit=lambda code: found.append(code)))
+    monkeypatch.setattr(frontend.logs, "configure", lambda *args: None)
+    garbage = left_garbage()
+    run_frontend(Settings(model=str(MODEL)), "", "")
+    (alive, frozen), code = found
+    assert alive is None and frozen > 0 and code == 0
 
 
 def test_the_histogram_of_tokens_is_prometheus_own(seed: int) -> None:
