@@ -11,7 +11,7 @@ PROMPT ?= Once upon a time
 PROFILE ?= profile.json
 ARGS ?=
 
-.PHONY: help setup setup-dev demo serve generate chat bench-offline startup bench-host soak lm-eval test lint accuracy quantization baseline bench-cpu comm-table bench-comm overlap bench-push bench-frontend bench-kernels bench-linear performance sweep latency throughput plot report trace paper-tables trace-overlap plan plan-paper profile-collectives test-plans adapt-demo pretrain-variants bench-training readme train-tiny clean
+.PHONY: help setup setup-dev demo serve generate chat bench-offline startup bench-host soak lm-eval test lint accuracy quantization baseline bench-cpu comm-table bench-comm overlap bench-push bench-frontend bench-kernels bench-linear sanitize performance sweep latency throughput plot report trace paper-tables trace-overlap plan plan-paper profile-collectives test-plans adapt-demo pretrain-variants bench-training readme train-tiny clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -90,6 +90,9 @@ bench-kernels: setup ## norms, RoPE, attention and sampling on one GPU beside Py
 
 bench-linear: setup ## linear layers of few rows on one GPU beside cuBLAS, into out/linear.json: what kernels/linear_configs.json is made of
 	@$(PY) scripts/bench_linear.py --device 0 --part 0/1 --out out/linear.json $(ARGS)
+
+sanitize: setup-dev ## compute-sanitizer's memcheck, of CUDA's toolkit, over the GPU tests of the kernels
+	@compute-sanitizer --tool memcheck --error-exitcode 9 $(PY) -m pytest -x -k "gpu or captured or entry_points or fusion" tests/test_kernels_*.py
 
 performance: setup-dev ## tables and a plot of what GPUs were measured to do, from the raw files in docs/results/gpu-4: make performance ARGS="--raw DIR"
 	@$(PY) scripts/performance.py $(ARGS)
