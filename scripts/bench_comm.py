@@ -6,7 +6,6 @@ Every part is tried by itself: what fails is reported, and the rest goes on. A p
 `--parts quantized` runs the quantized sums' alone; through host memory (NCCL_P2P_DISABLE=1), `--parts "nccl|portable"`.
 """
 
-import faulthandler
 import json
 import random
 import re
@@ -16,7 +15,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -39,11 +37,11 @@ from kernels import all_reduce
 from kernels.all_reduce import Tiling
 from kernels.norm import add_rms_norm
 from kernels.quantized_all_reduce import Rounds, quantized_add_norm, quantized_sum
+from scripts.bench_parts import Parts
 from tp import World, init_world
 
 WIDTH = 8192  # of a residual stream
 PATIENCE = 1 << 25  # polls before a kernel gives up: longer than one rank compiles while another waits, less than a part
-LONGEST_PART = 60  # seconds
 SIZES = [1 << n for n in (12, 14, 15, 16, 17, 18, 19, 20, 21, 22, 24, 26, 27)]
 ONE_SHOT_TILINGS = [Tiling(256, 4), Tiling(512, 8), Tiling(512, 4), Tiling(1024, 16)]
 TWO_SHOT_TILINGS = [Tiling(2048, 8, n) for n in (16, 32, 64, 128)] + [Tiling(4096, 8, n) for n in (8, 16, 24, 32, 64, 128)]
@@ -55,20 +53,15 @@ QUANTIZED_TILINGS = [
 ]
 
 
-class Bench:
+class Bench(Parts):
     """The communicators under test and what is found out about them."""
 
     def __init__(self, world: World, seed: int, seconds: float, parts: str) -> None:
-        """parts: a regular expression; what it does not find in a part's name is left out."""
-        self.world, self.deadline, self.parts = world, time.monotonic() + seconds, re.compile(parts)
+        super().__init__(world, seed, seconds, parts)
         self.nccl = NcclCommunicator()
         self.ours = self._over_symmetric_memory()
         for workspace in self.workspaces():
             workspace.exchange = replace(workspace.exchange, patience=PATIENCE)
-        self.generator = torch.Generator(world.device).manual_seed(seed + world.rank)
-        self.draw = random.Random(seed)  # alike on all ranks
-        self.found: dict[str, Any] = {}
-        self.errors: dict[str, str] = {}
 
     def _over_symmetric_memory(self) -> dict[Kind, SymmetricCommunicator]:
         """None of them where GPUs cannot, or with NCCL_P2P_DISABLE=1 may not, reach each other."""
@@ -96,48 +89,6 @@ class Bench:
         torch.cuda.synchronize()
         for ours in (*self.ours.values(), *self.__dict__.get("quantized", {}).values()):
             ours.check()
-
-    def part(self, name: str, run: Callable[[], Any]) -> None:
-        """Run one part on all ranks, and note what it returns or whichever rank's error comes first."""
-        if not self.parts.search(name):
-            return
-        faulthandler.dump_traceback_later(LONGEST_PART, exit=True)
-        begin, error = time.monotonic(), ""
-        try:
-            result = run()
-            self.check()
-        except Exception as e:
-            result, error = None, f"{type(e).__name__}: {str(e)[:600]}"
-        errors: list[str] = [""] * self.world.world_size
-        dist.all_gather_object(errors, error, group=self.world.control)
-        faulthandler.cancel_dump_traceback_later()
-        failed = next((f"rank {rank}: {text}" for rank, text in enumerate(errors) if text), None)
-        if failed:
-            self.errors[name] = failed
-        else:
-            self.found[name] = result
-        if self.world.rank == 0:
-            print(f"{name}: {time.monotonic() - begin:.1f} s {failed or ''}", file=sys.stderr, flush=True)
-
-    def in_time(self) -> bool:
-        """Whether rank 0 has time left: the same answer on all ranks."""
-        answer = [time.monotonic() < self.deadline]
-        dist.broadcast_object_list(answer, group=self.world.control)
-        return answer[0]
-
-    def random(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        return torch.randn(*shape, generator=self.generator, device=self.world.device).to(dtype)
-
-    def common(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """The same random values on all ranks."""
-        x = self.random(*shape, dtype=dtype)
-        dist.broadcast(x, 0)
-        return x
-
-    def everyones(self, x: Tensor) -> Tensor:
-        parts = [torch.empty_like(x) for _ in range(self.world.world_size)]
-        dist.all_gather(parts, x.contiguous())
-        return torch.stack(parts)
 
     def check_sum(self, what: str, got: Tensor, partial: Tensor, dtype: torch.dtype, x: Tensor | None = None) -> None:
         """Raise AssertionError unless all ranks have the same bits, and at most twice the error of summing in `dtype`."""

@@ -6,11 +6,9 @@ The layers are Llama-70B's output and down projections over 4 ranks, each of a c
 """
 
 import argparse
-import faulthandler
 import json
 import random
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -29,12 +27,12 @@ from kernels import linear_triton
 from kernels.all_reduce import one_shot, one_shot_add_norm, one_shot_bytes
 from kernels.linear import Config, Gemv, Mma, format_config, linear
 from kernels.linear_push import linear_push, push_config, receive, receive_add_norm
+from scripts.bench_parts import Parts
 from tp import World, init_world
 
 WIDTH = 8192  # of a residual stream
 CAPACITY = 256 << 10  # bytes of a message: 16 rows
 PATIENCE = 1 << 26  # polls before a kernel gives up: seconds, in which another rank may compile
-LONGEST_PART = 60  # seconds
 COLUMNS = {"o": 2048, "down": 7168}  # of the weights, by name
 EACH = 10  # weights of each
 ROWS = (1, 2, 4, 8, 16)
@@ -47,66 +45,25 @@ CANDIDATES: dict[int, list[Config]] = {  # by rows, besides `push_config`'s
 AddNorm = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # of (input, weight, residual)
 
 
-class Bench:
+class Bench(Parts):
     """Two workspaces, one that is pushed to and one for what it is compared with, and what is found out."""
 
     def __init__(self, world: World, seed: int, seconds: float) -> None:
-        self.world, self.deadline = world, time.monotonic() + seconds
+        super().__init__(world, seed, seconds)
         self.opened = [open_workspace(one_shot_bytes, CAPACITY, world.device) for _ in range(2)]
         for workspace in self.opened:
             workspace.exchange = replace(workspace.exchange, patience=PATIENCE)
         self.pushed, self.other = (workspace.exchange for workspace in self.opened)
-        self.generator = torch.Generator(world.device).manual_seed(seed + world.rank)
-        self.draw = random.Random(seed)  # alike on all ranks
         self.norm = self.common(WIDTH)
         self.weights = {name: [self.weight(WIDTH, k) for _ in range(EACH)] for name, k in COLUMNS.items()}
-        self.found: dict[str, Any] = {}
-        self.errors: dict[str, str] = {}
 
-    def part(self, name: str, run: Callable[[], Any]) -> None:
-        """Run one part on all ranks, and note what it returns or whichever rank's error comes first."""
-        faulthandler.dump_traceback_later(LONGEST_PART, exit=True)
-        begin, error, result = time.monotonic(), "", None
-        try:
-            result = run()
-            torch.cuda.synchronize()
-            for workspace in self.opened:
-                workspace.check()
-        except Exception as e:
-            error = f"{type(e).__name__}: {str(e)[:600]}"
-        errors: list[str] = [""] * self.world.world_size
-        dist.all_gather_object(errors, error, group=self.world.control)
-        faulthandler.cancel_dump_traceback_later()
-        failed = next((f"rank {rank}: {text}" for rank, text in enumerate(errors) if text), None)
-        if failed:
-            self.errors[name] = failed
-        else:
-            self.found[name] = result
-        if self.world.rank == 0:
-            print(f"{name}: {time.monotonic() - begin:.1f} s {failed or ''}", file=sys.stderr, flush=True)
-
-    def in_time(self) -> bool:
-        """Whether rank 0 has time left: the same answer on all ranks."""
-        answer = [time.monotonic() < self.deadline]
-        dist.broadcast_object_list(answer, group=self.world.control)
-        return answer[0]
-
-    def random(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        return torch.randn(*shape, generator=self.generator, device=self.world.device, dtype=dtype)
+    def check(self) -> None:
+        torch.cuda.synchronize()
+        for workspace in self.opened:
+            workspace.check()
 
     def weight(self, n: int, k: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return self.random(n, k, dtype=dtype).div_(k**0.5)
-
-    def common(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """The same random values on all ranks."""
-        x = self.random(*shape, dtype=dtype)
-        dist.broadcast(x, 0)
-        return x
-
-    def everyones(self, x: Tensor) -> Tensor:
-        parts = [torch.empty_like(x) for _ in range(self.world.world_size)]
-        dist.all_gather(parts, x.contiguous())
-        return torch.stack(parts)
 
     # --- correctness ---------------------------------------------------------------------------------------------------------
 

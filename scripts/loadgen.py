@@ -341,6 +341,12 @@ def offline(args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+def recorded(answer: Answer) -> dict[str, Any]:
+    """For the file: times to the microsecond."""
+    fields = asdict(answer) | {"gaps": [round(gap, 6) for gap in answer.gaps]}
+    return {name: round(value, 6) if isinstance(value, float) else value for name, value in fields.items()}
+
+
 async def offer_all(args: argparse.Namespace, url: str, vocab_size: int) -> list[dict[str, Any]]:
     """Every rate in turn, behind a few requests that warm the server up."""
     rates = []
@@ -356,7 +362,7 @@ async def offer_all(args: argparse.Namespace, url: str, vocab_size: int) -> list
             requests = plan(rate, args.requests, *shape, args.seed, args.seconds)
             answers = await offer(client, requests, f"{rate:g} requests/s", args.drain)
             found = summary(answers, args.ttft_limit, args.itl_limit)
-            rates.append({"rate": rate, "summary": found, "answers": [asdict(a) for a in answers]})
+            rates.append({"rate": rate, "summary": found, "answers": [recorded(a) for a in answers]})
     return rates
 
 

@@ -9,7 +9,6 @@ below 0 % is slower than without overlap. A layer is all-gather + GEMM (m rows; 
 GEMM + reduce-scatter (its k inputs are). Writes gemm-overlap.json, .md and .svg.
 """
 
-import faulthandler
 import json
 import os
 import random
@@ -34,11 +33,11 @@ from comm.table import graph_microseconds
 from errors import UserError
 from kernels import fused_rows
 from kernels.linear import linear
+from scripts.bench_parts import Parts
 from scripts.results import describe, machine
 from tp import World, init_world
 
 NAME = "gemm-overlap"
-LONGEST_PART = 60  # seconds, before a part that hangs ends the process with a traceback
 MOST_ROWS = 64  # of an owner that are compared
 CAPACITY = 8192 * 12288 * 2  # bytes of the longest stream here
 ROWS = tuple(1 << i for i in (10, 12, 13, 11, 9, 8, 7, 6))  # m, the more telling ones first
@@ -98,46 +97,25 @@ class Row:
 Call = Callable[[], Tensor]
 
 
-class Bench:
+class Bench(Parts):
     """The layers' operands, and the ways to compute them."""
 
     def __init__(self, world: World, seed: int, seconds: float) -> None:
-        self.world, self.n, self.rank = world, world.world_size, world.rank
-        self.deadline = time.monotonic() + seconds
+        super().__init__(world, seed, seconds)
+        self.n, self.rank = world.world_size, world.rank
         self.gpu = world.device.type == "cuda"
         self.dtype = torch.bfloat16 if self.gpu else torch.float32
         self.comm = FusedCommunicator(world.comm, world.device, capacity=CAPACITY if self.gpu else 1 << 18)
         self.comm.measure = None
         self.comm.min_rows = 1
-        self.generator = torch.Generator(world.device).manual_seed(seed + world.rank)
-        self.errors: dict[str, str] = {}
 
-    def part(self, name: str, run: Callable[[], Any]) -> Any:
-        """Run one part on all ranks: what it returns, or None after noting whichever rank's error comes first."""
-        faulthandler.dump_traceback_later(LONGEST_PART, exit=True)
-        result, error = None, ""
-        try:
-            result = run()
-            self.comm.check()
-        except Exception as e:
-            error = f"{type(e).__name__}: {str(e)[:600]}"
-        errors: list[str] = [""] * self.n
-        dist.all_gather_object(errors, error, group=self.world.control)
-        faulthandler.cancel_dump_traceback_later()
-        failed = next((f"rank {rank}: {text}" for rank, text in enumerate(errors) if text), None)
+    def check(self) -> None:
+        self.comm.check()
+
+    def tell(self, name: str, seconds: float, failed: str | None) -> None:
+        """Only what went wrong: a bar shows the rest."""
         if failed:
-            self.errors[name] = failed
             note(f"{name}: {failed}")
-        return None if failed else result
-
-    def in_time(self) -> bool:
-        """Whether rank 0 has time left: the same answer on all ranks."""
-        answer = [time.monotonic() < self.deadline]
-        dist.broadcast_object_list(answer, group=self.world.control)
-        return answer[0]
-
-    def random(self, *shape: int) -> Tensor:
-        return torch.randn(*shape, generator=self.generator, device=self.world.device, dtype=self.dtype)
 
     # --- the ways ----------------------------------------------------------------------------------------------------------------
 

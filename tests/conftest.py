@@ -55,3 +55,14 @@ def ranks() -> Iterator[Ranks]:
     started = Ranks(4)
     yield started
     started.close()
+
+
+@pytest.fixture(scope="module")
+def interpreters() -> Iterator[Ranks]:
+    """Ranks whose Triton kernels run in the interpreter."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        started = Ranks(4)
+        yield started
+        started.close()

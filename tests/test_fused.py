@@ -7,7 +7,6 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,17 +27,6 @@ ROOT = Path(__file__).resolve().parents[1]
 EPS = 1e-5
 # of the size of a result: a GEMM's rounding, and the interpreter truncates where it should round to bf16
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 4e-2}
-
-
-@pytest.fixture(scope="module")
-def interpreters() -> Iterator[Ranks]:
-    """Ranks whose Triton kernels run in the interpreter."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        started = Ranks(4)
-        yield started
-        started.close()
 
 
 def fused(world: World, **options: Any) -> Any:

@@ -5,7 +5,6 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,17 +24,6 @@ pytest.importorskip("triton", reason="Triton is not installed; pip install trito
 
 ROOT = Path(__file__).resolve().parents[1]
 BF16, FP16 = torch.bfloat16, torch.float16
-
-
-@pytest.fixture(scope="module")
-def interpreters() -> Iterator[Ranks]:
-    """Ranks whose Triton kernels run in the interpreter."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        started = Ranks(4)
-        yield started
-        started.close()
 
 
 def layer(world: World, seed: int, rows: int, n: int, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

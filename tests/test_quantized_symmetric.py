@@ -6,7 +6,6 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,17 +27,6 @@ ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")
 # the interpreter truncates where it should round to bf16
 EXACT = (torch.float32, torch.float16)
-
-
-@pytest.fixture(scope="module")
-def interpreters() -> Iterator[Ranks]:
-    """Ranks whose Triton kernels run in the interpreter."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        started = Ranks(4)
-        yield started
-        started.close()
 
 
 def values(generator: torch.Generator, world: World, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -6,7 +6,6 @@ import random
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,17 +26,6 @@ KINDS = ("one-shot", "two-shot")
 CPU = torch.device("cpu")
 # the interpreter truncates where it should round to bf16, so there a result may be a whole step off, and a sum of two roundings two
 STEPS = {torch.float32: 8, torch.float16: 1, torch.bfloat16: 2}
-
-
-@pytest.fixture(scope="module")
-def interpreters() -> Iterator[Ranks]:
-    """Ranks whose Triton kernels run in the interpreter."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        started = Ranks(4)
-        yield started
-        started.close()
 
 
 def partials(world: World, generator: torch.Generator, *shape: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
