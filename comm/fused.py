@@ -334,8 +334,8 @@ class FusedCommunicator(Communicator):
         measure: Callable[["FusedCommunicator", Pair, Tensor, Tensor], PairTimes] | None = None,
     ) -> None:
         """Collective. capacity: bytes of a residual stream, a multiple of 256; longer ones are `inner`'s. compare: whether what is
-        faster unfused stays so. rebuild: forget what was measured before. measure: times of a pair of layers (see `measured_pair`, which None takes on a GPU; on a CPU
-        nothing is measured then).
+        faster unfused stays so. rebuild: forget what was measured before. measure: times of a pair of layers (see
+        `measured_pair`, which None takes on a GPU; on a CPU nothing is measured then).
         Raises UserError on every rank if the GPUs of `group` cannot reach each other."""
         self.inner, self.group, self.compare = inner, group, compare
         self.rank, self.world_size = inner.rank, inner.world_size
@@ -350,10 +350,6 @@ class FusedCommunicator(Communicator):
         self.unfused: set[StreamKey] = set()
         self.decided: set[str] = set()  # pairs, by `Pair.key`
         self.met: dict[str, _Met] = {}  # pairs to decide about
-
-    @property
-    def waited(self) -> float | None:  # type: ignore[override]
-        return self.inner.waited
 
     @property
     def whole(self) -> Communicator:
