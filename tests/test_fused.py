@@ -98,6 +98,7 @@ def wrong_pairs(world: World, scatter: Any, gather: Any, rows: int, seed: int) -
             [d for d in TOLERANCE if not tiled or d != torch.bfloat16]
         )  # whose bits the interpreter's dot takes
         k, c, m = (draw.randrange(1, 9) * (8 if tiled else 1) for _ in range(3))
+        c += 8  # the norm of a few values magnifies the rounding of a row that is nearly zero
         layers = Layers(world, seed + number, dtype, k, c, m)
         x = whole = layers.random(b, t, len(layers.scale))
         exact = whole.double()
