@@ -16,8 +16,10 @@ from comm.interface import Communicator, Handle, Product
 from comm.process_group import GlooCommunicator, NcclCommunicator
 from comm.quantize import WIDTHS, Scheme, parse_scheme, relative_error
 from comm.quantized_symmetric import quantized_symmetric
-from comm.symmetric import CAPACITY, KINDS, SymmetricCommunicator
+from comm.relay import RelayCommunicator
+from comm.symmetric import CAPACITY, KINDS, Kind, SymmetricCommunicator
 from comm.table import SIZES, Table, Times, _from_first, agreed, graph_microseconds
+from comm.workspace import Memory, memory_between
 from errors import UserError
 
 # Sizes that each way is measured at. Beyond them it would take NCCL, or leave most of its ranks' slices empty.
@@ -31,7 +33,7 @@ SERVED: dict[str, tuple[int, ...]] = {
 
 class AutoCommunicator(Communicator):
     """Each sum by the way that the table says is fastest for its size, which all ranks read alike. The table knows blocking sums
-    only; those beside computation are exact."""
+    only. Those beside computation are exact, and none is relayed: each of a relay's kernels would wait for SMs that a GEMM has."""
 
     name = "auto"
 
@@ -41,15 +43,18 @@ class AutoCommunicator(Communicator):
         self.rank, self.world_size = ways["nccl"].rank, ways["nccl"].world_size
         self._chosen: dict[tuple[int, bool], Communicator] = {}
 
-    def way(self, size: int, exact: bool = False) -> Communicator:
-        """For a message of `size` bytes."""
-        if (size, exact) not in self._chosen:
-            names = [name for name in self.ways if not (exact and name in WIDTHS)]
-            self._chosen[size, exact] = self.ways[self.table.choose(size, names)]
-        return self._chosen[size, exact]
+    def way(self, size: int, beside: bool = False) -> Communicator:
+        """For a message of `size` bytes, blocking or beside computation."""
+        if (size, beside) not in self._chosen:
+            names = [name for name in self.ways if not (beside and self._blocking_only(name))]
+            self._chosen[size, beside] = self.ways[self.table.choose(size, names)]
+        return self._chosen[size, beside]
+
+    def _blocking_only(self, name: str) -> bool:
+        return name in WIDTHS or isinstance(self.ways[name], RelayCommunicator)
 
     def start(self, partial: Tensor) -> Handle:
-        return self.way(partial.nbytes, exact=True).start(partial)
+        return self.way(partial.nbytes, beside=True).start(partial)
 
     def defer(self, partial: Tensor | Product) -> Handle:
         return self.way(partial.nbytes).defer(partial)
@@ -68,8 +73,8 @@ class AutoCommunicator(Communicator):
 def auto(
     device: torch.device, error_budget: float = 0.0, group: dist.ProcessGroup | None = None, rebuild: bool = False
 ) -> Communicator:
-    """What sums fastest on `device`: gloo on CPU; nccl between GPUs that do not reach each other; else the fastest by message
-    size, fused with GEMMs where that is faster still. Collective.
+    """What sums fastest on `device`: gloo on CPU; nccl between hosts; else the fastest by message size and, between GPUs that reach
+    each other, fused with GEMMs where that is faster still. Collective.
 
     error_budget: the relative error (see `relative_error`) up to which quantized sums may be taken. rebuild: measure anew even if
     there is a table."""
@@ -77,13 +82,15 @@ def auto(
         return GlooCommunicator(group)
     try:
         by_size = by_message_size(device, error_budget, group, rebuild)
-        chosen = FusedCommunicator(by_size, device, group, rebuild=rebuild)
-        chosen.name = by_size.name
     except UserError as error:
         if dist.get_rank(group) == 0:
             budget = ", whatever the error budget" if error_budget else ""
             print(f"{error}: auto takes nccl{budget}", file=sys.stderr, flush=True)
         return NcclCommunicator(group)
+    if memory_between(device, group) == "host":
+        return by_size
+    chosen = FusedCommunicator(by_size, device, group, rebuild=rebuild)
+    chosen.name = by_size.name
     return chosen
 
 
@@ -96,13 +103,24 @@ def fused(device: torch.device, group: dist.ProcessGroup | None = None) -> Commu
 def by_message_size(
     device: torch.device, error_budget: float, group: dist.ProcessGroup | None = None, rebuild: bool = False
 ) -> AutoCommunicator:
-    """Every way within the budget, and the table that chooses. Collective. Raises UserError as `fused` does."""
+    """Every way within the budget, and the table that chooses. Collective. Raises UserError as `open_workspace` does."""
+    memory = memory_between(device, group)
     ways: dict[str, Communicator] = {"nccl": NcclCommunicator(group)}
-    ways |= {kind: SymmetricCommunicator(kind, device, group) for kind in KINDS}
+    ways |= {kind: over_shared_memory(kind, device, group, memory) for kind in KINDS}
     ways |= {scheme.name: quantized_symmetric(scheme, device, group) for scheme in schemes_within(error_budget, group)}
-    key = machine(device, dist.get_world_size(group), torch.bfloat16) | {"ways": " ".join(ways)}
+    key = machine(device, dist.get_world_size(group), torch.bfloat16) | {"ways": " ".join(ways), "memory": memory}
     served = {name: SERVED[name] for name in ways}
     return AutoCommunicator(ways, agreed(key, served, lambda: measured(ways, device, torch.bfloat16, group), group, rebuild))
+
+
+def over_shared_memory(
+    kind: Kind, device: torch.device, group: dist.ProcessGroup | None = None, memory: Memory | None = None
+) -> Communicator:
+    """Sums of a kind in the memory that ranks of one host have in common. Collective. Raises UserError as `open_workspace` does."""
+    memory = memory or memory_between(device, group)
+    if kind == "two-shot" and memory == "host":
+        return RelayCommunicator(None, device, group)
+    return SymmetricCommunicator(kind, device, group, memory)
 
 
 def schemes_within(error_budget: float, group: dist.ProcessGroup | None = None) -> list[Scheme]:
@@ -114,7 +132,15 @@ def schemes_within(error_budget: float, group: dist.ProcessGroup | None = None) 
     return [parse_scheme(name) for name in _from_first(names, group)]
 
 
-CODE = ("kernels/*all_reduce.py", "kernels/quantize.py", "comm/*symmetric.py", "comm/workspace.py", "comm/table.py")
+CODE = (
+    "kernels/*all_reduce.py",
+    "kernels/quantize.py",
+    "comm/*symmetric.py",
+    "comm/two_step.py",
+    "comm/relay.py",
+    "comm/workspace.py",
+    "comm/table.py",
+)
 
 
 def machine(device: torch.device, world_size: int, dtype: torch.dtype) -> dict[str, str]:

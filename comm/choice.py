@@ -49,15 +49,15 @@ class Choice:
             return GlooCommunicator()
         if self.name == "nccl":
             return NcclCommunicator()
-        from comm.auto import auto, fused  # these need Triton, which a machine without a GPU may lack
-        from comm.symmetric import KINDS, SymmetricCommunicator
+        from comm.auto import auto, fused, over_shared_memory  # these need Triton, which a machine without a GPU may lack
+        from comm.symmetric import KINDS
 
         here = torch.device("cuda", torch.cuda.current_device())
         if self.name == "auto":
             return auto(here, self.error_budget)
         if self.name == "fused":
             return fused(here)
-        return SymmetricCommunicator(next(kind for kind in KINDS if kind == self.name), here)
+        return over_shared_memory(next(kind for kind in KINDS if kind == self.name), here)
 
     def _quantized(self) -> Communicator:
         scheme = parse_scheme(self.name)

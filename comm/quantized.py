@@ -1,12 +1,5 @@
-"""Quantized two-step all-reduce (Li et al., "Flash Communication", arXiv:2412.04964, Algorithm 1) over a process group.
-
-The message of M values is cut into chunks, and each chunk into N slices of whole groups, one a rank:
-
-    quantize -> all-to-all -> dequantize, sum my slice in fp32 -> quantize -> all-gather -> dequantize
-
-Every rank dequantizes the same gathered bytes, so all of them get bitwise the same sum. All chunks are sent before the first
-one is summed, so one chunk's arithmetic runs while the next one's bytes travel.
-"""
+"""Quantized two-step all-reduce (Li et al., "Flash Communication", arXiv:2412.04964, Algorithm 1) over a process group: the two
+steps of `comm/two_step.py`, with records of quantized groups."""
 
 import threading
 import time
@@ -20,61 +13,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from comm.interface import Beside, Done, Handle
-from comm.process_group import _all_gather, _ProcessGroupCommunicator
-from comm.quantize import Scheme, dequantize_sum, quantize, rotate
+from comm.process_group import _ProcessGroupCommunicator
+from comm.quantize import Scheme
+from comm.two_step import ProcessGroupTransport, quantized, two_steps
 
 CHUNK = 1 << 20  # values of a chunk, at most
+NCCL_CHUNK = 1 << 24  # each collective of NCCL's costs tens of µs, through host memory hundreds
 
 
 def two_step_sum(partial: Tensor, scheme: Scheme, group: dist.ProcessGroup | None, chunk: int = CHUNK) -> Tensor:
     """The sum of all ranks' `partial` (any shape, floating point), same shape and dtype. Collective; it waits for the ranks:
     the host under gloo, the current stream under NCCL."""
-    world_size, size = dist.get_world_size(group), scheme.group_of(partial)
-    slices = size * world_size
-    chunks = partial.flatten().split(max(1, chunk // slices) * slices)
-    exchanges = [_exchange(_to_groups(part, size, world_size, scheme), scheme, group) for part in chunks]
-    gathers = [_gather(exchange(), scheme, group) for exchange in exchanges]
-    totals = [_from_groups(gather(), scheme)[: len(part)] for gather, part in zip(gathers, chunks, strict=True)]
-    return torch.cat(totals).to(partial.dtype).view(partial.shape)
-
-
-def _exchange(groups: Tensor, scheme: Scheme, group: dist.ProcessGroup | None) -> Callable[[], Tensor]:
-    """Send each rank its slice of `groups` (G, size); the call that is returned gives the sum of mine, (G / N, size) fp32."""
-    sent = quantize(groups, scheme.reduce)
-    received = torch.empty_like(sent)
-    work = dist.all_to_all_single(received, sent, group=group, async_op=True)
-
-    def wait() -> Tensor:
-        work.wait()
-        return dequantize_sum(received.unflatten(0, (dist.get_world_size(group), -1)), scheme.reduce)
-
-    return wait
-
-
-def _gather(total: Tensor, scheme: Scheme, group: dist.ProcessGroup | None) -> Callable[[], Tensor]:
-    """Send my slice's sum to all ranks; the call that is returned gives everyone's, (G, size) fp32."""
-    sent = quantize(total, scheme.gather)
-    received = sent.new_empty(dist.get_world_size(group) * sent.shape[0], sent.shape[1])
-    work = _all_gather(received, sent, group=group, async_op=True)
-
-    def wait() -> Tensor:
-        work.wait()
-        return dequantize_sum(received[None], scheme.gather)
-
-    return wait
-
-
-def _to_groups(flat: Tensor, size: int, world_size: int, scheme: Scheme) -> Tensor:
-    """(M,) to (G, size), G a multiple of the world size. The last value fills up: it widens no group's range."""
-    missing = -len(flat) % (size * world_size)
-    if missing:
-        flat = torch.cat((flat, flat[-1:].expand(missing)))
-    groups = flat.view(-1, size)
-    return rotate(groups.float()) if scheme.hadamard else groups
-
-
-def _from_groups(groups: Tensor, scheme: Scheme) -> Tensor:
-    return (rotate(groups) if scheme.hadamard else groups).flatten()
+    return two_steps(partial, quantized(scheme, partial), ProcessGroupTransport(group), chunk)
 
 
 class QuantizedCommunicator(_ProcessGroupCommunicator):
@@ -163,7 +113,7 @@ class QuantizedNcclCommunicator(QuantizedCommunicator):
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             partial.record_stream(self.stream)
-            total = two_step_sum(partial, self.scheme, self.sums)
+            total = two_step_sum(partial, self.scheme, self.sums, NCCL_CHUNK)
             return _StreamSum(self.stream.record_event(), total)
 
 

@@ -12,8 +12,9 @@ from torch import Tensor
 from comm.interface import Communicator
 from comm.quantize import Scheme
 from comm.quantized import QuantizedGlooCommunicator, QuantizedNcclCommunicator
+from comm.relay import RelayCommunicator
 from comm.symmetric import Kind, Lane, SymmetricCommunicator
-from comm.workspace import open_workspace
+from comm.workspace import memory_between, open_workspace
 from errors import UserError
 from kernels.all_reduce import MAX_PROGRAMS
 from kernels.norm import add_rms_norm
@@ -74,7 +75,7 @@ class QuantizedSymmetricCommunicator(SymmetricCommunicator):
         self.scheme = scheme
         # not programmatic beside: what it would overlap with lies on another stream
         lanes = QuantizedLane(KIND, here, sum, True, wire, norm), QuantizedLane(KIND, there, beside, False, wire, norm)
-        self._set_up(scheme.name, lanes, device, group)
+        self._set_up(scheme.name, lanes, device, group, "peer")
 
 
 def shares_of_gpu(processors: int) -> tuple[Rounds, Rounds, Rounds]:
@@ -99,13 +100,15 @@ def _fewest_processors(device: torch.device, group: dist.ProcessGroup | None) ->
 
 
 def quantized_symmetric(scheme: Scheme, device: torch.device, group: dist.ProcessGroup | None = None) -> Communicator:
-    """The fastest communicator for the scheme: over symmetric memory where the GPUs of `group` (None: all ranks) reach each other
-    and a kernel serves the scheme, else over the process group. Collective."""
+    """The fastest communicator for the scheme, for the ranks of `group` (None: all): over symmetric memory where the GPUs reach each
+    other and a kernel serves the scheme; through host memory where they do not; else over the process group. Collective."""
     if device.type != "cuda":
         return QuantizedGlooCommunicator(scheme, group)
-    if wire_of(scheme) is not None:
-        try:
+    try:
+        if memory_between(device, group) == "host":
+            return RelayCommunicator(scheme, device, group)
+        if wire_of(scheme) is not None:
             return QuantizedSymmetricCommunicator(scheme, device, group)
-        except UserError:  # on every rank
-            pass
+    except UserError:  # on every rank
+        pass
     return QuantizedNcclCommunicator(scheme, group)

@@ -1,4 +1,5 @@
-"""Sums over memory that all ranks address (`comm/workspace.py`), by the kernels of `kernels/all_reduce.py`.
+"""Sums over memory that all ranks address (`comm/workspace.py`), the GPUs' own or the host's, by the kernels of
+`kernels/all_reduce.py`.
 
 `start` sums on a stream of its own, beside what the caller computes; `defer` sums on the caller's stream once it is asked for, and
 then together with the residual addition and the norm that follow. The two have buffers of their own, for they may overlap. Where a few
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from comm.interface import Beside, Done, Handle, Product, computed
 from comm.process_group import GlooCommunicator, NcclCommunicator, _ProcessGroupCommunicator
-from comm.workspace import Workspace, open_workspace
+from comm.workspace import Memory, Workspace, memory_between, open_workspace
 from kernels import all_reduce, linear_push
 from kernels.all_reduce import Tiling
 from kernels.dispatch import on_gpu
@@ -121,27 +122,34 @@ class _OtherStream(Beside):
 
 
 class SymmetricCommunicator(_ProcessGroupCommunicator):
-    """Ranks of one host whose GPUs reach each other; CPU ranks in Triton's interpreter, for tests.
+    """Ranks of one host; CPU ranks in Triton's interpreter, for tests.
 
     Messages longer than a workspace holds are NCCL's: from there on it is faster, too.
 
     All its launches may be captured in CUDA graphs, and replayed any number of times beside others that are not.
     """
 
-    def __init__(self, kind: Kind, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
-        """Collective. Raises UserError on every rank if the GPUs of `group` (None: all ranks) cannot reach each other."""
+    def __init__(
+        self, kind: Kind, device: torch.device, group: dist.ProcessGroup | None = None, memory: Memory | None = None
+    ) -> None:
+        """Collective. memory: see `open_workspace`, whose UserError this raises for the ranks of `group` (None: all)."""
+        assert kind == "one-shot" or memory != "host", "over host memory two-shot sums are the relay's"
         size_of = all_reduce.one_shot_bytes if kind == "one-shot" else all_reduce.two_shot_bytes
-        here, beside = (open_workspace(size_of, capacity[kind], device, group) for capacity in (CAPACITY, BESIDE_CAPACITY))
+        memory = memory or ("peer" if kind == "two-shot" else memory_between(device, group))
+        capacities = CAPACITY[kind], BESIDE_CAPACITY[kind]
+        here, beside = (open_workspace(size_of, capacity, device, group, memory) for capacity in capacities)
         # not programmatic beside: what it would overlap with lies on another stream
         lanes = Lane(kind, here, BLOCKING[kind], pdl=True), Lane(kind, beside, BESIDE[kind], pdl=False)
-        self._set_up(kind, lanes, device, group)
+        self._set_up(kind, lanes, device, group, memory)
 
-    def _set_up(self, name: str, lanes: tuple[Lane, Lane], device: torch.device, group: dist.ProcessGroup | None) -> None:
+    def _set_up(
+        self, name: str, lanes: tuple[Lane, Lane], device: torch.device, group: dist.ProcessGroup | None, memory: Memory
+    ) -> None:
         """What all sums over symmetric memory have besides their two lanes, for sums here and beside."""
         _ProcessGroupCommunicator.__init__(self, group)
-        self.name, (self.here, self.beside) = name, lanes
+        self.name, (self.here, self.beside), self.memory = name, lanes, memory
         self.long = NcclCommunicator(group) if device.type == "cuda" else GlooCommunicator(group)
-        self.gathers = open_workspace(all_reduce.one_shot_bytes, GATHER_CAPACITY, device, group)
+        self.gathers = open_workspace(all_reduce.one_shot_bytes, GATHER_CAPACITY, device, group, memory)
         self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         if self.stream is None:
             self.waited = 0.0

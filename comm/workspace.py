@@ -1,7 +1,7 @@
 """Memory that every rank of a group can address: the buffers through which the kernels of `kernels/all_reduce.py` meet.
 
-On GPUs of one host it is PyTorch's symmetric memory, reached over NVLink or PCIe peer to peer. On CPU, where the kernels run in
-Triton's interpreter, it is a file that all ranks map. NVLink multicast is not used.
+On GPUs that reach each other it is PyTorch's symmetric memory, over NVLink or PCIe. On others of one host it is page-locked host
+memory, a file that all ranks map. So it is on CPU, where the kernels run in Triton's interpreter. NVLink multicast is not used.
 """
 
 import math
@@ -9,10 +9,11 @@ import mmap
 import os
 import socket
 import tempfile
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,10 @@ from torch import Tensor
 
 from errors import UserError
 from kernels.all_reduce import MAX_PROGRAMS, Exchange
+
+Memory = Literal[
+    "peer", "host"
+]  # what lies where: all of a rank's buffer in its own memory; what others send to it in the host's
 
 
 @dataclass
@@ -62,11 +67,32 @@ def open_shared(size: int, device: torch.device, group: dist.ProcessGroup | None
         shared = SharedBuffer(tuple(addresses), views, (buffer, handle))
         torch.cuda.synchronize(device)  # zeroed, before any rank writes there
     else:
-        addresses, whole = _map_file(size, group)
-        views = tuple(whole[a - addresses[0] : a - addresses[0] + size] for a in addresses)
-        shared = SharedBuffer(tuple(addresses), views, whole)
+        shared = _views_of_file(size, group)
     dist.barrier(group)
     return shared
+
+
+def open_host(size: int, device: torch.device, group: dist.ProcessGroup | None = None) -> SharedBuffer:
+    """`size` zeroed bytes of every rank in the host's memory, which all GPUs of the host address and copy engines reach. Collective,
+    and not during graph capture.
+
+    Raises UserError on every rank if they are on several hosts, or if the host has not enough memory to share and to lock.
+    """
+    group = group or dist.group.WORLD
+    assert group is not None
+    if device.type == "cuda" and _several_hosts(group):
+        raise UserError(f"these GPUs have no memory that all of them can address: {_SEVERAL_HOSTS}; use --comm nccl")
+    shared = _views_of_file(size, group)
+    if device.type == "cuda":
+        _lock_pages(shared.owner, group)
+    dist.barrier(group)
+    return shared
+
+
+def _views_of_file(size: int, group: dist.ProcessGroup) -> SharedBuffer:
+    addresses, whole = _map_file(size, group)
+    views = tuple(whole[a - addresses[0] : a - addresses[0] + size] for a in addresses)
+    return SharedBuffer(tuple(addresses), views, whole)
 
 
 def _view_of_peer(handle: Any, rank: int, address: int, size: int) -> Tensor:
@@ -82,16 +108,18 @@ def open_workspace(
     capacity: int,
     device: torch.device,
     group: dist.ProcessGroup | None = None,
+    memory: Memory | None = None,
 ) -> Workspace:
     """A workspace for messages of up to `capacity` bytes (a multiple of 64). Collective, and not during graph capture.
 
-    size_of: (world_size, capacity) to the buffer's bytes, `one_shot_bytes` or `two_shot_bytes`.
-    Raises UserError on every rank if the group's GPUs cannot reach each other.
+    size_of: (world_size, capacity) to the buffer's bytes, `one_shot_bytes` or `two_shot_bytes`. memory: None for the GPUs' own
+    where they reach each other, else the host's, which serves one-shot kernels only.
+    Raises UserError on every rank if the ranks are on several hosts, or if the host has not enough memory to share.
     """
     group = group or dist.group.WORLD
     assert group is not None
     rank, size = dist.get_rank(group), size_of(dist.get_world_size(group), capacity)
-    addresses, owner = _map_gpus(size, device, group) if device.type == "cuda" else _map_file(size, group)
+    addresses, owner, inbox = _map(size, device, group, memory or memory_between(device, group))
     exchange = Exchange(
         rank=rank,
         peers=(*addresses[rank + 1 :], *addresses[: rank + 1]),
@@ -99,6 +127,7 @@ def open_workspace(
         squares=torch.zeros(2, MAX_PROGRAMS, dtype=torch.int64, device=device),
         fault=torch.zeros(1, dtype=torch.int32, device=device),
         capacity=capacity,
+        inbox=inbox,
     )
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # zeroed, before any rank writes there
@@ -106,22 +135,52 @@ def open_workspace(
     return Workspace(exchange, owner)
 
 
+def memory_between(device: torch.device, group: dist.ProcessGroup | None = None) -> Memory:
+    """Where ranks of one host meet: in host memory if their GPUs do not reach each other. Collective."""
+    return "peer" if device.type == "cpu" or not _obstacles(device, group) else "host"
+
+
+def _map(size: int, device: torch.device, group: dist.ProcessGroup, memory: Memory) -> tuple[list[int], Any, int | None]:
+    """Every rank's buffer of `size` zeroed bytes as this rank addresses it, what keeps them, and where others send to if that is not
+    this rank's own."""
+    if memory == "host":
+        host, mine, rank = (
+            open_host(size, device, group),
+            torch.zeros(size, dtype=torch.uint8, device=device),
+            dist.get_rank(group),
+        )
+        addresses = [*host.addresses]
+        addresses[rank] = mine.data_ptr()
+        return addresses, (host, mine), host.addresses[rank]
+    return *(_map_gpus(size, device, group) if device.type == "cuda" else _map_file(size, group)), None
+
+
 def check_reachable(device: torch.device, group: dist.ProcessGroup | None = None) -> None:
-    """Raise UserError on every rank unless each GPU of the group can address every other, and may: NCCL_P2P_DISABLE=1 forbids it to
-    all of us, and ranks with different NCCL_HOSTIDs are on different hosts. Collective."""
-    mine = (os.environ.get("NCCL_HOSTID", socket.gethostname()), _boot_id(), device.index)
-    places = _gather_objects(mine, group)
-    reasons = {"they are on several hosts"} if len({place[:2] for place in places}) > 1 else set()
+    """Raise UserError on every rank unless each GPU of the group can address every other, and may. Collective."""
+    if obstacles := _obstacles(device, group):
+        raise UserError(f"these GPUs cannot address each other's memory: {min(obstacles)}; use --comm nccl")
+
+
+_SEVERAL_HOSTS = "they are on several hosts"
+
+
+def _several_hosts(group: dist.ProcessGroup | None) -> bool:
+    """Ranks with different NCCL_HOSTIDs count as on different hosts, as they do for NCCL. Collective."""
+    mine = os.environ.get("NCCL_HOSTID", socket.gethostname()), _boot_id()
+    return len(set(_gather_objects(mine, group))) > 1
+
+
+def _obstacles(device: torch.device, group: dist.ProcessGroup | None) -> set[str]:
+    """Why GPUs of the group cannot address each other's memory, or may not: NCCL_P2P_DISABLE=1 forbids it to all of us. The same on
+    every rank. Collective."""
+    found = {_SEVERAL_HOSTS} if _several_hosts(group) else set()
     if any(_gather_objects(os.environ.get("NCCL_P2P_DISABLE") == "1", group)):
-        reasons.add("NCCL_P2P_DISABLE=1 forbids it")
-    if not reasons:
-        unreachable = [index for *_, index in places if not _reaches(device, index)]
-        everyones = _gather_objects(unreachable, group)
-        reasons = {
-            f"GPU {place[2]} does not reach GPU {i}" for place, some in zip(places, everyones, strict=True) for i in some
-        }
-    if reasons:
-        raise UserError(f"these GPUs cannot address each other's memory: {min(reasons)}; use --comm nccl")
+        found.add("NCCL_P2P_DISABLE=1 forbids it")
+    if not found:
+        indices = _gather_objects(device.index, group)
+        everyones = _gather_objects([i for i in indices if not _reaches(device, i)], group)
+        found = {f"GPU {mine} does not reach GPU {i}" for mine, some in zip(indices, everyones, strict=True) for i in some}
+    return found
 
 
 def _reaches(device: torch.device, index: int) -> bool:
@@ -165,17 +224,14 @@ def _map_gpus(size: int, device: torch.device, group: dist.ProcessGroup) -> tupl
     return [base + offset for base, offset in zip(handle.buffer_ptrs, offsets, strict=True)], (buffer, handle)
 
 
-def _map_file(size: int, group: dist.ProcessGroup) -> tuple[list[int], Any]:
-    """The same for CPU ranks of one host: one file that all of them map, a part for each rank."""
+def _map_file(size: int, group: dist.ProcessGroup) -> tuple[list[int], Tensor]:
+    """The same in host memory, for ranks of one host: one file that all of them map, a part for each rank."""
     size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    name = ""
-    if rank == 0:
-        folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-        descriptor, name = tempfile.mkstemp(prefix="rung-", dir=folder)
-        os.ftruncate(descriptor, size * world_size)
-        os.close(descriptor)
-    name = _gather_objects(name, group)[0]
+    name, problem = _shared_file(size * world_size) if rank == 0 else ("", "")
+    name, problem = _gather_objects((name, problem), group)[0]
+    if problem:
+        raise UserError(problem)
     with open(name, "r+b") as file:
         mapped = mmap.mmap(file.fileno(), size * world_size)
     dist.barrier(group)
@@ -183,3 +239,36 @@ def _map_file(size: int, group: dist.ProcessGroup) -> tuple[list[int], Any]:
         os.unlink(name)  # the memory lives as long as someone maps it
     whole = torch.frombuffer(mapped, dtype=torch.uint8)
     return [whole.data_ptr() + i * size for i in range(world_size)], whole
+
+
+def _shared_file(size: int) -> tuple[str, str]:
+    """(name of a file of `size` zeroed bytes, ""), or ("", why there is none). Its pages are reserved: to touch one that is not there
+    would kill the process."""
+    folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
+    descriptor, name = tempfile.mkstemp(prefix="rung-", dir=folder)
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError as error:
+        os.unlink(name)
+        return (
+            "",
+            f"{folder} has no {size >> 20} MiB to share ({error.strerror}); give it more (docker run --shm-size), or use --comm nccl",
+        )
+    finally:
+        os.close(descriptor)
+    return name, ""
+
+
+def _lock_pages(mapped: Tensor, group: dist.ProcessGroup) -> None:
+    """Let GPUs address host memory, at the addresses that the process has. Raises UserError on every rank if it cannot be locked."""
+    error = torch.cuda.cudart().cudaHostRegister(mapped.data_ptr(), mapped.nbytes, _PORTABLE | _MAPPED)
+    problems = _gather_objects("" if int(error) == 0 else str(error), group)
+    if problem := next(filter(None, problems), ""):
+        raise UserError(
+            f"{mapped.nbytes >> 20} MiB of host memory cannot be locked ({problem}); see ulimit -l, or use --comm nccl"
+        )
+    unlock = weakref.finalize(mapped, torch.cuda.cudart().cudaHostUnregister, mapped.data_ptr())
+    unlock.atexit = False  # the driver does it then
+
+
+_PORTABLE, _MAPPED = 1, 2  # of cudaHostRegister

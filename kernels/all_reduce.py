@@ -1,4 +1,4 @@
-"""Triton kernels that sum over GPUs through memory all of them can address: stores over NVLink, no multicast.
+"""Triton kernels that sum over GPUs through memory all of them can address: stores over NVLink or PCIe, no multicast.
 
 One-shot (`one_shot_*`): every rank pushes its whole message to every rank, which sums all of them. As in NCCL's LL protocol, each
 8-byte word carries 4 bytes of the message and a 4-byte flag of this launch, so a word announces its own arrival and the sum costs
@@ -11,6 +11,10 @@ launch e has completed launch e - 1, for which every other rank had completed la
 So all ranks must make the same launches on a workspace in the same order, on one stream at a time.
 
 The sum of a value is taken in fp32 in rank order and rounded once: every rank gets the same bits.
+
+Where GPUs do not reach each other, one-shot sums take host memory that both address for what a rank sends to another one
+(`Exchange.inbox`), and the rank's own for what it keeps. Two-shot sums do not: a program's flag would need a fence behind its stores,
+which took 5 µs over PCIe on an H200, one program after the other.
 """
 
 from dataclasses import dataclass
@@ -35,6 +39,8 @@ class Exchange:
     """What the kernels know of a workspace.
 
     peers: addresses of the ranks' buffers, the next rank's first and this rank's own last; zeroed before the first launch.
+    inbox: where what other ranks send to this one arrives, if that is not its own buffer: another one, in host memory. For one-shot
+    sums only.
     epochs (MAX_PROGRAMS,) int64: launches so far, as each program counts them. squares (2, MAX_PROGRAMS) int64: what the
     programs of a row tell each other. fault (1,) int32: not 0 once a program has given up waiting for `patience` polls.
     capacity: bytes of a message, at most.
@@ -47,6 +53,7 @@ class Exchange:
     fault: Tensor
     capacity: int
     patience: int = PATIENCE
+    inbox: int | None = None
 
     @property
     def world_size(self) -> int:
@@ -108,6 +115,16 @@ def _at(address, dtype: tl.constexpr):
     return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
 
 
+@triton.jit
+def _box(mine, inbox, source, rank):
+    """The address of the buffer with what `source` sent to this rank; inbox is None where all of it comes to `mine`."""
+    if inbox is None:
+        box = mine
+    else:
+        box = tl.where(source == rank, mine, inbox)
+    return box
+
+
 # --- epochs and flags -----------------------------------------------------------------------------------------------------------
 
 
@@ -133,7 +150,7 @@ def _flag_of(epoch):
 
 
 @triton.jit
-def _sweep(mine, squares, fault, epoch, SLOT: tl.constexpr, BLOCK: tl.constexpr):
+def _sweep(mine, inbox, squares, fault, epoch, SLOT: tl.constexpr, BLOCK: tl.constexpr):
     """Twice in 2^30 launches, zero the slot of the launches before and after this one, so that no word is as old as a flag's
     period. Nobody writes there meanwhile: a rank that began the next launch would have this one's words from this program, which
     come after."""
@@ -144,7 +161,10 @@ def _sweep(mine, squares, fault, epoch, SLOT: tl.constexpr, BLOCK: tl.constexpr)
         nothing = tl.zeros([BLOCK], tl.int64)
         start = program * BLOCK
         while start < SLOT:
-            tl.store(mine + other * SLOT + start + words, nothing, mask=start + words < SLOT)
+            place = other * SLOT + start + words
+            tl.store(_at(mine, tl.int64) + place, nothing, mask=start + words < SLOT)
+            if inbox is not None:
+                tl.store(_at(inbox, tl.int64) + place, nothing, mask=start + words < SLOT)
             start += programs * BLOCK
         start = program * BLOCK
         while start < _MAX_PROGRAMS:
@@ -167,10 +187,11 @@ def _push(peers, place, words, inside, N: tl.constexpr):
 
 @triton.jit
 def _receive_sum(
-    mine, inside, flag, patience, fault, N: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr
-):
-    """Poll all ranks' words at `mine` (BLOCK,), the ranks' CAPACITY words apart, until each has its flag; the sums of their
-    first and second values. Each poll reads and sums everything, so that all loads are in flight together."""
+    mine, inbox, me, place, inside, flag, patience, fault,
+    N: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Poll all ranks' words at `place` (BLOCK,) of this rank's boxes, CAPACITY words apart, until each has its flag; the sums of
+    their first and second values. Each poll reads and sums everything, so that all loads are in flight together."""
     first = tl.zeros([BLOCK], tl.float32)
     second = tl.zeros([BLOCK], tl.float32)
     missing = 1
@@ -180,7 +201,8 @@ def _receive_sum(
         first = tl.zeros([BLOCK], tl.float32)
         second = tl.zeros([BLOCK], tl.float32)
         for rank in tl.static_range(N):
-            word = tl.load(mine + rank * CAPACITY, mask=inside, other=flag, volatile=True)
+            words = _at(_box(mine, inbox, rank, me), tl.int64) + rank * CAPACITY
+            word = tl.load(words + place, mask=inside, other=flag, volatile=True)
             late |= (((word ^ flag) >> 32) != 0).to(tl.int32)
             payload = word.to(tl.int32)
             first += _first(payload, DTYPE)
@@ -194,7 +216,7 @@ def _receive_sum(
 
 @triton.jit(do_not_specialize=["rank"])
 def _one_shot(
-    partial, out, peers, epochs, squares, fault, words, rank, patience,
+    partial, out, peers, inbox, epochs, squares, fault, words, rank, patience,
     N: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     DTYPE: tl.constexpr = out.dtype.element_ty
@@ -205,12 +227,13 @@ def _one_shot(
     inside = offset < words
     payload = tl.load(partial.to(tl.pointer_type(tl.uint32)) + offset, mask=inside, other=0)
     epoch = _this_epoch(epochs)
-    mine = _at(peers[N - 1], tl.int64)
-    _sweep(mine, squares, fault, epoch, N * CAPACITY, BLOCK)
+    _sweep(peers[N - 1], inbox, squares, fault, epoch, N * CAPACITY, BLOCK)
     flag, slot = _flag_of(epoch), (epoch & 1) * (N * CAPACITY)
     _push(peers, slot + rank * CAPACITY + offset, payload.to(tl.int64) | flag, inside, N)
     _count(epochs, epoch)
-    first, second = _receive_sum(mine + slot + offset, inside, flag, patience, fault, N, CAPACITY, BLOCK, DTYPE)
+    first, second = _receive_sum(
+        peers[N - 1], inbox, rank, slot + offset, inside, flag, patience, fault, N, CAPACITY, BLOCK, DTYPE
+    )
     tl.store(out.to(tl.pointer_type(tl.int32)) + offset, _pack(first, second, DTYPE), mask=inside)
 
 
@@ -253,7 +276,7 @@ def _normalized(
 
 @triton.jit(do_not_specialize=["rank"])
 def _one_shot_norm(
-    partial, x, weight, total, normed, peers, epochs, squares, fault, rank, patience, eps,
+    partial, x, weight, total, normed, peers, inbox, epochs, squares, fault, rank, patience, eps,
     ROW: tl.constexpr, PARTS: tl.constexpr, LANES: tl.constexpr,
     N: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -269,12 +292,13 @@ def _one_shot_norm(
     payload = tl.load(partial.to(tl.pointer_type(tl.uint32)) + offset, mask=inside, other=0)
     before = tl.load(x.to(tl.pointer_type(tl.int32)) + offset, mask=inside, other=0)
     epoch = _this_epoch(epochs)
-    mine = _at(peers[N - 1], tl.int64)
-    _sweep(mine, squares, fault, epoch, N * CAPACITY, BLOCK)
+    _sweep(peers[N - 1], inbox, squares, fault, epoch, N * CAPACITY, BLOCK)
     flag, slot = _flag_of(epoch), (epoch & 1) * (N * CAPACITY)
     _push(peers, slot + rank * CAPACITY + offset, payload.to(tl.int64) | flag, inside, N)
     _count(epochs, epoch)
-    first, second = _receive_sum(mine + slot + offset, inside, flag, patience, fault, N, CAPACITY, BLOCK, DTYPE)
+    first, second = _receive_sum(
+        peers[N - 1], inbox, rank, slot + offset, inside, flag, patience, fault, N, CAPACITY, BLOCK, DTYPE
+    )
 
     after = _pack(_first(before, DTYPE) + first, _second(before, DTYPE) + second, DTYPE)
     tl.store(total.to(tl.pointer_type(tl.int32)) + offset, after, mask=inside)
@@ -284,7 +308,7 @@ def _one_shot_norm(
 
 @triton.jit(do_not_specialize=["rank"])
 def _one_shot_gather(
-    shard, out, peers, epochs, squares, fault, row, words, rank, patience,
+    shard, out, peers, inbox, epochs, squares, fault, row, words, rank, patience,
     N: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (block, i) sends a block of this rank's words to rank + 1 + i and receives that of rank - 1 - i, which its twin
@@ -297,8 +321,7 @@ def _one_shot_gather(
     inside = offset < words
     payload = tl.load(shard.to(tl.pointer_type(tl.uint32)) + offset, mask=inside, other=0)
     epoch = _this_epoch(epochs)
-    mine = _at(peers[N - 1], tl.int64)
-    _sweep(mine, squares, fault, epoch, N * CAPACITY, BLOCK)
+    _sweep(peers[N - 1], inbox, squares, fault, epoch, N * CAPACITY, BLOCK)
     flag, slot = _flag_of(epoch), (epoch & 1) * (N * CAPACITY)
     source, theirs = (rank + N - 1 - program % N) % N, peers[N - 1]
     for i in tl.static_range(N - 1):
@@ -307,11 +330,12 @@ def _one_shot_gather(
     tl.store(there + offset, payload.to(tl.int64) | flag, mask=inside)
     _count(epochs, epoch)
 
+    sent = _at(_box(peers[N - 1], inbox, source, rank), tl.int64) + slot + source * CAPACITY
     word = tl.zeros([BLOCK], tl.int64)
     missing = 1
     polls = 0
     while (missing != 0) & (polls < patience):
-        word = tl.load(mine + slot + source * CAPACITY + offset, mask=inside, other=flag, volatile=True)
+        word = tl.load(sent + offset, mask=inside, other=flag, volatile=True)
         missing = tl.max((((word ^ flag) >> 32) != 0).to(tl.int32), axis=0)
         polls += 1
     if missing != 0:
@@ -577,7 +601,7 @@ def norm_programs(x: Tensor, tiling: Tiling = ONE_SHOT_NORM) -> int:
 
 
 def _state(exchange: Exchange) -> tuple[Any, ...]:
-    return exchange.peers, exchange.epochs, exchange.squares, exchange.fault
+    return exchange.peers, exchange.inbox, exchange.epochs, exchange.squares, exchange.fault
 
 
 def _common(exchange: Exchange, x: Tensor, pdl: bool) -> dict[str, Any]:

@@ -47,7 +47,6 @@ from kernels.all_reduce import (
     _push,
     _receive_sum,
     _second,
-    _state,
     _sweep,
     fits_norm,
     norm_programs,
@@ -95,7 +94,7 @@ def _gemv_push(
         tl.extra.cuda.gdc_launch_dependents()  # not before: the receiver relies on what is complete by now
     epoch = tl.load(epochs, volatile=True) + 1
     sums = _gemv_sums(w, w_pointers, x_pointers, rows, K, DTYPE, ROWS, BLOCK_N, BLOCK_K, EVEN)
-    _sweep(_at(peers[N - 1], tl.int64), squares, fault, epoch, N * CAPACITY, _SWEEP_BLOCK)
+    _sweep(peers[N - 1], None, squares, fault, epoch, N * CAPACITY, _SWEEP_BLOCK)
     _push_tile(sums, rows, C, peers, epoch, rank, N, CAPACITY, DTYPE)
 
 
@@ -113,7 +112,7 @@ def _mma_push(
         tl.extra.cuda.gdc_launch_dependents()  # not before: the receiver relies on what is complete by now
     epoch = tl.load(epochs, volatile=True) + 1
     sums = _mma_sums(early, w_pointers, x_pointers, rows, K, ROWS, BLOCK_N, BLOCK_K, SPLIT, STAGES, EARLY, EVEN, PDL)
-    _sweep(_at(peers[N - 1], tl.int64), squares, fault, epoch, N * CAPACITY, _SWEEP_BLOCK)
+    _sweep(peers[N - 1], None, squares, fault, epoch, N * CAPACITY, _SWEEP_BLOCK)
     if SPLIT == 1:
         _push_tile(sums, rows, C, peers, epoch, rank, N, CAPACITY, DTYPE)
     else:
@@ -156,9 +155,10 @@ def _receive(
     offset = begin + tl.arange(0, BLOCK)
     inside = offset < words
     epoch = _receiver_epoch(epochs)
-    flag, mine = _flag_of(epoch), _at(peers[N - 1], tl.int64) + (epoch & 1) * (N * CAPACITY)
+    flag, slot = _flag_of(epoch), (epoch & 1) * (N * CAPACITY)
+    mine = _at(peers[N - 1], tl.int64) + slot
     _await_word(mine + tl.minimum(begin + BLOCK, words) - 1, flag, patience, N, CAPACITY)
-    first, second = _receive_sum(mine + offset, inside, flag, patience, fault, N, CAPACITY, BLOCK, DTYPE)
+    first, second = _receive_sum(peers[N - 1], None, 0, slot + offset, inside, flag, patience, fault, N, CAPACITY, BLOCK, DTYPE)
     if PDL:
         tl.extra.cuda.gdc_wait()
     _count(epochs, epoch)
@@ -183,9 +183,10 @@ def _receive_norm(
     scale = tl.load(weight.to(tl.pointer_type(tl.int32)) + column, mask=inside, other=0)
     before = tl.load(x.to(tl.pointer_type(tl.int32)) + offset, mask=inside, other=0, cache_modifier=".cg")
     epoch = _receiver_epoch(epochs)
-    flag, mine = _flag_of(epoch), _at(peers[N - 1], tl.int64) + (epoch & 1) * (N * CAPACITY)
+    flag, slot = _flag_of(epoch), (epoch & 1) * (N * CAPACITY)
+    mine = _at(peers[N - 1], tl.int64) + slot
     _await_word(mine + row + tl.minimum(begin + BLOCK, ROW) - 1, flag, patience, N, CAPACITY)
-    first, second = _receive_sum(mine + offset, inside, flag, patience, fault, N, CAPACITY, BLOCK, DTYPE)
+    first, second = _receive_sum(peers[N - 1], None, 0, slot + offset, inside, flag, patience, fault, N, CAPACITY, BLOCK, DTYPE)
     after = _pack(_first(before, DTYPE) + first, _second(before, DTYPE) + second, DTYPE)
     after_norm = _normalized(after, scale, inside, squares, epoch, flag, patience, fault, eps, ROW, PARTS, LANES, DTYPE)
     if PDL:
@@ -219,12 +220,17 @@ def _default_mma(rows: int, n: int, k: int) -> Mma:
     return Mma(block_n, block_k, split, pipeline_stages(rows, block_n, block_k))
 
 
+def _places(exchange: Exchange) -> tuple[Any, ...]:
+    return exchange.peers, exchange.epochs, exchange.squares, exchange.fault
+
+
 def fits(x: Tensor, weight: Tensor, exchange: Exchange) -> bool:
     """Whether `linear_push` takes x (..., K) and weight (C, K): of one 16-bit dtype, rows at multiples of 16 bytes, the weight
-    contiguous, C even, 1 to MAX_ROWS rows, and a message that the workspace and the receiver's counters have room for."""
+    contiguous, C even, 1 to MAX_ROWS rows, and a message that the workspace, in the GPUs' memory, and the receiver's counters have
+    room for."""
     n, k = weight.shape
     rows = x.numel() // max(1, k)
-    if x.dtype != weight.dtype or x.device != weight.device or x.shape[-1] != k:
+    if exchange.inbox is not None or x.dtype != weight.dtype or x.device != weight.device or x.shape[-1] != k:
         return False
     if not (weight.is_contiguous() and _aligned(x) and _aligned(weight)):
         return False
@@ -252,13 +258,13 @@ def linear_push(x: Tensor, weight: Tensor, exchange: Exchange, chosen: Config | 
     if isinstance(chosen, Gemv):
         sizes, constants = linear_triton._gemv_arguments(x, weight, chosen)
         _gemv_push[linear_triton._gemv_grid(weight, chosen)](
-            x, weight, *sizes, *_state(exchange), exchange.rank, **(constants | more)
+            x, weight, *sizes, *_places(exchange), exchange.rank, **(constants | more)
         )
     else:
         assert chosen is not None
         grid, (sizes, constants) = linear_triton._mma_grid(weight, chosen), linear_triton._mma_arguments(x, weight, chosen)
         partials, counters = linear_triton._partials(x, weight, grid[1]), linear_triton._counters(x.device)
-        _mma_push[grid](x, weight, partials, counters, *sizes, *_state(exchange), exchange.rank, **(constants | more))
+        _mma_push[grid](x, weight, partials, counters, *sizes, *_places(exchange), exchange.rank, **(constants | more))
 
 
 def receive(
@@ -292,7 +298,7 @@ def receive_add_norm(
     row = x.shape[-1] * x.element_size() // 4
     parts = triton.cdiv(row, tiling.block)
     _receive_norm[(norm_programs(x, tiling),)](
-        x, weight, total, normed, *_state(exchange), exchange.patience, eps, ROW=row, PARTS=parts,
+        x, weight, total, normed, *_places(exchange), exchange.patience, eps, ROW=row, PARTS=parts,
         LANES=triton.next_power_of_2(parts), BLOCK=tiling.block, num_warps=tiling.warps, CAPACITY=exchange.capacity // 4,
         **_common(exchange, x, pdl),
     )  # fmt: skip

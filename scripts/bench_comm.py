@@ -1,9 +1,9 @@
-"""Sums over symmetric memory on real GPUs: are they right, and how long do they take beside NCCL's and PyTorch's?
+"""Sums over shared memory on real GPUs: are they right, and how long do they take beside NCCL's and PyTorch's?
 
     torchrun --standalone --nproc_per_node 4 scripts/bench_comm.py --out out/comm.json
 
 Every part is tried by itself: what fails is reported, and the rest goes on. A part that hangs ends the process with a traceback.
-`--parts quantized` runs the quantized sums' alone; through host memory (NCCL_P2P_DISABLE=1), `--parts "nccl|portable"`.
+`--parts quantized` runs the quantized sums' alone. With NCCL_P2P_DISABLE=1 all go through host memory.
 """
 
 import json
@@ -24,17 +24,18 @@ from torch import Tensor
 
 from cli import Parser
 from cli import run as run_command
+from comm.auto import over_shared_memory
 from comm.interface import Communicator
 from comm.process_group import NcclCommunicator
 from comm.quantize import WIDTHS, parse_scheme
 from comm.quantized import QuantizedNcclCommunicator, two_step_sum
-from comm.quantized_symmetric import QuantizedLane, QuantizedSymmetricCommunicator
+from comm.quantized_symmetric import QuantizedLane, QuantizedSymmetricCommunicator, quantized_symmetric
 from comm.symmetric import BESIDE_CAPACITY, KINDS, Kind, SymmetricCommunicator
 from comm.table import graph_microseconds
 from comm.workspace import Workspace
 from errors import UserError
 from kernels import all_reduce
-from kernels.all_reduce import Tiling
+from kernels.all_reduce import Exchange, Tiling
 from kernels.norm import add_rms_norm
 from kernels.quantized_all_reduce import Rounds, quantized_add_norm, quantized_sum
 from scripts.bench_parts import Parts
@@ -59,14 +60,14 @@ class Bench(Parts):
     def __init__(self, world: World, seed: int, seconds: float, parts: str) -> None:
         super().__init__(world, seed, seconds, parts)
         self.nccl = NcclCommunicator()
-        self.ours = self._over_symmetric_memory()
+        self.ours = self._over_shared_memory()
         for workspace in self.workspaces():
             workspace.exchange = replace(workspace.exchange, patience=PATIENCE)
 
-    def _over_symmetric_memory(self) -> dict[Kind, SymmetricCommunicator]:
-        """None of them where GPUs cannot, or with NCCL_P2P_DISABLE=1 may not, reach each other."""
+    def _over_shared_memory(self) -> dict[Kind, Communicator]:
+        """None of them between hosts."""
         try:
-            return {kind: SymmetricCommunicator(kind, self.world.device) for kind in KINDS}
+            return {kind: over_shared_memory(kind, self.world.device) for kind in KINDS}
         except UserError as error:
             if self.world.rank == 0:
                 print(f"nccl and portable forms only: {error}", file=sys.stderr)
@@ -74,16 +75,33 @@ class Bench(Parts):
 
     def workspaces(self) -> Iterable[Workspace]:
         for ours in self.ours.values():
-            yield from (ours.here.workspace, ours.beside.workspace, ours.gathers)
+            if isinstance(ours, SymmetricCommunicator):
+                yield from (ours.here.workspace, ours.beside.workspace, ours.gathers)
+
+    @property
+    def peers(self) -> bool:
+        """Whether the GPUs reach each other."""
+        return any(isinstance(ours, SymmetricCommunicator) and ours.memory == "peer" for ours in self.ours.values())
 
     @cached_property
-    def quantized(self) -> dict[str, QuantizedSymmetricCommunicator]:
+    def quantized(self) -> dict[str, Communicator]:
         """By width."""
-        made = {name: QuantizedSymmetricCommunicator(parse_scheme(name), self.world.device) for name in WIDTHS}
+        made = {name: quantized_symmetric(parse_scheme(name), self.world.device) for name in WIDTHS}
         for ours in made.values():
-            for workspace in (ours.here.workspace, ours.beside.workspace):
-                workspace.exchange = replace(workspace.exchange, patience=PATIENCE)
+            if isinstance(ours, QuantizedSymmetricCommunicator):
+                for workspace in (ours.here.workspace, ours.beside.workspace):
+                    workspace.exchange = replace(workspace.exchange, patience=PATIENCE)
         return made
+
+    def exchange(self, kind: Kind) -> Exchange:
+        ours = self.ours[kind]
+        assert isinstance(ours, SymmetricCommunicator)
+        return ours.here.workspace.exchange
+
+    def quantized_lane(self, name: str) -> QuantizedLane:
+        ours = self.quantized[name]
+        assert isinstance(ours, QuantizedSymmetricCommunicator) and isinstance(ours.here, QuantizedLane)
+        return ours.here
 
     def check(self) -> None:
         torch.cuda.synchronize()
@@ -123,7 +141,7 @@ class Bench(Parts):
         for kind, rows, width in jobs:
             partial, x, weight = self.random(rows, width, dtype=dtype), self.common(rows, width, dtype=dtype), None
             weight = self.common(width, dtype=dtype)
-            total, normed = self.ours[kind].defer(partial).add_norm(x, weight, 1e-5)
+            total, normed = self.ours[kind].defer(partial.clone()).add_norm(x, weight, 1e-5)
             assert isinstance(normed, Tensor)
             self.check_sum(f"{kind} add {rows} {width}", total, partial, dtype, x)
             exact = torch.nn.functional.rms_norm(total.float(), (width,), weight.float(), 1e-5)
@@ -193,7 +211,7 @@ class Bench(Parts):
             mine, ours = self.random(n), self.quantized[name]
             mine[self.draw.randrange(n) // 128 * 128 :][:128] = self.draw.choice((0.0, -0.0, 3.25, 1e-30))
             total = (ours.start if beside else ours.defer)(mine).wait()
-            self.check_same(f"{name} {n} {beside=}", total, two_step_sum(mine, ours.scheme, None))
+            self.check_same(f"{name} {n} {beside=}", total, two_step_sum(mine, parse_scheme(name), None))
         return len(jobs)
 
     def check_same(self, what: str, got: Tensor, expected: Tensor) -> None:
@@ -207,7 +225,7 @@ class Bench(Parts):
             ours, mine, x = self.quantized[name], self.random(rows, WIDTH), self.common(rows, WIDTH)
             total, normed = ours.defer(mine).add_norm(x, weight, 1e-5)
             assert isinstance(normed, Tensor)
-            self.check_same(f"{name} add {rows}", total, x + two_step_sum(mine, ours.scheme, None))
+            self.check_same(f"{name} add {rows}", total, x + two_step_sum(mine, parse_scheme(name), None))
             exact = torch.nn.functional.rms_norm(total.float(), (WIDTH,), weight.float(), 1e-5)
             plain = torch.nn.functional.rms_norm(total, (WIDTH,), weight, 1e-5)
             self.check_close(f"{name} norm {rows}", normed, exact, plain, torch.bfloat16)
@@ -219,8 +237,7 @@ class Bench(Parts):
         step, wrong = (torch.zeros((), dtype=torch.int64, device=self.world.device) for _ in range(2))
         tables = {name: self.random(3, 3 * WIDTH) for name in self.quantized}
         expected = {
-            name: torch.stack([two_step_sum(x, ours.scheme, None) for x in tables[name]])
-            for name, ours in self.quantized.items()
+            name: torch.stack([two_step_sum(x, parse_scheme(name), None) for x in tables[name]]) for name in self.quantized
         }
 
         def body() -> None:
@@ -258,8 +275,7 @@ class Bench(Parts):
         return self.by_size(lambda x: lambda: way.start(x).wait(), (1 << 20, 1 << 24, 1 << 26))
 
     def quantized_tilings(self, name: str) -> dict[str, dict[int, float]]:
-        lane = self.quantized[name].here
-        assert isinstance(lane, QuantizedLane)
+        lane = self.quantized_lane(name)
         exchange = lane.workspace.exchange
         return {
             f"{t.block}x{t.warps}x{t.programs}x{t.rounds}": self.by_size(
@@ -271,8 +287,7 @@ class Bench(Parts):
 
     def quantized_with_norm(self) -> dict[str, dict[int, float]]:
         """By rows of WIDTH: the sum, the addition and the norm, in one kernel and in two; and in one with fewer programs."""
-        weight, lane = self.common(WIDTH), self.quantized["int8"].here
-        assert isinstance(lane, QuantizedLane)
+        weight, lane = self.common(WIDTH), self.quantized_lane("int8")
         calls: dict[str, Callable[[Tensor, Tensor], object]] = {
             "nccl, then add_rms_norm": lambda p, x: self.nccl.defer(p).add_norm(x, weight, 1e-5),
             "int8, then add_rms_norm": lambda p, x: add_rms_norm(x, lane.sum(p), weight, 1e-5),
@@ -336,7 +351,7 @@ class Bench(Parts):
         return self.by_size(lambda x: lambda: op(buffer[: x.numel()], "sum", group), sizes)
 
     def one_shot_tilings(self) -> dict[str, dict[int, float]]:
-        exchange = self.ours["one-shot"].here.workspace.exchange
+        exchange = self.exchange("one-shot")
         sizes = [n for n in SIZES if n <= exchange.capacity]
         return {
             f"{t.block}x{t.warps}": self.by_size(lambda x, t=t: lambda: all_reduce.one_shot(x, exchange, t), sizes)  # type: ignore[misc]
@@ -344,7 +359,7 @@ class Bench(Parts):
         }
 
     def two_shot_tilings(self) -> dict[str, dict[int, float]]:
-        exchange = self.ours["two-shot"].here.workspace.exchange
+        exchange = self.exchange("two-shot")
         sizes = [n for n in SIZES if 1 << 15 <= n <= exchange.capacity]
         return {
             f"{t.block}x{t.warps}x{t.programs}": self.by_size(
@@ -365,14 +380,13 @@ class Bench(Parts):
         for kind, ours in self.ours.items():
             calls[f"{kind}, then add_rms_norm"] = lambda p, x, ours=ours: add_rms_norm(x, ours.all_reduce(p), weight, 1e-5)  # type: ignore[misc]
             calls[f"{kind}, fused"] = lambda p, x, ours=ours: ours.defer(p).add_norm(x, weight, 1e-5)  # type: ignore[misc]
-        one, two = (ours.here.workspace.exchange for ours in self.ours.values())
         for t in ONE_SHOT_TILINGS:
             calls[f"one-shot, fused {t.block}x{t.warps}"] = lambda p, x, t=t: all_reduce.one_shot_add_norm(  # type: ignore[misc]
-                p, x, weight, 1e-5, one, t
+                p, x, weight, 1e-5, self.exchange("one-shot"), t
             )
-        for t in (Tiling(0, 8, 64), Tiling(0, 16, 64), Tiling(0, 32, 64)):
+        for t in (Tiling(0, 8, 64), Tiling(0, 16, 64), Tiling(0, 32, 64)) if self.peers else ():
             calls[f"two-shot, fused {t.warps} warps"] = lambda p, x, t=t: all_reduce.two_shot_add_norm(  # type: ignore[misc]
-                p, x, weight, 1e-5, two, t
+                p, x, weight, 1e-5, self.exchange("two-shot"), t
             )
         for name, call in calls.items():
             found[name] = {}
@@ -419,9 +433,11 @@ def run(bench: Bench, replays: int) -> None:
     bench.part("µs with norm", bench.with_norm)
     bench.part("µs beside a GEMV", bench.beside_a_gemm)
     bench.part("µs one-shot tilings", bench.one_shot_tilings)
-    bench.part("µs two-shot tilings", bench.two_shot_tilings)
+    if bench.peers:
+        bench.part("µs two-shot tilings", bench.two_shot_tilings)
     for name, most in (("one_shot_all_reduce", 1 << 20), ("two_shot_all_reduce_", 1 << 26)):
-        bench.part(f"µs torch {name}", partial(bench.torch_op, name, [n for n in SIZES if n <= most]))
+        if bench.peers:
+            bench.part(f"µs torch {name}", partial(bench.torch_op, name, [n for n in SIZES if n <= most]))
     run_quantized(bench, min(replays, 2000))
     for dtype in (torch.float32, torch.float16):
         if bench.in_time():
@@ -434,11 +450,13 @@ def run_quantized(bench: Bench, replays: int) -> None:
     for name in WIDTHS:
         bench.part(f"µs quantized {name}", lambda name=name: bench.blocking(bench.quantized[name], QUANTIZED_SIZES))  # type: ignore[misc]
     for name in WIDTHS_BESIDE:
-        bench.part(f"µs quantized tilings {name}", partial(bench.quantized_tilings, name))
+        if bench.peers:
+            bench.part(f"µs quantized tilings {name}", partial(bench.quantized_tilings, name))
         bench.part(f"µs quantized beside {name}", partial(bench.quantized_beside, name))
         bench.part(f"µs portable quantized {name}", partial(bench.portable, name))
     bench.part("correct quantized norms", bench.quantized_norms)
-    bench.part("µs quantized with norm", bench.quantized_with_norm)
+    if bench.peers:
+        bench.part("µs quantized with norm", bench.quantized_with_norm)
 
 
 def main() -> None:
@@ -469,7 +487,7 @@ def main() -> None:
             "gpu": torch.cuda.get_device_name(),
             "ranks": world.world_size,
             "torch": torch.__version__,
-            "p2p": bool(bench.ours),
+            "p2p": bench.peers,
             "seed": seeds[0],
             "found": bench.found,
             "errors": bench.errors,

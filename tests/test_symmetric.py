@@ -23,6 +23,7 @@ pytest.importorskip("triton", reason="Triton is not installed; pip install trito
 
 ROOT = Path(__file__).resolve().parents[1]
 KINDS = ("one-shot", "two-shot")
+PEERS = [(kind, n, "peer") for kind in KINDS for n in (2, 4)]
 CPU = torch.device("cpu")
 # the interpreter truncates where it should round to bf16, so there a result may be a whole step off, and a sum of two roundings two
 STEPS = {torch.float32: 8, torch.float16: 1, torch.bfloat16: 2}
@@ -46,11 +47,11 @@ def everyones_bits(x: Tensor) -> list[bytes]:
     return everyones
 
 
-def wrong_sums(world: World, kind: Any, seed: int) -> list[str]:
+def wrong_sums(world: World, kind: Any, memory: Any, seed: int) -> list[str]:
     """Sizes of all kinds in random order, both lanes."""
     from comm.symmetric import SymmetricCommunicator
 
-    comm, draw = SymmetricCommunicator(kind, CPU), random.Random(seed)
+    comm, draw = SymmetricCommunicator(kind, CPU, memory=memory), random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     sizes = [1, 2, 511, 2048, draw.randrange(3, 5000), draw.randrange(3, 5000)]
     jobs = [(n, dtype, start) for n in sizes for dtype in STEPS for start in (False, True)]
@@ -67,16 +68,15 @@ def wrong_sums(world: World, kind: Any, seed: int) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("n", [2, 4])
-@pytest.mark.parametrize("kind", KINDS)
-def test_sums(interpreters: Ranks, kind: str, n: int, seed: int) -> None:
-    assert interpreters.run(n, wrong_sums, kind, seed) == [[]] * n, f"seed {seed}"
+@pytest.mark.parametrize(("kind", "n", "memory"), [*PEERS, ("one-shot", 2, "host"), ("one-shot", 3, "host")])
+def test_sums(interpreters: Ranks, kind: str, n: int, memory: str, seed: int) -> None:
+    assert interpreters.run(n, wrong_sums, kind, memory, seed) == [[]] * n, f"seed {seed}"
 
 
-def wrong_norms(world: World, kind: Any, seed: int) -> list[str]:
+def wrong_norms(world: World, kind: Any, memory: Any, seed: int) -> list[str]:
     from comm.symmetric import SymmetricCommunicator
 
-    comm, generator = SymmetricCommunicator(kind, CPU), torch.Generator().manual_seed(seed)
+    comm, generator = SymmetricCommunicator(kind, CPU, memory=memory), torch.Generator().manual_seed(seed)
     found = []
     for rows, width, dtype in (
         (1, 96, torch.float32),
@@ -101,16 +101,15 @@ def wrong_norms(world: World, kind: Any, seed: int) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("n", [2, 4])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_sum_with_addition_and_norm(interpreters: Ranks, kind: str, n: int, seed: int) -> None:
-    assert interpreters.run(n, wrong_norms, kind, seed) == [[]] * n, f"seed {seed}"
+@pytest.mark.parametrize(("kind", "n", "memory"), [*PEERS, ("one-shot", 3, "host")])
+def test_a_sum_with_addition_and_norm(interpreters: Ranks, kind: str, n: int, memory: str, seed: int) -> None:
+    assert interpreters.run(n, wrong_norms, kind, memory, seed) == [[]] * n, f"seed {seed}"
 
 
-def wrong_gathers(world: World, seed: int) -> list[str]:
+def wrong_gathers(world: World, memory: Any, seed: int) -> list[str]:
     from comm.symmetric import SymmetricCommunicator
 
-    comm, generator = SymmetricCommunicator("one-shot", CPU), torch.Generator().manual_seed(seed)
+    comm, generator = SymmetricCommunicator("one-shot", CPU, memory=memory), torch.Generator().manual_seed(seed)
     found = []
     for shape, dtype in (((1, 1), torch.int64), ((7, 3), torch.int64), ((3, 2, 50), torch.float16), ((2, 3), torch.int8)):
         shards = torch.randint(-100, 100, (world.world_size, *shape), generator=generator).to(dtype)
@@ -120,9 +119,9 @@ def wrong_gathers(world: World, seed: int) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("n", [2, 4])
-def test_gathers(interpreters: Ranks, n: int, seed: int) -> None:
-    assert interpreters.run(n, wrong_gathers, seed) == [[]] * n, f"seed {seed}"
+@pytest.mark.parametrize(("n", "memory"), [(2, "peer"), (4, "peer"), (3, "host")])
+def test_gathers(interpreters: Ranks, n: int, memory: str, seed: int) -> None:
+    assert interpreters.run(n, wrong_gathers, memory, seed) == [[]] * n, f"seed {seed}"
 
 
 def sums_of_long_messages(world: World, kind: Any, seed: int) -> bool:
@@ -145,12 +144,12 @@ def test_a_message_larger_than_the_workspace(interpreters: Ranks, kind: str, see
 # --- epochs ------------------------------------------------------------------------------------------------------------------
 
 
-def sums_around(world: World, epoch: int, seed: int) -> list[str]:
+def sums_around(world: World, epoch: int, memory: Any, seed: int) -> list[str]:
     """Sums while the launch counters pass `epoch`, with words in the buffers that bear the flags to come."""
     from comm.workspace import open_workspace
     from kernels.all_reduce import one_shot, one_shot_bytes
 
-    workspace = open_workspace(one_shot_bytes, 4096, CPU)
+    workspace = open_workspace(one_shot_bytes, 4096, CPU, memory=memory)
     exchange = workspace.exchange
     generator, found = torch.Generator().manual_seed(seed), []
     # 2^31 launches ago, a longer message left words of the flags that come after the sweep
@@ -169,16 +168,17 @@ def sums_around(world: World, epoch: int, seed: int) -> list[str]:
     return found
 
 
+@pytest.mark.parametrize("memory", ["peer", "host"])
 @pytest.mark.parametrize("epoch", [2**30, 2**31, 2**32, 5 * 2**31], ids=["2^30", "2^31", "2^32", "5*2^31"])
-def test_flags_wrap_around(interpreters: Ranks, epoch: int, seed: int) -> None:
-    assert interpreters.run(2, sums_around, epoch, seed) == [[], []], f"seed {seed}"
+def test_flags_wrap_around(interpreters: Ranks, epoch: int, memory: str, seed: int) -> None:
+    assert interpreters.run(2, sums_around, epoch, memory, seed) == [[], []], f"seed {seed}"
 
 
-def lone_wait(world: World, kind: Any) -> list[str]:
+def lone_wait(world: World, kind: Any, memory: Any) -> list[str]:
     """One rank does not come; the other gives up."""
     from comm.symmetric import SymmetricCommunicator
 
-    comm = SymmetricCommunicator(kind, CPU)
+    comm = SymmetricCommunicator(kind, CPU, memory=memory)
     comm.here.workspace.exchange = replace(comm.here.workspace.exchange, patience=20)
     if world.rank == 0:
         comm.all_reduce(torch.ones(100))
@@ -189,9 +189,9 @@ def lone_wait(world: World, kind: Any) -> list[str]:
     return []
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_rank_that_waits_in_vain_says_so(interpreters: Ranks, kind: str) -> None:
-    assert interpreters.run(2, lone_wait, kind) == [[], []]
+@pytest.mark.parametrize(("kind", "memory"), [("one-shot", "peer"), ("two-shot", "peer"), ("one-shot", "host")])
+def test_a_rank_that_waits_in_vain_says_so(interpreters: Ranks, kind: str, memory: str) -> None:
+    assert interpreters.run(2, lone_wait, kind, memory) == [[], []]
 
 
 # --- programs that run at the same time --------------------------------------------------------------------------------------

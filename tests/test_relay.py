@@ -1,0 +1,133 @@
+"""Two-step sums through host memory: the protocol on CPU ranks that share real memory, and on GPUs that may not reach each other."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from comm.quantize import parse_scheme
+from comm.quantized import two_step_sum
+from comm.relay import ALIGNMENT, CHUNKS, Relay, RelayCommunicator
+from errors import UserError
+from tests.ranks import Ranks
+from tp import World
+
+ROOT = Path(__file__).resolve().parents[1]
+CPU = torch.device("cpu")
+TOKEN = 96  # values
+
+
+def everyones_bytes(x: Tensor) -> set[bytes]:
+    everyones: list[bytes] = [b""] * dist.get_world_size()
+    dist.all_gather_object(everyones, x.contiguous().view(torch.uint8).numpy().tobytes())
+    return set(everyones)
+
+
+def wrong_sums(world: World, name: str | None, sizes: list[int], area: int, seed: int) -> list[str]:
+    """Sums one after the other, before which ranks dawdle; each of several chunks, some of several pieces."""
+    import comm.relay
+
+    comm.relay.LEAST_CHUNK = 64
+    scheme, draw = None if name is None else parse_scheme(name), random.Random(seed + world.rank)
+    ours, generator, found = RelayCommunicator(scheme, CPU, area=area), torch.Generator().manual_seed(seed), []
+    for size in sizes:
+        dtype = (torch.float32, torch.bfloat16, torch.float16)[size % 3]
+        shape = (size // TOKEN + 1, TOKEN) if name and "token" in name else (size,)
+        everyones = torch.randn(world.world_size, *shape, generator=generator).to(dtype)
+        time.sleep(draw.random() * 0.02)
+        total = ours.all_reduce(everyones[world.rank].clone())
+        if scheme is None:
+            expected = everyones[0].float()
+            for part in everyones[1:]:
+                expected = expected + part
+            same = torch.equal(total, expected.to(dtype))
+        else:
+            same = torch.equal(total, two_step_sum(everyones[world.rank], scheme, None))
+        if not same or total.dtype != dtype or len(everyones_bytes(total)) != 1:
+            found.append(f"{size} {dtype}")
+    ours.check()
+    return found
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", [None, "int8", "int6:64", "int4:token:hadamard"])
+def test_the_same_bits_as_the_definition(ranks: Ranks, name: str | None, n: int, seed: int) -> None:
+    sizes = [1, 64, 1000, 30000, *(random.randrange(2, 30000) for _ in range(8))]
+    area = CHUNKS * ALIGNMENT + random.choice([1 << 13, 1 << 15])
+    assert ranks.run(n, wrong_sums, name, sizes, area, seed) == [[]] * n, f"seed {seed}"
+
+
+def empty(world: World) -> list[int]:
+    return list(RelayCommunicator(None, CPU, area=1 << 14).all_reduce(torch.zeros(0, 5)).shape)
+
+
+def test_an_empty_sum_is_empty(ranks: Ranks) -> None:
+    assert ranks.run(2, empty) == [[0, 5], [0, 5]]
+
+
+def lone_wait(world: World) -> str:
+    """One rank does not come; the other gives up."""
+    import comm.relay
+
+    comm.relay.SECONDS = 0.1
+    ours = RelayCommunicator(None, CPU, area=1 << 14)
+    if world.rank == 1:
+        return ""
+    ours.all_reduce(torch.ones(100))
+    try:
+        ours.check()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_rank_that_waits_in_vain_says_so(ranks: Ranks) -> None:
+    assert "rank 0 waited in vain" in ranks.run(2, lone_wait)[0]
+
+
+def full(world: World) -> str:
+    def no_room(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    os.posix_fallocate, before = no_room, os.posix_fallocate
+    try:
+        Relay(CPU)
+    except UserError as error:
+        return str(error)
+    finally:
+        os.posix_fallocate = before
+    return "no error"
+
+
+def test_too_little_memory_to_share_is_one_error_on_every_rank(ranks: Ranks) -> None:
+    for said in ranks.run(2, full):
+        assert "No space left" in said and "--shm-size" in said and "--comm nccl" in said
+
+
+# --- GPUs --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_on_gpus_that_may_not_reach_each_other(tmp_path: Path) -> None:
+    """Right sums of all sizes, quantized ones with the bits of the two steps over NCCL, also after thousands of graph replays."""
+    count, out = min(8, torch.cuda.device_count()), tmp_path / "comm.json"
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count), "scripts/bench_comm.py"]
+    subprocess.run(
+        [sys.executable, *command, "--out", str(out), "--replays", "2000", "--seconds", "0", "--parts", "correct|replays"],
+        cwd=ROOT,
+        env=os.environ | {"NCCL_NVLS_ENABLE": "0", "NCCL_P2P_DISABLE": "1"},
+        check=True,
+        timeout=280,
+    )
+    report = json.loads(out.read_text())
+    assert report["errors"] == {} and not report["p2p"]
+    assert {"correct bf16", "correct norms", "correct quantized", "replays", "replays quantized"} <= report["found"].keys()
