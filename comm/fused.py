@@ -3,7 +3,7 @@
 A row-parallel layer, the sum of its partial results, residual addition, norm, and the column-parallel layer behind them become
 GEMM + reduce-scatter over token rows, addition and norm of this rank's rows only, and all-gather + GEMM. Of T rows each of N ranks
 owns R = T / N, and no rank but their owner has the sum of a row before the gather. Everything meets in one symmetric buffer a rank
-(`kernels/fused_rows.py` has its layout), reached over NVLink or PCIe; copies to other ranks are the copy engines', so they take no
+(`kernels/fused_rows.py` has its layout), reached over NVLink or PCIe; copies between ranks are the copy engines', so they take no
 SM from the GEMM that hides them.
 
 Ways to scatter: `owners` computes the rows of one owner after the other, its own last, and the GEMM stores them where
@@ -12,19 +12,31 @@ their owners beside the next GEMM; `tiles` is one kernel that announces each blo
 Ways to gather: `owners` computes its own rows first, then each other rank's once they have arrived; `spans` its own rows,
 then all that are before them and all behind; `tiles` is one kernel whose tiles wait for their rows (algorithm 2).
 
+Rows travel to a gather in one of two directions, which the paper tunes (section 4.3, algorithm 3). Pushed, they are copied by their
+owner into every other rank's buffer. Pulled, they are copied by whoever wants them out of their owner's buffer, once all ranks have
+told each other that their rows are there. That meeting is a kernel of the current stream: on the stream of copies it might never
+get an SM beside a GEMM that fills all of them and waits for rows. For the same reason a flag never comes from the GPU's own memory,
+where a copy may be a kernel: a pull fetches it behind the rows from their owner's buffer, where the meeting has put this rank's
+epoch. A share of rows may travel in several chunks (the paper's communication tiles), each announced by flags of its own, so that
+tiles of its first rows begin before the last have come. `owners` and `spans` take what chunks bring as well, but wait for whole
+shares: a product for each chunk would be a finer split of the GEMM, whose price the paper avoids by separating the two. So chunks
+are only measured with tiles.
+
 Why one place each for partial sums and rows will do. The launches of a rank come in pairs, a scatter and a gather, with one epoch.
-Partial sums of epoch e + 1 are sent by a rank that has received all rows of epoch e, each of which its owner sent after it had read
-all partial sums of epoch e. Rows of epoch e + 1 are written and sent by a rank that has received all partial sums of epoch e + 1,
-each of which was computed behind its sender's last reading of rows of epoch e. So whatever is overwritten has been read. What is
-required: a gather behind each scatter, before the next one. `wait` and `settle` do both; after `add_norm`, the first `linear` of what
-it returned gathers, more of them read what is there, and if there was none the next scatter gathers first. Since the order is the
-host's, a CUDA graph must capture whole pairs.
+Partial sums of epoch e + 1 are sent by a rank that has received all rows of epoch e, or the offers to pull them, each of which came
+behind its owner's reading of all partial sums of epoch e. Rows of epoch e + 1 are written and sent by a rank that has received all
+partial sums of epoch e + 1, each of which was computed behind its sender's last reading of rows of epoch e: in its own buffer, which
+is the current stream's, and in other ranks', which is the copies' that it pulls by, for the current stream joins them before the
+last GEMM of a gather, or, where there is none, before `gather` returns. So whatever is overwritten has been read, whichever way
+either pair goes. Flags and offers only grow: whoever writes them for epoch e + 1 does so behind what was just said of epoch e. What is
+required: a gather behind each scatter, before the next one, of the same way on all ranks. `wait` and `settle` do both, and push;
+after `add_norm`, the first `linear` of what it returned gathers, more of them read what is there, and if there was none the next
+scatter gathers first. Since the order is the host's, a CUDA graph must capture whole pairs.
 """
 
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -47,22 +59,43 @@ CAPACITY = 128 << 20  # bytes of a residual stream: 8,192 tokens of 8,192 featur
 MIN_ROWS = 32  # a rank; below, the weights are what a GEMM waits for, and reading them once is best
 CHAIN, REPLAYS = 4, 5  # pairs in a graph, and how often it is timed
 
-Kind = str  # owners, spans, or tilesI: with the I-th likeliest tiling of the shape
-CHUNKED: tuple[Kind, ...] = ("spans", "owners")
-TILED: tuple[Kind, ...] = ("tiles0", "tiles1")
-COMPARED = (*CHUNKED, TILED[0])  # for every pair of layers; another tiling costs seconds of compiling
+Split = str  # of a GEMM around a sum: owners, spans, or tilesI, with the I-th likeliest tiling of the shape
+UNTILED: tuple[Split, ...] = ("spans", "owners")
+TILED: tuple[Split, ...] = ("tiles0", "tiles1")
 
 
-@dataclass(frozen=True)
-class Way:
+class Gather(NamedTuple):
+    """How rows come to the layer that wants them: see the module's text. chunks: copies of a rank's rows, fewer if they are few."""
+
+    split: Split = "spans"
+    pull: bool = False
+    chunks: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.split}{'-pull' if self.pull else ''}{f'/{self.chunks}' if self.chunks > 1 else ''}"
+
+
+class Way(NamedTuple):
     """How a pair of layers around a sum meets: see the module's text."""
 
-    scatter: Kind = "spans"
-    gather: Kind = "spans"
+    scatter: Split = "spans"
+    gather: Gather = Gather()
 
     def __str__(self) -> str:
         return f"{self.scatter}+{self.gather}"
 
+
+# what is compared for every pair of layers; another tiling costs seconds of compiling
+SCATTERS: tuple[Split, ...] = (*UNTILED, TILED[0])
+GATHERS: dict[str, Gather] = {
+    str(gather): gather
+    for gather in (
+        *(Gather(split, pull) for split in SCATTERS for pull in (False, True)),
+        Gather(TILED[0], chunks=2),
+        Gather(TILED[0], chunks=4),
+        Gather(TILED[0], pull=True, chunks=4),
+    )
+}
 
 StreamKey = tuple[int, int, torch.dtype]  # rows rounded up to a power of two, C
 ProductKey = tuple[int, int, torch.dtype, int]  # the same, and K
@@ -80,30 +113,38 @@ def _product_key(rows: int, weight: Tensor) -> ProductKey:
     return *_stream_key(rows, weight), weight.shape[1]
 
 
-def kinds(dtype: torch.dtype, *sizes: int) -> tuple[Kind, ...]:
-    """What serves layers of these numbers of features."""
-    return COMPARED if dtype.itemsize == 2 and all(size % 8 == 0 for size in sizes) else CHUNKED
+def scatters(pair: Pair) -> list[Split]:
+    """What is measured of the ways to scatter."""
+    tiled = pair.dtype.itemsize == 2 and all(size % 8 == 0 for size in (pair.k, pair.c, pair.m))
+    return [split for split in SCATTERS if tiled or split in UNTILED]
+
+
+def gathers(pair: Pair) -> list[Gather]:
+    """What is measured of the ways to gather: no more chunks than two ranks' shares have blocks."""
+    blocks = bucket(pair.rows) // 2 // BLOCK_ROWS
+    return [gather for gather in GATHERS.values() if gather.split in scatters(pair) and gather.chunks <= max(1, blocks)]
 
 
 def ways(pair: Pair) -> list[Way]:
-    """What is measured for a pair of layers: each kind at either end, beside the same kind at the other."""
-    served, other = kinds(pair.dtype, pair.k, pair.c, pair.m), CHUNKED[0]
-    return [Way(other, other)] + [way for kind in served if kind != other for way in (Way(kind, other), Way(other, kind))]
+    """What is measured for a pair of layers: each way at either end, beside the default at the other."""
+    default = Way()
+    ends = [Way(scatter=split) for split in scatters(pair)] + [Way(gather=gather) for gather in gathers(pair)]
+    return [default, *(way for way in ends if way != default)]
 
 
 def best_way(times: PairTimes) -> tuple[Way, float]:
-    """The fastest kind at either end, and the µs that a pair should take with both."""
-    other = CHUNKED[0]
-    scatters = {name.partition("+")[0]: t for name, t in times.items() if name.endswith(f"+{other}")}
-    gathers = {name.partition("+")[2]: t for name, t in times.items() if name.startswith(f"{other}+")}
-    way = Way(min(scatters, key=lambda kind: scatters[kind]), min(gathers, key=lambda kind: gathers[kind]))
-    return way, scatters[way.scatter] + gathers[way.gather] - scatters[other]
+    """The fastest way at either end, and the µs that a pair should take with both."""
+    default = Way()
+    first = {name.partition("+")[0]: t for name, t in times.items() if name.endswith(f"+{default.gather}")}
+    second = {name.partition("+")[2]: t for name, t in times.items() if name.startswith(f"{default.scatter}+")}
+    scatter, gather = min(first, key=lambda name: first[name]), min(second, key=lambda name: second[name])
+    return Way(scatter, GATHERS[gather]), first[scatter] + second[gather] - times[str(default)]
 
 
-def tiling_of(kind: Kind, m: int, n: int, k: int, world_size: int) -> Tiling:
-    """The tiling that a kind of TILED means for (m, k) x (n, k)."""
+def tiling_of(split: Split, m: int, n: int, k: int, world_size: int) -> Tiling:
+    """The tiling that one of TILED means for (m, k) x (n, k)."""
     found = candidates(m, n, k, world_size)
-    return found[min(TILED.index(kind), len(found) - 1)]
+    return found[min(TILED.index(split), len(found) - 1)]
 
 
 def names_of(pair: Pair) -> set[str]:
@@ -130,6 +171,15 @@ class Share(NamedTuple):
     rows: int
     size: int
     dtype: torch.dtype
+
+
+def chunks_of(rows: int, count: int) -> Iterator[slice]:
+    """A rank's rows in up to `count` chunks, in order: each of as many whole blocks as the others or one more, but for the last
+    block, which may be short."""
+    blocks = fused_rows.blocks_of(rows)
+    count = min(count, blocks)
+    for i in range(count):
+        yield slice(i * blocks // count * BLOCK_ROWS, min(rows, (i + 1) * blocks // count * BLOCK_ROWS))
 
 
 class Meeting:
@@ -167,6 +217,10 @@ class Meeting:
         """The next rank first, so that no rank is everyone's first."""
         return (owner % self.world_size for owner in range(self.rank + 1, self.rank + self.world_size))
 
+    def sources(self) -> list[int]:
+        """The other ranks in the order in which their rows arrive: the rank before this one sends to it first."""
+        return list(self.others())[::-1]
+
     def spans(self) -> list[tuple[int, int]]:
         """Runs of consecutive ranks behind this one and before it: (first, last + 1), either may be empty."""
         return [(self.rank + 1, self.world_size), (0, self.rank)]
@@ -175,19 +229,23 @@ class Meeting:
         """The place of all ranks' rows at `peer`: (N * R, C)."""
         return self.shared.view(peer, self.places.rows, (self.world_size * share.rows, share.size), share.dtype)
 
+    def rows_of(self, source: int, peer: int, share: Share) -> Tensor:
+        """The place of the rows of `source` at `peer`, (R, C)."""
+        return self.rows(peer, share)[source * share.rows :][: share.rows]
+
     def my_rows(self, peer: int, share: Share) -> Tensor:
         """This rank's place there, (R, C)."""
-        return self.rows(peer, share)[self.rank * share.rows :][: share.rows]
+        return self.rows_of(self.rank, peer, share)
 
     def partial(self, peer: int, share: Share) -> Tensor:
         """The place of this rank's partial sums of `peer`'s rows, at `peer`: (R, C)."""
         offset = self.places.partials + self.rank * share.rows * share.size * share.dtype.itemsize
         return self.shared.view(peer, offset, (share.rows, share.size), share.dtype)
 
-    def _flags(self, peer: int, first: int, rows: int) -> Tensor:
-        """The flags at `peer` that announce this rank's `rows` rows: those of partial sums from byte 0, of rows from row_flags."""
-        offset = first + self.rank * BLOCKS * 8
-        return self.shared.view(peer, offset, (fused_rows.blocks_of(rows),), torch.int64)
+    def _flags(self, peer: int, first: int, source: int, rows: slice) -> Tensor:
+        """The flags at `peer` of those rows of `source`: of partial sums from byte 0, of rows from `row_flags`, offers from `offers`."""
+        blocks = slice(rows.start // BLOCK_ROWS, fused_rows.blocks_of(rows.stop))
+        return self.shared.view(peer, first, (self.world_size, BLOCKS), torch.int64)[source, blocks]
 
     def _beside(self) -> AbstractContextManager[object]:
         """The stream of copies, once it has waited for what the current stream has been given."""
@@ -197,20 +255,20 @@ class Meeting:
         self.copies.wait_stream(torch.cuda.current_stream())
         return torch.cuda.stream(self.copies)
 
-    def _announce(self, peer: int, first: int, rows: int) -> None:
-        """Behind a copy to `peer`: in the stream's order the flags arrive after the data."""
-        flags = self._flags(peer, first, rows)
+    def _announce(self, peer: int, first: int, rows: slice) -> None:
+        """Behind a copy of those of this rank's rows to `peer`: in the stream's order the flags arrive after the data."""
+        flags = self._flags(peer, first, self.rank, rows)
         flags.copy_(self.places.epochs[: len(flags)])
 
     # --- scatter ---------------------------------------------------------------------------------------------------------------
 
-    def scatter(self, x: Tensor, weight: Tensor, kind: Kind) -> None:
+    def scatter(self, x: Tensor, weight: Tensor, split: Split) -> None:
         """Begin a pair: x (N * R, K) @ weight (C, K).T, the rows of each owner to its owner."""
         share = Share(len(x) // self.world_size, len(weight), x.dtype)
-        if kind in TILED:
-            self._scatter_tiles(x, weight, share, tiling_of(kind, len(x), len(weight), x.shape[1], self.world_size))
+        if split in TILED:
+            self._scatter_tiles(x, weight, share, tiling_of(split, len(x), len(weight), x.shape[1], self.world_size))
         else:
-            {"owners": self._scatter_owners, "spans": self._scatter_spans}[kind](x, weight, share)
+            {"owners": self._scatter_owners, "spans": self._scatter_spans}[split](x, weight, share)
 
     def _scatter_owners(self, x: Tensor, weight: Tensor, share: Share) -> None:
         for owner in self.others():
@@ -228,7 +286,7 @@ class Meeting:
             with self._beside():
                 for owner in range(first, last):
                     self.partial(owner, share).copy_(products[owner * share.rows :][: share.rows])
-                    self._announce(owner, 0, share.rows)
+                    self._announce(owner, 0, slice(0, share.rows))
         multiply(x[self.rank * share.rows :][: share.rows], weight, self.partial(self.rank, share))
 
     def _scatter_tiles(self, x: Tensor, weight: Tensor, share: Share, tiling: Tiling) -> None:
@@ -240,29 +298,42 @@ class Meeting:
 
     # --- gather ----------------------------------------------------------------------------------------------------------------
 
-    def gather_linear(self, share: Share, weight: Tensor, bias: Tensor | None, kind: Kind) -> Tensor:
+    def gather_linear(self, share: Share, weight: Tensor, bias: Tensor | None, way: Gather) -> Tensor:
         """End a pair: all ranks' rows, of which this rank's (R, C) are in their place, times weight (M, C).T: (N * R, M)."""
-        self._send(share)
+        (self._pull if way.pull else self._push)(share, way.chunks)
         rows = self.rows(self.rank, share)
-        if kind in TILED:
-            return self._consume_tiles(rows, weight, bias, kind)
+        if way.split in TILED:
+            return self._consume_tiles(rows, weight, bias, way.split)
         out = rows.new_empty(len(rows), len(weight))
-        {"owners": self._consume_owners, "spans": self._consume_spans}[kind](rows, weight, bias, out)
+        {"owners": self._consume_owners, "spans": self._consume_spans}[way.split](rows, weight, bias, out)
         return out
 
     def gather(self, share: Share) -> Tensor:
         """End a pair: all ranks' rows (N * R, C), in this rank's buffer."""
-        self._send(share)
+        self._push(share, 1)
         self.join()
         fused_rows.await_rows(self.places, 0, self.world_size, share.rows)
         return self.rows(self.rank, share)
 
-    def _send(self, share: Share) -> None:
+    def _push(self, share: Share, chunks: int) -> None:
         mine = self.my_rows(self.rank, share)
         with self._beside():
             for peer in self.others():
-                self.my_rows(peer, share).copy_(mine)
-                self._announce(peer, self.places.row_flags, share.rows)
+                place = self.my_rows(peer, share)
+                for chunk in chunks_of(share.rows, chunks):
+                    place[chunk].copy_(mine[chunk])
+                    self._announce(peer, self.places.row_flags, chunk)
+
+    def _pull(self, share: Share, chunks: int) -> None:
+        places, rank = self.places, self.rank
+        fused_rows.offer_rows(places)
+        with self._beside():
+            for source in self.sources():
+                theirs, place = (self.rows_of(source, peer, share) for peer in (source, rank))
+                for chunk in chunks_of(share.rows, chunks):
+                    place[chunk].copy_(theirs[chunk])
+                    offers = self._flags(source, places.offers, rank, chunk)  # of this rank there: its epoch
+                    self._flags(rank, places.row_flags, source, chunk).copy_(offers)
 
     def join(self) -> None:
         """Have all copies behind the current stream, before the last GEMM of a pair: what comes after it may then start early
@@ -274,7 +345,7 @@ class Meeting:
 
     def _consume_owners(self, rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
         share = len(rows) // self.world_size
-        sources = [self.rank, *reversed(list(self.others()))]  # the rank before this one sends to it first
+        sources = [self.rank, *self.sources()]
         for source in sources:
             if source == sources[-1]:
                 self.join()
@@ -291,9 +362,9 @@ class Meeting:
         for first, last in self.spans():
             multiply(rows[first * share : last * share], weight, out[first * share : last * share], bias)
 
-    def _consume_tiles(self, rows: Tensor, weight: Tensor, bias: Tensor | None, kind: Kind) -> Tensor:
+    def _consume_tiles(self, rows: Tensor, weight: Tensor, bias: Tensor | None, split: Split) -> Tensor:
         places, n = self.places, self.world_size
-        tiling = tiling_of(kind, len(rows), len(weight), rows.shape[1], n)
+        tiling = tiling_of(split, len(rows), len(weight), rows.shape[1], n)
         flags = self.shared.view(self.rank, places.row_flags, (n, BLOCKS), torch.int64)
         out = all_gather_gemm(rows, weight, flags, places.epochs[:1], self.rank, places.fault, tiling, places.patience)
         self.join()
@@ -332,17 +403,21 @@ class FusedCommunicator(Communicator):
         compare: bool = True,
         rebuild: bool = False,
         measure: Callable[["FusedCommunicator", Pair, Tensor, Tensor], PairTimes] | None = None,
+        min_rows: int = MIN_ROWS,
+        way: Way | None = None,
     ) -> None:
         """Collective. capacity: bytes of a residual stream, a multiple of 256; longer ones are `inner`'s. compare: whether what is
         faster unfused stays so. rebuild: forget what was measured before. measure: times of a pair of layers (see
-        `measured_pair`, which None takes on a GPU; on a CPU nothing is measured then).
+        `measured_pair`, which None takes on a GPU; on a CPU nothing is measured then). min_rows: a rank, of the shortest stream
+        that is fused. way: `default`, from which no measurement leads away; None: one that serves until a pair is measured.
         Raises UserError on every rank if the GPUs of `group` cannot reach each other."""
         self.inner, self.group, self.compare = inner, group, compare
         self.rank, self.world_size = inner.rank, inner.world_size
-        self.meeting, self.min_rows, self.default = Meeting(device, group, capacity), MIN_ROWS, Way()
+        self.meeting, self.min_rows, self.default = Meeting(device, group, capacity), min_rows, way or Way()
         self.open: _Rows | None = None  # scattered, and not gathered yet
         self.scatters = 0
-        self.measure = measured_pair if measure is None and device.type == "cuda" else measure
+        measured = measured_pair if measure is None and device.type == "cuda" else measure
+        self.measure = measured if way is None else None
         beside = " ".join(getattr(inner, "ways", [inner.name]))  # what an unfused pair sums with
         key = machine_key(device, self.world_size, beside) if device.type == "cuda" else {"device": "cpu"}
         self.table: PairTable = open_table(key, names_of, group) if self.measure and not rebuild else PairTable(key)

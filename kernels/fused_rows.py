@@ -1,10 +1,11 @@
 """Triton kernels around GEMMs whose partial sums meet in memory that all GPUs can address: each rank owns some token rows.
 
 The buffer of a rank holds, in this order, arrival flags of partial sums (N sources, BLOCKS) int64, arrival flags of rows (N,
-BLOCKS) int64, `partials` (N, R, C) and `rows` (N * R, C), where R rows belong to each of N ranks. A flag is the epoch for which a
-block of BLOCK_ROWS rows of its source is there; epochs only grow, so a reader waits until the flag is at least the epoch. The epoch
-lives in device memory and is advanced by `advance`, so that a CUDA graph may replay all of it any number of times. What writes the
-partials and rows, and when a place may be written again, is `comm/fused.py`'s affair.
+BLOCKS) int64, `offers` (N, BLOCKS) int64, `partials` (N, R, C) and `rows` (N * R, C), where R rows belong to each of N ranks. A flag
+is the epoch for which a block of BLOCK_ROWS rows of its source is there; an offer is the epoch for which its source's rows are
+there to be fetched from the source, BLOCKS times. Epochs only grow, so a reader waits until the flag is at least the epoch. The
+epoch lives in device memory and is advanced by `advance`, so that a CUDA graph may replay all of it any number of times. What writes
+the partials and rows, and when a place may be written again, is `comm/fused.py`'s affair.
 """
 
 from dataclasses import dataclass
@@ -52,9 +53,14 @@ class Places:
         return self.world_size * BLOCKS * 8
 
     @property
+    def offers(self) -> int:
+        """Bytes before the offers of rows."""
+        return 2 * self.row_flags
+
+    @property
     def partials(self) -> int:
         """Bytes before the partial sums."""
-        return 2 * self.row_flags
+        return 3 * self.row_flags
 
     @property
     def rows(self) -> int:
@@ -64,7 +70,7 @@ class Places:
 
 def buffer_bytes(world_size: int, capacity: int) -> int:
     """Size of a rank's buffer for residual streams of up to `capacity` bytes, a multiple of ALIGNMENT."""
-    return 2 * world_size * BLOCKS * 8 + 2 * capacity
+    return 3 * world_size * BLOCKS * 8 + 2 * capacity
 
 
 def blocks_of(rows: int) -> int:
@@ -125,6 +131,21 @@ def _await(
     source, block = lane // _BLOCKS, lane % _BLOCKS
     mask = (source >= first) & (source < last) & (block < blocks)
     _poll(flags.to(tl.pointer_type(tl.int64)) + lane, mask, tl.load(epochs), patience, fault, 5)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def _offer(
+    buffers, mine, epochs, rank, patience, fault, N: tl.constexpr, LANES: tl.constexpr, OFFERS: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """One program: offer this rank's rows to all ranks, and wait for every rank's offer."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    lane = tl.arange(0, _BLOCKS)
+    epoch = tl.load(epochs + lane)
+    for peer in tl.static_range(N):
+        tl.atomic_xchg(_flags(buffers[peer], OFFERS, rank) + lane, epoch, sem="release", scope="sys")
+    source = tl.arange(0, LANES)
+    _poll(_flags(mine, OFFERS, source), source < N, tl.load(epochs), patience, fault, 7)
 
 
 @triton.jit
@@ -233,6 +254,17 @@ def advance(places: Places, announced: int = 0) -> None:
     )  # fmt: skip
 
 
+def offer_rows(places: Places) -> None:
+    """Tell all ranks that this rank's rows are in their place of its own buffer, since all that the current stream has been given is
+    complete, and let the stream wait until every rank has said so. At every rank, this rank's offers hold its epoch from then on
+    until it offers rows again."""
+    pdl, n = pdl_supported(places.epochs.device), places.world_size
+    _offer[(1,)](
+        places.buffers, places.buffers[places.rank], places.epochs, places.rank, places.patience, places.fault, N=n,
+        LANES=_lanes(n), OFFERS=places.offers, PDL=pdl, launch_pdl=pdl, num_warps=2,
+    )  # fmt: skip
+
+
 def await_rows(places: Places, first: int, last: int, rows: int) -> None:
     """Let the current stream wait until ranks `first` to `last` - 1 have sent their `rows` rows each."""
     n = places.world_size
@@ -266,13 +298,18 @@ def reduce_norm_rows(places: Places, x: Tensor, weight: Tensor, eps: float) -> T
 _TRITON = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
+def _lanes(world_size: int) -> int:
+    """Of a flag from each rank."""
+    return max(2, triton.next_power_of_2(world_size))
+
+
 def _options(places: Places, size: int) -> dict[str, Any]:
     pdl, block, n = pdl_supported(places.epochs.device), triton.next_power_of_2(size), places.world_size
     warps = min(max(block // 512, 1), 16)  # as for kernels/norm_triton.py
     return {
         "C": size,
         "N": n,
-        "LANES": max(2, triton.next_power_of_2(n)),
+        "LANES": _lanes(n),
         "PARTIALS": places.partials,
         "ROWS": places.rows,
         "BLOCK": block,

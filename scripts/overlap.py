@@ -6,7 +6,8 @@
 Section 2.3 defines effective communication time, ECT = overall time - time of the best GEMM that is not split (equation 1), and
 overlap efficiency, 1 - ECT / ECT of the way that does not overlap: GEMM and NCCL (equation 2). 100 % is communication for nothing,
 below 0 % is slower than without overlap. A layer is all-gather + GEMM (m rows; its n outputs are split over the ranks) or
-GEMM + reduce-scatter (its k inputs are). Writes gemm-overlap.json, .md and .svg.
+GEMM + reduce-scatter (its k inputs are). A gather that ends in `-pull` fetches rows from their owners, others push them; `/4` is rows
+that travel in four chunks (figures 9 and 10). Writes gemm-overlap.json, .md and .svg.
 """
 
 import json
@@ -27,7 +28,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from cli import Parser, note, run
-from comm.fused import CHUNKED, TILED, FusedCommunicator, Kind, Share, Way
+from comm.fused import GATHERS, TILED, UNTILED, FusedCommunicator, Gather, Share, Split, Way
 from comm.interface import Product, Scattered
 from comm.table import graph_microseconds
 from errors import UserError
@@ -105,9 +106,11 @@ class Bench(Parts):
         self.n, self.rank = world.world_size, world.rank
         self.gpu = world.device.type == "cuda"
         self.dtype = torch.bfloat16 if self.gpu else torch.float32
-        self.comm = FusedCommunicator(world.comm, world.device, capacity=CAPACITY if self.gpu else 1 << 18)
-        self.comm.measure = None
-        self.comm.min_rows = 1
+        capacity = CAPACITY if self.gpu else 1 << 18
+        self.comm = FusedCommunicator(world.comm, world.device, capacity=capacity, min_rows=1, way=Way())
+        self.scatters: list[Split] = [*UNTILED, *TILED] if self.gpu else list(UNTILED)
+        others = [Gather(split) for split in self.scatters if split not in GATHERS]
+        self.gathers = [gather for gather in (*GATHERS.values(), *others) if gather.split in self.scatters]
 
     def check(self) -> None:
         self.comm.check()
@@ -127,9 +130,9 @@ class Bench(Parts):
         calls[UNFUSED] = (lambda: self._reduce_scatter(x, weight)) if layer.scatter else lambda: self._gather(x, weight)
         if self.gpu:
             calls[TORCH] = self._torch(layer, x, weight)
-        kinds = (*CHUNKED, *TILED) if self.gpu else CHUNKED
-        fused = self._fused_scatter if layer.scatter else self._fused_gather
-        return calls | {kind: fused(x, weight, kind) for kind in kinds}, x
+        if layer.scatter:
+            return calls | {split: self._fused_scatter(x, weight, split) for split in self.scatters}, x
+        return calls | {str(way): self._fused_gather(x, weight, way) for way in self.gathers}, x
 
     def _gather(self, x: Tensor, weight: Tensor) -> Tensor:
         rows = x.new_empty(len(x) * self.n, x.shape[1])
@@ -153,24 +156,24 @@ class Bench(Parts):
             return lambda: ops.fused_matmul_reduce_scatter(x, weight.t(), "sum", 0, group)
         return lambda: ops.fused_all_gather_matmul(x, [weight.t()], 0, group, return_A=True)[1][0]
 
-    def _fused_scatter(self, x: Tensor, weight: Tensor, kind: Kind) -> Call:
+    def _fused_scatter(self, x: Tensor, weight: Tensor, split: Split) -> Call:
         meeting, share = self.comm.meeting, Share(len(x) // self.n, len(weight), x.dtype)
 
         def call() -> Tensor:
-            meeting.scatter(x, weight, kind)
+            meeting.scatter(x, weight, split)
             fused_rows.reduce_rows(meeting.places, share.rows, share.size, share.dtype, None)
             meeting.join()
             return meeting.my_rows(self.rank, share)
 
         return call
 
-    def _fused_gather(self, x: Tensor, weight: Tensor, kind: Kind) -> Call:
+    def _fused_gather(self, x: Tensor, weight: Tensor, way: Gather) -> Call:
         """Of rows that lie in the buffer, where the norm before the layer would have put them."""
         meeting, share = self.comm.meeting, Share(len(x), x.shape[1], x.dtype)
 
         def call() -> Tensor:
             fused_rows.advance(meeting.places)
-            return meeting.gather_linear(share, weight, None, kind)
+            return meeting.gather_linear(share, weight, None, way)
 
         return call
 
@@ -179,25 +182,38 @@ class Bench(Parts):
     def layer(self, layer: Layer, m: int) -> list[Row]:
         """All ways for m rows: right first, then timed. The stream of a timed sequence is always the same, so that a rank that is
         ahead overwrites what others still read by the same values."""
+        made = f"{layer.name} {m} operands"
+        if (operands := self.part(made, lambda: self._operands(layer, m))) is None:
+            return []
+        self.found.pop(made)  # which is not to keep them
+        calls, x, exact = operands
+        times, allowed = {}, 0.0
+        for name, call in calls.items():
+            if not name.startswith(GEMM):
+                self._spoil(layer, x)
+                error = self.part(f"{layer.name} {m} {name} result", lambda call=call: self._error(call, exact))  # type: ignore[misc]
+                if name == UNFUSED:
+                    allowed = max(2 * (error or 0.0), torch.finfo(self.dtype).eps * self._largest(exact[1]))
+                if error is None or error > allowed:
+                    self.errors.setdefault(f"{layer.name} {m} {name} result", f"an error of {error}, {allowed} is allowed")
+                    continue
+            times[name] = self.part(f"{layer.name} {m} {name}", lambda call=call: self._time(call))  # type: ignore[misc]
+        return self._rows(layer, m, {name: t for name, t in times.items() if t is not None})
+
+    def _operands(self, layer: Layer, m: int) -> tuple[dict[str, Call], Tensor, tuple[Tensor, Tensor]]:
+        """The calls and their input, of a random weight, and what is right."""
         n, k = (layer.n, layer.k // self.n) if layer.scatter else (layer.n // self.n, layer.k)
         weight = self.random(n, k) / k**0.5
         calls, x = self.calls(layer, weight, m)
+        return calls, x, self._exact(layer, x, weight)
+
+    def _spoil(self, layer: Layer, x: Tensor) -> None:
+        """NaNs in the places of partial sums and rows, but for the rows x that a gather begins with: what an earlier call left there
+        makes no later one right."""
+        meeting = self.comm.meeting
+        meeting.shared.views[self.rank][meeting.places.partials :].fill_(255)
         if not layer.scatter:
-            self.comm.meeting.my_rows(self.rank, Share(len(x), x.shape[1], x.dtype)).copy_(x)
-        exact = self._exact(layer, x, weight)
-        times, allowed = {}, 0.0
-        for name, call in calls.items():
-            if name.startswith(GEMM):
-                times[name] = self.part(f"{layer.name} {m} {name}", lambda call=call: self._time(call))  # type: ignore[misc]
-                continue
-            error = self.part(f"{layer.name} {m} {name} result", lambda call=call: self._error(call, exact))  # type: ignore[misc]
-            if name == UNFUSED:
-                allowed = max(2 * (error or 0.0), torch.finfo(self.dtype).eps * self._largest(exact[1]))
-            if error is None or error > allowed:
-                self.errors.setdefault(f"{layer.name} {m} {name} result", f"an error of {error}, {allowed} is allowed")
-                continue
-            times[name] = self.part(f"{layer.name} {m} {name}", lambda call=call: self._time(call))  # type: ignore[misc]
-        return self._rows(layer, m, {name: t for name, t in times.items() if t is not None})
+            meeting.my_rows(self.rank, Share(len(x), x.shape[1], x.dtype)).copy_(x)
 
     def _rows(self, layer: Layer, m: int, times: dict[str, float]) -> list[Row]:
         gemms = [t for name, t in times.items() if name.startswith(GEMM)]
@@ -250,13 +266,12 @@ class Bench(Parts):
         """Pairs of layers of every kind, in a CUDA graph on a GPU, whose inputs each replay changes. Sums of small integers are
         exact, and the graph itself counts what is wrong."""
         step, wrong = (torch.zeros((), dtype=torch.int64, device=self.world.device) for _ in range(2))
-        kinds = (*CHUNKED, *TILED) if self.gpu else CHUNKED
         pair = _IntegerPair(self, step)
 
         def body() -> None:
             step.add_(1)
-            for i, scatter in enumerate(kinds):
-                wrong.add_(pair.wrong(Way(scatter, kinds[(i + 1) % len(kinds)]), salt=i))
+            for i, gather in enumerate(self.gathers):
+                wrong.add_(pair.wrong(Way(self.scatters[i % len(self.scatters)], gather), salt=i))
 
         body()
         if self.gpu:
@@ -276,7 +291,7 @@ class _IntegerPair:
 
     def __init__(self, bench: Bench, step: Tensor) -> None:
         self.bench, self.step, world = bench, step, bench.world
-        share, self.k, self.c, m = (160, 32, 256, 128) if bench.gpu else (2, 32, 16, 24)
+        share, self.k, self.c, m = (544, 32, 256, 128) if bench.gpu else (2, 32, 16, 24)
         self.rows = share * world.world_size
         self.index = torch.arange(self.rows * self.k, device=world.device).view(self.rows, self.k)
         columns = torch.arange(self.c * self.k, device=world.device).view(self.c, self.k)
@@ -311,15 +326,20 @@ class _IntegerPair:
 
 
 def markdown(rows: list[Row], title: str) -> str:
+    """A table of the layers that gather, and one of those that scatter."""
+    tables = [table([row for row in rows if row.scatter is scatter]) for scatter in sorted({row.scatter for row in rows})]
+    return "\n".join([f"µs, and overlap efficiency; {title}\n", *tables])
+
+
+def table(rows: list[Row]) -> str:
     """A line a layer and m: µs of the GEMM, and of each way with its overlap efficiency."""
     ways = list(dict.fromkeys(row.way for row in rows))
-    head = ["layer", "m", "n", "k", "GEMM", *ways]
-    lines = [f"µs, and overlap efficiency; {title}", "", f"| {' | '.join(head)} |", f"| {' | '.join('---' for _ in head)} |"]
-    for key, group in by_shape(rows).items():
+    head = ["GEMM + reduce-scatter" if rows[0].scatter else "all-gather + GEMM", "n", "k", "m", "GEMM", *ways]
+    lines = [f"| {' | '.join(head)} |", f"| {' | '.join('---' for _ in head)} |"]
+    for (layer, m), group in by_shape(rows).items():
         cells = {row.way: f"{row.overall:.1f}{percent(row)}" for row in group}
-        layer, m = key
-        shape = [f"{layer} ({'reduce-scatter' if group[0].scatter else 'all-gather'})", m, group[0].n, group[0].k]
-        line = [*map(str, shape), f"{group[0].gemm:.1f}", *(cells.get(way, "–") for way in ways)]
+        shape = map(str, (layer, group[0].n, group[0].k, m))
+        line = [*shape, f"{group[0].gemm:.1f}", *(cells.get(way, "–") for way in ways)]
         lines.append(f"| {' | '.join(line)} |")
     return "\n".join(lines) + "\n"
 
@@ -336,7 +356,7 @@ def by_shape(rows: list[Row]) -> dict[tuple[str, int], list[Row]]:
 
 
 def plot(rows: list[Row], title: str, path: Path) -> None:
-    """A panel a layer: effective communication time by m, a line a way."""
+    """A panel a layer: effective communication time by m, a line a way; one legend of them all."""
     import matplotlib as mpl
 
     mpl.use("agg")
@@ -345,19 +365,35 @@ def plot(rows: list[Row], title: str, path: Path) -> None:
     layers = list(dict.fromkeys(row.layer for row in rows))
     if not layers:
         return
-    figure, panels = plt.subplots(1, len(layers), figsize=(4 * len(layers), 3.6), squeeze=False, layout="constrained")
+    figure, panels = plt.subplots(1, len(layers), figsize=(4 * len(layers) + 1.4, 3.6), squeeze=False, layout="constrained")
+    styles, lines = line_styles(list(dict.fromkeys(row.way for row in rows))), {}
     for panel, layer in zip(panels[0], layers, strict=True):
         of_layer = [row for row in rows if row.layer == layer]
         for way in dict.fromkeys(row.way for row in of_layer):
             points = sorted((row.m, row.ect) for row in of_layer if row.way == way)
-            panel.plot(*zip(*points, strict=True), marker="o", markersize=3, label=way)
+            lines[way] = panel.plot(*zip(*points, strict=True), markersize=4, linewidth=1, **styles[way])[0]
         panel.set(xscale="log", yscale="symlog", xlabel="m, rows", title=f"{layer} ({of_layer[0].n}, {of_layer[0].k})")
         panel.axhline(0, color="#9ca3af", linewidth=0.8)
     panels[0][0].set_ylabel("effective communication time, µs")
-    panels[0][-1].legend(frameon=False, fontsize="small")
+    figure.legend(lines.values(), lines.keys(), loc="outside right upper", frameon=False, fontsize="small")
     figure.suptitle(title, fontsize="small")
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+def line_styles(ways: list[str]) -> dict[str, dict[str, str]]:
+    """A colour for each way to split a GEMM, dashes for pulls, a marker for each number of chunks."""
+    parts = {way: way.partition("/")[::2] for way in ways}
+    splits = list(dict.fromkeys(carried.removesuffix("-pull") for carried, _ in parts.values()))
+    markers = {"": "o", "2": "s", "4": "^"}
+    return {
+        way: {
+            "color": f"C{splits.index(carried.removesuffix('-pull'))}",
+            "linestyle": "--" if carried.endswith("-pull") else "-",
+            "marker": markers.get(chunks, "x"),
+        }
+        for way, (carried, chunks) in parts.items()
+    }
 
 
 def rows_of(report: dict[str, Any]) -> tuple[list[Row], str]:
@@ -387,8 +423,7 @@ def jobs(bench: Bench, layers: list[Layer], sizes: list[int]) -> Iterator[list[R
     for layer, m in tqdm(todo, unit="layer", disable=bench.rank > 0):
         if m % bench.n or not bench.in_time():
             continue
-        rows = bench.part(f"{layer.name} {m}", lambda layer=layer, m=m: bench.layer(layer, m))  # type: ignore[misc]
-        yield rows or []
+        yield bench.layer(layer, m)
 
 
 def measure(world: World, layers: list[Layer], sizes: list[int], seconds: float, replays: int) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,9 +33,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 4e-2}
 def fused(world: World, **options: Any) -> Any:
     from comm.fused import FusedCommunicator
 
-    comm = FusedCommunicator(world.comm, world.device, **({"capacity": 1 << 17} | options))
-    comm.min_rows = 1
-    return comm
+    return FusedCommunicator(world.comm, world.device, **({"capacity": 1 << 17, "min_rows": 1} | options))
 
 
 class Layers:
@@ -82,15 +81,17 @@ def same_everywhere(x: Tensor) -> bool:
 # --- one pair of layers ------------------------------------------------------------------------------------------------------
 
 
+PUSH = (False, 1)  # of a `Gather`, behind its split: whether it pulls, and chunks
+
+
 @torch.inference_mode()
-def wrong_pairs(world: World, scatter: Any, gather: Any, rows: int, seed: int) -> list[str]:
+def wrong_pairs(world: World, scatter: str, gather: tuple[str, bool, int], rows: int, seed: int) -> list[str]:
     """A stream through some pairs, as a model would: sums, norms, layers behind them, and at last the whole stream."""
     from comm import Product, Scattered
-    from comm.fused import Way
+    from comm.fused import Gather, Way
 
-    comm, draw, found = fused(world), random.Random(seed), []
-    comm.default = Way(scatter, gather)
-    tiled = "tiles" in scatter + gather
+    comm, draw, found = fused(world, way=Way(scatter, Gather(*gather))), random.Random(seed), []
+    tiled = "tiles" in scatter + gather[0]
     if tiled:
         allow_bounds_of_loops()
     for number, (b, t) in enumerate(((1, 4), (2, 6), (1, rows), (3, 4))):
@@ -130,16 +131,116 @@ def wrong_pairs(world: World, scatter: Any, gather: Any, rows: int, seed: int) -
 
 @pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize(
-    ("scatter", "gather"), [("owners", "spans"), ("spans", "owners"), ("tiles0", "tiles0"), ("tiles1", "owners")]
+    ("scatter", "gather"),
+    [
+        ("owners", ("spans", *PUSH)),
+        ("spans", ("owners", *PUSH)),
+        ("tiles0", ("tiles0", *PUSH)),
+        ("tiles1", ("owners", *PUSH)),
+        ("owners", ("spans", True, 1)),
+        ("spans", ("tiles0", True, 2)),
+        ("tiles0", ("owners", True, 1)),
+    ],
 )
-def test_pairs(interpreters: Ranks, scatter: str, gather: str, n: int, seed: int) -> None:
+def test_pairs(interpreters: Ranks, scatter: str, gather: tuple[str, bool, int], n: int, seed: int) -> None:
     """Each kind at either end, with random delays."""
     assert interpreters.run(n, wrong_pairs, scatter, gather, 16, seed) == [[]] * n, f"seed {seed}"
 
 
-@pytest.mark.parametrize("kind", ["spans", "tiles0"])
-def test_rows_of_several_flags(interpreters: Ranks, kind: str, seed: int) -> None:
-    assert interpreters.run(2, wrong_pairs, kind, kind, 2 * 132, seed) == [[]] * 2, f"seed {seed}"
+@pytest.mark.parametrize(
+    ("scatter", "gather"),
+    [
+        ("spans", ("spans", *PUSH)),
+        ("tiles0", ("tiles0", *PUSH)),
+        ("spans", ("tiles0", False, 2)),
+        ("owners", ("tiles0", True, 4)),
+        ("spans", ("owners", True, 2)),
+        ("owners", ("spans", False, 4)),
+    ],
+)
+def test_rows_of_several_flags(interpreters: Ranks, scatter: str, gather: tuple[str, bool, int], seed: int) -> None:
+    assert interpreters.run(2, wrong_pairs, scatter, gather, 2 * 132, seed) == [[]] * 2, f"seed {seed}"
+
+
+@torch.inference_mode()
+def late_copies(world: World, rows: list[int], seed: int) -> list[str]:
+    """Pair after pair of random ways, whose copies each rank begins late: behind the meeting of a pull, and chunk by chunk."""
+    import comm.fused as module
+
+    draw, late, found, split = random.Random(seed), random.Random(f"{seed} {world.rank}"), [], module.chunks_of
+    allow_bounds_of_loops()
+
+    def slowly(rows: int, count: int) -> Iterator[slice]:
+        for chunk in split(rows, count):
+            time.sleep(late.choice([0, 0, 0.01, 0.03]))
+            yield chunk
+
+    gathers = list(module.GATHERS.values())
+    comm, layers = fused(world, capacity=1 << 18), Layers(world, seed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "chunks_of", slowly)
+        for number, t in enumerate(rows):
+            comm.default = module.Way(draw.choice(module.SCATTERS), draw.choice(gathers))
+            x, inputs = layers.random(1, t, len(layers.scale)), layers.inputs(1, t)
+            exact = x.double() + layers.sum(inputs)
+            x, scattered = comm.defer(layers.product(comm, inputs)).add_norm(x, layers.scale, EPS)
+            out = scattered.linear(layers.second[world.rank])
+            if not layers.close(out, F.linear(normed(exact, layers), layers.second[world.rank].double())):
+                found.append(f"pair {number} of {t} rows: {comm.default}")
+    comm.check()
+    return found
+
+
+@pytest.mark.parametrize(("n", "rows"), [(2, [8, 700, 12, 700, 700, 8]), (4, [8, 16, 8, 1200, 1200, 8, 4, 16])])
+def test_late_copies_lose_no_rows(interpreters: Ranks, n: int, rows: list[int], seed: int) -> None:
+    assert interpreters.run(n, late_copies, rows, seed) == [[]] * n, f"seed {seed}"
+
+
+@torch.inference_mode()
+def flags_by_chunk(world: World, pull: bool, seed: int) -> list[int]:
+    """How many blocks are announced between two chunks of 500 rows, at the rank that wants them, and once all have travelled."""
+    import comm.fused as module
+    from kernels.fused_rows import BLOCKS, advance
+
+    meeting, split, counts = fused(world, capacity=1 << 18).meeting, module.chunks_of, []
+    places, other = meeting.places, 1 - world.rank
+    here, source = (world.rank, other) if pull else (other, world.rank)
+    flags = meeting.shared.view(here, places.row_flags, (2, BLOCKS), torch.int64)[source]
+
+    def watched(rows: int, count: int) -> Iterator[slice]:
+        for chunk in split(rows, count):
+            counts.append(int((flags == places.epochs[0]).sum()))
+            yield chunk
+
+    layers, share = Layers(world, seed), module.Share(500, 40, torch.float32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "chunks_of", watched)
+        rows = layers.random(2, 500, 40)
+        meeting.my_rows(world.rank, share).copy_(rows[world.rank])
+        advance(places)
+        out = meeting.gather_linear(share, layers.second[world.rank], None, module.Gather("owners", pull, 3))
+    counts.append(int((flags == places.epochs[0]).sum()))
+    assert layers.close(out, F.linear(rows.view(1000, 40).double(), layers.second[world.rank].double())), f"seed {seed}"
+    return counts
+
+
+@pytest.mark.parametrize("pull", [False, True])
+def test_a_chunk_is_announced_when_it_is_there(interpreters: Ranks, pull: bool, seed: int) -> None:
+    assert interpreters.run(2, flags_by_chunk, pull, seed) == [[0, 1, 2, 4]] * 2, f"seed {seed}"
+
+
+def test_chunks_are_whole_blocks(seed: int) -> None:
+    """All rows once, in order; no chunk is empty, and no block is announced in two."""
+    from comm.fused import chunks_of
+    from kernels.fused_rows import BLOCK_ROWS
+
+    for _ in range(200):
+        rows, count = random.randrange(1, 2000), random.randrange(1, 9)
+        chunks = list(chunks_of(rows, count))
+        assert [row for chunk in chunks for row in range(rows)[chunk]] == list(range(rows)), f"seed {seed}"
+        assert len(chunks) == min(count, -(-rows // BLOCK_ROWS)), f"seed {seed}"
+        sizes = [-(-(chunk.stop - chunk.start) // BLOCK_ROWS) for chunk in chunks]
+        assert max(sizes) - min(sizes) <= 1 and all(chunk.start % BLOCK_ROWS == 0 for chunk in chunks), f"seed {seed}"
 
 
 @torch.inference_mode()
@@ -187,10 +288,11 @@ def test_every_pair_is_completed(interpreters: Ranks, n: int, seed: int) -> None
 @torch.inference_mode()
 def refusals(world: World, seed: int) -> list[str]:
     """What cannot be scattered is a plain tensor, and right."""
-    comm, found = fused(world), []
+    found = []
     for rows, bias, capacity, minimum in ((5, 0, 1 << 16, 1), (8, 1, 1 << 16, 1), (8, 0, 256, 1), (8, 0, 1 << 16, 6)):
         layers = Layers(world, seed)
-        comm.meeting.places, comm.min_rows = replace(comm.meeting.places, capacity=capacity), minimum
+        comm = fused(world, min_rows=minimum)
+        comm.meeting.places = replace(comm.meeting.places, capacity=capacity)
         inputs = layers.inputs(1, rows)
         b = layers.random(len(layers.scale)) if bias else None
         partial = comm.project(inputs[world.rank], layers.first[world.rank], b)
@@ -237,8 +339,25 @@ def lone_wait(world: World, seed: int) -> list[str]:
     return []
 
 
-def test_a_rank_that_waits_in_vain_says_so(interpreters: Ranks, seed: int) -> None:
-    assert interpreters.run(2, lone_wait, seed) == [[], []]
+@torch.inference_mode()
+def lone_offer(world: World, seed: int) -> list[str]:
+    """Nor does one come to the meeting of a pull."""
+    from kernels.fused_rows import offer_rows
+
+    meeting = fused(world).meeting
+    offered = [meeting.shared.view(rank, meeting.places.offers, (world.world_size, 64), torch.int64) for rank in range(2)]
+    if world.rank == 0:
+        meeting.places.epochs.fill_(seed)
+        offer_rows(replace(meeting.places, patience=20))
+        assert [bool((flags[0] == seed).all()) for flags in offered] == [True, True]
+        with pytest.raises(RuntimeError, match=r"rank 0 waited in vain .* \(place 7\)"):
+            meeting.check()
+    return []
+
+
+@pytest.mark.parametrize("alone", [lone_wait, lone_offer])
+def test_a_rank_that_waits_in_vain_says_so(interpreters: Ranks, alone: Any, seed: int) -> None:
+    assert interpreters.run(2, alone, seed) == [[], []]
 
 
 # --- choosing ----------------------------------------------------------------------------------------------------------------
@@ -248,7 +367,7 @@ CALLS: list[str] = []  # pairs that `invented_times` was asked for
 
 
 def invented_times(comm: Any, pair: Any, first: Tensor, second: Tensor) -> dict[str, float]:
-    """Fused is slower below 16 rows, and `owners` the fastest kind at both ends."""
+    """Fused is slower below 16 rows, and `owners` the fastest at both ends, where it pulls to gather."""
     from comm.fused import names_of
 
     CALLS.append(pair.key)
@@ -256,7 +375,8 @@ def invented_times(comm: Any, pair: Any, first: Tensor, second: Tensor) -> dict[
         "unfused": 50.0,
         "owners+spans": 21.0,
         "spans+spans": 25.0,
-        "spans+owners": 24.0,
+        "spans+owners": 24.5,
+        "spans+owners-pull": 24.0,
     }
     return {name: t + (100 if pair.rows < 16 and name != "unfused" else 0) for name, t in times.items()}
 
@@ -290,7 +410,7 @@ def test_a_step_that_is_faster_unfused_is_so_from_then_on(interpreters: Ranks, t
     for steps, measured, ways in interpreters.run(2, choices, str(tmp_path), seed):
         assert steps == [True, True, True, False, True, True], f"seed {seed}"  # 12 rows count as 16; 4 were not known
         assert measured == ["16,24,40,56,float32", "8,24,40,56,float32", "4,24,40,56,float32"]
-        assert ways == ["owners+owners"]
+        assert ways == ["owners+owners-pull"]
     for steps, measured, _ in interpreters.run(2, choices, str(tmp_path), seed):
         assert steps == [True, True, True, False, True, True]
         assert measured == []  # it was kept
@@ -302,6 +422,8 @@ def broken(content: Any, how: str) -> str:
         content["key"] = {"device": "another"}
     elif how == "incomplete":
         del times["spans+spans"]
+    elif how == "other ways":
+        times["spans+owners/8"] = times.pop("spans+owners-pull")
     elif how == "implausible":
         times["unfused"] = -1.0
     elif how == "unknown":
@@ -309,13 +431,32 @@ def broken(content: Any, how: str) -> str:
     return json.dumps(content)[: -30 if how == "torn" else None]
 
 
-@pytest.mark.parametrize("how", ["torn", "another machine", "incomplete", "implausible", "unknown"])
+@pytest.mark.parametrize("how", ["torn", "another machine", "incomplete", "other ways", "implausible", "unknown"])
 def test_a_bad_table_is_measured_again(interpreters: Ranks, tmp_path: Path, how: str, seed: int) -> None:
     interpreters.run(2, choices, str(tmp_path), seed)
     (path,) = tmp_path.iterdir()
     path.write_text(broken(json.loads(path.read_text()), how))
     for _, measured, _ in interpreters.run(2, choices, str(tmp_path), seed):
         assert "16,24,40,56,float32" in measured, how
+
+
+def test_the_best_of_random_times(seed: int) -> None:
+    """Each end's fastest, among all that are measured."""
+    from comm.fused import SCATTERS, Gather, Way, best_way, names_of
+    from comm.fused_table import Pair
+
+    pair = Pair(random.choice([1000, 2048]), 64, 128, 32, torch.bfloat16)
+    times = {name: random.uniform(10, 100) for name in sorted(names_of(pair))}
+    gathers = [Gather(split, pull) for split in SCATTERS for pull in (False, True)]
+    gathers += [Gather("tiles0", False, 2), Gather("tiles0", False, 4), Gather("tiles0", True, 4)]
+    ways = [Way(scatter, gather) for scatter in SCATTERS for gather in gathers]
+    expected = {way: times[f"{way.scatter}+spans"] + times[f"spans+{way.gather}"] - times["spans+spans"] for way in ways}
+    way, fused = best_way(times)
+    assert fused == pytest.approx(min(expected.values())) == pytest.approx(expected[way]), f"seed {seed}"
+    assert len(times) == 1 + len(SCATTERS) + len(gathers) - 1  # and nothing else: unfused, and the default once
+    few, single = (names_of(replace(pair, **change)) for change in ({"rows": 256}, {"dtype": torch.float32}))
+    assert set(times) - few == {"spans+tiles0/2", "spans+tiles0/4", "spans+tiles0-pull/4"}
+    assert single == {"unfused", "spans+spans", "owners+spans", "spans+owners", "spans+spans-pull", "spans+owners-pull"}
 
 
 # --- whole models ------------------------------------------------------------------------------------------------------------
