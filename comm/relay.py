@@ -24,8 +24,11 @@ from comm.quantize import Scheme
 from comm.two_step import Coding, Transport, exact, quantized, two_steps
 from comm.workspace import open_host
 
-CHUNKS = 4  # of a message: while one is summed, others travel
-LEAST_CHUNK = 1 << 19  # values: a copy that is shorter takes no less time
+CHUNKS = 4  # of a message at most: while one is summed, others travel
+LEAST_CHUNK, LONGEST_CHUNK = (
+    1 << 20,
+    1 << 23,
+)  # values: a chunk costs 30 µs of launches, so it must take longer than that to travel
 AREA = 72 << 20  # bytes: 64 MiB of a message as it is, or of twice as many values in 8 bits with their groups' headers
 ALIGNMENT = 256  # bytes, also of what the flags take
 SECONDS = 60.0  # that a CPU rank waits
@@ -176,15 +179,19 @@ class RelayCommunicator(_ProcessGroupCommunicator):
         """Values that an outbox takes, whatever their last group and chunk lack."""
         groups = (self.relay.area - CHUNKS * ALIGNMENT) // coding.size - self.world_size * CHUNKS
         assert groups > 0, f"groups of {coding.size} bytes for an outbox of {self.relay.area}"
-        return groups * coding.group
+        return min(groups, CHUNKS * LONGEST_CHUNK // coding.group) * coding.group
 
     def _piece(self, piece: Tensor, coding: Coding) -> Tensor:
         self.relay.begin()
-        slices = coding.group * self.world_size
-        chunk = -(-max(LEAST_CHUNK, -(-len(piece) // CHUNKS)) // slices) * slices
-        total = two_steps(piece, coding, self.relay, chunk)
+        total = two_steps(piece, coding, self.relay, self._chunk(len(piece), coding.group * self.world_size))
         self.relay.end()
         return total
+
+    @staticmethod
+    def _chunk(size: int, slices: int) -> int:
+        """Two chunks of a message of `size` values, but neither too short nor too long ones, of whole slices."""
+        chunk = min(max(-(-size // 2), LEAST_CHUNK), LONGEST_CHUNK)
+        return -(-chunk // slices) * slices
 
     def check(self) -> None:
         self.relay.check()

@@ -36,7 +36,7 @@ def wrong_sums(world: World, name: str | None, sizes: list[int], area: int, seed
     """Sums one after the other, before which ranks dawdle; each of several chunks, some of several pieces."""
     import comm.relay
 
-    comm.relay.LEAST_CHUNK = 64
+    comm.relay.LEAST_CHUNK, comm.relay.LONGEST_CHUNK = 64, 3000
     scheme, draw = None if name is None else parse_scheme(name), random.Random(seed + world.rank)
     ours, generator, found = RelayCommunicator(scheme, CPU, area=area), torch.Generator().manual_seed(seed), []
     for size in sizes:
