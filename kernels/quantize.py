@@ -108,8 +108,9 @@ def _codes(x, step, zero, LEVELS: tl.constexpr, SYMMETRIC: tl.constexpr, FLOATIN
     """(R, H) fp32 values of R groups to uint8 codes; step and zero (R,). E4M3: whether the GPU converts to it by itself."""
     factor, divisor, reciprocal = _divisor(step)
     ratio = _divide(x * factor[:, None], divisor[:, None], reciprocal[:, None])
+    if FLOATING or SYMMETRIC:
+        ratio = tl.where((step > 0)[:, None], ratio, 0.0)  # neither -0, where all are zeros, nor NaN
     if FLOATING:
-        ratio = tl.where((step > 0)[:, None], ratio, 0.0)  # not -0, where all are zeros
         if E4M3:
             return ratio.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
         return _to_e4m3(ratio).to(tl.uint8)
