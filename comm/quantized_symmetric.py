@@ -101,12 +101,13 @@ def _fewest_processors(device: torch.device, group: dist.ProcessGroup | None) ->
 
 def quantized_symmetric(scheme: Scheme, device: torch.device, group: dist.ProcessGroup | None = None) -> Communicator:
     """The fastest communicator for the scheme, for the ranks of `group` (None: all): over symmetric memory where the GPUs reach each
-    other and a kernel serves the scheme; through host memory where they do not; else over the process group. Collective."""
+    other and a kernel serves the scheme; through host memory where they do not, short messages as they are; else over the process
+    group. Collective."""
     if device.type != "cuda":
         return QuantizedGlooCommunicator(scheme, group)
     try:
         if memory_between(device, group) == "host":
-            return RelayCommunicator(scheme, device, group)
+            return RelayCommunicator(scheme, device, group, short=SymmetricCommunicator("one-shot", device, group, "host"))
         if wire_of(scheme) is not None:
             return QuantizedSymmetricCommunicator(scheme, device, group)
     except UserError:  # on every rank

@@ -13,16 +13,20 @@ rank that has received all that is to be summed in e + 1, each part of which was
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from comm.interface import Beside, Done, Handle
+from comm.interface import Beside, Done, Handle, Product, computed
 from comm.process_group import _ProcessGroupCommunicator
 from comm.quantize import Scheme
 from comm.two_step import Coding, Transport, exact, quantized, two_steps
 from comm.workspace import open_host
+
+if TYPE_CHECKING:
+    from comm.symmetric import SymmetricCommunicator  # which needs Triton
 
 CHUNKS = 4  # of a message at most: while one is summed, others travel
 LEAST_CHUNK, LONGEST_CHUNK = (
@@ -149,11 +153,17 @@ class RelayCommunicator(_ProcessGroupCommunicator):
     """Ranks of one host; CPU ranks, for tests. All its launches may be captured in CUDA graphs."""
 
     def __init__(
-        self, scheme: Scheme | None, device: torch.device, group: dist.ProcessGroup | None = None, area: int = AREA
+        self,
+        scheme: Scheme | None,
+        device: torch.device,
+        group: dist.ProcessGroup | None = None,
+        area: int = AREA,
+        short: "SymmetricCommunicator | None" = None,
     ) -> None:
-        """Collective. scheme: None for exact sums. Raises UserError as `open_host` does."""
+        """Collective. scheme: None for exact sums. short: for messages that its workspaces take, which would cost a relay more
+        launches than bytes, and for gathers. Raises UserError as `open_host` does."""
         super().__init__(group)
-        self.name, self.scheme = "two-shot" if scheme is None else scheme.name, scheme
+        self.name, self.scheme, self.short = "two-shot" if scheme is None else scheme.name, scheme, short
         self.relay = Relay(device, group, area)
         self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         if self.stream is None:
@@ -162,6 +172,8 @@ class RelayCommunicator(_ProcessGroupCommunicator):
     def start(self, partial: Tensor) -> Handle:
         if not partial.numel():
             return Done(partial)
+        if self.short is not None and self.short.beside.fits(partial):
+            return self.short.start(partial)
         if self.stream is None:
             return Done(self._sum(partial))
         self.stream.wait_stream(torch.cuda.current_stream())
@@ -169,6 +181,15 @@ class RelayCommunicator(_ProcessGroupCommunicator):
             partial.record_stream(self.stream)
             total = self._sum(partial)
             return _Relayed(self.stream.record_event(), total)
+
+    def defer(self, partial: Tensor | Product) -> Handle:
+        partial = computed(partial)
+        if self.short is not None and self.short.here.fits(partial):
+            return self.short.defer(partial)
+        return self.start(partial)
+
+    def all_gather(self, shard: Tensor) -> Tensor:
+        return super().all_gather(shard) if self.short is None else self.short.all_gather(shard)
 
     def _sum(self, partial: Tensor) -> Tensor:
         coding = exact(partial.dtype) if self.scheme is None else quantized(self.scheme, partial)
@@ -195,6 +216,8 @@ class RelayCommunicator(_ProcessGroupCommunicator):
 
     def check(self) -> None:
         self.relay.check()
+        if self.short is not None:
+            self.short.check()
 
 
 class _Relayed(Beside):

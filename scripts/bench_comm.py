@@ -29,7 +29,8 @@ from comm.interface import Communicator
 from comm.process_group import NcclCommunicator
 from comm.quantize import WIDTHS, parse_scheme
 from comm.quantized import QuantizedNcclCommunicator, two_step_sum
-from comm.quantized_symmetric import QuantizedLane, QuantizedSymmetricCommunicator, quantized_symmetric
+from comm.quantized_symmetric import QuantizedLane, QuantizedSymmetricCommunicator
+from comm.relay import RelayCommunicator
 from comm.symmetric import BESIDE_CAPACITY, KINDS, Kind, SymmetricCommunicator
 from comm.table import graph_microseconds
 from comm.workspace import Workspace
@@ -86,7 +87,8 @@ class Bench(Parts):
     @cached_property
     def quantized(self) -> dict[str, Communicator]:
         """By width."""
-        made = {name: quantized_symmetric(parse_scheme(name), self.world.device) for name in WIDTHS}
+        form = QuantizedSymmetricCommunicator if self.peers else RelayCommunicator
+        made: dict[str, Communicator] = {name: form(parse_scheme(name), self.world.device) for name in WIDTHS}
         for ours in made.values():
             if isinstance(ours, QuantizedSymmetricCommunicator):
                 for workspace in (ours.here.workspace, ours.beside.workspace):

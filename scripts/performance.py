@@ -5,8 +5,8 @@
 
 Reads what --raw holds of sweep*.jsonl, comm.json (bench_comm.py), linear*.json (bench_linear.py), kernels.json and decode.json
 (bench_kernels.py), quantized*.json (bench_comm.py --parts "nccl|quantized"), push.json (bench_push.py), overlap.json (overlap.py),
-startup.json and load*.json, and writes a table of each as docs/results/NAME-{decode,comm,linear,…}.md, and NAME-comm.png and
-NAME-overlap.png, NAME being the folder's.
+startup.json and load*.json, and writes a table of each as docs/results/NAME-{decode,comm,linear,…}.md, and NAME-comm.png,
+NAME-comm-no-p2p.png and NAME-overlap.png, NAME being the folder's.
 """
 
 import argparse
@@ -39,6 +39,8 @@ WAYS = {  # bench_comm.py's names to a reader's
 }
 
 QUANTIZED = {
+    "µs one-shot": "one-shot",
+    "µs two-shot": "two-shot",
     **{f"µs quantized {width}": width for width in WIDTHS},
     **{f"µs portable quantized {width}": f"{width}, over NCCL" for width in WIDTHS},
 }
@@ -107,7 +109,7 @@ def comm(folder: Path) -> str | None:
 
 
 def quantized(folder: Path) -> str | None:
-    """µs by message size, and how many times as fast as NCCL, of every width and form that was measured."""
+    """µs by message size, and how many times as fast as NCCL, of every width and form that was measured, and what is exact beside."""
     files = [found for path in sorted(folder.glob("quantized*.json")) if (found := read(path)) and "µs nccl" in found["found"]]
     tables = []
     for found in files:
@@ -160,21 +162,20 @@ def _size(size: int) -> str:
     return f"{size // bytes_} {unit}"
 
 
-def plot_comm(folder: Path, out: Path) -> None:
+def plot_comm(files: list[Any], where: str, out: Path) -> None:
     """Latency by size of all that was measured there, exact and quantized."""
     import matplotlib.pyplot as plt
 
-    files = [found for name in ("comm.json", "quantized.json") if (found := read(folder / name))]
     times = {name: found["found"][name] for found in files for name in (*WAYS, *QUANTIZED) if name in found["found"]}
     if not times:
         return
     figure, axes = plt.subplots(figsize=(7, 4))
     for name, by_size in times.items():
         points = sorted((int(size), us) for size, us in by_size.items())
-        label, line = (QUANTIZED[name], "--") if name in QUANTIZED else (WAYS[name], "-")
+        label, line = (WAYS[name], "-") if name in WAYS else (QUANTIZED[name], "--")
         axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=label, linestyle=line)
     axes.set(xscale="log", yscale="log", xlabel="bytes of the message, bf16", ylabel="µs")
-    axes.set_title(f"All-reduce over {files[0]['ranks']} x {files[0]['gpu']}")
+    axes.set_title(f"All-reduce over {files[0]['ranks']} x {files[0]['gpu']}{where}")
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
     figure.savefig(out, dpi=150, bbox_inches="tight")
@@ -284,6 +285,12 @@ TABLES: dict[str, Callable[[Path], str | None]] = {
 }
 
 
+PLOTS = (  # files, where their sums go, and the plot's name
+    (("comm.json", "quantized.json"), "", "comm"),
+    (("quantized-no-p2p.json",), ", through host memory", "comm-no-p2p"),
+)
+
+
 def main() -> None:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--raw", type=Path, default=RESULTS / "gpu-4", metavar="DIR", help="default: docs/results/gpu-4")
@@ -296,7 +303,10 @@ def main() -> None:
             path = RESULTS / f"{args.raw.name}-{name}.md"
             path.write_text(text)
             note(f"wrote {path.relative_to(ROOT)}")
-    plot_comm(args.raw, RESULTS / f"{args.raw.name}-comm.png")
+    for names, where, plotted in PLOTS:
+        plot_comm(
+            list(filter(None, (read(args.raw / name) for name in names))), where, RESULTS / f"{args.raw.name}-{plotted}.png"
+        )
     found = read(args.raw / "overlap.json")
     if found is not None:
         plot_overlap(*overlap_rows(found), RESULTS / f"{args.raw.name}-overlap.png")

@@ -66,6 +66,32 @@ def test_the_same_bits_as_the_definition(ranks: Ranks, name: str | None, n: int,
     assert ranks.run(n, wrong_sums, name, sizes, area, seed) == [[]] * n, f"seed {seed}"
 
 
+def wrong_with_short_messages(world: World, seed: int) -> list[str]:
+    from comm.symmetric import SymmetricCommunicator
+
+    short = SymmetricCommunicator("one-shot", CPU, memory="host")
+    scheme, generator, found = parse_scheme("int4"), torch.Generator().manual_seed(seed), []
+    ours = RelayCommunicator(scheme, CPU, area=1 << 18, short=short)
+    for size, start in [(1000, False), (1 << 17, True), (128, True), (1 << 17, False), (7, False)]:
+        everyones = torch.randn(world.world_size, size, generator=generator)
+        mine = everyones[world.rank]
+        total = (ours.start if start else ours.defer)(mine.clone()).wait()
+        exact = everyones.sum(0)
+        near = bool(((total - exact).abs() <= 1e-5).all())
+        if near != (size < 1 << 16) or not (near or torch.equal(total, two_step_sum(mine, scheme, None))):
+            found.append(f"{size} {start=}")
+    gathered = ours.all_gather(torch.full((2, 3), float(world.rank)))
+    if gathered.shape != (2, 3 * world.world_size) or gathered[1, -1] != world.world_size - 1:
+        found.append("gather")
+    ours.check()
+    return found
+
+
+def test_short_messages_are_summed_as_they_are(interpreters: Ranks, seed: int) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed; pip install triton")
+    assert interpreters.run(2, wrong_with_short_messages, seed) == [[]] * 2, f"seed {seed}"
+
+
 def empty(world: World) -> list[int]:
     return list(RelayCommunicator(None, CPU, area=1 << 14).all_reduce(torch.zeros(0, 5)).shape)
 
