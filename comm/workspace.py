@@ -158,7 +158,7 @@ def _map(size: int, device: torch.device, group: dist.ProcessGroup, memory: Memo
 def check_reachable(device: torch.device, group: dist.ProcessGroup | None = None) -> None:
     """Raise UserError on every rank unless each GPU of the group can address every other, and may. Collective."""
     if obstacles := _obstacles(device, group):
-        raise UserError(f"these GPUs cannot address each other's memory: {min(obstacles)}; use --comm nccl")
+        raise UserError(f"these GPUs cannot address each other's memory: {min(obstacles)}; use --comm auto")
 
 
 _SEVERAL_HOSTS = "they are on several hosts"

@@ -112,7 +112,7 @@ def quantized(folder: Path) -> str | None:
     """µs by message size, and how many times as fast as NCCL, of every width and form that was measured, and what is exact beside."""
     files = [found for path in sorted(folder.glob("quantized*.json")) if (found := read(path)) and "µs nccl" in found["found"]]
     tables = []
-    for found in files:
+    for found in sorted(files, key=lambda found: not found.get("p2p", True)):
         times = {name: by_size for name, by_size in found["found"].items() if name in QUANTIZED}
         nccl = found["found"]["µs nccl"]
         sizes = sorted({int(size) for by_size in times.values() for size in by_size} & {int(size) for size in nccl})
