@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from comm.interface import Beside, Done, Handle
+from comm.interface import Done, Handle
 from comm.process_group import _ProcessGroupCommunicator
 from comm.quantize import Scheme
-from comm.two_step import ProcessGroupTransport, quantized, two_steps
+from comm.two_step import ProcessGroupTransport, quantized, start_beside, two_steps
 
 CHUNK = 1 << 20  # values of a chunk, at most
 NCCL_CHUNK = 1 << 24  # each collective of NCCL's costs tens of µs, through host memory hundreds
@@ -110,19 +110,4 @@ class QuantizedNcclCommunicator(QuantizedCommunicator):
     def start(self, partial: Tensor) -> Handle:
         if not partial.numel():
             return Done(partial)
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            partial.record_stream(self.stream)
-            total = two_step_sum(partial, self.scheme, self.sums, NCCL_CHUNK)
-            return _StreamSum(self.stream.record_event(), total)
-
-
-class _StreamSum(Beside):
-    def __init__(self, done: torch.cuda.Event, total: Tensor) -> None:
-        self.done, self.total = done, total
-
-    def arrive(self) -> Tensor:
-        stream = torch.cuda.current_stream()
-        stream.wait_event(self.done)
-        self.total.record_stream(stream)
-        return self.total
+        return start_beside(self.stream, partial, lambda: two_step_sum(partial, self.scheme, self.sums, NCCL_CHUNK))

@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from comm.interface import Beside, Done, Handle, Product, computed
+from comm.interface import Done, Handle, Product, computed
 from comm.process_group import _ProcessGroupCommunicator
 from comm.quantize import Scheme
-from comm.two_step import Coding, Transport, exact, quantized, two_steps
+from comm.two_step import Coding, Transport, exact, quantized, start_beside, two_steps
 from comm.workspace import open_host
 
 if TYPE_CHECKING:
@@ -176,11 +176,7 @@ class RelayCommunicator(_ProcessGroupCommunicator):
             return self.short.start(partial)
         if self.stream is None:
             return Done(self._sum(partial))
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            partial.record_stream(self.stream)
-            total = self._sum(partial)
-            return _Relayed(self.stream.record_event(), total)
+        return start_beside(self.stream, partial, lambda: self._sum(partial))
 
     def defer(self, partial: Tensor | Product) -> Handle:
         partial = computed(partial)
@@ -218,14 +214,3 @@ class RelayCommunicator(_ProcessGroupCommunicator):
         self.relay.check()
         if self.short is not None:
             self.short.check()
-
-
-class _Relayed(Beside):
-    def __init__(self, done: torch.cuda.Event, total: Tensor) -> None:
-        self.done, self.total = done, total
-
-    def arrive(self) -> Tensor:
-        stream = torch.cuda.current_stream()
-        stream.wait_event(self.done)
-        self.total.record_stream(stream)
-        return self.total

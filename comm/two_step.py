@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from comm.interface import Beside, Handle
 from comm.process_group import _all_gather
 from comm.quantize import Scheme, dequantize_sum, quantize, rotate
 
@@ -130,3 +131,23 @@ def _to_groups(flat: Tensor, slices: int, group: int) -> Tensor:
     if missing:
         flat = torch.cat((flat, flat[-1:].expand(missing)))
     return flat.view(-1, group)
+
+
+def start_beside(stream: torch.cuda.Stream, partial: Tensor, sum: Callable[[], Tensor]) -> Handle:
+    """`sum`, which reads `partial`, on `stream`, while the current one goes on."""
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        partial.record_stream(stream)
+        total = sum()
+        return _StreamSum(stream.record_event(), total)
+
+
+class _StreamSum(Beside):
+    def __init__(self, done: torch.cuda.Event, total: Tensor) -> None:
+        self.done, self.total = done, total
+
+    def arrive(self) -> Tensor:
+        stream = torch.cuda.current_stream()
+        stream.wait_event(self.done)
+        self.total.record_stream(stream)
+        return self.total

@@ -356,7 +356,7 @@ def by_shape(rows: list[Row]) -> dict[tuple[str, int], list[Row]]:
 
 
 def plot(rows: list[Row], title: str, path: Path) -> None:
-    """A panel a layer: effective communication time by m, a line a way; one legend of them all."""
+    """A panel a layer: effective communication time by m, beside the GEMM's, a line a way; one legend of them all."""
     import matplotlib as mpl
 
     mpl.use("agg")
@@ -365,16 +365,22 @@ def plot(rows: list[Row], title: str, path: Path) -> None:
     layers = list(dict.fromkeys(row.layer for row in rows))
     if not layers:
         return
-    figure, panels = plt.subplots(1, len(layers), figsize=(4 * len(layers) + 1.4, 3.6), squeeze=False, layout="constrained")
+    columns = min(len(layers), 3)
+    lines_of_panels = -(-len(layers) // columns)
+    size = 4 * columns + 1.4, 3.6 * lines_of_panels
+    figure, panels = plt.subplots(lines_of_panels, columns, figsize=size, squeeze=False, layout="constrained")
     styles, lines = line_styles(list(dict.fromkeys(row.way for row in rows))), {}
-    for panel, layer in zip(panels[0], layers, strict=True):
+    for panel, layer in zip(panels.flat, layers, strict=False):
         of_layer = [row for row in rows if row.layer == layer]
         for way in dict.fromkeys(row.way for row in of_layer):
-            points = sorted((row.m, row.ect) for row in of_layer if row.way == way)
+            points = sorted((row.m, 100 * row.ect / row.gemm) for row in of_layer if row.way == way)
             lines[way] = panel.plot(*zip(*points, strict=True), markersize=4, linewidth=1, **styles[way])[0]
-        panel.set(xscale="log", yscale="symlog", xlabel="m, rows", title=f"{layer} ({of_layer[0].n}, {of_layer[0].k})")
+        panel.set(xscale="log", ylim=(-15, 100), xlabel="m, rows", title=f"{layer} ({of_layer[0].n}, {of_layer[0].k})")
         panel.axhline(0, color="#9ca3af", linewidth=0.8)
-    panels[0][0].set_ylabel("effective communication time, µs")
+    for panel in panels.flat[len(layers) :]:
+        panel.set_axis_off()
+    for line in panels:
+        line[0].set_ylabel("effective communication time,\n% of the GEMM's")
     figure.legend(lines.values(), lines.keys(), loc="outside right upper", frameon=False, fontsize="small")
     figure.suptitle(title, fontsize="small")
     figure.savefig(path, dpi=120)

@@ -6,7 +6,7 @@
 Reads what --raw holds of sweep*.jsonl, comm.json (bench_comm.py), linear*.json (bench_linear.py), kernels.json and decode.json
 (bench_kernels.py), quantized*.json (bench_comm.py --parts "nccl|quantized"), push.json (bench_push.py), overlap.json (overlap.py),
 startup.json and load*.json, and writes a table of each as docs/results/NAME-{decode,comm,linear,…}.md, and NAME-comm.png,
-NAME-comm-no-p2p.png and NAME-overlap.png, NAME being the folder's.
+NAME-comm-no-p2p.png, NAME-grid.png (of sweep-grid*.jsonl) and NAME-overlap.png, NAME being the folder's.
 """
 
 import argparse
@@ -285,6 +285,46 @@ TABLES: dict[str, Callable[[Path], str | None]] = {
 }
 
 
+def plot_grid(folder: Path, out: Path) -> None:
+    """Variants by communicator: a panel for prompts and one for decoding, for each batch and interconnect."""
+    import matplotlib.pyplot as plt
+
+    rows: list[Row] = [row for path in sorted(folder.glob("sweep-grid*.jsonl")) for row in finished(read_rows(path))]
+    cases = list(dict.fromkeys((row.setting.interconnect, row.setting.batch) for row in rows))
+    if not rows:
+        return
+    figure, panels = plt.subplots(len(cases), 2, figsize=(11, 2.8 * len(cases)), squeeze=False, layout="constrained")
+    for line, (interconnect, batch) in zip(panels, cases, strict=True):
+        those = [row for row in rows if (row.setting.interconnect, row.setting.batch) == (interconnect, batch)]
+        for panel, (what, figure_name) in zip(
+            line, (("prompts", "prefill_ms"), ("decode step", "decode_ms_per_token")), strict=True
+        ):
+            bars(panel, those, figure_name)
+            where = "" if interconnect == "default" else f", {interconnect}"
+            panel.set_title(f"{what}, batch {batch}{where}", fontsize="medium")
+            panel.set_ylabel("ms")
+    panels[0][1].legend(fontsize="small", ncols=2)
+    s = rows[0].setting
+    figure.suptitle(
+        f"{s.model}, {s.tp} ranks, prompts of {s.prompt_length} tokens; {describe(rows[0].machine, 'cuda')}", fontsize="small"
+    )
+    figure.savefig(out, dpi=120)
+    plt.close(figure)
+
+
+def bars(panel: Any, rows: list[Row], figure_name: str) -> None:
+    """A group of bars a variant, a bar a communicator, from half of the least on: what sums cost shows there."""
+    variants, ways = (
+        list(dict.fromkeys(name)) for name in zip(*((r.setting.variant, r.communicator) for r in rows), strict=True)
+    )
+    found = {(row.setting.variant, row.communicator): row.median(figure_name) for row in rows}
+    for i, way in enumerate(sorted(ways)):
+        places = [(v + (i - (len(ways) - 1) / 2) * 0.8 / len(ways), found.get((name, way))) for v, name in enumerate(variants)]
+        panel.bar(*zip(*((x, ms) for x, ms in places if ms is not None), strict=True), width=0.8 / len(ways), label=way)
+    panel.set_xticks(range(len(variants)), variants, fontsize="small")
+    panel.set_ylim(bottom=0.5 * min(ms for ms in found.values() if ms is not None))
+
+
 PLOTS = (  # files, where their sums go, and the plot's name
     (("comm.json", "quantized.json"), "", "comm"),
     (("quantized-no-p2p.json",), ", through host memory", "comm-no-p2p"),
@@ -307,6 +347,7 @@ def main() -> None:
         plot_comm(
             list(filter(None, (read(args.raw / name) for name in names))), where, RESULTS / f"{args.raw.name}-{plotted}.png"
         )
+    plot_grid(args.raw, RESULTS / f"{args.raw.name}-grid.png")
     found = read(args.raw / "overlap.json")
     if found is not None:
         plot_overlap(*overlap_rows(found), RESULTS / f"{args.raw.name}-overlap.png")

@@ -1,10 +1,11 @@
-"""What all tests share: the repository on the path, one torch thread, a fresh seed, and ranks to run on."""
+"""What all tests share: the repository on the path, one torch thread, a fresh seed, ranks to run on, and frontends to ask."""
 
 import os
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -14,6 +15,9 @@ if ROOT not in sys.path:
     sys.path.insert(0, ROOT)
 
 from tests.ranks import Ranks  # noqa: E402
+
+if TYPE_CHECKING:  # its fixtures import it when they run: most tests need neither a server nor the libraries of its clients
+    from tests.server_thread import Site
 
 SEED_VARIABLE = "RUNG_TEST_SEED"
 
@@ -66,3 +70,41 @@ def interpreters() -> Iterator[Ranks]:
         started = Ranks(4)
         yield started
         started.close()
+
+
+@pytest.fixture(scope="module")
+def shared_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Site"]:
+    from tests.server_thread import Site
+
+    started = Site(tmp_path_factory.mktemp("z")).start()
+    yield started
+    started.close()
+
+
+@pytest.fixture
+def site(shared_site: "Site") -> Iterator["Site"]:
+    """The module's frontend; its fake engine forgets after each test what the test told it."""
+    from tests.server_thread import wait_for
+
+    engine = shared_site.engine
+    default = engine.reply
+    yield shared_site
+    engine.reply, engine.group, engine.together, engine.delay, engine.hold = default, 1, 1, 0.0, False
+    wait_for(lambda: shared_site.server.client.active == 0)
+
+
+@pytest.fixture
+def make_site(tmp_path: Path) -> Iterator[Callable[..., "Site"]]:
+    """A frontend of the test's own, with the settings it needs."""
+    from tests.server_thread import Site
+
+    made: list[Site] = []
+
+    def make(start: bool = True, engine: bool = True, **settings: Any) -> Site:
+        made.append(Site(tmp_path, **settings))
+        return made[-1].start(engine) if start else made[-1]
+
+    yield make
+    for one in made:
+        if one.thread.is_alive():
+            one.close()

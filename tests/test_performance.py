@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from scripts import performance, trace
+from scripts.sweep_rows import finished, read_rows
 
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
 
@@ -19,6 +20,18 @@ def test_the_committed_tables_are_those_of_the_raw_files(name: str, folder: str)
 @pytest.mark.parametrize("name", performance.TABLES)
 def test_a_folder_without_measurements_gives_no_tables(name: str, tmp_path: Path) -> None:
     assert performance.TABLES[name](tmp_path) is None
+
+
+def test_the_grid_has_a_bar_for_every_measurement(tmp_path: Path) -> None:
+    plt = pytest.importorskip("matplotlib.pyplot", reason="matplotlib is not installed; make setup-dev")
+    rows = [r for r in finished(read_rows(RESULTS / "gpu-2" / "sweep-grid.jsonl")) if r.setting.interconnect == "default"]
+    figure, panel = plt.subplots()
+    performance.bars(panel, rows, "prefill_ms")
+    heights = sorted(bar.get_height() for bar in panel.patches)
+    plt.close(figure)
+    assert heights == sorted(row.median("prefill_ms") for row in rows) and len(heights) > 4
+    performance.plot_grid(RESULTS / "gpu-2", tmp_path / "grid.png")
+    assert (tmp_path / "grid.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_kernels_are_counted_by_decode_step() -> None:

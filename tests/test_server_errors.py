@@ -1,0 +1,157 @@
+"""What the frontend refuses, and how it says so: bad fields, bad bodies, wrong keys, and more than its limits."""
+
+import json
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from server import replies
+from tests.server_thread import CHAT, CONTEXT, TOOL, Site, wait_for
+
+BAD_COMPLETIONS: list[tuple[dict[str, Any], str | None]] = [
+    ({"temperature": 3}, "temperature"),
+    ({"temperature": "1"}, "temperature"),
+    ({"temperature": float("nan")}, "temperature"),
+    ({"top_p": 1.5}, "top_p"),
+    ({"n": 0}, "n"),
+    ({"n": True}, "n"),
+    ({"max_tokens": -1}, "max_tokens"),
+    ({"max_tokens": 10**6}, "max_tokens"),
+    ({"logprobs": 21}, "logprobs"),
+    ({"stop": ["x"] * 17}, "stop"),
+    ({"stop": ""}, "stop"),
+    ({"stop": [3]}, "stop.0"),
+    ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {"5000": 1}}, "logit_bias"),
+    ({"logit_bias": {"5": 101}}, "logit_bias.5"),
+    ({"allowed_token_ids": []}, "allowed_token_ids"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": [5000]}, "prompt"),
+    ({"prompt": {"a": 1}}, "prompt"),
+    ({"prompt": [5] * CONTEXT}, "prompt"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
+    ({"best_of": 1, "n": 2}, "best_of"),
+    ({"best_of": 2, "stream": True}, "best_of"),
+    ({"min_tokens": 20, "max_tokens": 10}, "min_tokens"),
+    ({"suffix": "x"}, "suffix"),
+    ({"length_penalty": 2.0}, "length_penalty"),
+    ({"cache_salt": "x"}, "cache_salt"),
+    ({"priority": 1}, "priority"),
+    ({"nonsense": 1}, "nonsense"),
+    ({"messages": []}, "messages"),
+    ({"response_format": {"type": "xml"}}, "response_format"),
+    ({"ignore_eos": True, "response_format": {"type": "json_object"}}, "ignore_eos"),
+    ({"seed": 2**63}, "seed"),
+    ({"prompt": [1000]}, None),
+]
+
+
+@pytest.mark.parametrize(("body", "param"), BAD_COMPLETIONS, ids=lambda v: str(v)[:40])
+def test_bad_completions_name_the_field(site: Site, body: dict[str, Any], param: str | None) -> None:
+    content = json.dumps({"prompt": "Hi", **body})
+    response = site.http.post("/v1/completions", content=content, headers={"content-type": "application/json"})
+    assert response.status_code == 400, response.text
+    error = replies.ErrorReply.model_validate(response.json()).error
+    assert error.param == param and error.type == "invalid_request_error"
+    assert param is None or param.split(".")[0] in error.message
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "king", "content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens"),
+        ({"max_completion_tokens": 10**6}, "max_completion_tokens"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
+        ({"tools": [TOOL, TOOL]}, "tools"),
+        ({"tools": [TOOL], "response_format": {"type": "json_object"}}, "response_format"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"self": []}}, "chat_template_kwargs"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+        ({"functions": [{}]}, "functions"),
+        ({"audio": {}}, "audio"),
+        ({"modalities": ["audio"]}, "modalities"),
+        ({"echo": True}, "echo"),
+        ({"bad_words": ["x"]}, "bad_words"),
+    ],
+    ids=lambda v: str(v)[:40],
+)
+def test_bad_chats_name_the_field(site: Site, body: dict[str, Any], param: str) -> None:
+    error = site.refused("/v1/chat/completions", {**CHAT, **body})
+    assert error["param"] == param, error
+
+
+def test_error_statuses(site: Site) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        site.openai.completions.create(model="nope", prompt="x")
+    assert caught.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError, match="never run"):
+        site.openai.completions.create(model="tiny-hybrid", prompt=[1000])
+    with pytest.raises(openai.BadRequestError, match=r"holds 256 tokens, but the prompt alone has 300"):
+        site.openai.completions.create(model="tiny-hybrid", prompt=[5] * 300)
+    for path, status in (("/nope", 404), ("/v1/models/nope", 404), ("/v1/completions", 405)):
+        response = site.http.get(path)
+        assert response.status_code == status and replies.ErrorReply.model_validate(response.json())
+    for content in (b"{", b"[]", b"\xff", b"[" * 100_000, b'{"n": ' + b"9" * 5000 + b"}"):
+        response = site.http.post("/v1/completions", content=content, headers={"content-type": "application/json"})
+        assert response.status_code == 400 and replies.ErrorReply.model_validate(response.json()), response.text
+    response = site.http.post("/v1/completions", content=b'{"prompt": "x"}', headers={"content-type": "text/plain"})
+    assert response.status_code == 400 and "Content-Type" in response.text
+
+
+def test_lone_surrogates_are_harmless(site: Site) -> None:
+    body = '{"prompt": "a\\ud800b", "echo": true, "max_tokens": 1}'
+    response = site.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+    assert response.status_code == 200 and response.json()["choices"][0]["text"].startswith("a")
+    response = site.http.post(
+        "/v1/completions", content='{"prompt": "a", "model": "\\ud800"}', headers={"content-type": "application/json"}
+    )
+    assert response.status_code == 404
+
+
+def test_keys(make_site: Callable[..., Site]) -> None:
+    site = make_site(api_key=("right", "other"), protect_metrics=True)
+    for path, status in (
+        ("/health", 200),
+        ("/version", 200),
+        ("/docs", 200),
+        ("/v1/models", 401),
+        ("/metrics", 401),
+        ("/stats", 401),
+    ):
+        assert site.http.get(path).status_code == status, path
+    with pytest.raises(openai.AuthenticationError):
+        site.openai.models.list()
+    for key in ("right", "other"):
+        assert openai.OpenAI(base_url=site.url + "/v1", api_key=key).models.list().data[0].id == "tiny-hybrid"
+    assert site.http.get("/metrics", headers={"authorization": "Bearer right"}).status_code == 200
+    assert site.http.options("/v1/models").headers.get("access-control-allow-origin") is None
+
+
+def test_limits(make_site: Callable[..., Site]) -> None:
+    site = make_site(max_num_seqs=1, max_queue=1, max_body_mb=0.01, request_timeout=0.5, cors_origin=("https://a.example",))
+    site.engine.hold = True
+    assert site.refused("/v1/completions", {"prompt": "x" * 20_000}, 413)["code"] == "body_too_large"
+    chunked = site.http.post("/v1/completions", content=iter([b"x" * 6000] * 3))
+    assert chunked.status_code == 413
+    assert site.refused("/v1/completions", {"prompt": "x", "n": 3})["code"] == "too_many_choices"
+    with httpx.Client(base_url=site.url) as other:
+        waiting = threading.Thread(target=lambda: other.post("/v1/completions", json={"prompt": "x", "n": 2}))
+        waiting.start()
+        wait_for(lambda: site.server.client.active == 2)
+        response = site.http.post("/v1/completions", json={"prompt": "x"})
+        assert response.status_code == 429 and int(response.headers["retry-after"]) >= 1
+        waiting.join()
+    assert site.refused("/v1/completions", {"prompt": "x"}, 503)["code"] == "timeout"
+    wait_for(lambda: len(site.engine.aborts) == 3)
+    response = site.http.get("/version", headers={"origin": "https://a.example"})
+    assert response.headers["access-control-allow-origin"] == "https://a.example"

@@ -1,0 +1,45 @@
+"""The server's settings: which source wins, and how a bad one is named."""
+
+from pathlib import Path
+
+import pytest
+
+from errors import UserError
+from server.settings import load_settings
+
+
+def test_settings_precedence(tmp_path: Path) -> None:
+    file = tmp_path / "rung.toml"
+    file.write_text('model = "m"\nport = 1\nmax-num-seqs = 2\nmax_queue = 3\napi-key = ["a", "b"]\ncompile = true\n')
+    environ = {"RUNG_PORT": "10", "RUNG_MAX_NUM_SEQS": "20", "RUNG_CORS_ORIGIN": "x, y"}
+    settings = load_settings(["--config", str(file), "--port", "100"], environ)
+    assert (settings.port, settings.max_num_seqs, settings.max_queue) == (100, 20, 3)
+    assert settings.api_key == ("a", "b") and settings.cors_origin == ("x", "y") and settings.compile
+    assert "a" not in repr(settings).split("model=")[0] and "api_key=" not in repr(settings)
+    keys = tmp_path / "keys"
+    keys.write_text("# comment\n\nsecret\n")
+    settings = load_settings(["--model", "m", "--api-key-file", str(keys), "--kv-memory", "1.5G"], {})
+    assert settings.api_key == ("secret",) and settings.kv_memory == 1.5 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "file", "message"),
+    [
+        ([], {}, "", "no model"),
+        (["--model", "m", "--por", "1"], {}, "", "--por"),
+        (["--model", "m", "--port", "x"], {}, "", "--port"),
+        (["--model", "m"], {"RUNG_PORT": "70000"}, "", "RUNG_PORT"),
+        (["--model", "m"], {}, "prot = 1", "prot"),
+        (["--model", "m"], {}, "port = 'x'", "port in"),
+        (["--model", "m"], {}, "port = [", "cannot be parsed"),
+        (["--model", "m"], {"RUNG_COMPILE": "maybe"}, "", "RUNG_COMPILE"),
+        (["--model", "m", "--api-key", ""], {}, "", "api-key"),
+    ],
+)
+def test_bad_settings(tmp_path: Path, argv: list[str], environ: dict[str, str], file: str, message: str) -> None:
+    if file:
+        (tmp_path / "c.toml").write_text(file)
+        argv = [*argv, "--config", str(tmp_path / "c.toml")]
+    with pytest.raises(UserError, match=message) as caught:
+        load_settings(argv, environ)
+    assert "\n" not in str(caught.value)
