@@ -17,9 +17,9 @@ from comm.process_group import GlooCommunicator, NcclCommunicator
 from comm.quantize import WIDTHS, Scheme, parse_scheme, relative_error
 from comm.quantized_symmetric import quantized_symmetric
 from comm.relay import RelayCommunicator
-from comm.symmetric import CAPACITY, KINDS, Kind, SymmetricCommunicator
+from comm.symmetric import CAPACITY, Kind, SymmetricCommunicator
 from comm.table import SIZES, Table, Times, _from_first, agreed, graph_microseconds
-from comm.workspace import Memory, memory_between
+from comm.workspace import Memory, check_reachable, memory_between
 from errors import UserError
 
 # Sizes that each way is measured at. Beyond them it would take NCCL, or leave most of its ranks' slices empty.
@@ -83,20 +83,29 @@ def auto(
     try:
         by_size = by_message_size(device, error_budget, group, rebuild)
     except UserError as error:
-        if dist.get_rank(group) == 0:
-            budget = ", whatever the error budget" if error_budget else ""
-            print(f"{error}: auto takes nccl{budget}", file=sys.stderr, flush=True)
+        budget = ", whatever the error budget" if error_budget else ""
+        _tell(f"{error}: auto takes nccl{budget}", group)
         return NcclCommunicator(group)
     if memory_between(device, group) == "host":
         return by_size
-    chosen = FusedCommunicator(by_size, device, group, rebuild=rebuild)
+    try:
+        chosen = FusedCommunicator(by_size, device, group, rebuild=rebuild)
+    except UserError as error:
+        _tell(f"{error}: auto fuses no sums with GEMMs", group)
+        return by_size
     chosen.name = by_size.name
     return chosen
+
+
+def _tell(text: str, group: dist.ProcessGroup | None) -> None:
+    if dist.get_rank(group) == 0:
+        print(text, file=sys.stderr, flush=True)
 
 
 def fused(device: torch.device, group: dist.ProcessGroup | None = None) -> Communicator:
     """Sums of many rows fused with the GEMMs around them, whether or not that is faster than what `auto` takes; the others as
     `auto`. Collective. Raises UserError on every rank if the GPUs do not reach each other."""
+    check_reachable(device, group)
     return FusedCommunicator(by_message_size(device, 0.0, group), device, group, compare=False)
 
 
@@ -105,10 +114,16 @@ def by_message_size(
 ) -> AutoCommunicator:
     """Every way within the budget, and the table that chooses. Collective. Raises UserError as `open_workspace` does."""
     memory = memory_between(device, group)
-    ways: dict[str, Communicator] = {"nccl": NcclCommunicator(group)}
-    ways |= {kind: over_shared_memory(kind, device, group, memory) for kind in KINDS}
-    ways |= {scheme.name: quantized_symmetric(scheme, device, group) for scheme in schemes_within(error_budget, group)}
-    key = machine(device, dist.get_world_size(group), torch.bfloat16) | {"ways": " ".join(ways), "memory": memory}
+    one_shot = SymmetricCommunicator("one-shot", device, group, memory)
+    ways: dict[str, Communicator] = {"nccl": NcclCommunicator(group), "one-shot": one_shot}
+    try:
+        ways["two-shot"] = over_shared_memory("two-shot", device, group, memory)
+    except UserError as error:  # /dev/shm may be enough for short messages
+        _tell(f"{error}: auto goes without two-shot", group)
+    short = one_shot if memory == "host" else None
+    ways |= {scheme.name: quantized_symmetric(scheme, device, group, short) for scheme in schemes_within(error_budget, group)}
+    kinds = " ".join(f"{name}={type(way).__name__}" for name, way in ways.items())
+    key = machine(device, dist.get_world_size(group), torch.bfloat16) | {"ways": kinds, "memory": memory}
     served = {name: SERVED[name] for name in ways}
     return AutoCommunicator(ways, agreed(key, served, lambda: measured(ways, device, torch.bfloat16, group), group, rebuild))
 
@@ -133,13 +148,8 @@ def schemes_within(error_budget: float, group: dist.ProcessGroup | None = None) 
 
 
 CODE = (
-    "kernels/*all_reduce.py",
-    "kernels/quantize.py",
-    "comm/*symmetric.py",
-    "comm/two_step.py",
-    "comm/relay.py",
-    "comm/workspace.py",
-    "comm/table.py",
+    *("kernels/*all_reduce.py", "kernels/quantize.py", "kernels/relay.py", "comm/*symmetric.py", "comm/quantized.py"),
+    *("comm/two_step.py", "comm/relay.py", "comm/workspace.py", "comm/table.py"),
 )
 
 

@@ -75,6 +75,17 @@ class Beside(Handle):
         return add_rms_norm(x, self.arrive(), weight, eps, early=False)
 
 
+class OtherStream(Beside):
+    """A sum on another CUDA stream. It holds the partial, whose memory the current stream must not give to others before."""
+
+    def __init__(self, done: torch.cuda.Event, partial: Tensor, total: Tensor) -> None:
+        self.done, self.partial, self.total = done, partial, total
+
+    def arrive(self) -> Tensor:
+        torch.cuda.current_stream().wait_event(self.done)
+        return self.total
+
+
 class Communicator(ABC):
     """Sums and gathers over the ranks of one tensor-parallel group.
 

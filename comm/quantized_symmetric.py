@@ -3,6 +3,7 @@
 Bit for bit what `comm/quantized.py` computes over a process group, in one launch.
 """
 
+import sys
 from dataclasses import dataclass, replace
 
 import torch
@@ -71,7 +72,7 @@ class QuantizedSymmetricCommunicator(SymmetricCommunicator):
         if wire is None:
             raise UserError(f"--comm {scheme.name}: no kernel over symmetric memory rotates, or takes a group a token")
         sum, beside, norm = shares_of_gpu(_fewest_processors(device, group))
-        here, there = (open_workspace(wire.buffer_bytes, size, device, group) for size in (CAPACITY, BESIDE_CAPACITY))
+        here, there = (open_workspace(wire.buffer_bytes, size, device, group, "peer") for size in (CAPACITY, BESIDE_CAPACITY))
         self.scheme = scheme
         # not programmatic beside: what it would overlap with lies on another stream
         lanes = QuantizedLane(KIND, here, sum, True, wire, norm), QuantizedLane(KIND, there, beside, False, wire, norm)
@@ -99,17 +100,24 @@ def _fewest_processors(device: torch.device, group: dist.ProcessGroup | None) ->
     return min(everyones)
 
 
-def quantized_symmetric(scheme: Scheme, device: torch.device, group: dist.ProcessGroup | None = None) -> Communicator:
+def quantized_symmetric(
+    scheme: Scheme,
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+    short: SymmetricCommunicator | None = None,
+) -> Communicator:
     """The fastest communicator for the scheme, for the ranks of `group` (None: all): over symmetric memory where the GPUs reach each
-    other and a kernel serves the scheme; through host memory where they do not, short messages as they are; else over the process
-    group. Collective."""
+    other and a kernel serves the scheme; through host memory where they do not, short messages as they are, by `short` (None: one is
+    made); else over the process group. Collective."""
     if device.type != "cuda":
         return QuantizedGlooCommunicator(scheme, group)
     try:
         if memory_between(device, group) == "host":
-            return RelayCommunicator(scheme, device, group, short=SymmetricCommunicator("one-shot", device, group, "host"))
+            short = short or SymmetricCommunicator("one-shot", device, group, "host")
+            return RelayCommunicator(scheme, device, group, short=short)
         if wire_of(scheme) is not None:
             return QuantizedSymmetricCommunicator(scheme, device, group)
-    except UserError:  # on every rank
-        pass
+    except UserError as error:  # on every rank
+        if dist.get_rank(group) == 0:
+            print(f"{scheme.name} goes over NCCL: {error}", file=sys.stderr, flush=True)
     return QuantizedNcclCommunicator(scheme, group)

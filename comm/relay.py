@@ -29,11 +29,8 @@ if TYPE_CHECKING:
     from comm.symmetric import SymmetricCommunicator  # which needs Triton
 
 CHUNKS = 4  # of a message at most: while one is summed, others travel
-LEAST_CHUNK, LONGEST_CHUNK = (
-    1 << 20,
-    1 << 23,
-)  # values: a chunk costs 30 µs of launches, so it must take longer than that to travel
-AREA = 72 << 20  # bytes: 64 MiB of a message as it is, or of twice as many values in 8 bits with their groups' headers
+# values: a chunk costs 30 µs of launches, so it must take longer than that to travel
+LEAST_CHUNK, LONGEST_CHUNK = 1 << 20, 1 << 23
 ALIGNMENT = 256  # bytes, also of what the flags take
 SECONDS = 60.0  # that a CPU rank waits
 
@@ -41,7 +38,7 @@ SECONDS = 60.0  # that a CPU rank waits
 class Relay(Transport):
     """Exchanges over outboxes in host memory; `begin` and `end` every sum. All ranks make the same ones in the same order."""
 
-    def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None, area: int = AREA) -> None:
+    def __init__(self, device: torch.device, group: dist.ProcessGroup | None, area: int) -> None:
         """Collective. area: bytes of a message, encoded. Raises UserError as `open_host` does."""
         self.rank, self.world_size, self.area = dist.get_rank(group), dist.get_world_size(group), area
         self.starts = ALIGNMENT, ALIGNMENT + area  # of the areas in an outbox, behind the flags
@@ -50,8 +47,9 @@ class Relay(Transport):
         self.outward, self.inward = (
             torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None for _ in range(2)
         )
+        self.patience: int | None = None  # polls of a kernel that waits; None for its own
         self.held: list[Tensor] = []  # what copies read
-        self.used, self.exchanges = [0, 0], [0, 0]
+        self.used, self.exchanges = [0, 0], [0, 0]  # by step, since `begin`
 
     def begin(self) -> None:
         """Of what is given to the current stream from here on: a sum."""
@@ -66,7 +64,7 @@ class Relay(Transport):
         self.held.clear()
 
     def check(self) -> None:
-        """Raise RuntimeError if a rank has waited in vain. Waits for the device."""
+        """Raise RuntimeError if a rank has waited in vain, as far as the current stream knows."""
         if int(self.fault):
             raise RuntimeError(f"rank {self.rank} waited in vain for another rank's part of a sum, in host memory")
 
@@ -94,6 +92,7 @@ class Relay(Transport):
         begin, number = self.used[step], self.exchanges[step]
         self.used[step] += -(-size // ALIGNMENT) * ALIGNMENT
         self.exchanges[step] += 1
+        assert number < CHUNKS and self.used[0] <= self.area, f"exchange {number}, {self.used} bytes of {self.area}"
         return self.starts[step] + begin, number
 
     def _place(self, rank: int, begin: int, size: int) -> Tensor:
@@ -111,13 +110,15 @@ class Relay(Transport):
 
     @staticmethod
     def _flag(step: int, number: int) -> int:
-        return (step * CHUNKS + number) * 8
+        return (step * CHUNKS + number) * 16  # bytes: addresses that all look alike to a compiler
 
     def _receive(self, step: int, number: int, begin: int, received: Tensor, own: Tensor) -> Callable[[], Tensor]:
         """All ranks' bytes from `begin` on, this rank's `own` among them, in `received`."""
         parts, done = received.view(self.world_size, -1), None
         self.held += [own, received]
         with self._on(self.inward):
+            if self.inward is not None and self.outward is not None:
+                self.inward.wait_stream(self.outward)  # wherever a graph runs its branches, nobody waits who has not sent
             parts[self.rank].copy_(own)
             self._await(self._flag(step, number))
             for i in range(1, self.world_size):
@@ -134,11 +135,13 @@ class Relay(Transport):
         return wait
 
     def _await(self, flag: int) -> None:
+        if self.world_size == 1:
+            return
         if self.inward is not None:
             from kernels.relay import await_flags  # Triton, which a CPU machine need not have
 
             addresses = (address + flag for rank, address in enumerate(self.shared.addresses) if rank != self.rank)
-            await_flags(tuple(addresses), self.epoch, self.fault)
+            await_flags(tuple(addresses), self.epoch, self.fault, self.patience)
             return
         deadline, epoch = time.monotonic() + SECONDS, int(self.epoch)
         flags = [self.shared.view(rank, flag, (1,), torch.int64) for rank in range(self.world_size) if rank != self.rank]
@@ -157,17 +160,15 @@ class RelayCommunicator(_ProcessGroupCommunicator):
         scheme: Scheme | None,
         device: torch.device,
         group: dist.ProcessGroup | None = None,
-        area: int = AREA,
+        area: int | None = None,
         short: "SymmetricCommunicator | None" = None,
     ) -> None:
-        """Collective. scheme: None for exact sums. short: for messages that its workspaces take, which would cost a relay more
-        launches than bytes, and for gathers. Raises UserError as `open_host` does."""
+        """Collective. scheme: None for exact sums. area: see `Relay`; None for what a long message takes. short: for messages that its
+        workspaces take, which would cost a relay more launches than bytes, and for gathers. Raises UserError as `open_host` does."""
         super().__init__(group)
         self.name, self.scheme, self.short = "two-shot" if scheme is None else scheme.name, scheme, short
-        self.relay = Relay(device, group, area)
+        self.relay = Relay(device, group, area or self._area())
         self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
-        if self.stream is None:
-            self.waited = 0.0
 
     def start(self, partial: Tensor) -> Handle:
         if not partial.numel():
@@ -192,11 +193,17 @@ class RelayCommunicator(_ProcessGroupCommunicator):
         totals = [self._piece(piece, coding) for piece in partial.flatten().split(self._longest(coding))]
         return (torch.cat(totals) if len(totals) > 1 else totals[0]).view(partial.shape)
 
+    def _area(self) -> int:
+        """Bytes for the longest chunks of 16-bit values; other messages, or groups, go in pieces of what fits."""
+        sample = torch.empty(0, 4096, dtype=torch.bfloat16)
+        coding = exact(sample.dtype) if self.scheme is None else quantized(self.scheme, sample)
+        return (CHUNKS * LONGEST_CHUNK // coding.group + self.world_size * CHUNKS) * coding.size + CHUNKS * ALIGNMENT
+
     def _longest(self, coding: Coding) -> int:
         """Values that an outbox takes, whatever their last group and chunk lack."""
         groups = (self.relay.area - CHUNKS * ALIGNMENT) // coding.size - self.world_size * CHUNKS
         assert groups > 0, f"groups of {coding.size} bytes for an outbox of {self.relay.area}"
-        return min(groups, CHUNKS * LONGEST_CHUNK // coding.group) * coding.group
+        return min(groups, max(1, CHUNKS * LONGEST_CHUNK // coding.group)) * coding.group
 
     def _piece(self, piece: Tensor, coding: Coding) -> Tensor:
         self.relay.begin()
@@ -211,6 +218,8 @@ class RelayCommunicator(_ProcessGroupCommunicator):
         return -(-chunk // slices) * slices
 
     def check(self) -> None:
+        if self.stream is not None:
+            self.stream.synchronize()
         self.relay.check()
         if self.short is not None:
             self.short.check()

@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from comm.interface import Beside, Done, Handle, Product, computed
+from comm.interface import Done, Handle, Product, computed
 from comm.process_group import GlooCommunicator, NcclCommunicator, _ProcessGroupCommunicator
+from comm.two_step import start_beside
 from comm.workspace import Memory, Workspace, memory_between, open_workspace
 from kernels import all_reduce, linear_push
 from kernels.all_reduce import Tiling
@@ -110,17 +111,6 @@ class _Pushed(Handle):
         linear_push.linear_push(self.partial.x, self.partial.weight, self.lane.workspace.exchange, pdl=self.lane.pdl)
 
 
-class _OtherStream(Beside):
-    """A sum on the side stream. It holds the partial, whose memory the current stream must not give to others before."""
-
-    def __init__(self, done: torch.cuda.Event, partial: Tensor, total: Tensor) -> None:
-        self.done, self.partial, self.total = done, partial, total
-
-    def arrive(self) -> Tensor:
-        torch.cuda.current_stream().wait_event(self.done)
-        return self.total
-
-
 class SymmetricCommunicator(_ProcessGroupCommunicator):
     """Ranks of one host; CPU ranks in Triton's interpreter, for tests.
 
@@ -155,8 +145,7 @@ class SymmetricCommunicator(_ProcessGroupCommunicator):
             self.waited = 0.0
 
     def start(self, partial: Tensor) -> Handle:
-        """The sum on the side stream. What that stream allocates needs no `record_stream`: it may use the memory again only in
-        a later sum, before which it waits for all that the current stream has been given, readers of this sum included."""
+        """The sum on the side stream."""
         partial = partial.contiguous()
         if not partial.numel():
             return Done(partial)
@@ -164,10 +153,7 @@ class SymmetricCommunicator(_ProcessGroupCommunicator):
             return self.long.start(partial)
         if self.stream is None:
             return Done(self.beside.sum(partial))
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            total = self.beside.sum(partial)
-            return _OtherStream(self.stream.record_event(), partial, total)
+        return start_beside(self.stream, partial, lambda: self.beside.sum(partial))
 
     def project(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | Product:
         """Small messages of one-shot sums are the linear layer's to send."""

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from comm.interface import Beside, Handle
+from comm.interface import Handle, OtherStream
 from comm.process_group import _all_gather
 from comm.quantize import Scheme, dequantize_sum, quantize, rotate
 
@@ -118,7 +118,7 @@ def two_steps(partial: Tensor, coding: Coding, transport: Transport, chunk: int)
     exchanges = [transport.all_to_all(coding.send(_to_groups(part, slices, coding.group))) for part in chunks]
     gathers = [transport.all_gather(coding.send_sum(_sum(exchange(), coding, transport))) for exchange in exchanges]
     totals = [coding.receive(gather()).flatten()[: len(part)] for gather, part in zip(gathers, chunks, strict=True)]
-    return torch.cat(totals).to(partial.dtype).view(partial.shape)
+    return (torch.cat(totals) if len(totals) > 1 else totals[0]).to(partial.dtype).view(partial.shape)
 
 
 def _sum(received: Tensor, coding: Coding, transport: Transport) -> Tensor:
@@ -134,20 +134,10 @@ def _to_groups(flat: Tensor, slices: int, group: int) -> Tensor:
 
 
 def start_beside(stream: torch.cuda.Stream, partial: Tensor, sum: Callable[[], Tensor]) -> Handle:
-    """`sum`, which reads `partial`, on `stream`, while the current one goes on."""
+    """`sum`, which reads `partial`, on `stream`, while the current one goes on. What that stream allocates needs no `record_stream`,
+    with which a graph's capture would use no memory twice: it may use the memory again only in a later sum, before which it waits
+    for all that the current stream has been given, readers of this sum included."""
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        partial.record_stream(stream)
         total = sum()
-        return _StreamSum(stream.record_event(), total)
-
-
-class _StreamSum(Beside):
-    def __init__(self, done: torch.cuda.Event, total: Tensor) -> None:
-        self.done, self.total = done, total
-
-    def arrive(self) -> Tensor:
-        stream = torch.cuda.current_stream()
-        stream.wait_event(self.done)
-        self.total.record_stream(stream)
-        return self.total
+        return OtherStream(stream.record_event(), partial, total)

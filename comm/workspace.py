@@ -11,6 +11,7 @@ import socket
 import tempfile
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -232,11 +233,17 @@ def _map_file(size: int, group: dist.ProcessGroup) -> tuple[list[int], Tensor]:
     name, problem = _gather_objects((name, problem), group)[0]
     if problem:
         raise UserError(problem)
-    with open(name, "r+b") as file:
-        mapped = mmap.mmap(file.fileno(), size * world_size)
-    dist.barrier(group)
+    mapped = None
+    try:
+        with open(name, "r+b") as file:
+            mapped = mmap.mmap(file.fileno(), size * world_size)
+    except OSError as error:
+        problem = f"rank {rank} cannot map {name} ({error.strerror}); if the ranks are in several containers, use --comm nccl"
+    problem = next(filter(None, _gather_objects(problem, group)), "")
     if rank == 0:
         os.unlink(name)  # the memory lives as long as someone maps it
+    if problem or mapped is None:
+        raise UserError(problem)
     whole = torch.frombuffer(mapped, dtype=torch.uint8)
     return [whole.data_ptr() + i * size for i in range(world_size)], whole
 
@@ -245,30 +252,36 @@ def _shared_file(size: int) -> tuple[str, str]:
     """(name of a file of `size` zeroed bytes, ""), or ("", why there is none). Its pages are reserved: to touch one that is not there
     would kill the process."""
     folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
-    descriptor, name = tempfile.mkstemp(prefix="rung-", dir=folder)
+    name = ""
     try:
-        os.posix_fallocate(descriptor, 0, size)
+        descriptor, name = tempfile.mkstemp(prefix="rung-", dir=folder)
+        with os.fdopen(descriptor):
+            os.posix_fallocate(descriptor, 0, size)
     except OSError as error:
-        os.unlink(name)
-        return (
-            "",
-            f"{folder} has no {size >> 20} MiB to share ({error.strerror}); give it more (docker run --shm-size), or use --comm nccl",
-        )
-    finally:
-        os.close(descriptor)
+        if name:
+            os.unlink(name)
+        why = f"{folder} has no {max(1, size >> 20)} MiB to share ({error.strerror})"
+        return "", f"{why}; give it more (docker run --shm-size), or use --comm nccl"
     return name, ""
 
 
 def _lock_pages(mapped: Tensor, group: dist.ProcessGroup) -> None:
     """Let GPUs address host memory, at the addresses that the process has. Raises UserError on every rank if it cannot be locked."""
-    error = torch.cuda.cudart().cudaHostRegister(mapped.data_ptr(), mapped.nbytes, _PORTABLE | _MAPPED)
-    problems = _gather_objects("" if int(error) == 0 else str(error), group)
-    if problem := next(filter(None, problems), ""):
-        raise UserError(
-            f"{mapped.nbytes >> 20} MiB of host memory cannot be locked ({problem}); see ulimit -l, or use --comm nccl"
-        )
-    unlock = weakref.finalize(mapped, torch.cuda.cudart().cudaHostUnregister, mapped.data_ptr())
-    unlock.atexit = False  # the driver does it then
+    runtime, problem = torch.cuda.cudart(), ""
+    error = runtime.cudaHostRegister(mapped.data_ptr(), mapped.nbytes, _PORTABLE | _MAPPED)
+    if int(error) == 0:
+        weakref.finalize(mapped, _unlock_pages, mapped.data_ptr()).atexit = False  # the driver does it then
+    else:
+        problem = runtime.cudaGetErrorString(error)
+        with suppress(RuntimeError):  # CUDA remembers the error until some launch has asked for it
+            torch.zeros(1, device="cuda")
+    if problem := next(filter(None, _gather_objects(problem, group)), ""):
+        raise UserError(f"{mapped.nbytes >> 20} MiB of host memory cannot be locked ({problem}); use --comm nccl")
+
+
+def _unlock_pages(address: int) -> None:
+    torch.cuda.synchronize()  # no copy is on its way
+    torch.cuda.cudart().cudaHostUnregister(address)
 
 
 _PORTABLE, _MAPPED = 1, 2  # of cudaHostRegister

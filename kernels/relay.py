@@ -15,7 +15,7 @@ def _await_flags(flags, epoch, fault, patience, N: tl.constexpr, LANES: tl.const
         address = tl.where(lane == rank, flags[rank], address)
     target = tl.load(epoch)
     missing = 1
-    polls = 0
+    polls = tl.where(tl.load(fault) != 0, patience, 0)  # once a rank has not come, nobody waits for it again
     while (missing != 0) & (polls < patience):
         seen = tl.load(address.to(tl.pointer_type(tl.int64)), mask=lane < N, other=target, volatile=True)
         missing = tl.max((seen < target).to(tl.int32), axis=0)
@@ -24,8 +24,8 @@ def _await_flags(flags, epoch, fault, patience, N: tl.constexpr, LANES: tl.const
         tl.store(fault, 1)
 
 
-def await_flags(flags: tuple[int, ...], epoch: Tensor, fault: Tensor, patience: int = PATIENCE) -> None:
+def await_flags(flags: tuple[int, ...], epoch: Tensor, fault: Tensor, patience: int | None = None) -> None:
     """Let the current stream wait until the int64 at each of these addresses is at least `epoch` (1,) int64; fault (1,) int32 is 1
-    if that has not come after `patience` polls of a microsecond or so."""
+    if that has not come after `patience` (None: PATIENCE) polls of a microsecond or so."""
     lanes = max(2, triton.next_power_of_2(len(flags)))
-    _await_flags[(1,)](flags, epoch, fault, patience, N=len(flags), LANES=lanes, num_warps=1)
+    _await_flags[(1,)](flags, epoch, fault, PATIENCE if patience is None else patience, N=len(flags), LANES=lanes, num_warps=1)

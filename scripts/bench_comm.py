@@ -64,6 +64,9 @@ class Bench(Parts):
         self.ours = self._over_shared_memory()
         for workspace in self.workspaces():
             workspace.exchange = replace(workspace.exchange, patience=PATIENCE)
+        for ours in self.ours.values():
+            if isinstance(ours, RelayCommunicator):
+                ours.relay.patience = PATIENCE
 
     def _over_shared_memory(self) -> dict[Kind, Communicator]:
         """None of them between hosts."""
@@ -90,6 +93,8 @@ class Bench(Parts):
         form = QuantizedSymmetricCommunicator if self.peers else RelayCommunicator
         made: dict[str, Communicator] = {name: form(parse_scheme(name), self.world.device) for name in WIDTHS}
         for ours in made.values():
+            if isinstance(ours, RelayCommunicator):
+                ours.relay.patience = PATIENCE
             if isinstance(ours, QuantizedSymmetricCommunicator):
                 for workspace in (ours.here.workspace, ours.beside.workspace):
                     workspace.exchange = replace(workspace.exchange, patience=PATIENCE)
