@@ -18,7 +18,7 @@ from comm.quantize import Scheme
 from comm.two_step import ProcessGroupTransport, quantized, start_beside, two_steps
 
 CHUNK = 1 << 20  # values of a chunk, at most
-NCCL_CHUNK = 1 << 24  # each collective of NCCL's costs tens of µs, through host memory hundreds
+NCCL_CHUNK = 1 << 24  # each collective of NCCL's costs tens of µs
 
 
 def two_step_sum(partial: Tensor, scheme: Scheme, group: dist.ProcessGroup | None, chunk: int = CHUNK) -> Tensor:

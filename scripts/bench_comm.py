@@ -31,7 +31,7 @@ from comm.quantize import WIDTHS, parse_scheme
 from comm.quantized import QuantizedNcclCommunicator, two_step_sum
 from comm.quantized_symmetric import QuantizedLane, QuantizedSymmetricCommunicator
 from comm.relay import RelayCommunicator
-from comm.symmetric import BESIDE_CAPACITY, KINDS, Kind, SymmetricCommunicator
+from comm.symmetric import BESIDE_CAPACITY, CAPACITY, KINDS, Kind, SymmetricCommunicator
 from comm.table import graph_microseconds
 from comm.workspace import Workspace
 from errors import UserError
@@ -435,7 +435,7 @@ def run(bench: Bench, replays: int) -> None:
     bench.part("replays", lambda: bench.replays(replays))
     bench.part("replays beside GEMMs", lambda: bench.beside_gemms(replays // 10))
     bench.part("µs nccl", partial(bench.blocking, bench.nccl, SIZES))
-    for (kind, ours), those in zip(bench.ours.items(), ([n for n in SIZES if n <= 1 << 19], SIZES), strict=False):
+    for (kind, ours), those in zip(bench.ours.items(), ([n for n in SIZES if n <= CAPACITY["one-shot"]], SIZES), strict=False):
         bench.part(f"µs {kind}", partial(bench.blocking, ours, those))
     bench.part("µs with norm", bench.with_norm)
     bench.part("µs beside a GEMV", bench.beside_a_gemm)

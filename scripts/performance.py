@@ -44,6 +44,7 @@ QUANTIZED = {
     **{f"µs quantized {width}": width for width in WIDTHS},
     **{f"µs portable quantized {width}": f"{width}, over NCCL" for width in WIDTHS},
 }
+ONE_SHOT = 256 << 10  # bytes that a one-shot workspace takes
 PUSHED = {"o": "wo", "down": "w_down", "o and down": "both in turn"}  # bench_push.py's names to the model's
 
 NOT_A_CASE = {"kernel", "us", "peer_us", "gb_per_second", "tflop_per_second", "error", "peer_error", "right", "config"}
@@ -113,7 +114,7 @@ def quantized(folder: Path) -> str | None:
     files = [found for path in sorted(folder.glob("quantized*.json")) if (found := read(path)) and "µs nccl" in found["found"]]
     tables = []
     for found in sorted(files, key=lambda found: not found.get("p2p", True)):
-        times = {name: by_size for name, by_size in found["found"].items() if name in QUANTIZED}
+        times = {name: by_size for name, by_size in own_times(found).items() if name in QUANTIZED}
         nccl = found["found"]["µs nccl"]
         sizes = sorted({int(size) for by_size in times.values() for size in by_size} & {int(size) for size in nccl})
         lines = [[_size(size), f"{nccl[str(size)]:.1f}", *(_faster(t, nccl, size) for t in times.values())] for size in sizes]
@@ -124,6 +125,14 @@ def quantized(folder: Path) -> str | None:
         )
         tables.append(markdown(["message", "NCCL", *(QUANTIZED[name] for name in times)], lines, caption))
     return "\n".join(tables) or None
+
+
+def own_times(found: dict[str, Any]) -> dict[str, Any]:
+    """What bench_comm.py found, without what it timed of one-shot sums beyond their workspace: those are NCCL's."""
+    times = dict(found["found"])
+    if not found.get("p2p", True):
+        times["µs one-shot"] = {size: us for size, us in times["µs one-shot"].items() if int(size) <= ONE_SHOT}
+    return times
 
 
 def _faster(times: dict[str, float], nccl: dict[str, float], size: int) -> str:
@@ -166,7 +175,7 @@ def plot_comm(files: list[Any], where: str, out: Path) -> None:
     """Latency by size of all that was measured there, exact and quantized."""
     import matplotlib.pyplot as plt
 
-    times = {name: found["found"][name] for found in files for name in (*WAYS, *QUANTIZED) if name in found["found"]}
+    times = {name: own_times(found)[name] for found in files for name in (*WAYS, *QUANTIZED) if name in found["found"]}
     if not times:
         return
     figure, axes = plt.subplots(figsize=(7, 4))
