@@ -91,8 +91,9 @@ bench-kernels: setup ## norms, RoPE, attention and sampling on one GPU beside Py
 bench-linear: setup ## linear layers of few rows on one GPU beside cuBLAS, into out/linear.json: what kernels/linear_configs.json is made of
 	@$(PY) scripts/bench_linear.py --device 0 --part 0/1 --out out/linear.json $(ARGS)
 
-sanitize: setup-dev ## compute-sanitizer's memcheck, of CUDA's toolkit, over the GPU tests of the kernels
-	@compute-sanitizer --tool memcheck --error-exitcode 9 $(PY) -m pytest -x -k "gpu or captured or entry_points or fusion" tests/test_kernels_*.py
+sanitize: setup-dev ## compute-sanitizer's memcheck, of CUDA's toolkit, over the GPU tests of the kernels and all sums on one rank
+	@compute-sanitizer --tool memcheck --error-exitcode 9 $(PY) -m pytest -x -k "gpu or captured or entry_points or fusion" tests/test_kernels_*.py tests/test_quantize.py
+	@compute-sanitizer --tool memcheck $(PY) scripts/sanitize_sums.py
 
 performance: setup-dev ## tables and a plot of what GPUs were measured to do, from the raw files in docs/results/gpu-4: make performance ARGS="--raw DIR"
 	@$(PY) scripts/performance.py $(ARGS)
