@@ -14,7 +14,7 @@ The sum of a value is taken in fp32 in rank order and rounded once: every rank g
 
 Where GPUs do not reach each other, one-shot sums take host memory that both address for what a rank sends to another one
 (`Exchange.inbox`), and the rank's own for what it keeps. Two-shot sums do not: a program's flag would need a fence behind its stores,
-which took 5 µs over PCIe on an H200, one program after the other.
+and over PCIe those take µs, one program after the other.
 """
 
 from dataclasses import dataclass
