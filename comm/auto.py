@@ -148,8 +148,16 @@ def schemes_within(error_budget: float, group: dist.ProcessGroup | None = None) 
 
 
 CODE = (
-    *("kernels/*all_reduce.py", "kernels/quantize.py", "kernels/relay.py", "comm/*symmetric.py", "comm/quantized.py"),
-    *("comm/two_step.py", "comm/relay.py", "comm/workspace.py", "comm/table.py"),
+    "kernels/*all_reduce.py",
+    "kernels/quantize.py",
+    "kernels/relay.py",
+    "comm/*symmetric.py",
+    "comm/quantized.py",
+    "comm/two_step.py",
+    "comm/relay.py",
+    "comm/workspace.py",
+    "comm/interface.py",
+    "comm/table.py",
 )
 
 

@@ -2,6 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -84,6 +85,16 @@ class OtherStream(Beside):
     def arrive(self) -> Tensor:
         torch.cuda.current_stream().wait_event(self.done)
         return self.total
+
+
+def start_beside(stream: torch.cuda.Stream, partial: Tensor, sum: Callable[[], Tensor]) -> Handle:
+    """`sum`, which reads `partial`, on `stream`, while the current one goes on. What that stream allocates needs no `record_stream`,
+    with which a graph's capture would use no memory twice: it may use the memory again only in a later sum, before which it waits
+    for all that the current stream has been given, readers of this sum included."""
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        total = sum()
+        return OtherStream(stream.record_event(), partial, total)
 
 
 class Communicator(ABC):

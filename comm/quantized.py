@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from comm.interface import Done, Handle
+from comm.interface import Done, Handle, start_beside
 from comm.process_group import _ProcessGroupCommunicator
 from comm.quantize import Scheme
-from comm.two_step import ProcessGroupTransport, quantized, start_beside, two_steps
+from comm.two_step import ProcessGroupTransport, quantized, two_steps
 
 CHUNK = 1 << 20  # values of a chunk, at most
 NCCL_CHUNK = 1 << 24  # each collective of NCCL's costs tens of µs

@@ -72,7 +72,7 @@ class QuantizedSymmetricCommunicator(SymmetricCommunicator):
         if wire is None:
             raise UserError(f"--comm {scheme.name}: no kernel over symmetric memory rotates, or takes a group a token")
         sum, beside, norm = shares_of_gpu(_fewest_processors(device, group))
-        here, there = (open_workspace(wire.buffer_bytes, size, device, group, "peer") for size in (CAPACITY, BESIDE_CAPACITY))
+        here, there = (open_workspace(wire.buffer_bytes, size, device, group) for size in (CAPACITY, BESIDE_CAPACITY))
         self.scheme = scheme
         # not programmatic beside: what it would overlap with lies on another stream
         lanes = QuantizedLane(KIND, here, sum, True, wire, norm), QuantizedLane(KIND, there, beside, False, wire, norm)

@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from comm.interface import Done, Handle, Product, computed
+from comm.interface import Done, Handle, Product, computed, start_beside
 from comm.process_group import _ProcessGroupCommunicator
 from comm.quantize import Scheme
-from comm.two_step import Coding, Transport, exact, quantized, start_beside, two_steps
+from comm.two_step import Coding, Transport, exact, quantized, two_steps
 from comm.workspace import open_host
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Relay(Transport):
             torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None for _ in range(2)
         )
         self.patience: int | None = None  # polls of a kernel that waits; None for its own
-        self.held: list[Tensor] = []  # what copies read
+        self.held: list[Tensor] = []  # what copies read and write, or views of it
         self.used, self.exchanges = [0, 0], [0, 0]  # by step, since `begin`
 
     def begin(self) -> None:

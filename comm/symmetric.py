@@ -14,10 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from comm.interface import Done, Handle, Product, computed
+from comm.interface import Done, Handle, Product, computed, start_beside
 from comm.process_group import GlooCommunicator, NcclCommunicator, _ProcessGroupCommunicator
-from comm.two_step import start_beside
-from comm.workspace import Memory, Workspace, memory_between, open_workspace
+from comm.workspace import Memory, Workspace, open_workspace
 from kernels import all_reduce, linear_push
 from kernels.all_reduce import Tiling
 from kernels.dispatch import on_gpu
@@ -120,12 +119,11 @@ class SymmetricCommunicator(_ProcessGroupCommunicator):
     """
 
     def __init__(
-        self, kind: Kind, device: torch.device, group: dist.ProcessGroup | None = None, memory: Memory | None = None
+        self, kind: Kind, device: torch.device, group: dist.ProcessGroup | None = None, memory: Memory = "peer"
     ) -> None:
         """Collective. memory: see `open_workspace`, whose UserError this raises for the ranks of `group` (None: all)."""
-        assert kind == "one-shot" or memory != "host", "over host memory two-shot sums are the relay's"
+        assert kind == "one-shot" or memory == "peer", "over host memory two-shot sums are the relay's"
         size_of = all_reduce.one_shot_bytes if kind == "one-shot" else all_reduce.two_shot_bytes
-        memory = memory or ("peer" if kind == "two-shot" else memory_between(device, group))
         capacities = CAPACITY[kind], BESIDE_CAPACITY[kind]
         here, beside = (open_workspace(size_of, capacity, device, group, memory) for capacity in capacities)
         # not programmatic beside: what it would overlap with lies on another stream

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from comm.interface import Handle, OtherStream
 from comm.process_group import _all_gather
 from comm.quantize import Scheme, dequantize_sum, quantize, rotate
 
@@ -131,13 +130,3 @@ def _to_groups(flat: Tensor, slices: int, group: int) -> Tensor:
     if missing:
         flat = torch.cat((flat, flat[-1:].expand(missing)))
     return flat.view(-1, group)
-
-
-def start_beside(stream: torch.cuda.Stream, partial: Tensor, sum: Callable[[], Tensor]) -> Handle:
-    """`sum`, which reads `partial`, on `stream`, while the current one goes on. What that stream allocates needs no `record_stream`,
-    with which a graph's capture would use no memory twice: it may use the memory again only in a later sum, before which it waits
-    for all that the current stream has been given, readers of this sum included."""
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        total = sum()
-        return OtherStream(stream.record_event(), partial, total)

@@ -23,9 +23,8 @@ from torch import Tensor
 from errors import UserError
 from kernels.all_reduce import MAX_PROGRAMS, Exchange
 
-Memory = Literal[
-    "peer", "host"
-]  # what lies where: all of a rank's buffer in its own memory; what others send to it in the host's
+# Where what other ranks send to a rank arrives: in its GPU's own memory, which all reach, or in the host's.
+Memory = Literal["peer", "host"]
 
 
 @dataclass
@@ -109,18 +108,17 @@ def open_workspace(
     capacity: int,
     device: torch.device,
     group: dist.ProcessGroup | None = None,
-    memory: Memory | None = None,
+    memory: Memory = "peer",
 ) -> Workspace:
     """A workspace for messages of up to `capacity` bytes (a multiple of 64). Collective, and not during graph capture.
 
-    size_of: (world_size, capacity) to the buffer's bytes, `one_shot_bytes` or `two_shot_bytes`. memory: None for the GPUs' own
-    where they reach each other, else the host's, which serves one-shot kernels only.
-    Raises UserError on every rank if the ranks are on several hosts, or if the host has not enough memory to share.
+    size_of: (world_size, capacity) to the buffer's bytes, `one_shot_bytes` or `two_shot_bytes`. memory: the host's serves one-shot
+    kernels only. Raises UserError on every rank if the ranks' GPUs do not reach each other, or for host memory as `open_host` does.
     """
     group = group or dist.group.WORLD
     assert group is not None
     rank, size = dist.get_rank(group), size_of(dist.get_world_size(group), capacity)
-    addresses, owner, inbox = _map(size, device, group, memory or memory_between(device, group))
+    addresses, owner, inbox = _map(size, device, group, memory)
     exchange = Exchange(
         rank=rank,
         peers=(*addresses[rank + 1 :], *addresses[: rank + 1]),
@@ -145,11 +143,8 @@ def _map(size: int, device: torch.device, group: dist.ProcessGroup, memory: Memo
     """Every rank's buffer of `size` zeroed bytes as this rank addresses it, what keeps them, and where others send to if that is not
     this rank's own."""
     if memory == "host":
-        host, mine, rank = (
-            open_host(size, device, group),
-            torch.zeros(size, dtype=torch.uint8, device=device),
-            dist.get_rank(group),
-        )
+        host, rank = open_host(size, device, group), dist.get_rank(group)
+        mine = torch.zeros(size, dtype=torch.uint8, device=device)
         addresses = [*host.addresses]
         addresses[rank] = mine.data_ptr()
         return addresses, (host, mine), host.addresses[rank]

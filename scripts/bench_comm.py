@@ -33,7 +33,6 @@ from comm.quantized_symmetric import QuantizedLane, QuantizedSymmetricCommunicat
 from comm.relay import RelayCommunicator
 from comm.symmetric import BESIDE_CAPACITY, CAPACITY, KINDS, Kind, SymmetricCommunicator
 from comm.table import graph_microseconds
-from comm.workspace import Workspace
 from errors import UserError
 from kernels import all_reduce
 from kernels.all_reduce import Exchange, Tiling
@@ -55,6 +54,15 @@ QUANTIZED_TILINGS = [
 ]
 
 
+def impatient(ours: Communicator) -> None:
+    """Let its kernels give up within a part."""
+    if isinstance(ours, RelayCommunicator):
+        ours.relay.patience = PATIENCE
+    if isinstance(ours, SymmetricCommunicator):
+        for workspace in (ours.here.workspace, ours.beside.workspace, ours.gathers):
+            workspace.exchange = replace(workspace.exchange, patience=PATIENCE)
+
+
 class Bench(Parts):
     """The communicators under test and what is found out about them."""
 
@@ -62,11 +70,8 @@ class Bench(Parts):
         super().__init__(world, seed, seconds, parts)
         self.nccl = NcclCommunicator()
         self.ours = self._over_shared_memory()
-        for workspace in self.workspaces():
-            workspace.exchange = replace(workspace.exchange, patience=PATIENCE)
         for ours in self.ours.values():
-            if isinstance(ours, RelayCommunicator):
-                ours.relay.patience = PATIENCE
+            impatient(ours)
 
     def _over_shared_memory(self) -> dict[Kind, Communicator]:
         """None of them between hosts."""
@@ -76,11 +81,6 @@ class Bench(Parts):
             if self.world.rank == 0:
                 print(f"nccl and portable forms only: {error}", file=sys.stderr)
             return {}
-
-    def workspaces(self) -> Iterable[Workspace]:
-        for ours in self.ours.values():
-            if isinstance(ours, SymmetricCommunicator):
-                yield from (ours.here.workspace, ours.beside.workspace, ours.gathers)
 
     @property
     def peers(self) -> bool:
@@ -93,11 +93,7 @@ class Bench(Parts):
         form = QuantizedSymmetricCommunicator if self.peers else RelayCommunicator
         made: dict[str, Communicator] = {name: form(parse_scheme(name), self.world.device) for name in WIDTHS}
         for ours in made.values():
-            if isinstance(ours, RelayCommunicator):
-                ours.relay.patience = PATIENCE
-            if isinstance(ours, QuantizedSymmetricCommunicator):
-                for workspace in (ours.here.workspace, ours.beside.workspace):
-                    workspace.exchange = replace(workspace.exchange, patience=PATIENCE)
+            impatient(ours)
         return made
 
     def exchange(self, kind: Kind) -> Exchange:

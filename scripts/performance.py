@@ -44,7 +44,6 @@ QUANTIZED = {
     **{f"µs quantized {width}": width for width in WIDTHS},
     **{f"µs portable quantized {width}": f"{width}, over NCCL" for width in WIDTHS},
 }
-ONE_SHOT = 256 << 10  # bytes that a one-shot workspace takes
 PUSHED = {"o": "wo", "down": "w_down", "o and down": "both in turn"}  # bench_push.py's names to the model's
 
 NOT_A_CASE = {"kernel", "us", "peer_us", "gb_per_second", "tflop_per_second", "error", "peer_error", "right", "config"}
@@ -114,7 +113,7 @@ def quantized(folder: Path) -> str | None:
     files = [found for path in sorted(folder.glob("quantized*.json")) if (found := read(path)) and "µs nccl" in found["found"]]
     tables = []
     for found in sorted(files, key=lambda found: not found.get("p2p", True)):
-        times = {name: by_size for name, by_size in own_times(found).items() if name in QUANTIZED}
+        times = {name: by_size for name, by_size in found["found"].items() if name in QUANTIZED}
         nccl = found["found"]["µs nccl"]
         sizes = sorted({int(size) for by_size in times.values() for size in by_size} & {int(size) for size in nccl})
         lines = [[_size(size), f"{nccl[str(size)]:.1f}", *(_faster(t, nccl, size) for t in times.values())] for size in sizes]
@@ -125,14 +124,6 @@ def quantized(folder: Path) -> str | None:
         )
         tables.append(markdown(["message", "NCCL", *(QUANTIZED[name] for name in times)], lines, caption))
     return "\n".join(tables) or None
-
-
-def own_times(found: dict[str, Any]) -> dict[str, Any]:
-    """What bench_comm.py found, without what it timed of one-shot sums beyond their workspace: those are NCCL's."""
-    times = dict(found["found"])
-    if not found.get("p2p", True):
-        times["µs one-shot"] = {size: us for size, us in times["µs one-shot"].items() if int(size) <= ONE_SHOT}
-    return times
 
 
 def _faster(times: dict[str, float], nccl: dict[str, float], size: int) -> str:
@@ -175,7 +166,7 @@ def plot_comm(files: list[Any], where: str, out: Path) -> None:
     """Latency by size of all that was measured there, exact and quantized."""
     import matplotlib.pyplot as plt
 
-    times = {name: own_times(found)[name] for found in files for name in (*WAYS, *QUANTIZED) if name in found["found"]}
+    times = {name: found["found"][name] for found in files for name in (*WAYS, *QUANTIZED) if name in found["found"]}
     if not times:
         return
     figure, axes = plt.subplots(figsize=(7, 4))
@@ -305,10 +296,8 @@ def plot_grid(folder: Path, out: Path) -> None:
     figure, panels = plt.subplots(len(cases), 2, figsize=(11, 2.8 * len(cases)), squeeze=False, layout="constrained")
     for line, (interconnect, batch) in zip(panels, cases, strict=True):
         those = [row for row in rows if (row.setting.interconnect, row.setting.batch) == (interconnect, batch)]
-        for panel, (what, figure_name) in zip(
-            line, (("prompts", "prefill_ms"), ("decode step", "decode_ms_per_token")), strict=True
-        ):
-            bars(panel, those, figure_name)
+        for panel, what, metric in zip(line, ("prompts", "decode step"), ("prefill_ms", "decode_ms_per_token"), strict=True):
+            bars(panel, those, metric)
             where = "" if interconnect == "default" else f", {interconnect}"
             panel.set_title(f"{what}, batch {batch}{where}", fontsize="medium")
             panel.set_ylabel("ms")
@@ -321,13 +310,12 @@ def plot_grid(folder: Path, out: Path) -> None:
     plt.close(figure)
 
 
-def bars(panel: Any, rows: list[Row], figure_name: str) -> None:
+def bars(panel: Any, rows: list[Row], metric: str) -> None:
     """A group of bars a variant, a bar a communicator, from half of the least on: what sums cost shows there."""
-    variants, ways = (
-        list(dict.fromkeys(name)) for name in zip(*((r.setting.variant, r.communicator) for r in rows), strict=True)
-    )
-    found = {(row.setting.variant, row.communicator): row.median(figure_name) for row in rows}
-    for i, way in enumerate(sorted(ways)):
+    variants = list(dict.fromkeys(row.setting.variant for row in rows))
+    ways = sorted({row.communicator for row in rows})
+    found = {(row.setting.variant, row.communicator): row.median(metric) for row in rows}
+    for i, way in enumerate(ways):
         places = [(v + (i - (len(ways) - 1) / 2) * 0.8 / len(ways), found.get((name, way))) for v, name in enumerate(variants)]
         panel.bar(*zip(*((x, ms) for x, ms in places if ms is not None), strict=True), width=0.8 / len(ways), label=way)
     panel.set_xticks(range(len(variants)), variants, fontsize="small")
@@ -353,9 +341,8 @@ def main() -> None:
             path.write_text(text)
             note(f"wrote {path.relative_to(ROOT)}")
     for names, where, plotted in PLOTS:
-        plot_comm(
-            list(filter(None, (read(args.raw / name) for name in names))), where, RESULTS / f"{args.raw.name}-{plotted}.png"
-        )
+        files = [found for name in names if (found := read(args.raw / name))]
+        plot_comm(files, where, RESULTS / f"{args.raw.name}-{plotted}.png")
     plot_grid(args.raw, RESULTS / f"{args.raw.name}-grid.png")
     found = read(args.raw / "overlap.json")
     if found is not None:
