@@ -1,0 +1,114 @@
+"""Processes that end with the one that started them, and temporary folders that outlive no crash for long.
+
+A process that is killed cannot tidy up. So each of our processes watches its parent, and each start removes what dead owners left.
+Imports nothing heavy.
+"""
+
+import contextlib
+import ctypes
+import fcntl
+import multiprocessing
+import os
+import select
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+ORPHANED = 1  # exit code of a process whose parent has ended
+PREFIX = "rung-"
+POLL_SECONDS = 0.5  # between looks at the parent, where there is no pidfd
+
+
+def parent_pid() -> int:
+    """The process that started this one, which may have ended since if `multiprocessing` did it."""
+    parent = multiprocessing.parent_process()
+    return parent.pid if parent and parent.pid else os.getppid()
+
+
+def die_with_parent(parent: int | None = None) -> None:
+    """Let this process be killed when `parent` (default: who started it) ends, however that ends; at once if it has ended.
+
+    Call it first in the new process. Two ways, as each has a gap. The kernel's signal reaches a process whose interpreter is
+    stuck, but it is sent when the *thread* that started the process ends, and only on Linux: start such processes from a thread
+    that stays. A thread here waits for the parent, and also notices one that had ended before this call.
+    """
+    watched = parent or parent_pid()
+    _ask_kernel(signal.SIGKILL)
+    when_ended(watched, lambda: os._exit(ORPHANED))
+    if os.getppid() != watched:
+        os._exit(ORPHANED)
+
+
+def when_ended(pid: int, act: Callable[[], None]) -> threading.Thread:
+    """Call `act` in a thread once the process `pid`, this one's parent, has ended."""
+
+    def watch() -> None:
+        wait_for_end(pid)
+        act()
+
+    thread = threading.Thread(target=watch, daemon=True, name=f"watch {pid}")
+    thread.start()
+    return thread
+
+
+def wait_for_end(pid: int) -> None:
+    """Wait until this process's parent `pid` has ended."""
+    if hasattr(os, "pidfd_open"):  # Linux
+        with contextlib.suppress(OSError):  # it has ended, or the kernel is older than 5.3: the loop below finds out
+            descriptor = os.pidfd_open(pid)
+            poll = select.poll()
+            poll.register(descriptor, select.POLLIN)
+            if os.getppid() == pid:  # or its number belongs to another process by now
+                poll.poll()
+            os.close(descriptor)
+    while os.getppid() == pid:
+        time.sleep(POLL_SECONDS)
+
+
+def _ask_kernel(number: signal.Signals) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+
+
+@contextlib.contextmanager
+def run_folder() -> Iterator[Path]:
+    """A private folder `rung-…` for as long as the block runs. If this process is killed, the next `run_folder` of the same user
+    removes it: a lock on the folder, which ends with its owner, tells that it is in use."""
+    remove_abandoned()
+    path, lock = _locked_folder()
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(lock)
+
+
+def _locked_folder() -> tuple[Path, int]:
+    while True:
+        path = Path(tempfile.mkdtemp(prefix=PREFIX))
+        with contextlib.suppress(OSError):  # somebody took it for abandoned before it was locked
+            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if path.exists():
+                return path, lock
+            os.close(lock)
+
+
+def remove_abandoned() -> None:
+    """Remove this user's `rung-…` folders whose owners have ended."""
+    for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if path.is_symlink() or path.stat().st_uid != os.getuid():
+                continue
+            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: its owner lives
+                shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(lock)

@@ -1,0 +1,76 @@
+"""Processes that end with their parent, and folders of owners that were killed."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import processes
+from tests.command_line import ROOT
+from tests.server_process import runs, wait_until
+
+CHILD = "import processes, time; processes.die_with_parent(); print('up', flush=True); {then}"
+PARENT = """
+import multiprocessing, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE)
+child.stdout.readline()
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def start(code: str, *args: str) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-c", code, *args], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("then", ["time.sleep(60)", "7 ** (10 ** 8)"], ids=["asleep", "stuck in one C call"])
+def test_a_child_ends_with_its_killed_parent(then: str) -> None:
+    with start(PARENT, CHILD.format(then=then)) as parent:
+        assert parent.stdout
+        child = int(parent.stdout.readline())
+        assert runs(child)
+        parent.kill()
+    wait_until(lambda: not runs(child), 10, "the child's end")
+
+
+def test_a_child_whose_parent_had_ended_before(tmp_path: Path) -> None:
+    code = """
+import pathlib, processes, sys, time
+folder, parent = pathlib.Path(sys.argv[1]), int(sys.argv[2])
+while pathlib.Path(f"/proc/{parent}").exists():
+    time.sleep(0.05)
+(folder / "before").touch()
+processes.die_with_parent(parent)
+(folder / "after").touch()
+"""
+    start_late = "import os, subprocess, sys; subprocess.Popen([sys.executable, '-c', *sys.argv[1:], str(os.getpid())])"
+    start(start_late, code, str(tmp_path)).wait(30)
+    wait_until((tmp_path / "before").exists, 20, "the orphan")
+    time.sleep(0.5)
+    assert not (tmp_path / "after").exists()
+
+
+HOLD = "import processes, time\nwith processes.run_folder() as path:\n    print(path, flush=True)\n    time.sleep(60)"
+
+
+def test_a_killed_owners_folder_is_removed_by_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    (tmp_path / "rung-a-file").write_text("not ours")
+    with start(HOLD) as dead, start(HOLD) as alive:
+        assert dead.stdout and alive.stdout
+        left, kept = Path(dead.stdout.readline().strip()), Path(alive.stdout.readline().strip())
+        (left / "socket").write_text("x")
+        dead.send_signal(signal.SIGKILL)
+        dead.wait()
+        assert left.is_dir() and kept.is_dir()
+        monkeypatch.setattr(processes.tempfile, "tempdir", None)
+        with processes.run_folder() as mine:
+            assert not left.exists() and kept.is_dir() and mine.parent == tmp_path
+            assert mine.stat().st_mode & 0o777 == 0o700 and os.listdir(mine) == []
+        assert not mine.exists() and kept.is_dir()
+        alive.kill()
+    monkeypatch.setattr(processes.tempfile, "tempdir", None)
