@@ -4,7 +4,8 @@ The noise of a sampled token is a hash of (seed, position, token id), not the st
 tokens alone, in any batch, and on every rank. Sampling is by the Gumbel-max trick, so each token id needs one number only.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +17,11 @@ from kernels.sampling import exponential_noise
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one sequence is sampled. Filters apply to the distribution after temperature, in the order of the fields."""
+    """How one sequence is sampled. Filters apply to the distribution after temperature, in the order of the fields.
+
+    Every threshold is compared in fp32. min_p is compared as a logarithm, log p_i >= log p_max + log(min_p), where no positive
+    min_p is too small to be represented: one of 1e-84 drops what lies 193.4 below the largest logit / temperature. A top_p that
+    fp32 rounds to 1 filters nothing; a temperature above 0 and below 1e-6 acts as 1e-6, or as 0 where fp32 rounds it to 0."""
 
     temperature: float = 1.0  # 0: greedy
     top_k: int = 0  # keep the k likeliest tokens; 0: all
@@ -43,22 +48,22 @@ class SamplingBatch:
     temperature: Tensor
     top_k: Tensor
     top_p: Tensor
-    min_p: Tensor
+    log_min_p: Tensor  # -inf: no filter
     seed: Tensor
     all_greedy: bool
     any_filter: bool
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], device: torch.device) -> "SamplingBatch":
-        def column(name: str, dtype: torch.dtype) -> Tensor:
-            return torch.tensor([[getattr(p, name)] for p in params], dtype=dtype, device=device)
+        def column(values: Iterable[float], dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.tensor([[value] for value in values], dtype=dtype, device=device)
 
         return cls(
-            temperature=column("temperature", torch.float32),
-            top_k=column("top_k", torch.int64),
-            top_p=column("top_p", torch.float32),
-            min_p=column("min_p", torch.float32),
-            seed=column("seed", torch.int64),
+            temperature=column(p.temperature for p in params),
+            top_k=column((p.top_k for p in params), torch.int64),
+            top_p=column(p.top_p for p in params),
+            log_min_p=column(math.log(p.min_p) if p.min_p else -math.inf for p in params),
+            seed=column((p.seed for p in params), torch.int64),
             all_greedy=all(p.temperature == 0 for p in params),
             any_filter=any(p.top_k or p.top_p < 1 or p.min_p for p in params),
         )
@@ -86,6 +91,6 @@ def keep(scaled: Tensor, batch: SamplingBatch) -> Tensor:
     probabilities = ordered.masked_fill(~passes, -torch.inf).softmax(-1)
     before = probabilities.cumsum(-1) - probabilities  # the probability of all likelier tokens
     passes &= (before < batch.top_p) | (batch.top_p == 1)  # rounded, `before` reaches 1 while unlikely tokens are left
-    passes &= probabilities >= batch.min_p * probabilities[:, :1]
+    passes &= ordered - ordered[:, :1] >= batch.log_min_p  # probabilities and their products underflow, logarithms do not
     passes[:, 0] = True
     return torch.zeros_like(passes).scatter_(-1, order, passes)

@@ -24,10 +24,14 @@ SEED_VARIABLE = "RUNG_TEST_SEED"
 torch.set_num_threads(1)
 
 
+@pytest.hookimpl(tryfirst=True)  # before Hypothesis reads its seed
 def pytest_configure(config: pytest.Config) -> None:
-    """One seed a run. With pytest-xdist the workers take it over from the process that starts them."""
+    """One seed a run, Hypothesis' examples included. With pytest-xdist the workers take it over from the process that starts
+    them."""
     if SEED_VARIABLE not in os.environ:
         os.environ[SEED_VARIABLE] = str(random.SystemRandom().randrange(2**31))
+    if config.getoption("--hypothesis-seed") is None:
+        config.option.hypothesis_seed = os.environ[SEED_VARIABLE]
 
 
 @pytest.hookimpl(hookwrapper=True)

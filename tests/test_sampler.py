@@ -25,7 +25,7 @@ sampled = st.builds(
     temperature=st.floats(0.05, 5),
     top_k=st.integers(0, 40),
     top_p=st.floats(0.01, 1) | st.just(1.0),
-    min_p=st.floats(0, 1) | st.just(0.0),
+    min_p=st.floats(0, 1) | st.just(0.0) | st.floats(-500, 0).map(math.exp),
     seed=st.integers(-(2**63), 2**63 - 1),
 )
 rows = st.lists(sampled, min_size=1, max_size=5)
@@ -33,8 +33,9 @@ seeds = st.integers(0, 2**32 - 1)
 
 
 def random_logits(seed: int, count: int, vocab: int = 30) -> Tensor:
-    """No two equal: among equal logits a filter's choice is arbitrary."""
-    return torch.randn(count, vocab, generator=torch.Generator().manual_seed(seed)) * 3
+    """No two of a row closer than 1e-3: among equal logits a filter's choice is arbitrary."""
+    logits = torch.randn(count, vocab, generator=torch.Generator().manual_seed(seed)) * 3
+    return logits + logits.argsort(-1).argsort(-1) * 1e-3
 
 
 def softmax(x: np.ndarray) -> np.ndarray:
@@ -44,19 +45,26 @@ def softmax(x: np.ndarray) -> np.ndarray:
 
 def filtered(logits: Tensor, params: SamplingParams) -> tuple[np.ndarray, bool]:
     """The distribution that `params` define, in float64, one filter after the other, token by token; and whether any token
-    lies so close to a threshold that float32 may decide otherwise."""
-    p = softmax(logits.double().numpy() / params.temperature)
+    lies so close to a threshold that float32 may decide otherwise.
+
+    A float32 quotient by a float32 temperature errs by 2^-23 of its size, so the difference of two errs by four times that at
+    most, and a probability by the same share of itself, besides what sums of 30 numbers round."""
+    scaled = logits.double().numpy() / params.temperature
+    p = softmax(scaled)
+    error = 2**-21 * np.abs(scaled).max()
     order = sorted(range(len(p)), key=lambda i: -p[i])[: params.top_k or len(p)]
     left = {i: p[i] / sum(p[j] for j in order) for i in order}
     kept, before, close = [], 0.0, False
     for i in order:
-        close |= abs(before - params.top_p) < 1e-5 and params.top_p < 1 and i != order[0]
+        close |= abs(before - params.top_p) < error + 1e-5 and params.top_p < 1 and i != order[0]
         if before < params.top_p or params.top_p == 1:
             kept.append(i)
         before += left[i]
-    floor = params.min_p * left[order[0]]
-    close |= any(abs(left[i] - floor) < 1e-5 * floor for i in kept[1:])
-    kept = [i for i in kept if left[i] >= floor]
+    if params.min_p:
+        floor = math.log(params.min_p)
+        below = {i: scaled[i] - scaled[order[0]] for i in kept}
+        close |= any(abs(below[i] - floor) < error - 2**-22 * floor for i in kept[1:])
+        kept = [i for i in kept if below[i] >= floor]
     result = np.zeros_like(p)
     result[kept] = p[kept] / p[kept].sum()
     return result, close
@@ -75,6 +83,7 @@ def draw(logits: Tensor, params: list[SamplingParams], positions: list[int]) -> 
 
 
 @given(rows, seeds)
+@example([SamplingParams(temperature=0.0625, min_p=1.7553182589271873e-84)], 0)  # float32's smallest number is 1.4e-45
 @settings(deadline=None)
 def test_filters_keep_what_the_float64_reference_keeps(params: list[SamplingParams], seed: int) -> None:
     logits = random_logits(seed, len(params))
@@ -109,6 +118,14 @@ def test_without_filters_every_token_passes_whatever_its_neighbours_ask(seed: in
     assert passes.sum(-1).tolist() == [500, 1]
 
 
+@pytest.mark.parametrize("min_p", [0.3, 1e-30, 1e-42, 1e-84, 5e-324])
+def test_a_min_p_of_any_size_drops_what_lies_further_below_the_likeliest_than_its_logarithm(min_p: float) -> None:
+    below = math.log(min_p)
+    logits = 5 + torch.tensor([[below - 0.01, 0, below + 0.01, -torch.inf]])
+    assert survivors(logits, [SamplingParams(min_p=min_p)]).tolist() == [[False, True, True, False]]
+    assert survivors(logits, [SamplingParams()]).all()
+
+
 def test_equal_logits_do_not_let_more_than_k_through() -> None:
     assert survivors(torch.zeros(1, 50), [SamplingParams(top_k=7)]).sum() == 7
 
@@ -124,12 +141,12 @@ def test_the_likeliest_token_always_passes(params: list[SamplingParams], seed: i
 
 
 def chi_square_is_plausible(counts: np.ndarray, probabilities: np.ndarray) -> bool:
-    """Whether the statistic lies below its quantile for p = 3e-7 (Wilson & Hilferty). Rare tokens are counted together."""
-    draws = counts.sum()
-    rare = probabilities * draws < 10
-    observed = np.append(counts[~rare], counts[rare].sum())
-    expected = np.append(probabilities[~rare], probabilities[rare].sum()) * draws
-    observed, expected = observed[expected > 0], expected[expected > 0]
+    """Whether the statistic lies below its quantile for p = 3e-7 (Wilson & Hilferty). The rarest tokens are counted together,
+    as many as it takes to expect 10 of them: a single draw of what is hardly ever drawn would exceed any quantile."""
+    order = np.argsort(probabilities)
+    observed, expected = counts[order], probabilities[order] * counts.sum()
+    rare = int(np.searchsorted(np.minimum(expected.cumsum(), 10), 10)) + 1
+    observed, expected = (np.append(x[rare:], x[:rare].sum()) for x in (observed, expected))
     degrees = max(1, len(expected) - 1)
     limit = degrees * (1 - 2 / (9 * degrees) + 5 * math.sqrt(2 / (9 * degrees))) ** 3
     return bool(((observed - expected) ** 2 / expected).sum() < limit)
@@ -168,8 +185,9 @@ def test_frequencies_over_seeds_follow_the_distribution(seed: int) -> None:
 
 
 def test_the_chi_square_test_notices_another_distribution(seed: int) -> None:
-    expected, _ = filtered(random_logits(seed, 1)[0], SamplingParams())
-    wrong, _ = filtered(random_logits(seed, 1)[0], SamplingParams(temperature=1.2))
+    logits = random_logits(seed, 1)[0] / 3  # no token so likely that the temperature hardly matters
+    expected, _ = filtered(logits, SamplingParams())
+    wrong, _ = filtered(logits, SamplingParams(temperature=1.2))
     counts = np.bincount(np.random.default_rng(seed).choice(30, 20_000, p=wrong), minlength=30)
     assert not chi_square_is_plausible(counts, expected)
 
