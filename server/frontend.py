@@ -179,6 +179,8 @@ def make_server(settings: Settings, tokenizer: Tokenizer, to_engine: str, from_e
         log_config=None,
         access_log=False,
         server_header=False,
+        proxy_headers=bool(settings.trusted_proxy),  # uvicorn's default believes every process of this machine
+        forwarded_allow_ips=list(settings.trusted_proxy),
         backlog=2048,
         timeout_keep_alive=max(1, round(settings.idle_timeout)),
         timeout_graceful_shutdown=round(FLUSH_SECONDS),

@@ -6,6 +6,7 @@ the weaker one's; lists are not merged.
 
 import argparse
 import importlib
+import ipaddress
 import json
 import os
 import re
@@ -50,6 +51,7 @@ class Settings:
     api_key_file: Path | None = None
     protect_metrics: bool = False
     cors_origin: tuple[str, ...] = ()
+    trusted_proxy: tuple[str, ...] = ()
     # limits
     max_queue: int = 1024
     request_timeout: float = 600.0
@@ -221,6 +223,14 @@ def _add_http(group: Any) -> None:
         metavar="ORIGIN",
         help="let pages from this origin call the API, such as https://chat.example.org, or * for all; may be repeated (default: none)",
     )
+    group.add_argument(
+        "--trusted-proxy",
+        action="append",
+        type=_network,
+        metavar="ADDRESS",
+        help="believe the X-Forwarded-For of connections from this address or network, such as 127.0.0.1 or 10.0.0.0/8, and write it "
+        "to the access log as the client; may be repeated (default: none, whose log has the connection's own address)",
+    )
 
 
 def _add_limits(group: Any) -> None:
@@ -271,6 +281,15 @@ def _port(text: str) -> int:
     if not 0 <= (value := int(text)) < 65536:
         raise argparse.ArgumentTypeError(f"{text} is not from 0 to 65535")
     return value
+
+
+def _network(text: str) -> str:
+    """An address or a network, as ipaddress writes it."""
+    try:
+        network = ipaddress.ip_network(text.strip())
+    except ValueError as e:
+        raise argparse.ArgumentTypeError(f"{text} is not an address or a network such as 10.0.0.0/8 ({e})") from e
+    return str(network.network_address) if network.num_addresses == 1 else str(network)
 
 
 def _seconds(text: str) -> float:

@@ -16,6 +16,8 @@ def test_settings_precedence(tmp_path: Path) -> None:
     assert (settings.port, settings.max_num_seqs, settings.max_queue) == (100, 20, 3)
     assert settings.api_key == ("a", "b") and settings.cors_origin == ("x", "y") and settings.compile
     assert "a" not in repr(settings).split("model=")[0] and "api_key=" not in repr(settings)
+    settings = load_settings(["--model", "m"], {"RUNG_TRUSTED_PROXY": "127.0.0.1, 10.0.0.0/8"})
+    assert settings.trusted_proxy == ("127.0.0.1", "10.0.0.0/8")
     keys = tmp_path / "keys"
     keys.write_text("# comment\n\nsecret\n")
     settings = load_settings(["--model", "m", "--api-key-file", str(keys), "--kv-memory", "1.5G"], {})
@@ -34,6 +36,8 @@ def test_settings_precedence(tmp_path: Path) -> None:
         (["--model", "m"], {}, "port = [", "cannot be parsed"),
         (["--model", "m"], {"RUNG_COMPILE": "maybe"}, "", "RUNG_COMPILE"),
         (["--model", "m", "--api-key", ""], {}, "", "api-key"),
+        (["--model", "m", "--trusted-proxy", "proxy.example"], {}, "", "trusted-proxy"),
+        (["--model", "m"], {"RUNG_TRUSTED_PROXY": "10.0.0.1/8"}, "", "RUNG_TRUSTED_PROXY.*host bits"),
     ],
 )
 def test_bad_settings(tmp_path: Path, argv: list[str], environ: dict[str, str], file: str, message: str) -> None:
