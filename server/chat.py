@@ -90,9 +90,9 @@ class Chat:
         self.service, self.body = service, body
         self.forced = bool(body.forced_tools)
         self.may_call = bool(body.tools) and body.tool_choice != "none"
-        ids = fit_prompt(service, chat_ids(service, body), body.truncate_prompt_tokens, body.limit)
+        ids = fit_prompt(service, chat_ids(service, body), body.truncate_prompt_tokens, body.limit, "messages")
         name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-        limit = fit_answer(service, len(ids), body.limit, None, name)
+        limit = fit_answer(service, len(ids), body.limit, None, name, "messages")
         compiled = grammar.for_tools(body.forced_tools) if self.forced else grammar.for_format(body)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         self.plan = Plan(

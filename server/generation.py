@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from engine.protocol import Logprob, RequestParams, Submit, TokenLogprobs, TokenOutput
-from server.problems import ApiError, bad
+from server.problems import ApiError, bad, context_error
 from server.schemas import INT64, GenerationBody
 from server.service import Service
 from server.text import TextStream
@@ -85,32 +85,35 @@ def new_id(prefix: str, body: GenerationBody) -> str:
     return f"{prefix}-{body.request_id or uuid.uuid4().hex}"
 
 
-def fit_prompt(service: Service, ids: list[int], truncate: int | None, max_tokens: int | None) -> list[int]:
-    """The prompt, cut at its start if asked for. Raises a 400 with the numbers if it is too long, or names an unknown id."""
+def fit_prompt(
+    service: Service, ids: list[int], truncate: int | None, max_tokens: int | None, part: str = "prompt"
+) -> list[int]:
+    """The prompt, cut at its start if asked for. Raises a 400 with the numbers if it is too long, or names an unknown id.
+
+    `part`: the field that holds it, "prompt" or "messages".
+    """
     limit = service.max_model_len
     if truncate is not None:
         keep = limit - max(max_tokens or 1, 1) if truncate == -1 else truncate
         ids = ids[-keep:] if keep > 0 else []
     if not ids:
-        raise bad("prompt", "has no tokens; give at least one")
+        raise bad(part, "has no tokens; give at least one")
     if (highest := max(ids)) >= service.vocab_size:
-        raise bad("prompt", f"has the token id {highest}, but ids run from 0 to {service.vocab_size - 1}")
+        raise bad(part, f"has the token id {highest}, but ids run from 0 to {service.vocab_size - 1}")
     if len(ids) + 1 > limit:
-        message = (
-            f"this model's context holds {limit} tokens, but the prompt alone has {len(ids)} and the answer needs at least one"
-        )
-        raise bad("prompt", message + "; shorten the prompt or set truncate_prompt_tokens", "context_length_exceeded")
+        raise context_error(limit, len(ids), max(max_tokens or 1, 1), part, part=part)
     return ids
 
 
-def fit_answer(service: Service, prompt: int, max_tokens: int | None, default: int | None, name: str = "max_tokens") -> int:
+def fit_answer(
+    service: Service, prompt: int, max_tokens: int | None, default: int | None, name: str = "max_tokens", part: str = "prompt"
+) -> int:
     """Tokens that the answer may have; a default is cut to what is left of the context, a client's own number is refused."""
     left = service.max_model_len - prompt
     if max_tokens is None:
         return left if default is None else min(default, left)
     if max_tokens > left:
-        message = f"is {max_tokens}, but this model's context holds {service.max_model_len} tokens and the prompt has {prompt}"
-        raise bad(name, f"{message}; use at most {left}", "context_length_exceeded")
+        raise context_error(service.max_model_len, prompt, max_tokens, name, part=part)
     return max_tokens
 
 

@@ -25,7 +25,7 @@ CLIENT_GONE = 499  # as nginx logs it; nobody receives it
 
 
 class RequestScope:
-    """The outermost layer: request ids, the access log, and 500 instead of a stack trace."""
+    """The outermost layer: request ids, the access log, HEAD, and 500 instead of a stack trace."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self.app, self.service = app, service
@@ -36,6 +36,9 @@ class RequestScope:
             return
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        method = scope["method"]
+        if method == "HEAD":  # is answered as GET: uvicorn, which keeps the original scope, leaves the body out
+            scope = {**scope, "method": "GET"}
         note: dict[str, Any] = {}
         scope.setdefault("state", {}).update(request_id=request_id, note=note, send=send)
         status = 0
@@ -64,13 +67,13 @@ class RequestScope:
             status = 500
         finally:
             self.service.open_requests -= 1
-            self._record(scope, request_id, status, time.monotonic() - started, note)
+            self._record(scope, method, request_id, status, time.monotonic() - started, note)
 
-    def _record(self, scope: Scope, request_id: str, status: int, seconds: float, note: dict[str, Any]) -> None:
+    def _record(self, scope: Scope, method: str, request_id: str, status: int, seconds: float, note: dict[str, Any]) -> None:
         path, client = scope["path"], scope.get("client")
         route = getattr(scope.get("route"), "path", "other")
         self.service.metrics.responses.labels(self.service.model_name, route, str(status)).inc()
-        fields = {"request_id": request_id, "client": client[0] if client else "-", "method": scope["method"]}
+        fields = {"request_id": request_id, "client": client[0][:64] if client else "-", "method": method}
         fields |= {"path": quote(path), "status": status, "seconds": round(seconds, 4), **note}
         access_line(fields)
 

@@ -1,5 +1,6 @@
 """Errors as OpenAI's clients expect them: `{"error": {"message", "type", "param", "code"}}`, never a 422 or a stack trace."""
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ TYPES = {
     503: "service_unavailable_error",
 }
 RETRY_SECONDS = {429: "1", 503: "2"}
+SHOWN = 20  # characters of a body that is no JSON
 
 
 class ApiError(HTTPException):
@@ -56,12 +58,50 @@ def field_error(param: str, message: str) -> PydanticCustomError:
     return PydanticCustomError("invalid", "{message}", {"message": message, "param": param})
 
 
+def context_error(
+    limit: int, prompt: int, answer: int, param: str, *, part: str = "prompt", at_least: bool = False
+) -> ApiError:
+    """A 400 for `prompt` and `answer` tokens that a context of `limit` tokens cannot hold together.
+
+    `param`: the field to change. `part`: what holds the prompt, "prompt" or "messages". `at_least`: `prompt` is a lower bound.
+    The first sentences are OpenAI's and vLLM's to the letter: clients match them with regular expressions and then shorten the
+    conversation. Only what follows is ours.
+    """
+    message = (
+        f"This model's maximum context length is {limit} tokens. However, you requested {prompt + answer} tokens "
+        f"({prompt} in the {part}, {answer} in the completion). Please reduce the length of the {part} or completion."
+    )
+    if at_least:
+        message += f" The {part} may be longer still: counting ended there."
+    if prompt < limit:
+        message += f" With this prompt, {param} can be at most {limit - prompt}."
+    else:
+        message += " truncate_prompt_tokens cuts the prompt at its start."
+    return ApiError(400, message, param, "context_length_exceeded")
+
+
+def unparsable(error: Exception) -> ApiError:
+    """A 400 for a body that the JSON parser refused with `error`: what it expected, where, and what it found there."""
+    if isinstance(error, json.JSONDecodeError):
+        rest = error.doc[error.pos : error.pos + SHOWN]
+        found = json.dumps(rest, ensure_ascii=False) if rest else "its end"
+        reason = f"{error.msg} at line {error.lineno}, column {error.colno} (character {error.pos}), found {found}"
+    elif isinstance(error, UnicodeDecodeError):
+        byte = error.object[error.start]
+        reason = f"it is not {error.encoding.upper()} text: byte 0x{byte:02x} at position {error.start}: {error.reason}"
+    elif isinstance(error, RecursionError):
+        reason = "its lists and objects are nested too deeply"
+    else:
+        reason = str(error)[:200] or type(error).__name__
+    return ApiError(400, f"the body is not valid JSON: {reason}", None, "invalid_json")
+
+
 def from_validation(error: RequestValidationError) -> ApiError:
     errors = error.errors()
     first = errors[0]
     if first["type"] == "json_invalid":
-        reason = (first.get("ctx") or {}).get("error", "syntax error")
-        return ApiError(400, f"the body is not valid JSON: {reason}", None, "invalid_json")
+        cause = error.__cause__
+        return unparsable(cause if isinstance(cause, Exception) else ValueError(first["msg"]))
     param = _param(first, error.body)
     if param:  # of the branches of a union, the one that got furthest was meant
         field = param.split(".")[0]
@@ -108,8 +148,13 @@ def install(app: FastAPI) -> None:
     async def on_http(request: Request, e: Exception) -> Response:
         assert isinstance(e, HTTPException)
         if not isinstance(e, ApiError):
+            if isinstance(e.__cause__, (ValueError, RecursionError)):  # FastAPI's, about a body that it could not read
+                return unparsable(e.__cause__).response()
             message = f"no such path: {request.method} {request.url.path}" if e.status_code == 404 else str(e.detail)
-            e, headers = ApiError(e.status_code, message), e.headers
+            headers = {**(e.headers or {})}
+            if headers.get("Allow") == "GET":
+                headers["Allow"] = "GET, HEAD"  # which the outermost layer turns into GET
+            e = ApiError(e.status_code, message)
             e.headers = headers
         return e.response()
 

@@ -1,6 +1,8 @@
 """What the frontend refuses, and how it says so: bad fields, bad bodies, wrong keys, and more than its limits."""
 
 import json
+import logging
+import re
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +12,7 @@ import openai
 import pytest
 
 from server import replies
-from tests.server_thread import CHAT, CONTEXT, TOOL, Site, wait_for
+from tests.server_thread import CHAT, CONTEXT, TOKENIZER, TOOL, Site, wait_for
 
 BAD_COMPLETIONS: list[tuple[dict[str, Any], str | None]] = [
     ({"temperature": 3}, "temperature"),
@@ -96,8 +98,6 @@ def test_error_statuses(site: Site) -> None:
     assert caught.value.code == "model_not_found"
     with pytest.raises(openai.BadRequestError, match="never run"):
         site.openai.completions.create(model="tiny-hybrid", prompt=[1000])
-    with pytest.raises(openai.BadRequestError, match=r"holds 256 tokens, but the prompt alone has 300"):
-        site.openai.completions.create(model="tiny-hybrid", prompt=[5] * 300)
     for path, status in (("/nope", 404), ("/v1/models/nope", 404), ("/v1/completions", 405)):
         response = site.http.get(path)
         assert response.status_code == status and replies.ErrorReply.model_validate(response.json())
@@ -106,6 +106,77 @@ def test_error_statuses(site: Site) -> None:
         assert response.status_code == 400 and replies.ErrorReply.model_validate(response.json()), response.text
     response = site.http.post("/v1/completions", content=b'{"prompt": "x"}', headers={"content-type": "text/plain"})
     assert response.status_code == 400 and "Content-Type" in response.text
+
+
+# As clients find out that a conversation is too long, and by how much: the first is litellm's, the others are common in agents.
+CONTEXT_PATTERNS = (
+    r"This model's maximum context length is",
+    r"^This model's maximum context length is (?P<limit>\d+) tokens\. However, you requested (?P<all>\d+) tokens "
+    r"\((?P<prompt>\d+) in the messages, (?P<answer>\d+) in the completion\)\. Please reduce the length of the messages or completion\.",
+    r"maximum context length is (\d+) tokens.+you requested (\d+) tokens",
+    r"(?i)reduce the length",
+)
+
+
+@pytest.mark.parametrize(
+    ("words", "asked", "answer", "param"),
+    [
+        (600, {}, 1, "messages"),
+        (600, {"max_tokens": 9}, 9, "messages"),
+        (1, {"max_completion_tokens": 999}, 999, "max_completion_tokens"),
+    ],
+)
+def test_clients_recognize_a_conversation_that_is_too_long(
+    site: Site, words: int, asked: dict[str, int], answer: int, param: str
+) -> None:
+    messages: Any = [{"role": "user", "content": "word " * words}]
+    with pytest.raises(openai.BadRequestError) as caught:
+        site.openai.chat.completions.create(model="tiny-hybrid", messages=messages, **asked)  # type: ignore[call-overload]
+    assert caught.value.code == "context_length_exceeded" and caught.value.param == param
+    body: Any = caught.value.body
+    found = [re.search(pattern, body["message"]) for pattern in CONTEXT_PATTERNS]
+    assert all(found), body["message"]
+    assert found[1] and {k: int(v) for k, v in found[1].groupdict().items()} == {
+        "limit": CONTEXT,
+        "all": len(TOKENIZER.encode_chat(messages)) + answer,
+        "prompt": len(TOKENIZER.encode_chat(messages)),
+        "answer": answer,
+    }
+    if param == "max_completion_tokens":  # the number that it names is right
+        most = int(body["message"].split()[-1].rstrip("."))
+        assert site.chat(messages=messages, max_completion_tokens=most)["choices"]
+        assert site.refused("/v1/chat/completions", {"messages": messages, "max_completion_tokens": most + 1})
+
+
+def test_a_prompt_that_is_too_long_has_its_numbers(site: Site) -> None:
+    error = site.refused("/v1/completions", {"prompt": [5] * 300})
+    assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
+    assert error["message"].startswith(
+        "This model's maximum context length is 256 tokens. However, you requested 316 tokens (300 in the prompt, 16 in the completion)."
+    )
+    error = site.refused("/v1/completions", {"prompt": [5] * 200, "max_tokens": 57})
+    assert error["param"] == "max_tokens" and error["message"].endswith("max_tokens can be at most 56.")
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b'{"prompt": "x" "n": 1}', 'Expecting \',\' delimiter at line 1, column 16 (character 15), found "\\"n\\": 1}"'),
+        (b'{\n  "prompt": x}', 'Expecting value at line 2, column 13 (character 14), found "x}"'),
+        (b"{'prompt': 'x'}", "Expecting property name enclosed in double quotes"),
+        (b'{"prompt": "x"', "Expecting ',' delimiter at line 1, column 15 (character 14), found its end"),
+        (b'{"prompt": "\xff"}', "it is not UTF-8 text: byte 0xff at position 12"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"n": ' + b"9" * 5000 + b"}", "4300"),
+    ],
+    ids=["comma", "value", "quotes", "end", "bytes", "depth", "digits"],
+)
+def test_a_body_that_is_no_json_is_told_why(site: Site, content: bytes, reason: str) -> None:
+    response = site.http.post("/v1/completions", content=content, headers={"content-type": "application/json"})
+    error = replies.ErrorReply.model_validate(response.json()).error
+    assert response.status_code == 400 and error.code == "invalid_json"
+    assert error.message.startswith("the body is not valid JSON: ") and reason in error.message, error.message
+    assert len(error.message) < 300
 
 
 def test_lone_surrogates_are_harmless(site: Site) -> None:
@@ -155,3 +226,24 @@ def test_limits(make_site: Callable[..., Site]) -> None:
     wait_for(lambda: len(site.engine.aborts) == 3)
     response = site.http.get("/version", headers={"origin": "https://a.example"})
     assert response.headers["access-control-allow-origin"] == "https://a.example"
+
+
+@pytest.mark.parametrize(
+    ("trusted", "given", "client"),
+    [
+        ((), "8.8.8.8", "127.0.0.1"),
+        (("10.0.0.0/8",), "8.8.8.8", "127.0.0.1"),
+        (("127.0.0.1", "10.0.0.0/8"), "1.1.1.1, 8.8.8.8, 10.1.2.3", "8.8.8.8"),
+        (("127.0.0.1",), "x" * 5000, "x" * 64),
+    ],
+    ids=["nobody", "another", "a chain", "too long"],
+)
+def test_only_a_trusted_proxy_names_the_client(
+    make_site: Callable[..., Site], caplog: pytest.LogCaptureFixture, trusted: tuple[str, ...], given: str, client: str
+) -> None:
+    site = make_site(engine=False, trusted_proxy=trusted)
+    with caplog.at_level(logging.INFO, "rung.access"):
+        assert site.http.get("/version", headers={"x-forwarded-for": given}).status_code == 200
+        wait_for(lambda: [record for record in caplog.records if record.name == "rung.access"])
+    (line,) = [record.fields for record in caplog.records if record.name == "rung.access"]  # type: ignore[attr-defined]
+    assert line["client"] == client

@@ -32,6 +32,23 @@ def test_models_health_version_docs(site: Site) -> None:
     assert site.http.get("/version", headers={"x-request-id": "mine-1"}).headers["x-request-id"] == "mine-1"
 
 
+@pytest.mark.parametrize(
+    "path", ["/", "/health", "/version", "/stats", "/metrics", "/docs", "/openapi.json", "/v1/models", "/v1/models/tiny-hybrid"]
+)
+def test_head_is_get_without_a_body(site: Site, path: str) -> None:
+    head, get = site.http.head(path), site.http.get(path)
+    assert head.status_code == get.status_code == 200 and head.content == b""
+    assert head.headers["content-type"] == get.headers["content-type"]
+    assert head.headers["content-length"]  # of the body that GET would send; the metrics' grows with time
+    assert site.http.get("/version").json()["version"]  # the connection is in step
+
+
+def test_methods_that_a_path_lacks(site: Site) -> None:
+    assert site.http.head("/nope").status_code == 404 and site.http.head("/v1/completions").status_code == 405
+    assert site.http.head("/v1/completions").headers["allow"] == "POST"
+    assert site.http.delete("/health").headers["allow"] == "GET, HEAD"
+
+
 def test_metrics_and_stats(site: Site) -> None:
     site.complete(max_tokens=4)
     site.engine.send(Stats(2, 3, 10, 40, 100, 50, 1, 1000, 2000, 30, 0.004, [1, 2, 300]))
