@@ -93,6 +93,7 @@ class FrontendServer(uvicorn.Server):
             await super().serve(sockets)
         finally:
             self.client.shutdown()
+            await self.service.workers.close()
             await self.client.close()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -134,6 +135,7 @@ class FrontendServer(uvicorn.Server):
         self._ending = asyncio.get_running_loop().create_task(end())
 
     def _on_ready(self, ready: Ready) -> None:
+        self.service.workers.start()  # not before: it would compete with the ranks that load
         print(banner(self.service, ready, self._address()), file=sys.stderr, flush=True)
 
     def _address(self) -> str:

@@ -2,16 +2,19 @@
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from pydantic_core import PydanticCustomError
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.responses import Response
 
 from errors import UserError
 from server.sse import to_json
+
+if TYPE_CHECKING:  # worker processes, which raise these errors, too, start faster without it
+    from fastapi import FastAPI
+    from fastapi.exceptions import RequestValidationError
 
 TYPES = {
     400: "invalid_request_error",
@@ -96,7 +99,7 @@ def unparsable(error: Exception) -> ApiError:
     return ApiError(400, f"the body is not valid JSON: {reason}", None, "invalid_json")
 
 
-def from_validation(error: RequestValidationError) -> ApiError:
+def from_validation(error: "RequestValidationError") -> ApiError:
     errors = error.errors()
     first = errors[0]
     if first["type"] == "json_invalid":
@@ -140,7 +143,9 @@ def _message(error: Any) -> str:
     return str(error["msg"]).removeprefix("Value error, ")
 
 
-def install(app: FastAPI) -> None:
+def install(app: "FastAPI") -> None:
+    from fastapi.exceptions import RequestValidationError
+
     async def on_validation(request: Request, e: Exception) -> Response:
         assert isinstance(e, RequestValidationError)
         return from_validation(e).response()

@@ -9,6 +9,7 @@ from server.metrics import Metrics
 from server.problems import ApiError, bad
 from server.settings import Settings
 from server.text import token_bytes
+from server.workers import Workers
 from tokenizer import Tokenizer
 
 
@@ -17,6 +18,8 @@ class Service:
         self.settings, self.client, self.tokenizer = settings, client, tokenizer
         self.chat_template = settings.chat_template
         self.metrics: Metrics = client.metrics
+        room = settings.max_num_seqs + settings.max_queue
+        self.workers = Workers(settings.model, settings.workers, settings.worker_seconds, room)
         self.draining = False
         self.open_requests = 0  # HTTP requests whose answer is not complete
         self.started, self.created = time.monotonic(), int(time.time())

@@ -58,6 +58,8 @@ class Settings:
     idle_timeout: float = 30.0
     drain_timeout: float = 30.0
     max_body_mb: float = 16.0
+    workers: int = 2
+    worker_seconds: float = 10.0
     # logs
     log_format: str = "text"
     log_level: str = "info"
@@ -253,6 +255,19 @@ def _add_limits(group: Any) -> None:
         "--drain-timeout", type=_seconds, metavar="S", help="after SIGTERM, how long running requests may go on (default: 30)"
     )
     group.add_argument("--max-body-mb", type=_seconds, metavar="MIB", help="largest request body; above it 413 (default: 16)")
+    group.add_argument(
+        "--workers",
+        type=_positive,
+        metavar="N",
+        help="processes beside the frontend for chat templates, long texts, schemas and large bodies; with two or more, one of them "
+        "is kept for short jobs (default: 2)",
+    )
+    group.add_argument(
+        "--worker-seconds",
+        type=_seconds,
+        metavar="S",
+        help="longest time to prepare one request in such a process, which is killed then (default: 10)",
+    )
 
 
 def _add_logs(group: Any) -> None:

@@ -1,0 +1,338 @@
+"""Worker processes beside the frontend for what a request can make expensive: chat templates, long texts, schemas, large bodies.
+
+A thread could not be stopped and would hold the GIL. A worker is a process with a limit of memory, a limit of time for each job,
+and no purpose beyond the frontend's: it is killed with its job and replaced, and it dies when the frontend does.
+
+How to add a job: write a function at the top level of a module that does not import torch, and call it by
+
+    result = await service.workers.run(function, *arguments, slow=True)
+
+Function, arguments and result are pickled. In the worker `worker_tokenizer()` is the server's tokenizer. An ApiError or a UserError
+that the function raises reaches the caller as it is. `slow` says that a request can make the job long, as with a schema, a
+template or a long text from a stranger; leave it out for what takes a few milliseconds. Slow jobs never hold all the workers.
+
+Not a pool of a library, such as pebble's: those hand jobs over in threads, which a busy event loop lets wait for the GIL.
+"""
+
+import asyncio
+import contextlib
+import os
+import pickle
+import resource
+import signal
+import socket
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from errors import UserError
+from processes import die_with_parent
+from server.logs import log
+from server.problems import ApiError
+
+if TYPE_CHECKING:
+    from tokenizer import Tokenizer
+
+T = TypeVar("T")
+
+START_SECONDS = 120.0  # for a worker to import its modules and read the tokenizer, on a machine that loads weights meanwhile
+WAIT_SECONDS = 10.0  # longest time in the queue
+MAX_SLOW = 64  # slow jobs that may wait
+LAST_RESORT_SECONDS = 5.0  # beyond the limit of a job, after which a worker ends itself: then the frontend has gone
+GRACE_SECONDS = 0.25  # for a job whose client has left: a new worker costs more than the end of most jobs
+MEMORY = 1 << 30  # bytes of address space beyond those with which a worker begins
+RESULT_LIMIT = 32 << 20  # bytes
+NICENESS = 10  # of the workers for slow jobs: the ranks come first
+ONE_THREAD = ("OMP_NUM_THREADS", "RAYON_NUM_THREADS")
+HEADER = 8  # bytes, the length of what follows
+
+
+class _Job:
+    def __init__(self, data: bytes, function: str) -> None:
+        self.data, self.function = data, function
+        self.result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()  # cancelled when the client leaves
+        self.began = False
+
+
+class Workers:
+    """`count` processes for the tokenizer of `model`; `seconds` is the limit for each job, `max_queue` for quick jobs that wait.
+
+    With two or more, the first one is for quick jobs alone. A worker starts with the first job it can take, the first one with
+    `start`. Used from one event loop.
+    """
+
+    def __init__(self, model: str, count: int = 2, seconds: float = 10.0, max_queue: int = 1024) -> None:
+        self._model, self._count, self._seconds = model, count, seconds
+        self._quick, self._slow = deque[_Job](), deque[_Job]()
+        self._limits = {id(self._quick): max_queue, id(self._slow): MAX_SLOW}
+        self._idle: dict[int, asyncio.Future[None]] = {}  # worker: its wait for a job
+        self._tasks: list[asyncio.Task[None]] = []
+        self.pids: dict[int, int] = {}  # worker: process
+
+    def start(self) -> None:
+        """Start the first worker now, not with the first job."""
+        if not self._tasks:
+            self._tasks = [asyncio.create_task(self._work(index)) for index in range(self._count)]
+
+    async def close(self) -> None:
+        """Kill all workers; jobs under way fail."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for job in (*self._quick, *self._slow):
+            _fail(job, _ending())
+
+    async def run(self, function: Callable[..., T], *arguments: Any, slow: bool = False) -> T:
+        """`function(*arguments)` in a worker. If the caller is cancelled, the job ends soon.
+
+        Raises what the function raises if that is an ApiError or a UserError; a 400 for a job beyond the limit of time or memory;
+        a 503 if too many jobs wait, or this one for too long.
+        """
+        self.start()
+        lane = self._slow if slow and self._count > 1 else self._quick
+        if len(lane) >= self._limits[id(lane)]:
+            raise _busy("too many requests wait to be prepared")
+        job = _Job(pickle.dumps((function, arguments), pickle.HIGHEST_PROTOCOL), function.__name__)
+        lane.append(job)
+        self._wake(lane)
+        timer = asyncio.get_running_loop().call_later(WAIT_SECONDS, _expire, job)
+        try:
+            result: T = await job.result
+            return result
+        finally:
+            timer.cancel()
+            if not job.began:
+                with contextlib.suppress(ValueError):
+                    lane.remove(job)
+
+    def _lanes(self, index: int, started: bool) -> tuple[deque[_Job], ...]:
+        """What a worker may take, the dearer first; one that has yet to start would only delay what is quick."""
+        if index == 0:
+            return (self._quick,)
+        return (self._slow, self._quick) if started else (self._slow,)
+
+    def _wake(self, lane: deque[_Job]) -> None:
+        for index in sorted(self._idle):
+            if any(one is lane for one in self._lanes(index, index in self.pids)):
+                self._idle.pop(index).set_result(None)
+                return
+
+    async def _next(self, index: int) -> _Job:
+        while True:
+            for lane in self._lanes(index, index in self.pids):
+                while lane:
+                    job = lane.popleft()
+                    if not job.result.done():
+                        job.began = True
+                        return job
+            self._idle[index] = asyncio.get_running_loop().create_future()
+            try:
+                await self._idle[index]
+            finally:
+                self._idle.pop(index, None)
+
+    async def _work(self, index: int) -> None:
+        """One worker after another, as long as the frontend runs."""
+        process = None
+        eager = index == 0  # and every worker that follows one which was killed
+        try:
+            while True:
+                job = None if eager and process is None else await self._next(index)
+                if process is not None and not process.alive:
+                    process.kill()
+                    process = None
+                if process is None:
+                    try:
+                        process = await _Process.start(self._model, self._seconds, NICENESS * (index > 0))
+                    except Exception as e:
+                        log.error("a worker process does not start: %s", e)
+                        _fail(job, _busy("the server cannot prepare requests now"))
+                        await asyncio.sleep(1)
+                        continue
+                    self.pids[index] = process.pid
+                if job is not None and not await self._do(process, job):
+                    process.kill()
+                    self.pids.pop(index)
+                    process, eager = None, True
+        finally:
+            if process is not None:
+                process.kill()
+
+    async def _do(self, process: "_Process", job: _Job) -> bool:
+        """Whether the worker can take another job."""
+        if job.result.done():
+            return True
+        exchange = asyncio.ensure_future(process.exchange(job.data))
+        try:
+            await asyncio.wait((exchange, job.result), timeout=self._seconds, return_when=asyncio.FIRST_COMPLETED)
+            if not exchange.done() and job.result.done():
+                await asyncio.wait((exchange,), timeout=GRACE_SECONDS)
+            if not exchange.done():
+                log.warning("a job of a worker was ended: %s, %d bytes", job.function, len(job.data))
+                _fail(job, ApiError(400, f"the request takes longer than {self._seconds:g} s to prepare", None, "too_complex"))
+                return False
+            good, value, usable = exchange.result()
+        except (EOFError, OSError):
+            log.warning("a worker ended in a job: %s, %d bytes", job.function, len(job.data))
+            _fail(job, _needs_memory())
+            return False
+        except asyncio.CancelledError:
+            _fail(job, _ending())
+            raise
+        finally:
+            exchange.cancel()
+        if not good:
+            _fail(job, value)
+        elif not job.result.done():
+            job.result.set_result(value)
+        return bool(usable)
+
+
+def _expire(job: _Job) -> None:
+    if not job.began:
+        _fail(job, _busy(f"the request waited longer than {WAIT_SECONDS:g} s to be prepared"))
+
+
+def _fail(job: _Job | None, error: Exception) -> None:
+    if job is not None and not job.result.done():
+        job.result.set_exception(error)
+
+
+def _busy(message: str) -> ApiError:
+    return ApiError(503, f"{message}; try again later", None, "overloaded")
+
+
+def _ending() -> ApiError:
+    return ApiError(503, "the server is shutting down", None, "draining")
+
+
+def _needs_memory() -> ApiError:
+    return ApiError(400, f"the request needs more than {MEMORY >> 20} MiB to prepare", None, "too_complex")
+
+
+class _Process:
+    """One worker process and the socket to it. Frames are a length of HEADER bytes and a pickle."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]", reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._process, self._reader, self._writer = process, reader, writer
+        self.pid = process.pid
+
+    @classmethod
+    async def start(cls, model: str, seconds: float, niceness: int) -> "_Process":
+        ours, theirs = socket.socketpair()
+        program = "import sys; from server.workers import main; main(*sys.argv[1:])"
+        numbers = (theirs.fileno(), os.getpid(), round(seconds + LAST_RESORT_SECONDS), niceness)
+        command = [sys.executable, "-c", program, *map(str, numbers), model]
+        variables = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "MALLOC_ARENA_MAX": "1"} | dict.fromkeys(ONE_THREAD, "1")
+        folder = str(Path(__file__).parent.parent)
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, (folder, variables.get("PYTHONPATH"))))
+        with theirs:
+            process = subprocess.Popen(
+                command, env=variables, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True
+            )
+        self = cls(process, *await asyncio.open_unix_connection(sock=ours))
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                await self._receive()
+        except BaseException:
+            self.kill()
+            raise
+        return self
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    async def exchange(self, data: bytes) -> Any:
+        self._writer.write(len(data).to_bytes(HEADER, "little"))
+        self._writer.write(data)
+        await self._writer.drain()
+        return pickle.loads(await self._receive())
+
+    async def _receive(self) -> bytes:
+        length = int.from_bytes(await self._reader.readexactly(HEADER), "little")
+        return await self._reader.readexactly(length)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._writer.transport.abort()
+        self._reap()
+
+    def _reap(self) -> None:
+        """Poll for the end: freeing much memory takes the kernel a while."""
+        if self._process.poll() is None:
+            with contextlib.suppress(RuntimeError):  # the loop is closing
+                asyncio.get_running_loop().call_later(0.05, self._reap)
+
+
+# ---------------------------------------------------------------------------------------------------- in the worker
+
+_tokenizer: "Tokenizer | None" = None
+
+
+def worker_tokenizer() -> "Tokenizer":
+    """The server's tokenizer, in a worker process."""
+    assert _tokenizer is not None, "this runs in a worker process only"
+    return _tokenizer
+
+
+def main(descriptor: str, parent: str, seconds: str, niceness: str, model: str) -> None:
+    """A worker's life: one job after another until the frontend closes the socket."""
+    global _tokenizer
+    die_with_parent(int(parent))
+    for number in (signal.SIGINT, signal.SIGTERM):  # the frontend ends it
+        signal.signal(number, signal.SIG_IGN)
+    import server.grammar  # noqa: F401  # what most jobs import
+    from tokenizer import tokenizer_of
+
+    _tokenizer = tokenizer_of(model)
+    _limit_memory()
+    os.nice(int(niceness))
+    with socket.socket(fileno=int(descriptor)) as connection:
+        files = connection.makefile("rb"), connection.makefile("wb")
+        _send(files[1], b"")
+        while header := files[0].read(HEADER):
+            data = files[0].read(int.from_bytes(header, "little"))
+            signal.alarm(int(seconds))  # without a handler it ends the process, whatever library the job is in
+            _send(files[1], _do(data))
+            signal.alarm(0)
+
+
+def _limit_memory() -> None:
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+    except OSError:  # not Linux
+        return
+    limit = pages * resource.getpagesize() + MEMORY
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _send(file: Any, data: bytes) -> None:
+    file.write(len(data).to_bytes(HEADER, "little"))
+    file.write(data)
+    file.flush()
+
+
+def _do(data: bytes) -> bytes:
+    """(whether it went well, result or exception, whether this process is as good as new), pickled."""
+    import traceback
+
+    try:
+        function, arguments = pickle.loads(data)
+        reply = pickle.dumps((True, function(*arguments), True), pickle.HIGHEST_PROTOCOL)
+        if len(reply) <= RESULT_LIMIT:
+            return reply
+        found: tuple[Exception, bool] = (_needs_memory(), True)
+    except (ApiError, UserError) as e:
+        found = (e.with_traceback(None), True)
+    except MemoryError:
+        found = (_needs_memory(), False)
+    except RecursionError:
+        found = (ApiError(400, "the request is nested too deeply", None, "too_complex"), True)
+    except Exception:
+        found = (RuntimeError(f"in a worker:\n{traceback.format_exc()}"), True)
+    return pickle.dumps((False, *found), pickle.HIGHEST_PROTOCOL)

@@ -1,0 +1,28 @@
+"""Jobs for worker processes: apart from the tests, whose libraries a worker would import with them."""
+
+import os
+import sys
+
+from errors import UserError
+from server.problems import ApiError
+from server.workers import worker_tokenizer
+
+
+def encode(text: str) -> list[int]:
+    return worker_tokenizer().encode(text)
+
+
+def hold_memory(size: int) -> int:
+    return len(bytearray(size))
+
+
+def endless_in_c() -> int:
+    return (7**9_000_000 % 10) ** 20_000_000 % 3 + sum(10**10_000_000 // 7 for _ in range(100))
+
+
+def refuse(kind: str) -> None:
+    raise {"api": ApiError(400, "no", "prompt", "bad"), "user": UserError("mend it"), "bug": KeyError("bug")}[kind]
+
+
+def limited() -> tuple[bool, int]:
+    return "torch" in sys.modules, os.getpid()
