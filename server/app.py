@@ -20,7 +20,7 @@ from server.docs import render_docs
 from server.engine_client import EngineClient
 from server.middleware import ApiKey, BodyLimit, RequestScope
 from server.problems import ApiError, bad
-from server.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from server.schemas import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from server.service import Service, read_chat_template
 from server.settings import VERSION, Settings
 from server.sse import EventStream, to_json, unless_gone
@@ -53,7 +53,7 @@ def create_app(settings: Settings, client: EngineClient, tokenizer: Tokenizer) -
     app.add_middleware(BodyLimit, limit=settings.max_body_bytes, timeout=settings.idle_timeout)
     app.add_middleware(ApiKey, keys=settings.api_key, protect_metrics=settings.protect_metrics)
     if settings.cors_origin:  # outside of the key: browsers ask for permission without one
-        exposed = ["X-Request-Id", "Retry-After"]
+        exposed = ["X-Request-Id", "X-Rung-Ignored", "Retry-After"]
         app.add_middleware(
             CORSMiddleware, allow_origins=settings.cors_origin, allow_methods=["*"], allow_headers=["*"], expose_headers=exposed
         )
@@ -63,7 +63,7 @@ def create_app(settings: Settings, client: EngineClient, tokenizer: Tokenizer) -
 
 def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     texts = {
-        400: "A parameter is wrong, unknown or unsupported, or the prompt is too long",
+        400: "A parameter is wrong or unsupported, or the prompt is too long",
         401: "The API key is missing or wrong",
         404: "No such model",
         413: "The body is too large",
@@ -72,6 +72,15 @@ def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
         503: "Loading, draining, timed out or broken",
     }
     return {status: {"model": replies.ErrorReply, "description": texts[status]} for status in statuses}
+
+
+def _check(service: Service, request: Request, body: Body) -> None:
+    """Raises a 404 for an unknown model. Names that nothing reads go into the log and a header, or with --strict-requests a 400."""
+    if body.ignored:
+        if service.settings.strict_requests:
+            raise bad(body.ignored[0], "unknown parameter; it is not in the API that /docs describes")
+        request.state.note["ignored"] = ", ".join(body.ignored)
+    service.check_model(body.model)
 
 
 def _json(value: Any, status: int = 200) -> Response:
@@ -105,7 +114,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         summary="Continue a prompt",
     )
     async def completions(body: CompletionBody, request: Request) -> Response:
-        service.check_model(body.model)
+        _check(service, request, body)
         service.check_ready()
         return await respond(request, await off_loop(work_of(body), lambda: Completion(service, body)))
 
@@ -117,7 +126,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         summary="Answer a conversation",
     )
     async def chat_completions(body: ChatBody, request: Request) -> Response:
-        service.check_model(body.model)
+        _check(service, request, body)
         service.check_ready()
         own_template = body.chat_template is not None
         job = await (prepare_with_limit if own_template else asyncio.to_thread)(lambda: Chat(service, body))
@@ -128,8 +137,8 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
     tokenizer, errors = service.tokenizer, _errors(400, 401, 404, 413, 500)
 
     @app.post("/tokenize", response_model=replies.TokenizeReply, responses=errors, tags=["tokens"], summary="Text to token ids")
-    async def tokenize(body: TokenizeBody) -> Response:
-        service.check_model(body.model)
+    async def tokenize(body: TokenizeBody, request: Request) -> Response:
+        _check(service, request, body)
         if (prompt := body.prompt) is not None:
             special = body.add_special_tokens is not False
             ids = await off_loop(len(prompt), lambda: tokenizer.encode(prompt, add_special_tokens=special))
@@ -144,8 +153,8 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
     @app.post(
         "/detokenize", response_model=replies.DetokenizeReply, responses=errors, tags=["tokens"], summary="Token ids to text"
     )
-    async def detokenize(body: DetokenizeBody) -> Response:
-        service.check_model(body.model)
+    async def detokenize(body: DetokenizeBody, request: Request) -> Response:
+        _check(service, request, body)
         try:
             text = await off_loop(len(body.tokens), lambda: tokenizer.decode(body.tokens, bool(body.skip_special_tokens)))
         except UserError as e:

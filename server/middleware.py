@@ -47,7 +47,10 @@ class RequestScope:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = request_id
+                if ignored := note.get("ignored"):
+                    headers["x-rung-ignored"] = ignored
             await send(message)
 
         started = time.monotonic()

@@ -111,7 +111,7 @@ def from_validation(error: "RequestValidationError") -> ApiError:
         paths = [path for e in errors if (path := _param(e, error.body)) and path.split(".")[0] == field]
         param = max(paths, key=lambda path: path.count("."))
     same = [e for e in errors if _param(e, error.body) == param]
-    message = " or ".join(dict.fromkeys(_message(e) for e in same))
+    message = " or ".join(dict.fromkeys(str(e["msg"]) for e in same))
     if not param and not isinstance(error.body, dict):
         message = "the body must be a JSON object, sent with Content-Type: application/json"
     return bad(param, message)
@@ -135,12 +135,6 @@ def _param(error: Any, body: Any) -> str | None:
         elif i == len(location) and error["type"] == "missing":
             path.append(str(part))
     return ".".join(path) or None
-
-
-def _message(error: Any) -> str:
-    if error["type"] == "extra_forbidden":
-        return "unknown parameter; it is not in the API that /docs describes"
-    return str(error["msg"]).removeprefix("Value error, ")
 
 
 def install(app: "FastAPI") -> None:

@@ -1,11 +1,13 @@
-"""What clients may send. Every field is used or refused; none is silently ignored.
+"""What clients may send. Every field is used, accepted without effect, or refused; unknown names are taken out and told.
 
-Fields accept `null` as "not given". A field that other servers know and this one lacks is in `REFUSED`: its neutral values pass.
+Fields accept `null` as "not given". What would change the answer and is not supported is in `REFUSED`: its neutral values pass.
 """
 
-from typing import Annotated, Any, Literal
+import re
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 from engine.protocol import LIST_LIMIT
 from server.problems import field_error
@@ -14,39 +16,93 @@ INT64 = 2**63
 MAX_CHOICES = 128
 MAX_PROMPTS = 4096
 MAX_STOPS = 16
+MAX_NAMED = 8  # unknown names that an answer's header and the log tell
+MAX_NAME = 64  # characters of each
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 StopText = Annotated[str, Field(min_length=1, max_length=1000)]
 
-# name: (values that change nothing, why the others are refused)
-REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "length_penalty": ((1, 1.0), "only matters for beam search, which is not supported"),
-    "use_beam_search": ((False,), "beam search is not supported"),
-    "early_stopping": ((False,), "only matters for beam search, which is not supported"),
-    "priority": ((0,), "is not supported: requests run in the order of their arrival"),
-    "cache_salt": ((), "is not supported: all clients of a server share its prefix cache"),
-    "suffix": (("",), "is not supported: the models served here do not fill in the middle"),
-    "bad_words": (([],), "is not supported; ban tokens with logit_bias"),
-    "audio": ((), "is not supported: this server generates text"),
-    "modalities": ((["text"],), "supports ['text'] alone"),
-    "functions": (([],), "is superseded; use tools"),
-    "function_call": (("none",), "is superseded; use tool_choice"),
-    "prediction": ((), "is not supported"),
-    "reasoning_effort": ((), "is not supported; pass what the template reads in chat_template_kwargs"),
-    "verbosity": ((), "is not supported"),
-    "service_tier": (("auto", "default"), "is not supported"),
-    "store": ((False,), "is not supported: this server keeps no requests"),
-    "metadata": (({},), "is not supported: this server keeps no requests"),
-    "web_search_options": ((), "is not supported"),
-    "prompt_cache_key": ((), "is not supported: the prefix cache finds common prefixes by itself"),
-    "safety_identifier": ((), "is not supported; use user"),
-}
-COMPLETIONS_ONLY = ("prompt", "echo", "best_of")
-CHAT_ONLY = ("messages", "tools", "tool_choice", "max_completion_tokens", "top_logprobs", "chat_template", "documents")
+_BEAMS = "only matters for beam search, which is not supported"
+_SAMPLER = "is not supported; the samplers are temperature, top_k, top_p and min_p"
+_COMPLETIONS = "belongs to /v1/completions"
+_CHAT = "belongs to /v1/chat/completions"
+
+# Names that would change the answer, the values with which they do not, and why the others are refused. Where a body has such a
+# name as a field, this does not apply to it.
+_REFUSALS: tuple[tuple[tuple[str, ...], tuple[Any, ...], str], ...] = (
+    (("use_beam_search",), (False,), "beam search is not supported"),
+    (("num_beams",), (1,), "beam search is not supported"),
+    (("length_penalty",), (1, 1.0), _BEAMS),
+    (("early_stopping",), (False,), _BEAMS),
+    (("priority",), (0,), "is not supported: requests run in the order of their arrival"),
+    (("cache_salt",), (), "is not supported: all clients of a server share its prefix cache"),
+    (("suffix",), ("",), "is not supported: the models served here do not fill in the middle"),
+    (("bad_words",), ([],), "is not supported; ban tokens with logit_bias"),
+    (("audio",), (), "is not supported: this server generates text"),
+    (("modalities",), (["text"],), "supports ['text'] alone"),
+    (("functions",), ([],), "is superseded; use tools"),
+    (("function_call",), ("none",), "is superseded; use tool_choice"),
+    (("web_search_options",), (), "is not supported"),
+    (("moderation",), (), "is not supported: this server moderates nothing"),
+    # other servers' names
+    (("guided_json", "guided_regex", "guided_choice", "guided_grammar"), (), "is not supported; use response_format"),
+    (("structured_outputs", "structural_tag", "json_schema"), (), "is not supported; use response_format"),
+    (("regex", "grammar", "ebnf"), (), "is not supported; use response_format"),
+    (("max_new_tokens", "max_tokens_to_sample", "n_predict", "num_predict"), (), "is not supported; use max_tokens"),
+    (("repeat_penalty",), (1, 1.0), "is not supported; use repetition_penalty"),
+    (("do_sample",), (True,), "is not supported; temperature 0 is greedy"),
+    (("logits_processors",), ([],), "is not supported"),
+    (("mirostat", "top_a", "epsilon_cutoff", "eta_cutoff", "dry_multiplier", "xtc_probability"), (0, 0.0), _SAMPLER),
+    (("typical_p", "tfs_z"), (1, 1.0), _SAMPLER),
+    (("no_repeat_ngram_size",), (0,), "is not supported; use repetition_penalty"),
+    # the other endpoint's names
+    (("prompt",), (), _COMPLETIONS),
+    (("echo",), (False,), _COMPLETIONS),
+    (("best_of",), (1,), _COMPLETIONS),
+    (("messages", "max_completion_tokens", "chat_template"), (), _CHAT),
+    (("tools", "documents"), ([],), _CHAT),
+    (("tool_choice",), ("none", "auto"), _CHAT),
+    (("top_logprobs",), (0,), _CHAT),
+)
+REFUSED = {name: (neutral, why) for names, neutral, why in _REFUSALS for name in names}
 
 
-class Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+def without_effect(why: str) -> Any:
+    """A field that cannot change the answer: any value passes, and none reaches a template."""
+    return Field(None, exclude=True, description=f"Accepted, without effect: {why}.")
+
+
+class Checked(BaseModel):
+    """An object of which each field is checked. Names that its class lacks are taken out and told, see Body."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, protected_namespaces=())
+    passes_on: ClassVar[bool] = False  # whether names that the class lacks reach the chat template
+
+
+def take_unknown(value: Any, path: str = "") -> Iterator[str]:
+    """The unknown names in `value` and below, which are removed as the iterator comes to them."""
+    if isinstance(value, list) and value and isinstance(value[0], Checked):
+        for one in value:
+            yield from take_unknown(one, path)
+    elif isinstance(value, Checked):
+        for name in type(value).model_fields:
+            if name in value.model_fields_set:
+                yield from take_unknown(getattr(value, name), f"{path}{name}.")
+        if value.model_extra and not value.passes_on:
+            yield from (path + name for name in value.model_extra)
+            value.model_extra.clear()
+
+
+class Body(Checked):
+    """A whole request."""
+
+    model: str | None = Field(None, description="A name from /v1/models. Default: the model that is served.")
+    _ignored: list[str] = PrivateAttr(default_factory=list)
+
+    @property
+    def ignored(self) -> list[str]:
+        """Unknown names, as paths in the body: at most MAX_NAMED, shortened and of plain characters, then how many more."""
+        return self._ignored
 
     @model_validator(mode="before")
     @classmethod
@@ -58,24 +114,32 @@ class Body(BaseModel):
             value = data[name]
             if value is not None and not any(type(value) is type(v) and value == v for v in neutral):
                 raise field_error(name, f"{name} {why}")
-        known = {name: value for name, value in data.items() if name not in REFUSED or name in cls.model_fields}
-        for name in known:
-            if name not in cls.model_fields and name in COMPLETIONS_ONLY + CHAT_ONLY:
-                other = "/v1/completions" if name in COMPLETIONS_ONLY else "/v1/chat/completions"
-                raise field_error(name, f"belongs to {other}")
-        return known
+        return {name: value for name, value in data.items() if name not in REFUSED or name in cls.model_fields}
+
+    @model_validator(mode="after")
+    def _ignore_unknown(self) -> "Body":
+        shown: dict[str, None] = {}
+        more = 0
+        for name in take_unknown(self):
+            plain = re.sub(r"[^A-Za-z0-9_.$-]", "?", name[:MAX_NAME])
+            if plain in shown or len(shown) < MAX_NAMED:
+                shown[plain] = None
+            else:
+                more += 1
+        self._ignored = [*shown, *([f"and {more} more"] if more else [])]
+        return self
 
 
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+class StreamOptions(Checked):
+    """Without `stream` they have no effect."""
 
     include_usage: bool | None = Field(None, description="A last chunk with `usage` and no choices.")
     continuous_usage_stats: bool | None = Field(None, description="`usage` so far in every chunk.")
     include_obfuscation: Literal[False] | None = Field(None, description="Padding against traffic analysis is not supported.")
 
 
-class JsonSchemaFormat(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, populate_by_name=True)
+class JsonSchemaFormat(Checked):
+    model_config = ConfigDict(populate_by_name=True)
 
     name: str = Field("schema", max_length=64)
     description: str | None = None
@@ -83,18 +147,22 @@ class JsonSchemaFormat(BaseModel):
     strict: bool | None = Field(None, description="Either way the answer follows the schema.")
 
 
-class TextFormat(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+class TextFormat(Checked):
     type: Literal["text"]
 
 
-class JsonObjectFormat(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+class JsonObjectFormat(Checked):
     type: Literal["json_object"]
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_schema(cls, data: Any) -> Any:
+        if isinstance(data, dict) and (data.get("schema") is not None or data.get("json_schema") is not None):
+            raise field_error("response_format", "has type json_object and a schema; use type json_schema")
+        return data
 
-class JsonSchemaResponseFormat(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+
+class JsonSchemaResponseFormat(Checked):
     type: Literal["json_schema"]
     json_schema: JsonSchemaFormat
 
@@ -105,7 +173,6 @@ ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaResponseFor
 class GenerationBody(Body):
     """What both endpoints share. `None` is the default that a description names."""
 
-    model: str | None = Field(None, description="A name from /v1/models. Default: the model that is served.")
     stream: bool | None = Field(None, description="Server-sent events instead of one answer. Default false.")
     stream_options: StreamOptions | None = None
     n: int | None = Field(
@@ -158,11 +225,20 @@ class GenerationBody(Body):
     )
     request_id: str | None = Field(None, pattern=r"^[A-Za-z0-9._:-]{1,128}$", description="Part of the answer's `id`.")
     user: str | None = Field(None, max_length=256, description="Written to the access log.")
+    metadata: Any = without_effect("this server keeps no requests")
+    store: Any = without_effect("this server keeps no requests")
+    service_tier: Any = without_effect("there is one tier")
+    safety_identifier: Any = without_effect("the access log has `user`")
+    prediction: Any = without_effect("a hint for speed")
+    reasoning_effort: Any = without_effect("what a template reads belongs in `chat_template_kwargs`")
+    verbosity: Any = without_effect("the models served here do not know it")
+    prompt_cache_key: Any = without_effect("the prefix cache finds common prefixes by itself")
+    prompt_cache_options: Any = without_effect("see `prompt_cache_key`")
+    prompt_cache_retention: Any = without_effect("see `prompt_cache_key`")
+    cache_control: Any = without_effect("see `prompt_cache_key`")
 
     @model_validator(mode="after")
     def _check_together(self) -> "GenerationBody":
-        if self.stream_options is not None and not self.stream:
-            raise field_error("stream_options", "needs stream: true")
         if self.prompt_logprobs is not None and self.stream:
             raise field_error("prompt_logprobs", "cannot be combined with stream")
         if self.truncate_prompt_tokens == 0:
@@ -220,38 +296,39 @@ class CompletionBody(GenerationBody):
         return self
 
 
-class TextPart(BaseModel):
-    model_config = ConfigDict(extra="ignore", strict=True)
-
+class TextPart(Checked):
     type: Literal["text"]
     text: str
+    cache_control: Any = without_effect("the prefix cache finds common prefixes by itself")
+    prompt_cache_breakpoint: Any = without_effect("see `cache_control`")
 
 
-class FunctionCall(BaseModel):
-    model_config = ConfigDict(extra="allow", strict=True)
+class FunctionCall(Checked):
+    passes_on = True
 
     name: str
     arguments: str | dict[str, Any] = "{}"
 
 
-class ToolCall(BaseModel):
-    model_config = ConfigDict(extra="allow", strict=True)
+class ToolCall(Checked):
+    passes_on = True
 
     id: str | None = None
     type: Literal["function"] = "function"
     function: FunctionCall
 
 
-class ChatMessage(BaseModel):
+class ChatMessage(Checked):
     """One turn. Other keys are passed on to the chat template."""
 
-    model_config = ConfigDict(extra="allow", strict=True)
+    passes_on = True
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     name: str | None = None
+    cache_control: Any = without_effect("the prefix cache finds common prefixes by itself")
 
     @model_validator(mode="before")
     @classmethod
@@ -264,30 +341,25 @@ class ChatMessage(BaseModel):
         return data
 
 
-class FunctionDefinition(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class FunctionDefinition(Checked):
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
     description: str | None = None
     parameters: dict[str, Any] | None = Field(None, description="A JSON schema. Default: any object.")
     strict: bool | None = Field(None, description="Calls that tool_choice forces follow the schema either way.")
+    cache_control: Any = without_effect("the prefix cache finds common prefixes by itself")
 
 
-class Tool(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class Tool(Checked):
     type: Literal["function"]
     function: FunctionDefinition
+    cache_control: Any = without_effect("the prefix cache finds common prefixes by itself")
 
 
-class FunctionName(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+class FunctionName(Checked):
     name: str
 
 
-class NamedToolChoice(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class NamedToolChoice(Checked):
     type: Literal["function"]
     function: FunctionName
 
@@ -298,7 +370,7 @@ class ChatBody(GenerationBody):
     max_completion_tokens: int | None = Field(None, ge=1, le=2**31 - 1, description="The newer name of max_tokens.")
     logprobs: bool | None = Field(None, description="Log-probabilities of the answer's tokens. Default false.")
     top_logprobs: int | None = Field(
-        None, ge=0, le=LIST_LIMIT, description="And of the k likeliest; needs logprobs. Default 0."
+        None, ge=0, le=LIST_LIMIT, description="And of the k likeliest; above 0 it needs logprobs. Default 0."
     )
     tools: list[Tool] | None = Field(None, max_length=128)
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = Field(
@@ -313,7 +385,7 @@ class ChatBody(GenerationBody):
 
     @model_validator(mode="after")
     def _check_chat(self) -> "ChatBody":
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise field_error("top_logprobs", "needs logprobs: true")
         limits = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(limits) > 1:
@@ -355,7 +427,6 @@ class ChatBody(GenerationBody):
 class TokenizeBody(Body):
     """A prompt or a conversation, as the two endpoints would tokenize it."""
 
-    model: str | None = None
     prompt: str | None = Field(None, description="A text; or give messages.")
     messages: list[ChatMessage] | None = Field(None, min_length=1)
     add_special_tokens: bool | None = Field(None, description="Default true for prompt, false for messages.")
@@ -377,6 +448,5 @@ class TokenizeBody(Body):
 
 
 class DetokenizeBody(Body):
-    model: str | None = None
     tokens: list[TokenId] = Field(description="Token ids.")
     skip_special_tokens: bool | None = Field(None, description="Default false, so that the text shows all tokens.")

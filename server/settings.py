@@ -52,6 +52,7 @@ class Settings:
     protect_metrics: bool = False
     cors_origin: tuple[str, ...] = ()
     trusted_proxy: tuple[str, ...] = ()
+    strict_requests: bool = False
     # limits
     max_queue: int = 1024
     request_timeout: float = 600.0
@@ -232,6 +233,11 @@ def _add_http(group: Any) -> None:
         metavar="ADDRESS",
         help="believe the X-Forwarded-For of connections from this address or network, such as 127.0.0.1 or 10.0.0.0/8, and write it "
         "to the access log as the client; may be repeated (default: none, whose log has the connection's own address)",
+    )
+    group.add_argument(
+        "--strict-requests",
+        action=argparse.BooleanOptionalAction,
+        help="refuse requests with unknown parameters (default: ignore them, and name them in the header X-Rung-Ignored and the log)",
     )
 
 
