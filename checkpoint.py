@@ -21,8 +21,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from config import ModelConfig, config_to_hf, preset, read_config, with_variant
+from config import ModelConfig, config_to_hf, has_random_weights, named_config, with_variant
 from errors import UserError
+from memory import check_memory, free_bytes, shortage, weight_bytes
 from model import RMSNorm, Transformer
 from tp import SPLITS, Shard, ShardedLinear, World, agree_on_error
 
@@ -318,21 +319,12 @@ def randomize(place: Place, seed: int) -> None:
         place.tensor.normal_(0.0, 0.02, generator=generator)
 
 
-def is_preset(name: str) -> bool:
-    """`--model` takes a path or a preset; what exists on disk is a path."""
-    return not Path(name).exists() and "/" not in name and not name.endswith(".pth")
-
-
 def model_config(name: str, variant: str | None, world_size: int) -> ModelConfig:
-    """The config of a checkpoint (directory or `.pth` file) or preset, under another variant if one is named.
+    """The config of a checkpoint (directory or `.pth` file), preset or `config.json`, under another variant if one is named.
 
-    A preset's desync variants take one stream a rank unless they name a number: `desync-2x:8`.
+    A desync variant of what is not desync takes one stream a rank unless it names a number: `desync-2x:8`.
     """
-    if is_preset(name):
-        config = preset(name)
-    else:
-        path = Path(name)
-        config = read_config((path.parent if path.is_file() else path) / "config.json")
+    config = named_config(name)
     if variant is None:
         return config
     if variant in ("desync-2x", "desync-4x") and config.variant != "desync":
@@ -352,8 +344,13 @@ def open_source(name: str, config: ModelConfig) -> Source:
     raise UserError(f"{path} has no {SINGLE}, {INDEX} or {PTH}; name a checkpoint directory or a preset")
 
 
-def load_model(name: str, config: ModelConfig, world: World, dtype: torch.dtype, seed: int = 0) -> Transformer:
-    """Build this rank's shard of the model and fill it. On an error of any rank, all ranks raise the same UserError."""
+def load_model(
+    name: str, config: ModelConfig, world: World, dtype: torch.dtype, seed: int = 0, cache_tokens: int = 0
+) -> Transformer:
+    """Build this rank's shard of the model and fill it. On an error of any rank, all ranks raise the same UserError: what lacks
+    the memory for the weights, and a cache of `cache_tokens` tokens, is refused before any is allocated.
+    """
+    check_memory(name, config, world, dtype, cache_tokens)
     error, model = None, None
     try:
         model = build_model(name, config, world, dtype, seed)
@@ -367,18 +364,15 @@ def load_model(name: str, config: ModelConfig, world: World, dtype: torch.dtype,
 def build_model(name: str, config: ModelConfig, world: World, dtype: torch.dtype, seed: int) -> Transformer:
     """`load_model` for one rank alone."""
     try:
-        source = None if is_preset(name) else open_source(name, config)
+        source = None if has_random_weights(name) else open_source(name, config)
         model = Transformer(config, world.comm, world.device, dtype).eval().requires_grad_(False)
         if source is None:
             random_weights(model, seed)
         else:
             load_weights(model, source, progress=world.rank == 0)
     except torch.OutOfMemoryError:
-        need = config.parameter_count() * dtype.itemsize / world.world_size / 1e9
-        raise UserError(
-            f"the model needs about {need:.1f} GB a rank for its weights, more than {world.device} has free; "
-            "start more ranks or choose a smaller model"
-        ) from None
+        need = weight_bytes(config, world.world_size, dtype)
+        raise UserError(shortage(name, world, need, 0, free_bytes(world.device))) from None
     return model
 
 

@@ -249,6 +249,37 @@ def with_variant(config: ModelConfig, name: str) -> ModelConfig:
     )
 
 
+# --- what `--model` names ------------------------------------------------------------------------------------------------
+
+
+def is_preset(name: str) -> bool:
+    """`--model` takes a path or a preset; what exists on disk is a path."""
+    return not Path(name).exists() and "/" not in name and not name.endswith((".pth", ".json"))
+
+
+def is_shape(name: str) -> bool:
+    """Whether `name` is a `config.json` alone: such a file, or a folder with nothing else in it."""
+    path = Path(name)
+    if path.is_dir():
+        return [file.name for file in path.iterdir()] == ["config.json"]
+    return path.suffix == ".json"
+
+
+def has_random_weights(name: str) -> bool:
+    """Whether `--model NAME` gives a shape and no weights: a preset, or a `config.json` alone."""
+    return is_preset(name) or is_shape(name)
+
+
+def named_config(name: str) -> ModelConfig:
+    """The config of a preset, a checkpoint (a folder, or a weights file in it), or a `config.json`. Raises UserError."""
+    if is_preset(name):
+        return preset(name)
+    path = Path(name)
+    if path.suffix == ".json":
+        return read_config(path)
+    return read_config((path.parent if path.is_file() else path) / "config.json")
+
+
 # --- Hugging Face config.json ------------------------------------------------------------------------------------------
 
 

@@ -5,9 +5,9 @@
     torchrun --standalone --nproc_per_node 8 generate.py --model llama-3-70b --variant ladder --prompt-length 1024 --max-new-tokens 512
     python generate.py --model models/tiny-hybrid --score --prompt "The cat sat on the mat."
 
---model takes a checkpoint directory (HF safetensors, or gpt-fast's model.pth beside its config.json) or the name of a preset
-with random weights; `llama-3-70b:16` is 16 of its layers. Text goes to stdout, everything else to stderr; with --json stdout
-carries exactly one JSON line for each sample.
+--model takes a checkpoint directory (HF safetensors, or gpt-fast's model.pth beside its config.json) or, with random weights, the
+name of a preset (`llama-3-70b:16` is 16 of its layers) or a config.json alone (the file, or a folder that holds nothing else).
+Text goes to stdout, everything else to stderr; with --json stdout carries exactly one JSON line for each sample.
 """
 
 import argparse
@@ -27,10 +27,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from checkpoint import DTYPES, is_preset, load_model, model_config
+from checkpoint import DTYPES, load_model, model_config
 from cli import Parser, note, run
 from comm import KNOWN
-from config import PRESETS, ModelConfig
+from config import PRESETS, ModelConfig, has_random_weights, is_shape
 from engine.offline import Timing, check_prompts, generate, score
 from engine.sampler import SamplingParams
 from engine.stopping import OutputStream
@@ -40,14 +40,17 @@ from profiling import annotate, profiled
 from tokenizer import Tokenizer, check_fits, load_tokenizer
 from tp import World, agree_on_error, init_world, stream_shards
 
-NO_TOKENIZER = "a preset has no tokenizer; give --prompt-ids or --prompt-length"
+NO_TOKENIZER = "a preset or a config.json alone has no tokenizer; give --prompt-ids or --prompt-length"
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_argument_group("the model")
     what.add_argument(
-        "--model", required=True, metavar="DIR|PRESET", help=f"a checkpoint directory, or one of {', '.join(PRESETS)}"
+        "--model",
+        required=True,
+        metavar="DIR|PRESET|config.json",
+        help=f"a checkpoint directory; or, with random weights, a config.json or one of {', '.join(PRESETS)}",
     )
     what.add_argument(
         "--variant",
@@ -144,6 +147,15 @@ class Job:
     params: list[SamplingParams]  # one a sample
     stop_ids: frozenset[int]
 
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens of the largest batch, whose keys and values are kept; of a conversation, the most that the model takes."""
+        if self.args.score:
+            return 0
+        longest = max((len(prompt) for prompt in self.prompts), default=0)
+        together = min(self.args.batch_size, self.args.num_samples)
+        return together * (longest + self.args.max_new_tokens) if self.prompts else self.config.max_seq_len
+
     def output(self, prompt: Sequence[int]) -> OutputStream:
         return OutputStream(self.tokenizer, prompt, self.args.max_new_tokens, self.stop_ids, self.args.stop)
 
@@ -153,7 +165,7 @@ def prepare(args: argparse.Namespace, world_size: int) -> Job:
     config = model_config(args.model, args.variant, world_size)
     stream_shards(config, 0, world_size)
     tokenizer = None
-    if is_preset(args.model):
+    if has_random_weights(args.model):
         if args.interactive:
             raise UserError(NO_TOKENIZER)
     else:
@@ -373,9 +385,11 @@ def main() -> None:
         note(
             f"warning: computing {job.config.description} instead of what the checkpoint was trained as; its text will be wrong"
         )
+    if is_shape(job.args.model):
+        note(f"warning: {job.args.model} is a config.json alone: the weights are random and the text is noise")
     dtype = DTYPES[job.args.dtype or ("bfloat16" if world.device.type == "cuda" else "float32")]
     began = time.perf_counter()
-    model = load_model(job.args.model, job.config, world, dtype, job.args.seed)
+    model = load_model(job.args.model, job.config, world, dtype, job.args.seed, job.cache_tokens)
     note(
         f"{job.args.model}: {job.config.parameter_count() / 1e6:,.0f}M parameters, {job.config.description}, {dtype}, "
         f"{world.world_size} rank(s) on {world.device.type} ({world.comm.name}), ready after {time.perf_counter() - began:.1f} s"

@@ -28,7 +28,7 @@ import jinja2
 import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from config import preset
+from config import is_shape, named_config
 from errors import UserError
 
 Message = Mapping[str, Any]
@@ -516,13 +516,14 @@ def _cut_after_final_message(text: str, final: str) -> str:
 
 
 def tokenizer_of(model: str) -> Tokenizer:
-    """The tokenizer of what `--model` names: the checkpoint's (a folder, or a weights file in it), or a preset's stand-in.
+    """The tokenizer of what `--model` names: the checkpoint's (a folder, or a weights file in it), or the stand-in of
+    a preset or a `config.json` alone.
 
     Raises UserError for a missing or corrupt file, and for a name that is neither a path nor a preset.
     """
     path = Path(model)
-    if not path.exists():
-        return ByteTokenizer(preset(model).vocab_size)
+    if not path.exists() or is_shape(model):
+        return ByteTokenizer(named_config(model).vocab_size)
     return load_tokenizer(path.parent if path.is_file() else path)
 
 

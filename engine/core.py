@@ -3,7 +3,6 @@
 Every rank runs the same engine on the same events in the same order; only rank 0's outputs are read.
 """
 
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from engine.protocol import Abort, Refused, Stats, Submit, TokenLogprobs, TokenO
 from engine.runner import Flight, StepResult, is_plain
 from engine.scheduler import Scheduler, Sequence
 from errors import UserError
+from memory import free_bytes
 from model import Transformer
 from tokenizer import Tokenizer
 from tp import World
@@ -43,7 +43,7 @@ def cache_memory(limits: EngineLimits, device: torch.device) -> float:
     wanted = limits.kv_memory if limits.kv_memory is not None else GPU_SHARE if cuda else DEFAULT_CPU_CACHE
     if wanted > 1:
         return wanted
-    free = torch.cuda.mem_get_info(device)[0] if cuda else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free = torch.cuda.mem_get_info(device)[0] if cuda else free_bytes(device)
     return wanted * free
 
 

@@ -8,7 +8,6 @@ Every line is `@sweep ` and a JSON object: {"begin": setting}, {"done": setting,
 
 import gc
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -33,6 +32,7 @@ from engine.offline import Timing, generate
 from engine.sampler import SamplingParams
 from errors import UserError
 from generate import measure
+from memory import SHORT, free_bytes, weight_bytes
 from model import Transformer
 from scripts.sweep_rows import Setting, interconnect
 from scripts.trace import by_phase, random_prompts, read_trace, record, timeline
@@ -94,11 +94,17 @@ class Models:
             comm = self._communicator(s)
             world = World(self.world.rank, self.world.world_size, self.world.device, comm, self.world.control)
             config = model_config(s.model, s.variant, s.tp)
-            model = load_model(s.model, config, world, DTYPES[s.dtype], s.seed)
+            tokens = s.batch * (s.prompt_length + s.new_tokens)
+            model = load_model(s.model, config, world, DTYPES[s.dtype], s.seed, tokens)
             if s.compile:
                 model.compile_modules()
             self.loaded[self.key(s)] = model, comm
         return self.loaded[self.key(s)]
+
+    def about(self, s: Setting) -> dict[str, str]:
+        """The variant and the communicator in words."""
+        model, comm = self.loaded[self.key(s)]
+        return {"variant": model.config.description, "communicator": comm.name}
 
     def _communicator(self, s: Setting) -> Communicator:
         link = interconnect(s.interconnect).link
@@ -111,16 +117,12 @@ class Models:
     def fit_together(self, group: list[Setting]) -> bool:
         """Whether the weights of all of them leave room for the rest, on every rank alike. Collective."""
         self.keep(group)
-        need = 0.0
+        need = 0
         for s in group:
             if self.key(s) not in self.loaded:
                 with suppress(UserError):  # its turn will tell
-                    need += model_config(s.model, s.variant, s.tp).parameter_count() * DTYPES[s.dtype].itemsize / s.tp
-        if self.world.device.type == "cuda":
-            free = float(torch.cuda.mem_get_info(self.world.device)[0])
-        else:
-            free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        fits = torch.tensor(int(need < MEMORY_SHARE * free), device=self.world.device)
+                    need += weight_bytes(model_config(s.model, s.variant, s.tp), s.tp, DTYPES[s.dtype])
+        fits = torch.tensor(int(need < MEMORY_SHARE * free_bytes(self.world.device)), device=self.world.device)
         if self.world.world_size > 1:
             dist.all_reduce(fits, dist.ReduceOp.MIN)
         return bool(fits.item())
@@ -199,7 +201,7 @@ def attempt(models: Models, turn: Turn, together: bool) -> tuple[Any, str | None
             result = one_run(model, comm, s, models.world)
     except UserError as e:
         error = str(e)
-        if "GB a rank for its weights" in error and together:
+        if SHORT in error and together:
             error = "memory"
     except (torch.OutOfMemoryError, MemoryError) as e:
         error = "memory" if together else f"out of memory: {str(e).splitlines()[0] if str(e) else type(e).__name__}"
@@ -233,9 +235,23 @@ def run_group(models: Models, group: list[Setting], together: bool) -> None:
         elif number > 0:
             samples[s].append(result)
         if number == s.runs + s.profile and s not in failed:
-            model, comm = models.get(s)
-            about = {"variant": model.config.description, "communicator": comm.name}
-            say(world, done=asdict(s), samples=samples[s], split=link_split(samples[s]) or splits[s], **about)
+            # nothing here may name a model: it would stay in memory beside the next one
+            split = link_split(samples[s]) or splits[s]
+            say(world, done=asdict(s), samples=samples[s], split=split, **models.about(s))
+
+
+def run_together_or_in_turn(models: Models, group: list[Setting]) -> None:
+    """Measure a group, all its models in memory if they fit there."""
+    short = False
+    if len(group) > 1 and models.fit_together(group):
+        try:
+            run_group(models, group, together=True)
+            return
+        except Shortage:
+            short = True
+    if short:  # behind the handler: while it runs, the exception's frames hold the models that have to go
+        models.keep([])
+    run_group(models, group, together=False)
 
 
 def main() -> None:
@@ -243,13 +259,7 @@ def main() -> None:
     world = init_world(settings[0].device)
     models = Models(world)
     for _, found in groupby(settings, key=lambda s: s.twin("")):
-        group = list(found)
-        together = len(group) > 1 and models.fit_together(group)
-        try:
-            run_group(models, group, together)
-        except Shortage:
-            models.keep([])
-            run_group(models, group, together=False)
+        run_together_or_in_turn(models, list(found))
 
 
 if __name__ == "__main__":

@@ -103,7 +103,9 @@ def main() -> None:
     assert settings is not None
     reached("process group")
     if settings.random_weights:
-        note(f"warning: {settings.model} is a preset: its weights are random and its text is noise, for benchmarks only")
+        note(
+            f"warning: {settings.model} is a shape without weights: they are random and its text is noise, for benchmarks only"
+        )
     frontend = Frontend(settings) if world.rank == 0 else None
     link = FrontendLink(*frontend.addresses) if frontend else None
     for number in (signal.SIGTERM, signal.SIGINT):  # other ranks end when rank 0's frontend has drained

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
+from config import has_random_weights
 from errors import UserError
 
 ENV_PREFIX = "RUNG_"
@@ -67,8 +68,8 @@ class Settings:
 
     @property
     def random_weights(self) -> bool:
-        """Whether `model` is the name of a preset: what does not exist on disk is one, or `launch.prepare` refuses it."""
-        return not Path(self.model).exists()
+        """Whether `model` is a preset or a config.json alone."""
+        return has_random_weights(self.model)
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -126,8 +127,8 @@ def _add_model(group: Any) -> None:
     group.add_argument(
         "--model",
         metavar="DIR|PRESET",
-        help="a checkpoint directory, HF safetensors or gpt-fast's model.pth; or, for benchmarks, a preset such as llama-3-70b, "
-        "whose weights are random and whose text is noise; required",
+        help="a checkpoint directory, HF safetensors or gpt-fast's model.pth; or, for benchmarks, a preset such as llama-3-70b "
+        "or a config.json alone, whose weights are random and whose text is noise; required",
     )
     group.add_argument(
         "--served-model-name",

@@ -419,6 +419,7 @@ def test_a_missing_directory(tmp_path: Path) -> None:
 
 def test_a_directory_without_config_or_weights(saved: Path) -> None:
     (saved / SINGLE).unlink()
+    (saved / "tokenizer.json").write_text("{}")  # a folder with nothing but config.json is a shape
     fails(lambda: load(saved), saved, SINGLE, INDEX, PTH)
     (saved / "config.json").unlink()
     fails(lambda: load(saved), saved / "config.json", "missing")

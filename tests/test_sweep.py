@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import textwrap
+import weakref
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,43 @@ def test_models_are_freed_when_their_group_is_over() -> None:
     models.get(second)
     assert models.fit_together([first]) and len(models.loaded) == 1
     assert models.get(first)[0] is kept
+
+
+@pytest.mark.parametrize("short", [False, True])
+def test_one_model_at_a_time_means_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], short: bool
+) -> None:
+    """Where models do not fit together, the one before is gone when the next one is built: also after a shortage, whose exception
+    must not hold what ran out of memory."""
+    group = [Setting("tiny:2", v, 1, 1, 4, 3, runs=1) for v in ("standard", "parallel", "ladder")]
+    built: list[weakref.ref[Any]] = []
+    alive_before: list[int] = []
+    real_load, real_run = sweep_worker.load_model, sweep_worker.one_run
+    shortages = [True] if short else []
+
+    def load(*args: Any) -> Any:
+        alive_before.append(sum(ref() is not None for ref in built))
+        built.append(weakref.ref(model := real_load(*args)))
+        return model
+
+    def one_run(model: Any, comm: Any, s: Setting, world: World) -> Any:
+        if s.variant == "ladder" and shortages:
+            shortages.pop()
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real_run(model, comm, s, world)
+
+    monkeypatch.setattr(sweep_worker, "load_model", load)
+    monkeypatch.setattr(sweep_worker, "one_run", one_run)
+    monkeypatch.setattr(sweep_worker.Models, "fit_together", lambda *_: short)
+    models = sweep_worker.Models(World(0, 1, CPU, Local()))
+    monkeypatch.setattr(sweep_worker, "init_world", lambda *_: models.world)
+    monkeypatch.setattr(sweep_worker, "Models", lambda _: models)
+    job = json.dumps([asdict(s) for s in group])
+    monkeypatch.setattr(sweep_worker.Path, "read_text", lambda _: job)
+    monkeypatch.setattr(sys, "argv", ["sweep_worker.py", "job.json"])
+    sweep_worker.main()
+    assert capsys.readouterr().out.count('"done"') == 3
+    assert alive_before == [*([0, 1, 2] if short else []), 0, 0, 0]
 
 
 # --- what a simulated link costs -----------------------------------------------------------------------------------------

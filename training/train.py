@@ -3,7 +3,7 @@
     python -m training.train --model ladder-1b --data tokens.bin --steps 1000 --out out/ladder-1b --variant ladder
     torchrun --standalone --nproc_per_node 8 -m training.train --model ladder-1b --data tokens.bin --steps 1000 --out out/1b
 
---model takes a preset (random weights) or a checkpoint directory. --data takes a token file that
+--model takes a preset or a config.json alone (random weights), or a checkpoint directory. --data takes a token file that
 `python -m training.tokenize_data` wrote. The planner chooses how parameters, gradients and optimizer states are sharded, or
 --sharding does. A run that was killed goes on with the same command and --resume, also on another number of ranks. The
 result, in DIR/model, is what generate.py and the server read.
@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from checkpoint import is_preset, model_config, open_source
+from checkpoint import model_config, open_source
 from cli import Parser, run
-from config import PRESETS, preset
+from config import PRESETS, has_random_weights, named_config
 from errors import UserError
 from tp import init_world
 from training.losses import cross_entropy
@@ -49,8 +49,8 @@ def setup(args: argparse.Namespace) -> Setup:
     """What this rank can find out alone. Raises UserError."""
     if args.tokenizer and not args.tokenizer.is_dir():
         raise UserError(f"--tokenizer {args.tokenizer} is no directory; name one with tokenizer.json or tokenizer.model")
-    random = is_preset(args.model)
-    streams = preset(args.model).n_kv_heads if random else 1  # of a desync variant that names no number
+    random = has_random_weights(args.model)
+    streams = named_config(args.model).n_kv_heads if random else 1  # of a desync variant that names no number
     config = model_config(args.model, args.variant, streams)
     if random:  # no checkpoint says how far its positions were trained
         config = replace(config, max_seq_len=max(config.max_seq_len, args.sequence_length))

@@ -1,0 +1,106 @@
+"""How much memory a model needs and how much is free, so that one that cannot fit is refused before its weights are allocated.
+
+A CPU process that asks for more than there is gets no error: the kernel kills it later, when it writes to the pages.
+"""
+
+import os
+from pathlib import Path
+
+import torch
+
+from config import ModelConfig
+from errors import UserError
+from tp import SPLITS, Shard, World, agree_on_error, stream_shards
+
+SHORT = "GB a rank for its weights"  # every message of a model that does not fit holds this
+CGROUPS = (  # version 2, then 1: limit, use, and the key of `memory.stat` for file pages that the kernel gives back
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat", "inactive_file"),
+    (
+        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+        "/sys/fs/cgroup/memory/memory.stat",
+        "total_inactive_file",
+    ),
+)
+
+
+def weight_bytes(config: ModelConfig, world_size: int, dtype: torch.dtype) -> int:
+    """Of one rank's matrices, replicated KV heads and the padding of the vocabulary included; norms and biases are too few.
+
+    Raises UserError if so many ranks cannot share the model.
+    """
+    tables = len(Shard(0, world_size).range(config, "vocab")) * (1 if config.tie_embeddings else 2)
+    axes = [split.axis for split in SPLITS.values() if split.axis != "vocab"]  # of a layer's matrices
+    layer = sum(len(shard.range(config, axis)) for shard in stream_shards(config, 0, world_size) for axis in axes)
+    return (tables + config.n_layers * layer) * config.hidden_size * dtype.itemsize
+
+
+def cache_bytes(config: ModelConfig, world_size: int, dtype: torch.dtype, tokens: int) -> int:
+    """Of one rank's keys and values of `tokens` tokens."""
+    shards = stream_shards(config, 0, world_size)
+    return 2 * config.n_layers * tokens * sum(len(s.range(config, "kv_heads")) for s in shards) * dtype.itemsize
+
+
+def free_bytes(device: torch.device) -> int:
+    """What this process may still allocate: of its GPU, or its share of the host's memory among the host's ranks."""
+    if device.type == "cuda":
+        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by PyTorch, for its next tensors
+        return int(torch.cuda.mem_get_info(device)[0] + held)
+    return host_free_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def host_free_bytes() -> int:
+    """Memory of this host that processes can have without swapping, within the container's limit if there is one."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # where /proc does not tell: without the file cache
+    available = _field(Path("/proc/meminfo"), "MemAvailable:")
+    limits = [free if available is None else available * 1024]
+    for limit, use, stat, inactive in CGROUPS:
+        most, used = _number(Path(limit)), _number(Path(use))
+        if most is not None and used is not None:
+            limits.append(max(0, most - used + (_field(Path(stat), inactive) or 0)))
+    return min(limits)
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):  # no such file, or `max`: no limit
+        return None
+
+
+def _field(path: Path, name: str) -> int | None:
+    """The number behind `name` in a file of a name and a number a line."""
+    try:
+        lines = (line.split() for line in path.read_text().splitlines())
+        return next((int(words[1]) for words in lines if words[:1] == [name]), None)
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def check_memory(name: str, config: ModelConfig, world: World, dtype: torch.dtype, tokens: int = 0) -> None:
+    """Raise UserError on every rank if any of them lacks the memory for its weights and a cache of `tokens` tokens. Collective:
+    no rank begins to allocate before all have looked at what is free.
+    """
+    error = None
+    try:
+        weights, cache = (weight_bytes(config, world.world_size, dtype), cache_bytes(config, world.world_size, dtype, tokens))
+        free = free_bytes(world.device)
+        if weights + cache > free:
+            error = UserError(shortage(name, world, weights, cache, free))
+    except UserError as e:
+        error = e
+    agree_on_error(world, error)
+
+
+def shortage(name: str, world: World, weights: int, cache: int, free: int) -> str:
+    """The message for a model that does not fit. weights, cache and free: bytes of one rank."""
+    also = f" and {cache / 1e9:.1f} for its cache" if cache >= 5e7 else ""
+    need = f"{name} needs about {weights / 1e9:.1f} {SHORT}{also}"
+    if world.device.type == "cuda":
+        return f"{need}, and {free / 1e9:.1f} GB of {world.device} are free; start more ranks or choose a smaller model"
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    sums = f", {(weights + cache) * ranks / 1e9:.1f} GB for the {ranks} ranks of this host" if ranks > 1 else ""
+    return (
+        f"{need}{sums}, and {free * ranks / 1e9:.1f} GB are free; choose a smaller model (of a preset fewer layers: "
+        "llama-3-70b:2), or --dtype bfloat16"
+    )

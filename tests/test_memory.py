@@ -1,0 +1,151 @@
+"""What does not fit is refused before it is allocated; a config.json alone is a model with random weights."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import memory
+from checkpoint import load_model, model_config
+from comm import Local
+from config import PRESETS, config_to_hf, has_random_weights, preset, with_variant
+from errors import UserError
+from memory import check_memory, weight_bytes
+from model import Transformer
+from server.launch import prepare
+from server.settings import Settings
+from tests.command_line import MODELS, Here
+from tokenizer import ByteTokenizer
+from tp import World
+
+CPU = torch.device("cpu")
+
+
+class Ranks(Local):
+    """One rank of several, for its shapes alone."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Here:
+    return Here(monkeypatch, capfd)
+
+
+@pytest.fixture
+def shape(tmp_path: Path) -> Path:
+    """A folder with nothing but a config.json, of no preset's shape."""
+    raw = config_to_hf(replace(preset("tiny"), n_layers=3, vocab_size=1021, hidden_size=160))
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    return tmp_path
+
+
+# --- memory --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", ["standard", "parallel", "ladder", "desync-2x:8"])
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_estimate_is_what_a_rank_allocates(variant: str, ranks: int, tied: bool) -> None:
+    """8 ranks share 4 KV heads, so each head is held twice; a vocabulary of 1,021 is padded."""
+    config = with_variant(replace(preset("tiny:2"), vocab_size=1021, tie_embeddings=tied), variant)
+    model = Transformer(config, Ranks(ranks), CPU, torch.bfloat16)
+    matrices = sum(p.nbytes for p in model.parameters() if p.dim() == 2)
+    assert weight_bytes(config, ranks, torch.bfloat16) == matrices
+
+
+def test_one_line_and_exit_code_2_before_anything_is_allocated(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of 3 TB on a machine of any size; and one that would fit, where another process has taken the memory."""
+    refused = here("--model", "bloom-176b", "--dtype", "float32", "--prompt-length", 4)
+    assert refused.code == 2 and not refused.out
+    assert refused.err.count("\n") == 1 and "needs about 7" in refused.err and "GB are free" in refused.err
+    monkeypatch.setattr(memory, "host_free_bytes", lambda: 5_000_000)
+    refused = here("--model", "tiny", "--prompt-length", 4, "--max-new-tokens", 2)
+    assert refused.code == 2 and "tiny needs about 0.0 GB a rank" in refused.err
+    monkeypatch.setattr(memory, "host_free_bytes", lambda: 15_000_000)
+    assert here("--model", "tiny", "--prompt-length", 4, "--max-new-tokens", 2).code == 0
+    refused = here("--model", "tiny", "--prompt-length", 900, "--num-samples", 8, "--batch-size", 8, "--max-new-tokens", 100)
+    assert refused.code == 2 and "0.1 for its cache" in refused.err
+
+
+def test_ranks_share_what_the_host_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 layers of a 70B in fp32 over 8 CPU ranks; every rank learns what one of them lacks."""
+    said: list[UserError | None] = []
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    monkeypatch.setattr(memory, "host_free_bytes", lambda: 24_000_000_000)
+    monkeypatch.setattr(memory, "agree_on_error", lambda _, error: said.append(error))
+    check_memory("llama-3-70b:16", preset("llama-3-70b:16"), World(3, 8, CPU, Ranks(8)), torch.float32)
+    check_memory("llama-3-70b:2", preset("llama-3-70b:2"), World(3, 8, CPU, Ranks(8)), torch.float32)
+    refused = (
+        "llama-3-70b:16 needs about 7.9 GB a rank for its weights, 63.2 GB for the 8 ranks of this host, and 24.0 GB are free; "
+    )
+    assert str(said[0]).startswith(refused) and said[1] is None
+
+
+def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what the container uses, the kernel gives the inactive file cache back."""
+    free = memory.host_free_bytes()
+    names = ["limit", "use", "stat"]
+    limit, use, stat = (tmp_path / name for name in names)
+    monkeypatch.setattr(memory, "CGROUPS", ((str(limit), str(use), str(stat), "inactive_file"),))
+    assert memory.host_free_bytes() == pytest.approx(free, rel=0.5)  # no such files: no limit
+    use.write_text("600000\n")
+    stat.write_text("anon 1\ninactive_file 250000\n")
+    limit.write_text("max\n")
+    assert memory.host_free_bytes() > 1e6
+    limit.write_text("1000000\n")
+    assert memory.host_free_bytes() == 650_000
+    limit.write_text("100\n")
+    assert memory.host_free_bytes() == 0
+
+
+def test_the_refusal_names_what_is_needed_and_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.setattr(memory, "host_free_bytes", lambda: 20_000_000_000)
+    check_memory("llama-3-8b", PRESETS["llama-3-8b"], World(0, 1, CPU, Local()), torch.bfloat16)
+    with pytest.raises(UserError, match=r"^llama-3-8b needs about 32\.1 GB a rank for its weights, and 20\.0 GB are free; "):
+        check_memory("llama-3-8b", PRESETS["llama-3-8b"], World(0, 1, CPU, Local()), torch.float32)
+
+
+# --- a config.json alone -------------------------------------------------------------------------------------------------
+
+
+def test_a_shape_runs_with_random_weights(here: Here, shape: Path) -> None:
+    """The file and the folder are one model; ranks may compute it in any variant; there is no tokenizer."""
+    answers = [
+        here("--model", name, "--prompt-ids", "5,6,7", "--temperature", 0, "--max-new-tokens", 4, "--json").record
+        for name in (shape, shape / "config.json")
+    ]
+    assert answers[0]["token_ids"] == answers[1]["token_ids"] and len(answers[0]["token_ids"]) == 4
+    ladder = here("--model", shape, "--variant", "ladder", "--prompt-length", 4, "--max-new-tokens", 2, "--json").record
+    assert ladder["variant"] == "ladder"
+    refused = here("--model", shape, "--prompt", "hello")
+    assert refused.code == 2 and "has no tokenizer; give --prompt-ids or --prompt-length" in refused.err
+
+
+def test_a_shape_has_the_numbers_of_its_config(shape: Path) -> None:
+    config = model_config(str(shape), "desync-2x", 4)
+    assert (config.n_layers, config.vocab_size, config.desync_streams) == (3, 1021, 4)
+    model = load_model(str(shape), model_config(str(shape), None, 1), World(0, 1, CPU, Local()), torch.float32)
+    assert model.embedding.weight.shape == (1021, 160)
+    assert model.embedding.weight.std() == pytest.approx(0.02, rel=0.05)
+
+
+def test_a_shape_behind_the_server(shape: Path) -> None:
+    settings = Settings(model=str(shape))
+    assert settings.random_weights
+    config, tokenizer = prepare(settings, 1)
+    assert isinstance(tokenizer, ByteTokenizer) and tokenizer.vocab_size == config.vocab_size == 1021
+
+
+def test_a_checkpoint_that_lost_its_weights_is_no_shape(here: Here, shape: Path) -> None:
+    """With anything beside config.json the folder is a checkpoint, whose weights must be there."""
+    assert has_random_weights(str(shape)) and has_random_weights("tiny") and not has_random_weights(str(MODELS / "tiny-hybrid"))
+    (shape / "generation_config.json").write_text("{}")
+    assert not has_random_weights(str(shape))
+    with pytest.raises(UserError, match=r"has no model\.safetensors"):
+        load_model(str(shape), model_config(str(shape), None, 1), World(0, 1, CPU, Local()), torch.float32)
+    assert here("--model", shape / "absent.json", "--prompt-length", 4).code == 2
