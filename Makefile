@@ -54,8 +54,8 @@ lm-eval: setup-dev ## lm-evaluation-harness against the server, beside our own s
 test: setup-dev ## all tests
 	@$(PY) -m pytest $(ARGS)
 
-lint: setup-dev ## ruff, mypy, and that the README quotes the results as they are
-	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m mypy && $(PY) scripts/readme.py --check
+lint: setup-dev ## ruff, mypy, and that README and docs quote the results as they are
+	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m mypy && $(PY) scripts/readme.py --check && $(PY) scripts/check_docs.py
 
 accuracy: setup ## perplexity and exact match of every embedded model at tp 1, 2 and 4, then with each quantized width, into docs/results
 	@$(PY) scripts/accuracy.py $(ARGS)

@@ -231,3 +231,29 @@ def test_profiling_needs_ranks_and_a_place_to_write(tmp_path: Path) -> None:
     assert alone.code == 2 and "torchrun --nproc_per_node 2" in alone.err
     nowhere = profile("--out", tmp_path / "no" / "profile.json")
     assert nowhere.code == 2 and "there is no folder" in nowhere.err
+
+
+def test_a_choice_that_is_not_the_shortest_says_why(command: Command) -> None:
+    """What counts as equal is named with its size, and --tolerance 0 chooses the shortest step."""
+    asked = (
+        "--model",
+        "ladder-1b",
+        "--gpus",
+        "8",
+        "--cluster",
+        "h200",
+        "--sequence-length",
+        "2048",
+        "--micro-batch",
+        "4",
+        "--global-batch",
+        "1M",
+    )
+    shown = json.loads(command(*asked, "--json").out)
+    longer = shown["chosen"]["step_seconds"] / shown["ranked"][1]["step_seconds"] - 1
+    assert 0 < longer <= 0.01
+    assert (
+        f"the chosen plan's step is {longer:.2%} longer than the next one's, which counts as equal (--tolerance 0.01)"
+        in command(*asked).out
+    )
+    assert "counts as equal" not in command(*asked, "--tolerance", "0").out

@@ -17,12 +17,14 @@ from scripts.plan_paper import (
     candidates,
     choices,
     compare,
+    count_plans,
     judge,
     misfit,
     paper_job,
 )
 from scripts.results import RESULTS
 from training.cluster import load_cluster
+from training.collectives import synthesize
 from training.cost import predict
 from training.memory import activations, buffers
 from training.planner import choose
@@ -81,3 +83,20 @@ def test_the_results_are_up_to_date() -> None:
         for key in ("table_iv", "chosen", "gb_beside_states_here", "gb_beside_states_for_table_iv"):
             assert stored[name][key] == row[key], "run make plan-paper"
         assert stored[name]["of_table_iv"]["mfu"] == pytest.approx(row["of_table_iv"]["mfu"], rel=1e-6), "run make plan-paper"
+
+
+def test_the_file_s_predictions_are_the_planner_s() -> None:
+    """The plots of predicted MFU are drawn from the file: a change of the planner needs make plan-paper. The smallest cluster of
+    each model, and the number of plans that the page quotes."""
+    result = json.loads((RESULTS / "plan-paper.json").read_text())
+    assert result["plans"] == count_plans(A800)
+    for name, lines in result["mfu"].items():
+        job = paper_job(name, A800)
+        gpus, mfu = lines["chosen"][0]
+        here = replace(
+            job,
+            mesh=Mesh(8, gpus // 8),
+            profile=synthesize(A800, gpus // 8),
+            global_batch=round(job.global_batch / gpus) * gpus,
+        )
+        assert choose(here, MOST_MEMORY, "communication")[0].mfu == pytest.approx(mfu, rel=1e-6), name

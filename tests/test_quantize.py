@@ -15,10 +15,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from comm import parse_scheme
-from comm.quantize import Format, dequantize_sum, dequantize_sum_reference, quantize, quantize_reference, rotate, wire_bytes
+from comm.quantize import (
+    Format,
+    dequantize_sum,
+    dequantize_sum_reference,
+    quantize,
+    quantize_reference,
+    relative_error,
+    rotate,
+    wire_bytes,
+)
 from errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTED = (ROOT / "docs" / "communication.md").read_text()
 INT8, INT4, FP8 = Format(8), Format(4), Format(8, floating=True)
 FORMATS = {"int8": INT8, "int4": INT4, "fp8": FP8, "int8 symmetric": Format(8, True), "int4 symmetric": Format(4, True)}
 
@@ -330,3 +340,10 @@ def report(seed: int) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_kernels_on_a_gpu(seed: int) -> None:
     assert mismatches(seed, "cuda") == []
+
+
+@pytest.mark.parametrize(("name", "stated"), [("int8", "0.0084"), ("fp8", "0.036"), ("int6", "0.10"), ("int4", "0.14")])
+def test_the_errors_that_the_documentation_states(name: str, stated: str) -> None:
+    """docs/communication.md tells which budget admits which width on two ranks."""
+    assert f"`{name}` has {stated}" in DOCUMENTED or f"`{name}` {stated}" in DOCUMENTED
+    assert relative_error(parse_scheme(name), 2) == pytest.approx(float(stated), abs=0.5 * 10 ** -len(stated.partition(".")[2]))

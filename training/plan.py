@@ -231,6 +231,19 @@ def table(rows: Sequence[tuple[str, Prediction, bool]]) -> str:
     return "\n".join(lines)
 
 
+def why_chosen(ranked: Sequence[Prediction], objective: str, tolerance: float) -> str:
+    """A line for a choice that another plan beats by the objective, within the tolerance; else nothing."""
+    cost = OBJECTIVES[objective]
+    if len(ranked) < 2 or cost(ranked[0]) <= cost(ranked[1]):
+        return ""
+    more = cost(ranked[0]) / cost(ranked[1]) - 1
+    preferred = "the least communication" if objective == "step" else "G = P, then the least memory"
+    return (
+        f"\n\nthe chosen plan's {objective} is {more:.2%} longer than the next one's, which counts as equal (--tolerance {tolerance:g}); "
+        f"of equal plans the one with {preferred} is chosen"
+    )
+
+
 def rows(ranked: Sequence[Prediction], others: Sequence[Alternative]) -> list[tuple[str, Prediction, bool]]:
     """The table's: the choice, the two behind it, and what other systems would do."""
     names = ["chosen", "next", "then"]
@@ -316,6 +329,7 @@ def main() -> None:
         "alternatives": {a.name: as_json(a.plan) | {"fits": a.fits} for a in others},
     }
     text = f"{describe(job, ranked[0], memory_bytes)}\n\n{table(rows(ranked, others))}"
+    text += why_chosen(ranked, args.objective, args.tolerance)
     if leaves:
         names, switches = leaves
         order = place(switches, ranked[0].sharding)
