@@ -1,31 +1,17 @@
-"""What the command lines share: errors in one line and on every rank, exit codes, and a parser that raises."""
+"""What the command lines share: errors in one line and on every rank, and exit codes. `Parser` is that of flags.py."""
 
-import argparse
 import os
 import sys
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch.distributed as dist
 
 from errors import UserError
+from flags import Parser as Parser
+from flags import rank as rank
 
 USER_ERROR, LOST_RANK, INTERRUPTED = 2, 1, 130  # exit codes
-
-
-class Parser(argparse.ArgumentParser):
-    """An argument parser that raises UserError, so that N ranks do not print N usage texts."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; see {self.prog} --help")
-
-    def print_help(self, file: Any = None) -> None:
-        if rank() == 0:
-            super().print_help(file)
-
-
-def rank() -> int:
-    return int(os.environ.get("RANK", 0))
 
 
 def note(text: str = "", end: str = "\n") -> None:

@@ -16,6 +16,7 @@ checkpoint without complaint and write nonsense.
 import json
 import math
 from dataclasses import asdict, dataclass, fields, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -204,18 +205,31 @@ PRESETS: dict[str, ModelConfig] = {
     "tiny": _preset(8, 8, 4, 192, 320, 1024, head_dim=32, max_seq_len=1024, tie_embeddings=True),
 }
 
+LISTED = 12  # checkpoints in the folder models/ that a message names
+
 
 def preset(name: str) -> ModelConfig:
     """The config named `NAME` or `NAME:LAYERS` (`llama-3-70b:16` is 16 of its 80 layers)."""
     base, colon, layers = name.partition(":")
     if base not in PRESETS:
-        raise UserError(f"no preset {base!r} (and no such directory); presets: {', '.join(PRESETS)}")
+        raise UserError(f"no preset {base!r} (and no such directory); {instead(name)}")
     config = PRESETS[base]
     if not colon:
         return config
     if not layers.isdecimal() or not 1 <= int(layers) <= config.n_layers:
         raise UserError(f"preset {name!r}: give a number of layers from 1 to {config.n_layers} behind the colon")
     return replace(config, n_layers=int(layers))
+
+
+def instead(name: str) -> str:
+    """What may have been meant by `name`, which is neither a path nor a preset, and what there is."""
+    here = [str(path.parent) for path in sorted(Path("models").glob("*/config.json"))[:LISTED]]
+    names = {Path(folder).name: folder for folder in here} | {name: name for name in [*PRESETS, *here]}
+    last = Path(name).name.partition(":")[0]
+    found = dict.fromkeys(names[close] for text in (name, last) for close in get_close_matches(text, names, n=2, cutoff=0.6))
+    meant = f"did you mean {' or '.join(list(found)[:2])}? " if found else ""
+    folders = f"checkpoints here: {', '.join(here)}; " if here else ""
+    return f"{meant}{folders}presets: {', '.join(PRESETS)}"
 
 
 def with_variant(config: ModelConfig, name: str) -> ModelConfig:
@@ -276,8 +290,12 @@ def named_config(name: str) -> ModelConfig:
         return preset(name)
     path = Path(name)
     if path.suffix == ".json":
-        return read_config(path)
-    return read_config((path.parent if path.is_file() else path) / "config.json")
+        file = path
+    else:
+        file = (path.parent if path.is_file() else path) / "config.json"
+    if not path.exists():
+        raise UserError(f"{file} is missing; {instead(name)}")
+    return read_config(file)
 
 
 # --- Hugging Face config.json ------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@
 The layers are Llama-70B's output and down projections over 4 ranks, each of a chain with a weight of its own.
 """
 
-import argparse
 import json
 import random
 import sys
@@ -21,6 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from cli import Parser, run
 from comm.table import graph_microseconds
 from comm.workspace import open_workspace
 from kernels import linear_triton
@@ -194,7 +194,7 @@ class Bench(Parts):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = Parser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, help="JSON file")
     parser.add_argument("--replays", type=int, default=2000, help="of the graph of sums (default 2000)")
     parser.add_argument("--seconds", type=float, default=35.0, help="after which no more times are taken (default 35)")
@@ -230,4 +230,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -32,6 +32,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from errors import UserError
+from flags import Parser
 from scripts import corpus_words as words
 from scripts.corpus_stories import article, draw_cast, tell_story
 
@@ -443,15 +444,8 @@ def _encoded(tokenizer_path: Path, ranges: Sequence[_Range], processes: int) -> 
 # ------------------------------------------------------------------------------------------------------- command line
 
 
-class _Parser(argparse.ArgumentParser):
-    """Reports a bad flag as one line instead of the usage."""
-
-    def error(self, message: str) -> Any:
-        raise UserError(f"{message}; see --help")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="corpus.py",
         description=(
             "Write a synthetic English corpus: stories from a simulated world, questions about them, and exact tasks.\n"

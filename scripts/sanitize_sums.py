@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cli import Parser, run
 from comm.fused import UNTILED, Gather, Meeting, Share
 from comm.interface import Communicator
 from comm.quantize import WIDTHS, parse_scheme
@@ -58,6 +59,7 @@ def pairs() -> None:
 
 
 def main() -> None:
+    Parser(description=__doc__.partition("\n")[0]).parse_args()
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29777", "RANK": "0", "WORLD_SIZE": "1", "NCCL_NVLS_ENABLE": "0"}
     torch.cuda.set_device(DEVICE)
     dist.init_process_group("cpu:gloo,cuda:nccl", device_id=DEVICE)
@@ -77,4 +79,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -14,10 +14,11 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from config import has_random_weights
 from errors import UserError
+from flags import Parser
 
 ENV_PREFIX = "RUNG_"
 VERSION = "0.1.0"
@@ -81,13 +82,6 @@ class Settings:
         return int(self.max_body_mb * 2**20)
 
 
-class _Parser(argparse.ArgumentParser):
-    """Raises UserError. Not cli.Parser, which imports torch: the frontend's process never needs it."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; see --help")
-
-
 def load_settings(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> Settings:
     """The settings from the command line, the environment and the `--config` file. Raises UserError for a bad one."""
     environ = os.environ if environ is None else environ
@@ -105,7 +99,7 @@ def load_settings(argv: Sequence[str] | None = None, environ: Mapping[str, str] 
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="python -m server",
         description="Serve a checkpoint over an OpenAI-compatible HTTP API.",
         epilog="Each flag may also be an environment variable (--max-num-seqs: RUNG_MAX_NUM_SEQS; lists are separated by commas) "

@@ -1,0 +1,53 @@
+"""The command lines' parser, without torch: wrong flags are one UserError, and are reported before anything else."""
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import Any, NoReturn
+
+from errors import UserError
+
+
+def rank() -> int:
+    return int(os.environ.get("RANK", 0))
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that raises UserError, so that N ranks do not print N usage texts.
+
+    Unknown flags come first: argparse itself would complain of a required flag that is missing because it is misspelt.
+    """
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see {self.prog} --help")
+
+    def print_help(self, file: Any = None) -> None:
+        if rank() == 0:
+            super().print_help(file)
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        given = sys.argv[1:] if args is None else list(args)
+        if unknown := self._unknown(given):
+            self.error(f"unknown flag{'s' if len(unknown) > 1 else ''} {', '.join(map(self._with_match, unknown))}")
+        return super().parse_args(given, namespace)
+
+    def _unknown(self, given: Sequence[str]) -> list[str]:
+        """What is written like a flag and is none; none where another command's flags may follow."""
+        if any(action.nargs in (argparse.REMAINDER, argparse.PARSER) for action in self._actions):
+            return []
+        known = self._option_string_actions
+        before = given[: given.index("--")] if "--" in given else given
+        words = [text.partition("=")[0] for text in before if re.match(r"--?[a-zA-Z]", text) and " " not in text]
+        return [word for word in words if not self._is_known(word, list(known))]
+
+    def _is_known(self, word: str, known: list[str]) -> bool:
+        if word.startswith("--"):
+            return word in known or (self.allow_abbrev and any(flag.startswith(word) for flag in known))
+        return word in known or word[:2] in known  # -n5 is -n 5
+
+    def _with_match(self, word: str) -> str:
+        close = get_close_matches(word, self._option_string_actions, n=1, cutoff=0.7)
+        return f"{word} (did you mean {close[0]}?)" if close else word

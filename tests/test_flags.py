@@ -1,0 +1,129 @@
+"""Wrong flags and names, at every command line of the project: one line that names them, and exit code 2."""
+
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from config import PRESETS, preset
+from errors import UserError
+from flags import Parser
+from tests.command_line import ROOT
+
+GUARD = 'if __name__ == "__main__":'
+COMMANDS = sorted(
+    str(path.relative_to(ROOT))
+    for folder in (".", "scripts", "server", "training", "engine")
+    for path in (ROOT / folder).glob("*.py")
+    if GUARD in path.read_text() and path.name != "sweep_worker.py"  # what sweep.py starts; it takes no flags
+)
+
+
+def leaves(
+    command: str, *arguments: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> tuple[int, str]:
+    """Exit code and stderr of a command line, run in this process. stdout must stay empty."""
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys, "argv", [command, *arguments])
+    capfd.readouterr()
+    with pytest.raises(SystemExit) as left:
+        runpy.run_path(str(ROOT / command), run_name="__main__")
+    out, err = capfd.readouterr()
+    assert out == ""
+    return int(left.value.code or 0), err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_names_an_unknown_flag(
+    command: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code, err = leaves(command, "--nonsense", monkeypatch=monkeypatch, capfd=capfd)
+    assert code == 2, err
+    assert re.fullmatch(r"(error|[\w.]+): [^\n]*--nonsense[^\n]*\n", err), err
+
+
+def test_all_commands_are_found() -> None:
+    assert {"generate.py", "server/__main__.py", "training/train.py", "scripts/sweep.py", "engine/bench.py"} < set(COMMANDS)
+    assert len(COMMANDS) > 35
+
+
+# --- the parser ----------------------------------------------------------------------------------------------------------
+
+
+def parser() -> Parser:
+    made = Parser(prog="it")
+    made.add_argument("-n", "--number", type=int)
+    made.add_argument("--model", required=True)
+    made.add_argument("--text")
+    made.add_argument("rest", nargs="*")
+    return made
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--nonsense"], "unknown flag --nonsense; see it --help"),
+        (["--nonsense", "--model", "x"], "unknown flag --nonsense; see it --help"),
+        (["--modle=x"], "unknown flag --modle (did you mean --model?); see it --help"),
+        (["--number", "many", "-q"], "unknown flag -q; see it --help"),
+        (
+            ["--modell", "x", "--txet", "y"],
+            "unknown flags --modell (did you mean --model?), --txet (did you mean --text?); see it",
+        ),
+        (["--number", "3"], "--model"),
+        (["--model", "x", "--number", "many"], "argument -n/--number: invalid int value: 'many'; see it --help"),
+    ],
+)
+def test_what_is_refused_first(argv: list[str], words: str) -> None:
+    with pytest.raises(UserError, match=re.escape(words)):
+        parser().parse_args(argv)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--model", "x", "--num", "-3", "--text", "- a list, --not a flag"],
+        ["--model=x", "-n-3", "--text=--nonsense"],
+        ["--model", "x", "--", "--nonsense", "-q"],
+    ],
+)
+def test_what_looks_like_a_flag_and_is_none(argv: list[str]) -> None:
+    assert parser().parse_args(argv).model == "x"
+
+
+# --- names of models -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("tiny-hybird", "did you mean models/tiny-hybrid"),
+        ("tiny-hybrid", "did you mean models/tiny-hybrid"),
+        ("models/tiny-hybird", "did you mean models/tiny-hybrid"),
+        ("llama3-8b", "did you mean llama-3-8b"),
+        ("llama-3-70:16", "did you mean llama-3-70b"),
+    ],
+)
+def test_a_wrong_model_names_the_one_that_was_meant(name: str, meant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(UserError, match=re.escape(meant)):
+        preset(name)
+
+
+def test_a_wrong_model_names_what_there_is(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(ROOT)
+    for name in ("nope", "no/such/nope"):
+        code, err = leaves("generate.py", "--model", name, "--prompt", "a", monkeypatch=monkeypatch, capfd=capfd)
+        assert code == 2
+        assert name in err
+        assert "models/tiny-hybrid" in err
+        assert all(one in err for one in PRESETS)
+        assert "did you mean" not in err
+    monkeypatch.chdir(tmp_path)  # no folder of checkpoints
+    with pytest.raises(UserError, match=r"no such directory\); presets: "):
+        preset("nope")
