@@ -28,7 +28,7 @@ class Parser(argparse.ArgumentParser):
         if rank() == 0:
             super().print_help(file)
 
-    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]  # fewer overloads
         given = sys.argv[1:] if args is None else list(args)
         if unknown := self._unknown(given):
             self.error(f"unknown flag{'s' if len(unknown) > 1 else ''} {', '.join(map(self._with_match, unknown))}")

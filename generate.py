@@ -17,12 +17,11 @@ import random
 import resource
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -40,6 +39,10 @@ from profiling import annotate, profiled
 from tokenizer import Tokenizer, check_fits, load_tokenizer
 from tp import World, agree_on_error, init_world, stream_shards
 
+if TYPE_CHECKING:
+    from console import Console
+
+INTERACTIVE = "Enter sends, Ctrl-C stops an answer, Ctrl-D ends; /reset starts anew, /help, /exit."
 NO_TOKENIZER = "a preset or a config.json alone has no tokenizer; give --prompt-ids or --prompt-length"
 
 
@@ -92,10 +95,17 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     prompt.add_argument(
         "--interactive",
         action="store_true",
-        help="read prompts from the terminal until Ctrl-D; with --chat a conversation",
+        help="read prompts from the terminal until Ctrl-D, Ctrl-C stops an answer; with --chat a conversation",
     )
     parser.add_argument(
         "--chat", action="store_true", help="the prompt is a user's message: apply the checkpoint's chat template"
+    )
+
+    parser.add_argument(
+        "--history",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="with --interactive, remember prompts in ~/.local/state/rung/history ($XDG_STATE_HOME moves it; default: on)",
     )
 
     out = parser.add_argument_group("generation")
@@ -227,8 +237,17 @@ def encode(text: str, chat: bool, tokenizer: Tokenizer | None) -> list[int]:
 # --- doing it ------------------------------------------------------------------------------------------------------------
 
 
-def answer(job: Job, model: Transformer, first: int, show: bool) -> tuple[list[OutputStream], Timing]:
-    """Generate the samples from `first` on, one batch of them; with `show` the first one's text goes to the terminal."""
+def never() -> bool:
+    return False
+
+
+def answer(
+    job: Job, model: Transformer, first: int, show: bool, stopped: Callable[[], bool] = never
+) -> tuple[list[OutputStream], Timing]:
+    """Generate the samples from `first` on, one batch of them; with `show` the first one's text goes to the terminal.
+
+    `stopped` is asked after each token, on all ranks, and ends them; their `finish_reason` is None then.
+    """
     chosen = slice(first, first + job.args.batch_size)
     prompts, timing = job.prompts[chosen], Timing()
     outputs = [job.output(prompt) for prompt in prompts]
@@ -238,7 +257,7 @@ def answer(job: Job, model: Transformer, first: int, show: bool) -> tuple[list[O
                 text = output.push(token)
                 if show and i == 0:
                     print(text, end="", flush=True)
-        if all(output.finish_reason for output in outputs):
+        if all(output.finish_reason for output in outputs) or stopped():
             break
     return outputs, timing
 
@@ -331,35 +350,39 @@ def print_score(job: Job, model: Transformer, world: World) -> None:
 
 def interact(job: Job, model: Transformer, world: World) -> None:
     """Read a line, answer it, until Ctrl-D. With --chat the conversation goes on; without, each line is a new prompt."""
-    assert job.tokenizer is not None
-    note("Type a prompt and Enter; Ctrl-D ends.")
+    # Only here: other commands need no terminal, and shall not wait for its library.
+    from console import Console
+
     messages: list[dict[str, str]] = []
-    while (line := read_line(world)) is not None:
-        if not line.strip():
-            continue
-        messages.append({"role": "user", "content": line})
-        prompt = job.tokenizer.encode_chat(messages) if job.args.chat else job.tokenizer.encode(line)
-        if len(prompt) + job.args.max_new_tokens > job.config.max_seq_len:
-            limit = job.config.max_seq_len - job.args.max_new_tokens
-            note(f"that makes {len(prompt)} tokens, and {limit} fit; the conversation starts anew")
-            messages.clear()
-            continue
-        job.prompts = [prompt]
-        outputs, _ = answer(job, model, 0, show=world.rank == 0)
-        if world.rank == 0:
-            print(flush=True)
-        messages.append({"role": "assistant", "content": outputs[0].text})
+    with Console(world, job.args.history) as console:
+        note(INTERACTIVE)
+        while (line := console.line()) is not None and line.strip() not in ("/exit", "/quit"):
+            if line.strip() == "/help":
+                note(INTERACTIVE)
+            elif line.strip() == "/reset":
+                messages.clear()
+                note("[the conversation starts anew]")
+            elif line.strip():
+                reply(job, model, world, console, messages, line)
 
 
-def read_line(world: World) -> str | None:
-    """Rank 0's next line of standard input, on every rank; None at its end."""
-    line: list[str | None] = [None]
+def reply(job: Job, model: Transformer, world: World, console: "Console", messages: list[dict[str, str]], line: str) -> None:
+    """Answer a line, and add both to the conversation."""
+    assert job.tokenizer is not None
+    asked = {"role": "user", "content": line}
+    prompt = job.tokenizer.encode_chat([*messages, asked]) if job.args.chat else job.tokenizer.encode(line)
+    if len(prompt) + job.args.max_new_tokens > job.config.max_seq_len:
+        limit = job.config.max_seq_len - job.args.max_new_tokens
+        note(f"that makes {len(prompt)} tokens, and {limit} fit; the conversation starts anew")
+        messages.clear()
+        return
+    job.prompts = [prompt]
+    outputs, _ = answer(job, model, 0, show=world.rank == 0, stopped=console.stopped)
+    if outputs[0].finish_reason is None:
+        note(" [stopped]", end="")
     if world.rank == 0:
-        with suppress(EOFError):
-            line = [input("> " if sys.stdin.isatty() else "")]
-    if world.world_size > 1:
-        dist.broadcast_object_list(line, src=0)
-    return line[0]
+        print(flush=True)
+    messages += [asked, {"role": "assistant", "content": outputs[0].text}]
 
 
 def start() -> tuple[Job, World]:

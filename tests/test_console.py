@@ -1,0 +1,169 @@
+"""generate.py --interactive at a terminal: keys, history, Ctrl-C, on one process and under torchrun, through a real pty."""
+
+import os
+import re
+import signal
+import stat
+import termios
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pexpect
+import pytest
+
+import console
+from tests.command_line import HYBRID, ROOT, command, environment
+
+PATIENCE = 120.0  # seconds for anything to appear: ranks start on loaded cores
+STORY = "Tell me a story about a fox and a lantern."
+
+
+class Session:
+    """The command at a pty of 100 columns, as a person sees it."""
+
+    def __init__(self, state: Path, *args: object, ranks: int = 0) -> None:
+        words = command(["--model", HYBRID, "--interactive", "--chat", "--temperature", 0, *args], ranks)
+        self.child: Any = pexpect.spawn(
+            words[0], words[1:], cwd=str(ROOT), encoding="utf-8", timeout=PATIENCE, dimensions=(40, 100),
+            env=environment(XDG_STATE_HOME=state, TERM="xterm", CUDA_VISIBLE_DEVICES=""),
+        )  # fmt: skip
+        self.before = termios.tcgetattr(self.child.child_fd)
+
+    def sees(self, pattern: str) -> str:
+        """Wait until this is on the screen; returns what came before it."""
+        self.child.expect(pattern)
+        return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", self.child.before)
+
+    def prompt(self) -> None:
+        """Wait for the prompt sign; bracketed paste, which every prompt begins with, is on for no longer than it."""
+        self.sees(r"\x1b\[\?2004h.*?>")
+
+    def ends(self) -> int:
+        self.rest = self.sees(pexpect.EOF)
+        self.child.close()
+        return int(self.child.exitstatus if self.child.exitstatus is not None else -self.child.signalstatus)
+
+
+@pytest.fixture
+def sessions(tmp_path: Path) -> Iterator[list[Session]]:
+    made: list[Session] = []
+    yield made
+    for session in made:
+        session.child.close(force=True)
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_ctrl_c_stops_the_answer_and_not_the_session(ranks: int, tmp_path: Path, sessions: list[Session]) -> None:
+    slow = ("--simulate-link", "2ms,1GB/s") if ranks else ()
+    session = Session(tmp_path, "--ignore-eos", "--max-new-tokens", 900, *slow, ranks=ranks)
+    sessions.append(session)
+    session.prompt()
+    session.child.send(f"{STORY}\r")
+    session.sees("There once|One day|Once upon|There was|was a")
+    session.child.send("\x03")
+    rest = session.sees(r"\[stopped\]")
+    assert len(rest) < 2000, "an answer of 900 tokens has about 3,500 characters"
+    session.prompt()
+    session.child.send("/reset\r")  # and the ranks still agree on what comes next
+    session.sees("starts anew")
+    session.prompt()
+    session.child.send("What is 2 + 3?\r")
+    session.sees("5")
+    session.child.send("\x03")
+    session.sees(r"\[stopped\]")
+    session.prompt()
+
+    session.child.send("half a line\x03")
+    session.sees("Ctrl-C again, or Ctrl-D, ends")
+    session.prompt()
+    session.child.send("\x03")
+    assert session.ends() == 0, session.rest
+    assert "Traceback" not in session.rest and "Error" not in session.rest
+
+
+def test_a_conversation_with_history_and_commands(tmp_path: Path, sessions: list[Session]) -> None:
+    first = Session(tmp_path)
+    sessions.append(first)
+    first.prompt()
+    first.child.send("What is 2 + 3?\rWhat is 10 + 10?\r")  # the second one is typed ahead
+    first.sees(r"5\r\n")
+    first.sees(r"20\r\n")
+    first.prompt()
+    first.child.send("What is 7 + 4\x1b[D\x1b[D\x1b[D\x1b[D\x7f1\x05?\r")  # the cursor goes back to the 7
+    first.sees(r"5\r\n")
+    first.prompt()
+    first.child.send("/help\r")
+    first.sees("Enter sends")
+    first.prompt()
+    first.child.send("\x03")
+    first.sees("Ctrl-C again")
+    first.prompt()
+    first.child.send("\x1b[A\x1b[A\r")  # up, up: what was asked before /help
+    first.sees(r"5\r\n")
+    first.prompt()
+    first.child.send("\x04")
+    assert first.ends() == 0
+
+    file = tmp_path / "rung" / "history"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert "+What is 1 + 4?" in file.read_text().splitlines()
+    second = Session(tmp_path)
+    sessions.append(second)
+    second.prompt()
+    second.child.send("\x1b[A\r")
+    second.sees(r"5\r\n")
+    second.prompt()
+    second.child.send("/exit\r")
+    assert second.ends() == 0
+
+
+def test_sigterm_leaves_the_terminal_as_it_was(tmp_path: Path, sessions: list[Session]) -> None:
+    session = Session(tmp_path, "--no-history")
+    sessions.append(session)
+    session.prompt()
+    fd = os.dup(session.child.child_fd)
+    try:
+        assert not termios.tcgetattr(fd)[3] & termios.ISIG, "Ctrl-C is a key"
+        session.child.kill(signal.SIGTERM)
+        session.sees(pexpect.EOF)
+        session.child.wait()
+        assert termios.tcgetattr(fd)[3] == session.before[3]
+    finally:
+        os.close(fd)
+    assert session.child.exitstatus == 130
+    assert "Traceback" not in (session.child.before or "")
+    assert not (tmp_path / "rung").exists()
+
+
+# --- the history's file --------------------------------------------------------------------------------------------------
+
+
+def test_the_history_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    history = console.open_history()
+    for number in range(6000):
+        history.store_string(f"prompt {number}\nof two lines, and long enough that the file grows")
+    history.store_string("x" * (console.HISTORY_LINE + 1))
+    file = tmp_path / "rung" / "history"
+    assert file.stat().st_size > console.HISTORY_BYTES
+    again = list(console.open_history().load_history_strings())
+    assert file.stat().st_size <= console.HISTORY_BYTES // 2
+    assert again[0].startswith("prompt 5999\nof two lines"), "the newest is first"
+    assert [text.split("\n")[0] for text in again] == [f"prompt {n}" for n in range(5999, 5999 - len(again), -1)]
+    assert len(again) > 1000
+
+
+def test_no_history_where_there_can_be_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "rung").write_text("a file where the folder should be")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    history = console.open_history()
+    history.append_string("a prompt")
+    assert history.get_strings() == ["a prompt"]
+
+
+def test_a_line_that_is_no_utf8_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "lines").write_bytes(b"caf\xe9\r\nlast")
+    with (tmp_path / "lines").open() as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        assert [console.read_line() for _ in range(3)] == ["caf\ufffd", "last", None]
