@@ -11,7 +11,7 @@ PROMPT ?= Once upon a time
 PROFILE ?= profile.json
 ARGS ?=
 
-.PHONY: help setup setup-dev demo serve generate chat bench-offline startup bench-host soak lm-eval test lint accuracy quantization baseline bench-cpu comm-table bench-comm overlap bench-push bench-frontend bench-kernels bench-linear sanitize performance sweep latency throughput plot report trace paper-tables trace-overlap plan plan-paper profile-collectives test-plans adapt-demo pretrain-variants bench-training readme train-tiny clean
+.PHONY: help setup setup-dev demo serve generate chat bench-offline startup bench-host soak lm-eval test lint accuracy quantization baseline bench-cpu comm-table bench-comm overlap bench-push bench-frontend bench-kernels bench-linear sanitize performance sweep ladder latency throughput plot report trace paper-tables trace-overlap plan plan-paper profile-collectives test-plans adapt-demo pretrain-variants bench-training readme train-tiny clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -47,7 +47,7 @@ bench-host: setup ## what the host adds to a decode step of 64 sequences, in ms
 soak: setup-dev ## a minute of 64 streaming clients, 1,000 dropped connections, and a look for leaks
 	@$(PY) scripts/soak.py $(ARGS)
 
-lm-eval: setup-dev ## lm-evaluation-harness against the server, beside our own scoring, into docs/results/lm-eval.json
+lm-eval: setup-dev ## lm-evaluation-harness against the server, beside our own scoring, into out/lm-eval.json (tracked: ARGS=--write)
 	@[ -x .venv-lm-eval/bin/lm_eval ] || { python3 -m venv .venv-lm-eval && .venv-lm-eval/bin/pip install -q 'lm-eval[api]' transformers; }
 	@$(PY) scripts/lm_eval_check.py --lm-eval .venv-lm-eval $(ARGS)
 
@@ -57,17 +57,17 @@ test: setup-dev ## all tests
 lint: setup-dev ## ruff, mypy, and that README and docs quote the results as they are
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m mypy && $(PY) scripts/readme.py --check && $(PY) scripts/check_docs.py
 
-accuracy: setup ## perplexity and exact match of every embedded model at tp 1, 2 and 4, then with each quantized width, into docs/results
+accuracy: setup ## perplexity and exact match of every embedded model at tp 1, 2 and 4, then with each quantized width, into out (tracked results: ARGS=--write)
 	@$(PY) scripts/accuracy.py $(ARGS)
 	@$(PY) scripts/accuracy.py --comm gloo int8 int6 int4 fp8 --tp 2 $(ARGS)
 
-quantization: setup ## error of real partial sums, bytes and perplexity by width, group and scheme, into docs/results/quantization.json
+quantization: setup ## error of real partial sums, bytes and perplexity by width, group and scheme, into out/quantization.json (tracked: ARGS=--write)
 	@$(PY) scripts/quantization.py $(ARGS)
 
-baseline: setup ## ms a token of 8B and 70B:16 presets by variant on RANKS ranks, into docs/results
+baseline: setup ## ms a token of 8B and 70B:16 presets by variant on RANKS ranks, into out (tracked: ARGS=--write)
 	@$(PY) scripts/baseline.py --ranks $(RANKS) $(ARGS)
 
-bench-cpu: setup-dev ## decode speed beside transformers.generate, same weights and threads, into docs/results/bench-cpu.json
+bench-cpu: setup-dev ## decode speed beside transformers.generate, same weights and threads, into out/bench-cpu.json (tracked: ARGS=--write)
 	@$(PY) scripts/bench_cpu.py $(ARGS)
 
 comm-table: setup ## how fast this machine sums on RANKS ranks by message size and way, and what --comm auto makes of it
@@ -95,11 +95,14 @@ sanitize: setup-dev ## compute-sanitizer's memcheck, of CUDA's toolkit, over the
 	@compute-sanitizer --tool memcheck --error-exitcode 9 $(PY) -m pytest -x -k "gpu or captured or entry_points or fusion" tests/test_kernels_*.py tests/test_quantize.py
 	@compute-sanitizer --tool memcheck $(PY) scripts/sanitize_sums.py
 
-performance: setup-dev ## tables and a plot of what GPUs were measured to do, from the raw files in docs/results/gpu-4: make performance ARGS="--raw DIR"
+performance: setup-dev ## tables and a plot of what GPUs were measured to do, from the raw files in docs/results/gpu-4: make performance ARGS="--raw DIR --write"
 	@$(PY) scripts/performance.py $(ARGS)
 
 sweep: setup ## variants x ranks x batch x interconnect x lengths x models into out/sweep.jsonl, where it stopped: make sweep ARGS="--grid table-2"
 	@$(PY) scripts/sweep.py $(ARGS)
+
+ladder: setup ## what would a ladder buy here? standard, ladder and no sums at all, with ratios: make ladder MODEL=llama-3-70b:16 RANKS=8
+	@$(PY) scripts/sweep.py --grid ladder --models $(MODEL) --tp $(RANKS) $(ARGS)
 
 latency: setup ## the batch-1 part of the sweep, variants side by side
 	@$(PY) scripts/sweep.py --grid latency $(ARGS)
@@ -119,7 +122,7 @@ trace: setup ## a trace for ui.perfetto.dev with hidden and exposed communicatio
 paper-tables: setup ## the paper's tables 1, 2 and 6 beside what the sweep found here
 	@$(PY) scripts/paper_tables.py $(ARGS)
 
-trace-overlap: setup-dev ## profile ladder and standard on 2 ranks, and plot which sums are hidden, into docs/results
+trace-overlap: setup-dev ## profile ladder and standard on 2 ranks, and plot which sums are hidden, into out (tracked: ARGS=--write)
 	@$(PY) scripts/trace_overlap.py $(ARGS)
 
 plan: setup ## how to shard P, G and OS of MODEL: make plan MODEL=llama-30b ARGS="--gpus 1024 --cluster a800 --recompute"

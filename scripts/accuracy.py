@@ -5,8 +5,8 @@
     python scripts/accuracy.py --tp 1 2 --comm gloo int4:64 --items 50 --models models/tiny-hybrid --dry-run
 
 The small twin of tables 3 and 5 of the ladder paper, and of tables 2 and 6 of the Flash Communication paper. Held-out
-documents share no cast, operands or lists with the training corpus. Writes accuracy.json and accuracy.md in docs/results, or,
-with other communicators than gloo, accuracy-quantized.json and .md. It starts torchrun once for each number of ranks and
+documents share no cast, operands or lists with the training corpus. Writes accuracy.json and accuracy.md in out (with --write in
+docs/results), or, with other communicators than gloo, accuracy-quantized.json and .md. It starts torchrun once for each number of ranks and
 communicator; one rank sends nothing, so it is evaluated once.
 """
 
@@ -35,14 +35,13 @@ from engine.stopping import OutputStream
 from errors import UserError
 from model import Transformer
 from scripts.corpus import documents, render
-from scripts.results import RESULTS, ROOT, describe, machine, write_json
+from scripts.quality import EXACT, TASKS
+from scripts.results import ROOT, add_write_option, describe, machine, results_folder, write_json, write_text
 from tokenizer import Tokenizer, load_tokenizer
 from tp import World, init_world
 
-TASKS = ("question", "arithmetic", "sorting", "counting", "copying")
 ORDER = ("standard", "parallel", "ladder", "hybrid", "desync-2x", "desync-4x")
 SEED = 2  # of the held-out documents
-EXACT = "gloo"  # the communicator that the others are compared with
 MAX_ANSWER = 64  # tokens
 BATCH = 64
 
@@ -175,11 +174,15 @@ def main() -> None:
         "--comm", nargs="+", default=[EXACT], metavar="NAME", help=f"{EXACT}, {', '.join(WIDTHS)} (default: {EXACT})"
     )
     parser.add_argument("--dry-run", action="store_true", help="print the tables and write nothing")
+    add_write_option(parser)
     parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rows:
         work(args)
         return
+    folder = None if args.dry_run else results_folder(args)
+    for path in args.models:
+        model_config(str(path), None, 1)
     for comm in args.comm:
         choose("cpu", comm)  # a bad name stops here, and not hours later
     if args.comm != [EXACT] and max(args.tp) == 1:
@@ -192,10 +195,10 @@ def main() -> None:
     quantized = args.comm != [EXACT]
     name, text = ("accuracy-quantized", quantized_table(rows, where)) if quantized else ("accuracy", table(rows, where))
     print(text)
-    if not args.dry_run:
-        write_json(name, {"machine": where, "rows": rows})
-        (RESULTS / f"{name}.md").write_text(text)
-        print(f"wrote {name}.json and {name}.md in {RESULTS.relative_to(ROOT)}")
+    if folder:
+        write_json(name, {"machine": where, "rows": rows}, folder)
+        write_text(folder / f"{name}.md", text)
+        print(f"wrote {name}.json and {name}.md in {folder.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":

@@ -23,9 +23,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from cli import Parser, note, run
 from comm import Local
 from errors import UserError
-from scripts.accuracy import TASKS, evaluate
+from scripts.accuracy import evaluate
 from scripts.corpus import encode_corpus
-from scripts.results import RESULTS, ROOT, describe, machine, write_json
+from scripts.quality import TASKS
+from scripts.results import ROOT, add_write_option, check_folder, describe, machine, results_folder, write_json, write_text
 from tokenizer import load_tokenizer
 from tp import World
 from training.convert import convert
@@ -93,9 +94,11 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2, help="default: 2")
     parser.add_argument("--items", type=int, default=200, help="held-out documents a task (default: 200)")
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "adapt", help="default: out/adapt")
-    parser.add_argument("--dry-run", action="store_true", help="print the table and write nothing into docs/results")
+    parser.add_argument("--dry-run", action="store_true", help="print the table and write nothing but --out")
+    add_write_option(parser)
     args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
+    check_folder(args.out)
+    folder = None if args.dry_run else results_folder(args)
     data = prepare_tokens(args.out, args.model, args.steps * BATCH * SEQUENCE)
     models = {"original": args.model}
     for layers in tqdm(args.ladder_layers, desc="ladder layers", unit="model"):
@@ -110,15 +113,15 @@ def main() -> None:
     about = {"steps": args.steps, "learning_rate": args.learning_rate, "distill": args.distill, "machine": machine()}
     text = table(rows, about)
     print(text)
-    if args.dry_run:
+    if folder is None:
         return
     runs = [(f"{layers} ladder layers", args.out / f"hybrid-{layers}" / "metrics.jsonl") for layers in args.ladder_layers]
     losses = {label: [json.loads(line) for line in path.read_text().splitlines()] for label, path in runs}
-    write_json("adapt", about | {"rows": rows, "metrics": losses})
-    (RESULTS / "adapt.md").write_text(text)
-    plot_losses(runs, RESULTS / "adapt.png")
+    write_json("adapt", about | {"rows": rows, "metrics": losses}, folder)
+    write_text(folder / "adapt.md", text)
+    plot_losses(runs, folder / "adapt.png")
     note(
-        f"wrote adapt.json, .md and .png in {RESULTS.relative_to(ROOT)}; serve one with make serve MODEL={runs[0][1].parent}/model"
+        f"wrote adapt.json, .md and .png in {folder.relative_to(ROOT)}; serve one with make serve MODEL={runs[0][1].parent}/model"
     )
 
 

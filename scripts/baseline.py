@@ -4,7 +4,7 @@
     python scripts/baseline.py --ranks 2 --models tiny --prompt-length 64 --new-tokens 32     # a try on a CPU
 
 Each model and variant is one torchrun launch of generate.py with three samples after a warm-up sample; the figures are their
-medians. Writes docs/results/baseline-RANKS.json and .md.
+medians. Writes baseline-RANKS.json and .md into out, or with --write into docs/results.
 """
 
 import argparse
@@ -19,9 +19,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tqdm import tqdm
 
+from checkpoint import model_config
 from cli import Parser, run
 from errors import UserError
-from scripts.results import RESULTS, ROOT, describe, machine, write_json
+from scripts.results import ROOT, add_write_option, describe, machine, results_folder, write_json, write_text
 
 MODELS = ("llama-3-8b", "llama-3-70b:16")
 VARIANTS = ("standard", "parallel", "ladder", "desync-4x", "upper-bound")
@@ -71,16 +72,21 @@ def main() -> None:
     parser.add_argument("--prompt-length", type=int, default=1024, help="tokens (default: 1024)")
     parser.add_argument("--new-tokens", type=int, default=512, help="tokens (default: 512)")
     parser.add_argument("--name", help="of the result files (default: baseline-RANKS)")
+    add_write_option(parser)
     parser.add_argument("flags", nargs="*", help="further flags of generate.py, behind --: -- --compile")
     args = parser.parse_args()
     cases = [(model, variant) for model in args.models for variant in args.variants]
+    for model, variant in cases:
+        model_config(model, variant, args.ranks)
+    folder = results_folder(args)
     where, name = machine(), args.name or f"baseline-{args.ranks}"
     rows: list[dict[str, Any]] = []
     for model, variant in tqdm(cases, unit="launch"):
         rows.append(measure(model, variant, args))
-        path = write_json(name, {"machine": where, "settings": vars(args), "rows": rows})  # what is measured is kept
+        settings = {key: value for key, value in vars(args).items() if key != "write"}
+        path = write_json(name, {"machine": where, "settings": settings, "rows": rows}, folder)  # what is measured is kept
     text = table(rows, where, args)
-    (RESULTS / f"{name}.md").write_text(text)
+    write_text(folder / f"{name}.md", text)
     print(f"{text}\nwrote {path.relative_to(ROOT)}")
 
 

@@ -23,7 +23,7 @@ from cli import Parser, run
 from engine.offline import Timing, generate
 from engine.sampler import SamplingParams
 from errors import UserError
-from scripts.results import ROOT, describe, machine, write_json
+from scripts.results import ROOT, add_write_option, describe, machine, results_folder, write_json, write_text
 from tokenizer import load_tokenizer
 from tp import init_world
 
@@ -35,7 +35,9 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, nargs="+", default=[1, 8], help="sequences at a time (default: 1 8)")
     parser.add_argument("--new-tokens", type=int, default=256, help="to decode (default: 256)")
     parser.add_argument("--repeats", type=int, default=5, help="runs of each (default: 5)")
+    add_write_option(parser)
     args = parser.parse_args()
+    folder = results_folder(args)
     torch.set_num_threads(args.threads)
     world = init_world("cpu")
     ours = load_model(str(args.model), model_config(str(args.model), None, 1), world, torch.float32)
@@ -74,9 +76,9 @@ def main() -> None:
         rows.append({"batch": batch, "tokens_per_second": speed, "seconds": seconds})
     where = machine()
     settings = {"model": args.model.name, "threads": args.threads, "new_tokens": args.new_tokens}
-    path = write_json("bench-cpu", {"machine": where, "settings": settings, "rows": rows})
+    path = write_json("bench-cpu", {"machine": where, "settings": settings, "rows": rows}, folder)
     text = table(rows, f"{args.threads} thread(s), median of {args.repeats} runs. Made on {describe(where, 'cpu')}.")
-    path.with_suffix(".md").write_text(text)
+    write_text(path.with_suffix(".md"), text)
     print(f"{text}\nwrote {path.relative_to(ROOT)}")
 
 

@@ -39,7 +39,7 @@ from engine.stopping import OutputStream
 from errors import UserError
 from model import Transformer
 from scripts.corpus import documents
-from scripts.results import ROOT, describe, machine, write_json
+from scripts.results import ROOT, add_write_option, describe, machine, results_folder, write_json
 from scripts.soak import free_port, start_server, until_healthy
 from tokenizer import Tokenizer, load_tokenizer
 from tp import init_world
@@ -242,7 +242,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2, help="of the server (default: 2)")
     parser.add_argument("--items", type=int, default=40, help="held-out documents a task (default: 40)")
     parser.add_argument("--tolerance", type=float, default=1e-3, help="nats a candidate's score may differ (default: 1e-3)")
+    add_write_option(parser)
     args = parser.parse_args()
+    folder = results_folder(args)
     if args.items < 1:
         raise UserError(f"--items must be at least 1, not {args.items}")
     command = shutil.which(args.lm_eval) or shutil.which(f"{args.lm_eval}/bin/lm_eval")
@@ -252,7 +254,7 @@ def main() -> None:
     version, rows = check(args, command)
     where = machine()
     settings = {"model": args.model.name, "ranks": args.ranks, "seed": SEED, "tolerance": args.tolerance}
-    path = write_json("lm-eval", {"machine": where, "lm_eval": version, "settings": settings, "rows": rows})
+    path = write_json("lm-eval", {"machine": where, "lm_eval": version, "settings": settings, "rows": rows}, folder)
     print(f"{table(rows)}\n\nlm_eval {version}, {describe(where, 'cpu')}; wrote {path.relative_to(ROOT)}")
     if wrong := [f"{row['task']}: {len(row['mismatches'])} mismatches" for row in rows if row["mismatches"]]:
         raise UserError("; ".join(wrong))

@@ -39,7 +39,7 @@ from tqdm import tqdm
 from checkpoint import model_config
 from cli import Parser, note, run
 from errors import UserError
-from scripts.results import ROOT, machine
+from scripts.results import ROOT, check_output, machine, write_text
 from scripts.soak import free_port, processes, until_healthy
 from scripts.sse_client import ConnectionEnded, StreamClient, in_event_loop, parse_url
 
@@ -426,7 +426,7 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     vocab_size = args.vocab_size or model_config(args.model, args.variant, args.ranks).vocab_size
-    args.out.parent.mkdir(parents=True, exist_ok=True)
+    check_output(args.out)
     settings = {k: None if v == math.inf else v for k, v in vars(args).items() if k != "out"}
     result: dict[str, Any] = {"settings": settings}
     if args.offline:
@@ -435,7 +435,7 @@ def main() -> None:
     with serving(args) as url:
         result["rates"] = in_event_loop(offer_all(args, url, vocab_size))
     result["machine"] = machine()  # last: it opens the GPUs, whose memory is the server's until it has ended
-    args.out.write_text(json.dumps(result) + "\n")
+    write_text(args.out, json.dumps(result) + "\n")
     print(table(result))
     note(f"wrote {args.out}")
 

@@ -18,7 +18,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from cli import Parser, note, run
-from scripts.results import ROOT, describe
+from scripts.results import ROOT, describe, write_text
 from scripts.sweep_rows import Row, finished, ratio, read_rows
 
 PAPER = ROOT / "scripts" / "paper_tables.json"
@@ -96,8 +96,7 @@ def main() -> None:
     text = markdown(read_rows(args.sweep), **ours)
     print(text)
     if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(text)
+        write_text(args.out, text)
         note(f"wrote {args.out}")
 
 

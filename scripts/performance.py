@@ -5,8 +5,9 @@
 
 Reads what --raw holds of sweep*.jsonl, comm.json (bench_comm.py), linear*.json (bench_linear.py), kernels.json and decode.json
 (bench_kernels.py), quantized*.json (bench_comm.py --parts "nccl|quantized"), push.json (bench_push.py), overlap.json (overlap.py),
-startup.json and load*.json, and writes a table of each as docs/results/NAME-{decode,comm,linear,…}.md, and NAME-comm.png,
-NAME-comm-no-p2p.png, NAME-grid.png (of sweep-grid*.jsonl) and NAME-overlap.png, NAME being the folder's.
+startup.json and load*.json, and writes a table of each as NAME-{decode,comm,linear,…}.md, and NAME-comm.png,
+NAME-comm-no-p2p.png, NAME-grid.png (of sweep-grid*.jsonl) and NAME-overlap.png, NAME being the folder's, into out, or with --write
+into docs/results.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from scripts.loadgen import table as load_table
 from scripts.overlap import markdown as overlap_table
 from scripts.overlap import plot as plot_overlap
 from scripts.overlap import rows_of as overlap_rows
-from scripts.results import RESULTS, ROOT, describe
+from scripts.results import RESULTS, ROOT, add_write_option, describe, results_folder, write_text
 from scripts.sweep_rows import Row, finished, read_rows
 
 SIZES = ("KiB", 1 << 10), ("MiB", 1 << 20)
@@ -331,22 +332,24 @@ PLOTS = (  # files, where their sums go, and the plot's name
 def main() -> None:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--raw", type=Path, default=RESULTS / "gpu-4", metavar="DIR", help="default: docs/results/gpu-4")
+    add_write_option(parser)
     args = parser.parse_args()
     if not args.raw.is_dir():
         raise UserError(f"--raw {args.raw}: there is no such folder; let the measuring commands write into it (--out)")
+    folder = results_folder(args)
     for name, table in TABLES.items():
         text = table(args.raw)
         if text is not None:
-            path = RESULTS / f"{args.raw.name}-{name}.md"
-            path.write_text(text)
+            path = folder / f"{args.raw.name}-{name}.md"
+            write_text(path, text)
             note(f"wrote {path.relative_to(ROOT)}")
     for names, where, plotted in PLOTS:
         files = [found for name in names if (found := read(args.raw / name))]
-        plot_comm(files, where, RESULTS / f"{args.raw.name}-{plotted}.png")
-    plot_grid(args.raw, RESULTS / f"{args.raw.name}-grid.png")
+        plot_comm(files, where, folder / f"{args.raw.name}-{plotted}.png")
+    plot_grid(args.raw, folder / f"{args.raw.name}-grid.png")
     found = read(args.raw / "overlap.json")
     if found is not None:
-        plot_overlap(*overlap_rows(found), RESULTS / f"{args.raw.name}-overlap.png")
+        plot_overlap(*overlap_rows(found), folder / f"{args.raw.name}-overlap.png")
 
 
 if __name__ == "__main__":

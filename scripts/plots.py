@@ -25,7 +25,7 @@ from matplotlib.figure import Figure
 
 from cli import Parser, note, run
 from errors import UserError
-from scripts.results import ROOT
+from scripts.results import ROOT, check_folder
 from scripts.sweep_rows import ORDER, Row, baseline, finished, ratio, read_rows
 
 COLOURS = dict(zip(ORDER, ("#6b7280", "#b45309", "#2563eb", "#7c3aed", "#0d9488", "#15803d", "#d1d5db"), strict=True))
@@ -215,7 +215,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "plots", metavar="FOLDER", help="default: out/plots")
     args = parser.parse_args()
     rows = read_rows(args.sweep)
-    args.out.mkdir(parents=True, exist_ok=True)
+    check_folder(args.out)
     for name, draw in FIGURES.items():
         figure = draw(rows)
         if figure is None:

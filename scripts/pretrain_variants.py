@@ -25,7 +25,7 @@ from cli import Parser, note, run
 from config import preset
 from errors import UserError
 from scripts.corpus import encode_corpus
-from scripts.results import RESULTS, ROOT, describe, machine, write_json
+from scripts.results import ROOT, add_write_option, check_folder, describe, machine, results_folder, write_json, write_text
 from tokenizer import load_tokenizer
 from tp import World, init_world
 from training.data import write_tokens
@@ -57,7 +57,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=1e-4, help="its peak (default: 1e-4)")
     parser.add_argument("--out", type=Path, help="default: out/pretrain-MODEL")
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="of the training; what is there then is shown")
-    parser.add_argument("--dry-run", action="store_true", help="train, and write nothing into docs/results")
+    parser.add_argument("--dry-run", action="store_true", help="train, and write nothing but --out")
+    add_write_option(parser)
     parser.add_argument("more", nargs="*", help="after --: further options of python -m training.train, such as --compile")
     args = parser.parse_args()
     preset(args.model)
@@ -146,7 +147,8 @@ def main() -> None:
         on_rank(json.loads(sys.argv[2]))
         return
     args, where = parse_args(), machine()
-    args.out.mkdir(parents=True, exist_ok=True)
+    check_folder(args.out)
+    folder = None if args.dry_run else results_folder(args)
     data = corpus(args)
     # the last line speaks of the last step: a variant that is done
     todo = [v for v in args.variants if not (lines := metrics(args, v)) or lines[-1]["step"] < args.steps]
@@ -155,13 +157,13 @@ def main() -> None:
     if found:
         text = table(args, found, where)
         print(text)
-    if found and not args.dry_run:
+    if found and folder:
         name = f"pretrain-{args.model.replace(':', '-')}"
         settings = {key: value for key, value in vars(args).items() if not isinstance(value, Path)}
-        write_json(name, {"machine": where, "settings": settings, "metrics": found})
-        (RESULTS / f"{name}.md").write_text(text)
-        plot_losses([(variant, args.out / variant / "metrics.jsonl") for variant in found], RESULTS / f"{name}.png")
-        note(f"wrote {name}.json, .md and .png in {RESULTS.relative_to(ROOT)}")
+        write_json(name, {"machine": where, "settings": settings, "metrics": found}, folder)
+        write_text(folder / f"{name}.md", text)
+        plot_losses([(variant, args.out / variant / "metrics.jsonl") for variant in found], folder / f"{name}.png")
+        note(f"wrote {name}.json, .md and .png in {folder.relative_to(ROOT)}")
     if failure:
         raise UserError(failure)
 

@@ -32,7 +32,7 @@ from engine.offline import score
 from errors import UserError
 from scripts.accuracy import SEED, perplexity
 from scripts.corpus import documents, render
-from scripts.results import RESULTS, ROOT, describe, machine, write_json
+from scripts.results import ROOT, add_write_option, describe, machine, results_folder, write_json, write_text
 from tokenizer import load_tokenizer
 from tp import World, init_world
 
@@ -176,6 +176,7 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=4, help="number of ranks (default: 4)")
     parser.add_argument("--items", type=int, default=50, help="held-out stories for the perplexity (default: 50)")
     parser.add_argument("--dry-run", action="store_true", help="print the table and write nothing")
+    add_write_option(parser)
     parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rows:
@@ -184,13 +185,14 @@ def main() -> None:
     for name in args.schemes:
         if choose("cpu", name).is_exact:
             raise UserError(f"--schemes {name} is not quantized; name some of {', '.join(WIDTHS)}")
+    folder = None if args.dry_run else results_folder(args)
     rows, where = launch(args), machine()
     text = table(rows, where)
     print(text)
-    if not args.dry_run:
-        write_json("quantization", {"machine": where, "rows": rows})
-        (RESULTS / "quantization.md").write_text(text)
-        print(f"wrote quantization.json and quantization.md in {RESULTS.relative_to(ROOT)}")
+    if folder:
+        write_json("quantization", {"machine": where, "rows": rows}, folder)
+        write_text(folder / "quantization.md", text)
+        print(f"wrote quantization.json and quantization.md in {folder.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":

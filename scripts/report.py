@@ -26,7 +26,7 @@ from cli import Parser, note, run
 from errors import UserError
 from scripts import loadgen, paper_tables, sweep
 from scripts.plots import FIGURES
-from scripts.results import ROOT
+from scripts.results import ROOT, check_output, write_text
 from scripts.sweep_rows import Row, column, finished, ratio, read_rows
 
 STYLE = """
@@ -225,8 +225,8 @@ def main() -> None:
     loaded = read_load(args.load)
     if not rows and loaded is None:
         raise UserError(f"neither {args.sweep} nor {args.load} exists; run make sweep or make throughput first")
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(page(rows, loaded, args.title))
+    check_output(args.out)
+    write_text(args.out, page(rows, loaded, args.title))
     note(f"wrote {args.out}")
 
 

@@ -1,18 +1,24 @@
-"""What every measuring script shares: where results go, and on which machine they were made."""
+"""What every measuring script shares: where results go, whether they can be written there, and on which machine they were made."""
 
+import argparse
 import hashlib
 import json
 import os
 import platform
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from errors import UserError
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
 MADE_FROM = "made-from.json"  # in RESULTS: by table or plot, a digest of itself and of each raw file it was made from
+OUT = ROOT / "out"
+PROBE_BYTES = 1 << 16  # what an output must have room for at least
 
 
 def machine() -> dict[str, Any]:
@@ -41,11 +47,10 @@ def _cpu_name() -> str:
         return platform.processor() or platform.machine()
 
 
-def write_json(name: str, content: Any) -> Path:
-    """Write `docs/results/NAME.json`."""
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps(content, indent=1) + "\n")
+def write_json(name: str, content: Any, folder: Path = RESULTS) -> Path:
+    """Write NAME.json into `folder`. Raises UserError."""
+    path = folder / f"{name}.json"
+    write_text(path, json.dumps(content, indent=1) + "\n")
     return path
 
 
@@ -79,3 +84,57 @@ def stale(folder: Path) -> Iterable[str]:
 
 def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+
+
+# --- outputs: checked before the work begins, which may take hours -------------------------------------------------------
+
+
+def add_write_option(parser: argparse.ArgumentParser) -> None:
+    """--write, without which no script touches the tracked files of docs/results."""
+    parser.add_argument("--write", action="store_true", help="write into docs/results, whose files are tracked (default: out)")
+
+
+def results_folder(args: argparse.Namespace) -> Path:
+    """Where the results of a command with `add_write_option` go. Raises UserError if they cannot."""
+    return check_folder(RESULTS if args.write else OUT)
+
+
+def check_folder(folder: Path) -> Path:
+    """`folder`, made if it is missing. Raises UserError unless files can be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(PROBE_BYTES))
+    except OSError as e:
+        raise unwritable(folder, e) from None
+    return folder
+
+
+def check_output(path: Path) -> Path:
+    """`path`, whose folder is made if it is missing. Raises UserError unless a file can be written there."""
+    try:
+        if path.exists() and not path.is_file() and not path.is_dir():  # a device or a pipe
+            path.write_text("\n")
+            return path
+        check_folder(path.parent)
+        new = not path.exists()
+        with path.open("a"):
+            pass
+        if new:
+            path.unlink()
+    except OSError as e:
+        raise unwritable(path, e) from None
+    return path
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a result. Raises UserError if the disk is full or the path is no file."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    except OSError as e:
+        raise unwritable(path, e) from None
+
+
+def unwritable(path: Path, e: OSError) -> UserError:
+    return UserError(f"{path} cannot be written ({e.strerror or e}); name another output, or make room")

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from cli import Parser, run
 from errors import UserError
-from scripts.results import ROOT, describe, machine, write_json
+from scripts.results import ROOT, add_write_option, describe, machine, results_folder, write_json, write_text
 
 PROMPTS = ("Once upon a time", "The fox", "A little girl had a", "One day a boy named", "In a small house by the sea")
 
@@ -230,7 +230,9 @@ def main() -> None:
     parser.add_argument("--drops", type=int, default=1000, help="connections opened and dropped (default: 1000)")
     parser.add_argument("--memory-mb", type=int, default=100, help="growth that is no leak, all processes (default: 100)")
     parser.add_argument("--seed", type=int, default=0, help="of prompts and moments (default: 0)")
+    add_write_option(parser)
     args = parser.parse_args()
+    folder = results_folder(args)
     port = free_port()
     server = start_server(args.model, args.ranks, port)
     try:
@@ -239,9 +241,10 @@ def main() -> None:
         server.terminate()
         server.wait(60)
     where = machine()
-    path = write_json("soak", {"machine": where, "settings": vars(args), **result})
+    settings = {key: value for key, value in vars(args).items() if key != "write"}
+    path = write_json("soak", {"machine": where, "settings": settings, **result}, folder)
     text = table(result, args, describe(where, "cpu"))
-    path.with_suffix(".md").write_text(text)
+    write_text(path.with_suffix(".md"), text)
     print(f"{text}\nwrote {path.relative_to(ROOT)}")
     if wrong := verdict(result, args.memory_mb):
         raise UserError("; ".join(wrong))

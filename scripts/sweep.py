@@ -1,13 +1,15 @@
 """Measure every combination of models, variants, ranks, batch sizes, communicators, interconnects and lengths.
 
     python scripts/sweep.py --models llama-3-70b --variants standard ladder upper-bound --tp 8 --batch-sizes 1 4 16
+    python scripts/sweep.py --grid ladder --models llama-3-70b:16 --tp 8      # what would a ladder buy here?
     python scripts/sweep.py --grid table-2                    # the configurations of the paper's table 2
     python scripts/sweep.py --grid latency --interconnects 10ms,100MB/s      # on a CPU
 
 One JSON line a configuration goes to --out: its settings, every raw sample, the machine and the versions. A configuration that
 is in the file already is not run again (one that failed is, with --retry), so a sweep that was stopped goes on where it was.
 Each (ranks, environment) is one torchrun, which runs its configurations in turn, the variants of one configuration right after
-one another; a crash or an OOM becomes a row with its error. Every run is `engine.offline.generate`, as in generate.py. What no
+one another; a crash or an OOM becomes a row with its error. --seeds repeats all of it with other weights and prompts; tables and plots then take
+the runs of all seeds together. Every run is `engine.offline.generate`, as in generate.py. What no
 flag names depends on the device: a GPU takes Llama-3 8B with 1024 + 512 tokens, a CPU the preset `tiny` with 64 + 32.
 
 --interconnects: `default`; `no-p2p` (NCCL_P2P_DISABLE=1, the paper's "No NVLink"); `two-hosts` (scripts/two_hosts.py: half of
@@ -34,12 +36,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from tqdm import tqdm
 
-from checkpoint import DTYPES
+from checkpoint import DTYPES, model_config, open_source
 from cli import Parser, note, run
 from comm import KNOWN, choose
-from config import PRESETS
+from config import PRESETS, has_random_weights
 from errors import UserError
-from scripts.results import ROOT, machine
+from scripts.quality import quality
+from scripts.results import ROOT, check_output, machine, unwritable
 from scripts.sweep_rows import Row, Setting, finished, interconnect, ratio, read_rows, row_line
 from scripts.sweep_worker import MARK
 
@@ -59,6 +62,8 @@ ON_CPU = {"models": ["tiny"], "tp": [2], "batch_sizes": [1, 4], "prompt_lengths"
 PAPER = {"tp": [8], "prompt_lengths": [1024], "new_tokens": [512], "interconnects": ["default", "no-p2p"]}
 GRIDS: dict[str, dict[str, Any]] = {
     "latency": {"variants": ["standard", "parallel", "ladder", "desync-2x", "desync-4x", "upper-bound"], "batch_sizes": [1]},
+    # what would a ladder buy? batch 1, beside the model as it is and without any sums
+    "ladder": {"variants": ["standard", "ladder", "upper-bound"], "batch_sizes": [1]},
     "table-1": {
         **PAPER,
         "models": ["ladder-1b", "ladder-3b", "llama-3-8b", "llama-34b", "llama-3-70b", "bloom-176b"],
@@ -102,12 +107,19 @@ def settings_of(args: argparse.Namespace) -> list[Setting]:
         raise UserError("--tp, --batch-sizes, --prompt-lengths, --new-tokens and --runs must be at least 1")
     for comm, link in product(axes["comms"], axes["interconnects"]):
         choose(device, comm, interconnect(link).link)
+    for model, variant, tp in product(axes["models"], axes["variants"], axes["tp"]):
+        model_config(model, variant, tp)
+    for model in axes["models"]:
+        if not has_random_weights(model):
+            open_source(model, model_config(model, None, 1))
     if any(interconnect(link).hosts > 1 for link in axes["interconnects"]) and any(tp % 2 for tp in axes["tp"]):
         raise UserError("--interconnects two-hosts needs an even number of ranks; leave the odd ones out of --tp")
     order = ("tp", "interconnects", "models", "comms", "prompt_lengths", "new_tokens", "batch_sizes", "variants")
     return [
-        Setting(model, variant, tp, batch, prompt, new, comm, link, device, dtype, args.compile, args.seed, args.runs, args.profile)
-        for tp, link, model, comm, prompt, new, batch, variant in product(*(dict.fromkeys(axes[name]) for name in order))
+        Setting(model, variant, tp, batch, prompt, new, comm, link, device, dtype, args.compile, seed, args.runs, args.profile)
+        for seed, (tp, link, model, comm, prompt, new, batch, variant) in product(
+            dict.fromkeys(args.seeds), product(*(dict.fromkeys(axes[name]) for name in order))
+        )
     ]  # fmt: skip
 
 
@@ -157,7 +169,7 @@ class File:
 
     def __init__(self, path: Path) -> None:
         self.path, self.machine, self.versions = path, machine(), versions()
-        path.parent.mkdir(parents=True, exist_ok=True)
+        check_output(path)
         if path.exists():
             text = path.read_text()
             path.write_text(text[: text.rfind("\n") + 1])  # a line that a killed sweep has left half
@@ -168,8 +180,11 @@ class File:
     def add(self, setting: Setting, **found: Any) -> None:
         row = Row(setting, self.machine, self.versions, **found)
         self.rows.append(row)
-        with self.path.open("a") as file:
-            file.write(row_line(row))
+        try:
+            with self.path.open("a") as file:
+                file.write(row_line(row))
+        except OSError as e:
+            raise unwritable(self.path, e) from None
 
     def is_done(self, setting: Setting, retry: bool) -> bool:
         return any(row.setting == setting and not (row.error and retry) for row in self.rows)
@@ -272,10 +287,11 @@ def run_all(file: File, start: Start, todo: list[Setting], timeout: float, bar: 
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Markdown, variants side by side; ratios are to the standard model's."""
+    """Markdown, variants side by side; ratios are to the standard model's. Quality is that of the embedded model of the variant
+    (`quality.py`); a row's runs are those of all its seeds."""
     head = (
         "| model | tp | batch | tokens | sums | variant | prefill, ms | decode, ms a token | tokens/s | over standard | "
-        "weights, GB/s | memory, GB |"
+        "twin's perplexity | twin's exact match, % | weights, GB/s | memory, GB | runs |"
     )
     lines = [head, "|" + "---|" * head.count(" | ") + "---|"]
     done = finished(rows)
@@ -283,10 +299,14 @@ def table(rows: Sequence[Row]) -> str:
         s, gain = row.setting, ratio(row, done, "throughput")
         figures = [("prefill_ms", ".2f"), ("decode_ms_per_token", ".3f"), ("throughput", ".1f")]
         shown = [_shown(row.median(name), form) for name, form in figures]
+        twin = quality(s)
         shown += [
             _shown(gain, ".2f"),
+            _shown(twin.perplexity if twin else None, ".4f"),
+            _shown(twin.exact_match * 100 if twin else None, ".1f"),
             _shown(row.median("weight_gb_per_second"), ".1f"),
             _shown(row.median("peak_memory_gb"), ".2f"),
+            str(len(row.samples)),
         ]
         sums = (
             row.communicator
@@ -324,7 +344,10 @@ def parse_args() -> argparse.Namespace:
     axes = parser.add_argument_group("axes, each with one value or several")
     axes.add_argument("--grid", choices=GRIDS, help="a named set of axes; what else is given here replaces its values")
     axes.add_argument(
-        "--models", nargs="+", metavar="MODEL", help=f"presets ({', '.join(PRESETS)}; PRESET:LAYERS) or checkpoints"
+        "--models",
+        nargs="+",
+        metavar="MODEL",
+        help=f"presets ({', '.join(PRESETS)}; PRESET:LAYERS), checkpoints, or a config.json alone",
     )
     axes.add_argument("--variants", nargs="+", metavar="NAME", help="as generate.py --variant takes them")
     axes.add_argument("--tp", nargs="+", type=int, metavar="N", help="tensor-parallel ranks (default: all GPUs)")
@@ -338,7 +361,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=False, help="compile the modules")
     parser.add_argument("--runs", type=int, default=3, help="measured, behind one that warms up (default: 3)")
     parser.add_argument("--profile", action="store_true", help="one more run under the profiler: what of the sums is hidden")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and prompts (default: 0)")
+    parser.add_argument(
+        "--seeds", "--seed", nargs="+", type=int, default=[0], metavar="N", help="of weights and prompts (default: 0)"
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "sweep.jsonl", help="default: out/sweep.jsonl")
     parser.add_argument("--retry", action="store_true", help="run again what failed before")
     parser.add_argument("--timeout", type=float, default=600, help="seconds for one run, loading included (default: 600)")
@@ -353,8 +378,14 @@ def main() -> None:
     if len(todo) < len(settings):
         note(f"{len(settings) - len(todo)} of {len(settings)} configurations are in {args.out} already")
     with tqdm(total=len(todo), unit="configuration") as bar:
-        for start, found in launches(todo):
-            run_all(file, start, found, args.timeout, bar)
+        try:
+            for start, found in launches(todo):
+                run_all(file, start, found, args.timeout, bar)
+        except KeyboardInterrupt:
+            bar.close()
+            done = sum(file.is_done(s, args.retry) for s in settings)
+            note(f"stopped: {done} of {len(settings)} configurations are in {args.out}; the same command goes on from there")
+            raise
     rows = [row for row in read_rows(args.out) if row.setting in set(settings)] if args.out.exists() else []
     print(table(rows))
     if args.grid == "latency" and (single := latency_table(rows)):

@@ -41,9 +41,10 @@ class Setting:
 
     @property
     def label(self) -> str:
+        seed = "" if self.seed == 0 else f" seed {self.seed}"
         sums = "" if self.comm is None else f" {self.comm}"
         link = "" if self.interconnect == "default" else f" {self.interconnect}"
-        return f"{self.model} {self.variant} tp{self.tp} b{self.batch} {self.prompt_length}+{self.new_tokens}{sums}{link}"
+        return f"{self.model} {self.variant} tp{self.tp} b{self.batch} {self.prompt_length}+{self.new_tokens}{sums}{link}{seed}"
 
     def twin(self, variant: str) -> "Setting":
         """The same configuration of another variant."""
@@ -133,15 +134,26 @@ def row_line(row: Row) -> str:
     return json.dumps({f.name: getattr(row, f.name) for f in fields(Row)} | {"setting": asdict(row.setting)}) + "\n"
 
 
+def pooled(rows: Iterable[Row]) -> list[Row]:
+    """One row for each configuration, with the samples of all its seeds; its setting has seed 0."""
+    found: dict[Setting, Row] = {}
+    for row in rows:
+        setting = replace(row.setting, seed=0)
+        same = found.get(setting)
+        samples = [*(same.samples if same else []), *row.samples]
+        found[setting] = replace(same or row, setting=setting, samples=samples, split=(same and same.split) or row.split)
+    return list(found.values())
+
+
 def finished(rows: Iterable[Row]) -> list[Row]:
-    """Those with samples, variants in the usual order."""
+    """Those with samples, seeds pooled, variants in the usual order."""
 
     def order(row: Row) -> tuple[Any, ...]:
         s, kind = row.setting, row.setting.variant.split(":")[0]
         rank = ORDER.index(kind) if kind in ORDER else len(ORDER)
         return s.model, s.interconnect, s.comm or "", s.tp, s.batch, s.prompt_length, s.new_tokens, rank, s.variant
 
-    return sorted((row for row in rows if row.samples), key=order)
+    return sorted(pooled(row for row in rows if row.samples), key=order)
 
 
 def baseline(row: Row, rows: Sequence[Row]) -> Row | None:

@@ -3,7 +3,7 @@
     python scripts/trace_overlap.py
 
 Runs generate.py --profile on each, takes the prefill out of rank 0's trace, and computes the exposed time: what of the
-all-reduces' time no module computes in. Writes docs/results/overlap.json and overlap.svg.
+all-reduces' time no module computes in. Writes overlap.json and overlap.svg into out, or with --write into docs/results.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import matplotlib.pyplot as plt
 
 from cli import Parser, run
 from errors import UserError
-from scripts.results import RESULTS, ROOT, describe, machine, write_json
+from scripts.results import ROOT, add_write_option, describe, machine, results_folder, write_json
 
 Span = tuple[float, float]  # begin and end, ms
 LAYERS_SHOWN = 3
@@ -75,7 +75,9 @@ def main() -> None:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2, help="gloo ranks (default: 2)")
     parser.add_argument("--prompt-length", type=int, default=512, help="tokens of the profiled prefill (default: 512)")
+    add_write_option(parser)
     args = parser.parse_args()
+    folder = results_folder(args)
     figure, axes = plt.subplots(2, 1, figsize=(9, 4), sharex=True, layout="constrained")
     rows = []
     for axis, model in zip(axes, ("tiny-standard", "tiny-ladder"), strict=True):
@@ -87,8 +89,9 @@ def main() -> None:
         print(title)
     axes[-1].set_xlabel(f"ms of a prefill of {args.prompt_length} tokens, layers 1 to {LAYERS_SHOWN}, {args.ranks} ranks")
     where = machine()
-    path = write_json("overlap", {"machine": where, "settings": vars(args), "rows": rows})
-    figure.savefig(RESULTS / "overlap.svg")
+    settings = {key: value for key, value in vars(args).items() if key != "write"}
+    path = write_json("overlap", {"machine": where, "settings": settings, "rows": rows}, folder)
+    figure.savefig(folder / "overlap.svg")
     print(f"{describe(where, 'cpu')}; wrote {path.relative_to(ROOT)} and overlap.svg beside it")
 
 

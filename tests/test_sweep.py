@@ -2,11 +2,12 @@
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import textwrap
 import weakref
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ import pytest
 import torch
 from tqdm import tqdm
 
+import cli
 from comm import Local, parse_link
 from errors import UserError
-from scripts import sweep, sweep_worker
-from scripts.sweep_rows import Row, Setting, read_rows, row_line
+from scripts import loadgen, plots, report, results, sweep, sweep_worker
+from scripts.sweep_rows import Row, Setting, finished, read_rows, row_line
 from tests.command_line import ROOT, environment
 from tp import World
 
@@ -338,3 +340,200 @@ def test_a_sweep_on_two_ranks_goes_on_where_it_stopped(tmp_path: Path) -> None:
     said = run("standard", "upper-bound")
     assert out.read_text() == before
     assert "2 of 2 configurations are in" in said and "| standard |" in said and "| ladder |" not in said
+
+
+# --- refused before anything starts --------------------------------------------------------------------------------------
+
+
+def command(script: str, *args: object) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a script in this process's Python."""
+    done = subprocess.run(
+        [sys.executable, f"scripts/{script}.py", *map(str, args)],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--models nope", "no preset 'nope'"),
+        ("--models tiny nope", "no preset 'nope'"),
+        ("--models tiny:99", "1 to 8"),
+        ("--models models/nope", "is missing"),
+        ("--variants nope", "unknown variant 'nope'"),
+        ("--models tiny --variants standard ladder:3", "unknown variant"),
+        ("--models tiny --variants hybrid:9", "only 8 layers"),
+    ],
+)
+def test_unknown_models_and_variants_are_refused_before_ranks_start(
+    flags: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sweep.subprocess, "Popen", lambda *_, **__: pytest.fail("ranks were started"))
+    monkeypatch.setattr(sys, "argv", ["sweep.py", "--device", "cpu", *flags.split(), "--out", str(tmp_path / "rows.jsonl")])
+    with pytest.raises(UserError, match=re.escape(said)):
+        sweep.main()
+    assert not (tmp_path / "rows.jsonl").exists()
+
+
+def test_a_refusal_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    code, out, err = command("sweep", "--device", "cpu", "--models", "nope", "--out", tmp_path / "rows.jsonl")
+    assert (code, out, err.count("\n")) == (2, "", 1) and err.startswith("error: no preset 'nope'")
+
+
+# --- outputs -------------------------------------------------------------------------------------------------------------
+
+
+def bad_outputs(folder: Path) -> list[Path]:
+    """A directory, a path below a file, and a device that is full. (Permissions bind no test that runs as root.)"""
+    (folder / "file").write_text("x")
+    (folder / "directory").mkdir()
+    return [folder / "directory", folder / "file" / "rows", Path("/dev/full")]
+
+
+def test_an_output_is_checked_and_its_folder_made(tmp_path: Path) -> None:
+    for path in bad_outputs(tmp_path):
+        with pytest.raises(UserError, match=r"cannot be written \(.+\); name another output"):
+            results.check_output(path)
+        with pytest.raises(UserError, match="cannot be written"):
+            results.write_text(path, "x" * 5000)
+    for folder in (tmp_path / "file", tmp_path / "file" / "deeper"):
+        with pytest.raises(UserError, match="cannot be written"):
+            results.check_folder(folder)
+    assert results.check_output(tmp_path / "a" / "b" / "c.json").parent.is_dir()
+    assert list((tmp_path / "a" / "b").iterdir()) == []  # the probe leaves nothing
+    (tmp_path / "a" / "kept").write_text("text")
+    results.check_output(tmp_path / "a" / "kept")
+    assert (tmp_path / "a" / "kept").read_text() == "text"
+
+
+def test_a_full_disk_is_found_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(results.tempfile, "TemporaryFile", full)
+    with pytest.raises(UserError, match="No space left on device"):
+        results.check_output(tmp_path / "rows.jsonl")
+
+
+@pytest.mark.parametrize("script", [sweep, loadgen, plots, report])
+@pytest.mark.parametrize("which", [0, 1])
+def test_scripts_refuse_outputs_that_cannot_be(
+    script: Any, which: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before any rank or server is started, and before anything is drawn."""
+    path = bad_outputs(tmp_path)[which]
+    if script is plots and which == 0:
+        path = tmp_path / "file"  # it writes a folder
+    rows = tmp_path / "sweep.jsonl"
+    rows.write_text(row_line(Row(TINY, {}, {}, samples=[{"prefill_ms": 1.0, "step_ms": [1.0], "decode_ms_per_token": 1.0}])))
+    flags = {
+        sweep: ["--device", "cpu", "--models", "tiny"],
+        loadgen: ["--model", "tiny"],
+        plots: ["--sweep", str(rows)],
+        report: ["--sweep", str(rows)],
+    }[script]
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("something was started"))
+    monkeypatch.setattr(sweep, "machine", dict)
+    monkeypatch.setattr(sweep, "versions", dict)
+    for drawing in ("throughput", "pareto"):
+        monkeypatch.setitem(plots.FIGURES, drawing, lambda _: pytest.fail("a figure was drawn"))
+    monkeypatch.setattr(sys, "argv", ["script.py", *flags, "--out", str(path)])
+    with pytest.raises(UserError, match="cannot be written"):
+        script.main()
+
+
+def test_an_interrupted_sweep_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(file: sweep.File, start: sweep.Start, todo: list[Setting], *_: Any) -> None:
+        file.add(todo[0], samples=[])
+        raise KeyboardInterrupt
+
+    out = tmp_path / "rows.jsonl"
+    monkeypatch.setattr(sweep, "run_all", interrupted)
+    flags = ["--models", "tiny", "--variants", "standard", "ladder", "--batch-sizes", "1", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["sweep.py", "--device", "cpu", *flags])
+    with pytest.raises(SystemExit) as left:
+        cli.run(sweep.main)
+    assert left.value.code == 130
+    assert f"stopped: 1 of 2 configurations are in {out}; the same command goes on from there" in capfd.readouterr().err
+
+
+WRITERS = [
+    "accuracy",
+    "adapt_demo",
+    "baseline",
+    "bench_cpu",
+    "lm_eval_check",
+    "performance",
+    "pretrain_variants",
+    "quantization",
+]
+
+
+@pytest.mark.parametrize("script", [*WRITERS, "soak", "trace_overlap"])
+def test_tracked_results_are_written_with_write_alone(script: str) -> None:
+    text = (ROOT / "scripts" / f"{script}.py").read_text()
+    assert "add_write_option(parser)" in text and "results_folder(args)" in text
+    assert not re.search(r"write_json\([^\n]*\}\)$", text, re.MULTILINE), "write_json's default folder is docs/results"
+    assert not re.search(r"(write_text|savefig|plot\w*)\([^\n]*RESULTS", text)
+
+
+def test_the_default_folder_is_not_tracked() -> None:
+    parser = argparse.ArgumentParser()
+    results.add_write_option(parser)
+    assert results.results_folder(parser.parse_args([])) == ROOT / "out"
+    assert results.results_folder(parser.parse_args(["--write"])) == ROOT / "docs" / "results"
+
+
+# --- seeds and quality ---------------------------------------------------------------------------------------------------
+
+
+def test_a_sweep_over_seeds_pools_their_runs() -> None:
+    settings = sweep.settings_of(arguments("--models", "tiny", "--variants", "standard", "ladder", "--seeds", 3, 5, 5))
+    assert len(settings) == len(set(settings)) == 8 and {s.seed for s in settings} == {3, 5}  # 2 batch sizes
+    rows = [
+        Row(
+            replace(TINY, seed=seed),
+            {},
+            {},
+            samples=[{"prefill_ms": float(seed), "step_ms": [], "decode_ms_per_token": None}] * 2,
+        )
+        for seed in (3, 5, 9)
+    ]
+    (row,) = finished([*rows, Row(replace(TINY, seed=11), {}, {}, error="x")])
+    assert sorted(row.values("prefill_ms")) == [3, 3, 5, 5, 9, 9]
+    assert finished([row]) == [row]
+    assert rows[0].setting.label.endswith(" seed 3")
+
+
+def test_a_table_has_quality_beside_speed() -> None:
+    """Against the raw files: perplexity and mean exact match of the small model of the same variant."""
+    samples = [
+        {"prefill_ms": 1.0, "step_ms": [1.0], "decode_ms_per_token": 1.0, "weight_gb_per_second": 1, "peak_memory_gb": 1}
+    ]
+    settings = [replace(TINY, model="llama-3-70b", tp=8, variant=v) for v in ("standard", "ladder", "upper-bound", "hybrid:3")]
+    settings.append(replace(TINY, variant="ladder", tp=2, comm="int4"))
+    text = sweep.table([Row(s, {}, {}, samples=samples) for s in settings])
+    head, _, *lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
+    at = head.index("twin's perplexity")
+    exact = {r["model"]: r for r in json.loads((ROOT / "docs/results/accuracy.json").read_text())["rows"] if r["tp"] == 4}
+    quantized = json.loads((ROOT / "docs/results/accuracy-quantized.json").read_text())["rows"]
+    (int4,) = [r for r in quantized if (r["model"], r["comm"], r["tp"]) == ("tiny-ladder", "int4", 2)]
+
+    def cells(row: dict[str, Any]) -> list[str]:
+        tasks = ("question", "arithmetic", "sorting", "counting", "copying")
+        return [f"{row['perplexity']:.4f}", f"{100 * sum(row[t] for t in tasks) / 5:.1f}"]
+
+    assert [line[at : at + 2] for line in lines] == [
+        cells(exact["tiny-standard"]),
+        cells(exact["tiny-ladder"]),
+        cells(exact["tiny-hybrid"]),
+        ["", ""],
+        cells(int4),
+    ]
