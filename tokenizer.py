@@ -52,6 +52,9 @@ PLAIN_CHAT = (  # of the stand-in
     "{% for message in messages %}{{ message.role }}: {{ message.content or '' }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
+DROPPED = " \u200b\x01\u0301"  # what normalizers drop
+PROBE = 4096  # characters, far more than the longest token has
+MOST_COMPOSED = 4  # characters that canonical composition makes one of
 CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # with transformers' trailing space: it shows whether the template strips
 
 codecs.register_error("replace-each-byte", lambda e: ("\ufffd" * (e.end - e.start), e.end))  # type: ignore[attr-defined]
@@ -94,6 +97,8 @@ class Tokenizer(ABC):
         self.eos_ids = tuple(dict.fromkeys([*s.eos_ids, *eos]))  # any of them ends generation
         self.chat_templates = s.templates  # by name
         self.chat_template = s.templates.get("default")
+        self.covers: int | None = max(map(len, pieces.data), default=1)  # most characters of a text that become one id;
+        # None where it has no bound, since the tokenizer drops characters or makes one id of many that it does not know
         self.add_bos = bos is not None and s.add_bos is not False
         self._names = dict(s.names)  # what templates see as bos_token, eos_token, ...
         for name, ids in (("bos_token", [] if bos is None else [bos]), ("eos_token", eos)):
@@ -164,6 +169,8 @@ class Tokenizer(ABC):
         }
         try:
             text = _compile_template(template).render(variables)
+        except MemoryError:
+            raise
         except Exception as e:  # a template can raise anything; none of it is the server's fault
             reason = " ".join(str(e).split()) or type(e).__name__
             raise UserError(f"the chat template failed: {reason}; mend the messages or pass chat_template") from e
@@ -280,6 +287,9 @@ class SentencePieceTokenizer(Tokenizer):
         bos = texts.get(settings.names.get("bos_token", ""), sp.bos_id())
         eos = texts.get(settings.names.get("eos_token", ""), sp.eos_id())
         super().__init__(pieces, frozenset(special), None if bos < 0 else bos, [eos] if eos >= 0 else [], settings)
+        dropped = any(len(bare.encode(c * PROBE)) * max(map(len, data)) < PROBE for c in DROPPED)
+        if dropped or len(byte_ids) <= 256:  # those of all bytes, and the unknown token
+            self.covers = None
 
     def _probe_lead(self, size: int) -> str:
         """The model's rule for the start of a text, read off its behaviour: the library does not export the flags."""
@@ -366,12 +376,25 @@ class HuggingFaceTokenizer(Tokenizer):
         self._override_bos = settings.add_bos  # None: the file's post-processor decides
         super().__init__(pieces, special, bos, [] if eos is None else [eos], settings)
         self.add_bos = bos is not None and self.encode("")[:1] == [bos]
+        keeps_all = kept_by_normalizer(json.loads(blob)) and not any(token.lstrip or token.rstrip for token in added.values())
+        self.covers = self.covers * MOST_COMPOSED if keeps_all and self.covers else None
 
     def _encode(self, text: str, add_special_tokens: bool, parse_special: bool) -> list[int]:
         tokenizer = self._parsing if parse_special else self._plain
         override = self._override_bos if add_special_tokens and self.bos_id is not None else None
         ids = list(tokenizer.encode(text, add_special_tokens=add_special_tokens and override is not False).ids)
         return [self.bos_id, *ids] if override and ids[:1] != [self.bos_id] else ids  # type: ignore[list-item]
+
+
+def kept_by_normalizer(content: dict[str, Any]) -> bool:
+    """Whether every character of a text ends in some token: nothing is dropped, and what is unknown becomes bytes."""
+    root = content.get("normalizer") or {"type": "Sequence", "normalizers": []}
+    steps = root["normalizers"] if root.get("type") == "Sequence" else [root]
+    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+    known = all(step.get("type") in ("NFC", "NFD", "Prepend") or step == spaces for step in steps)
+    model = content.get("model") or {}
+    byte_level = "ByteLevel" in json.dumps(content.get("pre_tokenizer"))
+    return known and (byte_level or bool(model.get("byte_fallback")))
 
 
 def _json_pieces(vocab: dict[int, str], added: dict[int, str], content: dict[str, Any], path: Path) -> Pieces:

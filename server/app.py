@@ -1,10 +1,7 @@
 """The HTTP application: routes, and what /openapi.json says about them."""
 
-import asyncio
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.openapi.utils import get_openapi
@@ -12,25 +9,21 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import FileResponse, HTMLResponse, Response
 from starlette.staticfiles import StaticFiles
 
-from errors import UserError
 from server import problems, replies
-from server.chat import Chat, chat_ids
-from server.completions import Completion, work_of
+from server.chat import Chat, chat_ids, conversation
+from server.completions import Completion, read_prompts
 from server.docs import render_docs
 from server.engine_client import EngineClient
 from server.middleware import ApiKey, BodyLimit, RequestScope
 from server.problems import ApiError, bad
+from server.prompts import SLOW_TEXT, detokenize_reply, tokenize_reply
 from server.schemas import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from server.service import Service, read_chat_template
 from server.settings import VERSION, Settings
 from server.sse import EventStream, to_json, unless_gone
-from server.text import off_loop
 from tokenizer import Tokenizer
 
-T = TypeVar("T")
-
 STATIC = Path(__file__).parent / "static"
-TEMPLATE_SECONDS = 10.0  # longest time to prepare a prompt with a client's own template
 DATA = {"type": "string", "description": "With `stream`: a chunk as JSON, or an error; after the last one `[DONE]`."}
 # Nothing names its type on the wire; a reader of server-sent events then calls it "message".
 FIELDS = {"data": DATA, "event": {"const": "message"}}
@@ -84,19 +77,15 @@ def _check(service: Service, request: Request, body: Body) -> None:
 
 
 def _json(value: Any, status: int = 200) -> Response:
-    return Response(to_json(value), status, media_type="application/json")
+    return _as_json(to_json(value), status)
+
+
+def _as_json(data: bytes, status: int = 200) -> Response:
+    return Response(data, status, media_type="application/json")
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:
     errors = _errors(400, 401, 404, 413, 429, 500, 503)
-    own_templates = ThreadPoolExecutor(2, "template")  # a client's endless template holds up nobody but its like
-
-    async def prepare_with_limit(make: Callable[[], T]) -> T:
-        try:
-            job = asyncio.get_running_loop().run_in_executor(own_templates, make)
-            return await asyncio.wait_for(job, TEMPLATE_SECONDS)
-        except TimeoutError as e:
-            raise bad("chat_template", f"takes longer than {TEMPLATE_SECONDS:g} s") from e
 
     async def respond(request: Request, job: Completion | Chat) -> Response:
         note = request.state.note
@@ -116,7 +105,8 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     async def completions(body: CompletionBody, request: Request) -> Response:
         _check(service, request, body)
         service.check_ready()
-        return await respond(request, await off_loop(work_of(body), lambda: Completion(service, body)))
+        prompts, echoes = await unless_gone(request.receive, read_prompts(service, body))
+        return await respond(request, Completion(service, body, prompts, echoes))
 
     @app.post(
         "/v1/chat/completions",
@@ -128,38 +118,32 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         _check(service, request, body)
         service.check_ready()
-        own_template = body.chat_template is not None
-        job = await (prepare_with_limit if own_template else asyncio.to_thread)(lambda: Chat(service, body))
-        return await respond(request, job)
+        size = len(await request.body())
+        ids = await unless_gone(request.receive, chat_ids(service, body, size))
+        return await respond(request, Chat(service, body, ids))
 
 
 def _add_tokens(app: FastAPI, service: Service) -> None:
-    tokenizer, errors = service.tokenizer, _errors(400, 401, 404, 413, 500)
+    errors = _errors(400, 401, 404, 413, 500, 503)
 
     @app.post("/tokenize", response_model=replies.TokenizeReply, responses=errors, tags=["tokens"], summary="Text to token ids")
     async def tokenize(body: TokenizeBody, request: Request) -> Response:
         _check(service, request, body)
-        if (prompt := body.prompt) is not None:
-            special = body.add_special_tokens is not False
-            ids = await off_loop(len(prompt), lambda: tokenizer.encode(prompt, add_special_tokens=special))
-        else:
-            ids = await asyncio.to_thread(chat_ids, service, body)
+        given = conversation(service, body) if body.prompt is None else body.prompt
         ready = service.client.ready
-        reply = {"tokens": ids, "count": len(ids), "max_model_len": ready and ready.max_model_len}
-        if body.return_token_strs:
-            reply["token_strs"] = [service.token_text(one) for one in ids]
-        return _json(reply)
+        options = (body.add_special_tokens is not False, ready and ready.max_model_len, bool(body.return_token_strs))
+        slow = len(await request.body()) > SLOW_TEXT or body.chat_template is not None
+        work = service.workers.run(tokenize_reply, given, *options, slow=slow)
+        return _as_json(await unless_gone(request.receive, work))
 
     @app.post(
         "/detokenize", response_model=replies.DetokenizeReply, responses=errors, tags=["tokens"], summary="Token ids to text"
     )
     async def detokenize(body: DetokenizeBody, request: Request) -> Response:
         _check(service, request, body)
-        try:
-            text = await off_loop(len(body.tokens), lambda: tokenizer.decode(body.tokens, bool(body.skip_special_tokens)))
-        except UserError as e:
-            raise bad("tokens", str(e)) from e
-        return _json({"prompt": text})
+        slow = len(body.tokens) > SLOW_TEXT
+        work = service.workers.run(detokenize_reply, body.tokens, bool(body.skip_special_tokens), slow=slow)
+        return _as_json(await unless_gone(request.receive, work))
 
 
 def _add_models(app: FastAPI, service: Service) -> None:

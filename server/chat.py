@@ -4,7 +4,6 @@ import json
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from errors import UserError
 from server import grammar
 from server.generation import (
     Chunks,
@@ -20,10 +19,12 @@ from server.generation import (
     merge,
     new_id,
     prompt_logprobs_by_id,
+    room_for,
     stream,
 )
 from server.logprobs import chat_layout
 from server.problems import bad
+from server.prompts import SLOW_TEXT, Conversation, chat_prompt
 from server.schemas import ChatBody, ChatMessage, TokenizeBody
 from server.service import Service
 
@@ -43,29 +44,40 @@ RESERVED = {
 }
 
 
-def chat_ids(service: Service, body: ChatBody | TokenizeBody) -> list[int]:
-    """The ids of the conversation. Raises a 400 for messages or a template that cannot be rendered."""
-    kwargs = dict(body.chat_template_kwargs or {})
-    if wrong := sorted(RESERVED & set(kwargs)):
+def conversation(service: Service, body: ChatBody | TokenizeBody) -> Conversation:
+    """What the template gets. Raises a 400 for a template from a request, unless the server trusts those."""
+    variables = dict(body.chat_template_kwargs or {})
+    if wrong := sorted(RESERVED & set(variables)):
         raise bad("chat_template_kwargs", f"sets {wrong[0]!r}, which the server sets itself")
+    own_template = body.chat_template is not None and body.chat_template not in service.tokenizer.chat_templates
+    if own_template and not service.settings.trust_request_chat_template:
+        message = (
+            "this server runs no templates of requests; leave it out, or start the server with --trust-request-chat-template"
+        )
+        raise bad("chat_template", message)
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools or []]
     if isinstance(body, ChatBody) and body.tool_choice == "none":
         tools = []
     if body.documents is not None:
-        kwargs["documents"] = body.documents
+        variables["documents"] = body.documents
     continued = bool(body.continue_final_message)
-    try:
-        text = service.tokenizer.render_chat(
-            [_for_template(message) for message in body.messages or []],
-            tools=tools or None,
-            add_generation_prompt=not continued if body.add_generation_prompt is None else body.add_generation_prompt,
-            continue_final_message=continued,
-            chat_template=service.pick_template(body.chat_template),
-            **kwargs,
-        )
-    except UserError as e:
-        raise bad("messages" if body.chat_template is None else "chat_template", str(e)) from e
-    return service.tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))
+    return Conversation(
+        messages=[_for_template(message) for message in body.messages or []],
+        tools=tools or None,
+        chat_template=service.pick_template(body.chat_template),
+        add_generation_prompt=not continued if body.add_generation_prompt is None else body.add_generation_prompt,
+        continue_final_message=continued,
+        variables=variables,
+        add_special_tokens=bool(body.add_special_tokens),
+        own_template=own_template,
+    )
+
+
+async def chat_ids(service: Service, body: ChatBody, size: int) -> list[int]:
+    """The ids of the conversation, from a worker. size: bytes of the request's body. Raises a 400 as `prompts.chat_prompt` does."""
+    chat = conversation(service, body)
+    room = room_for(service, body.truncate_prompt_tokens, body.limit)
+    return await service.workers.run(chat_prompt, chat, room, slow=chat.own_template or size > SLOW_TEXT)
 
 
 def _for_template(message: ChatMessage) -> dict[str, Any]:
@@ -84,13 +96,13 @@ def _for_template(message: ChatMessage) -> dict[str, Any]:
 
 
 class Chat:
-    """One request. Made in a thread, since templates and long texts take their time."""
+    """One request. `ids`: of its conversation."""
 
-    def __init__(self, service: Service, body: ChatBody) -> None:
+    def __init__(self, service: Service, body: ChatBody, ids: list[int]) -> None:
         self.service, self.body = service, body
         self.forced = bool(body.forced_tools)
         self.may_call = bool(body.tools) and body.tool_choice != "none"
-        ids = fit_prompt(service, chat_ids(service, body), body.truncate_prompt_tokens, body.limit, "messages")
+        ids = fit_prompt(service, ids, body.truncate_prompt_tokens, body.limit, "messages")
         name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         limit = fit_answer(service, len(ids), body.limit, None, name, "messages")
         compiled = grammar.for_tools(body.forced_tools) if self.forced else grammar.for_format(body)

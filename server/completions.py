@@ -1,6 +1,5 @@
 """POST /v1/completions: prompts to plans, and deltas to OpenAI's choices and chunks."""
 
-import math
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -18,9 +17,11 @@ from server.generation import (
     make_params,
     new_id,
     prompt_logprobs_by_id,
+    room_for,
     stream,
 )
 from server.logprobs import completion_layout
+from server.prompts import LONG_TEXT, SLOW_TEXT, Room, check_length, prompt_texts, text_prompts
 from server.schemas import CompletionBody
 from server.service import Service
 from server.text import text_offsets
@@ -30,12 +31,11 @@ PROMPT_WORK = 64  # of an empty prompt, in characters
 
 
 class Completion:
-    """One request. Long prompts take long to tokenize: made in a thread if `work_of` it is much."""
+    """One request. `prompts`, `echoes`: from `read_prompts`."""
 
-    def __init__(self, service: Service, body: CompletionBody) -> None:
-        self.service, self.body = service, body
+    def __init__(self, service: Service, body: CompletionBody, prompts: list[Prompt], echoes: list[str]) -> None:
+        self.service, self.body, self.echoes = service, body, echoes
         self.skip_special = body.skip_special_tokens is not False
-        prompts = [self._prompt(one) for one in _split(body.prompt)]
         compiled = grammar.for_format(body)
         scores = body.prompt_logprobs
         if body.echo and body.logprobs is not None:
@@ -60,20 +60,6 @@ class Completion:
         self.usage = Usage(self.plan)
         self.include_usage, self.continuous_usage = body.usage_options
         self.says_all = bool(body.return_token_ids or body.logprobs is not None or self.continuous_usage)
-        self.echoes = [self._echo(prompt) for prompt in prompts] if body.echo else []
-
-    def _prompt(self, given: str | list[int]) -> Prompt:
-        body = self.body
-        if isinstance(given, str):
-            ids = self.service.tokenizer.encode(given, add_special_tokens=body.add_special_tokens is not False)
-        else:
-            ids = given
-        limit = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-        kept = fit_prompt(self.service, ids, body.truncate_prompt_tokens, limit)
-        return Prompt(kept, given if isinstance(given, str) and len(kept) == len(ids) else None)
-
-    def _echo(self, prompt: Prompt) -> str:
-        return self.service.tokenizer.decode(prompt.ids, self.skip_special) if prompt.text is None else prompt.text
 
     # ------------------------------------------------------------------------------------------------ answers
 
@@ -155,14 +141,40 @@ class Completion:
         return kept
 
 
-def work_of(body: CompletionBody) -> float:
-    """About how much is to do before the request can go to the engine, in characters that become ids or ids that are looked at;
-    infinite for a grammar, whose cost its size does not tell."""
-    if body.json_format is not None:
-        return math.inf
-    prompts = _split(body.prompt)
-    for_each = PROMPT_WORK + sum(len(ids or ()) for ids in (body.logit_bias, body.allowed_token_ids, body.stop_token_ids))
-    return sum(map(len, prompts)) + len(prompts) * for_each
+async def read_prompts(service: Service, body: CompletionBody) -> tuple[list[Prompt], list[str]]:
+    """The prompts as ids, and with `echo` their texts. Raises a 400 for one that is too long."""
+    given = _split(body.prompt)
+    limit = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    room = room_for(service, body.truncate_prompt_tokens, limit)
+    texts = [one for one in given if isinstance(one, str)]
+    for text in texts:
+        check_length(service.tokenizer, text, room, "prompt")
+    encoded = iter(await _encode(service, texts, body.add_special_tokens is not False, room))
+    prompts = []
+    for one in given:
+        ids, whole = next(encoded) if isinstance(one, str) else (one, True)
+        kept = fit_prompt(service, ids, body.truncate_prompt_tokens, limit)
+        prompts.append(Prompt(kept, one if isinstance(one, str) and whole and len(kept) == len(ids) else None))
+    return prompts, await _echoes(service, prompts, body.skip_special_tokens is not False) if body.echo else []
+
+
+async def _encode(service: Service, texts: list[str], add_special_tokens: bool, room: Room) -> list[tuple[list[int], bool]]:
+    """The ids of each text and whether they are all of it, from a worker if there is much to do."""
+    work = sum(map(len, texts)) + PROMPT_WORK * len(texts)
+    if work > LONG_TEXT:
+        return await service.workers.run(text_prompts, texts, add_special_tokens, room, slow=work > SLOW_TEXT)
+    return [(service.tokenizer.encode(text, add_special_tokens=add_special_tokens), True) for text in texts]
+
+
+async def _echoes(service: Service, prompts: list[Prompt], skip_special: bool) -> list[str]:
+    """The text of each prompt as the client wrote it, or that of its ids."""
+    unknown = [prompt.ids for prompt in prompts if prompt.text is None]
+    work = sum(map(len, unknown))
+    if work > LONG_TEXT:
+        found = iter(await service.workers.run(prompt_texts, unknown, skip_special, slow=work > SLOW_TEXT))
+    else:
+        found = iter([service.tokenizer.decode(ids, skip_special) for ids in unknown])
+    return [next(found) if prompt.text is None else prompt.text for prompt in prompts]
 
 
 def _split(prompt: Any) -> list[str | list[int]]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from engine.protocol import Logprob, RequestParams, Submit, TokenLogprobs, TokenOutput
 from server.problems import ApiError, bad, context_error
+from server.prompts import Room
 from server.schemas import INT64, GenerationBody
 from server.service import Service
 from server.text import TextStream
@@ -85,6 +86,13 @@ def new_id(prefix: str, body: GenerationBody) -> str:
     return f"{prefix}-{body.request_id or uuid.uuid4().hex}"
 
 
+def room_for(service: Service, truncate: int | None, max_tokens: int | None) -> Room:
+    """What `truncate_prompt_tokens` leaves of a prompt."""
+    answer = max(max_tokens or 1, 1)
+    keep = max(0, service.max_model_len - answer) if truncate == -1 else truncate
+    return Room(service.max_model_len, keep, answer)
+
+
 def fit_prompt(
     service: Service, ids: list[int], truncate: int | None, max_tokens: int | None, part: str = "prompt"
 ) -> list[int]:
@@ -92,10 +100,9 @@ def fit_prompt(
 
     `part`: the field that holds it, "prompt" or "messages".
     """
-    limit = service.max_model_len
-    if truncate is not None:
-        keep = limit - max(max_tokens or 1, 1) if truncate == -1 else truncate
-        ids = ids[-keep:] if keep > 0 else []
+    limit, keep = service.max_model_len, room_for(service, truncate, max_tokens).keep
+    if keep is not None:
+        ids = ids[max(0, len(ids) - keep) :]
     if not ids:
         raise bad(part, "has no tokens; give at least one")
     if (highest := max(ids)) >= service.vocab_size:

@@ -40,6 +40,7 @@ class Settings:
     simulate_link: str | None = None
     compile: bool = False
     chat_template: str | None = None
+    trust_request_chat_template: bool = False
     # how much at once
     max_model_len: int | None = None
     max_num_seqs: int = 64
@@ -163,6 +164,12 @@ def _add_model(group: Any) -> None:
     )
     group.add_argument(
         "--chat-template", metavar="FILE|NAME", help="a Jinja file, or the name of one of the checkpoint's (default: its own)"
+    )
+    group.add_argument(
+        "--trust-request-chat-template",
+        action=argparse.BooleanOptionalAction,
+        help="render the chat_template of a request. It is a program: it runs in a sandbox in a process with limits, but such programs "
+        "can still keep those processes busy (default: refused with a 400)",
     )
 
 

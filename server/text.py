@@ -1,14 +1,8 @@
 """Ids to text while they arrive: stop strings, special tokens, and where each token lies in the text."""
 
-import asyncio
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 from tokenizer import IncrementalDetokenizer, Tokenizer
-
-T = TypeVar("T")
-
-LONG_TEXT = 4096  # characters; above it, tokenization and the like leave the event loop
 
 
 class TextStream:
@@ -97,8 +91,3 @@ def text_offsets(tokenizer: Tokenizer, ids: Sequence[int], skip_special: bool) -
 
 def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
     return tokenizer.token_bytes(token_id) if token_id < tokenizer.vocab_size else b""
-
-
-async def off_loop(size: float, work: Callable[[], T]) -> T:
-    """`work()`, in a thread if it is so much, in characters to tokenize, that other clients would notice."""
-    return await asyncio.to_thread(work) if size > LONG_TEXT else work()

@@ -285,7 +285,8 @@ def main(descriptor: str, parent: str, seconds: str, niceness: str, model: str) 
     die_with_parent(int(parent))
     for number in (signal.SIGINT, signal.SIGTERM):  # the frontend ends it
         signal.signal(number, signal.SIG_IGN)
-    import server.grammar  # noqa: F401  # what most jobs import
+    import server.grammar
+    import server.prompts  # noqa: F401  # what most jobs are in
     from tokenizer import tokenizer_of
 
     _tokenizer = tokenizer_of(model)

@@ -82,7 +82,7 @@ def reference() -> Reference:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
-    with ServerProcess("--model", HYBRID, ranks=2) as started:
+    with ServerProcess("--model", HYBRID, "--trust-request-chat-template", ranks=2) as started:
         yield started.ready()
 
 

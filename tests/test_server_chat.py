@@ -1,6 +1,9 @@
 """`/v1/chat/completions` against a fake engine: templates, formats and tools, whole and as a stream."""
 
 import json
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -40,7 +43,9 @@ def test_chat_stream_has_the_role_first(site: Site) -> None:
     assert chunks[-1].usage and chunks[-1].usage.completion_tokens == 6
 
 
-def test_chat_template_options(site: Site) -> None:
+def test_chat_template_options(make_site: Callable[..., Site]) -> None:
+    site = make_site(trust_request_chat_template=True)
+
     def prompt(**body: Any) -> str:
         site.chat(max_tokens=1, **body)
         return TOKENIZER.decode(site.last().prompt_ids, skip_special_tokens=False)
@@ -57,6 +62,35 @@ def test_chat_template_options(site: Site) -> None:
     assert prompt(messages=messages, chat_template=template) == "Ulm"
     for bad in ("{{ x", "{{ raise_exception('no') }}", "{% for %}", "{{ 1 / 0 }}"):
         assert site.refused("/v1/chat/completions", {**CHAT, "chat_template": bad})["param"] == "chat_template"
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+def test_a_template_of_a_request_needs_a_flag(site: Site, path: str) -> None:
+    error = site.refused(path, {**CHAT, "chat_template": "{{ 1 }}"})
+    assert error["param"] == "chat_template" and "--trust-request-chat-template" in error["message"]
+    site.post(path, {**CHAT, "chat_template": "default"})  # the name of one of the checkpoint's
+
+
+@pytest.mark.parametrize(
+    ("path", "template"),
+    [
+        ("/v1/chat/completions", "{% set n = messages|length + 6 %}{% set x = n ** 20000000 %}{{ x % 2 }}"),
+        ("/v1/chat/completions", "{% set x = 'a' * 2000000000 %}{{ x|length }}"),
+        ("/tokenize", "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"),
+    ],
+    ids=["holds the GIL", "takes 2 GB", "endless"],
+)
+def test_a_trusted_template_has_limits(make_site: Callable[..., Site], path: str, template: str) -> None:
+    """The first holds the GIL, the second takes 2 GB, the third is endless: none of them stops the server or stays."""
+    site = make_site(trust_request_chat_template=True, worker_seconds=2)
+    site.chat()
+    with ThreadPoolExecutor(1) as pool:
+        job = pool.submit(site.refused, path, {**CHAT, "chat_template": template})
+        while not job.done():
+            assert site.health() == "ready"  # would time out
+            time.sleep(0.05)
+    assert job.result()["code"] == "too_complex"
+    site.chat()
 
 
 def test_json_formats_make_a_grammar(site: Site) -> None:

@@ -4,7 +4,9 @@ import json
 import logging
 import re
 import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -252,3 +254,25 @@ def test_only_a_trusted_proxy_names_the_client(
         wait_for(lambda: [record for record in caplog.records if record.name == "rung.access"])
     (line,) = [record.fields for record in caplog.records if record.name == "rung.access"]  # type: ignore[attr-defined]
     assert line["client"] == client
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "word " * 800_000}),
+        ("/v1/completions", {"prompt": ["Hi", "word " * 800_000]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "word " * 800_000}]}),
+    ],
+    ids=["prompt", "prompts", "chat"],
+)
+def test_a_text_beyond_the_context_is_refused_before_it_is_tokenized(site: Site, path: str, body: dict[str, Any]) -> None:
+    """4 MB that take seconds to tokenize: neither this request nor its neighbours wait for that."""
+    site.chat()  # the workers run
+    with ThreadPoolExecutor(1) as pool:
+        job, gaps = pool.submit(site.refused, path, body), list[float]()
+        while not job.done():
+            began = time.monotonic()
+            assert site.health() == "ready"
+            gaps.append(time.monotonic() - began)
+    assert job.result()["code"] == "context_length_exceeded" and "may be longer still" in job.result()["message"]
+    assert max(gaps) < 2

@@ -659,3 +659,13 @@ def test_check_fits(loaded: dict[str, Tokenizer]) -> None:
     check_fits(loaded["sp-bpe"], size)
     with pytest.raises(UserError, match="vocab_size"):
         check_fits(loaded["sp-bpe"], size - 1)
+
+
+def test_a_token_covers_only_so_many_characters(loaded: dict[str, Tokenizer]) -> None:
+    """What lets a server refuse a text that is too long without tokenizing it: no text has fewer ids than that."""
+    found = {kind: one.covers for kind, one in loaded.items()}
+    assert found["json-bytes"] and found["tiktoken"]
+    alphabets = ["a", " ", "word ", "\u200b", "\x01", "e\u0301", "\u1100\u1161\u11a8", "\U0001f409", "\n", "\ue000", "<|end|>"]
+    for kind, tokenizer in loaded.items():
+        for text in (one * 1000 for one in (*alphabets, "".join(alphabets))):
+            assert found[kind] is None or len(tokenizer.encode(text, add_special_tokens=False)) * found[kind] >= len(text), kind

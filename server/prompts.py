@@ -1,0 +1,110 @@
+"""Texts and conversations to ids: the work that worker processes do, and what may be asked of them."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from errors import UserError
+from server.problems import bad, context_error
+from server.sse import to_json
+from server.workers import worker_tokenizer
+from tokenizer import Tokenizer
+
+LONG_TEXT = 4096  # characters; above it, a text is tokenized in a worker, below it where it is
+SLOW_TEXT = 65536  # characters; above it, a request is no short job
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What a chat template gets. Fields are those of `Tokenizer.render_chat`."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+    chat_template: str | None
+    add_generation_prompt: bool
+    continue_final_message: bool
+    variables: dict[str, Any] = field(default_factory=dict)
+    add_special_tokens: bool = False
+    own_template: bool = False  # of the request
+
+
+@dataclass(frozen=True)
+class Room:
+    """How much of a prompt is wanted. `limit`: the context, in tokens, beyond which it is refused. `keep`: cut it at its start to so
+    many. `answer`: tokens that were asked for, for the error's text."""
+
+    limit: int
+    keep: int | None = None
+    answer: int = 1
+
+
+def chat_prompt(chat: Conversation, room: Room | None) -> list[int]:
+    """The ids of a conversation, for a worker. Raises a 400 for messages or a template that cannot be rendered, and for a text that
+    has no room."""
+    tokenizer = worker_tokenizer()
+    try:
+        text = tokenizer.render_chat(
+            chat.messages,
+            tools=chat.tools,
+            add_generation_prompt=chat.add_generation_prompt,
+            continue_final_message=chat.continue_final_message,
+            chat_template=chat.chat_template,
+            **chat.variables,
+        )
+    except UserError as e:
+        raise bad("chat_template" if chat.own_template else "messages", str(e)) from e
+    if room is not None:
+        check_length(tokenizer, text, room, "messages")
+    ids = tokenizer.encode(text, add_special_tokens=chat.add_special_tokens)
+    return ids if room is None else _fit(ids, room, "messages")[0]
+
+
+def text_prompts(texts: Sequence[str], add_special_tokens: bool, room: Room) -> list[tuple[list[int], bool]]:
+    """The ids of each text, and whether they are all of it; for a worker."""
+    tokenizer = worker_tokenizer()
+    return [_fit(tokenizer.encode(text, add_special_tokens=add_special_tokens), room, "prompt") for text in texts]
+
+
+def prompt_texts(prompts: Sequence[Sequence[int]], skip_special: bool) -> list[str]:
+    """The text of each prompt, for a worker."""
+    return [worker_tokenizer().decode(ids, skip_special) for ids in prompts]
+
+
+def tokenize_reply(given: str | Conversation, add_special_tokens: bool, max_model_len: int | None, strings: bool) -> bytes:
+    """The whole answer of POST /tokenize, for a worker: a list of ids can be long."""
+    tokenizer = worker_tokenizer()
+    if isinstance(given, str):
+        ids = tokenizer.encode(given, add_special_tokens=add_special_tokens)
+    else:
+        ids = chat_prompt(given, None)
+    reply: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": max_model_len}
+    if strings:
+        reply["token_strs"] = [tokenizer.token_text(one) for one in ids]
+    return to_json(reply)
+
+
+def detokenize_reply(ids: Sequence[int], skip_special: bool) -> bytes:
+    """The whole answer of POST /detokenize, for a worker."""
+    try:
+        return to_json({"prompt": worker_tokenizer().decode(ids, skip_special)})
+    except UserError as e:
+        raise bad("tokens", str(e)) from e
+
+
+def check_length(tokenizer: Tokenizer, text: str, room: Room, part: str) -> None:
+    """Raises a 400 for a text that is so long that it has no room, whichever its tokens are: one covers only so many characters.
+    Far cheaper than to tokenize it."""
+    if tokenizer.covers is not None and room.keep is None:
+        at_least = math.ceil(len(text) / tokenizer.covers)
+        if at_least >= room.limit:
+            raise context_error(room.limit, at_least, room.answer, part, part=part, at_least=True)
+
+
+def _fit(ids: list[int], room: Room, part: str) -> tuple[list[int], bool]:
+    """What is kept of `ids`, and whether that is all. A prompt without room does not even leave the worker."""
+    if room.keep is not None:
+        return ids[max(0, len(ids) - room.keep) :], len(ids) <= room.keep
+    if len(ids) >= room.limit:
+        raise context_error(room.limit, len(ids), room.answer, part, part=part)
+    return ids, True
