@@ -74,6 +74,20 @@ CHAT_TEMPLATE = (
     "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
 )
 
+# `examples.json` of a model of about three million parameters that learned the corpus: what its server's page offers.
+EXAMPLES: dict[str, Any] = {
+    "about": "a model of 3 million parameters, trained on synthetic English: short stories, questions about them, sums, sorting, "
+    "counting and copying; it knows nothing else",
+    "chat": [
+        "What is 17 plus 25?",
+        "Sort from smallest to largest: 41, 7, 88, 23",
+        "Say lamp three times.",
+        "Lily has a red kite. She gave the kite to Tom.\nWho has the kite?",
+        "Tell me a story about a fox and a lantern.",
+    ],
+    "completion": ["Once upon a time there was a little fox", "One misty morning, Lily went to the"],
+}
+
 
 class Message(TypedDict):
     """One turn of a chat; `role` is "system", "user" or "assistant"."""

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from cli import Parser, note, run
 from config import ModelConfig, preset, with_variant
-from scripts.corpus import encode_corpus, train_tokenizer
+from scripts.corpus import EXAMPLES, encode_corpus, train_tokenizer
 from tokenizer import load_tokenizer
 from tp import World, init_world
 from training import train as command
@@ -87,6 +87,7 @@ def train_variant(args: argparse.Namespace, world: World, variant: str, data: Pa
         loss_every_20_steps=losses,
     )
     (directory / "training.json").write_text(json.dumps(record) + "\n")
+    (directory / "examples.json").write_text(json.dumps(EXAMPLES, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     note(f"{directory}: loss {losses[-1]:.4f} after {steps} steps, {record['seconds']} s")
 
 

@@ -160,6 +160,8 @@ def _add_models(app: FastAPI, service: Service) -> None:
             "owned_by": "rung",
             "root": root,
             "max_model_len": limit,
+            "variant": ready.variant if ready else None,
+            "examples": service.examples,
         }
 
     @app.get("/v1/models", response_model=replies.ModelList, responses=_errors(401), tags=["models"], summary="Served models")

@@ -5,6 +5,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from server.examples import Examples
+
 
 class Reply(BaseModel):
     model_config = ConfigDict(extra="forbid")
@@ -122,6 +124,8 @@ class ModelCard(Reply):
     owned_by: str
     root: str
     max_model_len: int | None
+    variant: str | None  # null while it loads
+    examples: Examples | None  # the checkpoint's examples.json, for the page
 
 
 class ModelList(Reply):

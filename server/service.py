@@ -5,6 +5,7 @@ from typing import Any
 
 from errors import UserError
 from server.engine_client import EngineClient, broken
+from server.examples import read_examples
 from server.metrics import Metrics
 from server.problems import ApiError, bad
 from server.settings import Settings
@@ -24,6 +25,7 @@ class Service:
         self.open_requests = 0  # HTTP requests whose answer is not complete
         self.started, self.created = time.monotonic(), int(time.time())
         self.model_name = settings.model_names[0]
+        self.examples = read_examples(settings.model)
 
     @property
     def status(self) -> str:

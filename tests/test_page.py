@@ -19,6 +19,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from scripts.corpus import EXAMPLES
+
 webdriver = pytest.importorskip("selenium.webdriver", reason="the page is tested with selenium (PyPI), which is not installed")
 from selenium.webdriver.common.action_chains import ActionChains  # noqa: E402
 from selenium.webdriver.common.by import By  # noqa: E402
@@ -58,8 +60,22 @@ STATS: dict[str, Any] = {
     "status": "ready",
 }
 
+CARDS: list[dict[str, Any]] = [
+    {
+        "id": "tiny-hybrid",
+        "object": "model",
+        "root": "models/tiny-hybrid",
+        "max_model_len": 1024,
+        "variant": "hybrid ladder (layers 4-7 of 8)",
+        "examples": EXAMPLES,
+    },
+    {"id": "other", "object": "model"},
+]
+
 STORY = "Once upon a time, there was a little dog named Max. He found a red ball and they played all day.\nThe end."
 STORY_TOKENS = [w for word in STORY.split(" ") for w in ([f" {word}"] if word != "Once" else [word])]
+
+OFFERED = "return [...document.querySelectorAll('#examples button')].map((b) => b.textContent)"
 
 
 def token_probability(i: int) -> float:
@@ -99,9 +115,7 @@ class Stub(BaseHTTPRequestHandler):
             if self.server.needs_key and self.headers.get("Authorization") != f"Bearer {KEY}":
                 self.refuse(401, "Incorrect API key provided.")
             else:
-                self.send_json(
-                    200, {"object": "list", "data": [{"id": n, "object": "model"} for n in ("tiny-hybrid", "other")]}
-                )
+                self.send_json(200, {"object": "list", "data": CARDS})
         else:
             file = STATIC / ("index.html" if path == "/" else path.removeprefix("/static/"))
             if file.parent == STATIC and file.is_file():
@@ -484,7 +498,9 @@ def test_api_key(page: Page) -> None:
     page.stub.needs_key = True
     page.driver.get("about:blank")
     page.driver.get(page.stub.url)
-    page.wait(lambda: page.id("banner-text").text == "Incorrect API key provided.")
+    page.wait(lambda: page.id("banner-text").text.startswith("Incorrect API key provided."))
+    assert "“API key” at the top" in page.id("banner-text").text
+    assert "API key" in page.driver.find_element(By.CSS_SELECTOR, "label:has(#key)").text
     assert page.driver.switch_to.active_element.get_attribute("id") == "key"
     page.id("key").send_keys(KEY + Keys.ENTER)
     page.wait(lambda: not page.id("banner").is_displayed())
@@ -492,6 +508,57 @@ def test_api_key(page: Page) -> None:
     page.open()
     assert page.id("key").get_attribute("value") == KEY, "kept for this tab"
     assert page.driver.execute_script("return JSON.stringify(localStorage)") == "{}"
+
+
+def test_it_says_what_the_model_is_and_offers_what_it_can_answer(page: Page) -> None:
+    page.wait(lambda: page.all("#examples button"))
+    assert page.id("about").text == (
+        f"tiny-hybrid: {EXAMPLES['about']}. Hybrid ladder (layers 4-7 of 8), context of 1,024 tokens."
+    )
+    assert page.driver.execute_script(OFFERED) == EXAMPLES["chat"]
+    page.choose("completion")
+    assert page.driver.execute_script(OFFERED) == EXAMPLES["completion"]
+    page.choose("chat")
+    page.all("#examples button")[3].click()
+    page.wait(lambda: page.stub.requests)
+    assert page.stub.requests[0][1]["messages"] == [{"role": "user", "content": EXAMPLES["chat"][3]}]
+    page.idle()
+    assert not page.id("about").is_displayed()
+    page.id("clear").click()
+
+    page.driver.execute_script(
+        "arguments[0].value = 'other'; arguments[0].dispatchEvent(new Event('change'))", page.id("model")
+    )
+    assert page.id("about").text == "other"
+    neutral = page.driver.execute_script(OFFERED)
+    assert neutral and not set(neutral) & set(EXAMPLES["chat"]), "nothing is known of it"
+
+
+def test_a_phone_has_room(page: Page) -> None:
+    metrics = {"width": 375, "height": 667, "deviceScaleFactor": 1, "mobile": False}
+    page.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    try:
+        page.open()
+        box = "return arguments[0].getBoundingClientRect().toJSON()"
+        assert page.driver.execute_script(box, page.all(".top")[0])["height"] < 120
+        for name in ("model", "key", "health"):
+            assert page.id(name).is_displayed()
+        page.shot("phone")
+        page.send("Tell me a story")
+        page.wait(lambda: page.all(".token"))
+        page.idle()
+        tokens = page.all(".token")
+        for token in (tokens[0], max(tokens, key=lambda t: t.rect["x"] + t.rect["width"]), tokens[-1]):
+            ActionChains(page.driver).move_to_element(token).perform()
+            page.wait(lambda: page.id("tip").is_displayed())
+            tip = page.driver.execute_script(box, page.id("tip"))
+            width, height = page.driver.execute_script(
+                "const e = document.documentElement; return [e.clientWidth, e.clientHeight]"
+            )
+            assert tip["left"] >= 0 and tip["right"] <= width and tip["top"] >= 0 and tip["bottom"] <= height, tip
+        page.shot("phone-tip")
+    finally:
+        page.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
 def test_dashboard(page: Page) -> None:

@@ -28,7 +28,7 @@ async function failure(response) {
     if (error?.param && !detail.includes(error.param)) detail += ` (${error.param})`;
   } catch { /* not ours: a proxy's page, say */ }
   const wait = response.headers.get("retry-after");
-  if (response.status === 401) detail ||= "The server wants an API key.";
+  if (response.status === 401) detail = `${detail || "The server wants an API key."} Type it into “API key” at the top of this page.`;
   if (response.status === 429 && wait) detail += ` Try again in ${wait} s.`;
   return new ApiError(detail.trim() || `The server answered ${response.status} ${response.statusText}.`, response.status);
 }

@@ -45,11 +45,15 @@ openTab();
 
 // --- connection ---
 
+let cards = new Map(); // of /v1/models, by id
+
 async function loadModels() {
   try {
     const { data } = await (await request("v1/models")).json();
     const before = $("model").value || recall(MODEL);
     $("model").replaceChildren(...data.map(({ id }) => new Option(id, id, false, id === before)));
+    cards = new Map(data.map((card) => [card.id, card]));
+    playground.draw();
     clearError();
   } catch (error) {
     showError(error.message);
@@ -59,7 +63,7 @@ async function loadModels() {
 
 $("key").value = getKey();
 $("key").addEventListener("change", () => { setKey($("key").value); loadModels(); });
-$("model").addEventListener("change", () => remember(MODEL, $("model").value));
+$("model").addEventListener("change", () => { remember(MODEL, $("model").value); playground.draw(); });
 $("connection").addEventListener("submit", (e) => { e.preventDefault(); $("key").blur(); }); // blur commits the change
 $("banner-close").addEventListener("click", clearError);
 
@@ -71,7 +75,9 @@ const fold = () => { $("settings").open = !narrow.matches; };
 narrow.addEventListener("change", fold);
 fold();
 
-new Playground({ showError, clearError, model: () => $("model").value, onUnauthorized: () => $("key").focus() });
+const playground = new Playground({
+  showError, clearError, model: () => $("model").value, card: () => cards.get($("model").value), onUnauthorized: () => $("key").focus(),
+});
 
 const STATES = { ready: "good", ok: "good", healthy: "good", running: "good", loading: "wait", starting: "wait", draining: "wait" };
 let last;
@@ -81,6 +87,8 @@ new Dashboard((status) => {
   last = text;
   $("health").textContent = text;
   $("health").dataset.state = STATES[text] ?? "bad";
-  if (status && !$("model").options.length) loadModels(); // it has just come up, or come back
+  if (status && !$("model").options.length || status === "ready" && ![...cards.values()].some((card) => card.variant)) {
+    loadModels(); // it has just come up, or come back, or loaded its model
+  }
 });
 loadModels();

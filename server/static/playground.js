@@ -7,9 +7,25 @@ import { TokenText, readTokens, watchTokens } from "./tokens.js";
 const $ = (id) => document.getElementById(id);
 const SETTINGS = "rung.settings";
 const HINTS = {
-  chat: ["Say something to the model.", "Message (Enter sends, Shift+Enter is a new line)", "Send"],
-  completion: ["Write the start of a text; the model goes on with it.", "Prompt (Ctrl+Enter runs it)", "Run"],
+  chat: ["Say something to the model, or try:", "Message (Enter sends, Shift+Enter is a new line)", "Send"],
+  completion: ["Write the start of a text, or try one; the model goes on with it.", "Prompt (Ctrl+Enter runs it)", "Run"],
 };
+
+// For a model that says nothing of itself.
+const EXAMPLES = {
+  chat: ["Tell me a short story about a fox.", "Explain in two sentences why the sky is blue.", "Write a haiku about the sea."],
+  completion: ["Once upon a time", "The three most important things in a good explanation are"],
+};
+
+// What /v1/models says of a model, in one or two sentences.
+function describe(card) {
+  if (!card) return "";
+  const noise = card.root?.match(/\((random weights[^)]*)\)/)?.[1];
+  const about = noise ?? card.examples?.about;
+  const facts = [card.variant, card.max_model_len && `context of ${count(card.max_model_len)} tokens`].filter(Boolean).join(", ");
+  const tail = about && facts ? `. ${facts[0].toUpperCase()}${facts.slice(1)}` : facts;
+  return about || facts ? `${card.id}: ${about ?? ""}${tail}.` : card.id;
+}
 
 // One answer (or question) on the page and, for an answer, its text so far.
 class Message {
@@ -64,8 +80,8 @@ export class Playground {
   #drafts = { chat: "", completion: "" };
   #frame = 0;
 
-  constructor({ showError, clearError, model, onUnauthorized }) {
-    Object.assign(this, { showError, clearError, model, onUnauthorized });
+  constructor({ showError, clearError, model, card, onUnauthorized }) {
+    Object.assign(this, { showError, clearError, model, card, onUnauthorized });
     this.#restore();
     watchTokens($("output"));
     for (const radio of document.getElementsByName("mode")) radio.addEventListener("change", () => this.#switchMode());
@@ -100,12 +116,23 @@ export class Playground {
     this.#draw();
   }
 
+  draw() { this.#draw(); }
+
+  #example(text) {
+    const button = Object.assign(document.createElement("button"), { type: "button", textContent: text });
+    button.addEventListener("click", () => { $("prompt").value = text; this.#submit(); });
+    return button;
+  }
+
   // Whatever depends on the state: what can be pressed, what is written on it.
   #draw() {
     const [empty, label, verb] = HINTS[this.#mode];
     const has = this.#mode === "chat" ? this.#chat.length > 0 : this.#completion !== null;
     const busy = this.#running !== null;
-    $("empty").textContent = empty;
+    $("about").textContent = describe(this.card());
+    $("hint").textContent = empty;
+    const examples = this.card()?.examples?.[this.#mode] ?? [];
+    $("examples").replaceChildren(...(examples.length ? examples : EXAMPLES[this.#mode]).map((text) => this.#example(text)));
     $("empty").hidden = has;
     $("prompt-label").textContent = label;
     $("prompt").placeholder = label;

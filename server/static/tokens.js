@@ -111,9 +111,11 @@ function show(span) {
   card.hidden = false;
   const box = span.getClientRects()[0] ?? span.getBoundingClientRect();
   const { width, height } = card.getBoundingClientRect();
+  const { clientWidth, clientHeight } = document.documentElement; // without the scroll bars
   const below = box.bottom + 6;
-  card.style.left = `${Math.max(8, Math.min(box.left, innerWidth - width - 8))}px`;
-  card.style.top = `${below + height < innerHeight - 8 ? below : Math.max(8, box.top - height - 6)}px`;
+  card.style.left = `${Math.max(8, Math.min(box.left, clientWidth - width - 8))}px`;
+  const above = Math.max(8, box.top - height - 6);
+  card.style.top = `${below + height < clientHeight - 8 ? below : Math.min(above, Math.max(8, clientHeight - height - 8))}px`;
 }
 
 const tokenAt = (node) => (node instanceof Element && node.closest(".token")) || null;
