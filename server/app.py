@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.openapi.utils import get_openapi
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import FileResponse, HTMLResponse, Response
 from starlette.staticfiles import StaticFiles
@@ -15,6 +14,7 @@ from server.completions import Completion, read_prompts
 from server.docs import render_docs
 from server.engine_client import EngineClient
 from server.middleware import ApiKey, BodyLimit, RequestScope
+from server.openapi import describe, stream_of
 from server.problems import ApiError, bad
 from server.prompts import SLOW_TEXT, detokenize_reply, tokenize_reply
 from server.schemas import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
@@ -24,11 +24,6 @@ from server.sse import EventStream, to_json, unless_gone
 from tokenizer import Tokenizer
 
 STATIC = Path(__file__).parent / "static"
-DATA = {"type": "string", "description": "With `stream`: a chunk as JSON, or an error; after the last one `[DONE]`."}
-# Nothing names its type on the wire; a reader of server-sent events then calls it "message".
-FIELDS = {"data": DATA, "event": {"const": "message"}}
-EVENT = {"type": "object", "properties": FIELDS, "required": ["data"], "additionalProperties": False}
-STREAM = {"text/event-stream": {"itemSchema": EVENT}}
 
 
 def create_app(settings: Settings, client: EngineClient, tokenizer: Tokenizer) -> FastAPI:
@@ -41,7 +36,7 @@ def create_app(settings: Settings, client: EngineClient, tokenizer: Tokenizer) -
     _add_models(app, service)
     _add_state(app, service)
     _add_pages(app)
-    _describe(app)
+    describe(app)
     # The last one added is the outermost.
     app.add_middleware(BodyLimit, limit=settings.max_body_bytes, timeout=settings.idle_timeout)
     app.add_middleware(ApiKey, keys=settings.api_key, protect_metrics=settings.protect_metrics)
@@ -98,7 +93,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post(
         "/v1/completions",
         response_model=replies.CompletionReply,
-        responses={200: {"content": STREAM}, **errors},
+        responses={200: {"content": stream_of(replies.CompletionChunk)}, **errors},
         tags=["generation"],
         summary="Continue a prompt",
     )
@@ -111,7 +106,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post(
         "/v1/chat/completions",
         response_model=replies.ChatReply,
-        responses={200: {"content": STREAM}, **errors},
+        responses={200: {"content": stream_of(replies.ChatChunk)}, **errors},
         tags=["generation"],
         summary="Answer a conversation",
     )
@@ -223,24 +218,3 @@ def _add_pages(app: FastAPI) -> None:
         return FileResponse(index)
 
     app.mount("/static", StaticFiles(directory=STATIC, check_dir=False))
-
-
-def _describe(app: FastAPI) -> None:
-    """FastAPI documents a 422 for every body; here those are 400."""
-
-    def openapi() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            schema = get_openapi(title=app.title, version=app.version, summary=app.summary, routes=app.routes)
-            for operation in (one for path in schema["paths"].values() for one in path.values()):
-                operation["responses"].pop("422", None)
-            components = schema.setdefault("components", {})
-            for name in ("HTTPValidationError", "ValidationError"):
-                components.get("schemas", {}).pop(name, None)
-            components["securitySchemes"] = {
-                "key": {"type": "http", "scheme": "bearer", "description": "If the server has keys"}
-            }
-            schema["security"] = [{"key": []}, {}]
-            app.openapi_schema = schema
-        return app.openapi_schema
-
-    app.openapi = openapi  # type: ignore[method-assign]

@@ -64,6 +64,10 @@ class CompletionReply(Reply):
     usage: Usage | None = None
 
 
+class CompletionChunk(CompletionReply):
+    """An event of a stream. Only the last chunk of a choice has a finish_reason."""
+
+
 class TopLogprob(Reply):
     token: str
     logprob: float
@@ -114,6 +118,39 @@ class ChatReply(Reply):
     choices: list[ChatChoice]
     usage: Usage
     prompt_logprobs: list[dict[str, Any] | None] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class CalledToolChunk(CalledTool):
+    index: int
+
+
+class AnswerDelta(Reply):
+    """What is new. The role comes first; a tool call comes whole."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+    tool_calls: list[CalledToolChunk] | None = None
+
+
+class ChatChunkChoice(Reply):
+    index: int
+    delta: AnswerDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatChunk(Reply):
+    """An event of a stream. With include_usage the last one has no choices."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
     prompt_token_ids: list[int] | None = None
 
 

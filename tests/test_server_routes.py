@@ -1,14 +1,20 @@
 """The frontend's other routes: tokens, models, health, the API's description, metrics and statistics."""
 
 import random
+import re
+from collections.abc import Iterator
+from typing import Any
 
+import jsonschema
+import openapi_spec_validator
 import pytest
 from prometheus_client import CollectorRegistry, Histogram
 
 from engine.protocol import Stats
 from server import replies
 from server.metrics import TokenHistogram
-from tests.server_thread import CHAT, TOKENIZER, Site, wait_for
+from server.openapi import BOUNDS
+from tests.server_thread import CHAT, STORY, TOKENIZER, TOOL, Site, wait_for
 
 
 def test_tokenize_and_detokenize(site: Site) -> None:
@@ -26,10 +32,59 @@ def test_models_health_version_docs(site: Site) -> None:
     replies.ModelCard.model_validate(site.http.get("/v1/models/tiny-hybrid").json())
     assert site.http.get("/version").json()["version"]
     assert "repetition_penalty" in site.http.get("/docs").text and "//cdn" not in site.http.get("/docs").text
-    api = site.http.get("/openapi.json").json()
-    assert "422" not in api["paths"]["/v1/completions"]["post"]["responses"]
-    assert "text/event-stream" in api["paths"]["/v1/chat/completions"]["post"]["responses"]["200"]["content"]
     assert site.http.get("/version", headers={"x-request-id": "mine-1"}).headers["x-request-id"] == "mine-1"
+
+
+def test_the_description_is_valid_for_its_version(site: Site) -> None:
+    api = site.http.get("/openapi.json").json()
+    assert api["openapi"].startswith("3.1.")
+    openapi_spec_validator.validate(api)
+    for path, chunk in (("/v1/completions", "CompletionChunk"), ("/v1/chat/completions", "ChatChunk")):
+        responses = api["paths"][path]["post"]["responses"]
+        assert "422" not in responses
+        event = responses["200"]["content"]["text/event-stream"]["schema"]
+        assert f"#/components/schemas/{chunk}" in str(event)
+        validator = jsonschema.Draft202012Validator({**event, "components": api["components"]})
+        assert validator.is_valid({"data": "[DONE]", "event": "message"}) and not validator.is_valid({"data": {}})
+    integers = [one for one in _dicts(api["components"]["schemas"]) if one.get("type") == "integer"]
+    assert len(integers) > 20
+    assert all(type(one[name]) is int for one in integers for name in BOUNDS if name in one)
+
+
+def _dicts(value: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(value, dict):
+        yield value
+    for one in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _dicts(one)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "model"),
+    [
+        ("/v1/completions", {"prompt": "Hi", "logprobs": 1, "echo": True}, replies.CompletionChunk),
+        ("/v1/completions", {"prompt": "Hi", "stream_options": {"continuous_usage_stats": True}}, replies.CompletionChunk),
+        ("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 2, "return_token_ids": True}, replies.ChatChunk),
+        ("/v1/chat/completions", {**CHAT, "stream_options": {"include_usage": True}, "n": 2}, replies.ChatChunk),
+        ("/v1/chat/completions", {**CHAT, "tools": [TOOL], "tool_choice": "required"}, replies.ChatChunk),
+    ],
+)
+def test_chunks_are_as_described(site: Site, path: str, body: dict[str, Any], model: type[replies.Reply]) -> None:
+    call = '{"name": "weather", "arguments": {"city": "Ulm"}}'
+    site.engine.reply = lambda submit: TOKENIZER.encode(call if "tools" in body else STORY, add_special_tokens=False)
+    chunks = site.events(path, {"max_tokens": 60, **body})
+    assert chunks and [model.model_validate(chunk) for chunk in chunks]
+    assert "tools" not in body or any(c["choices"][0]["delta"].get("tool_calls") for c in chunks)
+
+
+def test_the_documentation_shows_every_object(site: Site) -> None:
+    page = site.http.get("/docs").text
+    schemas = site.http.get("/openapi.json").json()["components"]["schemas"]
+    for name in ("ChatMessage", "Tool", "StreamOptions", "FunctionDefinition", "ChatChunk"):
+        (section,) = re.findall(rf"<h2 id={name}>.*?(?=<h2|$)", page, re.DOTALL)
+        assert all(f"<code>{field}</code>" in section for field in schemas[name]["properties"]), name
+    links = set(re.findall(r"href=#(\w+)", page))
+    assert links and all(f"<h2 id={name}>" in page for name in links)
+    assert "<code>n</code><td>integer 1 to 128<td>" in page and ".0 to" not in page
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,70 @@
+"""/openapi.json: FastAPI's description, made true and valid for the version that it names, OpenAPI 3.1."""
+
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from server.replies import ChatChunk, CompletionChunk
+
+TEMPLATE = "#/components/schemas/{model}"
+BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+
+
+def stream_of(chunk: type[BaseModel]) -> dict[str, Any]:
+    """What a response may be with `stream`: server-sent events, of which `schema` describes each one.
+
+    That is how OpenAPI 3.1 is read, which has no word for it; 3.2 calls it `itemSchema`, which 3.1 does not allow.
+    """
+    payloads = [{"$ref": TEMPLATE.format(model=name)} for name in (chunk.__name__, "ErrorReply")]
+    data = {
+        "description": "A chunk, or an error; the last event's is [DONE].",
+        "anyOf": [
+            {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": payloads}},
+            {"const": "[DONE]"},
+        ],
+    }
+    # Nothing names its type on the wire; a reader of server-sent events then calls it "message".
+    fields = {"data": data, "event": {"const": "message"}}
+    event = {"type": "object", "properties": fields, "required": ["data"], "additionalProperties": False}
+    return {"text/event-stream": {"schema": event}}
+
+
+def describe(app: FastAPI) -> None:
+    """Make `app` describe itself so. FastAPI documents a 422 for every body, which are 400 here, and bounds of integers as 1.0."""
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            schema = get_openapi(title=app.title, version=app.version, summary=app.summary, routes=app.routes)
+            for operation in (one for path in schema["paths"].values() for one in path.values()):
+                operation["responses"].pop("422", None)
+            components = schema.setdefault("components", {})
+            schemas = components.setdefault("schemas", {})
+            for name in ("HTTPValidationError", "ValidationError"):
+                schemas.pop(name, None)
+            _, chunks = models_json_schema(
+                [(CompletionChunk, "serialization"), (ChatChunk, "serialization")], ref_template=TEMPLATE
+            )
+            components["schemas"] = dict(sorted({**chunks["$defs"], **schemas}.items()))
+            components["securitySchemes"] = {
+                "key": {"type": "http", "scheme": "bearer", "description": "If the server has keys"}
+            }
+            schema["security"] = [{"key": []}, {}]
+            _make_whole(schema)
+            app.openapi_schema = schema
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _make_whole(value: Any) -> None:
+    """Write whole bounds as integers, which FastAPI turned into floats."""
+    for one in value if isinstance(value, list) else value.values() if isinstance(value, dict) else ():
+        _make_whole(one)
+    if isinstance(value, dict):
+        for name in BOUNDS:
+            bound = value.get(name)
+            if isinstance(bound, float) and bound.is_integer():
+                value[name] = int(bound)
