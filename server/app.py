@@ -9,6 +9,7 @@ from starlette.responses import FileResponse, HTMLResponse, Response
 from starlette.staticfiles import StaticFiles
 
 from server import problems, replies
+from server.bodies import BoundedRoute
 from server.chat import Chat, chat_ids, conversation
 from server.completions import Completion, read_prompts
 from server.docs import render_docs
@@ -30,6 +31,7 @@ def create_app(settings: Settings, client: EngineClient, tokenizer: Tokenizer) -
     service = Service(read_chat_template(settings, tokenizer), client, tokenizer)
     app = FastAPI(title="Rung", version=VERSION, docs_url=None, redoc_url=None, summary="An OpenAI-compatible server")
     app.state.service = service
+    app.router.route_class = BoundedRoute
     problems.install(app)
     _add_generation(app, service)
     _add_tokens(app, service)

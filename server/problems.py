@@ -26,6 +26,7 @@ TYPES = {
     500: "server_error",
     503: "service_unavailable_error",
 }
+MOST_ERRORS = 100  # that are looked at; the rest are more of the same
 RETRY_SECONDS = {429: "1", 503: "2"}
 SHOWN = 20  # characters of a body that is no JSON
 
@@ -101,18 +102,24 @@ def unparsable(error: Exception) -> ApiError:
 
 def from_validation(error: "RequestValidationError") -> ApiError:
     errors = error.errors()
-    first = errors[0]
-    if first["type"] == "json_invalid":
+    if errors[0]["type"] == "json_invalid":
         cause = error.__cause__
-        return unparsable(cause if isinstance(cause, Exception) else ValueError(first["msg"]))
-    param = _param(first, error.body)
+        return unparsable(cause if isinstance(cause, Exception) else ValueError(errors[0]["msg"]))
+    return from_errors(errors, error.body)
+
+
+def from_errors(errors: Sequence[Any], body: Any) -> ApiError:
+    """pydantic's errors about `body` as one 400: of the field that is wrong first."""
+    errors = errors[:MOST_ERRORS]
+    first = errors[0]
+    param = _param(first, body)
     if param:  # of the branches of a union, the one that got furthest was meant
         field = param.split(".")[0]
-        paths = [path for e in errors if (path := _param(e, error.body)) and path.split(".")[0] == field]
+        paths = [path for e in errors if (path := _param(e, body)) and path.split(".")[0] == field]
         param = max(paths, key=lambda path: path.count("."))
-    same = [e for e in errors if _param(e, error.body) == param]
+    same = [e for e in errors if _param(e, body) == param]
     message = " or ".join(dict.fromkeys(str(e["msg"]) for e in same))
-    if not param and not isinstance(error.body, dict):
+    if not param and not isinstance(body, dict):
         message = "the body must be a JSON object, sent with Content-Type: application/json"
     return bad(param, message)
 

@@ -16,6 +16,7 @@ INT64 = 2**63
 MAX_CHOICES = 128
 MAX_PROMPTS = 4096
 MAX_STOPS = 16
+MAX_LISTED = 16384  # of allowed_token_ids, which go to the engine with each choice
 MAX_NAMED = 8  # unknown names that an answer's header and the log tell
 MAX_NAME = 64  # characters of each
 
@@ -126,7 +127,8 @@ class Body(Checked):
                 shown[plain] = None
             else:
                 more += 1
-        self._ignored = [*shown, *([f"and {more} more"] if more else [])]
+        if shown:  # FastAPI looks at a body a second time, when nothing unknown is left
+            self._ignored = [*shown, *([f"and {more} more"] if more else [])]
         return self
 
 
@@ -195,11 +197,15 @@ class GenerationBody(Body):
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
         None, max_length=1024, description="Token id to a number that is added to its logit."
     )
-    allowed_token_ids: list[TokenId] | None = Field(None, min_length=1, description="Generate these tokens alone.")
+    allowed_token_ids: list[TokenId] | None = Field(
+        None, min_length=1, max_length=MAX_LISTED, fail_fast=True, description="Generate these tokens alone; at most 16,384."
+    )
     stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = Field(
         None, description="Texts before which the answer ends."
     )
-    stop_token_ids: list[TokenId] | None = Field(None, max_length=1024, description="Tokens that end the answer, besides EOS.")
+    stop_token_ids: list[TokenId] | None = Field(
+        None, max_length=1024, fail_fast=True, description="Tokens that end the answer, besides EOS."
+    )
     ignore_eos: bool | None = Field(None, description="Go on after EOS. Default false.")
     include_stop_str_in_output: bool | None = Field(None, description="Keep the stop text in the answer. Default false.")
     skip_special_tokens: bool | None = Field(None, description="Leave special tokens out of the text. Default true.")
@@ -269,9 +275,12 @@ class GenerationBody(Body):
 class CompletionBody(GenerationBody):
     prompt: (
         str
-        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
-        | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+        | Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+        | Annotated[
+            list[Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]],
+            Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True),
+        ]
     ) = Field(description="A text, texts, token ids, or lists of token ids.")
     max_tokens: int | None = Field(
         None, ge=0, le=2**31 - 1, description="Default 16. 0 scores the prompt, with echo and logprobs."
@@ -365,7 +374,7 @@ class NamedToolChoice(Checked):
 
 
 class ChatBody(GenerationBody):
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1, fail_fast=True)
     max_tokens: int | None = Field(None, ge=1, le=2**31 - 1, description="Default: what is left of the context.")
     max_completion_tokens: int | None = Field(None, ge=1, le=2**31 - 1, description="The newer name of max_tokens.")
     logprobs: bool | None = Field(None, description="Log-probabilities of the answer's tokens. Default false.")
@@ -428,11 +437,11 @@ class TokenizeBody(Body):
     """A prompt or a conversation, as the two endpoints would tokenize it."""
 
     prompt: str | None = Field(None, description="A text; or give messages.")
-    messages: list[ChatMessage] | None = Field(None, min_length=1)
+    messages: list[ChatMessage] | None = Field(None, min_length=1, fail_fast=True)
     add_special_tokens: bool | None = Field(None, description="Default true for prompt, false for messages.")
     add_generation_prompt: bool | None = Field(None, description="Default true, and false with continue_final_message.")
     continue_final_message: bool | None = None
-    tools: list[Tool] | None = None
+    tools: list[Tool] | None = Field(None, max_length=128)
     documents: list[dict[str, Any]] | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -448,5 +457,5 @@ class TokenizeBody(Body):
 
 
 class DetokenizeBody(Body):
-    tokens: list[TokenId] = Field(description="Token ids.")
+    tokens: list[TokenId] = Field(fail_fast=True, description="Token ids.")
     skip_special_tokens: bool | None = Field(None, description="Default false, so that the text shows all tokens.")

@@ -276,3 +276,37 @@ def test_a_text_beyond_the_context_is_refused_before_it_is_tokenized(site: Site,
             gaps.append(time.monotonic() - began)
     assert job.result()["code"] == "context_length_exceeded" and "may be longer still" in job.result()["message"]
     assert max(gaps) < 2
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "says"),
+    [
+        ("/v1/chat/completions", '{"messages":[' + "0," * 2_000_000 + "0]}", "values"),
+        ("/v1/completions", '{"prompt":[' + "null," * 200_000 + "null]}", "prompt.0"),
+        ("/v1/completions", '{"prompt":[' + "[]," * 500_000 + "[]]}", "lists and objects"),
+        ("/tokenize", '{"prompt":' + "[" * 150 + "]" * 150 + "}", "nested too deeply"),
+    ],
+    ids=["items", "errors", "lists", "depth"],
+)
+def test_what_is_wrong_with_a_body_is_found_in_bounds(site: Site, path: str, body: str, says: str) -> None:
+    """A list of all that is wrong with these takes minutes in the event loop, and gigabytes."""
+    site.chat()  # the workers run
+    with ThreadPoolExecutor(1) as pool:
+        job = pool.submit(site.http.post, path, content=body, headers={"content-type": "application/json"})
+        gaps = list[float]()
+        while not job.done():
+            began = time.monotonic()
+            assert site.health() == "ready"
+            gaps.append(time.monotonic() - began)
+    error = job.result().json()["error"]
+    assert job.result().status_code == 400 and says in error["message"] and len(error["message"]) < 400
+    assert max(gaps, default=0) < 2
+
+
+def test_a_body_read_in_a_worker_is_the_same(site: Site) -> None:
+    """Long token ids, a long text and unknown names: what FastAPI would have read."""
+    ids = [5] * 200
+    assert site.complete(prompt=[ids] * 60, max_tokens=1, unknown="x" * 20_000)["usage"]["prompt_tokens"] == 60 * 200
+    response = site.http.post("/v1/completions", json={"prompt": ids, "max_tokens": 1, "unknown": "x" * 20_000})
+    assert response.headers["x-rung-ignored"] == "unknown"
+    assert site.refused("/v1/completions", {"prompt": [[*ids, -1]] * 100})["param"] == "prompt.0.200"

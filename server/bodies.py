@@ -1,0 +1,47 @@
+"""Routes whose bodies are read within bounds, long ones in a worker process: FastAPI would check any body in the event loop."""
+
+import inspect
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
+
+from server.bounds import MAX_VALUES, Bounds, parse
+from server.prompts import SLOW_TEXT
+from server.service import Service
+from server.sse import unless_gone
+
+INLINE = 16384  # bytes; about 2,000 token ids, or a few pages of text
+
+
+class BoundedRoute(APIRoute):
+    """A route with a parameter `body`, of the model that its annotation names."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handler = super().get_route_handler()
+        parameter = inspect.signature(self.endpoint).parameters.get("body")
+        if parameter is None:
+            return handler
+        model: type[BaseModel] = parameter.annotation
+
+        async def handle(request: Request) -> Response:
+            raw = await request.body()
+            if raw and "json" in request.headers.get("content-type", "").partition(";")[0].lower():
+                request._json = await read(
+                    request, raw, model
+                )  # which FastAPI takes for the parsed body, and does not check again
+            return await handler(request)
+
+        return handle
+
+
+async def read(request: Request, raw: bytes, model: type[BaseModel]) -> BaseModel:
+    """The body as `model`. Raises a 400 that says what is wrong with it."""
+    service: Service = request.app.state.service
+    ready = service.client.ready
+    bounds = Bounds(max(MAX_VALUES, 2 * ready.max_model_len)) if ready else Bounds()
+    if len(raw) <= INLINE:
+        return parse(raw, model, bounds)
+    return await unless_gone(request.receive, service.workers.run(parse, raw, model, bounds, slow=len(raw) > SLOW_TEXT))
