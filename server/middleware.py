@@ -21,6 +21,7 @@ from server.sse import ClientGone
 OPEN_PATHS = frozenset({"/", "/health", "/version", "/docs", "/openapi.json", "/favicon.ico"})
 METRIC_PATHS = frozenset({"/metrics", "/stats"})
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+SLOWEST_UPLOAD = 32 << 10  # bytes a second of a body, beyond the idle timeout
 CLIENT_GONE = 499  # as nginx logs it; nobody receives it
 
 
@@ -111,7 +112,7 @@ def _digest(key: str) -> bytes:
 
 
 class BodyLimit:
-    """Reads the whole body first: a 413 for one that is too large, a 400 for one that stops arriving."""
+    """Reads the whole body first: a 413 for one that is too large, a 400 for one that stops arriving or arrives too slowly."""
 
     def __init__(self, app: ASGIApp, limit: int, timeout: float) -> None:
         self.app, self.limit, self.timeout = app, limit, timeout
@@ -136,13 +137,15 @@ class BodyLimit:
         length = headers.get("content-length", "")
         if length.isdigit() and int(length[:20]) > self.limit:
             raise self._too_large()
-        parts, size, more = [], 0, True
+        loop = asyncio.get_running_loop()
+        began, parts, size, more = loop.time(), [], 0, True
         while more:
+            left = began + self.timeout + size / SLOWEST_UPLOAD - loop.time()  # without it, a trickle would keep its connection
             try:
-                async with asyncio.timeout(self.timeout):
+                async with asyncio.timeout(min(left, self.timeout)):
                     message = await receive()
             except TimeoutError as e:
-                raise ApiError(400, f"the body stopped arriving for {self.timeout:g} s", None, "timeout") from e
+                raise self._too_slow() from e
             if message["type"] == "http.disconnect":
                 raise ClientGone
             parts.append(message.get("body", b""))
@@ -151,6 +154,12 @@ class BodyLimit:
                 raise self._too_large()
             more = message.get("more_body", False)
         return b"".join(parts)
+
+    def _too_slow(self) -> ApiError:
+        rate = f"less than {SLOWEST_UPLOAD >> 10} KiB/s after {self.timeout:g} s"
+        return ApiError(
+            400, f"the body stopped arriving for {self.timeout:g} s, or arrives too slowly: {rate}", None, "timeout"
+        )
 
     def _too_large(self) -> ApiError:
         error = ApiError(

@@ -1,8 +1,10 @@
 """What the frontend refuses, and how it says so: bad fields, bad bodies, wrong keys, and more than its limits."""
 
+import contextlib
 import json
 import logging
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -310,3 +312,18 @@ def test_a_body_read_in_a_worker_is_the_same(site: Site) -> None:
     response = site.http.post("/v1/completions", json={"prompt": ids, "max_tokens": 1, "unknown": "x" * 20_000})
     assert response.headers["x-rung-ignored"] == "unknown"
     assert site.refused("/v1/completions", {"prompt": [[*ids, -1]] * 100})["param"] == "prompt.0.200"
+
+
+def test_a_trickled_body_ends(make_site: Callable[..., Site]) -> None:
+    """A byte now and then is no reason to keep a connection: its time is limited as a whole, like that of the headers."""
+    site = make_site(idle_timeout=1.0)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100000\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", site.port)) as connection:
+        connection.sendall(head)
+        connection.settimeout(0.2)
+        answer, end = b"", time.monotonic() + 20
+        while not answer and time.monotonic() < end:
+            connection.sendall(b" ")
+            with contextlib.suppress(TimeoutError):
+                answer = connection.recv(4096)
+    assert answer.startswith(b"HTTP/1.1 400") and b"too slowly" in answer
