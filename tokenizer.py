@@ -33,15 +33,16 @@ from errors import UserError
 
 Message = Mapping[str, Any]
 
-# Llama 3's split pattern and special tokens (3.1 names), from llama_models/llama3/api/tokenizer.py.
+# Llama 3's split pattern and special tokens as llama_models 0.3 has them (models/llama3/tokenizer.py). A checkpoint of the HF layout
+# names some of the reserved ones otherwise, in `added_tokens_decoder`, which wins.
 LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 LLAMA3_NAMES = (
-    "begin_of_text,end_of_text,reserved_special_token_0,reserved_special_token_1,finetune_right_pad_id,"
-    "reserved_special_token_2,start_header_id,end_header_id,eom_id,eot_id,python_tag,"
-    + ",".join(f"reserved_special_token_{i}" for i in range(3, 248))
+    "begin_of_text,end_of_text,reserved_special_token_0,reserved_special_token_1,finetune_right_pad_id,step_id,"
+    "start_header_id,end_header_id,eom_id,eot_id,python_tag,image,"
+    + ",".join(f"reserved_special_token_{i}" for i in range(2, 246))
 )
 LLAMA3_SPECIALS = [f"<|{name}|>" for name in LLAMA3_NAMES.split(",")]
 MAX_RUN = 25_000  # characters; tiktoken's regex engine fails on a longer run of whitespace; Llama 3's own code cuts here too

@@ -296,16 +296,14 @@ def test_llama3_layout(loaded: Any, folders: Any) -> None:
     tokenizer = loaded["tiktoken"]
     base = len((folders["tiktoken"] / "tokenizer.model").read_text().splitlines())
     assert tokenizer.vocab_size == base + 256 and len(tokenizer.special_ids) == 256 and tokenizer.bos_id == base
-    expected = {
-        0: "begin_of_text",
-        1: "end_of_text",
-        6: "start_header_id",
-        7: "end_header_id",
-        8: "eom_id",
-        9: "eot_id",
-    }
-    for offset, name in {**expected, 10: "python_tag", 255: "reserved_special_token_247"}.items():
-        assert tokenizer.token_text(base + offset) == f"<|{name}|>"
+    # the published list: https://github.com/meta-llama/llama-models, models/llama3/tokenizer.py of release 0.3.0
+    named = [
+        "<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_token_0|>", "<|reserved_special_token_1|>",
+        "<|finetune_right_pad_id|>", "<|step_id|>", "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>",
+        "<|python_tag|>", "<|image|>",
+    ]  # fmt: skip
+    published = [*named, *(f"<|reserved_special_token_{2 + i}|>" for i in range(256 - len(named)))]
+    assert [tokenizer.token_text(base + i) for i in range(256)] == published
     assert set(tokenizer.eos_ids) == {base + 1, base + 8, base + 9}
 
 
