@@ -36,14 +36,17 @@ from engine.stopping import OutputStream
 from errors import UserError
 from model import Transformer
 from profiling import annotate, profiled
-from tokenizer import Tokenizer, check_fits, load_tokenizer
+from tokenizer import Tokenizer, check_fits, find_tokenizer, load_tokenizer
 from tp import World, agree_on_error, init_world, stream_shards
 
 if TYPE_CHECKING:
     from console import Console
 
 INTERACTIVE = "Enter sends, Ctrl-C stops an answer, Ctrl-D ends; /reset starts anew, /help, /exit."
-NO_TOKENIZER = "a preset or a config.json alone has no tokenizer; give --prompt-ids or --prompt-length"
+NO_TOKENIZER = (
+    "{model} has no tokenizer (a checkpoint's is tokenizer.json or tokenizer.model), so it takes no text; "
+    "give --prompt-ids or --prompt-length"
+)
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -174,13 +177,7 @@ def prepare(args: argparse.Namespace, world_size: int) -> Job:
     """Read config and tokenizer and encode the prompt. Raises UserError for whatever in them cannot work."""
     config = model_config(args.model, args.variant, world_size)
     stream_shards(config, 0, world_size)
-    tokenizer = None
-    if has_random_weights(args.model):
-        if args.interactive:
-            raise UserError(NO_TOKENIZER)
-    else:
-        tokenizer = load_tokenizer(_directory(args.model))
-        check_fits(tokenizer, config.vocab_size)
+    tokenizer = read_tokenizer(args, config)
     params = [
         SamplingParams(args.temperature, args.top_k, args.top_p, args.min_p, args.seed + i) for i in range(args.num_samples)
     ]
@@ -192,9 +189,17 @@ def prepare(args: argparse.Namespace, world_size: int) -> Job:
     return Job(args, config, tokenizer, prompts, params, frozenset() if args.ignore_eos else eos)
 
 
-def _directory(model: str) -> Path:
-    path = Path(model)
-    return path.parent if path.is_file() else path
+def read_tokenizer(args: argparse.Namespace, config: ModelConfig) -> Tokenizer | None:
+    """The checkpoint's tokenizer; None for a preset and a checkpoint without one, which is an error only where text needs it."""
+    path = Path(args.model)
+    folder = path.parent if path.is_file() else path
+    if has_random_weights(args.model) or find_tokenizer(folder) is None:
+        if args.interactive or args.prompt is not None or args.prompt_file is not None:
+            raise UserError(NO_TOKENIZER.format(model=args.model))
+        return None
+    tokenizer = load_tokenizer(folder)
+    check_fits(tokenizer, config.vocab_size)
+    return tokenizer
 
 
 def read_prompts(args: argparse.Namespace, config: ModelConfig, tokenizer: Tokenizer | None) -> list[list[int]]:
@@ -227,8 +232,7 @@ def read_text(args: argparse.Namespace) -> str:
 
 
 def encode(text: str, chat: bool, tokenizer: Tokenizer | None) -> list[int]:
-    if tokenizer is None:
-        raise UserError(NO_TOKENIZER)
+    assert tokenizer is not None  # `read_tokenizer` has refused text without one
     if not text:
         raise UserError("the prompt is empty; give at least one character")
     return tokenizer.encode_chat([{"role": "user", "content": text}]) if chat else tokenizer.encode(text)

@@ -56,6 +56,7 @@ PLAIN_CHAT = (  # of the stand-in
 DROPPED = " \u200b\x01\u0301"  # what normalizers drop
 PROBE = 4096  # characters, far more than the longest token has
 MOST_COMPOSED = 4  # characters that canonical composition makes one of
+TOKENIZER_NAMES = ("tokenizer.json", "tokenizer.model")  # the first one that is there counts
 CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # with transformers' trailing space: it shows whether the template strips
 
 codecs.register_error("replace-each-byte", lambda e: ("\ufffd" * (e.end - e.start), e.end))  # type: ignore[attr-defined]
@@ -551,16 +552,24 @@ def tokenizer_of(model: str) -> Tokenizer:
     return load_tokenizer(path.parent if path.is_file() else path)
 
 
+def find_tokenizer(path: Path) -> Path | None:
+    """The tokenizer's file in a checkpoint folder, or `path` itself if it is a file; None if there is none."""
+    candidates = [path / name for name in TOKENIZER_NAMES] if path.is_dir() else [path]
+    return next((file for file in candidates if file.exists()), None)
+
+
 def load_tokenizer(path: Path | str) -> Tokenizer:
     """The tokenizer of a checkpoint folder (`tokenizer.json`, else `tokenizer.model`) or of such a file.
 
     The settings come from the JSON files beside it. Raises UserError for a missing or corrupt file.
     """
     path = Path(path)
-    candidates = [path / "tokenizer.json", path / "tokenizer.model"] if path.is_dir() else [path]
-    file = next((file for file in candidates if file.is_file()), None)
+    file = find_tokenizer(path)
     if file is None:
-        raise UserError(f"no tokenizer at {path}; pass a folder with tokenizer.json or tokenizer.model, or such a file")
+        raise UserError(
+            f"no tokenizer at {path}: there is neither tokenizer.json nor tokenizer.model; "
+            "copy the tokenizer's files of the model that it was made from there"
+        )
     blob = _read(file)
     if blob.startswith(b"version https://git-lfs"):
         raise UserError(f"{file} is a Git LFS pointer, not the tokenizer; fetch the file itself with git lfs pull")

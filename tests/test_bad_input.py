@@ -162,7 +162,7 @@ def copy_of(model: str, to: Path) -> Path:
         (edit_tensors(lambda tensors: tensors.pop(MLP_WEIGHT)), [MLP_WEIGHT]),
         (edit_tensors(lambda tensors: tensors.update({"model.extra": torch.zeros(2)})), ["model.extra"]),
         (edit_tensors(other_shape), [MLP_WEIGHT, "(320, 192)", "(192, 320)"]),
-        (remove("tokenizer.json"), ["tokenizer"]),
+        (remove("tokenizer.json"), ["no tokenizer", "tokenizer.json", "--prompt-ids"]),
         (edit("tokenizer.json", lambda text: text[:1000]), ["tokenizer.json"]),
     ],
 )
