@@ -87,6 +87,8 @@ def _linear_place(config: ModelConfig, prefix: str, piece: str, tensor: Tensor, 
     split = SPLITS[part]
     group = "self_attn." if part in ("q_proj", "k_proj", "v_proj", "o_proj") else "mlp." if prefix else ""
     name = ("model." if part == "embed_tokens" else "") + prefix + group + piece
+    if piece.endswith(".bias") and split.dim == 1:  # every shard holds it whole
+        return Place(name, tensor.data, (config.hidden_size,), 0, range(config.hidden_size))
     rows = shard.range(config, split.axis)
     full = {
         "vocab": config.vocab_size,

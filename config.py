@@ -73,6 +73,8 @@ class ModelConfig:
     rope_scaling: RopeScaling | None = None
     tie_embeddings: bool = False
     qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False  # of all three layers
     qk_norm: bool = False
     windows: tuple[int | None, ...] = ()  # sliding window of each layer, in tokens; empty: none anywhere
     # residual variant
@@ -138,6 +140,10 @@ def validate(config: ModelConfig) -> ModelConfig:
         f"{config.n_heads} attention heads cannot share {config.n_kv_heads} KV heads evenly",
     )
     require(config.head_dim % 2 == 0, f"head_dim must be even for RoPE, not {config.head_dim}")
+    require(
+        config.family == "qwen2" or config.qkv_bias == config.o_bias,
+        f"the {config.family} family has a bias in q, k, v and o_proj, or in none of them",
+    )
     sizes = {w for w in config.windows if w is not None}
     require(len(config.windows) in (0, config.n_layers), "windows must name one sliding window a layer")
     require(len(sizes) <= 1 and min(sizes, default=1) >= 1, f"sliding_window must be one positive size, not {sorted(sizes)}")
@@ -386,7 +392,7 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
         rope_theta=_get(rope, "rope_theta", float, _get(raw, "rope_theta", float, 10000.0)),
         rope_scaling=_rope_scaling(rope),
         tie_embeddings=_get(raw, "tie_word_embeddings", bool, False),
-        qkv_bias=family == "qwen2",
+        **_biases(raw, family),
         qk_norm=family == "qwen3",
         windows=_windows(raw, family, n_layers),
         eos_token_ids=(eos,) if isinstance(eos, int) else tuple(eos),
@@ -399,8 +405,6 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
 def _refuse_unsupported(raw: dict[str, Any], rope: dict[str, Any], family: str) -> None:
     supported: dict[str, tuple[Any, ...]] = {
         "hidden_act": ("silu", "swish", None),
-        "attention_bias": (False, None, True) if family == "qwen2" else (False, None),  # Qwen2 has its bias either way
-        "mlp_bias": (False, None),
         "quantization_config": (None,),
         "partial_rotary_factor": (1.0, None),
     }
@@ -410,6 +414,15 @@ def _refuse_unsupported(raw: dict[str, Any], rope: dict[str, Any], family: str) 
                 raise UserError(
                     f"{key} = {holder[key]!r} is not supported; convert the checkpoint to a plain bf16 one of its family"
                 )
+
+
+def _biases(raw: dict[str, Any], family: str) -> dict[str, bool]:
+    """Which layers have a bias. What Llama's and Qwen3's `attention_bias` switches on, Qwen2 has in any case, but for o_proj."""
+    attention, mlp = _get(raw, "attention_bias", bool, False), _get(raw, "mlp_bias", bool, False)
+    for key, value, families in (("attention_bias", attention, ("llama", "qwen2", "qwen3")), ("mlp_bias", mlp, ("llama",))):
+        if value and family not in families:
+            raise UserError(f"{key} is true, but a {family} model has no such bias; set it to false if the weights have none")
+    return dict(qkv_bias=attention or family == "qwen2", o_bias=attention and family != "qwen2", mlp_bias=mlp)
 
 
 def _rope_scaling(rope: dict[str, Any]) -> RopeScaling | None:
@@ -491,6 +504,10 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         "eos_token_id": config.eos_token_ids[0] if len(config.eos_token_ids) == 1 else list(config.eos_token_ids) or None,
         "torch_dtype": "bfloat16",
     }
+    if config.family in ("llama", "qwen3"):
+        raw["attention_bias"] = config.o_bias
+    if config.family == "llama":
+        raw["mlp_bias"] = config.mlp_bias
     if any(config.windows):
         raw["sliding_window"] = next(w for w in config.windows if w)
         raw["use_sliding_window"] = True

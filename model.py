@@ -123,7 +123,7 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.norm = norm
-        self.wqkv = ShardedLinear(config, shard, ("q_proj", "k_proj", "v_proj"), bias=config.qkv_bias, **factory)
+        self.wqkv = ShardedLinear(config, shard, ("q_proj", "k_proj", "v_proj"), **factory)
         self.heads = Heads(config, layer, slot, shard, factory)
         self.wo = ShardedLinear(config, shard, ("o_proj",), project=project, **factory)
 
@@ -174,7 +174,9 @@ class StandardBlock(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, shards: list[Shard], comm: Communicator, factory: Factory) -> None:
         super().__init__()
         self.start: Callable[[Any], Handle] = comm.start if self.lag else comm.defer
-        project: Project = linear if self.lag else comm.project  # a sum beside computation is of what is there
+        # A sum beside computation is of what is there. So is one with a bias, in all modules or in none: a communicator that fuses
+        # a sum leaves each rank some rows of the stream, which only its own next sum understands.
+        project: Project = linear if self.lag or config.o_bias or config.mlp_bias else comm.project
         norms = [RMSNorm(config.hidden_size, config.norm_eps, factory) for _ in range(2)]
         self.attention = Attention(config, layer, layer, shards[0], norms[0], factory, project)
         self.mlp = MLP(config, shards[0], norms[1], factory, project)
@@ -191,7 +193,8 @@ class SeamBlock(StandardBlock):
 
     def __init__(self, config: ModelConfig, layer: int, shards: list[Shard], comm: Communicator, factory: Factory) -> None:
         super().__init__(config, layer, shards, comm, factory)
-        self.attention.wo.project = self.mlp.w_down.project = comm.whole.project
+        if not (config.o_bias or config.mlp_bias):
+            self.attention.wo.project = self.mlp.w_down.project = comm.whole.project
 
     def forward(self, x: Tensor, pending: Pending, frequencies: Tensor, context: AttentionContext) -> tuple[Tensor, Pending]:
         return super().forward(settle(x, pending), (), frequencies, context)
@@ -219,7 +222,7 @@ class ParallelBlock(nn.Module):
         self.comm, shard = comm, shards[0]
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, factory)
         inputs = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-        self.w_in = ShardedLinear(config, shard, inputs, bias=config.qkv_bias, **factory)
+        self.w_in = ShardedLinear(config, shard, inputs, **factory)
         self.heads = Heads(config, layer, layer, shard, factory)
         self.wo = ShardedLinear(config, shard, ("o_proj",), **factory)
         self.w_down = ShardedLinear(config, shard, ("down_proj",), **factory)

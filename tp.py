@@ -11,6 +11,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from comm import Communicator, Local, Product, Scattered, choose
@@ -39,7 +40,13 @@ SPLITS: dict[str, Split] = {
     "up_proj": Split(0, "intermediate"),
     "down_proj": Split(1, "intermediate"),
 }
-BIASED = ("q_proj", "k_proj", "v_proj")  # the only layers that may have a bias (Qwen2)
+
+
+def biased_parts(config: ModelConfig) -> frozenset[str]:
+    """The linear layers that have a bias in the checkpoint."""
+    qkv = ("q_proj", "k_proj", "v_proj") if config.qkv_bias else ()
+    mlp = ("gate_proj", "up_proj", "down_proj") if config.mlp_bias else ()
+    return frozenset((*qkv, *(("o_proj",) if config.o_bias else ()), *mlp))
 
 
 @dataclass(frozen=True)
@@ -99,6 +106,10 @@ class ShardedLinear(nn.Module):
 
     `weight` (sum of the parts' local out_features, local in_features). A row-split layer returns this shard's features; a
     column-split one returns a partial sum over shards, as `project` makes it.
+
+    `bias`, if a part has one: a row-split layer holds the entries of its features, of the parts that have one. A column-split
+    layer holds all entries and adds 1 / S of each on every one of the S shards, so that the sum over shards has the bias once,
+    and the streams of a desync model have equal shares of it.
     """
 
     def __init__(
@@ -106,7 +117,6 @@ class ShardedLinear(nn.Module):
         config: ModelConfig,
         shard: Shard,
         parts: tuple[str, ...],
-        bias: bool = False,
         project: Project = linear,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
@@ -119,17 +129,33 @@ class ShardedLinear(nn.Module):
         else:
             shape = (config.hidden_size, self.sizes[0])
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.zeros(shape[0], device=device, dtype=dtype)) if bias else None
+        # of a fused layer, either all parts have a bias, or the first ones, or the last ones
+        has = [part in biased_parts(config) for part in parts]
+        self.biased = [part for part, biased in zip(parts, has, strict=True) if biased]
+        lengths = self.sizes if SPLITS[parts[0]].dim == 0 else [shape[0]]
+        self.lengths = [length for length, biased in zip(lengths, has, strict=True) if biased]
+        unbiased = shape[0] - sum(self.lengths)
+        self.padding = (0, unbiased) if has[0] else (unbiased, 0)
+        self.bias = nn.Parameter(torch.zeros(sum(self.lengths), device=device, dtype=dtype)) if self.biased else None
 
     def forward(self, x: Tensor | Scattered) -> Tensor | Product:
+        bias = self.whole_bias()
         if isinstance(x, Scattered):
-            return x.linear(self.weight, self.bias)
-        return self.project(x, self.weight, self.bias)
+            return x.linear(self.weight, bias)
+        return self.project(x, self.weight, bias)
+
+    def whole_bias(self) -> Tensor | None:
+        """What this shard adds to its features or to its partial sum."""
+        if self.bias is None:
+            return None
+        if SPLITS[self.parts[0]].dim == 1:
+            return self.bias if self.shard.count == 1 else self.bias / self.shard.count
+        return F.pad(self.bias, self.padding) if any(self.padding) else self.bias
 
     def with_swiglu(self, x: Tensor | Scattered) -> Tensor:
         """silu(gate) * up of a fused layer that returns (gate, up): (..., in_features) to (..., out_features / 2)."""
         if isinstance(x, Tensor) and on_gpu(x):
-            return linear_swiglu(x, self.weight, self.bias)
+            return linear_swiglu(x, self.weight, self.whole_bias())
         return swiglu(self(x))
 
     def pieces(self) -> Iterator[tuple[str, Tensor]]:
@@ -138,9 +164,8 @@ class ShardedLinear(nn.Module):
         for part, weight in zip(self.parts, self.weight.split(sizes), strict=True):
             yield f"{part}.weight", weight
         if self.bias is not None:
-            for part, bias in zip(self.parts, self.bias.split(sizes), strict=True):
-                if part in BIASED:
-                    yield f"{part}.bias", bias
+            for part, bias in zip(self.biased, self.bias.split(self.lengths), strict=True):
+                yield f"{part}.bias", bias
 
 
 # --- the process group -------------------------------------------------------------------------------------------------

@@ -127,6 +127,32 @@ def test_what_transformers_saves_loads_equal(family: str, tied: bool, sharded: b
         torch.testing.assert_close(logits(ours, tokens), theirs(tokens).logits, atol=2e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("family", "biases"),
+    [
+        ("llama", dict(attention_bias=True)),
+        ("llama", dict(mlp_bias=True)),
+        ("llama", dict(attention_bias=True, mlp_bias=True)),
+        ("qwen3", dict(attention_bias=True)),
+        ("qwen2", dict(attention_bias=True)),  # which means nothing there
+    ],
+)
+def test_biases_load_and_are_written_as_transformers_has_them(
+    family: str, biases: dict[str, bool], tmp_path: Path, seed: int
+) -> None:
+    theirs = hf_model(family, **biases)
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours, tokens = load(tmp_path / "theirs"), torch.randint(0, 101, (2, 9))
+    assert_equal(full_tensors(ours), theirs.state_dict())
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+    torch.testing.assert_close(logits(ours, tokens), expected, atol=2e-4, rtol=1e-4)
+    save_checkpoint(ours, tmp_path / "ours", torch.float32)
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.float32)
+    with torch.no_grad():
+        torch.testing.assert_close(back(tokens).logits, expected, atol=1e-5, rtol=1e-5)
+
+
 def test_weights_are_cast_to_the_dtype_that_is_asked_for(tmp_path: Path, seed: int) -> None:
     theirs = hf_model()
     theirs.save_pretrained(tmp_path)

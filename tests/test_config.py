@@ -331,6 +331,7 @@ def configs(draw: st.DrawFn) -> ModelConfig:
     layers, kv_heads = draw(st.integers(1, 9)), draw(st.integers(1, 4))
     positive = st.integers(1, 10**6)
     floats = st.floats(1e-8, 1e8)
+    attention_bias = family in ("llama", "qwen3") and draw(st.booleans())
     config = ModelConfig(
         vocab_size=draw(positive),
         hidden_size=draw(positive),
@@ -345,7 +346,9 @@ def configs(draw: st.DrawFn) -> ModelConfig:
         rope_theta=draw(floats),
         rope_scaling=draw(st.none() | st.builds(RopeScaling, floats, floats, floats, positive)),
         tie_embeddings=draw(st.booleans()),
-        qkv_bias=family == "qwen2",
+        qkv_bias=attention_bias or family == "qwen2",
+        o_bias=attention_bias,
+        mlp_bias=family == "llama" and draw(st.booleans()),
         qk_norm=family == "qwen3",
         eos_token_ids=tuple(draw(st.lists(positive, max_size=3))),
         bos_token_id=draw(st.none() | positive),
@@ -400,8 +403,8 @@ def test_transformers_reads_what_we_write_of_its_own_families(make: Any, windowe
     ("key", "value"),
     [
         ("hidden_act", "gelu"),
-        ("attention_bias", True),
-        ("mlp_bias", True),
+        ("attention_bias", "true"),
+        ("mlp_bias", 1),
         ("quantization_config", {"quant_method": "gptq", "bits": 4}),
         ("partial_rotary_factor", 0.5),
         ("model_type", "mixtral"),
@@ -452,6 +455,11 @@ def test_a_bad_value_is_refused_by_its_key(key: str, value: Any) -> None:
 def test_other_rope_scaling_is_refused(key: str, kind: Any) -> None:
     rope = {"rope_type": kind, "factor": 4.0, "original_max_position_embeddings": 32768}
     fails(lambda: config_from_hf(HYBRID_LADDER | {key: rope}), "rope_type", repr(kind))
+
+
+@pytest.mark.parametrize(("family", "key"), [("mistral", "attention_bias"), ("qwen2", "mlp_bias"), ("qwen3", "mlp_bias")])
+def test_a_bias_that_the_family_does_not_have_is_refused(family: str, key: str, seed: int) -> None:
+    fails(lambda: config_from_hf(random_shape(seed) | {"model_type": family, key: True}), key, family)
 
 
 def test_partial_rope_is_refused_in_the_newer_spelling_too() -> None:

@@ -490,6 +490,55 @@ def test_models_with_fused_sums(interpreters: Ranks, name: str, sums: int, seed:
         assert scatters == sums
 
 
+def communicators(world: World) -> dict[str, Any]:
+    """Every kind that runs on CPU ranks and sums exactly."""
+    from comm.relay import RelayCommunicator
+    from comm.simulated import Link, SimulatedLink
+    from comm.symmetric import SymmetricCommunicator
+
+    return {
+        "gloo": world.comm,
+        "simulated": SimulatedLink(world.comm, Link(1e-6, 1e12)),
+        "fused": fused(world),
+        "one-shot": SymmetricCommunicator("one-shot", world.device, memory="peer"),
+        "two-shot": SymmetricCommunicator("two-shot", world.device, memory="peer"),
+        "relay": RelayCommunicator(None, world.device, area=1 << 16),
+    }
+
+
+@torch.inference_mode()
+def biased_beside_one_rank(world: World, folders: list[Path], ids: list[int]) -> dict[str, float]:
+    """The largest difference of each checkpoint's logits from one rank's, by checkpoint and communicator."""
+    from attention import Causal
+    from checkpoint import load_model, model_config
+    from comm import Local
+
+    tokens, context, found = torch.tensor([ids]), Causal(len(ids), world.device), {}
+    kinds = communicators(world)
+    for folder in folders:
+        config = model_config(str(folder), None, 1)
+        alone = load_model(str(folder), config, World(0, 1, world.device, Local()), torch.float32)(tokens, context)
+        for kind, comm in kinds.items():
+            if "mlp" in folder.name and kind != "fused":
+                continue  # a bias behind every other sum matters only where a sum may leave rows behind
+            logits = load_model(str(folder), config, replace(world, comm=comm), torch.float32)(tokens, context)
+            found[f"{folder.name} {kind}"] = (logits - alone).abs().max().item()
+    return found
+
+
+def test_biases_behind_sums_with_every_communicator(interpreters: Ranks, tmp_path: Path, seed: int) -> None:
+    """A hybrid has a standard block, a seam and a ladder's."""
+    from config import ModelConfig, with_variant
+    from tests.test_tensor_parallel import save_random
+
+    plain = ModelConfig(96, 32, 2, 4, 2, 8, 32, 64)
+    mlp, both = replace(plain, mlp_bias=True), replace(plain, qkv_bias=True, o_bias=True, mlp_bias=True)
+    folders = [save_random(mlp, tmp_path / "mlp"), save_random(with_variant(both, "hybrid:1"), tmp_path / "both")]
+    ids = [random.Random(seed).randrange(96) for _ in range(4)]
+    for differences in interpreters.run(2, biased_beside_one_rank, folders, ids):
+        assert max(differences.values()) < 1e-4, differences
+
+
 # --- GPUs --------------------------------------------------------------------------------------------------------------------
 
 

@@ -265,7 +265,7 @@ class Reference:
             scores = (q @ k.transpose(1, 2) / math.sqrt(c.head_dim)).masked_fill(future, -math.inf)
             columns = slice(head * c.head_dim, (head + 1) * c.head_dim)
             total = total + scores.softmax(-1) @ v @ self.weight(layer, "self_attn.o_proj.weight")[:, columns].T
-        return total
+        return total + self.weight(layer, "self_attn.o_proj.bias") / s if c.o_bias else total
 
     def mlp(self, layer: int, x: Tensor, shard: tuple[int, int] = (0, 1)) -> Tensor:
         """Without its norm."""
@@ -273,7 +273,11 @@ class Reference:
         size = self.config.intermediate_size
         features = slice(r * size // s, (r + 1) * size // s)
         gate, up = (x @ self.weight(layer, f"mlp.{part}_proj.weight")[features].T for part in ("gate", "up"))
-        return (gate * gate.sigmoid() * up) @ self.weight(layer, "mlp.down_proj.weight")[:, features].T
+        if not self.config.mlp_bias:
+            return (gate * gate.sigmoid() * up) @ self.weight(layer, "mlp.down_proj.weight")[:, features].T
+        gate, up = gate + self.weight(layer, "mlp.gate_proj.bias")[features], up + self.weight(layer, "mlp.up_proj.bias")[features]
+        out = (gate * gate.sigmoid() * up) @ self.weight(layer, "mlp.down_proj.weight")[:, features].T
+        return out + self.weight(layer, "mlp.down_proj.bias") / s
 
     def h(self, i: int, x: Tensor, shard: tuple[int, int] = (0, 1)) -> Tensor:
         """Module i of 1 … 2L with its own pre-norm."""
@@ -334,7 +338,14 @@ def random_config(**more: Any) -> ModelConfig:
         tie_embeddings=random.choice([True, False]),
     )
     family = random.choice(["llama", "qwen2", "qwen3"])
-    features = dict(family=family, qkv_bias=family == "qwen2", qk_norm=family == "qwen3")
+    attention_bias = family != "qwen2" and random.random() < 0.5
+    features = dict(
+        family=family,
+        qkv_bias=attention_bias or family == "qwen2",
+        o_bias=attention_bias,
+        mlp_bias=family == "llama" and random.random() < 0.5,
+        qk_norm=family == "qwen3",
+    )
     return ModelConfig(**shape | features | more)
 
 
@@ -355,6 +366,10 @@ def write_checkpoint(config: ModelConfig, directory: Path) -> None:
         layer["post_attention_layernorm.weight"] = (c.hidden_size,)
     if c.qkv_bias:
         layer |= {f"self_attn.{p}_proj.bias": layer[f"self_attn.{p}_proj.weight"][:1] for p in "qkv"}
+    if c.o_bias:
+        layer["self_attn.o_proj.bias"] = (c.hidden_size,)
+    if c.mlp_bias:
+        layer |= {f"mlp.{p}_proj.bias": layer[f"mlp.{p}_proj.weight"][:1] for p in ("gate", "up", "down")}
     if c.qk_norm:
         layer |= {f"self_attn.{p}_norm.weight": (d,) for p in "qk"}
     shapes = {"model.embed_tokens.weight": (c.vocab_size, c.hidden_size), "model.norm.weight": (c.hidden_size,)}
@@ -460,6 +475,22 @@ def test_desync_patterns_of_the_paper() -> None:
     assert written_out(desync_pattern(4, 2)) == [no, yes] * 4
     assert written_out(desync_pattern(4, 4)) == [no, no, no, yes] * 2
     assert written_out(desync_pattern(3, 4)) == [no, no, no, yes, no, yes]
+
+
+@pytest.mark.parametrize("biases", [("llama", True, False), ("llama", False, True), ("llama", True, True), ("qwen3", True, False)])
+@pytest.mark.parametrize("variant", ["standard", "parallel", "ladder", "desync-4x:4", "desync-2x:8"])
+def test_every_variant_has_each_bias_once(variant: str, biases: tuple[str, bool, bool], tmp_path: Path, seed: int) -> None:
+    """Of attention and of the MLP. A desync stream has its share of what is added behind the sum."""
+    family, attention, mlp = biases
+    features = dict(family=family, qkv_bias=attention, o_bias=attention, mlp_bias=mlp, qk_norm=family == "qwen3")
+    model, reference, tokens = prepare(with_variant(random_config(**features), variant), tmp_path)
+    if variant == "parallel":
+        expected = reference.parallel(tokens)
+    elif variant.startswith("desync"):
+        expected = reference.desync(tokens, model.config.desync_streams, written_out(model.config.desync_pattern))
+    else:
+        expected = reference.sequential(tokens, set(model.config.ladder_layers))
+    assert_model_equals(model, tokens, expected)
 
 
 def test_upper_bound_on_one_rank_is_standard(tmp_path: Path, seed: int) -> None:

@@ -135,6 +135,15 @@ def test_families_with_fewer_kv_heads_than_ranks(variant: str, n: int, ranks: Ra
     assert_ranks_compute(ranks, n, save_random(variant_of(config, variant), tmp_path), config.vocab_size)
 
 
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_biases_are_added_once_whatever_the_number_of_ranks(
+    variant: str, n: int, ranks: Ranks, tmp_path: Path, seed: int
+) -> None:
+    config = base_config(qkv_bias=True, o_bias=True, mlp_bias=True)
+    assert_ranks_compute(ranks, n, save_random(variant_of(config, variant), tmp_path), config.vocab_size)
+
+
 def test_a_vocabulary_that_leaves_a_rank_without_rows(ranks: Ranks, tmp_path: Path, seed: int) -> None:
     """5 ids over 4 ranks: 2, 2, 1 and none."""
     config = base_config(vocab_size=5)

@@ -290,4 +290,4 @@ class _WeightFirst(torch.autograd.Function):
 
 
 def _weight_first_linear(linear: ShardedLinear, ready: Callable[[Tensor], None], x: Tensor) -> Tensor:
-    return _WeightFirst.apply(x, linear.weight, linear.bias, ready)
+    return _WeightFirst.apply(x, linear.weight, linear.whole_bias(), ready)

@@ -15,11 +15,13 @@ from model import RMSNorm, Transformer, rope_frequencies
 
 def empty_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Transformer:
     """The whole model with its parameters on the meta device. Raises UserError where training it would tear copies apart."""
-    if config.variant == "desync" and (config.desync_streams > config.n_kv_heads or config.qk_norm):
+    copied = config.qk_norm or config.o_bias or config.mlp_bias
+    if config.variant == "desync" and config.desync_streams > 1 and (config.desync_streams > config.n_kv_heads or copied):
         raise UserError(
             f"a desync model with {config.desync_streams} streams, {config.n_kv_heads} KV heads"
-            f"{' and QK norm' if config.qk_norm else ''} keeps copies of weights that training would let drift apart; "
-            "train with at most as many streams as KV heads, and without QK norm"
+            f"{' and QK norm' if config.qk_norm else ''}{' and biases behind sums' if config.o_bias or config.mlp_bias else ''} "
+            "keeps copies of weights that training would let drift apart; "
+            "train with at most as many streams as KV heads, and without QK norm, attention_bias and mlp_bias"
         )
     if config.variant == "upper-bound":
         raise UserError("upper-bound is a speed limit and cannot be trained; choose another --variant")
