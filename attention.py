@@ -26,13 +26,14 @@ class HeadNorm(Protocol):
 
 class Heads(Protocol):
     """What a context sees of an attention module: `slot` numbers those of this rank; `window` limits a query to the last
-    `window` tokens."""
+    `window` tokens; `rope_factor` multiplies queries and keys where they are rotated, or queries alone by its square."""
 
     slot: int
     window: int | None
     n_heads: int
     n_kv_heads: int
     head_dim: int
+    rope_factor: float
 
     @property
     def q_norm(self) -> "HeadNorm | None": ...
@@ -62,15 +63,15 @@ class SplitContext(AttentionContext):
     positions: Tensor  # (T,) int64, of this forward's tokens, the same for every sequence
     _rope: tuple[Tensor, Tensor] | None = None  # every layer has the same
 
-    def rope(self, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of this forward's positions, (T, 1, D / 2) fp32 each."""
+    def rope(self, frequencies: Tensor, factor: float = 1.0) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of this forward's positions, (T, 1, D / 2) fp32 each, times `factor`."""
         if self._rope is None:
             angles = self.positions[:, None, None].float() * frequencies
-            self._rope = angles.cos(), angles.sin()
+            self._rope = angles.cos() * factor, angles.sin() * factor
         return self._rope
 
     def attend(self, heads: Heads, qkv: Tensor, frequencies: Tensor) -> Tensor:
-        q, k, v = heads.split(qkv, self.rope(frequencies))
+        q, k, v = heads.split(qkv, self.rope(frequencies, heads.rope_factor))
         return self.attend_split(heads.slot, q, k, v, heads.window).flatten(-2)
 
     @abstractmethod

@@ -13,7 +13,6 @@ A residual variant is a property of the checkpoint. It stands in `config.json` u
 checkpoint without complaint and write nonsense.
 """
 
-import json
 import math
 from dataclasses import asdict, dataclass, fields, replace
 from difflib import get_close_matches
@@ -21,9 +20,31 @@ from pathlib import Path
 from typing import Any
 
 from errors import UserError
+from files import CONFIG_BYTES, read_json
+from json_fields import count, get, one_or_list, positive, shown
+from rope_scaling import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    RopeScaling,
+    attention_factor,
+    read_scaling,
+    rope_of,
+    scaling_to_hf,
+)
 
 VARIANTS = ("standard", "parallel", "ladder", "desync", "upper-bound")
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+
+# Far above any model that was published: what lies beyond is a broken file, and would take long only to be looked at.
+MOST = {
+    "vocab_size": 1 << 24,
+    "hidden_size": 1 << 20,
+    "intermediate_size": 1 << 22,
+    "num_hidden_layers": 1 << 12,
+    "num_attention_heads": 1 << 14,
+    "head_dim": 1 << 14,
+}
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -33,16 +54,6 @@ ARCHITECTURES = {
     "llamaLadder": "LlamaLadderForCausalLM",
     "rung": "RungForCausalLM",
 }
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """Llama 3.1's frequency scaling (`rope_type: llama3`), lengths in tokens."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
 
 
 @dataclass(frozen=True)
@@ -101,6 +112,11 @@ class ModelConfig:
             names = {desync_pattern(self.n_layers, every): f"desync-{every}x" for every in (2, 4)}
             return f"{names.get(self.desync_pattern, 'desync')} (S = {self.desync_streams})"
         return self.variant
+
+    @property
+    def rope_factor(self) -> float:
+        """By what RoPE multiplies queries and keys besides turning them."""
+        return attention_factor(self.rope_scaling)
 
     def window(self, layer: int) -> int | None:
         return self.windows[layer] if self.windows else None
@@ -169,9 +185,9 @@ def validate(config: ModelConfig) -> ModelConfig:
 
 # --- presets -----------------------------------------------------------------------------------------------------------
 
-_LLAMA31_ROPE = RopeScaling(8.0, 1.0, 4.0, 8192)
+_LLAMA31_ROPE = Llama3Scaling(8.0, 1.0, 4.0, 8192)
 _LLAMA32: dict[str, Any] = dict(
-    rope_theta=5e5, rope_scaling=RopeScaling(32.0, 1.0, 4.0, 8192), tie_embeddings=True, max_seq_len=131072
+    rope_theta=5e5, rope_scaling=Llama3Scaling(32.0, 1.0, 4.0, 8192), tie_embeddings=True, max_seq_len=131072
 )
 
 
@@ -313,55 +329,15 @@ def read_config(path: Path) -> ModelConfig:
     Raises UserError: no such file, no JSON, a key missing, or a feature that Rung does not compute.
     """
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = read_json(path, CONFIG_BYTES)
     except FileNotFoundError:
         raise UserError(
             f"{path} is missing; --model takes a preset's name, or a checkpoint with config.json beside its weights"
         ) from None
-    except (OSError, ValueError, RecursionError) as e:  # ValueError: no UTF-8, or no JSON
-        raise UserError(f"{path} cannot be read as JSON ({e}); download or export the checkpoint again") from None
-    if not isinstance(raw, dict):
-        raise UserError(f"{path} holds no JSON object; download or export the checkpoint again")
     try:
         return config_from_hf(raw)
     except UserError as e:
         raise UserError(f"{path}: {e}") from None
-
-
-KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a string", list: "a list", dict: "an object"}
-REQUIRED: Any = object()
-
-
-def _get(raw: dict[str, Any], key: str, kind: type, default: Any = REQUIRED) -> Any:
-    """`raw[key]`, which must be of JSON type `kind`. null counts as absent, as it does in transformers."""
-    value = raw.get(key)
-    if value is None and default is not REQUIRED:
-        return default
-    if value is None:
-        raise UserError(f"key {key!r} is missing")
-    if kind is float and type(value) is int:
-        return float(value)
-    if type(value) is not kind:  # not isinstance: true is no number
-        raise UserError(f"{key} must be {KINDS[kind]}, not {value!r}")
-    return value
-
-
-def _count(raw: dict[str, Any], key: str, default: Any = REQUIRED) -> int:
-    """`raw[key]`, a whole number of at least 1."""
-    value = _get(raw, key, int, default)
-    if value < 1:
-        raise UserError(f"{key} must be at least 1, not {value}")
-    return value
-
-
-def _one_or_list(raw: dict[str, Any], key: str) -> int | list[int]:
-    """`raw[key]`, a whole number or a list of them; absent is an empty list."""
-    value = raw.get(key)
-    if value is None:
-        return []
-    if type(value) is not int and not (type(value) is list and all(type(v) is int for v in value)):
-        raise UserError(f"{key} must be a whole number or a list of them, not {value!r}")
-    return value
 
 
 def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
@@ -369,93 +345,106 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
 
     Raises UserError: a key missing or of the wrong type, or a feature that Rung does not compute.
     """
-    model_type = _get(raw, "model_type", str, "llama")
-    family = {"llamaLadder": "llama", "rung": _get(raw, "base_model_type", str, "llama")}.get(model_type, model_type)
+    model_type = _model_type(raw)
+    family = {"llamaLadder": "llama", "rung": get(raw, "base_model_type", str, "llama")}.get(model_type, model_type)
     if family not in FAMILIES:
-        raise UserError(f"model_type {family!r} is not supported; supported: {', '.join(FAMILIES)}, llamaLadder, rung")
-    # RoPE's settings: `rope_parameters` in transformers 5, `rope_scaling` and a top-level `rope_theta` before
-    rope = _get(raw, "rope_parameters", dict, None) or _get(raw, "rope_scaling", dict, {})
-    _refuse_unsupported(raw, rope, family)
-    n_layers, hidden, heads = (_count(raw, k) for k in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
-    eos = _one_or_list(raw, "eos_token_id")
+        raise UserError(f"model_type {shown(family)} is not supported; supported: {', '.join(FAMILIES)}, llamaLadder, rung")
+    rope, parameters = rope_of(raw), get(raw, "rope_parameters", dict, {})
+    _refuse_unsupported(raw, rope, parameters)
+    n_layers, hidden, heads = (
+        count(raw, key, most=MOST[key]) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads")
+    )
+    head_dim = count(raw, "head_dim", 128 if family == "qwen3" else hidden // heads, MOST["head_dim"])
+    theta = 10000.0
+    for holder in (parameters, raw, rope):  # the last one that says it
+        theta = positive(holder, "rope_theta", theta)
+    scaling, length = read_scaling(raw, theta, head_dim)
+    eos = one_or_list(raw, "eos_token_id")
     config = ModelConfig(
-        vocab_size=_count(raw, "vocab_size"),
+        vocab_size=count(raw, "vocab_size", most=MOST["vocab_size"]),
         hidden_size=hidden,
         n_layers=n_layers,
         n_heads=heads,
-        n_kv_heads=_count(raw, "num_key_value_heads", heads),
-        head_dim=_count(raw, "head_dim", 128 if family == "qwen3" else hidden // heads),
-        intermediate_size=_count(raw, "intermediate_size"),
-        max_seq_len=_count(raw, "max_position_embeddings", 2048),
+        n_kv_heads=count(raw, "num_key_value_heads", heads),
+        head_dim=head_dim,
+        intermediate_size=count(raw, "intermediate_size", most=MOST["intermediate_size"]),
+        max_seq_len=length,
         family=family,
-        norm_eps=_get(raw, "rms_norm_eps", float, 1e-6),
-        rope_theta=_get(rope, "rope_theta", float, _get(raw, "rope_theta", float, 10000.0)),
-        rope_scaling=_rope_scaling(rope),
-        tie_embeddings=_get(raw, "tie_word_embeddings", bool, False),
+        norm_eps=get(raw, "rms_norm_eps", float, 1e-6),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        tie_embeddings=get(raw, "tie_word_embeddings", bool, False),
         **_biases(raw, family),
         qk_norm=family == "qwen3",
         windows=_windows(raw, family, n_layers),
         eos_token_ids=(eos,) if isinstance(eos, int) else tuple(eos),
-        bos_token_id=_get(raw, "bos_token_id", int, None),
+        bos_token_id=get(raw, "bos_token_id", int, None),
         **_variant(raw, n_layers),
     )
     return validate(config)
 
 
-def _refuse_unsupported(raw: dict[str, Any], rope: dict[str, Any], family: str) -> None:
+def _model_type(raw: dict[str, Any]) -> str:
+    """The file's `model_type`. Without one it is a Llama, as in the oldest files, unless `architectures` names another model."""
+    architectures = get(raw, "architectures", list, [])
+    unnamed = raw.get("model_type") is None
+    if unnamed and any(name != ARCHITECTURES["llama"] for name in architectures):
+        raise UserError(
+            f"model_type is missing, and architectures names {shown(architectures[0])}; add the model_type of that model"
+        )
+    return get(raw, "model_type", str, "llama")
+
+
+def limit_context(config: ModelConfig, length: int | None) -> ModelConfig:
+    """`config` for a process whose sequences have at most `length` tokens; None: what the checkpoint is meant for."""
+    return config if length is None else replace(config, max_seq_len=min(length, config.max_seq_len))
+
+
+def _refuse_unsupported(*holders: dict[str, Any]) -> None:
     supported: dict[str, tuple[Any, ...]] = {
         "hidden_act": ("silu", "swish", None),
         "quantization_config": (None,),
         "partial_rotary_factor": (1.0, None),
     }
     for key, values in supported.items():
-        for holder in (raw, rope):
+        for holder in holders:
             if holder.get(key) not in values:
                 raise UserError(
-                    f"{key} = {holder[key]!r} is not supported; convert the checkpoint to a plain bf16 one of its family"
+                    f"{key} = {shown(holder[key])} is not supported; convert the checkpoint to a plain bf16 one of its family"
                 )
 
 
-def _biases(raw: dict[str, Any], family: str) -> dict[str, bool]:
+def _biases(raw: dict[str, Any], family: str) -> dict[str, Any]:
     """Which layers have a bias. What Llama's and Qwen3's `attention_bias` switches on, Qwen2 has in any case, but for o_proj."""
-    attention, mlp = _get(raw, "attention_bias", bool, False), _get(raw, "mlp_bias", bool, False)
+    attention, mlp = get(raw, "attention_bias", bool, False), get(raw, "mlp_bias", bool, False)
     for key, value, families in (("attention_bias", attention, ("llama", "qwen2", "qwen3")), ("mlp_bias", mlp, ("llama",))):
         if value and family not in families:
             raise UserError(f"{key} is true, but a {family} model has no such bias; set it to false if the weights have none")
     return dict(qkv_bias=attention or family == "qwen2", o_bias=attention and family != "qwen2", mlp_bias=mlp)
 
 
-def _rope_scaling(rope: dict[str, Any]) -> RopeScaling | None:
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind == "default":
-        return None
-    if kind != "llama3":
-        raise UserError(f"RoPE scaling rope_type = {kind!r} is not supported; supported: default, llama3")
-    return RopeScaling(**{f.name: _get(rope, f.name, f.type) for f in fields(RopeScaling)})  # type: ignore[arg-type]
-
-
 def _windows(raw: dict[str, Any], family: str, n_layers: int) -> tuple[int | None, ...]:
     """Each layer's sliding window, where an absent key has the meaning that transformers gives it."""
-    if family == "llama" or (family != "mistral" and not _get(raw, "use_sliding_window", bool, False)):
+    if family == "llama" or (family != "mistral" and not get(raw, "use_sliding_window", bool, False)):
         return ()
     if raw.get("sliding_window", 4096) is None:
         return ()
-    window = _count(raw, "sliding_window", 4096)
-    kinds = _get(raw, "layer_types", list, None)
+    window = count(raw, "sliding_window", 4096)
+    kinds = get(raw, "layer_types", list, None)
     if kinds is None:  # Qwen: the layers from max_window_layers on; Mistral: all of them
-        first = 0 if family == "mistral" else _get(raw, "max_window_layers", int, 28)
+        first = 0 if family == "mistral" else get(raw, "max_window_layers", int, 28)
         kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(n_layers)]
     for kind in kinds:
         if kind not in ("sliding_attention", "full_attention"):
-            raise UserError(f"layer_types names {kind!r}, which is not supported; supported: full_, sliding_attention")
+            raise UserError(f"layer_types names {shown(kind)}, which is not supported; supported: full_, sliding_attention")
     windows = tuple(window if kind == "sliding_attention" else None for kind in kinds)
     return windows if set(windows) != {None} or len(windows) != n_layers else ()
 
 
 def _variant(raw: dict[str, Any], n_layers: int) -> dict[str, Any]:
-    variant = _get(raw, "residual_variant", str, "ladder" if "ladder_layers" in raw else "standard")
+    variant = get(raw, "residual_variant", str, "ladder" if "ladder_layers" in raw else "standard")
     if variant == "ladder":
-        layers: Any = _one_or_list(raw, "ladder_layers") if "ladder_layers" in raw else n_layers
+        layers: Any = one_or_list(raw, "ladder_layers") if "ladder_layers" in raw else n_layers
         if isinstance(layers, int):
             if not 0 <= layers <= n_layers:
                 raise UserError(f"ladder_layers = {layers} but the model has {n_layers} layers")
@@ -464,11 +453,11 @@ def _variant(raw: dict[str, Any], n_layers: int) -> dict[str, Any]:
         return dict(variant="ladder", ladder_layers=tuple(sorted(layers))) if layers else {}
     if variant == "desync":
         pattern = []
-        for layer in _get(raw, "desync_pattern", list):
+        for layer in get(raw, "desync_pattern", list):
             if not isinstance(layer, dict):
-                raise UserError(f"desync_pattern must hold one object a layer, not {layer!r}")
-            pattern.append(Reduces(_get(layer, "attention", bool), _get(layer, "mlp", bool)))
-        streams = _count(raw, "desync_streams")
+                raise UserError(f"desync_pattern must hold one object a layer, not {shown(layer)}")
+            pattern.append(Reduces(get(layer, "attention", bool), get(layer, "mlp", bool)))
+        streams = count(raw, "desync_streams")
         return dict(variant="desync", desync_streams=streams, desync_pattern=tuple(pattern))
     return dict(variant=variant)
 
@@ -479,9 +468,8 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     plain = config.variant == "standard"
     published = config.variant == "ladder" and config.family == "llama"
     model_type = config.family if plain else "llamaLadder" if published else "rung"
-    rope: dict[str, Any] = {"rope_type": "default"}
-    if config.rope_scaling:
-        rope = {"rope_type": "llama3", **asdict(config.rope_scaling)}
+    scaling, rope = config.rope_scaling, scaling_to_hf(config.rope_scaling)
+    trained = scaling.trained if isinstance(scaling, LinearScaling | DynamicScaling) else config.max_seq_len
     raw: dict[str, Any] = {
         "architectures": [ARCHITECTURES[model_type]],
         "model_type": model_type,
@@ -492,13 +480,13 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         "num_key_value_heads": config.n_kv_heads,
         "head_dim": config.head_dim,
         "intermediate_size": config.intermediate_size,
-        "max_position_embeddings": config.max_seq_len,
+        "max_position_embeddings": trained,
         "hidden_act": "silu",
         "rms_norm_eps": config.norm_eps,
         # both spellings: transformers 5 reads the first, older readers the other two
         "rope_parameters": {**rope, "rope_theta": config.rope_theta},
         "rope_theta": config.rope_theta,
-        "rope_scaling": rope if config.rope_scaling else None,
+        "rope_scaling": rope if scaling else None,
         "tie_word_embeddings": config.tie_embeddings,
         "bos_token_id": config.bos_token_id,
         "eos_token_id": config.eos_token_ids[0] if len(config.eos_token_ids) == 1 else list(config.eos_token_ids) or None,

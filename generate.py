@@ -29,7 +29,7 @@ import torch.distributed as dist
 from checkpoint import DTYPES, load_model, model_config
 from cli import Parser, note, run
 from comm import KNOWN
-from config import PRESETS, ModelConfig, has_random_weights, is_shape
+from config import PRESETS, ModelConfig, has_random_weights, is_shape, limit_context
 from engine.offline import Timing, check_prompts, generate, score
 from engine.sampler import SamplingParams
 from engine.stopping import OutputStream
@@ -64,6 +64,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "desync-4x[:STREAMS], upper-bound. For benchmarks: the text will be wrong",
     )
     what.add_argument("--dtype", choices=DTYPES, help="of weights and activations (default: bfloat16 on CUDA, float32 on CPU)")
+    what.add_argument(
+        "--max-model-len",
+        type=int,
+        metavar="N",
+        help="prompt and answer together, in tokens (default: what the model was made for); RoPE scaling by length depends on it",
+    )
     what.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA if there is any")
     what.add_argument("--comm", metavar="NAME", help=f"how ranks sum: {KNOWN} (default: auto on CUDA, gloo on CPU)")
     what.add_argument(
@@ -139,6 +145,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     for name in ("max_new_tokens", "num_samples", "batch_size"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
+    if args.max_model_len is not None and args.max_model_len < 1:
+        raise UserError(f"--max-model-len must be at least 1, not {args.max_model_len}")
     if "" in args.stop:
         raise UserError("--stop is empty, which would end every text at once; give at least one character")
     if args.interactive and (args.score or args.json or args.num_samples > 1):
@@ -175,7 +183,7 @@ class Job:
 
 def prepare(args: argparse.Namespace, world_size: int) -> Job:
     """Read config and tokenizer and encode the prompt. Raises UserError for whatever in them cannot work."""
-    config = model_config(args.model, args.variant, world_size)
+    config = limit_context(model_config(args.model, args.variant, world_size), args.max_model_len)
     stream_shards(config, 0, world_size)
     tokenizer = read_tokenizer(args, config)
     params = [

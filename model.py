@@ -1,4 +1,4 @@
-"""The whole model: norm, RoPE, attention, MLP, one block class per residual variant, and the `Transformer`.
+"""The whole model: norm, attention, MLP, one block class per residual variant, and the `Transformer`.
 
 Shapes: B sequences, T tokens, C hidden_size, H query heads and K key-value heads of this shard, D head_dim.
 
@@ -17,7 +17,6 @@ A module reads the stream once all but the newest `lag` of them have arrived: 0 
 and the rule x_{i-2} holds at the seam of a hybrid.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any, TypedDict
 
@@ -27,11 +26,12 @@ from torch import Tensor, nn
 
 from attention import AttentionContext
 from comm import Communicator, Done, Handle, NoCommunication, Product, Scattered
-from config import ModelConfig, RopeScaling
+from config import ModelConfig
 from kernels.activation import swiglu
 from kernels.embedding import embedding_shard
 from kernels.linear import linear
 from kernels.norm import rms_norm
+from rope import rope_frequencies, rotate
 from tp import Project, Shard, ShardedLinear, stream_shards
 
 
@@ -54,31 +54,6 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
 
-# --- RoPE --------------------------------------------------------------------------------------------------------------
-
-
-def rope_frequencies(config: ModelConfig) -> Tensor:
-    """(D / 2,) fp32, radians a token (Su et al., arXiv:2104.09864; scaled as Llama 3.1 does)."""
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
-    frequencies = 1.0 / config.rope_theta**exponents
-    return frequencies if config.rope_scaling is None else scale_frequencies(frequencies, config.rope_scaling)
-
-
-def scale_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Divide low frequencies by `factor`, keep high ones, and blend in between (Llama 3.1's `apply_scaling`)."""
-    wavelengths = 2 * math.pi / frequencies
-    periods = scaling.original_max_position_embeddings / wavelengths  # within the original context
-    blend = (periods - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    blend = blend.clamp(0, 1)  # 0: a low frequency, 1: a high one
-    return (1 - blend) * frequencies / scaling.factor + blend * frequencies
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply RoPE to x (B, T, heads, D); cos and sin (T, 1, D / 2) fp32. Feature i pairs with i + D / 2, as in HF weights."""
-    a, b = x.float().chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
-
-
 # --- the modules h_i without their pre-norm; each returns this shard's partial sum ---------------------------------------
 
 
@@ -88,6 +63,7 @@ class Heads(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, slot: int, shard: Shard, factory: Factory) -> None:
         super().__init__()
         self.slot, self.window, self.head_dim = slot, config.window(layer), config.head_dim
+        self.rope_factor = config.rope_factor
         self.n_heads = len(shard.range(config, "heads")) // config.head_dim
         self.n_kv_heads = len(shard.range(config, "kv_heads")) // config.head_dim
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps, factory) if config.qk_norm else None

@@ -146,7 +146,8 @@ def stored(
     if heads.q_norm is not None and heads.k_norm is not None:
         q_norm, k_norm, eps = heads.q_norm.weight, heads.k_norm.weight, heads.q_norm.eps
     rows = keys.flatten(0, 1), values.flatten(0, 1)
-    return rope_store(qkv.contiguous(), positions, frequencies, places, *rows, q_norm, k_norm, eps)
+    q = rope_store(qkv.contiguous(), positions, frequencies, places, *rows, q_norm, k_norm, eps)
+    return q if heads.rope_factor == 1 else q * heads.rope_factor**2  # in place of a factor for queries and one for keys
 
 
 class SpanInputs:

@@ -20,7 +20,8 @@ from torch.utils.checkpoint import checkpoint
 from attention import Causal
 from config import ModelConfig
 from errors import UserError
-from model import Transformer, rope_frequencies, settle
+from model import Transformer, settle
+from rope import rope_frequencies
 from tp import World
 from training.data import Batch, GlobalBatches
 from training.initialize import empty_model, materializer

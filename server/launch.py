@@ -8,7 +8,7 @@ from pathlib import Path
 
 from checkpoint import DTYPES, load_model, model_config
 from cli import leave, note, rank
-from config import ModelConfig
+from config import ModelConfig, limit_context
 from engine.core import Engine, EngineLimits
 from engine.protocol import Fatal, Ready
 from engine.worker import FrontendLink, serve
@@ -23,7 +23,7 @@ from tp import World, agree_on_error, init_world, stream_shards
 
 def prepare(settings: Settings, world_size: int) -> tuple[ModelConfig, Tokenizer]:
     """Read config and tokenizer. Raises UserError for whatever cannot be served."""
-    config = model_config(settings.model, settings.variant, world_size)
+    config = limit_context(model_config(settings.model, settings.variant, world_size), settings.max_model_len)
     if config.variant == "upper-bound" and world_size > 1 and not settings.random_weights:
         raise UserError("upper-bound writes wrong text on several ranks and is for benchmarks only; serve another variant")
     stream_shards(config, 0, world_size)

@@ -17,7 +17,6 @@ from config import (
     PRESETS,
     ModelConfig,
     Reduces,
-    RopeScaling,
     config_from_hf,
     config_to_hf,
     desync_pattern,
@@ -27,6 +26,7 @@ from config import (
     with_variant,
 )
 from errors import UserError
+from rope_scaling import DynamicScaling, LinearScaling, Llama3Scaling, LongRopeScaling, RopeScaling, YarnScaling
 
 VARIANT_NAMES = [
     "standard",
@@ -295,7 +295,7 @@ def test_the_older_spelling_of_rope(seed: int) -> None:
     del raw["rope_parameters"]
     assert config_from_hf(raw).rope_theta == 10000.0
     ours = config_from_hf(raw | {"rope_theta": 500000, "rope_scaling": LLAMA3_ROPE})
-    assert ours.rope_theta == 5e5 and ours.rope_scaling == RopeScaling(8.0, 1.0, 4.0, 8192)
+    assert ours.rope_theta == 5e5 and ours.rope_scaling == Llama3Scaling(8.0, 1.0, 4.0, 8192)
     agree(ours, hf_config(raw | {"rope_theta": 500000, "rope_scaling": LLAMA3_ROPE}))
     assert config_from_hf(raw | {"rope_theta": 5e5, "rope_scaling": None}).rope_scaling is None
     oldest = {"type" if k == "rope_type" else k: v for k, v in LLAMA3_ROPE.items()}
@@ -313,7 +313,7 @@ def test_the_published_hybrid_ladder() -> None:
     config = config_from_hf(HYBRID_LADDER)
     assert config.variant == "ladder" and config.ladder_layers == tuple(range(16, 32)) and config.is_hybrid
     assert config.description == "hybrid ladder (layers 16-31 of 32)"
-    rope = RopeScaling(8.0, 1.0, 4.0, 8192)
+    rope = Llama3Scaling(8.0, 1.0, 4.0, 8192)
     base = replace(preset("llama-3-8b"), rope_scaling=rope, max_seq_len=131072, bos_token_id=128000)
     assert with_variant(config, "standard") == replace(base, eos_token_ids=(128001, 128008, 128009))
     assert config_from_hf(config_to_hf(config)) == config
@@ -324,6 +324,19 @@ def test_the_published_hybrid_ladder() -> None:
         assert config_from_hf(HYBRID_LADDER | {"ladder_layers": none}) == with_variant(config, "standard")
 
 
+def scalings(frequencies: int) -> st.SearchStrategy[RopeScaling]:
+    """Any scaling of a model with that many frequencies."""
+    lengths, factors, numbers = st.integers(2, 10**5), st.floats(1, 100), st.floats(1e-8, 1e8)
+    each = st.lists(numbers, min_size=frequencies, max_size=frequencies).map(tuple)
+    return st.one_of(
+        st.builds(Llama3Scaling, numbers, numbers, numbers, lengths),
+        st.builds(LinearScaling, factors, lengths),
+        st.builds(DynamicScaling, factors, lengths),
+        st.builds(YarnScaling, factors, lengths, numbers, st.floats(2, 100), st.floats(0.01, 2), st.booleans()),
+        st.builds(LongRopeScaling, each, each, lengths, numbers),
+    )
+
+
 @st.composite
 def configs(draw: st.DrawFn) -> ModelConfig:
     """Any valid config of any family and variant."""
@@ -331,6 +344,12 @@ def configs(draw: st.DrawFn) -> ModelConfig:
     layers, kv_heads = draw(st.integers(1, 9)), draw(st.integers(1, 4))
     positive = st.integers(1, 10**6)
     floats = st.floats(1e-8, 1e8)
+    head_dim, length = 2 * draw(st.integers(2, 100)), draw(positive)
+    scaling = draw(st.none() | scalings(head_dim // 2))
+    if isinstance(scaling, LinearScaling | DynamicScaling):
+        length = round(scaling.trained * scaling.factor)
+    elif isinstance(scaling, YarnScaling):
+        length = round(scaling.original_max_position_embeddings * scaling.factor)
     attention_bias = family in ("llama", "qwen3") and draw(st.booleans())
     config = ModelConfig(
         vocab_size=draw(positive),
@@ -338,13 +357,13 @@ def configs(draw: st.DrawFn) -> ModelConfig:
         n_layers=layers,
         n_heads=kv_heads * draw(st.integers(1, 4)),
         n_kv_heads=kv_heads,
-        head_dim=2 * draw(positive),
+        head_dim=head_dim,
         intermediate_size=draw(positive),
-        max_seq_len=draw(positive),
+        max_seq_len=length,
         family=family,
         norm_eps=draw(floats),
-        rope_theta=draw(floats),
-        rope_scaling=draw(st.none() | st.builds(RopeScaling, floats, floats, floats, positive)),
+        rope_theta=draw(st.floats(1.001, 1e8)),
+        rope_scaling=draw(st.none() | st.builds(Llama3Scaling, floats, floats, floats, positive)),
         tie_embeddings=draw(st.booleans()),
         qkv_bias=attention_bias or family == "qwen2",
         o_bias=attention_bias,
@@ -410,6 +429,7 @@ def test_transformers_reads_what_we_write_of_its_own_families(make: Any, windowe
         ("model_type", "mixtral"),
         ("model_type", "qwen2_moe"),
         ("model_type", ["llama"]),
+        ("architectures", "LlamaForCausalLM"),
         ("residual_variant", "sideways"),
         ("vocab_size", "128256"),
         ("vocab_size", 0),
@@ -450,11 +470,73 @@ def test_a_bad_value_is_refused_by_its_key(key: str, value: Any) -> None:
     fails(lambda: config_from_hf(HYBRID_LADDER | {key: value}), named)
 
 
-@pytest.mark.parametrize("kind", ["yarn", "linear", "dynamic", "longrope", 3])
+@pytest.mark.parametrize("kind", ["proportional", "su", "mrope", "ntk", 3, ["yarn"], {"a": 1}])
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
 def test_other_rope_scaling_is_refused(key: str, kind: Any) -> None:
     rope = {"rope_type": kind, "factor": 4.0, "original_max_position_embeddings": 32768}
-    fails(lambda: config_from_hf(HYBRID_LADDER | {key: rope}), "rope_type", repr(kind))
+    raw = {k: v for k, v in HYBRID_LADDER.items() if k != "rope_scaling"}
+    fails(lambda: config_from_hf(raw | {key: rope}), "rope_type" if not isinstance(kind, dict) else "RoPE", "support")
+
+
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+LONGROPE = {"type": "longrope", "short_factor": [1.0] * 64, "long_factor": [2.0] * 64, "original_max_position_embeddings": 4096}
+
+
+@pytest.mark.parametrize(
+    ("rope", "named"),
+    [
+        ({"type": "linear"}, "factor"),
+        ({"type": "linear", "factor": 0.5}, "factor"),
+        ({"type": "linear", "factor": float("nan")}, "factor"),
+        ({"type": "linear", "factor": 1e9}, "factor"),
+        ({"type": "dynamic", "factor": -2.0}, "factor"),
+        ({"type": "dynamic", "factor": True}, "factor"),
+        (YARN | {"factor": "4"}, "factor"),
+        (YARN | {"attention_factor": 0}, "attention_factor"),
+        (YARN | {"beta_fast": -1}, "beta_fast"),
+        (YARN | {"beta_fast": 1, "beta_slow": 2}, "beta_fast"),
+        (YARN | {"mscale": -1000, "mscale_all_dim": 1}, "mscale"),
+        (YARN | {"truncate": "no"}, "truncate"),
+        (YARN | {"original_max_position_embeddings": 0}, "original_max_position_embeddings"),
+        (LONGROPE | {"short_factor": [1.0] * 63}, "short_factor"),
+        (LONGROPE | {"long_factor": [1.0] * 63 + [0]}, "long_factor"),
+        (LONGROPE | {"long_factor": [1.0] * 63 + [None]}, "long_factor"),
+        (LONGROPE | {"long_factor": 2.0}, "long_factor"),
+        (LONGROPE | {"original_max_position_embeddings": 1}, "original_max_position_embeddings"),
+        ({"full_attention": YARN, "sliding_attention": {"rope_type": "default"}}, "full_attention"),
+    ],
+)
+def test_a_bad_scaling_is_refused_by_its_key(rope: dict[str, Any], named: str) -> None:
+    fails(lambda: config_from_hf(HYBRID_LADDER | {"rope_scaling": rope}), named)
+
+
+def test_the_context_that_a_scaling_is_meant_for() -> None:
+    """Published files: Qwen2.5's README on long texts, Qwen3's, Yarn-Llama-2-7b-128k, vicuna-7b-v1.5-16k, Phi-style longrope."""
+    qwen = {k: v for k, v in HYBRID_LADDER.items() if k not in ("ladder_layers", "rope_scaling")} | {"model_type": "qwen2"}
+    contexts = [
+        (YARN, 32768, 131072),
+        (YARN | {"rope_type": "yarn"}, 40960, 131072),
+        ({"type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "finetuned": True}, 131072, 131072),
+        ({"type": "linear", "factor": 4.0}, 4096, 16384),
+        ({"type": "dynamic", "factor": 2.0}, 4096, 8192),
+        (LONGROPE, 131072, 131072),
+        (LLAMA3_ROPE, 131072, 131072),
+    ]
+    for rope, stated, meant in contexts:
+        config = config_from_hf(qwen | {"rope_scaling": rope, "max_position_embeddings": stated})
+        assert config.max_seq_len == meant, rope
+        in_two_places = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "rope_scaling": rope}
+        assert config_from_hf(qwen | in_two_places | {"max_position_embeddings": stated}) == config
+        newer = {"rope_parameters": rope | {"rope_theta": 5e5}, "max_position_embeddings": stated}
+        assert config_from_hf({k: v for k, v in qwen.items() if k != "rope_theta"} | newer) == config
+
+
+@pytest.mark.parametrize("name", ["MistralForCausalLM", "Qwen2ForCausalLM", "GPT2LMHeadModel", None, 7])
+def test_architectures_of_another_family_without_a_model_type(name: Any) -> None:
+    raw = {k: v for k, v in HYBRID_LADDER.items() if k != "model_type"}
+    assert config_from_hf(raw) == config_from_hf(HYBRID_LADDER)
+    fails(lambda: config_from_hf(raw | {"architectures": [name]}), "model_type", str(name))
+    fails(lambda: config_from_hf(raw | {"architectures": ["LlamaForCausalLM", name]}), "model_type")
 
 
 @pytest.mark.parametrize(("family", "key"), [("mistral", "attention_bias"), ("qwen2", "mlp_bias"), ("qwen3", "mlp_bias")])

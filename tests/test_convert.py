@@ -18,8 +18,9 @@ import generate
 from attention import Causal
 from checkpoint import INDEX, SINGLE, load_model
 from comm import Local
-from config import ModelConfig, RopeScaling, config_to_hf, read_config, with_variant
+from config import ModelConfig, config_to_hf, read_config, with_variant
 from errors import UserError
+from rope_scaling import Llama3Scaling
 from tests.command_line import ROOT
 from tests.ranks import Ranks
 from tokenizer import load_tokenizer
@@ -84,7 +85,7 @@ def test_the_written_config_is_the_converted_one(family: str, standard: ModelCon
     bias, norms = family == "qwen2", family == "qwen3"
     config = replace(standard, family=family, qkv_bias=bias, qk_norm=norms, windows=(64,) * 8 if family == "mistral" else ())
     if family == "llama":
-        config = replace(config, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 8192), tie_embeddings=False, eos_token_ids=(1, 2))
+        config = replace(config, rope_scaling=Llama3Scaling(8.0, 1.0, 4.0, 8192), tie_embeddings=False, eos_token_ids=(1, 2))
     original = config_to_hf(config) | {"torch_dtype": "float16", "pad_token_id": 7, "use_cache": True}
     (tmp_path / "config.json").write_text(json.dumps(original))
     wanted = to_hybrid_ladder(read_config(tmp_path / "config.json"), [1, 6])

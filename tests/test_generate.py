@@ -240,14 +240,20 @@ def test_scores_do_not_depend_on_the_chunk(hybrid: tuple[Transformer, Tokenizer]
     assert [len(parts[0]), len(parts[1])] == [50, 50]
 
 
-def test_a_checkpoint_without_a_tokenizer_runs_on_ids(here: Here, tmp_path: Path, hybrid: tuple[Transformer, Tokenizer]) -> None:
+def test_a_checkpoint_without_a_tokenizer_runs_on_ids(
+    here: Here, tmp_path: Path, hybrid: tuple[Transformer, Tokenizer]
+) -> None:
     bare = tmp_path / "bare"
     bare.mkdir()
     for name in ("config.json", "model.safetensors"):
         (bare / name).symlink_to(Path(HYBRID) / name)
     ids = hybrid[1].encode("Once upon a time")
     asked = "--prompt-ids", ",".join(map(str, ids))
-    for more in (("--score",), ("--json", *GREEDY, "--max-new-tokens", 5), ("--json", "--prompt-length", 5, "--max-new-tokens", 2)):
+    for more in (
+        ("--score",),
+        ("--json", *GREEDY, "--max-new-tokens", 5),
+        ("--json", "--prompt-length", 5, "--max-new-tokens", 2),
+    ):
         prompt = asked if "--prompt-length" not in more else ()
         with_text, without = here("--model", HYBRID, *prompt, *more), here("--model", bare, *prompt, *more)
         assert with_text.code == without.code == 0, without.err

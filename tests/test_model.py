@@ -275,7 +275,10 @@ class Reference:
         gate, up = (x @ self.weight(layer, f"mlp.{part}_proj.weight")[features].T for part in ("gate", "up"))
         if not self.config.mlp_bias:
             return (gate * gate.sigmoid() * up) @ self.weight(layer, "mlp.down_proj.weight")[:, features].T
-        gate, up = gate + self.weight(layer, "mlp.gate_proj.bias")[features], up + self.weight(layer, "mlp.up_proj.bias")[features]
+        gate, up = (
+            gate + self.weight(layer, "mlp.gate_proj.bias")[features],
+            up + self.weight(layer, "mlp.up_proj.bias")[features],
+        )
         out = (gate * gate.sigmoid() * up) @ self.weight(layer, "mlp.down_proj.weight")[:, features].T
         return out + self.weight(layer, "mlp.down_proj.bias") / s
 
@@ -477,7 +480,9 @@ def test_desync_patterns_of_the_paper() -> None:
     assert written_out(desync_pattern(3, 4)) == [no, no, no, yes, no, yes]
 
 
-@pytest.mark.parametrize("biases", [("llama", True, False), ("llama", False, True), ("llama", True, True), ("qwen3", True, False)])
+@pytest.mark.parametrize(
+    "biases", [("llama", True, False), ("llama", False, True), ("llama", True, True), ("qwen3", True, False)]
+)
 @pytest.mark.parametrize("variant", ["standard", "parallel", "ladder", "desync-4x:4", "desync-2x:8"])
 def test_every_variant_has_each_bias_once(variant: str, biases: tuple[str, bool, bool], tmp_path: Path, seed: int) -> None:
     """Of attention and of the MLP. A desync stream has its share of what is added behind the sum."""

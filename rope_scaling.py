@@ -1,0 +1,188 @@
+"""How a checkpoint stretches RoPE beyond the context that it was first trained for: `rope_scaling` of `config.json` both ways.
+
+The types are those of transformers: `linear` (Chen et al., arXiv:2306.15595), `dynamic` (NTK-aware scaling by length), `yarn` (Peng et
+al., arXiv:2309.00071), `longrope` (Ding et al., arXiv:2402.13753) and `llama3`. `rope.py` computes with them.
+
+`dynamic` and `longrope` depend on a length. Here it is that of the context which the process runs with, and not that of a
+sequence: the tokens of a sequence then depend neither on what runs beside it nor on how its prompt was cut into chunks, and keys in
+the cache never have to be rotated again. docs/checkpoints.md says what follows from it.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from errors import UserError
+from json_fields import count, get, positive, shown
+
+MAX_LENGTH = 1 << 27  # tokens of a context
+
+
+@dataclass(frozen=True)
+class Llama3Scaling:
+    """Llama 3.1's: low frequencies are divided by `factor`. Lengths in tokens."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True)
+class LinearScaling:
+    """All frequencies are divided by `factor`. `trained`: `max_position_embeddings`, which the factor stretches."""
+
+    factor: float
+    trained: int
+
+
+@dataclass(frozen=True)
+class DynamicScaling:
+    """The base grows with the context's length beyond `trained`, which is `max_position_embeddings`."""
+
+    factor: float
+    trained: int
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """Low frequencies are divided by `factor`, between `beta_fast` and `beta_slow` turns in the original context less and less.
+    Cosines and sines are multiplied by `attention_factor`."""
+
+    factor: float
+    original_max_position_embeddings: int
+    attention_factor: float
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+
+@dataclass(frozen=True)
+class LongRopeScaling:
+    """Each frequency is divided by a factor of its own: of `long_factor` in a context beyond the original one."""
+
+    short_factor: tuple[float, ...]
+    long_factor: tuple[float, ...]
+    original_max_position_embeddings: int
+    attention_factor: float
+
+
+RopeScaling = Llama3Scaling | LinearScaling | DynamicScaling | YarnScaling | LongRopeScaling
+TYPES: dict[str, type] = {
+    "llama3": Llama3Scaling,
+    "linear": LinearScaling,
+    "dynamic": DynamicScaling,
+    "yarn": YarnScaling,
+    "longrope": LongRopeScaling,
+}
+
+
+def attention_factor(scaling: RopeScaling | None) -> float:
+    """By what cosines and sines are multiplied."""
+    return scaling.attention_factor if isinstance(scaling, YarnScaling | LongRopeScaling) else 1.0
+
+
+def rope_of(raw: dict[str, Any]) -> dict[str, Any]:
+    """RoPE's settings in a `config.json`: `rope_scaling` and a top-level `rope_theta` before transformers 5, where
+    `rope_parameters` has both. Of two, transformers takes the former, which people add to files by hand."""
+    return get(raw, "rope_scaling", dict, {}) or get(raw, "rope_parameters", dict, {})
+
+
+def read_scaling(raw: dict[str, Any], theta: float, head_dim: int) -> tuple[RopeScaling | None, int]:
+    """The scaling that a `config.json` asks for, and the context in tokens for which it is meant.
+
+    `linear` and `dynamic` stretch `max_position_embeddings` by their factor, and `yarn` the original context. Raises UserError.
+    """
+    rope, length = rope_of(raw), count(raw, "max_position_embeddings", 2048, MAX_LENGTH)
+    nested = [key for key, value in rope.items() if isinstance(value, dict)]
+    if nested:
+        raise UserError(f"RoPE settings of their own for {shown(nested[0])} are not supported; give one set for all layers")
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "default":
+        return None, length
+    if not isinstance(kind, str) or kind not in TYPES:
+        raise UserError(f"RoPE scaling rope_type = {shown(kind)} is not supported; supported: default, {', '.join(TYPES)}")
+    scaling: RopeScaling = _READERS[kind](raw, rope, length, theta, head_dim)
+    if isinstance(scaling, LinearScaling | DynamicScaling):
+        length = round(scaling.trained * scaling.factor)
+    elif isinstance(scaling, YarnScaling):
+        length = round(scaling.original_max_position_embeddings * scaling.factor)
+    if length > MAX_LENGTH:
+        raise UserError(f"RoPE scaling's factor makes a context of {length:,} tokens; at most {MAX_LENGTH:,} are supported")
+    return scaling, length
+
+
+def _original(raw: dict[str, Any], rope: dict[str, Any], length: int) -> int:
+    """The context before scaling. A top-level key counts first, as in transformers."""
+    inner = count(rope, "original_max_position_embeddings", length, MAX_LENGTH)
+    return count(raw, "original_max_position_embeddings", inner, MAX_LENGTH)
+
+
+def _llama3(raw: dict[str, Any], rope: dict[str, Any], length: int, theta: float, head_dim: int) -> Llama3Scaling:
+    low, high = (positive(rope, f"{name}_freq_factor") for name in ("low", "high"))
+    original = count(rope, "original_max_position_embeddings", most=MAX_LENGTH)
+    return Llama3Scaling(positive(rope, "factor"), low, high, original)
+
+
+def _linear(raw: dict[str, Any], rope: dict[str, Any], length: int, theta: float, head_dim: int) -> LinearScaling:
+    return LinearScaling(positive(rope, "factor", least=1), length)
+
+
+def _dynamic(raw: dict[str, Any], rope: dict[str, Any], length: int, theta: float, head_dim: int) -> DynamicScaling:
+    if head_dim < 4:
+        raise UserError(f"dynamic RoPE scaling needs a head_dim of at least 4, not {head_dim}")
+    return DynamicScaling(positive(rope, "factor", least=1), length)
+
+
+def _yarn(raw: dict[str, Any], rope: dict[str, Any], length: int, theta: float, head_dim: int) -> YarnScaling:
+    original = _original(raw, rope, length)
+    factor = positive(rope, "factor", max(1.0, length / original), least=1)
+    fast, slow = positive(rope, "beta_fast", 32.0), positive(rope, "beta_slow", 1.0)
+    if fast < slow or theta <= 1:
+        raise UserError(f"yarn needs beta_fast ({fast:g}) above beta_slow ({slow:g}), and a rope_theta ({theta:g}) above 1")
+    scales = [get(rope, key, float, None) for key in ("mscale", "mscale_all_dim")]
+    attention = positive(rope, "attention_factor", None)
+    if attention is None:
+        above, below = (1 + 0.1 * scale * math.log(factor) for scale in (scales if all(scales) else (1.0, 0.0)))
+        if above <= 0 or below <= 0:
+            raise UserError(f"mscale and mscale_all_dim must be positive, not {scales[0]!r} and {scales[1]!r}")
+        attention = above / below
+    return YarnScaling(factor, original, attention, fast, slow, get(rope, "truncate", bool, True))
+
+
+def _longrope(raw: dict[str, Any], rope: dict[str, Any], length: int, theta: float, head_dim: int) -> LongRopeScaling:
+    original = _original(raw, rope, length)
+    short, long = (_factors(rope, key, head_dim // 2) for key in ("short_factor", "long_factor"))
+    factor = positive(rope, "factor", length / original)
+    attention = positive(rope, "attention_factor", None)
+    if attention is None and factor > 1 and original < 2:
+        raise UserError(f"original_max_position_embeddings must be at least 2 for longrope, not {original}")
+    if attention is None:
+        attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return LongRopeScaling(short, long, original, attention)
+
+
+def _factors(rope: dict[str, Any], key: str, size: int) -> tuple[float, ...]:
+    values = get(rope, key, list)
+    if len(values) != size:
+        raise UserError(f"{key} must have one number for each of {size} frequencies, not {len(values)}")
+    return tuple(positive({key: value}, key) for value in values)
+
+
+_READERS: dict[str, Callable[[dict[str, Any], dict[str, Any], int, float, int], RopeScaling]] = {
+    "llama3": _llama3,
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "yarn": _yarn,
+    "longrope": _longrope,
+}
+
+
+def scaling_to_hf(scaling: RopeScaling | None) -> dict[str, Any]:
+    """What `read_scaling` reads. `max_position_embeddings` stands elsewhere in the file."""
+    if scaling is None:
+        return {"rope_type": "default"}
+    kind = next(name for name, cls in TYPES.items() if isinstance(scaling, cls))
+    values = {key: value for key, value in asdict(scaling).items() if key != "trained"}
+    return {"rope_type": kind} | {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}

@@ -1,0 +1,184 @@
+"""RoPE scaling of every type against transformers: whole prompts, chunks of them, decoding past the original context, on one rank
+and two, by the CPU's runner and the GPU's."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+import checkpoint
+from attention import Causal, ContiguousCache
+from config import config_from_hf, config_to_hf, limit_context
+from engine.core import Engine, EngineLimits
+from engine.protocol import RequestParams, Submit
+from engine.step_inputs import Capacity
+from rope import rope_frequencies
+from tests.ranks import Ranks
+from tests.test_engine import ALONE, serve
+from tests.test_graph_runner import CalledAgain, without_cuda
+from tests.test_model import save_hf
+from tp import World
+
+CPU = torch.device("cpu")
+TOLERANCE = 2e-5  # of fp32 logits of size about 1
+ORIGINAL, HEAD_DIM = 32, 8
+SHORT, LONG = [1.0, 1.1, 1.3, 2.0], [1.5, 2.5, 4.0, 7.0]
+SCALINGS: dict[str, dict[str, Any]] = {
+    "linear": {"type": "linear", "factor": 4.0},
+    "dynamic": {"type": "dynamic", "factor": 4.0},
+    "yarn": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": ORIGINAL},  # as Qwen2.5's README gives it
+    "yarn-deepseek": {
+        "rope_type": "yarn", "factor": 4, "original_max_position_embeddings": ORIGINAL, "beta_fast": 16, "beta_slow": 2.0,
+        "mscale": 0.707, "mscale_all_dim": 1.4, "truncate": False,
+    },
+    "yarn-given": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": ORIGINAL, "attention_factor": 1.4},
+    "longrope": {
+        "rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG, "original_max_position_embeddings": ORIGINAL,
+    },
+    "longrope-given": {
+        "type": "longrope", "short_factor": SHORT, "long_factor": LONG, "original_max_position_embeddings": ORIGINAL, "factor": 9.0,
+        "attention_factor": 0.8,
+    },
+}  # fmt: skip
+FAMILIES = {
+    "llama": transformers.LlamaConfig,
+    "mistral": transformers.MistralConfig,
+    "qwen2": transformers.Qwen2Config,
+    "qwen3": transformers.Qwen3Config,
+}
+
+
+def hf_config(name: str, family: str, **more: Any) -> Any:
+    """Of a tiny model; linear, dynamic and yarn stretch `max_position_embeddings`, and longrope has reached it."""
+    return FAMILIES[family](
+        vocab_size=97,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=HEAD_DIM,
+        intermediate_size=40,
+        max_position_embeddings=128 if "longrope" in name else ORIGINAL,
+        rope_theta=100.0,
+        rope_scaling=dict(SCALINGS[name]),
+        sliding_window=None,
+        attn_implementation="eager",
+        **more,
+    )
+
+
+@torch.inference_mode()
+def theirs(directory: Path, tokens: Tensor) -> Tensor:
+    """Logits of a model that has seen no other length, which `dynamic` would remember."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+    return model(tokens).logits
+
+
+@torch.inference_mode()
+def ours(world: World, directory: Path, prompts: list[tuple[Tensor, int | None]]) -> list[tuple[Tensor, Tensor]]:
+    """Logits of each prompt (B, T) in a context of so many tokens: at once, and in chunks and single tokens."""
+    found = []
+    for tokens, context in prompts:
+        config = limit_context(checkpoint.model_config(str(directory), None, world.world_size), context)
+        model = checkpoint.load_model(str(directory), config, world, torch.float32)
+        whole = model(tokens, Causal(tokens.shape[1], CPU))
+        cache = ContiguousCache(model.attention_slots, len(tokens), model.n_kv_heads, 128, HEAD_DIM, CPU, torch.float32)
+        sizes = [7, 1, 13, 5] + [1] * 200
+        parts, first = [], 0
+        while first < tokens.shape[1]:
+            chunk = tokens[:, first : first + sizes.pop(0)]
+            parts.append(model(chunk, cache.append(chunk.shape[1])))
+            first += chunk.shape[1]
+        found.append((whole, torch.cat(parts, 1)))
+    return found
+
+
+def random_tokens(length: int) -> Tensor:
+    return torch.randint(97, (2, length))
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_transformers(name: str, family: str, tmp_path: Path, seed: int) -> None:
+    """Prompts within the original context and beyond. Where a length decides, it is the context here and the prompt there."""
+    save_hf(hf_config(name, family), tmp_path)
+    by_length = "dynamic" in name or "longrope" in name
+    prompts = [(random_tokens(n), n if by_length else None) for n in (20, ORIGINAL, ORIGINAL + 1, 57)]
+    for (tokens, _), found in zip(prompts, ours(ALONE, tmp_path, prompts), strict=True):
+        expected = theirs(tmp_path, tokens)
+        assert expected.abs().max() > 0.5
+        for logits in found:
+            assert (logits - expected).abs().max() < TOLERANCE, tokens.shape
+    unscaled = replace(checkpoint.model_config(str(tmp_path), None, 1), rope_scaling=None)
+    plain = checkpoint.load_model(str(tmp_path), unscaled, ALONE, torch.float32)
+    with torch.inference_mode():
+        assert (plain(tokens, Causal(57, CPU)) - expected).abs().max() > 1000 * TOLERANCE, "scaling makes no difference"
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+def test_two_ranks_compute_the_same(name: str, ranks: Ranks, tmp_path: Path, seed: int) -> None:
+    save_hf(hf_config(name, "qwen3" if "given" in name else "llama"), tmp_path)
+    prompts = [(random_tokens(n), n if n <= ORIGINAL else None) for n in (20, 57)]
+    alone = ours(ALONE, tmp_path, prompts)
+    for results in ranks.run(2, ours, tmp_path, prompts):
+        for expected, found in zip(alone, results, strict=True):
+            for first, second in zip(expected, found, strict=True):
+                assert (first - second).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+@pytest.mark.parametrize("gpu", [False, True], ids=["cpu-runner", "gpu-runner"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_served_tokens_past_the_original_context(name: str, gpu: bool, family: str, tmp_path: Path, seed: int) -> None:
+    """Prompts in chunks beside each other, one of which crosses the boundary while it decodes. A sequence that fills the context
+    sees the length that transformers sees; the others must get what they would get alone."""
+    save_hf(hf_config(name, family), tmp_path)
+    context = 60
+    config = limit_context(checkpoint.model_config(str(tmp_path), None, 1), context)
+    model = checkpoint.load_model(str(tmp_path), config, ALONE, torch.float32)
+    prompts = {"crosses": (20, 40), "short": (5, 10), "long": (50, 9)}
+    submits = [
+        Submit(name, random_tokens(length)[0].tolist(), RequestParams(max_tokens=new, temperature=0.0))
+        for name, (length, new) in prompts.items()
+    ]
+    with without_cuda():
+        engine = Engine(model, None, EngineLimits(block_size=8, max_batch_tokens=16, max_num_seqs=4), ALONE)
+        if gpu:
+            engine.runner = CalledAgain(
+                model, engine.runner.cache, 97, Capacity(4, 16, engine.scheduler.blocks.blocks_for(context))
+            )
+        answers = serve(engine, submits, 3)
+    for submit in submits:
+        tokens = [*submit.prompt_ids, *answers[submit.request_id].tokens]
+        filled = torch.tensor([tokens + [0] * (context - len(tokens))])  # padding behind it: a later token changes nothing
+        logits = theirs(tmp_path, filled)[0, len(submit.prompt_ids) - 1 : len(tokens) - 1]
+        chosen = logits.gather(-1, torch.tensor(tokens[len(submit.prompt_ids) :])[:, None])[:, 0]
+        assert len(chosen) == prompts[submit.request_id][1]
+        assert (logits.max(-1).values - chosen).max() < 1e-4, submit.request_id
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+def test_a_saved_config_means_the_same_to_transformers(name: str, tmp_path: Path, seed: int) -> None:
+    directory = tmp_path / "theirs"
+    save_hf(hf_config(name, "llama"), directory)
+    config = checkpoint.model_config(str(directory), None, 1)
+    assert config_from_hf(config_to_hf(config)) == config
+    checkpoint.save_checkpoint(
+        checkpoint.load_model(str(directory), config, ALONE, torch.float32), tmp_path / "ours", torch.float32
+    )
+    tokens = random_tokens(50)
+    assert (theirs(directory, tokens) - theirs(tmp_path / "ours", tokens)).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["dynamic", "longrope"])
+def test_the_context_decides_about_frequencies_and_not_a_sequence(name: str) -> None:
+    config = config_from_hf(hf_config(name, "llama").to_dict())
+    assert config.max_seq_len == 128
+    short, long = (rope_frequencies(limit_context(config, n)) for n in (ORIGINAL, ORIGINAL + 40))
+    assert torch.equal(rope_frequencies(limit_context(config, 3)), short)
+    assert not torch.allclose(short, long)
+    assert torch.equal(rope_frequencies(config), rope_frequencies(limit_context(config, 10**6)))
