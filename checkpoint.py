@@ -8,7 +8,7 @@ import json
 import re
 import shutil
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from config import ModelConfig, config_to_hf, has_random_weights, named_config, with_variant
 from errors import UserError
+from files import INDEX_BYTES, check_regular, read_json
 from memory import check_memory, free_bytes, shortage, weight_bytes
 from model import RMSNorm, Transformer
 from tp import SPLITS, Shard, ShardedLinear, World, agree_on_error
@@ -33,6 +34,7 @@ TOKENIZER_FILES = (
     "generation_config.json",
 )  # fmt: skip
 MAX_FILE_BYTES = 4 * 10**9  # of one safetensors file that the saver writes
+MANY_LAYERS = 256
 READERS = 8  # threads that read for a GPU
 MAX_TOUCHED_BYTES = 256 * 2**20  # of a mapped `.pth` that may be resident beside the model
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -134,6 +136,7 @@ class SafetensorsSource:
         self._shapes: dict[str, tuple[int, ...]] = {}
         for path in self._paths(directory):
             try:
+                check_regular(path)
                 with safe_open(path, framework="pt") as file:
                     for name in file.keys():  # noqa: SIM118 (not a dict)
                         self.files[name] = path
@@ -148,10 +151,10 @@ class SafetensorsSource:
         index = directory / INDEX
         if not index.exists():
             return [directory / SINGLE]
-        try:
-            return [directory / f for f in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-        except (OSError, ValueError, KeyError, AttributeError, TypeError) as e:
-            raise UserError(f"{index} is no safetensors index ({e!r}); download the checkpoint again") from None
+        names = read_json(index, INDEX_BYTES).get("weight_map")
+        if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+            raise UserError(f"{index} is no safetensors index (weight_map names no files); download the checkpoint again")
+        return [directory / name for name in sorted(set(names.values()))]
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return self._shapes
@@ -195,6 +198,7 @@ class GptFastSource:
                 self._add(prefix + hf_names.get(rest, rest), theirs, 0, tuple(tensor.shape))
 
     def _open(self) -> dict[str, Tensor]:
+        check_regular(self.path)
         try:
             tensors = torch.load(self.path, mmap=True, weights_only=True, map_location="cpu")
         except (OSError, RuntimeError, ValueError, EOFError, LookupError, AttributeError, UnpicklingError) as e:
@@ -349,13 +353,19 @@ def open_source(name: str, config: ModelConfig) -> Source:
 def load_model(
     name: str, config: ModelConfig, world: World, dtype: torch.dtype, seed: int = 0, cache_tokens: int = 0
 ) -> Transformer:
-    """Build this rank's shard of the model and fill it. On an error of any rank, all ranks raise the same UserError: what lacks
-    the memory for the weights, and a cache of `cache_tokens` tokens, is refused before any is allocated.
+    """Build this rank's shard of the model and fill it. On an error of any rank, all ranks raise the same UserError: files of
+    another model than `config`, and what lacks the memory for the weights and a cache of `cache_tokens` tokens, are refused
+    before any is allocated.
     """
-    check_memory(name, config, world, dtype, cache_tokens)
-    error, model = None, None
+    error = source = model = None
     try:
-        model = build_model(name, config, world, dtype, seed)
+        source = check_source(name, config, world, dtype)
+    except UserError as e:
+        error = e
+    agree_on_error(world, error)
+    check_memory(name, config, world, dtype, cache_tokens)
+    try:
+        model = fill_model(name, source, config, world, dtype, seed)
     except UserError as e:
         error = e
     agree_on_error(world, error)
@@ -365,14 +375,46 @@ def load_model(
 
 def build_model(name: str, config: ModelConfig, world: World, dtype: torch.dtype, seed: int) -> Transformer:
     """`load_model` for one rank alone."""
+    return fill_model(name, check_source(name, config, world, dtype), config, world, dtype, seed)
+
+
+def check_source(name: str, config: ModelConfig, world: World, dtype: torch.dtype) -> Source | None:
+    """The tensors that `--model NAME` names, None for random ones. Raises UserError unless the files' headers have all that
+    `config` asks for: known from a model without memory."""
+    if has_random_weights(name):
+        return None
+    source = open_source(name, config)
+    check_layers(config, source.shapes())
+    hollow = Transformer(config, world.comm, torch.device("meta"), dtype)
+    check_names(config, list(places(hollow)), source.shapes())
+    return source
+
+
+def check_layers(config: ModelConfig, found: Iterable[str]) -> None:
+    """Raise UserError unless the names of a very deep checkpoint reach to its last layer: modules for thousands of layers, which
+    would name all that is missing, take seconds."""
+    numbers = [int(name[1]) for name in map(re.compile(r"model\.layers\.([0-9]{1,6})\.").match, found) if name]
+    last = max(numbers, default=-1)
+    if last + 1 < config.n_layers and config.n_layers > MANY_LAYERS:
+        raise UserError(
+            f"the checkpoint lacks layers.{last + 1} of the {config.n_layers} layers that config.json asks for; "
+            "is it complete, and does config.json belong to it?"
+        )
+
+
+def fill_model(
+    name: str, source: Source | None, config: ModelConfig, world: World, dtype: torch.dtype, seed: int
+) -> Transformer:
+    """The model on its device with the tensors of `source`, or random ones. Raises UserError."""
     try:
-        source = None if has_random_weights(name) else open_source(name, config)
         model = Transformer(config, world.comm, world.device, dtype).eval().requires_grad_(False)
         if source is None:
             random_weights(model, seed)
         else:
             load_weights(model, source, progress=world.rank == 0)
-    except torch.OutOfMemoryError:
+    except (MemoryError, RuntimeError) as e:
+        if not isinstance(e, torch.OutOfMemoryError | MemoryError) and "can't allocate memory" not in str(e):  # of CPUs
+            raise
         need = weight_bytes(config, world.world_size, dtype)
         raise UserError(shortage(name, world, need, 0, free_bytes(world.device))) from None
     return model

@@ -30,6 +30,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from config import is_shape, named_config
 from errors import UserError
+from files import CONFIG_BYTES, TOKENIZER_BYTES, read_file, read_json
 
 Message = Mapping[str, Any]
 
@@ -570,7 +571,7 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
             f"no tokenizer at {path}: there is neither tokenizer.json nor tokenizer.model; "
             "copy the tokenizer's files of the model that it was made from there"
         )
-    blob = _read(file)
+    blob = read_file(file, TOKENIZER_BYTES)
     if blob.startswith(b"version https://git-lfs"):
         raise UserError(f"{file} is a Git LFS pointer, not the tokenizer; fetch the file itself with git lfs pull")
     settings = _read_settings(file.parent)
@@ -620,31 +621,19 @@ def _read_templates(folder: Path, in_config: Any) -> Iterator[tuple[str, str]]:
         yield "default", _read_text(file)
 
 
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as e:
-        raise UserError(f"cannot read {path}: {e.strerror}; check the path and its permissions") from e
-
-
 def _read_text(path: Path) -> str:
     try:
-        return _read(path).decode()
+        return read_file(path, CONFIG_BYTES).decode()
     except UnicodeDecodeError as e:
         raise UserError(f"{path} is not UTF-8 text; download the file again") from e
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     """A JSON object; empty if there is no such file."""
-    if not path.is_file():
-        return {}
     try:
-        content = json.loads(_read(path))
-    except ValueError as e:
-        raise UserError(f"{path} is not valid JSON ({e}); download the file again") from e
-    if not isinstance(content, dict):
-        raise UserError(f"{path} is not a JSON object; download the file again")
-    return content
+        return read_json(path, CONFIG_BYTES)
+    except FileNotFoundError:
+        return {}
 
 
 def _library(name: str) -> Any:

@@ -17,7 +17,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import cli
+from checkpoint import load_model, model_config
+from errors import UserError
 from tests.command_line import HYBRID, MODELS, ROOT, Finished, Here, command, environment, launch
+from tests.ranks import Ranks
+from tokenizer import load_tokenizer
+from tp import World, agree_on_error, stream_shards
 
 TENSORS = "model.safetensors"
 MLP_WEIGHT = "model.layers.3.mlp.down_proj.weight"
@@ -170,6 +175,151 @@ def test_bad_checkpoints(here: Here, tmp_path: Path, spoil: Callable[[Path], Non
     folder = copy_of("tiny-hybrid", tmp_path)
     spoil(folder)
     check_refused(here("--model", folder, *ONCE), *words)
+
+
+# --- hostile checkpoints ---------------------------------------------------------------------------------------------------
+
+HOSTILE: dict[str, dict[str, object]] = {
+    "hidden_size 2^40": dict(hidden_size=1 << 40),
+    "vocab_size 2^31": dict(vocab_size=1 << 31),
+    "vocab_size 2^24": dict(vocab_size=1 << 24),
+    "intermediate_size 2^22": dict(intermediate_size=1 << 22),
+    "num_hidden_layers 1e9": dict(num_hidden_layers=10**9, ladder_layers=10**9),
+    "num_hidden_layers 4096": dict(num_hidden_layers=4096, ladder_layers=2048),
+    "num_hidden_layers negative": dict(num_hidden_layers=-1),
+    "num_attention_heads 0": dict(num_attention_heads=0),
+    "num_attention_heads 2^40": dict(num_attention_heads=1 << 40),
+    "num_key_value_heads 3": dict(num_key_value_heads=3),
+    "head_dim 2^40": dict(head_dim=1 << 40),
+    "head_dim odd": dict(head_dim=33),
+    "hidden_size float": dict(hidden_size=192.0),
+    "hidden_size bool": dict(hidden_size=True),
+    "hidden_size string": dict(hidden_size="192" * 10**5),
+    "hidden_size list": dict(hidden_size=[192] * 10**5),
+    "hidden_size NaN": dict(hidden_size=float("nan")),
+    "rms_norm_eps NaN": dict(rms_norm_eps=float("nan")),
+    "rms_norm_eps infinite": dict(rms_norm_eps=float("inf")),
+    "rms_norm_eps 1e400": dict(rms_norm_eps=10**400),
+    "rope_theta negative": dict(rope_theta=-1.0, rope_parameters=None),
+    "max_position_embeddings 2^62": dict(max_position_embeddings=1 << 62),
+    "max_position_embeddings 0": dict(max_position_embeddings=0),
+    "ladder_layers huge": dict(ladder_layers=[10**30]),
+    "layers of a window": dict(model_type="mistral", ladder_layers=None, layer_types=[{}]),
+    "architectures of another": dict(model_type=None, architectures=["GPT2LMHeadModel"]),
+    "model_type object": dict(model_type={"a": 1}),
+    "rope yarn factor 1e300": dict(rope_scaling={"type": "yarn", "factor": 1e300}),
+    "rope longrope without lists": dict(rope_scaling={"type": "longrope"}),
+    "rope type list": dict(rope_scaling={"type": ["yarn"]}),
+    "desync of 2^40 streams": dict(model_type="rung", residual_variant="desync", desync_streams=1 << 40, desync_pattern=[]),
+    "eos a string": dict(eos_token_id="</s>"),
+}
+
+
+def pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def folder_instead(path: Path) -> None:
+    path.mkdir()
+
+
+def endless_device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def huge(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(1 << 40)  # sparse
+
+
+def deep(path: Path) -> None:
+    path.write_text("[" * 200_000)
+
+
+def many_digits(path: Path) -> None:
+    path.write_text('{"hidden_size": 1' + "0" * 10_000 + "}")
+
+
+def no_utf8(path: Path) -> None:
+    path.write_bytes(b'{"a": "\xff"}')
+
+
+SPOILERS = [pipe, folder_instead, endless_device, huge]
+SPOILED_FILES = [
+    *(("config.json", spoil) for spoil in [*SPOILERS, deep, many_digits, no_utf8]),
+    *((f"{TENSORS}.index.json", spoil) for spoil in [*SPOILERS, deep]),
+    *((TENSORS, spoil) for spoil in [pipe, folder_instead, endless_device]),
+    *(("tokenizer.json", spoil) for spoil in [*SPOILERS, deep]),
+    *(("tokenizer_config.json", spoil) for spoil in [*SPOILERS, deep]),
+    ("chat_template.jinja", huge),
+]
+
+
+def spoiled(to: Path, name: str, spoil: Callable[[Path], None]) -> Path:
+    """A checkpoint with something else in place of one of its files."""
+    folder = copy_of("tiny-hybrid", to)
+    if (folder / name).exists():
+        (folder / name).unlink()
+    spoil(folder / name)
+    return folder
+
+
+@pytest.mark.timeout(60)  # the longest that a wait for a pipe could take
+@pytest.mark.parametrize("case", HOSTILE)
+def test_hostile_configs(here: Here, tmp_path: Path, case: str) -> None:
+    folder = copy_of("tiny-hybrid", tmp_path)
+    edit_config(**HOSTILE[case])(folder)
+    done = here("--model", folder, *ONCE)
+    check_refused(done)
+    assert len(done.err) < 1000
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("name", "spoil"), SPOILED_FILES)
+def test_what_is_no_file_of_usual_size(here: Here, tmp_path: Path, name: str, spoil: Callable[[Path], None]) -> None:
+    done = here("--model", spoiled(tmp_path, name, spoil), *ONCE)
+    check_refused(done, name)
+    assert len(done.err) < 1000
+
+
+def test_a_preset_that_no_memory_holds(here: Here) -> None:
+    """Refused before it is allocated: 15 TB in fp32."""
+    began = time.monotonic()
+    done = here("--model", "llama-3.1-405b", "--prompt-ids", "1", "--max-new-tokens", "1")
+    check_refused(done, "16", "GB", "free")
+    assert time.monotonic() - began < 60
+
+
+def refusals(world: World, folders: list[str]) -> list[str]:
+    """What each of a set of checkpoints is refused with, through all that a start of generate.py does."""
+    found = []
+    for folder in folders:
+        error = None
+        try:
+            config = model_config(folder, None, world.world_size)
+            stream_shards(config, world.rank, world.world_size)
+            load_tokenizer(folder)
+        except UserError as e:
+            error = e
+        try:
+            agree_on_error(world, error)
+            load_model(folder, config, world, torch.float32)
+            found.append("")
+        except UserError as e:
+            found.append(str(e))
+    return found
+
+
+def test_two_ranks_refuse_hostile_checkpoints_alike(ranks: Ranks, tmp_path: Path) -> None:
+    folders = []
+    for i, change in enumerate(HOSTILE.values()):
+        folders.append(copy_of("tiny-hybrid", tmp_path / str(i)))
+        edit_config(**change)(folders[-1])
+    folders += [spoiled(tmp_path / f"{name}-{spoil.__name__}", name, spoil) for name, spoil in SPOILED_FILES[:-1]]
+    first, second = ranks.run(2, refusals, [str(folder) for folder in folders])
+    assert first == second
+    for folder, message in zip(folders, first, strict=True):
+        assert message and "\n" not in message, folder
 
 
 # --- on ranks ------------------------------------------------------------------------------------------------------------

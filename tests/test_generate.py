@@ -19,8 +19,11 @@ from comm import Local
 from engine.offline import Timing, generate, score
 from engine.sampler import SamplingParams
 from engine.stopping import OutputStream
+from errors import UserError
 from model import Transformer
 from scripts.corpus import documents
+from server import launch as launch_server
+from server.settings import load_settings
 from tests.command_line import HYBRID, MODELS, Here, launch
 from tokenizer import Tokenizer, load_tokenizer
 from tp import World
@@ -265,6 +268,10 @@ def test_a_checkpoint_without_a_tokenizer_runs_on_ids(
         refused = here("--model", bare, *text)
         assert (refused.code, refused.out) == (2, "")
         assert re.fullmatch(r"error: [^\n]*bare has no tokenizer[^\n]*--prompt-ids[^\n]*\n", refused.err), refused.err
+    with pytest.raises(
+        UserError, match=r"^no tokenizer at [^\n]*bare: there is neither tokenizer.json nor tokenizer.model; [^\n]*$"
+    ):
+        launch_server.prepare(load_settings(["--model", str(bare)], {}), 1)
 
 
 # --- interactive ---------------------------------------------------------------------------------------------------------
