@@ -11,7 +11,7 @@ PROMPT ?= Once upon a time
 PROFILE ?= profile.json
 ARGS ?=
 
-.PHONY: help setup setup-dev demo serve generate chat bench-offline startup bench-host soak lm-eval test lint accuracy quantization baseline bench-cpu comm-table bench-comm overlap bench-push bench-frontend bench-kernels bench-linear sanitize performance sweep ladder latency throughput plot report trace paper-tables trace-overlap plan plan-paper profile-collectives test-plans adapt-demo pretrain-variants bench-training readme train-tiny clean
+.PHONY: help setup setup-dev demo serve generate chat bench-offline startup bench-host soak lm-eval test lint accuracy quantization baseline bench-cpu comm-table bench-comm overlap bench-push bench-frontend bench-kernels bench-linear sanitize performance sweep ladder latency throughput plot report trace paper-tables trace-overlap redraw plan plan-paper profile-collectives test-plans adapt-demo pretrain-variants bench-training readme train-tiny clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -124,6 +124,9 @@ paper-tables: setup ## the paper's tables 1, 2 and 6 beside what the sweep found
 
 trace-overlap: setup-dev ## profile ladder and standard on 2 ranks, and plot which sums are hidden, into out (tracked: ARGS=--write)
 	@$(PY) scripts/trace_overlap.py $(ARGS)
+
+redraw: setup-dev ## draw the tracked figures again from their raw files, into out (tracked: ARGS=--write)
+	@$(PY) scripts/redraw.py $(ARGS)
 
 plan: setup ## how to shard P, G and OS of MODEL: make plan MODEL=llama-30b ARGS="--gpus 1024 --cluster a800 --recompute"
 	@$(PY) -m training.plan --model $(MODEL) $(ARGS)

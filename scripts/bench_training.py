@@ -39,6 +39,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ from tqdm import tqdm
 from cli import Parser, note, run
 from config import preset
 from errors import UserError
+from figures import BLUE, CYCLE, GREY
 from scripts.bench_training_rank import SYSTEMS, TRACED, TUNING
 from scripts.results import RESULTS, ROOT, describe, machine, write_json
 from training.data import write_tokens
@@ -456,13 +458,14 @@ def plot(rows: list[Row], args: argparse.Namespace, path: Path) -> None:
 
     good = [row for row in rows if "error" not in row]
     unit = "MFU, %" if good and good[0]["peak_flops"] else "TGS, tokens a GPU and second"
-    figure = Figure(figsize=(max(5.0, 4.5 * len(args.models)), 4.5), layout="constrained")
-    for axis, model in zip(figure.subplots(1, len(args.models), squeeze=False)[0], args.models, strict=True):
+    figure = Figure(figsize=(5, 2.7 * len(args.models) + (1.2 if args.ablation else 0.5)), layout="constrained")
+    for axis, model in zip(figure.subplots(len(args.models), 1, squeeze=False)[:, 0], args.models, strict=True):
         mine = [row for row in good if row["settings"]["model"] == model]
         draw = draw_lines if args.ablation else draw_bars
         draw(axis, mine)
         axis.set_title(model, loc="left", fontsize=10)
-        axis.set_ylim(bottom=0)
+        if not args.ablation:  # bars begin at 0
+            axis.set_ylim(bottom=0)
         axis.grid(axis="y", alpha=0.3)
     figure.supylabel(unit, fontsize=10)
     figure.savefig(path, dpi=150)
@@ -472,23 +475,23 @@ def draw_bars(axis: Any, rows: list[Row]) -> None:
     several = len({row["settings"]["micro_batches"] for row in rows}) > 1
     for place, row in enumerate(rows):
         middle, down, up = figure_of(row)
-        color = "#8c8c8c" if row["settings"]["system"].startswith("fsdp2") else "#4c72b0"
+        color = GREY if row["settings"]["system"].startswith("fsdp2") else BLUE
         axis.bar(place, middle, yerr=[[down], [up]], color=color, capsize=3)
     names = [f"{label(row)}, M = {row['settings']['micro_batches']}" if several else label(row) for row in rows]
-    axis.set_xticks(range(len(rows)), names, rotation=40, ha="right", fontsize=8)
+    axis.set_xticks(range(len(rows)), names, rotation=20, ha="right", fontsize=8)
 
 
 def draw_lines(axis: Any, rows: list[Row]) -> None:
-    for name in dict.fromkeys(map(label, rows)):
+    for name, color in zip(dict.fromkeys(map(label, rows)), cycle(CYCLE), strict=False):
         line = sorted((row["settings"]["micro_batches"], *figure_of(row)) for row in rows if label(row) == name)
         counts, middles, downs, ups = zip(*line, strict=True)
-        axis.errorbar(counts, middles, yerr=[downs, ups], marker="o", markersize=4, capsize=3, label=name)
+        axis.errorbar(counts, middles, yerr=[downs, ups], marker="o", markersize=4, capsize=3, label=name, color=color)
     axis.set_xscale("log", base=2)
     ticks = sorted({row["settings"]["micro_batches"] for row in rows})
     axis.set_xticks(ticks, [str(tick) for tick in ticks])
     axis.set_xlabel("micro-batches of a step")
     if rows:
-        axis.legend(fontsize=8)
+        axis.legend(fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.2))  # inside it would cover lines
 
 
 def write(rows: list[Row], args: argparse.Namespace, where: Row, text: str) -> None:

@@ -15,6 +15,7 @@ import os
 import random
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,6 +33,7 @@ from comm.fused import GATHERS, TILED, UNTILED, FusedCommunicator, Gather, Share
 from comm.interface import Product, Scattered
 from comm.table import graph_microseconds
 from errors import UserError
+from figures import BLACK, CYCLE, MOST_LINES
 from kernels import fused_rows
 from kernels.linear import linear
 from scripts.bench_parts import Parts
@@ -355,34 +357,55 @@ def by_shape(rows: list[Row]) -> dict[tuple[str, int], list[Row]]:
     return found
 
 
+def shown_ways(rows: list[Row]) -> list[str]:
+    """The ways of a panel: unfused and torch's, and of ours those that are best at some m, the most often best first."""
+    peers = [way for way in (UNFUSED, TORCH) if any(row.way == way for row in rows)]
+    best = Counter(
+        min((row for row in rows if row.m == m and row.way not in peers), key=lambda row: row.overall).way
+        for m in sorted({row.m for row in rows})
+        if any(row.m == m and row.way not in peers for row in rows)
+    )
+    return [*peers, *(way for way, _ in best.most_common(MOST_LINES - len(peers)))]
+
+
 def plot(rows: list[Row], title: str, path: Path) -> None:
-    """A panel a layer: effective communication time by m, beside the GEMM's, a line a way; one legend of them all."""
+    """A panel a layer: effective communication time by m, beside the GEMM's, a line a way. The axis is linear to 100 % and logarithmic
+    above, so that nothing is cut off. The table holds the ways that are not drawn, and the report medians alone."""
     import matplotlib as mpl
 
     mpl.use("agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     layers = list(dict.fromkeys(row.layer for row in rows))
     if not layers:
         return
-    columns = min(len(layers), 3)
+    columns = min(len(layers), 2)
     lines_of_panels = -(-len(layers) // columns)
-    size = 4 * columns + 1.4, 3.6 * lines_of_panels
-    figure, panels = plt.subplots(lines_of_panels, columns, figsize=size, squeeze=False, layout="constrained")
-    styles, lines = line_styles(list(dict.fromkeys(row.way for row in rows))), {}
+    size = 3.4 * columns, 2.9 * lines_of_panels + 0.6
+    figure, panels = plt.subplots(lines_of_panels, columns, figsize=size, squeeze=False, layout="constrained", sharey=True)
+    styles = line_styles(list(dict.fromkeys(row.way for row in rows)))
     for panel, layer in zip(panels.flat, layers, strict=False):
         of_layer = [row for row in rows if row.layer == layer]
-        for way in dict.fromkeys(row.way for row in of_layer):
+        for way in shown_ways(of_layer):
             points = sorted((row.m, 100 * row.ect / row.gemm) for row in of_layer if row.way == way)
-            lines[way] = panel.plot(*zip(*points, strict=True), markersize=4, linewidth=1, **styles[way])[0]
-        panel.set(xscale="log", ylim=(-15, 100), xlabel="m, rows", title=f"{layer} ({of_layer[0].n}, {of_layer[0].k})")
+            panel.plot(*zip(*points, strict=True), markersize=4, linewidth=1.2, label=way, **styles[way])
+        panel.set_yscale("symlog", linthresh=100, linscale=2)
+        panel.yaxis.set_major_locator(FixedLocator([0, 20, 40, 60, 80, 100, 200, 400, 1000]))
+        panel.yaxis.set_minor_locator(NullLocator())
+        panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        panel.set_xscale("log", base=2)
+        ticks = sorted({row.m for row in of_layer})[::2]
+        panel.set_xticks(ticks, [f"{m:,}" for m in ticks], fontsize=8)
+        panel.set_title(f"{layer} ({of_layer[0].n}, {of_layer[0].k})", fontsize=9, loc="left")
         panel.axhline(0, color="#9ca3af", linewidth=0.8)
+        panel.axhline(100, color="#9ca3af", linewidth=0.8, linestyle=":")
+        panel.legend(frameon=False, fontsize=7)
     for panel in panels.flat[len(layers) :]:
         panel.set_axis_off()
-    for line in panels:
-        line[0].set_ylabel("effective communication time,\n% of the GEMM's")
-    figure.legend(lines.values(), lines.keys(), loc="outside right upper", frameon=False, fontsize="small")
-    figure.suptitle(title, fontsize="small")
+    figure.supylabel("effective communication time, % of the GEMM's", fontsize=9)
+    figure.supxlabel("m, rows", fontsize=9)
+    figure.suptitle(title, fontsize=9)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
@@ -391,10 +414,10 @@ def line_styles(ways: list[str]) -> dict[str, dict[str, str]]:
     """A colour for each way to split a GEMM, dashes for pulls, a marker for each number of chunks."""
     parts = {way: way.partition("/")[::2] for way in ways}
     splits = list(dict.fromkeys(carried.removesuffix("-pull") for carried, _ in parts.values()))
-    markers = {"": "o", "2": "s", "4": "^"}
+    markers, colours = {"": "o", "2": "s", "4": "^"}, (BLACK, *CYCLE)
     return {
         way: {
-            "color": f"C{splits.index(carried.removesuffix('-pull'))}",
+            "color": colours[splits.index(carried.removesuffix("-pull")) % len(colours)],
             "linestyle": "--" if carried.endswith("-pull") else "-",
             "marker": markers.get(chunks, "x"),
         }

@@ -22,15 +22,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from cli import Parser, note, run
 from comm.quantize import WIDTHS
 from errors import UserError
+from figures import GREY, byte_axis, communicator_colour, plain_log_axis, size_text
 from scripts import paper_tables
 from scripts.loadgen import table as load_table
 from scripts.overlap import markdown as overlap_table
 from scripts.overlap import plot as plot_overlap
 from scripts.overlap import rows_of as overlap_rows
-from scripts.results import RESULTS, ROOT, add_write_option, describe, results_folder, write_text
+from scripts.results import RESULTS, add_write_option, describe, made, results_folder, write_text
 from scripts.sweep_rows import Row, finished, read_rows
 
-SIZES = ("KiB", 1 << 10), ("MiB", 1 << 20)
+NCCL = "µs nccl"
+EXACT = ("µs one-shot", "µs two-shot")
 WAYS = {  # bench_comm.py's names to a reader's
     "µs nccl": "NCCL",
     "µs torch one_shot_all_reduce": "torch one-shot",
@@ -98,7 +100,7 @@ def comm(folder: Path) -> str | None:
         return None
     times = {way: found["found"][name] for name, way in WAYS.items() if name in found["found"]}
     sizes = sorted({int(size) for way in times.values() for size in way})
-    lines = [[_size(size), *(f"{t[str(size)]:.1f}" if str(size) in t else "" for t in times.values())] for size in sizes]
+    lines = [[size_text(size), *(f"{t[str(size)]:.1f}" if str(size) in t else "" for t in times.values())] for size in sizes]
     with_norm = found["found"]["µs with norm"]
     shown = ("nccl, then add_rms_norm", "one-shot, then add_rms_norm", "one-shot, fused", "two-shot, then add_rms_norm")
     fused = [f"{name}: {', '.join(f'{us:.1f} ({rows} rows)' for rows, us in with_norm[name].items())}" for name in shown]
@@ -117,7 +119,9 @@ def quantized(folder: Path) -> str | None:
         times = {name: by_size for name, by_size in found["found"].items() if name in QUANTIZED}
         nccl = found["found"]["µs nccl"]
         sizes = sorted({int(size) for by_size in times.values() for size in by_size} & {int(size) for size in nccl})
-        lines = [[_size(size), f"{nccl[str(size)]:.1f}", *(_faster(t, nccl, size) for t in times.values())] for size in sizes]
+        lines = [
+            [size_text(size), f"{nccl[str(size)]:.1f}", *(_faster(t, nccl, size) for t in times.values())] for size in sizes
+        ]
         where = "" if found.get("p2p", True) else " with NCCL_P2P_DISABLE=1"
         caption = (
             f"µs of a sum of bf16 over {found['ranks']} ranks{where}, and how many times as fast as NCCL's, medians in CUDA graphs of "
@@ -158,28 +162,35 @@ def overlap(folder: Path) -> str | None:
     return None if found is None else overlap_table(*overlap_rows(found))
 
 
-def _size(size: int) -> str:
-    unit, bytes_ = SIZES[size >= SIZES[1][1]]
-    return f"{size // bytes_} {unit}"
+def kind_of(name: str) -> str:
+    """Of one of bench_comm.py's names."""
+    return "exact" if name in WAYS or name in EXACT else "carried by NCCL" if "portable" in name else "quantized"
 
 
 def plot_comm(files: list[Any], where: str, out: Path) -> None:
-    """Latency by size of all that was measured there, exact and quantized."""
-    import matplotlib.pyplot as plt
+    """Latency by size of all that was measured there: a panel for the exact ways, one for the quantized ones beside NCCL, one for
+    those that NCCL carries. The files hold medians alone."""
+    from matplotlib.figure import Figure
 
     times = {name: found["found"][name] for found in files for name in (*WAYS, *QUANTIZED) if name in found["found"]}
+    groups = [[name for name in times if kind_of(name) == kind] for kind in ("exact", "quantized", "carried by NCCL")]
+    panels = [list(dict.fromkeys([NCCL, *names])) for names in groups if set(names) - {NCCL}]
     if not times:
         return
-    figure, axes = plt.subplots(figsize=(7, 4))
-    for name, by_size in times.items():
-        points = sorted((int(size), us) for size, us in by_size.items())
-        label, line = (WAYS[name], "-") if name in WAYS else (QUANTIZED[name], "--")
-        axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=label, linestyle=line)
-    axes.set(xscale="log", yscale="log", xlabel="bytes of the message, bf16", ylabel="µs")
-    axes.set_title(f"All-reduce over {files[0]['ranks']} x {files[0]['gpu']}{where}")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
-    figure.savefig(out, dpi=150, bbox_inches="tight")
+    figure = Figure(figsize=(5, 3.1 * len(panels) + 0.3), layout="constrained")
+    for axes, names in zip(figure.subplots(len(panels), 1, squeeze=False).flat, panels, strict=True):
+        for name in (name for name in names if name in times):
+            points = sorted((int(size), us) for size, us in times[name].items())
+            label = WAYS.get(name) or QUANTIZED[name]
+            look = {"color": communicator_colour(label), "linestyle": "--" if "over NCCL" in label else "-", "label": label}
+            axes.plot(*zip(*points, strict=True), marker="o", markersize=3, **look)
+        byte_axis(axes)
+        plain_log_axis(axes.yaxis)
+        axes.set(xlabel="message, bf16", ylabel="µs, median")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=9, frameon=False)
+    figure.suptitle(f"All-reduce over {files[0]['ranks']} x {files[0]['gpu']}{where}", fontsize=10)
+    figure.savefig(out, dpi=150)
 
 
 def linear(folder: Path) -> str | None:
@@ -287,46 +298,104 @@ TABLES: dict[str, Callable[[Path], str | None]] = {
 
 
 def plot_grid(folder: Path, out: Path) -> None:
-    """Variants by communicator: a panel for prompts and one for decoding, for each batch and interconnect."""
-    import matplotlib.pyplot as plt
+    """Variants by communicator, over the standard model with NCCL: a panel for prompts and one for decoding, for each batch and
+    interconnect."""
+    from matplotlib.figure import Figure
 
     rows: list[Row] = [row for path in sorted(folder.glob("sweep-grid*.jsonl")) for row in finished(read_rows(path))]
     cases = list(dict.fromkeys((row.setting.interconnect, row.setting.batch) for row in rows))
     if not rows:
         return
-    figure, panels = plt.subplots(len(cases), 2, figsize=(11, 2.8 * len(cases)), squeeze=False, layout="constrained")
-    for line, (interconnect, batch) in zip(panels, cases, strict=True):
+    metrics = (("prompts", "prefill_ms"), ("decode step", "decode_ms_per_token"))
+    panels = [(case, *metric) for case in cases for metric in metrics]
+    figure = Figure(figsize=(5, 2.5 * len(panels) + 0.6), layout="constrained")
+    axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
+    for axis, ((interconnect, batch), what, metric) in zip(axes, panels, strict=True):
         those = [row for row in rows if (row.setting.interconnect, row.setting.batch) == (interconnect, batch)]
-        for panel, what, metric in zip(line, ("prompts", "decode step"), ("prefill_ms", "decode_ms_per_token"), strict=True):
-            bars(panel, those, metric)
-            where = "" if interconnect == "default" else f", {interconnect}"
-            panel.set_title(f"{what}, batch {batch}{where}", fontsize="medium")
-            panel.set_ylabel("ms")
-    panels[0][1].legend(fontsize="small", ncols=2)
+        points(axis, those, metric)
+        where = "" if interconnect == "default" else f", {interconnect}"
+        axis.set_title(f"{what}, batch {batch}{where}", fontsize=10, loc="left")
+    entries = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=len(entries), fontsize=9, frameon=False)
     s = rows[0].setting
-    figure.suptitle(
-        f"{s.model}, {s.tp} ranks, prompts of {s.prompt_length} tokens; {describe(rows[0].machine, 'cuda')}", fontsize="small"
-    )
+    about = f"{s.model}, {s.tp} ranks, prompts of {s.prompt_length} tokens\n{describe(rows[0].machine, 'cuda')}"
+    figure.suptitle(about, fontsize=9)
     figure.savefig(out, dpi=120)
-    plt.close(figure)
 
 
-def bars(panel: Any, rows: list[Row], metric: str) -> None:
-    """A group of bars a variant, a bar a communicator, from half of the least on: what sums cost shows there."""
+def points(panel: Any, rows: list[Row], metric: str) -> None:
+    """A group of points a variant, one a communicator: the median, and the lowest and highest run, over the median of the standard
+    model with NCCL. Points, not bars: the axis does not begin at 0."""
     variants = list(dict.fromkeys(row.setting.variant for row in rows))
     ways = sorted({row.communicator for row in rows})
-    found = {(row.setting.variant, row.communicator): row.median(metric) for row in rows}
+    base = next(row.median(metric) for row in rows if (row.setting.variant, row.communicator) == ("standard", "nccl"))
+    assert base is not None
     for i, way in enumerate(ways):
-        places = [(v + (i - (len(ways) - 1) / 2) * 0.8 / len(ways), found.get((name, way))) for v, name in enumerate(variants)]
-        panel.bar(*zip(*((x, ms) for x, ms in places if ms is not None), strict=True), width=0.8 / len(ways), label=way)
-    panel.set_xticks(range(len(variants)), variants, fontsize="small")
-    panel.set_ylim(bottom=0.5 * min(ms for ms in found.values() if ms is not None))
+        for v, variant in enumerate(variants):
+            for row in (row for row in rows if (row.setting.variant, row.communicator) == (variant, way)):
+                middle, values = row.median(metric), row.values(metric)
+                if middle is None:
+                    continue
+                error = [[(middle - min(values)) / base], [(max(values) - middle) / base]]
+                look = {"color": communicator_colour(way), "markersize": 5, "capsize": 2, "elinewidth": 1}
+                place = v + (i - (len(ways) - 1) / 2) * 0.6 / len(ways)
+                panel.errorbar(place, middle / base, yerr=error, fmt="o", label="" if v else way, **look)
+    panel.axhline(1, color=GREY, linewidth=0.8)
+    panel.set_xticks(range(len(variants)), variants, fontsize=9)
+    panel.set_ylabel(f"time over {base:.3g} ms", fontsize=9)
+    panel.grid(axis="y", alpha=0.3)
 
 
 PLOTS = (  # files, where their sums go, and the plot's name
     (("comm.json", "quantized.json"), "", "comm"),
     (("quantized-no-p2p.json",), ", through host memory", "comm-no-p2p"),
 )
+
+
+def show(raw: Path, folder: Path) -> None:
+    """Write all tables and figures of the raw files in `raw` into `folder`, and note what they were made from."""
+    for name, table in TABLES.items():
+        text = table(raw)
+        if text is not None:
+            path = folder / f"{raw.name}-{name}.md"
+            write_text(path, text)
+            _made(path, raw)
+    for names, where, plotted in PLOTS:
+        files = [found for name in names if (found := read(raw / name))]
+        plot_comm(files, where, path := folder / f"{raw.name}-{plotted}.png")
+        _made(path, raw)
+    plot_grid(raw, path := folder / f"{raw.name}-grid.png")
+    _made(path, raw)
+    found = read(raw / "overlap.json")
+    if found is not None:
+        plot_overlap(*overlap_rows(found), path := folder / f"{raw.name}-overlap.png")
+        _made(path, raw)
+
+
+SOURCES = {  # what of a folder of raw files each table and figure is made from
+    "decode": "sweep*.jsonl",
+    "paper": "sweep*.jsonl",
+    "grid": "sweep-grid*.jsonl",
+    "comm": "comm.json quantized.json",
+    "comm-no-p2p": "quantized-no-p2p.json",
+    "linear": "linear*.json",
+    "kernels": "kernels.json",
+    "attention": "decode.json",
+    "startup": "startup.json",
+    "load": "load*.json",
+    "quantized": "quantized*.json",
+    "push": "push.json",
+    "overlap": "overlap.json",
+}
+
+
+def _made(path: Path, raw: Path) -> None:
+    """`made` for a table or figure of `show`, if there is one."""
+    if path.exists():
+        patterns = SOURCES[path.stem.removeprefix(f"{raw.name}-")].split()
+        note(f"wrote {path}")
+        if raw.parent == RESULTS:
+            made(path, *(file for pattern in patterns for file in sorted(raw.glob(pattern))))
 
 
 def main() -> None:
@@ -336,20 +405,7 @@ def main() -> None:
     args = parser.parse_args()
     if not args.raw.is_dir():
         raise UserError(f"--raw {args.raw}: there is no such folder; let the measuring commands write into it (--out)")
-    folder = results_folder(args)
-    for name, table in TABLES.items():
-        text = table(args.raw)
-        if text is not None:
-            path = folder / f"{args.raw.name}-{name}.md"
-            write_text(path, text)
-            note(f"wrote {path.relative_to(ROOT)}")
-    for names, where, plotted in PLOTS:
-        files = [found for name in names if (found := read(args.raw / name))]
-        plot_comm(files, where, folder / f"{args.raw.name}-{plotted}.png")
-    plot_grid(args.raw, folder / f"{args.raw.name}-grid.png")
-    found = read(args.raw / "overlap.json")
-    if found is not None:
-        plot_overlap(*overlap_rows(found), folder / f"{args.raw.name}-overlap.png")
+    show(args.raw, results_folder(args))
 
 
 if __name__ == "__main__":

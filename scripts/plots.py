@@ -5,9 +5,12 @@
 | file | shows |
 |---|---|
 | throughput.svg | throughput relative to the standard model, by ranks and batch size (figure 2) |
-| bars.svg | the same as bars at the most ranks, with the slowest and the fastest run (figure 3) |
+| bars.svg | the same as bars at the most ranks (figure 3) |
 | pareto.svg | time to complete a batch against tokens a second and GPU, with the best points joined (figure 4) |
 | split.svg | a decode step: computing, communication hidden behind it, communication that is waited for |
+
+Points are medians, whiskers reach to the slowest and the fastest run, those of a step (split.svg) to its quartiles. An upper bound far
+above the variants is written at the axis's end instead of flattening them; a panel shows six variants at most beside the standard model.
 """
 
 import argparse
@@ -15,6 +18,8 @@ import sys
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from pathlib import Path
+from statistics import quantiles
+from textwrap import fill
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -25,24 +30,18 @@ from matplotlib.figure import Figure
 
 from cli import Parser, note, run
 from errors import UserError
+from figures import MOST_LINES, PARTS, plain_log_axis, variant_colour
 from scripts.results import ROOT, check_folder
-from scripts.sweep_rows import ORDER, Row, baseline, finished, ratio, read_rows
+from scripts.sweep_rows import Row, baseline, finished, ratio, read_rows
 
-COLOURS = dict(zip(ORDER, ("#6b7280", "#b45309", "#2563eb", "#7c3aed", "#0d9488", "#15803d", "#d1d5db"), strict=True))
-PARTS = {  # of a step, in the order of the bar
-    "compute": ("#93c5fd", "computing"),
-    "hidden": ("#2563eb", "computing while communicating (hidden)"),
-    "exposed": ("#dc2626", "waiting for communication (exposed)"),
-    "idle": ("#e5e7eb", "neither"),
-}
 MAX_PANELS = 12
+BREAK_ABOVE = 1.6  # an axis ends where the variants' gains would reach if they were so many times as large
+LEAST_ROOM = 0.1  # over 1, that an axis of ratios shows
+MEASURED = {"fmt": "|", "color": "black", "markersize": 7, "capsize": 2, "elinewidth": 0.8}
+STEP = "the median step and its quartiles"
 
 Panel = tuple[str, list[Row]]  # title and rows
 mpl.rcParams |= {"svg.fonttype": "none", "font.family": "sans-serif", "axes.spines.top": False, "axes.spines.right": False}
-
-
-def colour(variant: str) -> str:
-    return COLOURS.get(variant.split(":")[0], "#db2777")
 
 
 def panels(rows: Sequence[Row], by: Callable[[Row], tuple[Any, ...]]) -> list[Panel]:
@@ -62,15 +61,26 @@ def configuration(row: Row) -> tuple[Any, ...]:
     return s.model, f"{s.prompt_length} + {s.new_tokens} tokens", s.comm or "", link, s.dtype, "compiled" if s.compile else ""
 
 
-def grid(shown: Sequence[Panel], width: float = 6.0, height: float = 3.4) -> tuple[Figure, list[Any]]:
-    columns = min(2, len(shown))
+def grid(shown: Sequence[Panel], width: float = 5.0, height: float = 3.4) -> tuple[Figure, list[Any]]:
+    columns = 1  # a page may be 500 pixels wide
     lines = -(-len(shown) // columns)
     figure, axes = plt.subplots(lines, columns, figsize=(width * columns, height * lines), layout="constrained", squeeze=False)
     for axis in axes.flat[len(shown) :]:
         axis.set_axis_off()
     for axis, (title, _) in zip(axes.flat, shown, strict=False):
-        axis.set_title(title, loc="left", fontsize=8)
+        axis.set_title(fill(title, 42), loc="left", fontsize=9)
     return figure, list(axes.flat[: len(shown)])
+
+
+def of_few(shown: Sequence[Panel]) -> list[Panel]:
+    """Panels of at most MOST_LINES variants beside the standard model, which is in all of them."""
+    found = []
+    for title, rows in shown:
+        names = [name for name in variants(rows) if name != "standard"] or ["standard"]
+        for first in range(0, len(names), MOST_LINES):
+            some = {"standard", *names[first : first + MOST_LINES]}
+            found.append((title, [row for row in rows if row.setting.variant in some]))
+    return found
 
 
 def variants(rows: Sequence[Row]) -> list[str]:
@@ -93,8 +103,41 @@ def whiskers(row: Row, rows: Sequence[Row]) -> tuple[float, float]:
 
 def compared(rows: Sequence[Row]) -> list[Panel]:
     """Panels in which something can be set against the standard model."""
-    shown = panels(finished(rows), configuration)
+    shown = of_few(panels(finished(rows), configuration))
     return [(t, found) for t, found in shown if any(gains(found, v) for v in variants(found) if v != "standard")]
+
+
+def ceiling(rows: Sequence[Row]) -> float | None:
+    """Where the axis of ratios ends: above all runs of the variants, unless the upper bound reaches hardly higher. None: no need to
+    end it."""
+    compared = [row for row in rows if baseline(row, rows)]
+    tops = dict.fromkeys((True, False), 1.0)
+    for row in compared:
+        bound = row.setting.variant == "upper-bound"
+        tops[bound] = max(tops[bound], (ratio(row, rows, "throughput") or 0) + whiskers(row, rows)[1])
+    room = 1 + BREAK_ABOVE * max(tops[False] - 1, LEAST_ROOM)
+    return room if tops[True] > room else None
+
+
+def beyond(axis: Any, x: float, gain: float, top: float) -> None:
+    """An arrow at the axis's end for a point above it, with its figure."""
+    arrow = {"arrowstyle": "-|>", "color": "#555555", "shrinkA": 0, "shrinkB": 0}
+    place: dict[str, Any] = {"xytext": (0, -15), "textcoords": "offset points", "ha": "center", "annotation_clip": False}
+    axis.annotate(f"{gain:.2f}", (x, top), fontsize=8, color="#555555", arrowprops=arrow, **place)
+
+
+def ratio_axis(axis: Any, rows: Sequence[Row], top: float | None) -> None:
+    axis.axhline(1, color=variant_colour("standard"), linewidth=1, label="standard")
+    axis.set_ylabel("tokens/s over standard")
+    if top is not None:
+        axis.set_ylim(top=top)
+
+
+def legend(figure: Figure, axes: Sequence[Any]) -> None:
+    """One below all panels, each name once: inside of a panel it would cover points."""
+    entries = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    columns = min(4, len(entries))
+    figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
 
 
 def throughput(rows: Sequence[Row]) -> Figure | None:
@@ -104,42 +147,64 @@ def throughput(rows: Sequence[Row]) -> Figure | None:
     figure, axes = grid(shown)
     for axis, (_, found) in zip(axes, shown, strict=True):
         places = sorted({(r.setting.tp, r.setting.batch) for r in found})
-        for variant in variants(found):
-            ours = gains(found, variant)
-            for tp in sorted({tp for tp, _ in places}):
-                at = [(places.index(place), ours[place]) for place in places if place in ours and place[0] == tp]
-                label = variant if tp == places[0][0] else None
-                axis.plot(*zip(*at, strict=True) if at else ([], []), "o-", color=colour(variant), label=label, markersize=4)
-        axis.axhline(1, color=colour("standard"), linewidth=0.8)
-        axis.set_xticks(range(len(places)), [f"{batch}\ntp {tp}" for tp, batch in places], fontsize=8)
+        top = ceiling(found)
+        ratio_axis(axis, found, top)
+        for variant in (v for v in variants(found) if v != "standard"):
+            mine = [r for r in found if r.setting.variant == variant and baseline(r, found)]
+            for tp in sorted({r.setting.tp for r in mine}):
+                line_of(axis, variant, [r for r in mine if r.setting.tp == tp], found, places, top)
+        lowest = min(ratio(r, found, "throughput") - whiskers(r, found)[0] for r in found if baseline(r, found))  # type: ignore[operator]
+        axis.set_ylim(bottom=min(lowest, 1) - LEAST_ROOM / 2)
+        axis.set_xticks(range(len(places)), [f"{batch}\ntp {tp}" for tp, batch in places], fontsize=9)
         axis.set_xlabel("batch and ranks")
-        axis.set_ylabel("tokens/s over standard")
-    axes[0].legend(frameon=False, fontsize=8)
+    legend(figure, axes)
     return figure
 
 
+def line_of(
+    axis: Any, variant: str, mine: list[Row], rows: list[Row], places: list[tuple[int, int]], top: float | None
+) -> None:
+    """One variant at one number of ranks: points with whiskers, or arrows where they lie beyond the axis."""
+    mine = sorted(mine, key=lambda r: r.setting.batch)
+    x = [places.index((r.setting.tp, r.setting.batch)) for r in mine]
+    y = [gains(rows, variant)[r.setting.tp, r.setting.batch] for r in mine]
+    errors = list(zip(*(whiskers(r, rows) for r in mine), strict=True))
+    label = variant if variant not in axis.get_legend_handles_labels()[1] else None
+    look = {"color": variant_colour(variant), "label": label, "markersize": 4, "capsize": 2, "elinewidth": 0.8}
+    axis.errorbar(x, y, yerr=errors, fmt="o--" if variant == "upper-bound" else "o-", **look)
+    for place, gain in zip(x, y, strict=True):
+        if top is not None and gain > top:
+            beyond(axis, place, gain, top)
+
+
 def bars(rows: Sequence[Row]) -> Figure | None:
-    """Figure 3: at the most ranks, one group of bars for each batch size."""
+    """Figure 3: at the most ranks, one group of bars for each batch size. The standard model is the line at 1."""
     if not (shown := compared(rows)):
         return None
     figure, axes = grid(shown)
     for axis, (_, found) in zip(axes, shown, strict=True):
         tp = max(r.setting.tp for r in found)
         sizes = sorted({r.setting.batch for r in found if r.setting.tp == tp})
-        names = variants(found)
+        names, top = [v for v in variants(found) if v != "standard"], ceiling(found)
+        ratio_axis(axis, found, top)
         for i, variant in enumerate(names):
             ours = [r for r in found if r.setting.variant == variant and r.setting.tp == tp and baseline(r, found)]
             x = [sizes.index(r.setting.batch) + (i - (len(names) - 1) / 2) * 0.8 / len(names) for r in ours]
             heights = [gains(found, variant)[tp, r.setting.batch] for r in ours]
             errors = list(zip(*(whiskers(r, found) for r in ours), strict=True)) or None
-            look = {"color": colour(variant), "label": variant, "error_kw": {"elinewidth": 0.8, "capsize": 2}}
+            look = {"color": variant_colour(variant), "label": variant, "error_kw": {"elinewidth": 0.8, "capsize": 2}}
             drawn = axis.bar(x, heights, 0.8 / len(names), yerr=errors, **look)
-            axis.bar_label(drawn, fmt="%.2f", fontsize=7, padding=2)
-        axis.axhline(1, color=colour("standard"), linewidth=0.8)
+            inside = [f"{h:.2f}" if top is None or h <= top else "" for h in heights]
+            turned = 90 if len(names) * len(sizes) > 8 else 0  # side by side the figures would run into one another
+            axis.bar_label(drawn, inside, fontsize=8, padding=2, rotation=turned)
+            for place, height in zip(x, heights, strict=True):
+                if top is not None and height > top:
+                    axis.text(place, top * 0.97, f"{height:.2f} →", fontsize=8, rotation=90, ha="center", va="top")
         axis.set_xticks(range(len(sizes)), [str(size) for size in sizes])
         axis.set_xlabel(f"batch, tp {tp}")
-        axis.set_ylabel("tokens/s over standard")
-    axes[0].legend(frameon=False, fontsize=8)
+        if top is None:
+            axis.margins(y=0.18)
+    legend(figure, axes)
     return figure
 
 
@@ -154,24 +219,27 @@ def frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
 
 def pareto(rows: Sequence[Row]) -> Figure | None:
     """Figure 4: all ranks and batch sizes of a variant together."""
-    if not (shown := panels(finished(rows), configuration)):
+    if not (shown := of_few(panels(finished(rows), configuration))):
         return None
     figure, axes = grid(shown)
     for axis, (_, found) in zip(axes, shown, strict=True):
         for variant in variants(found):
-            points = []
+            points, look = [], {"color": variant_colour(variant), "fmt": "o", "markersize": 4, "elinewidth": 0.8}
             for row in (r for r in found if r.setting.variant == variant):
                 latency, rate = row.median("completion_ms"), row.median("throughput")
                 assert latency is not None and rate is not None
                 points.append((latency / 1e3, rate / row.setting.tp))
-            axis.plot(*zip(*points, strict=True), "o", color=colour(variant), markersize=4, alpha=0.35)
+                x, y = ([v / 1e3 for v in row.values("completion_ms")], [v / row.setting.tp for v in row.values("throughput")])
+                around = [[[at - min(v)], [max(v) - at]] for at, v in zip(points[-1], (x, y), strict=True)]
+                axis.errorbar(*points[-1], xerr=around[0], yerr=around[1], alpha=0.45, **look)
             best = frontier(points)
-            axis.plot(*zip(*best, strict=True), "o-", color=colour(variant), markersize=4, label=variant)
-        axis.set_xscale("log")
-        axis.set_yscale("log")
+            style = "o--" if variant == "upper-bound" else "o-"
+            axis.plot(*zip(*best, strict=True), style, color=variant_colour(variant), markersize=4, label=variant)
+        plain_log_axis(axis.xaxis)
+        plain_log_axis(axis.yaxis)
         axis.set_xlabel("s to complete a batch")
         axis.set_ylabel("tokens/s a rank")
-    axes[0].legend(frameon=False, fontsize=8)
+    legend(figure, axes)
     return figure
 
 
@@ -186,7 +254,7 @@ def split(rows: Sequence[Row]) -> Figure | None:
 
     shown = panels(known, place)
     longest = max(len(found) for _, found in shown)
-    figure, axes = grid(shown, height=1.2 + 0.28 * longest)
+    figure, axes = grid(shown, height=2.4 + 0.28 * longest)
     for axis, (_, found) in zip(axes, shown, strict=True):
         labels = [f"{r.setting.variant}, tp {r.setting.tp}, batch {r.setting.batch}" for r in found]
         left = [0.0] * len(found)
@@ -194,10 +262,15 @@ def split(rows: Sequence[Row]) -> Figure | None:
             widths = [float((r.split or {})[part]) for r in found]
             axis.barh(range(len(found)), widths, left=left, color=shade, label=title)
             left = [a + b for a, b in zip(left, widths, strict=True)]
-        axis.set_yticks(range(len(found)), labels, fontsize=8)
-        axis.invert_yaxis()
+        steps = [[ms for sample in r.samples for ms in sample["step_ms"]] for r in found]
+        for line, ms in enumerate(steps):
+            if ms:
+                low, middle, high = quantiles(ms, n=4) if len(ms) > 1 else ms * 3
+                axis.errorbar(middle, line, xerr=[[middle - low], [high - middle]], **MEASURED, label=None if line else STEP)
+        axis.set_yticks(range(len(found)), labels, fontsize=9)
+        axis.set_ylim(len(found) - 0.4, -0.6)
         axis.set_xlabel("ms of a decode step")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False, fontsize=8)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", frameon=False, fontsize=9)
     return figure
 
 

@@ -46,15 +46,17 @@ table { border-collapse: collapse; font-size: 13px; width: 100%; font-variant-nu
 th, td { padding: 6px 8px; border-bottom: 1px solid var(--line); text-align: left; overflow-wrap: break-word; }
 th { color: var(--soft); font-weight: 600; vertical-align: bottom; overflow-wrap: normal; }
 .number { text-align: right; } tbody tr:hover { background: #f3f4f6; }
-figure { margin: 0 0 24px; } figure svg { max-width: 100%; height: auto; }
+.plots { display: flex; flex-wrap: wrap; gap: 24px; align-items: flex-start; }
+details { margin-bottom: 20px; } summary { cursor: pointer; color: var(--soft); font-size: 13px; margin-bottom: 8px; }
+figure { margin: 0 0 24px; max-width: 500px; } figure svg { max-width: 100%; height: auto; }
 code { font-size: 13px; }
 """
 
 CAPTIONS = {
     "throughput": "Generated tokens a second, prefill included, relative to the standard model (figure 2 of the paper).",
-    "bars": "The same at the most ranks (figure 3 of the paper); lines reach to the slowest and fastest run. The upper bound sends nothing, and its text is wrong.",
+    "bars": "The same at the most ranks (figure 3 of the paper); whiskers reach to the slowest and the fastest run. The upper bound sends nothing, and its text is wrong; where it lies beyond the axis, its figure is written there.",
     "pareto": "Time to complete a batch against tokens a second and rank; lines join what no other point beats (figure 4).",
-    "split": "A decode step. Communication is hidden while something computes, and exposed while nothing does.",
+    "split": "A decode step, and the measured ones' median and quartiles. Communication is hidden while something computes, and exposed while nothing does.",
 }
 
 
@@ -137,7 +139,7 @@ def plots(rows: Sequence[Row]) -> str:
     for name, draw in FIGURES.items():
         if (figure := draw(rows)) is not None:
             parts.append(f"<figure>{svg(figure, name)}<figcaption>{html.escape(CAPTIONS[name])}</figcaption></figure>")
-    return section("Plots", *parts) if parts else ""
+    return section("Plots", f'<div class="plots">{"".join(parts)}</div>') if parts else ""
 
 
 def everything(rows: Sequence[Row]) -> str:
@@ -157,10 +159,22 @@ def everything(rows: Sequence[Row]) -> str:
 
 def paper(rows: Sequence[Row]) -> str:
     parts = [
-        html_table(block) if block.startswith("|") else paragraph(block)
+        folded(block) if block.startswith("|") else paragraph(block)
         for block in paper_tables.markdown(rows).strip().split("\n\n")
     ]
     return section("Beside the paper", *parts)
+
+
+def folded(markdown: str) -> str:
+    """A table whose rows that were not run here are behind a line to click on."""
+    head, rule, *lines = markdown.splitlines()
+    absent = [line for line in lines if "not run" in line]
+    ran = [line for line in lines if line not in absent]
+    shown = html_table("\n".join([head, rule, *ran])) if ran else ""
+    if not absent:
+        return shown
+    hidden = html_table("\n".join([head, rule, *absent]))
+    return f"{shown}<details><summary>{len(absent)} of {len(lines)} rows not run here</summary>{hidden}</details>"
 
 
 def load(result: dict[str, Any]) -> str:

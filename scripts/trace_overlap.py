@@ -20,6 +20,7 @@ import matplotlib.pyplot as plt
 
 from cli import Parser, run
 from errors import UserError
+from figures import BLUE, GREEN, VERMILION
 from scripts.results import ROOT, add_write_option, describe, machine, results_folder, write_json
 
 Span = tuple[float, float]  # begin and end, ms
@@ -61,10 +62,10 @@ def draw(axis: Any, title: str, sums: list[Span], modules: list[tuple[str, Span]
     shown = slice(2, 2 + 2 * LAYERS_SHOWN)
     origin = modules[shown][0][1][0]
     for i, (name, (a, b)) in enumerate(modules[shown]):
-        axis.broken_barh([(a - origin, b - a)], (1.1, 0.8), color="#4c72b0" if "attention" in name else "#55a868")
+        axis.broken_barh([(a - origin, b - a)], (1.1, 0.8), color=BLUE if "attention" in name else GREEN)
         axis.text((a + b) / 2 - origin, 1.5, f"h{i + 3}", ha="center", va="center", color="white", fontsize=9)
     for i, (a, b) in enumerate(sums[shown]):
-        axis.broken_barh([(a - origin, b - a)], (0.1, 0.8), color="#c44e52")
+        axis.broken_barh([(a - origin, b - a)], (0.1, 0.8), color=VERMILION)
         axis.text((a + b) / 2 - origin, 0.02, f"AR{i + 3}", ha="center", va="top", fontsize=7)
     axis.set_ylim(-0.35, 2)
     axis.set_yticks([0.5, 1.5], ["all-reduce", "compute"])

@@ -9,10 +9,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 
+import figures
 from errors import UserError
 from scripts import loadgen, paper_tables, plots, report, sweep, trace
 from scripts.results import ROOT
@@ -248,11 +250,16 @@ def test_the_frontier_is_what_nobody_beats(seed: int) -> None:
     assert plots.frontier([(2.0, 5.0), (2.0, 6.0), (1.0, 5.0), (3.0, 6.0), (2.0, 5.5)]) == [(1.0, 5.0), (2.0, 6.0)]
 
 
+def heights(figure: Any) -> list[float]:
+    """Of the points of all lines of the first panel."""
+    return [y for line in figure.axes[0].lines for y in np.atleast_1d(line.get_ydata())]
+
+
 def test_plots_show_the_ratios(seed: int) -> None:
     rows = sweep_of(random.Random(seed))
     figure = plots.throughput(rows)
     assert figure is not None
-    drawn = [y for line in figure.axes[0].lines for y in np.atleast_1d(line.get_ydata())]
+    drawn = heights(figure)
     for one in rows:
         assert any(y == pytest.approx(ratio(one, rows, "throughput")) for y in drawn)
     plt.close(figure)
@@ -264,14 +271,104 @@ def test_plots_show_the_ratios(seed: int) -> None:
     assert (low, high) == pytest.approx((speeds[1] - speeds[2], speeds[0] - speeds[1]))
     figure = plots.bars(uneven)
     assert figure is not None
-    assert sorted(p.get_height() for p in figure.axes[0].patches) == pytest.approx([1.0, speeds[1]])
+    assert sorted(p.get_height() for p in figure.axes[0].patches) == pytest.approx([speeds[1]])
     plt.close(figure)
+    for draw in (plots.throughput, plots.bars):  # whiskers reach to the slowest and the fastest run
+        figure = draw(uneven)
+        assert figure is not None
+        (errors,) = [c for c in figure.axes[0].containers if hasattr(c, "has_yerr")]
+        assert errors[2][0].get_segments()[0][:, 1] == pytest.approx([speeds[2], speeds[0]])
+        plt.close(figure)
     figure = plots.split(rows)
     assert figure is not None
     assert max(p.get_x() + p.get_width() for p in figure.axes[0].patches) == pytest.approx(2.0)
     plt.close(figure)
     assert plots.throughput([r for r in rows if r.setting.variant != "standard"]) is None
     assert plots.bars([]) is None and plots.pareto([]) is None and plots.split([replace(r, split=None) for r in rows]) is None
+
+
+def test_the_upper_bound_does_not_flatten_the_variants() -> None:
+    """Variants of 1.1 and 1.2 beside a bound of 4: the variants have most of the axis, and the bound's figure is written."""
+    rows = [steady(10, ms, variant=v) for v, ms in (("standard", 4), ("parallel", 3.6), ("ladder", 3.3), ("upper-bound", 1))]
+    bound = ratio(rows[3], rows, "throughput")
+    assert bound is not None and bound > 3.5
+    for draw in (plots.throughput, plots.bars):
+        figure = draw(rows)
+        assert figure is not None
+        (axis,) = figure.axes
+        assert axis.get_ylim()[1] < 1.5
+        assert any(f"{bound:.2f}" in text.get_text() for text in axis.texts)
+        plt.close(figure)
+    near = [*rows[:3], steady(10, 3.2, variant="upper-bound")]
+    figure = plots.throughput(near)
+    assert figure is not None
+    assert figure.axes[0].get_ylim()[1] > (ratio(near[3], near, "throughput") or 9) and not figure.axes[0].texts
+    plt.close(figure)
+
+
+def test_a_panel_holds_six_variants_beside_the_standard_model() -> None:
+    names = ["standard", *(f"hybrid:{i}" for i in range(1, 10)), "ladder", "upper-bound"]
+    rows = [steady(10, 3 - i / 20, variant=v) for i, v in enumerate(names)]
+    for draw in (plots.throughput, plots.bars, plots.pareto):
+        figure = draw(rows)
+        assert figure is not None and len(figure.axes) == 2
+        shown = [set(axis.get_legend_handles_labels()[1]) for axis in figure.axes]
+        assert all("standard" in one and len(one) <= 7 for one in shown) and set.union(*shown) == set(names)
+        plt.close(figure)
+
+
+def test_labels_of_logarithmic_axes_do_not_collide() -> None:
+    """Less than a decade, where matplotlib's own labels (2 x 10^0, 3 x 10^0, 4 x 10^0) run into one another at 500 pixels."""
+    rows = [steady(100, ms, variant="standard", tp=tp) for tp, ms in ((1, 9.0), (2, 5.0), (4, 3.0), (8, 2.0))]
+    figure = plots.pareto(rows)
+    assert figure is not None
+    assert figure.get_figwidth() * figure.dpi <= 500
+    figure.canvas.draw()
+    for axis in (figure.axes[0].xaxis, figure.axes[0].yaxis):
+        boxes = [label.get_window_extent() for label in axis.get_ticklabels(which="both") if label.get_text()]
+        inside = [box for box in boxes if figure.bbox.contains(*box.min)]
+        assert len(inside) >= 2
+        assert not any(one.overlaps(other) for i, one in enumerate(inside) for other in inside[:i])
+    plt.close(figure)
+
+
+def test_colours_are_told_apart_by_the_colour_blind() -> None:
+    """Any two variants, and any two communicators that share a figure, as seen with either of the common deficiencies (matrices of
+    Machado, Oliveira and Fernandes, 2009, for linear RGB)."""
+    deficiencies = [
+        np.eye(3),
+        np.array([[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]]),
+        np.array([[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]]),
+    ]
+    measured = {name for name in figures.COMMUNICATORS if name != "gloo"}  # gloo is a CPU's nccl
+    quantized = {"nccl", "auto", "int8", "int6", "int4", "fp8"}
+    exact = measured - quantized | {"nccl"}
+    for palette in (figures.VARIANTS, *({n: figures.COMMUNICATORS[n] for n in group} for group in (exact, quantized))):
+        colours = [np.array(matplotlib.colors.to_rgb(colour)) ** 2.2 for colour in palette.values()]
+        for matrix in deficiencies:
+            seen = [np.clip(matrix @ colour, 0, 1) ** (1 / 2.2) for colour in colours]
+            nearest = min(np.linalg.norm(a - b) for i, a in enumerate(seen) for b in seen[:i])
+            assert nearest > 0.12
+
+
+def test_bytes_have_binary_units() -> None:
+    assert [figures.size_text(n) for n in (512, 4096, 98304, 3 << 19, 128 << 20)] == [
+        "512 B",
+        "4 KiB",
+        "96 KiB",
+        "1.5 MiB",
+        "128 MiB",
+    ]
+
+
+def test_rows_that_were_not_run_are_folded_away() -> None:
+    table = "| a | ours |\n|---|---|\n| x | 1.00 |\n| y | not run |\n| z | not run |"
+    text = report.folded(table)
+    before, _, inside = text.partition("<details>")
+    assert "1.00" in before and "not run</td>" not in before
+    assert "2 of 3 rows not run here" in inside and inside.count("not run</td>") == 2
+    assert "<details>" not in report.folded(table.replace("not run", "2.00"))
+    assert report.folded(table.replace("1.00", "not run")).startswith("<details>")
 
 
 class Page(HTMLParser):

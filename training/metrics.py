@@ -13,6 +13,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from errors import UserError
+from figures import CYCLE, VARIANTS
 from training.trainer import Trainer, total
 
 
@@ -119,15 +120,24 @@ def cut_after(path: Path, step: int) -> None:
 
 def plot_losses(runs: Sequence[tuple[str, Path]], out: Path) -> None:
     """Draw the loss over steps of each (label, metrics.jsonl) into `out` (.png, .svg or .pdf)."""
+    draw_losses([(label, read_metrics(path)) for label, path in runs], out)
+
+
+def draw_losses(runs: Sequence[tuple[str, Sequence[dict[str, Any]]]], out: Path) -> None:
+    """`plot_losses` of metrics that were read. Labels that name a variant have its colour."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise UserError("drawing needs matplotlib; run `make setup-dev`, or pip install matplotlib") from None
-    figure = Figure(figsize=(7, 4), layout="constrained")
+    figure = Figure(figsize=(5, 3.4), layout="constrained")
     axes = figure.subplots()
-    for label, path in runs:
-        lines = read_metrics(path)
-        axes.plot([line["step"] for line in lines], [line["loss"] for line in lines], label=label, linewidth=1.2)
+    for i, (label, lines) in enumerate(runs):
+        look: dict[str, Any] = {
+            "color": VARIANTS.get(label.partition(":")[0], CYCLE[i % len(CYCLE)]),
+            "linewidth": 1.2,
+            "label": label,
+        }
+        axes.plot([line["step"] for line in lines], [line["loss"] for line in lines], **look)
     axes.set(xlabel="step", ylabel="loss, nats a token")
     axes.grid(alpha=0.3)
     if len(runs) > 1:

@@ -1,0 +1,84 @@
+"""What all figures share: one colour for each variant and each communicator, axes that read well at 500 pixels, bytes in KiB and MiB.
+
+The colours are Okabe and Ito's (Color Universal Design, 2008) and Tol's wine, which the colour-blind tell apart; the yellow is darkened, to
+be seen as a line on white, and the grey is light, since a darker one looks like the purple to some.
+"""
+
+from typing import Any
+
+BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, VERMILION, PURPLE = (
+    "#000000", "#e69f00", "#56b4e9", "#009e73", "#d9cb00", "#0072b2", "#d55e00", "#cc79a7"
+)  # fmt: skip
+WINE, GREY = "#882255", "#bbbbbb"
+
+VARIANTS = {
+    "standard": BLACK,
+    "parallel": ORANGE,
+    "ladder": BLUE,
+    "hybrid": SKY,
+    "desync-2x": GREEN,
+    "desync-4x": PURPLE,
+    "upper-bound": GREY,
+}
+COMMUNICATORS = {
+    "nccl": BLACK,
+    "gloo": BLACK,
+    "auto": BLUE,
+    "one-shot": SKY,
+    "two-shot": PURPLE,
+    "torch one-shot": GREY,
+    "torch two-shot": ORANGE,
+    "int8": GREEN,
+    "int6": WINE,
+    "int4": VERMILION,
+    "fp8": YELLOW,
+}
+PARTS = {  # of a step, in the order of the bar
+    "compute": (SKY, "computing"),
+    "hidden": (BLUE, "computing while communicating (hidden)"),
+    "exposed": (VERMILION, "waiting for communication (exposed)"),
+    "idle": ("#dddddd", "neither"),
+}
+CYCLE = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY)  # for what is neither
+MOST_LINES = 6  # a panel
+UNITS = ("B", "KiB", "MiB", "GiB")
+
+
+def variant_colour(name: str) -> str:
+    """Of `ladder`, `hybrid:16`, `desync-2x:8`."""
+    return VARIANTS.get(name.partition(":")[0], VERMILION)
+
+
+def communicator_colour(name: str) -> str:
+    """Of `NCCL`, `int8`, `int4:64`, `int8, over NCCL`: a quantized width keeps its colour whatever carries it."""
+    return COMMUNICATORS.get(name.lower().partition(",")[0].partition(":")[0], VERMILION)
+
+
+def size_text(count: float) -> str:
+    """Bytes in the largest binary unit that leaves no fraction below one: `64 KiB`, `1.5 MiB`."""
+    unit = 0
+    while count >= 1024 and unit < len(UNITS) - 1:
+        count, unit = count / 1024, unit + 1
+    return f"{count:.4g} {UNITS[unit]}"
+
+
+def byte_axis(axes: Any) -> None:
+    """A logarithmic x axis of bytes with a tick every factor of 16."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_locator(LogLocator(base=16))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: size_text(value)))
+
+
+def plain_log_axis(axis: Any) -> None:
+    """A logarithmic `axes.xaxis` or `.yaxis` with few ticks, written as plain numbers, so that labels do not run into one another."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axis.axes.set(**{f"{axis.axis_name}scale": "log"})
+    low, high = axis.get_view_interval()
+    steps = (1.0, 2.0, 5.0) if high / low < 200 else (1.0, 3.0)
+    axis.set_major_locator(LogLocator(subs=steps, numticks=8))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.4g}"))
+    axis.set_minor_formatter(NullFormatter())

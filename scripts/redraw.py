@@ -1,0 +1,60 @@
+"""Draw the tracked figures again from their raw files, and write the tables of GPU measurements beside them.
+
+    python scripts/redraw.py --write      # into docs/results; without --write into out
+
+Measures nothing. `make plan-paper` draws the planner's figures, whose raw file it computes; `make trace-overlap` draws overlap.svg, which
+is the trace itself.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from cli import Parser, note, run
+from scripts import bench_training, performance
+from scripts.results import RESULTS, add_write_option, made, results_folder
+from training.metrics import draw_losses
+
+
+def main() -> None:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_write_option(parser)
+    folder = results_folder(parser.parse_args())
+    for raw in (path for path in sorted(RESULTS.glob("gpu-*")) if path.is_dir()):
+        performance.show(raw, folder)
+    for path in sorted(RESULTS.glob("*.json")):
+        if path.name.startswith("training-"):
+            training(path, folder)
+        elif path.stem == "adapt" or path.name.startswith("pretrain-"):
+            losses(path, folder)
+
+
+def read(path: Path) -> dict[str, Any]:
+    return dict(json.loads(path.read_text()))
+
+
+def training(path: Path, folder: Path) -> None:
+    """The figure and the table of one of bench_training.py's files."""
+    found, out = read(path), folder / f"{path.stem}.png"
+    args = argparse.Namespace(**found["settings"])
+    bench_training.plot(found["rows"], args, out)
+    out.with_suffix(".md").write_text(bench_training.table(found["rows"], args))
+    for shown in (out, out.with_suffix(".md")):
+        made(shown, path)
+    note(f"drew {out}")
+
+
+def losses(path: Path, folder: Path) -> None:
+    """The loss curves of adapt_demo.py or pretrain_variants.py."""
+    out = folder / f"{path.stem}.png"
+    draw_losses(list(read(path)["metrics"].items()), out)
+    made(out, path)
+    note(f"drew {out}")
+
+
+if __name__ == "__main__":
+    run(main)
