@@ -197,7 +197,7 @@ def main() -> None:
     print(text)
     if folder:
         write_json(name, {"machine": where, "rows": rows}, folder)
-        write_text(folder / f"{name}.md", text)
+        write_text(folder / f"{name}.md", text, folder / f"{name}.json")
         print(f"wrote {name}.json and {name}.md in {folder.relative_to(ROOT)}")
 
 

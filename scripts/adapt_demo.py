@@ -26,7 +26,17 @@ from errors import UserError
 from scripts.accuracy import evaluate
 from scripts.corpus import encode_corpus
 from scripts.quality import TASKS
-from scripts.results import ROOT, add_write_option, check_folder, describe, machine, results_folder, write_json, write_text
+from scripts.results import (
+    ROOT,
+    add_write_option,
+    check_folder,
+    describe,
+    machine,
+    made,
+    results_folder,
+    write_json,
+    write_text,
+)
 from tokenizer import load_tokenizer
 from tp import World
 from training.convert import convert
@@ -117,9 +127,10 @@ def main() -> None:
         return
     runs = [(f"{layers} ladder layers", args.out / f"hybrid-{layers}" / "metrics.jsonl") for layers in args.ladder_layers]
     losses = {label: [json.loads(line) for line in path.read_text().splitlines()] for label, path in runs}
-    write_json("adapt", about | {"rows": rows, "metrics": losses}, folder)
-    write_text(folder / "adapt.md", text)
+    raw = write_json("adapt", about | {"rows": rows, "metrics": losses}, folder)
+    write_text(folder / "adapt.md", text, raw)
     plot_losses(runs, folder / "adapt.png")
+    made(folder / "adapt.png", raw)
     note(
         f"wrote adapt.json, .md and .png in {folder.relative_to(ROOT)}; serve one with make serve MODEL={runs[0][1].parent}/model"
     )

@@ -86,7 +86,7 @@ def main() -> None:
         settings = {key: value for key, value in vars(args).items() if key != "write"}
         path = write_json(name, {"machine": where, "settings": settings, "rows": rows}, folder)  # what is measured is kept
     text = table(rows, where, args)
-    write_text(folder / f"{name}.md", text)
+    write_text(folder / f"{name}.md", text, path)
     print(f"{text}\nwrote {path.relative_to(ROOT)}")
 
 

@@ -78,7 +78,7 @@ def main() -> None:
     settings = {"model": args.model.name, "threads": args.threads, "new_tokens": args.new_tokens}
     path = write_json("bench-cpu", {"machine": where, "settings": settings, "rows": rows}, folder)
     text = table(rows, f"{args.threads} thread(s), median of {args.repeats} runs. Made on {describe(where, 'cpu')}.")
-    write_text(path.with_suffix(".md"), text)
+    write_text(path.with_suffix(".md"), text, path)
     print(f"{text}\nwrote {path.relative_to(ROOT)}")
 
 

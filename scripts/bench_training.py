@@ -54,7 +54,7 @@ from config import preset
 from errors import UserError
 from figures import BLUE, CYCLE, GREY
 from scripts.bench_training_rank import SYSTEMS, TRACED, TUNING
-from scripts.results import RESULTS, ROOT, describe, machine, write_json
+from scripts.results import RESULTS, ROOT, describe, machine, made, write_json, write_text
 from training.data import write_tokens
 from training.job import OVERLAPS
 
@@ -497,9 +497,10 @@ def draw_lines(axis: Any, rows: list[Row]) -> None:
 def write(rows: list[Row], args: argparse.Namespace, where: Row, text: str) -> None:
     name = f"training-{args.ranks}{'-two-nodes' * args.two_nodes}{'-ablation' * args.ablation}"
     settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
-    write_json(name, {"machine": where, "settings": settings, "rows": rows})
-    (RESULTS / f"{name}.md").write_text(text)
+    raw = write_json(name, {"machine": where, "settings": settings, "rows": rows})
+    write_text(RESULTS / f"{name}.md", text, raw)
     plot(rows, args, RESULTS / f"{name}.png")
+    made(RESULTS / f"{name}.png", raw)
     note(f"wrote {name}.md, .png and .json in {RESULTS}")
 
 

@@ -25,7 +25,17 @@ from cli import Parser, note, run
 from config import preset
 from errors import UserError
 from scripts.corpus import encode_corpus
-from scripts.results import ROOT, add_write_option, check_folder, describe, machine, results_folder, write_json, write_text
+from scripts.results import (
+    ROOT,
+    add_write_option,
+    check_folder,
+    describe,
+    machine,
+    made,
+    results_folder,
+    write_json,
+    write_text,
+)
 from tokenizer import load_tokenizer
 from tp import World, init_world
 from training.data import write_tokens
@@ -160,9 +170,10 @@ def main() -> None:
     if found and folder:
         name = f"pretrain-{args.model.replace(':', '-')}"
         settings = {key: value for key, value in vars(args).items() if not isinstance(value, Path)}
-        write_json(name, {"machine": where, "settings": settings, "metrics": found}, folder)
-        write_text(folder / f"{name}.md", text)
+        raw = write_json(name, {"machine": where, "settings": settings, "metrics": found}, folder)
+        write_text(folder / f"{name}.md", text, raw)
         plot_losses([(variant, args.out / variant / "metrics.jsonl") for variant in found], folder / f"{name}.png")
+        made(folder / f"{name}.png", raw)
         note(f"wrote {name}.json, .md and .png in {folder.relative_to(ROOT)}")
     if failure:
         raise UserError(failure)

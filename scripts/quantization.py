@@ -191,7 +191,7 @@ def main() -> None:
     print(text)
     if folder:
         write_json("quantization", {"machine": where, "rows": rows}, folder)
-        write_text(folder / "quantization.md", text)
+        write_text(folder / "quantization.md", text, folder / "quantization.json")
         print(f"wrote quantization.json and quantization.md in {folder.relative_to(ROOT)}")
 
 

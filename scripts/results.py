@@ -47,9 +47,9 @@ def _cpu_name() -> str:
         return platform.processor() or platform.machine()
 
 
-def write_json(name: str, content: Any, folder: Path = RESULTS) -> Path:
-    """Write NAME.json into `folder`. Raises UserError."""
-    path = folder / f"{name}.json"
+def write_json(name: str, content: Any, folder: Path | None = None) -> Path:
+    """Write NAME.json into `folder` (default: docs/results). Raises UserError."""
+    path = (folder or RESULTS) / f"{name}.json"
     write_text(path, json.dumps(content, indent=1) + "\n")
     return path
 
@@ -127,13 +127,15 @@ def check_output(path: Path) -> Path:
     return path
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a result. Raises UserError if the disk is full or the path is no file."""
+def write_text(path: Path, text: str, *raw: Path) -> None:
+    """Write a result, and note the files `raw` that it was made from. Raises UserError if the disk is full or the path is no file."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     except OSError as e:
         raise unwritable(path, e) from None
+    if raw:
+        made(path, *raw)
 
 
 def unwritable(path: Path, e: OSError) -> UserError:

@@ -244,7 +244,7 @@ def main() -> None:
     settings = {key: value for key, value in vars(args).items() if key != "write"}
     path = write_json("soak", {"machine": where, "settings": settings, **result}, folder)
     text = table(result, args, describe(where, "cpu"))
-    write_text(path.with_suffix(".md"), text)
+    write_text(path.with_suffix(".md"), text, path)
     print(f"{text}\nwrote {path.relative_to(ROOT)}")
     if wrong := verdict(result, args.memory_mb):
         raise UserError("; ".join(wrong))

@@ -21,7 +21,7 @@ import matplotlib.pyplot as plt
 from cli import Parser, run
 from errors import UserError
 from figures import BLUE, GREEN, VERMILION
-from scripts.results import ROOT, add_write_option, describe, machine, results_folder, write_json
+from scripts.results import ROOT, add_write_option, describe, machine, made, results_folder, write_json
 
 Span = tuple[float, float]  # begin and end, ms
 LAYERS_SHOWN = 3
@@ -93,6 +93,7 @@ def main() -> None:
     settings = {key: value for key, value in vars(args).items() if key != "write"}
     path = write_json("overlap", {"machine": where, "settings": settings, "rows": rows}, folder)
     figure.savefig(folder / "overlap.svg")
+    made(folder / "overlap.svg", path)
     print(f"{describe(where, 'cpu')}; wrote {path.relative_to(ROOT)} and overlap.svg beside it")
 
 
