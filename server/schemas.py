@@ -86,9 +86,8 @@ def take_unknown(value: Any, path: str = "") -> Iterator[str]:
         for one in value:
             yield from take_unknown(one, path)
     elif isinstance(value, Checked):
-        for name in type(value).model_fields:
-            if name in value.model_fields_set:
-                yield from take_unknown(getattr(value, name), f"{path}{name}.")
+        for name in sorted(value.model_fields_set & value.__dict__.keys()):  # of the many fields the few that were given
+            yield from take_unknown(getattr(value, name), f"{path}{name}.")
         if value.model_extra and not value.passes_on:
             yield from (path + name for name in value.model_extra)
             value.model_extra.clear()
@@ -102,7 +101,7 @@ class Body(Checked):
 
     @property
     def ignored(self) -> list[str]:
-        """Unknown names, as paths in the body: at most MAX_NAMED, shortened and of plain characters, then how many more."""
+        """Unknown names, as paths in the body: at most MAX_NAMED, shortened and of plain characters, then whether there are more."""
         return self._ignored
 
     @model_validator(mode="before")
@@ -110,25 +109,25 @@ class Body(Checked):
     def _refuse_unsupported(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        for name in [name for name in data if name in REFUSED and name not in cls.model_fields]:
+        foreign = {name for name in data if name in REFUSED} - cls.model_fields.keys()
+        for name in sorted(foreign):
             neutral, why = REFUSED[name]
             value = data[name]
             if value is not None and not any(type(value) is type(v) and value == v for v in neutral):
                 raise field_error(name, f"{name} {why}")
-        return {name: value for name, value in data.items() if name not in REFUSED or name in cls.model_fields}
+        return {name: value for name, value in data.items() if name not in foreign} if foreign else data
 
     @model_validator(mode="after")
     def _ignore_unknown(self) -> "Body":
-        shown: dict[str, None] = {}
-        more = 0
-        for name in take_unknown(self):
-            plain = re.sub(r"[^A-Za-z0-9_.$-]", "?", name[:MAX_NAME])
-            if plain in shown or len(shown) < MAX_NAMED:
-                shown[plain] = None
-            else:
-                more += 1
-        if shown:  # FastAPI looks at a body a second time, when nothing unknown is left
-            self._ignored = [*shown, *([f"and {more} more"] if more else [])]
+        named: dict[str, None] = {}
+        more = False
+        for name in take_unknown(self):  # to its end, since it removes them: there may be millions, so no work for each
+            if len(named) < MAX_NAMED:
+                named[name] = None
+            elif name not in named:
+                more = True
+        if named:  # FastAPI looks at a body a second time, when nothing unknown is left
+            self._ignored = [re.sub(r"[^A-Za-z0-9_.$-]", "?", name[:MAX_NAME]) for name in named] + ["and more"] * more
         return self
 
 

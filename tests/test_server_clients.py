@@ -96,7 +96,7 @@ def test_cache_control_and_unknown_names_reach_no_template(site: Site) -> None:
         ("/tokenize", {"prompt": "Hi", "nonsense": 1}, "nonsense"),
         ("/detokenize", {"tokens": [5], "nonsense": 1}, "nonsense"),
         ("/v1/completions", {"prompt": "Hi", "a\r\nset-cookie: b=ü": 1}, "a??set-cookie??b??"),
-        ("/v1/completions", {"prompt": "Hi", **{f"{i:04}" + "x" * 100: 1 for i in range(1000)}}, "and 992 more"),
+        ("/v1/completions", {"prompt": "Hi", **{f"{i:04}" + "x" * 100: 1 for i in range(1000)}}, "and more"),
     ],
 )
 def test_unknown_names_are_told(
