@@ -65,15 +65,13 @@ def ranks() -> Iterator[Ranks]:
     started.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def interpreters() -> Iterator[Ranks]:
-    """Ranks whose Triton kernels run in the interpreter."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        started = Ranks(4)
-        yield started
-        started.close()
+    """Ranks whose Triton kernels run in the interpreter; `interpreters.call(function, *args)` needs one of them only."""
+    pytest.importorskip("triton", reason="Triton is not installed; pip install triton")
+    started = Ranks(4, {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""})
+    yield started
+    started.close()
 
 
 @pytest.fixture(scope="module")

@@ -28,18 +28,20 @@ class RankError(Exception):
 
 
 class Ranks:
-    """`count` processes, started on first use: importing torch takes seconds, joining a group milliseconds.
+    """`count` processes, started on first use. Importing torch takes seconds, so one process does it for all of them, which are
+    forked off it; joining a group takes milliseconds.
 
     Each run is a process group of its own over the loopback interface, met through a file. After a failure the processes
     are ended, and the next run starts fresh ones.
     """
 
-    def __init__(self, count: int = 4) -> None:
-        self.count = count
+    def __init__(self, count: int = 4, environ: dict[str, str] | None = None) -> None:
+        """environ: variables of the processes, set before they import anything but this module."""
+        self.count, self.environ = count, environ or {}
         self.processes: list[multiprocessing.process.BaseProcess] = []
         self.connections: list[Connection] = []
 
-    def run(self, n: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+    def run(self, n: int, function: Callable[..., Any], *args: Any, timeout: float = 240.0) -> list[Any]:
         """`[function(world, *args) for each of n ranks]`, in rank order. `function` must be importable, and what it takes
         and returns must be picklable. Raises RankError."""
         assert 1 <= n <= self.count, f"{n} ranks asked of {self.count}"
@@ -58,11 +60,17 @@ class Ranks:
                 raise
         return results
 
+    def call(self, function: Callable[..., Any], *args: Any, timeout: float = 240.0) -> Any:
+        """`function(*args)` in one of the processes."""
+        (result,) = self.run(1, _without_world, function, *args, timeout=timeout)
+        return result
+
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])
         for rank in range(self.count):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank), daemon=True, name=f"rank {rank}")
+            process = context.Process(target=_serve, args=(theirs, rank, self.environ), daemon=True, name=f"rank {rank}")
             process.start()
             theirs.close()
             self.processes.append(process)
@@ -103,10 +111,29 @@ class Ranks:
         self.processes, self.connections = [], []
 
 
-def _serve(connection: Connection, rank: int) -> None:
+def _let_the_interpreter_loop() -> None:
+    """Triton 3.6's interpreter holds scalars as arrays of one element, which NumPy from 2.4 on no longer takes as loop bounds."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patch_and_mend(tensor: type, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch_and_mend
+
+
+def _without_world(_: World, function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
+
+
+def _serve(connection: Connection, rank: int, environ: dict[str, str]) -> None:
     """A rank's life: until the other end closes, join a group, run a function, answer, leave the group."""
     torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ.update(environ, GLOO_SOCKET_IFNAME="lo")
+    if "TRITON_INTERPRET" in environ:
+        _let_the_interpreter_loop()
     with suppress(EOFError):
         while True:
             message = connection.recv_bytes()

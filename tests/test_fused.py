@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.ranks import Ranks
-from tests.test_kernels_linear import allow_bounds_of_loops
 from tp import World
 
 pytest.importorskip("triton", reason="Triton is not installed; pip install triton")
@@ -92,8 +91,6 @@ def wrong_pairs(world: World, scatter: str, gather: tuple[str, bool, int], rows:
 
     comm, draw, found = fused(world, way=Way(scatter, Gather(*gather))), random.Random(seed), []
     tiled = "tiles" in scatter + gather[0]
-    if tiled:
-        allow_bounds_of_loops()
     for number, (b, t) in enumerate(((1, 4), (2, 6), (1, rows), (3, 4))):
         dtype = draw.choice(
             [d for d in TOLERANCE if not tiled or d != torch.bfloat16]
@@ -168,7 +165,6 @@ def late_copies(world: World, rows: list[int], seed: int) -> list[str]:
     import comm.fused as module
 
     draw, late, found, split = random.Random(seed), random.Random(f"{seed} {world.rank}"), [], module.chunks_of
-    allow_bounds_of_loops()
 
     def slowly(rows: int, count: int) -> Iterator[slice]:
         for chunk in split(rows, count):

@@ -1,11 +1,7 @@
 """Attention over a paged KV cache: the PyTorch that defines it against fp64, the kernels against both."""
 
-import json
 import math
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.paged_attention import paged_decode_reference, paged_prefill_reference
+from tests.ranks import Ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -158,32 +155,9 @@ def some_config(of: Callable[..., Any]) -> Any:
     return of(random.choice([16, 32, 64]), warps, stages, programs, max_splits=random.choice([1, 2, 7, 64]))
 
 
-def test_kernels_in_the_interpreter(session_seed: int) -> None:
+def test_kernels_in_the_interpreter(interpreters: Ranks, seed: int) -> None:
     """In fp32 and fp16: the interpreter multiplies no matrices of bf16."""
-    pytest.importorskip("triton", reason="Triton is not installed; pip install triton")
-    command = [sys.executable, "-c", f"from tests.test_kernels_attention import report; report({session_seed})"]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
-    assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout) == []
-
-
-def report(seed: int) -> None:
-    let_the_interpreter_loop()
-    print(json.dumps(faults(seed, "cpu", [torch.float32, torch.float16], SHAPES, 280)))
-
-
-def let_the_interpreter_loop() -> None:
-    """Triton 3.6's interpreter holds scalars as arrays of one element, which NumPy from 2.4 on no longer takes as loop bounds."""
-    from triton.runtime import interpreter
-
-    patch = interpreter._patch_lang_tensor
-
-    def patch_and_mend(tensor: type, scope: interpreter._LangPatchScope) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    interpreter._patch_lang_tensor = patch_and_mend
+    assert interpreters.call(faults, seed, "cpu", [torch.float32, torch.float16], SHAPES, 280) == []
 
 
 def test_splits_fill_the_gpu_but_never_fall_below_a_tile() -> None:

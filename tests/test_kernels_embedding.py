@@ -1,14 +1,12 @@
 """The vocabulary-parallel embedding: its reference against the whole table, its kernel against the reference."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from kernels.embedding import embedding_shard, embedding_shard_reference
+from tests.ranks import Ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -35,15 +33,8 @@ def test_the_parts_add_up_to_the_table(ranks: int, seed: int) -> None:
     assert torch.equal(torch.stack(parts).sum(0), weight[tokens])
 
 
-def test_the_kernel_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    seed = int.from_bytes(os.urandom(3), "big")
-    code = f"from tests.test_kernels_embedding import mismatches; print(mismatches({seed}, 'cpu'))"
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    result = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200
-    )
-    assert result.stdout.strip() == "[]", (seed, result.stdout, result.stderr[-2000:])
+def test_the_kernel_in_the_interpreter(interpreters: Ranks, seed: int) -> None:
+    assert interpreters.call(mismatches, seed, "cpu") == []
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -1,11 +1,6 @@
 """Products that exchange rows tile by tile: N ranks in one process against fp64, and the order in which blocks are announced."""
 
-import json
-import os
-import subprocess
-import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +12,8 @@ from torch import Tensor
 from kernels.all_gather_gemm import all_gather_gemm
 from kernels.gemm_reduce_scatter import gemm_reduce_scatter
 from kernels.tile_gemm import BLOCK, SHARED_BYTES, TILINGS, Tiling, candidates, default_tiling
-from tests.test_kernels_linear import allow_bounds_of_loops, too_far
+from tests.ranks import Ranks
+from tests.test_kernels_linear import too_far
 
 ROOT = Path(__file__).resolve().parents[1]
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -165,20 +161,6 @@ def replay_mismatches(seed: int) -> list[str]:
 # --- in the interpreter ---------------------------------------------------------------------------------------------------------
 
 
-def in_the_interpreter(function: Callable[[int], list[str]], seed: int) -> None:
-    pytest.importorskip("triton", reason="Triton is not installed; pip install triton")
-    command = [sys.executable, "-c", f"from tests import test_kernels_fused_gemm as t; t.report(t.{function.__name__}, {seed})"]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250)
-    assert result.returncode == 0, (seed, result.stderr)
-    assert json.loads(result.stdout) == [], seed
-
-
-def report(function: Callable[[int], list[str]], seed: int) -> None:
-    allow_bounds_of_loops()
-    print(json.dumps(function(seed)))
-
-
 def scattered_here(seed: int) -> list[str]:
     return scatter_mismatches(CPU_CASES, seed, "cpu")
 
@@ -197,7 +179,13 @@ def order_here(seed: int) -> list[str]:
         rows.append(int(row.handle.data.item()))
         return product(x, weight, row, *rest)
 
-    kernels._product = record
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "_product", record)
+        return wrong_orders(seed, rows)
+
+
+def wrong_orders(seed: int, rows: list[int]) -> list[str]:
+    """`rows`: where each product's first row is noted."""
     generator = torch.Generator().manual_seed(seed)
     found = []
     alone = Tiling(64, 32, 32, stages=2, group=2, spare=2)  # of the three SMs that the interpreter is said to have
@@ -224,16 +212,16 @@ def turns(share: int, owners: tuple[int, ...]) -> list[int]:
     return [owner * share + row for owner in owners for row in order]
 
 
-def test_reduce_scatter_in_the_interpreter(seed: int) -> None:
-    in_the_interpreter(scattered_here, seed)
+def test_reduce_scatter_in_the_interpreter(interpreters: Ranks, seed: int) -> None:
+    assert interpreters.call(scattered_here, seed) == []
 
 
-def test_all_gather_in_the_interpreter(seed: int) -> None:
-    in_the_interpreter(gathered_here, seed)
+def test_all_gather_in_the_interpreter(interpreters: Ranks, seed: int) -> None:
+    assert interpreters.call(gathered_here, seed) == []
 
 
-def test_order_of_tiles_in_the_interpreter(seed: int) -> None:
-    in_the_interpreter(order_here, seed)
+def test_order_of_tiles_in_the_interpreter(interpreters: Ranks, seed: int) -> None:
+    assert interpreters.call(order_here, seed) == []
 
 
 # --- on the host ----------------------------------------------------------------------------------------------------------------

@@ -1,12 +1,8 @@
 """Linear layers of few rows: the Triton kernels against fp64, the choice between them, and what stays with PyTorch."""
 
 import json
-import os
-import subprocess
-import sys
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,6 +11,7 @@ from torch import Tensor
 
 from kernels import linear as kernel
 from kernels.linear import MAX_ROWS, Config, Gemv, Mma, config, format_config, linear, linear_swiglu, parse_config
+from tests.ranks import Ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -84,31 +81,8 @@ def cases(device: str) -> list[tuple[int, int, int, torch.dtype, bool, bool, Con
     ]
 
 
-def test_kernels_in_the_interpreter(seed: int) -> None:
-    pytest.importorskip("triton", reason="Triton is not installed; pip install triton")
-    command = [sys.executable, "-c", f"from tests.test_kernels_linear import report; report({seed})"]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
-    assert result.returncode == 0, (seed, result.stderr)
-    assert json.loads(result.stdout) == [], seed
-
-
-def report(seed: int) -> None:
-    allow_bounds_of_loops()
-    print(json.dumps(mismatches(seed, "cpu")))
-
-
-def allow_bounds_of_loops() -> None:
-    """Triton 3.6's interpreter turns a computed bound, an array of one element, into an int as NumPy 2.4 no longer does."""
-    from triton.runtime import interpreter
-
-    patch = interpreter._patch_lang_tensor
-
-    def patch_with_index(tensor: type, scope: Any) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    interpreter._patch_lang_tensor = patch_with_index
+def test_kernels_in_the_interpreter(interpreters: Ranks, seed: int) -> None:
+    assert interpreters.call(mismatches, seed, "cpu") == [], seed
 
 
 @GPU

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from kernels.linear import Config, Gemv, Mma
 from tests.ranks import Ranks
-from tests.test_kernels_linear import allow_bounds_of_loops
 from tests.test_symmetric import CPU, everyones_bits, run_programs_in_threads
 from tp import World
 
@@ -58,7 +57,6 @@ def wrong_sums(world: World, cases: list[tuple[int, int, int, torch.dtype, Confi
     from kernels.linear_push import linear_push, push_config, receive, receive_add_norm
     from kernels.linear_triton import run
 
-    allow_bounds_of_loops()
     workspaces = [open_workspace(one_shot_bytes, 32768, CPU) for _ in range(2)]  # mapped as long as they are held
     ours, other = (workspace.exchange for workspace in workspaces)
     draw, found = random.Random(seed), []
@@ -107,7 +105,6 @@ def sums_around(world: World, epoch: int, seed: int) -> list[str]:
     from kernels.linear_push import linear_push, receive
     from kernels.linear_triton import run
 
-    allow_bounds_of_loops()
     workspaces = [open_workspace(one_shot_bytes, 4096, CPU) for _ in range(2)]  # mapped as long as they are held
     ours, other = (workspace.exchange for workspace in workspaces)
     before, found = epoch - 2**31, []
@@ -137,7 +134,6 @@ def lone_wait(world: World) -> list[int]:
     from kernels.all_reduce import one_shot_bytes
     from kernels.linear_push import linear_push, receive
 
-    allow_bounds_of_loops()
     workspace = open_workspace(one_shot_bytes, 4096, CPU)
     exchange = replace(workspace.exchange, patience=20)
     if world.rank == 0:
@@ -158,7 +154,6 @@ def wrong_split_rows(world: World, seed: int) -> list[str]:
     from kernels.linear_triton import run
 
     run_programs_in_threads()
-    allow_bounds_of_loops()
     workspaces = [open_workspace(one_shot_bytes, 8192, CPU) for _ in range(2)]  # mapped as long as they are held
     ours, other = (workspace.exchange for workspace in workspaces)
     found, chosen = [], Gemv(4, 64, 1)

@@ -1,10 +1,6 @@
 """RMSNorm, SwiGLU, and RoPE with its write to the KV cache: the PyTorch that defines them against fp64, the kernels against both."""
 
-import json
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +12,7 @@ from torch import Tensor
 from kernels.activation import swiglu_reference
 from kernels.norm import add_rms_norm_reference, rms_norm_reference
 from kernels.rope_cache import rope_store_reference
+from tests.ranks import Ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 EPS = 1e-5
@@ -142,18 +139,9 @@ def faults(seed: int, device: str, dtypes: list[torch.dtype]) -> list[str]:
     return found
 
 
-def test_kernels_in_the_interpreter(session_seed: int) -> None:
+def test_kernels_in_the_interpreter(interpreters: Ranks, seed: int) -> None:
     """In fp32 and fp16: the interpreter truncates to bf16 where a GPU rounds."""
-    pytest.importorskip("triton", reason="Triton is not installed; pip install triton")
-    command = [sys.executable, "-c", f"from tests.test_kernels_norm import report; report({session_seed})"]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout) == []
-
-
-def report(seed: int) -> None:
-    print(json.dumps(faults(seed, "cpu", [torch.float32, torch.float16])))
+    assert interpreters.call(faults, seed, "cpu", [torch.float32, torch.float16]) == []
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -1,12 +1,8 @@
 """Drawing tokens from parts of the vocabulary: the same ones as the sampler draws from all of it."""
 
-import json
 import math
-import os
 import random
 import struct
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +14,7 @@ from torch import Tensor
 
 from engine.sampler import SamplingBatch, SamplingParams, exponential_noise, sample
 from kernels.sampling import SLICE, combine_best_reference, local_best_reference, pack
+from tests.ranks import Ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -116,17 +113,8 @@ def faults(seed: int, device: str) -> list[str]:
     return found
 
 
-def test_kernels_in_the_interpreter(session_seed: int) -> None:
-    pytest.importorskip("triton", reason="Triton is not installed; pip install triton")
-    command = [sys.executable, "-W", "ignore", "-c", f"from tests.test_kernels_sampling import report; report({session_seed})"]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout) == []
-
-
-def report(seed: int) -> None:
-    print(json.dumps(faults(seed, "cpu")))
+def test_kernels_in_the_interpreter(interpreters: Ranks, seed: int) -> None:
+    assert interpreters.call(faults, seed, "cpu") == []
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

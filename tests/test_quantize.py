@@ -1,10 +1,6 @@
 """The quantizers against NumPy from the paper's definition, one value at a time, and the Triton kernels against them."""
 
-import json
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +22,7 @@ from comm.quantize import (
     wire_bytes,
 )
 from errors import UserError
+from tests.ranks import Ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTED = (ROOT / "docs" / "communication.md").read_text()
@@ -324,17 +321,8 @@ def mismatches(seed: int, device: str) -> list[str]:
     return found
 
 
-def test_kernels_in_the_interpreter(session_seed: int) -> None:
-    pytest.importorskip("triton", reason="Triton is not installed; pip install triton")
-    command = [sys.executable, "-c", f"from tests.test_quantize import report; report({session_seed})"]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout) == []
-
-
-def report(seed: int) -> None:
-    print(json.dumps(mismatches(seed, "cpu")))
+def test_kernels_in_the_interpreter(interpreters: Ranks, seed: int) -> None:
+    assert interpreters.call(mismatches, seed, "cpu") == []
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
