@@ -68,7 +68,7 @@ def environment(**more: object) -> dict[str, str]:
     return inherited | {"OMP_NUM_THREADS": "1"} | {k: str(v) for k, v in more.items()}
 
 
-def launch(*args: object, ranks: int = 0, stdin: str = "", timeout: float = 120.0) -> Finished:
+def launch(*args: object, ranks: int = 0, stdin: str = "", timeout: float = 400.0) -> Finished:
     """Run a command to its end in processes of its own."""
     done = subprocess.run(
         command(args, ranks), cwd=ROOT, env=environment(), input=stdin, capture_output=True, text=True, timeout=timeout

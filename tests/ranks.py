@@ -20,7 +20,7 @@ import torch.distributed as dist
 from comm import GlooCommunicator
 from tp import World
 
-GRACE = 2.0  # seconds that the other ranks get to finish once one has failed; they may wait for it in a collective
+GRACE = 5.0  # seconds that the other ranks get to finish once one has failed; they may wait for it in a collective
 
 
 class RankError(Exception):
@@ -41,7 +41,7 @@ class Ranks:
         self.processes: list[multiprocessing.process.BaseProcess] = []
         self.connections: list[Connection] = []
 
-    def run(self, n: int, function: Callable[..., Any], *args: Any, timeout: float = 240.0) -> list[Any]:
+    def run(self, n: int, function: Callable[..., Any], *args: Any, timeout: float = 600.0) -> list[Any]:
         """`[function(world, *args) for each of n ranks]`, in rank order. `function` must be importable, and what it takes
         and returns must be picklable. Raises RankError."""
         assert 1 <= n <= self.count, f"{n} ranks asked of {self.count}"
@@ -60,7 +60,7 @@ class Ranks:
                 raise
         return results
 
-    def call(self, function: Callable[..., Any], *args: Any, timeout: float = 240.0) -> Any:
+    def call(self, function: Callable[..., Any], *args: Any, timeout: float = 600.0) -> Any:
         """`function(*args)` in one of the processes."""
         (result,) = self.run(1, _without_world, function, *args, timeout=timeout)
         return result

@@ -17,7 +17,7 @@ import openai
 
 from tests.command_line import ROOT, environment
 
-START_SECONDS = 120.0  # a busy machine takes its time to import torch
+START_SECONDS = 300.0  # a busy machine takes its time to import torch
 
 
 def free_port() -> int:
@@ -79,7 +79,7 @@ class ServerProcess:
             command, cwd=ROOT, env=environment(**(environ or {})), stdout=self._log, stderr=subprocess.STDOUT
         )
         self.ranks = ranks
-        self.http = httpx.Client(base_url=self.url, timeout=60)
+        self.http = httpx.Client(base_url=self.url, timeout=120)
         self._seen: dict[int, str] = {}  # the server's processes and their command lines
 
     def __enter__(self) -> "ServerProcess":
@@ -155,7 +155,7 @@ class ServerProcess:
         self.http.close()
         self.process.terminate()
         try:
-            self.process.wait(20)
+            self.process.wait(60)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()

@@ -82,7 +82,7 @@ class FakeEngine(threading.Thread):
 
     def stop(self) -> None:
         self._alive = False
-        self.join(5)
+        self.join(60)
 
     def _take(self, message: Any, work: dict[str, Iterator[TokenOutput]]) -> None:
         if isinstance(message, Submit):
@@ -142,7 +142,7 @@ class Site:
         self.server: FrontendServer = make_server(self.settings, TOKENIZER, self.engine.to_engine, self.engine.from_engine)
         self.thread = threading.Thread(target=self.server.run, daemon=True)
         self.url = f"http://127.0.0.1:{self.port}"
-        self.http = httpx.Client(base_url=self.url, timeout=20)
+        self.http = httpx.Client(base_url=self.url, timeout=120)
         self.openai = openai.OpenAI(base_url=self.url + "/v1", api_key="none", max_retries=0)
 
     def start(self, engine: bool = True) -> "Site":
@@ -154,7 +154,7 @@ class Site:
 
     def close(self) -> None:
         self.server.should_exit = True
-        self.thread.join(10)
+        self.thread.join(120)
         if self.engine.is_alive():
             self.engine.stop()
         assert not self.thread.is_alive()
@@ -192,7 +192,8 @@ class Site:
         return self.engine.submits[-1]
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 8.0) -> None:
+def wait_for(condition: Callable[[], Any], seconds: float = 120.0) -> None:
+    """Fails if the condition does not come true. The seconds end what hangs; they are no promise."""
     end = time.monotonic() + seconds
     while True:
         with contextlib.suppress(httpx.TransportError):

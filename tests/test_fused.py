@@ -549,7 +549,7 @@ def test_on_gpus(tmp_path: Path) -> None:
         cwd=ROOT,
         env=environment | {"NCCL_NVLS_ENABLE": "0"},
         check=True,
-        timeout=280,
+        timeout=600,
     )
     report = json.loads(out.read_text())
     assert report["errors"] == {}

@@ -46,7 +46,9 @@ def random_ids(longest: int, vocab: int = VOCAB) -> list[int]:
 
 
 def random_logits(rows: int, vocab: int = VOCAB) -> Tensor:
-    return torch.randn(rows, vocab) * 3
+    """No two of a row closer than 1e-3: among equal ones the order is arbitrary."""
+    logits = torch.randn(rows, vocab) * 3
+    return logits + logits.argsort(-1).argsort(-1) * 1e-3
 
 
 # --- penalties -----------------------------------------------------------------------------------------------------------

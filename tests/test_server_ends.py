@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,7 @@ def test_disconnect_aborts(site: Site, stream: bool) -> None:
         wait_for(lambda: site.server.client.active == 2)
         if stream:
             assert raw.recv(10)
-    wait_for(lambda: len(site.engine.aborts) == before + 2, 1.0)
+    wait_for(lambda: len(site.engine.aborts) == before + 2)
     wait_for(lambda: site.server.service.open_requests == 0)
 
 
@@ -63,16 +62,16 @@ def test_many_connections_opened_and_dropped(site: Site) -> None:
 def test_idle_connections_are_closed(make_site: Callable[..., Site]) -> None:
     site = make_site(idle_timeout=0.3)
     for sent in (b"", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"):
-        with socket.create_connection(("127.0.0.1", site.port), timeout=5) as raw:
+        with socket.create_connection(("127.0.0.1", site.port), timeout=60) as raw:
             raw.sendall(sent)
             assert raw.recv(10) == b""
 
 
 def test_drain(make_site: Callable[..., Site]) -> None:
-    site = make_site(drain_timeout=5)
+    site = make_site(drain_timeout=100)
     site.engine.delay = 0.02
     events: list[Any] = []
-    with httpx.Client(base_url=site.url) as other:
+    with httpx.Client(base_url=site.url, timeout=120) as other:
         reader = threading.Thread(
             target=lambda: events.append(other.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 30}).json())
         )
@@ -85,7 +84,7 @@ def test_drain(make_site: Callable[..., Site]) -> None:
     assert events[0]["usage"]["completion_tokens"] == len(TOKENIZER.encode(STORY, add_special_tokens=False)), (
         "a running request ends as usual"
     )
-    site.thread.join(5)
+    site.thread.join(60)
     assert not site.thread.is_alive() and site.server.exit_code == 0
     wait_for(lambda: site.engine.shutdowns == 1)
 
@@ -93,7 +92,7 @@ def test_drain(make_site: Callable[..., Site]) -> None:
 def test_drain_timeout_ends_what_is_left(make_site: Callable[..., Site]) -> None:
     site = make_site(drain_timeout=0.2)
     site.engine.hold = True
-    with httpx.Client(base_url=site.url) as other:
+    with httpx.Client(base_url=site.url, timeout=120) as other:
         answers: list[httpx.Response] = []
         reader = threading.Thread(target=lambda: answers.append(other.post("/v1/completions", json={"prompt": "Hi"})))
         reader.start()
@@ -101,32 +100,40 @@ def test_drain_timeout_ends_what_is_left(make_site: Callable[..., Site]) -> None
         site.server._loop.call_soon_threadsafe(site.server.drain)
         reader.join()
     assert answers[0].status_code == 503
-    site.thread.join(5)
+    site.thread.join(60)
     assert not site.thread.is_alive() and site.server.exit_code == 0
 
 
 def test_engine_failure_reaches_waiting_clients(make_site: Callable[..., Site]) -> None:
     site = make_site()
     site.engine.delay = 0.05
-    answers: list[httpx.Response] = []
+    texts: dict[str, tuple[int, str]] = {}
+    begun = threading.Event()
 
     def ask(stream: bool) -> None:
-        with httpx.Client(base_url=site.url) as one:
-            answers.append(one.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 60, "stream": stream}))
+        body = {"prompt": "Hi", "max_tokens": 60, "stream": stream}
+        with (
+            httpx.Client(base_url=site.url, timeout=120) as one,
+            one.stream("POST", "/v1/completions", json=body) as answer,
+        ):
+            parts = answer.iter_text()
+            text = next(parts)
+            begun.set()  # by the stream: the other answer comes when all is over
+            texts[answer.headers["content-type"].split(";")[0]] = answer.status_code, text + "".join(parts)
 
     readers = [threading.Thread(target=ask, args=(stream,)) for stream in (True, False)]
     for reader in readers:
         reader.start()
     wait_for(lambda: site.server.client.active == 2)
-    time.sleep(0.3)
+    assert begun.wait(60)
+    site.engine.hold = True  # neither answer ends by itself
     site.engine.send(Fatal("rank 1 was lost"))
     for reader in readers:
-        reader.join(10)
-    by_kind = {answer.headers["content-type"].split(";")[0]: answer for answer in answers}
-    assert by_kind["application/json"].status_code == 503
-    lines = by_kind["text/event-stream"].text.strip().split("\n\n")
+        reader.join(60)
+    assert texts["application/json"][0] == 503
+    lines = texts["text/event-stream"][1].strip().split("\n\n")
     assert lines[-1] == "data: [DONE]" and "engine_failed" in lines[-2]
-    site.thread.join(8)
+    site.thread.join(60)
     assert not site.thread.is_alive() and site.server.exit_code == 1
 
 
@@ -136,13 +143,14 @@ def frontend_process(folder: Path, settings: Settings) -> None:
 
 @pytest.mark.parametrize(("signals", "code"), [(1, 0), (2, 128 + signal.SIGTERM)])
 def test_signals_end_the_process(tmp_path: Path, signals: int, code: int) -> None:
-    site = Site(tmp_path, drain_timeout=20)
+    site = Site(tmp_path, drain_timeout=100)
     process = multiprocessing.get_context("spawn").Process(target=frontend_process, args=(tmp_path, site.settings))
     process.start()
     site.engine.start()
-    wait_for(lambda: site.health() == "ready", 20)
+    wait_for(lambda: site.health() == "ready")
     site.engine.delay = 0.05
-    with httpx.Client(base_url=site.url) as other:
+    site.engine.hold = signals == 2  # the answer must not end before the second signal
+    with httpx.Client(base_url=site.url, timeout=120) as other:
         answers: list[httpx.Response] = []
 
         def ask() -> None:
@@ -158,7 +166,7 @@ def test_signals_end_the_process(tmp_path: Path, signals: int, code: int) -> Non
         if signals == 2:
             os.kill(process.pid, signal.SIGTERM)
         reader.join()
-        process.join(10)
+        process.join(120)
     assert process.exitcode == code and len(answers) == (signals == 1)
     wait_for(lambda: site.engine.shutdowns == 1)
     site.engine.stop()

@@ -326,7 +326,7 @@ def filled(step: int, rank: int, ranks: int) -> list[Piece]:
 
 def save_forever(folder: Path, rank: int, ranks: int, run_id: str, first: int) -> None:
     torch.set_num_threads(1)
-    snapshots = Snapshots(folder, rank, ranks, run_id=run_id, keep=1, timeout=20)
+    snapshots = Snapshots(folder, rank, ranks, run_id=run_id, keep=1, timeout=120)
     for step in range(first, first + 10**6):
         snapshots.save(step, filled(step, rank, ranks), {"weight": (200_000,)}, {"step": step})
         snapshots.wait()
@@ -339,7 +339,7 @@ def test_a_kill_at_any_instant_leaves_a_whole_snapshot(tmp_path: Path, seed: int
         processes = [context.Process(target=save_forever, args=(tmp_path, r, 2, f"run{attempt}", last + 1)) for r in range(2)]
         for process in processes:
             process.start()
-        deadline = time.monotonic() + 20  # until this run has saved once, then a random instant
+        deadline = time.monotonic() + 120  # until this run has saved once, then a random instant
         while (attempt == 0 or rng.random() < 0.9) and reader.latest() is None and time.monotonic() < deadline:
             time.sleep(0.01)
         time.sleep(rng.uniform(0.0, 0.4))
@@ -377,7 +377,7 @@ def test_a_failed_write_is_told_and_the_last_snapshot_stays(
 ) -> None:
     rng = random.Random(seed)
     good, lost, later = (random_state(SHAPES, torch.Generator().manual_seed(seed + i)) for i in range(3))
-    run = run_of(tmp_path, 2, keep=1, timeout=20)
+    run = run_of(tmp_path, 2, keep=1, timeout=120)
     owned = [[("embedding", 0, 20), ("norm", 0, 5)], [("embedding", 20, 35), ("head", 0, 15), ("scalar", 0, 1)]]
     save(run, 1, good, owned)
     wait(run)
@@ -449,7 +449,7 @@ def test_check_tells_of_a_failure_once_it_has_happened(tmp_path: Path, seed: int
     (tmp_path / "file").write_text("")
     run = run_of(tmp_path / "file")
     save(run, 1, random_state(SHAPES, torch.Generator().manual_seed(seed)), [whole()])
-    failure, deadline = "", time.monotonic() + 20
+    failure, deadline = "", time.monotonic() + 120
     while not failure and time.monotonic() < deadline:
         time.sleep(0.01)
         try:

@@ -322,7 +322,7 @@ def test_a_sweep_on_two_ranks_goes_on_where_it_stopped(tmp_path: Path) -> None:
 
     def run(*variants: str) -> str:
         done = subprocess.run(
-            [*command, "--variants", *variants], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120
+            [*command, "--variants", *variants], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600
         )
         assert done.returncode == 0, done.stderr
         return done.stdout + done.stderr

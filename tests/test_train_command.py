@@ -125,7 +125,7 @@ def test_a_killed_run_resumes_to_the_same_losses(model: Path, tokens: Path, tmp_
     job = start(arguments(model, tokens, out, *long), ranks=0)
     try:
         wait_for(lambda: any((out / "snapshots").glob("step-????????/manifest.json")), job)
-        time.sleep(random.Random(seed).uniform(0, 1.5))
+        time.sleep(random.Random(seed).uniform(0, 0.5))
     finally:
         os.killpg(job.pid, signal.SIGKILL)
         job.communicate()
@@ -144,14 +144,14 @@ def test_a_lost_rank_ends_the_job(model: Path, tokens: Path, tmp_path: Path) -> 
         wait_for(lambda: any((tmp_path / "out" / "snapshots").glob("step-????????/manifest.json")), job)
         workers = subprocess.run(["pgrep", "-P", str(job.pid)], capture_output=True, text=True, check=True).stdout.split()
         os.kill(int(workers[-1]), signal.SIGKILL)
-        output, _ = job.communicate(timeout=60)
+        output, _ = job.communicate(timeout=300)
     finally:
         if job.poll() is None:
             os.killpg(job.pid, signal.SIGKILL)
     assert job.returncode != 0, output
 
 
-def wait_for(condition: Any, job: subprocess.Popen[str], seconds: float = 90.0) -> None:
+def wait_for(condition: Any, job: subprocess.Popen[str], seconds: float = 300.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert job.poll() is None, job.communicate()[0]

@@ -23,9 +23,9 @@ def two_hosts(*args: str, ranks: int = 2) -> "subprocess.Popen[str]":
 def test_two_hosts_write_what_one_rank_writes() -> None:
     together = two_hosts(*GENERATE, "--max-new-tokens", "12")
     alone = subprocess.run(
-        [sys.executable, *GENERATE, "--max-new-tokens", "12"], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, *GENERATE, "--max-new-tokens", "12"], cwd=ROOT, capture_output=True, text=True, timeout=600
     )
-    out, err = together.communicate(timeout=120)
+    out, err = together.communicate(timeout=400)
     assert (together.returncode, alone.returncode) == (0, 0), err + alone.stderr
     assert out == alone.stdout and len(out.split()) > 5
 
@@ -33,19 +33,19 @@ def test_two_hosts_write_what_one_rank_writes() -> None:
 def test_a_failure_on_the_hosts_ends_both_at_once() -> None:
     start = time.monotonic()
     process = two_hosts("generate.py", "--device", "cpu", "--model", "no-such-model", "--prompt", "x")
-    _, err = process.communicate(timeout=90)
+    _, err = process.communicate(timeout=400)
     assert process.returncode != 0 and "no-such-model" in err
-    assert time.monotonic() - start < 80
+    assert time.monotonic() - start < 300
 
 
 def test_a_signal_ends_all_ranks() -> None:
     process = two_hosts(*GENERATE, "--max-new-tokens", "2000", "--ignore-eos")
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while len(ranks := processes(process.pid)) < 5 and time.monotonic() < deadline:  # it, two torchruns and two ranks
         time.sleep(0.1)
     assert len(ranks) >= 5
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=60)
+    process.communicate(timeout=300)
     assert process.returncode == 128 + signal.SIGTERM
     assert not [pid for pid in ranks if Path(f"/proc/{pid}/stat").exists()]
 
@@ -53,5 +53,5 @@ def test_a_signal_ends_all_ranks() -> None:
 def test_bad_use_is_told() -> None:
     for args, ranks, message in ((GENERATE, 3, "even number"), ([], 2, "name a script")):
         process = two_hosts(*args, ranks=ranks)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=300)
         assert process.returncode != 0 and message in err, err
