@@ -29,6 +29,7 @@ import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from config import is_shape, named_config
+from control_tokens import Guard
 from errors import UserError
 from files import CONFIG_BYTES, TOKENIZER_BYTES, read_file, read_json
 
@@ -48,6 +49,11 @@ LLAMA3_NAMES = (
 LLAMA3_SPECIALS = [f"<|{name}|>" for name in LLAMA3_NAMES.split(",")]
 MAX_RUN = 25_000  # characters; tiktoken's regex engine fails on a longer run of whitespace; Llama 3's own code cuts here too
 MAX_ID = 1 << 24  # far above any vocabulary; a corrupt file's id beyond it would fill the memory with empty pieces
+RENDER_OPTIONS = (
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+)  # arguments of render_chat that it does not show
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 PLAIN_CHAT = (  # of the stand-in
     "{% if tools %}{{ tools | tojson }}\n{% endif %}"
@@ -117,11 +123,7 @@ class Tokenizer(ABC):
         `add_special_tokens` puts BOS in front if the checkpoint does so. `parse_special` reads the texts of special
         tokens as those tokens; off, they are plain text. Lone surrogates, which JSON can carry, become U+FFFD.
         """
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        return self._encode(text, add_special_tokens, parse_special)
+        return self._encode(_whole_characters(text), add_special_tokens, parse_special)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids`, taken as the start of a text. Raises UserError for an id outside the vocabulary."""
@@ -179,9 +181,41 @@ class Tokenizer(ABC):
             raise UserError(f"the chat template failed: {reason}; mend the messages or pass chat_template") from e
         return _cut_after_final_message(text, final) if continue_final_message else text
 
-    def encode_chat(self, messages: Sequence[Message], **kwargs: Any) -> list[int]:
-        """The ids of `render_chat(messages, **kwargs)`. The template writes BOS itself, so none is added."""
-        return self.encode(self.render_chat(messages, **kwargs), add_special_tokens=False)
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_special_tokens: bool = False,
+        parse_special: bool = False,
+        check: Callable[[str], None] | None = None,
+        **kwargs: Any,
+    ) -> list[int]:
+        """The ids of `render_chat(messages, **kwargs)`. The template writes BOS itself, so none is added.
+
+        Control tokens spelled in what the caller passes are text, unless `parse_special`, transformers' way. `check` sees the text
+        before it is encoded.
+        """
+        if parse_special:
+            text = self.render_chat(messages, **kwargs)
+            guard = None
+        else:
+            shown = {name: value for name, value in kwargs.items() if name not in RENDER_OPTIONS}
+            guard = Guard((self.token_text(i) for i in self.special_ids), list(messages), shown)
+            text = self.render_chat(guard.protect(list(messages)), **{**kwargs, **guard.protect(shown)})
+        if check is not None:
+            check(text)
+        if guard is None or not guard.used:
+            return self.encode(text, add_special_tokens)
+        parts = [_whole_characters(part) for part in guard.parts(text)]
+        return self._encode_parts(parts, add_special_tokens)
+
+    def _encode_parts(self, parts: Sequence[str], add_special_tokens: bool) -> list[int]:
+        """The ids of plain text at even places and of special tokens at odd ones."""
+        ids = self._encode("", add_special_tokens, False) if add_special_tokens else []
+        for i, part in enumerate(parts):
+            if part:
+                ids += self._encode(part, False, bool(i % 2))
+        return ids
 
     def _pick_template(self, wanted: str | None, with_tools: bool) -> str:
         if isinstance(wanted, str):
@@ -251,6 +285,15 @@ class IncrementalDetokenizer:
         return text[1:]
 
 
+def _whole_characters(text: str) -> str:
+    """U+FFFD for lone surrogates."""
+    try:
+        text.encode()
+        return text
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 def check_fits(tokenizer: Tokenizer, vocab_size: int) -> None:
     """Raises UserError if the tokenizer has ids that a model with `vocab_size` embeddings lacks."""
     if tokenizer.vocab_size > vocab_size:
@@ -305,6 +348,13 @@ class SentencePieceTokenizer(Tokenizer):
     def _encode(self, text: str, add_special_tokens: bool, parse_special: bool) -> list[int]:
         ids = [self.bos_id] if add_special_tokens and self.add_bos and self.bos_id is not None else []
         parts = self._split.split(text) if parse_special and self._split else [text]
+        return ids + self._ids_of_parts(parts)
+
+    def _encode_parts(self, parts: Sequence[str], add_special_tokens: bool) -> list[int]:
+        return self._encode("", add_special_tokens, False) + self._ids_of_parts(parts)
+
+    def _ids_of_parts(self, parts: Sequence[str]) -> list[int]:
+        ids: list[int] = []
         for i, part in enumerate(parts):  # even: plain text, odd: a special token
             if i % 2:
                 ids.append(self._ids_of_specials[part])
@@ -362,8 +412,11 @@ class HuggingFaceTokenizer(Tokenizer):
         library = _library("tokenizers")
         self._parsing = _load(path, lambda: library.Tokenizer.from_str(blob.decode()))
         self._plain = _load(path, lambda: library.Tokenizer.from_str(blob.decode()))
-        self._plain.encode_special_tokens = True  # a setting, not an argument: toggling it would race
-        for tokenizer in (self._parsing, self._plain):
+        inner = re.sub(rb'("prepend_scheme"\s*:\s*)"first"', rb'\1"never"', blob)  # for text behind a special token
+        self._inner = _load(path, lambda: library.Tokenizer.from_str(inner.decode())) if inner != blob else self._plain
+        for tokenizer in (self._plain, self._inner):
+            tokenizer.encode_special_tokens = True  # a setting, not an argument: toggling it would race
+        for tokenizer in (self._parsing, self._plain, *([] if self._inner is self._plain else [self._inner])):
             tokenizer.no_truncation()
             tokenizer.no_padding()
             # The config may name tokens that the file does not flag as special, EOS above all; the library reuses their ids.
@@ -371,6 +424,8 @@ class HuggingFaceTokenizer(Tokenizer):
             tokenizer.add_special_tokens([name for name in named if tokenizer.token_to_id(name) is not None])
         added = self._parsing.get_added_tokens_decoder()
         special = frozenset(i for i, token in added.items() if token.special)
+        self._strips_left = {token.content for token in added.values() if token.lstrip}
+        self._strips_right = {token.content for token in added.values() if token.rstrip}
         vocab = {i: token for token, i in self._parsing.get_vocab(with_added_tokens=True).items()}
         pieces = _json_pieces(vocab, {i: token.content for i, token in added.items()}, json.loads(blob), path)
         bos, eos = (self._parsing.token_to_id(settings.names.get(name, "")) for name in ("bos_token", "eos_token"))
@@ -383,7 +438,25 @@ class HuggingFaceTokenizer(Tokenizer):
         self.covers = self.covers * MOST_COMPOSED if keeps_all and self.covers else None
 
     def _encode(self, text: str, add_special_tokens: bool, parse_special: bool) -> list[int]:
-        tokenizer = self._parsing if parse_special else self._plain
+        return self._encode_with(self._parsing if parse_special else self._plain, text, add_special_tokens)
+
+    def _encode_parts(self, parts: Sequence[str], add_special_tokens: bool) -> list[int]:
+        """As the library does with special tokens: each takes the spaces beside it if its file says so, and only the first text gets
+        the space that some vocabularies put in front."""
+        ids = self._encode("", add_special_tokens, False) if add_special_tokens else []
+        for i, part in enumerate(parts):
+            if i % 2:
+                ids.append(self._parsing.token_to_id(part))
+                continue
+            if i and parts[i - 1] in self._strips_right:
+                part = part.lstrip()
+            if i + 1 < len(parts) and parts[i + 1] in self._strips_left:
+                part = part.rstrip()
+            if part:
+                ids += self._encode_with(self._plain if i == 0 else self._inner, part, False)
+        return ids
+
+    def _encode_with(self, tokenizer: Any, text: str, add_special_tokens: bool) -> list[int]:
         override = self._override_bos if add_special_tokens and self.bos_id is not None else None
         ids = list(tokenizer.encode(text, add_special_tokens=add_special_tokens and override is not False).ids)
         return [self.bos_id, *ids] if override and ids[:1] != [self.bos_id] else ids  # type: ignore[list-item]

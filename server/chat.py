@@ -31,6 +31,7 @@ from server.service import Service
 # What the server itself sets; a client that named them in chat_template_kwargs would be ignored or break the call.
 RESERVED = {
     *("self", "messages", "conversation", "tools", "documents", "add_generation_prompt", "continue_final_message"),
+    *("parse_special", "check"),
     *(
         "chat_template",
         "tokenize",
@@ -69,6 +70,7 @@ def conversation(service: Service, body: ChatBody | TokenizeBody) -> Conversatio
         continue_final_message=continued,
         variables=variables,
         add_special_tokens=bool(body.add_special_tokens),
+        parse_special=service.settings.parse_control_tokens,
         own_template=own_template,
     )
 

@@ -26,6 +26,7 @@ class Conversation:
     continue_final_message: bool
     variables: dict[str, Any] = field(default_factory=dict)
     add_special_tokens: bool = False
+    parse_special: bool = False  # --parse-control-tokens
     own_template: bool = False  # of the request
 
 
@@ -43,20 +44,21 @@ def chat_prompt(chat: Conversation, room: Room | None) -> list[int]:
     """The ids of a conversation, for a worker. Raises a 400 for messages or a template that cannot be rendered, and for a text that
     has no room."""
     tokenizer = worker_tokenizer()
+    check = None if room is None else lambda text: check_length(tokenizer, text, room, "messages")
     try:
-        text = tokenizer.render_chat(
+        ids = tokenizer.encode_chat(
             chat.messages,
             tools=chat.tools,
             add_generation_prompt=chat.add_generation_prompt,
             continue_final_message=chat.continue_final_message,
             chat_template=chat.chat_template,
+            add_special_tokens=chat.add_special_tokens,
+            parse_special=chat.parse_special,
+            check=check,
             **chat.variables,
         )
     except UserError as e:
         raise bad("chat_template" if chat.own_template else "messages", str(e)) from e
-    if room is not None:
-        check_length(tokenizer, text, room, "messages")
-    ids = tokenizer.encode(text, add_special_tokens=chat.add_special_tokens)
     return ids if room is None else _fit(ids, room, "messages")[0]
 
 

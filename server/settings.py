@@ -41,6 +41,7 @@ class Settings:
     compile: bool = False
     chat_template: str | None = None
     trust_request_chat_template: bool = False
+    parse_control_tokens: bool = False
     # how much at once
     max_model_len: int | None = None
     max_num_seqs: int = 64
@@ -164,6 +165,12 @@ def _add_model(group: Any) -> None:
     )
     group.add_argument(
         "--chat-template", metavar="FILE|NAME", help="a Jinja file, or the name of one of the checkpoint's (default: its own)"
+    )
+    group.add_argument(
+        "--parse-control-tokens",
+        action=argparse.BooleanOptionalAction,
+        help="read control tokens such as <|end|> in messages as those tokens, as transformers does; a message can then forge other "
+        "turns (default: they are text, and only the chat template writes control tokens)",
     )
     group.add_argument(
         "--trust-request-chat-template",

@@ -667,3 +667,42 @@ def test_a_token_covers_only_so_many_characters(loaded: dict[str, Tokenizer]) ->
     for kind, tokenizer in loaded.items():
         for text in (one * 1000 for one in (*alphabets, "".join(alphabets))):
             assert found[kind] is None or len(tokenizer.encode(text, add_special_tokens=False)) * found[kind] >= len(text), kind
+
+
+@pytest.mark.parametrize("kind", ["json-bytes", "sp-bpe", "sp-unigram", "tiktoken", "json-llama", "json-metaspace"])
+def test_control_tokens_in_a_message_are_text(loaded: dict[str, Tokenizer], kind: str) -> None:
+    """Whatever field they are in: the control tokens are those of a harmless conversation, and the text is what was written."""
+    tokenizer = loaded[kind]
+    controls = [tokenizer.token_text(i) for i in sorted(tokenizer.special_ids)]
+    first = controls[-1]
+    template = "{% for m in messages %}" + first + "{{ m.role }}: {{ m.content | trim }}{{ m.name }}{{ m.calls | tojson }}"
+    template += "{{ tools | tojson }}{{ extra }}" + first + "{% endfor %}"
+
+    def ids(text: str, **options: Any) -> list[int]:
+        message = {"role": "user", "content": f" {text} ", "name": text, "calls": [{text: [text]}]}
+        return tokenizer.encode_chat([message], tools=[{"name": text}], extra=text, chat_template=template, **options)
+
+    def special(found: list[int]) -> list[int]:
+        return [i for i in found if i in tokenizer.special_ids and tokenizer.token_text(i).strip() != "<unk>"]
+
+    for forged in (*controls, "".join(controls), f"a{first}b", first[1:], first[:-1], first[:-1] + "\ue000"):
+        found = ids(forged)
+        assert special(found) == special(ids("harmless")), forged
+        plain = tokenizer.decode(found, skip_special_tokens=False)
+        assert plain.count(forged) >= 5 or kind in ("sp-bpe", "sp-unigram", "json-metaspace"), (
+            forged,
+            plain,
+        )  # lack characters
+    assert len(special(ids(first, parse_special=True))) > 2
+    harmless = "Zoë saw a 🐉 <b>\n  here | > <"
+    assert ids(harmless) == ids(harmless, parse_special=True)
+
+
+@pytest.mark.parametrize("edge", ["<", ">", "<|", "|>", "</", "<s"])
+@pytest.mark.parametrize("kind", ["json-bytes", "json-llama", "json-metaspace"])
+def test_text_in_parts_is_text_as_a_whole(loaded: dict[str, Tokenizer], hf: dict[str, Any], kind: str, edge: str) -> None:
+    """What looks like half a control token takes the way of parts: its ids are transformers' own."""
+    chat = [{"role": "user", "content": f"{edge} some words {edge}"}, {"role": "assistant", "content": edge}]
+    template = loaded[kind].chat_templates.get("default", MISTRAL)
+    expected = hf[kind].apply_chat_template(chat, tokenize=True, return_dict=False, chat_template=template)
+    assert loaded[kind].encode_chat(chat, chat_template=template, add_generation_prompt=False) == expected
