@@ -7,7 +7,9 @@ launcher, too, which reports an engine that died without a word by sending Fatal
 import asyncio
 import contextlib
 import gc
+import json
 import os
+import shlex
 import socket
 import sys
 import time
@@ -83,6 +85,8 @@ class FrontendServer(uvicorn.Server):
         self.service, self.client = service, service.client
         self.exit_code = 0
         self._ending: asyncio.Task[None] | None = None
+        self._signals = 0
+        self._patience_over = asyncio.Event()  # a second signal: wait no longer for requests
 
     async def serve(self, sockets: Any = None) -> None:
         self._loop = asyncio.get_running_loop()
@@ -97,12 +101,18 @@ class FrontendServer(uvicorn.Server):
             await self.client.close()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self.service.draining:
+        """The first signal starts the drain, a second one ends it, a third the process."""
+        self._signals += 1
+        if self._signals == 1:
+            self.service.draining = True
+            self._loop.call_soon_threadsafe(self.drain)
+        elif self._signals == 2:
+            self.exit_code = 128 + sig
+            self._loop.call_soon_threadsafe(self._patience_over.set)
+        else:
             self.client.shutdown()
             time.sleep(0.05)  # for the socket's own thread to send it
             os._exit(128 + sig)
-        self.service.draining = True
-        self._loop.call_soon_threadsafe(self.drain)
 
     def drain(self) -> None:
         self.service.draining = True
@@ -113,14 +123,16 @@ class FrontendServer(uvicorn.Server):
         limit = self.service.settings.drain_timeout
         log.info("draining: %d requests have up to %g s; a second signal ends at once", self.service.open_requests, limit)
         if not await self._wait_for_requests(limit):
-            log.warning("the drain timeout is over; ending %d requests", self.service.open_requests)
+            reason = "a second signal came" if self._patience_over.is_set() else "the drain timeout is over"
+            log.warning("%s; ending %d requests", reason, self.service.open_requests)
+            self._patience_over.clear()
             self.client.fail_all(ApiError(503, "the server is shutting down", None, "draining"))
             await self._wait_for_requests(FLUSH_SECONDS)
         self.should_exit = True
 
     async def _wait_for_requests(self, seconds: float) -> bool:
         end = time.monotonic() + seconds
-        while self.service.open_requests and time.monotonic() < end:
+        while self.service.open_requests and time.monotonic() < end and not self._patience_over.is_set():
             await asyncio.sleep(0.05)
         return not self.service.open_requests
 
@@ -149,22 +161,31 @@ class FrontendServer(uvicorn.Server):
 
 
 def banner(service: Service, ready: Ready, address: str) -> str:
-    key = " \\\n    -H 'Authorization: Bearer YOUR_KEY'" if service.settings.api_key else ""
     name = service.model_name
     kv_tokens = ready.kv_blocks * ready.block_size
     noise = "\n  random weights: the text is noise" if service.settings.random_weights else ""
+    examples = [("completions", {"model": name, "prompt": "Once upon a time", "max_tokens": 40})]
+    if service.chat_template is not None or "default" in service.tokenizer.chat_templates:
+        message = {"role": "user", "content": "Tell me a story about a fox."}
+        examples.append(("chat/completions", {"model": name, "messages": [message], "max_tokens": 40}))
+    curls = "\n\n".join(curl(f"{address}/v1/{path}", body, bool(service.settings.api_key)) for path, body in examples)
     return f"""
 Serving {name}: {ready.variant}, {ready.world_size} rank{"s" * (ready.world_size > 1)} on {ready.device}, {ready.communicator}, {ready.dtype}
   context {ready.max_model_len} tokens, KV cache {kv_tokens} tokens{noise}
 
 Try it:
 
-  curl {address}/v1/completions{key} \\
-    -H 'Content-Type: application/json' \\
-    -d '{{"model": "{name}", "prompt": "Once upon a time", "max_tokens": 40}}'
+{curls}
 
 The page: {address}/   the API: {address}/docs
 """
+
+
+def curl(url: str, body: dict[str, Any], with_key: bool) -> str:
+    """A request to copy into a shell."""
+    headers = ["Authorization: Bearer YOUR_KEY"] * with_key + ["Content-Type: application/json"]
+    parts = [f"curl {url}", *(f"-H '{header}'" for header in headers), f"-d {shlex.quote(json.dumps(body))}"]
+    return "  " + " \\\n    ".join(parts)
 
 
 def make_server(settings: Settings, tokenizer: Tokenizer, to_engine: str, from_engine: str) -> FrontendServer:
@@ -198,11 +219,18 @@ def run_frontend(settings: Settings, to_engine_address: str, from_engine_address
     except UserError as e:
         print(f"error: {e}", file=sys.stderr, flush=True)
         os._exit(2)
-    code = FAILED
     gc.collect()  # or freezing would keep what is garbage by now
     gc.freeze()  # the garbage collector never walks over what was imported: every stream would wait for it
+    with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
+        runner.run(serve_and_leave(server))
+    os._exit(FAILED)
+
+
+async def serve_and_leave(server: FrontendServer) -> NoReturn:
+    """Leaves from within the event loop: its end would join the thread pool, and a thread may be busy for long."""
+    code = FAILED
     try:
-        server.run()
+        await server.serve()
         code = server.exit_code if server.started else FAILED
     except SystemExit as e:  # uvicorn's way to say that the port is taken
         code = e.code if isinstance(e.code, int) and e.code else FAILED
@@ -211,4 +239,4 @@ def run_frontend(settings: Settings, to_engine_address: str, from_engine_address
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)  # not sys.exit: a thread in a client's endless template must not keep the process
+        os._exit(code)

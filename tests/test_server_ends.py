@@ -141,25 +141,28 @@ def frontend_process(folder: Path, settings: Settings) -> None:
     run_frontend(settings, f"ipc://{folder}/to", f"ipc://{folder}/from")
 
 
-@pytest.mark.parametrize(("signals", "code"), [(1, 0), (2, 128 + signal.SIGTERM)])
-def test_signals_end_the_process(tmp_path: Path, signals: int, code: int) -> None:
+@pytest.mark.parametrize(("signals", "stream", "code"), [(1, False, 0), (2, True, 128 + signal.SIGTERM)])
+def test_signals_end_the_process(tmp_path: Path, signals: int, stream: bool, code: int) -> None:
+    """The first lets requests end as usual; a second ends them at once, each with an error that its client can read."""
     site = Site(tmp_path, drain_timeout=100)
     process = multiprocessing.get_context("spawn").Process(target=frontend_process, args=(tmp_path, site.settings))
     process.start()
     site.engine.start()
     wait_for(lambda: site.health() == "ready")
-    site.engine.delay = 0.05
-    site.engine.hold = signals == 2  # the answer must not end before the second signal
+    site.engine.delay = 0.05 if signals == 1 else 2.0
     with httpx.Client(base_url=site.url, timeout=120) as other:
-        answers: list[httpx.Response] = []
+        answers: list[tuple[int, str]] = []
+        begun = threading.Event()
 
         def ask() -> None:
-            with contextlib.suppress(httpx.TransportError):
-                answers.append(other.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 100}))
+            body = {"prompt": "Hi", "max_tokens": 100, "stream": stream}
+            with other.stream("POST", "/v1/completions", json=body) as answer:
+                begun.set()
+                answers.append((answer.status_code, answer.read().decode()))
 
         reader = threading.Thread(target=ask)
         reader.start()
-        wait_for(lambda: site.engine.submits)
+        wait_for(lambda: begun.is_set() if stream else site.engine.submits)
         assert process.pid is not None
         os.kill(process.pid, signal.SIGTERM)
         wait_for(lambda: site.health() == "draining")
@@ -167,6 +170,11 @@ def test_signals_end_the_process(tmp_path: Path, signals: int, code: int) -> Non
             os.kill(process.pid, signal.SIGTERM)
         reader.join()
         process.join(120)
-    assert process.exitcode == code and len(answers) == (signals == 1)
+    assert process.exitcode == code
+    ((status, text),) = answers
+    assert status == (503 if signals == 2 and not stream else 200)
+    if stream:
+        *_, last, done = text.strip().split("\n\n")
+        assert done == "data: [DONE]" and ('"code":"draining"' in last.replace(" ", "")) == (signals == 2), text
     wait_for(lambda: site.engine.shutdowns == 1)
     site.engine.stop()
