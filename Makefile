@@ -1,7 +1,7 @@
 # Every target sets up what it needs in .venv. `make` alone lists them.
 SHELL := /bin/bash
 PY := .venv/bin/python
-TORCHRUN := .venv/bin/torchrun --standalone --nproc_per_node
+ON_RANKS := $(PY) launch.py --ranks
 # One thread a rank unless the caller says otherwise: ranks of one host share its cores.
 export OMP_NUM_THREADS ?= 1
 
@@ -24,25 +24,25 @@ setup-dev: ## make .venv with what testing needs, too
 	@scripts/setup.sh dev
 
 demo: setup ## a trained hybrid-ladder model writes a story on 2 tensor-parallel ranks
-	@$(TORCHRUN) $(RANKS) generate.py --model $(MODEL) --prompt "$(PROMPT)" --temperature 0.7 --seed 1 $(ARGS)
+	@$(PY) generate.py --tp $(RANKS) --model $(MODEL) --prompt "$(PROMPT)" --temperature 0.7 --seed 1 $(ARGS)
 
 generate: setup ## generate.py on RANKS ranks: make generate MODEL=… PROMPT=… ARGS=…
-	@$(TORCHRUN) $(RANKS) generate.py --model $(MODEL) --prompt "$(PROMPT)" $(ARGS)
+	@$(PY) generate.py --tp $(RANKS) --model $(MODEL) --prompt "$(PROMPT)" $(ARGS)
 
 chat: setup ## talk to the model in the terminal
 	@$(PY) generate.py --model $(MODEL) --chat --interactive --temperature 0 $(ARGS)
 
 serve: setup ## an OpenAI-compatible server for MODEL on RANKS ranks
-	@$(TORCHRUN) $(RANKS) -m server --model $(MODEL) $(ARGS)
+	@$(PY) -m server --tp $(RANKS) --model $(MODEL) $(ARGS)
 
 bench-offline: setup ## throughput of the serving engine without HTTP, one JSON line
-	@$(TORCHRUN) $(RANKS) -m engine.bench --model $(MODEL) $(ARGS)
+	@$(ON_RANKS) $(RANKS) -m engine.bench --model $(MODEL) $(ARGS)
 
 startup: setup-dev ## seconds from the server's command to its first token, cold and warm, into out/startup.json
 	@$(PY) scripts/startup.py --model $(MODEL) --ranks $(RANKS) $(ARGS)
 
 bench-host: setup ## what the host adds to a decode step of 64 sequences, in ms
-	@$(TORCHRUN) $(RANKS) -m engine.bench --model $(MODEL) --host --requests 64 $(ARGS)
+	@$(ON_RANKS) $(RANKS) -m engine.bench --model $(MODEL) --host --requests 64 $(ARGS)
 
 soak: setup-dev ## a minute of 64 streaming clients, 1,000 dropped connections, and a look for leaks
 	@$(PY) scripts/soak.py $(ARGS)
@@ -71,16 +71,16 @@ bench-cpu: setup-dev ## decode speed beside transformers.generate, same weights 
 	@$(PY) scripts/bench_cpu.py $(ARGS)
 
 comm-table: setup ## how fast this machine sums on RANKS ranks by message size and way, and what --comm auto makes of it
-	@$(TORCHRUN) $(RANKS) scripts/comm_table.py $(ARGS)
+	@$(ON_RANKS) $(RANKS) scripts/comm_table.py $(ARGS)
 
 bench-comm: setup ## every all-reduce on RANKS GPUs: right sums, 10,000 replays, latency by size, into out/comm.json
-	@$(TORCHRUN) $(RANKS) scripts/bench_comm.py --out out/comm.json $(ARGS)
+	@$(ON_RANKS) $(RANKS) scripts/bench_comm.py --out out/comm.json $(ARGS)
 
 overlap: setup ## GEMMs fused with their collectives on RANKS GPUs beside NCCL and torch's: overlap efficiency by rows, into out/gemm-overlap.json
-	@$(TORCHRUN) $(RANKS) scripts/overlap.py $(ARGS)
+	@$(ON_RANKS) $(RANKS) scripts/overlap.py $(ARGS)
 
 bench-push: setup ## linear layers that send their own sums on RANKS GPUs, beside the two kernels they replace, into out/push.json
-	@$(TORCHRUN) $(RANKS) scripts/bench_push.py --out out/push.json $(ARGS)
+	@$(ON_RANKS) $(RANKS) scripts/bench_push.py --out out/push.json $(ARGS)
 
 bench-frontend: setup-dev ## what the HTTP frontend and the load generator cost a streamed token, with a fake engine behind them
 	@$(PY) scripts/bench_frontend.py $(ARGS)
@@ -117,7 +117,7 @@ report: setup-dev ## one HTML page of sweep, plots, paper and server under load,
 	@$(PY) scripts/report.py $(ARGS)
 
 trace: setup ## a trace for ui.perfetto.dev with hidden and exposed communication marked, and a table of both: make trace MODEL=models/tiny-ladder
-	@$(TORCHRUN) $(RANKS) scripts/trace.py --model $(MODEL) $(ARGS)
+	@$(ON_RANKS) $(RANKS) scripts/trace.py --model $(MODEL) $(ARGS)
 
 paper-tables: setup ## the paper's tables 1, 2 and 6 beside what the sweep found here
 	@$(PY) scripts/paper_tables.py $(ARGS)
@@ -135,7 +135,7 @@ plan-paper: setup-dev ## the planner beside AMSP's own choices, into docs/result
 	@$(PY) scripts/plan_paper.py $(ARGS)
 
 profile-collectives: setup ## time all-gather, reduce-scatter, all-reduce and broadcast on RANKS ranks, into PROFILE
-	@$(TORCHRUN) $(RANKS) -m training.profile_collectives --out $(PROFILE) $(ARGS)
+	@$(ON_RANKS) $(RANKS) -m training.profile_collectives --out $(PROFILE) $(ARGS)
 
 test-plans: setup-dev ## every sharding of 4 and 8 ranks against plain training: many minutes
 	@$(PY) -m pytest -m exhaustive $(ARGS)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from errors import UserError
 from flags import Parser as Parser
 from flags import rank as rank
+from processes import is_rank, join_launcher
 
 USER_ERROR, LOST_RANK, INTERRUPTED = 2, 1, 130  # exit codes
 
@@ -20,8 +21,16 @@ def note(text: str = "", end: str = "\n") -> None:
         print(text, end=end, file=sys.stderr, flush=True)
 
 
+def check_ranks(count: int, flag: str) -> None:
+    """Raises UserError on a rank whose launcher started another number than the user gave in `flag`."""
+    started = os.environ.get("WORLD_SIZE", "1")
+    if is_rank() and started != str(count):
+        raise UserError(f"{flag} {count}, but torchrun started {started} ranks; leave {flag} out, or start without torchrun")
+
+
 def run(main: Callable[[], None]) -> NoReturn:
     """Run `main` and leave the process: 0, 2 for a UserError, 1 when another rank was lost, 130 for Ctrl-C."""
+    join_launcher()
     code = 0
     try:
         main()

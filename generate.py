@@ -1,8 +1,8 @@
 """Generate text, score a text, or chat, on one process or on tensor-parallel ranks.
 
     python generate.py --model models/tiny-hybrid --prompt "Once upon a time"
-    torchrun --standalone --nproc_per_node 2 generate.py --model models/tiny-hybrid --prompt "Once upon a time"
-    torchrun --standalone --nproc_per_node 8 generate.py --model llama-3-70b --variant ladder --prompt-length 1024 --max-new-tokens 512
+    python generate.py --tp 2 --model models/tiny-hybrid --prompt "Once upon a time"
+    python generate.py --tp 8 --model llama-3-70b --variant ladder --prompt-length 1024 --max-new-tokens 512
     python generate.py --model models/tiny-hybrid --score --prompt "The cat sat on the mat."
 
 --model takes a checkpoint directory (HF safetensors, or gpt-fast's model.pth beside its config.json) or, with random weights, the
@@ -27,14 +27,16 @@ import torch
 import torch.distributed as dist
 
 from checkpoint import DTYPES, load_model, model_config
-from cli import Parser, note, run
+from cli import Parser, check_ranks, leave, note, run
 from comm import KNOWN
 from config import PRESETS, ModelConfig, has_random_weights, is_shape, limit_context
 from engine.offline import Timing, check_prompts, generate, score
 from engine.sampler import SamplingParams
 from engine.stopping import OutputStream
 from errors import UserError
+from launch import start_ranks
 from model import Transformer
+from processes import is_rank
 from profiling import annotate, profiled
 from tokenizer import Tokenizer, check_fits, find_tokenizer, load_tokenizer
 from tp import World, agree_on_error, init_world, stream_shards
@@ -57,6 +59,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         required=True,
         metavar="DIR|PRESET|config.json",
         help=f"a checkpoint directory; or, with random weights, a config.json or one of {', '.join(PRESETS)}",
+    )
+    what.add_argument(
+        "--tp",
+        type=int,
+        metavar="N",
+        help="start N tensor-parallel ranks on this host, a GPU each if there are any (default: one; under torchrun, its number)",
     )
     what.add_argument(
         "--variant",
@@ -142,11 +150,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     modes.add_argument("--json", action="store_true", help="one JSON line for each sample on stdout")
     modes.add_argument("--profile", type=Path, metavar="FILE", help="write a trace of the first batch for ui.perfetto.dev")
     args = parser.parse_args(argv)
-    for name in ("max_new_tokens", "num_samples", "batch_size"):
-        if getattr(args, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
-    if args.max_model_len is not None and args.max_model_len < 1:
-        raise UserError(f"--max-model-len must be at least 1, not {args.max_model_len}")
+    for name in ("tp", "max_model_len", "max_new_tokens", "num_samples", "batch_size"):
+        if (value := getattr(args, name)) is not None and value < 1:
+            raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+    if args.tp is not None:
+        check_ranks(args.tp, "--tp")
     if "" in args.stop:
         raise UserError("--stop is empty, which would end every text at once; give at least one character")
     if args.interactive and (args.score or args.json or args.num_samples > 1):
@@ -415,6 +423,8 @@ def start() -> tuple[Job, World]:
 
 
 def main() -> None:
+    if not is_rank() and (args := parse_args()).tp and args.tp > 1:
+        leave(start_ranks(args.tp, sys.argv))
     job, world = start()
     if job.args.variant:
         note(

@@ -1,4 +1,4 @@
-"""Processes that end with the one that started them, and temporary folders that outlive no crash for long.
+"""Processes among others: ranks, children that end with their parent, temporary folders that outlive no crash for long.
 
 A process that is killed cannot tidy up. So each of our processes watches its parent, and each start removes what dead owners left.
 Imports nothing heavy.
@@ -20,9 +20,34 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+LAUNCHER = "RUNG_LAUNCHER_PID"  # in the environment of the ranks that launch.py starts: its process
 ORPHANED = 1  # exit code of a process whose parent has ended
 PREFIX = "rung-"
 POLL_SECONDS = 0.5  # between looks at the parent, where there is no pidfd
+
+
+def is_rank() -> bool:
+    """Whether a launcher, ours or torchrun, started this process as one of its ranks."""
+    return "RANK" in os.environ
+
+
+def join_launcher() -> None:
+    """On a rank, first of all: end with the launcher. What started a rank by hand may end before it."""
+    if LAUNCHER in os.environ:
+        die_with_parent(int(os.environ[LAUNCHER]))
+    elif "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun
+        die_with_parent()
+
+
+def listen_on_loopback() -> None:
+    """For ranks of one host: let gloo and NCCL listen on the loopback interface alone, unless another one is named already."""
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(variable, "lo")
+
+
+def on_ranks(count: int) -> list[str]:
+    """What begins the command line of `count` ranks of this host; a script, or `-m` and a module, and its arguments follow."""
+    return [sys.executable, str(Path(__file__).resolve().with_name("launch.py")), "--ranks", str(count)]
 
 
 def parent_pid() -> int:

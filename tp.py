@@ -5,6 +5,7 @@ shard from disk. Nothing is rewritten in place.
 """
 
 import os
+import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from comm import Communicator, Local, Product, Scattered, choose
 from config import ModelConfig
@@ -20,6 +22,7 @@ from errors import UserError
 from kernels.activation import swiglu
 from kernels.dispatch import on_gpu
 from kernels.linear import linear, linear_swiglu
+from processes import listen_on_loopback
 
 
 @dataclass(frozen=True)
@@ -185,7 +188,7 @@ class World:
 def init_world(
     device: str | None = None, comm: str | None = None, simulate_link: str | None = None, error_budget: float = 0.0
 ) -> World:
-    """Join the ranks that torchrun started, or be the only one.
+    """Join the ranks that a launcher started, or be the only one.
 
     device: `cpu` or `cuda`; None takes CUDA if there is any. comm: a name that `comm.choose` knows; None takes what fits the
     device. simulate_link: a latency and a bandwidth, `10us,100GB/s`, that sums of CPU ranks shall take. error_budget: the relative
@@ -209,12 +212,29 @@ def init_world(
         torch.cuda.set_device(torch_device)
     if world_size == 1:
         return World(0, 1, torch_device, Local())
-    # gloo connects over all interfaces' first address otherwise; ranks of one host need nothing but loopback
-    if choice.backend == "gloo" and os.environ.get("LOCAL_WORLD_SIZE") == str(world_size):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group(choice.backend, timeout=timedelta(minutes=10), device_id=torch_device if kind == "cuda" else None)
+    one_host = os.environ.get("LOCAL_WORLD_SIZE") == str(world_size)
+    if one_host:
+        listen_on_loopback()
+    store = _loopback_store(rank) if one_host and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" else None
+    dist.init_process_group(
+        choice.backend,
+        timeout=timedelta(minutes=10),
+        device_id=torch_device if kind == "cuda" else None,
+        store=store,
+        rank=rank if store else -1,
+        world_size=world_size if store else -1,
+    )
     control = dist.group.WORLD if choice.backend == "gloo" else dist.new_group(backend="gloo")
     return World(rank, world_size, torch_device, choice.build(), control)
+
+
+def _loopback_store(rank: int) -> TCPStore:
+    """Where the ranks of one host meet if their launcher keeps no store for them: PyTorch's own would listen on all interfaces."""
+    address = ("127.0.0.1", int(os.environ["MASTER_PORT"]))
+    if rank:
+        return TCPStore(*address, is_master=False)
+    with socket.create_server(address) as listener:
+        return TCPStore(*address, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def agree_on_error(world: World, error: UserError | None) -> None:

@@ -16,7 +16,6 @@ import zmq
 from engine.core import Engine
 from engine.protocol import (
     Abort,
-    Fatal,
     FromEngine,
     Outputs,
     Ready,
@@ -90,33 +89,27 @@ def _split(joined: bytes) -> list[bytes]:
 
 
 def serve(engine: Engine, world: World, link: FrontendLink | None, ready: Ready, alive: Callable[[], bool]) -> None:
-    """Run until the frontend says Shutdown or is gone. `link` is rank 0's; `alive` tells it whether the frontend runs."""
+    """Run until the frontend says Shutdown or is gone. `link` is rank 0's, and stays open; `alive` tells it whether the frontend
+    runs."""
     send: Callable[[FromEngine], None] = link.send if link else lambda _: None
     gc.collect()  # or freezing would keep what is garbage by now, with its memory
     gc.freeze()  # the garbage collector never walks over what was loaded: that takes longer than a step
     send(ready)
     last_stats = 0.0
-    try:
-        while True:
-            events = link.receive(0.0 if engine.has_work() else IDLE_SECONDS) if link else []
-            if link and not alive():
-                events.append(encode(Shutdown()))
-            if not apply(engine, share(world, events), send):
-                return
-            if engine.has_work() and (outputs := engine.step()):
-                send(Outputs(outputs))
-            now = time.monotonic()
-            if not engine.has_work():
-                engine.runner.model.comm.check()
-            if link and (now - last_stats > STATS_SECONDS or not engine.has_work()):
-                send(engine.stats())
-                last_stats = now
-    except Exception as e:
-        send(Fatal(f"{type(e).__name__}: {e}".splitlines()[0]))
-        raise
-    finally:
-        if link:
-            link.close()
+    while True:
+        events = link.receive(0.0 if engine.has_work() else IDLE_SECONDS) if link else []
+        if link and not alive():
+            events.append(encode(Shutdown()))
+        if not apply(engine, share(world, events), send):
+            return
+        if engine.has_work() and (outputs := engine.step()):
+            send(Outputs(outputs))
+        now = time.monotonic()
+        if not engine.has_work():
+            engine.runner.model.comm.check()
+        if link and (now - last_stats > STATS_SECONDS or not engine.has_work()):
+            send(engine.stats())
+            last_stats = now
 
 
 def apply(engine: Engine, events: list[bytes], send: Callable[[FromEngine], None]) -> bool:

@@ -35,13 +35,13 @@ PROMPT_TOKENS = 16
 
 
 def stamps(log: str, began: float) -> list[tuple[str, float]]:
-    """What the server reached, and when, in seconds since `began` (of time.time). The first entry is torchrun's own start, as far
+    """What the server reached, and when, in seconds since `began` (of time.time). The first entry is the launcher's own start, as far
     as the server's first line tells when its process began."""
     found: list[tuple[str, float]] = []
     for stamp, name, age in LINE.findall(log):
         seconds = datetime.strptime(stamp, "%Y-%m-%dT%H:%M:%S.%f%z").timestamp() - began
         if age and 0 < float(age) < seconds:
-            found.append(("torchrun", seconds - float(age)))
+            found.append(("launcher", seconds - float(age)))
         found.append((name, seconds))
     return found
 

@@ -1,14 +1,39 @@
 """Serve a model over HTTP, on one process or on tensor-parallel ranks.
 
     python -m server --model models/tiny-hybrid
-    torchrun --standalone --nproc_per_node 2 -m server --model models/tiny-hybrid --port 8000
+    python -m server --model models/tiny-hybrid --tp 2 --port 8000
 
 Every rank runs the same engine. Rank 0 also starts the frontend, a process of its own that speaks HTTP, applies templates and
 turns text into ids and back, so that none of it delays a step.
 """
 
+import sys
+
+from processes import is_rank, join_launcher
+
+STOP_SECONDS = 30.0  # beyond --drain-timeout, for all ranks to end
+
+
+def main() -> None:
+    """Be one rank, the only one, or the launcher of several."""
+    if not is_rank():
+        from server.address import check_port
+        from server.settings import load_settings
+
+        settings = load_settings(sys.argv[1:])
+        check_port(settings)
+        if settings.tp is not None and settings.tp > 1:
+            from cli import leave
+            from launch import start_ranks
+
+            leave(start_ranks(settings.tp, ["-m", "server", *sys.argv[1:]], settings.drain_timeout + STOP_SECONDS))
+    from server.launch import main as serve
+
+    serve()
+
+
 if __name__ == "__main__":  # the frontend's process imports this file, too, and must not wait for torch
+    join_launcher()
     from cli import run
-    from server.launch import main
 
     run(main)

@@ -4,21 +4,29 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import NoReturn
 
 from checkpoint import DTYPES, load_model, model_config
-from cli import leave, note, rank
+from cli import USER_ERROR, check_ranks, leave, note, rank
 from config import ModelConfig, limit_context
 from engine.core import Engine, EngineLimits
 from engine.protocol import Fatal, Ready
 from engine.worker import FrontendLink, serve
 from errors import UserError
+from processes import LAUNCHER
 from server import logs
+from server.address import check_port
 from server.logs import log
 from server.process import Frontend
 from server.settings import Settings, load_settings
 from tokenizer import Tokenizer, check_fits, tokenizer_of
 from tp import World, agree_on_error, init_world, stream_shards
+
+FAILED = 1  # exit code
+SIGNALLED = 128  # exit codes above it: 128 + the signal
+AGENT_SECONDS = 30  # that torchrun gives its ranks to end, unless told otherwise
 
 
 def prepare(settings: Settings, world_size: int) -> tuple[ModelConfig, Tokenizer]:
@@ -86,12 +94,37 @@ def say_first(settings: Settings) -> None:
     reached(f"import, {process_age():.3f} s after the process began")
 
 
+def warn_of_torchrun(settings: Settings, environ: Mapping[str, str]) -> None:
+    """What torchrun does otherwise than our launcher, if it started this rank."""
+    if "TORCHELASTIC_RUN_ID" not in environ or LAUNCHER in environ:
+        return
+    if environ.get("LOCAL_WORLD_SIZE") == environ.get("WORLD_SIZE"):
+        advice = f"on one host, start with python -m server --tp {environ.get('WORLD_SIZE')} instead"
+    else:
+        advice = "ranks on several hosts need a network that only they can reach"
+    log.warning(
+        "torchrun's stores listen on all interfaces without a password, and whoever reaches them can run code: %s", advice
+    )
+    given = float(environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT") or AGENT_SECONDS)
+    if settings.drain_timeout >= given:
+        log.warning(
+            "torchrun kills its ranks %g s after a signal, before --drain-timeout %g is over: set TORCH_ELASTIC_SHUTDOWN_TIMEOUT "
+            "to more seconds than that, or start with --tp",
+            given,
+            settings.drain_timeout,
+        )
+
+
 def main() -> None:
     error = settings = None
     try:
         settings = load_settings(sys.argv[1:])
         if rank() == 0:
             say_first(settings)
+            warn_of_torchrun(settings, os.environ)
+            check_port(settings)
+        if settings.tp is not None:
+            check_ranks(settings.tp, "--tp")
         config, tokenizer = prepare(settings, int(os.environ.get("WORLD_SIZE", 1)))
     except UserError as e:
         error = e
@@ -110,16 +143,27 @@ def main() -> None:
     link = FrontendLink(*frontend.addresses) if frontend else None
     for number in (signal.SIGTERM, signal.SIGINT):  # other ranks end when rank 0's frontend has drained
         signal.signal(number, frontend.forward if frontend else signal.SIG_IGN)
+    code = 0
     try:
         engine, dtype = build_engine(settings, config, tokenizer, world)
         ready = describe(settings, engine, config, world, dtype)
         serve(engine, world, link, ready, frontend.process.is_alive if frontend else bool)
     except BaseException as e:
         if link:
-            link.send(Fatal(str(e).splitlines()[0] if str(e) else type(e).__name__))
+            link.send(Fatal(f"{type(e).__name__}: {e}".splitlines()[0]))
         raise
     finally:
+        if link:
+            link.close()
         code = frontend.close() if frontend else 0
     if code:
-        note(f"error: the HTTP frontend ended with exit code {code}")
-        leave(1)
+        end_after(code)
+
+
+def end_after(frontend_code: int) -> NoReturn:
+    """Leave behind a frontend that did not drain as it should."""
+    if frontend_code > SIGNALLED:
+        note("ended at a second signal, before the running requests were answered")
+        leave(frontend_code)
+    note(f"error: the HTTP frontend ended with exit code {frontend_code}")
+    leave(USER_ERROR if frontend_code == USER_ERROR else FAILED)

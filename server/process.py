@@ -3,30 +3,31 @@
 Imports nothing heavy: the new process imports this module, and must answer /health while the model is still loading.
 """
 
+import contextlib
 import multiprocessing
 import os
 import signal
 import sys
-import tempfile
 import time
-from multiprocessing.connection import wait
-from threading import Thread
 from types import FrameType
 
 import zmq
 
 from engine.protocol import Fatal, encode
+from processes import parent_pid, run_folder, when_ended
 from server.settings import Settings
 
 JOIN_SECONDS = 10.0  # for the frontend to end after the engine
+ORPHAN_SECONDS = 5.0  # for the frontend to tell its clients that the engine is gone
 
 
 class Frontend:
     """Rank 0's frontend process, and the addresses of the two sockets between it and the engine."""
 
     def __init__(self, settings: Settings) -> None:
-        self.folder = tempfile.TemporaryDirectory(prefix="rung-")
-        to_engine, from_engine = (f"ipc://{self.folder.name}/{name}" for name in ("to-engine", "from-engine"))
+        self._cleanup = contextlib.ExitStack()
+        folder = self._cleanup.enter_context(run_folder())
+        to_engine, from_engine = (f"ipc://{folder}/{name}" for name in ("to-engine", "from-engine"))
         context = multiprocessing.get_context("spawn")
         self.process = context.Process(target=frontend_main, args=(settings, to_engine, from_engine), name="rung-frontend")
         self.process.start()
@@ -45,23 +46,24 @@ class Frontend:
         self.process.join(JOIN_SECONDS)
         if self.process.is_alive():
             self.process.kill()
-        self.folder.cleanup()
+            self.process.join()
+        self._cleanup.close()
         return self.process.exitcode or 0
 
 
 def frontend_main(settings: Settings, to_engine: str, from_engine: str) -> None:
-    """What the process does: away from the terminal's signals, and warned if the engine's process ends."""
+    """What the process does: away from the terminal's signals, and not for long without the engine's process."""
+    os.setsid()
+    when_ended(parent_pid(), lambda: report_engine_death(from_engine))
     from server.frontend import run_frontend
 
-    os.setsid()
-    Thread(target=report_engine_death, args=(from_engine,), daemon=True).start()
     sys.exit(run_frontend(settings, to_engine, from_engine))
 
 
 def report_engine_death(from_engine: str) -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    wait([parent.sentinel])
+    """Let the frontend give its clients their errors and end; end it if it does not."""
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
     socket.connect(from_engine)
     socket.send(encode(Fatal("the engine process ended")))
+    time.sleep(ORPHAN_SECONDS)
+    os._exit(1)

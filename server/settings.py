@@ -32,6 +32,7 @@ class Settings:
     # the model
     model: str = ""
     served_model_name: tuple[str, ...] = ()
+    tp: int | None = None  # None: as many as a launcher started, or one
     variant: str | None = None
     dtype: str | None = None
     device: str | None = None
@@ -131,6 +132,12 @@ def _add_model(group: Any) -> None:
         action="append",
         metavar="NAME",
         help="what clients call the model; may be repeated, the first one appears in answers (default: the directory's name)",
+    )
+    group.add_argument(
+        "--tp",
+        type=_positive,
+        metavar="N",
+        help="start N tensor-parallel ranks on this host, a GPU each if there are any (default: one; under torchrun, its number)",
     )
     group.add_argument(
         "--variant", help="another residual variant than the checkpoint's. For benchmarks: the text will be wrong"

@@ -57,9 +57,8 @@ class Here:
 
 
 def command(args: Sequence[object], ranks: int = 0) -> list[str]:
-    """`python generate.py …`, or under torchrun if `ranks` are named."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks else []
-    return [sys.executable, *torchrun, "generate.py", *CPU, *map(str, args)]
+    """`python generate.py …`, with `--tp` if `ranks` are named."""
+    return [sys.executable, "generate.py", *(("--tp", str(ranks)) if ranks else ()), *CPU, *map(str, args)]
 
 
 def environment(**more: object) -> dict[str, str]:

@@ -61,19 +61,23 @@ def runs(pid: int) -> bool:
 
 
 class ServerProcess:
-    """`ranks` 0: one process without torchrun. `program`: what to run instead of `-m server`. A context manager."""
+    """`ranks` 0: one process. `torchrun`: it starts the ranks, not our launcher. `program`: what to run instead of `-m server`. A
+    context manager."""
 
     def __init__(
         self,
         *flags: object,
         ranks: int = 0,
+        torchrun: bool = False,
         program: Sequence[str] = ("-m", "server"),
         environ: dict[str, object] | None = None,
     ) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks else []
-        command = [sys.executable, *torchrun, *program, "--device", "cpu", "--port", str(self.port), *map(str, flags)]
+        start = [*program, "--tp", str(ranks)] if ranks and not torchrun else [*program]
+        if torchrun:
+            start = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), *program]
+        command = [sys.executable, *start, "--device", "cpu", "--port", str(self.port), *map(str, flags)]
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
         self.process = subprocess.Popen(
             command, cwd=ROOT, env=environment(**(environ or {})), stdout=self._log, stderr=subprocess.STDOUT

@@ -408,15 +408,14 @@ def test_an_error_of_one_rank_alone_ends_them_all(start: Callable[..., Started],
     assert started.out(1) + started.err(1) == ""
 
 
-def test_a_truncated_checkpoint_under_torchrun(tmp_path: Path) -> None:
+def test_a_truncated_checkpoint_on_ranks(tmp_path: Path) -> None:
     folder = copy_of("tiny-hybrid", tmp_path)
     truncate(folder)
     done = launch("--model", folder, *ONCE, ranks=2)
-    assert done.code != 0
+    assert done.code == 2
     assert done.out == ""
     assert len(re.findall(rf"^error: .*{TENSORS}.*truncated", done.err, re.MULTILINE)) == 1, done.err
-    assert re.search(r"exitcode *: 2 ", done.err), "torchrun reports the ranks' exit code"
-    assert 'generate.py", line' not in done.err, "no traceback of ours"
+    assert "Traceback" not in done.err
 
 
 # --- lost ranks ----------------------------------------------------------------------------------------------------------
@@ -436,7 +435,7 @@ def test_when_a_rank_is_killed_the_others_end_by_themselves(start: Callable[...,
 
 
 def ranks_of(launcher: int) -> dict[int, int]:
-    """The process ids of a torchrun's ranks, by rank."""
+    """The process ids of a launcher's ranks, by rank."""
     found = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # a process that has just ended
@@ -448,7 +447,7 @@ def ranks_of(launcher: int) -> dict[int, int]:
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds the ranks' processes in /proc")
-def test_when_a_rank_is_killed_torchrun_ends(tmp_path: Path) -> None:
+def test_when_a_rank_is_killed_the_launcher_ends(tmp_path: Path) -> None:
     out, err = tmp_path / "out", tmp_path / "err"
     args = command(LONG, ranks=2)
     with out.open("wb") as stdout, err.open("wb") as stderr:
@@ -458,14 +457,15 @@ def test_when_a_rank_is_killed_torchrun_ends(tmp_path: Path) -> None:
         ranks = ranks_of(launcher.pid)
         assert sorted(ranks) == [0, 1]
         os.kill(ranks[1], signal.SIGKILL)
-        assert launcher.wait(200.0) != 0
+        assert launcher.wait(200.0) == 1
         wait_for(lambda: not Path(f"/proc/{ranks[0]}").exists(), 60.0)
     finally:
         for pid in ranks_of(launcher.pid).values():
             os.kill(pid, signal.SIGKILL)
         launcher.kill()
         launcher.wait()
-    assert 'generate.py", line' not in err.read_text(), "no traceback of ours"
+    assert "error: rank 1 was killed by SIGKILL" in err.read_text()
+    assert "Traceback" not in err.read_text()
 
 
 # --- other ends ----------------------------------------------------------------------------------------------------------

@@ -146,7 +146,7 @@ def test_it_says_that_the_text_is_noise(server: ServerProcess) -> None:
 
 def test_its_log_tells_the_phases_of_the_start(server: ServerProcess) -> None:
     names = [name for name, _ in startup.stamps(server.log, time.time() - 1000)]
-    assert names == ["torchrun", "import", "process group", "weights", "engine"]
+    assert names == ["launcher", "import", "process group", "weights", "engine"]
 
 
 def test_a_grammar_needs_an_end_that_the_stand_in_lacks(server: ServerProcess) -> None:
@@ -161,14 +161,14 @@ def test_a_grammar_needs_an_end_that_the_stand_in_lacks(server: ServerProcess) -
 def test_phases_of_a_log(seed: int) -> None:
     rng = random.Random(seed)
     began = 1.7e9 + rng.random()
-    wanted = {"torchrun": 2.0, "import": 3.5, "process group": 1.25, "weights": 0.5, "engine": 4.0}
+    wanted = {"launcher": 2.0, "import": 3.5, "process group": 1.25, "weights": 0.5, "engine": 4.0}
     now, lines = began, ["noise", "2025-01-01T00:00:00.000Z info GET /health"]
     for name, seconds in wanted.items():
         now += seconds
         stamp = datetime.fromtimestamp(now, UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
         if name == "import":
             lines.append(f"{stamp} info start-up: import, {seconds:.3f} s after the process began")
-        elif name != "torchrun":
+        elif name != "launcher":
             lines.append(f"{stamp} info start-up: {name}")
     found = startup.durations([*startup.stamps("\n".join(lines), began), ("ready", now - began + 0.25)])
     assert found == pytest.approx(wanted | {"ready": 0.25}, abs=2e-3), seed

@@ -957,7 +957,7 @@ def test_desync_and_a_drain() -> None:
         assert refused.status_code == 503 and refused.json()["error"]["code"] == "draining"
         events = stream.join(120).events
         assert events[-1]["choices"][0]["finish_reason"] == "length"
-        assert server.wait(120) == 0, "torchrun ends with 0 only if all ranks do"
+        assert server.wait(120) == 0, "the launcher ends with 0 only if all ranks do"
         assert "Traceback" not in server.log
 
 

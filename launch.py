@@ -1,0 +1,174 @@
+"""Start the ranks of one host, as torchrun does, but open to nobody else.
+
+    python launch.py --ranks 8 -m training.train --model ladder-1b …
+    python launch.py --ranks 2 scripts/comm_table.py
+
+`python -m server --tp N` and `generate.py --tp N` start their ranks with it, too.
+
+torch's elastic agent starts and watches the ranks. torchrun gives it a rendezvous for any number of hosts: two stores that
+listen on all interfaces without a password, one of which unpickles what it is sent. Ranks of one host need one store, and here
+it listens on loopback alone. Signals are passed on to the ranks, which end when they are ready to. The exit code is that of the
+rank that failed first.
+"""
+
+import argparse
+import contextlib
+import logging
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+from cli import LOST_RANK, Parser, leave, run
+from errors import UserError
+from processes import LAUNCHER, listen_on_loopback, run_folder
+
+LOOPBACK = "127.0.0.1"
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+MONITOR_SECONDS = 0.1  # between the agent's looks at the ranks
+MOST_RANKS = 1024  # more on one host are a slip of the keyboard
+
+
+class OneHost(RendezvousHandler):
+    """What the agent asks for the ranks' store: each start of the ranks gets a new one, on a loopback port."""
+
+    use_agent_store = True  # the ranks connect to the agent's store, and open none
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        with socket.create_server((LOOPBACK, 0), backlog=MOST_RANKS) as listener:
+            port: int = listener.getsockname()[1]
+            # the store takes the socket as it is: its own would listen on all interfaces
+            store = TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(LOOPBACK, port))
+
+    def get_backend(self) -> str:
+        return "one-host"
+
+    def get_run_id(self) -> str:
+        return "rung"
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def shutdown(self) -> bool:
+        return True
+
+
+def start_ranks(count: int, program: Sequence[str], patience: float | None = None) -> int:
+    """Run `python program…` as ranks 0 to count - 1 of this host; returns this process's exit code, see `exit_code`.
+
+    A signal to this process goes to all ranks. Those that still run `patience` seconds after the first one are killed (default:
+    never). Raises UserError for a number of ranks that cannot be.
+    """
+    if not 1 <= count <= MOST_RANKS:
+        raise UserError(f"{count} ranks cannot be started; give a number from 1 to {MOST_RANKS}")
+    logging.disable(logging.CRITICAL)  # the agent's: it reports each exit as a failure of its own
+    os.environ |= {LAUNCHER: str(os.getpid()), "TORCHELASTIC_SIGNALS_TO_HANDLE": ""}  # Forwarder handles them
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the host's cores
+    listen_on_loopback()
+    spec = WorkerSpec(
+        role="rank",
+        local_world_size=count,
+        entrypoint=sys.executable,
+        args=("-u", *(part.replace("$", "$$") for part in program)),  # the agent replaces $names
+        rdzv_handler=OneHost(),
+        max_restarts=0,
+        monitor_interval=MONITOR_SECONDS,
+        local_addr=LOOPBACK,
+    )
+    with run_folder() as folder:
+        agent = LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=str(folder)))
+        forwarder = Forwarder(agent, patience)
+        result = agent.run()
+    return exit_code(list(result.failures.values()), forwarder.last)
+
+
+class Forwarder:
+    """Passes signals to this process on to the agent's ranks, in a thread: it can wait until they are started."""
+
+    def __init__(self, agent: SimpleElasticAgent, patience: float | None) -> None:
+        self.last: int | None = None  # the last signal that came
+        self._agent, self._patience = agent, patience
+        self._caught: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for number in SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves it
+                signal.signal(number, lambda caught, frame: self._caught.put(caught))
+        threading.Thread(target=self._run, daemon=True, name="signals").start()
+
+    def _run(self) -> None:
+        self._pass_on(self._caught.get())
+        end = None if self._patience is None else time.monotonic() + self._patience
+        while True:
+            try:
+                self._pass_on(self._caught.get(timeout=None if end is None else max(0.0, end - time.monotonic())))
+            except queue.Empty:
+                print("error: the ranks did not end in time and are killed", file=sys.stderr, flush=True)
+                self._pass_on(signal.SIGKILL)
+                return
+
+    def _pass_on(self, number: int) -> None:
+        self.last = number
+        group = self._agent.get_worker_group()
+        while any(worker.id is None for worker in group.workers):
+            time.sleep(MONITOR_SECONDS)
+        for worker in group.workers:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(worker.id, number)
+
+
+def exit_code(failures: Sequence[ProcessFailure], passed_on: int | None) -> int:
+    """0 without failed ranks; else the exit code of the first, LOST_RANK if a signal killed it, or 128 + one that was passed on.
+
+    failures: in the order in which the agent saw them. Says which rank was killed.
+    """
+    if not failures:
+        return 0
+    # once one rank has ended badly, the agent ends the others by SIGTERM; and they may be the first to notice a killed one
+    cause = next((f for f in failures if f.exitcode < 0 and f.exitcode != -signal.SIGTERM), failures[0])
+    if cause.exitcode > 0:
+        return cause.exitcode
+    number = signal.Signals(-cause.exitcode)
+    if passed_on is not None and number in (passed_on, signal.SIGTERM):
+        return 128 + passed_on
+    hint = " (as the kernel does when memory runs out)" if number == signal.SIGKILL else ""
+    print(
+        f"error: rank {cause.local_rank} was killed by {number.name}{hint}, and all others ended", file=sys.stderr, flush=True
+    )
+    return LOST_RANK
+
+
+def parse_args() -> argparse.Namespace:
+    parser = Parser(prog="launch.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, required=True, metavar="N", help="processes to start")
+    parser.add_argument("-m", dest="module", action="store_true", help="the program is a module, as for python")
+    parser.add_argument("program", nargs=argparse.REMAINDER, help="script or module, and its arguments")
+    args = parser.parse_args()
+    if not args.program:
+        raise UserError("nothing to start; name a script, or -m and a module")
+    return args
+
+
+def main() -> None:
+    args = parse_args()
+    leave(start_ranks(args.ranks, ["-m"] * args.module + args.program))
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,31 @@
+"""Whether the server's address can be listened on, asked before anything large is loaded."""
+
+import errno
+import os
+import socket
+
+from errors import UserError
+from server.settings import Settings
+
+
+def check_port(settings: Settings) -> None:
+    """Raises UserError if nobody can listen on `settings.host` and `settings.port` now. The frontend binds them later."""
+    where = f"port {settings.port} of {settings.host}"
+    try:
+        found = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as e:
+        raise UserError(f"--host {settings.host} is no address ({e.strerror}); give one of this machine's") from None
+    for family, kind, protocol, _, address in found:
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the frontend will
+            if family == socket.AF_INET6:
+                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            try:
+                probe.bind(address)
+            except OSError as e:
+                if e.errno == errno.EADDRINUSE:
+                    raise UserError(
+                        f"{where} is taken by another program; end that, or choose another one with --port"
+                    ) from None
+                reason = os.strerror(e.errno or 0)
+                raise UserError(f"cannot listen on {where} ({reason}); choose others with --host and --port") from None

@@ -1,0 +1,335 @@
+"""The launcher: what listens while it runs, who ends with whom, signals, exit codes and standard input."""
+
+import contextlib
+import os
+import pty
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+import launch as launcher
+from errors import UserError
+from processes import on_ranks
+from server.address import check_port
+from server.settings import Settings
+from tests.command_line import HYBRID, ROOT, command, environment, launch
+from tests.server_process import ServerProcess, children, command_line, runs, wait_until
+
+GONE_SECONDS = 20.0  # for all processes to end after one was killed; nothing waits longer on a loaded machine
+LISTENING = "0A"
+LOOPBACK = ("127.", "::1", "::ffff:127.")
+STORY = ("--model", HYBRID, "--prompt", "Once upon a time", "--ignore-eos")
+
+
+def tree(pid: int) -> list[int]:
+    """A process and all below it."""
+    return [pid, *(below for child in children(pid) for below in tree(child))]
+
+
+def address(word: str) -> str:
+    """An address of /proc/net/tcp or tcp6: 32-bit words in this machine's order, in hexadecimal."""
+    raw = b"".join(bytes.fromhex(word[i : i + 8])[::-1] for i in range(0, len(word), 8))
+    return socket.inet_ntop(socket.AF_INET if len(raw) == 4 else socket.AF_INET6, raw)
+
+
+def listening(pids: list[int]) -> set[tuple[str, int]]:
+    """Address and port of each TCP socket on which these processes listen."""
+    inodes = set()
+    for pid in pids:
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            try:
+                target = os.readlink(link)
+            except OSError:
+                continue
+            if target.startswith("socket:["):
+                inodes.add(target[8:-1])
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == LISTENING and fields[9] in inodes:
+                host, _, port = fields[1].partition(":")
+                found.add((address(host), int(port, 16)))
+    return found
+
+
+def foreign(sockets: set[tuple[str, int]]) -> set[tuple[str, int]]:
+    """Those that another machine can reach."""
+    return {(host, port) for host, port in sockets if not host.startswith(LOOPBACK)}
+
+
+def left_of(pids: dict[int, str]) -> list[str]:
+    """The command lines of those processes that still run."""
+    return [line for pid, line in pids.items() if line and runs(pid) and command_line(pid) == line]
+
+
+class Generating:
+    """`generate.py --tp 2` in the middle of its text."""
+
+    def __init__(self, *args: object, text: int = 100) -> None:
+        self.process = subprocess.Popen(
+            command([*STORY, *args], ranks=2),
+            cwd=ROOT,
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # not ignored, as in a background job
+        )
+        assert self.process.stdout
+        self.process.stdout.read(text)
+        self.pids = {pid: command_line(pid) for pid in tree(self.process.pid)}
+
+    def close(self) -> None:
+        for pid in self.pids:
+            if left_of({pid: self.pids[pid]}):
+                os.kill(pid, signal.SIGKILL)
+        self.process.communicate()
+
+
+@pytest.fixture
+def generating() -> Iterator[Callable[..., Generating]]:
+    started: list[Generating] = []
+
+    def start(*args: object) -> Generating:
+        started.append(Generating("--max-new-tokens", 900, "--num-samples", 10_000, *args))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.close()
+
+
+# --- ends ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("victim", ["launcher", "rank 0", "rank 1", "frontend", "torchrun"])
+def test_a_killed_process_leaves_nothing_behind(victim: str, tmp_path: Path) -> None:
+    """The others end, whoever is killed, and the next start removes the folder. While they run, only HTTP can be reached."""
+    own_folder = {"TMPDIR": tmp_path}
+    with ServerProcess(
+        "--model", HYBRID, "--drain-timeout", 45, ranks=2, torchrun=victim == "torchrun", environ=own_folder
+    ) as server:
+        server.ready()
+        pids = {pid: command_line(pid) for pid in tree(server.process.pid)}
+        ranks, (frontend,) = server.rank_pids(), server.frontend_pids()
+        assert {server.process.pid, *ranks, frontend} <= set(pids)
+        sockets = listening(list(pids))
+        assert ("127.0.0.1", server.port) in sockets and len(sockets) > 2, "HTTP, the store and gloo"
+        if victim == "torchrun":
+            assert foreign(sockets), "or the warning is wrong by now"
+            assert "start with python -m server --tp 2 instead" in server.log
+            assert "kills its ranks 30 s after a signal, before --drain-timeout 45 is over" in server.log
+        else:
+            assert foreign(sockets) == set()
+        which = {"rank 0": ranks[0], "rank 1": ranks[1], "frontend": frontend}
+        os.kill(which.get(victim, server.process.pid), signal.SIGKILL)
+        wait_until(lambda: not left_of(pids), GONE_SECONDS, f"the end of {pids}")
+        assert server.wait(GONE_SECONDS) != 0
+        log = server.log
+    if victim == "rank 1":
+        assert "ZMQError" not in log and "Traceback" not in log
+        assert "error: rank 1 was killed by SIGKILL" in log
+    subprocess.run(
+        [sys.executable, "-c", "import processes; processes.remove_abandoned()"],
+        cwd=ROOT,
+        env=environment(**own_folder),
+        check=True,
+    )
+    assert list(tmp_path.glob("rung-*")) == []
+
+
+FROZEN = """
+import pathlib, tempfile, time
+import server.frontend
+from server.process import Frontend
+from server.settings import Settings
+
+def freeze(*_):
+    pathlib.Path(tempfile.gettempdir(), "frozen").touch()
+    time.sleep(600)
+
+server.frontend.run_frontend = freeze
+if __name__ == "__main__":
+    print(Frontend(Settings(model="x")).process.pid, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_frozen_frontend_ends_with_its_engine(tmp_path: Path) -> None:
+    """Its event loop may be busy for ever when rank 0 dies."""
+    script = tmp_path / "program.py"  # a file: the spawned process imports it, too
+    script.write_text(FROZEN)
+    env = environment(PYTHONPATH=ROOT, TMPDIR=tmp_path)
+    with subprocess.Popen([sys.executable, str(script)], cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout
+        frontend = int(parent.stdout.readline())
+        wait_until((tmp_path / "frozen").exists, 60, "the frontend")
+        parent.kill()
+    wait_until(lambda: not runs(frontend), GONE_SECONDS, "the frontend's end")
+
+
+# --- signals -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_drain_ends_in_silence_and_in_its_own_time() -> None:
+    """torch's own launcher would kill the ranks at once, as the variable tells it to; its default is 30 seconds."""
+    environ = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": 0}
+    with ServerProcess("--model", HYBRID, "--drain-timeout", 200, ranks=2, environ=environ) as server:
+        server.ready()
+        body = {"prompt": "Once", "max_tokens": 100, "ignore_eos": True, "stream": True, "n": 4}
+        with server.http.stream("POST", "/v1/completions", json=body) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            server.process.send_signal(signal.SIGINT)
+            events = [line for line in lines if line]
+        assert events[-1] == "data: [DONE]" and '"error"' not in events[-2]
+        assert server.wait(GONE_SECONDS) == 0
+        _, _, after = server.log.partition("a second signal ends at once\n")
+        assert [line for line in after.splitlines() if "/v1/completions" not in line] == []
+
+
+def test_generate_listens_on_loopback_and_ends_in_silence(generating: Callable[..., Generating]) -> None:
+    one = generating()
+    sockets = listening(list(one.pids))
+    assert len(sockets) > 1 and foreign(sockets) == set()
+    one.process.send_signal(signal.SIGINT)
+    assert one.process.wait(GONE_SECONDS) == 130
+    assert one.process.stderr
+    said = one.process.stderr.read().decode()
+    assert "Traceback" not in said and "error" not in said, said
+
+
+# --- any program ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_program_on_ranks(tmp_path: Path) -> None:
+    """Arguments and the terminal arrive as they were given; the first bad exit ends all ranks and is the launcher's."""
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM)
+    given = ["a$b", "$$", "${local_rank}", "", "two words", "--ranks", "-m"]
+    ours, theirs = pty.openpty()
+    said = b""
+    with subprocess.Popen(
+        [*on_ranks(2), str(script), *given], cwd=ROOT, env=environment(), stdin=theirs, stdout=theirs, stderr=theirs
+    ) as process:
+        os.close(theirs)
+        while b"> " not in said:
+            said += os.read(ours, 1000)
+        os.write(ours, "Grüße\n".encode())
+        with contextlib.suppress(OSError):  # the other end is closed
+            while more := os.read(ours, 1000):
+                said += more
+        assert process.wait(GONE_SECONDS) == 2
+    assert said.decode().replace("\r", "").endswith(f"> Grüße\nTrue Grüße\n{given}\n")
+    os.close(ours)
+
+
+PROGRAM = """
+import os, sys, time
+if os.environ["RANK"] == "0":
+    print(sys.stdin.isatty(), input("> "))
+    print(sys.argv[1:], flush=True)
+    sys.exit(2)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    ("exits", "passed_on", "code", "said"),
+    [
+        ([], None, 0, ""),
+        ([], signal.SIGTERM, 0, ""),
+        ([2, 2], None, 2, ""),
+        ([130, -15], signal.SIGINT, 130, ""),
+        ([-15, -15], signal.SIGTERM, 143, ""),
+        ([-2], signal.SIGINT, 130, ""),
+        (
+            [-9, 1],
+            None,
+            1,
+            "error: rank 0 was killed by SIGKILL (as the kernel does when memory runs out), and all others ended\n",
+        ),
+        (
+            [1, -9],
+            None,
+            1,
+            "error: rank 1 was killed by SIGKILL (as the kernel does when memory runs out), and all others ended\n",
+        ),
+        ([-11, -15], None, 1, "error: rank 0 was killed by SIGSEGV, and all others ended\n"),
+        ([1, -15], None, 1, ""),
+    ],
+)
+def test_exit_codes(exits: list[int], passed_on: int | None, code: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    failures = [ProcessFailure(rank, 1, exitcode, "") for rank, exitcode in enumerate(exits)]
+    assert launcher.exit_code(failures, passed_on) == code
+    assert capsys.readouterr().err == said
+
+
+def test_ranks_that_ignore_a_signal_are_killed_in_time(tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text("import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(600)")
+    start = f"import launch, sys; sys.exit(launch.start_ranks(2, [{str(script)!r}], patience=1.0))"
+    with subprocess.Popen(
+        [sys.executable, "-c", start], cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout and process.stderr
+        assert [process.stdout.readline() for _ in range(2)] == ["up\n"] * 2
+        pids = {pid: command_line(pid) for pid in tree(process.pid)}
+        process.terminate()
+        assert process.wait(GONE_SECONDS) == 128 + signal.SIGKILL
+        assert left_of(pids) == []
+        assert process.stderr.read() == "error: the ranks did not end in time and are killed\n"
+
+
+def test_interactive_prompts_from_a_pipe() -> None:
+    done = launch("--model", HYBRID, "--interactive", "--max-new-tokens", 5, "--temperature", 0, ranks=2, stdin="Once\nOnce\n")
+    assert done.code == 0, done.err
+    first, second = done.out.splitlines()[-2:]
+    assert first == second and first
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--ranks", "2"], "nothing to start"),
+        (["--ranks", "0", "x.py"], "from 1 to 1024"),
+        (["--ranks", "many", "x.py"], "invalid int value"),
+        (["x.py"], "--ranks"),
+    ],
+)
+def test_bad_use_is_told(args: list[str], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["launch.py", *args])
+    with pytest.raises(UserError, match=words):
+        launcher.main()
+
+
+def test_tp_beside_another_number_of_ranks() -> None:
+    env = environment(RANK=0, WORLD_SIZE=1, LOCAL_RANK=0, LOCAL_WORLD_SIZE=1)
+    command = [sys.executable, "-m", "server", "--model", HYBRID, "--tp", "2", "--port", "0"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2, done.stderr
+    assert "error: --tp 2, but torchrun started 1 ranks; leave --tp out, or start without torchrun" in done.stderr
+
+
+def test_a_busy_port_is_noticed_before_anything_is_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        port = str(busy.getsockname()[1])
+        command = [sys.executable, "-m", "server", "--model", HYBRID, "--tp", "2", "--port", port]
+        done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert (
+        done.stderr
+        == f"error: port {port} of 127.0.0.1 is taken by another program; end that, or choose another one with --port\n"
+    )
+
+
+@pytest.mark.parametrize(("host", "words"), [("no.such.host.invalid", "is no address"), ("203.0.113.1", "cannot listen on")])
+def test_a_host_that_is_not_this_machine(host: str, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        check_port(Settings(host=host))
