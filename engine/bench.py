@@ -1,7 +1,7 @@
 """Offline throughput of the serving engine: random prompts in, tokens out, no HTTP.
 
     python -m engine.bench --model models/tiny-hybrid --requests 64 --prompt-length 64 --new-tokens 64
-    torchrun --standalone --nproc_per_node 8 -m engine.bench --model llama-3-70b:16 --requests 256 --prompt-length 1024 \\
+    python launch.py --ranks 8 -m engine.bench --model llama-3-70b:16 --requests 256 --prompt-length 1024 \\
         --new-tokens 512
 
 With --host it prints the host's share of a step instead: scheduling, laying out the batch, sampling set-up, bookkeeping.

@@ -6,7 +6,7 @@
 
 The small twin of tables 3 and 5 of the ladder paper, and of tables 2 and 6 of the Flash Communication paper. Held-out
 documents share no cast, operands or lists with the training corpus. Writes accuracy.json and accuracy.md in out (with --write in
-docs/results), or, with other communicators than gloo, accuracy-quantized.json and .md. It starts torchrun once for each number of ranks and
+docs/results), or, with other communicators than gloo, accuracy-quantized.json and .md. It starts ranks once for each number of ranks and
 communicator; one rank sends nothing, so it is evaluated once.
 """
 
@@ -34,6 +34,7 @@ from engine.sampler import SamplingParams
 from engine.stopping import OutputStream
 from errors import UserError
 from model import Transformer
+from processes import on_ranks
 from scripts.corpus import documents, render
 from scripts.quality import EXACT, TASKS
 from scripts.results import ROOT, add_write_option, describe, machine, results_folder, write_json, write_text
@@ -99,7 +100,7 @@ def evaluate(path: Path, world: World, items: int) -> dict[str, Any]:
 
 
 def work(args: argparse.Namespace) -> None:
-    """One torchrun worker: evaluate every model, and let rank 0 write the rows."""
+    """One rank: evaluate every model, and let rank 0 write the rows."""
     world = init_world("cpu", args.comm[0])
     rows = []
     what = f"tp {world.world_size}, {args.comm[0]}"
@@ -111,7 +112,7 @@ def work(args: argparse.Namespace) -> None:
 
 def launch(ranks: int, comm: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     with tempfile.NamedTemporaryFile(suffix=".json") as rows:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), __file__]
+        command = [*on_ranks(ranks), __file__]
         command += ["--items", str(args.items), "--comm", comm, "--rows", rows.name, "--models", *map(str, args.models)]
         if subprocess.run(command, cwd=ROOT).returncode:
             raise UserError(f"the evaluation on {ranks} ranks failed; see above")

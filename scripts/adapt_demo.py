@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from cli import Parser, note, run
 from comm import Local
 from errors import UserError
+from processes import on_ranks
 from scripts.accuracy import evaluate
 from scripts.corpus import encode_corpus
 from scripts.quality import TASKS
@@ -60,7 +61,7 @@ def prepare_tokens(out: Path, model: Path, tokens: int) -> Path:
 def retrain(args: argparse.Namespace, layers: int, data: Path) -> Path:
     """Adapt with `layers` ladder layers; the folder with its metrics and model."""
     out = args.out / f"hybrid-{layers}"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(args.ranks)]
+    command = [*on_ranks(args.ranks)]
     command += ["-m", "training.adapt", "--model", str(args.model), "--ladder-layers", str(layers), "--data", str(data)]
     command += [
         "--sequence-length",

@@ -3,7 +3,7 @@
     python scripts/baseline.py --ranks 8
     python scripts/baseline.py --ranks 2 --models tiny --prompt-length 64 --new-tokens 32     # a try on a CPU
 
-Each model and variant is one torchrun launch of generate.py with three samples after a warm-up sample; the figures are their
+Each model and variant is one launch of generate.py with three samples after a warm-up sample; the figures are their
 medians. Writes baseline-RANKS.json and .md into out, or with --write into docs/results.
 """
 
@@ -22,6 +22,7 @@ from tqdm import tqdm
 from checkpoint import model_config
 from cli import Parser, run
 from errors import UserError
+from processes import on_ranks
 from scripts.results import ROOT, add_write_option, describe, machine, results_folder, write_json, write_text
 
 MODELS = ("llama-3-8b", "llama-3-70b:16")
@@ -32,7 +33,7 @@ FIGURES = ("prefill_ms", "decode_ms_per_token", "weight_gb_per_second", "peak_me
 
 def measure(model: str, variant: str, args: argparse.Namespace) -> dict[str, Any]:
     """Every raw sample of one launch, and their medians."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(args.ranks)]
+    command = [*on_ranks(args.ranks)]
     command += ["generate.py", "--json", "--ignore-eos", "--temperature", "0", "--num-samples", str(SAMPLES + 1)]
     command += ["--prompt-length", str(args.prompt_length), "--max-new-tokens", str(args.new_tokens)]
     command += ["--model", model, "--variant", variant, *args.flags]

@@ -1,6 +1,6 @@
 """Sums over shared memory on real GPUs: are they right, and how long do they take beside NCCL's and PyTorch's?
 
-    torchrun --standalone --nproc_per_node 4 scripts/bench_comm.py --out out/comm.json
+    python launch.py --ranks 4 scripts/bench_comm.py --out out/comm.json
 
 Every part is tried by itself: what fails is reported, and the rest goes on. A part that hangs ends the process with a traceback.
 `--parts quantized` runs the quantized sums' alone. With NCCL_P2P_DISABLE=1 all go through host memory.
@@ -479,7 +479,7 @@ def main() -> None:
         raise UserError(f"--parts {arguments.parts} is no regular expression: {error}") from None
     world = init_world("cuda", "nccl")
     if world.world_size == 1:
-        raise UserError("one rank has nothing to sum: start several, as torchrun --nproc_per_node 4 does")
+        raise UserError("one rank has nothing to sum: start several, as python launch.py --ranks 4 does")
     seeds = [random.SystemRandom().randrange(2**31)]
     dist.broadcast_object_list(seeds, group=world.control)
     with torch.inference_mode():

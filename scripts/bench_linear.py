@@ -1,14 +1,14 @@
 """Linear layers of few rows on one GPU: every candidate config beside cuBLAS, and the table that `kernels/linear.py` reads.
 
     python scripts/bench_linear.py --out linear.json                                     # all shapes, on GPU 0
-    torchrun --nproc_per_node 4 scripts/bench_linear.py --out linear.json --seconds 55   # a quarter of the shapes a GPU
+    python launch.py --ranks 4 scripts/bench_linear.py --out linear.json --seconds 55   # a quarter of the shapes a GPU
     python scripts/bench_linear.py --device 2 --part 2/4 --shapes 70b-tp4 --rows 1 16
     python scripts/bench_linear.py --merge linear.json.0 linear.json.1 --out kernels/linear_configs.json
 
 A time is that of one layer in a CUDA graph which replays a chain of them with distinct weights, many times the L2 cache, so
 that every weight comes from HBM and each kernel may start while the one before drains; the median of several replays. The
 shapes that end in -swiglu are those of `linear_swiglu`, against cuBLAS and silu(gate) * up in a kernel of its own.
-Candidates that give wrong results are dropped, with a message. Writes {"machine", "times", "configs"}; under torchrun each
+Candidates that give wrong results are dropped, with a message. Writes {"machine", "times", "configs"}; on several ranks each
 rank writes FILE.RANK.
 """
 

@@ -1,6 +1,6 @@
 """Row-parallel layers that push their partial sums, on real GPUs: the same bits as the layer and the one-shot sum, and how long?
 
-    torchrun --standalone --nproc_per_node 4 scripts/bench_push.py --out out/push.json
+    python launch.py --ranks 4 scripts/bench_push.py --out out/push.json
 
 The layers are Llama-70B's output and down projections over 4 ranks, each of a chain with a weight of its own.
 """

@@ -11,7 +11,7 @@ Systems: what the planner chooses for the shortest step and for the least commun
 that fits) on our executor; FSDP2 over all ranks, the same with gradients summed once a step, and HSDP. The weights and the tokens
 are random.
 
-Each configuration is one torchrun launch. One that runs out of memory, crashes or takes too long becomes a row with its error.
+Each configuration is one launch of ranks. One that runs out of memory, crashes or takes too long becomes a row with its error.
 A row is kept in --out as soon as it is there, with all raw samples, so that the same command goes on where it was stopped.
 --one-launch measures all configurations in the same processes, which saves the seconds that starting takes; behind one that
 crashes another launch goes on, and what --timeout leaves no time for becomes a row that says so. Traces are taken behind all
@@ -53,6 +53,7 @@ from cli import Parser, note, run
 from config import preset
 from errors import UserError
 from figures import BLUE, CYCLE, GREY
+from processes import on_ranks
 from scripts.bench_training_rank import SYSTEMS, TRACED, TUNING
 from scripts.results import RESULTS, ROOT, describe, machine, made, write_json, write_text
 from training.data import write_tokens
@@ -66,7 +67,7 @@ EXPOSED: dict[str, tuple[str, ...]] = {  # a row of the ablation and what it doe
     "nothing overlapped": OVERLAPS,
 }
 BATCHES = 4  # different global batches in the data
-GRACE = 40.0  # seconds that torchrun gets to end its ranks; it gives them 30
+GRACE = 40.0  # seconds that the launcher gets to end its ranks; it gives them 30
 STOPPED = re.compile(r"^(?:\[rank\d+\]:\s*)?((?:[\w.]*(?:Error|Exception)|error): .*)")
 
 Row = dict[str, Any]
@@ -185,11 +186,6 @@ def configurations(args: argparse.Namespace) -> list[Row]:
 # --- launching ------------------------------------------------------------------------------------------------------------
 
 
-def on_ranks(count: int) -> list[str]:
-    """What begins the command line of `count` ranks."""
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count)]
-
-
 def arguments(settings: Row, data: Path, result: Path, links: Path | None) -> list[str]:
     """What bench_training_rank.py needs to know of a configuration."""
     batch = settings["ranks"] * settings["micro_batch"] * settings["micro_batches"]
@@ -223,7 +219,7 @@ def launch(line: list[str], timeout: float, log: Path | None = None) -> str | No
 
 
 def end(process: subprocess.Popen[str]) -> None:
-    """End torchrun and its ranks, which are in sessions of their own: torchrun must get the time to end them itself."""
+    """End the launcher and its ranks, which are in sessions of their own: the launcher must get the time to end them itself."""
     process.terminate()
     with suppress(subprocess.TimeoutExpired):
         process.wait(GRACE)

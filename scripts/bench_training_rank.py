@@ -1,6 +1,6 @@
 """One rank of bench_training.py: trains a few steps under one system, and rank 0 writes what was measured as JSON.
 
-    torchrun --standalone --nproc_per_node 2 scripts/bench_training_rank.py --model tiny --data random.bin --system zero-3 \
+    python launch.py --ranks 2 scripts/bench_training_rank.py --model tiny --data random.bin --system zero-3 \
         --steps 8 --unmeasured 3 --sequence-length 128 --global-batch 4 --result row.json
 
 With --links it measures the ranks' collectives for the planner instead, with --only-trace what a trace shows. The other options are those of python -m training.train.
@@ -378,7 +378,7 @@ def measure_links(args: argparse.Namespace, world: World) -> None:
 
 
 def join(device: str | None, gpus_per_node: int, two_nodes: bool) -> World:
-    """Join the ranks that torchrun started."""
+    """Join the ranks that a launcher started."""
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast stays off unless asked for
     if two_nodes:
         separate_hosts(int(os.environ["RANK"]), gpus_per_node)

@@ -1,6 +1,6 @@
 """One launch of bench_training.py's ranks that measures several configurations, one after the other.
 
-    torchrun --standalone --nproc_per_node 2 scripts/bench_training_session.py list.json --device cpu --gpus-per-node 2
+    python launch.py --ranks 2 scripts/bench_training_session.py list.json --device cpu --gpus-per-node 2
 
 list.json: a list of {"arguments": the words of bench_training_rank.py's command line, "row": what its row begins with, "into": a
 file of JSON lines}. Rank 0 appends each configuration's row to its file as soon as it is there. A configuration that cannot be trained becomes a row with

@@ -1,7 +1,7 @@
 """What `--comm auto` knows of this machine: µs of a sum by message size and way, and which one it takes; and µs of pairs of layers
 with a sum between them, fused and not, as far as models have met them.
 
-torchrun --standalone --nproc_per_node 8 scripts/comm_table.py
+python launch.py --ranks 8 scripts/comm_table.py
 """
 
 import sys
@@ -73,7 +73,7 @@ def main() -> None:
     choose(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"), None, None, arguments.comm_error_budget)
     world = init_world(arguments.device, "nccl" if arguments.device != "cpu" and torch.cuda.is_available() else None)
     if world.world_size == 1:
-        print("one rank has nothing to sum: start several, as torchrun --nproc_per_node 8 does")
+        print("one rank has nothing to sum: start several, as python launch.py --ranks 8 does")
         return
     communicator = auto(world.device, arguments.comm_error_budget, rebuild=arguments.rebuild)
     if world.rank == 0:

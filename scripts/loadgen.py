@@ -39,6 +39,7 @@ from tqdm import tqdm
 from checkpoint import model_config
 from cli import Parser, note, run
 from errors import UserError
+from processes import on_ranks
 from scripts.results import ROOT, check_output, machine, write_text
 from scripts.soak import free_port, processes, until_healthy
 from scripts.sse_client import ConnectionEnded, StreamClient, in_event_loop, parse_url
@@ -261,10 +262,6 @@ def table(result: dict[str, Any]) -> str:
 # --- the server, and the engine without it -------------------------------------------------------------------------------
 
 
-def torchrun(ranks: int) -> list[str]:
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-
-
 def shared_flags(args: argparse.Namespace) -> list[str]:
     """Flags that server and engine.bench both take."""
     chosen = {"--variant": args.variant, "--device": args.device, "--dtype": args.dtype, "--comm": args.comm}
@@ -279,7 +276,7 @@ def server_of(ranks: int, flags: Sequence[str], log: Path, **environ: str) -> It
     Raises UserError if it ends before it is ready.
     """
     port = free_port()
-    command = [*torchrun(ranks), "-m", "server", "--port", str(port), "--drain-timeout", "1", *flags]
+    command = [sys.executable, "-m", "server", "--tp", str(ranks), "--port", str(port), "--drain-timeout", "1", *flags]
     with log.open("wb") as output:
         environment = {"OMP_NUM_THREADS": "1"} | os.environ | environ
         process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, env=environment)
@@ -332,7 +329,7 @@ def serving(args: argparse.Namespace) -> Iterator[str]:
 def offline(args: argparse.Namespace) -> dict[str, Any]:
     """`engine.bench` with as many requests of the mean lengths. Raises UserError."""
     lengths = [sum(bounds) // 2 for bounds in (args.prompt_length, args.new_tokens)]
-    command = [*torchrun(args.ranks), "-m", "engine.bench", "--model", args.model, "--requests", str(args.requests)]
+    command = [*on_ranks(args.ranks), "-m", "engine.bench", "--model", args.model, "--requests", str(args.requests)]
     command += ["--prompt-length", str(lengths[0]), "--new-tokens", str(lengths[1]), *shared_flags(args)]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:

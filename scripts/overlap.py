@@ -1,7 +1,7 @@
 """How much of the communication around a tensor-parallel GEMM is hidden, by who fuses the two: the figures of the Flux paper
 (Chang et al., arXiv:2406.06858) on this machine.
 
-    torchrun --standalone --nproc_per_node 4 scripts/overlap.py --shapes llama --seconds 60
+    python launch.py --ranks 4 scripts/overlap.py --shapes llama --seconds 60
 
 Section 2.3 defines effective communication time, ECT = overall time - time of the best GEMM that is not split (equation 1), and
 overlap efficiency, 1 - ECT / ECT of the way that does not overlap: GEMM and NCCL (equation 2). 100 % is communication for nothing,
@@ -488,7 +488,7 @@ def main() -> None:
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast stays off unless asked for
     world = init_world(arguments.device, None if arguments.device == "cpu" or not torch.cuda.is_available() else "nccl")
     if world.world_size == 1:
-        raise UserError("one rank has nothing to exchange: start several, as torchrun --nproc_per_node 4 does")
+        raise UserError("one rank has nothing to exchange: start several, as python launch.py --ranks 4 does")
     on_gpu = world.device.type == "cuda"
     names = arguments.shapes or (["llama", "gpt3"] if on_gpu else ["tiny"])
     sizes = arguments.rows or (list(ROWS) if on_gpu else [16, 8])

@@ -24,6 +24,7 @@ import torch
 from cli import Parser, note, run
 from config import preset
 from errors import UserError
+from processes import on_ranks
 from scripts.corpus import encode_corpus
 from scripts.results import (
     ROOT,
@@ -127,12 +128,12 @@ def metrics(args: argparse.Namespace, variant: str) -> list[dict[str, Any]]:
 
 def launch(args: argparse.Namespace, todo: list[list[str]]) -> str | None:
     """Train on ranks of their own. Returns why that ended early, or None."""
-    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(args.ranks), __file__]
+    line = [*on_ranks(args.ranks), __file__]
     process = subprocess.Popen([*line, TRAIN, json.dumps(todo)], cwd=ROOT)
     try:
         code = process.wait(args.timeout)
     except subprocess.TimeoutExpired:
-        process.terminate()  # torchrun ends its ranks
+        process.terminate()  # the launcher ends its ranks
         process.wait()
         return f"stopped after {args.timeout:.0f} s (--timeout)"
     return f"the training failed with exit code {code}; see above" if code else None

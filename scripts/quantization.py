@@ -5,7 +5,7 @@
 
 The small twin of the Flash Communication paper's figures 4 and 5 and of its tables 4 and 5 (with and without a Hadamard
 rotation). The errors are those of real partial sums, recorded while a model reads held-out stories. Writes
-docs/results/quantization.json and quantization.md; starts torchrun once.
+docs/results/quantization.json and quantization.md; starts ranks once.
 """
 
 import argparse
@@ -30,6 +30,7 @@ from comm import Communicator, Handle, Scheme, choose, parse_scheme
 from comm.quantize import WIDTHS, Format, dequantize_sum, quantize, rotate
 from engine.offline import score
 from errors import UserError
+from processes import on_ranks
 from scripts.accuracy import SEED, perplexity
 from scripts.corpus import documents, render
 from scripts.results import ROOT, add_write_option, describe, machine, results_folder, write_json, write_text
@@ -127,7 +128,7 @@ def phase_error(tensors: list[Tensor], width: Format, scheme: Scheme) -> float:
 
 
 def work(args: argparse.Namespace) -> None:
-    """One torchrun worker: all models and schemes; rank 0 writes the rows."""
+    """One rank: all models and schemes; rank 0 writes the rows."""
     world = init_world("cpu")
     rows = [row for path in args.models for row in evaluate(path, world, args.schemes, args.items)]
     if world.rank == 0:
@@ -136,7 +137,7 @@ def work(args: argparse.Namespace) -> None:
 
 def launch(args: argparse.Namespace) -> list[dict[str, Any]]:
     with tempfile.NamedTemporaryFile(suffix=".json") as rows:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(args.tp), __file__]
+        command = [*on_ranks(args.tp), __file__]
         command += ["--items", str(args.items), "--rows", rows.name, "--models", *map(str, args.models)]
         command += ["--schemes", *args.schemes]
         if subprocess.run(command, cwd=ROOT).returncode:

@@ -42,8 +42,21 @@ def free_port() -> int:
 
 
 def start_server(model: str, ranks: int, port: int) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-    command += ["-m", "server", "--model", model, "--port", str(port), "--max-num-seqs", "64", "--max-queue", "256"]
+    command = [
+        sys.executable,
+        "-m",
+        "server",
+        "--tp",
+        str(ranks),
+        "--model",
+        model,
+        "--port",
+        str(port),
+        "--max-num-seqs",
+        "64",
+        "--max-queue",
+        "256",
+    ]
     quiet = subprocess.DEVNULL
     return subprocess.Popen(command, cwd=ROOT, stdout=quiet, stderr=quiet, env=os.environ | {"OMP_NUM_THREADS": "1"})
 
@@ -60,7 +73,7 @@ async def until_healthy(client: httpx.AsyncClient, seconds: float = 120) -> None
 
 
 def processes(root: int) -> list[int]:
-    """The server's processes: torchrun's children and theirs."""
+    """The server's processes: the launcher's children and theirs."""
     found, todo = [], [root]
     while todo:
         pid = todo.pop()

@@ -7,7 +7,7 @@
 
 One JSON line a configuration goes to --out: its settings, every raw sample, the machine and the versions. A configuration that
 is in the file already is not run again (one that failed is, with --retry), so a sweep that was stopped goes on where it was.
-Each (ranks, environment) is one torchrun, which runs its configurations in turn, the variants of one configuration right after
+Each (ranks, environment) is one launch, which runs its configurations in turn, the variants of one configuration right after
 one another; a crash or an OOM becomes a row with its error. --seeds repeats all of it with other weights and prompts; tables and plots then take
 the runs of all seeds together. Every run is `engine.offline.generate`, as in generate.py. What no
 flag names depends on the device: a GPU takes Llama-3 8B with 1024 + 512 tokens, a CPU the preset `tiny` with 64 + 32.
@@ -41,6 +41,7 @@ from cli import Parser, note, run
 from comm import KNOWN, choose
 from config import PRESETS, has_random_weights
 from errors import UserError
+from processes import on_ranks
 from scripts.quality import quality
 from scripts.results import ROOT, check_output, machine, unwritable
 from scripts.sweep_rows import Row, Setting, finished, interconnect, ratio, read_rows, row_line
@@ -137,7 +138,7 @@ class Start:
         """What a script and its arguments follow."""
         if self.hosts > 1:
             return [sys.executable, str(ROOT / "scripts" / "two_hosts.py"), "--ranks", str(self.ranks), "--device", self.device]
-        return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(self.ranks)]
+        return [*on_ranks(self.ranks)]
 
 
 def launches(settings: Iterable[Setting]) -> Iterator[tuple[Start, list[Setting]]]:
@@ -206,7 +207,7 @@ def launch(
 
         def stop() -> None:
             late.set()
-            process.terminate()  # torchrun ends its ranks
+            process.terminate()  # the launcher ends its ranks
 
         watch = threading.Timer(timeout, stop)
         watch.start()
@@ -231,7 +232,7 @@ def launch(
 
 
 def cause(said: str) -> str:
-    """The line of a failed launch's stderr that says most: a rank's own error rather than torchrun's report."""
+    """The line of a failed launch's stderr that says most: a rank's own error rather than a launcher's report."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     telling = [
         line for line in lines if line.partition(":")[0].endswith(("error", "Error", "Exception")) and "ChildFailed" not in line

@@ -1,4 +1,4 @@
-"""The ranks of a sweep: `scripts/sweep.py` starts them with torchrun and reads what rank 0 says on stdout.
+"""The ranks of a sweep: `scripts/sweep.py` starts them and reads what rank 0 says on stdout.
 
 Configurations that differ in their variant alone are one group. If their models fit in memory together, the variants take
 turns, run by run, so that a machine that slows down slows all of them; if not, each model's runs follow one another.

@@ -1,6 +1,6 @@
 """Where the time of a step goes: computing, communication behind it, and communication that is waited for.
 
-    torchrun --standalone --nproc_per_node 2 scripts/trace.py --model models/tiny-ladder --out out/trace.json
+    python launch.py --ranks 2 scripts/trace.py --model models/tiny-ladder --out out/trace.json
     python scripts/trace.py --read out/trace.json               # the table of a trace that is there already
 
 Profiles one prefill and some decode steps behind a run that warms up, and writes rank 0's trace for ui.perfetto.dev with one

@@ -21,6 +21,7 @@ import matplotlib.pyplot as plt
 from cli import Parser, run
 from errors import UserError
 from figures import BLUE, GREEN, VERMILION
+from processes import on_ranks
 from scripts.results import ROOT, add_write_option, describe, machine, made, results_folder, write_json
 
 Span = tuple[float, float]  # begin and end, ms
@@ -31,7 +32,7 @@ def trace(model: str, ranks: int, prompt_length: int) -> list[dict[str, Any]]:
     """The events of rank 0's trace of a prefill and one decode step."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), "generate.py"]
+        command = [*on_ranks(ranks), "generate.py"]
         command += ["--model", f"models/{model}", "--device", "cpu", "--prompt-length", str(prompt_length)]
         command += ["--max-new-tokens", "2", "--ignore-eos", "--profile", str(path), "--json", "--num-samples", "1"]
         result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

@@ -3,7 +3,7 @@
     python scripts/train_tiny.py --variant hybrid              # one variant, into models/tiny-hybrid
     python scripts/train_tiny.py                               # all six, one after the other
     python scripts/train_tiny.py --tokens 2e6 --out /tmp/try   # a short try on a CPU
-    torchrun --standalone --nproc_per_node 4 scripts/train_tiny.py --variant ladder
+    python launch.py --ranks 4 scripts/train_tiny.py --variant ladder
 
 The corpus is written anew from its seed (`scripts/corpus.py`) and tokenized; the trainer is `training/`'s. The order of windows,
 the initial weights and the schedule depend on the seed alone. The default 300M tokens take a GPU minutes, and a CPU core most

@@ -240,5 +240,5 @@ def test_ranks_must_be_whole_nodes() -> None:
     assert cluster_mesh(2, 4) == Mesh(2, 2)
     with pytest.raises(UserError, match="--gpus-per-node that divides"):
         cluster_mesh(3, 4)
-    with pytest.raises(UserError, match="torchrun --nproc_per_node 2"):
+    with pytest.raises(UserError, match=r"launch\.py --ranks 2"):
         cluster_mesh(None, 1)

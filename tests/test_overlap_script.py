@@ -4,13 +4,13 @@ import json
 import os
 import random
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed; pip install triton")
 
+from processes import on_ranks
 from scripts.overlap import Row, by_shape, line_styles, markdown
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,10 +31,10 @@ def test_efficiency(seed: int) -> None:
 
 
 def test_on_two_cpu_ranks(tmp_path: Path) -> None:
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "scripts/overlap.py", "--device", "cpu"]
+    command = [*on_ranks(2), "scripts/overlap.py", "--device", "cpu"]
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     subprocess.run(
-        [sys.executable, *command, "--rows", "8", "--replays", "2", "--out", str(tmp_path)],
+        [*command, "--rows", "8", "--replays", "2", "--out", str(tmp_path)],
         cwd=ROOT,
         env=environment,
         check=True,

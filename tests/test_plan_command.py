@@ -11,6 +11,7 @@ import pytest
 import cli
 from config import preset
 from errors import UserError
+from processes import on_ranks
 from tests.command_line import ROOT, Finished, environment
 from training import plan
 from training.cluster import load_cluster
@@ -206,8 +207,7 @@ def test_help_teaches(command: Command) -> None:
 
 
 def profile(*args: object, ranks: int = 0) -> Finished:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks else []
-    command = [sys.executable, *torchrun, "-m", "training.profile_collectives", *map(str, args)]
+    command = [*(on_ranks(ranks) if ranks else [sys.executable]), "-m", "training.profile_collectives", *map(str, args)]
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600)
     return Finished(done.returncode, done.stdout, done.stderr)
 
@@ -228,7 +228,7 @@ def test_a_measured_profile_plans_for_the_ranks_it_was_made_on(command: Command,
 
 def test_profiling_needs_ranks_and_a_place_to_write(tmp_path: Path) -> None:
     alone = profile("--out", tmp_path / "profile.json")
-    assert alone.code == 2 and "torchrun --nproc_per_node 2" in alone.err
+    assert alone.code == 2 and "launch.py --ranks 2" in alone.err
     nowhere = profile("--out", tmp_path / "no" / "profile.json")
     assert nowhere.code == 2 and "there is no folder" in nowhere.err
 

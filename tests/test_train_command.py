@@ -23,6 +23,7 @@ from comm import Local
 from config import preset, read_config, with_variant
 from errors import UserError
 from model import Transformer
+from processes import on_ranks
 from tests.command_line import ROOT, environment
 from tests.ranks import Ranks
 from tp import World
@@ -111,8 +112,7 @@ def test_resuming_on_other_ranks_and_plans_gives_the_same_losses(
 
 
 def start(argv: Sequence[str], ranks: int) -> subprocess.Popen[str]:
-    torchrun = ["torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), "-m"] if ranks else []
-    line = [sys.executable, "-m", *torchrun, "training.train", *argv]
+    line = [*(on_ranks(ranks) if ranks else [sys.executable]), "-m", "training.train", *argv]
     return subprocess.Popen(
         line, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )

@@ -1,7 +1,7 @@
 """Turn a pretrained standard model into a hybrid ladder by light retraining (Ladder-residual, arXiv:2501.06589, section 5).
 
     python -m training.tokenize_data --model DIR --chat chats.jsonl --sequence-length 1024 --out chats.bin
-    torchrun --standalone --nproc_per_node 8 -m training.adapt --model DIR --ladder-layers 16 --data chats.bin --steps 500 --out out/hybrid
+    python launch.py --ranks 8 -m training.adapt --model DIR --ladder-layers 16 --data chats.bin --steps 500 --out out/hybrid
 
 The layers that --ladder-layers names (a number: the last so many; or a list, 12-31) take the ladder residual, and the whole
 model goes on training. With --distill, part of the loss is the KL divergence from the original's predictions, which every

@@ -47,7 +47,7 @@ def add_execution_options(parser: argparse.ArgumentParser) -> None:
         help="meshes of parameters, gradients and optimizer states, GPUs a node x nodes: 1,1,8 or 8,8,8x4. auto asks the planner "
         "(python -m training.plan) on GPUs, and shards the optimizer states alone on a CPU (default: auto)",
     )
-    how.add_argument("--gpus-per-node", type=int, metavar="N", help="default: the ranks that torchrun started on this host")
+    how.add_argument("--gpus-per-node", type=int, metavar="N", help="default: the ranks that were started on this host")
     how.add_argument(
         "--cluster",
         metavar="NAME|FILE",

@@ -1,6 +1,6 @@
 """Measure how long collectives take by size and mesh, on the ranks at hand, and write the profile that the planner reads.
 
-    torchrun --standalone --nproc_per_node 4 -m training.profile_collectives --out profile.json
+    python launch.py --ranks 4 -m training.profile_collectives --out profile.json
     torchrun --nnodes 16 --nproc_per_node 8 … -m training.profile_collectives --out profile.json
     python -m training.plan --model llama-7b --gpus 128 --cluster h100 --profile profile.json
 
@@ -48,7 +48,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the profile, JSON")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA with NCCL if there is any, else CPU with gloo")
     parser.add_argument(
-        "--gpus-per-node", type=count, metavar="N", help="ranks of a node (default: those that torchrun started on this one)"
+        "--gpus-per-node", type=count, metavar="N", help="ranks of a node (default: those that were started on this one)"
     )
     parser.add_argument("--smallest", type=count, default=2**14, metavar="BYTES", help="default: 16k")
     parser.add_argument("--largest", type=count, default=2**28, metavar="BYTES", help="in steps of 4 (default: 256M)")
@@ -72,7 +72,7 @@ def cluster_mesh(gpus_per_node: int | None, world_size: int) -> Mesh:
     per_node = gpus_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     if world_size < 2:
         raise UserError(
-            "a single rank has nobody to talk to; start some: torchrun --nproc_per_node 2 -m training.profile_collectives …"
+            "a single rank has nobody to talk to; start some: python launch.py --ranks 2 -m training.profile_collectives …"
         )
     if world_size % per_node:
         raise UserError(f"{world_size} ranks are no whole nodes of {per_node}; give a --gpus-per-node that divides them")

@@ -1,7 +1,7 @@
 """Train a model from scratch, or go on training a checkpoint, on any number of ranks.
 
     python -m training.train --model ladder-1b --data tokens.bin --steps 1000 --out out/ladder-1b --variant ladder
-    torchrun --standalone --nproc_per_node 8 -m training.train --model ladder-1b --data tokens.bin --steps 1000 --out out/1b
+    python launch.py --ranks 8 -m training.train --model ladder-1b --data tokens.bin --steps 1000 --out out/1b
 
 --model takes a preset or a config.json alone (random weights), or a checkpoint directory. --data takes a token file that
 `python -m training.tokenize_data` wrote. The planner chooses how parameters, gradients and optimizer states are sharded, or
