@@ -34,7 +34,6 @@ from engine.offline import Timing, check_prompts, generate, score
 from engine.sampler import SamplingParams
 from engine.stopping import OutputStream
 from errors import UserError
-from launch import start_ranks
 from model import Transformer
 from processes import is_rank
 from profiling import annotate, profiled
@@ -424,6 +423,8 @@ def start() -> tuple[Job, World]:
 
 def main() -> None:
     if not is_rank() and (args := parse_args()).tp and args.tp > 1:
+        from launch import start_ranks  # not above: the ranks do without torch's agent
+
         leave(start_ranks(args.tp, sys.argv))
     job, world = start()
     if job.args.variant:
