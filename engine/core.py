@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 from engine.block_manager import BlockManager
+from engine.grammars import COMPILED, MAX_COMPILING, Grammars, Job, error_of
 from engine.graph_runner import Capacity, build_runner
-from engine.logits import Grammars, advance, new_state
+from engine.logits import advance, new_state
 from engine.paged_cache import PagedCache
 from engine.protocol import Abort, Refused, Stats, Submit, TokenLogprobs, TokenOutput
 from engine.runner import Flight, StepResult, is_plain
@@ -83,7 +84,9 @@ class Engine:
         self.runner = build_runner(model, cache, text_ids, capacity)
         self._ahead: Flight | None = None
         self.grammars = Grammars(tokenizer, config.vocab_size)
-        self.vocab_size, self.device = config.vocab_size, world.device
+        self.compiling: dict[Job, list[Sequence]] = {}  # requests outside the scheduler, by the grammar they wait for
+        self.refused: list[Refused] = []  # by `admit` and `step`, for the worker to send
+        self.vocab_size, self.world = config.vocab_size, world
         self.meter = Meter()
         self._waited = model.comm.waited or 0.0
 
@@ -99,15 +102,51 @@ class Engine:
         try:
             if not message.prompt_ids:
                 raise UserError("the prompt is empty; give at least one token")
-            sequence.state = new_state(message.params, message.prompt_ids, self.vocab_size, self.grammars, self.device)
-            self.scheduler.add(sequence)
+            sequence.state = new_state(message.params, message.prompt_ids, self.vocab_size, self.world.device)
+            self.scheduler.check(sequence)
+            grammar = message.params.grammar
+            if grammar is not None:
+                self.grammars.check(grammar)
         except UserError as e:
             return Refused(message.request_id, str(e))
+        if grammar is None:
+            self.scheduler.add(sequence)
+        else:
+            if grammar not in (job.text for job in self.compiling) and len(self.compiling) >= MAX_COMPILING:
+                why = f"{len(self.compiling)} other grammars are waiting to be compiled; try again later"
+                return Refused(message.request_id, why, busy=True)
+            self.compiling.setdefault(self.grammars.start(grammar), []).append(sequence)
         self.meter.prompt_tokens += sequence.prompt_length
         return None
 
     def abort(self, message: Abort) -> None:
+        for job, waiting in self.compiling.items():
+            if left := [s for s in waiting if s.request_id != message.request_id]:
+                self.compiling[job] = left
+            elif waiting:
+                del self.compiling[job]
+                self.grammars.finished(job)
+                return
         self.scheduler.abort(message.request_id)
+
+    def admit(self) -> None:
+        """Queue the requests whose grammar all ranks have compiled, and refuse those whose grammar failed on any: the ranks compile
+        at their own speeds, but decide together."""
+        if not self.compiling:
+            return
+        states = torch.tensor([job.state for job in self.compiling])
+        if self.world.world_size > 1:
+            dist.all_reduce(states, op=dist.ReduceOp.MIN, group=self.world.control)
+        for job, state in zip(list(self.compiling), states.tolist(), strict=True):
+            if not state:
+                continue
+            for sequence in self.compiling.pop(job):
+                if state == COMPILED:
+                    sequence.state.matcher = job.matcher.deep_copy()
+                    self.scheduler.add(sequence)
+                else:
+                    self.refused.append(Refused(sequence.request_id, job.error or "another rank could not compile the grammar"))
+            self.grammars.finished(job)
 
     def has_work(self) -> bool:
         if not self.scheduler.has_work():
@@ -145,9 +184,18 @@ class Engine:
             kept = [i for i, chunk in enumerate(chunks) if chunk.sequence.finish_reason is None]
             chunks, tokens, logprobs = [chunks[i] for i in kept], [tokens[i] for i in kept], [logprobs[i] for i in kept]
         for (sequence, token), entry in zip(self.scheduler.update(chunks, tokens), logprobs, strict=True):
-            if advance(sequence, token) and sequence.finish_reason is None:
-                self.scheduler.finish(sequence, "stop")
+            if advance(sequence, token):
+                if problem := error_of(sequence.state.matcher):
+                    self._fail(sequence, problem)
+                    continue
+                if sequence.finish_reason is None:
+                    self.scheduler.finish(sequence, "stop")
             yield sequence, token, entry
+
+    def _fail(self, sequence: Sequence, problem: str) -> None:
+        if sequence.finish_reason is None:
+            self.scheduler.finish(sequence, "error")
+        self.refused.append(Refused(sequence.request_id, problem))
 
     def _output(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> TokenOutput:
         output = TokenOutput(
@@ -173,7 +221,7 @@ class Engine:
         steps, seconds, batch_tokens = meter.take()
         return Stats(
             running=len(scheduler.running),
-            waiting=len(scheduler.waiting),
+            waiting=len(scheduler.waiting) + sum(map(len, self.compiling.values())),
             kv_blocks_used=scheduler.blocks.used,
             kv_blocks_total=scheduler.blocks.n_blocks,
             prefix_queries=scheduler.prefix_queries,

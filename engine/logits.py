@@ -11,7 +11,6 @@ from torch import Tensor
 from engine.protocol import Logprob, RequestParams, TokenLogprobs
 from engine.scheduler import Sequence
 from errors import UserError
-from tokenizer import Tokenizer
 
 SCORE_CHUNK = 512  # tokens whose logits are held at once while scoring
 
@@ -28,51 +27,8 @@ class SamplingState:
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
 
 
-class Grammars:
-    """Compiles grammars for one tokenizer (llguidance). All ranks compile the same one and so mask alike."""
-
-    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
-        self.tokenizer, self.vocab_size = tokenizer, vocab_size
-        self._compiled: Any = None
-
-    def matcher(self, grammar: str) -> Any:
-        """Raises UserError for a grammar that cannot be compiled."""
-        import llguidance
-
-        if self.tokenizer is None:
-            raise UserError("this model has no tokenizer, so it cannot follow a grammar; ask for plain text")
-        if not self.tokenizer.eos_ids:
-            raise UserError("this model has no end-of-text token, so it cannot follow a grammar; ask for plain text")
-        if self._compiled is None:
-            wrapper = llguidance.TokenizerWrapper(_LLGuidanceTokenizer(self.tokenizer, self.vocab_size))
-            self._compiled = llguidance.LLTokenizer(wrapper, eos_token=list(self.tokenizer.eos_ids))
-        matcher = llguidance.LLMatcher(self._compiled, grammar)
-        if matcher.is_error():
-            raise UserError(f"the grammar or JSON schema cannot be used: {matcher.get_error().splitlines()[0]}")
-        return matcher
-
-
-class _LLGuidanceTokenizer:
-    """The view of a tokenizer that llguidance asks for: each id's bytes, and a way to encode."""
-
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
-        self.eos_token_id = tokenizer.eos_ids[0]
-        self.bos_token_id = tokenizer.bos_id
-        self.special_token_ids = sorted(tokenizer.special_ids)
-        known = [tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)]
-        self.tokens = known + [b""] * (vocab_size - len(known))
-        self._tokenizer = tokenizer
-
-    def __call__(self, text: str | bytes) -> list[int]:
-        if isinstance(text, bytes):
-            text = text.decode("utf-8", errors="replace")
-        return self._tokenizer.encode(text, add_special_tokens=False, parse_special=False)
-
-
-def new_state(
-    params: RequestParams, prompt: List[int], vocab_size: int, grammars: Grammars, device: torch.device
-) -> SamplingState:
-    """The state a request begins with. Raises UserError for ids outside the vocabulary or a bad grammar."""
+def new_state(params: RequestParams, prompt: List[int], vocab_size: int, device: torch.device) -> SamplingState:
+    """The state a request begins with, but for its grammar's matcher. Raises UserError for ids outside the vocabulary."""
     state = SamplingState()
     ids = [*params.logit_bias, *(params.allowed_token_ids or ()), *params.stop_token_ids, *prompt]
     outside = next((i for i in ids if not 0 <= i < vocab_size), None)
@@ -92,8 +48,6 @@ def new_state(
         state.bias[torch.tensor(list(params.logit_bias), device=device)] += torch.tensor(
             list(params.logit_bias.values()), device=device
         )
-    if params.grammar is not None:
-        state.matcher = grammars.matcher(params.grammar)
     return state
 
 
@@ -108,12 +62,13 @@ def process(logits: Tensor, sequences: List[Sequence]) -> Tensor:
         sequence, state = sequences[i], sequences[i].state
         if state.bias is not None:
             logits[i] += state.bias
-        if sequence.generated < sequence.params.min_tokens and sequence.params.stop_token_ids:
+        too_short = sequence.generated < sequence.params.min_tokens and bool(sequence.params.stop_token_ids)
+        if too_short:
             logits[i, torch.tensor(sequence.params.stop_token_ids, device=logits.device)] = -torch.inf
         if state.matcher is not None:
             banned = ~allowed(state.matcher, logits.shape[-1]).to(logits.device)
-            if state.bias is not None and bool((logits[i].isneginf() | banned).all()):
-                logits[i] = raw[i]  # allowed_token_ids leave nothing of what the grammar needs here; the grammar wins
+            if (state.bias is not None or too_short) and bool((logits[i].isneginf() | banned).all()):
+                logits[i] = raw[i]  # nothing is left of what the grammar needs here; the grammar wins
             logits[i].masked_fill_(banned, -torch.inf)
     return logits
 
@@ -165,7 +120,7 @@ def allowed(matcher: Any, vocab_size: int) -> Tensor:
 
 
 def advance(sequence: Sequence, token: int) -> bool:
-    """Tell a grammar what was drawn. Returns whether the text is complete and nothing may follow."""
+    """Tell a grammar what was drawn. Returns whether nothing may follow: the text is complete, or the matcher is in error."""
     matcher = sequence.state.matcher
     if matcher is None:
         return False

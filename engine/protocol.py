@@ -99,10 +99,12 @@ class Outputs(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """A request that can never run (too long for the KV cache, a bad grammar); `message` is for a 400."""
+    """A request that cannot run (too long for the KV cache, a bad grammar), or go on (a grammar that became too complex);
+    `message` is for a 400, or a 429 if `busy`."""
 
     request_id: str
     message: str
+    busy: bool = False  # it might run later
 
 
 class Stats(msgspec.Struct, frozen=True, tag=True):

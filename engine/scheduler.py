@@ -67,8 +67,8 @@ class Scheduler:
         self.by_id: dict[str, Sequence] = {}
         self.preemptions = self.prefix_queries = self.prefix_hits = 0
 
-    def add(self, sequence: Sequence) -> None:
-        """Queue a request. Raises UserError if it can never run, however long it waits."""
+    def check(self, sequence: Sequence) -> None:
+        """Raises UserError if it can never run, however long it waits."""
         longest = sequence.longest
         if longest > self.max_model_len:
             raise UserError(
@@ -81,6 +81,10 @@ class Scheduler:
                 f"{longest} tokens need {needed} KV-cache blocks, but there are only {self.blocks.n_blocks}; shorten the prompt, "
                 "lower max_tokens, or start the server with more --kv-memory"
             )
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a request. Raises UserError if it can never run, however long it waits."""
+        self.check(sequence)
         self.by_id[sequence.request_id] = sequence
         self.waiting.append(sequence)
 

@@ -29,6 +29,7 @@ from engine.protocol import (
 from tp import World
 
 IDLE_SECONDS = 1.0  # longest silence towards the other ranks
+COMPILING_SECONDS = 0.005  # between looks at grammars, while nothing else is to do
 STATS_SECONDS = 0.25
 
 
@@ -94,20 +95,27 @@ def serve(engine: Engine, world: World, link: FrontendLink | None, ready: Ready,
     send: Callable[[FromEngine], None] = link.send if link else lambda _: None
     gc.collect()  # or freezing would keep what is garbage by now, with its memory
     gc.freeze()  # the garbage collector never walks over what was loaded: that takes longer than a step
+    engine.grammars.warm_up()
     send(ready)
     last_stats = 0.0
     while True:
-        events = link.receive(0.0 if engine.has_work() else IDLE_SECONDS) if link else []
+        timeout = 0.0 if engine.has_work() else COMPILING_SECONDS if engine.compiling else IDLE_SECONDS
+        events = link.receive(timeout) if link else []
         if link and not alive():
             events.append(encode(Shutdown()))
         if not apply(engine, share(world, events), send):
             return
+        engine.admit()
         if engine.has_work() and (outputs := engine.step()):
             send(Outputs(outputs))
+        for refused in engine.refused:
+            send(refused)
+        engine.refused.clear()
         now = time.monotonic()
-        if not engine.has_work():
+        idle = not engine.has_work() and not engine.compiling
+        if idle:
             engine.runner.model.comm.check()
-        if link and (now - last_stats > STATS_SECONDS or not engine.has_work()):
+        if link and (now - last_stats > STATS_SECONDS or idle):
             send(engine.stats())
             last_stats = now
 

@@ -3,6 +3,7 @@ alone."""
 
 import json
 import random
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -156,7 +157,7 @@ def serve(
     answers = {s.request_id: Answer() for s in submits}
     coming = iter(submits)
     number, last = 0, False
-    while engine.has_work() or not last:
+    while engine.has_work() or engine.compiling or not last:
         for _ in range(at_once):
             arrived = next(coming, None)
             if arrived is None:
@@ -165,8 +166,11 @@ def serve(
             assert engine.submit(arrived) is None
         if aborts and number in aborts:
             engine.abort(Abort(aborts[number]))
+        engine.admit()
         if engine.has_work():
             step(engine, answers)
+        elif engine.compiling:
+            time.sleep(0.001)
         number += 1
         assert number < 5000, "the engine does not come to an end"
     assert engine.scheduler.blocks.used == 0

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from transformers import MinNewTokensLengthLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
-from engine.logits import Grammars, advance, allowed, new_state, process, token_logprobs
+from engine.grammars import Grammars
+from engine.logits import advance, allowed, new_state, process, token_logprobs
 from engine.protocol import RequestParams
 from engine.scheduler import Sequence
 from errors import UserError
@@ -29,13 +30,12 @@ CPU = torch.device("cpu")
 TINY = Path(__file__).resolve().parent.parent / "models" / "tiny-hybrid"
 VOCAB = 37
 MODEL_VOCAB = 1030  # a model's vocabulary may be padded beyond the tokenizer's 1024
-NO_GRAMMARS = Grammars(None, VOCAB)
 
 
 def sequence_of(prompt: list[int], output: list[int], vocab: int = VOCAB, **params: Any) -> Sequence:
     wanted = RequestParams(max_tokens=100, **params)
     sequence = Sequence("a", [*prompt, *output], len(prompt), wanted)
-    sequence.state = new_state(wanted, prompt, vocab, NO_GRAMMARS, CPU)
+    sequence.state = new_state(wanted, prompt, vocab, CPU)
     return sequence
 
 
@@ -241,7 +241,8 @@ def generate(grammar: str, temperature: float, limit: int = 4000, **params: Any)
     assert tokenizer is not None
     wanted = RequestParams(max_tokens=limit, grammar=grammar, **params)
     sequence = Sequence("a", [5], 1, wanted)
-    sequence.state = new_state(wanted, [5], MODEL_VOCAB, grammars(), CPU)
+    sequence.state = new_state(wanted, [5], MODEL_VOCAB, CPU)
+    sequence.state.matcher = grammars().compile(grammar)
     while sequence.generated < limit:
         logits = process(torch.randn(1, MODEL_VOCAB) / temperature, [sequence])
         token = int((logits[0] - torch.empty(MODEL_VOCAB).exponential_().log()).argmax())
@@ -299,7 +300,7 @@ def test_the_mask_is_what_the_grammar_allows(seed: int) -> None:
     tokenizer = grammars().tokenizer
     assert tokenizer is not None
     pieces = {i: tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size) if i not in tokenizer.special_ids}
-    matcher = grammars().matcher('start: "a" ("b" | "c")?')
+    matcher = grammars().compile('start: "a" ("b" | "c")?')
 
     def ids() -> set[int]:
         mask = allowed(matcher, MODEL_VOCAB)
@@ -332,9 +333,8 @@ def test_the_mask_is_what_the_grammar_allows(seed: int) -> None:
     ],
 )
 def test_a_bad_grammar_is_refused_in_one_line(grammar: str) -> None:
-    params = RequestParams(max_tokens=5, grammar=grammar)
     with pytest.raises(UserError, match=r"^the grammar or JSON schema cannot be used: .") as error:
-        new_state(params, [1], MODEL_VOCAB, grammars(), CPU)
+        grammars().compile(grammar)
     assert "\n" not in str(error.value)
     generate("start: /[0-9]{2}/", 1.0)  # the next one is not harmed
 
@@ -344,9 +344,8 @@ def test_a_model_that_cannot_follow_a_grammar_says_so() -> None:
         eos_ids = ()
 
     for tokenizer, why in ((None, "no tokenizer"), (Endless(), "no end-of-text token")):
-        params = RequestParams(max_tokens=5, grammar='start: "a"')
         with pytest.raises(UserError, match=why):
-            new_state(params, [1], VOCAB, Grammars(tokenizer, VOCAB), CPU)  # type: ignore[arg-type]
+            Grammars(tokenizer, VOCAB).check('start: "a"')  # type: ignore[arg-type]
 
 
 # --- log-probabilities -----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,172 @@
+"""Grammars: compiled beside the step loop, once for each text, within limits that do not depend on time.
+
+A rank compiles in one thread of low priority; llguidance gives the interpreter free meanwhile, so steps go on. What is compiled is
+kept, and every sequence gets a copy. The limits count what llguidance does instead of its seconds, so that all ranks decide alike.
+
+Imports no torch: the frontend validates with the same limits, in processes that should stay small.
+"""
+
+import contextlib
+import os
+import threading
+from collections import OrderedDict
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+from errors import UserError
+
+if TYPE_CHECKING:
+    from tokenizer import Tokenizer
+
+MAX_TEXT = 1 << 20  # bytes of one grammar
+MAX_COMPILING = 32  # different grammars that requests wait for
+CACHED = 32  # grammars kept for the next request
+CACHED_TEXT = 4 << 20  # bytes of their texts; compiled, a grammar takes about 50 times as much
+NICENESS = 10
+
+FAILED, COMPILED = 1, 2  # 0: not yet
+
+
+def limits() -> Any:
+    """How much one grammar may cost: at most about 0.5 s to build the lexer, 5 ms and 64 MB for the mask of one sequence's step."""
+    import llguidance
+
+    return llguidance.LLParserLimits(
+        initial_lexer_fuel=1_000_000,
+        step_lexer_fuel=100_000,
+        step_max_items=10_000,
+        max_items_in_row=1_000,
+        max_lexer_states=20_000,
+        max_grammar_size=200_000,
+        verbose_errors=False,
+    )
+
+
+class Job:
+    """One grammar on its way. The thread writes `matcher` or `error`, then `state`."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.state = 0
+        self.matcher: Any = None  # llguidance's; never advanced
+        self.error = ""
+        self.wanted = True
+
+
+class Grammars:
+    """The grammars of one model on this rank."""
+
+    def __init__(self, tokenizer: "Tokenizer | None", vocab_size: int) -> None:
+        self.tokenizer, self.vocab_size = tokenizer, vocab_size
+        self._for_library: Any = None
+        self._jobs: dict[str, Job] = {}  # not yet done
+        self._cache: OrderedDict[str, Job] = OrderedDict()  # least recently used first
+        self._queue: SimpleQueue[Job | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def check(self, text: str) -> None:
+        """Raises UserError for what needs no compiler to be refused."""
+        if self.tokenizer is None:
+            raise UserError("this model has no tokenizer, so it cannot follow a grammar; ask for plain text")
+        if not self.tokenizer.eos_ids:
+            raise UserError("this model has no end-of-text token, so it cannot follow a grammar; ask for plain text")
+        if len(text.encode()) > MAX_TEXT:
+            raise UserError(f"the grammar or JSON schema is longer than {MAX_TEXT} bytes; send a smaller one")
+
+    def warm_up(self) -> None:
+        """Prepare the tokenizer's view, which takes seconds for a large vocabulary, before the first grammar needs it."""
+        if self.tokenizer is not None and self.tokenizer.eos_ids:
+            self._put(None)
+
+    def start(self, text: str) -> Job:
+        """The job of a grammar: done already, under way, or begun now."""
+        job = self._cache.pop(text, None) or self._jobs.get(text)
+        if job is None:
+            job = self._jobs[text] = Job(text)
+            self._put(job)
+        if job.state:
+            self._keep(job)
+        return job
+
+    def finished(self, job: Job) -> None:
+        """Requests stopped waiting for it: compiled, it is kept; unless it runs already, it never will."""
+        self._jobs.pop(job.text, None)
+        if job.state:
+            self._keep(job)
+        else:
+            job.wanted = False
+
+    def compile(self, text: str) -> Any:
+        """A matcher whose first mask is computed, in this thread. Raises UserError."""
+        import llguidance
+
+        self.check(text)
+        matcher = llguidance.LLMatcher(self._tokenizer(), text, log_level=0, limits=limits())
+        if not matcher.is_error():
+            matcher.compute_logit_bias()  # some limits show only here
+        if problem := error_of(matcher):
+            raise UserError(problem)
+        return matcher
+
+    def _keep(self, job: Job) -> None:
+        if job.state != COMPILED:
+            return
+        self._cache[job.text] = job
+        self._cache.move_to_end(job.text)
+        while len(self._cache) > CACHED or sum(map(len, self._cache)) > CACHED_TEXT:
+            self._cache.popitem(last=False)
+
+    def _tokenizer(self) -> Any:
+        import llguidance
+
+        if self._for_library is None:
+            assert self.tokenizer is not None
+            wrapper = llguidance.TokenizerWrapper(_LLGuidanceTokenizer(self.tokenizer, self.vocab_size))
+            self._for_library = llguidance.LLTokenizer(wrapper, eos_token=list(self.tokenizer.eos_ids))
+        return self._for_library
+
+    def _put(self, job: Job | None) -> None:
+        self._queue.put(job)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="grammars", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError, AttributeError):  # Linux alone gives threads a priority of their own
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        while True:
+            job = self._queue.get()
+            if job is None:
+                self._tokenizer()
+            elif job.wanted:
+                try:
+                    job.matcher = self.compile(job.text)
+                    job.state = COMPILED
+                except Exception as e:  # whatever it is, a grammar must not end the engine
+                    job.error = str(e)
+                    job.state = FAILED
+
+
+def error_of(matcher: Any) -> str:
+    """What is wrong with a matcher, in one line; empty if nothing is."""
+    if not matcher.is_error():
+        return ""
+    lines = matcher.get_error().splitlines() or ["unknown error"]
+    return f"the grammar or JSON schema cannot be used: {lines[0][:300]}"
+
+
+class _LLGuidanceTokenizer:
+    """The view of a tokenizer that llguidance asks for: each id's bytes, and a way to encode."""
+
+    def __init__(self, tokenizer: "Tokenizer", vocab_size: int) -> None:
+        self.eos_token_id = tokenizer.eos_ids[0]
+        self.bos_token_id = tokenizer.bos_id
+        self.special_token_ids = sorted(tokenizer.special_ids)
+        known = [tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)]
+        self.tokens = known + [b""] * (vocab_size - len(known))
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        if isinstance(text, bytes):
+            text = text.decode("utf-8", errors="replace")
+        return self._tokenizer.encode(text, add_special_tokens=False, parse_special=False)
