@@ -8,7 +8,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import FileResponse, HTMLResponse, Response
 from starlette.staticfiles import StaticFiles
 
-from server import problems, replies
+from server import grammar, problems, replies
 from server.bodies import BoundedRoute
 from server.chat import Chat, chat_ids, conversation
 from server.completions import Completion, read_prompts
@@ -43,7 +43,7 @@ def create_app(settings: Settings, client: EngineClient, tokenizer: Tokenizer) -
     app.add_middleware(BodyLimit, limit=settings.max_body_bytes, timeout=settings.idle_timeout)
     app.add_middleware(ApiKey, keys=settings.api_key, protect_metrics=settings.protect_metrics)
     if settings.cors_origin:  # outside of the key: browsers ask for permission without one
-        exposed = ["X-Request-Id", "X-Rung-Ignored", "Retry-After"]
+        exposed = ["X-Request-Id", "X-Rung-Ignored", grammar.NOT_ENFORCED, "Retry-After"]
         app.add_middleware(
             CORSMiddleware, allow_origins=settings.cors_origin, allow_methods=["*"], allow_headers=["*"], expose_headers=exposed
         )
@@ -88,6 +88,8 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         note = request.state.note
         if job.body.user:
             note["user"] = job.body.user
+        if left_out := grammar.name_left_out(job.compiled):
+            note["not_enforced"] = left_out
         if job.body.stream:
             return EventStream(job.events(note), service.settings.idle_timeout)
         return _json(await unless_gone(request.receive, job.answer(note)))
@@ -103,7 +105,8 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         _check(service, request, body)
         service.check_ready()
         prompts, echoes = await unless_gone(request.receive, read_prompts(service, body))
-        return await respond(request, Completion(service, body, prompts, echoes))
+        compiled = await grammar.for_request(service, body, request.receive)
+        return await respond(request, Completion(service, body, prompts, echoes, compiled))
 
     @app.post(
         "/v1/chat/completions",
@@ -117,7 +120,8 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         service.check_ready()
         size = len(await request.body())
         ids = await unless_gone(request.receive, chat_ids(service, body, size))
-        return await respond(request, Chat(service, body, ids))
+        compiled = await grammar.for_request(service, body, request.receive)
+        return await respond(request, Chat(service, body, ids, compiled))
 
 
 def _add_tokens(app: FastAPI, service: Service) -> None:

@@ -22,6 +22,7 @@ from server.generation import (
     room_for,
     stream,
 )
+from server.json_schema import Compiled
 from server.logprobs import chat_layout
 from server.problems import bad
 from server.prompts import SLOW_TEXT, Conversation, chat_prompt
@@ -100,19 +101,18 @@ def _for_template(message: ChatMessage) -> dict[str, Any]:
 class Chat:
     """One request. `ids`: of its conversation."""
 
-    def __init__(self, service: Service, body: ChatBody, ids: list[int]) -> None:
-        self.service, self.body = service, body
+    def __init__(self, service: Service, body: ChatBody, ids: list[int], compiled: Compiled) -> None:
+        self.service, self.body, self.compiled = service, body, compiled
         self.forced = bool(body.forced_tools)
         self.may_call = bool(body.tools) and body.tool_choice != "none"
         ids = fit_prompt(service, ids, body.truncate_prompt_tokens, body.limit, "messages")
         name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         limit = fit_answer(service, len(ids), body.limit, None, name, "messages")
-        compiled = grammar.for_tools(body.forced_tools) if self.forced else grammar.for_format(body)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         self.plan = Plan(
             id=new_id("chatcmpl", body),
             prompts=[Prompt(ids)],
-            params=[make_params(service, body, limit, logprobs, body.prompt_logprobs, compiled)],
+            params=[make_params(service, body, limit, logprobs, body.prompt_logprobs, compiled.grammar or None)],
             choices=body.n or 1,
             stop=body.stops,
             include_stop=bool(body.include_stop_str_in_output),
@@ -138,7 +138,7 @@ class Chat:
         return reply
 
     def _choice(self, delta: Delta) -> dict[str, Any]:
-        calls = grammar.parse_calls(delta.text, self.body) if self.may_call else None
+        calls, whole = self.calls(delta.text) if self.may_call else (None, False)
         message: dict[str, Any] = {"role": "assistant", "content": None if calls else delta.text, "refusal": None}
         if calls:
             message["tool_calls"] = calls
@@ -146,12 +146,19 @@ class Chat:
             "index": delta.index,
             "message": message,
             "logprobs": self.logprobs(delta),
-            "finish_reason": "tool_calls" if calls else delta.finish_reason,
+            "finish_reason": "tool_calls" if whole else delta.finish_reason,
             "stop_reason": delta.stop_reason,
         }
         if self.body.return_token_ids:
             choice["token_ids"] = delta.token_ids
         return choice
+
+    def calls(self, text: str) -> tuple[list[dict[str, Any]] | None, bool]:
+        """The tool calls of a whole answer, and whether they are complete: a forced one may have been cut off."""
+        calls = grammar.parse_calls(text, self.body)
+        if calls is None and self.forced:
+            return grammar.parse_cut_call(text, self.body), False
+        return calls, calls is not None
 
     def logprobs(self, delta: Delta) -> dict[str, Any] | None:
         if delta.logprobs is None:
@@ -212,11 +219,11 @@ class _ChoiceStream:
         return bool(delta.text or delta.logprobs or body.return_token_ids or self.chat.continuous_usage)
 
     def _content(self, whole: Delta) -> dict[str, Any]:
-        calls = grammar.parse_calls(whole.text, self.chat.body) if self.undecided else None
+        calls, complete = self.chat.calls(whole.text) if self.undecided else (None, False)
         new: dict[str, Any] = {"content": whole.text} if whole.text else {}
         if calls:
             new = {"tool_calls": [{"index": i, **call} for i, call in enumerate(calls)]}
-        choice = self._chunk(whole.index, new, "tool_calls" if calls else whole.finish_reason)
+        choice = self._chunk(whole.index, new, "tool_calls" if complete else whole.finish_reason)
         choice["logprobs"] = self.chat.logprobs(whole)
         if whole.finish_reason:
             choice["stop_reason"] = whole.stop_reason

@@ -3,7 +3,6 @@
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from server import grammar
 from server.generation import (
     Chunks,
     Delta,
@@ -20,6 +19,7 @@ from server.generation import (
     room_for,
     stream,
 )
+from server.json_schema import Compiled
 from server.logprobs import completion_layout
 from server.prompts import LONG_TEXT, SLOW_TEXT, Room, check_length, prompt_texts, text_prompts
 from server.schemas import CompletionBody
@@ -33,10 +33,11 @@ PROMPT_WORK = 64  # of an empty prompt, in characters
 class Completion:
     """One request. `prompts`, `echoes`: from `read_prompts`."""
 
-    def __init__(self, service: Service, body: CompletionBody, prompts: list[Prompt], echoes: list[str]) -> None:
-        self.service, self.body, self.echoes = service, body, echoes
+    def __init__(
+        self, service: Service, body: CompletionBody, prompts: list[Prompt], echoes: list[str], compiled: Compiled
+    ) -> None:
+        self.service, self.body, self.echoes, self.compiled = service, body, echoes, compiled
         self.skip_special = body.skip_special_tokens is not False
-        compiled = grammar.for_format(body)
         scores = body.prompt_logprobs
         if body.echo and body.logprobs is not None:
             scores = max(body.logprobs, scores or 0)
@@ -46,7 +47,7 @@ class Completion:
         for prompt in prompts:
             room = fit_answer(service, len(prompt.ids), body.max_tokens, DEFAULT_MAX_TOKENS)
             limits.append(room)
-            params.append(make_params(service, body, room, wanted, scores, compiled))
+            params.append(make_params(service, body, room, wanted, scores, compiled.grammar or None))
         self.plan = Plan(
             id=new_id("cmpl", body),
             prompts=prompts,

@@ -1,70 +1,70 @@
-"""JSON by force: grammars for the engine's mask, and tool calls read back from the text."""
+"""JSON by force: the grammar that a request asks for, and tool calls read back from the text."""
 
 import json
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
-from llguidance import LLMatcher
+from starlette.types import Receive
 
+from engine.grammars import MAX_TEXT
+from server.json_schema import Compiled, SchemaError, compile_calls, compile_schema
 from server.problems import bad
-from server.schemas import ChatBody, GenerationBody, JsonSchemaResponseFormat, Tool
+from server.schemas import ChatBody, GenerationBody, JsonSchemaResponseFormat
+from server.service import Service
+from server.sse import unless_gone
 
-# At most one space between the parts: a small model could otherwise fill the answer with blank lines.
-WHITESPACE: Any = {"whitespace_pattern": "[ ]?"}
 TAGGED_CALL = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
+CUT_CALL = re.compile(r'\s*\{ ?"name" ?: ?"([A-Za-z0-9_.-]+)" ?, ?"arguments" ?: ?(.*)', re.DOTALL)
+UNCONSTRAINED = Compiled("")
+NOT_ENFORCED = "X-Rung-Not-Enforced"  # response header: keywords of schemas that were left out, as JSON pointers
+MAX_NAMED = 10  # of them
+KEPT = 64  # grammars of earlier requests
+KEPT_TEXT = 4 << 20  # characters of them and of their schemas
+UNCONSTRAINED = Compiled("")
 
 
-def for_format(body: GenerationBody) -> str | None:
+async def for_request(service: Service, body: GenerationBody, receive: Receive) -> Compiled:
+    """The grammar of a forced tool call or of a JSON format. Raises a 400 that names the field for a schema that is wrong, or strict
+    and beyond what can be enforced; ClientGone if nobody waits for it any more."""
+    tools = body.forced_tools if isinstance(body, ChatBody) else []
     chosen = body.json_format
-    if chosen is None:
-        return None
-    schema = chosen.json_schema.schema_ if isinstance(chosen, JsonSchemaResponseFormat) else {"type": "object"}
-    return compile_schema(schema, "response_format")
-
-
-def for_tools(tools: Sequence[Tool]) -> str:
-    """One call: {"name": …, "arguments": {…}} of one of `tools`."""
-    calls, definitions = [], {}
-    for i, tool in enumerate(tools):
-        arguments = tool.function.parameters or {"type": "object"}
-        if tool.function.parameters and len(tools) > 1:
-            compile_schema(arguments, f"tools.{i}.function.parameters")  # the error names the tool
-        # `#/…` in a tool's schema means its own root, which is not the root of the whole any more
-        definitions[f"tool{i}"] = _move_references(arguments, f"#/$defs/tool{i}")
-        calls.append(
-            {
-                "type": "object",
-                "properties": {"name": {"const": tool.function.name}, "arguments": {"$ref": f"#/$defs/tool{i}"}},
-                "required": ["name", "arguments"],
-                "additionalProperties": False,
-            }
-        )
-    return compile_schema({"anyOf": calls, "$defs": definitions}, "tools")
-
-
-def _move_references(schema: Any, root: str) -> Any:
-    if isinstance(schema, dict):
-        return {
-            key: root + value[1:]
-            if key == "$ref" and isinstance(value, str) and value.startswith("#")
-            else _move_references(value, root)
-            for key, value in schema.items()
-        }
-    return [_move_references(item, root) for item in schema] if isinstance(schema, list) else schema
-
-
-def compile_schema(schema: dict[str, Any], param: str) -> str:
-    """The grammar. Raises a 400 that names `param` for a schema that the library cannot enforce."""
     try:
-        grammar: str = LLMatcher.grammar_from_json_schema(schema, overrides=WHITESPACE)
-        problem = LLMatcher.validate_grammar(grammar)
-    except Exception as e:  # the library raises ValueError, TypeError and RecursionError for schemas from strangers
-        problem = str(e)
-    if problem:
-        raise bad(param, f"has a schema that cannot be enforced: {' '.join(problem.split())[:300]}", "invalid_schema")
-    return grammar
+        if tools:
+            functions = [(tool.function.name, tool.function.parameters, tool.function.strict is True) for tool in tools]
+            return await unless_gone(receive, _compiled(service, compile_calls, functions))
+        if isinstance(chosen, JsonSchemaResponseFormat):
+            schema, strict = chosen.json_schema.schema_, chosen.json_schema.strict is True
+            return await unless_gone(receive, _compiled(service, compile_schema, schema, strict))
+        return await _compiled(service, compile_schema, {"type": "object"}, True) if chosen else UNCONSTRAINED
+    except SchemaError as e:
+        param = "response_format" if not tools else "tools" if e.tool is None else f"tools.{e.tool}.function.parameters"
+        raise bad(param, f"has a schema that cannot be enforced: {e}", "invalid_schema") from e
+
+
+async def _compiled(service: Service, compiler: Callable[..., Compiled], *arguments: Any) -> Compiled:
+    """What a worker compiles; the next request with the same schema gets it at once."""
+    try:
+        key = compiler.__name__, json.dumps(arguments)
+    except RecursionError as e:
+        raise SchemaError("it is nested too deeply") from e
+    if len(key[1]) > MAX_TEXT:
+        raise SchemaError(f"it is longer than {MAX_TEXT} characters")
+    kept = service.grammars
+    compiled = kept[key] if key in kept else await service.workers.run(compiler, *arguments, slow=True)
+    kept[key] = compiled
+    kept.move_to_end(key)
+    while len(kept) > KEPT or sum(len(asked) + len(found.grammar) for (_, asked), found in kept.items()) > KEPT_TEXT:
+        kept.popitem(last=False)
+    return compiled
+
+
+def name_left_out(compiled: Compiled) -> str:
+    """What was left out, as a header's value; empty if nothing was."""
+    shown, more = compiled.not_enforced[:MAX_NAMED], len(compiled.not_enforced) - MAX_NAMED
+    text = ", ".join(shown) + (f", and {more} more" if more > 0 else "")
+    return "".join(c if " " <= c <= "~" else "?" for c in text)
 
 
 # ------------------------------------------------------------------------------------------------------- reading back
@@ -87,18 +87,30 @@ def parse_calls(text: str, body: ChatBody) -> list[dict[str, Any]] | None:
         except (ValueError, RecursionError):
             return None
         found += value if isinstance(value, list) else [value]
-    calls = [_call(one, names) for one in found]
+    calls = [_parsed(one, names) for one in found]
     if not calls or any(call is None for call in calls):
         return None
     kept = calls[:1] if body.parallel_tool_calls is False else calls
     return [call for call in kept if call is not None]
 
 
-def _call(value: Any, names: set[str]) -> dict[str, Any] | None:
+def parse_cut_call(text: str, body: ChatBody) -> list[dict[str, Any]] | None:
+    """The forced call that `text` began: its arguments are what there is of their JSON. None if the tool is not known yet."""
+    names = [tool.function.name for tool in body.forced_tools]
+    found = CUT_CALL.match(text)
+    if found:
+        return [_call(found[1], found[2])] if found[1] in names else None
+    return [_call(names[0], "")] if len(names) == 1 else None
+
+
+def _parsed(value: Any, names: set[str]) -> dict[str, Any] | None:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or value["name"] not in names:
         return None
     arguments = value.get("arguments", value.get("parameters"))  # the latter is Llama 3's word
     if not isinstance(arguments, dict) or len(value) != 2:
         return None
-    function = {"name": value["name"], "arguments": json.dumps(arguments, ensure_ascii=False)}
-    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+    return _call(value["name"], json.dumps(arguments, ensure_ascii=False))
+
+
+def _call(name: str, arguments: str) -> dict[str, Any]:
+    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": {"name": name, "arguments": arguments}}

@@ -52,6 +52,8 @@ class RequestScope:
                 headers["x-request-id"] = request_id
                 if ignored := note.get("ignored"):
                     headers["x-rung-ignored"] = ignored
+                if left_out := note.get("not_enforced"):
+                    headers["x-rung-not-enforced"] = left_out
             await send(message)
 
         started = time.monotonic()

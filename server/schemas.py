@@ -19,6 +19,10 @@ MAX_STOPS = 16
 MAX_LISTED = 16384  # of allowed_token_ids, which go to the engine with each choice
 MAX_NAMED = 8  # unknown names that an answer's header and the log tell
 MAX_NAME = 64  # characters of each
+STRICT = (
+    "true refuses a schema that cannot be enforced as a whole; false, the default, enforces the rest and names what was left out "
+    "in the header X-Rung-Not-Enforced."
+)
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 StopText = Annotated[str, Field(min_length=1, max_length=1000)]
@@ -145,7 +149,7 @@ class JsonSchemaFormat(Checked):
     name: str = Field("schema", max_length=64)
     description: str | None = None
     schema_: dict[str, Any] = Field(alias="schema")
-    strict: bool | None = Field(None, description="Either way the answer follows the schema.")
+    strict: bool | None = Field(None, description=STRICT)
 
 
 class TextFormat(Checked):
@@ -352,8 +356,8 @@ class ChatMessage(Checked):
 class FunctionDefinition(Checked):
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
     description: str | None = None
-    parameters: dict[str, Any] | None = Field(None, description="A JSON schema. Default: any object.")
-    strict: bool | None = Field(None, description="Calls that tool_choice forces follow the schema either way.")
+    parameters: dict[str, Any] | None = Field(None, description="A JSON schema. Default: no arguments.")
+    strict: bool | None = Field(None, description=f"For calls that tool_choice forces. {STRICT}")
     cache_control: Any = without_effect("the prefix cache finds common prefixes by itself")
 
 

@@ -1,11 +1,13 @@
 """What all routes share: the settings, the tokenizer, the engine's client, and whether requests are taken at all."""
 
 import time
+from collections import OrderedDict
 from typing import Any
 
 from errors import UserError
 from server.engine_client import EngineClient, broken
 from server.examples import read_examples
+from server.json_schema import Compiled
 from server.metrics import Metrics
 from server.problems import ApiError, bad
 from server.settings import Settings
@@ -21,6 +23,7 @@ class Service:
         self.metrics: Metrics = client.metrics
         room = settings.max_num_seqs + settings.max_queue
         self.workers = Workers(settings.model, settings.workers, settings.worker_seconds, room)
+        self.grammars: OrderedDict[tuple[str, str], Compiled] = OrderedDict()  # see grammar.py
         self.draining = False
         self.open_requests = 0  # HTTP requests whose answer is not complete
         self.started, self.created = time.monotonic(), int(time.time())

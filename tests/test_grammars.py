@@ -90,7 +90,7 @@ def test_sixteen_choices_of_a_large_grammar_compile_once_and_beside(engine: Engi
     start = time.perf_counter()
     compile_(engine.grammars, text)
     alone = time.perf_counter() - start
-    assert engine.submit(submit("plain", None, max_tokens=1000)) is None
+    assert engine.submit(Submit("plain", [5, 6, 7], RequestParams(max_tokens=1000))) is None
     start = time.perf_counter()
     for i in range(16):
         assert engine.submit(submit(str(i), text, max_tokens=4, seed=i)) is None
@@ -98,8 +98,9 @@ def test_sixteen_choices_of_a_large_grammar_compile_once_and_beside(engine: Engi
     steps = 0
     while engine.compiling:
         engine.admit()
-        engine.step()
-        steps += 1
+        if engine.has_work():  # on a busy machine the plain request may end first
+            engine.step()
+            steps += 1
     assert steps > 1, "no step while it compiled"
     engine.abort(Abort("plain"))
     answers = run(engine)

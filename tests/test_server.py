@@ -17,6 +17,7 @@ import jsonschema
 import openai
 import pytest
 import torch
+from pydantic import BaseModel, Field
 
 from checkpoint import load_model, model_config
 from comm import Local
@@ -29,6 +30,7 @@ from tp import World
 
 NAME = "tiny-hybrid"
 PROMPT = "Once upon a time"
+STORY: Any = [{"role": "user", "content": "Tell me about a child."}]
 SUM = [{"role": "user", "content": "What is 27 plus 48?"}]
 EOS = 1
 GONE_SECONDS = 60.0  # within which clients learn that a rank was lost
@@ -567,6 +569,38 @@ def test_json_object(client: openai.OpenAI, reference: Reference, complete: Comp
         found.append(json.loads(choice.message.content))
     found.append(json.loads(complete(**asked, seed=1).choices[0].text))
     assert all(isinstance(one, dict) for one in found) and any(found)
+
+
+class Child(BaseModel):
+    name: str
+    age: int = Field(ge=0, le=99)
+
+
+class Answer(BaseModel):
+    child: Child
+    happy: bool
+    friends: list[Child] = Field(max_length=2)
+
+
+def test_a_schema_that_does_not_say_closed_comes_to_an_end(client: openai.OpenAI) -> None:
+    """As pydantic makes them: the model must not invent keys up to its token limit."""
+    form: Any = {"type": "json_schema", "json_schema": {"name": "answer", "schema": Answer.model_json_schema()}}
+    asked: Any = dict(messages=STORY, response_format=form, n=6, seed=1, temperature=0.7, max_tokens=400)
+    for choice in client.chat.completions.create(model=NAME, **asked).choices:
+        assert choice.finish_reason == "stop", choice.message.content
+        answer = json.loads(choice.message.content or "")
+        assert set(answer) <= {"child", "happy", "friends"} and set(answer["child"]) <= {"name", "age"}
+        Answer.model_validate(answer)
+
+
+def test_a_tool_without_arguments_gets_none_and_a_cut_call_stays_a_call(client: openai.OpenAI) -> None:
+    now: Any = {"type": "function", "function": {"name": "now"}}
+    choice = call_tools(client, tools=[now], tool_choice="required").choices[0]
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.tool_calls[0].function.arguments == "{}"
+    cut = call_tools(client, tool_choice={"type": "function", "function": {"name": "add"}}, max_tokens=12).choices[0]
+    assert (cut.finish_reason, cut.message.content) == ("length", None)
+    assert cut.message.tool_calls[0].function.name == "add"
 
 
 def test_a_schema_wins_over_allowed_tokens(client: openai.OpenAI) -> None:

@@ -1,0 +1,436 @@
+"""JSON schemas as grammars: objects are closed unless they say otherwise, and what cannot be enforced is refused or named.
+
+A schema is rewritten before llguidance compiles it:
+
+- `additionalProperties` unsaid means false, as in OpenAI's strict mode and other grammar engines: a model that may invent names does
+  so up to its token limit. An object that lists no properties at all stays free. Members of an `allOf`, branches of an `anyOf` and
+  what a `$ref` beside other keywords names describe one object together, so each of them lets the names of the others pass, as
+  `unevaluatedProperties: false` would.
+- What llguidance cannot enforce stays in place if the schema is strict, and it refuses the schema; else it is left out and noted.
+
+Imports little: it runs in small processes of its own.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import quote, unquote
+
+from llguidance import LLMatcher
+
+from engine.grammars import MAX_TEXT, limits
+from errors import UserError
+
+# At most one space between the parts: a small model could otherwise fill the answer with blank lines.
+WHITESPACE = {"whitespace_pattern": "[ ]?"}
+MAX_NODES = 100_000  # subschemas that rewriting meets, names that are let pass included
+MAX_NOTED = 100  # keywords that were left out
+
+# keywords whose value is one schema, a list of them, or schemas by name
+ONE = ("items", "additionalItems", "additionalProperties")
+MANY = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+NAMED = ("properties", "patternProperties", "$defs", "definitions")
+# references are followed before compiling; clients do not set the library's options
+DROPPED = ("$defs", "definitions", "$id", "id", "$schema", "$anchor", "x-guidance")
+# known to JSON Schema's drafts and unknown to llguidance, with the values that ask for nothing
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("if", "then", "else", "propertyNames", "unevaluatedItems"), (True, {})),
+    **dict.fromkeys(("contains", "minContains", "maxContains", "$dynamicRef", "$recursiveRef"), ()),
+    **dict.fromkeys(("dependentRequired", "dependentSchemas", "dependencies"), ({},)),
+    "not": (False,),
+    "uniqueItems": (False,),
+    "unevaluatedProperties": (True, False, {}),  # false is what closing does
+}
+# of llguidance, for patterns and formats that are right but beyond it; any other error means that they are wrong or too complex
+BEYOND = ("not supported", "Unknown format", "not disjoint")
+
+
+class SchemaError(UserError):
+    """A schema that cannot be enforced, in one line; of which tool, if that is known."""
+
+    def __init__(self, message: str, tool: int | None = None) -> None:
+        super().__init__(message)
+        self.tool = tool
+
+
+@dataclass(frozen=True)
+class Compiled:
+    grammar: str
+    not_enforced: tuple[str, ...] = ()  # keywords that were left out, as JSON pointers
+
+
+@dataclass(frozen=True)
+class Names:
+    """Names that an object may have: listed, by pattern, or any."""
+
+    listed: frozenset[str] = frozenset()
+    patterns: frozenset[str] = frozenset()
+    open: bool = False  # `additionalProperties` is said, and not false
+
+    def __or__(self, other: "Names") -> "Names":
+        return Names(self.listed | other.listed, self.patterns | other.patterns, self.open or other.open)
+
+
+NO_NAMES = Names()
+
+
+def compile_schema(schema: dict[str, Any], strict: bool) -> Compiled:
+    """Raises SchemaError."""
+    rewriter = Rewriter()
+    return _compile(lambda: rewriter.document(schema, "#", strict), rewriter, strict)
+
+
+def compile_calls(tools: list[tuple[str, dict[str, Any] | None, bool]]) -> Compiled:
+    """One call {"name": …, "arguments": {…}} of one of `tools`: names, parameters, and whether those are strict. A tool that lists no
+    parameters takes none. Raises SchemaError."""
+    rewriter = Rewriter()
+
+    def calls() -> dict[str, Any]:
+        return {"anyOf": [_call(rewriter, i, *tool) for i, tool in enumerate(tools)]}
+
+    try:
+        return _compile(calls, rewriter, any(strict for _, _, strict in tools))
+    except SchemaError:
+        for i, tool in enumerate(tools if len(tools) > 1 else []):
+            try:
+                compile_calls([tool])
+            except SchemaError as e:
+                raise SchemaError(str(e), i) from e
+        raise
+
+
+def _call(rewriter: "Rewriter", i: int, name: str, parameters: dict[str, Any] | None, strict: bool) -> dict[str, Any]:
+    says = set(parameters or {}) - {"type", "title", "description", "$schema"}
+    if not parameters or not says or (says == {"required"} and not parameters["required"]):
+        parameters = {"type": "object", "properties": {}}
+    arguments = rewriter.document(parameters, f"tools.{i}.function.parameters#", strict)
+    return {
+        "type": "object",
+        "properties": {"name": {"const": name}, "arguments": arguments},
+        "required": ["name", "arguments"],
+        "additionalProperties": False,
+    }
+
+
+def _compile(build: Callable[[], dict[str, Any]], rewriter: "Rewriter", strict: bool) -> Compiled:
+    try:
+        schema = {**build(), "$defs": rewriter.definitions}
+        options: Any = {**WHITESPACE, "lenient": not strict}
+        text = LLMatcher.grammar_from_json_schema(schema, overrides=options)
+    except RecursionError as e:
+        raise SchemaError("it is nested too deeply") from e
+    except (ValueError, TypeError) as e:  # of the library
+        raise SchemaError(_line(str(e))) from e
+    if len(text.encode()) > MAX_TEXT:
+        raise SchemaError(f"it is longer than {MAX_TEXT} bytes")
+    failed, messages = LLMatcher.validate_grammar_with_warnings(text, limits=limits())
+    if failed:
+        raise SchemaError(_line(messages[0]))
+    return Compiled(text, (*rewriter.not_enforced, *map(_line, messages)))
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())[:300]
+
+
+def _beyond(probe: dict[str, Any]) -> bool:
+    """Whether llguidance knows what it is asked for, and cannot do it."""
+    try:
+        problem = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(probe), limits=limits())
+    except (ValueError, TypeError, RecursionError) as e:
+        problem = str(e)
+    return any(words in problem for words in BEYOND)
+
+
+@dataclass
+class Rewriter:
+    """Rewrites documents. Their definitions land in one place, once for each set of names that their users let pass."""
+
+    definitions: dict[str, Any] = field(default_factory=dict)
+    not_enforced: list[str] = field(default_factory=list)
+    nodes: int = 0
+
+    def document(self, schema: dict[str, Any], place: str, strict: bool) -> Any:
+        cleaned = schema if strict else _Cleaner(self).clean(schema, place)
+        return _Document(self, cleaned, place, strict).rewrite(cleaned, place, NO_NAMES)
+
+    def count(self, nodes: int = 1) -> None:
+        self.nodes += nodes
+        if self.nodes > MAX_NODES:
+            raise SchemaError(f"it has more than {MAX_NODES} parts")
+
+    def leave_out(self, place: str) -> None:
+        if place not in self.not_enforced and len(self.not_enforced) < MAX_NOTED:
+            self.not_enforced.append(place)
+
+
+class _Cleaner:
+    """Leaves out what llguidance cannot enforce, and notes it."""
+
+    def __init__(self, rewriter: Rewriter) -> None:
+        self.rewriter = rewriter
+        self.known: dict[str, bool] = {}
+
+    def clean(self, schema: Any, place: str) -> Any:
+        self.rewriter.count()
+        if not isinstance(schema, dict):
+            return schema
+        new = {}
+        for key, value in schema.items():
+            if key in NAMED and isinstance(value, dict):
+                value = {name: self.clean(one, f"{place}/{key}/{_escape(name)}") for name, one in value.items()}
+            elif key in MANY and isinstance(value, list):
+                value = [self.clean(one, f"{place}/{key}/{i}") for i, one in enumerate(value)]
+            elif key in ONE:
+                value = self.clean(value, f"{place}/{key}")
+            elif key in UNSUPPORTED and not _is_neutral(key, value):
+                self.rewriter.leave_out(f"{place}/{_escape(key)}")
+                if key != "unevaluatedProperties":  # closing must know
+                    continue
+            elif (
+                key in ("pattern", "format")
+                and isinstance(value, str)
+                and self._beyond({"type": schema.get("type", "string"), key: value})
+            ):
+                self.rewriter.leave_out(f"{place}/{key}")
+                continue
+            new[key] = value
+        self._clean_patterns(new, place)
+        return new
+
+    def _clean_patterns(self, new: dict[str, Any], place: str) -> None:
+        """Names by patterns that are beyond llguidance: any name, with a value as one of them wants it."""
+        patterns = new.get("patternProperties")
+        if isinstance(patterns, dict) and self._beyond({"type": "object", "patternProperties": dict.fromkeys(patterns, True)}):
+            del new["patternProperties"]
+            values = [*patterns.values(), new.get("additionalProperties", False)]
+            values = [one for one in values if one is not False]
+            new["additionalProperties"] = values[0] if len(values) == 1 else {"anyOf": values}
+            self.rewriter.leave_out(f"{place}/patternProperties")
+
+    def _beyond(self, probe: dict[str, Any]) -> bool:
+        key = json.dumps(probe)
+        if key not in self.known:
+            self.known[key] = _beyond(probe)
+        return self.known[key]
+
+
+class _Document:
+    """One schema with a root of its own, which `#` means in it."""
+
+    def __init__(self, rewriter: Rewriter, root: Any, place: str, strict: bool) -> None:
+        self.rewriter, self.root, self.place, self.strict = rewriter, root, place, strict
+        self.known: dict[tuple[str, Names], str] = {}  # definitions by reference and what they let pass
+
+    # ---------------------------------------------------------------------------------------------------- one schema
+
+    def rewrite(self, schema: Any, place: str, others: Names) -> Any:
+        """`others`: what the schemas say that apply to the same object."""
+        self.rewriter.count()
+        if not isinstance(schema, dict):
+            return schema
+        new = {k: v for k, v in schema.items() if k not in DROPPED and not (k in UNSUPPORTED and _is_neutral(k, v))}
+        if not self.strict:
+            new.pop("unevaluatedProperties", None)
+        mine = _own_names(schema)
+        parts = list(_parts(schema))
+        of_parts = [self._names(part, ()) for _, _, part in parts]
+        everyone = mine | others
+        for names in of_parts:
+            everyone |= names
+        self._rewrite_values(new, place)
+        self._rewrite_parts(new, place, mine | others, parts, of_parts)
+        if _lists(schema) and "additionalProperties" not in schema and not everyone.open:
+            self._close(new, everyone)
+        return new
+
+    def _rewrite_values(self, new: dict[str, Any], place: str) -> None:
+        """Schemas of other values: of properties and items."""
+        for key in ("properties", "patternProperties"):
+            if isinstance(new.get(key), dict):
+                new[key] = {
+                    name: self.rewrite(one, f"{place}/{key}/{_escape(name)}", NO_NAMES) for name, one in new[key].items()
+                }
+        for key in ONE:
+            if isinstance(new.get(key), dict):
+                new[key] = self.rewrite(new[key], f"{place}/{key}", NO_NAMES)
+        for key in ("prefixItems", "items"):
+            if isinstance(new.get(key), list):
+                new[key] = [self.rewrite(one, f"{place}/{key}/{i}", NO_NAMES) for i, one in enumerate(new[key])]
+
+    def _rewrite_parts(
+        self, new: dict[str, Any], place: str, known: Names, parts: list[tuple[str, int, Any]], of_parts: list[Names]
+    ) -> None:
+        """Each member with what applies beside it: all parts but, for a branch, its alternatives."""
+        by_key = {key: NO_NAMES for key, _, _ in parts}
+        for (key, _, _), names in zip(parts, of_parts, strict=True):
+            by_key[key] |= names
+        beside = dict.fromkeys(by_key, known)
+        for key in beside:
+            for other, names in by_key.items():
+                if other != key or key == "allOf":
+                    beside[key] |= names
+        members: dict[str, list[Any]] = {}
+        for key, i, part in parts:
+            if key == "$ref":
+                new["$ref"] = self._reference(part["$ref"], beside[key])
+            else:
+                members.setdefault(key, []).append(self.rewrite(part, f"{place}/{key}/{i}", beside[key]))
+        new.update(members)
+        if "oneOf" in members:
+            self._rewrite_one_of(new, [part for key, _, part in parts if key == "oneOf"], place)
+
+    def _rewrite_one_of(self, new: dict[str, Any], branches: list[Any], place: str) -> None:
+        """`oneOf` is `anyOf` where no value fits two branches; else llguidance can enforce the latter alone."""
+        exclusive = self._exclusive(branches)
+        if not exclusive and not self.strict:
+            self.rewriter.leave_out(f"{place}/oneOf")
+        if exclusive or not self.strict:
+            members = new.pop("oneOf")
+            if "anyOf" in new:
+                new["allOf"] = [*new.get("allOf", []), {"anyOf": members}]
+            else:
+                new["anyOf"] = members
+
+    # ---------------------------------------------------------------------------------------------------- names
+
+    def _names(self, schema: Any, through: tuple[str, ...]) -> Names:
+        """All names that a schema speaks of for the object that it is about."""
+        self.rewriter.count()
+        if not isinstance(schema, dict):
+            return NO_NAMES
+        found = _own_names(schema)
+        for key, _, part in _parts(schema):
+            if key != "$ref":
+                found |= self._names(part, through)
+            elif part["$ref"] not in through:
+                found |= self._names(self._target(part["$ref"]), (*through, part["$ref"]))
+        return found
+
+    def _close(self, new: dict[str, Any], names: Names) -> None:
+        """Only `names` from now on."""
+        self.rewriter.count(len(names.listed) + len(names.patterns))
+        listed, patterns = new.get("properties", {}), new.get("patternProperties", {})
+        if isinstance(listed, dict) and (more := sorted(names.listed - set(listed))):
+            new["properties"] = {**listed, **dict.fromkeys(more, True)}
+        if isinstance(patterns, dict) and (more := sorted(names.patterns - set(patterns))):
+            new["patternProperties"] = {**patterns, **dict.fromkeys(more, True)}
+        new["additionalProperties"] = False
+
+    # ---------------------------------------------------------------------------------------------------- references
+
+    def _target(self, reference: str) -> Any:
+        """Raises SchemaError unless it lies in this document."""
+        own = self.root.get("$id") if isinstance(self.root, dict) else None
+        if isinstance(own, str) and reference.startswith(own.rstrip("#") + "#"):
+            reference = reference[len(own.rstrip("#")) :]
+        if reference != "#" and not reference.startswith("#/"):
+            raise SchemaError(f"$ref {reference[:100]!r} must begin with #/")
+        here = self.root
+        for step in unquote(reference[1:]).split("/")[1:]:
+            step = step.replace("~1", "/").replace("~0", "~")
+            if isinstance(here, list) and step.isdecimal() and int(step) < len(here):
+                here = here[int(step)]
+            elif isinstance(here, dict) and step in here:
+                here = here[step]
+            else:
+                raise SchemaError(f"$ref {reference[:100]!r} leads nowhere")
+        return here
+
+    def _reference(self, reference: str, beside: Names) -> str:
+        target = self._target(reference)
+        name = self.known.get((reference, beside))
+        if name is None:
+            name = self.known[reference, beside] = str(len(self.rewriter.definitions))
+            self.rewriter.definitions[name] = True  # holds the place while it is rewritten, perhaps by itself
+            self.rewriter.definitions[name] = self.rewrite(target, self.place.rstrip("#") + reference, beside)
+        return f"#/$defs/{name}"
+
+    # ---------------------------------------------------------------------------------------------------- exclusive branches
+
+    def _exclusive(self, branches: Any) -> bool:
+        """Whether no value can fit two of them, as far as types and constants tell."""
+        schemas = [self._followed(one) for one in branches]
+        if not all(isinstance(one, dict) for one in schemas):
+            return False
+        if _apart([_types(one) for one in schemas]) or _apart([_constants(one) for one in schemas]):
+            return True
+        tags = [
+            {name: _constants(self._followed(value)) for name, value in _required_properties(one).items()} for one in schemas
+        ]
+        shared = set.intersection(*(set(one) for one in tags)) if tags else set()
+        return all(_types(one) == {"object"} for one in schemas) and any(_apart([one[name] for one in tags]) for name in shared)
+
+    def _followed(self, schema: Any) -> Any:
+        for _ in range(10):
+            if not isinstance(schema, dict) or not isinstance(schema.get("$ref"), str):
+                break
+            schema = self._target(schema["$ref"])
+        return schema
+
+
+def _is_neutral(key: str, value: Any) -> bool:
+    return any(type(value) is type(one) and value == one for one in UNSUPPORTED[key])
+
+
+def _lists(schema: dict[str, Any]) -> bool:
+    """Whether it says which properties there are: then no others."""
+    listed = any(isinstance(schema.get(key), dict) for key in ("properties", "patternProperties"))
+    return listed or schema.get("unevaluatedProperties") is False
+
+
+def _own_names(schema: dict[str, Any]) -> Names:
+    listed, patterns, required = (schema.get(key) for key in ("properties", "patternProperties", "required"))
+    names = set(listed) if isinstance(listed, dict) else set[str]()
+    if isinstance(required, list) and _lists(schema):
+        names |= {name for name in required if isinstance(name, str)}
+    open_ = schema.get("additionalProperties", schema.get("unevaluatedProperties", False)) is not False
+    return Names(frozenset(names), frozenset(patterns if isinstance(patterns, dict) else ()), open_)
+
+
+def _parts(schema: dict[str, Any]) -> Iterator[tuple[str, int, Any]]:
+    """Schemas of the same value: keyword, place in its list, schema."""
+    for key in ("allOf", "anyOf", "oneOf"):
+        members = schema.get(key)
+        for i, member in enumerate(members if isinstance(members, list) else []):
+            yield key, i, member
+    if isinstance(schema.get("$ref"), str):
+        yield "$ref", 0, {"$ref": schema["$ref"]}
+
+
+def _apart(sets: list[set[str] | None]) -> bool:
+    """Whether no two of them share an element; None stands for all there is."""
+    seen: set[str] = set()
+    for one in sets:
+        if one is None or one & seen:
+            return False
+        seen |= one
+    return True
+
+
+def _types(schema: dict[str, Any]) -> set[str] | None:
+    said = schema.get("type")
+    types = {said} if isinstance(said, str) else set(said) if isinstance(said, list) else None
+    return types | {"integer"} if types and "number" in types else types
+
+
+def _constants(schema: Any) -> set[str] | None:
+    if not isinstance(schema, dict):
+        return None
+    if "const" in schema:
+        return {json.dumps(schema["const"], sort_keys=True)}
+    values = schema.get("enum")
+    return {json.dumps(value, sort_keys=True) for value in values} if isinstance(values, list) else None
+
+
+def _required_properties(schema: dict[str, Any]) -> dict[str, Any]:
+    listed, required = schema.get("properties"), schema.get("required")
+    if not isinstance(listed, dict) or not isinstance(required, list):
+        return {}
+    return {name: value for name, value in listed.items() if name in required}
+
+
+def _escape(name: str) -> str:
+    """As a JSON pointer in a URI fragment, RFC 6901, section 6: ASCII alone."""
+    return quote(name.replace("~", "~0").replace("/", "~1"), safe="$")
