@@ -442,11 +442,15 @@ def save_checkpoint(
     raw = config_to_hf(model.config) | {"torch_dtype": str(dtype).removeprefix("torch.")}
     (directory / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
     _save_tensors(tensors, directory)
-    if tokenizer_from is None or tokenizer_from.resolve() == directory.resolve():
-        return
+    if tokenizer_from is not None and tokenizer_from.resolve() != directory.resolve():
+        copy_tokenizer(tokenizer_from, directory)
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """Copy the tokenizer's files, and what belongs to them, from one folder to another."""
     for file in TOKENIZER_FILES:
-        if (tokenizer_from / file).exists():
-            shutil.copyfile(tokenizer_from / file, directory / file)
+        if (source / file).is_file():
+            shutil.copyfile(source / file, target / file)
 
 
 def _save_tensors(tensors: dict[str, Tensor], directory: Path) -> None:

@@ -181,8 +181,8 @@ def test_force_replaces_all_of_a_checkpoint(command: Command, tmp_path: Path) ->
     assert read_config(out / "config.json").variant == "standard" and (out / INDEX).exists(), "nothing was touched"
     code, said = command("--model", STANDARD, "--ladder-layers", 4, "--out", out, "--force", "--link")
     assert code == 0, said
-    names = {"config.json", SINGLE, "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"}
-    assert {path.name for path in out.iterdir()} == names | {"notes.txt", "training.json"}
+    names = {"config.json", SINGLE, "modeling_rung.py", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"}
+    assert {path.name for path in out.iterdir()} == names | {"notes.txt", "training.json", "examples.json"}
     code, said = command("--model", STANDARD, "--ladder-layers", 3, "--out", out, "--force")
     assert code == 0 and (STANDARD / SINGLE).read_bytes() == before, "the linked original is not written through"
 

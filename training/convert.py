@@ -4,7 +4,8 @@
 
 --ladder-layers names the layers whose residual becomes a ladder's: a number K for the last K, or a list such as 12-31 or
 12,14,16-31. The paper takes the upper half (arXiv:2501.06589, section 4.2). Nothing is computed: config.json is rewritten, and
-the weights are copied, or with --link shared. NEW_DIR loads like any checkpoint, but what it writes is poor until it is trained
+the weights are copied, or with --link shared. NEW_DIR loads like any checkpoint, also with transformers
+(trust_remote_code=True: the model's code lies beside it), but what it writes is poor until it is trained
 (python -m training.adapt does both steps): its layers see other inputs than they learned with.
 """
 
@@ -19,10 +20,11 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from checkpoint import INDEX, PTH, SINGLE, TOKENIZER_FILES, SafetensorsSource, open_source
+from checkpoint import INDEX, PTH, SINGLE, TOKENIZER_FILES, SafetensorsSource, copy_tokenizer, open_source
 from cli import Parser, run
 from config import ModelConfig, config_to_hf, read_config, validate
 from errors import UserError
+from training.export import MODELING, add_modeling
 
 
 def to_hybrid_ladder(config: ModelConfig, ladder_layers: int | Sequence[int]) -> ModelConfig:
@@ -63,15 +65,14 @@ def convert(model: Path, out: Path, ladder_layers: int | Sequence[int], link: bo
     """
     config = to_hybrid_ladder(read_config(model / "config.json"), ladder_layers)
     weights = weight_files(model, config)
-    tokenizer = [model / name for name in TOKENIZER_FILES if (model / name).is_file()]
     clear(out, model, force)
     try:
         out.mkdir(parents=True, exist_ok=True)
         for file in tqdm(weights, desc="linking weights" if link else "copying weights", unit="file"):
             (os.link if link else shutil.copyfile)(file.resolve(), out / file.name)
-        for file in tokenizer:
-            shutil.copyfile(file, out / file.name)
+        copy_tokenizer(model, out)
         (out / "config.json").write_text(json.dumps(hybrid_json(model, config), indent=2) + "\n")
+        add_modeling(out, config)
     except OSError as e:
         how = "--link needs one file system; leave it out" if link else "free some space or name another place"
         raise UserError(f"{out} cannot be written ({e.strerror}); {how}") from None
@@ -106,7 +107,7 @@ def clear(out: Path, model: Path, force: bool) -> None:
         raise UserError(f"--out {out} is not empty; name another directory, or overwrite its checkpoint with --force")
     for file in [out / "config.json", out / INDEX, out / SINGLE, out / PTH, *out.glob("model-*-of-*.safetensors")]:
         file.unlink(missing_ok=True)
-    for name in TOKENIZER_FILES:
+    for name in (*TOKENIZER_FILES, MODELING.name):
         (out / name).unlink(missing_ok=True)
 
 

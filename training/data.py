@@ -122,6 +122,11 @@ def write_tokens(
     return open_tokens(path, vocab_size)
 
 
+def tokenizer_folder(path: Path) -> Path:
+    """Where the tokenizer of a token file lies: NAME.tokenizer/ beside NAME.bin."""
+    return path.with_suffix(".tokenizer")
+
+
 def open_tokens(path: Path, vocab_size: int) -> TokenFile:
     """Map a token file. Raises UserError if it is missing, torn, or of a larger vocabulary than the model's `vocab_size`."""
     how = "write it with python -m training.tokenize_data"

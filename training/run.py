@@ -16,6 +16,7 @@ from checkpoint import Source
 from cli import note
 from config import ModelConfig, config_to_hf
 from errors import UserError
+from tokenizer import find_tokenizer
 from tp import World, agree_on_error
 from training.cost import forward_flops
 from training.data import GlobalBatches, open_tokens
@@ -58,6 +59,10 @@ def together(world: World, work: Callable[[], T]) -> T:
 def prepare(args: argparse.Namespace, world: World, setup: Setup) -> tuple[Trainer, Snapshots]:
     """Check everything, build the trainer, and resume if asked."""
     batches, planned = together(world, lambda: _check(args, world, setup))
+    if not args.metrics_only and (setup.tokenizer_from is None or find_tokenizer(setup.tokenizer_from) is None):
+        note(
+            "warning: no tokenizer will lie beside the result, which then runs with token ids only; name one with --tokenizer DIR"
+        )
     size = f"{setup.config.parameter_count() / 1e6:,.1f}M parameters"
     note(f"{setup.config.description}, {size}, {world.world_size} ranks; {planned.sharding} ({planned.why})")
     if planned.step_seconds is not None:

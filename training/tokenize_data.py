@@ -15,7 +15,8 @@ Documents lie one after the other, each with the tokens that begin and end a doc
 assistant says, with the token that ends its turn, and whole conversations share windows of --sequence-length tokens. Attention
 crosses from one document or conversation of a window to the next.
 
-The result is three files: tokens.bin, its header tokens.json and, with --chat, tokens.mask.
+The result is tokens.bin, its header tokens.json, with --chat tokens.mask, and a copy of the tokenizer in tokens.tokenizer/, which
+training puts beside what it trains.
 """
 
 import argparse
@@ -32,11 +33,12 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from checkpoint import copy_tokenizer
 from cli import Parser, run
 from errors import UserError
 from tokenizer import Tokenizer, load_tokenizer
 from training.chat_data import encode_example, packed, read_messages
-from training.data import TokenWriter, open_tokens
+from training.data import TokenWriter, open_tokens, tokenizer_folder
 
 PIECE_BYTES = 1 << 20  # of input in one work item
 SUFFIXES = (".jsonl", ".txt")
@@ -345,6 +347,8 @@ def main() -> None:
     task = Task(args.model, args.chat, (args.sequence_length or 0) + 1, args.last_answer, args.too_long == "truncate")
     pieces = find_pieces(args.inputs, args.chat)
     counts = (write_chat if args.chat else write_text)(args.out, task, pieces, args.processes)
+    tokenizer_folder(args.out).mkdir(exist_ok=True)
+    copy_tokenizer(args.model, tokenizer_folder(args.out))
     print(f"{args.out}: {counts.tokens:,} tokens of {counts.examples:,} {'conversations' if args.chat else 'documents'}")
     if args.chat:
         room = counts.windows * task.window

@@ -19,6 +19,7 @@ from cli import Parser, run
 from config import PRESETS, has_random_weights, named_config
 from errors import UserError
 from tp import init_world
+from training.data import tokenizer_folder
 from training.losses import cross_entropy
 from training.options import add_batch_options, add_execution_options, add_run_options, check_numbers
 from training.run import Setup, prepare, together, train
@@ -35,7 +36,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     what.add_argument("--data", type=Path, required=True, metavar="FILE.bin", help="a token file")
     what.add_argument(
-        "--tokenizer", type=Path, metavar="DIR", help="whose tokenizer to put beside the result (default: --model's)"
+        "--tokenizer",
+        type=Path,
+        metavar="DIR",
+        help="whose tokenizer to put beside the result (default: --model's, for a preset that of the token file)",
     )
     add_batch_options(parser, learning_rate=3e-4)
     add_execution_options(parser)
@@ -57,7 +61,7 @@ def setup(args: argparse.Namespace) -> Setup:
     return Setup(
         config=config,
         source=None if random else open_source(args.model, config),
-        tokenizer_from=args.tokenizer or (None if random else Path(args.model)),
+        tokenizer_from=args.tokenizer or (tokenizer_folder(args.data) if random else Path(args.model)),
         data=args.data,
         loss=cross_entropy,
     )

@@ -14,6 +14,7 @@ from errors import UserError
 from model import Transformer
 from training.data import Batch, GlobalBatches
 from training.executor import Executor
+from training.export import add_modeling
 from training.groups import Group
 from training.optimizer import Optimizer, Schedule
 from training.snapshot import Piece, Snapshots, read_manifest
@@ -106,6 +107,7 @@ class Trainer:
             weight.release()
         if copy is not None:
             save_checkpoint(copy, directory, dtype, tokenizer_from)
+            add_modeling(directory, config)
 
 
 def total(values: Tensor, group: Group | None) -> Tensor:

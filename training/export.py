@@ -1,0 +1,23 @@
+"""What goes beside a trained or converted checkpoint so that others can load it."""
+
+import json
+import shutil
+from pathlib import Path
+
+from config import ModelConfig
+
+MODELING = Path(__file__).with_name("modeling_rung.py")
+CLASSES = {"llama": "LlamaLadder", "mistral": "MistralLadder", "qwen2": "Qwen2Ladder", "qwen3": "Qwen3Ladder"}  # in MODELING
+
+
+def add_modeling(directory: Path, config: ModelConfig) -> None:
+    """Let transformers load a checkpoint with ladder layers: `AutoModelForCausalLM.from_pretrained(directory,
+    trust_remote_code=True)`. Copies the code of the model and names it in config.json (`auto_map`). Does nothing for other
+    variants: a standard model needs none, and parallel and desync models are Rung's alone."""
+    if config.variant != "ladder":
+        return
+    path, name = directory / "config.json", f"modeling_rung.{CLASSES[config.family]}"
+    raw = json.loads(path.read_text(encoding="utf-8"))
+    raw["auto_map"] = {"AutoConfig": f"{name}Config", "AutoModelForCausalLM": f"{name}ForCausalLM"}
+    shutil.copyfile(MODELING, directory / MODELING.name)
+    path.write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
