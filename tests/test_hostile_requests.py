@@ -55,7 +55,30 @@ HOSTILE: dict[str, tuple[str, str]] = {
     "15 MB to tokenize": ("/tokenize", json.dumps({"prompt": "word " * 3_000_000, "return_token_strs": True})),
     "control tokens": (CHAT, json.dumps({"messages": [{"role": "user", "content": "<|end|>" * 200_000}]})),
 }
-HOSTILE_GRAMMARS: dict[str, tuple[str, str]] = {}
+
+
+def schema(value: object, **more: object) -> tuple[str, str]:
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": value}}
+    return CHAT, json.dumps({"messages": [USER], "response_format": form, "max_tokens": 20, **more})
+
+
+def objects(count: int) -> dict[str, object]:
+    """One of `count` objects of three words each."""
+    words = [{"type": "string", "pattern": f"^[a-z]{{{length},9}}$"} for length in (1, 2, 3)]
+    names = [{f"p{i} {j}": word for j, word in enumerate(words)} for i in range(count)]
+    return {"anyOf": [{"type": "object", "properties": one, "required": list(one)} for one in names]}
+
+
+LISTS = [{"type": "array", "items": {"type": "string", "pattern": f"^a*{i}$"}, "minItems": 1} for i in range(500)]
+HOSTILE_GRAMMARS: dict[str, tuple[str, str]] = {
+    "3,000 objects, n 16": schema(objects(3000), n=16),
+    "900 objects, n 16": schema(objects(900), n=16),
+    "300 patterns at once": schema({"type": "string", "allOf": [{"pattern": f"^.*{i}.*$"} for i in range(300)]}),
+    "a mask too complex, n 16": schema(
+        {"type": "array", "prefixItems": [{"const": "some words"}], "items": {"anyOf": LISTS}, "minItems": 2}, n=16
+    ),
+    "16 automata that grow": schema({"type": "string", "pattern": "^([a-z]*[0-9]){1,500}([a-f]*x){1,200}$"}, n=16),
+}
 
 
 @dataclass
