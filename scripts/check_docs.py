@@ -15,7 +15,8 @@ A paragraph, list or table that states measured figures has a comment below it, 
 `from` names tables or raw files beside the page (or from the root). Every number of the text must stand in one of them, rounded as the
 text rounds it, follow from numbers that do (`=`), or be said to come from elsewhere (`stated`). Numbers that describe a setting (batch
 sizes, bytes, tokens, ranks: `SETTING`) need no source. A paragraph with a measured unit (`MEASURED`) and without such a comment is an
-error, too.
+error, too. Tables and plots in docs/results are compared with `made-from.json`, which their writers keep (`scripts/results.py`): one that
+was changed by hand, or is older than its raw files, is an error.
 """
 
 import argparse
@@ -34,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from cli import Parser, run
 from errors import UserError
-from scripts.results import ROOT
+from scripts.results import RESULTS, ROOT, stale
 
 NUMBER = r"\d(?:[\d,]*\d)?(?:\.\d+)?"
 MEASURED = re.compile(rf"{NUMBER}\s?(?:µs|ms|%|[KMGT]B/s|TFLOP/s|tokens/s|times as|tokens a (?:GPU|second))")
@@ -186,10 +187,11 @@ def check_page(page: Path) -> list[str]:
 
 def main() -> None:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("pages", nargs="*", type=Path, help="default: README.md and docs/*.md")
+    parser.add_argument("pages", nargs="*", type=Path, help="default: README.md and docs/*.md, and all tables and plots")
     args = parser.parse_args()
     pages = args.pages or [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
     found = [problem for page in pages for problem in check_page(page)]
+    found += [] if args.pages else stale(RESULTS)
     if found:
         print("\n".join(found))
         raise UserError(f"{len(found)} figures of the documentation are not what their files say")

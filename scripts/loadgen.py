@@ -249,7 +249,8 @@ def summary(answers: Sequence[Answer], ttft_limit: float, itl_limit: float) -> d
 def table(result: dict[str, Any]) -> str:
     """Markdown, one line a rate; three figures are p50, p90 and p99."""
     limits = f"goodput, TTFT ≤ {result['settings']['ttft_limit']:g} ms, ITL ≤ {result['settings']['itl_limit']:g} ms"
-    head = f"| offered, requests/s | served, requests/s | tokens/s | TTFT, ms | ITL, ms | end to end, ms | {limits} | failed |"
+    spreads = " | ".join(f"{name}, ms: p50 / p90 / p99" for name in ("TTFT", "ITL", "end to end"))
+    head = f"| offered, requests/s | served, requests/s | tokens/s | {spreads} | {limits} | failed |"
     lines = [head, "|---|---|---|---|---|---|---|---|"]
     for one in result["rates"]:
         s = one["summary"]

@@ -70,13 +70,13 @@ def decode(folder: Path) -> str | None:
         where = (s.model, str(s.tp), str(s.batch), tokens, row.communicator, s.interconnect)
         cells.setdefault(where, {})[s.variant] = row
     lines = [
-        [*where, what, *(_ms(by.get(variant), figure) for variant in variants)]
+        [*where, str(min(row.setting.runs for row in by.values())), what, *(_ms(by.get(variant), figure) for variant in variants)]
         for where, by in cells.items()
         for what, figure in (("decode", "decode_ms_per_token"), ("prefill", "prefill_ms"))
     ]
     made = describe(rows[0].machine, "cuda")
-    caption = f"ms of a decode step and of the prefill, medians of {min(row.setting.runs for row in rows)} runs or more. Made on {made}."
-    return markdown(["model", "tp", "batch", "tokens", "sums", "interconnect", "", *variants], lines, caption)
+    caption = f"ms of a decode step and of the prefill, medians of so many runs; 1 is a single run. Made on {made}."
+    return markdown(["model", "tp", "batch", "tokens", "sums", "interconnect", "runs", "", *variants], lines, caption)
 
 
 def _ms(row: Row | None, figure: str) -> str:
@@ -405,7 +405,7 @@ def main() -> None:
     args = parser.parse_args()
     if not args.raw.is_dir():
         raise UserError(f"--raw {args.raw}: there is no such folder; let the measuring commands write into it (--out)")
-    show(args.raw, results_folder(args))
+    show(args.raw.resolve(), results_folder(args))
 
 
 if __name__ == "__main__":
