@@ -70,7 +70,12 @@ def decode(folder: Path) -> str | None:
         where = (s.model, str(s.tp), str(s.batch), tokens, row.communicator, s.interconnect)
         cells.setdefault(where, {})[s.variant] = row
     lines = [
-        [*where, str(min(row.setting.runs for row in by.values())), what, *(_ms(by.get(variant), figure) for variant in variants)]
+        [
+            *where,
+            str(min(row.setting.runs for row in by.values())),
+            what,
+            *(_ms(by.get(variant), figure) for variant in variants),
+        ]
         for where, by in cells.items()
         for what, figure in (("decode", "decode_ms_per_token"), ("prefill", "prefill_ms"))
     ]
