@@ -9,25 +9,31 @@ string is replaced, too: the other half could follow. Tokens that a vocabulary a
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 PRIVATE_USE = range(0xE000, 0xF900)
 
 
-class Guard:
-    """For one conversation. `spellings`: those of the tokenizer's special tokens. `used` tells whether anything was replaced: if not,
-    the text is what it would have been."""
+class Spellings:
+    """Those of a tokenizer's special tokens, made ready once."""
 
-    def __init__(self, spellings: Iterable[str], *values: Any) -> None:
-        self._spellings = sorted(filter(None, spellings), key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, self._spellings)) or r"(?!)")
-        self._starts = {one[:n] for one in self._spellings for n in range(1, len(one))}
-        self._ends = {one[n:] for one in self._spellings for n in range(1, len(one))}
-        self._longest = max(map(len, self._spellings), default=1) - 1
+    def __init__(self, spellings: Iterable[str]) -> None:
+        longest_first = sorted(filter(None, spellings), key=len, reverse=True)
+        self.pattern = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
+        self.starts = {one[:n] for one in longest_first for n in range(1, len(one))}
+        self.ends = {one[n:] for one in longest_first for n in range(1, len(one))}
+        self.longest_half = max(map(len, longest_first), default=1) - 1
+
+
+class Guard:
+    """For one conversation, whose strings are all in `values`. `used` tells whether anything was replaced: if not, the text is what it
+    would have been."""
+
+    def __init__(self, spellings: Spellings, *values: Any) -> None:
+        self._spellings, self._values = spellings, values
         self._stand_ins: dict[str, str] = {}  # text: character
-        self._free = iter(())  # type: Any
-        self._values = values
+        self._free: Iterator[str] = iter(())
 
     @property
     def used(self) -> bool:
@@ -42,11 +48,15 @@ class Guard:
         return [self.protect(item) for item in value] if isinstance(value, (list, tuple)) else value
 
     def _protect_text(self, text: str) -> str:
-        text = self._pattern.sub(lambda found: self._stand_in(found[0]), text)
-        head = next((n for n in range(min(self._longest, len(text)), 0, -1) if text[:n] in self._ends), 0)
+        text = self._spellings.pattern.sub(lambda found: self._stand_in(found[0]), text)
+        head = next(
+            (n for n in range(min(self._spellings.longest_half, len(text)), 0, -1) if text[:n] in self._spellings.ends), 0
+        )
         if head:
             text = self._stand_in(text[:head]) + text[head:]
-        tail = next((n for n in range(min(self._longest, len(text)), 0, -1) if text[-n:] in self._starts), 0)
+        tail = next(
+            (n for n in range(min(self._spellings.longest_half, len(text)), 0, -1) if text[-n:] in self._spellings.starts), 0
+        )
         return text[:-tail] + self._stand_in(text[-tail:]) if tail else text
 
     def _stand_in(self, text: str) -> str:
@@ -59,7 +69,7 @@ class Guard:
 
     def parts(self, text: str) -> list[str]:
         """The rendered text, split: plain text at even places, the template's special tokens at odd ones."""
-        found = re.split(f"({self._pattern.pattern})", text) if self._spellings else [text]
+        found = self._spellings.pattern.split(text)
         return [self._restore(part) if i % 2 == 0 else part for i, part in enumerate(found)]
 
     def _restore(self, text: str) -> str:

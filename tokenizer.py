@@ -29,7 +29,7 @@ import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from config import is_shape, named_config
-from control_tokens import Guard
+from control_tokens import Guard, Spellings
 from errors import UserError
 from files import CONFIG_BYTES, TOKENIZER_BYTES, read_file, read_json
 
@@ -200,7 +200,7 @@ class Tokenizer(ABC):
             guard = None
         else:
             shown = {name: value for name, value in kwargs.items() if name not in RENDER_OPTIONS}
-            guard = Guard((self.token_text(i) for i in self.special_ids), list(messages), shown)
+            guard = Guard(self._control_tokens, list(messages), shown)
             text = self.render_chat(guard.protect(list(messages)), **{**kwargs, **guard.protect(shown)})
         if check is not None:
             check(text)
@@ -208,6 +208,10 @@ class Tokenizer(ABC):
             return self.encode(text, add_special_tokens)
         parts = [_whole_characters(part) for part in guard.parts(text)]
         return self._encode_parts(parts, add_special_tokens)
+
+    @functools.cached_property
+    def _control_tokens(self) -> Spellings:
+        return Spellings(self.token_text(i) for i in self.special_ids)
 
     def _encode_parts(self, parts: Sequence[str], add_special_tokens: bool) -> list[int]:
         """The ids of plain text at even places and of special tokens at odd ones."""
