@@ -19,13 +19,21 @@ from model import Transformer
 from tp import World, init_world
 
 MODEL = "llama-3-70b:3"
-VARIANTS = ("standard", "hybrid:1", "ladder", "parallel")
+BIASED = "standard, with biases"  # behind every linear layer: its sums are not fused
+VARIANTS = ("standard", "hybrid:1", "ladder", "parallel", BIASED)
 TOKENS = (8, 640)  # as many rows as a decode step has, and a prompt
 
 
 def loaded(world: World, communicator: str, variant: str, dtype: torch.dtype = torch.bfloat16) -> Transformer:
     there = replace(world, comm=choose("cuda", communicator).build())
-    return load_model(MODEL, model_config(MODEL, variant, world.world_size), there, dtype)
+    if variant != BIASED:
+        return load_model(MODEL, model_config(MODEL, variant, world.world_size), there, dtype)
+    config = replace(model_config(MODEL, "standard", world.world_size), qkv_bias=True, o_bias=True, mlp_bias=True)
+    model, generator = load_model(MODEL, config, there, dtype), torch.Generator(world.device).manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if name.endswith(".bias"):  # those behind sums are the same on all ranks
+            parameter.normal_(0.0, 0.1, generator=generator)
+    return model
 
 
 def logits(model: Transformer, ids: Tensor) -> tuple[Tensor, int]:

@@ -27,6 +27,7 @@ from engine.paged_cache import PagedCache
 from engine.protocol import Abort, Refused, RequestParams, Submit, TokenLogprobs, TokenOutput
 from engine.sampler import SamplingBatch, SamplingParams, sample
 from model import Transformer
+from rope_scaling import YarnScaling
 from tests.ranks import Ranks
 from tokenizer import load_tokenizer
 from tp import World
@@ -65,7 +66,12 @@ def config_of(name: str) -> ModelConfig:
     )
     if name == "qwen3-some-layers":
         return ModelConfig(**shape, family="qwen3", qk_norm=True, windows=(None, 6, None, 6))
+    if name == "qwen3-yarn":  # requests go beyond the original context
+        scaling = YarnScaling(4.0, 20, attention_factor=1.14)
+        return ModelConfig(**shape | {"n_heads": 4, "n_kv_heads": 2}, family="qwen3", qk_norm=True, rope_scaling=scaling)
     config = ModelConfig(**shape)
+    if name == "biased":
+        return replace(config, qkv_bias=True, o_bias=True, mlp_bias=True)
     if "mistral" in name:
         config = replace(config, family="mistral", windows=(random.randint(2, 9),) * 4)
         name = name.removesuffix("mistral").removesuffix("-") or "standard"
@@ -85,7 +91,7 @@ def random_model(config: ModelConfig) -> Transformer:
         if "norm" in name:
             parameter.uniform_(0.5, 1.5)
         else:
-            parameter.normal_(0.0, parameter.shape[1] ** -0.5)
+            parameter.normal_(0.0, parameter.shape[-1] ** -0.5)
     return model
 
 

@@ -47,7 +47,7 @@ def on_gpu(model: Transformer) -> Transformer:
     return copy
 
 
-@pytest.mark.parametrize("name", [*PLAIN, "mistral", "qwen3-some-layers"])
+@pytest.mark.parametrize("name", [*PLAIN, "mistral", "qwen3-some-layers", "qwen3-yarn", "biased"])
 def test_requests_of_every_kind_get_what_the_cpu_gives(name: str, seed: int) -> None:
     model = random_model(replace(config_of(name), head_dim=16))
     twin = on_gpu(model)
