@@ -572,7 +572,7 @@ def test_json_object(client: openai.OpenAI, reference: Reference, complete: Comp
 
 
 class Child(BaseModel):
-    name: str
+    name: str = Field(max_length=20)
     age: int = Field(ge=0, le=99)
 
 
@@ -585,7 +585,7 @@ class Answer(BaseModel):
 def test_a_schema_that_does_not_say_closed_comes_to_an_end(client: openai.OpenAI) -> None:
     """As pydantic makes them: the model must not invent keys up to its token limit."""
     form: Any = {"type": "json_schema", "json_schema": {"name": "answer", "schema": Answer.model_json_schema()}}
-    asked: Any = dict(messages=STORY, response_format=form, n=6, seed=1, temperature=0.7, max_tokens=400)
+    asked: Any = dict(messages=STORY, response_format=form, n=6, seed=1, temperature=0.7, max_tokens=600)
     for choice in client.chat.completions.create(model=NAME, **asked).choices:
         assert choice.finish_reason == "stop", choice.message.content
         answer = json.loads(choice.message.content or "")
