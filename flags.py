@@ -35,13 +35,23 @@ class Parser(argparse.ArgumentParser):
         return super().parse_args(given, namespace)
 
     def _unknown(self, given: Sequence[str]) -> list[str]:
-        """What is written like a flag and is none; none where another command's flags may follow."""
-        if any(action.nargs in (argparse.REMAINDER, argparse.PARSER) for action in self._actions):
-            return []
+        """What is written like a flag and is none."""
         known = self._option_string_actions
         before = given[: given.index("--")] if "--" in given else given
+        if any(action.nargs in (argparse.REMAINDER, argparse.PARSER) for action in self._actions):
+            before = self._before_program(before)
         words = [text.partition("=")[0] for text in before if re.match(r"--?[a-zA-Z]", text) and " " not in text]
         return [word for word in words if not self._is_known(word, list(known))]
+
+    def _before_program(self, given: Sequence[str]) -> list[str]:
+        """The flags in front of another command, whose own flags follow."""
+        rest, flags = list(given), []
+        while rest and rest[0].startswith("-"):
+            flags.append(rest.pop(0))
+            action = self._option_string_actions.get(flags[-1])
+            if action is not None and action.nargs is None:
+                rest[:1] = []  # its value
+        return flags
 
     def _is_known(self, word: str, known: list[str]) -> bool:
         if word.startswith("--"):

@@ -304,7 +304,9 @@ def test_packed_windows_hold_whole_conversations(command: Command, tmp_path: Pat
     batches = GlobalBatches(file, 255, 1, 0)
     counted = sum(sum(e.mask) for e in examples if len(e.ids) <= 256)
     assert sum(batches.supervised(step) for step in range(batches.windows)) == counted
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["c.bin", "c.json", "c.jsonl", "c.mask"], "no spool is left"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c.bin", "c.json", "c.jsonl", "c.mask", "c.tokenizer"], (
+        "no spool"
+    )
 
 
 @pytest.mark.parametrize("too_long", ["skip", "truncate"])
