@@ -140,7 +140,7 @@ def test_text_and_chats_go_through_the_stand_in(server: ServerProcess) -> None:
 def test_it_says_that_the_text_is_noise(server: ServerProcess) -> None:
     (card,) = server.http.get("/v1/models").json()["data"]
     assert card["id"] == "tiny" and card["root"] == "tiny (random weights: the text is noise)"
-    assert "warning: tiny is a preset: its weights are random and its text is noise" in server.log
+    assert "warning: tiny is a shape without weights: they are random and its text is noise" in server.log
     assert "random weights: the text is noise" in server.log.partition("Serving tiny")[2].partition("Try it")[0]
 
 

@@ -765,11 +765,9 @@ def test_metrics_count(server: ServerProcess, complete: Complete) -> None:
         ({"stop": ["x"] * 17}, "stop"),
         ({"stop_token_ids": [-1]}, "stop_token_ids.0"),
         ({"best_of": 1, "n": 2}, "best_of"),
-        ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"suffix": "The end."}, "suffix"),
         ({"use_beam_search": True}, "use_beam_search"),
-        ({"tools": []}, "tools"),
-        ({"temprature": 1}, "temprature"),
+        ({"tools": [{}]}, "tools"),
         ({"prompt": [5, 1024]}, "prompt"),
         ({"prompt": []}, "prompt"),
         ({"prompt": "word " * 2000}, "prompt"),
@@ -793,7 +791,7 @@ def test_chat_refusals(client: openai.OpenAI) -> None:
         ({"tool_choice": "required"}, "tool_choice"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
         ({"extra_body": {"echo": True}}, "echo"),
-        ({"messages": [{"role": "user", "content": "word " * 2000}]}, "prompt"),
+        ({"messages": [{"role": "user", "content": "word " * 2000}]}, "messages"),
     ):
         with pytest.raises(openai.BadRequestError) as caught:
             client.chat.completions.create(**({"model": NAME, "messages": SUM} | params))
