@@ -1,5 +1,6 @@
 """What must not hold up the frontend's event loop or an engine's step: the garbage collector."""
 
+import asyncio
 import gc
 import weakref
 from collections.abc import Iterator
@@ -51,11 +52,24 @@ def test_the_worker_freezes_no_garbage() -> None:
 @pytest.mark.usefixtures("thawed")
 def test_the_frontend_freezes_no_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[Any] = []
-    server = SimpleNamespace(run=lambda: found.append((garbage(), gc.get_freeze_count())), exit_code=0, started=True)
+
+    async def serve() -> None:
+        found.append((garbage(), gc.get_freeze_count()))
+
+    class Left(Exception):
+        """In place of the process's end."""
+
+    def leave(code: int) -> None:
+        found.append(code)
+        raise Left
+
+    config = SimpleNamespace(get_loop_factory=lambda: asyncio.new_event_loop)
+    server = SimpleNamespace(serve=serve, config=config, exit_code=0, started=True)
     monkeypatch.setattr(frontend, "make_server", lambda *args: server)
-    monkeypatch.setattr(frontend, "os", SimpleNamespace(_exit=lambda code: found.append(code)))
+    monkeypatch.setattr(frontend, "os", SimpleNamespace(_exit=leave))
     monkeypatch.setattr(frontend.logs, "configure", lambda *args: None)
     garbage = left_garbage()
-    run_frontend(Settings(model=str(MODEL)), "", "")
+    with pytest.raises(Left):
+        run_frontend(Settings(model=str(MODEL)), "", "")
     (alive, frozen), code = found
     assert alive is None and frozen > 0 and code == 0
