@@ -22,7 +22,6 @@ NOT_ENFORCED = "X-Rung-Not-Enforced"  # response header: keywords of schemas tha
 MAX_NAMED = 10  # of them
 KEPT = 64  # grammars of earlier requests
 KEPT_TEXT = 4 << 20  # characters of them and of their schemas
-UNCONSTRAINED = Compiled("")
 
 
 async def for_request(service: Service, body: GenerationBody, receive: Receive) -> Compiled:

@@ -7,11 +7,14 @@ A schema is rewritten before llguidance compiles it:
   what a `$ref` beside other keywords names describe one object together, so each of them lets the names of the others pass, as
   `unevaluatedProperties: false` would.
 - What llguidance cannot enforce stays in place if the schema is strict, and it refuses the schema; else it is left out and noted.
+- A name may come once. Of listed properties a grammar ensures that; patterns that spell their names out become such properties. Of
+  other patterns it cannot: they are refused if the schema is strict; else they are noted, and their values are enforced.
 
 Imports little: it runs in small processes of its own.
 """
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,6 +45,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "uniqueItems": (False,),
     "unevaluatedProperties": (True, False, {}),  # false is what closing does
 }
+SPELLED_OUT = re.compile(r"\^(?:\((?:\?:)?([\w-]+(?:\|[\w-]+)*)\)|([\w-]+))\$", re.ASCII)  # ^name$ or ^(one|two)$
 # of llguidance, for patterns and formats that are right but beyond it; any other error means that they are wrong or too complex
 BEYOND = ("not supported", "Unknown format", "not disjoint")
 
@@ -152,7 +156,7 @@ class Rewriter:
     nodes: int = 0
 
     def document(self, schema: dict[str, Any], place: str, strict: bool) -> Any:
-        cleaned = schema if strict else _Cleaner(self).clean(schema, place)
+        cleaned = _Cleaner(self, strict).clean(schema, place)
         return _Document(self, cleaned, place, strict).rewrite(cleaned, place, NO_NAMES)
 
     def count(self, nodes: int = 1) -> None:
@@ -166,10 +170,10 @@ class Rewriter:
 
 
 class _Cleaner:
-    """Leaves out what llguidance cannot enforce, and notes it."""
+    """Turns patterns into the names that they spell out. Unless strict, leaves out what llguidance cannot enforce, and notes it."""
 
-    def __init__(self, rewriter: Rewriter) -> None:
-        self.rewriter = rewriter
+    def __init__(self, rewriter: Rewriter, strict: bool) -> None:
+        self.rewriter, self.strict = rewriter, strict
         self.known: dict[str, bool] = {}
 
     def clean(self, schema: Any, place: str) -> Any:
@@ -184,29 +188,44 @@ class _Cleaner:
                 value = [self.clean(one, f"{place}/{key}/{i}") for i, one in enumerate(value)]
             elif key in ONE:
                 value = self.clean(value, f"{place}/{key}")
-            elif key in UNSUPPORTED and not _is_neutral(key, value):
+            elif not self.strict and self._cannot(schema, key, value):
                 self.rewriter.leave_out(f"{place}/{_escape(key)}")
                 if key != "unevaluatedProperties":  # closing must know
                     continue
-            elif (
-                key in ("pattern", "format")
-                and isinstance(value, str)
-                and self._beyond({"type": schema.get("type", "string"), key: value})
-            ):
-                self.rewriter.leave_out(f"{place}/{key}")
-                continue
             new[key] = value
         self._clean_patterns(new, place)
         return new
 
+    def _cannot(self, schema: dict[str, Any], key: str, value: Any) -> bool:
+        if key in UNSUPPORTED:
+            return not _is_neutral(key, value)
+        return (
+            key in ("pattern", "format")
+            and isinstance(value, str)
+            and self._beyond({"type": schema.get("type", "string"), key: value})
+        )
+
     def _clean_patterns(self, new: dict[str, Any], place: str) -> None:
-        """Names by patterns that are beyond llguidance: any name, with a value as one of them wants it."""
-        patterns = new.get("patternProperties")
-        if isinstance(patterns, dict) and self._beyond({"type": "object", "patternProperties": dict.fromkeys(patterns, True)}):
+        """Patterns that are beyond llguidance: any name, with a value as one of them wants it. Raises SchemaError."""
+        patterns, listed = new.get("patternProperties"), new.get("properties", {})
+        if not isinstance(patterns, dict) or not isinstance(listed, dict):
+            return
+        names = _spelled_out(patterns)
+        if names is not None and not names.keys() & listed.keys():
+            del new["patternProperties"]
+            new["properties"] = {**listed, **names}
+            return
+        if self.strict and any(value is not False for value in patterns.values()):
+            raise SchemaError(
+                f"{place}/patternProperties: that no name comes twice can only be enforced of names in `properties`"
+            )
+        beyond = self._beyond({"type": "object", "patternProperties": dict.fromkeys(patterns, True)})
+        if beyond and not self.strict:
             del new["patternProperties"]
             values = [*patterns.values(), new.get("additionalProperties", False)]
             values = [one for one in values if one is not False]
-            new["additionalProperties"] = values[0] if len(values) == 1 else {"anyOf": values}
+            new["additionalProperties"] = values[0] if len(values) == 1 else {"anyOf": values} if values else False
+        if beyond or any(value is not False for value in patterns.values()):
             self.rewriter.leave_out(f"{place}/patternProperties")
 
     def _beyond(self, probe: dict[str, Any]) -> bool:
@@ -368,6 +387,18 @@ class _Document:
                 break
             schema = self._target(schema["$ref"])
         return schema
+
+
+def _spelled_out(patterns: dict[str, Any]) -> dict[str, Any] | None:
+    """The names that patterns stand for, with their schemas; None if one stands for more names, or two for the same."""
+    names: dict[str, Any] = {}
+    for pattern, schema in patterns.items():
+        found = SPELLED_OUT.fullmatch(pattern)
+        for name in (found[1] or found[2]).split("|") if found else [""]:
+            if not name or name in names:
+                return None
+            names[name] = schema
+    return names
 
 
 def _is_neutral(key: str, value: Any) -> bool:
