@@ -84,7 +84,7 @@ class Engine:
         self.runner = build_runner(model, cache, text_ids, capacity)
         self._ahead: Flight | None = None
         self.grammars = Grammars(tokenizer, config.vocab_size)
-        self.compiling: dict[Job, list[Sequence]] = {}  # requests outside the scheduler, by the grammar they wait for
+        self.compiling: dict[str, tuple[Job, list[Sequence]]] = {}  # requests outside the scheduler, by the grammar's text
         self.refused: list[Refused] = []  # by `admit` and `step`, for the worker to send
         self.vocab_size, self.world = config.vocab_size, world
         self.meter = Meter()
@@ -112,21 +112,26 @@ class Engine:
         if grammar is None:
             self.scheduler.add(sequence)
         else:
-            if grammar not in (job.text for job in self.compiling) and len(self.compiling) >= MAX_COMPILING:
-                why = f"{len(self.compiling)} other grammars are waiting to be compiled; try again later"
-                return Refused(message.request_id, why, busy=True)
-            self.compiling.setdefault(self.grammars.start(grammar), []).append(sequence)
+            if grammar not in self.compiling:  # by its text: which jobs a rank still keeps depends on its speed
+                if len(self.compiling) >= MAX_COMPILING:
+                    why = f"{len(self.compiling)} other grammars are waiting to be compiled; try again later"
+                    return Refused(message.request_id, why, busy=True)
+                self.compiling[grammar] = self.grammars.start(grammar), []
+            self.compiling[grammar][1].append(sequence)
         self.meter.prompt_tokens += sequence.prompt_length
         return None
 
     def abort(self, message: Abort) -> None:
-        for job, waiting in self.compiling.items():
-            if left := [s for s in waiting if s.request_id != message.request_id]:
-                self.compiling[job] = left
-            elif waiting:
-                del self.compiling[job]
+        for text, (job, waiting) in self.compiling.items():
+            left = [s for s in waiting if s.request_id != message.request_id]
+            if len(left) == len(waiting):
+                continue
+            if left:
+                self.compiling[text] = job, left
+            else:
+                del self.compiling[text]
                 self.grammars.finished(job)
-                return
+            return
         self.scheduler.abort(message.request_id)
 
     def admit(self) -> None:
@@ -134,13 +139,14 @@ class Engine:
         at their own speeds, but decide together."""
         if not self.compiling:
             return
-        states = torch.tensor([job.state for job in self.compiling])
+        states = torch.tensor([job.state for job, _ in self.compiling.values()])
         if self.world.world_size > 1:
             dist.all_reduce(states, op=dist.ReduceOp.MIN, group=self.world.control)
-        for job, state in zip(list(self.compiling), states.tolist(), strict=True):
+        for text, state in zip(list(self.compiling), states.tolist(), strict=True):
             if not state:
                 continue
-            for sequence in self.compiling.pop(job):
+            job, waiting = self.compiling.pop(text)
+            for sequence in waiting:
                 if state == COMPILED:
                     sequence.state.matcher = job.matcher.deep_copy()
                     self.scheduler.add(sequence)
@@ -221,7 +227,7 @@ class Engine:
         steps, seconds, batch_tokens = meter.take()
         return Stats(
             running=len(scheduler.running),
-            waiting=len(scheduler.waiting) + sum(map(len, self.compiling.values())),
+            waiting=len(scheduler.waiting) + sum(len(waiting) for _, waiting in self.compiling.values()),
             kv_blocks_used=scheduler.blocks.used,
             kv_blocks_total=scheduler.blocks.n_blocks,
             prefix_queries=scheduler.prefix_queries,

@@ -136,13 +136,14 @@ class Grammars:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         while True:
             job = self._queue.get()
-            if job is None:
-                self._tokenizer()
-            elif job.wanted:
-                try:
+            try:
+                if job is None:
+                    self._tokenizer()
+                elif job.wanted:
                     job.matcher = self.compile(job.text)
                     job.state = COMPILED
-                except Exception as e:  # whatever it is, a grammar must not end the engine
+            except BaseException as e:  # a panic of the library, too: requests wait for this thread
+                if job is not None:
                     job.error = str(e)
                     job.state = FAILED
 

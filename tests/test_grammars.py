@@ -59,7 +59,7 @@ def shared() -> Engine:
 @pytest.fixture
 def engine(shared: Engine) -> Iterator[Engine]:
     yield shared
-    for request_id in [*shared.scheduler.by_id, *(s.request_id for waiting in shared.compiling.values() for s in waiting)]:
+    for request_id in [*shared.scheduler.by_id, *(s.request_id for _, waiting in shared.compiling.values() for s in waiting)]:
         shared.abort(Abort(request_id))
 
 
@@ -122,6 +122,17 @@ def test_a_request_that_still_compiles_can_be_aborted(engine: Engine) -> None:
     assert set(run(engine)) == {"a7"}
 
 
+def test_requests_wait_by_the_text_of_their_grammar(engine: Engine) -> None:
+    """Ranks that keep other jobs, by their speeds, must still wait for the same number of grammars."""
+    engine.grammars.start(WORD)
+    for i in range(2):
+        assert engine.submit(submit(f"h{i}", WORD)) is None
+        engine.grammars._cache.clear()
+        engine.grammars._jobs.clear()
+    assert list(engine.compiling) == [WORD]
+    assert set(run(engine)) == {"h0", "h1"}
+
+
 def test_more_grammars_than_may_wait_are_refused_for_now(engine: Engine) -> None:
     texts = [grammar_of({"const": f"only {i}"}) for i in range(MAX_COMPILING + 1)]
     assert [engine.submit(submit(f"b{i}", text)) for i, text in enumerate(texts[:-1])] == [None] * MAX_COMPILING
@@ -154,6 +165,25 @@ def test_a_grammar_that_becomes_too_complex_ends_its_request_alone(engine: Engin
 def test_a_grammar_beyond_the_limits_is_refused(engine: Engine, grammar: str, why: str) -> None:
     refused = engine.submit(submit("f", grammar)) or run(engine)["f"]
     assert why in refused.message and not refused.busy
+
+
+class Panic(BaseException):
+    """As pyo3 raises one: no Exception."""
+
+
+@pytest.mark.parametrize("kind", [ValueError, Panic])
+def test_a_library_that_fails_to_start_keeps_nobody_waiting(kind: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Grammars) -> Any:
+        raise kind("no such vocabulary")
+
+    monkeypatch.setattr(Grammars, "_tokenizer", fail)
+    grammars = Grammars(load_tokenizer(TINY), MODEL_VOCAB)
+    grammars.warm_up()
+    job, end = grammars.start(WORD), time.monotonic() + SECONDS
+    while not job.state:
+        time.sleep(0.001)
+        assert time.monotonic() < end, "the thread has ended"
+    assert job.state == grammars_module.FAILED and "no such vocabulary" in job.error
 
 
 def test_what_is_kept_is_bounded() -> None:
