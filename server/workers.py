@@ -136,7 +136,8 @@ class Workers:
 
     async def _work(self, index: int) -> None:
         """One worker after another, as long as the frontend runs."""
-        process = None
+        process: _Process | None = None
+        job: _Job | None = None
         eager = index == 0  # and every worker that follows one which was killed
         try:
             while True:
@@ -158,6 +159,7 @@ class Workers:
                     self.pids.pop(index)
                     process, eager = None, True
         finally:
+            _fail(job, _ending())  # one that was taken while its worker still started
             if process is not None:
                 process.kill()
 

@@ -116,6 +116,17 @@ def test_the_queues_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     with_workers(body)
 
 
+def test_a_job_whose_worker_still_starts_fails_with_the_pool() -> None:
+    async def body(pool: Workers) -> None:
+        job = asyncio.create_task(pool.run(limited, slow=True))
+        await asyncio.sleep(0.1)  # taken; a worker needs longer to start
+        await pool.close()
+        with pytest.raises(ApiError, match="shutting down"):
+            await asyncio.wait_for(job, 60)
+
+    with_workers(body)
+
+
 def test_workers_die_with_the_frontend() -> None:
     program = f"""
 import asyncio, time
