@@ -44,7 +44,7 @@ SETTING = re.compile(
     rf"(?:(?:,| to| and| or) {NUMBER})*"
     rf"|{NUMBER}(?:(?:,| to| and| or| [x+]) {NUMBER})*(?: x|-|\s)?(?:[KMG]i?B\b(?!/s)|[BMK]\b|bits?\b|bytes?\b|tokens?\b(?! a| per)|rows?\b|ranks?\b|GPUs?\b|H[12]00s?\b|A800s?\b"
     r"|layers?\b|prompts?\b|sequences?\b|heads?\b|hosts?\b|nodes?\b|cores?\b|windows?\b|streams?\b|values?\b|micro-batch(?:es)?\b|requests?\b"
-    r"|arrivals?\b|replays?\b|features?\b|steps?\b|runs?\b|items?\b|features?\b|launches\b|chunks?\b|programs?\b|graphs?\b|models?\b|seeds?\b))"
+    r"|arrivals?\b|replays?\b|features?\b|steps?\b|runs?\b|items?\b|launches\b|chunks?\b|programs?\b|graphs?\b|models?\b|seeds?\b))"
 )
 UNCHECKED = re.compile(r"```.*?```|`[^`\n]*`|\]\([^)]*\)|<!--.*?-->|https?://\S+|^#.*$|arXiv:\S+", re.DOTALL | re.MULTILINE)
 QUOTED = re.compile(r"<!-- docs/results/\S+ -->.*?<!-- end -->", re.DOTALL)  # whole tables: scripts/readme.py compares them

@@ -43,7 +43,7 @@ def create_app(settings: Settings, client: EngineClient, tokenizer: Tokenizer) -
     app.add_middleware(BodyLimit, limit=settings.max_body_bytes, timeout=settings.idle_timeout)
     app.add_middleware(ApiKey, keys=settings.api_key, protect_metrics=settings.protect_metrics)
     if settings.cors_origin:  # outside of the key: browsers ask for permission without one
-        exposed = ["X-Request-Id", "X-Rung-Ignored", grammar.NOT_ENFORCED, "Retry-After"]
+        exposed = ["X-Request-Id", "X-Rung-Ignored", "X-Rung-Not-Enforced", "Retry-After"]
         app.add_middleware(
             CORSMiddleware, allow_origins=settings.cors_origin, allow_methods=["*"], allow_headers=["*"], expose_headers=exposed
         )

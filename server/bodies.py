@@ -29,9 +29,8 @@ class BoundedRoute(APIRoute):
         async def handle(request: Request) -> Response:
             raw = await request.body()
             if raw and "json" in request.headers.get("content-type", "").partition(";")[0].lower():
-                request._json = await read(
-                    request, raw, model
-                )  # which FastAPI takes for the parsed body, and does not check again
+                # FastAPI takes this for the parsed body, and does not check it again
+                request._json = await read(request, raw, model)
             return await handler(request)
 
         return handle
