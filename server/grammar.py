@@ -17,6 +17,7 @@ from server.sse import unless_gone
 
 TAGGED_CALL = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
 CUT_CALL = re.compile(r'\s*\{ ?"name" ?: ?"([A-Za-z0-9_.-]+)" ?, ?"arguments" ?: ?(.*)', re.DOTALL)
+UNCONSTRAINED = Compiled("")
 MAX_NAMED = 10  # keywords that were left out, in the response header
 KEPT = 64  # grammars of earlier requests
 KEPT_TEXT = 4 << 20  # characters of them and of their schemas
