@@ -473,8 +473,14 @@ def kept_by_normalizer(content: dict[str, Any]) -> bool:
     spaces = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
     known = all(step.get("type") in ("NFC", "NFD", "Prepend") or step == spaces for step in steps)
     model = content.get("model") or {}
-    byte_level = "ByteLevel" in json.dumps(content.get("pre_tokenizer"))
-    return known and (byte_level or bool(model.get("byte_fallback")))
+    vocab = model.get("vocab") or {}
+    tokens = set(vocab) if isinstance(vocab, dict) else {token for token, _ in vocab}
+    if "ByteLevel" in json.dumps(content.get("pre_tokenizer")):
+        return known and tokens >= _byte_level_alphabet().keys()
+    all_bytes = {
+        f"<0x{byte:02X}>" for byte in range(256)
+    }  # of a character with a byte that lacks a token, many are one unknown id
+    return known and bool(model.get("byte_fallback")) and tokens >= all_bytes
 
 
 def _json_pieces(vocab: dict[int, str], added: dict[int, str], content: dict[str, Any], path: Path) -> Pieces:
