@@ -14,9 +14,9 @@ import torch.distributed as dist
 from engine.block_manager import BlockManager
 from engine.grammars import COMPILED, MAX_COMPILING, Grammars, Job, error_of
 from engine.graph_runner import Capacity, build_runner
-from engine.logits import advance, new_state
+from engine.logits import advance, check_ids, new_state, sibling
 from engine.paged_cache import PagedCache
-from engine.protocol import Abort, Refused, Stats, Submit, TokenLogprobs, TokenOutput
+from engine.protocol import Abort, Refused, Stats, Submit, SubmitAll, TokenLogprobs, TokenOutput
 from engine.runner import Flight, StepResult, is_plain
 from engine.scheduler import Scheduler, Sequence
 from errors import UserError
@@ -90,36 +90,47 @@ class Engine:
         self.meter = Meter()
         self._waited = model.comm.waited or 0.0
 
-    def submit(self, message: Submit) -> Refused | None:
-        """Take a request in; a `Refused` says why it can never run."""
-        sequence = Sequence(
-            message.request_id,
-            list(message.prompt_ids),
-            len(message.prompt_ids),
-            message.params,
-            arrival=time.perf_counter(),
-        )
+    def submit(self, message: Submit | SubmitAll) -> Refused | None:
+        """Take a request in, or many that share their parameters: all or none. A `Refused`, of the first, says why they can never
+        run."""
+        submits = [message] if isinstance(message, Submit) else message.submits()
         try:
-            if not message.prompt_ids:
-                raise UserError("the prompt is empty; give at least one token")
-            sequence.state = new_state(message.params, message.prompt_ids, self.vocab_size, self.world.device)
-            self.scheduler.check(sequence)
-            grammar = message.params.grammar
+            sequences = self._sequences(submits)
+            grammar = submits[0].params.grammar
             if grammar is not None:
                 self.grammars.check(grammar)
         except UserError as e:
-            return Refused(message.request_id, str(e))
+            return Refused(submits[0].request_id, str(e))
         if grammar is None:
-            self.scheduler.add(sequence)
+            for sequence in sequences:
+                self.scheduler.add(sequence)
         else:
             if grammar not in self.compiling:  # by its text: which jobs a rank still keeps depends on its speed
                 if len(self.compiling) >= MAX_COMPILING:
                     why = f"{len(self.compiling)} other grammars are waiting to be compiled; try again later"
-                    return Refused(message.request_id, why, busy=True)
+                    return Refused(submits[0].request_id, why, busy=True)
                 self.compiling[grammar] = self.grammars.start(grammar), []
-            self.compiling[grammar][1].append(sequence)
-        self.meter.prompt_tokens += sequence.prompt_length
+            self.compiling[grammar][1].extend(sequences)
+        self.meter.prompt_tokens += sum(sequence.prompt_length for sequence in sequences)
         return None
+
+    def _sequences(self, submits: list[Submit]) -> list[Sequence]:
+        """One of each; what they share is checked and made once. Raises UserError."""
+        state = new_state(submits[0].params, self.vocab_size, self.world.device)
+        checked: list[int] | None = None
+        sequences = []
+        for submit in submits:
+            prompt = submit.prompt_ids
+            if prompt is not checked:
+                if not prompt:
+                    raise UserError("the prompt is empty; give at least one token")
+                check_ids(prompt, self.vocab_size)
+                checked = prompt
+            sequence = Sequence(submit.request_id, list(prompt), len(prompt), submit.params, arrival=time.perf_counter())
+            sequence.state = sibling(state)
+            self.scheduler.check(sequence)
+            sequences.append(sequence)
+        return sequences
 
     def abort(self, message: Abort) -> None:
         for text, (job, waiting) in self.compiling.items():
@@ -148,7 +159,7 @@ class Engine:
             job, waiting = self.compiling.pop(text)
             for sequence in waiting:
                 if state == COMPILED:
-                    sequence.state.matcher = job.matcher.deep_copy()
+                    sequence.state.grammar = job.matcher
                     self.scheduler.add(sequence)
                 else:
                     self.refused.append(Refused(sequence.request_id, job.error or "another rank could not compile the grammar"))

@@ -19,26 +19,19 @@ SCORE_CHUNK = 512  # tokens whose logits are held at once while scoring
 class SamplingState:
     """What sampling keeps of one sequence between steps. Tensors are (V,), on the model's device."""
 
-    prompt: Tensor | None = None  # bool: ids that the prompt has
+    prompt: Tensor | None = None  # bool: ids that the prompt has; this and `counts` from the first draw on, so that none waits
     counts: Tensor | None = None  # fp32: how often each id was generated
     counted: int = 0  # how many generated tokens `counts` holds
     bias: Tensor | None = None  # fp32: logit_bias, and -inf outside allowed_token_ids
-    matcher: Any = None  # llguidance's; None for free text
+    grammar: Any = None  # llguidance's matcher of the request, never advanced; None for free text
+    matcher: Any = None  # a copy of it, from the first draw on: it may take megabytes, and a thousand may wait
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
 
 
-def new_state(params: RequestParams, prompt: List[int], vocab_size: int, device: torch.device) -> SamplingState:
+def new_state(params: RequestParams, vocab_size: int, device: torch.device) -> SamplingState:
     """The state a request begins with, but for its grammar's matcher. Raises UserError for ids outside the vocabulary."""
     state = SamplingState()
-    ids = [*params.logit_bias, *(params.allowed_token_ids or ()), *params.stop_token_ids, *prompt]
-    outside = next((i for i in ids if not 0 <= i < vocab_size), None)
-    if outside is not None:
-        raise UserError(f"token id {outside} is outside the model's vocabulary of {vocab_size}")
-    if params.repetition_penalty != 1:
-        state.prompt = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-        state.prompt[torch.tensor(sorted(set(prompt)), device=device)] = True
-    if params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty:
-        state.counts = torch.zeros(vocab_size, device=device)
+    check_ids([*params.logit_bias, *(params.allowed_token_ids or ()), *params.stop_token_ids], vocab_size)
     if params.allowed_token_ids is not None:
         state.bias = torch.full((vocab_size,), -torch.inf, device=device)
         state.bias[torch.tensor(params.allowed_token_ids, device=device, dtype=torch.int64)] = 0
@@ -51,13 +44,25 @@ def new_state(params: RequestParams, prompt: List[int], vocab_size: int, device:
     return state
 
 
+def sibling(state: SamplingState) -> SamplingState:
+    """A fresh state for another sequence with the same parameters, which shares what never changes."""
+    return SamplingState(bias=state.bias)
+
+
+def check_ids(ids: List[int], vocab_size: int) -> None:
+    """Raises UserError for an id outside the vocabulary."""
+    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+        outside = next(i for i in ids if not 0 <= i < vocab_size)
+        raise UserError(f"token id {outside} is outside the model's vocabulary of {vocab_size}")
+
+
 def process(logits: Tensor, sequences: List[Sequence]) -> Tensor:
     """Apply every sequence's parameters to its row of (B, V) fp32 logits. Returns a new tensor if anything applies."""
     rows = [i for i, s in enumerate(sequences) if needs_processing(s)]
     if not rows:
         return logits
     raw, logits = logits, logits.clone()
-    _penalize(logits, [i for i in rows if sequences[i].state.counts is not None], sequences)
+    _penalize(logits, [i for i in rows if is_penalized(sequences[i].params)], sequences)
     for i in rows:
         sequence, state = sequences[i], sequences[i].state
         if state.bias is not None:
@@ -65,6 +70,8 @@ def process(logits: Tensor, sequences: List[Sequence]) -> Tensor:
         too_short = sequence.generated < sequence.params.min_tokens and bool(sequence.params.stop_token_ids)
         if too_short:
             logits[i, torch.tensor(sequence.params.stop_token_ids, device=logits.device)] = -torch.inf
+        if state.matcher is None and state.grammar is not None:
+            state.matcher = state.grammar.deep_copy()
         if state.matcher is not None:
             banned = ~allowed(state.matcher, logits.shape[-1]).to(logits.device)
             if (state.bias is not None or too_short) and bool((logits[i].isneginf() | banned).all()):
@@ -73,11 +80,16 @@ def process(logits: Tensor, sequences: List[Sequence]) -> Tensor:
     return logits
 
 
+def is_penalized(params: RequestParams) -> bool:
+    return bool(params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty)
+
+
 def needs_processing(sequence: Sequence) -> bool:
     state, params = sequence.state, sequence.params
     return (
-        state.counts is not None
+        is_penalized(params)
         or state.bias is not None
+        or state.grammar is not None
         or state.matcher is not None
         or (params.min_tokens > sequence.generated and bool(params.stop_token_ids))
     )
@@ -89,7 +101,7 @@ def _penalize(logits: Tensor, rows: list[int], sequences: List[Sequence]) -> Non
     if not rows:
         return
     for i in rows:
-        _count(sequences[i])
+        _count(sequences[i], logits)
     states, params = [sequences[i].state for i in rows], [sequences[i].params for i in rows]
     counts = torch.stack([s.counts for s in states])
     none = torch.zeros_like(counts[0], dtype=torch.bool)
@@ -103,9 +115,14 @@ def _penalize(logits: Tensor, rows: list[int], sequences: List[Sequence]) -> Non
     logits[rows] = chosen - column("frequency_penalty") * counts - column("presence_penalty") * (counts > 0)
 
 
-def _count(sequence: Sequence) -> None:
+def _count(sequence: Sequence, logits: Tensor) -> None:
     """Bring the counts up to date: usually by one token, after a preemption by none."""
     state = sequence.state
+    if state.counts is None:
+        state.counts = torch.zeros(logits.shape[-1], device=logits.device)
+        if sequence.params.repetition_penalty != 1:
+            state.prompt = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
+            state.prompt[torch.tensor(sorted(set(sequence.tokens[: sequence.prompt_length])), device=logits.device)] = True
     for token in sequence.tokens[sequence.prompt_length + state.counted :]:
         state.counts[token] += 1
     state.counted = sequence.generated

@@ -3,9 +3,11 @@
 The frontend turns text into ids and ids into text; the engine knows ids only. Messages are msgpack over ZeroMQ sockets
 (PUSH to PULL, `ipc://`), so the two are separate processes and neither waits for the other.
 
-    frontend -> engine   Submit, Abort, Shutdown
+    frontend -> engine   Submit, SubmitAll, Abort, Shutdown
     engine -> frontend   Ready, Outputs, Refused, Stats, Fatal
 """
+
+from collections.abc import Sequence
 
 import msgspec
 
@@ -52,6 +54,51 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     request_id: str
     prompt_ids: list[int]
     params: RequestParams
+
+
+class Member(msgspec.Struct, frozen=True, array_like=True):
+    """What one sequence of a SubmitAll has of its own. `prompt`: its place in `prompts`."""
+
+    request_id: str
+    prompt: int
+    max_tokens: int
+    min_tokens: int
+    seed: int
+
+
+class SubmitAll(msgspec.Struct, frozen=True, tag=True):
+    """Many sequences of one HTTP request. What they share is here once: a grammar may have a megabyte, times a thousand answers. They
+    run all or none; a `Refused` for the first one is for all."""
+
+    params: RequestParams  # but for what a Member has
+    prompts: list[list[int]]
+    members: list[Member]
+
+    def submits(self) -> list[Submit]:
+        """Of each member, with lists and texts in common."""
+        replace = msgspec.structs.replace
+        return [
+            Submit(
+                one.request_id,
+                self.prompts[one.prompt],
+                replace(self.params, max_tokens=one.max_tokens, min_tokens=one.min_tokens, seed=one.seed),
+            )
+            for one in self.members
+        ]
+
+
+def joined(submits: Sequence[Submit]) -> SubmitAll:
+    """As one message. Their params may differ in what a Member has; equal prompts are recognized where they are the same object."""
+    places: dict[int, int] = {}
+    prompts: list[list[int]] = []
+    members: list[Member] = []
+    for submit in submits:
+        place = places.setdefault(id(submit.prompt_ids), len(prompts))
+        if place == len(prompts):
+            prompts.append(submit.prompt_ids)
+        params = submit.params
+        members.append(Member(submit.request_id, place, params.max_tokens, params.min_tokens, params.seed))
+    return SubmitAll(submits[0].params, prompts, members)
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -131,7 +178,7 @@ class Fatal(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-ToEngine = Submit | Abort | Shutdown
+ToEngine = Submit | SubmitAll | Abort | Shutdown
 FromEngine = Ready | Outputs | Refused | Stats | Fatal
 
 _encoder = msgspec.msgpack.Encoder()

@@ -22,6 +22,7 @@ from engine.protocol import (
     Refused,
     Shutdown,
     Submit,
+    SubmitAll,
     ToEngine,
     decode_to_engine,
     encode,
@@ -128,7 +129,7 @@ def apply(engine: Engine, events: list[bytes], send: Callable[[FromEngine], None
             return False
         if isinstance(message, Abort):
             engine.abort(message)
-        elif isinstance(message, Submit):
+        elif isinstance(message, (Submit, SubmitAll)):
             refused: Refused | None = engine.submit(message)
             if refused:
                 send(refused)

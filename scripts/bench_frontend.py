@@ -66,9 +66,10 @@ class StandIn:
                 return False
             if isinstance(message, Abort):
                 self.left.pop(message.request_id, None)
-            elif isinstance(message, Submit):
-                self.left[message.request_id] = message.params.max_tokens
-                new.append(message.request_id)
+                continue
+            for submit in [message] if isinstance(message, Submit) else message.submits():
+                self.left[submit.request_id] = submit.params.max_tokens
+                new.append(submit.request_id)
         if new:
             if idle:
                 self.tick = time.perf_counter() + self.step

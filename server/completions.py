@@ -18,6 +18,7 @@ from server.generation import (
     prompt_logprobs_by_id,
     room_for,
     stream,
+    with_limit,
 )
 from server.json_schema import Compiled
 from server.logprobs import completion_layout
@@ -43,11 +44,9 @@ class Completion:
             scores = max(body.logprobs, scores or 0)
         self.n, choices = body.n or 1, max(body.best_of or 1, body.n or 1)
         wanted = 0 if choices > self.n and body.logprobs is None else body.logprobs  # best_of compares likelihoods
-        params, limits = [], []
-        for prompt in prompts:
-            room = fit_answer(service, len(prompt.ids), body.max_tokens, DEFAULT_MAX_TOKENS)
-            limits.append(room)
-            params.append(make_params(service, body, room, wanted, scores, compiled.grammar or None))
+        limits = [fit_answer(service, len(prompt.ids), body.max_tokens, DEFAULT_MAX_TOKENS) for prompt in prompts]
+        shared = make_params(service, body, limits[0], wanted, scores, compiled.grammar or None)
+        params = [with_limit(shared, body, limit) for limit in limits]
         self.plan = Plan(
             id=new_id("cmpl", body),
             prompts=prompts,

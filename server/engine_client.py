@@ -25,6 +25,7 @@ from engine.protocol import (
     TokenOutput,
     decode_from_engine,
     encode,
+    joined,
 )
 from server.logs import log
 from server.metrics import Metrics, SequenceTimes
@@ -46,8 +47,7 @@ class Generation:
         self._times = {s.request_id: SequenceTimes(client.metrics, len(s.prompt_ids)) for s in submits}
 
     def __enter__(self) -> "Generation":
-        for submit in self._submits:
-            self._client.add(submit, self)
+        self._client.add(self._submits, self)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -147,11 +147,11 @@ class EngineClient:
     def generate(self, submits: Sequence[Submit]) -> Generation:
         return Generation(self, submits)
 
-    def add(self, submit: Submit, generation: Generation) -> None:
+    def add(self, submits: Sequence[Submit], generation: Generation) -> None:
         if self.fatal:
             raise broken()
-        self._active[submit.request_id] = generation
-        self._send(submit)
+        self._active |= {submit.request_id: generation for submit in submits}
+        self._send(submits[0] if len(submits) == 1 else joined(submits))
 
     def abort(self, request_id: str) -> None:
         if self._active.pop(request_id, None) and not self.fatal:

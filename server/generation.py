@@ -12,9 +12,11 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
+import msgspec
+
 from engine.protocol import Logprob, RequestParams, Submit, TokenLogprobs, TokenOutput
 from server.problems import ApiError, bad, context_error
-from server.prompts import Room
+from server.prompts import Room, check_total
 from server.schemas import INT64, GenerationBody
 from server.service import Service
 from server.text import TextStream
@@ -42,9 +44,17 @@ class Plan:
     hidden: bool = False  # max_tokens 0: the one token that was computed is not shown
     created: int = field(default_factory=lambda: int(time.time()))
 
+    def __post_init__(self) -> None:
+        self.stop_ids = frozenset(self.params[0].stop_token_ids)  # the same for all
+
     @property
     def total(self) -> int:
         return len(self.prompts) * self.choices
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of all sequences: a prompt counts with each of its choices."""
+        return sum(len(prompt.ids) for prompt in self.prompts) * self.choices
 
 
 @dataclass(slots=True)
@@ -132,6 +142,7 @@ def make_params(
     prompt_logprobs: int | None,
     grammar: str | None,
 ) -> RequestParams:
+    """What all sequences of a request have in common; see `with_limit`."""
     stop_ids = set(body.stop_token_ids or [])
     if not body.ignore_eos:
         stop_ids |= set(service.tokenizer.eos_ids)
@@ -163,6 +174,11 @@ def make_params(
     )
 
 
+def with_limit(params: RequestParams, body: GenerationBody, max_tokens: int) -> RequestParams:
+    """The same for an answer of so many tokens."""
+    return msgspec.structs.replace(params, max_tokens=max(max_tokens, 1), min_tokens=min(body.min_tokens or 0, max_tokens))
+
+
 def _given(value: float | None, default: float) -> float:
     return default if value is None else value
 
@@ -173,14 +189,9 @@ def make_submits(plan: Plan) -> list[Submit]:
     for p, (prompt, params) in enumerate(zip(plan.prompts, plan.params, strict=True)):
         for i in range(plan.choices):
             seed = (params.seed + i + INT64) % (2 * INT64) - INT64  # stays a signed 64-bit number
-            one = params if i == 0 else _with_seed(params, seed)
+            one = params if i == 0 else msgspec.structs.replace(params, seed=seed)
             submits.append(Submit(f"{unique}-{p * plan.choices + i}", prompt.ids, one))
     return submits
-
-
-def _with_seed(params: RequestParams, seed: int) -> RequestParams:
-    values = {name: getattr(params, name) for name in params.__struct_fields__}
-    return RequestParams(**{**values, "seed": seed})
 
 
 class _Choice:
@@ -194,7 +205,7 @@ class _Choice:
             service.tokenizer,
             plan.prompts[prompt].ids,
             stop=plan.stop,
-            stop_ids=frozenset(params.stop_token_ids),
+            stop_ids=plan.stop_ids,
             include_stop=plan.include_stop,
             skip_special=plan.skip_special,
             min_tokens=params.min_tokens,
@@ -241,6 +252,7 @@ class Run:
     def __enter__(self) -> "Run":
         service, plan = self._service, self._plan
         service.admit(plan.total)
+        check_total(plan.prompt_tokens, Room(service.max_model_len), plan.params[0].prompt_logprobs)
         self._choices = [_Choice(service, plan, i) for i in range(plan.total)]
         self._note |= {"prompt_tokens": self._usage.prompt, "completion_tokens": 0}
         self._started = time.monotonic()

@@ -12,6 +12,8 @@ from server.workers import worker_tokenizer
 from tokenizer import Tokenizer
 
 LONG_TEXT = 4096  # characters; above it, a text is tokenized in a worker, below it where it is
+MAX_PROMPT_TOKENS = 1 << 20  # of one request, and their log-probabilities; more if the context holds more
+TOO_MANY = "too_many_tokens"
 SLOW_TEXT = 65536  # characters; above it, a request is no short job
 
 
@@ -39,6 +41,11 @@ class Room:
     keep: int | None = None
     answer: int = 1
 
+    @property
+    def total(self) -> int:
+        """The most tokens of all prompts of a request, each counted once for every answer."""
+        return max(MAX_PROMPT_TOKENS, self.limit)
+
 
 def chat_prompt(chat: Conversation, room: Room | None) -> list[int]:
     """The ids of a conversation, for a worker. Raises a 400 for messages or a template that cannot be rendered, and for a text that
@@ -65,7 +72,23 @@ def chat_prompt(chat: Conversation, room: Room | None) -> list[int]:
 def text_prompts(texts: Sequence[str], add_special_tokens: bool, room: Room) -> list[tuple[list[int], bool]]:
     """The ids of each text, and whether they are all of it; for a worker."""
     tokenizer = worker_tokenizer()
-    return [_fit(tokenizer.encode(text, add_special_tokens=add_special_tokens), room, "prompt") for text in texts]
+    found: list[tuple[list[int], bool]] = []
+    tokens = 0
+    for text in texts:
+        found.append(_fit(tokenizer.encode(text, add_special_tokens=add_special_tokens), room, "prompt"))
+        tokens += len(found[-1][0])
+        check_total(tokens, room)
+    return found
+
+
+def check_total(tokens: int, room: Room, prompt_logprobs: int | None = None) -> None:
+    """Raises a 400 for a request whose prompts are too long together, or have too many log-probabilities. `tokens` counts a prompt
+    with each of its choices."""
+    advice = f"at most {room.total}; send fewer prompts at once, or lower n"
+    if tokens > room.total:
+        raise bad("prompt", f"has {tokens} tokens or more in all prompts, each counted for every answer; {advice}", TOO_MANY)
+    if prompt_logprobs is not None and (values := tokens * (1 + prompt_logprobs)) > room.total:
+        raise bad("prompt", f"asks for {values} log-probabilities of prompts, counted for every answer; {advice}", TOO_MANY)
 
 
 def prompt_texts(prompts: Sequence[Sequence[int]], skip_special: bool) -> list[str]:

@@ -23,6 +23,7 @@ from engine.protocol import (
     Refused,
     Shutdown,
     Submit,
+    SubmitAll,
     TokenLogprobs,
     TokenOutput,
     decode_to_engine,
@@ -85,7 +86,10 @@ class FakeEngine(threading.Thread):
         self.join(60)
 
     def _take(self, message: Any, work: dict[str, Iterator[TokenOutput]]) -> None:
-        if isinstance(message, Submit):
+        if isinstance(message, SubmitAll):
+            for submit in message.submits():
+                self._take(submit, work)
+        elif isinstance(message, Submit):
             self.submits.append(message)
             if message.prompt_ids[-1] == 1000:
                 self.send(Refused(message.request_id, "this can never run"))

@@ -69,6 +69,21 @@ def objects(count: int) -> dict[str, object]:
     return {"anyOf": [{"type": "object", "properties": one, "required": list(one)} for one in names]}
 
 
+def many(**more: object) -> tuple[str, str]:
+    """About as many answers as the queue holds, all with the same parameters."""
+    return COMPLETIONS, json.dumps({"prompt": ["a"] * 8, "n": 128, "max_tokens": 1, **more})
+
+
+MANY: dict[str, tuple[str, str]] = {
+    "16,384 ids, 1,024 answers": many(allowed_token_ids=[5] * 16384),
+    "0.3 MB of grammar, 1,024 answers": many(
+        response_format={
+            "type": "json_schema",
+            "json_schema": {"name": "words", "schema": {"enum": [f"v{i:07}" + "x" * 40 for i in range(6000)]}},
+        }
+    ),
+}
+
 LISTS = [{"type": "array", "items": {"type": "string", "pattern": f"^a*{i}$"}, "minItems": 1} for i in range(500)]
 HOSTILE_GRAMMARS: dict[str, tuple[str, str]] = {
     "3,000 objects, n 16": schema(objects(3000), n=16),
@@ -122,9 +137,9 @@ def server() -> Iterator[ServerProcess]:
         yield started
 
 
-@pytest.mark.parametrize("name", [*HOSTILE, *HOSTILE_GRAMMARS])
+@pytest.mark.parametrize("name", [*HOSTILE, *HOSTILE_GRAMMARS, *MANY])
 def test_a_hostile_request_harms_nobody_else(server: ServerProcess, name: str) -> None:
-    path, body = {**HOSTILE, **HOSTILE_GRAMMARS}[name]
+    path, body = {**HOSTILE, **HOSTILE_GRAMMARS, **MANY}[name]
     pids = [*server.rank_pids(), *server.frontend_pids()]
     other = Other(server.url)
     thread = threading.Thread(target=other.run)

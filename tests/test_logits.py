@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import MinNewTokensLengthLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from engine.grammars import Grammars
-from engine.logits import advance, allowed, new_state, process, token_logprobs
+from engine.logits import advance, allowed, check_ids, new_state, process, token_logprobs
 from engine.protocol import RequestParams
 from engine.scheduler import Sequence
 from errors import UserError
@@ -35,7 +35,8 @@ MODEL_VOCAB = 1030  # a model's vocabulary may be padded beyond the tokenizer's 
 def sequence_of(prompt: list[int], output: list[int], vocab: int = VOCAB, **params: Any) -> Sequence:
     wanted = RequestParams(max_tokens=100, **params)
     sequence = Sequence("a", [*prompt, *output], len(prompt), wanted)
-    sequence.state = new_state(wanted, prompt, vocab, CPU)
+    check_ids(prompt, vocab)
+    sequence.state = new_state(wanted, vocab, CPU)
     return sequence
 
 
@@ -241,7 +242,7 @@ def generate(grammar: str, temperature: float, limit: int = 4000, **params: Any)
     assert tokenizer is not None
     wanted = RequestParams(max_tokens=limit, grammar=grammar, **params)
     sequence = Sequence("a", [5], 1, wanted)
-    sequence.state = new_state(wanted, [5], MODEL_VOCAB, CPU)
+    sequence.state = new_state(wanted, MODEL_VOCAB, CPU)
     sequence.state.matcher = grammars().compile(grammar)
     while sequence.generated < limit:
         logits = process(torch.randn(1, MODEL_VOCAB) / temperature, [sequence])

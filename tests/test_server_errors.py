@@ -198,6 +198,23 @@ def test_lone_surrogates_are_harmless(site: Site) -> None:
     assert response.status_code == 404
 
 
+def test_all_prompts_of_a_request_together(make_site: Callable[..., Site]) -> None:
+    """A prompt counts once for every answer, and so do the log-probabilities of its tokens."""
+    site = make_site(max_num_seqs=64, max_queue=8192)
+    prompts = [[5] * (CONTEXT - 1)] * 40
+    reply = site.http.post("/v1/completions", json={"prompt": prompts, "n": 2, "max_tokens": 1})
+    assert reply.status_code == 200 and len(reply.json()["choices"]) == 80
+    submits = list(site.engine.submits)
+    assert len({id(one.params.stop_token_ids) for one in submits}) == 1, "what they share is there once"
+    assert [one.params.seed - submits[0].params.seed for one in submits] == [0, 1] * 40
+    assert len(prompts) * (CONTEXT - 1) * 128 > 2**20 > (CONTEXT - 1) * 128 * 8 > 2**20 / 21
+    many = {"prompt": prompts, "n": 128, "max_tokens": 1}
+    assert site.refused("/v1/completions", many)["code"] == "too_many_tokens"
+    scored = {"prompt": prompts[:8], "n": 128, "max_tokens": 1, "prompt_logprobs": 20}
+    assert site.refused("/v1/completions", scored)["code"] == "too_many_tokens"
+    assert len(site.engine.submits) == len(submits)
+
+
 def test_keys(make_site: Callable[..., Site]) -> None:
     site = make_site(api_key=("right", "other"), protect_metrics=True)
     for path, status in (
