@@ -162,7 +162,7 @@ if __name__ == "__main__":
 
 
 def test_a_frozen_frontend_ends_with_its_engine(tmp_path: Path) -> None:
-    """Its event loop may be busy for ever when rank 0 dies."""
+    """Its event loop may never be free again when rank 0 dies."""
     script = tmp_path / "program.py"  # a file: the spawned process imports it, too
     script.write_text(FROZEN)
     env = environment(PYTHONPATH=ROOT, TMPDIR=tmp_path)
