@@ -11,7 +11,7 @@ PROMPT ?= Once upon a time
 PROFILE ?= profile.json
 ARGS ?=
 
-.PHONY: help setup setup-dev demo serve generate chat bench-offline startup bench-host soak lm-eval test lint accuracy quantization baseline bench-cpu comm-table bench-comm overlap bench-push bench-frontend bench-kernels bench-linear sanitize performance sweep ladder latency throughput plot report trace paper-tables trace-overlap redraw plan plan-paper profile-collectives test-plans adapt-demo pretrain-variants bench-training readme train-tiny clean
+.PHONY: help setup setup-dev demo serve generate chat bench-offline startup bench-host soak lm-eval test lint accuracy quantization baseline bench-cpu comm-table bench-comm overlap bench-push bench-frontend bench-kernels bench-linear sanitize performance sweep ladder latency throughput measure-gpus plot report trace paper-tables trace-overlap redraw plan plan-paper profile-collectives test-plans adapt-demo pretrain-variants bench-training readme train-tiny clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -109,6 +109,9 @@ latency: setup ## the batch-1 part of the sweep, variants side by side
 
 throughput: setup-dev ## MODEL on RANKS ranks, offline and through the server under Poisson arrivals, into out/load.json
 	@$(PY) scripts/loadgen.py --model $(MODEL) --ranks $(RANKS) --offline $(ARGS)
+
+measure-gpus: setup-dev ## all that RANKS GPUs are measured for, most important first, resumable: make measure-gpus RANKS=8 ARGS="--raw docs/results/gpu-8"
+	@$(PY) scripts/measure_gpus.py --ranks $(RANKS) $(ARGS)
 
 plot: setup-dev ## the paper's figures 2, 3 and 4 and the parts of a step, from out/sweep.jsonl into out/plots
 	@$(PY) scripts/plots.py $(ARGS)

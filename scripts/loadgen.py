@@ -21,6 +21,7 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -38,6 +39,7 @@ from tqdm import tqdm
 
 from checkpoint import model_config
 from cli import Parser, note, run
+from config import config_to_hf, has_random_weights
 from errors import UserError
 from processes import on_ranks
 from scripts.results import ROOT, check_output, machine, write_text
@@ -169,6 +171,7 @@ async def send(client: StreamClient, request: Request, planned: float) -> Answer
     reader = Reader(request, planned)
     body = {"prompt": request.prompt, "max_tokens": request.new_tokens, "temperature": 0, "ignore_eos": True}
     body |= {"stream": True, "return_token_ids": True}
+    body |= {"detokenize": False}  # for a vLLM without a tokenizer; Rung ignores it
     try:
         await client.post("/v1/completions", msgspec.json.encode(body), reader)
     except (ConnectionEnded, OSError, TimeoutError) as e:
@@ -278,6 +281,42 @@ def server_of(ranks: int, flags: Sequence[str], log: Path, **environ: str) -> It
     """
     port = free_port()
     command = [sys.executable, "-m", "server", "--tp", str(ranks), "--port", str(port), "--drain-timeout", "1", *flags]
+    with running(command, port, log, **environ) as url:
+        yield url
+
+
+@contextmanager
+def vllm_of(args: argparse.Namespace, log: Path) -> Iterator[str]:
+    """The URL of vLLM's server with random weights, and as `server_of`."""
+    port = free_port()
+    lengths = args.prompt_length[1] + args.new_tokens[1]
+    with tempfile.TemporaryDirectory() as folder:
+        config = config_to_hf(model_config(args.model, None, args.ranks))
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        command = [args.vllm_python, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)]
+        command += [
+            "--model",
+            folder,
+            "--load-format",
+            "dummy",
+            "--skip-tokenizer-init",
+            "--tensor-parallel-size",
+            str(args.ranks),
+        ]
+        command += ["--dtype", args.dtype or "bfloat16", "--max-model-len", str(lengths), "--no-enable-prefix-caching"]
+        command += ["--generation-config", "vllm", "--disable-uvicorn-access-log"]
+        if args.max_num_seqs:
+            command += ["--max-num-seqs", str(args.max_num_seqs)]
+        with running(command, port, log) as url:
+            yield url
+
+
+@contextmanager
+def running(command: Sequence[str], port: int, log: Path, **environ: str) -> Iterator[str]:
+    """The URL of the server that `command` starts, once it is ready; it ends with the block. Its output goes to `log`.
+
+    Raises UserError if it ends before it is ready.
+    """
     with log.open("wb") as output:
         environment = {"OMP_NUM_THREADS": "1"} | os.environ | environ
         process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, env=environment)
@@ -321,6 +360,10 @@ def serving(args: argparse.Namespace) -> Iterator[str]:
     """The URL of a server: the one that --url names, or one of our own, which ends with the block."""
     if args.url:
         yield args.url
+        return
+    if args.vllm_python:
+        with vllm_of(args, args.out.with_suffix(".log")) as url:
+            yield url
         return
     flags = ["--model", args.model, *shared_flags(args), "--max-queue", str(args.requests)]
     with server_of(args.ranks, flags, args.out.with_suffix(".log")) as url:
@@ -370,6 +413,9 @@ def parse_args() -> argparse.Namespace:
     what.add_argument("--url", help="of one that runs already; else one is started")
     what.add_argument("--vocab-size", type=int, metavar="N", help="with --url: prompts are of ids below N")
     what.add_argument("--model", metavar="DIR|PRESET", help="the checkpoint to serve, or a preset with random weights")
+    what.add_argument(
+        "--vllm-python", metavar="PYTHON", help="serve MODEL by vLLM instead, of this Python's environment, with random weights"
+    )
     what.add_argument("--ranks", type=int, default=2, help="default: 2")
     what.add_argument("--variant", help="another residual variant than the checkpoint's")
     what.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA if there is any")
@@ -410,6 +456,10 @@ def parse_args() -> argparse.Namespace:
         raise UserError("give --model to start a server, or --url of one that runs")
     if args.url and (args.vocab_size is None or args.offline):
         raise UserError("--url needs --vocab-size, and goes without --offline")
+    if args.vllm_python and (args.url or args.variant or args.comm or args.offline or not has_random_weights(args.model)):
+        raise UserError(
+            "--vllm-python serves a --model with random weights, and goes without --url, --variant, --comm and --offline"
+        )
     if args.offline and args.requests is None and args.seconds < math.inf:
         raise UserError("--offline needs --requests beside --seconds: it sends all of them at once")
     if min(args.rates) <= 0 or args.seconds <= 0 or (args.drain is not None and args.drain < 0):
@@ -425,7 +475,8 @@ def main() -> None:
     args = parse_args()
     vocab_size = args.vocab_size or model_config(args.model, args.variant, args.ranks).vocab_size
     check_output(args.out)
-    settings = {k: None if v == math.inf else v for k, v in vars(args).items() if k != "out"}
+    settings = {k: None if v == math.inf else v for k, v in vars(args).items() if k not in ("out", "vllm_python")}
+    settings["server"] = "vLLM" if args.vllm_python else "Rung"
     result: dict[str, Any] = {"settings": settings}
     if args.offline:
         result["offline"] = offline(args)

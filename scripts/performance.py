@@ -29,7 +29,7 @@ from scripts.overlap import markdown as overlap_table
 from scripts.overlap import plot as plot_overlap
 from scripts.overlap import rows_of as overlap_rows
 from scripts.results import RESULTS, add_write_option, describe, made, results_folder, write_text
-from scripts.sweep_rows import Row, finished, read_rows
+from scripts.sweep_rows import VLLM, Row, Setting, finished, read_rows
 
 NCCL = "µs nccl"
 EXACT = ("µs one-shot", "µs two-shot")
@@ -64,11 +64,11 @@ def decode(folder: Path) -> str | None:
         return None
     variants = list(dict.fromkeys(row.setting.variant for row in rows))
     cells: dict[tuple[str, ...], dict[str, Row]] = {}
-    for row in rows:
-        s = row.setting
-        tokens = f"{s.prompt_length} + {s.new_tokens}"
-        where = (s.model, str(s.tp), str(s.batch), tokens, row.communicator, s.interconnect)
-        cells.setdefault(where, {})[s.variant] = row
+    for row in (row for row in rows if row.setting.variant != VLLM):
+        cells.setdefault((*_lengths(row.setting), row.communicator, row.setting.interconnect), {})[row.setting.variant] = row
+    for row in (row for row in rows if row.setting.variant == VLLM):  # beside each way in which Rung sums
+        for where in [where for where in cells if (where[:4], where[-1]) == (_lengths(row.setting), row.setting.interconnect)]:
+            cells[where][VLLM] = row
     lines = [
         [
             *where,
@@ -82,6 +82,10 @@ def decode(folder: Path) -> str | None:
     made = describe(rows[0].machine, "cuda")
     caption = f"ms of a decode step and of the prefill, medians of so many runs; 1 is a single run. Made on {made}."
     return markdown(["model", "tp", "batch", "tokens", "sums", "interconnect", "runs", "", *variants], lines, caption)
+
+
+def _lengths(s: Setting) -> tuple[str, ...]:
+    return s.model, str(s.tp), str(s.batch), f"{s.prompt_length} + {s.new_tokens}"
 
 
 def _ms(row: Row | None, figure: str) -> str:
@@ -275,8 +279,9 @@ def load(folder: Path) -> str | None:
     for found in (found for path in sorted(folder.glob("load*.json")) if (found := read(path)) and found.get("rates")):
         s = found["settings"]
         variant = f", {s['variant']}" if s.get("variant") else ""
+        whose = "vLLM's" if s.get("server") == "vLLM" else "the"
         caption = (
-            f"{s['model']}{variant} through the HTTP server on {s['ranks']} ranks, Poisson arrivals of {s['prompt_length']} + "
+            f"{s['model']}{variant} through {whose} HTTP server on {s['ranks']} ranks, Poisson arrivals of {s['prompt_length']} + "
             f"{s['new_tokens']} tokens. Made on {describe(found['machine'], 'cuda')}."
         )
         tables.append(f"{load_table(found)}\n\n{caption}\n")

@@ -12,6 +12,9 @@ one another; a crash or an OOM becomes a row with its error. --seeds repeats all
 the runs of all seeds together. Every run is `engine.offline.generate`, as in generate.py. What no
 flag names depends on the device: a GPU takes Llama-3 8B with 1024 + 512 tokens, a CPU the preset `tiny` with 64 + 32.
 
+--variants vllm measures vLLM on the same lengths, where an environment holds it (--vllm-python): random weights, greedy, one
+engine for all batch sizes of a model.
+
 --interconnects: `default`; `no-p2p` (NCCL_P2P_DISABLE=1, the paper's "No NVLink"); `two-hosts` (scripts/two_hosts.py: half of
 the GPUs each, sockets between them); NAME=VALUE[;NAME=VALUE] for the ranks' environment; or, on a CPU, a simulated link
 LATENCY,BANDWIDTH.
@@ -26,7 +29,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from itertools import groupby, product
 from pathlib import Path
 from typing import Any
@@ -39,12 +42,12 @@ from tqdm import tqdm
 from checkpoint import DTYPES, model_config, open_source
 from cli import Parser, note, run
 from comm import KNOWN, choose
-from config import PRESETS, has_random_weights
+from config import PRESETS, config_to_hf, has_random_weights
 from errors import UserError
 from processes import on_ranks
 from scripts.quality import quality
 from scripts.results import ROOT, check_output, machine, unwritable
-from scripts.sweep_rows import Row, Setting, finished, interconnect, ratio, read_rows, row_line
+from scripts.sweep_rows import VLLM, Row, Setting, finished, interconnect, ratio, read_rows, row_line
 from scripts.sweep_worker import MARK
 
 DEFAULTS: dict[str, Any] = {
@@ -109,19 +112,43 @@ def settings_of(args: argparse.Namespace) -> list[Setting]:
     for comm, link in product(axes["comms"], axes["interconnects"]):
         choose(device, comm, interconnect(link).link)
     for model, variant, tp in product(axes["models"], axes["variants"], axes["tp"]):
-        model_config(model, variant, tp)
+        model_config(model, None if variant == VLLM else variant, tp)
     for model in axes["models"]:
         if not has_random_weights(model):
             open_source(model, model_config(model, None, 1))
     if any(interconnect(link).hosts > 1 for link in axes["interconnects"]) and any(tp % 2 for tp in axes["tp"]):
         raise UserError("--interconnects two-hosts needs an even number of ranks; leave the odd ones out of --tp")
+    refuse_vllm_where_it_cannot_run(axes, device, args.vllm_python)
     order = ("tp", "interconnects", "models", "comms", "prompt_lengths", "new_tokens", "batch_sizes", "variants")
-    return [
+    settings = [
         Setting(model, variant, tp, batch, prompt, new, comm, link, device, dtype, args.compile, seed, args.runs, args.profile)
         for seed, (tp, link, model, comm, prompt, new, batch, variant) in product(
             dict.fromkeys(args.seeds), product(*(dict.fromkeys(axes[name]) for name in order))
         )
     ]  # fmt: skip
+    # vLLM sums in its own way, whatever --comms says
+    return list(dict.fromkeys(replace(s, comm=None, profile=False) if s.variant == VLLM else s for s in settings))
+
+
+def refuse_vllm_where_it_cannot_run(axes: dict[str, Any], device: str, python: str) -> None:
+    """Raises UserError."""
+    if VLLM not in axes["variants"]:
+        return
+    if device != "cuda" or any(interconnect(link).hosts > 1 for link in axes["interconnects"]):
+        raise UserError("--variants vllm needs GPUs of one host; leave it out")
+    if not all(has_random_weights(model) for model in axes["models"]):
+        raise UserError(
+            "--variants vllm measures presets and a config.json alone, with random weights; leave it or the checkpoints out"
+        )
+    try:
+        found = subprocess.run([python, "-c", "import vllm"], capture_output=True, text=True, check=False)
+        said = found.stderr.strip().splitlines() if found.returncode else []
+    except OSError as e:
+        said = [e.strerror or str(e)]
+    if said:
+        raise UserError(
+            f"{python} cannot import vllm ({said[-1]}); name the Python of an environment that holds it: --vllm-python"
+        )
 
 
 @dataclass(frozen=True)
@@ -132,21 +159,29 @@ class Start:
     hosts: int
     device: str
     environment: tuple[tuple[str, str], ...]
+    vllm: str = ""  # the model that vLLM measures, one a launch,
+    vllm_python: str = ""  # and the Python that holds it
 
-    @property
-    def command(self) -> list[str]:
-        """What a script and its arguments follow."""
+    def command(self, job: Path) -> list[str]:
+        """What measures the settings in the file `job`; vLLM's model is described beside it."""
+        if self.vllm:
+            return [self.vllm_python, str(ROOT / "scripts" / "sweep_vllm.py"), str(job), str(job.parent)]
+        worker = [str(ROOT / "scripts" / "sweep_worker.py"), str(job)]
         if self.hosts > 1:
-            return [sys.executable, str(ROOT / "scripts" / "two_hosts.py"), "--ranks", str(self.ranks), "--device", self.device]
-        return [*on_ranks(self.ranks)]
+            two_hosts = str(ROOT / "scripts" / "two_hosts.py")
+            return [sys.executable, two_hosts, "--ranks", str(self.ranks), "--device", self.device, *worker]
+        return [*on_ranks(self.ranks), *worker]
 
 
-def launches(settings: Iterable[Setting]) -> Iterator[tuple[Start, list[Setting]]]:
+def launches(settings: Iterable[Setting], vllm_python: str = "") -> Iterator[tuple[Start, list[Setting]]]:
     """The launches, and the settings that each one measures."""
 
     def start(s: Setting) -> Start:
         between = interconnect(s.interconnect)
-        return Start(s.tp, between.hosts, s.device, tuple(sorted(between.environment.items())))
+        environment = tuple(sorted(between.environment.items()))
+        if s.variant == VLLM:
+            return Start(s.tp, between.hosts, s.device, environment, s.model, vllm_python)
+        return Start(s.tp, between.hosts, s.device, environment)
 
     for found, same in groupby(sorted(settings, key=lambda s: astuple(start(s))), key=start):
         yield found, list(same)
@@ -260,8 +295,10 @@ def one_launch(file: File, start: Start, todo: list[Setting], timeout: float, ba
     with tempfile.TemporaryDirectory() as folder:
         job = Path(folder) / "settings.json"
         job.write_text(json.dumps([json.loads(s.key) for s in todo]))
-        command = [*start.command, str(ROOT / "scripts" / "sweep_worker.py"), str(job)]
-        error = launch(command, dict(start.environment), timeout, heard)
+        if start.vllm:
+            config = config_to_hf(model_config(start.vllm, None, start.ranks))
+            (Path(folder) / "config.json").write_text(json.dumps(config))
+        error = launch(start.command(job), dict(start.environment), timeout, heard)
     if error is None and todo:
         error = "the ranks ended without a result"
     return current, error
@@ -350,7 +387,7 @@ def parse_args() -> argparse.Namespace:
         metavar="MODEL",
         help=f"presets ({', '.join(PRESETS)}; PRESET:LAYERS), checkpoints, or a config.json alone",
     )
-    axes.add_argument("--variants", nargs="+", metavar="NAME", help="as generate.py --variant takes them")
+    axes.add_argument("--variants", nargs="+", metavar="NAME", help="as generate.py --variant takes them, or vllm")
     axes.add_argument("--tp", nargs="+", type=int, metavar="N", help="tensor-parallel ranks (default: all GPUs)")
     axes.add_argument("--batch-sizes", nargs="+", type=int, metavar="N", help="sequences (default: 1 4 16 64)")
     axes.add_argument("--comms", nargs="+", metavar="NAME", help=f"{KNOWN} (default: the device's)")
@@ -367,6 +404,12 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "sweep.jsonl", help="default: out/sweep.jsonl")
     parser.add_argument("--retry", action="store_true", help="run again what failed before")
+    parser.add_argument(
+        "--vllm-python",
+        default=sys.executable,
+        metavar="PYTHON",
+        help="of an environment that holds vLLM (default: this one's)",
+    )
     parser.add_argument("--timeout", type=float, default=600, help="seconds for one run, loading included (default: 600)")
     return parser.parse_args()
 
@@ -380,7 +423,7 @@ def main() -> None:
         note(f"{len(settings) - len(todo)} of {len(settings)} configurations are in {args.out} already")
     with tqdm(total=len(todo), unit="configuration") as bar:
         try:
-            for start, found in launches(todo):
+            for start, found in launches(todo, args.vllm_python):
                 run_all(file, start, found, args.timeout, bar)
         except KeyboardInterrupt:
             bar.close()

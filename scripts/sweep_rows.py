@@ -14,6 +14,7 @@ from comm import parse_link
 from errors import UserError
 
 ORDER = ("standard", "parallel", "ladder", "hybrid", "desync-2x", "desync-4x", "upper-bound")
+VLLM = "vllm"  # stands for a variant where vLLM, and not Rung, was measured
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Setting:
     """One configuration. Two runs with equal settings on one machine measure the same thing."""
 
     model: str  # a preset or a checkpoint directory
-    variant: str  # as `generate.py --variant` takes it
+    variant: str  # as `generate.py --variant` takes it, or VLLM
     tp: int  # tensor-parallel ranks
     batch: int  # sequences
     prompt_length: int  # tokens

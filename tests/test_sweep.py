@@ -18,7 +18,7 @@ from tqdm import tqdm
 import cli
 from comm import Local, parse_link
 from errors import UserError
-from scripts import loadgen, plots, report, results, sweep, sweep_worker
+from scripts import loadgen, plots, report, results, sweep, sweep_vllm, sweep_worker
 from scripts.sweep_rows import Row, Setting, finished, read_rows, row_line
 from tests.command_line import ROOT, environment
 from tp import World
@@ -340,6 +340,74 @@ def test_a_sweep_on_two_ranks_goes_on_where_it_stopped(tmp_path: Path) -> None:
     said = run("standard", "upper-bound")
     assert out.read_text() == before
     assert "2 of 2 configurations are in" in said and "| standard |" in said and "| ladder |" not in said
+
+
+# --- vLLM beside it -----------------------------------------------------------------------------------------------------
+
+VLLM_STUB = """
+from types import SimpleNamespace as Some
+
+__version__ = "0.0.stub"
+
+class SamplingParams:
+    def __init__(self, **given):
+        self.given = given
+
+class LLM:
+    def __init__(self, **given):
+        print("a word of its own")
+        assert given["max_model_len"] == 9 and given["tensor_parallel_size"] == 2
+        assert given["compilation_config"] == {"cudagraph_capture_sizes": [1, 2, 3]}
+
+    def generate(self, prompts, params, use_tqdm):
+        assert len({tuple(p["prompt_token_ids"]) for p in prompts}) == len(prompts)
+        return [Some(outputs=[Some(token_ids=[1] * params.given["max_tokens"])]) for _ in prompts]
+"""
+
+
+def test_vllm_is_measured_on_the_same_settings(tmp_path: Path) -> None:
+    """The worker in a process of its own, with a stand-in for vLLM."""
+    (tmp_path / "vllm.py").write_text(VLLM_STUB)
+    settings = [
+        replace(TINY, variant="vllm", tp=2, batch=b, prompt_length=6, new_tokens=n, runs=2) for b, n in ((3, 3), (1, 1))
+    ]
+    ((start, found),) = sweep.launches(settings, sys.executable)
+    file = sweep.File(tmp_path / "rows.jsonl")
+    with pytest.MonkeyPatch.context() as patch, tqdm(disable=True) as bar:
+        patch.setenv("PYTHONPATH", str(tmp_path))
+        sweep.run_all(file, start, found, 60.0, bar)
+    three, one = read_rows(file.path)
+    assert (three.error, one.error) == (None, None) and three.variant == "vLLM 0.0.stub"
+    assert len(three.samples) == len(one.samples) == 2 and one.median("decode_ms_per_token") is None
+    assert "vLLM 0.0.stub" in sweep.table([three, one])
+
+
+def test_vllms_steps_are_what_its_prefill_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = iter(
+        [9.0, 9.0, 0.10, 0.50, 0.14, 0.54, 0.12, 0.52]
+    )  # the first run warms up; each is a prefill and a whole run, seconds
+    monkeypatch.setattr(sweep_vllm, "seconds", lambda *_: next(calls))
+    samples = sweep_vllm.measure(None, asdict(replace(TINY, variant="vllm", batch=2, new_tokens=5)), 100)
+    row = Row(TINY, {}, {}, samples=samples)
+    assert row.values("prefill_ms") == [100, 140, 120]
+    assert row.values("decode_ms_per_token") == pytest.approx([95, 105, 100])  # (500, 540, 520 - 120) / 4
+    assert row.values("tokens_per_second") == pytest.approx([2e3 / 95, 2e3 / 105, 2e3 / 100], rel=1e-3)
+    assert row.median("completion_ms") == pytest.approx(520)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--variants vllm", "needs GPUs"),
+        ("--device cuda --comms nccl --interconnects two-hosts --tp 2 --variants vllm", "needs GPUs of one host"),
+        (f"--device cuda --comms nccl --models {ROOT}/models/tiny-standard --tp 1 --variants vllm", "random weights"),
+        ("--device cuda --comms nccl --tp 1 --variants vllm", "cannot import vllm"),
+        ("--device cuda --comms nccl --tp 1 --variants vllm --vllm-python /nowhere/python", "No such file"),
+    ],
+)
+def test_vllm_is_refused_where_it_cannot_run(flags: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        sweep.settings_of(arguments(*flags.split()))
 
 
 # --- refused before anything starts --------------------------------------------------------------------------------------

@@ -1,0 +1,105 @@
+"""vLLM's part of a sweep: `scripts/sweep.py` starts it with the Python of an environment that holds vLLM, and reads its stdout.
+
+    PYTHON scripts/sweep_vllm.py SETTINGS FOLDER
+
+SETTINGS is a JSON list of settings that share their model and their ranks; FOLDER holds the model's config.json. One engine with
+random weights measures them all, and says what `sweep_worker.py` says, in the same lines. Nothing of this repository is
+imported, so that vLLM's environment need not hold what Rung needs.
+
+A run is two calls with new random prompts: one token, which is the prefill, and all tokens. vLLM reports no single steps, so
+each step of a run is given their mean.
+"""
+
+import json
+import random
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+MARK = "@sweep "  # of sweep_worker.py
+MEMORY = 0.85  # of a GPU's memory that vLLM may take
+
+
+def say(**content: Any) -> None:
+    print(MARK + json.dumps(content), flush=True)
+
+
+def graph_sizes(batches: list[int]) -> list[int]:
+    """The batch sizes that are captured: those of the sweep and the powers of two below them, which takes less time than vLLM's
+    whole list."""
+    return sorted({*batches, *(1 << n for n in range(max(batches).bit_length()))})
+
+
+def start(settings: list[dict[str, Any]], folder: str) -> Any:
+    """The engine for all of the settings."""
+    from vllm import LLM  # type: ignore[import-not-found]  # of another environment
+
+    first, batches = settings[0], [s["batch"] for s in settings]
+    return LLM(
+        model=folder,
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        dtype=first["dtype"],
+        tensor_parallel_size=first["tp"],
+        max_model_len=max(s["prompt_length"] + s["new_tokens"] for s in settings),
+        max_num_seqs=max(batches),
+        enable_prefix_caching=False,
+        disable_log_stats=True,
+        gpu_memory_utilization=MEMORY,
+        generation_config="vllm",
+        seed=first["seed"],
+        compilation_config={"cudagraph_capture_sizes": graph_sizes(batches)},
+    )
+
+
+def seconds(llm: Any, s: dict[str, Any], tokens: int, vocabulary: int, rng: random.Random) -> float:
+    """Seconds that a batch of new prompts takes to give `tokens` tokens each, greedy."""
+    from vllm import SamplingParams
+
+    prompts = [{"prompt_token_ids": [rng.randrange(vocabulary) for _ in range(s["prompt_length"])]} for _ in range(s["batch"])]
+    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+    began = time.perf_counter()
+    answers = llm.generate(prompts, params, use_tqdm=False)
+    took = time.perf_counter() - began
+    assert all(len(answer.outputs[0].token_ids) == tokens for answer in answers)
+    return took
+
+
+def sample(prefill: float, step: float | None, s: dict[str, Any]) -> dict[str, Any]:
+    """One run in the form of `sweep_worker.one_run`; prefill, step: ms."""
+    return {
+        "prefill_ms": round(prefill, 3),
+        "decode_ms_per_token": step and round(step, 4),
+        "tokens_per_second": step and round(s["batch"] / step * 1e3, 2),
+        "weight_gb_per_second": None,
+        "peak_memory_gb": None,
+        "step_ms": [round(step, 4)] * (s["new_tokens"] - 1) if step else [],
+        "exposed_ms": None,
+        "link_ms": None,
+    }
+
+
+def measure(llm: Any, s: dict[str, Any], vocabulary: int) -> list[dict[str, Any]]:
+    """The samples of one setting, behind a run that warms up."""
+    rng, steps = random.Random(s["seed"]), s["new_tokens"] - 1
+    ms = [[seconds(llm, s, tokens, vocabulary, rng) * 1e3 for tokens in (1, s["new_tokens"])] for _ in range(1 + s["runs"])][1:]
+    prefill = median(first for first, _ in ms)  # the difference of two single calls would scatter twice
+    return [sample(first, (total - prefill) / steps if steps else None, s) for first, total in ms]
+
+
+def main() -> None:
+    settings, folder = json.loads(Path(sys.argv[1]).read_text()), sys.argv[2]
+    vocabulary = json.loads((Path(folder) / "config.json").read_text())["vocab_size"]
+    say(begin=settings[0])
+    llm = start(settings, folder)
+    import vllm
+
+    for s in settings:
+        say(begin=s)
+        say(done=s, samples=measure(llm, s, vocabulary), split=None, variant=f"vLLM {vllm.__version__}", communicator="vLLM")
+
+
+if __name__ == "__main__":
+    main()

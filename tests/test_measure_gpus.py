@@ -1,0 +1,66 @@
+"""Measuring all that a machine's GPUs can tell: the commands are valid, and what is done or would take too long is left out."""
+
+import argparse
+import sys
+from pathlib import Path
+
+import pytest
+
+from errors import UserError
+from scripts import bench_training, loadgen, measure_gpus, startup, sweep
+from scripts.measure_gpus import Step
+
+PARSERS = {"sweep.py": sweep, "loadgen.py": loadgen, "startup.py": startup, "bench_training.py": bench_training}
+
+
+def arguments(monkeypatch: pytest.MonkeyPatch, *argv: object) -> argparse.Namespace:
+    monkeypatch.setattr(sys, "argv", ["measure_gpus.py", *map(str, argv)])
+    return measure_gpus.parse_args()
+
+
+def test_every_command_is_one_that_its_script_takes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = measure_gpus.steps(arguments(monkeypatch, "--ranks", 4, "--raw", tmp_path, "--vllm-python", sys.executable))
+    assert len({step.name for step in found}) == len(found) > 20
+    parsed = 0
+    for step in found:
+        name = Path(step.command[1]).name
+        assert Path(step.command[1]).exists()
+        if name in PARSERS:
+            monkeypatch.setattr(sys, "argv", [name, *step.command[2:]])
+            PARSERS[name].parse_args()
+            parsed += 1
+    assert parsed >= len(found) - 4  # the others are started by launch.py
+
+
+def steps_that(tmp_path: Path, *codes: str) -> list[Step]:
+    return [Step(f"step {i}", 1, (sys.executable, "-c", code), tmp_path / f"{i}.txt") for i, code in enumerate(codes)]
+
+
+def run_main(monkeypatch: pytest.MonkeyPatch, found: list[Step], *argv: object) -> None:
+    monkeypatch.setattr(measure_gpus, "steps", lambda _: found)
+    monkeypatch.setattr(sys, "argv", ["measure_gpus.py", "--ranks", "2", *map(str, argv)])
+    measure_gpus.main()
+
+
+def test_steps_that_are_done_are_not_repeated(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = steps_that(tmp_path, "print('a')", "raise SystemExit(3)", "print('c')")
+    for _ in range(2):
+        with pytest.raises(UserError, match="did not end well"):
+            run_main(monkeypatch, found, "--raw", tmp_path)
+    assert [(tmp_path / f"{i}.txt").read_text() for i in (0, 2)] == ["a\n", "c\n"]
+    assert "step 1: exit code 3" in (said := capsys.readouterr().err) and "step 0: done before" in said
+
+
+def test_what_would_take_too_long_is_not_started(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_main(monkeypatch, steps_that(tmp_path, "print('a')"), "--raw", tmp_path, "--minutes", 0.1)
+    assert not (tmp_path / "0.txt").exists() and "not started" in capsys.readouterr().err
+
+
+def test_a_step_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (step,) = steps_that(tmp_path, "import time; print('began', flush=True); time.sleep(600)")
+    args = arguments(monkeypatch, "--ranks", 2, "--raw", tmp_path)
+    assert measure_gpus.perform(step, args, 2.0) == "stopped after 2 s"
