@@ -14,7 +14,7 @@ ARGS ?=
 .PHONY: help setup setup-dev demo serve generate chat bench-offline startup bench-host soak lm-eval test lint accuracy quantization baseline bench-cpu comm-table bench-comm overlap bench-push bench-frontend bench-kernels bench-linear sanitize performance sweep ladder latency throughput measure-gpus plot report trace paper-tables trace-overlap redraw plan plan-paper profile-collectives test-plans adapt-demo pretrain-variants bench-training readme train-tiny clean
 
 help: ## list the targets
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 	@echo; echo "variables: MODEL=$(MODEL) RANKS=$(RANKS) PROMPT=\"$(PROMPT)\" ARGS=\"--max-new-tokens 100\""
 
 setup: ## make .venv with what running needs
@@ -134,7 +134,7 @@ redraw: setup-dev ## draw the tracked figures again from their raw files, into o
 plan: setup ## how to shard P, G and OS of MODEL: make plan MODEL=llama-30b ARGS="--gpus 1024 --cluster a800 --recompute"
 	@$(PY) -m training.plan --model $(MODEL) $(ARGS)
 
-plan-paper: setup-dev ## the planner beside AMSP's own choices, into docs/results/plan-paper.json, .md and .png
+plan-paper: setup-dev ## the planner beside AMSP's own choices, into out/plan-paper.json, .md and .png (tracked: ARGS=--write)
 	@$(PY) scripts/plan_paper.py $(ARGS)
 
 profile-collectives: setup ## time all-gather, reduce-scatter, all-reduce and broadcast on RANKS ranks, into PROFILE

@@ -1,6 +1,7 @@
 """The planner beside AMSP's own choices (Chen et al., arXiv:2311.00257, table IV), and what would make them the optimum.
 
-    python scripts/plan_paper.py            # docs/results/plan-paper.json, .md, .png and plan-MODEL.png
+    python scripts/plan_paper.py            # plan-paper.json, .md, .png and plan-MODEL.png in out
+    python scripts/plan_paper.py --write    # the same in docs/results, whose files are tracked
     python scripts/plan_paper.py --fit      # only: fit the four open figures of training/clusters/a800.json to table V
 
 The paper states the batch, the GPUs and their links, but not the activations, the buffers and the measured bandwidths. The plan
@@ -24,7 +25,7 @@ from tqdm import tqdm
 
 from cli import Parser, run
 from config import ModelConfig, preset
-from scripts.results import RESULTS, ROOT, made, write_json
+from scripts.results import add_write_option, made, results_folder, write_json, write_text
 from training.cluster import Cluster, load_cluster
 from training.collectives import Point, Profile, link_seconds, synthesize
 from training.cost import Communication, Prediction, forward_flops, predict
@@ -387,7 +388,9 @@ def predicted_mfu(name: str, cluster: Cluster) -> dict[str, list[tuple[int, floa
 def main() -> None:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fit", action="store_true", help="only fit the open figures of the A800 cluster to table V")
+    add_write_option(parser)
     args = parser.parse_args()
+    folder = results_folder(args)
     cluster = load_cluster("a800")
     fitted = report_fit(cluster)
     if args.fit:
@@ -408,15 +411,15 @@ def main() -> None:
         "varied": varied,
         "mfu": {name: predicted_mfu(name, cluster) for name in TABLE_IV},
     }
-    path = write_json("plan-paper", result)
-    table = path.with_suffix(".md")
-    table.write_text(markdown(result))
+    path, text = write_json("plan-paper", result, folder), markdown(result)
+    write_text(path.with_suffix(".md"), text, path)
+    plots = {name: folder / f"plan-{name}.png" for name in TABLE_IV}
     draw_choices(cluster, path.with_suffix(".png"))
-    for name, lines in result["mfu"].items():
-        draw(lines, f"{name}, {cluster.name}, 4M tokens a step or one micro-batch a GPU", RESULTS / f"plan-{name}.png")
-    for shown in (table, path.with_suffix(".png"), *(RESULTS / f"plan-{name}.png" for name in TABLE_IV)):
-        made(shown, path)
-    print(f"{markdown(result)}\nwrote {path.relative_to(ROOT)}, .md and .png beside it")
+    for name, plot in plots.items():
+        draw(result["mfu"][name], f"{name}, {cluster.name}, 4M tokens a step or one micro-batch a GPU", plot)
+    for drawn in (path.with_suffix(".png"), *plots.values()):
+        made(drawn, path)
+    print(f"{text}\nwrote plan-paper.json, .md and .png, and plan-MODEL.png, in {folder}")
 
 
 if __name__ == "__main__":

@@ -3,12 +3,15 @@
 import itertools
 import json
 import random
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from config import preset
+from scripts import plan_paper, results
 from scripts.plan_paper import (
     FITTED,
     MOST_MEMORY,
@@ -100,3 +103,20 @@ def test_the_file_s_predictions_are_the_planner_s() -> None:
             global_batch=round(job.global_batch / gpus) * gpus,
         )
         assert choose(here, MOST_MEMORY, "communication")[0].mfu == pytest.approx(mfu, rel=1e-6), name
+
+
+def test_only_write_touches_the_tracked_results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The tables and plots go to out; what takes minutes comes from the tracked file here, so the table must be the tracked one."""
+    before = {path.name: path.read_bytes() for path in RESULTS.glob("*.*")}
+    stored = json.loads(before["plan-paper.json"])
+    monkeypatch.setattr(plan_paper, "report_fit", lambda cluster: stored["fit"])
+    monkeypatch.setattr(plan_paper, "vary", lambda cluster: stored["varied"])
+    monkeypatch.setattr(plan_paper, "compare", lambda cluster: stored["rows"])
+    monkeypatch.setattr(plan_paper, "predicted_mfu", lambda name, cluster: stored["mfu"][name])
+    monkeypatch.setattr(results, "OUT", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["plan_paper.py"])
+    plan_paper.main()
+    assert {path.name: path.read_bytes() for path in RESULTS.glob("*.*")} == before
+    plots = {"plan-paper.png", *(f"plan-{name}.png" for name in TABLE_IV)}
+    assert {path.name for path in tmp_path.iterdir()} == plots | {"plan-paper.json", "plan-paper.md"}
+    assert (tmp_path / "plan-paper.md").read_bytes() == before["plan-paper.md"]
