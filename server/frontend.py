@@ -164,11 +164,15 @@ def banner(service: Service, ready: Ready, address: str) -> str:
     name = service.model_name
     kv_tokens = ready.kv_blocks * ready.block_size
     noise = "\n  random weights: the text is noise" if service.settings.random_weights else ""
-    examples = [("completions", {"model": name, "prompt": "Once upon a time", "max_tokens": 40})]
+    own = service.examples or {"chat": [], "completion": []}  # prompts that this model can answer
+    prompt, question = (*own["completion"], "Once upon a time")[0], (*own["chat"], "Tell me a story about a fox.")[0]
+    requests: list[tuple[str, dict[str, Any]]] = [("completions", {"prompt": prompt})]
     if service.chat_template is not None or "default" in service.tokenizer.chat_templates:
-        message = {"role": "user", "content": "Tell me a story about a fox."}
-        examples.append(("chat/completions", {"model": name, "messages": [message], "max_tokens": 40}))
-    curls = "\n\n".join(curl(f"{address}/v1/{path}", body, bool(service.settings.api_key)) for path, body in examples)
+        requests.append(("chat/completions", {"messages": [{"role": "user", "content": question}]}))
+    curls = "\n\n".join(
+        curl(f"{address}/v1/{path}", {"model": name, **body, "max_tokens": 40}, bool(service.settings.api_key))
+        for path, body in requests
+    )
     return f"""
 Serving {name}: {ready.variant}, {ready.world_size} rank{"s" * (ready.world_size > 1)} on {ready.device}, {ready.communicator}, {ready.dtype}
   context {ready.max_model_len} tokens, KV cache {kv_tokens} tokens{noise}

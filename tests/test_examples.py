@@ -12,7 +12,9 @@ from engine.offline import Timing, generate
 from engine.sampler import SamplingParams
 from scripts.corpus import EXAMPLES
 from server.examples import MAX_BYTES, read_examples
+from server.frontend import banner
 from tests.command_line import MODELS
+from tests.server_thread import Site, ready
 from tokenizer import load_tokenizer
 from tp import World
 
@@ -50,3 +52,14 @@ def test_a_checkpoint_need_not_have_one(tmp_path: Path) -> None:
     assert read_examples("llama-3-8b") is None
     (tmp_path / "examples.json").write_text('{"chat": ["Hi"], "more": 1}')
     assert read_examples(str(tmp_path)) == {"about": None, "chat": ["Hi"], "completion": []}
+
+
+def test_the_banner_s_requests_are_ones_that_the_model_can_answer(tmp_path: Path) -> None:
+    service = Site(tmp_path).server.service
+    requests = banner(service, ready(), "http://127.0.0.1:1").partition("Try it")[2]
+    assert f'"prompt": "{EXAMPLES["completion"][0]}"' in requests and f'"content": "{EXAMPLES["chat"][0]}"' in requests
+    service.examples = {"about": None, "chat": [], "completion": []}
+    some = banner(service, ready(), "http://127.0.0.1:1").partition("Try it")[2]
+    service.examples = None
+    assert banner(service, ready(), "http://127.0.0.1:1").partition("Try it")[2] == some
+    assert '"prompt": "Once upon a time"' in some and '"content": "Tell me a story about a fox."' in some
