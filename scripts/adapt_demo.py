@@ -4,8 +4,8 @@
     python scripts/adapt_demo.py --ladder-layers 4 --steps 20 --items 40 --out /tmp/adapt --dry-run
 
 The small twin of table 4 of the ladder paper (arXiv:2501.06589). The corpus of the retraining shares no document with that of
-the original training or the held-out tasks. Writes docs/results/adapt.json, .md and .png; the models stay in --out, ready
-for generate.py and the server.
+the original training or the held-out tasks. Writes adapt.json, .md and .png in out (with --write in docs/results); the models
+stay in --out, ready for generate.py and the server.
 """
 
 import argparse

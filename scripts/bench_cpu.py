@@ -3,7 +3,8 @@
     python scripts/bench_cpu.py --threads 1 --new-tokens 256
 
 The two take turns, so that a machine that slows down slows both; the ratio is that of the medians. Both decode greedily in
-fp32, uncompiled, with a KV cache, and must produce the same tokens. Writes docs/results/bench-cpu.json.
+fp32, uncompiled, with a KV cache, and must produce the same tokens. Writes bench-cpu.json and .md in out (with --write in
+docs/results).
 """
 
 import argparse
@@ -14,6 +15,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -67,7 +69,7 @@ def main() -> None:
     for batch in args.batch_size:
         run_ours(batch), run_theirs(batch)
         seconds: dict[str, list[float]] = {"rung": [], "transformers": []}
-        for _ in range(args.repeats):
+        for _ in tqdm(range(args.repeats), desc=f"batch {batch}", unit="turn"):
             for name, measured in (("rung", run_ours(batch)), ("transformers", run_theirs(batch))):
                 seconds[name].append(measured[0])
         if run_ours(batch)[1] != run_theirs(batch)[1]:

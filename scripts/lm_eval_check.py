@@ -10,7 +10,7 @@ needs an environment of its own, without torch:
 
 Starts a server of its own on a free loopback port, fp32; ours is one rank. With --ranks 2 a CPU's matrix kernels may add in
 the very order of one rank, so that the largest difference is 0; with 4 it is not. Nothing is downloaded. Writes
-docs/results/lm-eval.json.
+lm-eval.json in out (with --write in docs/results).
 """
 
 import argparse

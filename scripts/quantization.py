@@ -4,8 +4,8 @@
     python scripts/quantization.py --tp 2 --items 5 --models models/tiny-parallel --dry-run
 
 The small twin of the Flash Communication paper's figures 4 and 5 and of its tables 4 and 5 (with and without a Hadamard
-rotation). The errors are those of real partial sums, recorded while a model reads held-out stories. Writes
-docs/results/quantization.json and quantization.md; starts ranks once.
+rotation). The errors are those of real partial sums, recorded while a model reads held-out stories. Writes quantization.json
+and .md in out (with --write in docs/results); starts ranks once.
 """
 
 import argparse

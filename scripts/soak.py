@@ -5,7 +5,7 @@
 
 Starts a server of its own on a free loopback port. At the end the server must be idle with no KV-cache block in use, no more
 file descriptors than before, and no memory grown beyond --memory-mb; no client may have seen an error. Also measures how
-much faster 32 clients are served than one. Writes docs/results/soak.json.
+much faster 32 clients are served than one. Writes soak.json and .md in out (with --write in docs/results).
 """
 
 import argparse
@@ -134,12 +134,14 @@ async def stream(client: httpx.AsyncClient, request: dict[str, Any], tally: Tall
 async def load(client: httpx.AsyncClient, model: str, clients: int, seconds: float, rng: random.Random) -> Tally:
     """`clients` clients, each sending one request after another for `seconds`."""
     tally, end = Tally(), time.monotonic() + seconds
+    with tqdm(desc=f"{clients} clients for {seconds:g} s", unit="request") as bar:
 
-    async def one() -> None:
-        while time.monotonic() < end:
-            await stream(client, body(rng, model, rng.randrange(20, 120)), tally)
+        async def one() -> None:
+            while time.monotonic() < end:
+                await stream(client, body(rng, model, rng.randrange(20, 120)), tally)
+                bar.update()
 
-    await asyncio.gather(*(one() for _ in range(clients)))
+        await asyncio.gather(*(one() for _ in range(clients)))
     return tally
 
 
