@@ -371,10 +371,16 @@ def interact(job: Job, model: Transformer, world: World) -> None:
     """Read a line, answer it, until Ctrl-D. With --chat the conversation goes on; without, each line is a new prompt."""
     # Only here: other commands need no terminal, and shall not wait for its library.
     from console import Console
+    from server.examples import read_examples
 
     messages: list[dict[str, str]] = []
+    examples = read_examples(job.args.model) or {}
     with Console(world, job.args.history) as console:
         note(INTERACTIVE)
+        if about := examples.get("about"):
+            note(f"{job.args.model} is {about}.")
+        if some := examples.get("chat" if job.args.chat else "completion"):
+            note(f"Try: {some[0]}")
         while (line := console.line()) is not None and line.strip() not in ("/exit", "/quit"):
             if line.strip() == "/help":
                 note(INTERACTIVE)

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself to the page: `examples.json` beside its weights."""
+"""What a checkpoint says of itself to people, on the page and in the terminal: `examples.json` beside its weights."""
 
 import json
 from pathlib import Path

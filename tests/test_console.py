@@ -85,6 +85,8 @@ def test_ctrl_c_stops_the_answer_and_not_the_session(ranks: int, tmp_path: Path,
 def test_a_conversation_with_history_and_commands(tmp_path: Path, sessions: list[Session]) -> None:
     first = Session(tmp_path)
     sessions.append(first)
+    first.sees("it knows nothing else.")  # of examples.json, as is the question
+    first.sees("Try: What is 17 plus 25[?]")
     first.prompt()
     first.child.send("What is 2 + 3?\rWhat is 10 + 10?\r")  # the second one is typed ahead
     first.sees(r"5\r\n")
