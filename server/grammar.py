@@ -9,7 +9,7 @@ from typing import Any
 from starlette.types import Receive
 
 from engine.grammars import MAX_TEXT
-from server.json_schema import Compiled, SchemaError, compile_calls, compile_schema
+from server.json_schema import Compiled, ForcedTool, SchemaError, compile_calls, compile_schema
 from server.problems import bad
 from server.schemas import ChatBody, GenerationBody, JsonSchemaResponseFormat
 from server.service import Service
@@ -26,12 +26,11 @@ KEPT_TEXT = 4 << 20  # characters of them and of their schemas
 async def for_request(service: Service, body: GenerationBody, receive: Receive) -> Compiled:
     """The grammar of a forced tool call or of a JSON format. Raises a 400 that names the field for a schema that is wrong, or strict
     and beyond what can be enforced; ClientGone if nobody waits for it any more."""
-    tools = body.forced_tools if isinstance(body, ChatBody) else []
+    tools = _forced(body) if isinstance(body, ChatBody) else []
     chosen = body.json_format
     try:
         if tools:
-            functions = [(tool.function.name, tool.function.parameters, tool.function.strict is True) for tool in tools]
-            return await unless_gone(receive, _compiled(service, compile_calls, functions))
+            return await unless_gone(receive, _compiled(service, compile_calls, tools))
         if isinstance(chosen, JsonSchemaResponseFormat):
             schema, strict = chosen.json_schema.schema_, chosen.json_schema.strict is True
             return await unless_gone(receive, _compiled(service, compile_schema, schema, strict))
@@ -39,6 +38,15 @@ async def for_request(service: Service, body: GenerationBody, receive: Receive) 
     except SchemaError as e:
         param = "response_format" if not tools else "tools" if e.tool is None else f"tools.{e.tool}.function.parameters"
         raise bad(param, f"has a schema that cannot be enforced: {e}", "invalid_schema") from e
+
+
+def _forced(body: ChatBody) -> list[ForcedTool]:
+    forced = {tool.function.name for tool in body.forced_tools}
+    return [
+        ForcedTool(place, tool.function.name, tool.function.parameters, tool.function.strict is True)
+        for place, tool in enumerate(body.tools or [])
+        if tool.function.name in forced
+    ]
 
 
 async def _compiled(service: Service, compiler: Callable[..., Compiled], *arguments: Any) -> Compiled:

@@ -17,7 +17,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
 
 from llguidance import LLMatcher
@@ -51,7 +51,7 @@ BEYOND = ("not supported", "Unknown format", "not disjoint")
 
 
 class SchemaError(UserError):
-    """A schema that cannot be enforced, in one line; of which tool, if that is known."""
+    """A schema that cannot be enforced, in one line; `tool`: the place of its tool in the request, if that is known."""
 
     def __init__(self, message: str, tool: int | None = None) -> None:
         super().__init__(message)
@@ -62,6 +62,15 @@ class SchemaError(UserError):
 class Compiled:
     grammar: str
     not_enforced: tuple[str, ...] = ()  # keywords that were left out, as JSON pointers
+
+
+class ForcedTool(NamedTuple):
+    """A tool that a request forces. `place`: among all tools of the request. `strict`: whether all of `parameters` must be enforced."""
+
+    place: int
+    name: str
+    parameters: dict[str, Any] | None
+    strict: bool
 
 
 @dataclass(frozen=True)
@@ -85,33 +94,32 @@ def compile_schema(schema: dict[str, Any], strict: bool) -> Compiled:
     return _compile(lambda: rewriter.document(schema, "#", strict), rewriter, strict)
 
 
-def compile_calls(tools: list[tuple[str, dict[str, Any] | None, bool]]) -> Compiled:
-    """One call {"name": …, "arguments": {…}} of one of `tools`: names, parameters, and whether those are strict. A tool that lists no
-    parameters takes none. Raises SchemaError."""
+def compile_calls(tools: list[ForcedTool]) -> Compiled:
+    """One call {"name": …, "arguments": {…}} of one of `tools`. A tool that lists no parameters takes none. Raises SchemaError."""
     rewriter = Rewriter()
 
     def calls() -> dict[str, Any]:
-        return {"anyOf": [_call(rewriter, i, *tool) for i, tool in enumerate(tools)]}
+        return {"anyOf": [_call(rewriter, tool) for tool in tools]}
 
     try:
-        return _compile(calls, rewriter, any(strict for _, _, strict in tools))
-    except SchemaError:
-        for i, tool in enumerate(tools if len(tools) > 1 else []):
-            try:
-                compile_calls([tool])
-            except SchemaError as e:
-                raise SchemaError(str(e), i) from e
+        return _compile(calls, rewriter, any(tool.strict for tool in tools))
+    except SchemaError as e:
+        if len(tools) == 1:
+            raise SchemaError(str(e), tools[0].place) from e
+        for tool in tools:
+            compile_calls([tool])  # raises for the one that is wrong
         raise
 
 
-def _call(rewriter: "Rewriter", i: int, name: str, parameters: dict[str, Any] | None, strict: bool) -> dict[str, Any]:
+def _call(rewriter: "Rewriter", tool: ForcedTool) -> dict[str, Any]:
+    parameters = tool.parameters
     says = set(parameters or {}) - {"type", "title", "description", "$schema"}
     if not parameters or not says or (says == {"required"} and not parameters["required"]):
         parameters = {"type": "object", "properties": {}}
-    arguments = rewriter.document(parameters, f"tools.{i}.function.parameters#", strict)
+    arguments = rewriter.document(parameters, f"tools.{tool.place}.function.parameters#", tool.strict)
     return {
         "type": "object",
-        "properties": {"name": {"const": name}, "arguments": arguments},
+        "properties": {"name": {"const": tool.name}, "arguments": arguments},
         "required": ["name", "arguments"],
         "additionalProperties": False,
     }

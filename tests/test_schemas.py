@@ -345,9 +345,10 @@ def test_tools_without_arguments_take_none(site: Site, parameters: Any) -> None:
     assert not accepts(grammar, '{"name": "weather", "arguments": {"x": 1}}')
 
 
-def test_a_tool_that_cannot_be_enforced_is_named(site: Site) -> None:
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
+def test_a_tool_that_cannot_be_enforced_is_named_by_its_place_in_the_request(site: Site, choice: Any) -> None:
     unique = {"type": "object", "properties": {"x": {"type": "array", "uniqueItems": True}}}
-    body = {**CHAT, "tools": [TOOL, tool("f", unique)], "tool_choice": "required"}
+    body = {**CHAT, "tools": [TOOL, tool("f", unique)], "tool_choice": choice}
     answer = site.http.post("/v1/chat/completions", json=body)
     assert answer.headers["x-rung-not-enforced"] == "tools.1.function.parameters#/properties/x/uniqueItems"
     body["tools"] = [TOOL, tool("f", unique, strict=True)]
