@@ -28,6 +28,7 @@ TYPES = {
 }
 MOST_ERRORS = 100  # that are looked at; the rest are more of the same
 RETRY_SECONDS = {429: "1", 503: "2"}
+TOO_LONG = "context_length_exceeded"
 SHOWN = 20  # characters of a body that is no JSON
 
 
@@ -69,11 +70,12 @@ def context_error(
 
     `param`: the field to change. `part`: what holds the prompt, "prompt" or "messages". `at_least`: `prompt` is a lower bound.
     The first sentences are OpenAI's and vLLM's to the letter: clients match them with regular expressions and then shorten the
-    conversation. Only what follows is ours.
+    conversation. Others look for the code, and only in the text. What follows is ours.
     """
     message = (
         f"This model's maximum context length is {limit} tokens. However, you requested {prompt + answer} tokens "
-        f"({prompt} in the {part}, {answer} in the completion). Please reduce the length of the {part} or completion."
+        f"({prompt} in the {part}, {answer} in the completion). Please reduce the length of the {part} or completion. "
+        f"Error code: {TOO_LONG}."
     )
     if at_least:
         message += f" The {part} may be longer still: counting ended there."
@@ -81,7 +83,7 @@ def context_error(
         message += f" With this prompt, {param} can be at most {limit - prompt}."
     else:
         message += " truncate_prompt_tokens cuts the prompt at its start."
-    return ApiError(400, message, param, "context_length_exceeded")
+    return ApiError(400, message, param, TOO_LONG)
 
 
 def unparsable(error: Exception) -> ApiError:

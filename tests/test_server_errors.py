@@ -117,13 +117,15 @@ def test_error_statuses(site: Site) -> None:
     assert response.status_code == 400 and "Content-Type" in response.text
 
 
-# As clients find out that a conversation is too long, and by how much: the first is litellm's, the others are common in agents.
+# As clients find out that a conversation is too long, and by how much: the first is litellm's, the last langchain-openai's, the others
+# are common in agents.
 CONTEXT_PATTERNS = (
     r"This model's maximum context length is",
     r"^This model's maximum context length is (?P<limit>\d+) tokens\. However, you requested (?P<all>\d+) tokens "
     r"\((?P<prompt>\d+) in the messages, (?P<answer>\d+) in the completion\)\. Please reduce the length of the messages or completion\.",
     r"maximum context length is (\d+) tokens.+you requested (\d+) tokens",
     r"(?i)reduce the length",
+    r"context_length_exceeded",
 )
 
 
@@ -145,6 +147,7 @@ def test_clients_recognize_a_conversation_that_is_too_long(
     body: Any = caught.value.body
     found = [re.search(pattern, body["message"]) for pattern in CONTEXT_PATTERNS]
     assert all(found), body["message"]
+    assert body["message"] in str(caught.value)  # all that some clients look at
     assert found[1] and {k: int(v) for k, v in found[1].groupdict().items()} == {
         "limit": CONTEXT,
         "all": len(TOKENIZER.encode_chat(messages)) + answer,
