@@ -5,76 +5,32 @@ launcher, too, which reports an engine that died without a word by sending Fatal
 """
 
 import asyncio
-import contextlib
 import gc
 import json
 import os
 import shlex
-import socket
 import sys
 import time
 from types import FrameType
 from typing import Any, NoReturn
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from engine.protocol import Ready
 from errors import UserError
 from server import logs
 from server.app import create_app
+from server.connections import Connection
 from server.engine_client import EngineClient
 from server.logs import log
 from server.metrics import Metrics
 from server.problems import ApiError
 from server.service import Service
 from server.settings import Settings
-from server.sse import PIECE
 from tokenizer import Tokenizer, tokenizer_of
 
 FAILED = 1
 FLUSH_SECONDS = 2.0  # for the last answers to leave, after they were ended
-
-
-class TimedProtocol(HttpToolsProtocol):
-    """Closes a connection whose request line and headers do not arrive in time; uvicorn limits only the time between requests."""
-
-    idle_timeout = 30.0
-    _header_timer: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        limit_unsent(transport.get_extra_info("socket"))
-        self._start_timer()
-
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        if self._header_timer is None:  # a later request of a connection that was kept alive
-            self._start_timer()
-
-    def on_headers_complete(self) -> None:
-        self._stop_timer()
-        super().on_headers_complete()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_timer()
-        super().connection_lost(exc)
-
-    def _start_timer(self) -> None:
-        self._header_timer = self.loop.call_later(self.idle_timeout, self.transport.close)
-
-    def _stop_timer(self) -> None:
-        if self._header_timer:
-            self._header_timer.cancel()
-            self._header_timer = None
-
-
-def limit_unsent(connection: socket.socket | None) -> None:
-    """Let the kernel hold little that the client has no room for yet. Otherwise it holds megabytes and asks for more only when a
-    third of them has been read, which for a slow reader takes longer than the time after which it counts as stalled."""
-    if connection is not None and hasattr(socket, "TCP_NOTSENT_LOWAT"):  # Linux, macOS
-        with contextlib.suppress(OSError):  # not a TCP connection
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, PIECE)
 
 
 class FrontendServer(uvicorn.Server):
@@ -195,12 +151,12 @@ def curl(url: str, body: dict[str, Any], with_key: bool) -> str:
 def make_server(settings: Settings, tokenizer: Tokenizer, to_engine: str, from_engine: str) -> FrontendServer:
     client = EngineClient(to_engine, from_engine, Metrics(settings.model_names[0]))
     app = create_app(settings, client, tokenizer)
-    TimedProtocol.idle_timeout = settings.idle_timeout
+    Connection.idle_timeout = settings.idle_timeout
     config = uvicorn.Config(
         app,
         host=settings.host,
         port=settings.port,
-        http=TimedProtocol,
+        http=Connection,
         ws="none",
         lifespan="off",
         log_config=None,
