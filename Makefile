@@ -16,6 +16,7 @@ ARGS ?=
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 	@echo; echo "variables: MODEL=$(MODEL) RANKS=$(RANKS) PROMPT=\"$(PROMPT)\" ARGS=\"--max-new-tokens 100\""
+	@echo "minutes and GB: on 2 CPU cores that do nothing else"
 
 setup: ## make .venv with what running needs
 	@scripts/setup.sh run
@@ -44,10 +45,10 @@ startup: setup-dev ## seconds from the server's command to its first token, cold
 bench-host: setup ## what the host adds to a decode step of 64 sequences, in ms
 	@$(ON_RANKS) $(RANKS) -m engine.bench --model $(MODEL) --host --requests 64 $(ARGS)
 
-soak: setup-dev ## a minute of 64 streaming clients, 1,000 dropped connections, and a look for leaks
+soak: setup-dev ## 64 streaming clients for a minute, 1,000 dropped connections, and a look for leaks (1.5 min, 2 GB)
 	@$(PY) scripts/soak.py $(ARGS)
 
-lm-eval: setup-dev ## lm-evaluation-harness against the server, beside our own scoring, into out/lm-eval.json (tracked: ARGS=--write)
+lm-eval: setup-dev ## lm-evaluation-harness against the server, beside our own scoring, into out/lm-eval.json (tracked: ARGS=--write; a few min)
 	@[ -x .venv-lm-eval/bin/lm_eval ] || { python3 -m venv .venv-lm-eval && .venv-lm-eval/bin/pip install -q 'lm-eval[api]' transformers; }
 	@$(PY) scripts/lm_eval_check.py --lm-eval .venv-lm-eval $(ARGS)
 
@@ -57,17 +58,17 @@ test: setup-dev ## all tests
 lint: setup-dev ## ruff, mypy, and that README and docs quote the results as they are
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m mypy && $(PY) scripts/readme.py --check && $(PY) scripts/check_docs.py
 
-accuracy: setup ## perplexity and exact match of every embedded model at tp 1, 2 and 4, then with each quantized width, into out (tracked results: ARGS=--write)
+accuracy: setup ## perplexity and exact match of every embedded model at tp 1, 2 and 4, then with each quantized width, into out (tracked: ARGS=--write; 1 to 2 hours, 2 GB)
 	@$(PY) scripts/accuracy.py $(ARGS)
 	@$(PY) scripts/accuracy.py --comm gloo int8 int6 int4 fp8 --tp 2 $(ARGS)
 
-quantization: setup ## error of real partial sums, bytes and perplexity by width, group and scheme, into out/quantization.json (tracked: ARGS=--write)
+quantization: setup ## error of real partial sums, bytes and perplexity by width, group and scheme, into out/quantization.json (tracked: ARGS=--write; 12 min, 2 GB)
 	@$(PY) scripts/quantization.py $(ARGS)
 
-baseline: setup ## ms a token of 8B and 70B:16 presets by variant on RANKS ranks, into out (tracked: ARGS=--write)
+baseline: setup ## ms a token of 8B and 70B:16 presets by variant on RANKS ranks, into out (tracked: ARGS=--write; GPUs with 32 GB for weights, a CPU needs 63 GB and hours)
 	@$(PY) scripts/baseline.py --ranks $(RANKS) $(ARGS)
 
-bench-cpu: setup-dev ## decode speed beside transformers.generate, same weights and threads, into out/bench-cpu.json (tracked: ARGS=--write)
+bench-cpu: setup-dev ## decode speed beside transformers.generate, same weights and threads, into out/bench-cpu.json (tracked: ARGS=--write; 1.5 min)
 	@$(PY) scripts/bench_cpu.py $(ARGS)
 
 comm-table: setup ## how fast this machine sums on RANKS ranks by message size and way, and what --comm auto makes of it
@@ -134,16 +135,16 @@ redraw: setup-dev ## draw the tracked figures again from their raw files, into o
 plan: setup ## how to shard P, G and OS of MODEL: make plan MODEL=llama-30b ARGS="--gpus 1024 --cluster a800 --recompute"
 	@$(PY) -m training.plan --model $(MODEL) $(ARGS)
 
-plan-paper: setup-dev ## the planner beside AMSP's own choices, into out/plan-paper.json, .md and .png (tracked: ARGS=--write)
+plan-paper: setup-dev ## the planner beside AMSP's own choices, into out/plan-paper.json, .md and .png (tracked: ARGS=--write; 3 min)
 	@$(PY) scripts/plan_paper.py $(ARGS)
 
 profile-collectives: setup ## time all-gather, reduce-scatter, all-reduce and broadcast on RANKS ranks, into PROFILE
 	@$(ON_RANKS) $(RANKS) -m training.profile_collectives --out $(PROFILE) $(ARGS)
 
-test-plans: setup-dev ## every sharding of 4 and 8 ranks against plain training: many minutes
+test-plans: setup-dev ## every sharding of 4 and 8 ranks against plain training (15 min, 2 GB)
 	@$(PY) -m pytest -m exhaustive $(ARGS)
 
-adapt-demo: setup-dev ## turn the embedded standard model into hybrid ladders: what is lost, what retraining brings back
+adapt-demo: setup-dev ## turn the embedded standard model into hybrid ladders: what is lost, what retraining brings back (over 20 min, 2 GB)
 	@$(PY) scripts/adapt_demo.py --ranks $(RANKS) $(ARGS)
 
 pretrain-variants: setup-dev ## loss curves of all variants of a preset on RANKS ranks: make pretrain-variants ARGS="--model ladder-1b"
