@@ -12,6 +12,8 @@ from server.generation import (
     Prompt,
     Run,
     Usage,
+    Whole,
+    check_answers,
     collect,
     fit_answer,
     fit_prompt,
@@ -25,7 +27,7 @@ from server.generation import (
 from server.json_schema import Compiled
 from server.logprobs import chat_layout
 from server.problems import bad
-from server.prompts import SLOW_TEXT, Conversation, chat_prompt
+from server.prompts import SLOW_TEXT, Conversation, Room, chat_prompt
 from server.schemas import ChatBody, ChatMessage, TokenizeBody
 from server.service import Service
 
@@ -107,8 +109,11 @@ class Chat:
         self.may_call = bool(body.tools) and body.tool_choice != "none"
         ids = fit_prompt(service, ids, body.truncate_prompt_tokens, body.limit, "messages")
         name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-        limit = fit_answer(service, len(ids), body.limit, None, name, "messages")
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        default = None  # what is left of the context, or what can be kept
+        if logprobs is not None and not body.stream:
+            default = Room(service.max_model_len).logprobs // ((1 + logprobs) * (body.n or 1))
+        limit = fit_answer(service, len(ids), body.limit, default, name, "messages")
         self.plan = Plan(
             id=new_id("chatcmpl", body),
             prompts=[Prompt(ids)],
@@ -124,34 +129,42 @@ class Chat:
     # ------------------------------------------------------------------------------------------------ one answer
 
     async def answer(self, note: dict[str, Any]) -> dict[str, Any]:
-        choices = await collect(self.service, self.plan, self.usage, note)
+        body = self.body
+        if body.logprobs:
+            check_answers(self.service, self.plan)
+
+        def take(choice: Whole, delta: Delta) -> None:
+            scores = None if body.prompt_logprobs is None or delta.index else delta.prompt_logprobs
+            by_id = prompt_logprobs_by_id(self.service, scores, body.prompt_logprobs or 0)
+            choice.add(delta, self.logprobs(delta), bool(body.return_token_ids), by_id)
+
+        choices = await collect(self.service, self.plan, self.usage, note, take)
         reply = {
             **self._head("chat.completion"),
-            "choices": [self._choice(choice) for choice in choices],
+            "choices": [self._choice(i, choice) for i, choice in enumerate(choices)],
             "usage": self.usage.report(),
         }
-        if self.body.prompt_logprobs is not None:
-            values = choices[0].prompt_logprobs
-            reply["prompt_logprobs"] = prompt_logprobs_by_id(self.service, values, self.body.prompt_logprobs)
-        if self.body.return_token_ids:
+        if body.prompt_logprobs is not None:
+            reply["prompt_logprobs"] = choices[0].prompt_logprobs
+        if body.return_token_ids:
             reply["prompt_token_ids"] = self.plan.prompts[0].ids
         return reply
 
-    def _choice(self, delta: Delta) -> dict[str, Any]:
-        calls, whole = self.calls(delta.text) if self.may_call else (None, False)
-        message: dict[str, Any] = {"role": "assistant", "content": None if calls else delta.text, "refusal": None}
+    def _choice(self, index: int, whole: Whole) -> dict[str, Any]:
+        assert whole.last is not None
+        text = whole.text
+        calls, complete = self.calls(text) if self.may_call else (None, False)
+        message: dict[str, Any] = {"role": "assistant", "content": None if calls else text, "refusal": None}
         if calls:
             message["tool_calls"] = calls
         choice = {
-            "index": delta.index,
+            "index": index,
             "message": message,
-            "logprobs": self.logprobs(delta),
-            "finish_reason": "tool_calls" if whole else delta.finish_reason,
-            "stop_reason": delta.stop_reason,
+            "logprobs": whole.logprobs.finish() or None,
+            "finish_reason": "tool_calls" if complete else whole.last.finish_reason,
+            "stop_reason": whole.last.stop_reason,
         }
-        if self.body.return_token_ids:
-            choice["token_ids"] = delta.token_ids
-        return choice
+        return choice | whole.ids.finish()
 
     def calls(self, text: str) -> tuple[list[dict[str, Any]] | None, bool]:
         """The tool calls of a whole answer, and whether they are complete: a forced one may have been cut off."""

@@ -10,6 +10,8 @@ from server.generation import (
     Prompt,
     Run,
     Usage,
+    Whole,
+    check_answers,
     collect,
     fit_answer,
     fit_prompt,
@@ -64,10 +66,16 @@ class Completion:
     # ------------------------------------------------------------------------------------------------ answers
 
     async def answer(self, note: dict[str, Any]) -> dict[str, Any]:
-        choices = await collect(self.service, self.plan, self.usage, note)
-        if self.plan.choices > self.n:
-            choices = self._best(choices)
-        return {**self._head(), "choices": [self._choice(one) for one in choices], "usage": self.usage.report()}
+        body = self.body
+        if body.logprobs is not None:
+            check_answers(self.service, self.plan)
+
+        def take(choice: Whole, delta: Delta) -> None:
+            choice.add(delta, self._logprobs(delta), bool(body.return_token_ids), self._prompt_logprobs(delta))
+
+        choices = await collect(self.service, self.plan, self.usage, note, take)
+        best = self._best(choices) if self.plan.choices > self.n else choices
+        return {**self._head(), "choices": [self._whole(i, one) for i, one in enumerate(best)], "usage": self.usage.report()}
 
     def events(self, note: dict[str, Any]) -> AsyncGenerator[Chunks, None]:
         head = self._head()
@@ -95,26 +103,39 @@ class Completion:
         return bool(delta.text or delta.finish_reason or self.says_all or (delta.first and self.body.echo))
 
     def _choice(self, delta: Delta) -> dict[str, Any]:
-        body = self.body
-        prompt = self.plan.prompts[delta.index // self.plan.choices]
-        echo = self.echoes[delta.index // self.plan.choices] if body.echo else ""
-        choice: dict[str, Any] = {
-            "index": delta.index,
-            "text": echo + delta.text if delta.first else delta.text,
-            "logprobs": None if body.logprobs is None else self._logprobs(delta, prompt, echo),
-            "finish_reason": delta.finish_reason,
-        }
+        """What is new of one, for a chunk."""
+        choice = self._begin(delta.index, delta.text, delta.first) | {"logprobs": self._logprobs(delta)}
+        choice["finish_reason"] = delta.finish_reason
         if delta.finish_reason:
             choice["stop_reason"] = delta.stop_reason
-        if body.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = prompt_logprobs_by_id(self.service, delta.prompt_logprobs, body.prompt_logprobs)
-        if body.return_token_ids:
+        if self.body.return_token_ids:
             choice["token_ids"] = delta.token_ids
-            if delta.first:
-                choice["prompt_token_ids"] = prompt.ids
         return choice
 
-    def _logprobs(self, delta: Delta, prompt: Prompt, echo: str) -> dict[str, list[Any]]:
+    def _whole(self, index: int, whole: Whole) -> dict[str, Any]:
+        assert whole.last is not None
+        choice = self._begin(index, whole.text, True) | {"logprobs": whole.logprobs.finish() or None}
+        choice |= {"finish_reason": whole.last.finish_reason, "stop_reason": whole.last.stop_reason}
+        if self.body.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = whole.prompt_logprobs
+        return choice | whole.ids.finish()
+
+    def _begin(self, index: int, text: str, first: bool) -> dict[str, Any]:
+        prompt = index // self.plan.choices
+        choice: dict[str, Any] = {"index": index, "text": self.echoes[prompt] + text if self.body.echo and first else text}
+        if self.body.return_token_ids and first:
+            choice["prompt_token_ids"] = self.plan.prompts[prompt].ids
+        return choice
+
+    def _prompt_logprobs(self, delta: Delta) -> list[dict[str, Any] | None] | None:
+        limit = self.body.prompt_logprobs
+        return None if limit is None else prompt_logprobs_by_id(self.service, delta.prompt_logprobs, limit)
+
+    def _logprobs(self, delta: Delta) -> dict[str, list[Any]] | None:
+        if self.body.logprobs is None:
+            return None
+        prompt = self.plan.prompts[delta.index // self.plan.choices]
+        echo = self.echoes[delta.index // self.plan.choices] if self.body.echo else ""
         ids, values = list(delta.token_ids), list[Any](delta.logprobs or [])
         offsets = [len(echo) + offset for offset in delta.offsets]
         if self.body.echo and delta.first:
@@ -125,19 +146,12 @@ class Completion:
         as_ids = bool(self.body.return_tokens_as_token_ids)
         return completion_layout(self.service.tokenizer, ids, values, offsets, self.body.logprobs or 0, as_ids)
 
-    def _best(self, choices: list[Delta]) -> list[Delta]:
-        """For each prompt the n choices with the highest mean log-probability, numbered anew."""
-
-        def mean(choice: Delta) -> float:
-            values = choice.logprobs or []
-            return sum(one.chosen.logprob for one in values) / max(len(values), 1)
-
-        kept: list[Delta] = []
+    def _best(self, choices: list[Whole]) -> list[Whole]:
+        """For each prompt the n choices with the highest mean log-probability."""
+        kept: list[Whole] = []
         for at in range(0, len(choices), self.plan.choices):
-            kept += sorted(choices[at : at + self.plan.choices], key=mean, reverse=True)[: self.n]
+            kept += sorted(choices[at : at + self.plan.choices], key=lambda one: one.mean_logprob, reverse=True)[: self.n]
         self.plan.choices = self.n
-        for index, choice in enumerate(kept):
-            choice.index = index
         return kept
 
 

@@ -4,6 +4,7 @@ Both endpoints read the same `Delta`s, streaming or not, so the two ways cannot 
 """
 
 import asyncio
+import io
 import random
 import time
 import uuid
@@ -16,9 +17,10 @@ import msgspec
 
 from engine.protocol import Logprob, RequestParams, Submit, TokenLogprobs, TokenOutput
 from server.problems import ApiError, bad, context_error
-from server.prompts import Room, check_total
+from server.prompts import Room, check_logprobs, check_total
 from server.schemas import INT64, GenerationBody
 from server.service import Service
+from server.sse import JsonLists, to_json
 from server.text import TextStream
 
 SMALLEST_TOP_P = 1e-9  # top_p 0: the likeliest token alone
@@ -351,11 +353,52 @@ def merge(parts: Sequence[Delta]) -> Delta:
     )
 
 
-async def collect(service: Service, plan: Plan, usage: Usage, note: dict[str, Any]) -> list[Delta]:
-    """The whole of each choice."""
-    parts: list[list[Delta]] = [[] for _ in range(plan.total)]
+class Whole:
+    """One choice until it is complete. Not as its deltas, of which each takes hundreds of bytes for a token."""
+
+    def __init__(self) -> None:
+        self.last: Delta | None = None
+        self.prompt_logprobs: msgspec.Raw | None = None  # as the answer has them
+        self.logprobs, self.ids = JsonLists(), JsonLists()
+        self._text = io.StringIO()
+        self._tokens, self._likelihood = 0, 0.0
+
+    def add(self, delta: Delta, logprobs: dict[str, Any] | None, ids: bool, prompt_logprobs: Any = None) -> None:
+        """`logprobs`, `prompt_logprobs`: those of `delta`, as the answer has them. `ids`: whether it has the token ids."""
+        self._text.write(delta.text)
+        self._tokens += len(delta.token_ids)
+        self._likelihood += sum(one.chosen.logprob for one in delta.logprobs or [])
+        if logprobs is not None:
+            self.logprobs.extend(logprobs)
+        if ids:
+            self.ids.extend({"token_ids": delta.token_ids})
+        if prompt_logprobs is not None:
+            self.prompt_logprobs = msgspec.Raw(to_json(prompt_logprobs))
+        delta.logprobs = delta.prompt_logprobs = None
+        self.last = delta
+
+    @property
+    def text(self) -> str:
+        return self._text.getvalue()
+
+    @property
+    def mean_logprob(self) -> float:
+        return self._likelihood / max(self._tokens, 1)
+
+
+async def collect(
+    service: Service, plan: Plan, usage: Usage, note: dict[str, Any], take: Callable[[Whole, Delta], None]
+) -> list[Whole]:
+    """The whole of each choice. `take` adds to it what arrives."""
+    choices = [Whole() for _ in range(plan.total)]
     with Run(service, plan, usage, note) as run:
         while run.unfinished:
             for delta in await run.next():
-                parts[delta.index].append(delta)
-    return [merge(one) for one in parts]
+                take(choices[delta.index], delta)
+    return choices
+
+
+def check_answers(service: Service, plan: Plan) -> None:
+    """Raises a 400 for answers with more log-probabilities than can be kept until they are complete."""
+    values = (1 + (plan.params[0].logprobs or 0)) * plan.choices * sum(params.max_tokens for params in plan.params)
+    check_logprobs(values, Room(service.max_model_len))

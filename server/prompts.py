@@ -12,7 +12,8 @@ from server.workers import worker_tokenizer
 from tokenizer import Tokenizer
 
 LONG_TEXT = 4096  # characters; above it, a text is tokenized in a worker, below it where it is
-MAX_PROMPT_TOKENS = 1 << 20  # of one request, and their log-probabilities; more if the context holds more
+MAX_PROMPT_TOKENS = 1 << 20  # of one request; more if the context holds more
+MAX_LOGPROBS = 1 << 17  # of a request's prompts, and of its answers; more for a context of which each token could have two
 TOO_MANY = "too_many_tokens"
 SLOW_TEXT = 65536  # characters; above it, a request is no short job
 
@@ -45,6 +46,11 @@ class Room:
     def total(self) -> int:
         """The most tokens of all prompts of a request, each counted once for every answer."""
         return max(MAX_PROMPT_TOKENS, self.limit)
+
+    @property
+    def logprobs(self) -> int:
+        """The most log-probabilities of all prompts of a request, or of all its answers, as long as they are kept."""
+        return max(MAX_LOGPROBS, 2 * self.limit)
 
 
 def chat_prompt(chat: Conversation, room: Room | None) -> list[int]:
@@ -84,11 +90,23 @@ def text_prompts(texts: Sequence[str], add_special_tokens: bool, room: Room) -> 
 def check_total(tokens: int, room: Room, prompt_logprobs: int | None = None) -> None:
     """Raises a 400 for a request whose prompts are too long together, or have too many log-probabilities. `tokens` counts a prompt
     with each of its choices."""
-    advice = f"at most {room.total}; send fewer prompts at once, or lower n"
+    advice = "send fewer prompts at once, or lower n"
     if tokens > room.total:
-        raise bad("prompt", f"has {tokens} tokens or more in all prompts, each counted for every answer; {advice}", TOO_MANY)
-    if prompt_logprobs is not None and (values := tokens * (1 + prompt_logprobs)) > room.total:
-        raise bad("prompt", f"asks for {values} log-probabilities of prompts, counted for every answer; {advice}", TOO_MANY)
+        message = f"has {tokens} tokens or more in all prompts, each counted for every answer; at most {room.total}; {advice}"
+        raise bad("prompt", message, TOO_MANY)
+    if prompt_logprobs is not None and (values := tokens * (1 + prompt_logprobs)) > room.logprobs:
+        message = f"asks for {values} log-probabilities of prompts, counted for every answer; at most {room.logprobs}; {advice}"
+        raise bad("prompt", message, TOO_MANY)
+
+
+def check_logprobs(values: int, room: Room) -> None:
+    """Raises a 400 for a request whose answers may have so many log-probabilities that they cannot be kept until they are complete."""
+    if values > room.logprobs:
+        message = (
+            f"asks for {values} log-probabilities in all answers; at most {room.logprobs}, unless they are streamed; lower "
+            "max_tokens, n, the number of prompts, or that of the likeliest tokens"
+        )
+        raise bad("logprobs", message, TOO_MANY)
 
 
 def prompt_texts(prompts: Sequence[Sequence[int]], skip_special: bool) -> list[str]:

@@ -84,6 +84,17 @@ MANY: dict[str, tuple[str, str]] = {
     ),
 }
 
+KEPT_LOGPROBS: dict[str, tuple[str, str]] = {
+    "131,000 log-probabilities": (
+        COMPLETIONS,
+        json.dumps({"prompt": ["a"] * 16, "max_tokens": 390, "logprobs": 20, "ignore_eos": True}),
+    ),
+    "131,000 log-probabilities of prompts": (
+        COMPLETIONS,
+        json.dumps({"prompt": [[5] * 390] * 16, "max_tokens": 1, "logprobs": 20, "prompt_logprobs": 20, "echo": True}),
+    ),
+}
+
 LISTS = [{"type": "array", "items": {"type": "string", "pattern": f"^a*{i}$"}, "minItems": 1} for i in range(500)]
 HOSTILE_GRAMMARS: dict[str, tuple[str, str]] = {
     "3,000 objects, n 16": schema(objects(3000), n=16),
@@ -137,9 +148,9 @@ def server() -> Iterator[ServerProcess]:
         yield started
 
 
-@pytest.mark.parametrize("name", [*HOSTILE, *HOSTILE_GRAMMARS, *MANY])
+@pytest.mark.parametrize("name", [*HOSTILE, *HOSTILE_GRAMMARS, *MANY, *KEPT_LOGPROBS])
 def test_a_hostile_request_harms_nobody_else(server: ServerProcess, name: str) -> None:
-    path, body = {**HOSTILE, **HOSTILE_GRAMMARS, **MANY}[name]
+    path, body = {**HOSTILE, **HOSTILE_GRAMMARS, **MANY, **KEPT_LOGPROBS}[name]
     pids = [*server.rank_pids(), *server.frontend_pids()]
     other = Other(server.url)
     thread = threading.Thread(target=other.run)

@@ -16,6 +16,7 @@ import openai
 import pytest
 
 from server import replies
+from server.prompts import MAX_LOGPROBS
 from tests.server_thread import CHAT, CONTEXT, TOKENIZER, TOOL, Site, wait_for
 
 BAD_COMPLETIONS: list[tuple[dict[str, Any], str | None]] = [
@@ -210,12 +211,29 @@ def test_all_prompts_of_a_request_together(make_site: Callable[..., Site]) -> No
     submits = list(site.engine.submits)
     assert len({id(one.params.stop_token_ids) for one in submits}) == 1, "what they share is there once"
     assert [one.params.seed - submits[0].params.seed for one in submits] == [0, 1] * 40
-    assert len(prompts) * (CONTEXT - 1) * 128 > 2**20 > (CONTEXT - 1) * 128 * 8 > 2**20 / 21
+    assert len(prompts) * (CONTEXT - 1) * 128 > 2**20 > (CONTEXT - 1) * 128 * 8 > MAX_LOGPROBS / 21
     many = {"prompt": prompts, "n": 128, "max_tokens": 1}
     assert site.refused("/v1/completions", many)["code"] == "too_many_tokens"
     scored = {"prompt": prompts[:8], "n": 128, "max_tokens": 1, "prompt_logprobs": 20}
     assert site.refused("/v1/completions", scored)["code"] == "too_many_tokens"
     assert len(site.engine.submits) == len(submits)
+
+
+def test_the_log_probabilities_of_all_answers_of_a_request(site: Site) -> None:
+    """What is kept until an answer is complete is bounded; a stream keeps nothing."""
+    asked = {"prompt": ["Hi"] * 8, "n": 10, "max_tokens": 100, "logprobs": 20, "ignore_eos": True}
+    assert 8 * 10 * 100 * 21 > MAX_LOGPROBS > 8 * 10 * 70 * 21
+    error = site.refused("/v1/completions", asked)
+    assert (error["param"], error["code"]) == ("logprobs", "too_many_tokens") and str(MAX_LOGPROBS) in error["message"]
+    assert len(site.complete(**{**asked, "max_tokens": 70})["choices"]) == 80
+    assert len(site.events("/v1/completions", asked)) > 80
+    assert site.complete(**{**asked, "logprobs": None, "n": 1, "best_of": 128, "max_tokens": 200})["choices"]
+    chat = {"logprobs": True, "top_logprobs": 20, "n": 128}
+    assert site.refused("/v1/chat/completions", {**CHAT, **chat, "max_tokens": 100})["code"] == "too_many_tokens"
+    site.chat(**chat)
+    assert site.last().params.max_tokens == MAX_LOGPROBS // (128 * 21), "a default is cut to what can be kept"
+    site.events("/v1/chat/completions", {**CHAT, **chat})
+    assert site.last().params.max_tokens > MAX_LOGPROBS // (128 * 21)
 
 
 def test_keys(make_site: Callable[..., Site]) -> None:
