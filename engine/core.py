@@ -96,11 +96,14 @@ class Engine:
         submits = [message] if isinstance(message, Submit) else message.submits()
         try:
             sequences = self._sequences(submits)
-            grammar = submits[0].params.grammar
+        except UserError as e:
+            return Refused(submits[0].request_id, str(e))
+        grammar = submits[0].params.grammar
+        try:
             if grammar is not None:
                 self.grammars.check(grammar)
         except UserError as e:
-            return Refused(submits[0].request_id, str(e))
+            return Refused(submits[0].request_id, str(e), "invalid_schema")
         if grammar is None:
             for sequence in sequences:
                 self.scheduler.add(sequence)
@@ -108,7 +111,7 @@ class Engine:
             if grammar not in self.compiling:  # by its text: which jobs a rank still keeps depends on its speed
                 if len(self.compiling) >= MAX_COMPILING:
                     why = f"{len(self.compiling)} other grammars are waiting to be compiled; try again later"
-                    return Refused(submits[0].request_id, why, busy=True)
+                    return Refused(submits[0].request_id, why, "grammars_busy")
                 self.compiling[grammar] = self.grammars.start(grammar), []
             self.compiling[grammar][1].extend(sequences)
         self.meter.prompt_tokens += sum(sequence.prompt_length for sequence in sequences)
@@ -162,7 +165,8 @@ class Engine:
                     sequence.state.grammar = job.matcher
                     self.scheduler.add(sequence)
                 else:
-                    self.refused.append(Refused(sequence.request_id, job.error or "another rank could not compile the grammar"))
+                    why = job.error or "another rank could not compile the grammar"
+                    self.refused.append(Refused(sequence.request_id, why, "invalid_schema"))
             self.grammars.finished(job)
 
     def has_work(self) -> bool:
@@ -212,7 +216,7 @@ class Engine:
     def _fail(self, sequence: Sequence, problem: str) -> None:
         if sequence.finish_reason is None:
             self.scheduler.finish(sequence, "error")
-        self.refused.append(Refused(sequence.request_id, problem))
+        self.refused.append(Refused(sequence.request_id, problem, "invalid_schema"))
 
     def _output(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> TokenOutput:
         output = TokenOutput(

@@ -8,6 +8,7 @@ The frontend turns text into ids and ids into text; the engine knows ids only. M
 """
 
 from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 
@@ -147,11 +148,11 @@ class Outputs(msgspec.Struct, frozen=True, tag=True):
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
     """A request that cannot run (too long for the KV cache, a bad grammar), or go on (a grammar that became too complex);
-    `message` is for a 400, or a 429 if `busy`."""
+    `message` is for a 400, or a 429 if it might run later."""
 
     request_id: str
     message: str
-    busy: bool = False  # it might run later
+    code: Literal["refused", "invalid_schema", "grammars_busy"] = "refused"  # the last one: it might
 
 
 class Stats(msgspec.Struct, frozen=True, tag=True):

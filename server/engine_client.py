@@ -202,8 +202,8 @@ class EngineClient:
             self._deliver(message.outputs)
         elif isinstance(message, Refused):
             if generation := self._active.pop(message.request_id, None):
-                status, code = (429, "grammars_busy") if message.busy else (400, "refused")
-                generation.on_error(ApiError(status, message.message, None, code))
+                status = 429 if message.code == "grammars_busy" else 400
+                generation.on_error(ApiError(status, message.message, None, message.code))
         elif isinstance(message, Stats):
             self.metrics.on_stats(message)
         elif isinstance(message, Ready):

@@ -138,7 +138,7 @@ def test_more_grammars_than_may_wait_are_refused_for_now(engine: Engine) -> None
     assert [engine.submit(submit(f"b{i}", text)) for i, text in enumerate(texts[:-1])] == [None] * MAX_COMPILING
     assert engine.submit(submit("same", texts[0])) is None, "the grammars count, not the requests"
     refused = engine.submit(submit("one more", texts[-1]))
-    assert isinstance(refused, Refused) and refused.busy and "try again" in refused.message
+    assert isinstance(refused, Refused) and refused.code == "grammars_busy" and "try again" in refused.message
     assert len(run(engine)) == MAX_COMPILING + 1
     assert engine.submit(submit("later", texts[-1])) is None
 
@@ -148,7 +148,9 @@ def test_a_grammar_that_becomes_too_complex_ends_its_request_alone(engine: Engin
     assert engine.submit(submit("d", WORD)) is None
     assert engine.submit(submit("e", None)) is None
     answers = run(engine)
-    assert isinstance(answers["c"], Refused) and "cannot be used" in answers["c"].message and "\n" not in answers["c"].message
+    refused = answers["c"]
+    assert isinstance(refused, Refused) and "cannot be used" in refused.message and "\n" not in refused.message
+    assert refused.code == "invalid_schema"
     assert len(answers["e"]) > 0 and len(answers["d"]) > 0
     assert engine.scheduler.blocks.used == 0
 
@@ -164,7 +166,7 @@ def test_a_grammar_that_becomes_too_complex_ends_its_request_alone(engine: Engin
 )
 def test_a_grammar_beyond_the_limits_is_refused(engine: Engine, grammar: str, why: str) -> None:
     refused = engine.submit(submit("f", grammar)) or run(engine)["f"]
-    assert why in refused.message and not refused.busy
+    assert why in refused.message and refused.code == "invalid_schema"
 
 
 class Panic(BaseException):
