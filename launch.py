@@ -12,7 +12,6 @@ rank that failed first.
 """
 
 import argparse
-import contextlib
 import logging
 import os
 import queue
@@ -32,7 +31,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousHandler, Rendezvo
 
 from cli import LOST_RANK, Parser, leave, run
 from errors import UserError
-from processes import LAUNCHER, listen_on_loopback, run_folder
+from processes import LAUNCHER, listen_on_loopback, run_folder, signal_child
 
 LOOPBACK = "127.0.0.1"
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -129,8 +128,7 @@ class Forwarder:
         while any(worker.id is None for worker in group.workers):
             time.sleep(MONITOR_SECONDS)
         for worker in group.workers:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(worker.id, number)
+            signal_child(worker.id, number)
 
 
 def exit_code(failures: Sequence[ProcessFailure], passed_on: int | None) -> int:

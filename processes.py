@@ -96,6 +96,21 @@ def wait_for_end(pid: int) -> None:
         time.sleep(POLL_SECONDS)
 
 
+def signal_child(pid: int, number: int) -> None:
+    """Send a signal to `pid`, a child of this process, unless it has ended: its number may belong to another process by then."""
+    with contextlib.suppress(OSError):
+        if not hasattr(os, "pidfd_open"):  # not Linux
+            os.kill(pid, number)
+            return
+        descriptor = os.pidfd_open(pid)
+        try:
+            stat = Path(f"/proc/{pid}/stat").read_text()
+            if int(stat.rpartition(")")[2].split()[1]) == os.getpid():  # else it is another process already
+                signal.pidfd_send_signal(descriptor, number)
+        finally:
+            os.close(descriptor)
+
+
 def _ask_kernel(number: signal.Signals) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(number), 0, 0, 0)

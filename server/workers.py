@@ -231,11 +231,21 @@ class _Process:
         variables = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "MALLOC_ARENA_MAX": "1"} | dict.fromkeys(ONE_THREAD, "1")
         folder = str(Path(__file__).parent.parent)
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, (folder, variables.get("PYTHONPATH"))))
-        with theirs:
-            process = subprocess.Popen(
-                command, env=variables, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True
-            )
-        self = cls(process, *await asyncio.open_unix_connection(sock=ours))
+        try:
+            with theirs:
+                process = subprocess.Popen(
+                    command, env=variables, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True
+                )
+            try:
+                streams = await asyncio.open_unix_connection(sock=ours)
+            except BaseException:
+                process.kill()
+                process.wait()
+                raise
+        except BaseException:
+            ours.close()
+            raise
+        self = cls(process, *streams)
         try:
             async with asyncio.timeout(START_SECONDS):
                 await self._receive()

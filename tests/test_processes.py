@@ -74,3 +74,19 @@ def test_a_killed_owners_folder_is_removed_by_the_next_start(tmp_path: Path, mon
         assert not mine.exists() and kept.is_dir()
         alive.kill()
     monkeypatch.setattr(processes.tempfile, "tempdir", None)
+
+
+def test_a_signal_reaches_a_child_and_no_other_process() -> None:
+    with subprocess.Popen(["sleep", "600"]) as child:
+        processes.signal_child(child.pid, signal.SIGTERM)
+        assert child.wait(60) == -signal.SIGTERM
+        processes.signal_child(child.pid, signal.SIGTERM)  # has ended
+    program = "import subprocess; p = subprocess.Popen(['sleep', '600']); print(p.pid, flush=True); p.wait()"
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        processes.signal_child(pid, signal.SIGKILL)  # as if a child's number had gone to another process
+        with pytest.raises(subprocess.TimeoutExpired):
+            parent.wait(0.2)
+        assert runs(pid)
+        os.kill(pid, signal.SIGKILL)

@@ -2,11 +2,13 @@
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -125,6 +127,29 @@ def test_a_job_whose_worker_still_starts_fails_with_the_pool() -> None:
             await asyncio.wait_for(job, 60)
 
     with_workers(body)
+
+
+def test_a_worker_that_cannot_be_talked_to_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither its process nor its socket."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(*args: Any, **options: Any) -> "subprocess.Popen[bytes]":
+        started.append(subprocess.Popen(["sleep", "600"]))
+        return started[-1]
+
+    async def fail(**options: Any) -> None:
+        raise OSError("no more descriptors")
+
+    async def body() -> None:
+        with pytest.raises(OSError, match="no more"):
+            await workers._Process.start(MODEL, 1, 0)
+
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(workers, "subprocess", SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL))
+    monkeypatch.setattr(asyncio, "open_unix_connection", fail)
+    asyncio.run(body())
+    assert [one.poll() for one in started] == [-signal.SIGKILL]
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_workers_die_with_the_frontend() -> None:
