@@ -254,8 +254,20 @@ def run_together_or_in_turn(models: Models, group: list[Setting]) -> None:
     run_group(models, group, together=False)
 
 
+def read_settings(arguments: list[str]) -> list[Setting]:
+    """Those of the file that scripts/sweep.py wrote. Raises UserError."""
+    try:
+        (path,) = arguments
+        settings = [Setting(**raw) for raw in json.loads(Path(path).read_text())]
+    except (OSError, ValueError, TypeError) as e:
+        raise UserError(f"scripts/sweep.py starts this with a file of settings, not with {arguments} ({e}); start that") from e
+    if not settings:
+        raise UserError(f"{path} has no settings; start scripts/sweep.py")
+    return settings
+
+
 def main() -> None:
-    settings = [Setting(**raw) for raw in json.loads(Path(sys.argv[1]).read_text())]
+    settings = read_settings(sys.argv[1:])
     world = init_world(settings[0].device)
     models = Models(world)
     for _, found in groupby(settings, key=lambda s: s.twin("")):

@@ -605,3 +605,14 @@ def test_a_table_has_quality_beside_speed() -> None:
         ["", ""],
         cells(int4),
     ]
+
+
+@pytest.mark.parametrize("content", [None, "no JSON", "[]", '[{"no": "setting"}]'])
+def test_a_worker_started_by_hand_says_who_starts_it(tmp_path: Path, content: str | None) -> None:
+    file = tmp_path / "settings.json"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(UserError, match=r"sweep\.py"):
+        sweep_worker.read_settings([str(file)])
+    with pytest.raises(UserError, match=r"sweep\.py"):
+        sweep_worker.read_settings([])
