@@ -12,6 +12,8 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from errors import UserError
+
 PRIVATE_USE = range(0xE000, 0xF900)
 
 
@@ -40,7 +42,7 @@ class Guard:
         return bool(self._stand_ins)
 
     def protect(self, value: Any) -> Any:
-        """A copy of `value`, of what JSON has, with stand-ins in all its strings and keys."""
+        """A copy of `value`, of what JSON has, with stand-ins in all its strings and keys. Raises UserError if no character is left."""
         if isinstance(value, str):
             return self._protect_text(value)
         if isinstance(value, dict):
@@ -64,7 +66,11 @@ class Guard:
             if not self._stand_ins:
                 there = set(_characters(self._values))
                 self._free = (chr(code) for code in PRIVATE_USE if chr(code) not in there)
-            self._stand_ins[text] = next(self._free)
+            if (free := next(self._free, None)) is None:
+                raise UserError(
+                    "the conversation has all private-use characters, and none is left to stand for a control token's text"
+                )
+            self._stand_ins[text] = free
         return self._stand_ins[text]
 
     def parts(self, text: str) -> list[str]:

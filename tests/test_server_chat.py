@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from control_tokens import PRIVATE_USE
 from server import replies
 from tests.server_thread import CHAT, CONTEXT, EOS, STORY, TOKENIZER, TOOL, Site
 
@@ -140,6 +141,14 @@ def test_chat_answers_match_their_description(site: Site) -> None:
     answer = site.chat(logprobs=True, prompt_logprobs=1, return_token_ids=True, max_tokens=3)
     replies.ChatReply.model_validate(answer)
     assert len(answer["prompt_token_ids"]) == len(answer["prompt_logprobs"]) and len(answer["choices"][0]["token_ids"]) == 3
+
+
+def test_a_conversation_that_leaves_no_character_to_stand_for_control_tokens_is_refused(site: Site) -> None:
+    message = {"role": "user", "content": "".join(map(chr, PRIVATE_USE)) + "<|end|>"}
+    error = site.refused("/tokenize", {"messages": [message]})
+    assert error["param"] == "messages" and "private-use" in error["message"]
+    message["content"] = message["content"][1:]
+    assert site.post("/tokenize", {"messages": [message]})["count"] > 0
 
 
 def test_control_tokens_in_a_request_are_text(make_site: Callable[..., Site]) -> None:
