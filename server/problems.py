@@ -30,6 +30,7 @@ TYPES = {
 MOST_ERRORS = 100  # that are looked at; the rest are more of the same
 RETRY_SECONDS = {429: "1", 503: "2"}
 TOO_LONG = "context_length_exceeded"
+MAX_MESSAGE = 2000  # characters
 SHOWN = 20  # characters of a body that is no JSON
 
 
@@ -37,6 +38,8 @@ class ApiError(HTTPException):
     """What goes wrong with one request, with its HTTP status. Before the stream starts a response, after it an event."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None):
+        if len(message) > MAX_MESSAGE:  # it may quote what a client sent
+            message = f"{message[: MAX_MESSAGE // 2]} … {message[-MAX_MESSAGE // 2 :]}"
         super().__init__(status, message)
         self.message, self.param, self.code = message, param, code
 

@@ -16,6 +16,7 @@ import openai
 import pytest
 
 from server import replies
+from server.problems import MAX_MESSAGE
 from server.prompts import MAX_LOGPROBS
 from tests.server_thread import CHAT, CONTEXT, TOKENIZER, TOOL, Site, wait_for
 
@@ -190,6 +191,11 @@ def test_a_body_that_is_no_json_is_told_why(site: Site, content: bytes, reason: 
     assert response.status_code == 400 and error.code == "invalid_json"
     assert error.message.startswith("the body is not valid JSON: ") and reason in error.message, error.message
     assert len(error.message) < 300
+
+
+def test_what_an_error_quotes_is_cut(site: Site) -> None:
+    error = site.refused("/v1/completions", {"prompt": "Hi", "model": "x" * 100_000}, 404)
+    assert len(error["message"]) < 2 * MAX_MESSAGE and error["message"].endswith("this server has: tiny-hybrid")
 
 
 def test_lone_surrogates_are_harmless(site: Site) -> None:
