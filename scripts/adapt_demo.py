@@ -24,37 +24,22 @@ from cli import Parser, note, run
 from comm import Local
 from errors import UserError
 from processes import on_ranks
+from scripts import results
 from scripts.accuracy import evaluate
-from scripts.corpus import encode_corpus
+from scripts.corpus_tokens import TOKENS_PER_DOCUMENT, write_corpus
 from scripts.quality import TASKS
-from scripts.results import (
-    ROOT,
-    add_write_option,
-    check_folder,
-    describe,
-    machine,
-    made,
-    results_folder,
-    write_json,
-    write_text,
-)
-from tokenizer import load_tokenizer
 from tp import World
 from training.convert import convert
-from training.data import write_tokens
 from training.metrics import plot_losses
-from training.tokenize_data import fingerprint
 
 SEED = 77  # of the retraining's corpus
 SEQUENCE, BATCH = 512, 16  # tokens, windows
-TOKENS_PER_DOCUMENT = 90  # on average
 
 
 def prepare_tokens(out: Path, model: Path, tokens: int) -> Path:
     """The retraining's token file."""
     path = out / "tokens.bin"
-    ids = encode_corpus(model, SEED, tokens // TOKENS_PER_DOCUMENT + 1, processes=2)
-    write_tokens(path, ids, load_tokenizer(model).vocab_size, fingerprint(model))
+    write_corpus(path, model, SEED, tokens // TOKENS_PER_DOCUMENT + 1)
     return path
 
 
@@ -75,7 +60,7 @@ def retrain(args: argparse.Namespace, layers: int, data: Path) -> Path:
     ]
     command += ["--learning-rate", str(args.learning_rate), "--warmup", "10", "--distill", str(args.distill), "--out", str(out)]
     command += ["--save-every", "50", "--log-every", "5", *(["--resume"] if out.exists() else [])]
-    if subprocess.run(command, cwd=ROOT).returncode:
+    if subprocess.run(command, cwd=results.ROOT).returncode:
         raise UserError(f"the retraining with {layers} ladder layers failed; see above")
     return out
 
@@ -90,26 +75,28 @@ def table(rows: list[dict[str, Any]], about: dict[str, Any]) -> str:
     caption = (
         f"Exact match in %, {rows[0]['items_per_task']} held-out items a task. Retrained for {about['steps']} steps of "
         f"{BATCH} x {SEQUENCE} tokens, {about['distill']:.0%} of the loss by distillation, peak learning rate "
-        f"{about['learning_rate']:g}. Made on {describe(about['machine'], 'cpu')}."
+        f"{about['learning_rate']:g}. Made on {results.describe(about['machine'], 'cpu')}."
     )
     return "\n".join([*lines, "", caption, ""])
 
 
 def main() -> None:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=ROOT / "models" / "tiny-standard", help="default: models/tiny-standard")
+    parser.add_argument(
+        "--model", type=Path, default=results.ROOT / "models" / "tiny-standard", help="default: models/tiny-standard"
+    )
     parser.add_argument("--ladder-layers", type=int, nargs="+", default=[4, 5], metavar="K", help="of its 8 (default: 4 5)")
     parser.add_argument("--steps", type=int, default=120, help=f"of {BATCH} x {SEQUENCE} tokens (default: 120)")
     parser.add_argument("--learning-rate", type=float, default=1e-3, help="its peak (default: 1e-3)")
     parser.add_argument("--distill", type=float, default=0.5, help="share of the loss (default: 0.5)")
     parser.add_argument("--ranks", type=int, default=2, help="default: 2")
     parser.add_argument("--items", type=int, default=200, help="held-out documents a task (default: 200)")
-    parser.add_argument("--out", type=Path, default=ROOT / "out" / "adapt", help="default: out/adapt")
+    parser.add_argument("--out", type=Path, default=results.ROOT / "out" / "adapt", help="default: out/adapt")
     parser.add_argument("--dry-run", action="store_true", help="print the table and write nothing but --out")
-    add_write_option(parser)
+    results.add_write_option(parser)
     args = parser.parse_args()
-    check_folder(args.out)
-    folder = None if args.dry_run else results_folder(args)
+    results.check_folder(args.out)
+    folder = None if args.dry_run else results.results_folder(args)
     data = prepare_tokens(args.out, args.model, args.steps * BATCH * SEQUENCE)
     models = {"original": args.model}
     for layers in tqdm(args.ladder_layers, desc="ladder layers", unit="model"):
@@ -121,19 +108,19 @@ def main() -> None:
         {"what": what} | evaluate(path, alone, args.items)
         for what, path in tqdm(models.items(), desc="evaluating", unit="model")
     ]
-    about = {"steps": args.steps, "learning_rate": args.learning_rate, "distill": args.distill, "machine": machine()}
+    about = {"steps": args.steps, "learning_rate": args.learning_rate, "distill": args.distill, "machine": results.machine()}
     text = table(rows, about)
     print(text)
     if folder is None:
         return
     runs = [(f"{layers} ladder layers", args.out / f"hybrid-{layers}" / "metrics.jsonl") for layers in args.ladder_layers]
     losses = {label: [json.loads(line) for line in path.read_text().splitlines()] for label, path in runs}
-    raw = write_json("adapt", about | {"rows": rows, "metrics": losses}, folder)
-    write_text(folder / "adapt.md", text, raw)
+    raw = results.write_json("adapt", about | {"rows": rows, "metrics": losses}, folder)
+    results.write_text(folder / "adapt.md", text, raw)
     plot_losses(runs, folder / "adapt.png")
-    made(folder / "adapt.png", raw)
+    results.made(folder / "adapt.png", raw)
     note(
-        f"wrote adapt.json, .md and .png in {folder.relative_to(ROOT)}; serve one with make serve MODEL={runs[0][1].parent}/model"
+        f"wrote adapt.json, .md and .png in {folder.relative_to(results.ROOT)}; serve one with make serve MODEL={runs[0][1].parent}/model"
     )
 
 

@@ -25,31 +25,17 @@ from cli import Parser, note, run
 from config import preset
 from errors import UserError
 from processes import on_ranks
-from scripts.corpus import encode_corpus
-from scripts.results import (
-    ROOT,
-    add_write_option,
-    check_folder,
-    describe,
-    machine,
-    made,
-    results_folder,
-    write_json,
-    write_text,
-)
-from tokenizer import load_tokenizer
+from scripts import results
+from scripts.corpus_tokens import TOKENS_PER_DOCUMENT, write_corpus
 from tp import World, init_world
-from training.data import write_tokens
 from training.metrics import plot_losses, read_metrics
 from training.run import prepare, together
 from training.run import train as train_one
-from training.tokenize_data import fingerprint
 from training.train import parse_args as training_args
 from training.train import setup
 
 VARIANTS = ("standard", "parallel", "ladder", "desync-2x", "desync-4x")
-TOKENIZER = ROOT / "models" / "tiny-standard"
-TOKENS_PER_DOCUMENT = 90  # on average
+TOKENIZER = results.ROOT / "models" / "tiny-standard"
 LOG_EVERY = 5  # steps
 WARMUP = 0.25  # of the steps: few, and the deeper variants diverge while Adam knows no second moments yet
 TRAIN = "--train"  # what the ranks' command line begins with
@@ -69,11 +55,11 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="default: out/pretrain-MODEL")
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="of the training; what is there then is shown")
     parser.add_argument("--dry-run", action="store_true", help="train, and write nothing but --out")
-    add_write_option(parser)
+    results.add_write_option(parser)
     parser.add_argument("more", nargs="*", help="after --: further options of python -m training.train, such as --compile")
     args = parser.parse_args()
     preset(args.model)
-    args.out = args.out or ROOT / "out" / f"pretrain-{args.model.replace(':', '-')}"
+    args.out = args.out or results.ROOT / "out" / f"pretrain-{args.model.replace(':', '-')}"
     return args
 
 
@@ -116,8 +102,7 @@ def corpus(args: argparse.Namespace) -> Path:
     data: Path = args.out / "tokens.bin"
     if not data.with_suffix(".json").exists():
         count = args.steps * args.global_batch * args.sequence_length // TOKENS_PER_DOCUMENT
-        ids = encode_corpus(TOKENIZER, 1, count + 100, processes=os.cpu_count() or 1)
-        write_tokens(data, ids, load_tokenizer(TOKENIZER).vocab_size, fingerprint(TOKENIZER))
+        write_corpus(data, TOKENIZER, 1, count + 100)
     return data
 
 
@@ -129,7 +114,7 @@ def metrics(args: argparse.Namespace, variant: str) -> list[dict[str, Any]]:
 def launch(args: argparse.Namespace, todo: list[list[str]]) -> str | None:
     """Train on ranks of their own. Returns why that ended early, or None."""
     line = [*on_ranks(args.ranks), __file__]
-    process = subprocess.Popen([*line, TRAIN, json.dumps(todo)], cwd=ROOT)
+    process = subprocess.Popen([*line, TRAIN, json.dumps(todo)], cwd=results.ROOT)
     try:
         code = process.wait(args.timeout)
     except subprocess.TimeoutExpired:
@@ -149,7 +134,7 @@ def table(args: argparse.Namespace, found: dict[str, list[dict[str, Any]]], wher
         rows.append(f"| {variant} | {last['step']} | {last['loss']:.4f} | {speed} |")
     batch = f"{args.global_batch} windows of {args.sequence_length} tokens a step, {args.streams} desync streams"
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    caption = f"{args.model} on {args.ranks} ranks, {batch}, synthetic corpus; medians of step times. Made on {describe(where, device)}."
+    caption = f"{args.model} on {args.ranks} ranks, {batch}, synthetic corpus; medians of step times. Made on {results.describe(where, device)}."
     return "\n".join([head, *rows, "", caption, ""])
 
 
@@ -157,9 +142,9 @@ def main() -> None:
     if sys.argv[1:2] == [TRAIN]:
         on_rank(json.loads(sys.argv[2]))
         return
-    args, where = parse_args(), machine()
-    check_folder(args.out)
-    folder = None if args.dry_run else results_folder(args)
+    args, where = parse_args(), results.machine()
+    results.check_folder(args.out)
+    folder = None if args.dry_run else results.results_folder(args)
     data = corpus(args)
     # the last line speaks of the last step: a variant that is done
     todo = [v for v in args.variants if not (lines := metrics(args, v)) or lines[-1]["step"] < args.steps]
@@ -171,11 +156,11 @@ def main() -> None:
     if found and folder:
         name = f"pretrain-{args.model.replace(':', '-')}"
         settings = {key: value for key, value in vars(args).items() if not isinstance(value, Path)}
-        raw = write_json(name, {"machine": where, "settings": settings, "metrics": found}, folder)
-        write_text(folder / f"{name}.md", text, raw)
+        raw = results.write_json(name, {"machine": where, "settings": settings, "metrics": found}, folder)
+        results.write_text(folder / f"{name}.md", text, raw)
         plot_losses([(variant, args.out / variant / "metrics.jsonl") for variant in found], folder / f"{name}.png")
-        made(folder / f"{name}.png", raw)
-        note(f"wrote {name}.json, .md and .png in {folder.relative_to(ROOT)}")
+        results.made(folder / f"{name}.png", raw)
+        note(f"wrote {name}.json, .md and .png in {folder.relative_to(results.ROOT)}")
     if failure:
         raise UserError(failure)
 

@@ -12,7 +12,6 @@ of a day; a run that was stopped goes on with --resume.
 
 import argparse
 import json
-import os
 import shutil
 import sys
 import time
@@ -26,20 +25,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from cli import Parser, note, run
 from config import ModelConfig, preset, with_variant
-from scripts.corpus import EXAMPLES, encode_corpus, train_tokenizer
-from tokenizer import load_tokenizer
+from scripts.corpus import EXAMPLES, train_tokenizer
+from scripts.corpus_tokens import TOKENS_PER_DOCUMENT, write_corpus
 from tp import World, init_world
 from training import train as command
-from training.data import write_tokens
 from training.losses import cross_entropy
 from training.metrics import read_metrics
 from training.run import Setup, prepare, train
-from training.tokenize_data import fingerprint
 
 VARIANTS = ("standard", "parallel", "ladder", "hybrid", "desync-2x", "desync-4x")
 STREAMS = 4  # of the desync variants: they then run on 1, 2 and 4 ranks
 BOS, EOS = 0, 1
-TOKENS_PER_DOCUMENT = 90  # of the corpus, on average; decides how many documents are generated
 WINDOW = 1024  # tokens
 RECIPE = ("--learning-rate", "4e-3", "--final-rate", "0.05", "--weight-decay", "0.1", "--clip", "1")
 WARMUP = 0.02  # share of the steps
@@ -55,8 +51,7 @@ def prepare_tokens(args: argparse.Namespace, tokenizer: Path, path: Path) -> Non
     if not (tokenizer / "tokenizer.json").exists():
         train_tokenizer(tokenizer, seed=args.seed)
     if not path.with_suffix(".json").exists():
-        ids = encode_corpus(tokenizer, args.seed, int(args.tokens) // TOKENS_PER_DOCUMENT, processes=os.cpu_count() or 1)
-        write_tokens(path, ids, load_tokenizer(tokenizer).vocab_size, fingerprint(tokenizer))
+        write_corpus(path, tokenizer, args.seed, int(args.tokens) // TOKENS_PER_DOCUMENT)
 
 
 def train_variant(args: argparse.Namespace, world: World, variant: str, data: Path, tokenizer: Path) -> None:
