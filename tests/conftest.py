@@ -59,8 +59,8 @@ def seed(session_seed: int, request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
-    """Up to 4 gloo ranks: `ranks.run(2, function, *args)`."""
-    started = Ranks(4)
+    """Up to 8 gloo ranks: `ranks.run(2, function, *args)`."""
+    started = Ranks(8)
     yield started
     started.close()
 

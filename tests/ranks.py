@@ -1,6 +1,7 @@
 """Ranks to test on: processes that start once, and then run one function after another as a gloo group of any size."""
 
 import gc
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -20,6 +21,8 @@ import torch.distributed as dist
 from comm import GlooCommunicator
 from tp import World
 
+# What most functions import on a rank; torch's optimizers import the last one.
+IMPORTS = ("numpy", "pytest", "checkpoint", "engine.offline", "training.run", "torch._dynamo")
 GRACE = 5.0  # seconds that the other ranks get to finish once one has failed; they may wait for it in a collective
 
 
@@ -28,8 +31,8 @@ class RankError(Exception):
 
 
 class Ranks:
-    """`count` processes, started on first use. Importing torch takes seconds, so one process does it for all of them, which are
-    forked off it; joining a group takes milliseconds.
+    """`count` processes, started on first use. Imports take seconds, so one process does them for all of them, which are forked
+    off it; joining a group takes milliseconds.
 
     Each run is a process group of its own over the loopback interface, met through a file. After a failure the processes
     are ended, and the next run starts fresh ones.
@@ -38,14 +41,14 @@ class Ranks:
     def __init__(self, count: int = 4, environ: dict[str, str] | None = None) -> None:
         """environ: variables of the processes, set before they import anything but this module."""
         self.count, self.environ = count, environ or {}
-        self.processes: list[multiprocessing.process.BaseProcess] = []
+        self.origin: multiprocessing.process.BaseProcess | None = None
         self.connections: list[Connection] = []
 
     def run(self, n: int, function: Callable[..., Any], *args: Any, timeout: float = 600.0) -> list[Any]:
         """`[function(world, *args) for each of n ranks]`, in rank order. `function` must be importable, and what it takes
         and returns must be picklable. Raises RankError."""
         assert 1 <= n <= self.count, f"{n} ranks asked of {self.count}"
-        if not self.processes:
+        if self.origin is None:
             self._start()
         with tempfile.TemporaryDirectory() as folder:
             job = pickle.dumps((function, args, n, str(Path(folder) / "store"), timeout))
@@ -66,15 +69,18 @@ class Ranks:
         return result
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__])
-        for rank in range(self.count):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, self.environ), daemon=True, name=f"rank {rank}")
-            process.start()
-            theirs.close()
-            self.processes.append(process)
-            self.connections.append(ours)
+        context = multiprocessing.get_context("spawn")
+        pipes = [context.Pipe() for _ in range(self.count)]
+        self.connections = [ours for ours, _ in pipes]
+        self.alive, ends = context.Pipe()
+        theirs = [end for _, end in pipes]
+        self.origin = context.Process(
+            target=_fork_ranks, args=(ends, theirs, self.environ), daemon=False, name="origin of ranks"
+        )
+        self.origin.start()
+        for end in (ends, *theirs):
+            end.close()
+        self.alive.recv_bytes()  # no time limit of a run counts what the imports take
 
     def _gather(self, n: int, timeout: float) -> list[Any]:
         results: dict[int, Any] = {}
@@ -102,38 +108,83 @@ class Ranks:
 
     def close(self) -> None:
         """End the processes."""
+        if self.origin is not None:
+            self.alive.close()
+            self.origin.join()
         for connection in self.connections:
             connection.close()
-        for process in self.processes:
-            process.terminate()
-        for process in self.processes:
-            process.join()
-        self.processes, self.connections = [], []
+        self.origin, self.connections = None, []
 
 
-def _let_the_interpreter_loop() -> None:
-    """Triton 3.6's interpreter holds scalars as arrays of one element, which NumPy from 2.4 on no longer takes as loop bounds."""
+def _mend_the_interpreter() -> None:
+    """Three things of Triton 3.6's interpreter. It holds scalars as arrays of one element, which NumPy from 2.4 on no longer takes
+    as loop bounds. It replaces all of `triton.language` by its own functions at each call of a kernel or of a function in one,
+    which takes longer than what they do: here once for each module with kernels, and for good. And a kernel that polls what
+    another rank writes leaves it the core, as ranks outnumber cores."""
     from triton.runtime import interpreter
 
-    patch = interpreter._patch_lang_tensor
+    patch_tensor, patch_language = interpreter._patch_lang_tensor, interpreter._patch_lang
+    builder = interpreter.InterpreterBuilder
+    load, update = builder.create_masked_load, builder.create_atomic_rmw
+    patched: set[str] = set()
 
     def patch_and_mend(tensor: type, scope: Any) -> None:
-        patch(tensor, scope)
+        patch_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
-    interpreter._patch_lang_tensor = patch_and_mend
+    def patch_once(function: Callable[..., Any]) -> Any:
+        if function.__module__ not in patched:
+            patched.add(function.__module__)
+            patch_language(function)
+        return interpreter._LangPatchScope()  # which restores nothing
+
+    def load_politely(
+        self: Any, ptrs: Any, mask: Any, other: Any, cache_modifier: Any, eviction_policy: Any, is_volatile: bool
+    ) -> Any:
+        if is_volatile:
+            os.sched_yield()
+        return load(self, ptrs, mask, other, cache_modifier, eviction_policy, is_volatile)
+
+    def update_politely(self: Any, *args: Any, **more: Any) -> Any:
+        os.sched_yield()
+        return update(self, *args, **more)
+
+    interpreter._patch_lang_tensor, interpreter._patch_lang = patch_and_mend, patch_once
+    builder.create_masked_load, builder.create_atomic_rmw = load_politely, update_politely
 
 
 def _without_world(_: World, function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
 
 
-def _serve(connection: Connection, rank: int, environ: dict[str, str]) -> None:
-    """A rank's life: until the other end closes, join a group, run a function, answer, leave the group."""
-    torch.set_num_threads(1)
+def _fork_ranks(alive: Connection, connections: list[Connection], environ: dict[str, str]) -> None:
+    """Import what ranks need, fork them, and kill them once the other end of `alive` is closed."""
     os.environ.update(environ, GLOO_SOCKET_IFNAME="lo")
+    torch.set_num_threads(1)
     if "TRITON_INTERPRET" in environ:
-        _let_the_interpreter_loop()
+        _mend_the_interpreter()
+    for name in IMPORTS:
+        importlib.import_module(name)
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=_serve, args=(connections, rank), daemon=True) for rank in range(len(connections))]
+    for process in processes:
+        process.start()
+    for connection in connections:
+        connection.close()
+    alive.send_bytes(b"started")
+    with suppress(EOFError):
+        alive.recv_bytes()
+    for process in processes:
+        process.kill()
+        process.join()
+
+
+def _serve(connections: list[Connection], rank: int) -> None:
+    """A rank's life: until the other end closes, join a group, run a function, answer, leave the group."""
+    for other, connection in enumerate(connections):
+        if other != rank:
+            connection.close()  # the end of its rank must be seen
+    connection = connections[rank]
     with suppress(EOFError):
         while True:
             message = connection.recv_bytes()

@@ -3,7 +3,6 @@
 import itertools
 import math
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -133,13 +132,6 @@ def shardings(cluster: Mesh) -> list[Sharding]:
     ]
 
 
-@pytest.fixture(scope="module")
-def eight() -> Iterator[Ranks]:
-    started = Ranks(8)
-    yield started
-    started.close()
-
-
 def options(rng: random.Random) -> Execution:
     return Execution(
         overlap=Overlap(*(rng.random() < 0.7 for _ in range(3))),
@@ -162,10 +154,10 @@ EVERY = [(cluster, sharding) for cluster in CLUSTERS for sharding in shardings(c
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("cluster", "sharding"), EVERY, ids=str)
-def test_every_other_sharding_equals_plain_training(eight: Ranks, seed: int, cluster: Mesh, sharding: Sharding) -> None:
+def test_every_other_sharding_equals_plain_training(ranks: Ranks, seed: int, cluster: Mesh, sharding: Sharding) -> None:
     rng = random.Random(seed)
     assert_equal(
-        eight,
+        ranks,
         Run(
             rng.choice(VARIANTS),
             cluster,
@@ -187,10 +179,10 @@ def test_every_variant_equals_plain_training(ranks: Ranks, seed: int, variant: s
 
 
 @pytest.mark.parametrize("cluster", [Mesh(8, 1), Mesh(4, 2), Mesh(2, 4)], ids=str)
-def test_eight_ranks_equal_plain_training(eight: Ranks, seed: int, cluster: Mesh) -> None:
+def test_eight_ranks_equal_plain_training(ranks: Ranks, seed: int, cluster: Mesh) -> None:
     rng = random.Random(seed)
     nested = [s for s in shardings(cluster) if 1 < s.parameters.size < s.optimizer.size]
-    assert_equal(eight, Run(rng.choice(VARIANTS), cluster, rng.choice(nested), 1, options(rng), seed % 1000))
+    assert_equal(ranks, Run(rng.choice(VARIANTS), cluster, rng.choice(nested), 1, options(rng), seed % 1000))
 
 
 def test_one_rank_equals_plain_training(ranks: Ranks, seed: int) -> None:
