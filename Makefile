@@ -53,7 +53,7 @@ lm-eval: setup-dev ## lm-evaluation-harness against the server, beside our own s
 	@$(PY) scripts/lm_eval_check.py --lm-eval .venv-lm-eval $(ARGS)
 
 test: setup-dev ## all tests
-	@$(PY) -m pytest $(ARGS)
+	@$(PY) -m pytest -n auto --dist worksteal $(ARGS)
 
 lint: setup-dev ## ruff, mypy, and that README and docs quote the results as they are
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m mypy && $(PY) scripts/readme.py --check && $(PY) scripts/check_docs.py

@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # its fixtures import it when they run: most tests need neith
     from tests.server_thread import Site
 
 SEED_VARIABLE = "RUNG_TEST_SEED"
+MOST_WORKERS = 4  # each starts ranks and servers of its own, which take gigabytes
 
 torch.set_num_threads(1)
 
@@ -32,6 +33,11 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ[SEED_VARIABLE] = str(random.SystemRandom().randrange(2**31))
     if config.getoption("--hypothesis-seed") is None:
         config.option.hypothesis_seed = os.environ[SEED_VARIABLE]
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """For `-n auto`, as `make test` has it. One at a time where there is a GPU: tests there measure its memory."""
+    return 0 if torch.cuda.is_available() else min(MOST_WORKERS, os.cpu_count() or 1)
 
 
 @pytest.hookimpl(hookwrapper=True)
