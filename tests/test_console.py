@@ -15,7 +15,7 @@ import pytest
 import console
 from tests.command_line import HYBRID, ROOT, command, environment
 
-PATIENCE = 120.0  # seconds for anything to appear: ranks start on loaded cores
+PATIENCE = 300.0  # seconds for anything to appear: ranks start on loaded cores
 STORY = "Tell me a story about a fox and a lantern."
 
 

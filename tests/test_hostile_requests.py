@@ -1,11 +1,12 @@
 """What one request can do to others: each hostile one is sent while another client streams, to a server of two ranks.
 
 Measured are the longest time between two tokens of that other client, what frontend and ranks hold beyond the request's body, and
-what is left running. The bounds are generous, for a machine that tests other things meanwhile; `-s` prints the numbers. To add a
+what is left running. Time without a core does not count, for a machine that tests other things meanwhile; `-s` prints the numbers. To add a
 request: a line of HOSTILE, or of HOSTILE_GRAMMARS for those with a schema.
 """
 
 import json
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -15,13 +16,14 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.quiet_clock import quiet_seconds
 from tests.server_process import ServerProcess, children, runs, wait_until
 from tests.server_thread import MODEL
 
-GAP_SECONDS = 1.0  # on a quiet machine 0.3
+GAP_SECONDS = 1.0  # on a machine with idle cores 0.3
 MEMORY = 64 << 20  # bytes beyond the body, of the frontend or of a rank
 NOISE = 32 << 20  # bytes that allocators keep, whatever was asked
-ANSWER_SECONDS = 60.0
+ANSWER_SECONDS = 300.0
 WORKER_SECONDS = 5
 
 CHAT = "/v1/chat/completions"
@@ -112,6 +114,7 @@ class Other:
     """Another client, which streams one answer after another."""
 
     url: str
+    pids: list[int]  # the server's processes
     gaps: list[float] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     stop: threading.Event = field(default_factory=threading.Event)
@@ -125,7 +128,7 @@ class Other:
                         self.failures.append(f"status {answer.status_code}")
                     last = None
                     for _ in answer.iter_lines():
-                        now = time.monotonic()
+                        now = quiet_seconds(os.getpid(), *self.pids)
                         if last is not None:
                             self.gaps.append(now - last)
                         last = now
@@ -152,11 +155,11 @@ def server() -> Iterator[ServerProcess]:
 def test_a_hostile_request_harms_nobody_else(server: ServerProcess, name: str) -> None:
     path, body = {**HOSTILE, **HOSTILE_GRAMMARS, **MANY, **KEPT_LOGPROBS}[name]
     pids = [*server.rank_pids(), *server.frontend_pids()]
-    other = Other(server.url)
+    other = Other(server.url, pids)
     thread = threading.Thread(target=other.run)
     thread.start()
     try:
-        wait_until(lambda: len(other.gaps) > 20, 60, "the other client's tokens")
+        wait_until(lambda: len(other.gaps) > 20, 300, "the other client's tokens")
         for pid in pids:
             Path(f"/proc/{pid}/clear_refs").write_text("5")  # the peak begins anew
         before = {pid: memory(pid, "VmRSS") for pid in pids}
@@ -164,7 +167,7 @@ def test_a_hostile_request_harms_nobody_else(server: ServerProcess, name: str) -
         began = time.monotonic()
         answer = server.http.post(path, content=body, headers={"content-type": "application/json"}, timeout=ANSWER_SECONDS)
         seconds = time.monotonic() - began
-        wait_until(lambda: len(other.gaps) > 5, 60, "the other client's tokens")
+        wait_until(lambda: len(other.gaps) > 5, 300, "the other client's tokens")
         grown = max(memory(pid, "VmHWM") - before[pid] for pid in pids) - len(body)
     finally:
         other.stop.set()
@@ -191,7 +194,7 @@ def test_nothing_is_left_of_clients_that_leave(server: ServerProcess) -> None:
     assert server.http.post("/tokenize", json={"prompt": "word " * 20_000}).status_code == 200
     assert server.http.post(CHAT, json={"messages": [USER], "max_tokens": 1}).status_code == 200
     wait_until(
-        lambda: len([p for f in server.frontend_pids() for p in children(f) if runs(p)]) <= len(workers), 20, "few workers"
+        lambda: len([p for f in server.frontend_pids() for p in children(f) if runs(p)]) <= len(workers), 120, "few workers"
     )
 
 
@@ -199,4 +202,4 @@ def test_workers_end_with_the_server(server: ServerProcess) -> None:
     workers = [pid for frontend in server.frontend_pids() for pid in children(frontend)]
     assert workers
     server.close()
-    wait_until(lambda: not any(map(runs, workers)), 20, "the end of the workers")
+    wait_until(lambda: not any(map(runs, workers)), 120, "the end of the workers")

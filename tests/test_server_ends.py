@@ -60,7 +60,7 @@ def test_many_connections_opened_and_dropped(site: Site) -> None:
 
 
 def test_idle_connections_are_closed(make_site: Callable[..., Site]) -> None:
-    site = make_site(idle_timeout=0.3)
+    site = make_site(idle_timeout=1.0)
     for sent in (b"", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"):
         with socket.create_connection(("127.0.0.1", site.port), timeout=60) as raw:
             raw.sendall(sent)
@@ -69,7 +69,7 @@ def test_idle_connections_are_closed(make_site: Callable[..., Site]) -> None:
 
 def test_drain(make_site: Callable[..., Site]) -> None:
     site = make_site(drain_timeout=100)
-    site.engine.delay = 0.02
+    site.engine.hold = True
     events: list[Any] = []
     with httpx.Client(base_url=site.url, timeout=120) as other:
         reader = threading.Thread(
@@ -80,6 +80,7 @@ def test_drain(make_site: Callable[..., Site]) -> None:
         site.server._loop.call_soon_threadsafe(site.server.drain)
         wait_for(lambda: site.http.get("/health").json() == {"status": "draining"})
         assert site.http.post("/v1/completions", json={"prompt": "x"}).json()["error"]["code"] == "draining"
+        site.engine.hold = False
         reader.join()
     assert events[0]["usage"]["completion_tokens"] == len(TOKENIZER.encode(STORY, add_special_tokens=False)), (
         "a running request ends as usual"
@@ -149,7 +150,7 @@ def test_signals_end_the_process(tmp_path: Path, signals: int, stream: bool, cod
     process.start()
     site.engine.start()
     wait_for(lambda: site.health() == "ready")
-    site.engine.delay = 0.05 if signals == 1 else 2.0
+    site.engine.hold, site.engine.delay = not stream, 2.0 * stream
     with httpx.Client(base_url=site.url, timeout=120) as other:
         answers: list[tuple[int, str]] = []
         begun = threading.Event()
@@ -164,10 +165,13 @@ def test_signals_end_the_process(tmp_path: Path, signals: int, stream: bool, cod
         reader.start()
         wait_for(lambda: begun.is_set() if stream else site.engine.submits)
         assert process.pid is not None
+        site.engine.hold = True  # nothing ends by itself meanwhile
         os.kill(process.pid, signal.SIGTERM)
         wait_for(lambda: site.health() == "draining")
         if signals == 2:
             os.kill(process.pid, signal.SIGTERM)
+        else:
+            site.engine.hold = False
         reader.join()
         process.join(120)
     assert process.exitcode == code

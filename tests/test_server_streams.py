@@ -150,11 +150,11 @@ def test_large_events_leave_in_pieces_with_a_time_limit_each(seed: int, stalls: 
 
     async def send(message: Any) -> None:
         if message["type"] == "http.response.body":
-            await asyncio.sleep(3600 if stalls and len(written) == 3 else 0.1)
+            await asyncio.sleep(3600 if stalls and len(written) == 3 else 0.2)
             written.append(message["body"])
 
     async def run() -> None:
-        await EventStream(events(), 0.5)({"type": "http", "state": {"send": send}}, asyncio.Event().wait, send)  # type: ignore[arg-type]
+        await EventStream(events(), 1.5)({"type": "http", "state": {"send": send}}, asyncio.Event().wait, send)  # type: ignore[arg-type]
 
     wanted = b"".join(b"data: " + to_json(one) + b"\n\n" for one in group) + b"data: [DONE]\n\n"
     if stalls:
@@ -184,7 +184,7 @@ def test_slow_readers_do_not_slow_others(make_site: Callable[..., Site]) -> None
 
 def test_a_reader_that_stalls_is_left(make_site: Callable[..., Site]) -> None:
     """Its buffers are full and stay so: its sequences end, and those of others go on."""
-    site = make_site(idle_timeout=0.5)
+    site = make_site(idle_timeout=2.0)
     site.engine.reply = lambda submit: [300] * 200
     body = {"prompt": "Hi", "max_tokens": 200, "n": 64, "stream": True, "logprobs": 20}
     with socket.socket() as raw:
@@ -200,7 +200,7 @@ def test_a_reader_that_stalls_is_left(make_site: Callable[..., Site]) -> None:
 
 def test_a_slow_reader_that_goes_on_gets_all(make_site: Callable[..., Site]) -> None:
     """Megabytes wait for it, and it takes many times --idle-timeout for them."""
-    timeout = 1.0
+    timeout = 2.0
     site = make_site(idle_timeout=timeout)
     site.engine.reply = lambda submit: [300] * 100
     site.engine.together = 1000
@@ -214,7 +214,7 @@ def test_a_slow_reader_that_goes_on_gets_all(make_site: Callable[..., Site]) -> 
             part = raw.recv(4096)
             assert part, f"cut off after {size} bytes and {time.monotonic() - started:.1f} s"
             size, end = size + len(part), (end + part)[-64:]
-            if (ahead := started + size / 0.9e6 - time.monotonic()) > 0.01:  # bytes a second
+            if (ahead := started + size / 0.5e6 - time.monotonic()) > 0.01:  # bytes a second
                 time.sleep(ahead)
     assert b"data: [DONE]" in end
     assert size > 4e6 and time.monotonic() - started > 4 * timeout

@@ -309,7 +309,7 @@ def dies_before_the_workspace(world: World) -> None:
 
 def test_ranks_do_not_wait_for_ever_for_one_that_never_opens_its_workspace(interpreters: Ranks) -> None:
     with pytest.raises(RankError, match="gone"):
-        interpreters.run(2, dies_before_the_workspace, timeout=20.0)
+        interpreters.run(2, dies_before_the_workspace, timeout=100.0)
 
 
 # --- GPUs --------------------------------------------------------------------------------------------------------------------
