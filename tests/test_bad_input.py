@@ -2,12 +2,14 @@
 
 import contextlib
 import json
+import multiprocessing
 import os
 import re
 import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -17,9 +19,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import cli
+import generate
 from checkpoint import load_model, model_config
 from errors import UserError
-from tests.command_line import HYBRID, MODELS, ROOT, Finished, Here, command, environment, launch
+from tests.command_line import CPU, HYBRID, MODELS, ROOT, Finished, Here, command, environment, launch
 from tests.ranks import Ranks
 from tokenizer import load_tokenizer
 from tp import World, agree_on_error, stream_shards
@@ -264,7 +267,7 @@ def spoiled(to: Path, name: str, spoil: Callable[[Path], None]) -> Path:
     return folder
 
 
-@pytest.mark.timeout(60)  # the longest that a wait for a pipe could take
+@pytest.mark.timeout(300)  # ends a wait for a pipe, which would last for ever
 @pytest.mark.parametrize("case", HOSTILE)
 def test_hostile_configs(here: Here, tmp_path: Path, case: str) -> None:
     folder = copy_of("tiny-hybrid", tmp_path)
@@ -274,7 +277,7 @@ def test_hostile_configs(here: Here, tmp_path: Path, case: str) -> None:
     assert len(done.err) < 1000
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("name", "spoil"), SPOILED_FILES)
 def test_what_is_no_file_of_usual_size(here: Here, tmp_path: Path, name: str, spoil: Callable[[Path], None]) -> None:
     done = here("--model", spoiled(tmp_path, name, spoil), *ONCE)
@@ -326,21 +329,25 @@ def test_two_ranks_refuse_hostile_checkpoints_alike(ranks: Ranks, tmp_path: Path
 
 
 class Started:
-    """Ranks that were started without torchrun."""
+    """Ranks that were started without a launcher."""
 
     def __init__(self, args_by_rank: Sequence[Sequence[object]], folder: Path) -> None:
         ranks = len(args_by_rank)
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        self.processes: list[subprocess.Popen[bytes]] = []
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["generate"])
+        self.processes = []
         self.outputs = [(folder / f"out{r}", folder / f"err{r}") for r in range(ranks)]
         for rank, (args, (out, err)) in enumerate(zip(args_by_rank, self.outputs, strict=True)):
             env = environment(
                 RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks, MASTER_ADDR="127.0.0.1", MASTER_PORT=port
             )
-            with out.open("wb") as stdout, err.open("wb") as stderr:
-                self.processes.append(subprocess.Popen(command(args), cwd=ROOT, env=env, stdout=stdout, stderr=stderr))
+            self.processes.append(context.Process(target=be_rank, args=([*CPU, *map(str, args)], env, out, err)))
+            out.touch()
+            err.touch()
+            self.processes[-1].start()
 
     def out(self, rank: int) -> str:
         return self.outputs[rank][0].read_text()
@@ -348,14 +355,29 @@ class Started:
     def err(self, rank: int) -> str:
         return self.outputs[rank][1].read_text()
 
-    def wait(self, timeout: float) -> list[int]:
+    def wait(self, timeout: float) -> list[int | None]:
+        """The exit codes; minus the signal of a rank that was killed, and None if one still runs."""
         deadline = time.monotonic() + timeout
-        return [process.wait(max(0.0, deadline - time.monotonic())) for process in self.processes]
+        for process in self.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        return [process.exitcode for process in self.processes]
 
     def close(self) -> None:
         for process in self.processes:
             process.kill()
-            process.wait()
+            process.join()
+
+
+def be_rank(args: Sequence[str], env: dict[str, str], out: Path, err: Path) -> None:
+    """`generate.py args` in a process forked off one that has imported it."""
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(ROOT)
+    torch.set_num_threads(1)
+    for number, path in ((1, out), (2, err)):
+        os.dup2(os.open(path, os.O_WRONLY), number)
+    sys.argv = ["generate.py", *args]
+    cli.run(generate.main)
 
 
 @pytest.fixture
@@ -458,7 +480,7 @@ def test_when_a_rank_is_killed_the_launcher_ends(tmp_path: Path) -> None:
         assert sorted(ranks) == [0, 1]
         os.kill(ranks[1], signal.SIGKILL)
         assert launcher.wait(200.0) == 1
-        wait_for(lambda: not Path(f"/proc/{ranks[0]}").exists(), 60.0)
+        wait_for(lambda: not Path(f"/proc/{ranks[0]}").exists(), 200.0)
     finally:
         for pid in ranks_of(launcher.pid).values():
             os.kill(pid, signal.SIGKILL)
@@ -505,7 +527,7 @@ def test_a_reader_who_leaves_and_ctrl_c_are_no_errors(ending: str, code: int) ->
             process.send_signal(signal.SIGINT)
         else:
             process.stdout.close()
-        assert process.wait(10.0) == code
+        assert process.wait(200.0) == code
         err = process.stderr.read().decode()
         assert "Traceback" not in err and "error" not in err, err
     finally:

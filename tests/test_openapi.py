@@ -16,15 +16,15 @@ CHECKS = (
 RUN = "import sys; from schemathesis.cli import schemathesis; sys.exit(schemathesis())"
 
 
-@pytest.mark.timeout(600)  # half a minute on an idle machine, minutes on a busy one
+@pytest.mark.timeout(1800)  # half a minute on an idle machine, many on a busy one
 def test_the_description_is_true(tmp_path: Path, session_seed: int) -> None:
     pytest.importorskip("schemathesis")
     # A short context: a chat may ask for all that is left of it.
     with ServerProcess("--model", HYBRID, "--max-model-len", 48) as server:
         server.ready()
         command = [sys.executable, "-c", RUN, "run", f"{server.url}/openapi.json", "--seed", str(session_seed)]
-        command += ["--checks", CHECKS, "--phases", "examples,coverage,fuzzing", "--max-examples", "15", "--no-shrink"]
-        done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=500)
+        command += ["--checks", CHECKS, "--phases", "examples,coverage,fuzzing", "--max-examples", "8", "--no-shrink"]
+        done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=1700)
         assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
         metrics = server.metrics()  # good requests were among those it made
         for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):

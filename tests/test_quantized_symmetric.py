@@ -87,7 +87,7 @@ def test_the_same_bits_as_the_two_steps(interpreters: Ranks, name: str, n: int, 
     """Messages of a value, of whole and of broken groups, of a round, and of several."""
     names, units = (
         [name, random.choice([f"{name}:32", f"{name}:64"])],
-        [0.0, 1.0, random.uniform(0.01, 2), random.uniform(2, 5)],
+        [0.0, 1.0, random.uniform(0.01, 2), random.uniform(2, 3)],
     )
     assert interpreters.run(n, wrong_sums, names, units, seed) == [[]] * n, f"seed {seed}"
 
