@@ -433,7 +433,7 @@ def main() -> None:
 
         leave(start_ranks(args.tp, sys.argv))
     job, world = start()
-    if job.args.variant:
+    if job.args.variant and not has_random_weights(job.args.model):
         note(
             f"warning: computing {job.config.description} instead of what the checkpoint was trained as; its text will be wrong"
         )

@@ -321,6 +321,8 @@ def test_a_preset_runs_with_random_weights_and_prompts(here: Here, seed: int) ->
     assert first["prompt_token_ids"] != second["prompt_token_ids"]
     assert (first["text"], len(first["token_ids"])) == ("", 4)
     assert [r["token_ids"] for r in here(*args).records] == [first["token_ids"], second["token_ids"]]
+    ladder = here(*args, "--variant", "ladder")
+    assert ladder.records[0]["variant"] == "ladder" and "checkpoint was trained" not in ladder.err
 
 
 def test_one_new_token_has_no_decode_speed(here: Here) -> None:
