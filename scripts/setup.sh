@@ -12,7 +12,7 @@ if [ -x .venv/bin/python ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; the
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
   { echo "error: Rung needs Python 3.11 or newer; name one with PYTHON=python3.12 make …" >&2; exit 2; }
 case $kind in run) size=1.1 ;; *) size=2.2 ;; esac
-echo "setting up .venv ($kind): $size GB, more with CUDA; most of it is PyTorch's download, which takes minutes …" >&2
+echo "setting up .venv ($kind): up to $size GB, more with CUDA; the first time takes some minutes …" >&2
 
 # A torch that the machine already has (a GPU image, say) is kept: its CUDA fits the driver.
 has_torch='import torch; v = tuple(map(int, torch.__version__.split(".")[:2])); raise SystemExit(not (2, 11) <= v < (2, 14))'
