@@ -4,7 +4,7 @@
     python scripts/performance.py --raw docs/results/gpu-4
 
 Reads what --raw holds of sweep*.jsonl, comm.json (bench_comm.py), linear*.json (bench_linear.py), kernels.json and decode.json
-(bench_kernels.py), quantized*.json (bench_comm.py --parts "nccl|quantized"), push.json (bench_push.py), overlap.json (overlap.py),
+(bench_kernels.py), quantized*.json (bench_comm.py --parts "nccl|quantized"), push.json (bench_push.py), gemm-overlap.json (overlap.py),
 startup.json and load*.json, and writes a table of each as NAME-{decode,comm,linear,…}.md, and NAME-comm.png,
 NAME-comm-no-p2p.png, NAME-grid.png (of sweep-grid*.jsonl) and NAME-overlap.png, NAME being the folder's, into out, or with --write
 into docs/results.
@@ -29,7 +29,7 @@ from scripts.overlap import markdown as overlap_table
 from scripts.overlap import plot as plot_overlap
 from scripts.overlap import rows_of as overlap_rows
 from scripts.results import RESULTS, add_write_option, describe, made, results_folder, write_text
-from scripts.sweep_rows import VLLM, Row, Setting, finished, read_rows
+from scripts.sweep_rows import ORDER, VLLM, Row, Setting, finished, read_rows
 
 NCCL = "µs nccl"
 EXACT = ("µs one-shot", "µs two-shot")
@@ -62,7 +62,7 @@ def decode(folder: Path) -> str | None:
     rows: list[Row] = [row for path in sorted(folder.glob("sweep*.jsonl")) for row in finished(read_rows(path))]
     if not rows:
         return None
-    variants = list(dict.fromkeys(row.setting.variant for row in rows))
+    variants = sorted({row.setting.variant for row in rows}, key=_place)
     cells: dict[tuple[str, ...], dict[str, Row]] = {}
     for row in (row for row in rows if row.setting.variant != VLLM):
         cells.setdefault((*_lengths(row.setting), row.communicator, row.setting.interconnect), {})[row.setting.variant] = row
@@ -82,6 +82,12 @@ def decode(folder: Path) -> str | None:
     made = describe(rows[0].machine, "cuda")
     caption = f"ms of a decode step and of the prefill, medians of so many runs; 1 is a single run. Made on {made}."
     return markdown(["model", "tp", "batch", "tokens", "sums", "interconnect", "runs", "", *variants], lines, caption)
+
+
+def _place(variant: str) -> tuple[int, str]:
+    """Among the columns: Rung's in their usual order, vLLM's behind them."""
+    kind = variant.partition(":")[0]
+    return (ORDER.index(kind) if kind in ORDER else len(ORDER) + (variant == VLLM)), variant
 
 
 def _lengths(s: Setting) -> tuple[str, ...]:
@@ -167,7 +173,7 @@ def push(folder: Path) -> str | None:
 
 def overlap(folder: Path) -> str | None:
     """GEMMs fused with their collectives, as scripts/overlap.py tells it."""
-    found = read(folder / "overlap.json")
+    found = read(folder / "gemm-overlap.json")
     return None if found is None else overlap_table(*overlap_rows(found))
 
 
@@ -376,7 +382,7 @@ def show(raw: Path, folder: Path) -> None:
         _made(path, raw)
     plot_grid(raw, path := folder / f"{raw.name}-grid.png")
     _made(path, raw)
-    found = read(raw / "overlap.json")
+    found = read(raw / "gemm-overlap.json")
     if found is not None:
         plot_overlap(*overlap_rows(found), path := folder / f"{raw.name}-overlap.png")
         _made(path, raw)
@@ -395,7 +401,7 @@ SOURCES = {  # what of a folder of raw files each table and figure is made from
     "load": "load*.json",
     "quantized": "quantized*.json",
     "push": "push.json",
-    "overlap": "overlap.json",
+    "overlap": "gemm-overlap.json",
 }
 
 

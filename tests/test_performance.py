@@ -55,7 +55,7 @@ def test_a_panel_has_six_lines_at_most(tmp_path: Path, monkeypatch: pytest.Monke
         if raw and "µs nccl" in raw.get("found", {}):
             performance.plot_comm([raw], "", tmp_path / "comm.png")
     comms = len(drawn)
-    overlap = performance.read(RESULTS / "gpu-2" / "overlap.json")
+    overlap = performance.read(RESULTS / "gpu-2" / "gemm-overlap.json")
     assert overlap is not None
     performance.plot_overlap(*performance.overlap_rows(overlap), tmp_path / "overlap.png")
     assert comms >= 3 and len(drawn) == comms + 1
