@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,7 +29,13 @@ torch.set_num_threads(1)
 @pytest.hookimpl(tryfirst=True)  # before Hypothesis reads its seed
 def pytest_configure(config: pytest.Config) -> None:
     """One seed a run, Hypothesis' examples included. With pytest-xdist the workers take it over from the process that starts
-    them."""
+    them. Hundreds of processes follow: they keep what they compile of our modules, whatever the environment says."""
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
+    if (
+        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    ):  # as a shell starts what runs in the background; children would ignore it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if SEED_VARIABLE not in os.environ:
         os.environ[SEED_VARIABLE] = str(random.SystemRandom().randrange(2**31))
     if config.getoption("--hypothesis-seed") is None:

@@ -17,7 +17,7 @@ COMMANDS = sorted(
     str(path.relative_to(ROOT))
     for folder in (".", "scripts", "server", "training", "engine")
     for path in (ROOT / folder).glob("*.py")
-    if GUARD in path.read_text() and path.name != "sweep_worker.py"  # what sweep.py starts; it takes no flags
+    if GUARD in path.read_text() and path.name not in ("sweep_worker.py", "sweep_vllm.py")  # sweep.py starts them; no flags
 )
 
 
