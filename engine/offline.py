@@ -1,10 +1,8 @@
 """Generation and scoring without a server: one batch of equally long prompts, a contiguous KV cache, one token a step."""
 
-import gc
 import time
 from collections.abc import Iterator
 from collections.abc import Sequence as List
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -67,27 +65,15 @@ def generate(
     if len({len(p) for p in prompts}) > 1:
         raise UserError("the prompts of one batch must be equally long")
     stepwise = _paged if model.norm.weight.is_cuda else _contiguous
-    with _without_old_garbage():
+    start = time.perf_counter()
+    for step, tokens in enumerate(stepwise(model, prompts, params, new_tokens)):
+        now = time.perf_counter()
+        if step == 0:
+            timing.prefill = now - start
+        else:
+            timing.steps.append(now - start)
+        yield tokens
         start = time.perf_counter()
-        for step, tokens in enumerate(stepwise(model, prompts, params, new_tokens)):
-            now = time.perf_counter()
-            if step == 0:
-                timing.prefill = now - start
-            else:
-                timing.steps.append(now - start)
-            yield tokens
-            start = time.perf_counter()
-
-
-@contextmanager
-def _without_old_garbage() -> Iterator[None]:
-    """Let the garbage collector pass over what exists now. A collection of all that PyTorch and a model hold (170,000 objects) takes
-    longer than many a step."""
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def _contiguous(

@@ -144,7 +144,6 @@ def one_run(model: Transformer, comm: Communicator, s: Setting, world: World) ->
         torch.cuda.reset_peak_memory_stats(world.device)
         before = torch.cuda.memory_allocated(world.device)
     timing, counters = Timing(), [(0.0, 0.0)]
-    agree_on_error(world, None)  # a rank that is late with its prompts would make the others' prefill longer
     for _ in generate(model, prompts, greedy, s.new_tokens, timing):
         counters.append((comm.waited or 0.0, getattr(comm, "link_seconds", 0.0)))
     speed = measure(model, timing, s.batch, world)
