@@ -166,12 +166,11 @@ class Reader:
         self.answer.outcome, self._ended = outcome, True
 
 
-async def send(client: StreamClient, request: Request, planned: float) -> Answer:
-    """Stream one completion. planned: when it should be sent, of time.perf_counter."""
+async def send(client: StreamClient, request: Request, planned: float, more: dict[str, Any]) -> Answer:
+    """Stream one completion. planned: when it should be sent, of time.perf_counter; more: fields of the body."""
     reader = Reader(request, planned)
     body = {"prompt": request.prompt, "max_tokens": request.new_tokens, "temperature": 0, "ignore_eos": True}
-    body |= {"stream": True, "return_token_ids": True}
-    body |= {"detokenize": False}  # for a vLLM without a tokenizer; Rung ignores it
+    body |= {"stream": True, "return_token_ids": True} | more
     try:
         await client.post("/v1/completions", msgspec.json.encode(body), reader)
     except (ConnectionEnded, OSError, TimeoutError) as e:
@@ -187,7 +186,13 @@ async def until(moment: float) -> None:
         await asyncio.sleep(max(0.0, left - 2 * TIMER_SECONDS))
 
 
-async def offer(client: StreamClient, requests: Sequence[Request], label: str, drain: float | None = None) -> list[Answer]:
+async def offer(
+    client: StreamClient,
+    requests: Sequence[Request],
+    label: str,
+    drain: float | None = None,
+    more: dict[str, Any] | None = None,
+) -> list[Answer]:
     """Send every request at its time, whatever became of the others, and wait for all answers.
 
     drain: seconds behind the last arrival, after which the answers that still run are cut off; None: as long as it takes.
@@ -198,7 +203,7 @@ async def offer(client: StreamClient, requests: Sequence[Request], label: str, d
         for request in requests:
             planned = start + request.arrival
             await until(planned)
-            task = asyncio.create_task(send(client, request, planned))
+            task = asyncio.create_task(send(client, request, planned, more or {}))
             task.add_done_callback(lambda _: bar.update())
             tasks.append(task)
         if drain is not None and tasks:
@@ -391,18 +396,19 @@ def recorded(answer: Answer) -> dict[str, Any]:
 
 async def offer_all(args: argparse.Namespace, url: str, vocab_size: int) -> list[dict[str, Any]]:
     """Every rate in turn, behind a few requests that warm the server up."""
-    rates = []
+    rates: list[dict[str, Any]] = []
+    more = {"detokenize": False} if args.vllm_python else {}  # vllm_of starts it without a tokenizer
     parse_url(url)
     async with httpx.AsyncClient(base_url=url) as client:
         await until_healthy(client)
     async with StreamClient(url, args.timeout) as client:
         shape = (args.prompt_length, args.new_tokens, vocab_size)
-        await offer(client, plan(args.rates[0], min(4, args.requests), *shape, args.seed + 1), "warm-up")
+        await offer(client, plan(args.rates[0], min(4, args.requests), *shape, args.seed + 1), "warm-up", more=more)
         gc.collect()
         gc.freeze()  # what was imported is never walked over between two tokens
         for rate in args.rates:
             requests = plan(rate, args.requests, *shape, args.seed, args.seconds)
-            answers = await offer(client, requests, f"{rate:g} requests/s", args.drain)
+            answers = await offer(client, requests, f"{rate:g} requests/s", args.drain, more)
             found = summary(answers, args.ttft_limit, args.itl_limit)
             rates.append({"rate": rate, "summary": found, "answers": [recorded(a) for a in answers]})
     return rates
