@@ -39,7 +39,7 @@ DONE = "done.txt"
 
 @dataclass(frozen=True)
 class Step:
-    """One command. seconds: what it takes about, on 4 H200s; output: a file for its stdout, where it writes none itself."""
+    """One command. seconds: a little more than it took on 4 H200s (start-up and training: a guess); output: a file for its stdout, where it writes none itself."""
 
     name: str
     seconds: int
@@ -64,13 +64,13 @@ def models(args: argparse.Namespace) -> Iterator[Step]:
     peer = (VLLM,) if args.vllm_python else ()
     for variant in (*peer, *VARIANTS):
         flags = f"--models {large} --variants {variant} --batch-sizes 1 4 16 64 --new-tokens 64"
-        yield sweep(f"{large} {variant}", 180 if variant == VLLM else 130, args, "sweep-large.jsonl", flags)
+        yield sweep(f"{large} {variant}", 180 if variant == VLLM else 85, args, "sweep-large.jsonl", flags)
     flags = f"--models {large} --variants standard ladder upper-bound --batch-sizes 1 --new-tokens 64"
-    yield sweep(f"{large} no-p2p", 130, args, "sweep-large.jsonl", f"{flags} --interconnects no-p2p --comms nccl auto")
+    yield sweep(f"{large} no-p2p", 50, args, "sweep-large.jsonl", f"{flags} --interconnects no-p2p --comms nccl auto")
     for model in (cut, small):
         for variant in (*peer, "standard", "ladder", "upper-bound"):
             flags = f"--models {model} --variants {variant} --batch-sizes 1 4 16 64 128 --new-tokens 64"
-            yield sweep(f"{model} {variant}", 70, args, "sweep-small.jsonl", flags)
+            yield sweep(f"{model} {variant}", 90 if variant == VLLM else 45, args, "sweep-small.jsonl", flags)
 
 
 def serving(args: argparse.Namespace) -> Iterator[Step]:
@@ -78,13 +78,17 @@ def serving(args: argparse.Namespace) -> Iterator[Step]:
     _, cut, _ = args.models
     load = f"--model {cut} --ranks {args.ranks} --rates 4 16 32 64 --seconds 4 --drain 3 --max-num-seqs 256"
     load += " --prompt-length 1024 --new-tokens 256"
-    kinds: dict[str, tuple[str, ...]] = {"vllm": ("--vllm-python", args.vllm_python)} if args.vllm_python else {}
+    kinds: dict[str, tuple[str, ...]] = {VLLM: ("--vllm-python", args.vllm_python)} if args.vllm_python else {}
     kinds |= {"standard": (), "ladder": ("--variant", "ladder")}
     for name, more in kinds.items():
-        yield Step(f"load {name}", 80, script("loadgen.py", load, *more, "--out", args.raw / f"load-{name}.json"))
+        yield Step(
+            f"load {name}",
+            95 if name == VLLM else 60,
+            script("loadgen.py", load, *more, "--out", args.raw / f"load-{name}.json"),
+        )
     for variant in ("standard", "ladder"):
         flags = f"-m engine.bench --model {cut} --variant {variant} --requests 256 --prompt-length 1024 --new-tokens 512"
-        yield Step(f"offline {variant}", 40, (*on_ranks(args.ranks), *flags.split()), args.raw / "offline.jsonl")
+        yield Step(f"offline {variant}", 25, (*on_ranks(args.ranks), *flags.split()), args.raw / "offline.jsonl")
     if args.vllm_python:
         flags = f"--models {cut} --variants vllm --batch-sizes 256 --prompt-lengths 1024 --new-tokens 512"
         yield sweep("offline vllm", 100, args, "sweep-offline.jsonl", flags)
@@ -94,20 +98,20 @@ def sums(args: argparse.Namespace) -> Iterator[Step]:
     """All-reduces by kind and size, GEMMs fused with them, and what they make of a prompt."""
     _, cut, _ = args.models
     for name, seconds, script_name, out in (
-        ("all-reduces", 120, "bench_comm.py", args.raw / "comm.json"),
-        ("overlap", 110, "overlap.py", args.raw),
+        ("all-reduces", 50, "bench_comm.py", args.raw / "comm.json"),
+        ("overlap", 40, "overlap.py", args.raw),
     ):
         yield Step(name, seconds, (*on_ranks(args.ranks), str(ROOT / "scripts" / script_name), "--out", str(out)))
     flags = f"--models {cut} --variants standard ladder upper-bound --batch-sizes 8 --new-tokens 16 --comms nccl auto int8 int6 int4"
     for link in ("default", "no-p2p"):
-        yield sweep(f"prompts by communicator, {link}", 110, args, "sweep-grid.jsonl", f"{flags} --interconnects {link}")
+        yield sweep(f"prompts by communicator, {link}", 65, args, "sweep-grid.jsonl", f"{flags} --interconnects {link}")
 
 
 def others(args: argparse.Namespace) -> Iterator[Step]:
     """Two hosts, the start, and training."""
     large, cut, _ = args.models
     flags = f"--models {cut} --variants {' '.join(VARIANTS)} --batch-sizes 1 --new-tokens 64 --interconnects two-hosts"
-    yield sweep("two hosts", 90, args, "sweep-two-hosts.jsonl", flags)
+    yield sweep("two hosts", 35, args, "sweep-two-hosts.jsonl", flags)
     flags = f"--model {large} --ranks {args.ranks} --runs cold warm"
     yield Step("start-up", 120, script("startup.py", flags, "--out", args.raw / "startup.json"))
     flags = f"--ranks {args.ranks} --one-launch"
