@@ -267,7 +267,7 @@ def spoiled(to: Path, name: str, spoil: Callable[[Path], None]) -> Path:
     return folder
 
 
-@pytest.mark.timeout(300)  # ends a wait for a pipe, which would last for ever
+@pytest.mark.timeout(300)  # a program that opens the pipe never returns
 @pytest.mark.parametrize("case", HOSTILE)
 def test_hostile_configs(here: Here, tmp_path: Path, case: str) -> None:
     folder = copy_of("tiny-hybrid", tmp_path)
