@@ -97,11 +97,13 @@ def serving(args: argparse.Namespace) -> Iterator[Step]:
 def sums(args: argparse.Namespace) -> Iterator[Step]:
     """All-reduces by kind and size, GEMMs fused with them, and what they make of a prompt."""
     _, cut, _ = args.models
-    for name, seconds, script_name, out in (
-        ("all-reduces", 50, "bench_comm.py", args.raw / "comm.json"),
-        ("overlap", 40, "overlap.py", args.raw),
+    for name, seconds, command, out in (
+        ("all-reduces", 50, ("bench_comm.py",), args.raw / "comm.json"),
+        ("quantized all-reduces", 90, ("bench_comm.py", "--parts", "quantized"), args.raw / "quantized.json"),
+        ("overlap", 40, ("overlap.py",), args.raw),
     ):
-        yield Step(name, seconds, (*on_ranks(args.ranks), str(ROOT / "scripts" / script_name), "--out", str(out)))
+        script_name, *flags = command
+        yield Step(name, seconds, (*on_ranks(args.ranks), str(ROOT / "scripts" / script_name), *flags, "--out", str(out)))
     flags = f"--models {cut} --variants standard ladder upper-bound --batch-sizes 8 --new-tokens 16 --comms nccl auto int8 int6 int4"
     for link in ("default", "no-p2p"):
         yield sweep(f"prompts by communicator, {link}", 65, args, "sweep-grid.jsonl", f"{flags} --interconnects {link}")
