@@ -34,7 +34,7 @@ class Run:
     accumulation: int = 1
     execution: Execution = field(default_factory=lambda: Execution(bucket_bytes=3000))
     seed: int = 0
-    steps: int = 8
+    steps: int = 4  # one behind the warm-up
     settings: AdamSettings = field(
         default_factory=lambda: AdamSettings(eps=1e-6, clip=0.5)
     )  # eps: above the rounding noise of gradients
