@@ -57,7 +57,7 @@ def wrong_sums(world: World, cases: list[tuple[int, int, int, torch.dtype, Confi
     from kernels.linear_push import linear_push, push_config, receive, receive_add_norm
     from kernels.linear_triton import run
 
-    workspaces = [open_workspace(one_shot_bytes, 32768, CPU) for _ in range(2)]  # mapped as long as they are held
+    workspaces = [open_workspace(one_shot_bytes, 8192, CPU) for _ in range(2)]  # mapped as long as they are held
     ours, other = (workspace.exchange for workspace in workspaces)
     draw, found = random.Random(seed), []
     for i, (rows, n, k, dtype, chosen) in enumerate(cases):
@@ -84,13 +84,13 @@ def test_what_is_pushed_is_summed_as_one_shot_sums_it(interpreters: Ranks, n: in
     """Blocks that divide the shape and that do not, both kernels, K split over programs, configs chosen and given."""
     # the interpreter multiplies matrices of bf16 as if their bits were integers
     cases: list[tuple[int, int, int, torch.dtype, Config | None]] = [
-        (1, 24, 256, BF16, Gemv(4, 256, 1)),
-        (3, 30, 328, BF16, Gemv(8, 128, 1)),
-        (2, 34, 72, FP16, Gemv(2, 256, 2)),
-        (1, 66, 128, BF16, None),
-        (4, 96, 64, FP16, None),
-        (5, 70, 328, FP16, Mma(64, 64, 4, 3)),
-        (16, 96, 256, FP16, Mma(32, 64, 1, 3)),
+        (1, 8, 256, BF16, Gemv(4, 256, 1)),
+        (3, 18, 200, BF16, Gemv(8, 128, 1)),
+        (2, 6, 72, FP16, Gemv(2, 256, 2)),
+        (1, 10, 128, BF16, None),
+        (4, 12, 64, FP16, None),
+        (5, 70, 136, FP16, Mma(64, 64, 2, 3)),
+        (16, 64, 128, FP16, Mma(32, 64, 1, 3)),
         (7, 40, 200, FP16, Mma(32, 32, 3, 2, early=False)),
         (9, 250, 136, FP16, None),
     ]
@@ -113,7 +113,7 @@ def sums_around(world: World, epoch: int, seed: int) -> list[str]:
             ours.epochs.fill_(stale - 1)
             one_shot(torch.full((1000,), 1e6), ours)
     ours.epochs.fill_(epoch - 3)
-    for i, chosen in enumerate((Gemv(2, 64, 1), Mma(32, 32, 2, 2), Gemv(4, 64, 1), Mma(32, 32, 2, 2), Gemv(2, 64, 1))):
+    for i, chosen in enumerate((Gemv(4, 64, 1), Mma(32, 32, 2, 2), Gemv(4, 64, 1), Mma(64, 32, 2, 2), Gemv(32, 64, 1))):
         x, weight = layer(world, seed + i, 3, 300 if i > 2 else 10, 64, FP16)
         linear_push(x, weight, ours, chosen)
         if not torch.equal(receive((3, len(weight)), FP16, ours), one_shot(run(x, weight, None, chosen, False), other)):
@@ -156,8 +156,8 @@ def wrong_split_rows(world: World, seed: int) -> list[str]:
     run_programs_in_threads()
     workspaces = [open_workspace(one_shot_bytes, 8192, CPU) for _ in range(2)]  # mapped as long as they are held
     ours, other = (workspace.exchange for workspace in workspaces)
-    found, chosen = [], Gemv(4, 64, 1)
-    for i, (rows, n, block) in enumerate(((1, 400, 64), (3, 256, 64), (2, 90, 32), (1, 300, 64))):
+    found, chosen = [], Gemv(32, 64, 1)
+    for i, (rows, n, block) in enumerate(((1, 400, 64), (3, 256, 64), (2, 90, 32))):
         (x, weight), (residual, scale) = layer(world, seed + i, rows, n, 64, FP16), stream(seed + i, rows, n, FP16)
         linear_push(x, weight, ours, chosen)
         got = receive_add_norm(residual, scale, 1e-5, ours, Tiling(block, 4))
