@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 KINDS = ("one-shot", "two-shot")
 PEERS = [(kind, n, "peer") for kind in KINDS for n in (2, 4)]
 CPU = torch.device("cpu")
+SHORT = 20 << 10  # bytes of a message that a workspace takes
 # the interpreter truncates where it should round to bf16, so there a result may be a whole step off, and a sum of two roundings two
 STEPS = {torch.float32: 8, torch.float16: 1, torch.bfloat16: 2}
 
@@ -41,6 +42,17 @@ def close(got: Tensor, exact: Tensor, steps: int, scale: Tensor | None = None) -
     return bool(((got.double() - exact).abs() <= bound).all())
 
 
+def symmetric(kind: Any, memory: Any = "peer") -> Any:
+    """A communicator whose workspaces are large enough for all that is sent here; each one's first launch sweeps all of it."""
+    import comm.symmetric as module
+
+    capacities = {"one-shot": SHORT, "two-shot": SHORT}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "CAPACITY", capacities)
+        patch.setattr(module, "BESIDE_CAPACITY", capacities)
+        return module.SymmetricCommunicator(kind, CPU, memory=memory)
+
+
 def everyones_bits(x: Tensor) -> list[bytes]:
     everyones: list[bytes] = [b""] * dist.get_world_size()
     dist.all_gather_object(everyones, x.contiguous().view(torch.uint8).numpy().tobytes())
@@ -48,13 +60,11 @@ def everyones_bits(x: Tensor) -> list[bytes]:
 
 
 def wrong_sums(world: World, kind: Any, memory: Any, seed: int) -> list[str]:
-    """Sizes of all kinds in random order, both lanes."""
-    from comm.symmetric import SymmetricCommunicator
-
-    comm, draw = SymmetricCommunicator(kind, CPU, memory=memory), random.Random(seed)
+    """Sizes of all kinds in random order, in turns on both lanes."""
+    comm, draw = symmetric(kind, memory), random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     sizes = [1, 2, 511, 2048, draw.randrange(3, 5000), draw.randrange(3, 5000)]
-    jobs = [(n, dtype, start) for n in sizes for dtype in STEPS for start in (False, True)]
+    jobs = [(n, dtype, (i + j) % 2 == 0) for i, n in enumerate(sizes) for j, dtype in enumerate(STEPS)]
     draw.shuffle(jobs)
     found = []
     for n, dtype, start in jobs:
@@ -74,9 +84,7 @@ def test_sums(interpreters: Ranks, kind: str, n: int, memory: str, seed: int) ->
 
 
 def wrong_norms(world: World, kind: Any, memory: Any, seed: int) -> list[str]:
-    from comm.symmetric import SymmetricCommunicator
-
-    comm, generator = SymmetricCommunicator(kind, CPU, memory=memory), torch.Generator().manual_seed(seed)
+    comm, generator = symmetric(kind, memory), torch.Generator().manual_seed(seed)
     found = []
     for rows, width, dtype in (
         (1, 96, torch.float32),
@@ -107,9 +115,7 @@ def test_a_sum_with_addition_and_norm(interpreters: Ranks, kind: str, n: int, me
 
 
 def wrong_gathers(world: World, memory: Any, seed: int) -> list[str]:
-    from comm.symmetric import SymmetricCommunicator
-
-    comm, generator = SymmetricCommunicator("one-shot", CPU, memory=memory), torch.Generator().manual_seed(seed)
+    comm, generator = symmetric("one-shot", memory), torch.Generator().manual_seed(seed)
     found = []
     for shape, dtype in (((1, 1), torch.int64), ((7, 3), torch.int64), ((3, 2, 50), torch.float16), ((2, 3), torch.int8)):
         shards = torch.randint(-100, 100, (world.world_size, *shape), generator=generator).to(dtype)
@@ -125,9 +131,7 @@ def test_gathers(interpreters: Ranks, n: int, memory: str, seed: int) -> None:
 
 
 def sums_of_long_messages(world: World, kind: Any, seed: int) -> bool:
-    from comm.symmetric import SymmetricCommunicator
-
-    comm = SymmetricCommunicator(kind, CPU)
+    comm = symmetric(kind)
     for lane in (comm.here, comm.beside):
         lane.workspace.exchange = replace(lane.workspace.exchange, capacity=1024)
     generator = torch.Generator().manual_seed(seed)
@@ -176,9 +180,7 @@ def test_flags_wrap_around(interpreters: Ranks, epoch: int, memory: str, seed: i
 
 def lone_wait(world: World, kind: Any, memory: Any) -> list[str]:
     """One rank does not come; the other gives up."""
-    from comm.symmetric import SymmetricCommunicator
-
-    comm = SymmetricCommunicator(kind, CPU, memory=memory)
+    comm = symmetric(kind, memory)
     comm.here.workspace.exchange = replace(comm.here.workspace.exchange, patience=20)
     if world.rank == 0:
         comm.all_reduce(torch.ones(100))
