@@ -32,11 +32,19 @@ def is_rank() -> bool:
 
 
 def join_launcher() -> None:
-    """On a rank, first of all: end with the launcher. What started a rank by hand may end before it."""
+    """On a rank, first of all: take its name, and end with the launcher. What started a rank by hand may end before it."""
+    if is_rank():
+        name_process(f"rung-rank-{os.environ['RANK']}")
     if LAUNCHER in os.environ:
         die_with_parent(int(os.environ[LAUNCHER]))
     elif "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun
         die_with_parent()
+
+
+def name_process(name: str) -> None:
+    """Let `ps -e` and `top` show this name, of at most 15 bytes; on Linux only."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/comm").write_text(name)
 
 
 def listen_on_loopback() -> None:

@@ -14,7 +14,7 @@ from types import FrameType
 import zmq
 
 from engine.protocol import Fatal, encode
-from processes import parent_pid, run_folder, when_ended
+from processes import name_process, parent_pid, run_folder, when_ended
 from server.settings import Settings
 
 JOIN_SECONDS = 10.0  # for the frontend to end after the engine
@@ -53,6 +53,7 @@ class Frontend:
 
 def frontend_main(settings: Settings, to_engine: str, from_engine: str) -> None:
     """What the process does: away from the terminal's signals, and not for long without the engine's process."""
+    name_process("rung-frontend")
     os.setsid()
     when_ended(parent_pid(), lambda: report_engine_death(from_engine))
     from server.frontend import run_frontend
