@@ -102,8 +102,8 @@ def sums(args: argparse.Namespace) -> Iterator[Step]:
         ("quantized all-reduces", 90, ("bench_comm.py", "--parts", "quantized"), args.raw / "quantized.json"),
         ("overlap", 40, ("overlap.py",), args.raw),
     ):
-        script_name, *flags = command
-        yield Step(name, seconds, (*on_ranks(args.ranks), str(ROOT / "scripts" / script_name), *flags, "--out", str(out)))
+        script_name, *more = command
+        yield Step(name, seconds, (*on_ranks(args.ranks), str(ROOT / "scripts" / script_name), *more, "--out", str(out)))
     flags = f"--models {cut} --variants standard ladder upper-bound --batch-sizes 8 --new-tokens 16 --comms nccl auto int8 int6 int4"
     for link in ("default", "no-p2p"):
         yield sweep(f"prompts by communicator, {link}", 65, args, "sweep-grid.jsonl", f"{flags} --interconnects {link}")
