@@ -117,11 +117,15 @@ class Ranks:
 
 
 def _mend_the_interpreter() -> None:
-    """Three things of Triton 3.6's interpreter. It holds scalars as arrays of one element, which NumPy from 2.4 on no longer takes
+    """Some things of Triton 3.6's interpreter. It holds scalars as arrays of one element, which NumPy from 2.4 on no longer takes
     as loop bounds. It replaces all of `triton.language` by its own functions at each call of a kernel or of a function in one,
-    which takes longer than what they do: here once for each module with kernels, and for good. And a kernel that polls what
-    another rank writes leaves it the core, as ranks outnumber cores."""
+    which takes longer than what they do: here once for each module with kernels, and for good. A kernel that polls what
+    another rank writes leaves it the core, as ranks outnumber cores. It computes each sum and product of integers again in 64
+    bits for an assertion that is compiled only with `debug`. And it makes the type of every block anew."""
     from triton.runtime import interpreter
+
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
+    _remember_types()
 
     patch_tensor, patch_language = interpreter._patch_lang_tensor, interpreter._patch_lang
     builder = interpreter.InterpreterBuilder
@@ -153,6 +157,36 @@ def _mend_the_interpreter() -> None:
     builder.create_masked_load, builder.create_atomic_rmw = load_politely, update_politely
 
 
+def _remember_types() -> None:
+    """Make each block type, what a tensor has of it, and NumPy's name of each type once: they never change."""
+    from triton.language import core
+    from triton.runtime import interpreter
+
+    make_block, numpy_dtype = core.block_type.__init__, interpreter._get_np_dtype
+    blocks: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = {}
+    dtypes: dict[str, Any] = {}
+    scalar = core.constexpr(1), core.tuple([])
+
+    def block(self: Any, element_ty: Any, shape: Any) -> None:
+        key = element_ty.name, tuple(int(size) for size in shape)
+        if key not in blocks:
+            make_block(self, element_ty, shape)
+            self.of_tensor = core.constexpr(self.numel), core.tuple([core.constexpr(size) for size in self.shape])
+            blocks[key] = dict(vars(self))
+        vars(self).update(blocks[key])
+
+    def tensor(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.numel, self.shape = type.of_tensor if type.is_block() else scalar
+
+    def remembered(tt_dtype: Any) -> Any:
+        if (name := tt_dtype.scalar.name) not in dtypes:
+            dtypes[name] = numpy_dtype(tt_dtype)
+        return dtypes[name]
+
+    core.block_type.__init__, core.tensor.__init__, interpreter._get_np_dtype = block, tensor, remembered
+
+
 def _without_world(_: World, function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
 
@@ -165,6 +199,8 @@ def _fork_ranks(alive: Connection, connections: list[Connection], environ: dict[
         _mend_the_interpreter()
     for name in IMPORTS:
         importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # or each rank's collections would look at, and copy, all that was imported
     context = multiprocessing.get_context("fork")
     processes = [context.Process(target=_serve, args=(connections, rank), daemon=True) for rank in range(len(connections))]
     for process in processes:
