@@ -24,6 +24,12 @@ from tests.worker_jobs import encode, endless_in_c, hold_memory, limited, refuse
 MODEL = str(Path(ROOT) / "models" / "tiny-hybrid")
 
 
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker may start slowly beside other tests."""
+    monkeypatch.setattr(workers, "WAIT_SECONDS", 300.0)
+
+
 def with_workers(body: Callable[[Workers], Awaitable[Any]], **options: Any) -> Any:
     async def main() -> Any:
         pool = Workers(MODEL, **options)
