@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import pytest
 
 import cli
 import generate
+from tests import quick_start
 
 ROOT = Path(__file__).resolve().parent.parent
 MODELS = ROOT / "models"
@@ -68,8 +68,8 @@ def environment(**more: object) -> dict[str, str]:
 
 
 def launch(*args: object, ranks: int = 0, stdin: str = "", timeout: float = 400.0) -> Finished:
-    """Run a command to its end in processes of its own."""
-    done = subprocess.run(
+    """Run a command to its end in processes of its own, forked off one that has imported what it needs."""
+    done = quick_start.run(
         command(args, ranks), cwd=ROOT, env=environment(), input=stdin, capture_output=True, text=True, timeout=timeout
     )
     return Finished(done.returncode, done.stdout, done.stderr)

@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,11 @@ ROOT = str(Path(__file__).resolve().parent.parent)
 if ROOT not in sys.path:
     sys.path.insert(0, ROOT)
 
+# Hundreds of processes follow: they keep what they compile of our modules, also where the environment says otherwise.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
+from tests import quick_start  # noqa: E402
 from tests.ranks import Ranks  # noqa: E402
 
 if TYPE_CHECKING:  # its fixtures import it when they run: most tests need neither a server nor the libraries of its clients
@@ -29,9 +35,7 @@ torch.set_num_threads(1)
 @pytest.hookimpl(tryfirst=True)  # before Hypothesis reads its seed
 def pytest_configure(config: pytest.Config) -> None:
     """One seed a run, Hypothesis' examples included. With pytest-xdist the workers take it over from the process that starts
-    them. Hundreds of processes follow: they keep what they compile of our modules, whatever the environment says."""
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    sys.dont_write_bytecode = False
+    them."""
     if (
         signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     ):  # as a shell starts what runs in the background; children would ignore it
@@ -85,6 +89,12 @@ def interpreters() -> Iterator[Ranks]:
     started = Ranks(4, {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""})
     yield started
     started.close()
+
+
+@pytest.fixture
+def forked_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python commands that the code under test starts are forked off a process that has imported what they need."""
+    monkeypatch.setattr(subprocess, "Popen", quick_start.Popen)
 
 
 @pytest.fixture(scope="module")

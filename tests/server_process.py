@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import openai
 
+from tests import quick_start
 from tests.command_line import ROOT, environment
 
 START_SECONDS = 300.0  # a busy machine takes its time to import torch
@@ -52,6 +53,14 @@ def command_line(pid: int) -> str:
         return ""
 
 
+def process_name(pid: int) -> str:
+    """What ps and top call it; empty once it has ended."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
+
+
 def runs(pid: int) -> bool:
     """Whether the process is there and not a zombie."""
     try:
@@ -61,8 +70,8 @@ def runs(pid: int) -> bool:
 
 
 class ServerProcess:
-    """`ranks` 0: one process. `torchrun`: it starts the ranks, not our launcher. `program`: what to run instead of `-m server`. A
-    context manager."""
+    """`ranks` 0: one process. `torchrun`: it starts the ranks, not our launcher. `program`: what to run instead of `-m server`.
+    `forked`: off a process that has imported what a server needs, see tests/quick_start.py. A context manager."""
 
     def __init__(
         self,
@@ -71,6 +80,7 @@ class ServerProcess:
         torchrun: bool = False,
         program: Sequence[str] = ("-m", "server"),
         environ: dict[str, object] | None = None,
+        forked: bool = True,
     ) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -79,9 +89,8 @@ class ServerProcess:
             start = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), *program]
         command = [sys.executable, *start, "--device", "cpu", "--port", str(self.port), *map(str, flags)]
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
-        self.process = subprocess.Popen(
-            command, cwd=ROOT, env=environment(**(environ or {})), stdout=self._log, stderr=subprocess.STDOUT
-        )
+        popen = quick_start.Popen if forked else subprocess.Popen
+        self.process = popen(command, cwd=ROOT, env=environment(**(environ or {})), stdout=self._log, stderr=subprocess.STDOUT)
         self.ranks = ranks
         self.http = httpx.Client(base_url=self.url, timeout=120)
         self._seen: dict[int, str] = {}  # the server's processes and their command lines
@@ -133,16 +142,12 @@ class ServerProcess:
         """The ranks' processes, rank 0 first."""
         if not self.ranks:
             return [self.process.pid]
-        by_rank = {}
-        for pid in children(self.process.pid):
-            with contextlib.suppress(OSError):
-                variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                by_rank |= {int(v[5:]): pid for v in variables if v.startswith(b"RANK=")}
-        return [by_rank[rank] for rank in sorted(by_rank)]
+        by_name = {process_name(pid): pid for pid in children(self.process.pid)}
+        names = (f"rung-rank-{rank}" for rank in range(self.ranks))
+        return [by_name[name] for name in names if name in by_name]
 
     def frontend_pids(self) -> list[int]:
-        ranks = self.rank_pids()
-        return [pid for pid in children(ranks[0]) if "spawn_main" in command_line(pid)] if ranks else []
+        return [pid for rank in self.rank_pids()[:1] for pid in children(rank) if process_name(pid) == "rung-frontend"]
 
     def wait(self, seconds: float) -> int:
         """The exit code."""

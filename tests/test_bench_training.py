@@ -30,6 +30,8 @@ from training.planner import alternatives, choose
 from training.sharding import Mesh, Sharding
 from training.trainer import Trainer
 
+pytestmark = pytest.mark.usefixtures("forked_commands")
+
 LENGTH, WINDOWS, STEPS, VOCABULARY = 12, 8, 4, 50
 SCHEDULE, SETTINGS = Schedule(1e-3, STEPS, 2), AdamSettings(eps=1e-6, clip=0.5)
 

@@ -1,7 +1,6 @@
 """Several configurations in one launch of bench_training.py's ranks, and pretraining that leaves metrics alone."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,10 @@ import pytest
 
 from scripts import bench_training
 from scripts.results import ROOT
+from tests import quick_start
 from training.metrics import read_metrics
+
+pytestmark = pytest.mark.usefixtures("forked_commands")
 
 
 def sweep(out: Path, *more: object) -> list[dict[str, Any]]:
@@ -54,14 +56,14 @@ def test_a_crash_costs_one_row_and_the_rest_has_another_launch(tmp_path: Path, m
 
 
 def test_what_the_timeout_leaves_no_time_for_says_so(tmp_path: Path) -> None:
-    rows = sweep(tmp_path, "--systems", "zero-1", "zero-3", "--timeout", 0.5)
+    rows = sweep(tmp_path, "--systems", "zero-1", "zero-3", "--timeout", 0.05)
     assert all("--timeout" in row["error"] for row in rows)
 
 
 def test_pretraining_the_variants_writes_their_losses_and_no_models(tmp_path: Path) -> None:
     line = [sys.executable, "scripts/pretrain_variants.py", "--model", "tiny:1", "--ranks", "2", "--steps", "7", "--dry-run"]
     line += ["--sequence-length", "16", "--global-batch", "4", "--streams", "2", "--variants", "ladder", "desync-2x"]
-    done = subprocess.run([*line, "--out", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    done = quick_start.run([*line, "--out", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     for variant in ("ladder", "desync-2x"):
         assert [line["step"] for line in read_metrics(tmp_path / variant / "metrics.jsonl")] == [5, 7]

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import random
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from tokenizers import pre_tokenizers
 from errors import UserError
 from scripts import corpus, corpus_stories
 from scripts import corpus_words as words
+from tests import quick_start
 
 ROOT = Path(__file__).resolve().parent.parent
 CHAT_KINDS = [kind for kind in corpus.KINDS if kind != "story"]
@@ -45,8 +45,8 @@ def test_a_document_depends_only_on_its_number(kind: str | None) -> None:
 
 def test_documents_do_not_depend_on_the_process() -> None:
     command = [sys.executable, "scripts/corpus.py", "--seed", "5", "--documents", "30", "--json"]
-    lines = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, encoding="utf-8", check=True).stdout
-    keys = [json.loads(line)["key"] for line in lines.splitlines()]
+    done = quick_start.run(command, cwd=ROOT, capture_output=True, text=True, encoding="utf-8")
+    keys = [json.loads(line)["key"] for line in done.stdout.splitlines()]
     assert keys == [document.key for document in corpus.documents(5, 30)]
 
 

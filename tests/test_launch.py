@@ -18,6 +18,7 @@ from errors import UserError
 from processes import on_ranks
 from server.address import check_port
 from server.settings import Settings
+from tests import quick_start
 from tests.command_line import HYBRID, ROOT, command, environment, launch
 from tests.server_process import START_SECONDS, ServerProcess, children, command_line, runs, wait_until
 
@@ -112,7 +113,14 @@ def test_a_killed_process_leaves_nothing_behind(victim: str, tmp_path: Path) -> 
     """The others end, whoever is killed, and the next start removes the folder. While they run, only HTTP can be reached."""
     own_folder = {"TMPDIR": tmp_path}
     with ServerProcess(
-        "--model", HYBRID, "--drain-timeout", 45, ranks=2, torchrun=victim == "torchrun", environ=own_folder
+        "--model",
+        HYBRID,
+        "--drain-timeout",
+        45,
+        ranks=2,
+        torchrun=victim == "torchrun",
+        environ=own_folder,
+        forked=victim in ("rank 0", "frontend"),
     ) as server:
         server.ready()
         pids = {pid: command_line(pid) for pid in tree(server.process.pid)}
@@ -179,7 +187,7 @@ def test_a_frozen_frontend_ends_with_its_engine(tmp_path: Path) -> None:
 def test_a_drain_ends_in_silence_and_in_its_own_time() -> None:
     """torch's own launcher would kill the ranks at once, as the variable tells it to; its default is 30 seconds."""
     environ = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": 0}
-    with ServerProcess("--model", HYBRID, "--drain-timeout", 200, ranks=2, environ=environ) as server:
+    with ServerProcess("--model", HYBRID, "--drain-timeout", 200, ranks=2, environ=environ, forked=False) as server:
         server.ready()
         body = {"prompt": "Once", "max_tokens": 100, "ignore_eos": True, "stream": True, "n": 4}
         with server.http.stream("POST", "/v1/completions", json=body) as answer:
@@ -311,7 +319,7 @@ def test_bad_use_is_told(args: list[str], words: str, monkeypatch: pytest.Monkey
 def test_tp_beside_another_number_of_ranks() -> None:
     env = environment(RANK=0, WORLD_SIZE=1, LOCAL_RANK=0, LOCAL_WORLD_SIZE=1)
     command = [sys.executable, "-m", "server", "--model", HYBRID, "--tp", "2", "--port", "0"]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=START_SECONDS)
+    done = quick_start.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=START_SECONDS)
     assert done.returncode == 2, done.stderr
     assert "error: --tp 2, but torchrun started 1 ranks; leave --tp out, or start without torchrun" in done.stderr
 
@@ -320,7 +328,7 @@ def test_a_busy_port_is_noticed_before_anything_is_loaded() -> None:
     with socket.create_server(("127.0.0.1", 0)) as busy:
         port = str(busy.getsockname()[1])
         command = [sys.executable, "-m", "server", "--model", HYBRID, "--tp", "2", "--port", port]
-        done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=START_SECONDS)
+        done = quick_start.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=START_SECONDS)
     assert (done.returncode, done.stdout) == (2, "")
     assert (
         done.stderr

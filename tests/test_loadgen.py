@@ -3,7 +3,6 @@
 import asyncio
 import json
 import random
-import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -17,6 +16,7 @@ from errors import UserError
 from scripts import loadgen
 from scripts.loadgen import Answer, Request
 from scripts.sse_client import StreamClient, in_event_loop
+from tests import quick_start
 from tests.command_line import environment
 from tests.server_process import ServerProcess, free_port
 
@@ -292,7 +292,7 @@ def test_what_the_frontend_costs() -> None:
     """The stand-in's tokens all come through the real frontend, no faster than it steps, and every figure is there."""
     command = [sys.executable, "scripts/bench_frontend.py", "--streams", "6", "--rate", "50", "--step", "20"]
     command += ["--new-tokens", "9", "--prompt-length", "40"]
-    done = subprocess.run(command, cwd=MODELS.parent, env=environment(), capture_output=True, text=True, timeout=600)
+    done = quick_start.run(command, cwd=MODELS.parent, env=environment(), capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["requests"] == 6 and not found["failed"]

@@ -1,7 +1,6 @@
 """`python -m training.plan` and `python -m training.profile_collectives`, as a user runs them."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import cli
 from config import preset
 from errors import UserError
 from processes import on_ranks
+from tests import quick_start
 from tests.command_line import ROOT, Finished, environment
 from training import plan
 from training.cluster import load_cluster
@@ -208,7 +208,7 @@ def test_help_teaches(command: Command) -> None:
 
 def profile(*args: object, ranks: int = 0) -> Finished:
     command = [*(on_ranks(ranks) if ranks else [sys.executable]), "-m", "training.profile_collectives", *map(str, args)]
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600)
+    done = quick_start.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600)
     return Finished(done.returncode, done.stdout, done.stderr)
 
 

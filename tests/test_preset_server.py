@@ -3,7 +3,6 @@
 import asyncio
 import json
 import random
-import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -26,6 +25,7 @@ from model import Transformer
 from scripts import loadgen, startup
 from server.launch import prepare, process_age
 from server.settings import Settings
+from tests import quick_start
 from tests.command_line import environment
 from tests.server_process import ServerProcess
 from tests.test_loadgen import FakeServer
@@ -187,7 +187,7 @@ def test_startup_measures_a_server(tmp_path: Path) -> None:
     command = [sys.executable, "scripts/startup.py", "--model", "tiny:2", "--ranks", "2", "--runs", "cold", "--out", str(out)]
     command += ["--", "--device", "cpu", *SMALL_CACHE]
     began = time.monotonic()
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600)
+    done = quick_start.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600)
     took = time.monotonic() - began
     assert done.returncode == 0, done.stderr
     (found,) = json.loads(out.read_text())["runs"]
@@ -243,7 +243,7 @@ def test_loadgen_drives_a_preset(tmp_path: Path) -> None:
         str(out),
     ]
     command += ["--rates", "8", "16", "--seconds", "1.5", "--drain", "60", "--prompt-length", "20-60", "--new-tokens", "8"]
-    done = subprocess.run(
+    done = quick_start.run(
         [*command, "--device", "cpu"], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr

@@ -10,6 +10,8 @@ import pytest
 
 from scripts.soak import load, verdict
 
+pytestmark = pytest.mark.usefixtures("forked_commands")
+
 EVENTS = 'data: {"choices": [], "usage": {"completion_tokens": 7}}\n\ndata: [DONE]\n\n'
 GOOD: dict[str, Any] = {
     "before": {"file_descriptors": 90, "memory_mb": 1400},

@@ -20,6 +20,7 @@ from comm import Local, parse_link
 from errors import UserError
 from scripts import loadgen, plots, report, results, sweep, sweep_vllm, sweep_worker
 from scripts.sweep_rows import Row, Setting, finished, read_rows, row_line
+from tests import quick_start
 from tests.command_line import ROOT, environment
 from tp import World
 
@@ -321,7 +322,7 @@ def test_a_sweep_on_two_ranks_goes_on_where_it_stopped(tmp_path: Path) -> None:
     command += ["--prompt-lengths", "4", "--new-tokens", "3", "--interconnects", "2ms,100MB/s", "--out", str(out)]
 
     def run(*variants: str) -> str:
-        done = subprocess.run(
+        done = quick_start.run(
             [*command, "--variants", *variants], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600
         )
         assert done.returncode == 0, done.stderr
@@ -415,7 +416,7 @@ def test_vllm_is_refused_where_it_cannot_run(flags: str, said: str) -> None:
 
 def command(script: str, *args: object) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of a script in this process's Python."""
-    done = subprocess.run(
+    done = quick_start.run(
         [sys.executable, f"scripts/{script}.py", *map(str, args)],
         cwd=ROOT,
         env=environment(),

@@ -24,6 +24,7 @@ from config import preset, read_config, with_variant
 from errors import UserError
 from model import Transformer
 from processes import on_ranks
+from tests import quick_start
 from tests.command_line import ROOT, environment
 from tests.ranks import Ranks
 from tp import World
@@ -111,9 +112,9 @@ def test_resuming_on_other_ranks_and_plans_gives_the_same_losses(
     torch.testing.assert_close(losses(result[0]), losses(undisturbed), rtol=1e-5, atol=0)
 
 
-def start(argv: Sequence[str], ranks: int) -> subprocess.Popen[str]:
+def start(argv: Sequence[str], ranks: int) -> quick_start.Popen:
     line = [*(on_ranks(ranks) if ranks else [sys.executable]), "-m", "training.train", *argv]
-    return subprocess.Popen(
+    return quick_start.Popen(
         line, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
 
@@ -151,7 +152,7 @@ def test_a_lost_rank_ends_the_job(model: Path, tokens: Path, tmp_path: Path) -> 
     assert job.returncode != 0, output
 
 
-def wait_for(condition: Any, job: subprocess.Popen[str], seconds: float = 300.0) -> None:
+def wait_for(condition: Any, job: quick_start.Popen, seconds: float = 300.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert job.poll() is None, job.communicate()[0]

@@ -8,21 +8,22 @@ import time
 from pathlib import Path
 
 from scripts.soak import processes
+from tests import quick_start
 from tests.command_line import HYBRID
 
 ROOT = Path(__file__).resolve().parents[1]
 GENERATE = ["generate.py", "--device", "cpu", "--model", HYBRID, "--prompt", "Once upon a time", "--temperature", "0"]
 
 
-def two_hosts(*args: str, ranks: int = 2) -> "subprocess.Popen[str]":
+def two_hosts(*args: str, ranks: int = 2) -> quick_start.Popen:
     command = [sys.executable, "scripts/two_hosts.py", "--ranks", str(ranks), "--device", "cpu", *args]
     env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return quick_start.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def test_two_hosts_write_what_one_rank_writes() -> None:
     together = two_hosts(*GENERATE, "--max-new-tokens", "12")
-    alone = subprocess.run(
+    alone = quick_start.run(
         [sys.executable, *GENERATE, "--max-new-tokens", "12"], cwd=ROOT, capture_output=True, text=True, timeout=600
     )
     out, err = together.communicate(timeout=400)

@@ -1,0 +1,275 @@
+"""Python commands without the seconds that their imports take: `Popen` and `run`, as in `subprocess`.
+
+One process imports what commands need. Each command is forked off it and becomes a child of the process that asked. A command
+that starts others, as the launcher starts its ranks, forks them off itself. Arguments, environment, folder, standard streams,
+signal handlers and exit code are those of a new process; only the imported modules are not new.
+
+A command whose interpreter would differ (other PYTHON…, TRITON_… or locale variables, a `preexec_fn`) starts as usual. Tests of
+how processes start and end use `subprocess`.
+"""
+
+import atexit
+import contextlib
+import ctypes
+import gc
+import importlib
+import logging
+import multiprocessing.util
+import os
+import pickle
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import types
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NoReturn
+
+ROOT = Path(__file__).resolve().parent.parent
+IMPORTS = (
+    "torch._dynamo",
+    "torch.distributed.run",
+    "generate",
+    "launch",
+    "server.launch",
+    "server.frontend",
+    "engine.bench",
+    "training.run",
+)
+INTERPRETER = ("PYTHON", "TRITON_", "TORCH_LOGS", "LC_", "LANG", "LD_")  # read once, when an interpreter or a library starts
+PATH = "PYTHONPATH"  # but this one is followed
+PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+FILES = 3  # standard input, output, error
+LENGTH = 8  # bytes of an integer between processes
+
+
+@dataclass(frozen=True)
+class Start:
+    """A Python command: the words behind the interpreter's options, and what `Popen` was told."""
+
+    words: tuple[str, ...]
+    unbuffered: bool
+    folder: str
+    environ: dict[str, str]
+    new_session: bool = False
+    kept: tuple[int, ...] = ()  # descriptors that stay open
+
+
+class Popen(subprocess.Popen):
+    """`subprocess.Popen` that forks Python commands."""
+
+    def _execute_child(
+        self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any, cwd: Any, env: Any, *rest: Any
+    ) -> None:
+        # rest: startupinfo, creationflags, shell, six ends of pipes, restore_signals, gid, gids, uid, umask, start_new_session, …
+        pipes, usual = rest[3:9], executable or preexec_fn or pass_fds
+        start = None if usual else python_start(args, cwd, env, new_session=rest[14])
+        if start is None:
+            super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest)
+            return
+        ends = zip((pipes[0], pipes[3], pipes[5]), range(FILES), strict=True)
+        self.pid = fork(start, [own if end == -1 else end for end, own in ends])
+        self._child_created = True
+        self._close_pipe_fds(*pipes)
+
+
+def run(*args: Any, **more: Any) -> "subprocess.CompletedProcess[Any]":
+    """`subprocess.run`, for commands whose output is captured."""
+    given, timeout = more.pop("input", None), more.pop("timeout", None)
+    if more.pop("capture_output", False):
+        more |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    if given is not None:
+        more["stdin"] = subprocess.PIPE
+    with Popen(*args, **more) as process:
+        try:
+            out, err = process.communicate(given, timeout)
+        except BaseException:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def python_start(args: Any, cwd: Any, env: Any, new_session: bool) -> Start | None:
+    """None for what is no Python command, or needs an interpreter of its own."""
+    words = [os.fspath(arg) for arg in args] if isinstance(args, list | tuple) else []
+    environ = dict(os.environ if env is None else env)
+    if len(words) < 2 or words[0] != sys.executable or _steering(environ) != _interpreter:
+        return None
+    unbuffered = words[1] == "-u"
+    words = words[2 if unbuffered else 1 :]
+    if words[0].startswith("-") and words[0] not in ("-m", "-c"):
+        return None
+    return Start(tuple(words), unbuffered, os.fspath(cwd or os.getcwd()), environ, new_session)
+
+
+def _steering(environ: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environ.items() if name.startswith(INTERPRETER) and name != PATH}
+
+
+_interpreter = _steering(os.environ)  # when this module is imported, before any test
+
+
+class Origin:
+    """The process off which commands are forked. It ends with the process that started it."""
+
+    def __init__(self) -> None:
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # a command's process becomes our child: see serve
+        self._lock = threading.Lock()
+        self._socket, theirs = socket.socketpair()
+        program = (
+            f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.quick_start import serve; serve({theirs.fileno()})"
+        )
+        environ = {name: value for name, value in os.environ.items() if not name.startswith(INTERPRETER)} | _interpreter
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", program], env=environ | {"OMP_NUM_THREADS": "1"}, pass_fds=[theirs.fileno()]
+        )
+        theirs.close()
+
+    def fork(self, start: Start, files: Sequence[int]) -> int:
+        with self._lock:
+            message = pickle.dumps(start)
+            socket.send_fds(self._socket, [len(message).to_bytes(LENGTH, "big")], list(files))
+            self._socket.sendall(message)
+            return int.from_bytes(_receive(self._socket, LENGTH), "big")
+
+
+_origin: Origin | None = None
+_is_command = False  # in a forked command: it forks by itself
+
+
+def fork(start: Start, files: Sequence[int]) -> int:
+    """Start a command on three open files; its process id."""
+    global _origin
+    if not _is_command:
+        _origin = _origin or Origin()
+        return _origin.fork(start, files)
+    pid = os.fork()
+    if pid == 0:
+        become(start, files)
+    return pid
+
+
+def _receive(connection: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        more = connection.recv(size - len(data))
+        if not more:
+            raise EOFError("the process off which commands are forked has ended")
+        data += more
+    return data
+
+
+def serve(descriptor: int) -> None:
+    """Fork commands until the other end of the socket is closed."""
+    connection = socket.socket(fileno=descriptor)
+    for name in IMPORTS:
+        importlib.import_module(name)
+    gc.collect()
+    while True:
+        header, files, _, _ = socket.recv_fds(connection, LENGTH, FILES)
+        if not header:
+            return
+        start = pickle.loads(_receive(connection, int.from_bytes(header, "big")))
+        reading, writing = os.pipe()
+        between = os.fork()
+        if between == 0:  # once it has ended, its child is a child of the process that asked
+            pid = os.fork()
+            if pid:
+                os.write(writing, pid.to_bytes(LENGTH, "big"))
+                os._exit(0)
+            while os.getppid() not in (1, _asker):
+                time.sleep(0.001)
+            become(start, files)
+        os.waitpid(between, 0)
+        connection.sendall(os.read(reading, LENGTH))
+        for number in (reading, writing, *files):
+            os.close(number)
+
+
+_asker = os.getppid()
+_path = sys.path[1:]
+
+
+def become(start: Start, files: Sequence[int]) -> NoReturn:
+    """In a forked process: be the command, to its end."""
+    global _is_command
+    _is_command = True
+    _take_files(files, start.kept, start.unbuffered)
+    gc.freeze()  # what was there before keeps numbers of files that are closed now: never collect it
+    if start.new_session:
+        os.setsid()
+    os.chdir(start.folder)
+    os.environ.clear()
+    os.environ.update(start.environ)
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    logging.disable(logging.NOTSET)
+    subprocess.Popen = Popen
+    multiprocessing.util.spawnv_passfds = _spawn
+    sys.modules["torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"].Popen = Popen
+    code = _run(start.words, [*filter(None, os.environ.get(PATH, "").split(os.pathsep)), *_path])
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+    os._exit(code)
+
+
+def _spawn(path: object, args: Sequence[str], kept: Sequence[int]) -> int:
+    """How `multiprocessing` starts its processes: `python … -c code --multiprocessing-fork`."""
+    words = tuple(map(os.fsdecode, args))
+    start = Start(words[words.index("-c") :], False, os.getcwd(), dict(os.environ), kept=tuple(kept))
+    return fork(start, range(FILES))
+
+
+def _take_files(files: Sequence[int], kept: Sequence[int], unbuffered: bool) -> None:
+    for target, number in enumerate(files):
+        os.dup2(number, target)
+    ends = [FILES - 1, *sorted(kept), os.sysconf("SC_OPEN_MAX")]
+    for before, after in pairwise(ends):
+        os.closerange(before + 1, after)
+    _take_files.before = sys.stdin, sys.stdout, sys.stderr  # never flushed again
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", closefd=False, errors="backslashreplace")  # noqa: SIM115
+    sys.stdout.reconfigure(line_buffering=sys.stdout.isatty(), write_through=unbuffered)
+    sys.stderr.reconfigure(line_buffering=True)
+    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
+
+
+def _run(words: Sequence[str], path: Sequence[str]) -> int:
+    """Run `-m module …`, `-c code …` or `script …` as Python does; the exit code."""
+    try:
+        if words[0] == "-m":
+            sys.argv, sys.path[:] = list(words[1:]), [os.getcwd(), *path]
+            for name in (words[1], f"{words[1]}.__main__"):
+                if not hasattr(sys.modules.get(name), "__path__"):
+                    sys.modules.pop(name, None)  # a new process would not have it
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        elif words[0] == "-c":
+            sys.argv, sys.path[:] = ["-c", *words[2:]], ["", *path]
+            sys.modules["__main__"] = types.ModuleType("__main__")
+            exec(compile(words[1], "<string>", "exec"), vars(sys.modules["__main__"]))
+        else:
+            sys.argv, sys.path[:] = list(words), [str(Path(words[0]).resolve().parent), *path]
+            runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as e:
+        if e.code is not None and not isinstance(e.code, int):
+            print(e.code, file=sys.stderr)
+            return 1
+        return e.code or 0
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
