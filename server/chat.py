@@ -185,25 +185,19 @@ class Chat:
 
     # ------------------------------------------------------------------------------------------------ a stream
 
-    def events(self, note: dict[str, Any]) -> AsyncGenerator[Chunks, None]:
-        head = self._head("chat.completion.chunk")
+    def events(self, note: dict[str, Any]) -> AsyncGenerator[bytes, None]:
+        chunks = Chunks(self._head("chat.completion.chunk"), self.usage, self.include_usage, self.continuous_usage)
         streams = [_ChoiceStream(self) for _ in range(self.plan.total)]
 
-        def chunks_of(delta: Delta) -> Chunks:
-            return [self._chunk(head, delta, choice) for choice in streams[delta.index].push(delta)]
+        def events_of(delta: Delta) -> bytes:
+            return b"".join([chunks.event(choice, self._beside(choice)) for choice in streams[delta.index].push(delta)])
 
-        def last() -> Chunks:
-            return [{**head, "choices": [], "usage": self.usage.report()}] if self.include_usage else []
+        return stream(Run(self.service, self.plan, self.usage, note), events_of, chunks.last)
 
-        return stream(Run(self.service, self.plan, self.usage, note), chunks_of, last)
-
-    def _chunk(self, head: dict[str, Any], delta: Delta, choice: dict[str, Any]) -> dict[str, Any]:
-        chunk = {**head, "choices": [choice]}
-        if delta.first and choice["delta"].get("role") and self.body.return_token_ids:
-            chunk["prompt_token_ids"] = self.plan.prompts[0].ids
-        if self.include_usage or self.continuous_usage:
-            chunk["usage"] = self.usage.report() if self.continuous_usage else None
-        return chunk
+    def _beside(self, choice: dict[str, Any]) -> dict[str, Any] | None:
+        """What a chunk has beside its choice: the prompt's ids, with the role."""
+        given = self.body.return_token_ids and "role" in choice["delta"]
+        return {"prompt_token_ids": self.plan.prompts[0].ids} if given else None
 
 
 class _ChoiceStream:

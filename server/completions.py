@@ -77,22 +77,13 @@ class Completion:
         best = self._best(choices) if self.plan.choices > self.n else choices
         return {**self._head(), "choices": [self._whole(i, one) for i, one in enumerate(best)], "usage": self.usage.report()}
 
-    def events(self, note: dict[str, Any]) -> AsyncGenerator[Chunks, None]:
-        head = self._head()
+    def events(self, note: dict[str, Any]) -> AsyncGenerator[bytes, None]:
+        chunks = Chunks(self._head(), self.usage, self.include_usage, self.continuous_usage)
 
-        def chunks_of(delta: Delta) -> Chunks:
-            return [self._chunk(head, delta)] if self._says_something(delta) else []
+        def events_of(delta: Delta) -> bytes:
+            return chunks.event(self._choice(delta)) if self._says_something(delta) else b""
 
-        def last() -> Chunks:
-            return [{**head, "choices": [], "usage": self.usage.report()}] if self.include_usage else []
-
-        return stream(Run(self.service, self.plan, self.usage, note), chunks_of, last)
-
-    def _chunk(self, head: dict[str, Any], delta: Delta) -> dict[str, Any]:
-        chunk = {**head, "choices": [self._choice(delta)]}
-        if self.include_usage or self.continuous_usage:
-            chunk["usage"] = self.usage.report() if self.continuous_usage else None
-        return chunk
+        return stream(Run(self.service, self.plan, self.usage, note), events_of, chunks.last)
 
     def _head(self) -> dict[str, Any]:
         name = self.body.model or self.service.model_name
@@ -104,8 +95,7 @@ class Completion:
 
     def _choice(self, delta: Delta) -> dict[str, Any]:
         """What is new of one, for a chunk."""
-        choice = self._begin(delta.index, delta.text, delta.first) | {"logprobs": self._logprobs(delta)}
-        choice["finish_reason"] = delta.finish_reason
+        choice = self._begin(delta.index, delta.text, delta.first, self._logprobs(delta), delta.finish_reason)
         if delta.finish_reason:
             choice["stop_reason"] = delta.stop_reason
         if self.body.return_token_ids:
@@ -114,16 +104,18 @@ class Completion:
 
     def _whole(self, index: int, whole: Whole) -> dict[str, Any]:
         assert whole.last is not None
-        choice = self._begin(index, whole.text, True) | {"logprobs": whole.logprobs.finish() or None}
-        choice |= {"finish_reason": whole.last.finish_reason, "stop_reason": whole.last.stop_reason}
+        choice = self._begin(index, whole.text, True, whole.logprobs.finish() or None, whole.last.finish_reason)
+        choice["stop_reason"] = whole.last.stop_reason
         if self.body.prompt_logprobs is not None:
             choice["prompt_logprobs"] = whole.prompt_logprobs
         return choice | whole.ids.finish()
 
-    def _begin(self, index: int, text: str, first: bool) -> dict[str, Any]:
+    def _begin(self, index: int, text: str, first: bool, logprobs: Any, finish_reason: str | None) -> dict[str, Any]:
         prompt = index // self.plan.choices
-        choice: dict[str, Any] = {"index": index, "text": self.echoes[prompt] + text if self.body.echo and first else text}
-        if self.body.return_token_ids and first:
+        if first and self.body.echo:
+            text = self.echoes[prompt] + text
+        choice: dict[str, Any] = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+        if first and self.body.return_token_ids:
             choice["prompt_token_ids"] = self.plan.prompts[prompt].ids
         return choice
 

@@ -55,6 +55,7 @@ class Connection(HttpToolsProtocol):
         self._head = 0
         self._stop_timer()
         super().on_headers_complete()
+        self.cycle.scope["state"]["send"] = self.cycle.send  # past all layers: they look at the start of a response only
 
     def on_body(self, body: bytes) -> None:
         self._head = 0

@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import starmap
 from types import TracebackType
 from typing import Any
 
@@ -59,8 +60,7 @@ class Plan:
         return sum(len(prompt.ids) for prompt in self.prompts) * self.choices
 
 
-@dataclass(slots=True)
-class Delta:
+class Delta(msgspec.Struct):  # one a token: a dataclass takes twice as long to make
     """What is new of one choice."""
 
     index: int
@@ -221,13 +221,13 @@ class _Choice:
             self.prompt_logprobs = output.prompt_logprobs
         if not output.token_ids and not output.finish_reason:
             return None
-        text, ids, offsets = "", list[int](), list[int]()
+        text, offsets = "", list[int]()
         for token_id in () if self.hidden else output.token_ids:
             offsets.append(self.text.decoded)
-            ids.append(token_id)
             text += self.text.push(token_id)
             if isinstance(self.text.stop_reason, str):
                 break
+        ids = output.token_ids[: len(offsets)]
         finish_reason = "length" if self.hidden else output.finish_reason
         if isinstance(self.text.stop_reason, str):
             finish_reason = "stop"
@@ -274,7 +274,7 @@ class Run:
         """What is new, perhaps nothing; what arrived together comes together. Taken in one by one as the caller iterates, which
         it must to the end: so the usage counts up to each delta, and one that fails takes none before it along."""
         arrived = await self._generation.next()
-        return (delta for index, output in arrived if (delta := self._take(index, output)) is not None)
+        return filter(None, starmap(self._take, arrived))
 
     def _take(self, index: int, output: TokenOutput) -> Delta | None:
         choice, usage = self._choices[index], self._usage
@@ -295,27 +295,45 @@ class Run:
         return delta
 
 
-Chunks = list[dict[str, Any]]
+class Chunks:
+    """The chunks of one stream as events. What all of them have in common is laid out once. `head`: the fields before `choices`."""
+
+    def __init__(self, head: dict[str, Any], usage: Usage, include_usage: bool, continuous_usage: bool) -> None:
+        self._head = b"data: " + to_json(head)[:-1] + b',"choices":['
+        self._usage, self._include_usage, self._continuous_usage = usage, include_usage, continuous_usage
+        self._end = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
+
+    def event(self, choice: dict[str, Any], more: dict[str, Any] | None = None) -> bytes:
+        """`more`: fields of this chunk beside `choices`."""
+        if self._continuous_usage:
+            more = {**(more or {}), "usage": self._usage.report()}
+        elif more and self._include_usage:
+            more = {**more, "usage": None}
+        return self._head + to_json(choice) + (b"]," + to_json(more)[1:] + b"\n\n" if more else self._end)
+
+    def last(self) -> bytes:
+        """The one that tells the usage; empty without `include_usage`."""
+        return self._head + b"]," + to_json({"usage": self._usage.report()})[1:] + b"\n\n" if self._include_usage else b""
 
 
-async def stream(run: Run, chunks_of: Callable[[Delta], Chunks], last: Callable[[], Chunks]) -> AsyncGenerator[Chunks, None]:
-    """The chunks of all deltas, then the last ones. Those of what arrived together come together, and before an exception comes
+async def stream(run: Run, events_of: Callable[[Delta], bytes], last: Callable[[], bytes]) -> AsyncGenerator[bytes, None]:
+    """The events of all deltas, then the last ones. Those of what arrived together come together, and before an exception comes
     what was made before it."""
     with run:
         while run.unfinished:
-            chunks: Chunks = []
+            events: list[bytes] = []
             failure: Exception | None = None
             try:
                 for delta in await run.next():
-                    chunks += chunks_of(delta)
+                    events.append(events_of(delta))
             except Exception as e:
                 failure = e
-            if chunks:
-                yield chunks
+            if data := b"".join(events):
+                yield data
             if failure is not None:
                 raise failure
-    if chunks := last():
-        yield chunks
+    if data := last():
+        yield data
 
 
 def finite(logprob: float) -> float:
@@ -339,6 +357,8 @@ def prompt_logprobs_by_id(
 def merge(parts: Sequence[Delta]) -> Delta:
     """Successive deltas of one choice as one."""
     first, last = parts[0], parts[-1]
+    if first is last:
+        return first
     logprobs = None if first.logprobs is None else [one for part in parts for one in part.logprobs or []]
     return Delta(
         index=first.index,

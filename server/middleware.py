@@ -41,7 +41,9 @@ class RequestScope:
         if method == "HEAD":  # is answered as GET: uvicorn, which keeps the original scope, leaves the body out
             scope = {**scope, "method": "GET"}
         note: dict[str, Any] = {}
-        scope.setdefault("state", {}).update(request_id=request_id, note=note, send=send)
+        state = scope.setdefault("state", {})
+        state.update(request_id=request_id, note=note)
+        state.setdefault("send", send)
         status = 0
 
         async def send_with_id(message: Message) -> None:

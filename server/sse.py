@@ -75,14 +75,14 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events from a generator of objects, `[DONE]` always last. It yields lists: what is there at once is an event
-    each, and written at once, as far as PIECE allows.
+    """Server-sent events, `[DONE]` always last. The generator yields one event or several: what it yields at once is written at
+    once, as far as PIECE allows.
 
-    The status waits for the first object, so that a request which fails at once gets a plain error response; an error after
+    The status waits for the first event, so that a request which fails at once gets a plain error response; an error after
     that becomes an event.
     """
 
-    def __init__(self, events: AsyncGenerator[list[Any], None], write_timeout: float):
+    def __init__(self, events: AsyncGenerator[bytes, None], write_timeout: float):
         self.events, self.write_timeout = events, write_timeout
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"}, media_type="text/event-stream")
         del self.headers["content-length"]
@@ -103,8 +103,14 @@ class EventStream(Response):
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             # The layers around the application look at the start of a response only: its parts pass them by.
             async with _Writer(scope["state"]["send"], self.write_timeout) as writer:
-                await writer.write(_joined(first))
-                while (data := await _next(self.events)) is not None:
+                await writer.write(first)
+                while True:
+                    try:
+                        data = await anext(self.events)
+                    except StopAsyncIteration:
+                        break
+                    except Exception as e:  # the status line is already sent
+                        data = event(_error_of(e))
                     await writer.write(data)
                 await writer.write(DONE)
                 await writer.end()
@@ -155,20 +161,6 @@ class _Writer:
             self._limit.reschedule(now)
         else:
             self._timer = self._loop.call_at((self._since or now) + self.timeout, self._look)
-
-
-def _joined(values: list[Any]) -> bytes:
-    return event(values[0]) if len(values) == 1 else b"".join(map(event, values))
-
-
-async def _next(events: AsyncGenerator[list[Any], None]) -> bytes | None:
-    """The next events, and in place of an exception an error event: the status line is already sent. None at the end."""
-    try:
-        return _joined(await anext(events))
-    except StopAsyncIteration:
-        return None
-    except Exception as e:
-        return event(_error_of(e))
 
 
 def _error_of(e: Exception) -> dict[str, Any]:

@@ -2,20 +2,22 @@
 
 import asyncio
 import contextlib
+import json
 import random
 import socket
 import time
 from collections.abc import AsyncGenerator, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from engine.protocol import Outputs, RequestParams, Submit, TokenOutput
 from server.engine_client import SLICE, EngineClient
-from server.generation import Usage
+from server.generation import Chunks, Usage
 from server.metrics import Metrics
 from server.problems import ApiError
-from server.sse import PIECE, ClientGone, EventStream, to_json
+from server.sse import PIECE, ClientGone, EventStream, event, to_json
 from server.text import TextStream
 from tests.server_thread import STORY, TOKENIZER, Site, raw_request, ready, wait_for
 
@@ -29,8 +31,8 @@ def test_tokens_that_arrive_together_stay_chunks(site: Site, path: str, seed: in
 
     def by_choice() -> dict[int | None, list[Any]]:
         found: dict[int | None, list[Any]] = {}
-        for event in site.events(path, body):
-            for choice in event["choices"] or [{"index": None, "usage": event["usage"]}]:
+        for one in site.events(path, body):
+            for choice in one["choices"] or [{"index": None, "usage": one["usage"]}]:
                 found.setdefault(choice["index"], []).append(choice)
         return found
 
@@ -47,6 +49,33 @@ def test_usage_counts_up_within_a_message(site: Site) -> None:
         "/v1/completions", {"prompt": "Hi", "max_tokens": 20, "return_token_ids": True, "stream_options": options}
     )
     assert [e["usage"]["completion_tokens"] for e in events] == list(range(1, len(events) + 1))
+
+
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize("continuous", [False, True])
+def test_a_chunk_is_one_json_object(include: bool, continuous: bool, seed: int) -> None:
+    """Laid out in parts, and whatever its texts have in them."""
+    rng = random.Random(seed)
+
+    def text() -> str:
+        return "".join(rng.choices('"\\{}[],:\n\0 é€\U0001f98a\ud83e', k=rng.randint(0, 20)))
+
+    report = {"prompt_tokens": rng.randrange(100), "completion_tokens": rng.randrange(100)}
+    usage: Any = SimpleNamespace(report=lambda: report)
+    head, choice, more = {"id": text(), "model": text()}, {"index": rng.randrange(9), "text": text()}, {"more": [text()]}
+    chunks = Chunks(head, usage, include, continuous)
+    shown = {"usage": report} if continuous else {"usage": None} if include else {}
+
+    def content(data: bytes) -> Any:
+        assert data.startswith(b"data: ") and data.endswith(b"\n\n") and data.count(b"\n") == 2
+        return json.loads(data[6:])
+
+    assert content(chunks.event(choice)) == {**head, "choices": [choice], **shown}, seed
+    assert content(chunks.event(choice, more)) == {**head, "choices": [choice], **more, **shown}, seed
+    if include:
+        assert content(chunks.last()) == {**head, "choices": [], "usage": report}, seed
+    else:
+        assert chunks.last() == b"", seed
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
@@ -123,9 +152,9 @@ def test_what_is_there_at_once_is_written_at_once(seed: int) -> None:
     groups = [[{"n": rng.random()} for _ in range(rng.randint(1, 4))] for _ in range(20)]
     written: list[bytes] = []
 
-    async def events() -> AsyncGenerator[list[Any], None]:
+    async def events() -> AsyncGenerator[bytes, None]:
         for group in groups:
-            yield group
+            yield b"".join(map(event, group))
 
     async def send(message: Any) -> None:
         if message["type"] == "http.response.body":
@@ -145,8 +174,8 @@ def test_large_events_leave_in_pieces_with_a_time_limit_each(seed: int, stalls: 
     group = [{"n": rng.random(), "text": "x" * rng.randint(0, 2 * PIECE)} for _ in range(8)]
     written: list[bytes] = []
 
-    async def events() -> AsyncGenerator[list[Any], None]:
-        yield group
+    async def events() -> AsyncGenerator[bytes, None]:
+        yield b"".join(map(event, group))
 
     async def send(message: Any) -> None:
         if message["type"] == "http.response.body":
