@@ -9,9 +9,11 @@ import ctypes
 import fcntl
 import multiprocessing
 import os
+import re
 import select
 import shutil
 import signal
+import stat
 import sys
 import tempfile
 import threading
@@ -22,7 +24,8 @@ from pathlib import Path
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LAUNCHER = "RUNG_LAUNCHER_PID"  # in the environment of the ranks that launch.py starts: its process
 ORPHANED = 1  # exit code of a process whose parent has ended
-PREFIX = "rung-"
+PREFIX = "rung-run-"
+RUN_FOLDER = re.compile(PREFIX + "[a-z0-9_]{8}")  # as tempfile names it: nobody's own folder is called so
 POLL_SECONDS = 0.5  # between looks at the parent, where there is no pidfd
 
 
@@ -112,8 +115,8 @@ def signal_child(pid: int, number: int) -> None:
             return
         descriptor = os.pidfd_open(pid)
         try:
-            stat = Path(f"/proc/{pid}/stat").read_text()
-            if int(stat.rpartition(")")[2].split()[1]) == os.getpid():  # else it is another process already
+            fields = Path(f"/proc/{pid}/stat").read_text()
+            if int(fields.rpartition(")")[2].split()[1]) == os.getpid():  # else it is another process already
                 signal.pidfd_send_signal(descriptor, number)
         finally:
             os.close(descriptor)
@@ -126,7 +129,7 @@ def _ask_kernel(number: signal.Signals) -> None:
 
 @contextlib.contextmanager
 def run_folder() -> Iterator[Path]:
-    """A private folder `rung-…` for as long as the block runs. If this process is killed, the next `run_folder` of the same user
+    """A private folder `rung-run-…` for as long as the block runs. If this process is killed, the next `run_folder` of the same user
     removes it: a lock on the folder, which ends with its owner, tells that it is in use."""
     remove_abandoned()
     path, lock = _locked_folder()
@@ -149,10 +152,11 @@ def _locked_folder() -> tuple[Path, int]:
 
 
 def remove_abandoned() -> None:
-    """Remove this user's `rung-…` folders whose owners have ended."""
+    """Remove this user's run folders whose owners have ended."""
     for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
-            if path.is_symlink() or path.stat().st_uid != os.getuid():
+            found = path.lstat()
+            if not (RUN_FOLDER.fullmatch(path.name) and found.st_uid == os.getuid() and found.st_mode == stat.S_IFDIR | 0o700):
                 continue
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:

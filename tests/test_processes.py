@@ -59,7 +59,9 @@ HOLD = "import processes, time\nwith processes.run_folder() as path:\n    print(
 
 def test_a_killed_owners_folder_is_removed_by_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    (tmp_path / "rung-a-file").write_text("not ours")
+    own = [tmp_path / name for name in ("rung-training", "rung-run-results", "rung-run-", "rung-run-a_folder/models")]
+    for folder in own:  # of the user's, with names like ours
+        folder.mkdir(parents=True)
     with start(HOLD) as dead, start(HOLD) as alive:
         assert dead.stdout and alive.stdout
         left, kept = Path(dead.stdout.readline().strip()), Path(alive.stdout.readline().strip())
@@ -71,7 +73,7 @@ def test_a_killed_owners_folder_is_removed_by_the_next_start(tmp_path: Path, mon
         with processes.run_folder() as mine:
             assert not left.exists() and kept.is_dir() and mine.parent == tmp_path
             assert mine.stat().st_mode & 0o777 == 0o700 and os.listdir(mine) == []
-        assert not mine.exists() and kept.is_dir()
+        assert not mine.exists() and kept.is_dir() and all(folder.is_dir() for folder in own)
         alive.kill()
     monkeypatch.setattr(processes.tempfile, "tempdir", None)
 
