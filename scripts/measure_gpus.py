@@ -99,7 +99,7 @@ def sums(args: argparse.Namespace) -> Iterator[Step]:
     _, cut, _ = args.models
     for name, seconds, command, out in (
         ("all-reduces", 50, ("bench_comm.py",), args.raw / "comm.json"),
-        ("quantized all-reduces", 90, ("bench_comm.py", "--parts", "quantized"), args.raw / "quantized.json"),
+        ("quantized all-reduces", 90, ("bench_comm.py", "--parts", "µs nccl$|quantized"), args.raw / "quantized.json"),
         ("overlap", 40, ("overlap.py",), args.raw),
     ):
         script_name, *more = command
