@@ -11,7 +11,7 @@ PROMPT ?= Once upon a time
 PROFILE ?= profile.json
 ARGS ?=
 
-.PHONY: help setup setup-dev demo serve generate chat bench-offline startup bench-host soak lm-eval test lint accuracy quantization baseline bench-cpu comm-table bench-comm overlap bench-push bench-frontend bench-kernels bench-linear sanitize performance sweep ladder latency throughput measure-gpus plot report trace paper-tables trace-overlap redraw plan plan-paper profile-collectives test-plans adapt-demo pretrain-variants bench-training readme train-tiny clean
+.PHONY: help setup setup-dev demo serve generate chat bench-offline startup bench-host soak lm-eval test lint accuracy quantization baseline bench-cpu comm-table bench-comm overlap bench-push bench-frontend bench-kernels bench-linear sanitize performance sweep ladder latency throughput measure-gpus plot report trace paper-tables trace-overlap redraw plan plan-paper profile-collectives test-plans adapt-demo pretrain-variants bench-training quote-tables train-tiny clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -56,7 +56,7 @@ test: setup-dev ## all tests
 	@$(PY) -m pytest -n auto --dist worksteal $(ARGS)
 
 lint: setup-dev ## ruff, mypy, and that README and docs quote the results as they are
-	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m mypy && $(PY) scripts/readme.py --check && $(PY) scripts/check_docs.py
+	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m mypy && $(PY) scripts/quote_tables.py --check && $(PY) scripts/check_docs.py
 
 accuracy: setup ## perplexity and exact match of every embedded model at tp 1, 2 and 4, then with each quantized width, into out (tracked: ARGS=--write; 1 to 2 hours, 2 GB)
 	@$(PY) scripts/accuracy.py $(ARGS)
@@ -153,8 +153,8 @@ pretrain-variants: setup-dev ## loss curves of all variants of a preset on RANKS
 bench-training: setup-dev ## TGS, MFU and memory of our shardings and of FSDP2: make bench-training RANKS=8 ARGS="--models llama-7b --write"
 	@$(PY) scripts/bench_training.py --ranks $(RANKS) $(ARGS)
 
-readme: setup ## copy the tables of docs/results into README.md
-	@$(PY) scripts/readme.py
+quote-tables: setup ## copy the tables of docs/results into README.md and docs
+	@$(PY) scripts/quote_tables.py
 
 train-tiny: setup ## train the embedded models again (a GPU takes minutes, a CPU most of a day)
 	@$(PY) scripts/train_tiny.py $(ARGS)

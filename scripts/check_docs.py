@@ -47,7 +47,7 @@ SETTING = re.compile(
     r"|arrivals?\b|replays?\b|features?\b|steps?\b|runs?\b|items?\b|launches\b|chunks?\b|programs?\b|graphs?\b|models?\b|seeds?\b))"
 )
 UNCHECKED = re.compile(r"```.*?```|`[^`\n]*`|\]\([^)]*\)|<!--.*?-->|https?://\S+|^#.*$|arXiv:\S+", re.DOTALL | re.MULTILINE)
-QUOTED = re.compile(r"<!-- docs/results/\S+ -->.*?<!-- end -->", re.DOTALL)  # whole tables: scripts/readme.py compares them
+QUOTED = re.compile(r"<!-- docs/results/\S+ -->.*?<!-- end -->", re.DOTALL)  # scripts/quote_tables.py checks those
 COMMENT = re.compile(r"<!-- figures\n(.*?)-->", re.DOTALL)
 LONE_NUMBER = re.compile(rf"(?<![\w.:/-]){NUMBER}(?!\w|:\w|-\w)")
 ARITHMETIC: dict[type, Callable[[float, float], float]] = {
