@@ -1,14 +1,15 @@
-"""Serve requests that arrive at random, at given rates, and see how long each one waits: an open-loop load generator.
+"""Send requests to a server at random times, at given rates, and measure their latency: an open-loop load generator.
 
     python scripts/loadgen.py --model models/tiny-hybrid --ranks 2 --rates 1 2 4 --requests 64 --offline
     python scripts/loadgen.py --model llama-3-70b --ranks 4 --rates 4 16 32 64 --prompt-length 1024 --new-tokens 256 --seconds 10 --drain 5
     python scripts/loadgen.py --url http://127.0.0.1:8000 --vocab-size 32000 --rates 8 --ttft-limit 200 --itl-limit 20
 
-Arrivals are Poisson and drawn beforehand from --seed: a slow server gets its next request no later, and every time is counted
+Arrivals are a Poisson process drawn in advance from --seed, so a slow server does not delay the next request. All times count
 from the moment at which a request should have been sent. For every rate it prints percentiles of the time to the first token
-(TTFT), between tokens (ITL) and to the end, and the goodput: requests a second that kept both limits. Without --url it starts a
-server of its own for --model, a checkpoint or a preset with random weights. --seconds and --drain bound the time of a rate. With --offline it also runs `engine.bench` on the same lengths, all requests at once and no HTTP:
-the throughput that no rate can exceed. Prompts are random token ids, whatever the model, and answers go on beyond EOS.
+(TTFT), between tokens (ITL) and to the end, and the goodput: requests a second that met both limits. Without --url it starts
+its own server for --model, a checkpoint or a preset with random weights. --seconds and --drain bound the time per rate. With
+--offline it also runs `engine.bench` on the same lengths, all requests at once and without HTTP. That throughput is an upper
+bound for every rate. Prompts are random token ids, and answers continue past EOS.
 """
 
 import argparse
@@ -46,9 +47,9 @@ from scripts.results import ROOT, check_output, machine, write_text
 from scripts.soak import free_port, processes, until_healthy
 from scripts.sse_client import ConnectionEnded, StreamClient, in_event_loop, parse_url
 
-READY_SECONDS = 600.0  # for a server of our own to load a large model
-STOP_SECONDS = 20.0  # for it to end
-TIMER_SECONDS = 0.001  # how exact a timer of an event loop is
+READY_SECONDS = 600.0  # time limit for our own server to load a large model
+STOP_SECONDS = 20.0  # time limit for it to end
+TIMER_SECONDS = 0.001  # resolution of an event loop's timers
 PERCENTILES = (50, 90, 99)
 Range = tuple[int, int]  # both ends included
 
@@ -58,7 +59,7 @@ Range = tuple[int, int]  # both ends included
 
 @dataclass(frozen=True)
 class Request:
-    """One planned request. arrival: seconds behind the first moment of its rate."""
+    """One planned request. arrival: seconds after the start of its rate's measurement."""
 
     arrival: float
     prompt: list[int]
@@ -68,11 +69,10 @@ class Request:
 def plan(
     rate: float, count: int, prompt: Range, new_tokens: Range, vocab_size: int, seed: int, seconds: float = math.inf
 ) -> list[Request]:
-    """`count` requests of a Poisson process with `rate` arrivals a second, or those of its first `seconds` if they are fewer;
-    lengths are uniform in their ranges.
+    """The first `count` requests of a Poisson process with `rate` arrivals a second, or fewer if `seconds` end before.
 
-    The gaps of one seed are the same at every rate but for their scale, and so are the lengths. The prompts differ, so that no
-    rate finds those of another in the server's prefix cache.
+    Lengths are uniform in their ranges. With one seed, all rates have the same lengths and the same gaps, scaled by the rate.
+    The prompts differ between rates, so that the server's prefix cache never holds the prompts of another rate.
     """
     rng, words, now, requests = random.Random(seed), random.Random(f"{seed} {rate}"), 0.0, []
     for _ in range(count):
@@ -85,7 +85,7 @@ def plan(
 
 
 def parse_range(text: str) -> Range:
-    """`64` or `16-128`. Raises UserError."""
+    """Parse a number of tokens (`64`) or a range (`16-128`). Raises UserError."""
     low, dash, high = text.partition("-")
     if not low.isdecimal() or (dash and not high.isdecimal()) or not 1 <= int(low) <= int(high or low):
         raise UserError(f"{text!r} is no length; give a number of tokens, or a range such as 16-128")
@@ -97,12 +97,12 @@ def parse_range(text: str) -> Range:
 
 @dataclass
 class Answer:
-    """What became of one request; times in seconds since its planned arrival."""
+    """The result of one request. Times are in seconds; `first` and `end` count from the planned arrival."""
 
     arrival: float
     late: float = 0.0  # how much later than planned it was sent
     first: float | None = None  # the first token
-    gaps: list[float] = field(default_factory=list)  # between tokens; 0 within a chunk
+    gaps: list[float] = field(default_factory=list)  # between tokens; 0 between tokens of one event
     end: float | None = None
     tokens: int = 0
     outcome: str = "cut off"
@@ -113,7 +113,7 @@ class Answer:
 
 
 class Chunk(msgspec.Struct):
-    """What is read of an event; the rest is skipped."""
+    """The fields of a streamed event that are decoded; msgspec skips the others."""
 
     choices: list["Part"] = []
     error: Any = None
@@ -127,7 +127,7 @@ _chunk = msgspec.json.Decoder(Chunk)
 
 
 class Reader:
-    """Takes one streamed completion in. planned: when it should be sent, of time.perf_counter."""
+    """Reads one streamed completion into an `Answer`. planned: `time.perf_counter()` at which it should be sent."""
 
     def __init__(self, request: Request, planned: float) -> None:
         self.answer = Answer(request.arrival, late=time.perf_counter() - planned)
@@ -167,7 +167,7 @@ class Reader:
 
 
 async def send(client: StreamClient, request: Request, planned: float, more: dict[str, Any]) -> Answer:
-    """Stream one completion. planned: when it should be sent, of time.perf_counter; more: fields of the body."""
+    """Stream one completion. planned: `time.perf_counter()` at which it should be sent; more: additional fields of the body."""
     reader = Reader(request, planned)
     body = {"prompt": request.prompt, "max_tokens": request.new_tokens, "temperature": 0, "ignore_eos": True}
     body |= {"stream": True, "return_token_ids": True} | more
@@ -176,12 +176,12 @@ async def send(client: StreamClient, request: Request, planned: float, more: dic
     except (ConnectionEnded, OSError, TimeoutError) as e:
         reader.answer.outcome = type(e).__name__
     except asyncio.CancelledError:
-        pass  # cut off; its connection is closed by now, and the server gives its memory back
+        pass  # cut off by `offer`; the connection is closed already, so the server frees the request's memory
     return reader.answer
 
 
 async def until(moment: float) -> None:
-    """Sleep until then, of time.perf_counter. Event loops keep time in whole ms: the last of them passes awake."""
+    """Sleep until `time.perf_counter()` reaches `moment`. Event loops keep time in whole ms, so the end is a busy wait."""
     while (left := moment - time.perf_counter()) > 0:
         await asyncio.sleep(max(0.0, left - 2 * TIMER_SECONDS))
 
@@ -193,9 +193,9 @@ async def offer(
     drain: float | None = None,
     more: dict[str, Any] | None = None,
 ) -> list[Answer]:
-    """Send every request at its time, whatever became of the others, and wait for all answers.
+    """Send every request at its planned time, independent of the others' results, and wait for all answers.
 
-    drain: seconds behind the last arrival, after which the answers that still run are cut off; None: as long as it takes.
+    drain: answers that are incomplete this many seconds after the last arrival are cut off; None: no limit.
     """
     start = time.perf_counter()
     with tqdm(total=len(requests), desc=label, unit="request") as bar:
@@ -216,15 +216,17 @@ async def offer(
 
 
 def percentiles(seconds: Sequence[float]) -> dict[str, float] | None:
-    """ms, linear between ranks."""
+    """`PERCENTILES` in ms, linearly interpolated. None without values."""
     if not seconds:
         return None
     return {f"p{p}": round(float(ms), 3) for p, ms in zip(PERCENTILES, np.percentile(seconds, PERCENTILES) * 1e3, strict=True)}
 
 
 def keeps(answer: Answer, ttft_limit: float, itl_limit: float) -> bool:
-    """Whether a complete answer's first token and its mean time between tokens are within the limits (ms), as in DistServe
-    (Zhong et al., arXiv:2401.09670, section 2)."""
+    """Whether an answer is complete, and its TTFT and its mean time between tokens are within the limits (ms).
+
+    These are the criteria of DistServe (Zhong et al., arXiv:2401.09670, section 2).
+    """
     if not answer.complete or answer.first is None:
         return False
     mean = sum(answer.gaps) / len(answer.gaps) if answer.gaps else 0.0
@@ -232,8 +234,8 @@ def keeps(answer: Answer, ttft_limit: float, itl_limit: float) -> bool:
 
 
 def summary(answers: Sequence[Answer], ttft_limit: float, itl_limit: float) -> dict[str, Any]:
-    """The figures of one rate. Latencies are those of complete answers; rates are over the time from the first arrival's origin
-    to the last answer's end."""
+    """The figures of one rate. Latencies are of complete answers. Per-second figures divide by the time from the start of the
+    measurement to the end of the last complete answer."""
     done = [a for a in answers if a.complete]
     seconds = max((a.arrival + a.end for a in done if a.end is not None), default=0.0)
 
@@ -255,7 +257,7 @@ def summary(answers: Sequence[Answer], ttft_limit: float, itl_limit: float) -> d
 
 
 def table(result: dict[str, Any]) -> str:
-    """Markdown, one line a rate; three figures are p50, p90 and p99."""
+    """A Markdown table with one line per rate. Cells with three figures hold p50, p90 and p99."""
     limits = f"goodput, TTFT ≤ {result['settings']['ttft_limit']:g} ms, ITL ≤ {result['settings']['itl_limit']:g} ms"
     spreads = " | ".join(f"{name}, ms: p50 / p90 / p99" for name in ("TTFT", "ITL", "end to end"))
     head = f"| offered, requests/s | served, requests/s | tokens/s | {spreads} | {limits} | failed |"
@@ -272,7 +274,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def shared_flags(args: argparse.Namespace) -> list[str]:
-    """Flags that server and engine.bench both take."""
+    """The flags that the server and `engine.bench` both take."""
     chosen = {"--variant": args.variant, "--device": args.device, "--dtype": args.dtype, "--comm": args.comm}
     chosen |= {"--simulate-link": args.simulate_link, "--max-num-seqs": args.max_num_seqs}
     return [str(part) for flag, value in chosen.items() if value is not None for part in (flag, value)]
@@ -280,7 +282,7 @@ def shared_flags(args: argparse.Namespace) -> list[str]:
 
 @contextmanager
 def server_of(ranks: int, flags: Sequence[str], log: Path, **environ: str) -> Iterator[str]:
-    """The URL of a server with these flags, once it is ready; it ends with the block. Its output goes to `log`.
+    """Start a server with these flags, yield its URL when it is ready, and stop it at the end. Its output goes to `log`.
 
     Raises UserError if it ends before it is ready.
     """
@@ -292,7 +294,7 @@ def server_of(ranks: int, flags: Sequence[str], log: Path, **environ: str) -> It
 
 @contextmanager
 def vllm_of(args: argparse.Namespace, log: Path) -> Iterator[str]:
-    """The URL of vLLM's server with random weights, and as `server_of`."""
+    """As `server_of`, with vLLM's server and random weights."""
     port = free_port()
     lengths = args.prompt_length[1] + args.new_tokens[1]
     with tempfile.TemporaryDirectory() as folder:
@@ -318,7 +320,7 @@ def vllm_of(args: argparse.Namespace, log: Path) -> Iterator[str]:
 
 @contextmanager
 def running(command: Sequence[str], port: int, log: Path, **environ: str) -> Iterator[str]:
-    """The URL of the server that `command` starts, once it is ready; it ends with the block. Its output goes to `log`.
+    """Start a server by `command`, yield its URL when it is ready, and stop it at the end. Its output goes to `log`.
 
     Raises UserError if it ends before it is ready.
     """
@@ -346,7 +348,7 @@ def wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> N
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """End a server: by its own way, and if it does not take that, all its processes, which are no group of their own."""
+    """Terminate a server. If it does not end within `STOP_SECONDS`, kill all its processes one by one: they share no group."""
     if process.poll() is not None:
         return
     all_of_them = processes(process.pid)
@@ -362,7 +364,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 @contextmanager
 def serving(args: argparse.Namespace) -> Iterator[str]:
-    """The URL of a server: the one that --url names, or one of our own, which ends with the block."""
+    """Yield the URL of a server: that of --url, or that of our own server, which is stopped at the end."""
     if args.url:
         yield args.url
         return
@@ -376,7 +378,7 @@ def serving(args: argparse.Namespace) -> Iterator[str]:
 
 
 def offline(args: argparse.Namespace) -> dict[str, Any]:
-    """`engine.bench` with as many requests of the mean lengths. Raises UserError."""
+    """The result of `engine.bench` with the same number of requests, all of the mean lengths. Raises UserError."""
     lengths = [sum(bounds) // 2 for bounds in (args.prompt_length, args.new_tokens)]
     command = [*on_ranks(args.ranks), "-m", "engine.bench", "--model", args.model, "--requests", str(args.requests)]
     command += ["--prompt-length", str(lengths[0]), "--new-tokens", str(lengths[1]), *shared_flags(args)]
@@ -388,16 +390,16 @@ def offline(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def recorded(answer: Answer) -> dict[str, Any]:
-    """For the file: times to the microsecond, and gaps in µs."""
+    """An answer as it is written to the file: times in seconds, rounded to 1 µs, and gaps in whole µs."""
     fields = asdict(answer)
     fields["gaps_us"] = [round(gap * 1e6) for gap in fields.pop("gaps")]
     return {name: round(value, 6) if isinstance(value, float) else value for name, value in fields.items()}
 
 
 async def offer_all(args: argparse.Namespace, url: str, vocab_size: int) -> list[dict[str, Any]]:
-    """Every rate in turn, behind a few requests that warm the server up."""
+    """Measure every rate in turn, after a few warm-up requests."""
     rates: list[dict[str, Any]] = []
-    more = {"detokenize": False} if args.vllm_python else {}  # vllm_of starts it without a tokenizer
+    more = {"detokenize": False} if args.vllm_python else {}  # `vllm_of` starts the server without a tokenizer
     parse_url(url)
     async with httpx.AsyncClient(base_url=url) as client:
         await until_healthy(client)
@@ -405,7 +407,7 @@ async def offer_all(args: argparse.Namespace, url: str, vocab_size: int) -> list
         shape = (args.prompt_length, args.new_tokens, vocab_size)
         await offer(client, plan(args.rates[0], min(4, args.requests), *shape, args.seed + 1), "warm-up", more=more)
         gc.collect()
-        gc.freeze()  # what was imported is never walked over between two tokens
+        gc.freeze()  # the garbage collector then skips the imported modules, so that it adds no delay between tokens
         for rate in args.rates:
             requests = plan(rate, args.requests, *shape, args.seed, args.seconds)
             answers = await offer(client, requests, f"{rate:g} requests/s", args.drain, more)
@@ -490,7 +492,7 @@ def main() -> None:
         note(f"all at once, without HTTP: {result['offline']['generated_tokens_per_second']:.1f} tokens/s")
     with serving(args) as url:
         result["rates"] = in_event_loop(offer_all(args, url, vocab_size))
-    result["machine"] = machine()  # last: it opens the GPUs, whose memory is the server's until it has ended
+    result["machine"] = machine()  # last: it initializes CUDA, and the server uses the GPUs' memory until it ends
     write_text(args.out, json.dumps(result, separators=(",", ":")) + "\n")
     print(table(result))
     note(f"wrote {args.out}")

@@ -5,19 +5,19 @@
     python scripts/sweep.py --grid table-2                    # the configurations of the paper's table 2
     python scripts/sweep.py --grid latency --interconnects 10ms,100MB/s      # on a CPU
 
-One JSON line a configuration goes to --out: its settings, every raw sample, the machine and the versions. A configuration that
-is in the file already is not run again (one that failed is, with --retry), so a sweep that was stopped goes on where it was.
-Each (ranks, environment) is one launch, which runs its configurations in turn, the variants of one configuration right after
-one another; a crash or an OOM becomes a row with its error. --seeds repeats all of it with other weights and prompts; tables and plots then take
-the runs of all seeds together. Every run is `engine.offline.generate`, as in generate.py. What no
-flag names depends on the device: a GPU takes Llama-3 8B with 1024 + 512 tokens, a CPU the preset `tiny` with 64 + 32.
+The sweep appends one JSON line per configuration to --out: settings, all raw samples, machine and versions. Configurations
+that are already in the file are not run again (failed ones are, with --retry), so a stopped sweep can be resumed.
+Configurations with the same ranks and environment share one launch and run one after another; the variants of a configuration
+run consecutively. A crash or an out-of-memory error is recorded as a row with the error. --seeds repeats everything with other
+weights and prompts; tables and plots pool the runs of all seeds. Every run calls `engine.offline.generate`, as generate.py
+does. Defaults depend on the device: Llama-3 8B with 1024 + 512 tokens on a GPU, the preset `tiny` with 64 + 32 on a CPU.
 
---variants vllm measures vLLM on the same lengths, where an environment holds it (--vllm-python): random weights, greedy, one
-engine for all batch sizes of a model.
+--variants vllm measures vLLM on the same lengths. --vllm-python names the Python of an environment with vLLM. Weights are
+random, sampling is greedy, and one engine serves all batch sizes of a model.
 
---interconnects: `default`; `no-p2p` (NCCL_P2P_DISABLE=1, the paper's "No NVLink"); `two-hosts` (scripts/two_hosts.py: half of
-the GPUs each, sockets between them); NAME=VALUE[;NAME=VALUE] for the ranks' environment; or, on a CPU, a simulated link
-LATENCY,BANDWIDTH.
+--interconnects: `default`; `no-p2p` (NCCL_P2P_DISABLE=1, the paper's "No NVLink"); `two-hosts` (scripts/two_hosts.py: two
+simulated hosts with half of the GPUs each, connected by sockets); NAME=VALUE[;NAME=VALUE] for the ranks' environment; or, on
+a CPU, a simulated link LATENCY,BANDWIDTH.
 """
 
 import argparse
@@ -60,13 +60,13 @@ DEFAULTS: dict[str, Any] = {
     "prompt_lengths": [1024],
     "new_tokens": [512],
 }
-# what a CPU does in a minute instead
+# replaces DEFAULTS on a CPU; takes about a minute
 ON_CPU = {"models": ["tiny"], "tp": [2], "batch_sizes": [1, 4], "prompt_lengths": [64], "new_tokens": [32]}
 
 PAPER = {"tp": [8], "prompt_lengths": [1024], "new_tokens": [512], "interconnects": ["default", "no-p2p"]}
 GRIDS: dict[str, dict[str, Any]] = {
     "latency": {"variants": ["standard", "parallel", "ladder", "desync-2x", "desync-4x", "upper-bound"], "batch_sizes": [1]},
-    # what would a ladder buy? batch 1, beside the model as it is and without any sums
+    # how much a ladder would gain at batch 1: between the standard model and one without all-reduces
     "ladder": {"variants": ["standard", "ladder", "upper-bound"], "batch_sizes": [1]},
     "table-1": {
         **PAPER,
@@ -99,7 +99,7 @@ GRIDS: dict[str, dict[str, Any]] = {
 
 
 def settings_of(args: argparse.Namespace) -> list[Setting]:
-    """The product of all axes, variants innermost, so that one configuration's variants are measured near each other in time.
+    """The product of all axes. Variants vary fastest, so that the variants of one configuration are measured close in time.
 
     Raises UserError for an axis with a bad value.
     """
@@ -126,12 +126,12 @@ def settings_of(args: argparse.Namespace) -> list[Setting]:
             dict.fromkeys(args.seeds), product(*(dict.fromkeys(axes[name]) for name in order))
         )
     ]  # fmt: skip
-    # vLLM sums in its own way, whatever --comms says
+    # vLLM has its own all-reduce, so --comms does not apply to it
     return list(dict.fromkeys(replace(s, comm=None, profile=False) if s.variant == VLLM else s for s in settings))
 
 
 def refuse_vllm_where_it_cannot_run(axes: dict[str, Any], device: str, python: str) -> None:
-    """Raises UserError."""
+    """Raise UserError if vLLM is to be measured and these axes or this environment do not allow it."""
     if VLLM not in axes["variants"]:
         return
     if device != "cuda" or any(interconnect(link).hosts > 1 for link in axes["interconnects"]):
@@ -153,17 +153,17 @@ def refuse_vllm_where_it_cannot_run(axes: dict[str, Any], device: str, python: s
 
 @dataclass(frozen=True)
 class Start:
-    """How ranks are started: what all settings of one launch have in common."""
+    """How one launch starts its ranks. All settings of a launch share these values."""
 
     ranks: int
     hosts: int
     device: str
     environment: tuple[tuple[str, str], ...]
-    vllm: str = ""  # the model that vLLM measures, one a launch,
-    vllm_python: str = ""  # and the Python that holds it
+    vllm: str = ""  # the model that vLLM measures (one per launch); empty: Rung is measured
+    vllm_python: str = ""  # the Python of the environment with vLLM
 
     def command(self, job: Path) -> list[str]:
-        """What measures the settings in the file `job`; vLLM's model is described beside it."""
+        """The command that measures the settings in the file `job`. For vLLM, the model's config.json is in the same folder."""
         if self.vllm:
             return [self.vllm_python, str(ROOT / "scripts" / "sweep_vllm.py"), str(job), str(job.parent)]
         worker = [str(ROOT / "scripts" / "sweep_worker.py"), str(job)]
@@ -174,7 +174,7 @@ class Start:
 
 
 def launches(settings: Iterable[Setting], vllm_python: str = "") -> Iterator[tuple[Start, list[Setting]]]:
-    """The launches, and the settings that each one measures."""
+    """Group the settings into launches: pairs of a `Start` and the settings that it measures."""
 
     def start(s: Setting) -> Start:
         between = interconnect(s.interconnect)
@@ -191,7 +191,7 @@ def launches(settings: Iterable[Setting], vllm_python: str = "") -> Iterator[tup
 
 
 def versions() -> dict[str, str]:
-    """Of what a figure depends on besides the machine, and the variables that steer it."""
+    """Versions of the software, and the environment variables that influence a measurement."""
     git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False)
     found = {"rung": git.stdout.strip() or "unknown", "torch": torch.__version__, "python": platform.python_version()}
     if torch.version.cuda:
@@ -201,14 +201,14 @@ def versions() -> dict[str, str]:
 
 
 class File:
-    """The sweep's JSON-lines file: what it holds already, and what is added."""
+    """The sweep's JSON-lines file: its existing rows, and appending new ones."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.machine, self.versions = path, machine(), versions()
         check_output(path)
         if path.exists():
             text = path.read_text()
-            path.write_text(text[: text.rfind("\n") + 1])  # a line that a killed sweep has left half
+            path.write_text(text[: text.rfind("\n") + 1])  # drop an incomplete last line of a killed sweep
         self.rows = read_rows(path) if path.exists() else []
         if any(row.machine != self.machine for row in self.rows):
             raise UserError(f"{path} was made on another machine or torch; name another file with --out")
@@ -229,9 +229,9 @@ class File:
 def launch(
     command: Sequence[str], environment: dict[str, str], timeout: float, heard: Callable[[dict[str, Any]], None]
 ) -> str | None:
-    """Run `command`, hand every marked line of its stdout to `heard`, and end it after `timeout` seconds of silence.
+    """Run `command`, pass each marked line of its stdout to `heard`, and terminate it after `timeout` seconds without such a line.
 
-    None if it ended well; else the end of what it had to say.
+    Returns None if it succeeded, else an error message: the timeout, or the exit code and the `cause` from stderr.
     """
     late = threading.Event()
     with tempfile.TemporaryFile("w+") as errors:
@@ -242,7 +242,7 @@ def launch(
 
         def stop() -> None:
             late.set()
-            process.terminate()  # the launcher ends its ranks
+            process.terminate()  # the launcher then terminates its ranks
 
         watch = threading.Timer(timeout, stop)
         watch.start()
@@ -267,7 +267,7 @@ def launch(
 
 
 def cause(said: str) -> str:
-    """The line of a failed launch's stderr that says most: a rank's own error rather than a launcher's report."""
+    """The most informative line of a failed launch's stderr: a rank's own error rather than the launcher's report."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     telling = [
         line for line in lines if line.partition(":")[0].endswith(("error", "Error", "Exception")) and "ChildFailed" not in line
@@ -276,8 +276,10 @@ def cause(said: str) -> str:
 
 
 def one_launch(file: File, start: Start, todo: list[Setting], timeout: float, bar: Any) -> tuple[Setting | None, str | None]:
-    """Start the ranks on the settings and take each result out of `todo` into the file. Returns the setting that was begun last,
-    and the error with which the ranks ended."""
+    """Start the ranks on the settings in `todo`. Each result is written to the file and its setting removed from `todo`.
+
+    Returns the setting that was begun last, and the error with which the ranks ended (None if there was none).
+    """
     current: Setting | None = None
 
     def heard(event: dict[str, Any]) -> None:
@@ -305,8 +307,11 @@ def one_launch(file: File, start: Start, todo: list[Setting], timeout: float, ba
 
 
 def run_all(file: File, start: Start, todo: list[Setting], timeout: float, bar: Any) -> None:
-    """Launch ranks until each setting has a row. Where they crash, the setting that they were at takes the blame, and the others
-    start again; before the first one it is nobody's fault, and all of them fail."""
+    """Launch ranks until each setting has a row.
+
+    After a crash, the setting that was running gets the error and the others are launched again. If the ranks crash before any
+    setting began, all settings get the error.
+    """
     while todo:
         before = len(todo)
         current, error = one_launch(file, start, todo, timeout, bar)
@@ -325,8 +330,10 @@ def run_all(file: File, start: Start, todo: list[Setting], timeout: float, bar: 
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Markdown, variants side by side; ratios are to the standard model's. Quality is that of the embedded model of the variant
-    (`quality.py`); a row's runs are those of all its seeds."""
+    """A Markdown table with one line per configuration and variant. Ratios are relative to the standard model.
+
+    Quality is that of the embedded model of the same variant (`quality.py`). Runs of all seeds are pooled.
+    """
     head = (
         "| model | tp | batch | tokens | sums | variant | prefill, ms | decode, ms a token | tokens/s | over standard | "
         "twin's perplexity | twin's exact match, % | weights, GB/s | memory, GB | runs |"
@@ -357,7 +364,10 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def latency_table(rows: Sequence[Row]) -> str | None:
-    """Batch 1, one line a configuration, variants side by side: ms a decode step, and the lowest and highest of the runs."""
+    """A Markdown table for batch 1: one line per configuration, one column per variant, in ms per decode step.
+
+    Cells hold the median run and, in parentheses, the lowest and highest run. None if there are no rows with batch 1.
+    """
     single = [r for r in finished(rows) if r.setting.batch == 1 and r.values("decode_ms_per_token")]
     if not single:
         return None

@@ -1,6 +1,6 @@
-"""What a sweep measures and what it finds: one `Setting` a configuration, one `Row` a line of its JSON-lines file.
+"""The data of a sweep: a `Setting` is one configuration, a `Row` is one line of the JSON-lines file.
 
-The plots, the report and the tables beside the paper's read these rows and nothing else.
+The plots, the report and the comparison with the paper's tables read only these rows.
 """
 
 import json
@@ -14,7 +14,7 @@ from comm import parse_link
 from errors import UserError
 
 ORDER = ("standard", "parallel", "ladder", "hybrid", "desync-2x", "desync-4x", "upper-bound")
-VLLM = "vllm"  # stands for a variant where vLLM, and not Rung, was measured
+VLLM = "vllm"  # in place of a variant: vLLM was measured instead of Rung
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class Setting:
     dtype: str = "float32"
     compile: bool = False
     seed: int = 0  # of random weights and prompts
-    runs: int = 3  # measured, behind one that warms up
-    profile: bool = False  # one more run under the profiler
+    runs: int = 3  # measured runs, after one warm-up run
+    profile: bool = False  # one additional run under the profiler
 
     @property
     def key(self) -> str:
@@ -54,7 +54,10 @@ class Setting:
 
 @dataclass(frozen=True)
 class Interconnect:
-    """What lies between the ranks. environment: variables for them; link: to simulate, as `--simulate-link` takes it."""
+    """The connection between ranks.
+
+    environment: variables for the ranks; link: a link to simulate, as `--simulate-link` takes it; hosts: number of hosts.
+    """
 
     environment: dict[str, str] = field(default_factory=dict)
     link: str | None = None
@@ -62,10 +65,11 @@ class Interconnect:
 
 
 def interconnect(text: str) -> Interconnect:
-    """What `--interconnects TEXT` stands for.
+    """Parse one value of `--interconnects`. Raises UserError.
 
-    `default`: nothing; `no-p2p`: GPUs exchange through host memory, the paper's "No NVLink"; `two-hosts`: as two_hosts.py starts
-    them; `NAME=VALUE[;NAME=VALUE]`: these variables; `LATENCY,BANDWIDTH`: a simulated link, on CPU. Raises UserError.
+    `default`: the machine as it is; `no-p2p`: GPUs exchange through host memory, the paper's "No NVLink"; `two-hosts`: two
+    simulated hosts, started by two_hosts.py; `NAME=VALUE[;NAME=VALUE]`: environment variables; `LATENCY,BANDWIDTH`: a
+    simulated link, on CPU.
     """
     if text == "default":
         return Interconnect()
@@ -88,20 +92,20 @@ def interconnect(text: str) -> Interconnect:
 
 @dataclass(frozen=True)
 class Row:
-    """What one configuration gave: the raw samples, or why there are none."""
+    """The result of one configuration: its raw samples, or the error if there are none."""
 
     setting: Setting
     machine: dict[str, Any]
     versions: dict[str, str]
     variant: str = ""  # the variant in words
     communicator: str = ""
-    samples: list[dict[str, Any]] = field(default_factory=list)  # one a measured run, as sweep_worker.py writes them
+    samples: list[dict[str, Any]] = field(default_factory=list)  # one per measured run, as `sweep_worker.one_run` returns it
     split: dict[str, Any] | None = None  # ms of a decode step: compute, hidden, exposed, idle, and the `source`
     error: str | None = None
 
     def values(self, name: str) -> list[float]:
-        """A figure of every run: what samples hold, or `completion_ms` and `throughput`, which follow from it."""
-        if name == "completion_ms":  # of the whole batch, from the prompt to the last token
+        """One figure of every run: a field of the samples, or `completion_ms` or `throughput`, which are computed from them."""
+        if name == "completion_ms":  # of the whole batch, from prefill to the last token
             return [s["prefill_ms"] + sum(s["step_ms"]) for s in self.samples]
         if name == "throughput":  # generated tokens a second, end to end, as in the paper's tables 1, 2 and 6
             tokens = self.setting.batch * self.setting.new_tokens
@@ -114,7 +118,7 @@ class Row:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a sweep's file; of several with equal settings, the last. Raises UserError."""
+    """The rows of a sweep's file. If several have equal settings, only the last one is kept. Raises UserError."""
     try:
         lines = path.read_text().splitlines()
     except OSError as e:
@@ -136,7 +140,7 @@ def row_line(row: Row) -> str:
 
 
 def pooled(rows: Iterable[Row]) -> list[Row]:
-    """One row for each configuration, with the samples of all its seeds; its setting has seed 0."""
+    """One row per configuration with the samples of all seeds. The row's setting has seed 0."""
     found: dict[Setting, Row] = {}
     for row in rows:
         setting = replace(row.setting, seed=0)
@@ -147,7 +151,7 @@ def pooled(rows: Iterable[Row]) -> list[Row]:
 
 
 def finished(rows: Iterable[Row]) -> list[Row]:
-    """Those with samples, seeds pooled, variants in the usual order."""
+    """The rows that have samples, with seeds pooled and variants in the order of `ORDER`."""
 
     def order(row: Row) -> tuple[Any, ...]:
         s, kind = row.setting, row.setting.variant.split(":")[0]
@@ -164,12 +168,12 @@ def baseline(row: Row, rows: Sequence[Row]) -> Row | None:
 
 
 def ratio(row: Row, rows: Sequence[Row], name: str) -> float | None:
-    """`name` of `row` divided by that of the standard model."""
+    """The median of `name` in `row` divided by that of the standard model. None if either is missing."""
     base = baseline(row, rows)
     above, below = row.median(name), base.median(name) if base else None
     return above / below if above is not None and below else None
 
 
 def column(rows: Iterable[Row], name: str) -> list[Any]:
-    """The different values of one field of the settings, sorted."""
+    """The distinct values of one field of the settings, sorted, None last."""
     return sorted({getattr(row.setting, name) for row in rows}, key=lambda value: (value is None, value))

@@ -1,13 +1,13 @@
-"""vLLM's part of a sweep: `scripts/sweep.py` starts it with the Python of an environment that holds vLLM, and reads its stdout.
+"""Measure vLLM for a sweep. `scripts/sweep.py` starts this with the Python of an environment with vLLM, and reads its stdout.
 
     PYTHON scripts/sweep_vllm.py SETTINGS FOLDER
 
-SETTINGS is a JSON list of settings that share their model and their ranks; FOLDER holds the model's config.json. One engine with
-random weights measures them all, and says what `sweep_worker.py` says, in the same lines. Nothing of this repository is
-imported, so that vLLM's environment need not hold what Rung needs.
+SETTINGS is the path of a JSON list of settings with the same model and ranks. FOLDER contains the model's config.json. One
+engine with random weights measures all settings and prints the same lines as `sweep_worker.py`. This file imports nothing of
+this repository, so that vLLM's environment does not need Rung's dependencies.
 
-A run is two calls with new random prompts: one token, which is the prefill, and all tokens. vLLM reports no single steps, so
-each step of a run is given their mean.
+A run makes two calls, each with new random prompts: one that generates a single token, which measures the prefill, and one that
+generates all tokens. vLLM does not report single steps, so every step of a run is recorded with the mean time.
 """
 
 import json
@@ -18,8 +18,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-MARK = "@sweep "  # of sweep_worker.py
-MEMORY = 0.85  # of a GPU's memory that vLLM may take
+MARK = "@sweep "  # as in sweep_worker.py
+MEMORY = 0.85  # share of a GPU's memory that vLLM may use
 
 
 def say(**content: Any) -> None:
@@ -27,14 +27,16 @@ def say(**content: Any) -> None:
 
 
 def graph_sizes(batches: list[int]) -> list[int]:
-    """The batch sizes that are captured: those of the sweep and the powers of two below them, which takes less time than vLLM's
-    whole list."""
+    """The batch sizes for which vLLM captures CUDA graphs: those of the sweep, and powers of two up to the largest.
+
+    Capturing these takes less time than capturing vLLM's default list.
+    """
     return sorted({*batches, *(1 << n for n in range(max(batches).bit_length()))})
 
 
 def start(settings: list[dict[str, Any]], folder: str) -> Any:
-    """The engine for all of the settings."""
-    from vllm import LLM  # type: ignore[import-not-found]  # of another environment
+    """A vLLM engine that can run all of the settings."""
+    from vllm import LLM  # type: ignore[import-not-found]  # installed in another environment
 
     first, batches = settings[0], [s["batch"] for s in settings]
     return LLM(
@@ -55,7 +57,7 @@ def start(settings: list[dict[str, Any]], folder: str) -> Any:
 
 
 def seconds(llm: Any, s: dict[str, Any], tokens: int, vocabulary: int, rng: random.Random) -> float:
-    """Seconds that a batch of new prompts takes to give `tokens` tokens each, greedy."""
+    """Seconds to generate `tokens` tokens for each sequence of a batch of new random prompts, greedy."""
     from vllm import SamplingParams
 
     prompts = [{"prompt_token_ids": [rng.randrange(vocabulary) for _ in range(s["prompt_length"])]} for _ in range(s["batch"])]
@@ -68,7 +70,7 @@ def seconds(llm: Any, s: dict[str, Any], tokens: int, vocabulary: int, rng: rand
 
 
 def sample(prefill: float, step: float | None, s: dict[str, Any]) -> dict[str, Any]:
-    """One run in the form of `sweep_worker.one_run`; prefill, step: ms."""
+    """One run in the form that `sweep_worker.one_run` returns. prefill, step: ms; step is None without decode steps."""
     return {
         "prefill_ms": round(prefill, 3),
         "decode_ms_per_token": step and round(step, 4),
@@ -82,10 +84,10 @@ def sample(prefill: float, step: float | None, s: dict[str, Any]) -> dict[str, A
 
 
 def measure(llm: Any, s: dict[str, Any], vocabulary: int) -> list[dict[str, Any]]:
-    """The samples of one setting, behind a run that warms up."""
+    """The samples of one setting, after one warm-up run."""
     rng, steps = random.Random(s["seed"]), s["new_tokens"] - 1
     ms = [[seconds(llm, s, tokens, vocabulary, rng) * 1e3 for tokens in (1, s["new_tokens"])] for _ in range(1 + s["runs"])][1:]
-    prefill = median(first for first, _ in ms)  # the difference of two single calls would scatter twice
+    prefill = median(first for first, _ in ms)  # the median, because the noise of single prefills would add to that of totals
     return [sample(first, (total - prefill) / steps if steps else None, s) for first, total in ms]
 
 

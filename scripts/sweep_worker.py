@@ -1,9 +1,10 @@
-"""The ranks of a sweep: `scripts/sweep.py` starts them and reads what rank 0 says on stdout.
+"""The ranks of a sweep. `scripts/sweep.py` starts them and reads the results that rank 0 prints to stdout.
 
-Configurations that differ in their variant alone are one group. If their models fit in memory together, the variants take
-turns, run by run, so that a machine that slows down slows all of them; if not, each model's runs follow one another.
+Configurations that differ only in their variant form a group. If all models of a group fit in memory at once, the variants
+alternate run by run, so that a slowdown of the machine affects all of them equally. Otherwise each model does all its runs
+before the next model is loaded.
 
-Every line is `@sweep ` and a JSON object: {"begin": setting}, {"done": setting, …}, or {"failed": setting, "error": text}.
+Each result line is `@sweep ` and a JSON object: {"begin": setting}, {"done": setting, …}, or {"failed": setting, "error": text}.
 """
 
 import gc
@@ -39,14 +40,14 @@ from scripts.trace import by_phase, random_prompts, read_trace, record, timeline
 from tp import World, agree_on_error, init_world
 
 MARK = "@sweep "
-MEMORY_SHARE = 0.6  # of what is free may go to the weights of one group; caches and activations need the rest
+MEMORY_SHARE = 0.6  # of free memory may hold the weights of a group; KV caches and activations need the rest
 PROFILED_TOKENS = 9  # a prefill and 8 decode steps
 
-Turn = tuple[int, Setting]  # the run's number, 0 being the one that warms up
+Turn = tuple[int, Setting]  # the run's number (0 is the warm-up run) and its setting
 
 
 class MeteredLink(SimulatedLink):
-    """A simulated link that also adds up how long its sums take, hidden or not."""
+    """A simulated link that also adds up the link time of its all-reduces in seconds, hidden or exposed."""
 
     link_seconds = 0.0
 
@@ -61,8 +62,10 @@ def say(world: World, **content: Any) -> None:
 
 
 def turns(group: list[Setting], together: bool) -> Iterator[Turn]:
-    """Every run of a group, the variants in turn if their models are in memory together. The run behind the measured ones is
-    the profiled one."""
+    """Every run of a group in order. Variants alternate run by run if `together`.
+
+    Run 0 warms up, the next `runs` are measured, and the last one is profiled if the setting says so.
+    """
     rounds = range(1 + group[0].runs + group[0].profile)
     if together:
         return ((number, setting) for number in rounds for setting in group)
@@ -70,7 +73,7 @@ def turns(group: list[Setting], together: bool) -> Iterator[Turn]:
 
 
 class Models:
-    """The loaded models; a communicator belongs to its model, so that its counters do too."""
+    """The loaded models. Each model has its own communicator, so that the communicator's counters count that model only."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -81,7 +84,7 @@ class Models:
         return json.dumps([s.model, s.variant, s.comm, s.interconnect, s.dtype, s.compile, s.seed])
 
     def keep(self, settings: Iterable[Setting]) -> None:
-        """Free all models but those of `settings`."""
+        """Free all models except those of `settings`."""
         kept = {self.key(s) for s in settings}
         self.loaded = {key: found for key, found in self.loaded.items() if key in kept}
         gc.collect()
@@ -89,7 +92,7 @@ class Models:
             torch.cuda.empty_cache()
 
     def get(self, s: Setting) -> tuple[Transformer, Communicator]:
-        """Collective. Raises UserError."""
+        """The model of a setting and its communicator; loads them if necessary. Collective. Raises UserError."""
         if self.key(s) not in self.loaded:
             comm = self._communicator(s)
             world = World(self.world.rank, self.world.world_size, self.world.device, comm, self.world.control)
@@ -115,12 +118,12 @@ class Models:
         return MeteredLink(inner, parse_link(link)) if link else inner
 
     def fit_together(self, group: list[Setting]) -> bool:
-        """Whether the weights of all of them leave room for the rest, on every rank alike. Collective."""
+        """Whether the weights of all models of the group fit into `MEMORY_SHARE` of free memory on every rank. Collective."""
         self.keep(group)
         need = 0
         for s in group:
             if self.key(s) not in self.loaded:
-                with suppress(UserError):  # its turn will tell
+                with suppress(UserError):  # `get` raises it again in this setting's run
                     need += weight_bytes(model_config(s.model, s.variant, s.tp), s.tp, DTYPES[s.dtype])
         fits = torch.tensor(int(need < MEMORY_SHARE * free_bytes(self.world.device)), device=self.world.device)
         if self.world.world_size > 1:
@@ -132,10 +135,10 @@ class Models:
 
 
 def one_run(model: Transformer, comm: Communicator, s: Setting, world: World) -> dict[str, Any]:
-    """One sample: prefill and decode as generate.py measures them, every step, and what the sums cost a decode step.
+    """One sample: prefill and decode as generate.py measures them, the time of every step, and the all-reduce time per decode step.
 
-    `exposed_ms` is what rank 0's host waited for sums (None where only the device knows), `link_ms` how long a simulated link
-    needed for them.
+    `exposed_ms`: how long rank 0's host waited for all-reduces (None if the wait happens on the device, where the host cannot
+    measure it). `link_ms`: how long the simulated link needed for them. Both are means per decode step.
     """
     prompts = random_prompts(s.batch, s.prompt_length, model.config.vocab_size, s.seed)
     greedy = [SamplingParams(temperature=0)] * s.batch
@@ -147,7 +150,7 @@ def one_run(model: Transformer, comm: Communicator, s: Setting, world: World) ->
     for _ in generate(model, prompts, greedy, s.new_tokens, timing):
         counters.append((comm.waited or 0.0, getattr(comm, "link_seconds", 0.0)))
     speed = measure(model, timing, s.batch, world)
-    if cuda:  # other models may be in memory, too
+    if cuda:  # count this model only: other models of the group may be in memory
         own = sum(p.numel() * p.element_size() for p in model.parameters())
         speed["peak_memory_gb"] = round((own + torch.cuda.max_memory_allocated(world.device) - before) / 1e9, 3)
     steps = max(1, len(timing.steps))
@@ -161,7 +164,7 @@ def one_run(model: Transformer, comm: Communicator, s: Setting, world: World) ->
 
 
 def profiled_split(model: Transformer, s: Setting, world: World) -> dict[str, Any] | None:
-    """The mean decode step of rank 0's trace."""
+    """The split of the mean decode step in rank 0's trace, in ms. None on other ranks, and without decode steps."""
     prompts = random_prompts(s.batch, s.prompt_length, model.config.vocab_size, s.seed)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
@@ -172,8 +175,10 @@ def profiled_split(model: Transformer, s: Setting, world: World) -> dict[str, An
 
 
 def link_split(samples: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The mean decode step on a simulated link: what was waited for, and the rest of what the link took. The host's own time
-    counts as computing."""
+    """The split of the mean decode step on a simulated link, in ms; None without a link or without decode steps.
+
+    Exposed: the time that the host waited. Hidden: the rest of the link's time. The host's own time counts as compute.
+    """
     if not samples or samples[0]["link_ms"] is None or not samples[0]["step_ms"]:
         return None
     step = fmean(fmean(s["step_ms"]) for s in samples)
@@ -190,7 +195,10 @@ class Shortage(Exception):
 
 
 def attempt(models: Models, turn: Turn, together: bool) -> tuple[Any, str | None]:
-    """One run's sample (or, behind the measured ones, the split), or the error that all ranks agree on. Raises Shortage."""
+    """Do one run. Returns its sample (of the profiled run: the split) and None, or None and the error that all ranks agree on.
+
+    Collective. Raises Shortage if memory runs out and `together`.
+    """
     number, s = turn
     result, error = None, None
     try:
@@ -215,7 +223,7 @@ def attempt(models: Models, turn: Turn, together: bool) -> tuple[Any, str | None
 
 
 def run_group(models: Models, group: list[Setting], together: bool) -> None:
-    """Measure a group and say what came out. Raises Shortage."""
+    """Measure a group and print the results. Collective. Raises Shortage."""
     world = models.world
     samples: dict[Setting, list[dict[str, Any]]] = {s: [] for s in group}
     splits: dict[Setting, dict[str, Any] | None] = dict.fromkeys(group)
@@ -235,13 +243,13 @@ def run_group(models: Models, group: list[Setting], together: bool) -> None:
         elif number > 0:
             samples[s].append(result)
         if number == s.runs + s.profile and s not in failed:
-            # nothing here may name a model: it would stay in memory beside the next one
+            # no local variable here may refer to a model: it would stay in memory when the next one is loaded
             split = link_split(samples[s]) or splits[s]
             say(world, done=asdict(s), samples=samples[s], split=split, **models.about(s))
 
 
 def run_together_or_in_turn(models: Models, group: list[Setting]) -> None:
-    """Measure a group, all its models in memory if they fit there."""
+    """Measure a group with all its models in memory if they fit, otherwise one model at a time. Collective."""
     short = False
     if len(group) > 1 and models.fit_together(group):
         try:
@@ -249,13 +257,13 @@ def run_together_or_in_turn(models: Models, group: list[Setting]) -> None:
             return
         except Shortage:
             short = True
-    if short:  # behind the handler: while it runs, the exception's frames hold the models that have to go
+    if short:  # outside the except block: inside it, the exception's frames still refer to the models that must be freed
         models.keep([])
     run_group(models, group, together=False)
 
 
 def read_settings(arguments: list[str]) -> list[Setting]:
-    """Those of the file that scripts/sweep.py wrote. Raises UserError."""
+    """The settings in the file that scripts/sweep.py wrote. Raises UserError."""
     try:
         (path,) = arguments
         settings = [Setting(**raw) for raw in json.loads(Path(path).read_text())]
