@@ -1,4 +1,4 @@
-"""How queries meet keys: without a cache, and with a contiguous cache. `model.py` sees only the `AttentionContext`.
+"""Attention without a cache and with a contiguous cache. `model.py` uses only the interface `AttentionContext`.
 
 Shapes: B sequences, T tokens a sequence in this forward, L tokens cached, H query heads, K key-value heads, D head_dim.
 """
@@ -25,8 +25,9 @@ class HeadNorm(Protocol):
 
 
 class Heads(Protocol):
-    """What a context sees of an attention module: `slot` numbers those of this rank; `window` limits a query to the last
-    `window` tokens; `rope_factor` multiplies queries and keys where they are rotated, or queries alone by its square."""
+    """The part of an attention module that a context uses. `slot` is the module's number on this rank. `window` limits a query
+    to the last `window` tokens. `rope_factor` multiplies queries and keys where they are rotated; a context may multiply the
+    queries alone by its square instead."""
 
     slot: int
     window: int | None
@@ -40,7 +41,7 @@ class Heads(Protocol):
 
     @property
     def k_norm(self) -> "HeadNorm | None":
-        """Both or none."""
+        """Set if `q_norm` is set, else None."""
         ...
 
     def split(self, qkv: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -49,19 +50,21 @@ class Heads(Protocol):
 
 
 class AttentionContext(ABC):
-    """What one forward pass needs to know about the tokens before it."""
+    """What one forward pass needs to attend to the tokens before it."""
 
     @abstractmethod
     def attend(self, heads: Heads, qkv: Tensor, frequencies: Tensor) -> Tensor:
-        """Causal attention of the queries in qkv (B, T, (H + 2K) * D) over what the module's slot holds and qkv's own keys and
-        values: (B, T, H * D). frequencies: (D / 2,) fp32, radians a token."""
+        """Causal attention of the queries in qkv (B, T, (H + 2K) * D) to the slot's cached keys and values and to those in qkv.
+
+        frequencies: (D / 2,) fp32, radians a token. Returns (B, T, H * D).
+        """
 
 
 class SplitContext(AttentionContext):
-    """One that attends to heads that are split and rotated before, each by PyTorch."""
+    """A context that first splits and rotates the heads and then attends, both with PyTorch."""
 
     positions: Tensor  # (T,) int64, of this forward's tokens, the same for every sequence
-    _rope: tuple[Tensor, Tensor] | None = None  # every layer has the same
+    _rope: tuple[Tensor, Tensor] | None = None  # the same for every layer
 
     def rope(self, frequencies: Tensor, factor: float = 1.0) -> tuple[Tensor, Tensor]:
         """Cosines and sines of this forward's positions, (T, 1, D / 2) fp32 each, times `factor`."""
@@ -76,11 +79,11 @@ class SplitContext(AttentionContext):
 
     @abstractmethod
     def attend_split(self, slot: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        """Attention of q (B, T, H, D), k and v (B, T, K, D), rotated: (B, T, H, D)."""
+        """Attention of rotated q (B, T, H, D) and k (B, T, K, D), and v (B, T, K, D): (B, T, H, D)."""
 
 
 def causal_mask(positions: Tensor, length: int, window: int | None) -> Tensor:
-    """(T, length) bool: which of the keys 0 … length-1 the query at each position may see."""
+    """(T, length) bool: which of the keys 0 … length-1 the query at each position may attend to."""
     keys = torch.arange(length, device=positions.device)
     seen = keys <= positions[:, None]
     return seen if window is None else seen & (keys > positions[:, None] - window)
@@ -133,7 +136,7 @@ class CacheStep(SplitContext):
     def __init__(self, cache: ContiguousCache, start: int, stop: int) -> None:
         self.cache, self.start, self.stop = cache, start, stop
         self.positions = torch.arange(start, stop, device=cache.keys_values.device)
-        self._masks: dict[int | None, Tensor] = {}  # by window: every layer of a kind shares one
+        self._masks: dict[int | None, Tensor] = {}  # by window: all layers with the same window share one
 
     def attend_split(self, slot: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         keys, values = self.cache.keys_values[slot]
@@ -152,9 +155,9 @@ class CacheStep(SplitContext):
         return out.transpose(1, 2)
 
     def _decode(self, q: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
-        """One query a sequence: it sees every cached key of its window, so no mask; its group's heads share the keys."""
+        """Decode: one query a sequence. It attends to all cached keys of its window, so there is no mask."""
         first = 0 if window is None else max(0, self.stop - window)
         batch, _, n_heads, head_dim = q.shape
-        grouped = q.view(batch, keys.shape[1], -1, head_dim)  # (B, K, H / K, D): heads of one KV head as if they were tokens
+        grouped = q.view(batch, keys.shape[1], -1, head_dim)  # (B, K, H / K, D): a KV head's query heads in the place of tokens
         out = F.scaled_dot_product_attention(grouped, keys[:, :, first : self.stop], values[:, :, first : self.stop])
         return out.reshape(batch, 1, n_heads, head_dim)

@@ -4,7 +4,7 @@ Shapes: B sequences, T tokens, C hidden_size, H query heads and K key-value head
 
 The residual variants (Zhang et al., "Ladder-residual", arXiv:2501.06589) in one notation. Modules h_1 … h_2L alternate
 attention and MLP, each with its own pre-norm; x_i is the residual stream after module i, x_0 the embedding. A rank computes a
-partial sum of h_i; AR sums over ranks.
+partial sum of h_i; AR is the all-reduce, the sum over ranks.
 
     standard      x_i = x_{i-1} + AR(h_i(x_{i-1}))
     parallel      x_l = x_{l-1} + AR(attention(n(x_{l-1})) + mlp(n(x_{l-1})))
@@ -12,9 +12,9 @@ partial sum of h_i; AR sums over ranks.
     desync        x^r += h_i^r(x^r) on every stream r, or, where it reduces, x = AR(h_i^r(x^r) + x^r / S)
     upper-bound   standard without AR: wrong on more than one rank
 
-Between modules travel a tensor `x` and the sums in flight, oldest first: the residual stream is `x` plus what they will bring.
-A module reads the stream once all but the newest `lag` of them have arrived: 0 is standard, 1 a ladder. So the two mix freely,
-and the rule x_{i-2} holds at the seam of a hybrid.
+Each module passes on a tensor `x` and the all-reduces in flight, oldest first. The residual stream is `x` plus their results.
+A module reads the stream when all but the newest `lag` all-reduces have finished: `lag` is 0 for standard and 1 for a ladder.
+So standard and ladder blocks can be mixed, and the rule x_{i-2} also holds where a hybrid changes from one to the other.
 """
 
 from collections.abc import Callable
@@ -58,7 +58,7 @@ class RMSNorm(nn.Module):
 
 
 class Heads(nn.Module):
-    """What attention does between its two projections: split into heads, QK norm, RoPE, attend."""
+    """The part of attention between its two projections: split into heads, QK norm, RoPE, attend."""
 
     def __init__(self, config: ModelConfig, layer: int, slot: int, shard: Shard, factory: Factory) -> None:
         super().__init__()
@@ -80,12 +80,12 @@ class Heads(nn.Module):
         return q, k, v
 
     def forward(self, qkv: Tensor, frequencies: Tensor, context: AttentionContext) -> Tensor:
-        """(B, T, (H + 2K) * D) to (B, T, H * D). How heads meet the tokens before them is the context's affair."""
+        """(B, T, (H + 2K) * D) to (B, T, H * D). The context computes the attention to earlier tokens."""
         return context.attend(self, qkv, frequencies)
 
 
 class Attention(nn.Module):
-    """h(x) = O · attend(QKV · n(x)) of n(x), this shard's partial sum: (B, T, C) to (B, T, C)."""
+    """h(x) = O · attend(QKV · n(x)). Takes n(x), (B, T, C); returns this shard's partial sum, (B, T, C)."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """h(x) = down · (silu(gate · n(x)) * (up · n(x))) of n(x), this shard's partial sum: (B, T, C) to (B, T, C)."""
+    """h(x) = down · (silu(gate · n(x)) * (up · n(x))). Takes n(x), (B, T, C); returns this shard's partial sum, (B, T, C)."""
 
     def __init__(self, config: ModelConfig, shard: Shard, norm: RMSNorm, factory: Factory, project: Project = linear) -> None:
         super().__init__()
@@ -123,18 +123,18 @@ class MLP(nn.Module):
 # --- the residual variants: one block class each -------------------------------------------------------------------------
 
 
-Pending = tuple[Handle, ...]  # sums in flight, oldest first
+Pending = tuple[Handle, ...]  # all-reduces in flight, oldest first
 
 
 def settle(x: Tensor, pending: Pending) -> Tensor:
-    """The residual stream once the sums in flight have arrived."""
+    """Wait for every all-reduce in flight and add its result to x: the whole residual stream."""
     for total in pending:
         x = total.settle(x)
     return x
 
 
 def read(x: Tensor, pending: Pending, norm: RMSNorm, lag: int) -> tuple[Tensor, Tensor | Scattered, Pending]:
-    """What a module takes from the stream once all but the newest `lag` sums have arrived: (x, norm(x), still in flight)."""
+    """Read a module's input: wait for all but the newest `lag` all-reduces. Returns (x, norm(x), those still in flight)."""
     arrived = max(0, len(pending) - lag)
     if not arrived:
         return x, norm(x), pending
@@ -143,15 +143,16 @@ def read(x: Tensor, pending: Pending, norm: RMSNorm, lag: int) -> tuple[Tensor, 
 
 
 class StandardBlock(nn.Module):
-    """x_i = x_{i-1} + AR(h_i(x_{i-1})): attention, then MLP, each waiting for the sum of the one before."""
+    """x_i = x_{i-1} + AR(h_i(x_{i-1})): attention, then MLP; each waits for the previous module's all-reduce."""
 
     lag = 0
 
     def __init__(self, config: ModelConfig, layer: int, shards: list[Shard], comm: Communicator, factory: Factory) -> None:
         super().__init__()
         self.start: Callable[[Any], Handle] = comm.start if self.lag else comm.defer
-        # A sum beside computation is of what is there. So is one with a bias, in all modules or in none: a communicator that fuses
-        # a sum leaves each rank some rows of the stream, which only its own next sum understands.
+        # A ladder's all-reduce runs while the next module computes, so its partial sum must be computed first, unfused.
+        # A projection with a bias is not fused either. Then no module is: a fused all-reduce may leave each rank only some
+        # rows of the stream, and only the same communicator's next fused all-reduce can continue with them.
         project: Project = linear if self.lag or config.o_bias or config.mlp_bias else comm.project
         norms = [RMSNorm(config.hidden_size, config.norm_eps, factory) for _ in range(2)]
         self.attention = Attention(config, layer, layer, shards[0], norms[0], factory, project)
@@ -165,7 +166,10 @@ class StandardBlock(nn.Module):
 
 
 class SeamBlock(StandardBlock):
-    """A standard block ahead of a ladder's, which takes the stream whole: here the rows of all ranks come together."""
+    """The standard block directly before a ladder block, which needs all rows of the stream on every rank.
+
+    It makes its input whole, and its all-reduces use `comm.whole`, whose results are whole.
+    """
 
     def __init__(self, config: ModelConfig, layer: int, shards: list[Shard], comm: Communicator, factory: Factory) -> None:
         super().__init__(config, layer, shards, comm, factory)
@@ -177,20 +181,20 @@ class SeamBlock(StandardBlock):
 
 
 class LadderBlock(StandardBlock):
-    """x_i = x_{i-1} + AR(h_i(x_{i-2})): while one module's sum is in flight, the next computes (Algorithm 1)."""
+    """x_i = x_{i-1} + AR(h_i(x_{i-2})): while one module's all-reduce is in flight, the next module computes (Algorithm 1)."""
 
     lag = 1
 
 
 class UpperBoundBlock(StandardBlock):
-    """Standard with nothing sent: the speed limit, and wrong text on more than one rank. For benchmarks only."""
+    """Standard without communication, the upper bound of speed. For benchmarks only: on several ranks its text is wrong."""
 
     def __init__(self, config: ModelConfig, layer: int, shards: list[Shard], comm: Communicator, factory: Factory) -> None:
         super().__init__(config, layer, shards, NoCommunication(comm.rank, comm.world_size), factory)
 
 
 class ParallelBlock(nn.Module):
-    """x_l = x_{l-1} + AR(attention(n(x)) + mlp(n(x))): one norm, one fused input weight, one sum a layer
+    """x_l = x_{l-1} + AR(attention(n(x)) + mlp(n(x))): one norm, one fused input weight, one all-reduce a layer
     (Wang & Komatsuzaki's GPT-J; PaLM, arXiv:2204.02311)."""
 
     def __init__(self, config: ModelConfig, layer: int, shards: list[Shard], comm: Communicator, factory: Factory) -> None:
@@ -212,11 +216,11 @@ class ParallelBlock(nn.Module):
 
 
 class DesyncBlock(nn.Module):
-    """Every stream r advances on its own, x^r += h^r(x^r), until a module reduces: x = AR(h^r(x^r) + x^r / S).
+    """Each stream r advances separately, x^r += h^r(x^r), until a module reduces: x = AR(h^r(x^r) + x^r / S).
 
-    A checkpoint with S streams runs on every number of ranks N that divides S: a rank carries S / N streams, each with its own
-    shard of the weights; the norms are shared. `x` is a list of this rank's streams, each (B, T, C), and `pending` has an update
-    for each of them, or none right behind a reduction.
+    A checkpoint with S streams runs on every number of ranks N that divides S. A rank carries S / N streams, each with its own
+    shard of the weights; the norms are shared. `x` is a list of this rank's streams, each (B, T, C). `pending` has one update
+    for each stream; directly after a reduction it is empty.
     """
 
     def __init__(self, config: ModelConfig, layer: int, shards: list[Shard], comm: Communicator, factory: Factory) -> None:
@@ -240,7 +244,7 @@ class DesyncBlock(nn.Module):
 
     @staticmethod
     def read(x: list[Tensor], pending: Pending, norm: RMSNorm) -> tuple[list[Tensor], list[Tensor | Scattered]]:
-        if not pending:  # the streams are one
+        if not pending:  # after a reduction all streams are equal
             return x, [norm(x[0])] * len(x)
         both = [update.add_norm(x_r, norm.weight, norm.eps) for x_r, update in zip(x, pending, strict=True)]
         return [x_r for x_r, _ in both], [normed for _, normed in both]
@@ -265,10 +269,10 @@ BLOCKS = {
 
 
 class Transformer(nn.Module):
-    """A Llama-like decoder, this rank's shard of it.
+    """This rank's shard of a Llama-like decoder.
 
-    Parameters are allocated on `device` in `dtype` and left for `checkpoint.py` to fill. Raises UserError if the config
-    cannot be split over the communicator's ranks.
+    Parameters are allocated on `device` in `dtype`; `checkpoint.py` fills them. Raises UserError if the config cannot be split
+    over the communicator's ranks.
     """
 
     def __init__(self, config: ModelConfig, comm: Communicator, device: torch.device, dtype: torch.dtype) -> None:
@@ -295,7 +299,7 @@ class Transformer(nn.Module):
 
     @property
     def attention_slots(self) -> int:
-        """How many attention modules this rank has, each with keys and values of its own."""
+        """How many attention modules this rank has. Each has its own keys and values."""
         return self.config.n_layers * len(self.shards)
 
     @property
@@ -304,18 +308,20 @@ class Transformer(nn.Module):
         return len(self.shards[0].range(self.config, "kv_heads")) // self.config.head_dim
 
     def compile_modules(self) -> None:
-        """Compile what lies between the collectives and the attention kernel: Inductor would move a compiled collective's
-        wait right behind it. All layers share the compiled code."""
+        """Compile the code between the collectives and the attention kernel. All layers share the compiled code.
+
+        The collectives are not compiled: Inductor would move the wait for a collective directly after its start.
+        """
         for module in self.modules():
             if isinstance(module, ShardedLinear):
-                module.project = linear  # what is compiled returns its partial sum, not the promise of one
+                module.project = linear  # a compiled module returns its partial sum itself, not a `Product`
             if isinstance(module, MLP):
                 module.forward = torch.compile(module.forward)  # type: ignore[method-assign]
             elif isinstance(module, Heads):
                 module.split = torch.compile(module.split)  # type: ignore[method-assign]
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """(B, T) ids to (B, T, C). Each rank looks up the ids of its part of the vocabulary; the sum completes the rest."""
+        """(B, T) ids to (B, T, C). Each rank looks up the ids of its part of the vocabulary; an all-reduce adds the parts."""
         if self.comm.world_size == 1:
             return F.embedding(tokens, self.embedding.weight)
         return self.comm.all_reduce(embedding_shard(tokens, self.embedding.weight, self.vocab.start))
@@ -328,7 +334,7 @@ class Transformer(nn.Module):
         """(B, T) ids to the last residual stream (B, T, C), before the final norm."""
         x: Any = self.embed(tokens)
         desync = self.config.variant == "desync"
-        if desync:  # the streams begin equal; the last module of all reduces, so they end equal
+        if desync:  # the streams start equal; the model's last module reduces, so they end equal
             x = [x] * len(self.shards)
         pending: Pending = ()
         for layer in self.layers:

@@ -1,8 +1,7 @@
-"""Rotary position embeddings (Su et al., arXiv:2104.09864): the frequencies of a model, scaled as its checkpoint says, and the
-rotation itself.
+"""Rotary position embeddings (Su et al., arXiv:2104.09864): the rotation, and the frequencies with a checkpoint's scaling.
 
-Each scaling is computed in fp32 in the order of transformers' operations (`modeling_rope_utils.py`): angles at positions in the tens
-of thousands would part otherwise.
+Each scaling is computed in fp32 with the same order of operations as in transformers (`modeling_rope_utils.py`). With another
+order, the angles would differ at positions of tens of thousands.
 """
 
 import math
@@ -15,7 +14,7 @@ from rope_scaling import DynamicScaling, LinearScaling, Llama3Scaling, LongRopeS
 
 
 def rope_frequencies(config: ModelConfig) -> Tensor:
-    """(D / 2,) fp32, radians a token, for the context `config.max_seq_len`."""
+    """The frequencies for a context of `config.max_seq_len` tokens: (D / 2,) fp32, radians a token."""
     dim, base, scaling = config.head_dim, config.rope_theta, config.rope_scaling
     exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
     match scaling:
@@ -37,20 +36,20 @@ def rope_frequencies(config: ModelConfig) -> Tensor:
 def llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
     """Divide low frequencies by `factor`, keep high ones, and blend in between (Llama 3.1's `apply_scaling`)."""
     wavelengths = 2 * math.pi / frequencies
-    periods = scaling.original_max_position_embeddings / wavelengths  # within the original context
+    periods = scaling.original_max_position_embeddings / wavelengths  # periods within the original context
     blend = (periods - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    blend = blend.clamp(0, 1)  # 0: a low frequency, 1: a high one
+    blend = blend.clamp(0, 1)  # 0: low frequency, 1: high frequency
     return (1 - blend) * frequencies / scaling.factor + blend * frequencies
 
 
 def dynamic_base(base: float, dim: int, scaling: DynamicScaling, length: int) -> float:
-    """The base for a context of `length` tokens: the unscaled one up to what was trained."""
+    """The RoPE base for a context of `length` tokens. Up to `scaling.trained` tokens it is `base`."""
     stretched = scaling.factor * max(length, scaling.trained) / scaling.trained - (scaling.factor - 1)
     return base * float(stretched ** (dim / (dim - 2)))
 
 
 def yarn(base: float, dim: int, powers: Tensor, scaling: YarnScaling) -> Tensor:
-    """Interpolated frequencies, and towards those that turn often in the original context the unscaled ones. powers: (D / 2,)."""
+    """Blend scaled with unscaled frequencies: the more turns in the original context, the less scaled. powers: (D / 2,)."""
     low, high = (
         dim * math.log(scaling.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(base))
         for turns in (scaling.beta_fast, scaling.beta_slow)

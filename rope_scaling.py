@@ -1,11 +1,11 @@
-"""How a checkpoint stretches RoPE beyond the context that it was first trained for: `rope_scaling` of `config.json` both ways.
+"""How a checkpoint extends RoPE beyond its first training context: reading and writing `rope_scaling` of `config.json`.
 
 The types are those of transformers: `linear` (Chen et al., arXiv:2306.15595), `dynamic` (NTK-aware scaling by length), `yarn` (Peng et
 al., arXiv:2309.00071), `longrope` (Ding et al., arXiv:2402.13753) and `llama3`. `rope.py` computes with them.
 
-`dynamic` and `longrope` depend on a length. Here it is that of the context which the process runs with, and not that of a
-sequence: the tokens of a sequence then depend neither on what runs beside it nor on how its prompt was cut into chunks, and keys in
-the cache never have to be rotated again. docs/checkpoints.md says what follows from it.
+`dynamic` and `longrope` depend on a length. Here it is the length of the process's context, not that of a sequence. So the
+tokens of a sequence depend neither on the other sequences of a batch nor on how its prompt was cut into chunks, and cached
+keys never have to be rotated again. docs/checkpoints.md gives the consequences.
 """
 
 import math
@@ -16,12 +16,12 @@ from typing import Any
 from errors import UserError
 from json_fields import count, get, positive, shown
 
-MAX_LENGTH = 1 << 27  # tokens of a context
+MAX_LENGTH = 1 << 27  # of a context, in tokens
 
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Llama 3.1's: low frequencies are divided by `factor`. Lengths in tokens."""
+    """Llama 3.1's scaling: low frequencies are divided by `factor`. Lengths in tokens."""
 
     factor: float
     low_freq_factor: float
@@ -31,7 +31,7 @@ class Llama3Scaling:
 
 @dataclass(frozen=True)
 class LinearScaling:
-    """All frequencies are divided by `factor`. `trained`: `max_position_embeddings`, which the factor stretches."""
+    """All frequencies are divided by `factor`. `trained`: the unscaled context, `max_position_embeddings`, in tokens."""
 
     factor: float
     trained: int
@@ -39,7 +39,7 @@ class LinearScaling:
 
 @dataclass(frozen=True)
 class DynamicScaling:
-    """The base grows with the context's length beyond `trained`, which is `max_position_embeddings`."""
+    """The base grows with the context's length beyond `trained`, which is `max_position_embeddings`, in tokens."""
 
     factor: float
     trained: int
@@ -47,8 +47,8 @@ class DynamicScaling:
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """Low frequencies are divided by `factor`, between `beta_fast` and `beta_slow` turns in the original context less and less.
-    Cosines and sines are multiplied by `attention_factor`."""
+    """Frequencies with fewer than `beta_slow` turns in the original context are divided by `factor`; those with more than
+    `beta_fast` turns are kept; between the two they are blended. Cosines and sines are multiplied by `attention_factor`."""
 
     factor: float
     original_max_position_embeddings: int
@@ -60,7 +60,8 @@ class YarnScaling:
 
 @dataclass(frozen=True)
 class LongRopeScaling:
-    """Each frequency is divided by a factor of its own: of `long_factor` in a context beyond the original one."""
+    """Each frequency is divided by its own factor, from `long_factor` if the context is longer than the original one, else from
+    `short_factor`. Cosines and sines are multiplied by `attention_factor`."""
 
     short_factor: tuple[float, ...]
     long_factor: tuple[float, ...]
@@ -79,20 +80,24 @@ TYPES: dict[str, type] = {
 
 
 def attention_factor(scaling: RopeScaling | None) -> float:
-    """By what cosines and sines are multiplied."""
+    """The factor of cosines and sines."""
     return scaling.attention_factor if isinstance(scaling, YarnScaling | LongRopeScaling) else 1.0
 
 
 def rope_of(raw: dict[str, Any]) -> dict[str, Any]:
-    """RoPE's settings in a `config.json`: `rope_scaling` and a top-level `rope_theta` before transformers 5, where
-    `rope_parameters` has both. Of two, transformers takes the former, which people add to files by hand."""
+    """RoPE's settings in a `config.json`.
+
+    Before transformers 5 they are `rope_scaling` and a top-level `rope_theta`; transformers 5 has both in `rope_parameters`.
+    A file with both uses `rope_scaling`, as in transformers: people add it to files by hand.
+    """
     return get(raw, "rope_scaling", dict, {}) or get(raw, "rope_parameters", dict, {})
 
 
 def read_scaling(raw: dict[str, Any], theta: float, head_dim: int) -> tuple[RopeScaling | None, int]:
-    """The scaling that a `config.json` asks for, and the context in tokens for which it is meant.
+    """The scaling in a `config.json`, and the context in tokens that it is meant for.
 
-    `linear` and `dynamic` stretch `max_position_embeddings` by their factor, and `yarn` the original context. Raises UserError.
+    That context is `max_position_embeddings`; `linear` and `dynamic` multiply it by their factor, and `yarn` multiplies the
+    original context. Raises UserError.
     """
     rope, length = rope_of(raw), count(raw, "max_position_embeddings", 2048, MAX_LENGTH)
     nested = [key for key, value in rope.items() if isinstance(value, dict)]
@@ -114,7 +119,7 @@ def read_scaling(raw: dict[str, Any], theta: float, head_dim: int) -> tuple[Rope
 
 
 def _original(raw: dict[str, Any], rope: dict[str, Any], length: int) -> int:
-    """The context before scaling. A top-level key counts first, as in transformers."""
+    """The context before scaling, in tokens. A top-level key takes precedence, as in transformers."""
     inner = count(rope, "original_max_position_embeddings", length, MAX_LENGTH)
     return count(raw, "original_max_position_embeddings", inner, MAX_LENGTH)
 
@@ -180,7 +185,7 @@ _READERS: dict[str, Callable[[dict[str, Any], dict[str, Any], int, float, int], 
 
 
 def scaling_to_hf(scaling: RopeScaling | None) -> dict[str, Any]:
-    """What `read_scaling` reads. `max_position_embeddings` stands elsewhere in the file."""
+    """The settings that `read_scaling` reads back. `max_position_embeddings` is written elsewhere in the file."""
     if scaling is None:
         return {"rope_type": "default"}
     kind = next(name for name, cls in TYPES.items() if isinstance(scaling, cls))

@@ -1,7 +1,7 @@
-"""Tensor parallelism: the process group, and the one table that says how each weight is split.
+"""Tensor parallelism: the process group, and the table `SPLITS` that says how each weight is split.
 
-Weights are sharded when they are built: a `ShardedLinear` allocates only its shard, and `checkpoint.py` reads only that
-shard from disk. Nothing is rewritten in place.
+Weights are sharded from the start: a `ShardedLinear` allocates only its shard, and `checkpoint.py` reads only that shard from
+disk.
 """
 
 import os
@@ -28,10 +28,10 @@ from processes import listen_on_loopback
 @dataclass(frozen=True)
 class Split:
     dim: int  # of the (out_features, in_features) weight
-    axis: str  # what the dim counts, and so where it may be cut
+    axis: str  # what the dim counts, which determines where it may be cut
 
 
-# Names are those of the HF checkpoint. What is not in the table (the norms) is replicated.
+# The names are those of the HF checkpoint. Weights that are not in the table (the norms) are replicated.
 SPLITS: dict[str, Split] = {
     "embed_tokens": Split(0, "vocab"),
     "lm_head": Split(0, "vocab"),
@@ -62,8 +62,8 @@ class Shard:
     def range(self, config: ModelConfig, axis: str) -> range:
         """The features of `axis` that this shard holds, in rows or columns of the full weight.
 
-        KV heads are replicated when there are more shards than heads. The vocabulary is cut into equal parts rounded up, so
-        the last shard's range may reach beyond the vocabulary; those rows are padding.
+        KV heads are replicated when there are more shards than heads. The vocabulary is cut into equal parts, rounded up, so
+        the last shards' ranges may reach beyond the vocabulary; those rows are padding.
         """
         if axis == "vocab":
             size = -(-config.vocab_size // self.count)
@@ -78,9 +78,9 @@ class Shard:
 
 
 def stream_shards(config: ModelConfig, rank: int, world_size: int) -> list[Shard]:
-    """The shards that one rank carries: a single one, or S / N of them for a desync checkpoint with S streams on N ranks.
+    """The shards that one rank holds: one, or S / N of them for a desync checkpoint with S streams on N ranks.
 
-    Raises UserError if the model cannot be split so.
+    Raises UserError if the model cannot be split this way.
     """
     desync = config.variant == "desync"
     count = config.desync_streams if desync else world_size
@@ -105,14 +105,14 @@ Project = Callable[[Tensor, Tensor, Tensor | None], Tensor | Product]  # linear,
 
 
 class ShardedLinear(nn.Module):
-    """This shard's part of one linear layer, or of several with the same input fused into one weight.
+    """This shard's part of one linear layer, or of several layers with the same input, fused into one weight.
 
-    `weight` (sum of the parts' local out_features, local in_features). A row-split layer returns this shard's features; a
-    column-split one returns a partial sum over shards, as `project` makes it.
+    `weight` has shape (sum of the parts' local out_features, local in_features). A row-split layer (`Split.dim` 0) returns this
+    shard's features. A column-split layer (`Split.dim` 1) returns a partial sum over shards, computed by `project`.
 
-    `bias`, if a part has one: a row-split layer holds the entries of its features, of the parts that have one. A column-split
-    layer holds all entries and adds 1 / S of each on every one of the S shards, so that the sum over shards has the bias once,
-    and the streams of a desync model have equal shares of it.
+    `bias` is None unless a part has a bias. A row-split layer holds the entries of its features, for the parts with a bias. A
+    column-split layer holds all entries, and each of the S shards adds 1 / S of them: the sum over shards then has the bias
+    once, and the streams of a desync model have equal shares of it.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class ShardedLinear(nn.Module):
         else:
             shape = (config.hidden_size, self.sizes[0])
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-        # of a fused layer, either all parts have a bias, or the first ones, or the last ones
+        # in a fused layer, either all parts have a bias, or the first ones, or the last ones
         has = [part in biased_parts(config) for part in parts]
         self.biased = [part for part, biased in zip(parts, has, strict=True) if biased]
         lengths = self.sizes if SPLITS[parts[0]].dim == 0 else [shape[0]]
@@ -148,7 +148,7 @@ class ShardedLinear(nn.Module):
         return self.project(x, self.weight, bias)
 
     def whole_bias(self) -> Tensor | None:
-        """What this shard adds to its features or to its partial sum."""
+        """The bias that this shard adds to its features or to its partial sum; None without one."""
         if self.bias is None:
             return None
         if SPLITS[self.parts[0]].dim == 1:
@@ -162,7 +162,7 @@ class ShardedLinear(nn.Module):
         return swiglu(self(x))
 
     def pieces(self) -> Iterator[tuple[str, Tensor]]:
-        """The fused parts under their checkpoint names, `q_proj.weight`, `q_proj.bias`, …, as views of this layer's tensors."""
+        """The fused parts with their checkpoint names (`q_proj.weight`, `q_proj.bias`, …), as views of this layer's tensors."""
         sizes = self.sizes if SPLITS[self.parts[0]].dim == 0 else [len(self.weight)]
         for part, weight in zip(self.parts, self.weight.split(sizes), strict=True):
             yield f"{part}.weight", weight
@@ -176,24 +176,24 @@ class ShardedLinear(nn.Module):
 
 @dataclass(frozen=True)
 class World:
-    """This process among the ranks."""
+    """This process's rank, its device, and how it communicates with the other ranks."""
 
     rank: int
     world_size: int
     device: torch.device
     comm: Communicator
-    control: dist.ProcessGroup | None = None  # gloo: for what hosts tell each other; None on a single rank
+    control: dist.ProcessGroup | None = None  # gloo, for data in host memory; None on a single rank
 
 
 def init_world(
     device: str | None = None, comm: str | None = None, simulate_link: str | None = None, error_budget: float = 0.0
 ) -> World:
-    """Join the ranks that a launcher started, or be the only one.
+    """Join the ranks that a launcher started, or be the only rank.
 
-    device: `cpu` or `cuda`; None takes CUDA if there is any. comm: a name that `comm.choose` knows; None takes what fits the
-    device. simulate_link: a latency and a bandwidth, `10us,100GB/s`, that sums of CPU ranks shall take. error_budget: the relative
-    error of a sum that `auto` may make for speed.
-    Raises UserError for a device that is not there or a communicator that does not serve it.
+    device: `cpu` or `cuda`; None takes CUDA if there is a GPU. comm: a name that `comm.choose` accepts; None takes the device's
+    default. simulate_link: a latency and a bandwidth, `10us,100GB/s`; all-reduces of CPU ranks then take as long as on such a
+    link. error_budget: the relative error that `auto` may accept in an all-reduce to make it faster.
+    Raises UserError for a device that does not exist or a communicator that does not support it.
     """
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -206,7 +206,7 @@ def init_world(
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         if gpus == 0:
             raise UserError("--device cuda, but this machine shows no GPU; use --device cpu")
-        if local_ranks > gpus:  # every rank of the host compares the same two numbers, so all of them stop
+        if local_ranks > gpus:  # all ranks of the host compare the same two numbers, so all of them stop
             raise UserError(f"{local_ranks} ranks need a GPU each, but this host has {gpus}; start at most {gpus} ranks a host")
         torch_device = torch.device("cuda", local_rank)
         torch.cuda.set_device(torch_device)
@@ -229,7 +229,7 @@ def init_world(
 
 
 def _loopback_store(rank: int) -> TCPStore:
-    """Where the ranks of one host meet if their launcher keeps no store for them: PyTorch's own would listen on all interfaces."""
+    """A store on loopback for the ranks of one host whose launcher has none. PyTorch's own would listen on all interfaces."""
     address = ("127.0.0.1", int(os.environ["MASTER_PORT"]))
     if rank:
         return TCPStore(*address, is_master=False)
@@ -238,9 +238,9 @@ def _loopback_store(rank: int) -> TCPStore:
 
 
 def agree_on_error(world: World, error: UserError | None) -> None:
-    """Raise the first rank's error on every rank, if any rank has one: they all stop, none waits for another.
+    """If any rank has an error, raise that of the lowest such rank on every rank. So no rank waits for one that stopped.
 
-    All ranks must call it at the same place.
+    Collective.
     """
     errors: list[str | None] = [str(error) if error else None]
     if world.world_size > 1:
