@@ -1,7 +1,7 @@
-"""Weights in and out: HF safetensors directories and gpt-fast `.pth` files, each rank reading only its own slices;
-random weights for presets; a saver that writes what the reader reads.
+"""Reading and writing weights: HF safetensors directories, gpt-fast `.pth` files, random weights for presets.
 
-The reader walks over the model's own tensors and asks the file for each one's slice, so what is read is what was built.
+Each rank reads only its own slices: the reader goes through the tensors of the rank's model and reads the slice of each from
+the file. Weights are written in the HF layout, which the reader can read.
 """
 
 import json
@@ -33,19 +33,19 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
     "generation_config.json",
 )  # fmt: skip
-MAX_FILE_BYTES = 4 * 10**9  # of one safetensors file that the saver writes
+MAX_FILE_BYTES = 4 * 10**9  # of one written safetensors file
 MANY_LAYERS = 256
-READERS = 8  # threads that read for a GPU
-MAX_TOUCHED_BYTES = 256 * 2**20  # of a mapped `.pth` that may be resident beside the model
+READERS = 8  # threads that read weights for a GPU
+MAX_TOUCHED_BYTES = 256 * 2**20  # of a mapped `.pth` that may be resident in addition to the model
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-# --- where a tensor of the model lies in a checkpoint --------------------------------------------------------------------
+# --- where a checkpoint has each tensor of the model ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Place:
-    """One tensor of the HF layout and the view of this rank's model that holds its slice."""
+    """One tensor of the HF layout, and the view into this rank's model that holds the rank's slice of it."""
 
     name: str
     tensor: Tensor
@@ -64,13 +64,13 @@ NORM_NAMES = {
 
 
 def places(model: Transformer) -> Iterator[Place]:
-    """Every checkpoint tensor that this rank needs, with its slice. A desync rank names a tensor once for each stream."""
+    """Every checkpoint tensor that this rank needs, with its slice. With desync, once for each of the rank's streams."""
     for path, module in model.named_modules():
         yield from module_places(model.config, path, module)
 
 
 def module_places(config: ModelConfig, path: str, module: nn.Module) -> Iterator[Place]:
-    """Those of the module at `path` itself, without its children's."""
+    """The places of the module at `path` itself, without those of its children."""
     if isinstance(module, ShardedLinear):
         for piece, tensor in module.pieces():
             yield _linear_place(config, _layer_prefix(path), piece, tensor, module.shard)
@@ -89,7 +89,7 @@ def _linear_place(config: ModelConfig, prefix: str, piece: str, tensor: Tensor, 
     split = SPLITS[part]
     group = "self_attn." if part in ("q_proj", "k_proj", "v_proj", "o_proj") else "mlp." if prefix else ""
     name = ("model." if part == "embed_tokens" else "") + prefix + group + piece
-    if piece.endswith(".bias") and split.dim == 1:  # every shard holds it whole
+    if piece.endswith(".bias") and split.dim == 1:  # every shard holds the whole bias
         return Place(name, tensor.data, (config.hidden_size,), 0, range(config.hidden_size))
     rows = shard.range(config, split.axis)
     full = {
@@ -106,7 +106,7 @@ def _norm_name(path: str) -> str:
     prefix = _layer_prefix(path)
     if not prefix:
         return "model.norm"
-    inside = re.sub(r"\.\d+", "", path[len(prefix) - len("model.") :])  # a stream's number says nothing: norms are shared
+    inside = re.sub(r"\.\d+", "", path[len(prefix) - len("model.") :])  # without the stream's number: norms are shared
     inside = inside.split("heads.")[-1]
     return prefix + NORM_NAMES[inside]
 
@@ -117,7 +117,7 @@ def _norm_name(path: str) -> str:
 class Source(Protocol):
     """A checkpoint's tensors under their HF names."""
 
-    concurrent: bool  # whether threads may call `read` at once
+    concurrent: bool  # whether several threads may call `read` at once
 
     def shapes(self) -> dict[str, tuple[int, ...]]: ...
 
@@ -160,15 +160,15 @@ class SafetensorsSource:
         return self._shapes
 
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
-        # The file is opened for each tensor so that its mapped pages are given back: a column slice touches every page of
-        # its tensor, and a rank must not end up with the whole checkpoint in its resident memory.
+        # The file is opened for each tensor, so that its mapped pages are released. A column slice touches every page of its
+        # tensor, so otherwise the whole checkpoint could become resident in a rank's memory.
         with safe_open(self.files[name], framework="pt") as file:
             part = file.get_slice(name)
             return part[start:stop] if dim == 0 else part[:, start:stop]
 
 
 class GptFastSource:
-    """gpt-fast's `model.pth`: its own names, fused wqkv, and q and k in the interleaved RoPE order."""
+    """gpt-fast's `model.pth`: other tensor names, fused wqkv, q and k in the interleaved RoPE order."""
 
     concurrent = False
     NAMES = {
@@ -185,7 +185,7 @@ class GptFastSource:
 
     def __init__(self, path: Path, config: ModelConfig) -> None:
         self.path, self.config = path, config
-        self.names: dict[str, tuple[str, int]] = {}  # HF name to the file's name and its first row there
+        self.names: dict[str, tuple[str, int]] = {}  # HF name: (name in the file, first row in that tensor)
         self._shapes: dict[str, tuple[int, ...]] = {}
         hf_names = {theirs: ours for ours, theirs in self.NAMES.items()}
         self.tensors, self.touched = self._open(), 0
@@ -226,8 +226,8 @@ class GptFastSource:
 
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
         theirs, first = self.names[name]
-        # Mapped pages that were read stay resident until the file is unmapped, so it is opened again now and then (for each
-        # tensor, as above, would be slow: opening a 70B takes 50 ms). A column slice touches every page of its tensor.
+        # Pages that were read stay resident until the file is unmapped, so it is opened again after MAX_TOUCHED_BYTES. Doing
+        # that for each tensor would be slow: opening a 70B takes 50 ms. A column slice touches every page of its tensor.
         if self.touched > MAX_TOUCHED_BYTES:
             self.tensors, self.touched = self._open(), 0
         whole = self.tensors[theirs]
@@ -235,13 +235,13 @@ class GptFastSource:
         self.touched += tensor.nbytes if dim == 0 else whole.nbytes
         if not name.endswith(("q_proj.weight", "k_proj.weight")):
             return tensor
-        # gpt-fast rotates neighbours (0, 1), (2, 3), …; the HF layout pairs i with i + D / 2
+        # gpt-fast's RoPE pairs neighbours (0, 1), (2, 3), …; the HF layout pairs i with i + D / 2
         pairs = tensor.unflatten(0, (-1, self.config.head_dim // 2, 2))
         return pairs.transpose(1, 2).flatten(0, 2)
 
 
 def _line(e: Exception) -> str:
-    """The first line of what a library says, for a message of one line."""
+    """The first line of a library's error message, for a message of one line."""
     return (str(e).splitlines() or [repr(e)])[0]
 
 
@@ -252,14 +252,14 @@ def load_weights(model: Transformer, source: Source, progress: bool = False) -> 
     """Fill `model` with its slices from `source`. Raises UserError on missing, unknown or misshapen tensors."""
     wanted = list(places(model))
     check_names(model.config, wanted, source.shapes())
-    # A CPU rank shares its cores with others, and its memory must not hold many mapped tensors besides its own.
+    # A CPU rank reads with one thread: ranks share the cores, and many mapped tensors at once would take too much memory.
     readers = READERS if source.concurrent and model.norm.weight.is_cuda else 1
     fill_all(wanted, source, readers, progress)
 
 
 def fill_all(wanted: list[Place], source: Source, readers: int, progress: bool = False) -> None:
-    """`fill` every place, in as many threads as `readers` says; raises what the first failing one raises."""
-    inference = torch.is_inference_mode_enabled()  # a thread's own affair
+    """`fill` every place, in `readers` threads. If any fail, raises the error of the first of them in the order of `wanted`."""
+    inference = torch.is_inference_mode_enabled()  # the mode is per thread
 
     def fill_here(place: Place) -> None:
         with torch.inference_mode(inference):
@@ -273,19 +273,19 @@ def fill_all(wanted: list[Place], source: Source, readers: int, progress: bool =
 
 
 def fill(place: Place, source: Source) -> None:
-    """Copy one slice out of the checkpoint, and zeros into the padding."""
+    """Copy one slice from the checkpoint, and fill the padding with zeros."""
     stop = min(place.rows.stop, place.shape[place.dim])
     start = min(place.rows.start, stop)
     target = place.tensor.narrow(place.dim, 0, stop - start)
     if target.numel():
         part = source.read(place.name, place.dim, start, stop)
-        # A copy from pageable memory to a GPU is one thread's at a time; the file is read before it, which can be many threads'.
+        # Copies from pageable memory to a GPU run one at a time. The clone reads the file first, which threads do in parallel.
         target.copy_(part.clone(memory_format=torch.contiguous_format) if target.is_cuda else part)
     place.tensor.narrow(place.dim, stop - start, len(place.rows) - (stop - start)).zero_()
 
 
 def check_names(config: ModelConfig, wanted: list[Place], found: dict[str, tuple[int, ...]]) -> None:
-    """Raise UserError unless the checkpoint has every tensor that the config asks for, in its shape, and no others."""
+    """Raise UserError unless the checkpoint has exactly the tensors that the config needs, each with the right shape."""
     expected = {place.name: place.shape for place in wanted}
     optional = {"lm_head.weight"} if config.tie_embeddings else set()
     missing = sorted(expected.keys() - found.keys())
@@ -307,18 +307,18 @@ def _some(names: list[str], limit: int = 3) -> str:
 
 
 def random_weights(model: Transformer, seed: int = 0) -> None:
-    """Fill `model` on its device: normal(0, 0.02), norms 1, biases 0.
+    """Fill `model` on its device: matrices from normal(0, 0.02), norms 1, biases 0.
 
-    The seed of a slice comes from its name and first row, so that the replicas of a KV head are equal. Other shards are other
-    slices: the model of two ranks is not that of one. A GPU draws on the device, other values than a CPU does: a 70B over 8 ranks
-    takes 560 kernels a rank and no work of the host.
+    The seed of a slice depends on its name and first row, so the replicas of a KV head are equal. Two ranks have other slices
+    than one rank, so their model is another one. A GPU's values are drawn on the device and differ from a CPU's: a 70B model on
+    8 ranks takes 560 kernels a rank and no work on the host.
     """
     for place in places(model):
         randomize(place, seed)
 
 
 def randomize(place: Place, seed: int) -> None:
-    """Fill one slice of a matrix; norms and biases stay as they were built."""
+    """Fill one slice of a matrix. Norms and biases keep their initial values."""
     if place.tensor.dim() == 2:
         generator = torch.Generator(place.tensor.device)
         generator.manual_seed(zlib.crc32(f"{seed} {place.name} {place.rows.start}".encode()))
@@ -326,9 +326,9 @@ def randomize(place: Place, seed: int) -> None:
 
 
 def model_config(name: str, variant: str | None, world_size: int) -> ModelConfig:
-    """The config of a checkpoint (directory or `.pth` file), preset or `config.json`, under another variant if one is named.
+    """The config of a checkpoint (directory or `.pth` file), preset or `config.json`, with another variant if one is given.
 
-    A desync variant of what is not desync takes one stream a rank unless it names a number: `desync-2x:8`.
+    A desync variant of a model that is not desync has one stream for each rank, unless it gives a number: `desync-2x:8`.
     """
     config = named_config(name)
     if variant is None:
@@ -339,7 +339,7 @@ def model_config(name: str, variant: str | None, world_size: int) -> ModelConfig
 
 
 def open_source(name: str, config: ModelConfig) -> Source:
-    """The tensors of the checkpoint at path `name`. Raises UserError if there are none, or they are torn."""
+    """The tensors of the checkpoint at path `name`. Raises UserError if there are none or a file is damaged."""
     path = Path(name)
     if path.is_file():
         return GptFastSource(path, config)
@@ -353,9 +353,10 @@ def open_source(name: str, config: ModelConfig) -> Source:
 def load_model(
     name: str, config: ModelConfig, world: World, dtype: torch.dtype, seed: int = 0, cache_tokens: int = 0
 ) -> Transformer:
-    """Build this rank's shard of the model and fill it. On an error of any rank, all ranks raise the same UserError: files of
-    another model than `config`, and what lacks the memory for the weights and a cache of `cache_tokens` tokens, are refused
-    before any is allocated.
+    """Build this rank's shard of the model and fill it. Collective.
+
+    If any rank has an error, all ranks raise the same UserError. Before anything is allocated, the ranks check that the files
+    match `config`, and that there is enough memory for the weights and a KV cache of `cache_tokens` tokens.
     """
     error = source = model = None
     try:
@@ -374,13 +375,16 @@ def load_model(
 
 
 def build_model(name: str, config: ModelConfig, world: World, dtype: torch.dtype, seed: int) -> Transformer:
-    """`load_model` for one rank alone."""
+    """`load_model` for a single rank, without communication or the check of memory."""
     return fill_model(name, check_source(name, config, world, dtype), config, world, dtype, seed)
 
 
 def check_source(name: str, config: ModelConfig, world: World, dtype: torch.dtype) -> Source | None:
-    """The tensors that `--model NAME` names, None for random ones. Raises UserError unless the files' headers have all that
-    `config` asks for: known from a model without memory."""
+    """The tensors of `--model NAME`; None for random weights.
+
+    Raises UserError unless the files' headers list the tensors that `config` needs. A model on the meta device, which takes no
+    memory, gives the list of needed tensors.
+    """
     if has_random_weights(name):
         return None
     source = open_source(name, config)
@@ -391,8 +395,10 @@ def check_source(name: str, config: ModelConfig, world: World, dtype: torch.dtyp
 
 
 def check_layers(config: ModelConfig, found: Iterable[str]) -> None:
-    """Raise UserError unless the names of a very deep checkpoint reach to its last layer: modules for thousands of layers, which
-    would name all that is missing, take seconds."""
+    """For a very deep config, raise UserError unless the names in `found` include the last layer.
+
+    `check_names` would list all missing tensors, but it needs the modules, and building thousands of layers takes seconds.
+    """
     numbers = [int(name[1]) for name in map(re.compile(r"model\.layers\.([0-9]{1,6})\.").match, found) if name]
     last = max(numbers, default=-1)
     if last + 1 < config.n_layers and config.n_layers > MANY_LAYERS:
@@ -405,7 +411,7 @@ def check_layers(config: ModelConfig, found: Iterable[str]) -> None:
 def fill_model(
     name: str, source: Source | None, config: ModelConfig, world: World, dtype: torch.dtype, seed: int
 ) -> Transformer:
-    """The model on its device with the tensors of `source`, or random ones. Raises UserError."""
+    """The model on its device with the tensors of `source`, or with random ones for None. Raises UserError."""
     try:
         model = Transformer(config, world.comm, world.device, dtype).eval().requires_grad_(False)
         if source is None:
@@ -413,7 +419,7 @@ def fill_model(
         else:
             load_weights(model, source, progress=world.rank == 0)
     except (MemoryError, RuntimeError) as e:
-        if not isinstance(e, torch.OutOfMemoryError | MemoryError) and "can't allocate memory" not in str(e):  # of CPUs
+        if not isinstance(e, torch.OutOfMemoryError | MemoryError) and "can't allocate memory" not in str(e):  # on CPUs
             raise
         need = weight_bytes(config, world.world_size, dtype)
         raise UserError(shortage(name, world, need, 0, free_bytes(world.device))) from None
@@ -428,7 +434,7 @@ def save_checkpoint(
 ) -> None:
     """Write `model` in the HF layout: config.json, safetensors (with an index above 4 GB), and a copy of a tokenizer's files.
 
-    `model` must hold every shard, so it is saved from one process. Raises UserError otherwise.
+    Raises UserError if `model` is split over several ranks: a model is saved from one process that holds all of it.
     """
     if model.comm.world_size != 1:
         raise UserError("a model is saved from one process that holds all of it; load it without torchrun to save it")
@@ -447,7 +453,7 @@ def save_checkpoint(
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copy the tokenizer's files, and what belongs to them, from one folder to another."""
+    """Copy the `TOKENIZER_FILES` that exist from one folder to another."""
     for file in TOKENIZER_FILES:
         if (source / file).is_file():
             shutil.copyfile(source / file, target / file)
@@ -462,7 +468,7 @@ def _save_tensors(tensors: dict[str, Tensor], directory: Path) -> None:
             size = 0
         files[-1][name] = tensor
         size += tensor.nbytes
-    for stale in (INDEX, SINGLE):  # an earlier checkpoint's, of which readers would prefer one or the other
+    for stale in (INDEX, SINGLE):  # of an earlier checkpoint in the folder: a reader might prefer it
         (directory / stale).unlink(missing_ok=True)
     if len(files) == 1:
         save_file(files[0], directory / SINGLE, metadata={"format": "pt"})

@@ -1,6 +1,6 @@
-"""What a model is: its shape, its family, its residual variant; presets by name; the HF `config.json` both ways.
+"""A model's description: shape, family, residual variant. Presets by name; reading and writing the HF `config.json`.
 
-A residual variant is a property of the checkpoint. It stands in `config.json` under these keys:
+A residual variant is a property of the checkpoint. `config.json` has it under these keys:
 
 | variant | keys |
 |---|---|
@@ -9,8 +9,8 @@ A residual variant is a property of the checkpoint. It stands in `config.json` u
 | parallel, and ladder of another family | `model_type: "rung"`, `base_model_type`, `residual_variant` |
 | desync | these three, and `desync_streams` and `desync_pattern` |
 
-`rung` is a model type that no other library knows, on purpose: a library that ignored the variant would load such a
-checkpoint without complaint and write nonsense.
+No other library has a model type `rung`. That is intended: a library that ignored the variant would load such a checkpoint
+without an error and generate nonsense.
 """
 
 import math
@@ -36,7 +36,7 @@ from rope_scaling import (
 VARIANTS = ("standard", "parallel", "ladder", "desync", "upper-bound")
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
-# Far above any model that was published: what lies beyond is a broken file, and would take long only to be looked at.
+# Far above any published model. A larger value means a broken file, and checking such a model would take long.
 MOST = {
     "vocab_size": 1 << 24,
     "hidden_size": 1 << 20,
@@ -58,7 +58,7 @@ ARCHITECTURES = {
 
 @dataclass(frozen=True)
 class Reduces:
-    """One layer of a desync pattern: after which of its two modules the streams are summed over all ranks."""
+    """One layer of a desync pattern: after which of its two modules the streams are all-reduced."""
 
     attention: bool
     mlp: bool
@@ -66,7 +66,7 @@ class Reduces:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The whole description of a decoder. Counts are of the full model, never of one rank's shard."""
+    """A decoder's complete description. Counts are of the full model, never of one rank's shard."""
 
     # shape
     vocab_size: int
@@ -76,7 +76,7 @@ class ModelConfig:
     n_kv_heads: int
     head_dim: int
     intermediate_size: int
-    max_seq_len: int  # tokens; prompt and answer together
+    max_seq_len: int  # tokens, prompt and answer together
     # family
     family: str = "llama"
     norm_eps: float = 1e-5
@@ -87,13 +87,13 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False  # of all three layers
     qk_norm: bool = False
-    windows: tuple[int | None, ...] = ()  # sliding window of each layer, in tokens; empty: none anywhere
+    windows: tuple[int | None, ...] = ()  # sliding window of each layer, in tokens; empty: no layer has one
     # residual variant
     variant: str = "standard"
-    ladder_layers: tuple[int, ...] = ()  # used by `ladder` only; all layers or some of them (hybrid)
+    ladder_layers: tuple[int, ...] = ()  # for `ladder` only; all layers or some of them (hybrid)
     desync_streams: int = 1  # S: how many streams the checkpoint was trained with
     desync_pattern: tuple[Reduces, ...] = ()  # one entry a layer
-    # what else `config.json` said that a saver must write back
+    # other settings of `config.json` that must be saved again
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
 
@@ -103,7 +103,7 @@ class ModelConfig:
 
     @property
     def description(self) -> str:
-        """The variant in the words of the paper: `hybrid ladder (layers 4-7 of 8)`, `desync-2x (S = 4)`."""
+        """The variant in the paper's terms: `hybrid ladder (layers 4-7 of 8)`, `desync-2x (S = 4)`."""
         if self.is_hybrid:
             first, last = min(self.ladder_layers), max(self.ladder_layers)
             named = f"{first}-{last}" if len(self.ladder_layers) == last - first + 1 else str(list(self.ladder_layers))
@@ -115,14 +115,14 @@ class ModelConfig:
 
     @property
     def rope_factor(self) -> float:
-        """By what RoPE multiplies queries and keys besides turning them."""
+        """The factor by which RoPE multiplies queries and keys in addition to rotating them."""
         return attention_factor(self.rope_scaling)
 
     def window(self, layer: int) -> int | None:
         return self.windows[layer] if self.windows else None
 
     def parameter_count(self) -> int:
-        """Entries of the full model's matrices, a tied embedding counted once; norms and biases are too few to matter."""
+        """Entries of the full model's matrices. A tied embedding counts once; norms and biases, which are few, do not count."""
         attention = self.hidden_size * self.head_dim * 2 * (self.n_heads + self.n_kv_heads)
         mlp = 3 * self.hidden_size * self.intermediate_size
         tables = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
@@ -130,7 +130,7 @@ class ModelConfig:
 
 
 def desync_pattern(n_layers: int, every: int) -> tuple[Reduces, ...]:
-    """`desync-nx` of the paper's section 5: of n consecutive all-reduces only the last one stays; the model's last module
+    """`desync-nx` of the paper's section 5: only the last of every n consecutive all-reduces remains. The model's last module
     always reduces."""
     modules = [(i + 1) % every == 0 or i == 2 * n_layers - 1 for i in range(2 * n_layers)]
     return tuple(Reduces(attention=modules[2 * i], mlp=modules[2 * i + 1]) for i in range(n_layers))
@@ -206,7 +206,7 @@ def _preset(layers: int, heads: int, kv_heads: int, hidden: int, intermediate: i
 
 
 PRESETS: dict[str, ModelConfig] = {
-    # the 1B and 3B that the ladder paper trains from scratch (3B: 32 heads, which 8 ranks can share)
+    # the 1B and 3B models that the ladder paper trains from scratch (3B with 32 heads, so that 8 ranks can share them)
     "ladder-1b": _preset(40, 24, 24, 1536, 4096, 49152, max_seq_len=2048, tie_embeddings=True),
     "ladder-3b": _preset(40, 32, 32, 2304, 9216, 49152, max_seq_len=2048, tie_embeddings=True),
     "llama-3.2-1b": _preset(16, 32, 8, 2048, 8192, 128256, **_LLAMA32),
@@ -221,13 +221,13 @@ PRESETS: dict[str, ModelConfig] = {
     "llama-3.1-405b": _preset(
         126, 128, 8, 16384, 53248, 128256, rope_theta=5e5, rope_scaling=_LLAMA31_ROPE, max_seq_len=131072
     ),
-    # BLOOM's shape with Llama's modules: a gated MLP of as many weights as BLOOM's plain one of 4 x hidden
+    # BLOOM's shape with Llama's modules: the gated MLP has as many weights as BLOOM's plain MLP of 4 x hidden
     "bloom-176b": _preset(70, 112, 112, 14336, 38400, 250880, max_seq_len=2048, tie_embeddings=True),
-    # small enough for a laptop's CPU: tests and first tries without a checkpoint
+    # small enough for a laptop's CPU: for tests, and to try Rung without a checkpoint
     "tiny": _preset(8, 8, 4, 192, 320, 1024, head_dim=32, max_seq_len=1024, tie_embeddings=True),
 }
 
-LISTED = 12  # checkpoints in the folder models/ that a message names
+LISTED = 12  # most checkpoints in the folder models/ that a message names
 
 
 def preset(name: str) -> ModelConfig:
@@ -244,7 +244,7 @@ def preset(name: str) -> ModelConfig:
 
 
 def instead(name: str) -> str:
-    """What may have been meant by `name`, which is neither a path nor a preset, and what there is."""
+    """Suggestions for `name`, which is neither a path nor a preset: similar names, and all checkpoints and presets."""
     here = [str(path.parent) for path in sorted(Path("models").glob("*/config.json"))[:LISTED]]
     names = {Path(folder).name: folder for folder in here} | {name: name for name in [*PRESETS, *here]}
     last = Path(name).name.partition(":")[0]
@@ -255,7 +255,7 @@ def instead(name: str) -> str:
 
 
 def with_variant(config: ModelConfig, name: str) -> ModelConfig:
-    """`config` under another residual variant, for benchmarks: the weights were not trained for it.
+    """`config` with another residual variant, for benchmarks: the weights were not trained for it.
 
     `name`: standard, parallel, ladder, upper-bound, `hybrid` (ladder in the upper half), `hybrid:K` (in the last K layers),
     `desync-2x` or `desync-4x`, optionally with `:S` for the number of streams (without it, the config's own; see
@@ -285,16 +285,16 @@ def with_variant(config: ModelConfig, name: str) -> ModelConfig:
     )
 
 
-# --- what `--model` names ------------------------------------------------------------------------------------------------
+# --- the names that `--model` takes --------------------------------------------------------------------------------------
 
 
 def is_preset(name: str) -> bool:
-    """`--model` takes a path or a preset; what exists on disk is a path."""
+    """Whether `name`, a value of `--model`, is a preset. If a path of that name exists, it is a path."""
     return not Path(name).exists() and "/" not in name and not name.endswith((".pth", ".json"))
 
 
 def is_shape(name: str) -> bool:
-    """Whether `name` is a `config.json` alone: such a file, or a folder with nothing else in it."""
+    """Whether `name` is a `config.json` without weights: the file itself, or a folder that has only this file."""
     path = Path(name)
     if path.is_dir():
         return [file.name for file in path.iterdir()] == ["config.json"]
@@ -302,7 +302,7 @@ def is_shape(name: str) -> bool:
 
 
 def has_random_weights(name: str) -> bool:
-    """Whether `--model NAME` gives a shape and no weights: a preset, or a `config.json` alone."""
+    """Whether `--model NAME` has a shape but no weights: a preset, or a `config.json` alone."""
     return is_preset(name) or is_shape(name)
 
 
@@ -326,7 +326,7 @@ def named_config(name: str) -> ModelConfig:
 def read_config(path: Path) -> ModelConfig:
     """Read `config.json` of an HF-layout checkpoint directory.
 
-    Raises UserError: no such file, no JSON, a key missing, or a feature that Rung does not compute.
+    Raises UserError if the file is missing or not JSON, if a key is missing, or for a feature that Rung does not support.
     """
     try:
         raw = read_json(path, CONFIG_BYTES)
@@ -341,9 +341,9 @@ def read_config(path: Path) -> ModelConfig:
 
 
 def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
-    """Translate a `config.json` as transformers (4 or 5), the published hybrid ladders, or Rung write it.
+    """Translate a `config.json` that transformers (4 or 5) or Rung wrote, or that of a published hybrid ladder.
 
-    Raises UserError: a key missing or of the wrong type, or a feature that Rung does not compute.
+    Raises UserError if a key is missing or has the wrong type, or for a feature that Rung does not support.
     """
     model_type = _model_type(raw)
     family = {"llamaLadder": "llama", "rung": get(raw, "base_model_type", str, "llama")}.get(model_type, model_type)
@@ -356,7 +356,7 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
     )
     head_dim = count(raw, "head_dim", 128 if family == "qwen3" else hidden // heads, MOST["head_dim"])
     theta = 10000.0
-    for holder in (parameters, raw, rope):  # the last one that says it
+    for holder in (parameters, raw, rope):  # the last one that has the key takes precedence
         theta = positive(holder, "rope_theta", theta)
     scaling, length = read_scaling(raw, theta, head_dim)
     eos = one_or_list(raw, "eos_token_id")
@@ -385,7 +385,7 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
 
 
 def _model_type(raw: dict[str, Any]) -> str:
-    """The file's `model_type`. Without one it is a Llama, as in the oldest files, unless `architectures` names another model."""
+    """The file's `model_type`. The oldest files have none; they are Llamas, unless `architectures` names another model."""
     architectures = get(raw, "architectures", list, [])
     unnamed = raw.get("model_type") is None
     if unnamed and any(name != ARCHITECTURES["llama"] for name in architectures):
@@ -396,7 +396,7 @@ def _model_type(raw: dict[str, Any]) -> str:
 
 
 def limit_context(config: ModelConfig, length: int | None) -> ModelConfig:
-    """`config` for a process whose sequences have at most `length` tokens; None: what the checkpoint is meant for."""
+    """`config` with a context of at most `length` tokens; None keeps the checkpoint's context."""
     return config if length is None else replace(config, max_seq_len=min(length, config.max_seq_len))
 
 
@@ -415,7 +415,8 @@ def _refuse_unsupported(*holders: dict[str, Any]) -> None:
 
 
 def _biases(raw: dict[str, Any], family: str) -> dict[str, Any]:
-    """Which layers have a bias. What Llama's and Qwen3's `attention_bias` switches on, Qwen2 has in any case, but for o_proj."""
+    """Which layers have a bias. Llama and Qwen3 have it in q, k, v and o_proj if `attention_bias` is true. Qwen2 always has
+    it in q, k and v, and never in o_proj."""
     attention, mlp = get(raw, "attention_bias", bool, False), get(raw, "mlp_bias", bool, False)
     for key, value, families in (("attention_bias", attention, ("llama", "qwen2", "qwen3")), ("mlp_bias", mlp, ("llama",))):
         if value and family not in families:
@@ -424,7 +425,7 @@ def _biases(raw: dict[str, Any], family: str) -> dict[str, Any]:
 
 
 def _windows(raw: dict[str, Any], family: str, n_layers: int) -> tuple[int | None, ...]:
-    """Each layer's sliding window, where an absent key has the meaning that transformers gives it."""
+    """Each layer's sliding window. A missing key has the default of transformers."""
     if family == "llama" or (family != "mistral" and not get(raw, "use_sliding_window", bool, False)):
         return ()
     if raw.get("sliding_window", 4096) is None:
@@ -449,7 +450,7 @@ def _variant(raw: dict[str, Any], n_layers: int) -> dict[str, Any]:
             if not 0 <= layers <= n_layers:
                 raise UserError(f"ladder_layers = {layers} but the model has {n_layers} layers")
             layers = range(n_layers - layers, n_layers)
-        # none of them, as an int 0, an empty list or null: an ordinary Llama
+        # no ladder layers, written as 0, an empty list or null: an ordinary Llama
         return dict(variant="ladder", ladder_layers=tuple(sorted(layers))) if layers else {}
     if variant == "desync":
         pattern = []
@@ -463,8 +464,8 @@ def _variant(raw: dict[str, Any], n_layers: int) -> dict[str, Any]:
 
 
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """The `config.json` that `config_from_hf` reads back to an equal config, and that transformers reads if the variant is
-    standard."""
+    """The contents of `config.json`. `config_from_hf` reads them back to an equal config; transformers reads them if the
+    variant is standard."""
     plain = config.variant == "standard"
     published = config.variant == "ladder" and config.family == "llama"
     model_type = config.family if plain else "llamaLadder" if published else "rung"
@@ -483,7 +484,7 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         "max_position_embeddings": trained,
         "hidden_act": "silu",
         "rms_norm_eps": config.norm_eps,
-        # both spellings: transformers 5 reads the first, older readers the other two
+        # both forms: transformers 5 reads the first key, older readers the other two
         "rope_parameters": {**rope, "rope_theta": config.rope_theta},
         "rope_theta": config.rope_theta,
         "rope_scaling": rope if scaling else None,
@@ -502,7 +503,7 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         if config.family != "mistral" or not all(config.windows):  # transformers reads a Mistral with this key as another model
             raw["layer_types"] = ["sliding_attention" if w else "full_attention" for w in config.windows]
     elif config.family == "mistral":
-        raw["sliding_window"] = None  # the key's absence would mean Mistral's default of 4096
+        raw["sliding_window"] = None  # a missing key would mean Mistral's default of 4096
     if not plain:
         raw |= {"base_model_type": config.family, "residual_variant": config.variant}
     if config.variant == "ladder":

@@ -1,8 +1,8 @@
-"""The one exception that a user can cause and mend."""
+"""The exception for errors that the user caused and can correct."""
 
 
 class UserError(Exception):
     """Bad input: a file, a flag, a request. The message is one line that says what is wrong and what to do about it.
 
-    Command-line entry points print it once and exit with code 2 on every rank; the server answers with a 4xx.
+    Command-line programs print it once and exit with code 2 on every rank; the server answers with a 4xx status.
     """

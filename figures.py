@@ -1,7 +1,8 @@
-"""What all figures share: one colour for each variant and each communicator, axes that read well at 500 pixels, bytes in KiB and MiB.
+"""Style of all figures: a colour for each variant and communicator, axes that are legible at 500 pixels, sizes in KiB and MiB.
 
-The colours are Okabe and Ito's (Color Universal Design, 2008) and Tol's wine, which the colour-blind tell apart; the yellow is darkened, to
-be seen as a line on white, and the grey is light, since a darker one looks like the purple to some.
+The colours are Okabe and Ito's (Color Universal Design, 2008) and Tol's wine, which colour-blind readers can tell apart.
+The yellow is darkened, so that its lines are visible on white. The grey is light, because some readers confuse a darker
+grey with the purple.
 """
 
 from typing import Any
@@ -33,29 +34,29 @@ COMMUNICATORS = {
     "int4": VERMILION,
     "fp8": YELLOW,
 }
-PARTS = {  # of a step, in the order of the bar
+PARTS = {  # parts of a step, in the order of the bar
     "compute": (SKY, "computing"),
     "hidden": (BLUE, "computing while communicating (hidden)"),
     "exposed": (VERMILION, "waiting for communication (exposed)"),
     "idle": ("#dddddd", "neither"),
 }
-CYCLE = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY)  # for what is neither
-MOST_LINES = 6  # a panel
+CYCLE = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY)  # for lines that are neither variants nor communicators
+MOST_LINES = 6  # in a panel
 UNITS = ("B", "KiB", "MiB", "GiB")
 
 
 def variant_colour(name: str) -> str:
-    """Of `ladder`, `hybrid:16`, `desync-2x:8`."""
+    """The colour of a variant: `ladder`, `hybrid:16`, `desync-2x:8`."""
     return VARIANTS.get(name.partition(":")[0], VERMILION)
 
 
 def communicator_colour(name: str) -> str:
-    """Of `NCCL`, `int8`, `int4:64`, `int8, over NCCL`: a quantized width keeps its colour whatever carries it."""
+    """The colour of a communicator: `NCCL`, `int8`, `int4:64`, `int8, over NCCL`. A width has the same colour over any link."""
     return COMMUNICATORS.get(name.lower().partition(",")[0].partition(":")[0], VERMILION)
 
 
 def size_text(count: float) -> str:
-    """Bytes in the largest binary unit that leaves no fraction below one: `64 KiB`, `1.5 MiB`."""
+    """A number of bytes in the largest unit that makes it at least 1: `64 KiB`, `1.5 MiB`."""
     unit = 0
     while count >= 1024 and unit < len(UNITS) - 1:
         count, unit = count / 1024, unit + 1
@@ -63,7 +64,7 @@ def size_text(count: float) -> str:
 
 
 def byte_axis(axes: Any) -> None:
-    """A logarithmic x axis of bytes with a tick every factor of 16."""
+    """Make the x axis a logarithmic axis of bytes with a tick at every factor of 16."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     axes.set_xscale("log", base=2)
@@ -73,7 +74,7 @@ def byte_axis(axes: Any) -> None:
 
 
 def plain_log_axis(axis: Any) -> None:
-    """A logarithmic `axes.xaxis` or `.yaxis` with few ticks, written as plain numbers, so that labels do not run into one another."""
+    """Make `axes.xaxis` or `.yaxis` logarithmic, with few ticks and plain numbers, so that labels do not overlap."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axis.axes.set(**{f"{axis.axis_name}scale": "log"})

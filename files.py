@@ -1,4 +1,4 @@
-"""Reading files that someone else wrote. What is no regular file is refused and not waited for, and nothing is read without a bound."""
+"""Reading untrusted files. Only regular files are read, because a pipe could block, and only up to a given size."""
 
 import json
 import os
@@ -8,9 +8,9 @@ from typing import Any
 
 from errors import UserError
 
-CONFIG_BYTES = 16 << 20  # of config.json and other settings; those that are published have less than 2 MB
-INDEX_BYTES = 64 << 20  # of an index of tensors
-TOKENIZER_BYTES = 128 << 20  # of a vocabulary
+CONFIG_BYTES = 16 << 20  # most bytes of config.json and other settings; published ones have less than 2 MB
+INDEX_BYTES = 64 << 20  # most bytes of an index of tensors
+TOKENIZER_BYTES = 128 << 20  # most bytes of a vocabulary
 KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a pipe",
@@ -21,7 +21,10 @@ KINDS = {
 
 
 def check_regular(path: Path) -> int:
-    """The size of the file at `path`. Raises FileNotFoundError, and UserError for what is no regular file, such as a pipe."""
+    """The size of the file at `path`, in bytes.
+
+    Raises FileNotFoundError, and UserError if it cannot be read or is not a regular file (a pipe, for example).
+    """
     try:
         status = os.stat(path)
     except FileNotFoundError:
@@ -36,7 +39,10 @@ def check_regular(path: Path) -> int:
 
 
 def read_file(path: Path, most: int) -> bytes:
-    """All of a file of up to `most` bytes. Raises FileNotFoundError, and UserError for one that is larger, no file, or unreadable."""
+    """The contents of a file of at most `most` bytes.
+
+    Raises FileNotFoundError, and UserError if the file is larger, not a regular file, or unreadable.
+    """
     size = check_regular(path)
     try:
         with path.open("rb") as file:
@@ -49,11 +55,11 @@ def read_file(path: Path, most: int) -> bytes:
 
 
 def read_json(path: Path, most: int) -> dict[str, Any]:
-    """The JSON object in a file. Raises FileNotFoundError, and UserError as `read_file` does and for what is no JSON object."""
+    """The JSON object in a file. Raises as `read_file` does, and UserError if the file does not hold a JSON object."""
     content = read_file(path, most)
     try:
         value = json.loads(content.decode("utf-8"))
-    except (ValueError, RecursionError) as e:  # no UTF-8, no JSON, a number of too many digits; nested too deeply
+    except (ValueError, RecursionError) as e:  # not UTF-8, not JSON, a number with too many digits; nested too deeply
         raise UserError(f"{path} is not valid JSON ({str(e)[:200]}); download or export it again") from None
     if not isinstance(value, dict):
         raise UserError(f"{path} holds no JSON object; download or export it again")

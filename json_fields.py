@@ -1,4 +1,4 @@
-"""Values of a JSON object that someone else wrote, by key and kind: each is checked, and what is wrong is said in one line."""
+"""Checked access to the values of an untrusted JSON object. A wrong value raises UserError with a message of one line."""
 
 import math
 from typing import Any
@@ -7,20 +7,23 @@ from errors import UserError
 
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a string", list: "a list", dict: "an object"}
 REQUIRED: Any = object()
-SHOWN = 80  # characters of a wrong value
+SHOWN = 80  # most characters of a wrong value in a message
 
 
 def shown(value: object) -> str:
-    """A wrong value for a message, cut where it is long."""
+    """A wrong value as text for a message, truncated if it is long."""
     try:
         text = repr(value)
-    except ValueError:  # a whole number of more digits than Python turns into text
+    except ValueError:  # an integer with more digits than Python converts to text
         return "a number of thousands of digits"
     return text if len(text) <= SHOWN else text[:SHOWN] + "…"
 
 
 def get(raw: dict[str, Any], key: str, kind: type, default: Any = REQUIRED) -> Any:
-    """`raw[key]`, which must be of JSON type `kind`; numbers are finite. null counts as absent, as it does in transformers."""
+    """`raw[key]`, or `default` if it is absent. null counts as absent, as in transformers.
+
+    Raises UserError if the value is not of JSON type `kind`, is a number that is not finite, or is absent and required.
+    """
     value: Any = raw.get(key)
     if value is None and default is not REQUIRED:
         return default
@@ -29,13 +32,13 @@ def get(raw: dict[str, Any], key: str, kind: type, default: Any = REQUIRED) -> A
     if kind is float and type(value) is int:
         value = float(value) if abs(value) < 1 << 63 else math.inf
     finite = not isinstance(value, float) or math.isfinite(value)
-    if type(value) is not kind or not finite:  # not isinstance: true is no number
+    if type(value) is not kind or not finite:  # not isinstance: in Python, True is an int
         raise UserError(f"{key} must be {KINDS[kind]}, not {shown(raw[key])}")
     return value
 
 
 def count(raw: dict[str, Any], key: str, default: Any = REQUIRED, most: int = 1 << 31) -> int:
-    """`raw[key]`, a whole number from 1 to `most`."""
+    """`raw[key]`, a whole number from 1 to `most`. Raises UserError otherwise."""
     value = get(raw, key, int, default)
     if not 1 <= value <= most:
         raise UserError(f"{key} must be {'at least 1' if value < 1 else f'at most {most:,}'}, not {shown(value)}")
@@ -43,7 +46,7 @@ def count(raw: dict[str, Any], key: str, default: Any = REQUIRED, most: int = 1 
 
 
 def positive(raw: dict[str, Any], key: str, default: Any = REQUIRED, least: float = 0.0) -> float:
-    """`raw[key]`, a number above 0 and no smaller than `least`."""
+    """`raw[key]`, a number above 0 and at least `least`. Raises UserError otherwise."""
     value = get(raw, key, float, default)
     if value is not None and not (value > 0 and value >= least):
         raise UserError(f"{key} must be {f'at least {least:g}' if least else 'a positive number'}, not {value!r}")
@@ -51,7 +54,7 @@ def positive(raw: dict[str, Any], key: str, default: Any = REQUIRED, least: floa
 
 
 def one_or_list(raw: dict[str, Any], key: str) -> int | list[int]:
-    """`raw[key]`, a whole number or a list of them; absent is an empty list."""
+    """`raw[key]`, a whole number or a list of whole numbers; if absent, an empty list. Raises UserError otherwise."""
     value = raw.get(key)
     if value is None:
         return []

@@ -1,6 +1,6 @@
-"""How much memory a model needs and how much is free, so that one that cannot fit is refused before its weights are allocated.
+"""How much memory a model needs and how much is free. A model that does not fit is refused before its weights are allocated.
 
-A CPU process that asks for more than there is gets no error: the kernel kills it later, when it writes to the pages.
+Without this check, a CPU process that allocates too much gets no error: the kernel kills it later, when it writes to the pages.
 """
 
 import os
@@ -12,8 +12,8 @@ from config import ModelConfig
 from errors import UserError
 from tp import SPLITS, Shard, World, agree_on_error, stream_shards
 
-SHORT = "GB a rank for its weights"  # every message of a model that does not fit holds this
-CGROUPS = (  # version 2, then 1: limit, use, and the key of `memory.stat` for file pages that the kernel gives back
+SHORT = "GB a rank for its weights"  # every message about a model that does not fit contains this
+CGROUPS = (  # version 2, then 1: limit, use, and the key of `memory.stat` for file pages that the kernel can reclaim
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat", "inactive_file"),
     (
         "/sys/fs/cgroup/memory/memory.limit_in_bytes",
@@ -25,9 +25,10 @@ CGROUPS = (  # version 2, then 1: limit, use, and the key of `memory.stat` for f
 
 
 def weight_bytes(config: ModelConfig, world_size: int, dtype: torch.dtype) -> int:
-    """Of one rank's matrices, replicated KV heads and the padding of the vocabulary included; norms and biases are too few.
+    """Bytes of one rank's matrices, with replicated KV heads and the padding of the vocabulary. Norms and biases are too small
+    to count.
 
-    Raises UserError if so many ranks cannot share the model.
+    Raises UserError if the model cannot be split over `world_size` ranks.
     """
     tables = len(Shard(0, world_size).range(config, "vocab")) * (1 if config.tie_embeddings else 2)
     axes = [split.axis for split in SPLITS.values() if split.axis != "vocab"]  # of a layer's matrices
@@ -36,22 +37,22 @@ def weight_bytes(config: ModelConfig, world_size: int, dtype: torch.dtype) -> in
 
 
 def cache_bytes(config: ModelConfig, world_size: int, dtype: torch.dtype, tokens: int) -> int:
-    """Of one rank's keys and values of `tokens` tokens."""
+    """Bytes of one rank's keys and values for `tokens` tokens."""
     shards = stream_shards(config, 0, world_size)
     return 2 * config.n_layers * tokens * sum(len(s.range(config, "kv_heads")) for s in shards) * dtype.itemsize
 
 
 def free_bytes(device: torch.device) -> int:
-    """What this process may still allocate: of its GPU, or its share of the host's memory among the host's ranks."""
+    """Bytes that this process may still allocate: on its GPU, or this rank's equal share of the host's free memory."""
     if device.type == "cuda":
-        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by PyTorch, for its next tensors
+        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # unused memory in PyTorch's allocator
         return int(torch.cuda.mem_get_info(device)[0] + held)
     return host_free_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def host_free_bytes() -> int:
-    """Memory of this host that processes can have without swapping, within the container's limit if there is one."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # where /proc does not tell: without the file cache
+    """Bytes that processes of this host can allocate without swapping, within the container's limit if there is one."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # if /proc is missing; does not count the file cache
     available = _field(Path("/proc/meminfo"), "MemAvailable:")
     limits = [free if available is None else available * 1024]
     for limit, use, stat, inactive in CGROUPS:
@@ -69,7 +70,7 @@ def _number(path: Path) -> int | None:
 
 
 def _field(path: Path, name: str) -> int | None:
-    """The number behind `name` in a file of a name and a number a line."""
+    """The number after `name` in a file whose lines have a name and a number each."""
     try:
         lines = (line.split() for line in path.read_text().splitlines())
         return next((int(words[1]) for words in lines if words[:1] == [name]), None)
@@ -78,8 +79,9 @@ def _field(path: Path, name: str) -> int | None:
 
 
 def check_memory(name: str, config: ModelConfig, world: World, dtype: torch.dtype, tokens: int = 0) -> None:
-    """Raise UserError on every rank if any of them lacks the memory for its weights and a cache of `tokens` tokens. Collective:
-    no rank begins to allocate before all have looked at what is free.
+    """Raise UserError on every rank if any rank lacks the memory for its weights and a cache of `tokens` tokens.
+
+    Collective: no rank starts to allocate before all ranks have measured the free memory.
     """
     error = None
     try:

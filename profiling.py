@@ -1,4 +1,4 @@
-"""Profiler traces in which a reader sees what overlaps what: modules and sums carry names."""
+"""Profiler traces with named modules, so that a reader sees which computation overlaps which all-reduce."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,9 +38,9 @@ def _annotate(module: nn.Module, name: str) -> None:
 
 @contextmanager
 def profiled(path: Path | None, rank: int) -> Iterator[None]:
-    """Write a Chrome trace of the block to `path` (rank r > 0: with `.rankr` before the suffix); None: do nothing.
+    """Write a Chrome trace of the `with` block to `path`; None: do nothing. Rank r > 0 adds `.rankr` before the suffix.
 
-    Open it at ui.perfetto.dev or chrome://tracing.
+    Raises UserError if the folder does not exist. Open the trace at ui.perfetto.dev or chrome://tracing.
     """
     if path is None:
         yield
