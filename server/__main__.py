@@ -3,19 +3,19 @@
     python -m server --model models/tiny-hybrid
     python -m server --model models/tiny-hybrid --tp 2 --port 8000
 
-Every rank runs the same engine. Rank 0 also starts the frontend, a process of its own that speaks HTTP, applies templates and
-turns text into ids and back, so that none of it delays a step.
+Every rank runs the same engine. Rank 0 also starts the frontend, a separate process that serves HTTP, applies chat templates
+and converts between text and token ids, so that this work does not delay the engine's steps.
 """
 
 import sys
 
 from processes import is_rank, join_launcher
 
-STOP_SECONDS = 30.0  # beyond --drain-timeout, for all ranks to end
+STOP_SECONDS = 30.0  # time for all ranks to end, added to --drain-timeout
 
 
 def main() -> None:
-    """Be one rank, the only one, or the launcher of several."""
+    """Run one rank. With `--tp` above 1 and outside of a launcher, start the ranks instead and exit with their exit code."""
     if not is_rank():
         from server.address import check_port
         from server.settings import load_settings
@@ -32,7 +32,7 @@ def main() -> None:
     serve()
 
 
-if __name__ == "__main__":  # the frontend's process imports this file, too, and must not wait for torch
+if __name__ == "__main__":  # the frontend process imports this file, too, and must not wait for torch
     join_launcher()
     from cli import run
 

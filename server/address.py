@@ -1,4 +1,4 @@
-"""Whether the server's address can be listened on, asked before anything large is loaded."""
+"""Check that the server can listen on its address, before anything large is loaded."""
 
 import errno
 import os
@@ -9,7 +9,7 @@ from server.settings import Settings
 
 
 def check_port(settings: Settings) -> None:
-    """Raises UserError if nobody can listen on `settings.host` and `settings.port` now. The frontend binds them later."""
+    """Raises UserError if `settings.host` and `settings.port` cannot be bound now. The frontend binds them later."""
     where = f"port {settings.port} of {settings.host}"
     try:
         found = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -17,7 +17,7 @@ def check_port(settings: Settings) -> None:
         raise UserError(f"--host {settings.host} is no address ({e.strerror}); give one of this machine's") from None
     for family, kind, protocol, _, address in found:
         with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the frontend will
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the frontend does
             if family == socket.AF_INET6:
                 probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             try:

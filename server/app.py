@@ -1,4 +1,4 @@
-"""The HTTP application: routes, and what /openapi.json says about them."""
+"""The HTTP application: its routes and their descriptions in /openapi.json."""
 
 from pathlib import Path
 from typing import Any
@@ -39,10 +39,10 @@ def create_app(settings: Settings, client: EngineClient, tokenizer: Tokenizer) -
     _add_state(app, service)
     _add_pages(app)
     describe(app)
-    # The last one added is the outermost.
+    # The middleware that is added last is the outermost layer.
     app.add_middleware(BodyLimit, limit=settings.max_body_bytes, timeout=settings.idle_timeout)
     app.add_middleware(ApiKey, keys=settings.api_key, protect_metrics=settings.protect_metrics)
-    if settings.cors_origin:  # outside of the key: browsers ask for permission without one
+    if settings.cors_origin:  # outside of ApiKey: browsers send preflight requests without a key
         exposed = ["X-Request-Id", "X-Rung-Ignored", "X-Rung-Not-Enforced", "Retry-After"]
         app.add_middleware(
             CORSMiddleware, allow_origins=settings.cors_origin, allow_methods=["*"], allow_headers=["*"], expose_headers=exposed
@@ -65,7 +65,10 @@ def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 def _check(service: Service, request: Request, body: Body) -> None:
-    """Raises a 404 for an unknown model. Names that nothing reads go into the log and a header, or with --strict-requests a 400."""
+    """Raises a 404 for an unknown model.
+
+    Unknown fields are named in the log and a response header. With --strict-requests they raise a 400.
+    """
     if body.ignored:
         if service.settings.strict_requests:
             raise bad(body.ignored[0], "unknown parameter; it is not in the API that /docs describes")

@@ -1,4 +1,4 @@
-"""Routes whose bodies are read within bounds, long ones in a worker process: FastAPI would check any body in the event loop."""
+"""Routes that check request bodies within bounds, long ones in a worker process. FastAPI checks all in the event loop."""
 
 import inspect
 from collections.abc import Callable, Coroutine
@@ -13,11 +13,11 @@ from server.prompts import SLOW_TEXT
 from server.service import Service
 from server.sse import unless_gone
 
-INLINE = 16384  # bytes; about 2,000 token ids, or a few pages of text
+INLINE = 16384  # bytes, about 2,000 token ids or a few pages of text; larger bodies are checked in a worker
 
 
 class BoundedRoute(APIRoute):
-    """A route with a parameter `body`, of the model that its annotation names."""
+    """A route that reads its parameter `body`, if it has one, as the pydantic model of the parameter's annotation."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()
@@ -29,7 +29,7 @@ class BoundedRoute(APIRoute):
         async def handle(request: Request) -> Response:
             raw = await request.body()
             if raw and "json" in request.headers.get("content-type", "").partition(";")[0].lower():
-                # FastAPI takes this for the parsed body, and does not check it again
+                # FastAPI uses this as the parsed body and does not check it again
                 request._json = await read(request, raw, model)
             return await handler(request)
 
@@ -37,7 +37,7 @@ class BoundedRoute(APIRoute):
 
 
 async def read(request: Request, raw: bytes, model: type[BaseModel]) -> BaseModel:
-    """The body as `model`. Raises a 400 that says what is wrong with it."""
+    """Parse the body as `model`. Raises a 400 that says what is wrong, or ClientGone if the client leaves."""
     service: Service = request.app.state.service
     ready = service.client.ready
     bounds = Bounds(max(MAX_VALUES, 2 * ready.max_model_len)) if ready else Bounds()

@@ -1,6 +1,6 @@
-"""How many values a request's body may have and how deep they may lie, and the checked fields that it becomes.
+"""Parse a request's JSON body, with limits on its number of values and its depth.
 
-A byte of JSON can become a hundred in memory, and thousands in a list of all that is wrong with it.
+One byte of JSON can take a hundred bytes in memory, and thousands of bytes in the list of its validation errors.
 """
 
 import json
@@ -13,14 +13,14 @@ from server.problems import ApiError, from_errors, unparsable
 
 B = TypeVar("B", bound=BaseModel)
 
-MAX_DEPTH = 100  # as deep as tool schemas get, several times over
+MAX_DEPTH = 100  # several times the depth of tool schemas
 MAX_CONTAINERS = 16384  # lists and objects
-MAX_VALUES = 1 << 18  # of all kinds; more if the context holds more token ids
+MAX_VALUES = 1 << 18  # of all kinds; raised for a model whose context holds more token ids
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """`values` counts list items and object members, `containers` those that are lists and objects."""
+    """Limits of a body. `values`: list items and object members. `containers`: those that are lists and objects."""
 
     values: int = MAX_VALUES
     containers: int = MAX_CONTAINERS
@@ -28,7 +28,7 @@ class Bounds:
 
 
 def parse(raw: bytes, model: type[B], bounds: Bounds) -> B:
-    """The fields of a JSON body. Raises a 400 that says what is wrong: no JSON, too many values, or the first wrong field."""
+    """Parse a JSON body as `model`. Raises a 400: invalid JSON, too many values, or the first wrong field."""
     try:
         value = json.loads(raw)
     except (ValueError, RecursionError) as e:
@@ -42,13 +42,16 @@ def parse(raw: bytes, model: type[B], bounds: Bounds) -> B:
 
 
 def surely_within(raw: bytes, bounds: Bounds) -> bool:
-    """Whether a body cannot go beyond `bounds`, by its brackets and commas alone: what most requests can be told by, at no cost."""
+    """Whether the number of brackets and commas alone proves that a body is within `bounds`.
+
+    This test costs almost nothing and is enough for most requests. Others need `check`.
+    """
     containers = raw.count(b"[") + raw.count(b"{")
     return containers <= min(bounds.depth, bounds.containers) and containers + raw.count(b",") <= bounds.values
 
 
 def check(value: Any, bounds: Bounds) -> None:
-    """Raises a 400 for a value beyond `bounds`."""
+    """Raises a 400 for a value that exceeds `bounds`."""
     level, depth, values, containers = [value], 0, 0, 0
     while level := [one for one in level if isinstance(one, (dict, list))]:
         depth += 1

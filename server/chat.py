@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: a conversation through the template to one plan, and deltas to messages, tool calls and chunks."""
+"""POST /v1/chat/completions: convert a conversation to a `Plan`, and `Delta`s to messages, tool calls and chunks."""
 
 import json
 from collections.abc import AsyncGenerator
@@ -31,7 +31,7 @@ from server.prompts import SLOW_TEXT, Conversation, Room, chat_prompt
 from server.schemas import ChatBody, ChatMessage, TokenizeBody
 from server.service import Service
 
-# What the server itself sets; a client that named them in chat_template_kwargs would be ignored or break the call.
+# Arguments that the server sets itself. In a client's chat_template_kwargs they would be ignored or break the call.
 RESERVED = {
     *("self", "messages", "conversation", "tools", "documents", "add_generation_prompt", "continue_final_message"),
     *("parse_special", "check"),
@@ -49,7 +49,10 @@ RESERVED = {
 
 
 def conversation(service: Service, body: ChatBody | TokenizeBody) -> Conversation:
-    """What the template gets. Raises a 400 for a template from a request, unless the server trusts those."""
+    """The input of the chat template.
+
+    Raises a 400 for variables that the server sets itself, and for a template in the request unless the server trusts those.
+    """
     variables = dict(body.chat_template_kwargs or {})
     if wrong := sorted(RESERVED & set(variables)):
         raise bad("chat_template_kwargs", f"sets {wrong[0]!r}, which the server sets itself")
@@ -79,14 +82,17 @@ def conversation(service: Service, body: ChatBody | TokenizeBody) -> Conversatio
 
 
 async def chat_ids(service: Service, body: ChatBody, size: int) -> list[int]:
-    """The ids of the conversation, from a worker. size: bytes of the request's body. Raises a 400 as `prompts.chat_prompt` does."""
+    """The token ids of the conversation, computed in a worker. `size`: bytes of the request's body.
+
+    Raises a 400 as `conversation` and `prompts.chat_prompt` do.
+    """
     chat = conversation(service, body)
     room = room_for(service, body.truncate_prompt_tokens, body.limit)
     return await service.workers.run(chat_prompt, chat, room, slow=chat.own_template or size > SLOW_TEXT)
 
 
 def _for_template(message: ChatMessage) -> dict[str, Any]:
-    """As templates expect it: text in one piece, and a call's arguments as an object."""
+    """The message as templates expect it: its text as one string, and the arguments of a tool call as an object."""
     plain = message.model_dump(exclude_none=True)
     if isinstance(message.content, list):
         plain["content"] = "\n".join(part.text for part in message.content)
@@ -101,7 +107,7 @@ def _for_template(message: ChatMessage) -> dict[str, Any]:
 
 
 class Chat:
-    """One request. `ids`: of its conversation."""
+    """One request. `ids`: the token ids of its conversation."""
 
     def __init__(self, service: Service, body: ChatBody, ids: list[int], compiled: Compiled) -> None:
         self.service, self.body, self.compiled = service, body, compiled
@@ -110,8 +116,8 @@ class Chat:
         ids = fit_prompt(service, ids, body.truncate_prompt_tokens, body.limit, "messages")
         name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        default = None  # what is left of the context, or what can be kept
-        if logprobs is not None and not body.stream:
+        default = None  # all that is left of the context
+        if logprobs is not None and not body.stream:  # the answer's log-probabilities must also fit into memory
             default = Room(service.max_model_len).logprobs // ((1 + logprobs) * (body.n or 1))
         limit = fit_answer(service, len(ids), body.limit, default, name, "messages")
         self.plan = Plan(
@@ -167,7 +173,7 @@ class Chat:
         return choice | whole.ids.finish()
 
     def calls(self, text: str) -> tuple[list[dict[str, Any]] | None, bool]:
-        """The tool calls of a whole answer, and whether they are complete: a forced one may have been cut off."""
+        """The tool calls of a whole answer, and whether they are complete. A forced call can be cut off, as by max_tokens."""
         calls = grammar.parse_calls(text, self.body)
         if calls is None and self.forced:
             return grammar.parse_cut_call(text, self.body), False
@@ -195,13 +201,16 @@ class Chat:
         return stream(Run(self.service, self.plan, self.usage, note), events_of, chunks.last)
 
     def _beside(self, choice: dict[str, Any]) -> dict[str, Any] | None:
-        """What a chunk has beside its choice: the prompt's ids, with the role."""
+        """The other fields of a chunk: the prompt's token ids, in the chunk with the role."""
         given = self.body.return_token_ids and "role" in choice["delta"]
         return {"prompt_token_ids": self.plan.prompts[0].ids} if given else None
 
 
 class _ChoiceStream:
-    """One choice's deltas as chunks: the role first, then text as it comes; what may be a tool call waits until that is known."""
+    """Converts the deltas of one choice to chunks: the role first, then text as it arrives.
+
+    Text that may be a tool call is held back until this is certain.
+    """
 
     def __init__(self, chat: Chat) -> None:
         self.chat = chat

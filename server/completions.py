@@ -1,4 +1,4 @@
-"""POST /v1/completions: prompts to plans, and deltas to OpenAI's choices and chunks."""
+"""POST /v1/completions: convert prompts to a `Plan`, and `Delta`s to OpenAI's choices and chunks."""
 
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -30,11 +30,11 @@ from server.service import Service
 from server.text import text_offsets
 
 DEFAULT_MAX_TOKENS = 16
-PROMPT_WORK = 64  # of an empty prompt, in characters
+PROMPT_WORK = 64  # fixed cost of tokenizing a prompt, expressed in characters
 
 
 class Completion:
-    """One request. `prompts`, `echoes`: from `read_prompts`."""
+    """One request. `prompts` and `echoes` come from `read_prompts`."""
 
     def __init__(
         self, service: Service, body: CompletionBody, prompts: list[Prompt], echoes: list[str], compiled: Compiled
@@ -45,7 +45,7 @@ class Completion:
         if body.echo and body.logprobs is not None:
             scores = max(body.logprobs, scores or 0)
         self.n, choices = body.n or 1, max(body.best_of or 1, body.n or 1)
-        wanted = 0 if choices > self.n and body.logprobs is None else body.logprobs  # best_of compares likelihoods
+        wanted = 0 if choices > self.n and body.logprobs is None else body.logprobs  # best_of ranks by them
         limits = [fit_answer(service, len(prompt.ids), body.max_tokens, DEFAULT_MAX_TOKENS) for prompt in prompts]
         shared = make_params(service, body, limits[0], wanted, scores, compiled.grammar or None)
         params = [with_limit(shared, body, limit) for limit in limits]
@@ -90,11 +90,11 @@ class Completion:
         return {"id": self.plan.id, "object": "text_completion", "created": self.plan.created, "model": name}
 
     def _says_something(self, delta: Delta) -> bool:
-        """Half a character, or what may be the start of a stop string, is no reason for a chunk of its own."""
+        """Whether to send a chunk. An incomplete character or a possible start of a stop string needs none yet."""
         return bool(delta.text or delta.finish_reason or self.says_all or (delta.first and self.body.echo))
 
     def _choice(self, delta: Delta) -> dict[str, Any]:
-        """What is new of one, for a chunk."""
+        """The choice in a chunk: only what is new."""
         choice = self._begin(delta.index, delta.text, delta.first, self._logprobs(delta), delta.finish_reason)
         if delta.finish_reason:
             choice["stop_reason"] = delta.stop_reason
@@ -139,7 +139,7 @@ class Completion:
         return completion_layout(self.service.tokenizer, ids, values, offsets, self.body.logprobs or 0, as_ids)
 
     def _best(self, choices: list[Whole]) -> list[Whole]:
-        """For each prompt the n choices with the highest mean log-probability."""
+        """The n choices of each prompt with the highest mean log-probability. Sets `plan.choices` to n."""
         kept: list[Whole] = []
         for at in range(0, len(choices), self.plan.choices):
             kept += sorted(choices[at : at + self.plan.choices], key=lambda one: one.mean_logprob, reverse=True)[: self.n]
@@ -148,7 +148,7 @@ class Completion:
 
 
 async def read_prompts(service: Service, body: CompletionBody) -> tuple[list[Prompt], list[str]]:
-    """The prompts as ids, and with `echo` their texts. Raises a 400 for one that is too long."""
+    """The prompts as token ids, and with `echo` their texts. Raises a 400 for a prompt that is too long."""
     given = _split(body.prompt)
     limit = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     room = room_for(service, body.truncate_prompt_tokens, limit)
@@ -165,7 +165,7 @@ async def read_prompts(service: Service, body: CompletionBody) -> tuple[list[Pro
 
 
 async def _encode(service: Service, texts: list[str], add_special_tokens: bool, room: Room) -> list[tuple[list[int], bool]]:
-    """The ids of each text and whether they are all of it, from a worker if there is much to do."""
+    """The token ids of each text, and whether they cover all of it. Long texts are tokenized in a worker."""
     work = sum(map(len, texts)) + PROMPT_WORK * len(texts)
     if work > LONG_TEXT:
         return await service.workers.run(text_prompts, texts, add_special_tokens, room, slow=work > SLOW_TEXT)
@@ -173,7 +173,7 @@ async def _encode(service: Service, texts: list[str], add_special_tokens: bool, 
 
 
 async def _echoes(service: Service, prompts: list[Prompt], skip_special: bool) -> list[str]:
-    """The text of each prompt as the client wrote it, or that of its ids."""
+    """The text of each prompt: as the client wrote it, or else decoded from its ids."""
     unknown = [prompt.ids for prompt in prompts if prompt.text is None]
     work = sum(map(len, unknown))
     if work > LONG_TEXT:
@@ -184,7 +184,7 @@ async def _echoes(service: Service, prompts: list[Prompt], skip_special: bool) -
 
 
 def _split(prompt: Any) -> list[str | list[int]]:
-    """A prompt in any of its four forms, as a list of texts or of ids."""
+    """Convert a prompt in any of its four forms to a list. Each item is a text or a list of token ids."""
     if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
         return [prompt]
     return list(prompt)
