@@ -1,9 +1,9 @@
-"""Sums over shared memory on real GPUs: are they right, and how long do they take beside NCCL's and PyTorch's?
+"""Check the all-reduces over shared memory on GPUs, and compare their latency with NCCL's and PyTorch's.
 
     python launch.py --ranks 4 scripts/bench_comm.py --out out/comm.json
 
-Every part is tried by itself: what fails is reported, and the rest goes on. A part that hangs ends the process with a traceback.
-`--parts quantized` runs the quantized sums' alone. With NCCL_P2P_DISABLE=1 all go through host memory.
+Parts are independent: a failed part is reported, and the others still run. A part that hangs ends the process with a traceback.
+`--parts quantized` runs only the quantized all-reduces. With NCCL_P2P_DISABLE=1 all of them use host memory.
 """
 
 import json
@@ -42,11 +42,11 @@ from scripts.bench_parts import Parts
 from tp import World, init_world
 
 WIDTH = 8192  # of a residual stream
-PATIENCE = 1 << 25  # polls before a kernel gives up: longer than one rank compiles while another waits, less than a part
+PATIENCE = 1 << 25  # polls before a kernel gives up: enough for another rank to compile, but less than LONGEST_PART
 SIZES = [1 << n for n in (12, 14, 15, 16, 17, 18, 19, 20, 21, 22, 24, 26, 27)]
 ONE_SHOT_TILINGS = [Tiling(256, 4), Tiling(512, 8), Tiling(512, 4), Tiling(1024, 16)]
 TWO_SHOT_TILINGS = [Tiling(2048, 8, n) for n in (16, 32, 64, 128)] + [Tiling(4096, 8, n) for n in (8, 16, 24, 32, 64, 128)]
-WIDTHS_BESIDE = ("int8", "int4")  # tried on the side stream, too
+WIDTHS_BESIDE = ("int8", "int4")  # also tested on the side stream
 QUANTIZED_SIZES = [1 << n for n in (16, 18, 20, 22, 24, 26, 27)]
 QUANTIZED_TILINGS = [
     *(Rounds(2048, 4, programs, rounds) for programs in (132, 264, 396) for rounds in (1, 4, 8)),
@@ -55,7 +55,7 @@ QUANTIZED_TILINGS = [
 
 
 def impatient(ours: Communicator) -> None:
-    """Let its kernels give up within a part."""
+    """Lower the communicator's patience, so that its kernels give up waiting before the part's time limit."""
     if isinstance(ours, RelayCommunicator):
         ours.relay.patience = PATIENCE
     if isinstance(ours, SymmetricCommunicator):
@@ -64,7 +64,7 @@ def impatient(ours: Communicator) -> None:
 
 
 class Bench(Parts):
-    """The communicators under test and what is found out about them."""
+    """The communicators under test, the checks and the timings."""
 
     def __init__(self, world: World, seed: int, seconds: float, parts: str) -> None:
         super().__init__(world, seed, seconds, parts)
@@ -74,7 +74,7 @@ class Bench(Parts):
             impatient(ours)
 
     def _over_shared_memory(self) -> dict[Kind, Communicator]:
-        """None of them between hosts."""
+        """The communicators over shared memory. Empty if the ranks are on several hosts."""
         try:
             return {kind: over_shared_memory(kind, self.world.device) for kind in KINDS}
         except UserError as error:
@@ -84,12 +84,12 @@ class Bench(Parts):
 
     @property
     def peers(self) -> bool:
-        """Whether the GPUs reach each other."""
+        """Whether the GPUs can access each other's memory."""
         return any(isinstance(ours, SymmetricCommunicator) and ours.memory == "peer" for ours in self.ours.values())
 
     @cached_property
     def quantized(self) -> dict[str, Communicator]:
-        """By width."""
+        """The quantized communicators by width, created at first use."""
         form = QuantizedSymmetricCommunicator if self.peers else RelayCommunicator
         made: dict[str, Communicator] = {name: form(parse_scheme(name), self.world.device) for name in WIDTHS}
         for ours in made.values():
@@ -112,7 +112,7 @@ class Bench(Parts):
             ours.check()
 
     def check_sum(self, what: str, got: Tensor, partial: Tensor, dtype: torch.dtype, x: Tensor | None = None) -> None:
-        """Raise AssertionError unless all ranks have the same bits, and at most twice the error of summing in `dtype`."""
+        """Raise AssertionError unless `got` has the same bits on all ranks and at most twice the error of summing in `dtype`."""
         parts = self.everyones(partial)
         exact = parts.float().sum(0) + (0 if x is None else x.float())
         plain = parts[0].clone() if x is None else x + parts[0]
@@ -130,7 +130,7 @@ class Bench(Parts):
     # --- correctness ---------------------------------------------------------------------------------------------------------
 
     def sums(self, dtype: torch.dtype, sizes: Iterable[int]) -> int:
-        """Both kinds, both streams, sizes in mixed order."""
+        """Check all-reduces of both kinds on both streams, with sizes in random order. Returns the number of checks."""
         jobs = [(kind, n, beside) for kind in KINDS for n in sizes for beside in (False, True)]
         self.draw.shuffle(jobs)
         for kind, n, beside in jobs:
@@ -161,8 +161,11 @@ class Bench(Parts):
         return len(shapes)
 
     def replays(self, count: int) -> dict[str, float]:
-        """A graph of sums on both streams, both kinds, with norms and gathers between them, whose inputs each replay changes:
-        sums of small integers are exact, and the graph itself counts what is wrong."""
+        """Replay a CUDA graph of all-reduces of both kinds on both streams, with norms and all-gathers between them.
+
+        Each replay has other inputs. They are small integers, whose sums are exact, and the graph itself counts wrong values.
+        Returns the number of replays and the µs per replay.
+        """
         device, n = self.world.device, self.world.world_size
         step, wrong = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(2))
         index = torch.arange(3 * WIDTH, device=device).view(3, WIDTH)
@@ -195,18 +198,21 @@ class Bench(Parts):
         begin = time.monotonic()
         for i in range(count):
             graph.replay()
-            if i % 1000 == 0:  # sums outside of the graph in between
+            if i % 1000 == 0:  # an all-reduce outside of the graph between replays
                 wrong.add_((self.ours["two-shot"].all_reduce(values(self.world.rank, 1)) != expected(1)).sum())
         torch.cuda.synchronize()
         assert int(wrong) == 0, f"{int(wrong)} wrong values in {int(step)} steps"
         assert int(step) == count + 1, f"{int(step)} steps"
         return {"replays": count, "microseconds": (time.monotonic() - begin) / count * 1e6}
 
-    # --- quantized sums ------------------------------------------------------------------------------------------------------
+    # --- quantized all-reduces -----------------------------------------------------------------------------------------------
 
     def quantized_sums(self) -> int:
-        """All widths, both streams, sizes in mixed order: the bits of the two steps over NCCL. Few kernels, for each takes seconds
-        to compile."""
+        """Check that quantized all-reduces have the same bits as the two-step algorithm over NCCL, with sizes in random order.
+
+        All widths run on the main stream, and WIDTHS_BESIDE also on the side stream. The sizes need only a few kernels, because
+        each takes seconds to compile. Returns the number of checks.
+        """
         jobs = [(name, n, False) for name in WIDTHS for n in (9, 8200, 70001, 128, 65536, 1 << 20, 9 << 20, 34 << 20)]
         jobs += [(name, n, True) for name in WIDTHS_BESIDE for n in (128, 1 << 20, 9 << 20)]
         self.draw.shuffle(jobs)
@@ -235,8 +241,12 @@ class Bench(Parts):
         return len(jobs)
 
     def quantized_replays(self, count: int) -> dict[str, float]:
-        """A graph of sums on both streams, whose inputs take turns, three of them, as the buffers' two slots do: it counts itself
-        what differs from the two steps over NCCL."""
+        """Replay a CUDA graph of quantized all-reduces on both streams.
+
+        Inputs rotate among three tables while the buffers alternate between two slots, so that every slot sees every table. The
+        graph itself counts the values that differ from the two-step algorithm over NCCL. Returns the number of replays and the
+        µs per replay.
+        """
         step, wrong = (torch.zeros((), dtype=torch.int64, device=self.world.device) for _ in range(2))
         tables = {name: self.random(3, 3 * WIDTH) for name in self.quantized}
         expected = {
@@ -261,7 +271,7 @@ class Bench(Parts):
         begin = time.monotonic()
         for i in range(count):
             graph.replay()
-            if i % 500 == 0:  # a long sum outside of the graph in between
+            if i % 500 == 0:  # a long all-reduce outside of the graph between replays
                 self.quantized["int8"].all_reduce(self.random(1 << 20))
         torch.cuda.synchronize()
         assert int(wrong) == 0, f"{int(wrong)} wrong values in {int(step)} steps"
@@ -289,7 +299,7 @@ class Bench(Parts):
         }
 
     def quantized_with_norm(self) -> dict[str, dict[int, float]]:
-        """By rows of WIDTH: the sum, the addition and the norm, in one kernel and in two; and in one with fewer programs."""
+        """µs of all-reduce, residual addition and norm by rows of WIDTH: in two kernels, in one, and in one with other tilings."""
         weight, lane = self.common(WIDTH), self.quantized_lane("int8")
         calls: dict[str, Callable[[Tensor, Tensor], object]] = {
             "nccl, then add_rms_norm": lambda p, x: self.nccl.defer(p).add_norm(x, weight, 1e-5),
@@ -309,8 +319,10 @@ class Bench(Parts):
         return found
 
     def beside_gemms(self, count: int) -> int:
-        """Sums of the longest message a workspace takes, one behind the other beside GEMMs that want every SM, as in a ladder's
-        prompts: their programs start late and out of step."""
+        """Check all-reduces of the longest messages on the side stream while GEMMs occupy every SM, as in a ladder's prefill.
+
+        The programs of such an all-reduce start late and at different times. Returns the number of replays.
+        """
         x, weight = self.random(1024, WIDTH), self.random(WIDTH, WIDTH)
         wrong = torch.zeros((), dtype=torch.int64, device=self.world.device)
 
@@ -373,7 +385,7 @@ class Bench(Parts):
         }
 
     def with_norm(self) -> dict[str, dict[int, float]]:
-        """By rows of WIDTH: the sum, the addition and the norm, in one kernel and in two."""
+        """µs of all-reduce, residual addition and norm by rows of WIDTH, in one kernel and in two."""
         weight = self.common(WIDTH)
         found: dict[str, dict[int, float]] = {}
         calls: dict[str, Callable[[Tensor, Tensor], object]] = {
@@ -395,13 +407,13 @@ class Bench(Parts):
             found[name] = {}
             for rows in (1, 4, 16, 64):
                 partial, x = self.random(rows, WIDTH), self.random(rows, WIDTH)
-                # in one-shot kernels all programs of a row wait for each other, so they must fit the GPU together
+                # in one-shot kernels all programs of a row wait for each other, so all must be resident on the GPU at once
                 if self.in_time() and (not name.startswith("one-shot, fused ") or rows <= 16):
                     found[name][rows] = round(graph_microseconds(lambda c=call, p=partial, x=x: c(p, x)), 2)  # type: ignore[misc]
         return found
 
     def beside_a_gemm(self) -> dict[str, dict[int, float]]:
-        """A sum started, a GEMV of 7168 x 8192 weights, the sum waited for: µs of all, and of the GEMV alone."""
+        """µs of an all-reduce on the side stream overlapped with a GEMV of 7168 x 8192 weights, and of the GEMV alone."""
         weight = self.random(7168, WIDTH)
         found: dict[str, dict[int, float]] = {}
         ways: dict[str, Communicator] = {"nccl": self.nccl, **{str(kind): ours for kind, ours in self.ours.items()}}

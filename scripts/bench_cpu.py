@@ -1,10 +1,10 @@
-"""Decode speed on the CPU beside transformers.generate: same weights (models/tiny-standard), same threads, same prompt.
+"""Compare decode speed on the CPU with transformers.generate: same weights (models/tiny-standard), threads and prompt.
 
     python scripts/bench_cpu.py --threads 1 --new-tokens 256
 
-The two take turns, so that a machine that slows down slows both; the ratio is that of the medians. Both decode greedily in
-fp32, uncompiled, with a KV cache, and must produce the same tokens. Writes bench-cpu.json and .md in out (with --write in
-docs/results).
+The two alternate run by run, so that a slowdown of the machine affects both. The ratio is that of the medians. Both decode
+greedily in fp32 with a KV cache, uncompiled, and must produce the same tokens. Writes bench-cpu.json and .md into out (with
+--write into docs/results).
 """
 
 import argparse

@@ -1,12 +1,12 @@
-"""What the HTTP frontend and the load generator cost a token, without an engine: a process that emits tokens stands for it.
+"""Measure what the HTTP frontend and the load generator cost per token. A process that only emits tokens replaces the engine.
 
     python scripts/bench_frontend.py --streams 64 --step 4
     python scripts/bench_frontend.py --streams 256 --step 8 --new-tokens 512
 
-The stand-in speaks the engine's protocol to the real frontend process: a request's first token comes at once, and then one token
-of every request each --step ms. The client is that of scripts/loadgen.py. It prints the tokens that were streamed a second, the
-CPU time of frontend and client a token (the client's with the 2 ms before each arrival that it passes awake), the time to the first
-token, which is all the frontend's and the client's, and the time between tokens, of which the step is the engine's.
+The stand-in uses the engine's protocol with the real frontend process. It emits a request's first token at once, and then one
+token for every request each --step ms. The client is that of scripts/loadgen.py. The output holds the streamed tokens per
+second; the CPU time per token of frontend and client (the client's includes its busy wait of 2 ms before each arrival); the
+time to the first token, which frontend and client cause alone; and the time between tokens, which includes --step.
 """
 
 import argparse
@@ -37,20 +37,20 @@ from server.settings import load_settings
 
 MODEL = ROOT / "models" / "tiny-hybrid"
 VOCABULARY = 1024  # of MODEL
-FIRST_ID = 300  # an id whose text is whole characters
+FIRST_ID = 300  # a token id that decodes to whole characters
 SPIN_SECONDS = 0.001  # ZeroMQ waits in whole ms
 
 
 class StandIn:
-    """Emits tokens for whatever is submitted. step: seconds."""
+    """Emits tokens for every submitted request. step: seconds between tokens."""
 
     def __init__(self, link: FrontendLink, step: float) -> None:
         self.link, self.step = link, step
-        self.left: dict[str, int] = {}  # tokens that each request still gets
-        self.tick = 0.0  # when all of them get one, of time.perf_counter
+        self.left: dict[str, int] = {}  # remaining tokens by request
+        self.tick = 0.0  # `time.perf_counter()` at which every request gets its next token
 
     def serve(self) -> None:
-        """Until the frontend asks to end."""
+        """Emit tokens until the frontend sends Shutdown."""
         while self._take(max(0.0, self.tick - time.perf_counter()) if self.left else 0.1):
             now = time.perf_counter()
             if self.left and now >= self.tick:
@@ -88,7 +88,7 @@ class StandIn:
 
 
 def serve_tokens(connection: Connection, port: int, step: float) -> None:
-    """The stand-in's process. Sends the frontend's process id."""
+    """Main function of the stand-in's process. Sends the frontend's process id over `connection`."""
     settings = load_settings(["--model", str(MODEL), "--port", str(port), "--log-level", "warning", "--max-num-seqs", "4096"])
     frontend = Frontend(settings)
     connection.send(frontend.process.pid)
@@ -100,13 +100,13 @@ def serve_tokens(connection: Connection, port: int, step: float) -> None:
 
 
 def cpu_seconds(pid: int) -> float:
-    """User and system time of a process so far."""
+    """User plus system CPU time of a process so far, in seconds."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 async def measure(url: str, pid: int, args: argparse.Namespace) -> dict[str, Any]:
-    """One run of `args.streams` requests that arrive at `args.rate` a second, behind a few that warm both sides up."""
+    """One run of `args.streams` requests that arrive at `args.rate` a second, after a few warm-up requests."""
     shape = ((args.prompt_length,) * 2, (args.new_tokens,) * 2, VOCABULARY)
     async with httpx.AsyncClient(base_url=url) as plain:
         await until_healthy(plain)
@@ -149,7 +149,7 @@ def main() -> None:
         found = in_event_loop(measure(f"http://127.0.0.1:{port}", pid, args))
     finally:
         if pid is not None:
-            os.kill(pid, signal.SIGTERM)  # the frontend ends, and tells the stand-in to
+            os.kill(pid, signal.SIGTERM)  # the frontend then sends Shutdown to the stand-in and ends
         process.join(STOP_SECONDS)
         process.kill()
     print(json.dumps({"settings": vars(args), **found}))

@@ -1,11 +1,11 @@
-"""Products that exchange rows tile by tile, on one GPU that plays all ranks: every tiling beside cuBLAS, without any link.
+"""Compare the GEMMs that exchange rows tile by tile with cuBLAS, for every tiling, on one GPU that stands for all ranks.
 
     python scripts/bench_gemm.py                                              # the shapes of Llama-70B and GPT-3 on 4 GPUs
     python scripts/bench_gemm.py --shapes down gate_up --rows 1024 8192 --seconds 30
 
-Destinations and flags lie in this GPU's memory, and the rows to gather have all arrived: what is left is the speed of the
-product and of its announcements. Says WRONG of a tiling whose error against fp32 is more than twice cuBLAS's, and FAILED of one
-that raises. Times are medians of replays of a CUDA graph, in microseconds, with TFLOP/s.
+Destinations and flags are in this GPU's own memory, and all rows to gather are present from the start. So no link is involved:
+the times are those of the GEMM and of setting its flags. A tiling is marked WRONG if its error against fp32 is more than twice
+cuBLAS's, and FAILED if it raises an exception. Times are medians of CUDA-graph replays, in microseconds, with TFLOP/s.
 """
 
 import argparse
@@ -32,8 +32,8 @@ from scripts.bench_linear import seconds_per_layer
 
 RANKS, RANK = 4, 1
 ROWS = (64, 256, 512, 1024, 2048, 4096, 8192)
-CHAIN = 8  # products in a graph
-SHAPES = {  # features out and in of a rank, and whether the product scatters its rows or gathers them
+CHAIN = 8  # GEMMs in a graph
+SHAPES = {  # a rank's output and input features, and whether the GEMM is followed by a reduce-scatter (else: after an all-gather)
     "70b-down": (8192, 7168, True),
     "70b-o": (8192, 2048, True),
     "70b-gate_up": (14336, 8192, False),
@@ -54,7 +54,7 @@ class Problem:
     fault: Tensor
 
     def ours(self, tiling: Tiling) -> Tensor:
-        """The product, of which a scatter leaves the rows in `areas`."""
+        """The GEMM's result (rows, features). A scattering GEMM writes it into `areas`."""
         if not self.scatters:
             return all_gather_gemm(self.x, self.weight, self.flags, self.epoch, RANK, self.fault, tiling)
         areas, flags = (tuple(part.data_ptr() for part in whole) for whole in (self.areas, self.flags))
@@ -78,7 +78,7 @@ def problem(rows: int, features: int, k: int, scatters: bool) -> Problem:
 
 
 def is_right(task: Problem, tiling: Tiling) -> bool:
-    """Whether the error is at most twice cuBLAS's, against fp32, and every block was announced."""
+    """Whether the error against fp32 is at most twice cuBLAS's, and the flag of every block was set."""
     exact = F.linear(task.x[:512].float(), task.weight.float())
     plain = F.linear(task.x, task.weight)[:512].float()
     task.areas.fill_(torch.nan)
@@ -95,7 +95,7 @@ def ours(task: Problem, tiling: Tiling, _weight: Tensor) -> Tensor:
 
 
 def measure(name: str, rows: int) -> str:
-    """A line: cuBLAS and the tilings, the likeliest first."""
+    """The times of cuBLAS and of the tilings as text, in the order of `candidates`."""
     features, k, scatters = SHAPES[name]
     task = problem(rows, features, k, scatters)
 
@@ -109,7 +109,7 @@ def measure(name: str, rows: int) -> str:
         try:
             result = timed(partial(ours, task, tiling)) if is_right(task, tiling) else "WRONG"
             parts.append(f"{label} {result}")
-        except Exception as error:  # too much shared memory, say: a tiling less
+        except Exception as error:  # for example too much shared memory; go on with the next tiling
             parts.append(f"{label} FAILED {error!r}"[:200])
     return "\n    ".join(parts)
 

@@ -1,12 +1,12 @@
-"""The kernels of a decoder layer on one GPU: their errors, and their median times inside CUDA graphs beside plain PyTorch's.
+"""Measure a decoder layer's kernels on one GPU: errors, and median times in CUDA graphs compared with plain PyTorch.
 
     python scripts/bench_kernels.py --out out/kernels.json
     python scripts/bench_kernels.py --ranks 4 --decode-configs 64,4,3,3,64 64,4,4,2,64 --prefill-configs 64,64,4,3 128,64,8,3
 
-The shapes are those of Llama-3-70B on 4 and on 8 ranks. A graph holds 20 launches or more over inputs that take turns, so many
-that the L2 cache forgets one before it comes round again. Prints a table; --out writes the rows as JSON. With --decode-configs or
---prefill-configs it times only attention, as each of them launches it: what the tables at the top of
-kernels/paged_attention_triton.py should say.
+The shapes are those of Llama-3-70B on 4 and on 8 ranks. A graph holds at least 20 launches, which cycle through several inputs.
+The inputs together exceed the L2 cache, so that none is still cached when it is used again. Prints a table; --out writes the
+rows as JSON. With --decode-configs or --prefill-configs only attention is timed, once with each of these launch configurations.
+This is how the tables at the top of kernels/paged_attention_triton.py are found.
 """
 
 import argparse
@@ -47,15 +47,15 @@ Inputs = tuple[Any, ...]
 
 @dataclass
 class Case:
-    """One kernel at one shape. `make` draws inputs, which the others take."""
+    """One kernel at one shape. `make` draws random inputs; the other callables take them."""
 
     kernel: str
     shape: dict[str, int]
     make: Callable[[], Inputs]
     ours: Callable[..., Any]
     peer: Callable[..., Any]
-    exact: Callable[..., Tensor]  # fp32, or as good
-    for_peer: Callable[..., Inputs] = lambda *inputs: inputs  # how the peer takes what `make` drew
+    exact: Callable[..., Tensor]  # the reference, in fp32 or equivalent
+    for_peer: Callable[..., Inputs] = lambda *inputs: inputs  # converts the inputs of `make` to those of `peer`
     bytes: float = 0
     flops: float = 0
 
@@ -119,7 +119,7 @@ def elementwise_cases(ranks: int) -> Iterator[Case]:
 def rope_by_torch(
     qkv: Tensor, positions: Tensor, frequencies: Tensor, places: Tensor, keys: Tensor, values: Tensor, *_: Any
 ) -> Tensor:
-    """Like the reference, for tokens that are all stored: a graph can hold no boolean index."""
+    """Like the reference, but stores all tokens: boolean indexing cannot be captured in a CUDA graph."""
     heads, kv_heads = qkv.unflatten(-1, (-1, HEAD_DIM)), keys.shape[1]
     qk, v = heads[:, :-kv_heads], heads[:, -kv_heads:]
     angles = positions[:, None, None].float() * frequencies
@@ -161,7 +161,7 @@ def pages(sequences: int, length: int, kv_heads: int) -> tuple[Tensor, Tensor, T
 
 
 def unpaged(q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, *_: Any) -> Inputs:
-    """Queries (B, T, H, D), and keys and values (B, L, K, D), for a peer without pages; all sequences are of one length."""
+    """Queries (B, T, H, D), and keys and values (B, L, K, D), for a peer without pages. All sequences have the same length."""
     k, v = (x[tables.long()].flatten(1, 2) for x in (keys, values))
     return q.view(len(tables), -1, *q.shape[1:]), k, v
 
@@ -259,7 +259,7 @@ FAMILIES: dict[str, Callable[[int], Iterator[Case]]] = {
 
 
 def microseconds(call: Callable[..., Any], inputs: list[Inputs]) -> float:
-    """Median time of one call in a graph of many."""
+    """Median time of one call in µs, in a CUDA graph of many calls."""
     count = max(LAUNCHES, len(inputs))
     call(*inputs[0])
     graph = torch.cuda.CUDAGraph()
@@ -299,7 +299,7 @@ def measure(case: Case) -> dict[str, Any]:
 
 
 def tried(table: str, configs: Sequence[Any], cases: Iterable[Case]) -> Iterator[dict[str, Any]]:
-    """The cases' times when each of `configs` in turn stands for the whole `table` of the kernels, all on the same inputs."""
+    """Time the cases with each of `configs` in place of the kernels' whole `table`. All configs get the same inputs."""
     from triton.runtime.errors import OutOfResources
 
     from kernels import paged_attention_triton as kernels
@@ -348,7 +348,7 @@ def config_of(kind: str) -> Callable[[str], Any]:
 
         return getattr(kernels, kind)(*map(int, text.split(",")))
 
-    parse.__name__ = kind  # argparse names it when it refuses a text
+    parse.__name__ = kind  # argparse shows this name in its error message
     return parse
 
 

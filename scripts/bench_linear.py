@@ -1,15 +1,15 @@
-"""Linear layers of few rows on one GPU: every candidate config beside cuBLAS, and the table that `kernels/linear.py` reads.
+"""Compare every candidate config of linear layers of few rows with cuBLAS on one GPU; make the table for `kernels/linear.py`.
 
     python scripts/bench_linear.py --out linear.json                                     # all shapes, on GPU 0
     python launch.py --ranks 4 scripts/bench_linear.py --out linear.json --seconds 55   # a quarter of the shapes a GPU
     python scripts/bench_linear.py --device 2 --part 2/4 --shapes 70b-tp4 --rows 1 16
     python scripts/bench_linear.py --merge linear.json.0 linear.json.1 --out kernels/linear_configs.json
 
-A time is that of one layer in a CUDA graph which replays a chain of them with distinct weights, many times the L2 cache, so
-that every weight comes from HBM and each kernel may start while the one before drains; the median of several replays. The
-shapes that end in -swiglu are those of `linear_swiglu`, against cuBLAS and silu(gate) * up in a kernel of its own.
-Candidates that give wrong results are dropped, with a message. Writes {"machine", "times", "configs"}; on several ranks each
-rank writes FILE.RANK.
+A time is that of one layer in a CUDA graph of a chain of layers, the median of several replays. The layers have distinct
+weights, many times the size of the L2 cache, so that every weight is read from HBM. Each kernel may start while the previous one
+finishes. The shapes that end in -swiglu are measured with `linear_swiglu`, and compared with cuBLAS plus a separate kernel for
+silu(gate) * up. Candidates that give wrong results are dropped, with a message. Writes {"machine", "times", "configs"}; on
+several ranks each rank writes FILE.RANK.
 """
 
 import argparse
@@ -48,16 +48,16 @@ from kernels.linear import (
 from scripts.results import machine
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
-POOL_BYTES = 1 << 30  # of weights, at least two layers of the largest shape
-CHAIN = 24  # layers at most
+POOL_BYTES = 1 << 30  # of weights; more if two layers of the largest shape need more
+CHAIN = 24  # most layers in a graph
 REPLAYS = 7
 WARM_UPS = 3
-GEMV_TILES = {  # by rows; n, k, warps, prefetch: the more rows, the more rows of the weight share a piece of x
+GEMV_TILES = {  # by rows: (n, k, warps, prefetch); with more rows of x, more rows of the weight (n) reuse each tile of x
     1: ((1, 4096, 4, True), (2, 2048, 4, False), (2, 2048, 4, True), (4, 1024, 4, False), (4, 512, 2, True)),
     2: ((2, 2048, 4, False), (2, 2048, 4, True), (4, 1024, 4, False), (4, 512, 2, True), (8, 512, 4, False)),
     4: ((4, 1024, 4, False), (8, 512, 4, False)),
 }
-KEPT_MARGIN = 0.98  # of cuBLAS's time that a kernel must beat to be kept
+KEPT_MARGIN = 0.98  # a kernel is kept if it takes less than this share of cuBLAS's time
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Shape:
 
 
 def shapes() -> list[Shape]:
-    """The distinct shapes of Llama-70B and Llama-8B, interleaved so that every part of the list has large and small ones."""
+    """The distinct shapes of Llama-70B and Llama-8B, ordered so that each `--part` has large and small ones."""
     found: dict[tuple[int, int, bool], Shape] = {}
     for model, hidden, heads, kv_heads, inter, vocab, degrees in (
         ("70b", 8192, 64, 8, 28672, 128256, (8, 4)),
@@ -97,7 +97,7 @@ def shapes() -> list[Shape]:
 
 
 def candidates(rows: int, shape: Shape) -> list[Config]:
-    """About six configs worth a try, the heuristic's first."""
+    """About six configs to try, starting with that of the heuristic `default_config`."""
     default = default_config(rows, shape.n, shape.k, torch.bfloat16, shape.swiglu)
     found: list[Config] = [default] if default else []
     if rows <= GEMV_ROWS:
@@ -108,7 +108,7 @@ def candidates(rows: int, shape: Shape) -> list[Config]:
 
 
 def gemv_candidates(rows: int, shape: Shape) -> list[Config]:
-    """Tiles that fill the SMs and waste little of their last columns."""
+    """GEMV tiles that give every SM work and pad K by at most 20 %."""
     return [
         Gemv(block_n, block_k, warps, prefetch)
         for block_n, block_k, warps, prefetch in GEMV_TILES[rows]
@@ -117,7 +117,7 @@ def gemv_candidates(rows: int, shape: Shape) -> list[Config]:
 
 
 def mma_candidates(rows: int, shape: Shape) -> list[Config]:
-    """Tiles and splits of K: one, two or three programs share an SM, and each SM has that many or twice as many to run."""
+    """Tiles and splits of K. One, two or three programs share an SM, and each SM runs that many or twice as many in total."""
     tiles: list[Config] = [
         mma_candidate(rows, shape, 64, 128, sharing=2, each=2),
         replace(mma_candidate(rows, shape, 64, 128, sharing=2, each=2), early=False),
@@ -190,20 +190,20 @@ def seconds_per_layer(layer: Callable[[Tensor], Tensor], weights: list[Tensor]) 
 
 
 def is_right(task: Problem, config: Config, exact: Tensor) -> bool:
-    """Whether its error is at most twice that of the plain layer, against fp32."""
+    """Whether the config's error against fp32 is at most twice that of the PyTorch layer."""
     got, plain = task.ours(config)(task.weights[0]).float(), task.plain(task.weights[0]).float()
     return bool((got - exact).norm() <= 2 * (plain - exact).norm() + 1e-6 * exact.norm())
 
 
 def warm_up(tasks: list[Problem], threads: int, deadline: float) -> None:
-    """Compile all candidates of the tasks, side by side: a kernel serves every shape that has its blocks."""
+    """Compile all candidates of the tasks in parallel, each distinct `kernel_key` once, until `deadline`."""
     kernels = {kernel_key(task, config): (task, config) for task in tasks for config in candidates(task.rows, task.shape)}
 
     def compile_one(job: tuple[Problem, Config]) -> None:
         if time.monotonic() > deadline:
             return
         torch.cuda.set_device(job[0].x.device)
-        with torch.inference_mode(), suppress(Exception):  # `measure` says what does not work
+        with torch.inference_mode(), suppress(Exception):  # `measure` reports failing candidates
             job[0].ours(job[1])(job[0].weights[0])
 
     with ThreadPoolExecutor(threads) as pool:
@@ -214,14 +214,14 @@ def warm_up(tasks: list[Problem], threads: int, deadline: float) -> None:
 
 
 def kernel_key(task: Problem, config: Config) -> tuple[Any, ...]:
-    """What a compiled kernel depends on."""
+    """The values that a compiled kernel depends on. Shapes with equal keys share a kernel."""
     rows = max(task.rows, 16 if isinstance(config, Mma) else 1)
     same = replace(config, prefetch=True) if isinstance(config, Gemv) else config
     return same, rows, task.shape.swiglu, task.shape.k % config.block_k == 0
 
 
 def measure(task: Problem) -> list[dict[str, Any]]:
-    """A line for each candidate and for cuBLAS, the quickest first."""
+    """A row for each candidate and for cuBLAS, the fastest first."""
     found: list[tuple[Config | None, float]] = [(None, seconds_per_layer(task.plain, task.weights))]
     exact = task.exact(task.weights[0])
     for config in candidates(task.rows, task.shape):
@@ -230,7 +230,7 @@ def measure(task: Problem) -> list[dict[str, Any]]:
                 print(f"WRONG {task.rows} rows, {task.shape.name}: {config}", flush=True)
                 continue
             found.append((config, seconds_per_layer(task.ours(config), task.weights)))
-        except Exception as error:  # too much shared memory, say: a candidate less
+        except Exception as error:  # for example too much shared memory; go on with the next candidate
             print(f"FAILED {task.rows} rows, {task.shape.name}: {config}: {error!r}", flush=True)
     lines = [
         {
@@ -249,7 +249,7 @@ def measure(task: Problem) -> list[dict[str, Any]]:
 
 
 def winner(lines: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The quickest config, or None where cuBLAS is about as quick."""
+    """The fastest config, or None if cuBLAS is about as fast (`KEPT_MARGIN`)."""
     plain = next(line for line in lines if line["config"] is None)
     return lines[0]["config"] if lines[0]["us"] < KEPT_MARGIN * plain["us"] else None
 
@@ -276,7 +276,7 @@ def bench(args: argparse.Namespace) -> None:
     tasks = [problem(rows, shape, pool) for rows in args.rows for shape in chosen]
     content: dict[str, Any] = {"machine": machine(), "times": [], "configs": {}}
     with torch.inference_mode():
-        warm_up(tasks[:1], 1, start + args.seconds)  # what is cached for all: the counters, the driver's state
+        warm_up(tasks[:1], 1, start + args.seconds)  # initializes what all kernels share: counters and the driver's state
         warm_up(tasks, args.threads, start + args.seconds * 0.6)
         for task in tasks:
             if time.monotonic() - start > args.seconds:
@@ -290,14 +290,14 @@ def bench(args: argparse.Namespace) -> None:
 
 
 def merge(parts: list[Path], out: Path) -> None:
-    """The configs of several runs in one table; their times stay where they are."""
+    """Write the configs of several runs into one table, without their times."""
     contents = [json.loads(path.read_text()) for path in parts]
     configs = {key: config for content in contents for key, config in content["configs"].items()}
     write({"machine": contents[0]["machine"], "configs": dict(sorted(configs.items()))}, out)
 
 
 def write(content: dict[str, Any], path: Path) -> None:
-    """JSON with one line for each time and each config."""
+    """Write `content` as JSON with one line per time and per config."""
     path.parent.mkdir(parents=True, exist_ok=True)
     times = ",\n".join(f"  {json.dumps(line)}" for line in content.get("times", []))
     configs = ",\n".join(f"  {json.dumps(key)}: {json.dumps(config)}" for key, config in content["configs"].items())

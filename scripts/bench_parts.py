@@ -1,4 +1,4 @@
-"""What the commands that measure on several ranks share: parts that fail alone, a deadline, and random operands."""
+"""Shared by the commands that measure on several ranks: independent parts, a deadline, and random operands."""
 
 import faulthandler
 import random
@@ -15,16 +15,19 @@ from torch import Tensor
 
 from tp import World
 
-LONGEST_PART = 60  # seconds, before a part that hangs ends the process with a traceback
+LONGEST_PART = 60  # seconds; a part that takes longer ends the process with a traceback
 
 
 class Parts(ABC):
-    """Parts run by all ranks together, what they found by name, and what went wrong. Each rank draws other values, `draw` the same."""
+    """Runs parts on all ranks and collects their results (`found`) and errors (`errors`) by name.
+
+    `random` draws different values on each rank; `draw` and `common` give the same on all.
+    """
 
     dtype = torch.bfloat16
 
     def __init__(self, world: World, seed: int, seconds: float, wanted: str = "") -> None:
-        """seconds: after which `in_time` says no. wanted: a regular expression; what it does not find in a part's name is left out."""
+        """seconds: time after which `in_time` returns False. wanted: regular expression; only parts whose name it matches run."""
         self.world, self.deadline, self.wanted = world, time.monotonic() + seconds, re.compile(wanted)
         self.generator = torch.Generator(world.device).manual_seed(seed + world.rank)
         self.draw = random.Random(seed)
@@ -36,11 +39,14 @@ class Parts(ABC):
         """Raise RuntimeError if a kernel has given up waiting for another rank. Waits for the device."""
 
     def tell(self, name: str, seconds: float, failed: str | None) -> None:
-        """Say on rank 0 what became of a part."""
+        """Report a part's time in seconds and its error, if any. Called on rank 0."""
         print(f"{name}: {seconds:.1f} s {failed or ''}", file=sys.stderr, flush=True)
 
     def part(self, name: str, run: Callable[[], Any]) -> Any:
-        """Run one part on all ranks: what it returns, noted, or None after noting whichever rank's error comes first."""
+        """Run one part on all ranks and return its result, or None if it was left out or failed on any rank. Collective.
+
+        The result is recorded in `found`, or the error of the lowest failing rank in `errors`.
+        """
         if not self.wanted.search(name):
             return None
         faulthandler.dump_traceback_later(LONGEST_PART, exit=True)
@@ -63,7 +69,7 @@ class Parts(ABC):
         return None if failed else result
 
     def in_time(self) -> bool:
-        """Whether rank 0 has time left: the same answer on all ranks."""
+        """Whether rank 0 has time left. Collective: all ranks get the same answer."""
         answer = [time.monotonic() < self.deadline]
         dist.broadcast_object_list(answer, group=self.world.control)
         return answer[0]
@@ -72,7 +78,7 @@ class Parts(ABC):
         return torch.randn(*shape, generator=self.generator, device=self.world.device).to(dtype or self.dtype)
 
     def common(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """The same random values on all ranks."""
+        """The same random values on all ranks. Collective."""
         x = self.random(*shape, dtype=dtype)
         dist.broadcast(x, 0)
         return x

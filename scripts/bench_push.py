@@ -1,8 +1,9 @@
-"""Row-parallel layers that push their partial sums, on real GPUs: the same bits as the layer and the one-shot sum, and how long?
+"""Check and time row-parallel layers that push their partial sums, against the layer followed by a one-shot all-reduce.
 
     python launch.py --ranks 4 scripts/bench_push.py --out out/push.json
 
-The layers are Llama-70B's output and down projections over 4 ranks, each of a chain with a weight of its own.
+Both must give the same bits. The layers are Llama-70B's output and down projections over 4 ranks. Each layer of a timed chain
+has its own weight.
 """
 
 import json
@@ -32,11 +33,11 @@ from tp import World, init_world
 
 WIDTH = 8192  # of a residual stream
 CAPACITY = 256 << 10  # bytes of a message: 16 rows
-PATIENCE = 1 << 26  # polls before a kernel gives up: seconds, in which another rank may compile
-COLUMNS = {"o": 2048, "down": 7168}  # of the weights, by name
-EACH = 10  # weights of each
+PATIENCE = 1 << 26  # polls before a kernel gives up: several seconds, enough for another rank to compile
+COLUMNS = {"o": 2048, "down": 7168}  # columns of a layer's weight
+EACH = 10  # number of weights per layer
 ROWS = (1, 2, 4, 8, 16)
-CANDIDATES: dict[int, list[Config]] = {  # by rows, besides `push_config`'s
+CANDIDATES: dict[int, list[Config]] = {  # by rows, in addition to that of `push_config`
     1: [Gemv(2, 2048, 4, False), Gemv(2, 4096, 8, True)],
     4: [Mma(64, 128, 3, 3)],
     16: [Mma(64, 128, 3, 3)],
@@ -46,7 +47,7 @@ AddNorm = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # of (input
 
 
 class Bench(Parts):
-    """Two workspaces, one that is pushed to and one for what it is compared with, and what is found out."""
+    """The checks and timings, with two workspaces: one for pushed sums, one for the one-shot all-reduces to compare with."""
 
     def __init__(self, world: World, seed: int, seconds: float) -> None:
         super().__init__(world, seed, seconds)
@@ -68,7 +69,7 @@ class Bench(Parts):
     # --- correctness ---------------------------------------------------------------------------------------------------------
 
     def correct(self) -> int:
-        """Other shapes and rows than those measured, too; configs with and without a split of K."""
+        """Check the timed shapes and others, and configs with and without a split of K. Returns the number of checks."""
         bf16, fp16 = torch.bfloat16, torch.float16
         jobs: list[tuple[int, int, int, torch.dtype, Config | None]] = [
             (rows, WIDTH, k, bf16, None) for rows in (1, 2, 3, 8, 16) for k in COLUMNS.values()
@@ -82,7 +83,7 @@ class Bench(Parts):
         return len(jobs)
 
     def compare(self, what: str, rows: int, weight: Tensor, chosen: Config | None) -> None:
-        """Raise AssertionError unless pushed sums are bit for bit one-shot's, and as close to fp32 as PyTorch's are twice over."""
+        """Raise AssertionError unless pushed sums equal those of one-shot bit for bit, with at most twice PyTorch's error."""
         (n, k), dtype = weight.shape, weight.dtype
         config = chosen or push_config(rows, n, k, dtype)
         assert config is not None, what
@@ -99,11 +100,14 @@ class Bench(Parts):
         plain = residual + self.everyones(F.linear(x, weight)).sum(0)
         error, allowed = ((y.float() - exact).norm().item() for y in (total, plain))
         assert error <= 2 * allowed, f"{what}: error {error}, plain {allowed}"
-        bits = self.everyones(torch.stack((total, normed)).view(torch.uint8))  # which NCCL knows
+        bits = self.everyones(torch.stack((total, normed)).view(torch.uint8))  # a dtype that NCCL supports
         assert all(torch.equal(bits[0], others) for others in bits), f"{what}: the ranks differ"
 
     def replays(self, count: int) -> int:
-        """A graph whose inputs each replay changes, and which itself counts the values that differ from the one-shot sum's."""
+        """Replay a CUDA graph of pushed sums with other inputs in each replay. Returns the number of steps in addition to the first.
+
+        The graph itself counts the values that differ from those of the one-shot all-reduce.
+        """
         device, rows = self.world.device, 3
         step, wrong = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(2))
         inputs = {name: self.random(rows, k) for name, k in COLUMNS.items()}
@@ -134,7 +138,7 @@ class Bench(Parts):
             body()
         for i in range(count):
             graph.replay()
-            if i % 500 == 0:  # and outside of the graph in between
+            if i % 500 == 0:  # a layer outside of the graph between replays
                 layer("o", self.weights["o"][0], residual, Gemv(4, 1024, 4))
         torch.cuda.synchronize()
         assert int(wrong) == 0, f"{int(wrong)} wrong values in {int(step)} steps"
@@ -143,7 +147,7 @@ class Bench(Parts):
     # --- times ---------------------------------------------------------------------------------------------------------------
 
     def ways(self, rows: int) -> dict[str, tuple[tuple[str, ...], AddNorm]]:
-        """The layers that each way is measured with, and the way."""
+        """The strategies to time, by name: the layers of the chain, and the function for one layer."""
 
         def sum_of(partial: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
             return one_shot_add_norm(partial, x, self.norm, 1e-5, self.other)
@@ -176,7 +180,10 @@ class Bench(Parts):
         return found
 
     def microseconds(self, rows: int) -> dict[str, float]:
-        """µs of a layer with its sum, residual addition and norm: the median of graphs that replay a chain, three times in turns."""
+        """µs per layer with its all-reduce, residual addition and norm, for each strategy.
+
+        Every strategy is timed three times, alternating with the others, in a CUDA graph of a chain of layers. Returns medians.
+        """
         inputs, residual = {name: self.random(rows, k) for name, k in COLUMNS.items()}, self.common(rows, WIDTH)
         found: dict[str, list[float]] = {}
         for _ in range(3):

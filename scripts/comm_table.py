@@ -1,7 +1,8 @@
-"""What `--comm auto` knows of this machine: µs of a sum by message size and way, and which one it takes; and µs of pairs of layers
-with a sum between them, fused and not, as far as models have met them.
+"""Print the tables of `--comm auto` for this machine: µs of all-reduces by message size and algorithm, and its choices.
 
 python launch.py --ranks 8 scripts/comm_table.py
+
+It also prints the µs of pairs of layers with an all-reduce between them, fused and unfused, for the pairs that models have used.
 """
 
 import sys
@@ -33,7 +34,7 @@ def age_text(seconds: float) -> str:
 
 
 def lines(table: Table, now: float) -> list[str]:
-    """The table as text: a row a size, a column a way, and the choice."""
+    """The table as text: one row per message size, one column per algorithm, and the choice of `auto`."""
     head = f"{path_of(table.key)}, {age_text(now - table.made)} old"
     key = ", ".join(f"{name} {value}" for name, value in table.key.items())
     rows = [["message", *(f"{name}, µs" for name in table.times), "auto takes"]]
@@ -44,7 +45,7 @@ def lines(table: Table, now: float) -> list[str]:
 
 
 def pair_lines(table: PairTable) -> list[str]:
-    """The same of the pairs of layers that were measured. A model's pairs are fused if their gains add up to one."""
+    """The measured pairs of layers as text. A model's pairs are fused if the sum of their gains is positive."""
     rows = [["rows, K, C, M, dtype", "unfused, µs", "fused, µs", "gain, µs", "scatter + gather"]]
     for key, times in sorted(table.times.items()):
         way, fused = best_way(times)

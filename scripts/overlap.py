@@ -1,13 +1,15 @@
-"""How much of the communication around a tensor-parallel GEMM is hidden, by who fuses the two: the figures of the Flux paper
-(Chang et al., arXiv:2406.06858) on this machine.
+"""Measure how much of the communication around a tensor-parallel GEMM is hidden when both are fused, with the metrics of the
+Flux paper (Chang et al., arXiv:2406.06858).
 
     python launch.py --ranks 4 scripts/overlap.py --shapes llama --seconds 60
 
-Section 2.3 defines effective communication time, ECT = overall time - time of the best GEMM that is not split (equation 1), and
-overlap efficiency, 1 - ECT / ECT of the way that does not overlap: GEMM and NCCL (equation 2). 100 % is communication for nothing,
-below 0 % is slower than without overlap. A layer is all-gather + GEMM (m rows; its n outputs are split over the ranks) or
-GEMM + reduce-scatter (its k inputs are). A gather that ends in `-pull` fetches rows from their owners, others push them; `/4` is rows
-that travel in four chunks (figures 9 and 10). Writes gemm-overlap.json, .md and .svg.
+Section 2.3 of the paper defines two metrics. Effective communication time: ECT = overall time - time of the best GEMM that is
+not split (equation 1). Overlap efficiency: 1 - ECT / (ECT without overlap, that is of a GEMM and NCCL) (equation 2). At 100 %
+all communication is hidden; below 0 % the fused algorithm is slower than without overlap.
+
+A layer is all-gather + GEMM (m rows; the n output features are split over the ranks) or GEMM + reduce-scatter (the k input
+features are split). An all-gather whose name ends in `-pull` fetches rows from their owners; others push them. `/4` means that
+rows are sent in four chunks (figures 9 and 10). Writes gemm-overlap.json, .md and .svg.
 """
 
 import json
@@ -41,10 +43,10 @@ from scripts.results import describe, machine
 from tp import World, init_world
 
 NAME = "gemm-overlap"
-MOST_ROWS = 64  # of an owner that are compared
-CAPACITY = 8192 * 12288 * 2  # bytes of the longest stream here
-ROWS = tuple(1 << i for i in (10, 12, 13, 11, 9, 8, 7, 6))  # m, the more telling ones first
-# torch 2.13 renamed them and warns of the old names, the only ones in 2.11
+MOST_ROWS = 64  # most rows of each owner that are checked
+CAPACITY = 8192 * 12288 * 2  # bytes of the largest residual stream measured here
+ROWS = tuple(1 << i for i in (10, 12, 13, 11, 9, 8, 7, 6))  # m, the most informative first, since time may run out
+# torch 2.13 renamed these functions and warns about the old names; torch 2.11 has only the old names
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 UNFUSED, GEMM, TORCH = "unfused", "GEMM", "torch"
@@ -52,7 +54,7 @@ UNFUSED, GEMM, TORCH = "unfused", "GEMM", "torch"
 
 @dataclass(frozen=True)
 class Layer:
-    """(n, k) of the whole layer. scatter: GEMM + reduce-scatter, else all-gather + GEMM."""
+    """A layer whose weight has the shape (n, k) over all ranks. scatter: GEMM + reduce-scatter, else all-gather + GEMM."""
 
     name: str
     n: int
@@ -74,7 +76,10 @@ SHAPES: dict[str, tuple[Layer, ...]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """µs of a layer with m rows by one way, in all and of the GEMM alone and unfused; and the paper's two figures."""
+    """The time of a layer with m rows by one algorithm, and the paper's two metrics.
+
+    overall: µs of the algorithm; gemm: µs of the best GEMM alone; unfused: µs of GEMM and NCCL without overlap.
+    """
 
     layer: str
     scatter: bool
@@ -92,7 +97,7 @@ class Row:
 
     @property
     def efficiency(self) -> float | None:
-        """None where there is nothing to hide: what does not overlap takes no longer than the GEMM."""
+        """Overlap efficiency. None if there is nothing to hide: the unfused algorithm takes no longer than the GEMM."""
         exposed = self.unfused - self.gemm
         return 1 - self.ect / exposed if exposed > 0 else None
 
@@ -101,7 +106,7 @@ Call = Callable[[], Tensor]
 
 
 class Bench(Parts):
-    """The layers' operands, and the ways to compute them."""
+    """The layers' operands, and the algorithms that compute the layers."""
 
     def __init__(self, world: World, seed: int, seconds: float) -> None:
         super().__init__(world, seed, seconds)
@@ -118,14 +123,17 @@ class Bench(Parts):
         self.comm.check()
 
     def tell(self, name: str, seconds: float, failed: str | None) -> None:
-        """Only what went wrong: a bar shows the rest."""
+        """Print only errors, because a progress bar is shown."""
         if failed:
             note(f"{name}: {failed}")
 
-    # --- the ways ----------------------------------------------------------------------------------------------------------------
+    # --- the algorithms ----------------------------------------------------------------------------------------------------------
 
     def calls(self, layer: Layer, weight: Tensor, m: int) -> tuple[dict[str, Call], Tensor]:
-        """Every way to compute a layer, and its input: all rows of this rank's features, or this rank's rows of all features."""
+        """Every algorithm for a layer by name, and the layer's input x.
+
+        x has all m rows of this rank's input features (scatter), or this rank's m / ranks rows of all features (gather).
+        """
         x = self.random(m, weight.shape[1]) if layer.scatter else self.random(m // self.n, weight.shape[1])
         whole = x if layer.scatter else self.random(m, weight.shape[1])
         calls: dict[str, Call] = {GEMM: lambda: torch.mm(whole, weight.t()), f"{GEMM} of rung": lambda: linear(whole, weight)}
@@ -148,8 +156,8 @@ class Bench(Parts):
         return mine
 
     def _torch(self, layer: Layer, x: Tensor, weight: Tensor) -> Call:
-        """PyTorch's fused operators, which the import registers. Without `return_A` the gathering one would use NVLink multicast
-        where there is any."""
+        """PyTorch's fused operators, which the import registers. Without `return_A` the all-gather would use NVLink multicast
+        if the machine has it."""
         import torch.distributed._symmetric_memory
 
         assert dist.group.WORLD is not None
@@ -170,7 +178,7 @@ class Bench(Parts):
         return call
 
     def _fused_gather(self, x: Tensor, weight: Tensor, way: Gather) -> Call:
-        """Of rows that lie in the buffer, where the norm before the layer would have put them."""
+        """The fused all-gather + GEMM of rows that are in the buffer already, where the norm before the layer writes them."""
         meeting, share = self.comm.meeting, Share(len(x), x.shape[1], x.dtype)
 
         def call() -> Tensor:
@@ -182,12 +190,14 @@ class Bench(Parts):
     # --- figures -----------------------------------------------------------------------------------------------------------------
 
     def layer(self, layer: Layer, m: int) -> list[Row]:
-        """All ways for m rows: right first, then timed. The stream of a timed sequence is always the same, so that a rank that is
-        ahead overwrites what others still read by the same values."""
+        """Check, then time all algorithms for m rows. Collective.
+
+        Repeated calls have the same input, so that a rank that is ahead overwrites rows that others still read with equal values.
+        """
         made = f"{layer.name} {m} operands"
         if (operands := self.part(made, lambda: self._operands(layer, m))) is None:
             return []
-        self.found.pop(made)  # which is not to keep them
+        self.found.pop(made)  # the report must not keep the operands
         calls, x, exact = operands
         times, allowed = {}, 0.0
         for name, call in calls.items():
@@ -195,7 +205,7 @@ class Bench(Parts):
                 self._spoil(layer, x)
                 error = self.part(f"{layer.name} {m} {name} result", lambda call=call: self._error(call, exact))  # type: ignore[misc]
                 if name == UNFUSED:
-                    # rounding of the result, and of k additions in fp32 in another order
+                    # rounding errors of the result, and of k additions in fp32 in another order
                     rounding = torch.finfo(self.dtype).eps + layer.k**0.5 * torch.finfo(torch.float32).eps
                     allowed = max(2 * (error or 0.0), rounding * self._largest(exact[1]))
                 if error is None or error > allowed:
@@ -205,15 +215,17 @@ class Bench(Parts):
         return self._rows(layer, m, {name: t for name, t in times.items() if t is not None})
 
     def _operands(self, layer: Layer, m: int) -> tuple[dict[str, Call], Tensor, tuple[Tensor, Tensor]]:
-        """The calls and their input, of a random weight, and what is right."""
+        """The calls for a random weight, their input, and the reference of `_exact`."""
         n, k = (layer.n, layer.k // self.n) if layer.scatter else (layer.n // self.n, layer.k)
         weight = self.random(n, k) / k**0.5
         calls, x = self.calls(layer, weight, m)
         return calls, x, self._exact(layer, x, weight)
 
     def _spoil(self, layer: Layer, x: Tensor) -> None:
-        """NaNs in the places of partial sums and rows, but for the rows x that a gather begins with: what an earlier call left there
-        makes no later one right."""
+        """Fill the buffers of partial sums and rows with NaNs, so that no call can pass by the results of an earlier one.
+
+        A gather's own input rows x are written into the buffer again.
+        """
         meeting = self.comm.meeting
         meeting.shared.views[self.rank][meeting.places.partials :].fill_(255)
         if not layer.scatter:
@@ -238,7 +250,10 @@ class Bench(Parts):
         return slowest.item() * 1e6
 
     def _exact(self, layer: Layer, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Some rows of the result, by number, and their fp32 values: of this rank's rows in a scatter, else of all."""
+        """Numbers of some rows of the result, and the fp32 values of these rows. Collective.
+
+        In a scatter they are of this rank's rows, else of all rows.
+        """
         if layer.scatter:
             share = len(x) // self.n
             some = torch.arange(0, share, max(1, share // MOST_ROWS), device=x.device)
@@ -267,8 +282,10 @@ class Bench(Parts):
     # --- replays -----------------------------------------------------------------------------------------------------------------
 
     def replays(self, count: int) -> int:
-        """Pairs of layers of every kind, in a CUDA graph on a GPU, whose inputs each replay changes. Sums of small integers are
-        exact, and the graph itself counts what is wrong."""
+        """Run pairs of layers with every gather repeatedly, on a GPU as replays of a CUDA graph. Returns the number of replays.
+
+        Each replay has other inputs. They are small integers, whose sums are exact, and the graph itself counts wrong values.
+        """
         step, wrong = (torch.zeros((), dtype=torch.int64, device=self.world.device) for _ in range(2))
         pair = _IntegerPair(self, step)
 
@@ -291,7 +308,7 @@ class Bench(Parts):
 
 
 class _IntegerPair:
-    """Two layers of small integers around a sum: rows (T, C) of at most 4 x 32, exact also in bf16."""
+    """Two layers of small integers with an all-reduce between them. Its sums (T, C) are at most 4 x 32, so exact even in bf16."""
 
     def __init__(self, bench: Bench, step: Tensor) -> None:
         self.bench, self.step, world = bench, step, bench.world
@@ -309,7 +326,7 @@ class _IntegerPair:
         return ((self.index * 3 + self.index // self.k + self.step * 7 + rank * 5 + salt) % 5 < 2).to(self.bench.dtype)[None]
 
     def wrong(self, way: Way, salt: int) -> Tensor:
-        """How many values are wrong of a fused pair, and of a whole stream behind it."""
+        """Number of wrong values in the output of a fused pair, and in the whole residual stream of a second all-reduce."""
         comm, rank = self.bench.comm, self.bench.rank
         comm.default = way
         inputs = [self.inputs(r, salt) for r in range(self.bench.n)]
@@ -322,7 +339,7 @@ class _IntegerPair:
         whole = comm.defer(Product(inputs[rank], self.firsts[rank])).settle(x)
         normed = torch.nn.functional.rms_norm(total, self.scale.shape, self.scale, 1e-5)
         expected = (normed @ self.second.t()).float()
-        far = (out.float() - expected).abs() > 0.02 * expected.abs().max()  # norms may be rounded otherwise
+        far = (out.float() - expected).abs() > 0.02 * expected.abs().max()  # norms may round differently
         return far.sum() + (whole != 2 * total).sum()
 
 
@@ -330,13 +347,13 @@ class _IntegerPair:
 
 
 def markdown(rows: list[Row], title: str) -> str:
-    """A table of the layers that gather, and one of those that scatter."""
+    """A Markdown table of the layers that gather, and one of those that scatter."""
     tables = [table([row for row in rows if row.scatter is scatter]) for scatter in sorted({row.scatter for row in rows})]
     return "\n".join([f"µs, and overlap efficiency; {title}\n", *tables])
 
 
 def table(rows: list[Row]) -> str:
-    """A line a layer and m: µs of the GEMM, and of each way with its overlap efficiency."""
+    """One line per layer and m: µs of the GEMM, and µs of each algorithm with its overlap efficiency."""
     ways = list(dict.fromkeys(row.way for row in rows))
     head = ["GEMM + reduce-scatter" if rows[0].scatter else "all-gather + GEMM", "n", "k", "m", "GEMM", *ways]
     lines = [f"| {' | '.join(head)} |", f"| {' | '.join('---' for _ in head)} |"]
@@ -360,7 +377,7 @@ def by_shape(rows: list[Row]) -> dict[tuple[str, int], list[Row]]:
 
 
 def shown_ways(rows: list[Row]) -> list[str]:
-    """The ways of a panel: unfused and torch's, and of ours those that are best at some m, the most often best first."""
+    """The algorithms that a panel shows: unfused, torch's, and ours that are fastest at some m, the most often fastest first."""
     peers = [way for way in (UNFUSED, TORCH) if any(row.way == way for row in rows)]
     best = Counter(
         min((row for row in rows if row.m == m and row.way not in peers), key=lambda row: row.overall).way
@@ -371,8 +388,11 @@ def shown_ways(rows: list[Row]) -> list[str]:
 
 
 def plot(rows: list[Row], title: str, path: Path) -> None:
-    """A panel a layer: effective communication time by m, beside the GEMM's, a line a way. The axis is linear to 100 % and logarithmic
-    above, so that nothing is cut off. The table holds the ways that are not drawn, and the report medians alone."""
+    """Plot effective communication time relative to the GEMM's time by m: one panel per layer, one line per algorithm.
+
+    The axis is linear up to 100 % and logarithmic above, so that no point is cut off. Algorithms that are not drawn are in the
+    table. There are no error bars because the report holds only medians.
+    """
     import matplotlib as mpl
 
     mpl.use("agg")
@@ -413,7 +433,7 @@ def plot(rows: list[Row], title: str, path: Path) -> None:
 
 
 def line_styles(ways: list[str]) -> dict[str, dict[str, str]]:
-    """A colour for each way to split a GEMM, dashes for pulls, a marker for each number of chunks."""
+    """Line styles by algorithm: a colour for each way to split the GEMM, dashes for pulls, a marker for each number of chunks."""
     parts = {way: way.partition("/")[::2] for way in ways}
     splits = list(dict.fromkeys(carried.removesuffix("-pull") for carried, _ in parts.values()))
     markers, colours = {"": "o", "2": "s", "4": "^"}, (BLACK, *CYCLE)
@@ -428,13 +448,13 @@ def line_styles(ways: list[str]) -> dict[str, dict[str, str]]:
 
 
 def rows_of(report: dict[str, Any]) -> tuple[list[Row], str]:
-    """A report's rows, and what they were made on."""
+    """A report's rows, and the ranks, dtype and machine that it was made with."""
     rows = [Row(*(row[name] for name in Row.__dataclass_fields__)) for row in report["rows"]]
     return rows, f"{report['ranks']} ranks, {report['dtype']}; {report['where']}"
 
 
 def write(report: dict[str, Any], folder: Path) -> None:
-    """The JSON, the table, and the plot where matplotlib is installed."""
+    """Write the JSON file, the table, and, if matplotlib is installed, the plot."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{NAME}.json").write_text(json.dumps(report, indent=1) + "\n")
     rows, title = rows_of(report)
@@ -487,7 +507,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.report:
         return write(json.loads(arguments.report.read_text()), arguments.out)
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast stays off unless asked for
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast stays off unless the user turns it on
     world = init_world(arguments.device, None if arguments.device == "cpu" or not torch.cuda.is_available() else "nccl")
     if world.world_size == 1:
         raise UserError("one rank has nothing to exchange: start several, as python launch.py --ranks 4 does")

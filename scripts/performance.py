@@ -1,13 +1,13 @@
-"""Tables and plots of what was measured on GPUs, from the raw files of the measuring commands.
+"""Make tables and plots of GPU measurements from the raw files of the measuring commands.
 
-    make sweep ARGS="--models llama-3-70b --tp 4 --out docs/results/gpu-4/sweep-70b.jsonl"       # and the like; then
+    make sweep ARGS="--models llama-3-70b --tp 4 --out docs/results/gpu-4/sweep-70b.jsonl"       # and others; then
     python scripts/performance.py --raw docs/results/gpu-4
 
-Reads what --raw holds of sweep*.jsonl, comm.json (bench_comm.py), linear*.json (bench_linear.py), kernels.json and decode.json
-(bench_kernels.py), quantized*.json (bench_comm.py --parts "nccl|quantized"), push.json (bench_push.py), gemm-overlap.json (overlap.py),
-startup.json and load*.json, and writes a table of each as NAME-{decode,comm,linear,…}.md, and NAME-comm.png,
-NAME-comm-no-p2p.png, NAME-grid.png (of sweep-grid*.jsonl) and NAME-overlap.png, NAME being the folder's, into out, or with --write
-into docs/results.
+Reads those of the following files that exist in --raw: sweep*.jsonl, comm.json (bench_comm.py), linear*.json (bench_linear.py),
+kernels.json and decode.json (bench_kernels.py), quantized*.json (bench_comm.py --parts "nccl|quantized"), push.json
+(bench_push.py), gemm-overlap.json (overlap.py), startup.json and load*.json. Writes a table of each as
+NAME-{decode,comm,linear,…}.md, and the plots NAME-comm.png, NAME-comm-no-p2p.png, NAME-grid.png (from sweep-grid*.jsonl) and
+NAME-overlap.png. NAME is the name of the --raw folder. The outputs go into out, or with --write into docs/results.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from scripts.sweep_rows import ORDER, VLLM, Row, Setting, finished, read_rows
 
 NCCL = "µs nccl"
 EXACT = ("µs one-shot", "µs two-shot")
-WAYS = {  # bench_comm.py's names to a reader's
+WAYS = {  # names in bench_comm.py's report: names in tables and plots
     "µs nccl": "NCCL",
     "µs torch one_shot_all_reduce": "torch one-shot",
     "µs torch two_shot_all_reduce_": "torch two-shot",
@@ -47,7 +47,7 @@ QUANTIZED = {
     **{f"µs quantized {width}": width for width in WIDTHS},
     **{f"µs portable quantized {width}": f"{width}, over NCCL" for width in WIDTHS},
 }
-PUSHED = {"o": "wo", "down": "w_down", "o and down": "both in turn"}  # bench_push.py's names to the model's
+PUSHED = {"o": "wo", "down": "w_down", "o and down": "both in turn"}  # layer names of bench_push.py: names in the table
 
 NOT_A_CASE = {"kernel", "us", "peer_us", "gb_per_second", "tflop_per_second", "error", "peer_error", "right", "config"}
 
@@ -58,7 +58,7 @@ def markdown(head: list[str], rows: Iterable[list[str]], caption: str) -> str:
 
 
 def decode(folder: Path) -> str | None:
-    """ms of a decode step and of the prefill, variants side by side."""
+    """A table of ms per decode step and per prefill, one column per variant. None if there are no rows."""
     rows: list[Row] = [row for path in sorted(folder.glob("sweep*.jsonl")) for row in finished(read_rows(path))]
     if not rows:
         return None
@@ -66,7 +66,7 @@ def decode(folder: Path) -> str | None:
     cells: dict[tuple[str, ...], dict[str, Row]] = {}
     for row in (row for row in rows if row.setting.variant != VLLM):
         cells.setdefault((*_lengths(row.setting), row.communicator, row.setting.interconnect), {})[row.setting.variant] = row
-    for row in (row for row in rows if row.setting.variant == VLLM):  # beside each way in which Rung sums
+    for row in (row for row in rows if row.setting.variant == VLLM):  # once for each communicator of Rung
         for where in [where for where in cells if (where[:4], where[-1]) == (_lengths(row.setting), row.setting.interconnect)]:
             cells[where][VLLM] = row
     lines = [
@@ -85,7 +85,7 @@ def decode(folder: Path) -> str | None:
 
 
 def _place(variant: str) -> tuple[int, str]:
-    """Among the columns: Rung's in their usual order, vLLM's behind them."""
+    """Sort key of a column: Rung's variants in the order of `ORDER`, then vLLM."""
     kind = variant.partition(":")[0]
     return (ORDER.index(kind) if kind in ORDER else len(ORDER) + (variant == VLLM)), variant
 
@@ -100,7 +100,7 @@ def _ms(row: Row | None, figure: str) -> str:
 
 
 def paper(folder: Path) -> str | None:
-    """The ladder paper's tables beside the rows that come closest: as many ranks as were to be had, and shorter runs."""
+    """The ladder paper's tables with the closest rows measured here: those with the most ranks and the longest runs."""
     rows: list[Row] = [row for path in sorted(folder.glob("sweep*.jsonl")) for row in finished(read_rows(path))]
     single = [row.setting for row in rows if row.setting.model == "llama-3-70b" and row.setting.batch == 1]
     if not single:
@@ -127,7 +127,7 @@ def comm(folder: Path) -> str | None:
 
 
 def quantized(folder: Path) -> str | None:
-    """µs by message size, and how many times as fast as NCCL, of every width and form that was measured, and what is exact beside."""
+    """µs by message size and the speedup over NCCL, for every quantized width measured and the exact all-reduces."""
     files = [found for path in sorted(folder.glob("quantized*.json")) if (found := read(path)) and "µs nccl" in found["found"]]
     tables = []
     for found in sorted(files, key=lambda found: not found.get("p2p", True)):
@@ -152,7 +152,7 @@ def _faster(times: dict[str, float], nccl: dict[str, float], size: int) -> str:
 
 
 def push(folder: Path) -> str | None:
-    """The linear layer that sends its own sums beside the two kernels that it replaces."""
+    """A table that compares the linear layer that pushes its partial sums with the two kernels that it replaces."""
     found = read(folder / "push.json")
     if found is None:
         return None
@@ -172,19 +172,21 @@ def push(folder: Path) -> str | None:
 
 
 def overlap(folder: Path) -> str | None:
-    """GEMMs fused with their collectives, as scripts/overlap.py tells it."""
+    """The table of scripts/overlap.py: GEMMs fused with their collectives."""
     found = read(folder / "gemm-overlap.json")
     return None if found is None else overlap_table(*overlap_rows(found))
 
 
 def kind_of(name: str) -> str:
-    """Of one of bench_comm.py's names."""
+    """The plot panel of one of bench_comm.py's names."""
     return "exact" if name in WAYS or name in EXACT else "carried by NCCL" if "portable" in name else "quantized"
 
 
 def plot_comm(files: list[Any], where: str, out: Path) -> None:
-    """Latency by size of all that was measured there: a panel for the exact ways, one for the quantized ones beside NCCL, one for
-    those that NCCL carries. The files hold medians alone."""
+    """Plot latency by message size. Panels: exact algorithms, quantized algorithms, and quantized algorithms over NCCL.
+
+    Every panel shows NCCL's all-reduce too. There are no error bars because the files hold only medians.
+    """
     from matplotlib.figure import Figure
 
     times = {name: found["found"][name] for found in files for name in (*WAYS, *QUANTIZED) if name in found["found"]}
@@ -209,7 +211,7 @@ def plot_comm(files: list[Any], where: str, out: Path) -> None:
 
 
 def linear(folder: Path) -> str | None:
-    """The best of our kernels beside cuBLAS, for 70B's shapes."""
+    """A table that compares our best kernel with cuBLAS, for the shapes of Llama-70B."""
     files = [read(path) for path in sorted(folder.glob("linear*.json"))]
     cases: dict[tuple[str, int, int, int], dict[bool, float]] = {}
     for entry in (entry for file in files if file for entry in file["times"]):
@@ -246,7 +248,7 @@ def kernels(folder: Path) -> str | None:
 
 
 def attention(folder: Path) -> str | None:
-    """The launch configurations that were tried, side by side."""
+    """A table of all tried launch configurations of attention that gave correct results."""
     found = read(folder / "decode.json")
     if found is None:
         return None
@@ -314,8 +316,10 @@ TABLES: dict[str, Callable[[Path], str | None]] = {
 
 
 def plot_grid(folder: Path, out: Path) -> None:
-    """Variants by communicator, over the standard model with NCCL: a panel for prompts and one for decoding, for each batch and
-    interconnect."""
+    """Plot variants by communicator, relative to the standard model with NCCL.
+
+    For each interconnect and batch size there is one panel for prefill and one for decode.
+    """
     from matplotlib.figure import Figure
 
     rows: list[Row] = [row for path in sorted(folder.glob("sweep-grid*.jsonl")) for row in finished(read_rows(path))]
@@ -340,8 +344,11 @@ def plot_grid(folder: Path, out: Path) -> None:
 
 
 def points(panel: Any, rows: list[Row], metric: str) -> None:
-    """A group of points a variant, one a communicator: the median, and the lowest and highest run, over the median of the standard
-    model with NCCL. Points, not bars: the axis does not begin at 0."""
+    """Draw one group of points per variant, with one point per communicator.
+
+    A point is the median with the lowest and highest run, relative to the median of the standard model with NCCL. Points
+    instead of bars, because the axis does not begin at 0.
+    """
     variants = list(dict.fromkeys(row.setting.variant for row in rows))
     ways = sorted({row.communicator for row in rows})
     base = next(row.median(metric) for row in rows if (row.setting.variant, row.communicator) == ("standard", "nccl"))
@@ -362,14 +369,14 @@ def points(panel: Any, rows: list[Row], metric: str) -> None:
     panel.grid(axis="y", alpha=0.3)
 
 
-PLOTS = (  # files, where their sums go, and the plot's name
+PLOTS = (  # files, suffix of the title, name of the plot
     (("comm.json", "quantized.json"), "", "comm"),
     (("quantized-no-p2p.json",), ", through host memory", "comm-no-p2p"),
 )
 
 
 def show(raw: Path, folder: Path) -> None:
-    """Write all tables and figures of the raw files in `raw` into `folder`, and note what they were made from."""
+    """Write all tables and figures of the raw files in `raw` into `folder`, and record their sources with `made`."""
     for name, table in TABLES.items():
         text = table(raw)
         if text is not None:
@@ -388,7 +395,7 @@ def show(raw: Path, folder: Path) -> None:
         _made(path, raw)
 
 
-SOURCES = {  # what of a folder of raw files each table and figure is made from
+SOURCES = {  # glob patterns of the raw files that each table and figure is made from
     "decode": "sweep*.jsonl",
     "paper": "sweep*.jsonl",
     "grid": "sweep-grid*.jsonl",
@@ -406,7 +413,7 @@ SOURCES = {  # what of a folder of raw files each table and figure is made from
 
 
 def _made(path: Path, raw: Path) -> None:
-    """`made` for a table or figure of `show`, if there is one."""
+    """Call `made` for a table or figure of `show`, if it was written."""
     if path.exists():
         patterns = SOURCES[path.stem.removeprefix(f"{raw.name}-")].split()
         note(f"wrote {path}")

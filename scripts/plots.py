@@ -1,16 +1,17 @@
-"""The ladder paper's figures 2, 3 and 4, and where a step's time goes, from the rows of a sweep.
+"""Draw the ladder paper's figures 2, 3 and 4, and the split of a decode step's time, from the rows of a sweep.
 
     python scripts/plots.py --sweep out/sweep.jsonl --out out/plots
 
 | file | shows |
 |---|---|
 | throughput.svg | throughput relative to the standard model, by ranks and batch size (figure 2) |
-| bars.svg | the same as bars at the most ranks (figure 3) |
-| pareto.svg | time to complete a batch against tokens a second and GPU, with the best points joined (figure 4) |
-| split.svg | a decode step: computing, communication hidden behind it, communication that is waited for |
+| bars.svg | the same as bars, for the largest number of ranks (figure 3) |
+| pareto.svg | time to complete a batch against tokens a second and GPU, with the Pareto front as a line (figure 4) |
+| split.svg | a decode step: computation, hidden communication, exposed communication |
 
-Points are medians, whiskers reach to the slowest and the fastest run, those of a step (split.svg) to its quartiles. An upper bound far
-above the variants is written at the axis's end instead of flattening them; a panel shows six variants at most beside the standard model.
+Points are medians. Whiskers extend to the slowest and the fastest run; in split.svg they extend to the quartiles of the steps.
+An upper bound far above the variants is written as a number at the end of the axis, so that it does not compress the other
+points. A panel shows at most six variants in addition to the standard model.
 """
 
 import argparse
@@ -35,8 +36,8 @@ from scripts.results import ROOT, check_folder
 from scripts.sweep_rows import Row, baseline, finished, ratio, read_rows
 
 MAX_PANELS = 12
-BREAK_ABOVE = 1.6  # an axis ends where the variants' gains would reach if they were so many times as large
-LEAST_ROOM = 0.1  # over 1, that an axis of ratios shows
+BREAK_ABOVE = 1.6  # an axis ends at this multiple of the variants' largest gain over 1
+LEAST_ROOM = 0.1  # the least such gain for which an axis is scaled
 MEASURED = {"fmt": "|", "color": "black", "markersize": 7, "capsize": 2, "elinewidth": 0.8}
 STEP = "the median step and its quartiles"
 
@@ -45,7 +46,7 @@ mpl.rcParams |= {"svg.fonttype": "none", "font.family": "sans-serif", "axes.spin
 
 
 def panels(rows: Sequence[Row], by: Callable[[Row], tuple[Any, ...]]) -> list[Panel]:
-    """Rows that share `by`, which becomes the title. No more than a page can show."""
+    """Group rows by `by`, which becomes the panel's title. Raises UserError for more than MAX_PANELS panels."""
     found = [
         (", ".join(str(part) for part in key if part), list(group)) for key, group in groupby(sorted(rows, key=by), key=by)
     ]
@@ -55,14 +56,14 @@ def panels(rows: Sequence[Row], by: Callable[[Row], tuple[Any, ...]]) -> list[Pa
 
 
 def configuration(row: Row) -> tuple[Any, ...]:
-    """What one panel holds constant. Ranks, batch sizes and variants vary within it."""
+    """The values that are constant in a panel. Ranks, batch sizes and variants vary within it."""
     s = row.setting
     link = "" if s.interconnect == "default" else s.interconnect
     return s.model, f"{s.prompt_length} + {s.new_tokens} tokens", s.comm or "", link, s.dtype, "compiled" if s.compile else ""
 
 
 def grid(shown: Sequence[Panel], width: float = 5.0, height: float = 3.4) -> tuple[Figure, list[Any]]:
-    columns = 1  # a page may be 500 pixels wide
+    columns = 1  # because a page may be only 500 pixels wide
     lines = -(-len(shown) // columns)
     figure, axes = plt.subplots(lines, columns, figsize=(width * columns, height * lines), layout="constrained", squeeze=False)
     for axis in axes.flat[len(shown) :]:
@@ -73,7 +74,7 @@ def grid(shown: Sequence[Panel], width: float = 5.0, height: float = 3.4) -> tup
 
 
 def of_few(shown: Sequence[Panel]) -> list[Panel]:
-    """Panels of at most MOST_LINES variants beside the standard model, which is in all of them."""
+    """Split panels so that each has at most MOST_LINES variants in addition to the standard model."""
     found = []
     for title, rows in shown:
         names = [name for name in variants(rows) if name != "standard"] or ["standard"]
@@ -88,13 +89,13 @@ def variants(rows: Sequence[Row]) -> list[str]:
 
 
 def gains(rows: Sequence[Row], variant: str) -> dict[tuple[int, int], float]:
-    """Throughput over the standard model's by (ranks, batch), where both were run."""
+    """Throughput relative to the standard model by (ranks, batch), where both were run."""
     found = {(r.setting.tp, r.setting.batch): ratio(r, rows, "throughput") for r in rows if r.setting.variant == variant}
     return {place: gain for place, gain in found.items() if gain is not None}
 
 
 def whiskers(row: Row, rows: Sequence[Row]) -> tuple[float, float]:
-    """How far the slowest and the fastest run lie below and above the median, in units of the standard model's median."""
+    """Distances of the slowest and the fastest run from the median, in units of the standard model's median throughput."""
     base, values, middle = baseline(row, rows), row.values("throughput"), row.median("throughput")
     unit = base.median("throughput") if base else None
     assert unit is not None and middle is not None
@@ -102,14 +103,16 @@ def whiskers(row: Row, rows: Sequence[Row]) -> tuple[float, float]:
 
 
 def compared(rows: Sequence[Row]) -> list[Panel]:
-    """Panels in which something can be set against the standard model."""
+    """The panels in which at least one variant can be compared with the standard model."""
     shown = of_few(panels(finished(rows), configuration))
     return [(t, found) for t, found in shown if any(gains(found, v) for v in variants(found) if v != "standard")]
 
 
 def ceiling(rows: Sequence[Row]) -> float | None:
-    """Where the axis of ratios ends: above all runs of the variants, unless the upper bound reaches hardly higher. None: no need to
-    end it."""
+    """The upper limit of the axis of ratios: above all runs of the variants, but below the upper bound.
+
+    None if the upper bound is not far above the variants, so that the axis needs no limit.
+    """
     compared = [row for row in rows if baseline(row, rows)]
     tops = dict.fromkeys((True, False), 1.0)
     for row in compared:
@@ -120,7 +123,7 @@ def ceiling(rows: Sequence[Row]) -> float | None:
 
 
 def beyond(axis: Any, x: float, gain: float, top: float) -> None:
-    """An arrow at the axis's end for a point above it, with its figure."""
+    """Draw an arrow with the number at the end of the axis, for a point above `top`."""
     arrow = {"arrowstyle": "-|>", "color": "#555555", "shrinkA": 0, "shrinkB": 0}
     place: dict[str, Any] = {"xytext": (0, -15), "textcoords": "offset points", "ha": "center", "annotation_clip": False}
     axis.annotate(f"{gain:.2f}", (x, top), fontsize=8, color="#555555", arrowprops=arrow, **place)
@@ -134,14 +137,14 @@ def ratio_axis(axis: Any, rows: Sequence[Row], top: float | None) -> None:
 
 
 def legend(figure: Figure, axes: Sequence[Any]) -> None:
-    """One below all panels, each name once: inside of a panel it would cover points."""
+    """Draw one legend below all panels, with each name once. Inside a panel it would cover points."""
     entries = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
     columns = min(4, len(entries))
     figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
 
 
 def throughput(rows: Sequence[Row]) -> Figure | None:
-    """Figure 2: one group of points for each number of ranks, batch sizes within it."""
+    """Figure 2: one group of points for each number of ranks, with one point per batch size."""
     if not (shown := compared(rows)):
         return None
     figure, axes = grid(shown)
@@ -164,7 +167,7 @@ def throughput(rows: Sequence[Row]) -> Figure | None:
 def line_of(
     axis: Any, variant: str, mine: list[Row], rows: list[Row], places: list[tuple[int, int]], top: float | None
 ) -> None:
-    """One variant at one number of ranks: points with whiskers, or arrows where they lie beyond the axis."""
+    """Draw one variant at one number of ranks: points with whiskers, and arrows for points beyond the axis."""
     mine = sorted(mine, key=lambda r: r.setting.batch)
     x = [places.index((r.setting.tp, r.setting.batch)) for r in mine]
     y = [gains(rows, variant)[r.setting.tp, r.setting.batch] for r in mine]
@@ -178,7 +181,7 @@ def line_of(
 
 
 def bars(rows: Sequence[Row]) -> Figure | None:
-    """Figure 3: at the most ranks, one group of bars for each batch size. The standard model is the line at 1."""
+    """Figure 3: one group of bars for each batch size, at the largest number of ranks. The standard model is the line at 1."""
     if not (shown := compared(rows)):
         return None
     figure, axes = grid(shown)
@@ -195,7 +198,7 @@ def bars(rows: Sequence[Row]) -> Figure | None:
             look = {"color": variant_colour(variant), "label": variant, "error_kw": {"elinewidth": 0.8, "capsize": 2}}
             drawn = axis.bar(x, heights, 0.8 / len(names), yerr=errors, **look)
             inside = [f"{h:.2f}" if top is None or h <= top else "" for h in heights]
-            turned = 90 if len(names) * len(sizes) > 8 else 0  # side by side the figures would run into one another
+            turned = 90 if len(names) * len(sizes) > 8 else 0  # many horizontal numbers would overlap
             axis.bar_label(drawn, inside, fontsize=8, padding=2, rotation=turned)
             for place, height in zip(x, heights, strict=True):
                 if top is not None and height > top:
@@ -209,7 +212,7 @@ def bars(rows: Sequence[Row]) -> Figure | None:
 
 
 def frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Of (latency, throughput) points those that no other one beats in both, by rising latency."""
+    """The Pareto front of (latency, throughput) points: those that no other point beats in both, by increasing latency."""
     best: list[tuple[float, float]] = []
     for latency, rate in sorted(points, key=lambda p: (p[0], -p[1])):
         if not best or rate > best[-1][1]:
@@ -218,7 +221,7 @@ def frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
 
 
 def pareto(rows: Sequence[Row]) -> Figure | None:
-    """Figure 4: all ranks and batch sizes of a variant together."""
+    """Figure 4: completion time and throughput per rank of all ranks and batch sizes, with each variant's Pareto front."""
     if not (shown := of_few(panels(finished(rows), configuration))):
         return None
     figure, axes = grid(shown)
@@ -244,7 +247,7 @@ def pareto(rows: Sequence[Row]) -> Figure | None:
 
 
 def split(rows: Sequence[Row]) -> Figure | None:
-    """Where the time of a decode step goes; the four parts add up to it."""
+    """The split of a decode step's time. The four parts add up to the step."""
     known = [row for row in finished(rows) if row.split]
     if not known:
         return None

@@ -1,9 +1,9 @@
-"""One HTML page of everything measured: a sweep, its plots, the paper's tables beside it, and the server under load.
+"""Make one HTML page of all measurements: a sweep, its plots, a comparison with the paper's tables, and the server under load.
 
     python scripts/report.py --sweep out/sweep.jsonl --load out/load.json --out out/report.html
 
-The page holds its plots and styles itself and needs no network. --sweep or --load may be missing; the page then leaves that
-part out.
+The page contains its plots and styles and needs no network. If the file of --sweep or of --load is missing, that part is left
+out.
 """
 
 import argparse
@@ -78,12 +78,12 @@ def html_table(markdown: str) -> str:
 
 
 def is_figure(cell: str) -> bool:
-    """A number, several of them with / between, or what stands for one."""
+    """Whether a cell holds a number, several numbers separated by /, or the text for a missing number."""
     return cell in ("", "not run") or re.fullmatch(r"-?[\d.,]+( / [\d.,]+)*( \([\d.]+ to [\d.]+\))?", cell) is not None
 
 
 def svg(figure: Figure, name: str) -> str:
-    """A figure as an inline SVG. Its ids get a prefix, since all figures of a page share one name space."""
+    """A figure as an inline SVG. Its ids get a prefix, because all figures of a page share one namespace."""
     out = io.StringIO()
     figure.savefig(out, format="svg")
     plt.close(figure)
@@ -106,7 +106,7 @@ def paragraph(text: str, kind: str = "") -> str:
 
 
 def facts(rows: Sequence[Row]) -> str:
-    """The best gain and the fastest step, in large type."""
+    """The number of configurations, the best gain and the shortest decode step, in large type."""
     done = finished(rows)
     gains = [
         (gain, r)
@@ -166,7 +166,7 @@ def paper(rows: Sequence[Row]) -> str:
 
 
 def folded(markdown: str) -> str:
-    """A table whose rows that were not run here are behind a line to click on."""
+    """A table as HTML. Rows that were not run here are collapsed."""
     head, rule, *lines = markdown.splitlines()
     absent = [line for line in lines if "not run" in line]
     ran = [line for line in lines if line not in absent]
@@ -178,7 +178,7 @@ def folded(markdown: str) -> str:
 
 
 def load(result: dict[str, Any]) -> str:
-    """The server under open-loop load; three figures in a cell are p50, p90 and p99."""
+    """The section on the server under open-loop load. Cells with three figures hold p50, p90 and p99."""
     s = result["settings"]
     about = f"{s['model'] or s['url']}, {s['ranks']} rank(s), {s['requests']} requests a rate, Poisson arrivals. Cells of three: p50 / p90 / p99."
     parts = [paragraph(about, "soft"), html_table(loadgen.table(result))]
@@ -217,7 +217,7 @@ def page(rows: Sequence[Row], loaded: dict[str, Any] | None, title: str) -> str:
 
 
 def read_load(path: Path) -> dict[str, Any] | None:
-    """What scripts/loadgen.py wrote; None if there is no such file. Raises UserError."""
+    """Read the result of scripts/loadgen.py. None if there is no such file. Raises UserError."""
     if not path.exists():
         return None
     try:

@@ -1,4 +1,4 @@
-"""What every measuring script shares: where results go, whether they can be written there, and on which machine they were made."""
+"""Shared by all measuring scripts: output folders, checks that they are writable, and a description of the machine."""
 
 import argparse
 import hashlib
@@ -16,9 +16,9 @@ from errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
-MADE_FROM = "made-from.json"  # in RESULTS: by table or plot, a digest of itself and of each raw file it was made from
+MADE_FROM = "made-from.json"  # in RESULTS: for each table and plot, its digest and those of the raw files it was made from
 OUT = ROOT / "out"
-PROBE_BYTES = 1 << 16  # what an output must have room for at least
+PROBE_BYTES = 1 << 16  # free space that an output folder must have at least
 
 
 def machine() -> dict[str, Any]:
@@ -34,7 +34,7 @@ def machine() -> dict[str, Any]:
 
 
 def describe(machine: dict[str, Any], device: str) -> str:
-    """One line for a table's caption; device: `cpu` or `cuda`, whichever did the work."""
+    """One line for a table's caption. device: `cpu` or `cuda`, the device that was measured."""
     cpu = f"{machine['cores']} cores of {machine['cpu']}"
     return f"{machine['gpus'] if device == 'cuda' else cpu}, torch {machine['torch']}"
 
@@ -55,7 +55,7 @@ def write_json(name: str, content: Any, folder: Path | None = None) -> Path:
 
 
 def made(path: Path, *raw: Path) -> None:
-    """Note that the table or plot at `path` was just made from the files `raw`. Outside of docs/results nothing is noted."""
+    """Record in MADE_FROM that the table or plot at `path` was made from the files `raw`. Does nothing outside docs/results."""
     if not path.is_relative_to(RESULTS):
         return
     notes = RESULTS / MADE_FROM
@@ -66,7 +66,10 @@ def made(path: Path, *raw: Path) -> None:
 
 
 def stale(folder: Path) -> Iterable[str]:
-    """A line for each table and plot of `folder` that is not what its raw files gave: `made` was not called since a change."""
+    """An error line for each table and plot of `folder` that does not match its raw files.
+
+    It does not match if it or a raw file changed after `made` was called, or if `made` was never called for it.
+    """
     known = json.loads((folder / MADE_FROM).read_text())
     shown = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.suffix in (".md", ".png", ".svg")}
     for name in sorted(shown | known.keys()):
@@ -86,21 +89,21 @@ def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
-# --- outputs: checked before the work begins, which may take hours -------------------------------------------------------
+# --- outputs: checked at the start, because a measurement may take hours --------------------------------------------------
 
 
 def add_write_option(parser: argparse.ArgumentParser) -> None:
-    """--write, without which no script touches the tracked files of docs/results."""
+    """Add --write. Without it no script changes the tracked files of docs/results."""
     parser.add_argument("--write", action="store_true", help="write into docs/results, whose files are tracked (default: out)")
 
 
 def results_folder(args: argparse.Namespace) -> Path:
-    """Where the results of a command with `add_write_option` go. Raises UserError if they cannot."""
+    """The output folder of a command with `add_write_option`. Raises UserError if it cannot be written to."""
     return check_folder(RESULTS if args.write else OUT)
 
 
 def check_folder(folder: Path) -> Path:
-    """`folder`, made if it is missing. Raises UserError unless files can be written there."""
+    """Create `folder` if it is missing and return it. Raises UserError if files cannot be written there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -111,7 +114,7 @@ def check_folder(folder: Path) -> Path:
 
 
 def check_output(path: Path) -> Path:
-    """`path`, whose folder is made if it is missing. Raises UserError unless a file can be written there."""
+    """Create the folder of `path` if it is missing and return `path`. Raises UserError if `path` cannot be written."""
     try:
         if path.exists() and not path.is_file() and not path.is_dir():  # a device or a pipe
             path.write_text("\n")
@@ -128,7 +131,7 @@ def check_output(path: Path) -> Path:
 
 
 def write_text(path: Path, text: str, *raw: Path) -> None:
-    """Write a result, and note the files `raw` that it was made from. Raises UserError if the disk is full or the path is no file."""
+    """Write a result, and record the files `raw` that it was made from. Raises UserError if it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
