@@ -1,4 +1,4 @@
-"""What one HTTP connection may do: uvicorn's protocol with limits of time and size for what comes before a request's body."""
+"""uvicorn's HTTP protocol, with limits on the time and size of a request line and headers."""
 
 import asyncio
 import contextlib
@@ -10,25 +10,26 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from server.problems import ApiError
 from server.sse import PIECE, to_json
 
-MAX_HEAD = 65536  # bytes of a request line and headers, or of trailers; what one read brings may be more
+MAX_HEAD = 65536  # bytes of a request line and headers, or of trailers; a head that arrives in one read may be larger
 
 
 class Pipelined(Exception):
-    """Another request arrived before the answer to the one before it began."""
+    """A request arrived before the response to the previous request started."""
 
 
 class Connection(HttpToolsProtocol):
-    """Closes a connection whose request line and headers do not arrive in time, or are too large; uvicorn limits only the time
-    between requests.
+    """Closes a connection whose request line and headers do not arrive in time or are too large.
 
-    Pipelined requests are not answered: the connection closes behind the first answer, and the client sends the others again
-    (RFC 9112, section 9.3.2). To keep them, uvicorn stops reading, and would not notice that the client has left.
+    uvicorn itself limits only the time between requests.
+
+    Pipelined requests are not answered: the connection closes after the first response, and the client sends the others again
+    (RFC 9112, section 9.3.2). uvicorn would queue them, but then it stops reading and does not notice when the client leaves.
     """
 
     idle_timeout = 30.0
     _header_timer: asyncio.TimerHandle | None = None
-    _head = 0  # bytes that brought neither a whole head nor a part of a body
-    _deaf = False  # what comes now is not read
+    _head = 0  # bytes received since the last complete head or part of a body
+    _deaf = False  # further data is ignored
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -44,18 +45,19 @@ class Connection(HttpToolsProtocol):
             self._refuse(ApiError(431, f"the request line and headers are larger than {MAX_HEAD} bytes"))
 
     def on_message_begin(self) -> None:
-        # a client that has all of an answer may be faster than the count of it as complete: then uvicorn keeps the next request
+        # A client that has the whole response may send its next request before uvicorn marks the response as complete. uvicorn
+        # queues that request, so only a response that has not started is a sign of pipelining.
         if self._answering and not self.cycle.response_started:
             raise Pipelined
         super().on_message_begin()
-        if self._header_timer is None:  # a later request of a connection that was kept alive
+        if self._header_timer is None:  # a later request on a keep-alive connection
             self._start_timer()
 
     def on_headers_complete(self) -> None:
         self._head = 0
         self._stop_timer()
         super().on_headers_complete()
-        self.cycle.scope["state"]["send"] = self.cycle.send  # past all layers: they look at the start of a response only
+        self.cycle.scope["state"]["send"] = self.cycle.send  # for EventStream: lets its events bypass the middleware
 
     def on_body(self, body: bytes) -> None:
         self._head = 0
@@ -77,10 +79,10 @@ class Connection(HttpToolsProtocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def _refuse(self, error: ApiError) -> None:
-        """Read nothing more. The client is told why unless that would land in an answer that is under way."""
+        """Stop reading, and close the connection. Send `error` unless it would be mixed into a response in progress."""
         self._deaf = True
         if self._answering and not self.cycle.more_body:
-            self.cycle.keep_alive = False  # the connection closes behind it
+            self.cycle.keep_alive = False  # the connection closes after that response
             return
         if not (self._answering and self.cycle.response_started):
             body = to_json(error.body)
@@ -101,8 +103,11 @@ class Connection(HttpToolsProtocol):
 
 
 def limit_unsent(connection: socket.socket | None) -> None:
-    """Let the kernel hold little that the client has no room for yet. Otherwise it holds megabytes and asks for more only when a
-    third of them has been read, which for a slow reader takes longer than the time after which it counts as stalled."""
+    """Let the kernel buffer at most PIECE bytes that are not yet sent.
+
+    By default it buffers megabytes, and the socket becomes writable again only after a third of them has been read. With a slow
+    reader this takes longer than the time after which a client counts as stalled.
+    """
     if connection is not None and hasattr(socket, "TCP_NOTSENT_LOWAT"):  # Linux, macOS
         with contextlib.suppress(OSError):  # not a TCP connection
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, PIECE)

@@ -1,4 +1,4 @@
-"""/docs as one plain page made from the OpenAPI description: the usual viewers load their scripts from other hosts."""
+"""Render /docs from the OpenAPI description as one page without scripts. The usual viewers load scripts from other hosts."""
 
 import re
 from html import escape
@@ -10,9 +10,9 @@ td{overflow-wrap:break-word}
 code{font:13px ui-monospace,monospace}h2{margin-top:2.5rem}h2 code{font-size:17px}
 @media(max-width:40rem){th{display:none}tr{display:block;border-bottom:1px solid #ddd;padding:.4rem 0}td{display:block;border:0;padding:0}}
 @media(prefers-color-scheme:dark){body{color:#e6e8ea;background:#16181a}td,th,tr{border-color:#3a3f44}a{color:#8ab4f8}}"""
-LARGE = 2**31 - 1  # a bound from here on is that of the number's type, which nobody needs to read
+LARGE = 2**31 - 1  # bounds from here on come from the number's type and are not shown
 NULL = {"type": "null"}
-LATE = "Accepted, without effect"  # such fields come last
+LATE = "Accepted, without effect"  # fields whose description starts so are listed last
 
 Schema = dict[str, Any]
 
@@ -79,7 +79,7 @@ def _is_late(field: Schema) -> bool:
 
 
 def _type(field: Schema) -> str:
-    """The type in words, as HTML: objects are links, and null is left out, which means "not given" everywhere."""
+    """The type in words, as HTML. Objects are links. null is left out, because it means "not given" in every field."""
     if branches := field.get("anyOf") or field.get("oneOf"):
         return " or ".join(dict.fromkeys(_type(one) for one in branches if one != NULL))
     if "$ref" in field:
@@ -100,7 +100,7 @@ def _type(field: Schema) -> str:
 
 
 def _range(low: float | None, high: float | None, above: float | None = None) -> str:
-    """Such as "1 to 128"; empty without bounds that say something."""
+    """A range such as "1 to 128"; empty if there are no bounds to show."""
     high = None if high is None or abs(high) >= LARGE else high
     low = None if low is None or abs(low) >= LARGE else low
     if above is not None:

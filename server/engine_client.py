@@ -1,6 +1,6 @@
-"""The frontend's side of the protocol: requests go to the engine, each one's tokens come back on a queue of its own.
+"""The frontend's side of the protocol: send requests to the engine, and queue the tokens that come back for each request.
 
-One task reads the socket and never waits for anyone else, so that a slow reader holds up neither other requests nor the engine.
+One task reads the socket and never waits for clients, so that a slow reader delays neither other requests nor the engine.
 """
 
 import asyncio
@@ -31,19 +31,19 @@ from server.logs import log
 from server.metrics import Metrics, SequenceTimes
 from server.problems import ApiError
 
-SLICE = 64  # most outputs handed out at once: what waits for a slow reader is made into text as it reads
+SLICE = 64  # most outputs that `next` returns at once: the backlog of a slow reader is converted to text only as it reads
 
 
 class Generation:
-    """Sequences that one HTTP request waits for. A context manager: whatever is unfinished at its end is aborted."""
+    """The sequences of one HTTP request. A context manager, which aborts unfinished sequences at its end."""
 
     def __init__(self, client: "EngineClient", submits: Sequence[Submit]) -> None:
         self._client = client
         self._index = {submit.request_id: i for i, submit in enumerate(submits)}
         self._submits = submits
         self._arrived: deque[TokenOutput] = deque()
-        self._error: ApiError | None = None  # behind what has arrived
-        self._waiter: asyncio.Future[None] | None = None  # of `next`
+        self._error: ApiError | None = None  # raised once `_arrived` is empty
+        self._waiter: asyncio.Future[None] | None = None  # what `next` waits for
         self._times = {s.request_id: SequenceTimes(client.metrics, len(s.prompt_ids)) for s in submits}
 
     def __enter__(self) -> "Generation":
@@ -57,8 +57,10 @@ class Generation:
             self._client.abort(request_id)
 
     async def next(self) -> list[tuple[int, TokenOutput]]:
-        """The oldest outputs of the sequences that have arrived, at least one and at most SLICE, each with its sequence's place
-        in `submits`; also those of a sequence that was stopped. Raises ApiError, once nothing is left."""
+        """Wait for outputs and return the oldest, at least one and at most SLICE, each with its sequence's index in `submits`.
+
+        Outputs that arrived before their sequence was stopped are included. Raises ApiError once none is left after an error.
+        """
         if not self._arrived and self._error is None:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
@@ -66,19 +68,22 @@ class Generation:
             assert self._error is not None
             raise self._error
         if len(self._arrived) > SLICE:
-            await asyncio.sleep(0)  # other requests have their turn between the slices of a backlog
+            await asyncio.sleep(0)  # let other requests run between the slices of a backlog
         oldest = [self._arrived.popleft() for _ in range(min(len(self._arrived), SLICE))]
         return [(self._index[output.request_id], output) for output in oldest]
 
     def stop(self, index: int) -> None:
-        """Enough of one sequence: a stop string was found."""
+        """End the sequence at `index`, as when a stop string was found. No effect if it has ended already."""
         request_id = self._submits[index].request_id
         if request_id in self._times:
             self._end(request_id, "stop")
             self._client.abort(request_id)
 
     def on_output(self, output: TokenOutput, now: float) -> int:
-        """Take in what the engine sent at `now`, of time.monotonic; how many tokens of it count."""
+        """Queue what the engine sent; `now` is time.monotonic().
+
+        Returns the number of tokens to count, 0 if the sequence has ended or the request has failed.
+        """
         times = self._times.get(output.request_id)
         if times is None or self._error is not None:
             return 0
@@ -91,7 +96,7 @@ class Generation:
         return count
 
     def on_error(self, error: ApiError) -> None:
-        """Nothing is taken in behind it."""
+        """Fail the request after the outputs that have arrived. Later outputs are dropped. The first error counts."""
         self._error = self._error or error
         self._wake()
 
@@ -105,7 +110,7 @@ class Generation:
 
 
 class EngineClient:
-    """`to_engine` is where the engine binds its PULL socket, `from_engine` where this side binds its own."""
+    """`to_engine`: address at which the engine binds its PULL socket. `from_engine`: where this side binds its own."""
 
     def __init__(self, to_engine: str, from_engine: str, metrics: Metrics) -> None:
         self.metrics = metrics
@@ -119,14 +124,14 @@ class EngineClient:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Open the sockets in the running event loop. Without limits on queued messages, no send ever waits."""
+        """Open the sockets in the running event loop. Their queues have no limit, so that a send never waits."""
         to_engine, from_engine = self._addresses
         self._context = zmq.Context()
         self._push = self._context.socket(zmq.PUSH)
         self._pull = zmq.asyncio.Context(self._context).socket(zmq.PULL)
         for socket in (self._push, self._pull):
             socket.set_hwm(0)
-            socket.linger = 1000  # ms; so long a Shutdown may take to leave at exit
+            socket.linger = 1000  # ms; how long `close` may wait until a Shutdown is sent
         self._pull.bind(from_engine)
         self._push.connect(to_engine)
         self._task = asyncio.create_task(self._receive())
@@ -137,11 +142,11 @@ class EngineClient:
             await asyncio.gather(self._task, return_exceptions=True)
             self._pull.close()
             self._push.close()
-            self._context.term()  # waits until a Shutdown has left: the process may end at once behind this
+            self._context.term()  # waits until a Shutdown is sent, because the process may exit right after
 
     @property
     def active(self) -> int:
-        """Sequences that the engine has not finished."""
+        """The number of sequences that the engine has not finished."""
         return len(self._active)
 
     def generate(self, submits: Sequence[Submit]) -> Generation:
@@ -161,13 +166,13 @@ class EngineClient:
         self._send(Shutdown())
 
     def fail_all(self, error: ApiError) -> None:
-        """End every request with `error`, or an error event if it streams."""
+        """End every request with `error`: a response, or an event in a stream that has started."""
         for generation in set(self._active.values()):
             generation.on_error(error)
         self._active.clear()
 
     def die(self, message: str) -> None:
-        """The engine is gone: by its own word, or the launcher's."""
+        """Fail all requests, because the engine failed. The engine reports this itself, or `process.report_engine_death` does."""
         if self.fatal is None:
             self.fatal = message
             log.error("the engine failed: %s", message)

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself to people, on the page and in the terminal: `examples.json` beside its weights."""
+"""Read a checkpoint's `examples.json`: a description and example prompts, shown on the page and in the terminal."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ MAX_BYTES = 1 << 16
 
 
 class Examples(BaseModel):
-    """A sentence without its subject, and prompts that the model can answer."""
+    """`about`: a sentence about the model, without its subject. `chat`, `completion`: prompts that the model can answer."""
 
     about: str | None = Field(None, max_length=500)
     chat: list[str] = Field([], max_length=8)
@@ -21,7 +21,7 @@ class Examples(BaseModel):
 
 
 def read_examples(model: str) -> dict[str, Any] | None:
-    """Of the checkpoint at path `model`; None if it has none. A file that is wrong is logged, and left out."""
+    """The examples of the checkpoint at path `model`; None if there are none. An invalid file is logged and ignored."""
     path = Path(model)
     file = (path.parent if path.is_file() else path) / FILE
     if not file.is_file():
@@ -30,6 +30,6 @@ def read_examples(model: str) -> dict[str, Any] | None:
         with file.open("rb") as opened:
             content = json.loads(opened.read(MAX_BYTES + 1))
         return Examples.model_validate(content).model_dump()
-    except (OSError, ValueError, RecursionError, ValidationError) as e:  # ValueError: no JSON, or one cut at MAX_BYTES
+    except (OSError, ValueError, RecursionError, ValidationError) as e:  # ValueError: invalid JSON, or cut at MAX_BYTES
         log.warning("%s is left out: %s", file, str(e).splitlines()[0])
         return None

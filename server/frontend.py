@@ -1,7 +1,7 @@
-"""The frontend's process: uvicorn, signals, draining, and the end when the engine ends.
+"""The frontend process: uvicorn, signals, draining, and the exit when the engine ends.
 
-Addresses are `ipc://` paths. The receiving side binds: this process binds `from_engine`, to which the engine connects, and the
-launcher, too, which reports an engine that died without a word by sending Fatal there.
+Addresses are `ipc://` paths. The receiving side binds: this process binds `from_engine`, and the engine connects to it. If the
+engine's process ends without a message, `process.report_engine_death` connects to `from_engine`, too, and sends Fatal.
 """
 
 import asyncio
@@ -30,11 +30,11 @@ from server.settings import Settings
 from tokenizer import Tokenizer, tokenizer_of
 
 FAILED = 1
-FLUSH_SECONDS = 2.0  # for the last answers to leave, after they were ended
+FLUSH_SECONDS = 2.0  # time to send the last responses after their requests were ended
 
 
 class FrontendServer(uvicorn.Server):
-    """uvicorn, but a signal starts a drain, during which /health and refusals are still answered."""
+    """uvicorn, except that a signal starts a drain: new requests are refused, /health answers, and running requests go on."""
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
@@ -42,7 +42,7 @@ class FrontendServer(uvicorn.Server):
         self.exit_code = 0
         self._ending: asyncio.Task[None] | None = None
         self._signals = 0
-        self._patience_over = asyncio.Event()  # a second signal: wait no longer for requests
+        self._patience_over = asyncio.Event()  # set at a second signal: wait no longer for requests
 
     async def serve(self, sockets: Any = None) -> None:
         self._loop = asyncio.get_running_loop()
@@ -57,7 +57,7 @@ class FrontendServer(uvicorn.Server):
             await self.client.close()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal starts the drain, a second one ends it, a third the process."""
+        """The first signal starts the drain, the second one ends it, and the third one ends the process."""
         self._signals += 1
         if self._signals == 1:
             self.service.draining = True
@@ -67,7 +67,7 @@ class FrontendServer(uvicorn.Server):
             self._loop.call_soon_threadsafe(self._patience_over.set)
         else:
             self.client.shutdown()
-            time.sleep(0.05)  # for the socket's own thread to send it
+            time.sleep(0.05)  # time for ZeroMQ's I/O thread to send it
             os._exit(128 + sig)
 
     def drain(self) -> None:
@@ -93,7 +93,10 @@ class FrontendServer(uvicorn.Server):
         return not self.service.open_requests
 
     def _on_fatal(self, message: str) -> None:
-        """Every waiting client has its error by now; let the answers leave, then end with an exit code that restarts us."""
+        """Wait until the error responses are sent, then exit with FAILED, so that a supervisor restarts the server.
+
+        The client has already failed every waiting request.
+        """
         self.exit_code = FAILED
 
         async def end() -> None:
@@ -103,7 +106,7 @@ class FrontendServer(uvicorn.Server):
         self._ending = asyncio.get_running_loop().create_task(end())
 
     def _on_ready(self, ready: Ready) -> None:
-        self.service.workers.start()  # not before: it would compete with the ranks that load
+        self.service.workers.start()  # not earlier: it would compete with the ranks, which load the model
         print(banner(self.service, ready, self._address()), file=sys.stderr, flush=True)
 
     def _address(self) -> str:
@@ -142,7 +145,7 @@ The page: {address}/   the API: {address}/docs
 
 
 def curl(url: str, body: dict[str, Any], with_key: bool) -> str:
-    """A request to copy into a shell."""
+    """A curl command to copy into a shell."""
     headers = ["Authorization: Bearer YOUR_KEY"] * with_key + ["Content-Type: application/json"]
     parts = [f"curl {url}", *(f"-H '{header}'" for header in headers), f"-d {shlex.quote(json.dumps(body))}"]
     return "  " + " \\\n    ".join(parts)
@@ -162,7 +165,7 @@ def make_server(settings: Settings, tokenizer: Tokenizer, to_engine: str, from_e
         log_config=None,
         access_log=False,
         server_header=False,
-        proxy_headers=bool(settings.trusted_proxy),  # uvicorn's default believes every process of this machine
+        proxy_headers=bool(settings.trusted_proxy),  # uvicorn's default trusts every process on this machine
         forwarded_allow_ips=list(settings.trusted_proxy),
         backlog=2048,
         timeout_keep_alive=max(1, round(settings.idle_timeout)),
@@ -172,27 +175,33 @@ def make_server(settings: Settings, tokenizer: Tokenizer, to_engine: str, from_e
 
 
 def run_frontend(settings: Settings, to_engine_address: str, from_engine_address: str) -> NoReturn:
-    """Serve until a signal or the engine's end, then leave this process: 0 after a drain, 1 if the engine failed, 2 for bad input."""
+    """Serve until a signal or the end of the engine, then exit this process.
+
+    Exit codes: 0 after a drain, 128 + the signal if a second one ended the drain, 1 if the engine failed, 2 for bad input.
+    """
     logs.configure(settings.log_format, settings.log_level)
     try:
         server = make_server(settings, tokenizer_of(settings.model), to_engine_address, from_engine_address)
     except UserError as e:
         print(f"error: {e}", file=sys.stderr, flush=True)
         os._exit(2)
-    gc.collect()  # or freezing would keep what is garbage by now
-    gc.freeze()  # the garbage collector never walks over what was imported: every stream would wait for it
+    gc.collect()  # otherwise freezing would keep the present garbage
+    gc.freeze()  # the garbage collector skips all imported objects, because every stream would wait while it scans them
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
         runner.run(serve_and_leave(server))
     os._exit(FAILED)
 
 
 async def serve_and_leave(server: FrontendServer) -> NoReturn:
-    """Leaves from within the event loop: its end would join the thread pool, and a thread may be busy for long."""
+    """Serve, then exit the process from within the event loop.
+
+    The normal end of the event loop would join its thread pool, where a thread may be busy for a long time.
+    """
     code = FAILED
     try:
         await server.serve()
         code = server.exit_code if server.started else FAILED
-    except SystemExit as e:  # uvicorn's way to say that the port is taken
+    except SystemExit as e:  # uvicorn raises it when the port is taken
         code = e.code if isinstance(e.code, int) and e.code else FAILED
     except Exception:
         log.exception("the frontend failed")
