@@ -3,9 +3,9 @@
     python -m training.tokenize_data --model DIR --chat chats.jsonl --sequence-length 1024 --out chats.bin
     python launch.py --ranks 8 -m training.adapt --model DIR --ladder-layers 16 --data chats.bin --steps 500 --out out/hybrid
 
-The layers that --ladder-layers names (a number: the last so many; or a list, 12-31) take the ladder residual, and the whole
-model goes on training. With --distill, part of the loss is the KL divergence from the original's predictions, which every
-rank then holds as well. The result, in DIR/model, is served like any checkpoint.
+--ladder-layers names the layers that switch to the ladder residual: a number K for the last K layers, or a list such as 12-31.
+All weights are trained. With --distill, part of the loss is the KL divergence from the predictions of the original model, and
+every rank also holds the original model. The result is written to model/ under --out and is served like any checkpoint.
 """
 
 import argparse
@@ -54,7 +54,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def setup(args: argparse.Namespace, world: World) -> Setup:
-    """What this rank can find out alone. Raises UserError."""
+    """Read and check everything that needs no other rank. Raises UserError."""
     original = read_config(args.model / "config.json")
     config = to_hybrid_ladder(original, parse_layers(args.ladder_layers))
     source = open_source(str(args.model), original)
@@ -63,8 +63,11 @@ def setup(args: argparse.Namespace, world: World) -> Setup:
 
 
 class Distillation:
-    """(1 - share) of the cross entropy and `share` of KL(original || model). Each rank keeps the original whole, in the
-    training's dtype; it is read with the first batch, after everything else has been checked."""
+    """The loss (1 - share) * cross entropy + share * KL(original || model).
+
+    Each rank holds the whole original model, in the training dtype. It is read at the first batch, after all other checks
+    have passed.
+    """
 
     def __init__(self, args: argparse.Namespace, original: ModelConfig, world: World) -> None:
         self.args, self.original, self.device = args, original, world.device

@@ -1,8 +1,8 @@
-"""Conversations as training examples: which tokens are the assistant's answers, and how examples share windows.
+"""Conversations as training examples: find the tokens of the assistant's answers, and pack examples into windows.
 
-An answer begins where a prompt for it would end, and goes up to and including the token with which the assistant ends its turn.
-Both are found by rendering the conversation's beginnings with the checkpoint's own template, which is therefore not parsed and
-may be any.
+An answer begins where the prompt for it ends. It ends with the assistant's end-of-turn token, which is included. Both
+positions are found by rendering prefixes of the conversation with the checkpoint's own chat template. The template is not
+parsed, so any template works.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ from tokenizer import Message, Tokenizer
 from training.data import TokenFile
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "ipython")
-SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "system": "system"}  # of `conversations` with `from` and `value`
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "system": "system"}  # `from` of `conversations`
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Example:
 
 
 def read_messages(record: Mapping[str, Any]) -> list[Message]:
-    """The messages of a line: `messages` of role and content, or `conversations` of from and value as in Infinity-Instruct.
+    """The messages of one JSON line: `messages` (role, content), or `conversations` (from, value) as in Infinity-Instruct.
 
     Raises UserError for anything else.
     """
@@ -60,12 +60,12 @@ def encode_example(
     tools: Sequence[Mapping[str, Any]] | None = None,
     last_only: bool = False,
 ) -> Example:
-    """Tokens and mask of a conversation up to its last answer. last_only: the loss counts only that one.
+    """Tokens and mask of a conversation up to its last answer. last_only: the loss counts only that answer.
 
     An assistant message at the very beginning answers nothing and is not counted.
 
-    Raises UserError if the template fails, if what it renders does not begin with what it renders for fewer messages, or if it
-    ends no answer with a token that ends generation.
+    Raises UserError if the template fails, if its text for some messages does not begin with its text for fewer messages,
+    or if an answer has no token that ends generation.
     """
     answers = [i for i, message in enumerate(messages) if i and message["role"] == "assistant"]
     text = ""
@@ -88,10 +88,12 @@ def encode_example(
 
 
 def _continue(tokenizer: Tokenizer, ids: list[int], text: str, longer: str) -> list[int]:
-    """The ids of `longer`, which begins with `text`, whose ids they begin with.
+    """The token ids of `longer`, beginning with `ids`, which are those of `text`, a prefix of `longer`.
 
-    A tokenizer may merge characters across the border (a newline of the prompt with one of the answer). Serving never does: the
-    prompt's tokens are fixed when the answer begins. Then the rest is encoded alone, as a generating model would write it.
+    Encoded together, characters on both sides of the boundary may become one token (a newline of the prompt with one of
+    the answer). This never happens in serving, where the prompt's tokens are fixed before the answer begins. In that case
+    the rest is encoded separately, as a generating model would write it. Raises UserError if the rest alone does not
+    encode to its own text.
     """
     whole = tokenizer.encode(longer, add_special_tokens=False)
     if whole[: len(ids)] == ids:
@@ -106,7 +108,7 @@ def _continue(tokenizer: Tokenizer, ids: list[int], text: str, longer: str) -> l
 
 
 def _until_end(tokenizer: Tokenizer, answer: list[int]) -> list[int]:
-    """The mask of an answer's tokens: 1 up to its end-of-turn token, 0 for what the template writes behind it."""
+    """The mask of an answer's tokens: 1 up to and including its end-of-turn token, 0 for what the template writes after it."""
     ends = [i for i, id in enumerate(answer) if id in tokenizer.eos_ids]
     if not ends:
         names = ", ".join(map(tokenizer.token_text, tokenizer.eos_ids)) or "none is known"
@@ -121,10 +123,11 @@ def _until_end(tokenizer: Tokenizer, answer: list[int]) -> list[int]:
 
 
 def best_fit(lengths: Sequence[int] | np.ndarray, capacity: int) -> list[list[int]]:
-    """Examples, by number, sharing windows of `capacity` tokens, none cut. Every length must be from 1 to `capacity`.
+    """Pack examples into windows of `capacity` tokens without cutting any. Returns the example numbers in each window.
 
-    Best-fit decreasing (Ding et al., arXiv:2404.10830, section 3): from the longest on, each example goes where the least room
-    is left behind it. The windows with r tokens of room wait in `waiting[r]`, and bit r of `rooms` says if there are any.
+    Every length must be from 1 to `capacity`. Best-fit decreasing (Ding et al., arXiv:2404.10830, section 3): the
+    examples are placed from the longest to the shortest, each into the window in which it leaves the least room.
+    `waiting[r]` lists the windows with room for r tokens. Bit r of `rooms` is 1 if there are any.
     """
     windows: list[list[int]] = []
     waiting: list[list[int]] = [[] for _ in range(capacity + 1)]
@@ -148,9 +151,11 @@ def best_fit(lengths: Sequence[int] | np.ndarray, capacity: int) -> list[list[in
 
 
 def packed(examples: TokenFile, lengths: np.ndarray, window: int, padding_id: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Windows' ids and masks, (window,) each, from examples of `lengths` tokens that lie one after the other in a file.
+    """Yield the ids and the mask of each window, (window,) each. The examples are stored one after the other in
+    `examples`; `lengths` are their numbers of tokens.
 
-    The rest of a window is filled with `padding_id`, which the loss does not count, and to which, being last, nothing attends.
+    The rest of a window is filled with `padding_id`. The loss does not count padding. It comes last, so no token of an
+    example attends to it.
     """
     assert examples.mask is not None
     ends = np.cumsum(lengths, dtype=np.int64)

@@ -1,7 +1,7 @@
-"""What the planner knows of a cluster: its GPUs, the links inside a node, the network between nodes.
+"""What the planner knows about a cluster: its GPUs, the links inside a node, and the network between nodes.
 
-A cluster file holds a name and one `{"value": …, "source": …}` for each figure; `training/clusters/` ships some. Bandwidths count
-one direction.
+A cluster file has a name and one `{"value": …, "source": …}` for each figure. `training/clusters/` contains some.
+Bandwidths are those of one direction.
 """
 
 import json
@@ -25,20 +25,20 @@ class Cluster:
     memory_gb: float
     bfloat16_tflops: float  # peak of dense matrix products
     float32_tflops: float
-    compute_efficiency: float  # the share of the peak that a training step reaches while nothing is exposed
-    memory_gb_per_second: float  # of the GPU's own memory, reads and writes counted
+    compute_efficiency: float  # the share of the peak that a training step reaches if no communication is exposed
+    memory_gb_per_second: float  # bandwidth of the GPU's memory, reads plus writes
     overlap_share: float  # the share of the computing time that can hide communication
-    start_latency_us: float  # of every collective, however small
+    start_latency_us: float  # fixed cost of every collective
     # links inside a node
     link_gb_per_second: float  # of one GPU to the others of its node
-    link_efficiency: float  # the share of it that large collectives reach
+    link_efficiency: float  # the share of link_gb_per_second that large collectives reach
     link_latency_us: float  # of one hop of a ring
     # the network
     node_gb_per_second: float  # of all the network cards of a node together
     node_efficiency: float
     node_latency_us: float
-    nodes_per_leaf: int  # nodes under one leaf switch; 0: not known, all nodes count as one leaf's
-    spine_share: float  # the share of a node's bandwidth that passes the spine switches
+    nodes_per_leaf: int  # nodes under one leaf switch; 0: unknown, then all nodes count as under one
+    spine_share: float  # the share of a node's bandwidth that is available through the spine switches
     sources: dict[str, str] = field(default_factory=dict, compare=False, hash=False)  # figure: where it comes from
 
     def peak_flops(self, precision: str) -> float:

@@ -2,9 +2,10 @@
 
     seconds(operation, bytes, mesh) = bytes / effective bandwidth(operation, bytes, mesh)
 
-`bytes` are those of the whole tensor: what an all-gather ends with, what a reduce-scatter begins with, what an all-reduce sums
-and a broadcast sends. `mesh` is a x b: groups of a GPUs on each of b nodes, while all other GPUs of these nodes do the same in
-groups of their own, as in training. So the network cards of a node are shared by its R / a groups.
+`bytes` is the size of the whole tensor: the output of an all-gather, the input of a reduce-scatter, the tensor that is
+all-reduced or broadcast. A `mesh` a x b stands for groups of a GPUs on each of b nodes. The other GPUs of these nodes run the
+same collective in groups of their own at the same time, as in training. So the R / a groups of a node with R GPUs share its
+network cards.
 """
 
 import json
@@ -43,9 +44,9 @@ class Profile:
         self._known: dict[tuple[str, float, Mesh], float] = {}
 
     def seconds(self, operation: str, size: float, mesh: Mesh) -> float:
-        """The time of `operation` on `size` bytes. One GPU, or no bytes, take none.
+        """The time of `operation` on `size` bytes. 0 for one GPU or no bytes.
 
-        Raises UserError where the mesh lies outside of what was profiled.
+        Raises UserError if `mesh` is neither a profiled mesh nor between two of them.
         """
         if mesh.size == 1 or size == 0:
             return 0.0
@@ -55,11 +56,12 @@ class Profile:
         return self._known[key]
 
     def _bandwidth(self, operation: str, size: float, mesh: Mesh) -> float:
-        """Effective bytes/s: as profiled, or between the nearest profiled meshes, linear in the logarithm of what differs."""
+        """Effective bytes/s: as profiled, or interpolated between the two nearest profiled meshes that differ from `mesh`
+        only in nodes, or only in GPUs per node. The interpolation is linear in the logarithm of that number."""
         curves = self._curves[operation]
         if mesh in curves:
             return size / _time(curves[mesh], size)
-        # Groups on one node and across nodes use other wires, so there is nothing between 1 node and 2.
+        # Groups inside a node and groups across nodes use different links: do not interpolate between 1 node and more.
         rows = [m for m in curves if m.gpus == mesh.gpus and m.nodes > 1 and mesh.nodes > 1]
         columns = [m for m in curves if m.nodes == mesh.nodes]
         for candidates, axis in ((rows, "nodes"), (columns, "gpus")):
@@ -78,8 +80,8 @@ class Profile:
 
 
 def _time(curve: Sequence[Point], size: float) -> float:
-    """Seconds at `size` bytes: linear between two sizes, which is exact for latency + bytes / bandwidth; the smallest size's
-    time below it; the largest size's bandwidth above it."""
+    """Seconds at `size` bytes. Linear between two sizes, which is exact for latency + bytes / bandwidth. Below the
+    smallest size: its time. Above the largest size: its bandwidth."""
     after = bisect_right(curve, size, key=lambda p: p.bytes)
     if after == 0:
         return curve[0].seconds
@@ -93,12 +95,13 @@ def _time(curve: Sequence[Point], size: float) -> float:
 
 
 def link_seconds(cluster: Cluster, operation: str, size: float, mesh: Mesh) -> float:
-    """The time of one collective from link speeds and latencies, for groups of shape `mesh`.
+    """Seconds of one collective for groups of shape `mesh`, from link speeds and latencies.
 
-    Rings of p = a * b GPUs, as in the cost model of Thakur & Gropp (2003): each GPU passes on (p - 1) / p of the bytes in an
-    all-gather or reduce-scatter and twice that in an all-reduce, over p - 1 hops (twice), b - 1 of them between nodes. A
-    broadcast is pipelined along the ring. An all-reduce may also take a double binary tree (Sanders et al., 2009), which sends
-    all bytes up and down but over only log2(b) hops between nodes; the faster one counts, as NCCL chooses.
+    The cost model is that of Thakur & Gropp (2003) for rings of p = a * b GPUs. In an all-gather or reduce-scatter each
+    GPU sends (p - 1) / p of the bytes over p - 1 hops, b - 1 of them between nodes. An all-reduce takes twice that. A
+    broadcast is pipelined along the ring. An all-reduce may also use a double binary tree (Sanders et al., 2009). A tree
+    sends all bytes up and down, but over only log2(b) hops between nodes. The faster of ring and tree is used, as NCCL
+    does.
     """
     p, a, b = mesh.size, mesh.gpus, mesh.nodes
     bandwidth = cluster.link_gb_per_second * cluster.link_efficiency
@@ -123,7 +126,7 @@ def divisors(n: int) -> list[int]:
 
 
 def synthesize(cluster: Cluster, nodes: int) -> Profile:
-    """A profile of `nodes` nodes from the cluster's link speeds and latencies: all meshes that tile them, 1 KiB to 256 GiB."""
+    """A profile for `nodes` nodes from the cluster's link speeds and latencies: all meshes that tile them, 1 KiB to 256 GiB."""
     sizes = [2**i for i in range(10, 39, 2)]
     meshes = [Mesh(a, b) for a in divisors(cluster.gpus_per_node) for b in divisors(nodes) if a * b > 1]
     points = [
@@ -139,7 +142,7 @@ def synthesize(cluster: Cluster, nodes: int) -> Profile:
 
 
 def write_profile(path: Path, profile: Profile, about: dict[str, Any]) -> None:
-    """Write a profile as JSON; `about` says on what it was measured."""
+    """Write a profile as JSON. about: what it was measured on."""
     points = [[p.operation, p.mesh.gpus, p.mesh.nodes, p.bytes, p.seconds] for p in profile.points]
     content = {"gpus_per_node": profile.gpus_per_node, **about, "columns": "operation, GPUs a node, nodes, bytes, seconds"}
     rows = ",\n  ".join(json.dumps(row) for row in points)
@@ -147,7 +150,7 @@ def write_profile(path: Path, profile: Profile, about: dict[str, Any]) -> None:
 
 
 def read_profile(path: Path) -> Profile:
-    """Raises UserError for a file that is missing, no JSON, or no profile."""
+    """Read a profile. Raises UserError if the file is missing, is not JSON, or is not a profile."""
     mend = "measure one with make profile-collectives"
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
@@ -174,9 +177,9 @@ def _sound(point: Point) -> bool:
 
 
 def profile_for(cluster: Cluster, mesh: Mesh, path: Path | None) -> tuple[Cluster, Profile]:
-    """`cluster` with nodes of `mesh`'s size, and its times of collectives: those measured in `path`, else synthesized.
+    """`cluster` with `mesh.gpus` GPUs per node, and its profile: read from `path`, or synthesized without one.
 
-    Raises UserError if they were measured on nodes of another size.
+    Raises UserError if it was measured on nodes of another size.
     """
     cluster = replace(cluster, gpus_per_node=mesh.gpus)
     profile = read_profile(path) if path else synthesize(cluster, mesh.nodes)

@@ -1,12 +1,12 @@
-"""Make a hybrid ladder of a standard checkpoint: other residual connections, the same weights.
+"""Convert a standard checkpoint to a hybrid ladder: different residual connections, the same weights.
 
     python -m training.convert --model DIR --ladder-layers 16 --out NEW_DIR
 
---ladder-layers names the layers whose residual becomes a ladder's: a number K for the last K, or a list such as 12-31 or
-12,14,16-31. The paper takes the upper half (arXiv:2501.06589, section 4.2). Nothing is computed: config.json is rewritten, and
-the weights are copied, or with --link shared. NEW_DIR loads like any checkpoint, also with transformers
-(trust_remote_code=True: the model's code lies beside it), but what it writes is poor until it is trained
-(python -m training.adapt does both steps): its layers see other inputs than they learned with.
+--ladder-layers names the layers that switch to the ladder residual: a number K for the last K layers, or a list such as 12-31
+or 12,14,16-31. The paper takes the upper half (arXiv:2501.06589, section 4.2). No weight changes: config.json is rewritten, and
+the weight files are copied, or shared with --link. NEW_DIR loads like any checkpoint, also with transformers
+(trust_remote_code=True: the model's code is in NEW_DIR). Its text is poor until it is retrained, because its layers get other
+inputs than in their training. python -m training.adapt converts and retrains.
 """
 
 import argparse
@@ -28,9 +28,9 @@ from training.export import MODELING, add_modeling
 
 
 def to_hybrid_ladder(config: ModelConfig, ladder_layers: int | Sequence[int]) -> ModelConfig:
-    """`config` with the ladder residual in its last `ladder_layers` layers, or in those that it lists.
+    """`config` with the ladder residual in its last `ladder_layers` layers, or in the layers that `ladder_layers` lists.
 
-    Raises UserError if `config` is not standard, or has no such layers.
+    Raises UserError if `config` is not standard, or does not have these layers.
     """
     if config.variant != "standard":
         raise UserError(
@@ -47,7 +47,7 @@ def to_hybrid_ladder(config: ModelConfig, ladder_layers: int | Sequence[int]) ->
 
 
 def parse_layers(text: str) -> int | list[int]:
-    """`16` is a number of layers; `12-31` and `12,14,16-31` list them."""
+    """Parse --ladder-layers: `16` is a number of layers; `12-31` and `12,14,16-31` are lists. Raises UserError."""
     if text.isdecimal():
         return int(text)
     parts = [re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", part) for part in text.split(",")]
@@ -57,11 +57,11 @@ def parse_layers(text: str) -> int | list[int]:
 
 
 def convert(model: Path, out: Path, ladder_layers: int | Sequence[int], link: bool = False, force: bool = False) -> ModelConfig:
-    """Write the hybrid ladder of checkpoint directory `model` to `out`; returns its config.
+    """Write the hybrid ladder of checkpoint directory `model` to `out`. Returns its config.
 
-    The config comes last, so that a directory whose conversion was interrupted is not taken for a checkpoint. link: weight
-    files become hard links, which cost no space; a program that writes into one changes both. force: overwrite what is in
-    `out`. Raises UserError, before anything is overwritten if `model` is to blame.
+    config.json is written after the weights, so that an interrupted conversion is not mistaken for a checkpoint. link:
+    weight files become hard links, which take no space, but a program that writes into one changes both. force: overwrite
+    the checkpoint in `out`. Raises UserError; errors in `model` are raised before anything is overwritten.
     """
     config = to_hybrid_ladder(read_config(model / "config.json"), ladder_layers)
     weights = weight_files(model, config)
@@ -80,7 +80,7 @@ def convert(model: Path, out: Path, ladder_layers: int | Sequence[int], link: bo
 
 
 def weight_files(model: Path, config: ModelConfig) -> list[Path]:
-    """The files with the tensors of a checkpoint directory, and their index. Raises UserError if one is missing or torn."""
+    """The weight files of a checkpoint directory, and their index. Raises UserError if one is missing or damaged."""
     source = open_source(str(model), config)
     if not isinstance(source, SafetensorsSource):
         return [model / PTH]
@@ -89,14 +89,15 @@ def weight_files(model: Path, config: ModelConfig) -> list[Path]:
 
 
 def hybrid_json(model: Path, config: ModelConfig) -> dict[str, object]:
-    """The converted `config.json`: what the original says, and over it what Rung knows."""
+    """The converted `config.json`: the entries of the original, overwritten by those of `config`."""
     original = json.loads((model / "config.json").read_text(encoding="utf-8"))
     dtype = original.get("torch_dtype") or original.get("dtype") or "bfloat16"
     return original | config_to_hf(config) | {"torch_dtype": dtype}
 
 
 def clear(out: Path, model: Path, force: bool) -> None:
-    """Make room for a checkpoint at `out`. Raises UserError if something is there and `force` is not given."""
+    """Remove an old checkpoint from `out`. Raises UserError if `out` is a file or `model` itself, or if it is not empty
+    and `force` is not given."""
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out} is a file; name a directory")
     if out.exists() and out.resolve() == model.resolve():

@@ -1,15 +1,20 @@
-"""How long a training step takes under a sharding (AMSP, section IV.C), and how much of the GPUs' peak that is.
+"""How long a training step takes under a sharding (AMSP, section IV.C), and its model FLOPs utilization.
 
-Ψ parameters; P, G, OS their meshes, |P| a mesh's size, OS / P the mesh of the ranks of an OS mesh that hold the same part of P;
-b bytes; M micro-batches a step. Times of collectives are those of the profile: AG, RS, AR, BC (operation, bytes, mesh).
+Ψ is the number of parameters. P, G and OS are the meshes of the states, |P| is the size of a mesh, and OS / P is the mesh of
+those ranks of an OS mesh that hold the same part of P. b_P and b_G are the bytes per parameter of P and G. M is the number of
+micro-batches per step. AG, RS, AR and BC (bytes, mesh) are the profile's times of an all-gather, reduce-scatter, all-reduce and
+broadcast.
 
     T_P  = M Σ over matrices  2 AG(b_P numel, P) + RS(b_G numel, P)                     (IV.C.1)
     T_OS = AR(b_G Ψ / |P|, all / P), in buckets, after the last micro-batch             (IV.C.2)
-         + |OS / P| BC(b_P Ψ / |OS|, OS / P), each owner sends what it updated
-           of evenly cut tensors: Σ over matrices AG(b_P numel / |P|, OS / P); and where OS is all, RS in place of AR
-    T_G  = (M - 1) AR(b_G Ψ / |P|, G / P), in buckets, unless G = P                     (IV.C.3)
+         + |OS / P| BC(b_P Ψ / |OS|, OS / P): each owner sends what it updated
+    T_G  = (M - 1) AR(b_G Ψ / |P|, G / P), in buckets; 0 if G = P                       (IV.C.3)
 
-The planner minimizes their sum (IV.C.4). The step time goes further: some of the communication hides behind computation.
+With evenly cut tensors, Σ over matrices AG(b_P numel / |P|, OS / P) replaces the broadcasts of T_OS, and if OS is sharded over
+all GPUs, an RS replaces its AR.
+
+The paper's planner minimizes T_P + T_OS + T_G (IV.C.4). The step time predicted here also takes into account that part of the
+communication is hidden behind computation.
 """
 
 from dataclasses import asdict, dataclass
@@ -22,13 +27,13 @@ from training.sharding import Mesh, Sharding
 
 @dataclass(frozen=True)
 class Communication:
-    """Seconds a step, by what causes them."""
+    """Seconds of communication per step, by cause."""
 
-    gather_forward: float  # T_P's all-gathers before forward
-    gather_backward: float  # and before backward
-    scatter: float  # T_P's reduce-scatters
+    gather_forward: float  # T_P: all-gathers for forward
+    gather_backward: float  # T_P: all-gathers for backward
+    scatter: float  # T_P: reduce-scatters
     gradients: float  # T_G: all-reduces between micro-batches
-    all_reduce: float  # T_OS: the sum after the last micro-batch
+    all_reduce: float  # T_OS: the all-reduce after the last micro-batch
     updates: float  # T_OS: new parameters, from their owners
 
     @property
@@ -38,7 +43,7 @@ class Communication:
 
 @dataclass(frozen=True)
 class Exposed:
-    """Seconds a step in which the GPU waits, by what it waits for."""
+    """Seconds per step in which the GPU waits for communication, by what it waits for."""
 
     parameters: float
     gradients: float
@@ -51,7 +56,7 @@ class Exposed:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a plan costs. Times are seconds a step, memory is bytes of a GPU."""
+    """The predicted cost of a plan. Times are seconds per step, memory is bytes per GPU."""
 
     sharding: Sharding
     secondary: Mesh | None
@@ -69,11 +74,11 @@ class Prediction:
 
 
 def forward_flops(config: ModelConfig, sequence_length: int, sequences: int) -> float:
-    """FLOPs of a forward pass, layers and head, attention over the full square as Megatron-LM counts it.
+    """FLOPs of a forward pass: layers and head, with attention over the full square as Megatron-LM counts it.
 
-    Three times this is the model FLOPs of a step: 72 B s l h² (1 + s / 6h + V / 12lh) of Narayanan et al. (arXiv:2104.04473,
-    without recomputation) for its MLP of 8 h² weights; here the real matrices are counted. AMSP's footnote 2 keeps the whole
-    square, too.
+    The model FLOPs of a step are three times these. For an MLP of 8 h² weights that is 72 B s l h² (1 + s / 6h + V /
+    12lh), the formula of Narayanan et al. (arXiv:2104.04473, without recomputation). Here the model's actual matrices are
+    counted. AMSP's footnote 2 also counts the full square.
     """
     tokens = sequence_length * sequences
     matrices = config.n_layers * sum(layer_matrices(config)) + config.vocab_size * config.hidden_size
@@ -82,20 +87,20 @@ def forward_flops(config: ModelConfig, sequence_length: int, sequences: int) -> 
 
 
 def model_flops(job: Job) -> float:
-    """FLOPs that a micro-batch's forward and backward pass need. Recomputation does not count: it is no use."""
+    """FLOPs of a micro-batch's forward and backward pass. Recomputation is not counted, because it is not useful work."""
     return 3 * forward_flops(job.config, job.sequence_length, job.micro_batch)
 
 
 def compute_seconds(job: Job) -> tuple[float, float]:
-    """Seconds of forward and of backward of one micro-batch. Backward computes twice as much, and forward again if it
-    recomputes."""
+    """Seconds of forward and of backward of one micro-batch. Backward takes twice as long as forward, or three times as
+    long with recomputation."""
     speed = job.cluster.peak_flops(job.precision) * job.cluster.compute_efficiency
     forward = forward_flops(job.config, job.sequence_length, job.micro_batch) / speed
     return forward, forward * (3 if job.recompute else 2)
 
 
 def optimizer_seconds(job: Job, sharding: Sharding) -> float:
-    """Adam is bound by memory: it reads and writes its states, reads gradients and writes parameters."""
+    """Seconds of Adam, which is memory-bound: it reads and writes its states, reads gradients and writes parameters."""
     moved = 2 * job.bytes.optimizer + job.bytes.gradients + job.bytes.parameters
     return job.parameters / sharding.optimizer.size * moved / (job.cluster.memory_gb_per_second * 1e9)
 
@@ -104,25 +109,25 @@ def optimizer_seconds(job: Job, sharding: Sharding) -> float:
 
 
 def over(outer: Mesh, inner: Mesh) -> Mesh:
-    """The mesh of the ranks of `outer` that hold the same part of what is cut over `inner`."""
+    """The mesh of those ranks of `outer` that hold the same part of a state sharded over `inner`."""
     return Mesh(outer.gpus // inner.gpus, outer.nodes // inner.nodes)
 
 
 def sum_seconds(job: Job, size: float, mesh: Mesh, operation: str = "all-reduce") -> float:
-    """`size` bytes of gradients over `mesh`, in equal buckets."""
+    """Seconds to reduce `size` bytes of gradients over `mesh` with `operation`, in equal buckets."""
     count = buckets(size, job.bucket_bytes)
     return count * job.profile.seconds(operation, size / count, mesh)
 
 
 def weights_seconds(job: Job, operation: str, element: float, mesh: Mesh) -> float:
-    """One `operation` on each matrix of the model, `element` bytes for each of its entries."""
+    """Seconds of one `operation` on each matrix of the model, with `element` bytes per entry."""
     layer = sum(job.profile.seconds(operation, element * numel, mesh) for numel in layer_matrices(job.config))
     ends = sum(job.profile.seconds(operation, element * numel, mesh) for numel in tables(job.config))
     return job.config.n_layers * layer + ends
 
 
 def communication(job: Job, sharding: Sharding, secondary: Mesh | None = None) -> Communication:
-    """The collectives of one step. With `secondary`, backward gathers from that mesh, as ZeRO++ does."""
+    """Seconds of the collectives of one step. secondary: the mesh from which backward gathers P, as in ZeRO++."""
     p, g, os = sharding.parameters, sharding.gradients, sharding.optimizer
     micro_batches, psi = job.micro_batches, job.parameters
     forward = weights_seconds(job, "all-gather", job.bytes.parameters, p)
@@ -145,15 +150,16 @@ def communication(job: Job, sharding: Sharding, secondary: Mesh | None = None) -
     )
 
 
-# --- both at once --------------------------------------------------------------------------------------------------------
+# --- overlapping ---------------------------------------------------------------------------------------------------------
 
 
 def exposed(job: Job, sharding: Sharding, spent: Communication) -> Exposed:
-    """What of the communication computation does not hide (section V.C).
+    """The communication that computation does not hide (section V.C).
 
-    Only a share of the computing time hides anything, because collectives and kernels compete for SMs and memory. Gathers hide
-    behind that share of forward; gathers, reduce-scatters and all-reduces, in this order, behind that of backward, but the last
-    bucket of an all-reduce has nothing left to hide behind. Updates take what the gathers leave of the next step's first forward.
+    Only the share `overlap_share` of the computing time hides communication, because collectives and kernels compete for
+    SMs and memory bandwidth. That share of forward hides all-gathers. That share of backward hides all-gathers and
+    reduce-scatters first, then all-reduces. The last bucket of an all-reduce is always exposed, because no computation
+    follows it. Updates are hidden by what the all-gathers leave of the next step's first forward.
     """
     count = job.micro_batches
     forward, backward = (job.cluster.overlap_share * seconds for seconds in compute_seconds(job))
@@ -162,10 +168,10 @@ def exposed(job: Job, sharding: Sharding, spent: Communication) -> Exposed:
     if "parameters" not in job.overlap:
         hidden_forward = hidden_backward = 0.0
     shard = job.bytes.gradients * job.parameters / sharding.parameters.size
-    last_bucket = 1 / buckets(shard, job.bucket_bytes)  # of an all-reduce, the fraction
+    last_bucket = 1 / buckets(shard, job.bucket_bytes)  # its share of an all-reduce
 
     def waits(all_reduce: float) -> float:
-        """Seconds of an all-reduce of one micro-batch that stay exposed."""
+        """Exposed seconds of one micro-batch's all-reduce, which takes `all_reduce` seconds."""
         if "gradients" not in job.overlap:
             return all_reduce
         return max(all_reduce - (backward - hidden_backward), last_bucket * all_reduce)
@@ -180,7 +186,8 @@ def exposed(job: Job, sharding: Sharding, spent: Communication) -> Exposed:
 
 
 def predict(job: Job, sharding: Sharding, secondary: Mesh | None = None) -> Prediction:
-    """Time, memory and utilization of one step. Raises UserError if the meshes do not nest or the batch cannot be shared."""
+    """Time, memory and utilization of one step. Raises UserError if the meshes do not nest or the batch cannot be divided
+    evenly."""
     sharding.check(job.mesh)
     spent = communication(job, sharding, secondary)
     waited = exposed(job, sharding, spent)

@@ -1,9 +1,9 @@
-"""Training data: a memory-mapped token file, cut into windows whose order is a function of the seed.
+"""Training data: a memory-mapped token file, cut into windows whose order depends only on the seed.
 
-A token file NAME.bin holds token ids, uint16 or uint32, little endian. NAME.json beside it says how many and of what; NAME.mask
-(uint8, one a token), where it exists, says which tokens the loss counts. Documents lie one after the other, each with its end
-token, and windows are cut densely out of them; conversations are packed into windows beforehand. Attention crosses documents and
-conversations, as is usual in pretraining: it is causal and nothing else.
+A token file NAME.bin holds token ids, uint16 or uint32, little endian. NAME.json is its header. NAME.mask is optional
+(uint8, one per token) and marks the tokens that the loss counts. Documents are stored one after the other, each with its
+end token, and windows are cut from them without gaps. Conversations are packed into windows before they are written. As
+is usual in pretraining, the only attention mask is the causal one, so attention crosses documents and conversations.
 """
 
 import hashlib
@@ -26,13 +26,13 @@ HEADER_KEYS = {"format", "dtype", "tokens", "vocab_size", "tokenizer", "window"}
 
 @dataclass(frozen=True)
 class Header:
-    """NAME.json."""
+    """The content of NAME.json."""
 
     dtype: str  # uint16 or uint32
     tokens: int
-    vocab_size: int  # ids are below it
+    vocab_size: int  # all ids are below it
     tokenizer: str  # a fingerprint of the tokenizer's file
-    window: int | None = None  # tokens; examples were packed into windows of this length and must be read so
+    window: int | None = None  # tokens; length of the packed windows, with which the file must be read
     format: int = FORMAT
 
 
@@ -47,7 +47,7 @@ class TokenFile:
 
     @property
     def fingerprint(self) -> str:
-        """Of the header and the first and last tokens: enough to tell another file."""
+        """A hash of the header and the first and last tokens, which is enough to tell two files apart."""
         digest = hashlib.sha256(json.dumps(asdict(self.header), sort_keys=True).encode())
         for part in (self.tokens, self.mask):
             if part is not None:
@@ -66,13 +66,13 @@ def _little_endian(dtype: str) -> np.dtype:
 class TokenWriter:
     """Writes a token file piece by piece: `with TokenWriter(path, ...) as writer: writer.append(ids)`.
 
-    The header is written last and only if nothing was raised, so that a header never speaks of a file that is not whole; what
-    was written before an error is removed. Raises UserError if the place cannot be written.
+    The header is written last, and only if no exception was raised, so a header always belongs to a complete file. After
+    an error, the partial files are removed. Raises UserError if the files cannot be written.
     """
 
     def __init__(self, path: Path, vocab_size: int, tokenizer: str, masked: bool = False, window: int | None = None) -> None:
-        """masked: the loss counts only some tokens. window: tokens; the pieces are windows of this length. The rest as in
-        `Header`."""
+        """masked: the loss counts only some tokens. window: tokens; the data consists of windows of this length. The
+        others as in `Header`."""
         if path.suffix != ".bin":
             raise UserError(f"{path}: the name of a token file must end in .bin")
         self.path, self.masked = path, masked
@@ -89,7 +89,8 @@ class TokenWriter:
         return self
 
     def append(self, ids: np.ndarray, mask: np.ndarray | None = None) -> None:
-        """ids: (n,) of any integer type. mask: (n,) of 0 and 1, for a masked file."""
+        """ids: (n,) of any integer type. mask: (n,) of 0 and 1, for a masked file. Raises UserError for ids outside the
+        vocabulary."""
         outside = ids[(ids < 0) | (ids >= self.header.vocab_size)]
         if len(outside):
             raise UserError(f"token id {outside[0]} is outside the vocabulary of {self.header.vocab_size}; check the tokenizer")
@@ -116,19 +117,20 @@ class TokenWriter:
 def write_tokens(
     path: Path, tokens: np.ndarray, vocab_size: int, tokenizer: str, mask: np.ndarray | None = None, window: int | None = None
 ) -> TokenFile:
-    """Write a token file at once and open it. The arguments are `TokenWriter`'s."""
+    """Write a token file in one call and open it. The arguments are those of `TokenWriter`."""
     with TokenWriter(path, vocab_size, tokenizer, masked=mask is not None, window=window) as writer:
         writer.append(tokens, mask)
     return open_tokens(path, vocab_size)
 
 
 def tokenizer_folder(path: Path) -> Path:
-    """Where the tokenizer of a token file lies: NAME.tokenizer/ beside NAME.bin."""
+    """The folder with the tokenizer of a token file: NAME.tokenizer/ next to NAME.bin."""
     return path.with_suffix(".tokenizer")
 
 
 def open_tokens(path: Path, vocab_size: int) -> TokenFile:
-    """Map a token file. Raises UserError if it is missing, torn, or of a larger vocabulary than the model's `vocab_size`."""
+    """Map a token file. Raises UserError if it is missing or damaged, or if its vocabulary is larger than the model's
+    `vocab_size`."""
     how = "write it with python -m training.tokenize_data"
     if path.suffix != ".bin":
         raise UserError(f"{path} is no token file, whose name ends in .bin; {how}")
@@ -185,7 +187,8 @@ class Batch:
 
 
 def _to(tensor: Tensor, device: torch.device) -> Tensor:
-    """Out of page-locked memory: a copy out of any other makes the host wait for all work queued before it."""
+    """Copy to `device`, through page-locked memory for CUDA: a copy from pageable memory makes the host wait for all work
+    queued before it."""
     if device.type == "cuda":
         tensor = tensor.contiguous().pin_memory()
     return tensor.to(device, non_blocking=True)
@@ -193,11 +196,13 @@ def _to(tensor: Tensor, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class GlobalBatches:
-    """Batches of `size` windows of `length` + 1 tokens. Every epoch is a permutation that the seed and its number decide.
+    """Batches of `size` windows of `length` + 1 tokens. Each epoch is a permutation of the windows that depends on the
+    seed and the epoch.
 
-    What global batch `step` contains depends on nothing else, so a run may go on at any step, and on any number of ranks. No
-    window comes twice in an epoch; those that make no whole batch are left out of it. Raises UserError if the file makes no
-    whole batch, was packed for windows of another length, or counts no token.
+    The content of global batch `step` depends on nothing else, so a run can resume at any step and on any number of
+    ranks. No window occurs twice in an epoch. The windows left over after the last full batch are not used in that epoch.
+    Raises UserError if the file has too few windows for one batch, was packed for windows of another length, or has no
+    token that the loss counts.
     """
 
     tokens: TokenFile
@@ -223,8 +228,8 @@ class GlobalBatches:
 
     @property
     def stride(self) -> int:
-        """Plain text: a window's last token is the next one's first, so that every token is predicted. Packed windows are
-        separate."""
+        """Tokens between the starts of two windows. In plain text, the last token of a window is the first of the next
+        one, so that every token is predicted. Packed windows do not overlap."""
         return self.length if self.tokens.header.window is None else self.length + 1
 
     @property
@@ -233,7 +238,7 @@ class GlobalBatches:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Whole batches; the rest of an epoch is left out."""
+        """Full batches in an epoch; the remaining windows are not used."""
         return self.windows // self.size
 
     @cached_property
@@ -241,7 +246,7 @@ class GlobalBatches:
         return {}
 
     def order(self, epoch: int) -> np.ndarray:
-        """The epoch's permutation of the windows, (windows,) int64. Only the last one asked for is kept."""
+        """The epoch's permutation of the windows, (windows,) int64. Only the last requested epoch's is cached."""
         if epoch not in self._orders:
             self._orders.clear()
             self._orders[epoch] = np.random.default_rng((self.seed, epoch)).permutation(self.windows)
@@ -253,7 +258,8 @@ class GlobalBatches:
         return self.order(epoch)[number * self.size : (number + 1) * self.size]
 
     def micro_batch(self, step: int, index: int, count: int) -> Batch:
-        """Windows index * count … (index + 1) * count - 1 of global batch `step`. Raises UserError if their ids are damaged."""
+        """Windows index * count … (index + 1) * count - 1 of global batch `step`. Raises UserError for a token id outside
+        the header's vocabulary."""
         chosen = self.chosen(step)[index * count : (index + 1) * count]
         windows = torch.from_numpy(self._cut(self.tokens.tokens)[chosen].astype(np.int64))
         if windows.max() >= self.tokens.header.vocab_size:
@@ -273,13 +279,13 @@ class GlobalBatches:
 
     @cached_property
     def _counts(self) -> np.ndarray:
-        """Counted targets of each window, (windows,)."""
+        """The number of targets of each window that the loss counts, (windows,) int64."""
         assert self.tokens.mask is not None
         return self._cut(self.tokens.mask)[:, 1:].sum(axis=1, dtype=np.int64)
 
     def supervised(self, step: int) -> int:
-        """Targets of global batch `step` that the loss counts, over all ranks, known without asking them; at least 1, as a
-        divisor."""
+        """The number of targets of global batch `step` that the loss counts, over all ranks. Needs no communication. At
+        least 1, because it is used as a divisor."""
         if self.tokens.mask is None:
             return self.size * self.length
         return max(1, int(self._counts[self.chosen(step)].sum()))
