@@ -1,6 +1,6 @@
-"""From a checked request to its text: parameters for the engine, and the pieces of text, ids and log-probabilities as they come.
+"""Run a checked request: make the engine's parameters, and convert its outputs to text, ids and log-probabilities.
 
-Both endpoints read the same `Delta`s, streaming or not, so the two ways cannot differ.
+Both endpoints read the same `Delta`s with and without streaming, so that a streamed answer equals a whole one.
 """
 
 import asyncio
@@ -24,13 +24,13 @@ from server.service import Service
 from server.sse import JsonLists, to_json
 from server.text import TextStream
 
-SMALLEST_TOP_P = 1e-9  # top_p 0: the likeliest token alone
+SMALLEST_TOP_P = 1e-9  # replaces top_p 0; keeps only the likeliest token
 
 
 @dataclass
 class Prompt:
     ids: list[int]
-    text: str | None = None  # as the client wrote it, if it did and nothing was cut off
+    text: str | None = None  # the client's text; None if the client sent ids or the prompt was cut
 
 
 @dataclass
@@ -39,16 +39,16 @@ class Plan:
 
     id: str
     prompts: list[Prompt]
-    params: list[RequestParams]  # by prompt; choice i draws with seed + i
+    params: list[RequestParams]  # one for each prompt; choice i samples with seed + i
     choices: int
     stop: list[str]
     include_stop: bool
     skip_special: bool
-    hidden: bool = False  # max_tokens 0: the one token that was computed is not shown
+    hidden: bool = False  # max_tokens 0: the engine computes one token, which is not shown
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
-        self.stop_ids = frozenset(self.params[0].stop_token_ids)  # the same for all
+        self.stop_ids = frozenset(self.params[0].stop_token_ids)  # the same for all prompts
 
     @property
     def total(self) -> int:
@@ -56,12 +56,12 @@ class Plan:
 
     @property
     def prompt_tokens(self) -> int:
-        """Of all sequences: a prompt counts with each of its choices."""
+        """Prompt tokens of all sequences: a prompt counts once for each of its choices."""
         return sum(len(prompt.ids) for prompt in self.prompts) * self.choices
 
 
-class Delta(msgspec.Struct):  # one a token: a dataclass takes twice as long to make
-    """What is new of one choice."""
+class Delta(msgspec.Struct):  # made for every token; a dataclass takes twice as long to make
+    """The new part of one choice."""
 
     index: int
     first: bool
@@ -75,7 +75,7 @@ class Delta(msgspec.Struct):  # one a token: a dataclass takes twice as long to 
 
 
 class Usage:
-    """Tokens so far. A prompt counts once, however many choices it has."""
+    """Token counts so far. A prompt counts once, regardless of its number of choices."""
 
     def __init__(self, plan: Plan) -> None:
         self.prompt = sum(len(prompt.ids) for prompt in plan.prompts)
@@ -99,7 +99,7 @@ def new_id(prefix: str, body: GenerationBody) -> str:
 
 
 def room_for(service: Service, truncate: int | None, max_tokens: int | None) -> Room:
-    """What `truncate_prompt_tokens` leaves of a prompt."""
+    """The limits of a prompt. `truncate`: truncate_prompt_tokens; -1 keeps what the context can hold with the answer."""
     answer = max(max_tokens or 1, 1)
     keep = max(0, service.max_model_len - answer) if truncate == -1 else truncate
     return Room(service.max_model_len, keep, answer)
@@ -108,9 +108,10 @@ def room_for(service: Service, truncate: int | None, max_tokens: int | None) -> 
 def fit_prompt(
     service: Service, ids: list[int], truncate: int | None, max_tokens: int | None, part: str = "prompt"
 ) -> list[int]:
-    """The prompt, cut at its start if asked for. Raises a 400 with the numbers if it is too long, or names an unknown id.
+    """The prompt's ids, cut at the start if `truncate` says so.
 
-    `part`: the field that holds it, "prompt" or "messages".
+    Raises a 400 for a prompt that is empty, too long or has an unknown id. `part`: the field of the prompt, "prompt" or
+    "messages".
     """
     limit, keep = service.max_model_len, room_for(service, truncate, max_tokens).keep
     if keep is not None:
@@ -127,7 +128,10 @@ def fit_prompt(
 def fit_answer(
     service: Service, prompt: int, max_tokens: int | None, default: int | None, name: str = "max_tokens", part: str = "prompt"
 ) -> int:
-    """Tokens that the answer may have; a default is cut to what is left of the context, a client's own number is refused."""
+    """The most tokens that the answer may have, after `prompt` tokens of the prompt.
+
+    `default` is reduced to what is left of the context; None takes all of it. Raises a 400 if `max_tokens` exceeds it.
+    """
     left = service.max_model_len - prompt
     if max_tokens is None:
         return left if default is None else min(default, left)
@@ -144,7 +148,7 @@ def make_params(
     prompt_logprobs: int | None,
     grammar: str | None,
 ) -> RequestParams:
-    """What all sequences of a request have in common; see `with_limit`."""
+    """The parameters that all sequences of a request share; see `with_limit`. Raises a 400 for an unknown token id."""
     stop_ids = set(body.stop_token_ids or [])
     if not body.ignore_eos:
         stop_ids |= set(service.tokenizer.eos_ids)
@@ -177,7 +181,7 @@ def make_params(
 
 
 def with_limit(params: RequestParams, body: GenerationBody, max_tokens: int) -> RequestParams:
-    """The same for an answer of so many tokens."""
+    """`params` for an answer of at most `max_tokens` tokens."""
     return msgspec.structs.replace(params, max_tokens=max(max_tokens, 1), min_tokens=min(body.min_tokens or 0, max_tokens))
 
 
@@ -186,18 +190,18 @@ def _given(value: float | None, default: float) -> float:
 
 
 def make_submits(plan: Plan) -> list[Submit]:
-    unique = uuid.uuid4().hex  # clients may repeat their own request ids
+    unique = uuid.uuid4().hex  # clients may use a request id of their own more than once
     submits = []
     for p, (prompt, params) in enumerate(zip(plan.prompts, plan.params, strict=True)):
         for i in range(plan.choices):
-            seed = (params.seed + i + INT64) % (2 * INT64) - INT64  # stays a signed 64-bit number
+            seed = (params.seed + i + INT64) % (2 * INT64) - INT64  # wraps around as a signed 64-bit number
             one = params if i == 0 else msgspec.structs.replace(params, seed=seed)
             submits.append(Submit(f"{unique}-{p * plan.choices + i}", prompt.ids, one))
     return submits
 
 
 class _Choice:
-    """One sequence on its way."""
+    """The state of one running sequence."""
 
     def __init__(self, service: Service, plan: Plan, index: int) -> None:
         prompt = index // plan.choices
@@ -216,7 +220,7 @@ class _Choice:
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
 
     def push(self, output: TokenOutput) -> Delta | None:
-        """What `output` adds; None while there is nothing, as between the parts of a long prompt."""
+        """What `output` adds; None if it adds nothing, as between the parts of a long prompt."""
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs
         if not output.token_ids and not output.finish_reason:
@@ -242,9 +246,9 @@ class _Choice:
 
 
 class Run:
-    """A plan under way. A context manager, which ends what is left of it. `note` collects what the access log says about it.
+    """Runs a plan. A context manager, which aborts unfinished sequences at its end.
 
-    Raises ApiError: 400, 429, 503.
+    `note` collects fields of the access log. Raises ApiError: 400, 429, 503.
     """
 
     def __init__(self, service: Service, plan: Plan, usage: Usage, note: dict[str, Any]) -> None:
@@ -260,7 +264,7 @@ class Run:
         self._started = time.monotonic()
         self._generation = service.client.generate(make_submits(plan))
         self._generation.__enter__()
-        # one timer a request, where a timeout around each wait would be one a token
+        # One timer for the whole request: a timeout around each wait would need a timer for every token.
         seconds = service.settings.request_timeout
         error = ApiError(503, f"the request took longer than {seconds:g} s and was ended", None, "timeout")
         self._deadline = asyncio.get_running_loop().call_later(seconds, self._generation.on_error, error)
@@ -271,14 +275,17 @@ class Run:
         self._generation.__exit__(kind, error, trace)
 
     async def next(self) -> Iterator[Delta]:
-        """What is new, perhaps nothing; what arrived together comes together. Taken in one by one as the caller iterates, which
-        it must to the end: so the usage counts up to each delta, and one that fails takes none before it along."""
+        """Wait for outputs and return an iterator over their deltas, perhaps an empty one.
+
+        The caller must exhaust the iterator. It processes each output only when the caller gets to it. So the usage includes
+        exactly the deltas up to the current one, and an output that fails does not discard the deltas before it.
+        """
         arrived = await self._generation.next()
         return filter(None, starmap(self._take, arrived))
 
     def _take(self, index: int, output: TokenOutput) -> Delta | None:
         choice, usage = self._choices[index], self._usage
-        if choice.finished:  # what came behind a stop string
+        if choice.finished:  # the output is from after a stop string
             return None
         if output.cached_tokens:
             usage.add(index // self._plan.choices, output)
@@ -296,7 +303,7 @@ class Run:
 
 
 class Chunks:
-    """The chunks of one stream as events. What all of them have in common is laid out once. `head`: the fields before `choices`."""
+    """Encodes the chunks of one stream as events, the fields that they share only once. `head`: fields before `choices`."""
 
     def __init__(self, head: dict[str, Any], usage: Usage, include_usage: bool, continuous_usage: bool) -> None:
         self._head = b"data: " + to_json(head)[:-1] + b',"choices":['
@@ -304,7 +311,7 @@ class Chunks:
         self._end = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
 
     def event(self, choice: dict[str, Any], more: dict[str, Any] | None = None) -> bytes:
-        """`more`: fields of this chunk beside `choices`."""
+        """The event of one chunk. `more`: other fields of this chunk."""
         if self._continuous_usage:
             more = {**(more or {}), "usage": self._usage.report()}
         elif more and self._include_usage:
@@ -312,13 +319,16 @@ class Chunks:
         return self._head + to_json(choice) + (b"]," + to_json(more)[1:] + b"\n\n" if more else self._end)
 
     def last(self) -> bytes:
-        """The one that tells the usage; empty without `include_usage`."""
+        """The event of the last chunk, which has the usage; empty without `include_usage`."""
         return self._head + b"]," + to_json({"usage": self._usage.report()})[1:] + b"\n\n" if self._include_usage else b""
 
 
 async def stream(run: Run, events_of: Callable[[Delta], bytes], last: Callable[[], bytes]) -> AsyncGenerator[bytes, None]:
-    """The events of all deltas, then the last ones. Those of what arrived together come together, and before an exception comes
-    what was made before it."""
+    """Yield the events of all deltas, then `last()`.
+
+    Events of outputs that arrived together are yielded together. If one fails, the events before it are yielded before the
+    exception is raised.
+    """
     with run:
         while run.unfinished:
             events: list[bytes] = []
@@ -337,14 +347,14 @@ async def stream(run: Run, events_of: Callable[[Delta], bytes], last: Callable[[
 
 
 def finite(logprob: float) -> float:
-    """JSON has no -inf; a token that was ruled out gets OpenAI's stand-in."""
+    """`logprob` for JSON, which has no -inf: an excluded token gets -9999, as in OpenAI's API."""
     return max(logprob, -9999.0)
 
 
 def prompt_logprobs_by_id(
     service: Service, values: Sequence[TokenLogprobs | None] | None, limit: int
 ) -> list[dict[str, Any] | None] | None:
-    """The layout of the `prompt_logprobs` extension: by token id, the prompt's token first."""
+    """Convert to the layout of the `prompt_logprobs` extension: for each position a dict by token id, the prompt's token first."""
     if values is None:
         return None
 
@@ -355,7 +365,7 @@ def prompt_logprobs_by_id(
 
 
 def merge(parts: Sequence[Delta]) -> Delta:
-    """Successive deltas of one choice as one."""
+    """Merge successive deltas of one choice into one."""
     first, last = parts[0], parts[-1]
     if first is last:
         return first
@@ -374,17 +384,20 @@ def merge(parts: Sequence[Delta]) -> Delta:
 
 
 class Whole:
-    """One choice until it is complete. Not as its deltas, of which each takes hundreds of bytes for a token."""
+    """Collects one choice until it is complete. Does not keep its deltas, which take hundreds of bytes for each token."""
 
     def __init__(self) -> None:
         self.last: Delta | None = None
-        self.prompt_logprobs: msgspec.Raw | None = None  # as the answer has them
+        self.prompt_logprobs: msgspec.Raw | None = None  # in the answer's layout
         self.logprobs, self.ids = JsonLists(), JsonLists()
         self._text = io.StringIO()
         self._tokens, self._likelihood = 0, 0.0
 
     def add(self, delta: Delta, logprobs: dict[str, Any] | None, ids: bool, prompt_logprobs: Any = None) -> None:
-        """`logprobs`, `prompt_logprobs`: those of `delta`, as the answer has them. `ids`: whether it has the token ids."""
+        """Append `delta`, and remove its log-probabilities to free memory.
+
+        `logprobs`, `prompt_logprobs`: those of `delta` in the answer's layout. `ids`: whether the answer has the token ids.
+        """
         self._text.write(delta.text)
         self._tokens += len(delta.token_ids)
         self._likelihood += sum(one.chosen.logprob for one in delta.logprobs or [])
@@ -409,7 +422,7 @@ class Whole:
 async def collect(
     service: Service, plan: Plan, usage: Usage, note: dict[str, Any], take: Callable[[Whole, Delta], None]
 ) -> list[Whole]:
-    """The whole of each choice. `take` adds to it what arrives."""
+    """Run the plan and return all choices when they are complete. `take` adds each delta to its choice."""
     choices = [Whole() for _ in range(plan.total)]
     with Run(service, plan, usage, note) as run:
         while run.unfinished:
@@ -419,6 +432,6 @@ async def collect(
 
 
 def check_answers(service: Service, plan: Plan) -> None:
-    """Raises a 400 for answers with more log-probabilities than can be kept until they are complete."""
+    """Raises a 400 if the answers may have more log-probabilities than can be kept until the answers are complete."""
     values = (1 + (plan.params[0].logprobs or 0)) * plan.choices * sum(params.max_tokens for params in plan.params)
     check_logprobs(values, Room(service.max_model_len))

@@ -1,4 +1,4 @@
-"""JSON by force: the grammar that a request asks for, and tool calls read back from the text."""
+"""Constrained generation: the grammar for a request's JSON format or tools, and parsing tool calls from the answer."""
 
 import json
 import re
@@ -18,14 +18,17 @@ from server.sse import unless_gone
 TAGGED_CALL = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
 CUT_CALL = re.compile(r'\s*\{ ?"name" ?: ?"([A-Za-z0-9_.-]+)" ?, ?"arguments" ?: ?(.*)', re.DOTALL)
 UNCONSTRAINED = Compiled("")
-MAX_NAMED = 10  # keywords that were left out, in the response header
-KEPT = 64  # grammars of earlier requests
-KEPT_TEXT = 4 << 20  # characters of them and of their schemas
+MAX_NAMED = 10  # most keywords in the response header of those that are not enforced
+KEPT = 64  # most cached grammars of earlier requests
+KEPT_TEXT = 4 << 20  # most characters of cached grammars and their schemas
 
 
 async def for_request(service: Service, body: GenerationBody, receive: Receive) -> Compiled:
-    """The grammar of a forced tool call or of a JSON format. Raises a 400 that names the field for a schema that is wrong, or strict
-    and beyond what can be enforced; ClientGone if nobody waits for it any more."""
+    """The grammar of a forced tool call or of a JSON format; UNCONSTRAINED if the request has neither.
+
+    Raises a 400 that names the field for a schema that is wrong, or strict and not enforceable. Raises ClientGone if the client
+    leaves.
+    """
     tools = _forced(body) if isinstance(body, ChatBody) else []
     chosen = body.json_format
     try:
@@ -50,7 +53,7 @@ def _forced(body: ChatBody) -> list[ForcedTool]:
 
 
 async def _compiled(service: Service, compiler: Callable[..., Compiled], *arguments: Any) -> Compiled:
-    """What a worker compiles; the next request with the same schema gets it at once."""
+    """Run `compiler` in a worker, and cache the result for later requests with the same schema. Raises SchemaError."""
     try:
         key = compiler.__name__, json.dumps(arguments)
     except RecursionError as e:
@@ -67,7 +70,7 @@ async def _compiled(service: Service, compiler: Callable[..., Compiled], *argume
 
 
 def name_left_out(compiled: Compiled) -> str:
-    """What was left out, as a header's value; empty if nothing was."""
+    """The keywords that are not enforced, as a header's value; empty if there are none."""
     shown, more = compiled.not_enforced[:MAX_NAMED], len(compiled.not_enforced) - MAX_NAMED
     text = ", ".join(shown) + (f", and {more} more" if more > 0 else "")
     return "".join(c if " " <= c <= "~" else "?" for c in text)
@@ -77,13 +80,13 @@ def name_left_out(compiled: Compiled) -> str:
 
 
 def may_become_call(text: str) -> bool:
-    """Whether an answer that begins so could be a call; a stream holds it back until that is known."""
+    """Whether an answer that begins with `text` could be a tool call. A stream holds it back until this is certain."""
     start = text.lstrip()
     return not start or start[0] in "{[" or start.startswith("<tool_call>") or "<tool_call>".startswith(start)
 
 
 def parse_calls(text: str, body: ChatBody) -> list[dict[str, Any]] | None:
-    """Tool calls if the whole text is some: an object, a list of them, or <tool_call> tags; else None."""
+    """The tool calls if the whole text consists of calls: an object, a list of objects, or <tool_call> tags. Otherwise None."""
     names = {tool.function.name for tool in body.tools or []}
     parts = TAGGED_CALL.findall(text) if text.lstrip().startswith("<tool_call>") else [text]
     found: list[Any] = []
@@ -101,7 +104,10 @@ def parse_calls(text: str, body: ChatBody) -> list[dict[str, Any]] | None:
 
 
 def parse_cut_call(text: str, body: ChatBody) -> list[dict[str, Any]] | None:
-    """The forced call that `text` began: its arguments are what there is of their JSON. None if the tool is not known yet."""
+    """The incomplete forced call that `text` begins, with the incomplete JSON of its arguments.
+
+    None if the text does not tell the tool yet.
+    """
     names = [tool.function.name for tool in body.forced_tools]
     found = CUT_CALL.match(text)
     if found:
@@ -112,7 +118,7 @@ def parse_cut_call(text: str, body: ChatBody) -> list[dict[str, Any]] | None:
 def _parsed(value: Any, names: set[str]) -> dict[str, Any] | None:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or value["name"] not in names:
         return None
-    arguments = value.get("arguments", value.get("parameters"))  # the latter is Llama 3's word
+    arguments = value.get("arguments", value.get("parameters"))  # the latter is Llama 3's name
     if not isinstance(arguments, dict) or len(value) != 2:
         return None
     return _call(value["name"], json.dumps(arguments, ensure_ascii=False))

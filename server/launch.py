@@ -1,4 +1,4 @@
-"""One rank of the server: the engine, and on rank 0 the frontend beside it."""
+"""Run one rank of the server: the engine, and on rank 0 also the frontend process."""
 
 import os
 import signal
@@ -25,12 +25,12 @@ from tokenizer import Tokenizer, check_fits, tokenizer_of
 from tp import World, agree_on_error, init_world, stream_shards
 
 FAILED = 1  # exit code
-SIGNALLED = 128  # exit codes above it: 128 + the signal
-AGENT_SECONDS = 30  # that torchrun gives its ranks to end, unless told otherwise
+SIGNALLED = 128  # exit codes above it are 128 + the signal
+AGENT_SECONDS = 30  # torchrun's default for the time that its ranks have to end
 
 
 def prepare(settings: Settings, world_size: int) -> tuple[ModelConfig, Tokenizer]:
-    """Read config and tokenizer. Raises UserError for whatever cannot be served."""
+    """Read config and tokenizer. Raises UserError if the model cannot be served."""
     config = limit_context(model_config(settings.model, settings.variant, world_size), settings.max_model_len)
     if config.variant == "upper-bound" and world_size > 1 and not settings.random_weights:
         raise UserError("upper-bound writes wrong text on several ranks and is for benchmarks only; serve another variant")
@@ -75,27 +75,27 @@ def build_engine(settings: Settings, config: ModelConfig, tokenizer: Tokenizer, 
 
 
 def reached(phase: str) -> None:
-    """Log that a phase of the start is over; `scripts/startup.py` reads these lines."""
+    """Log that a phase of the start-up is complete. `scripts/startup.py` reads these lines."""
     log.info("start-up: %s", phase)
 
 
 def process_age() -> float:
-    """Seconds since this process began, imports included; 0 where /proc does not tell."""
+    """Seconds since this process began, imports included; 0 on systems without /proc."""
     try:
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # field 22, since the machine's boot
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # field 22: start time since boot
     except (OSError, IndexError, ValueError):
         return 0.0
     return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
 
 
 def say_first(settings: Settings) -> None:
-    """Rank 0's first words."""
+    """Configure the logs of rank 0 and log that its imports are complete."""
     logs.configure(settings.log_format, settings.log_level)
     reached(f"import, {process_age():.3f} s after the process began")
 
 
 def warn_of_torchrun(settings: Settings, environ: Mapping[str, str]) -> None:
-    """What torchrun does otherwise than our launcher, if it started this rank."""
+    """If torchrun started this rank, warn of its differences from our own launcher."""
     if "TORCHELASTIC_RUN_ID" not in environ or LAUNCHER in environ:
         return
     if environ.get("LOCAL_WORLD_SIZE") == environ.get("WORLD_SIZE"):
@@ -141,7 +141,7 @@ def main() -> None:
         )
     frontend = Frontend(settings) if world.rank == 0 else None
     link = FrontendLink(*frontend.addresses) if frontend else None
-    for number in (signal.SIGTERM, signal.SIGINT):  # other ranks end when rank 0's frontend has drained
+    for number in (signal.SIGTERM, signal.SIGINT):  # the others end once rank 0's frontend has drained
         signal.signal(number, frontend.forward if frontend else signal.SIG_IGN)
     code = 0
     try:
@@ -161,7 +161,7 @@ def main() -> None:
 
 
 def end_after(frontend_code: int) -> NoReturn:
-    """Leave behind a frontend that did not drain as it should."""
+    """Exit this process after the frontend failed or was stopped by a second signal."""
     if frontend_code > SIGNALLED:
         note("ended at a second signal, before the running requests were answered")
         leave(frontend_code)

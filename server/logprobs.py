@@ -10,7 +10,7 @@ from tokenizer import Tokenizer
 
 
 def token_name(tokenizer: Tokenizer, token_id: int, as_ids: bool) -> str:
-    """A token as a key: one that is not whole characters by its bytes, so that two such tokens have two names."""
+    """The name of a token. A token of incomplete characters is named by its bytes, so that two such tokens differ in name."""
     if as_ids:
         return f"token_id:{token_id}"
     data = token_bytes(tokenizer, token_id)
@@ -28,7 +28,10 @@ def completion_layout(
     limit: int,
     as_ids: bool,
 ) -> dict[str, list[Any]]:
-    """Lists, one entry a token. `top_logprobs` always has the token itself, as harnesses that compare it need."""
+    """Lists with one entry for each token.
+
+    `top_logprobs` always includes the token itself, because evaluation harnesses compare it with the likeliest tokens.
+    """
 
     def top(value: TokenLogprobs) -> dict[str, float]:
         table: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""Logs on stderr: one line a request, as text or JSON. Never a key, a prompt, an answer or a query string."""
+"""Logs on stderr: one line for each request, as text or JSON. They never contain keys, prompts, answers or query strings."""
 
 import json
 import logging
@@ -36,7 +36,7 @@ def _stamp(seconds: float) -> str:
 
 
 def _word(value: Any) -> str:
-    """Strings that a client chose are quoted, so that one line stays one line."""
+    """`value` as text. Text with special characters is quoted, so that a client's strings cannot break the line."""
     text = str(value)
     plain = text.isascii() and text.isprintable() and not set(text) & set(' "=')
     return text if plain and text else json.dumps(text)
@@ -50,10 +50,10 @@ def configure(log_format: str, level: str) -> None:
         logger.handlers[:] = [handler]
         logger.propagate = False
         logger.setLevel(level.upper())
-    logging.getLogger("uvicorn").setLevel("WARNING")  # its start and stop lines say nothing that ours do not
+    logging.getLogger("uvicorn").setLevel("WARNING")  # its start and stop lines only repeat ours
 
 
 def access_line(fields: dict[str, Any]) -> None:
-    """What is polled, and goes well, is logged at the level debug only."""
+    """Log one request. A successful request to a path that clients poll is logged at level debug."""
     level = logging.DEBUG if fields["path"] in POLLED and fields["status"] < 400 else logging.INFO
     access.log(level, "", extra={"fields": fields})
