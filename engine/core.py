@@ -1,6 +1,6 @@
-"""The engine of one rank: requests in, outputs out, one step at a time. It knows nothing of sockets or processes.
+"""The engine of one rank: takes requests, computes step by step, returns outputs. It has no sockets or processes.
 
-Every rank runs the same engine on the same events in the same order; only rank 0's outputs are read.
+Every rank runs the same engine on the same events in the same order; only rank 0's outputs are used.
 """
 
 import time
@@ -26,16 +26,16 @@ from tokenizer import Tokenizer
 from tp import World
 
 DEFAULT_CPU_CACHE = 1 << 30  # bytes
-GPU_SHARE = 0.9  # of the free memory, for the cache
+GPU_SHARE = 0.9  # share of the free memory for the cache
 
 
 @dataclass(frozen=True)
 class EngineLimits:
-    max_model_len: int | None = None  # tokens; None: what the model was trained for
+    max_model_len: int | None = None  # tokens; None: the model's context
     max_num_seqs: int = 64
     max_batch_tokens: int = 2048  # of one step
     block_size: int = 16  # tokens
-    kv_memory: float | None = None  # a rank: up to 1 a share of the free memory, else bytes; None: 1 GiB on CPU, 0.9 on a GPU
+    kv_memory: float | None = None  # per rank; up to 1: share of the free memory; else bytes; None: 1 GiB on CPU, 0.9 on GPU
 
 
 def cache_memory(limits: EngineLimits, device: torch.device) -> float:
@@ -49,13 +49,13 @@ def cache_memory(limits: EngineLimits, device: torch.device) -> float:
 
 
 def count_blocks(model: Transformer, limits: EngineLimits, world: World) -> int:
-    """How many KV-cache blocks fit; the same on all ranks. Raises UserError if not even one request of full length does."""
+    """How many KV-cache blocks fit, the same number on all ranks. Collective. Raises UserError if none fits."""
     config, dtype = model.config, model.norm.weight.dtype
     size = PagedCache.bytes_per_block(model.attention_slots, limits.block_size, model.n_kv_heads, config.head_dim, dtype)
     blocks = torch.tensor(int(cache_memory(limits, world.device)) // size)
     if world.world_size > 1:
         dist.all_reduce(blocks, op=dist.ReduceOp.MIN, group=world.control)
-    # more than all sequences at full length can never be used
+    # all sequences at full length can use at most this many blocks
     useful = limits.max_num_seqs * -(-(limits.max_model_len or config.max_seq_len) // limits.block_size)
     found = min(int(blocks), useful + 1)
     if found < 1:
@@ -84,15 +84,15 @@ class Engine:
         self.runner = build_runner(model, cache, text_ids, capacity)
         self._ahead: Flight | None = None
         self.grammars = Grammars(tokenizer, config.vocab_size)
-        self.compiling: dict[str, tuple[Job, list[Sequence]]] = {}  # requests outside the scheduler, by the grammar's text
-        self.refused: list[Refused] = []  # by `admit` and `step`, for the worker to send
+        self.compiling: dict[str, tuple[Job, list[Sequence]]] = {}  # grammar's text: requests that are not yet scheduled
+        self.refused: list[Refused] = []  # added by `admit` and `step`; the worker sends them
         self.vocab_size, self.world = config.vocab_size, world
         self.meter = Meter()
         self._waited = model.comm.waited or 0.0
 
     def submit(self, message: Submit | SubmitAll) -> Refused | None:
-        """Take a request in, or many that share their parameters: all or none. A `Refused`, of the first, says why they can never
-        run."""
+        """Accept a request, or many that share their parameters: all or none. Returns None, or a `Refused` for the
+        first one with the reason."""
         submits = [message] if isinstance(message, Submit) else message.submits()
         try:
             sequences = self._sequences(submits)
@@ -108,7 +108,7 @@ class Engine:
             for sequence in sequences:
                 self.scheduler.add(sequence)
         else:
-            if grammar not in self.compiling:  # by its text: which jobs a rank still keeps depends on its speed
+            if grammar not in self.compiling:  # the same on all ranks; which jobs `Grammars` keeps depends on a rank's speed
                 if len(self.compiling) >= MAX_COMPILING:
                     why = f"{len(self.compiling)} other grammars are waiting to be compiled; try again later"
                     return Refused(submits[0].request_id, why, "grammars_busy")
@@ -118,7 +118,7 @@ class Engine:
         return None
 
     def _sequences(self, submits: list[Submit]) -> list[Sequence]:
-        """One of each; what they share is checked and made once. Raises UserError."""
+        """A sequence for each request. What the requests share is checked and created once. Raises UserError."""
         state = new_state(submits[0].params, self.vocab_size, self.world.device)
         checked: list[int] | None = None
         sequences = []
@@ -149,8 +149,10 @@ class Engine:
         self.scheduler.abort(message.request_id)
 
     def admit(self) -> None:
-        """Queue the requests whose grammar all ranks have compiled, and refuse those whose grammar failed on any: the ranks compile
-        at their own speeds, but decide together."""
+        """Queue the requests whose grammar all ranks have compiled, and refuse those whose grammar failed on any rank.
+
+        Collective: ranks compile at different speeds, so they have to agree.
+        """
         if not self.compiling:
             return
         states = torch.tensor([job.state for job, _ in self.compiling.values()])
@@ -171,12 +173,12 @@ class Engine:
 
     def has_work(self) -> bool:
         if not self.scheduler.has_work():
-            self._ahead = None  # whatever flies is in vain
+            self._ahead = None  # all sequences of the in-flight step have ended, so nobody needs its tokens
         return self.scheduler.has_work()
 
     def step(self) -> list[TokenOutput]:
-        """Compute one step and return what is new of each sequence. Where the next step is known but for its tokens, it is
-        launched before this one's are waited for."""
+        """Compute one step and return each sequence's new output. If the next step is known except for its input
+        tokens, it is launched before this step's tokens are waited for."""
         start = time.perf_counter()
         flight, self._ahead = self._ahead or self._launch(start), None
         if self.look_ahead:
@@ -199,9 +201,9 @@ class Engine:
         return None if ahead is None else self.runner.launch(ahead, after=flight)
 
     def _record(self, result: StepResult) -> Iterator[tuple[Sequence, int, TokenLogprobs | None]]:
-        """Give each sequence that still runs its token; (sequence, token, logprobs)."""
+        """Append the tokens to the sequences that are still running. Yields (sequence, token, logprobs) for each."""
         chunks, tokens, logprobs = result.chunks, result.tokens, result.logprobs
-        if len(tokens) == len(chunks):  # a flight ahead may carry sequences that have ended since
+        if len(tokens) == len(chunks):  # a step that was launched ahead may include sequences that have ended since
             kept = [i for i, chunk in enumerate(chunks) if chunk.sequence.finish_reason is None]
             chunks, tokens, logprobs = [chunks[i] for i in kept], [tokens[i] for i in kept], [logprobs[i] for i in kept]
         for (sequence, token), entry in zip(self.scheduler.update(chunks, tokens), logprobs, strict=True):
@@ -257,7 +259,7 @@ class Engine:
         )
 
     def _all_reduce_share(self, seconds: float) -> float | None:
-        """The share of `seconds` of steps that this rank waited for sums, since the last call."""
+        """The share of `seconds`, the time of the steps since the last call, that this rank waited for all-reduces."""
         waited = self.runner.model.comm.waited
         if waited is None:
             return None
@@ -266,7 +268,7 @@ class Engine:
 
 
 class Meter:
-    """Counts what the engine does, in total and since the last look."""
+    """Counts steps, tokens and seconds, in total and since the last `take`."""
 
     def __init__(self) -> None:
         self.prompt_tokens = self.generation_tokens = self.steps = 0
@@ -280,7 +282,7 @@ class Meter:
         self._batch_tokens.append(batch_tokens)
 
     def take(self) -> tuple[int, float, list[int]]:
-        """Steps, their seconds, and their tokens since the last call."""
+        """Number of steps since the last call, their seconds in total, and the tokens of each."""
         taken = len(self._batch_tokens), self._seconds, self._batch_tokens
         self._seconds, self._batch_tokens = 0.0, []
         return taken

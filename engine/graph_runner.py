@@ -1,8 +1,8 @@
-"""The runner for GPUs: a decode step is one replay of a CUDA graph, and so is a prompt's chunk of usual size.
+"""The runner for GPUs: a decode step is one replay of a CUDA graph, and so is a step with prompt chunks of usual size.
 
-Captured by hand: the model's kernels, its collectives and their side streams, the head, the drawing of tokens and their way
-back into the next step's inputs. A step is laid out for the next larger bucket; its padding rows do nothing. What is not worth
-a graph, a step of very many tokens, runs the same code without one.
+A graph contains the model's kernels, its collectives with their side streams, the head, the drawing of tokens, and for
+decode steps the copy of the tokens into the next step's inputs. A step is padded to the next larger bucket; padding
+rows do nothing. Steps of more than `LARGEST_GRAPH` tokens run the same code without a graph.
 """
 
 import logging
@@ -22,18 +22,18 @@ from engine.step_inputs import Capacity as Capacity
 from kernels.sampling import combine_best, local_best
 from model import Transformer
 
-LARGEST_GRAPH = 2048  # tokens; the device takes longer for more than the host for launching its kernels one by one
+LARGEST_GRAPH = 2048  # tokens; a larger step takes the device longer than the host needs to launch its kernels one by one
 
 
 def decode_buckets(sequences: int) -> list[int]:
-    """Batch sizes that get a graph: a padded row costs little while weights are what a step reads."""
+    """Batch sizes that have a graph. Padding rows cost little, because a decode step mostly reads weights."""
     sizes = [1, 2, 4, 8, 16, 32, 48, *range(64, sequences, 32)]
     return [*(n for n in sizes if n < sequences), sequences]
 
 
 def prefill_buckets(tokens: int) -> list[int]:
-    """Numbers of tokens that get a graph, the large ones close together, since padding is computed. A prompt of a round length comes
-    with a row of each sequence that decodes, so there is one just above that length."""
+    """Numbers of tokens that have a graph. Large ones are close together, because padding rows take computing time. A
+    step with a prompt of a round length also has one row for each decoding sequence, so there is a size just above it."""
     sizes = [16, 64, 128, 192, 256, 320, 384, 512, 576, 768, 1024, 1088, 1280, 1536, 1792, LARGEST_GRAPH]
     largest = min(tokens, LARGEST_GRAPH)
     return [*(n for n in sizes if n < largest), largest]
@@ -41,11 +41,11 @@ def prefill_buckets(tokens: int) -> list[int]:
 
 @dataclass
 class Output:
-    """What a step leaves on the device."""
+    """A step's results on the device."""
 
-    hidden: Tensor  # (T, C), of every row
-    last: Tensor  # (B, C), of the rows that may give a token
-    tokens: Tensor  # (B,) int64, drawn from the logits, the temperature and the seed alone
+    hidden: Tensor  # (T, C), all rows
+    last: Tensor  # (B, C), the rows from which a token may be drawn
+    tokens: Tensor  # (B,) int64, drawn with only the logits, the temperature and the seed
 
 
 @dataclass
@@ -56,10 +56,10 @@ class Graph:
 
 @dataclass
 class GraphFlight(Flight):
-    """tokens and ready: on the host once `ready` has happened; None if a request's rules need the logits."""
+    """An in-flight step. The fields are None if a request's parameters need the logits, so that the host has to draw."""
 
     drawn: Tensor | None = None  # (B,) int64 on the device
-    tokens: Tensor | None = None  # the same, pinned
+    tokens: Tensor | None = None  # the same in pinned host memory, valid after `ready`
     ready: "torch.cuda.Event | None" = None
 
 
@@ -76,10 +76,10 @@ class GraphRunner(Runner):
         self._prefill_graphs: dict[int, Graph] = {}
         self._pool, self._capturing = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.device)
 
-    # --- what is captured ------------------------------------------------------------------------------------------------
+    # --- the captured code -----------------------------------------------------------------------------------------------
 
     def _decode_step(self, rows: int) -> Output:
-        """One more token for each of `rows` rows; leaves the inputs ready for the step behind it."""
+        """Draw one more token for each of `rows` rows, and write the inputs of the next decode step."""
         inputs = self.decode
         context = DecodeContext(inputs, rows, self.cache, self.max_length)
         hidden = self.model.hidden(inputs.tokens[None, :rows], context)[0]
@@ -89,8 +89,10 @@ class GraphRunner(Runner):
         return Output(hidden, hidden, tokens)
 
     def _span_step(self, rows: int, spans: int, max_span: int) -> Output:
-        """`rows` tokens of `spans` chunks; each chunk's last row draws a token, which is meant only where the chunk reaches the
-        end of its sequence."""
+        """Compute `rows` tokens of `spans` chunks and draw a token from each chunk's last row.
+
+        The token is valid only if the chunk reaches the end of its sequence.
+        """
         inputs = self.spans
         context = SpanContext(inputs, rows, spans, self.cache, max_span)
         hidden = self.model.hidden(inputs.tokens(rows)[None], context)[0]
@@ -98,7 +100,8 @@ class GraphRunner(Runner):
         return Output(hidden, last, self._drawn(last, *inputs.draws(spans)))
 
     def _drawn(self, hidden: Tensor, draws: Draws, positions: Tensor) -> Tensor:
-        """A token for each row of hidden (B, C): every rank draws from its part of the vocabulary, and the best one wins."""
+        """Draw a token for each row of hidden (B, C): each rank draws from its part of the vocabulary; the best one is
+        taken."""
         model = self.model
         logits = model.head(model.norm(hidden))
         best = local_best(logits, draws.temperature, draws.seed, positions, model.vocab.start, self.text_ids)
@@ -106,7 +109,7 @@ class GraphRunner(Runner):
 
     @torch.inference_mode()
     def capture(self, quiet: bool = True) -> None:
-        """Capture all graphs, the largest first: the smaller ones then share its memory. Collective."""
+        """Capture all graphs, the largest first, so that the smaller ones share its memory. Collective."""
         for rows in tqdm(self._decode_sizes[::-1], desc="decode graphs", disable=quiet):
             self._decode_graph(rows)
         for rows in tqdm(self._prefill_sizes[::-1], desc="prefill graphs", disable=quiet):
@@ -114,8 +117,10 @@ class GraphRunner(Runner):
         self._try_long_steps()
 
     def _try_long_steps(self) -> None:
-        """One step of each order of magnitude that has no graph, before anyone waits for it: it compiles kernels, and a communicator
-        may measure how such sums go best."""
+        """Run steps that are too large for a graph, one of each power of two up to the capacity, before requests arrive.
+
+        This compiles kernels, and a communicator may measure the fastest algorithm for such all-reduces.
+        """
         rows = 2 * LARGEST_GRAPH
         while rows < 2 * self.capacity.rows and self.capacity.rows > LARGEST_GRAPH:
             now = min(rows, self.capacity.rows)
@@ -138,12 +143,12 @@ class GraphRunner(Runner):
         return self._prefill_graphs[rows]
 
     def _captured(self, step: Callable[[], Output]) -> Graph:
-        """Not by `torch.cuda.graph`, which collects garbage each time: that takes longer than the capture."""
+        """Capture `step`. `torch.cuda.graph` would first collect garbage, which takes longer than the capture."""
         step()  # compiles kernels, opens connections
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._capturing):
-            # other threads may talk to the device meanwhile, as NCCL's watchdog does
+            # other threads, such as NCCL's watchdog, may call CUDA meanwhile
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             output = step()
             graph.capture_end()
@@ -194,7 +199,7 @@ class GraphRunner(Runner):
         return graph.output
 
     def _send_home(self, flight: GraphFlight, drawn: Tensor) -> None:
-        """Start to copy the tokens to the host."""
+        """Start to copy the drawn tokens to the host."""
         self._turn = (self._turn + 1) % len(self._pinned)
         flight.drawn, flight.tokens = drawn, self._pinned[self._turn][: len(drawn)]
         flight.tokens.copy_(drawn, non_blocking=True)
@@ -209,12 +214,12 @@ class GraphRunner(Runner):
             tokens = flight.tokens.tolist()
             flight.result = StepResult(flight.chunks, tokens, [None] * len(tokens))
         elif flight.result is None:
-            self.decode.forget()  # what the device drew is not what the requests' rules draw
+            self.decode.forget()  # its next inputs have the tokens that the device drew, not those that the host will draw
         return super().collect(flight)
 
 
 def build_runner(model: Transformer, cache: PagedCache, text_ids: int, capacity: Capacity) -> Runner:
-    """The runner for the device that the model is on. Collective."""
+    """The runner for the cache's device. Collective."""
     if cache.keys_values.device.type != "cuda":
         return Runner(model, cache, text_ids)
     log = logging.getLogger("rung")

@@ -1,7 +1,7 @@
-"""The paged KV cache and attention over it, for a step that mixes prompts' chunks and single new tokens.
+"""The paged KV cache and attention over it, for a step with both prompt chunks and single new tokens.
 
-Shapes: S attention slots, N blocks of P tokens, K key-value heads, H query heads, D head_dim; a step has T tokens of several
-sequences in one row, B of them single new tokens (decode) of B sequences.
+Shapes: S attention slots, N blocks of P tokens, K key-value heads, H query heads, D head_dim. A step has T tokens of
+several sequences in one row; B of them are the single new tokens (decode) of B sequences.
 """
 
 from collections.abc import Sequence as List
@@ -36,25 +36,27 @@ class PagedCache:
         return slots * 2 * block_size * n_kv_heads * head_dim * dtype.itemsize
 
     def step(self, chunks: List[Chunk], fed: List[int] | None = None) -> "PagedStep":
-        """Lay out one step: decode chunks first, then the prompts' chunks, as `PagedStep.order` says. `fed`: the chunks' tokens
-        where the sequences do not know them yet, one each."""
+        """Lay out one step: decode chunks first, then prompt chunks (see `PagedStep.order`).
+
+        fed: one token for each chunk, if the sequences do not have them yet.
+        """
         return PagedStep(self, chunks, fed)
 
 
 @dataclass(frozen=True)
 class Span:
-    """One prompt's chunk: tokens first … last-1 of the step, at positions that end at `stop`."""
+    """One prompt chunk: tokens first … last-1 of the step. Its last position in the sequence is stop-1."""
 
     first: int
     last: int
     stop: int
-    blocks: Tensor  # (blocks,) of the sequence up to `stop`
+    blocks: Tensor  # (blocks,), those of the sequence up to `stop`
 
 
 class PagedStep(SplitContext):
-    """One forward pass, and what `Transformer` needs to know of it (a SplitContext).
+    """The inputs and the attention context of one forward pass.
 
-    `order` sorts the chunks as they lie in the step; `tokens` (1, T) and `positions` (T,) follow it.
+    `order` has the chunks in the order of the step. `tokens` (1, T) and `positions` (T,) have the same order.
     """
 
     def __init__(self, cache: PagedCache, chunks: List[Chunk], fed: List[int] | None = None) -> None:
@@ -64,14 +66,14 @@ class PagedStep(SplitContext):
         self.n_decode = sum(c.count == 1 for c in chunks)
         tokens: list[int] = []
         positions: list[int] = []
-        places: list[int] = []  # of each token in the flattened cache
+        places: list[int] = []  # each token's index in the flattened cache
         self.spans: list[Span] = []
         for chunk in self.order:
             stop, blocks = chunk.start + chunk.count, chunk.sequence.blocks
             if chunk.count > 1:
                 table = torch.tensor(blocks[: -(-stop // size)], device=device)
                 self.spans.append(Span(len(tokens), len(tokens) + chunk.count, stop, table))
-            tokens += chunk.sequence.tokens[chunk.start : stop]  # nothing where a token is `fed`
+            tokens += chunk.sequence.tokens[chunk.start : stop]  # empty if the token is in `fed`
             positions += range(chunk.start, stop)
             places += [blocks[i // size] * size + i % size for i in range(chunk.start, stop)]
         self.tokens = torch.tensor([tokens if fed is None else fed], device=device)
@@ -84,7 +86,7 @@ class PagedStep(SplitContext):
         tables = [c.sequence.blocks[: c.start // size + 1] for c in self.order[: self.n_decode]]
         width = max(map(len, tables), default=0)
         self.tables = torch.tensor([t + [0] * (width - len(t)) for t in tables], device=device, dtype=torch.int64)
-        self.masks: dict[int | None, Tensor] = {}  # by window: layers of a kind share one
+        self.masks: dict[int | None, Tensor] = {}  # by window: all layers with the same window share one
 
     def attend_split(self, slot: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         """q (1, T, H, D), k and v (1, T, K, D), to (1, T, H, D)."""
@@ -103,7 +105,7 @@ class PagedStep(SplitContext):
         k, v = (self._gather(x, self.tables).transpose(1, 2) for x in (keys, values))  # (B, K, L, D)
         if window not in self.masks:
             self.masks[window] = causal_mask(self.positions[:batch], k.shape[2], window)[:, None, None]  # (B, 1, 1, L)
-        grouped = q.view(batch, k.shape[1], -1, head_dim)  # heads of one KV head as if they were tokens
+        grouped = q.view(batch, k.shape[1], -1, head_dim)  # a KV head's query heads in the place of tokens
         return F.scaled_dot_product_attention(grouped, k, v, attn_mask=self.masks[window]).reshape(batch, n_heads, head_dim)
 
     def _gather(self, x: Tensor, tables: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""What the HTTP frontend and the engine say to each other: two one-way queues of small messages.
+"""The messages between the HTTP frontend and the engine, in two one-way queues.
 
-The frontend turns text into ids and ids into text; the engine knows ids only. Messages are msgpack over ZeroMQ sockets
+The frontend turns text into ids and ids into text; the engine has ids only. Messages are msgpack over ZeroMQ sockets
 (PUSH to PULL, `ipc://`), so the two are separate processes and neither waits for the other.
 
     frontend -> engine   Submit, SubmitAll, Abort, Shutdown
@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-LIST_LIMIT = 20  # most top-logprobs a request may ask for
+LIST_LIMIT = 20  # most top logprobs that a request may ask for
 
 
 class Logprob(msgspec.Struct, frozen=True, array_like=True):
@@ -31,7 +31,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RequestParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How one request is generated. Already validated; `seed` is always set, so that every rank draws alike."""
+    """How one request is generated. Already validated. `seed` is always set, so that all ranks draw the same tokens."""
 
     max_tokens: int
     min_tokens: int = 0
@@ -48,7 +48,7 @@ class RequestParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     stop_token_ids: list[int] = []  # EOS included unless ignored; the token itself is output, then the request ends
     logprobs: int | None = None  # None: no log-probabilities; k: those of the chosen token and of the k likeliest
     prompt_logprobs: int | None = None  # the same for the prompt's tokens
-    grammar: str | None = None  # a JSON schema or the like in llguidance's grammar format; None: free text
+    grammar: str | None = None  # in llguidance's grammar format, such as a JSON schema; None: free text
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
@@ -58,7 +58,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
 
 
 class Member(msgspec.Struct, frozen=True, array_like=True):
-    """What one sequence of a SubmitAll has of its own. `prompt`: its place in `prompts`."""
+    """The fields of a SubmitAll that differ between its sequences. `prompt`: index in `prompts`."""
 
     request_id: str
     prompt: int
@@ -68,15 +68,17 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SubmitAll(msgspec.Struct, frozen=True, tag=True):
-    """Many sequences of one HTTP request. What they share is here once: a grammar may have a megabyte, times a thousand answers. They
-    run all or none; a `Refused` for the first one is for all."""
+    """Many sequences of one HTTP request. Either all of them run or none; a `Refused` for the first one refuses all.
 
-    params: RequestParams  # but for what a Member has
+    What they share is sent once: a grammar may have a megabyte, and a request a thousand answers.
+    """
+
+    params: RequestParams  # except for the fields of a Member
     prompts: list[list[int]]
     members: list[Member]
 
     def submits(self) -> list[Submit]:
-        """Of each member, with lists and texts in common."""
+        """A Submit for each member. They share their lists and texts."""
         replace = msgspec.structs.replace
         return [
             Submit(
@@ -89,7 +91,8 @@ class SubmitAll(msgspec.Struct, frozen=True, tag=True):
 
 
 def joined(submits: Sequence[Submit]) -> SubmitAll:
-    """As one message. Their params may differ in what a Member has; equal prompts are recognized where they are the same object."""
+    """Join Submits into one message. Their params may differ only in the fields of a Member. Prompts are shared if they
+    are the same object."""
     places: dict[int, int] = {}
     prompts: list[list[int]] = []
     members: list[Member] = []
@@ -103,13 +106,13 @@ def joined(submits: Sequence[Submit]) -> SubmitAll:
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
-    """Forget a request; the engine frees its blocks before the next step and sends nothing more of it."""
+    """Remove a request. The engine frees its blocks before the next step and sends nothing more about it."""
 
     request_id: str
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
-    """End all ranks now; the frontend has drained."""
+    """End all ranks now; the frontend has drained its requests."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -128,35 +131,37 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class TokenOutput(msgspec.Struct, frozen=True, omit_defaults=True):
-    """New tokens of one request, a part of Outputs; the last one of a request carries its `finish_reason`: `stop`, `length`."""
+    """New tokens of one request, a part of Outputs. A request's last one has its `finish_reason`: `stop`, `length`."""
 
     request_id: str
     token_ids: list[int]
     finish_reason: str | None = None
-    logprobs: list[TokenLogprobs] | None = None  # one for each of token_ids, if asked for
-    prompt_logprobs: list[TokenLogprobs | None] | None = None  # once, before or with the first token; the first is None
-    cached_tokens: int = 0  # of the prompt, taken from the prefix cache
-    queue_seconds: float = 0.0  # from arrival to the first scheduling; with the first output
-    prefill_seconds: float = 0.0  # from then to the first token
+    logprobs: list[TokenLogprobs] | None = None  # one for each of token_ids, if requested
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # only in the first output; the first entry is None
+    cached_tokens: int = 0  # prompt tokens taken from the prefix cache; only in the first output, as are the next two
+    queue_seconds: float = 0.0  # from arrival to the first scheduling
+    prefill_seconds: float = 0.0  # from the first scheduling to the first token
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True):
-    """What a step brought: one message, so that the frontend wakes up once a step and not once a token."""
+    """A step's outputs in one message, so that the frontend wakes up once a step and not once a token."""
 
     outputs: list[TokenOutput]
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """A request that cannot run (too long for the KV cache, a bad grammar), or go on (a grammar that became too complex);
-    `message` is for a 400, or a 429 if it might run later."""
+    """A request that cannot run (too long for the KV cache, a bad grammar) or continue (a grammar that became too complex).
+
+    The frontend answers with `message` and status 400, or 429 for `grammars_busy`: it may run later.
+    """
 
     request_id: str
     message: str
-    code: Literal["refused", "invalid_schema", "grammars_busy"] = "refused"  # the last one: it might
+    code: Literal["refused", "invalid_schema", "grammars_busy"] = "refused"
 
 
 class Stats(msgspec.Struct, frozen=True, tag=True):
-    """The engine's state, after a step, at most every 0.25 s, and when it falls idle."""
+    """The engine's state, sent after a step, at most every 0.25 s, and while the engine is idle."""
 
     running: int
     waiting: int
@@ -170,11 +175,11 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
     steps: int
     step_seconds: float  # the mean since the last Stats
     batch_tokens: list[int]  # tokens of each step since the last Stats
-    all_reduce_share: float | None = None  # of the time of these steps, waiting for sums; None where the host cannot know
+    all_reduce_share: float | None = None  # of these steps' time, spent waiting for all-reduces; None: not known on the host
 
 
 class Fatal(msgspec.Struct, frozen=True, tag=True):
-    """The engine cannot go on (a rank was lost, memory ran out); it exits after this."""
+    """The engine cannot continue (a rank was lost, memory ran out) and exits after this message."""
 
     message: str
 

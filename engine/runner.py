@@ -1,7 +1,8 @@
-"""Steps of the engine on this rank: chunks of sequences in, one token for each sequence that reached its end.
+"""The engine's steps on this rank: chunks of sequences in, one token for each sequence that was computed to its end.
 
-A step is launched, and collected when its tokens are wanted. `Runner` computes with PyTorch alone, on any device; the runner
-of `graph_runner.py` replays CUDA graphs and lets one step follow another before the first one's tokens are known.
+A step is launched first, and collected when its tokens are needed. `Runner` computes with PyTorch only, on any device.
+The runner in `graph_runner.py` replays CUDA graphs, and can launch the next step before the tokens of the current one
+are known.
 """
 
 from collections.abc import Sequence as List
@@ -20,7 +21,8 @@ from model import Transformer
 
 @dataclass
 class StepResult:
-    """tokens and logprobs: one entry for each chunk of `chunks` that samples; logprobs None where not asked for."""
+    """tokens and logprobs: one entry for each chunk in `chunks` that samples. An entry of logprobs that was not requested
+    is None."""
 
     chunks: list[Chunk]  # in the order of the step
     tokens: list[int]
@@ -29,16 +31,16 @@ class StepResult:
 
 @dataclass
 class Flight:
-    """A step that was launched."""
+    """An in-flight step: launched, and not yet collected while `result` is None."""
 
     chunks: list[Chunk]  # in the order of the step
-    sampling: list[Sequence]  # those of its sequences that get a token, in the same order
+    sampling: list[Sequence]  # the sequences that get a token, in the same order
     hidden: Tensor  # (len(sampling), C), of their last tokens; a later launch may overwrite it
     result: StepResult | None = field(default=None, init=False)
 
 
 def is_plain(sequence: Sequence) -> bool:
-    """Whether a token follows from the logits, the temperature and the seed alone."""
+    """Whether the next token depends only on the logits, the temperature and the seed."""
     params: RequestParams = sequence.params
     filtered = params.top_k or params.top_p < 1 or params.min_p
     return not filtered and params.logprobs is None and not params.min_tokens and not needs_processing(sequence)
@@ -46,15 +48,15 @@ def is_plain(sequence: Sequence) -> bool:
 
 class Runner:
     def __init__(self, model: Transformer, cache: PagedCache, text_ids: int) -> None:
-        """text_ids: how many ids the tokenizer knows; a model's vocabulary may be padded beyond, and those are never drawn."""
+        """text_ids: how many ids the tokenizer has. The model's vocabulary may be padded; those ids are never drawn."""
         self.model, self.cache, self.text_ids = model, cache, text_ids
         self.device = cache.keys_values.device
         self._last_batch: tuple[list[Sequence], SamplingBatch] | None = None
 
     @torch.inference_mode()
     def launch(self, chunks: List[Chunk], after: Flight | None = None) -> Flight:
-        """Begin a step. `after`: the flight in the air, whose tokens these chunks continue; each then is the next token of the
-        same sequence."""
+        """Start a step. after: the in-flight step that it follows. The chunks are then the tokens which that step draws,
+        one for each of its sequences in the same order."""
         fed = None if after is None else self.collect(after).tokens
         step = self.cache.step(chunks, fed)
         hidden = self.model.hidden(step.tokens, step)[0]  # (T, C)
@@ -69,7 +71,7 @@ class Runner:
         return flight.result
 
     def last_rows(self, order: List[Chunk], hidden: Tensor, ahead: bool) -> tuple[list[Sequence], Tensor]:
-        """The sequences that get a token, and the rows of hidden (T, C) that give it. In a step `ahead`, that is all of them."""
+        """The sequences that get a token, and their rows of hidden (T, C). In a step `ahead`, all sequences get one."""
         ends, first = [], 0
         for chunk in order:
             first += chunk.count
@@ -81,7 +83,7 @@ class Runner:
         ]
 
     def draw_rows(self, flight: Flight) -> StepResult:
-        """Tokens by the rules of every request."""
+        """Draw the tokens with each request's parameters."""
         if not flight.sampling:
             return StepResult(flight.chunks, [], [])
         raw = self.model.logits(flight.hidden)
@@ -98,8 +100,8 @@ class Runner:
         return tokens
 
     def _batch(self, sequences: list[Sequence]) -> SamplingBatch:
-        """The sequences' sampling parameters as tensors; most steps have the same sequences as the one before."""
-        if self._last_batch is None or self._last_batch[0] != sequences:  # the same objects: an id may come again
+        """The sequences' sampling parameters as tensors, kept for the next step, which mostly has the same sequences."""
+        if self._last_batch is None or self._last_batch[0] != sequences:  # compares objects: a request id may be used again
             params = [
                 SamplingParams(s.params.temperature, s.params.top_k, s.params.top_p, s.params.min_p, s.params.seed)
                 for s in sequences
@@ -117,7 +119,7 @@ class Runner:
         return result
 
     def score_prompts(self, order: List[Chunk], hidden: Tensor) -> None:
-        """Log-probabilities of the prompt's tokens that this step's chunks predict, for the sequences that ask for them."""
+        """Add log-probabilities of the prompt tokens that this step's chunks predict, for sequences that request them."""
         first = 0
         for chunk in order:
             sequence, here, first = chunk.sequence, first, first + chunk.count
@@ -127,8 +129,8 @@ class Runner:
             if not known:
                 known.append(None)  # nothing comes before the first token
             targets = sequence.tokens[len(known) : min(chunk.start + chunk.count + 1, sequence.prompt_length)]
-            begin = here + len(known) - 1 - chunk.start  # after a preemption, part of the chunk is scored already
-            for i in range(0, len(targets), SCORE_CHUNK):  # not the logits of a whole prompt at once
+            begin = here + len(known) - 1 - chunk.start  # after a preemption, part of the chunk may be scored already
+            for i in range(0, len(targets), SCORE_CHUNK):  # the logits of a whole prompt would take too much memory
                 part = targets[i : i + SCORE_CHUNK]
                 logits = self.model.logits(hidden[begin + i : begin + i + len(part)])
                 known += token_logprobs(logits, part, [sequence.params.prompt_logprobs] * len(part))

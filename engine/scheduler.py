@@ -1,10 +1,11 @@
-"""Who computes in the next step: continuous batching with chunked prefill, admission by free blocks, preemption.
+"""Chooses what the next step computes: continuous batching with chunked prefill, admission by free blocks, preemption.
 
-The scheduler is deterministic: every rank runs its own copy on the same events and comes to the same steps, so nothing but
-arrivals and aborts has to be sent.
+The scheduler is deterministic: every rank runs its own copy on the same events and gets the same steps, so only new
+requests and aborts have to be sent.
 
-Life of a sequence: waiting -> running (its prompt is computed in chunks, then one token a step) -> finished. When blocks run
-short, the youngest running sequence is preempted: it gives its blocks back and waits, first in line, to be computed again.
+States of a sequence: waiting -> running (its prompt is computed in chunks, then one token a step) -> finished. When
+there are no free blocks, the most recently admitted sequence is preempted: its blocks are released, it moves to the
+front of the waiting queue, and its keys and values are computed again later.
 """
 
 from collections import deque
@@ -19,20 +20,20 @@ from errors import UserError
 
 @dataclass(eq=False)
 class Sequence:
-    """One request being generated."""
+    """One request in the engine."""
 
     request_id: str
-    tokens: list[int]  # the prompt, then what was generated
+    tokens: list[int]  # the prompt, then the generated tokens
     prompt_length: int
     params: RequestParams
     arrival: float = 0.0  # seconds, on the clock of rank 0; for statistics only
     blocks: list[int] = field(default_factory=list)
     computed: int = 0  # how many of its tokens have their keys and values in the cache
-    admitted: bool = False  # has been running; it may wait again since
-    cached_tokens: int = 0  # of the prompt, found in the prefix cache at first admission
+    admitted: bool = False  # has run; after a preemption it may be waiting again
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache at the first admission
     first_scheduled: float | None = None
     finish_reason: str | None = None
-    state: Any = None  # what sampling keeps of it (see logits.py)
+    state: Any = None  # a SamplingState (see logits.py)
 
     @property
     def generated(self) -> int:
@@ -40,7 +41,7 @@ class Sequence:
 
     @property
     def longest(self) -> int:
-        """Tokens that it may come to, prompt included."""
+        """The most tokens that it may have, prompt included."""
         return self.prompt_length + self.params.max_tokens
 
 
@@ -54,7 +55,7 @@ class Chunk:
 
     @property
     def samples(self) -> bool:
-        """Whether the step reaches the sequence's end, so that its logits give the next token."""
+        """Whether the chunk reaches the sequence's end, so that its logits give the next token."""
         return self.start + self.count == len(self.sequence.tokens)
 
 
@@ -68,7 +69,7 @@ class Scheduler:
         self.preemptions = self.prefix_queries = self.prefix_hits = 0
 
     def check(self, sequence: Sequence) -> None:
-        """Raises UserError if it can never run, however long it waits."""
+        """Raises UserError if the sequence can never run, however long it waits."""
         longest = sequence.longest
         if longest > self.max_model_len:
             raise UserError(
@@ -83,13 +84,13 @@ class Scheduler:
             )
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a request. Raises UserError if it can never run, however long it waits."""
+        """Add a sequence to the waiting queue. Raises UserError if it can never run, however long it waits."""
         self.check(sequence)
         self.by_id[sequence.request_id] = sequence
         self.waiting.append(sequence)
 
     def abort(self, request_id: str) -> None:
-        """Forget a request, if it is still there, and free its blocks."""
+        """Remove a request, if it has not finished, and free its blocks."""
         sequence = self.by_id.get(request_id)
         if sequence is not None:
             self.finish(sequence, "abort")
@@ -98,13 +99,13 @@ class Scheduler:
         return bool(self.running or self.waiting)
 
     def schedule(self) -> list[Chunk]:
-        """The next step: running sequences first, then as many waiting ones as tokens, places and blocks allow."""
+        """The next step: running sequences first, then as many waiting ones as tokens, sequences and blocks allow."""
         chunks: list[Chunk] = []
         budget = self.max_batch_tokens
         for sequence in list(self.running):
             if budget == 0:
                 break
-            if sequence in self.running:  # an older one may have preempted it
+            if sequence in self.running:  # an older sequence may have preempted it
                 count = min(len(sequence.tokens) - sequence.computed, budget)
                 if self._grow(sequence, sequence.computed + count):
                     chunks.append(Chunk(sequence, sequence.computed, count))
@@ -118,10 +119,11 @@ class Scheduler:
         return chunks
 
     def look_ahead(self, chunks: list[Chunk]) -> list[Chunk] | None:
-        """The step behind one in which each of `chunks` gives a token, before these tokens are known: one more token of the same
-        sequences. None where it would depend on them, on who waits, or on a preemption.
+        """The step after one in which each of `chunks` gives a token, before these tokens are known: one more token of
+        the same sequences. None if that step would depend on the tokens, on waiting requests or on a preemption.
 
-        A sequence that ends with its unknown token is in that step in vain; `update` must not see that chunk.
+        If the unknown token ends its sequence, the sequence's chunk in that step is useless; it must not be passed to
+        `update`.
         """
         could_admit = self.waiting and len(self.running) < self.max_num_seqs
         if could_admit or len(chunks) != len(self.running) or len(chunks) > self.max_batch_tokens:
@@ -137,8 +139,8 @@ class Scheduler:
         return ahead
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Give a waiting sequence the blocks of all its tokens, cached ones first; False if there are not enough."""
-        reuse = sequence.params.prompt_logprobs is None  # the logits of cached tokens are not cached
+        """Give a waiting sequence blocks for all its tokens, cached ones first; False if there are not enough."""
+        reuse = sequence.params.prompt_logprobs is None  # which need the logits of all prompt tokens; those are not cached
         cached = self.blocks.match(sequence.tokens) if reuse else []
         fresh = self.blocks.blocks_for(len(sequence.tokens) + 1) - len(cached)
         if not self.blocks.can_take(cached, fresh):
@@ -154,7 +156,8 @@ class Scheduler:
         return True
 
     def _grow(self, sequence: Sequence, length: int) -> bool:
-        """Make sure that `sequence` has blocks for `length` tokens, preempting the youngest; False if that was itself."""
+        """Give `sequence` blocks for `length` tokens. While none are free, preempt the most recently admitted sequence;
+        False if that is `sequence` itself."""
         while len(sequence.blocks) < self.blocks.blocks_for(length):
             if self.blocks.free:
                 sequence.blocks.append(self.blocks.allocate())
@@ -173,7 +176,7 @@ class Scheduler:
         self.preemptions += 1
 
     def update(self, chunks: list[Chunk], tokens: list[int]) -> Iterator[tuple[Sequence, int]]:
-        """Record what a step computed. tokens: one for each chunk that samples, in order. Yields (sequence, token)."""
+        """Record a step's results. tokens: one for each chunk that samples, in order. Yields (sequence, token)."""
         drawn = iter(tokens)
         size = self.blocks.block_size
         for chunk in chunks:
@@ -194,7 +197,7 @@ class Scheduler:
         return "length" if sequence.generated >= sequence.params.max_tokens else None
 
     def finish(self, sequence: Sequence, reason: str) -> None:
-        """End a sequence, wherever it is, and free its blocks."""
+        """End a running or waiting sequence and free its blocks."""
         sequence.finish_reason = reason
         del self.by_id[sequence.request_id]
         if sequence in self.running:

@@ -1,7 +1,7 @@
-"""What a step's kernels read besides the model: tokens, positions, block tables, sampling parameters, at fixed addresses.
+"""A step's inputs at fixed addresses: tokens, positions, block tables, sampling parameters.
 
-CUDA graphs are captured over these addresses, so a step begins by copying its inputs there: from pinned host memory, without
-waiting for the device.
+CUDA graphs are captured with these addresses, so each step first copies its inputs there, from pinned host memory and
+without waiting for the device.
 """
 
 from collections.abc import Sequence as List
@@ -18,7 +18,7 @@ from kernels.paged_attention import paged_decode, paged_prefill
 from kernels.rope_cache import rope_store
 
 ROUND = 64
-PINNED = 3  # copies in the air at most: of the step that runs, of the one behind it, and the one being written
+PINNED = 3  # pinned buffers: for the running step, for the step queued after it, and for the one that the host writes
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,12 @@ class Capacity:
 
     @property
     def rows(self) -> int:
-        """Tokens with their padding: a multiple of ROUND, for sums fused with GEMMs want as many rows for each rank."""
+        """Tokens and padding: a multiple of ROUND, because fused all-reduces need equally many rows for each rank."""
         return -(-self.tokens // ROUND) * ROUND
 
 
 class Mirror:
-    """A device tensor and its twin on the host, which is written with NumPy and then sent."""
+    """A device tensor and a host array of the same shape, which is written with NumPy and then copied to the device."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         self.device = torch.zeros(shape, dtype=dtype, device=device)
@@ -45,7 +45,7 @@ class Mirror:
         self.host: np.ndarray = np.zeros(shape, dtype=self._pinned[0].numpy().dtype)
 
     def send(self, rows: int | None = None) -> None:
-        """Copy the host's first `rows` entries (None: all) to the device, behind what its current stream has to do."""
+        """Copy the host's first `rows` entries (None: all) to the device, in the order of the current stream."""
         self._turn = (self._turn + 1) % PINNED
         pinned = self._pinned[self._turn][:rows]
         pinned.numpy()[...] = self.host[:rows]
@@ -53,7 +53,7 @@ class Mirror:
 
 
 class Tables:
-    """Block tables of the rows of a step, (B, W) int32. Only what changed is written, and sent only if anything did."""
+    """Block tables of a step's rows, (B, W) int32. Only changed rows are written; nothing is copied if none changed."""
 
     def __init__(self, capacity: Capacity, device: torch.device) -> None:
         self.mirror = Mirror((capacity.sequences, capacity.blocks), torch.int32, device)
@@ -82,8 +82,8 @@ class Draws:
 class DecodeInputs:
     """One token each of up to `capacity.sequences` sequences. Rows beyond the step's have position -1 and do nothing.
 
-    A step leaves its tokens in `tokens` and moves `positions` on, so that the next one of the same sequences needs no copy but
-    of new block-table entries.
+    A step writes its drawn tokens to `tokens` and increments `positions`. The next step of the same sequences then
+    copies only new block-table entries.
     """
 
     def __init__(self, capacity: Capacity, device: torch.device) -> None:
@@ -94,10 +94,10 @@ class DecodeInputs:
         self.tokens, self.positions, self.seed = self._integers.device
         self._integers.host[1] = -1
         self.positions.fill_(-1)
-        self._rows: list[object] = []  # the sequences whose rows are on the device, up to date
+        self._rows: list[object] = []  # the sequences whose rows on the device are up to date
 
     def write(self, chunks: List[Chunk]) -> None:
-        """Rows for `chunks`; a token that the host does not know yet is the caller's to put into `tokens`."""
+        """Write a row for each of `chunks`. If the host does not know a token yet, the caller must write it to `tokens`."""
         integers = self._integers.host
         integers[1] = -1
         for i, chunk in enumerate(chunks):
@@ -109,11 +109,11 @@ class DecodeInputs:
         self._rows = [c.sequence for c in chunks]
 
     def continues(self, chunks: List[Chunk]) -> bool:
-        """Whether the last step has left the device with what `chunks` need."""
+        """Whether the last step left the rows of `chunks` on the device: the same sequences in the same order."""
         return len(self._rows) == len(chunks) and all(row is c.sequence for row, c in zip(self._rows, chunks, strict=True))
 
     def forget(self) -> None:
-        """The rows on the device are no longer up to date."""
+        """Mark the rows on the device as out of date."""
         self._rows = []
 
     def draws(self, rows: int) -> Draws:
@@ -121,7 +121,7 @@ class DecodeInputs:
 
 
 class DecodeContext(AttentionContext):
-    """Single tokens of B sequences; `lengths` and `places` follow from positions and tables, on the device."""
+    """Attention of one token each of B sequences. `lengths` and `places` are computed on the device."""
 
     def __init__(self, inputs: DecodeInputs, rows: int, cache: PagedCache, max_length: int) -> None:
         self.cache, self.max_length = cache, max_length
@@ -147,11 +147,11 @@ def stored(
         q_norm, k_norm, eps = heads.q_norm.weight, heads.k_norm.weight, heads.q_norm.eps
     rows = keys.flatten(0, 1), values.flatten(0, 1)
     q = rope_store(qkv.contiguous(), positions, frequencies, places, *rows, q_norm, k_norm, eps)
-    return q if heads.rope_factor == 1 else q * heads.rope_factor**2  # in place of a factor for queries and one for keys
+    return q if heads.rope_factor == 1 else q * heads.rope_factor**2  # instead of the factor on queries and on keys
 
 
 class SpanInputs:
-    """Chunks of any length of up to `capacity.sequences` sequences, one behind the other in T rows."""
+    """Chunks of any length of up to `capacity.sequences` sequences, one after the other in T rows."""
 
     def __init__(self, capacity: Capacity, device: torch.device) -> None:
         self.capacity = capacity
@@ -162,7 +162,7 @@ class SpanInputs:
         self.tables = Tables(capacity, device)
 
     def write(self, chunks: List[Chunk], rows: int, block_size: int) -> None:
-        """rows: at least as many as the chunks have tokens; those beyond are padding."""
+        """Write the inputs for `chunks`. rows: at least the chunks' number of tokens; the rest is padding."""
         tokens, positions, places = (self._rows.host[i * rows : (i + 1) * rows] for i in range(3))
         starts, lengths, ends = self._spans.host
         self._spans.host[...], tokens[...], positions[...], places[...] = 0, 0, 0, -1
@@ -192,13 +192,13 @@ class SpanInputs:
         return self._spans.device[2, :spans].long()
 
     def draws(self, spans: int) -> tuple[Draws, Tensor]:
-        """Sampling parameters, and the positions of the tokens to draw, (S,) int64."""
+        """Sampling parameters, and the positions (S,) int64 of the tokens to draw."""
         seed, positions = self._seeds.device[:, :spans]
         return Draws(self._temperature.device[:spans], seed), positions
 
 
 class SpanContext(AttentionContext):
-    """T tokens of S chunks, some of which may be single new tokens."""
+    """Attention of T tokens of S chunks. A chunk may be a single new token."""
 
     def __init__(self, inputs: SpanInputs, rows: int, spans: int, cache: PagedCache, max_span: int) -> None:
         self.cache, self.max_span = cache, max_span
