@@ -1,16 +1,18 @@
-"""JSON schemas as grammars: objects are closed unless they say otherwise, and what cannot be enforced is refused or named.
+"""Compile JSON schemas to grammars. Objects are closed by default. What cannot be enforced is refused or reported.
 
 A schema is rewritten before llguidance compiles it:
 
-- `additionalProperties` unsaid means false, as in OpenAI's strict mode and other grammar engines: a model that may invent names does
-  so up to its token limit. An object that lists no properties at all stays free. Members of an `allOf`, branches of an `anyOf` and
-  what a `$ref` beside other keywords names describe one object together, so each of them lets the names of the others pass, as
-  `unevaluatedProperties: false` would.
-- What llguidance cannot enforce stays in place if the schema is strict, and it refuses the schema; else it is left out and noted.
-- A name may come once. Of listed properties a grammar ensures that; patterns that spell their names out become such properties. Of
-  other patterns it cannot: they are refused if the schema is strict; else they are noted, and their values are enforced.
+- A missing `additionalProperties` means false, as in OpenAI's strict mode and other grammar engines: a model that may invent
+  property names does so up to its token limit. An object that lists no properties stays open. Several schemas can describe one
+  object: members of an `allOf`, branches of an `anyOf`, and the target of a `$ref` that has sibling keywords. Each of them
+  allows the names of the others, as `unevaluatedProperties: false` would.
+- A keyword that llguidance cannot enforce stays if the schema is strict, and llguidance refuses the schema. Otherwise the
+  keyword is removed and reported.
+- An object must not contain a name twice. A grammar can ensure this for listed properties, so patterns that spell out their
+  names become listed properties. It cannot for other patterns: a strict schema with them is refused. Otherwise they are
+  reported, and only their values are enforced.
 
-Imports little: it runs in small processes of its own.
+This module imports little, because it runs in worker processes.
 """
 
 import json
@@ -25,33 +27,34 @@ from llguidance import LLMatcher
 from engine.grammars import MAX_TEXT, limits
 from errors import UserError
 
-# At most one space between the parts: a small model could otherwise fill the answer with blank lines.
+# At most one space between JSON tokens: a small model could otherwise fill the answer with blank lines.
 WHITESPACE = {"whitespace_pattern": "[ ]?"}
-MAX_NODES = 100_000  # subschemas that rewriting meets, names that are let pass included
-MAX_NOTED = 100  # keywords that were left out
+MAX_NODES = 100_000  # subschemas that the rewrite visits, plus the names that closed objects allow
+MAX_NOTED = 100  # most keywords reported as not enforced
 
-# keywords whose value is one schema, a list of them, or schemas by name
+# keywords whose value is one schema, a list of schemas, or schemas by name
 ONE = ("items", "additionalItems", "additionalProperties")
 MANY = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 NAMED = ("properties", "patternProperties", "$defs", "definitions")
-# references are followed before compiling; clients do not set the library's options
+# removed: references are resolved before compiling, and clients may not set llguidance's options
 DROPPED = ("$defs", "definitions", "$id", "id", "$schema", "$anchor", "x-guidance")
-# known to JSON Schema's drafts and unknown to llguidance, with the values that ask for nothing
+# keywords of JSON Schema that llguidance does not support, with the values that have no effect
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("if", "then", "else", "propertyNames", "unevaluatedItems"), (True, {})),
     **dict.fromkeys(("contains", "minContains", "maxContains", "$dynamicRef", "$recursiveRef"), ()),
     **dict.fromkeys(("dependentRequired", "dependentSchemas", "dependencies"), ({},)),
     "not": (False,),
     "uniqueItems": (False,),
-    "unevaluatedProperties": (True, False, {}),  # false is what closing does
+    "unevaluatedProperties": (True, False, {}),  # false: `_Document._close` does the same
 }
 SPELLED_OUT = re.compile(r"\^(?:\((?:\?:)?([\w-]+(?:\|[\w-]+)*)\)|([\w-]+))\$", re.ASCII)  # ^name$ or ^(one|two)$
-# of llguidance, for patterns and formats that are right but beyond it; any other error means that they are wrong or too complex
+# Words in llguidance's errors about patterns and formats that are valid but not supported. With any other error they are invalid
+# or too complex.
 BEYOND = ("not supported", "Unknown format", "not disjoint")
 
 
 class SchemaError(UserError):
-    """A schema that cannot be enforced, in one line; `tool`: the place of its tool in the request, if that is known."""
+    """A schema cannot be enforced; the message is one line. `tool`: index of its tool in the request, if known."""
 
     def __init__(self, message: str, tool: int | None = None) -> None:
         super().__init__(message)
@@ -61,11 +64,11 @@ class SchemaError(UserError):
 @dataclass(frozen=True)
 class Compiled:
     grammar: str
-    not_enforced: tuple[str, ...] = ()  # keywords that were left out, as JSON pointers
+    not_enforced: tuple[str, ...] = ()  # JSON pointers of keywords that are not enforced, then llguidance's warnings
 
 
 class ForcedTool(NamedTuple):
-    """A tool that a request forces. `place`: among all tools of the request. `strict`: whether all of `parameters` must be enforced."""
+    """A tool that a request forces. `place`: index in the request's tools. `strict`: all of `parameters` must be enforced."""
 
     place: int
     name: str
@@ -75,11 +78,11 @@ class ForcedTool(NamedTuple):
 
 @dataclass(frozen=True)
 class Names:
-    """Names that an object may have: listed, by pattern, or any."""
+    """The property names that an object may have: listed names, names that match a pattern, or any name."""
 
     listed: frozenset[str] = frozenset()
     patterns: frozenset[str] = frozenset()
-    open: bool = False  # `additionalProperties` is said, and not false
+    open: bool = False  # any name: `additionalProperties` or `unevaluatedProperties` is given and is not false
 
     def __or__(self, other: "Names") -> "Names":
         return Names(self.listed | other.listed, self.patterns | other.patterns, self.open or other.open)
@@ -89,13 +92,16 @@ NO_NAMES = Names()
 
 
 def compile_schema(schema: dict[str, Any], strict: bool) -> Compiled:
-    """Raises SchemaError."""
+    """Compile a JSON schema. Raises SchemaError."""
     rewriter = Rewriter()
     return _compile(lambda: rewriter.document(schema, "#", strict), rewriter, strict)
 
 
 def compile_calls(tools: list[ForcedTool]) -> Compiled:
-    """One call {"name": …, "arguments": {…}} of one of `tools`. A tool that lists no parameters takes none. Raises SchemaError."""
+    """Compile a grammar for one call {"name": …, "arguments": {…}} of one of `tools`.
+
+    A tool that lists no parameters accepts none. Raises SchemaError.
+    """
     rewriter = Rewriter()
 
     def calls() -> dict[str, Any]:
@@ -107,7 +113,7 @@ def compile_calls(tools: list[ForcedTool]) -> Compiled:
         if len(tools) == 1:
             raise SchemaError(str(e), tools[0].place) from e
         for tool in tools:
-            compile_calls([tool])  # raises for the one that is wrong
+            compile_calls([tool])  # raises an error that names the wrong tool
         raise
 
 
@@ -132,7 +138,7 @@ def _compile(build: Callable[[], dict[str, Any]], rewriter: "Rewriter", strict: 
         text = LLMatcher.grammar_from_json_schema(schema, overrides=options)
     except RecursionError as e:
         raise SchemaError("it is nested too deeply") from e
-    except (ValueError, TypeError) as e:  # of the library
+    except (ValueError, TypeError) as e:  # from llguidance
         raise SchemaError(_line(str(e))) from e
     if len(text.encode()) > MAX_TEXT:
         raise SchemaError(f"it is longer than {MAX_TEXT} bytes")
@@ -147,7 +153,7 @@ def _line(text: str) -> str:
 
 
 def _beyond(probe: dict[str, Any]) -> bool:
-    """Whether llguidance knows what it is asked for, and cannot do it."""
+    """Whether llguidance refuses `probe` as valid but not supported."""
     try:
         problem = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(probe), limits=limits())
     except (ValueError, TypeError, RecursionError) as e:
@@ -157,7 +163,10 @@ def _beyond(probe: dict[str, Any]) -> bool:
 
 @dataclass
 class Rewriter:
-    """Rewrites documents. Their definitions land in one place, once for each set of names that their users let pass."""
+    """Rewrites documents and collects the definitions that they refer to.
+
+    A definition is stored once for each set of additional names that references to it must allow.
+    """
 
     definitions: dict[str, Any] = field(default_factory=dict)
     not_enforced: list[str] = field(default_factory=list)
@@ -178,7 +187,10 @@ class Rewriter:
 
 
 class _Cleaner:
-    """Turns patterns into the names that they spell out. Unless strict, leaves out what llguidance cannot enforce, and notes it."""
+    """Replaces patterns by the names that they spell out.
+
+    Unless strict, removes keywords that llguidance cannot enforce, and reports them.
+    """
 
     def __init__(self, rewriter: Rewriter, strict: bool) -> None:
         self.rewriter, self.strict = rewriter, strict
@@ -198,7 +210,7 @@ class _Cleaner:
                 value = self.clean(value, f"{place}/{key}")
             elif not self.strict and self._cannot(schema, key, value):
                 self.rewriter.leave_out(f"{place}/{_escape(key)}")
-                if key != "unevaluatedProperties":  # closing must know
+                if key != "unevaluatedProperties":  # `_Document.rewrite` needs it to close the object
                     continue
             new[key] = value
         self._clean_patterns(new, place)
@@ -214,7 +226,11 @@ class _Cleaner:
         )
 
     def _clean_patterns(self, new: dict[str, Any], place: str) -> None:
-        """Patterns that are beyond llguidance: any name, with a value as one of them wants it. Raises SchemaError."""
+        """Replace patterns by listed names if they spell them out.
+
+        Without strict, patterns that llguidance does not support become any name whose value fits one of their schemas. Raises
+        SchemaError if strict, because the grammar cannot prevent that a name occurs twice.
+        """
         patterns, listed = new.get("patternProperties"), new.get("properties", {})
         if not isinstance(patterns, dict) or not isinstance(listed, dict):
             return
@@ -244,16 +260,16 @@ class _Cleaner:
 
 
 class _Document:
-    """One schema with a root of its own, which `#` means in it."""
+    """One schema document. `#` in its references means its root."""
 
     def __init__(self, rewriter: Rewriter, root: Any, place: str, strict: bool) -> None:
         self.rewriter, self.root, self.place, self.strict = rewriter, root, place, strict
-        self.known: dict[tuple[str, Names], str] = {}  # definitions by reference and what they let pass
+        self.known: dict[tuple[str, Names], str] = {}  # definition by reference and additional names
 
     # ---------------------------------------------------------------------------------------------------- one schema
 
     def rewrite(self, schema: Any, place: str, others: Names) -> Any:
-        """`others`: what the schemas say that apply to the same object."""
+        """Rewrite `schema` and the schemas in it. `others`: names that other schemas of the same object allow."""
         self.rewriter.count()
         if not isinstance(schema, dict):
             return schema
@@ -273,7 +289,7 @@ class _Document:
         return new
 
     def _rewrite_values(self, new: dict[str, Any], place: str) -> None:
-        """Schemas of other values: of properties and items."""
+        """Rewrite the schemas of child values: properties and items."""
         for key in ("properties", "patternProperties"):
             if isinstance(new.get(key), dict):
                 new[key] = {
@@ -289,7 +305,11 @@ class _Document:
     def _rewrite_parts(
         self, new: dict[str, Any], place: str, known: Names, parts: list[tuple[str, int, Any]], of_parts: list[Names]
     ) -> None:
-        """Each member with what applies beside it: all parts but, for a branch, its alternatives."""
+        """Rewrite the members of `allOf`, `anyOf` and `oneOf`, and the target of `$ref`.
+
+        Each member allows the names of all schemas that apply together with it. These are all other parts, except that the
+        branches of one `anyOf` or `oneOf` are alternatives.
+        """
         by_key = {key: NO_NAMES for key, _, _ in parts}
         for (key, _, _), names in zip(parts, of_parts, strict=True):
             by_key[key] |= names
@@ -309,7 +329,10 @@ class _Document:
             self._rewrite_one_of(new, [part for key, _, part in parts if key == "oneOf"], place)
 
     def _rewrite_one_of(self, new: dict[str, Any], branches: list[Any], place: str) -> None:
-        """`oneOf` is `anyOf` where no value fits two branches; else llguidance can enforce the latter alone."""
+        """Replace `oneOf` by `anyOf`. They are equal if no value fits two branches.
+
+        Otherwise llguidance can enforce only `anyOf`: a strict schema keeps `oneOf`, for any other it is reported.
+        """
         exclusive = self._exclusive(branches)
         if not exclusive and not self.strict:
             self.rewriter.leave_out(f"{place}/oneOf")
@@ -323,7 +346,7 @@ class _Document:
     # ---------------------------------------------------------------------------------------------------- names
 
     def _names(self, schema: Any, through: tuple[str, ...]) -> Names:
-        """All names that a schema speaks of for the object that it is about."""
+        """All names that a schema and its parts allow for the object. `through`: references that were followed already."""
         self.rewriter.count()
         if not isinstance(schema, dict):
             return NO_NAMES
@@ -336,7 +359,7 @@ class _Document:
         return found
 
     def _close(self, new: dict[str, Any], names: Names) -> None:
-        """Only `names` from now on."""
+        """Allow only `names` in the object."""
         self.rewriter.count(len(names.listed) + len(names.patterns))
         listed, patterns = new.get("properties", {}), new.get("patternProperties", {})
         if isinstance(listed, dict) and (more := sorted(names.listed - set(listed))):
@@ -348,7 +371,7 @@ class _Document:
     # ---------------------------------------------------------------------------------------------------- references
 
     def _target(self, reference: str) -> Any:
-        """Raises SchemaError unless it lies in this document."""
+        """The schema that `reference` names. Raises SchemaError unless it is in this document."""
         own = self.root.get("$id") if isinstance(self.root, dict) else None
         if isinstance(own, str) and reference.startswith(own.rstrip("#") + "#"):
             reference = reference[len(own.rstrip("#")) :]
@@ -370,14 +393,14 @@ class _Document:
         name = self.known.get((reference, beside))
         if name is None:
             name = self.known[reference, beside] = str(len(self.rewriter.definitions))
-            self.rewriter.definitions[name] = True  # holds the place while it is rewritten, perhaps by itself
+            self.rewriter.definitions[name] = True  # placeholder: the target may refer to itself
             self.rewriter.definitions[name] = self.rewrite(target, self.place.rstrip("#") + reference, beside)
         return f"#/$defs/{name}"
 
     # ---------------------------------------------------------------------------------------------------- exclusive branches
 
     def _exclusive(self, branches: Any) -> bool:
-        """Whether no value can fit two of them, as far as types and constants tell."""
+        """Whether types and constants prove that no value fits two of `branches`."""
         schemas = [self._followed(one) for one in branches]
         if not all(isinstance(one, dict) for one in schemas):
             return False
@@ -398,7 +421,7 @@ class _Document:
 
 
 def _spelled_out(patterns: dict[str, Any]) -> dict[str, Any] | None:
-    """The names that patterns stand for, with their schemas; None if one stands for more names, or two for the same."""
+    """The names that patterns spell out, with their schemas. None if one is not a list of names, or two share a name."""
     names: dict[str, Any] = {}
     for pattern, schema in patterns.items():
         found = SPELLED_OUT.fullmatch(pattern)
@@ -414,7 +437,7 @@ def _is_neutral(key: str, value: Any) -> bool:
 
 
 def _lists(schema: dict[str, Any]) -> bool:
-    """Whether it says which properties there are: then no others."""
+    """Whether the schema says which properties exist, so that others are not allowed."""
     listed = any(isinstance(schema.get(key), dict) for key in ("properties", "patternProperties"))
     return listed or schema.get("unevaluatedProperties") is False
 
@@ -429,7 +452,7 @@ def _own_names(schema: dict[str, Any]) -> Names:
 
 
 def _parts(schema: dict[str, Any]) -> Iterator[tuple[str, int, Any]]:
-    """Schemas of the same value: keyword, place in its list, schema."""
+    """The subschemas that apply to the same value, as (keyword, index in its list, schema)."""
     for key in ("allOf", "anyOf", "oneOf"):
         members = schema.get(key)
         for i, member in enumerate(members if isinstance(members, list) else []):
@@ -439,7 +462,7 @@ def _parts(schema: dict[str, Any]) -> Iterator[tuple[str, int, Any]]:
 
 
 def _apart(sets: list[set[str] | None]) -> bool:
-    """Whether no two of them share an element; None stands for all there is."""
+    """Whether no two sets share an element. None stands for the set of all values."""
     seen: set[str] = set()
     for one in sets:
         if one is None or one & seen:
@@ -471,5 +494,5 @@ def _required_properties(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _escape(name: str) -> str:
-    """As a JSON pointer in a URI fragment, RFC 6901, section 6: ASCII alone."""
+    """Encode a name for a JSON pointer in a URI fragment (RFC 6901, section 6): ASCII only."""
     return quote(name.replace("~", "~0").replace("/", "~1"), safe="$")

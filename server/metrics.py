@@ -1,6 +1,6 @@
-"""What the server measures: Prometheus metrics for /metrics, and a window of the last minute for the page's dashboard.
+"""The server's measurements: Prometheus metrics for /metrics, and values of the last minute for the page's dashboard.
 
-The names are those that dashboards for other servers query, behind the prefix `rung:`.
+After the prefix `rung:`, the names are those that dashboards for other servers query.
 """
 
 import math
@@ -18,8 +18,8 @@ from prometheus_client.utils import floatToGoString
 from engine.protocol import Stats
 
 WINDOW = 60.0  # seconds
-SAMPLES = 20_000  # most latencies kept in the window
-RATE_WINDOW = 5.0  # seconds over which tokens/s is a mean
+SAMPLES = 20_000  # most values kept in a window
+RATE_WINDOW = 5.0  # seconds; tokens/s is the mean over this time
 
 LATENCY = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 TOKEN_LATENCY = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5, 10)
@@ -36,7 +36,7 @@ class Window:
         self._values: deque[tuple[float, float]] = deque(maxlen=SAMPLES)
 
     def add(self, now: float, value: float) -> None:
-        """now: of time.monotonic."""
+        """Add a value. `now`: time.monotonic()."""
         self._values.append((now, value))
 
     def quantiles(self) -> dict[str, float | None]:
@@ -47,7 +47,7 @@ class Window:
         return {f"p{p}": ordered[min(len(ordered) * p // 100, len(ordered) - 1)] if ordered else None for p in (50, 95)}
 
     def rate(self) -> float:
-        """The sum of the values of the last seconds, a second."""
+        """The sum of the values of the last RATE_WINDOW seconds, per second."""
         oldest, total = time.monotonic() - RATE_WINDOW, 0.0
         for at, value in reversed(self._values):
             if at < oldest:
@@ -57,15 +57,15 @@ class Window:
 
 
 class TokenHistogram(Collector):
-    """A histogram like prometheus_client's, for what happens once a token: that one takes a lock and walks over the buckets."""
+    """A fast histogram for values that occur once per token. prometheus_client's takes a lock and loops over the buckets."""
 
     def __init__(self, name: str, text: str, model_name: str, bounds: Sequence[float]) -> None:
         self._name, self._text, self._model_name, self._bounds = name, text, model_name, bounds
-        self._counts = [0] * (len(bounds) + 1)  # the last one: above all bounds
+        self._counts = [0] * (len(bounds) + 1)  # the last one counts values above all bounds
         self._sum = 0.0
 
     def observe(self, value: float, count: int) -> None:
-        """`value`, `count` times."""
+        """Observe `value` `count` times."""
         self._counts[bisect_left(self._bounds, value)] += count
         self._sum += value * count
 
@@ -136,7 +136,7 @@ class Metrics:
         return generate_latest(self.registry)
 
     def on_tokens(self, now: float, count: int) -> None:
-        """`count` tokens of any sequences arrived together."""
+        """Record that `count` tokens of any sequences arrived together. `now`: time.monotonic()."""
         self.generation_tokens.inc(count)
         self.tokens.add(now, count)
 
@@ -158,7 +158,7 @@ class Metrics:
 
 
 class SequenceTimes:
-    """The times of one sequence, from its submission; each observation goes to the metrics."""
+    """Measures the times of one sequence from its submission, and records them in the metrics."""
 
     def __init__(self, metrics: Metrics, prompt_tokens: int) -> None:
         self.metrics, self.prompt_tokens = metrics, prompt_tokens
@@ -167,7 +167,7 @@ class SequenceTimes:
         self.tokens = 0
 
     def on_tokens(self, now: float, count: int, queue_seconds: float, prefill_seconds: float) -> None:
-        """now: of time.monotonic. The tokens themselves are counted by `Metrics.on_tokens`."""
+        """Record when tokens arrived. `now`: time.monotonic(). `Metrics.on_tokens` counts the tokens themselves."""
         if not count:
             return
         m = self.metrics

@@ -1,4 +1,4 @@
-"""Around every request: its id, the access log, the key, the size of its body, and a last net for exceptions. Plain ASGI."""
+"""ASGI middleware of every request: request id, access log, API key, limits of the body, and uncaught exceptions."""
 
 import asyncio
 import hashlib
@@ -21,12 +21,12 @@ from server.sse import ClientGone
 OPEN_PATHS = frozenset({"/", "/health", "/version", "/docs", "/openapi.json", "/favicon.ico"})
 METRIC_PATHS = frozenset({"/metrics", "/stats"})
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-SLOWEST_UPLOAD = 32 << 10  # bytes a second of a body, beyond the idle timeout
-CLIENT_GONE = 499  # as nginx logs it; nobody receives it
+SLOWEST_UPLOAD = 32 << 10  # bytes/s; a body that arrives more slowly is refused after the idle timeout
+CLIENT_GONE = 499  # nginx's status for the log; it is sent to nobody
 
 
 class RequestScope:
-    """The outermost layer: request ids, the access log, HEAD, and 500 instead of a stack trace."""
+    """The outermost layer. Sets request ids, writes the access log, answers HEAD, and sends a 500 for uncaught exceptions."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self.app, self.service = app, service
@@ -38,7 +38,7 @@ class RequestScope:
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         method = scope["method"]
-        if method == "HEAD":  # is answered as GET: uvicorn, which keeps the original scope, leaves the body out
+        if method == "HEAD":  # answered as GET; uvicorn keeps the original scope and leaves the body out
             scope = {**scope, "method": "GET"}
         note: dict[str, Any] = {}
         state = scope.setdefault("state", {})
@@ -87,7 +87,10 @@ class RequestScope:
 
 
 class ApiKey:
-    """A bearer token, compared in constant time with every key. What is open: the page, /health, the documentation."""
+    """Requires a bearer token, if there are keys, and compares it with every key in constant time.
+
+    Open to all are the page, /health, /version and the documentation, and without `protect_metrics` /metrics and /stats.
+    """
 
     def __init__(self, app: ASGIApp, keys: Sequence[str], protect_metrics: bool) -> None:
         self.app = app
@@ -107,7 +110,7 @@ class ApiKey:
     def _has_key(self, headers: Headers) -> bool:
         kind, _, key = headers.get("authorization", "").partition(" ")
         given = _digest(key.strip())
-        matches = [hmac.compare_digest(given, digest) for digest in self._digests]  # all of them: no early end to measure
+        matches = [hmac.compare_digest(given, digest) for digest in self._digests]  # all, so that the time tells nothing
         return kind.lower() == "bearer" and any(matches)
 
 
@@ -116,7 +119,10 @@ def _digest(key: str) -> bytes:
 
 
 class BodyLimit:
-    """Reads the whole body first: a 413 for one that is too large, a 400 for one that stops arriving or arrives too slowly."""
+    """Reads the whole body before the application runs.
+
+    Responds 413 if the body is too large, and 400 if it stops arriving or arrives too slowly.
+    """
 
     def __init__(self, app: ASGIApp, limit: int, timeout: float) -> None:
         self.app, self.limit, self.timeout = app, limit, timeout
@@ -144,7 +150,8 @@ class BodyLimit:
         loop = asyncio.get_running_loop()
         began, parts, size, more = loop.time(), [], 0, True
         while more:
-            left = began + self.timeout + size / SLOWEST_UPLOAD - loop.time()  # without it, a trickle would keep its connection
+            # Without this limit on the whole upload, a client could keep its connection with a few bytes at a time.
+            left = began + self.timeout + size / SLOWEST_UPLOAD - loop.time()
             try:
                 async with asyncio.timeout(min(left, self.timeout)):
                     message = await receive()

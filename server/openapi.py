@@ -1,4 +1,4 @@
-"""/openapi.json: FastAPI's description, made true and valid for the version that it names, OpenAPI 3.1."""
+"""/openapi.json: FastAPI's description, corrected to be true and to be valid OpenAPI 3.1, the version that it names."""
 
 from typing import Any
 
@@ -14,9 +14,9 @@ BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 
 
 def stream_of(chunk: type[BaseModel]) -> dict[str, Any]:
-    """What a response may be with `stream`: server-sent events, of which `schema` describes each one.
+    """The content of a response with `stream`: server-sent events. `schema` describes one event.
 
-    That is how OpenAPI 3.1 is read, which has no word for it; 3.2 calls it `itemSchema`, which 3.1 does not allow.
+    OpenAPI 3.1 has no keyword for this, and readers take `schema` so. 3.2 has `itemSchema`, which 3.1 does not allow.
     """
     payloads = [{"$ref": TEMPLATE.format(model=name)} for name in (chunk.__name__, "ErrorReply")]
     data = {
@@ -26,14 +26,17 @@ def stream_of(chunk: type[BaseModel]) -> dict[str, Any]:
             {"const": "[DONE]"},
         ],
     }
-    # Nothing names its type on the wire; a reader of server-sent events then calls it "message".
+    # The server sends no event type. Clients then use the default, "message".
     fields = {"data": data, "event": {"const": "message"}}
     event = {"type": "object", "properties": fields, "required": ["data"], "additionalProperties": False}
     return {"text/event-stream": {"schema": event}}
 
 
 def describe(app: FastAPI) -> None:
-    """Make `app` describe itself so. FastAPI documents a 422 for every body, which are 400 here, and bounds of integers as 1.0."""
+    """Install the corrected description in `app`.
+
+    FastAPI documents a 422 for every wrong body, where this server sends a 400, and writes bounds of integers as 1.0.
+    """
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -60,7 +63,7 @@ def describe(app: FastAPI) -> None:
 
 
 def _make_whole(value: Any) -> None:
-    """Write whole bounds as integers, which FastAPI turned into floats."""
+    """Convert whole-number bounds back to integers. FastAPI converted them to floats."""
     for one in value if isinstance(value, list) else value.values() if isinstance(value, dict) else ():
         _make_whole(one)
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients expect them: `{"error": {"message", "type", "param", "code"}}`, never a 422 or a stack trace."""
+"""Errors in the format of OpenAI's clients: `{"error": {"message", "type", "param", "code"}}`, never a 422 or a stack trace."""
 
 import json
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from starlette.responses import Response
 from errors import UserError
 from server.sse import to_json
 
-if TYPE_CHECKING:  # worker processes, which raise these errors, too, start faster without it
+if TYPE_CHECKING:  # worker processes raise these errors, too, and start faster without FastAPI
     from fastapi import FastAPI
     from fastapi.exceptions import RequestValidationError
 
@@ -27,15 +27,15 @@ TYPES = {
     500: "server_error",
     503: "service_unavailable_error",
 }
-MOST_ERRORS = 100  # that are looked at; the rest are more of the same
+MOST_ERRORS = 100  # most validation errors that are examined; the rest are of the same kind
 RETRY_SECONDS = {429: "1", 503: "2"}
 TOO_LONG = "context_length_exceeded"
 MAX_MESSAGE = 2000  # characters
-SHOWN = 20  # characters of a body that is no JSON
+SHOWN = 20  # characters quoted of a body that is not JSON
 
 
 class ApiError(HTTPException):
-    """What goes wrong with one request, with its HTTP status. Before the stream starts a response, after it an event."""
+    """An error of one request, with its HTTP status. Sent as a response, or as an event if a stream has started."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None):
         if len(message) > MAX_MESSAGE:  # it may quote what a client sent
@@ -63,7 +63,7 @@ def bad(param: str | None, message: str, code: str | None = None) -> ApiError:
 
 
 def field_error(param: str, message: str) -> PydanticCustomError:
-    """For validators of a whole model, which pydantic would report without a field."""
+    """An error for validators of a whole model. It names the field, which pydantic would not report."""
     return PydanticCustomError("invalid", "{message}", {"message": message, "param": param})
 
 
@@ -73,8 +73,8 @@ def context_error(
     """A 400 for `prompt` and `answer` tokens that a context of `limit` tokens cannot hold together.
 
     `param`: the field to change. `part`: what holds the prompt, "prompt" or "messages". `at_least`: `prompt` is a lower bound.
-    The first sentences are OpenAI's and vLLM's to the letter: clients match them with regular expressions and then shorten the
-    conversation. Others look for the code, and only in the text. What follows is ours.
+    The first sentences are exactly OpenAI's and vLLM's: some clients match them with regular expressions and then shorten the
+    conversation. Other clients look for the code, but only in the text. The rest of the text is our own.
     """
     message = (
         f"This model's maximum context length is {limit} tokens. However, you requested {prompt + answer} tokens "
@@ -91,7 +91,7 @@ def context_error(
 
 
 def unparsable(error: Exception) -> ApiError:
-    """A 400 for a body that the JSON parser refused with `error`: what it expected, where, and what it found there."""
+    """A 400 for a body that the JSON parser refused with `error`. Says what was expected, where, and what was found."""
     if isinstance(error, json.JSONDecodeError):
         rest = error.doc[error.pos : error.pos + SHOWN]
         found = json.dumps(rest, ensure_ascii=False) if rest else "its end"
@@ -115,11 +115,11 @@ def from_validation(error: "RequestValidationError") -> ApiError:
 
 
 def from_errors(errors: Sequence[Any], body: Any) -> ApiError:
-    """pydantic's errors about `body` as one 400: of the field that is wrong first."""
+    """Convert pydantic's errors about `body` to one 400, which names the first wrong field."""
     errors = errors[:MOST_ERRORS]
     first = errors[0]
     param = _param(first, body)
-    if param:  # of the branches of a union, the one that got furthest was meant
+    if param:  # for a union, assume that the client meant the branch with the deepest error
         field = param.split(".")[0]
         paths = [path for e in errors if (path := _param(e, body)) and path.split(".")[0] == field]
         param = max(paths, key=lambda path: path.count("."))
@@ -131,7 +131,7 @@ def from_errors(errors: Sequence[Any], body: Any) -> ApiError:
 
 
 def _param(error: Any, body: Any) -> str | None:
-    """The path that the client wrote: `loc` also names types and union branches, which are not in the body."""
+    """The path of the error in the body. pydantic's `loc` also has types and union branches, which are not in the body."""
     if param := (error.get("ctx") or {}).get("param"):
         return str(param)
     location: Sequence[Any] = error["loc"]
@@ -160,12 +160,12 @@ def install(app: "FastAPI") -> None:
     async def on_http(request: Request, e: Exception) -> Response:
         assert isinstance(e, HTTPException)
         if not isinstance(e, ApiError):
-            if isinstance(e.__cause__, (ValueError, RecursionError)):  # FastAPI's, about a body that it could not read
+            if isinstance(e.__cause__, (ValueError, RecursionError)):  # FastAPI could not read the body
                 return unparsable(e.__cause__).response()
             message = f"no such path: {request.method} {request.url.path}" if e.status_code == 404 else str(e.detail)
             headers = {**(e.headers or {})}
             if headers.get("Allow") == "GET":
-                headers["Allow"] = "GET, HEAD"  # which the outermost layer turns into GET
+                headers["Allow"] = "GET, HEAD"  # RequestScope answers HEAD as GET
             e = ApiError(e.status_code, message)
             e.headers = headers
         return e.response()
