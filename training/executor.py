@@ -1,17 +1,17 @@
-"""Runs forward and backward under any sharding of the model states, with the communication behind the computation.
+"""Runs forward and backward under any sharding of the model states, and overlaps communication with computation.
 
-What happens when (AMSP, arXiv:2311.00257, section V.C), in terms of the hooks that do it:
+The schedule (AMSP, arXiv:2311.00257, section V.C) is carried out by hooks:
 
     forward, a module's pre-hook       wait for its weights; begin to gather those of the next layer
-    forward, a module's hook           free its weights (the very last module keeps them for its backward)
-    backward, a module's pre-hook      wait for its weights; begin to gather those of the module before it
+    forward, a module's hook           free its weights (the last module keeps them for its backward)
+    backward, a module's pre-hook      wait for its weights; begin to gather those of the previous module
     backward, a weight's gradient      begin to reduce-scatter it, before the input's gradient is computed
     backward, a module's hook          free its weights
-    recomputation, a layer's pre-hook  begin to gather the layer before it; the weights stay for the gradients
+    recomputation, a layer's pre-hook  begin to gather the previous layer; keep this layer's weights for its gradients
 
-A module is an `Attention` or `MLP` (of each desync stream), or a linear layer that stands alone. The embedding and the head
-are gathered around them. Norms and biases, a ten-thousandth of the parameters, are never cut: they are one more weight with
-P = 1x1.
+A module is an `Attention` or `MLP` (of each desync stream), or a linear layer outside of both. The embedding and the head
+are gathered separately, before and after the layers. Norms and biases, a ten-thousandth of the parameters, are not
+sharded for P: they form one more weight with P = 1x1.
 """
 
 from collections.abc import Callable, Iterator
@@ -38,16 +38,16 @@ BUCKET_BYTES = 64 * 2**20
 
 @dataclass(frozen=True)
 class Overlap:
-    """Which communication runs behind computation; each can be switched off to see what it is worth (table V)."""
+    """Which communication overlaps with computation. Each kind can be switched off to measure what it gains (AMSP, table V)."""
 
-    parameters: bool = True  # all-gather and reduce-scatter of P, behind forward and backward
-    gradients: bool = True  # the buckets' all-reduce, behind backward
-    updates: bool = True  # new parameters, behind the next forward
+    parameters: bool = True  # all-gather and reduce-scatter of P, during forward and backward
+    gradients: bool = True  # the buckets' all-reduce, during backward
+    updates: bool = True  # the transfer of new parameters, during the next forward
 
 
 @dataclass(frozen=True)
 class Execution:
-    """How to run a step, beside the sharding."""
+    """How to run a step, apart from the sharding."""
 
     overlap: Overlap = Overlap()
     intra_tensor: bool = False  # cut every tensor's optimizer states evenly, instead of giving each tensor one owner
@@ -67,9 +67,9 @@ class Unit:
 
 
 class Executor:
-    """A model (all of it: `Local` communicator, every desync stream) on this rank, its states sharded.
+    """The whole model on this rank (`Local` communicator, every desync stream), with sharded states.
 
-    `weights` lists all states' pieces in the order in which forward needs them, the same on every rank.
+    `weights` lists all `Weight`s in the order in which forward needs them. The order is the same on every rank.
     """
 
     def __init__(
@@ -81,9 +81,8 @@ class Executor:
         cluster: Mesh,
         execution: Execution,
     ) -> None:
-        """model: its parameters may be on the meta device. materialize: gives the parameter of a name its memory and values;
-        it is called for one matrix after the other, so that never more than one is whole beside the shards.
-        """
+        """Collective. model: its parameters may be on the meta device. materialize: allocates and fills the parameter of
+        a name. It is called for one matrix at a time, so that at most one whole matrix exists in addition to the shards."""
         sharding.check(cluster)
         self.model, self.execution, self.overlap = model, execution, execution.overlap
         device = model.frequencies.device
@@ -154,8 +153,8 @@ class Executor:
                 layer.forward = again
 
     def close(self) -> None:
-        """Wait for what is on its way, which NCCL would keep in memory, and take the hooks off, without which Python could not
-        free the model: parameters keep theirs out of its sight."""
+        """Wait for communication in flight, which NCCL would keep in memory, and remove the hooks. A parameter stores its
+        hooks where Python's garbage collector does not see them, so with its hooks the model would never be freed."""
         self.synchronize()
         for hook in self._hooks:
             hook.remove()
@@ -163,7 +162,8 @@ class Executor:
     # --- one micro-batch -------------------------------------------------------------------------------------------------
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """(B, T) int64 ids to the normed last hidden states (B, T, C). The head's weight is there when it returns."""
+        """(B, T) int64 ids to the last hidden states after the final norm, (B, T, C). The head's weight is gathered when
+        it returns."""
         self._in_backward = False
         self._wait(self.vectors)
         self._have(self.embedding)
@@ -172,18 +172,19 @@ class Executor:
         return self.model.norm(hidden)
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        """Compute and collect the gradients of `loss`, which must come from `forward`. `last`: of this step's micro-batches."""
+        """Compute and reduce the gradients of `loss`, which must come from `forward`. last: this is the step's last
+        micro-batch."""
         self._in_backward, self.reducer.last = True, last
         loss.backward()
         self._in_backward = False
         self.reducer.finish()
 
     def take_gradients(self) -> dict[Weight, Tensor]:
-        """The step's gradients of the elements that this rank owns: their sum over all ranks and micro-batches."""
+        """The step's gradients of the elements that this rank owns, summed over all ranks and micro-batches."""
         return self.reducer.take()
 
     def synchronize(self) -> None:
-        """Wait until every new parameter has arrived."""
+        """Wait until all new parameters have been received."""
         for weight in self.weights:
             self._wait(weight)
 
@@ -202,7 +203,7 @@ class Executor:
             self._have(weight)
 
     def _of_layer(self, layer: int) -> Iterator[Weight]:
-        """A layer's weights; behind the last layer comes the head."""
+        """A layer's weights. The index after the last layer stands for the head."""
         if layer == len(self.model.layers):
             yield self.head
         for unit in self.units:
@@ -263,7 +264,7 @@ class Executor:
 
 
 def _modules_with_weights(layer: nn.Module) -> Iterator[nn.Module]:
-    """The modules of a layer that are gathered as one, in the order of forward."""
+    """The modules of a layer that each become a `Unit`, in the order of forward."""
     for child in layer.children():
         if isinstance(child, (Attention, MLP, ShardedLinear)):
             yield child
@@ -272,8 +273,8 @@ def _modules_with_weights(layer: nn.Module) -> Iterator[nn.Module]:
 
 
 class _WeightFirst(torch.autograd.Function):
-    """A linear layer whose backward computes the weight's gradient, hands it over, and only then the input's, so that the
-    reduce-scatter of the one runs behind the other."""
+    """A linear layer whose backward first computes the weight's gradient and passes it to `ready`, and then computes the
+    input's gradient, so that the weight gradient's reduce-scatter overlaps with that computation."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, ready: Callable[[Tensor], None]) -> Tensor:

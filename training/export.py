@@ -1,4 +1,4 @@
-"""What goes beside a trained or converted checkpoint so that others can load it."""
+"""Adds to a trained or converted checkpoint what other programs need to load it."""
 
 import json
 import shutil
@@ -12,8 +12,11 @@ CLASSES = {"llama": "LlamaLadder", "mistral": "MistralLadder", "qwen2": "Qwen2La
 
 def add_modeling(directory: Path, config: ModelConfig) -> None:
     """Let transformers load a checkpoint with ladder layers: `AutoModelForCausalLM.from_pretrained(directory,
-    trust_remote_code=True)`. Copies the code of the model and names it in config.json (`auto_map`). Does nothing for other
-    variants: a standard model needs none, and parallel and desync models are Rung's alone."""
+    trust_remote_code=True)`.
+
+    Copies the code of the model and names it in config.json (`auto_map`). Does nothing for other variants: a standard
+    model needs no code, and parallel and desync models run in Rung only.
+    """
     if config.variant != "ladder":
         return
     path, name = directory / "config.json", f"modeling_rung.{CLASSES[config.family]}"

@@ -1,7 +1,7 @@
-"""A rank's file of a snapshot: flat fp32 tensors in the safetensors format, with a checksum for every block of it.
+"""A rank's file in a snapshot: flat fp32 tensors in the safetensors format, with a checksum for every block.
 
-The checksums are taken of what shall be written, in the same pass, so they show whatever the storage made of it. A slice is
-read by checking only the blocks under it: many ranks may share a large file without each reading all of it.
+The checksums are computed from the data in memory while it is written, so they detect all damage by the storage. To read
+a slice, only the blocks that contain it are checked, so many ranks can share a large file without each reading all of it.
 """
 
 import json
@@ -16,19 +16,21 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-BLOCK_BYTES = 16 * 2**20  # of data under one checksum; the header has one of its own
-SYNC_BLOCKS = 64  # written between two fsyncs, so that the last one is short and memory does not fill with unwritten pages
+BLOCK_BYTES = 16 * 2**20  # of data per checksum; the header has its own checksum
+SYNC_BLOCKS = 64  # written between two fsyncs, so that the last fsync is short and unwritten pages do not fill the memory
 
 
 class TornFile(Exception):
-    """A file is not what was written: missing, cut off, altered or unreadable. The message names it and says how."""
+    """A file differs from what was written: missing, truncated, altered or unreadable. The message names the file and the
+    problem."""
 
 
 def write(path: Path, sizes: Mapping[str, int], values: Tensor) -> dict[str, Any]:
-    """Write the tensors of `sizes` elements that lie one after the other in `values`, a (sum of sizes,) fp32 CPU tensor.
+    """Write the tensors of `sizes` elements that are stored one after the other in `values`, a (sum of sizes,) fp32 CPU
+    tensor.
 
-    All of it is on the disk when it returns what `read` needs to know: `bytes`, `header_bytes`, and `crc32` of the header and
-    of each block. Raises OSError.
+    Returns what `read` needs: `bytes`, `header_bytes`, and `crc32` of the header and of each block. When it returns, all
+    data is on the disk. Raises OSError.
     """
     assert values.dtype == torch.float32 and values.numel() == sum(sizes.values()), f"{values.dtype}, {values.numel()} elements"
     header, end = {}, 0
@@ -36,7 +38,7 @@ def write(path: Path, sizes: Mapping[str, int], values: Tensor) -> dict[str, Any
         header[name] = {"dtype": "F32", "shape": [size], "data_offsets": [end, end + 4 * size]}
         end += 4 * size
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # the format wants its data aligned
+    text += b" " * (-len(text) % 8)  # the format requires aligned data
     head = len(text).to_bytes(8, "little") + text
     data = memoryview(values.view(torch.uint8).numpy())  # type: ignore[arg-type]
     checksums = [zlib.crc32(head)]
@@ -56,7 +58,8 @@ def write(path: Path, sizes: Mapping[str, int], values: Tensor) -> dict[str, Any
 def read(path: Path, written: Mapping[str, Any], slices: Sequence[tuple[str, int, int, Tensor]]) -> None:
     """Copy elements [start, stop) of tensor `name` into `target`, for each (name, start, stop, target).
 
-    written: what `write` returned. Raises TornFile unless the header and the blocks under the slices are as written.
+    written: what `write` returned. Raises TornFile if the file is missing or has another size, or if the header or a
+    block that contains a slice does not match its checksum.
     """
     with _torn_if_unreadable(path), path.open("rb") as file:
         check_size(path, written)
@@ -76,15 +79,15 @@ def read(path: Path, written: Mapping[str, Any], slices: Sequence[tuple[str, int
 
 
 def check_size(path: Path, written: Mapping[str, Any]) -> None:
-    """Raise TornFile unless the file is there in its full size."""
-    with _torn_if_unreadable(path), path.open("rb") as file:  # opening makes a network file system look again
+    """Raise TornFile unless the file exists and has its full size."""
+    with _torn_if_unreadable(path), path.open("rb") as file:  # opening makes a network file system refresh the size
         size = os.fstat(file.fileno()).st_size
     if size != written["bytes"]:
         raise TornFile(f"{path} is torn: it has {size:,} bytes instead of {written['bytes']:,}")
 
 
 def _checked(path: Path, file: BinaryIO, begin: int, end: int, checksum: int) -> bytes:
-    """Bytes [begin, end) of the file, if they are those that were written."""
+    """Bytes [begin, end) of the file. Raises TornFile if they do not match the checksum."""
     file.seek(begin)
     found = file.read(end - begin)
     if zlib.crc32(found) != checksum:

@@ -1,7 +1,8 @@
 """The process groups of one sharding: which ranks hold the parts of the same copy, and which hold the same part.
 
-Rank r is GPU r % R of node r // R of a cluster of N nodes with R GPUs each. A mesh a x b tiles that grid into blocks. Ranks of
-a P block hold the parts of one copy of the parameters; ranks at the same position of their P blocks hold the same part.
+Rank r is GPU r % R of node r // R, in a cluster of N nodes with R GPUs each. A mesh a x b tiles this grid with blocks.
+The ranks of a P block together hold one copy of the parameters. The ranks at the same position of their P blocks hold the
+same part.
 """
 
 from collections.abc import Callable, Hashable
@@ -15,10 +16,10 @@ from training.sharding import Mesh, Sharding
 
 @dataclass(frozen=True)
 class Group:
-    """Some ranks that communicate, this one among them. `handle` is None where it is alone."""
+    """Ranks that communicate, including this one. `handle` is None if this rank is the only one."""
 
-    ranks: tuple[int, ...]  # ascending, as torch.distributed numbers them
-    index: int  # of this rank among them
+    ranks: tuple[int, ...]  # ascending, as numbered by torch.distributed
+    index: int  # of this rank in `ranks`
     handle: dist.ProcessGroup | None
 
     @property
@@ -28,7 +29,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank lies: its part of P, and of what its P part is cut into for G and, further, for OS."""
+    """A rank's position: its part of P, then which part of that for G, then which part of that for OS."""
 
     parameters: int  # 0 … |P| - 1
     gradients: int  # 0 … |G| / |P| - 1
@@ -50,11 +51,12 @@ def place(rank: int, sharding: Sharding, cluster: Mesh) -> Place:
 
 @dataclass(frozen=True)
 class Groups:
-    """This rank's groups under one sharding of a kind of state.
+    """This rank's groups under one sharding.
 
-    gather, scatter: the parts of one copy of P, for all-gather and reduce-scatter, which may then run at the same time.
-    gradients: the ranks of a G mesh with the same part of P. optimizer: the same of an OS mesh. replicas: of the cluster.
-    copy: all ranks of an OS mesh, which together own each parameter's states once.
+    gather, scatter: the ranks of a P block, for all-gather and reduce-scatter. With a group for each, both can run at the
+    same time.
+    gradients, optimizer, replicas: the ranks with the same part of P in a G block, in an OS block, and in the whole cluster.
+    copy: all ranks of an OS block, which together own the optimizer states of each parameter once.
     """
 
     place: Place
@@ -64,12 +66,12 @@ class Groups:
     replicas: Group
     optimizer: Group
     copy: Group
-    owners: dict[int, int]  # part of the optimizer states to the rank that owns it, in this rank's `optimizer` group
-    parts: tuple[int, int]  # into how many parts G and then OS cut a P part
+    owners: dict[int, int]  # part of the optimizer states: its owner among the ranks of `optimizer`
+    parts: tuple[int, int]  # how many parts G cuts a P part into, and OS each of those
 
     @property
     def in_order(self) -> bool:
-        """Whether the ranks of `optimizer` own its parts in the order of their numbers."""
+        """Whether the ranks of `optimizer`, in ascending order, own the parts in ascending order."""
         return [self.owners[part] for part in sorted(self.owners)] == list(self.optimizer.ranks)
 
     @property
@@ -87,15 +89,18 @@ Split = tuple[tuple[int, ...], ...]
 
 @lru_cache(maxsize=1)
 def _made(world: dist.ProcessGroup | None) -> dict[tuple[str, Split], dict[tuple[int, ...], dist.ProcessGroup]]:
-    """The groups made so far beside that of all ranks. They are kept, because NCCL takes a tenth of a second to make one, and
-    the next run in the same processes needs mostly the same."""
+    """The groups made so far, apart from that of all ranks, `world`. They are kept because NCCL takes a tenth of a second
+    to make one, and the next run in the same processes needs mostly the same groups."""
     return {}
 
 
 def _handle(name: str, split: Split, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """The process group of `ranks`, one part of `split`. Under another `name` it is another one, which may be used at the same
-    time. Every rank creates all of a split's, a member or not: NCCL splits them off the communicator of all ranks, which is a
-    collective call."""
+    """The process group of `ranks`, one part of `split`. Collective.
+
+    Another `name` gives another group of the same ranks, and both can be used at the same time. Every rank creates all
+    groups of a split, including those without it, because NCCL splits them off the communicator of all ranks, which is a
+    collective call.
+    """
     made = _made(dist.group.WORLD)
     if (name, split) not in made:
         made[name, split] = {some: dist.new_group(list(some)) for some in split if len(some) > 1}
@@ -103,14 +108,14 @@ def _handle(name: str, split: Split, ranks: tuple[int, ...]) -> dist.ProcessGrou
 
 
 def make_groups(rank: int, sharding: Sharding, cluster: Mesh) -> Groups:
-    """Create this rank's process groups. Every rank must call it, with the same arguments but its rank."""
+    """Create this rank's process groups. Collective: every rank must call it, with the same arguments except `rank`."""
     places = [place(r, sharding, cluster) for r in range(cluster.size)]
     mine = places[rank]
     p, g, o = sharding.parameters, sharding.gradients, sharding.optimizer
     parts = (g.size // p.size, o.size // g.size)
 
     def group(name: str, key: Callable[[int], Hashable]) -> Group:
-        """This rank's of the groups that `key` tells apart."""
+        """This rank's group, where ranks with the same `key` form a group."""
         by_key: dict[Hashable, list[int]] = {}
         for r in range(cluster.size):
             by_key.setdefault(key(r), []).append(r)

@@ -1,4 +1,4 @@
-"""Values for a model whose parameters have no memory yet: from a checkpoint, or random."""
+"""Allocates and fills the parameters of a model that was built on the meta device: from a checkpoint, or at random."""
 
 import math
 from collections.abc import Callable
@@ -15,7 +15,11 @@ from rope import rope_frequencies
 
 
 def empty_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Transformer:
-    """The whole model with its parameters on the meta device. Raises UserError where training it would tear copies apart."""
+    """The whole model with its parameters on the meta device.
+
+    Raises UserError for an upper-bound model, and for a desync model with copies of weights that training would let drift
+    apart.
+    """
     copied = config.qk_norm or config.o_bias or config.mlp_bias
     if config.variant == "desync" and config.desync_streams > 1 and (config.desync_streams > config.n_kv_heads or copied):
         raise UserError(
@@ -32,10 +36,10 @@ def empty_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) -
 
 
 def materializer(model: Transformer, source: Source | None, seed: int) -> Callable[[str], nn.Parameter]:
-    """A function that gives a parameter its memory and values: those of `source`, or random ones.
+    """A function that allocates the parameter of a name and fills it: from `source`, or at random without one.
 
-    Random: normal(0, 0.02), the modules' outputs scaled down with depth as in GPT-2; norms 1, biases 0.
-    Raises UserError if `source` is another model's.
+    Random values: normal(0, 0.02), with the modules' output projections scaled by 1 / sqrt(2 * layers) as in GPT-2; norms
+    1, biases 0. Raises UserError if `source` belongs to another model.
     """
     if source is not None:
         check_names(model.config, list(places(model)), source.shapes())
@@ -51,7 +55,7 @@ def materializer(model: Transformer, source: Source | None, seed: int) -> Callab
         setattr(module, attribute, parameter)
         for place in module_places(model.config, path, module):
             if place.tensor.is_meta or place.tensor.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
-                continue  # the layer's other tensor
+                continue  # it belongs to the module's other parameter
             if source is not None:
                 fill(place, source)
             else:

@@ -1,4 +1,4 @@
-"""What a plan is made for: a model, the GPUs it is trained on, the batch, and how the executor runs."""
+"""The input of the planner: a model, the GPUs it is trained on, the batch, and how the executor runs."""
 
 import math
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from training.sharding import Mesh
 
 
 class Precision(NamedTuple):
-    """Bytes a parameter of each model state (AMSP, section II.C), and of an element of the activations."""
+    """Bytes per parameter of each model state (AMSP, section II.C), and bytes per element of the activations."""
 
     parameters: int
     gradients: int
@@ -25,30 +25,30 @@ PRECISIONS = {
     "bfloat16": Precision(2, 2, 12, 2),  # the optimizer keeps an fp32 master copy and Adam's two moments
     "float32": Precision(4, 4, 8, 4),  # the parameters are their own master copy
 }
-OVERLAPS = ("parameters", "gradients", "updates")  # what communication may run behind computation
+OVERLAPS = ("parameters", "gradients", "updates")  # the communication that can overlap with computation
 
 
 @dataclass(frozen=True)
 class Job:
-    """All that `predict` and `choose` need beside the sharding."""
+    """Everything that `predict` and `choose` need besides the sharding."""
 
     config: ModelConfig
     mesh: Mesh  # all GPUs
     cluster: Cluster
     profile: Profile = field(compare=False)
     sequence_length: int = 4096  # tokens
-    micro_batch: int = 1  # sequences a GPU computes at once
-    global_batch: int = 2**22  # tokens a step, of all GPUs
-    recompute: bool = False  # keep only the layers' inputs, compute the layers again in backward
+    micro_batch: int = 1  # sequences that a GPU computes at once
+    global_batch: int = 2**22  # tokens per step, over all GPUs
+    recompute: bool = False  # keep only the layers' inputs, and compute the layers again in backward
     precision: str = "bfloat16"
-    intra_tensor: bool = False  # spread updates by all-gather of evenly cut tensors, not by broadcasts of whole ones
-    bucket_bytes: int = 64 * 2**20  # of an all-reduce of gradients
+    intra_tensor: bool = False  # send updates by all-gather of evenly cut tensors, not by broadcasts of whole ones
+    bucket_bytes: int = 64 * 2**20  # of gradients in one all-reduce
     overlap: frozenset[str] = frozenset(OVERLAPS)
-    reserve_bytes: float = 2e9  # CUDA context, NCCL's channels, fragmentation: what no formula gives
+    reserve_bytes: float = 2e9  # CUDA context, NCCL's channels, fragmentation: not in any formula
 
     @cached_property
     def micro_batches(self) -> int:
-        """How many micro-batches a GPU computes a step. Raises UserError if the global batch cannot be shared evenly."""
+        """Micro-batches that a GPU computes per step. Raises UserError if the global batch cannot be divided evenly."""
         tokens = self.mesh.size * self.micro_batch * self.sequence_length
         count = self.global_batch // tokens
         if count < 1 or self.global_batch % tokens:
@@ -70,12 +70,13 @@ class Job:
 
     @cached_property
     def parameters(self) -> int:
-        """Ψ: the model's matrices, whose states are sharded."""
+        """Ψ: the number of entries of the model's matrices, whose states are sharded."""
         return self.config.parameter_count()
 
 
 def layer_matrices(config: ModelConfig) -> list[int]:
-    """Entries of each weight of a layer that the executor gathers as one (model.py fuses what has the same input)."""
+    """Entries of each weight matrix of a layer. Matrices with the same input count as one, as in model.py, where they are
+    fused."""
     hidden, heads = config.hidden_size, config.n_heads * config.head_dim
     qkv = hidden * (heads + 2 * config.n_kv_heads * config.head_dim)
     gate_up, out, down = 2 * hidden * config.intermediate_size, heads * hidden, config.intermediate_size * hidden
@@ -85,10 +86,10 @@ def layer_matrices(config: ModelConfig) -> list[int]:
 
 
 def tables(config: ModelConfig) -> list[int]:
-    """Entries of the embedding and, unless it is the same, the head."""
+    """Entries of the embedding and, unless it is tied to it, of the head."""
     return [config.vocab_size * config.hidden_size] * (1 if config.tie_embeddings else 2)
 
 
 def buckets(size: float, bucket_bytes: int) -> int:
-    """How many all-reduces `size` bytes of gradients take."""
+    """The number of buckets, and so of all-reduces, for `size` bytes of gradients."""
     return max(1, math.ceil(size / bucket_bytes))

@@ -1,7 +1,7 @@
-"""Losses on hidden states, computed a few positions at a time so that the logits of a whole batch never exist.
+"""Losses on hidden states, computed in chunks of positions so that the logits of a whole batch never exist at once.
 
-Llama 3's logits of 8,192 positions take 4.2 GB in fp32, and their gradient as much again. Here a chunk's logits live only until
-its loss and its gradients are known, which is in forward: backward just scales them, and nothing is computed twice.
+Llama 3's logits of 8,192 positions take 4.2 GB in fp32, and their gradient takes as much again. Here forward computes both the
+loss and the gradients of a chunk, and then frees its logits. Backward only scales the gradients, so nothing is computed twice.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ ChunkLoss = Callable[..., Tensor]
 
 
 def cross_entropy(model: Transformer, hidden: Tensor, batch: Batch, chunk: int = CHUNK) -> Tensor:
-    """Sum of the counted targets' negative log-likelihoods, nats, fp32 scalar. hidden: normed, (B, T, C)."""
+    """Sum of the negative log-likelihoods of the counted targets, nats, fp32 scalar. hidden: (B, T, C), after the final norm."""
     return _by_chunks(model, hidden, _surprise, chunk, batch.targets.flatten())
 
 
@@ -39,11 +39,11 @@ def distillation(
     temperature: float = 1.0,
     chunk: int = CHUNK,
 ) -> Tensor:
-    """`share` of KL(teacher || model) and 1 - share of the cross entropy, each summed over the counted positions, nats, fp32
-    scalar. Both hidden states are normed, (B, T, C) of their own models.
+    """share * KL(teacher || model) + (1 - share) * cross entropy, summed over the counted positions, nats, fp32 scalar.
 
-    For the divergence, logits are divided by `temperature` and the result is multiplied by its square, so that gradients keep
-    their size when it changes (Hinton et al., arXiv:1503.02531, section 2). The teacher gets no gradient.
+    hidden, teacher_hidden: (B, T, C) of each model, after its final norm. For the divergence, logits are divided by
+    `temperature` and the result is multiplied by its square, so that the size of the gradients does not depend on it
+    (Hinton et al., arXiv:1503.02531, section 2). The teacher gets no gradient.
     """
 
     def loss(logits: Tensor, teacher_rows: Tensor, targets: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ def distillation(
 
 
 def _logits(model: Transformer, rows: Tensor, head: Tensor) -> Tensor:
-    """(n, C) to (n, vocab_size), in fp32 at least."""
+    """(n, C) to (n, vocab_size), in fp32 or a wider dtype."""
     logits = F.linear(rows, head)[:, : model.config.vocab_size]
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
@@ -75,7 +75,8 @@ def _by_chunks(model: Transformer, hidden: Tensor, loss: ChunkLoss, chunk: int, 
 
 
 class _SumOfChunks(torch.autograd.Function):
-    """The sum of a loss over chunks of rows. Forward already computes the gradients; the head's are summed in fp32."""
+    """The sum of a loss over chunks of rows. Forward already computes the gradients. The head's gradient is accumulated
+    in fp32."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, head: Tensor, loss_of: ChunkLoss, chunk: int, *others: Tensor) -> Tensor:
@@ -104,8 +105,8 @@ class _SumOfChunks(torch.autograd.Function):
 
 
 def _scaled(matrix: Tensor, factor: Tensor) -> Tensor:
-    """matrix * factor, multiplied in the precision of `factor`, some rows at a time: rounded to bfloat16, a factor of one over
-    the number of tokens would bias all gradients by up to 0.4%."""
+    """matrix * factor, multiplied in the wider of the two dtypes, in chunks of rows. A factor such as 1 / tokens must not
+    be rounded to bfloat16, which would bias all gradients by up to 0.4%."""
     product = torch.empty_like(matrix)
     for target, source in zip(product.split(CHUNK), matrix.split(CHUNK), strict=True):
         target.copy_(source.to(torch.promote_types(source.dtype, factor.dtype)) * factor)

@@ -1,9 +1,9 @@
-"""How much memory of a GPU a plan takes (AMSP, section IV.D): model states, activations, buffers.
+"""The memory that a plan takes on each GPU (AMSP, section IV.D): model states, activations, buffers.
 
     P + G + OS = (2 / |P| + 2 / |G| + 12 / |OS|) Ψ bytes in mixed precision
 
-The paper leaves the activations to others' formulas. Here they are counted from what autograd keeps of model.py's layer, with
-an attention kernel that keeps no scores.
+The paper refers to other papers' formulas for activations. Here the tensors that autograd keeps for a layer of model.py are
+counted, with an attention kernel that does not store the scores.
 """
 
 from dataclasses import asdict, dataclass
@@ -21,8 +21,8 @@ class Memory:
     parameters: float
     gradients: float
     optimizer: float
-    activations: float  # at their peak, the logits' among them
-    buffers: float  # gathered weights, whole gradients, buckets
+    activations: float  # at their peak, including the logits
+    buffers: float  # gathered weights, unsharded gradients, buckets
     reserve: float
 
     @property
@@ -31,11 +31,12 @@ class Memory:
 
 
 def layer_activations(config: ModelConfig, tokens: int, element: int) -> int:
-    """Bytes that a layer keeps for its backward pass, `element` bytes a number.
+    """Bytes that a layer keeps for its backward pass, with `element` bytes per number.
 
-    A token: both norms' inputs and outputs (4 C; 2 C where attention and MLP share a norm); rotated q and k, the projection
-    that v is a view of, and the attention's output (3 H D + 3 K D); gate, up, silu(gate) and their product (4 F); and in fp32
-    the attention's log-sum-exp (H).
+    Per token, for C features, H query heads and K key-value heads of dimension D, and an MLP of width F: the inputs and
+    outputs of both norms (4 C; 2 C if attention and MLP share a norm); rotated q and k, the fused projection that v is a
+    view of, and the output of attention (3 H D + 3 K D); gate, up, silu(gate) and their product (4 F); and in fp32 the
+    log-sum-exp of attention (H).
     """
     norms = 2 if config.variant == "parallel" else 4
     numbers = norms * config.hidden_size + 3 * (config.n_heads + config.n_kv_heads) * config.head_dim
@@ -44,15 +45,17 @@ def layer_activations(config: ModelConfig, tokens: int, element: int) -> int:
 
 
 def loss_activations(config: ModelConfig, tokens: int, element: int) -> int:
-    """Bytes at the loss (`training/losses.py`): the final norm's input, output and its gradient; the head's gradient, summed
-    in fp32, rounded and scaled; of a chunk of positions the logits, and in fp32 their copy, log-softmax and gradient."""
+    """Bytes at the loss (`training/losses.py`): the final norm's input and output, and the output's gradient; the head's
+    gradient accumulated in fp32, rounded, and scaled; and for one chunk of positions the logits, and in fp32 their copy,
+    log-softmax and gradient."""
     rows = 3 * element * tokens * config.hidden_size
     head = (4 + 2 * element) * config.vocab_size * config.hidden_size
     return rows + head + (element + 12) * min(tokens, CHUNK) * config.vocab_size
 
 
 def activations(job: Job) -> int:
-    """Bytes at the peak: all layers' when backward begins; recomputing, their inputs and what one layer or the loss takes."""
+    """Bytes at the peak. Without recomputation: all layers when backward begins, plus the loss. With recomputation: the
+    inputs of all layers, plus the larger of one layer and the loss."""
     layer = layer_activations(job.config, job.tokens, job.bytes.activations)
     loss = loss_activations(job.config, job.tokens, job.bytes.activations)
     if not job.recompute:
@@ -62,8 +65,8 @@ def activations(job: Job) -> int:
 
 
 def buffers(job: Job, sharding: Sharding) -> int:
-    """Bytes of what is in flight: two layers' gathered weights and two whole gradients where P is sharded, two buckets of
-    gradients where there is an all-reduce."""
+    """Bytes of communication buffers: two layers' gathered weights and two unsharded gradients if P is sharded, and two
+    gradient buckets if there is an all-reduce."""
     layer, largest = layer_matrices(job.config), max(layer_matrices(job.config) + tables(job.config))
     gathered = 0
     if sharding.parameters.size > 1:
@@ -73,7 +76,7 @@ def buffers(job: Job, sharding: Sharding) -> int:
 
 
 def memory(job: Job, sharding: Sharding, secondary: Mesh | None = None) -> Memory:
-    """What a GPU holds under `sharding`. `secondary` is the mesh of ZeRO++'s second copy of P, if there is one."""
+    """The memory of a GPU under `sharding`. secondary: the mesh of ZeRO++'s second copy of P, if there is one."""
     psi = job.parameters
     held = job.bytes.parameters * psi / sharding.parameters.size
     if secondary is not None:

@@ -1,4 +1,4 @@
-"""What a run says of itself: a progress bar, JSON lines, and a plot of the loss."""
+"""Reports on a run: a progress bar, metrics as JSON lines, and a plot of the loss."""
 
 import json
 import math
@@ -19,7 +19,8 @@ from training.trainer import Trainer, total
 
 @dataclass(frozen=True)
 class Measured:
-    """One line of `metrics.jsonl`: a few steps, averaged but for `step`, `loss` and `gradient_norm`, which are the last one's."""
+    """One line of `metrics.jsonl`, about several steps. Times and speeds are averages over these steps; `step`, `loss`,
+    `gradient_norm` and `learning_rate` are those of the last one."""
 
     step: int  # steps done
     loss: float  # nats a supervised token
@@ -28,18 +29,19 @@ class Measured:
     step_ms: float
     tokens_per_second: float  # of all ranks
     tokens_per_gpu_second: float  # TGS
-    mfu: float | None  # None where the device's peak is not known
+    mfu: float | None  # None if the device's peak is unknown
     peak_memory_gb: float | None  # of rank 0's GPU
-    exposed_ms: float  # a step's time in which rank 0 computed nothing because it waited for communication
+    exposed_ms: float  # time per step in which rank 0 computed nothing because it waited for communication
 
 
 class Meter:
-    """Collects a step's results on the device and reads them every `every` steps, so that the host need not wait each step."""
+    """Collects the results of steps on the device and reads them every `every` steps, so that the host does not wait in
+    each step."""
 
     def __init__(
         self, trainer: Trainer, path: Path, every: int, steps: int, step_flops: float, peak_flops: float | None
     ) -> None:
-        """step_flops: of all ranks. peak_flops: FLOP/s of one device."""
+        """step_flops: FLOPs of a step, over all ranks. peak_flops: FLOP/s of one device; None if unknown."""
         self.trainer, self.path, self.every = trainer, path, every
         self.step_flops, self.peak_flops = step_flops, peak_flops
         self.pending: list[tuple[Tensor, Tensor]] = []
@@ -56,7 +58,8 @@ class Meter:
             self.flush()
 
     def flush(self) -> None:
-        """Read what is pending, on all ranks together. Raises UserError if the loss or gradient is no longer finite."""
+        """Read and log the pending results. Collective. Raises UserError if the loss or the gradient's norm is no longer
+        finite."""
         if not self.pending:
             return
         trainer, count = self.trainer, len(self.pending)
@@ -102,7 +105,7 @@ class Meter:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a `metrics.jsonl`; a last line that was cut off by a kill is left out."""
+    """The lines of a `metrics.jsonl`, without a last line that is incomplete because the run was killed."""
     lines = []
     for line in path.read_text().splitlines() if path.exists() else []:
         try:
@@ -113,7 +116,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def cut_after(path: Path, step: int) -> None:
-    """Forget what a run wrote after the snapshot from which it resumes."""
+    """Remove the lines that a run wrote after step `step`, the snapshot from which it resumes."""
     kept = [line for line in read_metrics(path) if line["step"] <= step]
     path.write_text("".join(json.dumps(line) + "\n" for line in kept))
 
@@ -124,7 +127,7 @@ def plot_losses(runs: Sequence[tuple[str, Path]], out: Path) -> None:
 
 
 def draw_losses(runs: Sequence[tuple[str, Sequence[dict[str, Any]]]], out: Path) -> None:
-    """`plot_losses` of metrics that were read. Labels that name a variant have its colour."""
+    """Like `plot_losses`, for metrics that have been read. A label that names a variant gets that variant's colour."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

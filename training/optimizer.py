@@ -1,4 +1,4 @@
-"""AdamW on the optimizer states that a rank owns, gradient clipping over all of them, and the learning rate."""
+"""AdamW on the optimizer states that a rank owns, gradient clipping by the global norm, and the learning-rate schedule."""
 
 import math
 from collections.abc import Iterable
@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from training.groups import Group
 from training.weights import Weight
 
-CHUNK = 64 * 2**20  # elements that are updated at a time, and so whose gradients exist in fp32
+CHUNK = 64 * 2**20  # elements that are updated at a time; only their gradients exist in fp32
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Linear warm-up, then a cosine from `peak` down to `final` of it."""
+    """Linear warm-up to `peak`, then a cosine down to `final` * `peak`."""
 
     peak: float = 3e-4
     steps: int = 1000
@@ -35,19 +35,19 @@ class Schedule:
 class AdamSettings:
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
-    weight_decay: float = 0.1  # of the matrices
+    weight_decay: float = 0.1  # of the matrices only
     clip: float = 1.0  # largest global norm of the gradient
 
 
 class Optimizer:
     """Adam with decoupled weight decay (Loshchilov & Hutter, arXiv:1711.05101) on fp32 master weights.
 
-    Where the parameters are fp32 themselves, they are the masters. `step` sends each new value on its way as soon as it is
-    computed, in the order in which forward will need them.
+    If the parameters are fp32, they are the master weights themselves. `step` begins to send each new value as soon as it
+    is computed, in the order in which forward will need them.
     """
 
     def __init__(self, weights: list[Weight], undecayed: Weight, copy: Group, settings: AdamSettings) -> None:
-        """copy: the ranks that together own every element once."""
+        """undecayed: the weight without weight decay. copy: the ranks that together own every element once."""
         self.weights, self.copy, self.settings = weights, copy, settings
         self.masters: dict[Weight, nn.Parameter] = {}
         for weight in weights:
@@ -57,7 +57,11 @@ class Optimizer:
         self.chunks = [_Chunk(part, undecayed, self.masters, settings) for part in _chunks(weights)]
 
     def step(self, gradients: dict[Weight, Tensor], rate: float) -> Tensor:
-        """Clip, update, and begin to spread the new values. Returns the gradient's global norm, a scalar on the device."""
+        """Clip, update, and begin to send the new values to the other ranks. Collective.
+
+        Removes what it uses from `gradients`. Returns the gradient's global norm before clipping, an fp32 scalar on the
+        device.
+        """
         norm = self._norm(gradients.values())
         scale = (self.settings.clip / (norm + 1e-6)).clamp(max=1.0)
         for chunk in self.chunks:
@@ -75,11 +79,12 @@ class Optimizer:
         return total.sqrt()
 
     def state(self) -> dict[Weight, dict[str, Tensor]]:
-        """What a rank owns of each weight: `master`, `exp_avg`, `exp_avg_sq`, fp32; views that a restore may write into."""
+        """What a rank owns of each weight: `master`, `exp_avg`, `exp_avg_sq`, (owned elements,) fp32. These are the
+        optimizer's own tensors; a restore writes into them."""
         return {w: c.state(w) for c in self.chunks for w in c.weights if w in self.masters}
 
     def restore(self, updates: int) -> None:
-        """Take over the number of updates so far, and spread the masters that were written into `state`."""
+        """Set the number of updates so far, and begin to send the masters that were written into `state`. Collective."""
         for chunk in self.chunks:
             chunk.restore(updates)
             for weight in chunk.weights:
@@ -87,7 +92,7 @@ class Optimizer:
 
 
 class _Chunk:
-    """Some weights that are updated together, so that fp32 copies of few gradients exist at a time."""
+    """Some weights that are updated together. Only the gradients of one chunk exist in fp32 at a time."""
 
     def __init__(
         self, weights: list[Weight], undecayed: Weight, masters: dict[Weight, nn.Parameter], settings: AdamSettings
@@ -109,7 +114,7 @@ class _Chunk:
     def step(self, gradients: dict[Weight, Tensor], scale: Tensor, rate: float) -> None:
         if self.adam is None:
             return
-        scale = scale.reshape(1)  # no scalar to type promotion: one kernel reads bfloat16, multiplies and writes fp32
+        scale = scale.reshape(1)  # type promotion ignores 0-d tensors; with (1,) one kernel reads bf16 and writes fp32
         for weight, master in self.masters.items():
             master.grad = gradients.pop(weight) * scale
         for group in self.adam.param_groups:
@@ -119,7 +124,7 @@ class _Chunk:
         self._publish()
 
     def _publish(self) -> None:
-        """Copy the masters into the parameters."""
+        """Copy the master weights into the parameters."""
         for weight, master in self.masters.items():
             if weight.shard.dtype != torch.float32:
                 weight.shard[weight.owned].copy_(master.detach())
@@ -138,7 +143,7 @@ class _Chunk:
 
 
 def _chunks(weights: list[Weight]) -> list[list[Weight]]:
-    """Consecutive weights of about `CHUNK` owned elements."""
+    """Split `weights` into runs of at most `CHUNK` owned elements. A larger weight is a run of its own."""
     chunks: list[list[Weight]] = [[]]
     size = 0
     for weight in weights:
