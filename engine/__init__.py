@@ -1,1 +1,1 @@
-"""Requests in, tokens out: sampling, stopping, generation."""
+"""The inference engine: scheduling, KV cache, sampling, stopping, generation."""

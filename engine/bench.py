@@ -1,10 +1,10 @@
-"""Offline throughput of the serving engine: random prompts in, tokens out, no HTTP.
+"""Offline throughput of the serving engine: random prompts, no HTTP.
 
     python -m engine.bench --model models/tiny-hybrid --requests 64 --prompt-length 64 --new-tokens 64
     python launch.py --ranks 8 -m engine.bench --model llama-3-70b:16 --requests 256 --prompt-length 1024 \\
         --new-tokens 512
 
-With --host it prints the host's share of a step instead: scheduling, laying out the batch, sampling set-up, bookkeeping.
+With --host it prints the host's time in a step instead: scheduling, batch layout, sampling set-up, bookkeeping.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def requests(args: argparse.Namespace, vocab_size: int) -> list[Submit]:
 
 
 def throughput(engine: Engine, args: argparse.Namespace, world: World) -> dict[str, Any]:
-    """Run all requests to their end."""
+    """Run all requests to their end and measure the throughput."""
     for request in requests(args, engine.vocab_size):
         if refused := engine.submit(request):
             raise UserError(refused.message)
@@ -67,7 +67,7 @@ def throughput(engine: Engine, args: argparse.Namespace, world: World) -> dict[s
 
 
 def timed(owner: Any, name: str, label: str, seconds: dict[str, float]) -> None:
-    """Replace a method by one that adds its time to `seconds[label]`."""
+    """Replace a method by one that also adds its time to `seconds[label]`."""
     inner: Callable[..., Any] = getattr(owner, name)
 
     def outer(*args: Any, **kwargs: Any) -> Any:
@@ -81,10 +81,10 @@ def timed(owner: Any, name: str, label: str, seconds: dict[str, float]) -> None:
 
 
 def host_overhead(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
-    """What the host adds to a decode step of all requests, in ms: medians over the steps.
+    """The host's time in a decode step of all requests, in ms: medians over the steps.
 
-    `host` is the step without the model (layers, head) and the drawing of tokens from logits; the rows below it are parts of
-    it.
+    `host` is the step without the model (layers, head) and without the drawing of tokens from logits. The entries after
+    it are parts of it.
     """
     seconds: dict[str, float] = defaultdict(float)
     model, runner = engine.runner.model, engine.runner

@@ -1,9 +1,10 @@
-"""Grammars: compiled beside the step loop, once for each text, within limits that do not depend on time.
+"""Compiling grammars: in a thread, once for each text, with limits that do not depend on time.
 
-A rank compiles in one thread of low priority; llguidance gives the interpreter free meanwhile, so steps go on. What is compiled is
-kept, and every sequence gets a copy. The limits count what llguidance does instead of its seconds, so that all ranks decide alike.
+A rank compiles in one thread of low priority. llguidance releases the interpreter lock meanwhile, so steps continue.
+Compiled grammars are cached, and every sequence gets a copy. The limits count llguidance's operations, not seconds, so
+that all ranks reach the same result.
 
-Imports no torch: the frontend validates with the same limits, in processes that should stay small.
+Imports no torch: the frontend validates grammars with the same limits, in processes that should stay small.
 """
 
 import contextlib
@@ -19,16 +20,16 @@ if TYPE_CHECKING:
     from tokenizer import Tokenizer
 
 MAX_TEXT = 1 << 20  # bytes of one grammar
-MAX_COMPILING = 32  # different grammars that requests wait for
-CACHED = 32  # grammars kept for the next request
-CACHED_TEXT = 4 << 20  # bytes of their texts; compiled, a grammar takes about 50 times as much
+MAX_COMPILING = 32  # most different grammars that requests wait for
+CACHED = 32  # most compiled grammars in the cache
+CACHED_TEXT = 4 << 20  # most bytes of their texts; compiled, a grammar takes about 50 times as much
 NICENESS = 10
 
-FAILED, COMPILED = 1, 2  # 0: not yet
+FAILED, COMPILED = 1, 2  # states of a Job; 0: not compiled yet
 
 
 def limits() -> Any:
-    """How much one grammar may cost: at most about 0.5 s to build the lexer, 5 ms and 64 MB for the mask of one sequence's step."""
+    """The limits of one grammar: about 0.5 s to build the lexer, and 5 ms and 64 MB for the mask of one sequence's step."""
     import llguidance
 
     return llguidance.LLParserLimits(
@@ -43,12 +44,12 @@ def limits() -> Any:
 
 
 class Job:
-    """One grammar on its way. The thread writes `matcher` or `error`, then `state`."""
+    """The compilation of one grammar. The thread writes `matcher` or `error`, and `state` last."""
 
     def __init__(self, text: str) -> None:
         self.text = text
         self.state = 0
-        self.matcher: Any = None  # llguidance's; never advanced
+        self.matcher: Any = None  # llguidance's, never advanced
         self.error = ""
         self.wanted = True
 
@@ -59,13 +60,13 @@ class Grammars:
     def __init__(self, tokenizer: "Tokenizer | None", vocab_size: int) -> None:
         self.tokenizer, self.vocab_size = tokenizer, vocab_size
         self._for_library: Any = None
-        self._jobs: dict[str, Job] = {}  # not yet done
+        self._jobs: dict[str, Job] = {}  # started by `start` and not yet given to `finished`
         self._cache: OrderedDict[str, Job] = OrderedDict()  # least recently used first
         self._queue: SimpleQueue[Job | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def check(self, text: str) -> None:
-        """Raises UserError for what needs no compiler to be refused."""
+        """Raises UserError for a grammar that can be refused without compiling it."""
         if self.tokenizer is None:
             raise UserError("this model has no tokenizer, so it cannot follow a grammar; ask for plain text")
         if not self.tokenizer.eos_ids:
@@ -74,12 +75,12 @@ class Grammars:
             raise UserError(f"the grammar or JSON schema is longer than {MAX_TEXT} bytes; send a smaller one")
 
     def warm_up(self) -> None:
-        """Prepare the tokenizer's view, which takes seconds for a large vocabulary, before the first grammar needs it."""
+        """Prepare llguidance's form of the tokenizer before the first grammar needs it: seconds for a large vocabulary."""
         if self.tokenizer is not None and self.tokenizer.eos_ids:
             self._put(None)
 
     def start(self, text: str) -> Job:
-        """The job of a grammar: done already, under way, or begun now."""
+        """The job of a grammar: from the cache, already running, or new."""
         job = self._cache.pop(text, None) or self._jobs.get(text)
         if job is None:
             job = self._jobs[text] = Job(text)
@@ -89,7 +90,7 @@ class Grammars:
         return job
 
     def finished(self, job: Job) -> None:
-        """Requests stopped waiting for it: compiled, it is kept; unless it runs already, it never will."""
+        """No request waits for the job any more. If it has compiled, cache it; if it has not started, it is skipped."""
         self._jobs.pop(job.text, None)
         if job.state:
             self._keep(job)
@@ -97,13 +98,13 @@ class Grammars:
             job.wanted = False
 
     def compile(self, text: str) -> Any:
-        """A matcher whose first mask is computed, in this thread. Raises UserError."""
+        """Compile in this thread. Returns a matcher that has computed its first mask. Raises UserError."""
         import llguidance
 
         self.check(text)
         matcher = llguidance.LLMatcher(self._tokenizer(), text, log_level=0, limits=limits())
         if not matcher.is_error():
-            matcher.compute_logit_bias()  # some limits show only here
+            matcher.compute_logit_bias()  # some limits are only checked here
         if problem := error_of(matcher):
             raise UserError(problem)
         return matcher
@@ -132,7 +133,7 @@ class Grammars:
             self._thread.start()
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError, AttributeError):  # Linux alone gives threads a priority of their own
+        with contextlib.suppress(OSError, AttributeError):  # only Linux has priorities for single threads
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         while True:
             job = self._queue.get()
@@ -142,14 +143,14 @@ class Grammars:
                 elif job.wanted:
                     job.matcher = self.compile(job.text)
                     job.state = COMPILED
-            except BaseException as e:  # a panic of the library, too: requests wait for this thread
+            except BaseException as e:  # also a panic of the library: requests wait for this thread, so it must not end
                 if job is not None:
                     job.error = str(e)
                     job.state = FAILED
 
 
 def error_of(matcher: Any) -> str:
-    """What is wrong with a matcher, in one line; empty if nothing is."""
+    """A matcher's error in one line; empty if it has none."""
     if not matcher.is_error():
         return ""
     lines = matcher.get_error().splitlines() or ["unknown error"]
@@ -157,7 +158,7 @@ def error_of(matcher: Any) -> str:
 
 
 class _LLGuidanceTokenizer:
-    """The view of a tokenizer that llguidance asks for: each id's bytes, and a way to encode."""
+    """The tokenizer's interface for llguidance: the bytes of each id, and a function that encodes."""
 
     def __init__(self, tokenizer: "Tokenizer", vocab_size: int) -> None:
         self.eos_token_id = tokenizer.eos_ids[0]

@@ -1,5 +1,5 @@
-"""What a request's parameters do to its logits before a token is drawn: penalties, biases, allowed ids, minimum length,
-grammars. Rows without any of these are not touched."""
+"""Changes of logits before a token is drawn, by a request's parameters: penalties, biases, allowed ids, minimum length,
+grammars. Rows of requests without any of these stay unchanged."""
 
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
@@ -17,19 +17,20 @@ SCORE_CHUNK = 512  # tokens whose logits are held at once while scoring
 
 @dataclass
 class SamplingState:
-    """What sampling keeps of one sequence between steps. Tensors are (V,), on the model's device."""
+    """One sequence's state of sampling between steps. Tensors are (V,), on the model's device."""
 
-    prompt: Tensor | None = None  # bool: ids that the prompt has; this and `counts` from the first draw on, so that none waits
+    # `prompt`, `counts` and `matcher` are created at the first draw, so that waiting requests take no memory for them
+    prompt: Tensor | None = None  # bool: ids that occur in the prompt
     counts: Tensor | None = None  # fp32: how often each id was generated
     counted: int = 0  # how many generated tokens `counts` holds
     bias: Tensor | None = None  # fp32: logit_bias, and -inf outside allowed_token_ids
-    grammar: Any = None  # llguidance's matcher of the request, never advanced; None for free text
-    matcher: Any = None  # a copy of it, from the first draw on: it may take megabytes, and a thousand may wait
+    grammar: Any = None  # llguidance's matcher in its initial state, shared and never advanced; None for free text
+    matcher: Any = None  # this sequence's copy of it, which may take megabytes
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
 
 
 def new_state(params: RequestParams, vocab_size: int, device: torch.device) -> SamplingState:
-    """The state a request begins with, but for its grammar's matcher. Raises UserError for ids outside the vocabulary."""
+    """A request's initial state, without its grammar. Raises UserError for ids outside the vocabulary."""
     state = SamplingState()
     check_ids([*params.logit_bias, *(params.allowed_token_ids or ()), *params.stop_token_ids], vocab_size)
     if params.allowed_token_ids is not None:
@@ -45,7 +46,7 @@ def new_state(params: RequestParams, vocab_size: int, device: torch.device) -> S
 
 
 def sibling(state: SamplingState) -> SamplingState:
-    """A fresh state for another sequence with the same parameters, which shares what never changes."""
+    """A new state for another sequence with the same parameters. It shares the tensor that never changes, `bias`."""
     return SamplingState(bias=state.bias)
 
 
@@ -57,7 +58,7 @@ def check_ids(ids: List[int], vocab_size: int) -> None:
 
 
 def process(logits: Tensor, sequences: List[Sequence]) -> Tensor:
-    """Apply every sequence's parameters to its row of (B, V) fp32 logits. Returns a new tensor if anything applies."""
+    """Apply each sequence's parameters to its row of (B, V) fp32 logits. Returns a new tensor if any row changes."""
     rows = [i for i, s in enumerate(sequences) if needs_processing(s)]
     if not rows:
         return logits
@@ -75,7 +76,7 @@ def process(logits: Tensor, sequences: List[Sequence]) -> Tensor:
         if state.matcher is not None:
             banned = ~allowed(state.matcher, logits.shape[-1]).to(logits.device)
             if (state.bias is not None or too_short) and bool((logits[i].isneginf() | banned).all()):
-                logits[i] = raw[i]  # nothing is left of what the grammar needs here; the grammar wins
+                logits[i] = raw[i]  # the other rules ban all tokens that the grammar allows: only the grammar applies
             logits[i].masked_fill_(banned, -torch.inf)
     return logits
 
@@ -96,8 +97,9 @@ def needs_processing(sequence: Sequence) -> bool:
 
 
 def _penalize(logits: Tensor, rows: list[int], sequences: List[Sequence]) -> None:
-    """Presence and frequency penalties count generated tokens (OpenAI); the repetition penalty also the prompt's (CTRL,
-    arXiv:1909.05858): a seen token's logit is divided by it if positive, and multiplied if negative."""
+    """Apply the penalties to `rows`, in place. Presence and frequency penalties count generated tokens (OpenAI). The
+    repetition penalty (CTRL, arXiv:1909.05858) also counts the prompt's: it divides a seen token's positive logit and
+    multiplies a negative one."""
     if not rows:
         return
     for i in rows:
@@ -116,7 +118,7 @@ def _penalize(logits: Tensor, rows: list[int], sequences: List[Sequence]) -> Non
 
 
 def _count(sequence: Sequence, logits: Tensor) -> None:
-    """Bring the counts up to date: usually by one token, after a preemption by none."""
+    """Update the counts, usually by one token, after a preemption by none."""
     state = sequence.state
     if state.counts is None:
         state.counts = torch.zeros(logits.shape[-1], device=logits.device)
@@ -137,7 +139,8 @@ def allowed(matcher: Any, vocab_size: int) -> Tensor:
 
 
 def advance(sequence: Sequence, token: int) -> bool:
-    """Tell a grammar what was drawn. Returns whether nothing may follow: the text is complete, or the matcher is in error."""
+    """Advance the sequence's grammar by the drawn token. Returns whether nothing may follow: the text is complete, or
+    the matcher has an error."""
     matcher = sequence.state.matcher
     if matcher is None:
         return False
@@ -146,7 +149,7 @@ def advance(sequence: Sequence, token: int) -> bool:
 
 
 def token_logprobs(logits: Tensor, chosen: List[int], tops: List[int]) -> list[TokenLogprobs]:
-    """Log-probabilities of `chosen` and of the likeliest `tops[i]` tokens in each row of raw (B, V) fp32 logits."""
+    """Log-probabilities of `chosen[i]` and of the `tops[i]` likeliest tokens, for each row i of raw (B, V) fp32 logits."""
     logprobs = logits.log_softmax(-1)
     mine = logprobs.gather(-1, torch.tensor(chosen, device=logits.device)[:, None])
     ranks = ((logprobs > mine).sum(-1) + 1).tolist()

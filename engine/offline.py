@@ -1,4 +1,7 @@
-"""Generation and scoring without a server: one batch of equally long prompts, a contiguous KV cache, one token a step."""
+"""Generation and scoring without a server: one batch of equally long prompts, one token a step.
+
+On a CPU with a contiguous KV cache, on a GPU with the server's runner and its paged cache.
+"""
 
 import time
 from collections.abc import Iterator
@@ -20,13 +23,13 @@ from engine.scheduler import Chunk, Sequence
 from errors import UserError
 from model import Transformer
 
-PREFILL_TOKENS = 1 << 16  # computed at once on a GPU: many enough to fill it, few enough for the activations to fit
+PREFILL_TOKENS = 1 << 16  # most tokens of one prefill step on a GPU: enough to use it fully, and the activations fit
 BLOCK_SIZE = 16  # tokens of a KV-cache block
 
 
 @dataclass
 class Timing:
-    """Seconds of one `generate` call, measured to the moment the tokens are on the host."""
+    """Seconds of one `generate` call, each measured until the tokens are on the host."""
 
     prefill: float = 0.0
     steps: list[float] = field(default_factory=list)  # one a decode step
@@ -57,7 +60,7 @@ def generate(
     new_tokens: int,
     timing: Timing,
 ) -> Iterator[list[int]]:
-    """Yield the next token of every sequence, `new_tokens` times or until the caller stops asking.
+    """Yield the next token of every sequence, `new_tokens` times or until the caller stops iterating.
 
     prompts: B lists of equally many token ids; params: one entry a sequence. Raises UserError for prompts that do not fit.
     """
@@ -97,17 +100,18 @@ def _contiguous(
 
 
 def next_tokens(model: Transformer, tokens: Tensor, cache: ContiguousCache, batch: SamplingBatch) -> Tensor:
-    """Forward (B, T) ids through the cache and sample the token behind them: (B, 1)."""
+    """Compute (B, T) ids with the cache and sample the token after them: (B, 1)."""
     last = model.hidden(tokens, cache.append(tokens.shape[1]))[:, -1]
     positions = torch.full((len(tokens), 1), cache.length, device=tokens.device)
     return sample(model.logits(last), batch, positions)[:, None]
 
 
 def _runner(model: Transformer, capacity: Capacity) -> GraphRunner:
-    """A runner for steps of just this size. The model keeps the last one, with its graphs, and so both are freed together."""
+    """A runner with buffers of exactly this capacity. The model keeps the last one and its graphs; they are freed with
+    it."""
     runner: GraphRunner | None = model.__dict__.pop("_offline_runner", None)
     if runner is None or runner.capacity != capacity:
-        del runner  # its cache, before the next one takes as much
+        del runner  # frees its cache before the new one is allocated
         weight = model.norm.weight
         shape = capacity.sequences * capacity.blocks, BLOCK_SIZE, model.n_kv_heads, model.config.head_dim
         cache = PagedCache(model.attention_slots, *shape, weight.device, weight.dtype)
@@ -117,10 +121,10 @@ def _runner(model: Transformer, capacity: Capacity) -> GraphRunner:
 
 
 def _paged(model: Transformer, prompts: List[List[int]], params: List[SamplingParams], new_tokens: int) -> Iterator[list[int]]:
-    """Through the server's runner: the next step is launched before this one's tokens are waited for."""
+    """Generate with the server's runner: the next step is launched before waiting for this step's tokens."""
     length = len(prompts[0])
     blocks = -(-(length + new_tokens) // BLOCK_SIZE)
-    together = max(1, min(len(prompts), PREFILL_TOKENS // length))  # prompts of one launch
+    together = max(1, min(len(prompts), PREFILL_TOKENS // length))  # prompts in one step
     runner = _runner(model, Capacity(len(prompts), together * length, blocks))
     sequences = [_sequence(i, list(prompt), p, blocks) for i, (prompt, p) in enumerate(zip(prompts, params, strict=True))]
     tokens: list[int] = []
@@ -141,7 +145,7 @@ def _paged(model: Transformer, prompts: List[List[int]], params: List[SamplingPa
 
 
 def _sequence(i: int, prompt: list[int], p: SamplingParams, blocks: int) -> Sequence:
-    """The i-th of a batch, with the i-th `blocks` blocks of the cache."""
+    """The batch's sequence i. It has the cache's blocks from i * `blocks` on, `blocks` of them."""
     length = len(prompt)
     params = RequestParams(
         max_tokens=blocks * BLOCK_SIZE, temperature=p.temperature, top_k=p.top_k, top_p=p.top_p, min_p=p.min_p, seed=p.seed
@@ -158,8 +162,8 @@ def _recorded(sequences: list[Sequence], tokens: list[int]) -> list[int]:
 
 @torch.inference_mode()
 def score(model: Transformer, prompt: List[int]) -> tuple[list[float | None], list[int]]:
-    """How well the model expects a text: the natural log-probability of each token given those before it (the first has
-    none), and the arg-max prediction of the token behind each one."""
+    """The natural log-probability of each token given those before it (None for the first), and for each token the arg-max
+    prediction of the next one."""
     check_prompts(model.config, [prompt], 0)
     tokens = torch.tensor([prompt], device=model.norm.weight.device)
     hidden = model.hidden(tokens, Causal(len(prompt), tokens.device))[0]

@@ -1,7 +1,7 @@
-"""From logits to tokens: temperature, top-k, top-p, min-p, seeded per sequence, vectorized over the batch.
+"""Sampling tokens from logits: temperature, top-k, top-p, min-p, seeded per sequence, vectorized over the batch.
 
-The noise of a sampled token is a hash of (seed, position, token id), not the state of a generator: a sequence draws the same
-tokens alone, in any batch, and on every rank. Sampling is by the Gumbel-max trick, so each token id needs one number only.
+The noise is a hash of (seed, position, token id), not the state of a generator, so a sequence draws the same tokens
+alone, in any batch, and on every rank. Sampling uses the Gumbel-max trick, which needs one number for each token id.
 """
 
 import math
@@ -19,9 +19,10 @@ from kernels.sampling import exponential_noise
 class SamplingParams:
     """How one sequence is sampled. Filters apply to the distribution after temperature, in the order of the fields.
 
-    Every threshold is compared in fp32. min_p is compared as a logarithm, log p_i >= log p_max + log(min_p), where no positive
-    min_p is too small to be represented: one of 1e-84 drops what lies 193.4 below the largest logit / temperature. A top_p that
-    fp32 rounds to 1 filters nothing; a temperature above 0 and below 1e-6 acts as 1e-6, or as 0 where fp32 rounds it to 0."""
+    Every threshold is compared in fp32. min_p is compared as a logarithm, log p_i >= log p_max + log(min_p), because
+    the logarithm of any positive min_p can be represented: 1e-84 drops tokens more than 193.4 below the largest logit /
+    temperature. A top_p that fp32 rounds to 1 filters nothing. A temperature above 0 and below 1e-6 counts as 1e-6, or
+    as 0 if fp32 rounds it to 0. Raises UserError for a value out of range."""
 
     temperature: float = 1.0  # 0: greedy
     top_k: int = 0  # keep the k likeliest tokens; 0: all
@@ -43,7 +44,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class SamplingBatch:
-    """The parameters of B sequences as tensors of shape (B, 1), and which steps any of them needs at all."""
+    """The parameters of B sequences as tensors of shape (B, 1). The flags tell which computations can be skipped."""
 
     temperature: Tensor
     top_k: Tensor
@@ -70,7 +71,7 @@ class SamplingBatch:
 
 
 def sample(logits: Tensor, batch: SamplingBatch, positions: Tensor) -> Tensor:
-    """One token for each of B sequences: (B, V) fp32 logits and the tokens' positions (B, 1) int64, to (B,) int64."""
+    """Draw one token for each of B sequences: (B, V) fp32 logits and the tokens' positions (B, 1) int64, to (B,) int64."""
     greedy = logits.argmax(-1)
     if batch.all_greedy:
         return greedy
@@ -83,14 +84,14 @@ def sample(logits: Tensor, batch: SamplingBatch, positions: Tensor) -> Tensor:
 
 
 def keep(scaled: Tensor, batch: SamplingBatch) -> Tensor:
-    """(B, V) bool: the tokens that pass top-k, then top-p over what is left, then min-p. The likeliest always passes."""
+    """(B, V) bool: the tokens that pass top-k, then top-p over the rest, then min-p. The likeliest always passes."""
     ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
     vocab = scaled.shape[-1]
     rank = torch.arange(vocab, device=scaled.device)
     passes = rank < torch.where(batch.top_k == 0, vocab, batch.top_k)
     probabilities = ordered.masked_fill(~passes, -torch.inf).softmax(-1)
     before = probabilities.cumsum(-1) - probabilities  # the probability of all likelier tokens
-    passes &= (before < batch.top_p) | (batch.top_p == 1)  # rounded, `before` reaches 1 while unlikely tokens are left
-    passes &= ordered - ordered[:, :1] >= batch.log_min_p  # probabilities and their products underflow, logarithms do not
+    passes &= (before < batch.top_p) | (batch.top_p == 1)  # rounding may make `before` 1 while tokens are left
+    passes &= ordered - ordered[:, :1] >= batch.log_min_p  # logarithms, because probabilities and their products underflow
     passes[:, 0] = True
     return torch.zeros_like(passes).scatter_(-1, order, passes)

@@ -1,4 +1,4 @@
-"""When a sequence ends, and what of its text may be shown: stop tokens, stop strings, the length limit."""
+"""When a sequence ends, and which part of its text is final: stop tokens, stop strings, the length limit."""
 
 from collections.abc import Sequence
 
@@ -8,9 +8,9 @@ from tokenizer import IncrementalDetokenizer, Tokenizer
 class OutputStream:
     """The output of one sequence, token by token.
 
-    `push` returns text that is final: complete characters that no stop string can still swallow. After it, `finish_reason` is
-    None while the sequence goes on, `stop` after a stop token or string, `length` at the token limit. The text ends before a
-    stop string; a stop token is in `token_ids` but not in the text.
+    `push` returns text that is final: complete characters that cannot become part of a stop string. `finish_reason` is
+    None while the sequence continues, `stop` after a stop token or string, `length` at the token limit. The text ends
+    before a stop string. A stop token is in `token_ids` but not in the text.
     """
 
     def __init__(
@@ -22,14 +22,14 @@ class OutputStream:
         stop: Sequence[str] = (),
     ) -> None:
         """tokenizer: None for a model without one; the text then stays empty."""
-        self.text_ids = range(tokenizer.vocab_size if tokenizer else 0)  # a model may pad its vocabulary with ids of no text
+        self.text_ids = range(tokenizer.vocab_size if tokenizer else 0)  # a model's vocabulary may have more ids, as padding
         prompt_ids = [i for i in prompt_ids if i in self.text_ids]
         self.detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids=prompt_ids) if tokenizer else None
         self.max_tokens, self.stop_ids, self.stop = max_tokens, stop_ids, tuple(stop)
         self.token_ids: list[int] = []
         self.text = ""
         self.finish_reason: str | None = None
-        self._held = ""  # text that might be the start of a stop string
+        self._held = ""  # text that may be the start of a stop string
 
     def push(self, token_id: int) -> str:
         self.token_ids.append(token_id)
@@ -60,7 +60,7 @@ class OutputStream:
         return bool(starts)
 
     def _possible_stop(self) -> int:
-        """Length of the longest end of the held text that begins a stop string."""
+        """Length of the longest suffix of the held text that is a prefix of a stop string."""
         lengths = range(min(len(self._held), max(map(len, self.stop), default=0)), 0, -1)
         return next((n for n in lengths if any(s.startswith(self._held[-n:]) for s in self.stop)), 0)
 

@@ -1,8 +1,8 @@
-"""The loop of every rank: take events, compute a step, send what is new. Rank 0 alone talks to the frontend.
+"""The main loop of every rank: receive events, compute a step, send new outputs. The frontend is connected to rank 0 only.
 
-Before each step rank 0 tells the others how many bytes of events there are: 8 bytes over gloo. Only when something arrived do
-the events themselves follow. An idle rank 0 waits for the frontend, and lets the others hear of it every second, so that a
-dead rank is noticed within that time.
+Before each step rank 0 broadcasts the number of bytes of new events, 8 bytes over gloo, and the events themselves only if
+there are any. An idle rank 0 waits for the frontend, but broadcasts at least once a second, so that a dead rank is noticed
+within that time.
 """
 
 import gc
@@ -29,24 +29,24 @@ from engine.protocol import (
 )
 from tp import World
 
-IDLE_SECONDS = 1.0  # longest silence towards the other ranks
-COMPILING_SECONDS = 0.005  # between looks at grammars, while nothing else is to do
+IDLE_SECONDS = 1.0  # longest time between broadcasts to the other ranks
+COMPILING_SECONDS = 0.005  # between checks of the grammars, while there is no other work
 STATS_SECONDS = 0.25
 
 
 class FrontendLink:
-    """Rank 0's two sockets. `receive` never blocks longer than asked; `send` never blocks."""
+    """Rank 0's two sockets. `receive` blocks at most for its timeout; `send` never blocks."""
 
     def __init__(self, to_engine: str, from_engine: str) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self.inbox, self.outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
         for socket in (self.inbox, self.outbox):
-            socket.set_hwm(0)  # outputs wait in memory rather than hold up a step
+            socket.set_hwm(0)  # no limit: outputs wait in memory, and `send` does not block a step
         self.inbox.bind(to_engine)
         self.outbox.connect(from_engine)
 
     def receive(self, timeout: float) -> list[bytes]:
-        """All messages that are there; waits up to `timeout` seconds for the first."""
+        """All messages that have arrived; waits up to `timeout` seconds for the first."""
         found: list[bytes] = []
         if self.inbox.poll(int(timeout * 1000)):
             try:
@@ -60,13 +60,13 @@ class FrontendLink:
         self.outbox.send(encode(message))
 
     def close(self) -> None:
-        """Give what was sent a moment to leave."""
+        """Close the sockets. Messages that were sent have one second to leave."""
         self.outbox.close(linger=1000)
         self.inbox.close(linger=0)
 
 
 def share(world: World, events: list[bytes]) -> list[bytes]:
-    """Rank 0's events on every rank, in the same order."""
+    """Broadcast rank 0's events, in the same order. Collective. events: ignored on other ranks."""
     if world.world_size == 1:
         return events
     length = torch.tensor(sum(8 + len(e) for e in events) if world.rank == 0 else 0)
@@ -91,11 +91,13 @@ def _split(joined: bytes) -> list[bytes]:
 
 
 def serve(engine: Engine, world: World, link: FrontendLink | None, ready: Ready, alive: Callable[[], bool]) -> None:
-    """Run until the frontend says Shutdown or is gone. `link` is rank 0's, and stays open; `alive` tells it whether the frontend
-    runs."""
+    """Run until the frontend sends Shutdown or has ended. Collective.
+
+    link: only on rank 0; it stays open. alive: whether the frontend is running; called on rank 0.
+    """
     send: Callable[[FromEngine], None] = link.send if link else lambda _: None
-    gc.collect()  # or freezing would keep what is garbage by now, with its memory
-    gc.freeze()  # the garbage collector never walks over what was loaded: that takes longer than a step
+    gc.collect()  # `freeze` would keep existing garbage and its memory
+    gc.freeze()  # the garbage collector then skips what was loaded: going through it takes longer than a step
     engine.grammars.warm_up()
     send(ready)
     last_stats = 0.0
@@ -122,7 +124,7 @@ def serve(engine: Engine, world: World, link: FrontendLink | None, ready: Ready,
 
 
 def apply(engine: Engine, events: list[bytes], send: Callable[[FromEngine], None]) -> bool:
-    """Hand events to the engine; False once the frontend asked to end."""
+    """Pass events to the engine. Returns False after a Shutdown."""
     for event in events:
         message: ToEngine = decode_to_engine(event)
         if isinstance(message, Shutdown):
