@@ -55,7 +55,7 @@ def materializer(model: Transformer, source: Source | None, seed: int) -> Callab
         setattr(module, attribute, parameter)
         for place in module_places(model.config, path, module):
             if place.tensor.is_meta or place.tensor.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
-                continue  # it belongs to the module's other parameter
+                continue  # this place belongs to the module's other parameter
             if source is not None:
                 fill(place, source)
             else:

@@ -86,7 +86,7 @@ def layer_matrices(config: ModelConfig) -> list[int]:
 
 
 def tables(config: ModelConfig) -> list[int]:
-    """Entries of the embedding and, unless it is tied to it, of the head."""
+    """Entries of the embedding and, unless the two are tied, of the head."""
     return [config.vocab_size * config.hidden_size] * (1 if config.tie_embeddings else 2)
 
 

@@ -21,7 +21,7 @@ ChunkLoss = Callable[..., Tensor]
 
 
 def cross_entropy(model: Transformer, hidden: Tensor, batch: Batch, chunk: int = CHUNK) -> Tensor:
-    """Sum of the negative log-likelihoods of the counted targets, nats, fp32 scalar. hidden: (B, T, C), after the final norm."""
+    """Sum of the negative log-likelihoods of the counted targets, nats, fp32 scalar. hidden: (B, T, C) after the final norm."""
     return _by_chunks(model, hidden, _surprise, chunk, batch.targets.flatten())
 
 

@@ -1,8 +1,9 @@
 """Ladder and hybrid-ladder models for transformers: AutoModelForCausalLM.from_pretrained(DIR, trust_remote_code=True).
 
-Rung writes this file into the folder of a checkpoint with ladder layers. It needs transformers 4.56 or newer and no code of Rung.
-The weights are those of a Llama, Mistral, Qwen2 or Qwen3; only the residual connections differ (Zhang et al., Ladder-residual,
-arXiv:2501.06589, section 3). h_1 … h_2L are the attention and MLP modules, each with its norm; x_0 = x_{-1} is the embedding:
+Rung writes this file into the folder of a checkpoint with ladder layers. It needs transformers 4.56 or newer and no code of
+Rung. The weights are those of a Llama, Mistral, Qwen2 or Qwen3; only the residual connections differ (Zhang et al.,
+Ladder-residual, arXiv:2501.06589, section 3). h_1 … h_2L are the attention and MLP modules, each with its norm, and
+x_0 = x_{-1} is the embedding:
 
     x_i = x_{i-1} + h_i(x_{i-1})     a module of a standard layer
     x_i = x_{i-1} + h_i(x_{i-2})     a module of a layer that config.ladder_layers lists

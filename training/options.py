@@ -1,4 +1,4 @@
-"""The options that every training command shares, and what they resolve to."""
+"""The options that all training commands share, and the objects that are made from them."""
 
 import argparse
 import os
@@ -91,7 +91,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_numbers(args: argparse.Namespace) -> None:
-    """Raise UserError for what no run can use."""
+    """Raise UserError for a number outside its valid range."""
     positive = ("sequence_length", "global_batch", "micro_batch", "steps", "save_every", "keep", "log_every", "bucket_mb")
     for name in (*positive, "learning_rate", "clip", "gpus_per_node", "stop_after"):
         value = getattr(args, name)
@@ -121,7 +121,7 @@ def dtype_of(args: argparse.Namespace, device: torch.device) -> torch.dtype:
 
 
 def ranks_mesh(args: argparse.Namespace, world_size: int) -> Mesh:
-    """The ranks as GPUs a node x nodes. Raises UserError if they are no whole nodes."""
+    """The ranks as a mesh, GPUs per node x nodes. Raises UserError if they do not fill whole nodes."""
     per_node = args.gpus_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     if world_size % per_node:
         raise UserError(f"{world_size} ranks are no whole nodes of {per_node}; change --gpus-per-node or the number of ranks")
@@ -130,7 +130,7 @@ def ranks_mesh(args: argparse.Namespace, world_size: int) -> Mesh:
 
 @dataclass(frozen=True)
 class Planned:
-    """The sharding of a run, and what the planner knows of it, if it was asked."""
+    """The sharding of a run, and the planner's predicted step time if there is one."""
 
     sharding: Sharding
     why: str
@@ -139,7 +139,8 @@ class Planned:
 
 
 def plan(args: argparse.Namespace, config: ModelConfig, mesh: Mesh, device: torch.device) -> Planned:
-    """Resolve --sharding before any memory is taken. Raises UserError for one that does not nest, tile or fit."""
+    """Resolve --sharding before any memory is allocated. Raises UserError if the meshes do not nest or tile the ranks, or
+    if the plan does not fit into memory."""
     job = planning_job(args, config, mesh, device)
     if args.sharding != "auto":
         sharding = Sharding.parse(args.sharding)
@@ -160,7 +161,8 @@ def plan(args: argparse.Namespace, config: ModelConfig, mesh: Mesh, device: torc
 
 
 def choice(job: Job, memory_bytes: float, objective: str = OBJECTIVE) -> Planned:
-    """The planner's, with the optimizer states' cuts that take less time, unless the job asks for even ones."""
+    """The planner's choice. Unless the job asks for evenly cut optimizer states, it is computed with and without even cuts. Of
+    the two, the one with the lower cost is taken; if the costs are within the tolerance, the one with less communication."""
     cuts = dict.fromkeys((job.intra_tensor, True))
     plans = {cut: choose(replace(job, intra_tensor=cut), memory_bytes, objective)[0] for cut in cuts}
     cost = OBJECTIVES[objective]
@@ -171,7 +173,7 @@ def choice(job: Job, memory_bytes: float, objective: str = OBJECTIVE) -> Planned
 
 
 def planning_job(args: argparse.Namespace, config: ModelConfig, mesh: Mesh, device: torch.device) -> Job | None:
-    """What the planner needs to know; None on a CPU with no --cluster named."""
+    """The planner's input; None on a CPU without --cluster."""
     cluster = _cluster(args, device)
     if cluster is None:
         return None
@@ -202,5 +204,5 @@ def _cluster(args: argparse.Namespace, device: torch.device) -> Cluster | None:
 
 
 def _memory(device: torch.device) -> float | None:
-    """Bytes of this GPU; None on a CPU."""
+    """Bytes of this GPU's memory; None on a CPU."""
     return float(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else None

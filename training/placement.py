@@ -1,7 +1,7 @@
-"""In which order to number the nodes, so that the groups of a plan span few leaf switches (AMSP, section V.D).
+"""Orders the nodes so that the groups of a plan span few leaf switches (AMSP, section V.D).
 
-A mesh over b nodes takes b nodes with consecutive numbers. Nodes under the same leaf switch talk without crossing the spine.
-How many leaf switches the groups span, summed over groups, is what `spans` counts and `order_nodes` minimizes.
+A mesh over b nodes takes b nodes with consecutive numbers. Nodes under the same leaf switch communicate without crossing the
+spine. `spans` counts the leaf switches that each group spans, summed over groups. `order_nodes` minimizes this number.
 """
 
 from collections import Counter, defaultdict
@@ -13,32 +13,33 @@ from pathlib import Path
 from errors import UserError
 from training.sharding import Sharding
 
-EXACT_STATES = 200_000  # of the search; beyond them leaves are joined in order of size
+EXACT_STATES = 200_000  # of the exact search at most; beyond that, leaves are joined in order of size
 
 
 def spans(leaves: Sequence[str], size: int) -> int:
-    """Leaf switches that each group of `size` consecutive nodes touches, summed; `leaves` names each node's leaf switch."""
+    """The number of leaf switches that each group of `size` consecutive nodes spans, summed over groups. leaves: each
+    node's switch."""
     return sum(len(set(leaves[start : start + size])) for start in range(0, len(leaves), size))
 
 
 def order_nodes(leaves: Sequence[str], size: int) -> list[int]:
-    """The nodes (indices into `leaves`), so that groups of `size` in this order span the fewest leaf switches.
+    """The nodes (indices into `leaves`) in an order in which groups of `size` span the fewest leaf switches.
 
-    Think of leaves and groups as a graph with an edge where a group takes nodes of a leaf: spans count its edges. Without
-    cycles they are leaves + groups - components, and a component is a set of leaves whose nodes fill whole groups. So the
-    fewest spans come with the most such sets. Within a set the leaves simply follow each other.
-    Raises UserError if `size` does not divide the number of nodes.
+    Consider the graph of leaves and groups with an edge where a group takes nodes of a leaf. `spans` counts its edges. Without
+    cycles their number is leaves + groups - components, and a component is a set of leaves whose nodes fill whole groups. So
+    the order with the most such sets has the fewest spans. Within a set, the leaves can follow each other in any order. The
+    search for these sets is exact up to EXACT_STATES. Raises UserError if `size` does not divide the number of nodes.
     """
     if len(leaves) % size:
         raise UserError(f"{len(leaves)} nodes cannot be divided into groups of {size}; list a multiple of {size} nodes")
     nodes: dict[str, list[int]] = defaultdict(list)
     for node, leaf in enumerate(leaves):
         nodes[leaf].append(node)
-    waiting: dict[int, list[str]] = defaultdict(list)  # leaves by how many nodes whole groups leave over
+    waiting: dict[int, list[str]] = defaultdict(list)  # leaves by the number of nodes left over after whole groups
     for leaf in sorted(nodes, key=lambda name: (-len(nodes[name]), nodes[name])):
         waiting[len(nodes[leaf]) % size].append(leaf)
     ordered = waiting.pop(0, [])
-    for rest in sorted(waiting):  # two leaves that fill up each other always belong together
+    for rest in sorted(waiting):  # two leaves whose remainders fill one group always belong together
         other = size - rest
         while waiting[rest] and waiting.get(other) and (rest != other or len(waiting[rest]) > 1):
             ordered += [waiting[rest].pop(0), waiting[other].pop(0)]
@@ -47,14 +48,15 @@ def order_nodes(leaves: Sequence[str], size: int) -> list[int]:
 
 
 def _most_sets(counts: dict[int, int], size: int) -> list[int]:
-    """Order numbers (each in 1 … size - 1, with its count) so that the most prefix sums are multiples of `size`."""
+    """Order numbers so that as many prefix sums as possible are multiples of `size`. counts: how often each number
+    occurs; the numbers are from 1 to size - 1."""
     values = sorted(value for value, count in counts.items() if count)
     if prod(counts[value] + 1 for value in values) > EXACT_STATES:
         return [value for value in values for _ in range(counts[value])]
 
     @cache
     def best(left: tuple[int, ...]) -> tuple[int, int]:
-        """The most multiples among what remains to be summed, and which value to take first."""
+        """The most multiples that can still follow when the counts `left` remain, and the index of the value to take first."""
         options = []
         for i, count in enumerate(left):
             if count:
@@ -73,10 +75,10 @@ def _most_sets(counts: dict[int, int], size: int) -> list[int]:
 
 
 def place(leaves: Sequence[str], sharding: Sharding) -> list[int]:
-    """The nodes in the order in which to start ranks on them, for all three meshes.
+    """The order of the nodes in which to start ranks on them, for all three meshes.
 
-    The innermost mesh over several nodes comes first, because its collectives run most often: its groups span the fewest leaf
-    switches. The groups of the outer meshes are then put together from whole inner groups.
+    The innermost mesh over several nodes is placed first, because its collectives run most often, so that its groups span
+    the fewest leaf switches. The groups of the outer meshes are then built from whole inner groups.
     """
     blocks = [[node] for node in range(len(leaves))]
     size = 1
@@ -91,12 +93,13 @@ def place(leaves: Sequence[str], sharding: Sharding) -> list[int]:
 
 
 def _leaf(block: list[int], leaves: Sequence[str]) -> str:
-    """The leaf switch that most of a block lies under."""
+    """The leaf switch of most of a block's nodes."""
     return Counter(leaves[node] for node in block).most_common(1)[0][0]
 
 
 def read_leaves(path: Path, nodes: int) -> tuple[list[str], list[str]]:
-    """A file with a line `NODE LEAF` for each node: the nodes' names, and each one's leaf switch. Raises UserError."""
+    """Read a file with a line `NODE LEAF` for each node: the nodes' names, and each one's leaf switch. Raises UserError
+    if it cannot be read or does not have exactly `nodes` nodes."""
     try:
         lines = [line.split() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as e:

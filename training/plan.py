@@ -5,10 +5,11 @@
     python -m training.plan --model models/tiny-hybrid --gpus 4 --gpus-per-node 4 --precision float32 \\
         --sequence-length 256 --global-batch 4k --profile profile.json
 
-A mesh a x b spans a GPUs on each of b nodes. A state (P, G or OS) over a mesh is cut into a * b parts, and copied to the other
-meshes of that shape; 1x1 is a full copy on every GPU. The plan is the one with the shortest predicted step of those that fit
-into memory, or with --objective communication the one that AMSP (arXiv:2311.00257) would choose. Times of collectives come from --profile (make profile-collectives measures one), or from the
-link speeds of --cluster. docs/planner.md explains the model and what it leaves out.
+A mesh a x b spans a GPUs on each of b nodes. Parameters (P), gradients (G) and optimizer states (OS) each have a mesh. A state
+is cut into a * b parts over its mesh, and copied to the other meshes of that shape; 1x1 is a full copy on every GPU. Of the
+plans that fit into memory, the one with the shortest predicted step is chosen, or with --objective communication the one that
+AMSP (arXiv:2311.00257) would choose. Times of collectives come from --profile (make profile-collectives measures one), or from
+the link speeds of --cluster. docs/planner.md explains the model and what it leaves out.
 """
 
 import argparse
@@ -33,12 +34,12 @@ from training.placement import place, read_leaves, spans
 from training.planner import OBJECTIVE, OBJECTIVES, TOLERANCE, Alternative, alternatives, choose
 from training.sharding import Mesh, Sharding
 
-MOST_GPUS = 4096  # of the plot
+MOST_GPUS = 4096  # in the plot
 SUFFIXES = {"k": 2**10, "m": 2**20, "g": 2**30}
 
 
 def count(text: str) -> int:
-    """`4M` is 4 * 2**20, `16k` 16 * 2**10."""
+    """Parse a whole number: `4M` is 4 * 2**20, `16k` is 16 * 2**10."""
     number, factor = (text[:-1], SUFFIXES[text[-1].lower()]) if text[-1:].lower() in SUFFIXES else (text, 1)
     if not number.isdecimal() or int(number) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1; write 4194304, 4096k or 4M (4 * 2**20)")
@@ -46,7 +47,7 @@ def count(text: str) -> int:
 
 
 def amount(text: str) -> float:
-    """A number that is not negative."""
+    """Parse a number that is not negative."""
     try:
         value = float(text)
     except ValueError:
@@ -132,7 +133,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def make_job(args: argparse.Namespace) -> Job:
-    """The command line, resolved. Raises UserError for what in it cannot be."""
+    """The planner's input from the command line. Raises UserError for invalid options."""
     cluster = load_cluster(args.cluster)
     per_node = args.gpus_per_node or cluster.gpus_per_node
     if args.gpus % per_node:
@@ -160,7 +161,7 @@ def make_job(args: argparse.Namespace) -> Job:
 
 
 def decide(job: Job, args: argparse.Namespace, memory_bytes: float) -> list[Prediction]:
-    """What `choose` finds, or the one plan of --sharding. Raises UserError if that does not fit."""
+    """The plans that `choose` returns, or only the plan of --sharding. Raises UserError if none of them fits into memory."""
     if args.sharding is None:
         return choose(job, memory_bytes, args.objective, args.tolerance)
     plan = predict(job, Sharding.parse(args.sharding))
@@ -201,7 +202,7 @@ def listed(values: dict[str, float], scale: float, unit: str) -> str:
 
 
 def describe(job: Job, plan: Prediction, memory_bytes: float) -> str:
-    """The chosen plan in words."""
+    """The chosen plan as text."""
     batch = f"{job.micro_batches} x {job.micro_batch} x {job.sequence_length} tokens a GPU"
     return "\n".join(
         [
@@ -219,7 +220,7 @@ def describe(job: Job, plan: Prediction, memory_bytes: float) -> str:
 
 
 def table(rows: Sequence[tuple[str, Prediction, bool]]) -> str:
-    """Plans side by side, as Markdown."""
+    """Plans as a Markdown table."""
     lines = ["| scheme | P | G | OS | memory, GB | communication, s | step, s | MFU |", "|---|---|---|---|---|---|---|---|"]
     for name, plan, fits in rows:
         p, g, os_ = plan.sharding.parameters, plan.sharding.gradients, plan.sharding.optimizer
@@ -232,7 +233,7 @@ def table(rows: Sequence[tuple[str, Prediction, bool]]) -> str:
 
 
 def why_chosen(ranked: Sequence[Prediction], objective: str, tolerance: float) -> str:
-    """A line for a choice that another plan beats by the objective, within the tolerance; else nothing."""
+    """A note if another plan is better than the chosen one by the objective, within the tolerance; otherwise empty."""
     cost = OBJECTIVES[objective]
     if len(ranked) < 2 or cost(ranked[0]) <= cost(ranked[1]):
         return ""
@@ -245,7 +246,7 @@ def why_chosen(ranked: Sequence[Prediction], objective: str, tolerance: float) -
 
 
 def rows(ranked: Sequence[Prediction], others: Sequence[Alternative]) -> list[tuple[str, Prediction, bool]]:
-    """The table's: the choice, the two behind it, and what other systems would do."""
+    """The rows of the table: the chosen plan, the next two, and the plans of other systems."""
     names = ["chosen", "next", "then"]
     return [(n, p, True) for n, p in zip(names, ranked, strict=False)] + [(a.name, a.plan, a.fits) for a in others]
 
@@ -254,9 +255,10 @@ def rows(ranked: Sequence[Prediction], others: Sequence[Alternative]) -> list[tu
 
 
 def scaling(job: Job, args: argparse.Namespace, memory_bytes: float) -> dict[str, list[tuple[int, float]]]:
-    """Predicted MFU by scheme: (GPUs, MFU) where the scheme fits, from one node to MOST_GPUS in powers of two.
+    """Predicted MFU by scheme: (GPUs, MFU) for the cluster sizes at which it fits, from one node to MOST_GPUS in powers
+    of two.
 
-    The global batch stays, but never gives a GPU less than one micro-batch.
+    The global batch stays the same, rounded to whole micro-batches, but each GPU gets at least one micro-batch.
     """
     sizes = [job.mesh.gpus * 2**i for i in range(13) if job.mesh.gpus * 2**i <= MOST_GPUS]
     found: dict[str, list[tuple[int, float]]] = {}
@@ -269,7 +271,7 @@ def scaling(job: Job, args: argparse.Namespace, memory_bytes: float) -> dict[str
         try:
             best = choose(here, memory_bytes, args.objective, args.tolerance)[0]
             others = alternatives(here, memory_bytes, args.objective)
-        except UserError:  # no plan fits so few GPUs, or the measured profile does not reach so many
+        except UserError:  # no plan fits on so few GPUs, or the measured profile does not cover so many
             continue
         for name, plan in [("chosen", best), *((other.name, other.plan) for other in others if other.fits)]:
             found.setdefault(name, []).append((gpus, plan.mfu))
@@ -277,7 +279,8 @@ def scaling(job: Job, args: argparse.Namespace, memory_bytes: float) -> dict[str
 
 
 def draw(lines: dict[str, list[tuple[int, float]]], title: str, path: Path) -> None:
-    """Write the plot of `scaling`. Raises UserError if there is nothing to draw, or nowhere to write."""
+    """Write the plot of `scaling`. Raises UserError if there is nothing to draw, if matplotlib is missing, or if `path`
+    cannot be written."""
     if not lines:
         raise UserError("--plot has nothing to draw: at no power of two of nodes a plan fits and is profiled; leave --plot out")
     os.environ.setdefault("MPLBACKEND", "Agg")

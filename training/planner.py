@@ -1,13 +1,13 @@
 """Chooses the meshes of P, G and OS (AMSP, section V.B), and what well-known systems would choose instead.
 
-    minimize     the predicted step time; or, as the paper, T_P + T_G + T_OS             (1)
-    subject to   memory of a GPU <= what it has                                         (2)
+    minimize     the predicted step time; or, as in the paper, T_P + T_G + T_OS         (1)
+    subject to   the plan fits into the memory of a GPU                                 (2)
                  P inside G inside OS inside all GPUs                                   (3)
                  G = P or G = OS                                                        (4)
-                 GPUs a node of each mesh divide R, its nodes divide N                  (5, 6)
-                 of the meshes of one size only the one on the fewest nodes             (7)
+                 GPUs per node of each mesh divide R, its nodes divide N                (5, 6)
+                 of the meshes of one size, only the one on the fewest nodes            (7)
 
-The last two filter the space; what is left is tried out.
+The cluster has N nodes of R GPUs. (5, 6) and (7) are filters that reduce the search space. All plans that remain are tried.
 """
 
 from collections.abc import Callable, Iterable
@@ -26,16 +26,16 @@ OBJECTIVES: dict[str, Callable[[Prediction], float]] = {
     "step": lambda plan: plan.step_seconds,
 }
 OBJECTIVE = "step"
-TOLERANCE = 0.01  # profiles are not exact to more
+TOLERANCE = 0.01  # a fraction; profiles are not more exact than this
 
 
 def tiling_meshes(cluster: Mesh) -> list[Mesh]:
-    """The first filter: meshes that leave no GPU of a node and no node without work (equations 5 and 6)."""
+    """The first filter: the meshes that tile the cluster, so that every GPU and every node has work (equations 5 and 6)."""
     return [Mesh(a, b) for a, b in product(divisors(cluster.gpus), divisors(cluster.nodes))]
 
 
 def filtered_meshes(cluster: Mesh) -> list[Mesh]:
-    """Both filters: of the tiling meshes of each size the one on the fewest nodes (equation 7), in order of size."""
+    """Both filters: of the tiling meshes of each size, the one on the fewest nodes (equation 7). Sorted by size."""
     by_size: dict[int, Mesh] = {}
     for mesh in tiling_meshes(cluster):
         known = by_size.get(mesh.size)
@@ -45,19 +45,19 @@ def filtered_meshes(cluster: Mesh) -> list[Mesh]:
 
 
 def shardings(meshes: Iterable[Mesh]) -> list[Sharding]:
-    """All that nest (3) with G = P or G = OS (4)."""
+    """All shardings with these meshes that nest (3) and have G = P or G = OS (4)."""
     known = list(meshes)
     pairs = [(p, os) for p in known for os in known if p.inside(os)]
     return [Sharding(p, g, os) for p, os in pairs for g in dict.fromkeys((p, os))]
 
 
 def rank(plans: Iterable[Prediction], objective: str = OBJECTIVE, tolerance: float = TOLERANCE) -> list[Prediction]:
-    """The plans, the chosen one first, the others by `objective`.
+    """The plans: the chosen one first, then the others sorted by `objective`.
 
-    objective: `step` is the predicted step time; `communication` is the paper's equation 1, which counts what hides behind
-    computation, too, and not what Adam takes. Plans within `tolerance` (a fraction) of the lowest count as equal. Of these one
-    with G = P is chosen if there is any, because it stays as good when micro-batches are added (at M = 1 every G is free), and
-    then the one with the least memory.
+    objective: `step` is the predicted step time. `communication` is the paper's equation 1, which includes communication
+    that is hidden behind computation, and does not include the time of Adam. Plans within `tolerance` (a fraction) of the
+    lowest count as equal. Of these, a plan with G = P is chosen if there is one, because it stays as good when
+    micro-batches are added (at M = 1, T_G is 0 for every G). If there are several, the one with the least memory is chosen.
     """
     ranked = sorted(plans, key=lambda plan: (OBJECTIVES[objective](plan), plan.memory.total))
     close = _close(ranked, objective, tolerance)
@@ -66,16 +66,16 @@ def rank(plans: Iterable[Prediction], objective: str = OBJECTIVE, tolerance: flo
 
 
 def _close(plans: Iterable[Prediction], objective: str, tolerance: float) -> list[Prediction]:
-    """Those within `tolerance` of the lowest."""
+    """The plans within `tolerance` of the lowest `objective`."""
     costs = {plan: OBJECTIVES[objective](plan) for plan in plans}
     return [plan for plan, cost in costs.items() if cost <= (1 + tolerance) * min(costs.values())]
 
 
 def choose(job: Job, memory_bytes: float, objective: str = OBJECTIVE, tolerance: float = TOLERANCE) -> list[Prediction]:
-    """The plans that fit into `memory_bytes` of a GPU, the chosen one first, the others by `objective`.
+    """The plans that fit into `memory_bytes` of a GPU: the chosen one first, then the others sorted by `objective`.
 
-    Of those that are as good by `objective`, the choice is the paper's: that with the least communication, since even what
-    hides takes SMs and memory bandwidth from what it hides behind. Raises UserError if none fits.
+    Of the plans that count as equal by `objective`, the one with the least communication is chosen, as in the paper: even
+    hidden communication takes SMs and memory bandwidth from the computation. Raises UserError if no plan fits.
     """
     fitting = [s for s in shardings(filtered_meshes(job.mesh)) if memory(job, s).total <= memory_bytes]
     if not fitting:
@@ -91,7 +91,7 @@ def choose(job: Job, memory_bytes: float, objective: str = OBJECTIVE, tolerance:
 
 
 def _remedies(job: Job, least: Memory, memory_bytes: float) -> list[str]:
-    """What would make the fully sharded plan smaller."""
+    """Options that would make the fully sharded plan smaller."""
     remedies = []
     if job.micro_batch > 1:
         remedies.append("--micro-batch 1")
@@ -102,12 +102,12 @@ def _remedies(job: Job, least: Memory, memory_bytes: float) -> list[str]:
     return [*remedies, "a shorter --sequence-length"]
 
 
-# --- what others do ------------------------------------------------------------------------------------------------------
+# --- other systems -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """A well-known scheme, under the same executor. AMSP's figure 1 and table IV."""
+    """A well-known scheme (AMSP, figure 1 and table IV), predicted for the same executor."""
 
     name: str
     plan: Prediction
@@ -116,14 +116,16 @@ class Alternative:
 
 def alternatives(job: Job, memory_bytes: float, objective: str = OBJECTIVE) -> list[Alternative]:
     """Data parallelism, ZeRO-1, -2, -3 (Rajbhandari et al., arXiv:1910.02054), MiCS (Zhang et al., arXiv:2205.00119) and
-    ZeRO++ without quantization (Wang et al., arXiv:2306.10209), the last two with the best mesh that fits. ZeRO-1 and -2
-    spread their updates by all-gather, as they were published."""
+    ZeRO++ without quantization (Wang et al., arXiv:2306.10209).
+
+    MiCS and ZeRO++ get the best mesh that fits. ZeRO-1 and -2 send their updates by all-gather, as they were published.
+    """
     one, full = Mesh(), job.mesh
     gathering = replace(job, intra_tensor=True)
     cost = OBJECTIVES[objective]
 
     def best(plans: Iterable[Prediction]) -> Prediction:
-        """The cheapest that fits, else the smallest."""
+        """The plan with the lowest cost that fits, or the one with the least memory if none fits."""
         known = list(plans)
         fitting = [plan for plan in known if plan.memory.total <= memory_bytes]
         return min(fitting, key=cost) if fitting else min(known, key=lambda plan: plan.memory.total)

@@ -1,13 +1,13 @@
-"""Measure how long collectives take by size and mesh, on the ranks at hand, and write the profile that the planner reads.
+"""Measure the times of collectives by size and mesh on the started ranks, and write the profile that the planner reads.
 
     python launch.py --ranks 4 -m training.profile_collectives --out profile.json
     torchrun --nnodes 16 --nproc_per_node 8 … -m training.profile_collectives --out profile.json
     python -m training.plan --model llama-7b --gpus 128 --cluster h100 --profile profile.json
 
-For every mesh a x b that tiles the ranks, all groups of that shape work at the same time, as in training. A time is the median
-over --repeats of the slowest rank's; on GPUs that of one of a few queued behind each other, so that starting them from the host
-hides as it does in training. Slow ones are repeated less often. Run it on all nodes that you will train on: the planner
-interpolates between meshes, but does not guess beyond the largest.
+For every mesh a x b that tiles the ranks, all groups of that shape communicate at the same time, as in training. A time is the
+median over --repeats runs of the time of the slowest rank. On GPUs a run is a few calls queued one after the other, and its
+time is their mean, so that the launch time on the host is hidden as in training. Slow collectives are repeated less often. Run
+it on all nodes that you will train on: the planner interpolates between meshes, but does not extrapolate beyond the largest.
 """
 
 import argparse
@@ -30,15 +30,15 @@ from training.plan import count
 from training.planner import tiling_meshes
 from training.sharding import Mesh
 
-# torch 2.13 renamed them and warns of the old names, the only ones in 2.11
+# torch 2.13 renamed these and warns about the old names; torch 2.11 has only the old names
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-WARM_UP = 2  # runs before those that count
-QUEUED = 4  # calls of one run on GPUs, but for those that take longer than SLOW
+WARM_UP = 2  # runs before those that are counted
+QUEUED = 4  # calls per run on GPUs; 1 if a call takes longer than SLOW
 SLOW = 5e-3  # seconds
-PATIENCE = 1.0  # seconds that the runs of one operation and size may take, but for the least
-LEAST = 3  # runs, however slow
+PATIENCE = 1.0  # seconds that the runs of one operation and size may take, unless LEAST runs take longer
+LEAST = 3  # the smallest number of runs
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -68,7 +68,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def cluster_mesh(gpus_per_node: int | None, world_size: int) -> Mesh:
-    """All ranks as a mesh. Raises UserError if they are not whole nodes."""
+    """All ranks as a mesh. Raises UserError if there is only one, or if they do not fill whole nodes."""
     per_node = gpus_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     if world_size < 2:
         raise UserError(
@@ -80,7 +80,7 @@ def cluster_mesh(gpus_per_node: int | None, world_size: int) -> Mesh:
 
 
 def group_of(mine: int, mesh: Mesh, cluster: Mesh) -> list[int]:
-    """The ranks of the block of shape `mesh` that rank `mine` lies in; rank r is GPU r % R of node r // R."""
+    """The ranks of the block of shape `mesh` that contains rank `mine`. Rank r is GPU r % R of node r // R."""
 
     def block(r: int) -> tuple[int, int]:
         return r // cluster.gpus // mesh.nodes, r % cluster.gpus // mesh.gpus
@@ -89,7 +89,7 @@ def group_of(mine: int, mesh: Mesh, cluster: Mesh) -> list[int]:
 
 
 def collective(operation: str, whole: Tensor, group: dist.ProcessGroup, ranks: list[int]) -> Callable[[], None]:
-    """The call to time. `whole` (n,), n a multiple of the group's size, is what the profile's bytes count."""
+    """The call to time. whole: (n,), where n is a multiple of the group's size; its bytes are those of the profile."""
     part = whole[: len(whole) // len(ranks)].clone()
     return {
         "all-gather": lambda: all_gather(whole, part, group=group),
@@ -100,7 +100,7 @@ def collective(operation: str, whole: Tensor, group: dist.ProcessGroup, ranks: l
 
 
 def once(call: Callable[[], None], device: torch.device, queued: int = 1) -> float:
-    """Seconds of `call` on this rank; on GPUs of each of `queued` behind each other."""
+    """Seconds of one `call` on this rank. On GPUs: the mean over `queued` calls, queued one after the other."""
     dist.barrier()
     if device.type != "cuda":
         start = time.perf_counter()
@@ -116,7 +116,7 @@ def once(call: Callable[[], None], device: torch.device, queued: int = 1) -> flo
 
 
 def slowest(seconds: Sequence[float], device: torch.device) -> list[float]:
-    """Each of `seconds`, of the rank that took longest."""
+    """The largest value over all ranks of each of `seconds`. Collective."""
     both = torch.tensor(seconds, dtype=torch.float64, device=device)
     dist.all_reduce(both, op=dist.ReduceOp.MAX)
     found: list[float] = both.tolist()
@@ -124,7 +124,7 @@ def slowest(seconds: Sequence[float], device: torch.device) -> list[float]:
 
 
 def timed(call: Callable[[], None], device: torch.device, repeats: int) -> float:
-    """Seconds of `call`: the median of the slowest rank's times."""
+    """Seconds of `call`: the median over the runs of the time of the slowest rank. Collective."""
     warm = slowest([once(call, device) for _ in range(WARM_UP)], device)[-1]
     queued = QUEUED if warm < SLOW else 1
     count = min(repeats, max(LEAST, int(PATIENCE / (warm * queued))))
@@ -132,14 +132,14 @@ def timed(call: Callable[[], None], device: torch.device, repeats: int) -> float
 
 
 def measure(world: World, cluster: Mesh, sizes: Sequence[int], repeats: int) -> Profile:
-    """Time every operation, mesh and size (bytes, rounded up to what the group can share evenly). All ranks must call it."""
+    """Time every operation, mesh and size (bytes, rounded up to a multiple that the group can divide evenly). Collective."""
     points = []
     dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
     meshes = [mesh for mesh in tiling_meshes(cluster) if mesh.size > 1]
     for mesh in tqdm(meshes, unit="mesh", disable=None if world.rank == 0 else True):
         ranks = group_of(world.rank, mesh, cluster)
         blocks = dict.fromkeys(tuple(group_of(r, mesh, cluster)) for r in range(cluster.size))
-        handles = [dist.new_group(list(block)) for block in blocks]  # by all ranks: NCCL splits a group off that of all
+        handles = [dist.new_group(list(block)) for block in blocks]  # on all ranks: NCCL splits groups off the one of all ranks
         group = handles[list(blocks).index(tuple(ranks))]
         assert group is not None
         for size in sizes:

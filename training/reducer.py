@@ -1,9 +1,10 @@
-"""Gradients on their way from the backward pass to the ranks that own their optimizer states (AMSP, sections IV.C and V.C).
+"""Reduces gradients from the backward pass to the ranks that own their optimizer states (AMSP, sections IV.C and V.C).
 
-A shard of a gradient comes out of its reduce-scatter (or, where P is not sharded, straight out of backward). It joins a bucket;
-a full bucket is summed over the ranks that hold the same P shard while backward goes on: over all of them after the last
-micro-batch, over those of the G mesh after the ones before it. Of each sum a rank keeps its part and drops the rest. Where
-every rank's part is an equal cut, the last sum is a reduce-scatter, and nothing comes that would be dropped.
+A shard of a gradient is the result of a reduce-scatter or, if P is not sharded, comes directly from backward. Shards are
+collected in a bucket. A full bucket is all-reduced among the ranks that hold the same P shard while backward continues:
+in the last micro-batch among all of these ranks, in the earlier ones among those of the G mesh. Each rank keeps its part
+of the sum and drops the rest. If all ranks own equal parts, the last all-reduce is a reduce-scatter, which delivers only
+a rank's own part.
 """
 
 from collections import deque
@@ -19,12 +20,12 @@ from training.groups import Group
 from training.waiting import Exposed
 from training.weights import Weight, reduce_scatter
 
-LAG = 2  # reduce-scatters that may be unfinished while backward goes on, before one is waited for
+LAG = 2  # on a CPU: unfinished reduce-scatters allowed before backward waits for the oldest one
 
 
 @dataclass
 class Bucket:
-    """What is being summed: `flat` is sent, `members` get the sums, of whole shards or, if `scattered`, of the owned parts."""
+    """A bucket in flight: `flat` is sent, `members` get the sums of whole shards or, if `scattered`, of the owned parts."""
 
     members: list[tuple[Weight, Tensor]]
     flat: Tensor
@@ -33,9 +34,10 @@ class Bucket:
 
 
 class Reducer:
-    """`add` every gradient shard in the same order on all ranks, `finish` after each backward pass.
+    """`add` every gradient shard, in the same order on all ranks, and call `finish` after each backward pass.
 
-    After the pass that `last` announced, `gradients` holds for each weight the owned elements' total.
+    `last` must be set before the backward pass of the step's last micro-batch. After that pass, `gradients` holds the sum
+    over all ranks and micro-batches of the elements of each weight that this rank owns.
     """
 
     def __init__(self, bucket_bytes: int, overlap: bool, exposed: Exposed) -> None:
@@ -45,20 +47,20 @@ class Reducer:
         self._accumulated: dict[Weight, Tensor] = {}
         self._scattering: deque[tuple[Weight, Tensor, Tensor, dist.Work | None]] = deque()
         self._members: list[tuple[Weight, Tensor]] = []
-        self._filled = 0  # bytes of them
+        self._filled = 0  # bytes of `_members`
         self._reducing: deque[Bucket] = deque()
-        # A second stream waits for one collective and feeds the next, so that the compute stream does not have to.
+        # A side stream waits for one collective and starts the next, so that the compute stream does not wait.
         cuda = exposed.device.type == "cuda"
         self._stream = torch.cuda.Stream(exposed.device) if cuda else None
 
     def add(self, weight: Weight, flat: Tensor, shard: Tensor, work: dist.Work | None) -> None:
-        """Take over a gradient `shard` (weight.chunk,), valid once `work`, which reads `flat`, is done."""
+        """Take over a gradient `shard` (weight.chunk,), which is valid once `work` is done. `work` reads `flat`."""
         self._scattering.append((weight, flat, shard, work))
         while len(self._scattering) > (LAG if self._stream is None else 0):
             self._receive()
 
     def take(self) -> dict[Weight, Tensor]:
-        """`gradients`, to be used on the current stream."""
+        """Return `gradients` for use on the current stream, and forget them."""
         gradients, self.gradients = self.gradients, {}
         if self._stream is not None:
             for gradient in gradients.values():
@@ -66,7 +68,7 @@ class Reducer:
         return gradients
 
     def finish(self) -> None:
-        """Backward is over: sum what is left, and wait for all sums."""
+        """To be called after backward: reduce what is left, and wait for all reductions."""
         while self._scattering:
             self._receive()
         self._flush()
@@ -126,7 +128,7 @@ class Reducer:
                     self._keep(weight, shard)
 
     def _keep(self, weight: Weight, total: Tensor) -> None:
-        """Select what is this rank's of a sum, and drop the rest."""
+        """Keep this rank's part of a sum, and drop the rest."""
         part = weight.owned if self.last else weight.kept
         if part.stop == part.start:
             return
@@ -142,11 +144,12 @@ class Reducer:
         if self._stream is None:
             self.exposed.wait(work)
         else:
-            work.wait()  # this stream's wait; that of the compute stream is measured in `finish`
+            work.wait()  # only the side stream waits; the wait of the compute stream is measured in `finish`
 
     @contextmanager
     def _aside(self, *inputs: Tensor) -> Iterator[None]:
-        """On the second stream, after what the compute stream has done so far. `inputs` are the compute stream's memory."""
+        """Run on the side stream, after the work queued so far on the compute stream. inputs: tensors of the compute
+        stream's memory."""
         if self._stream is None:
             yield
             return
@@ -158,7 +161,7 @@ class Reducer:
 
 
 def _all_reduce(members: list[tuple[Weight, Tensor]], group: Group) -> Bucket:
-    """Begin to sum the shards over `group`."""
+    """Begin to all-reduce the shards over `group`."""
     flat = torch.cat([shard for _, shard in members])
     pieces = flat.split([shard.numel() for _, shard in members])
     work = dist.all_reduce(flat, group=group.handle, async_op=True)
@@ -166,7 +169,7 @@ def _all_reduce(members: list[tuple[Weight, Tensor]], group: Group) -> Bucket:
 
 
 def _scatter(members: list[tuple[Weight, Tensor]], group: Group) -> Bucket:
-    """Begin to sum the shards over `group`, each rank the part that it owns of every one of them."""
+    """Begin to reduce-scatter the shards over `group`. Each rank gets the part of every shard that it owns."""
     rows = torch.cat([shard.view(group.size, -1) for _, shard in members], dim=1)
     mine = rows.new_empty(rows.shape[1])
     work = reduce_scatter(mine, rows.view(-1), group=group.handle, async_op=True)

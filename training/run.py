@@ -1,4 +1,4 @@
-"""A run from its settings to its result: build the trainer, resume, train with snapshots, export."""
+"""Runs a training from its settings to its result: build the trainer, resume, train with snapshots, export."""
 
 import argparse
 import json
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Setup:
-    """What a command trains, found out before any memory is taken."""
+    """What a command trains. It is determined before any memory is allocated."""
 
     config: ModelConfig
     source: Source | None  # None: random weights
@@ -43,7 +43,7 @@ class Setup:
 
 
 def together(world: World, work: Callable[[], T]) -> T:
-    """`work()` on every rank; a UserError of one is raised by all of them."""
+    """Run `work()` on every rank. Collective: a UserError on one rank is raised on all ranks."""
     error, result = None, None
     try:
         result = work()
@@ -57,7 +57,7 @@ def together(world: World, work: Callable[[], T]) -> T:
 
 
 def prepare(args: argparse.Namespace, world: World, setup: Setup) -> tuple[Trainer, Snapshots]:
-    """Check everything, build the trainer, and resume if asked."""
+    """Check everything, build the trainer, and resume if asked. Collective. Raises UserError."""
     batches, planned = together(world, lambda: _check(args, world, setup))
     if not args.metrics_only and (setup.tokenizer_from is None or find_tokenizer(setup.tokenizer_from) is None):
         note(
@@ -95,7 +95,8 @@ def _check(args: argparse.Namespace, world: World, setup: Setup) -> tuple[Global
 
 
 def _snapshot(args: argparse.Namespace, setup: Setup, snapshots: Snapshots, batches: GlobalBatches) -> Path | None:
-    """The snapshot to resume from. Raises UserError if there is one that was not asked for, or one of another run."""
+    """The snapshot to resume from, if any. Raises UserError if there is one without --resume, or if it is from a run with
+    other settings."""
     path = snapshots.latest()
     if not args.resume:
         if path is not None:
@@ -117,7 +118,7 @@ def _snapshot(args: argparse.Namespace, setup: Setup, snapshots: Snapshots, batc
 
 
 def identity(args: argparse.Namespace, config: ModelConfig, batches: GlobalBatches) -> dict[str, Any]:
-    """What a resumed run must share with the one before: then its losses are those of an undisturbed run."""
+    """The settings that a resumed run must share with the original one, so that both have the losses of an uninterrupted run."""
     return {
         "model": json.loads(json.dumps(config_to_hf(config))),
         "data": batches.tokens.fingerprint,
@@ -162,7 +163,8 @@ def _build(args: argparse.Namespace, world: World, setup: Setup, batches: Global
 
 
 def train(args: argparse.Namespace, world: World, trainer: Trainer, snapshots: Snapshots, setup: Setup) -> None:
-    """Train to --steps, with a snapshot every --save-every, then export the model and plot the loss; or only that plot."""
+    """Train to --steps with a snapshot every --save-every steps, then plot the loss and export the model. With
+    --metrics-only: train and plot."""
     meta = identity(args, setup.config, trainer.batches)
     last = min(args.steps, args.stop_after or args.steps)
     meter = Meter(trainer, args.out / "metrics.jsonl", args.log_every, args.steps, *_flops(args, trainer))
@@ -174,7 +176,7 @@ def train(args: argparse.Namespace, world: World, trainer: Trainer, snapshots: S
                 f"out of GPU memory ({str(e).splitlines()[0]}); use --recompute or a smaller --micro-batch"
             ) from None
         if not args.metrics_only and (trainer.step % args.save_every == 0 or trainer.step == last):
-            meter.flush()  # finds a loss that is no longer finite before it is saved
+            meter.flush()  # raises for a loss that is not finite, so that it is not saved
             trainer.executor.synchronize()
             together(world, lambda: trainer.save(snapshots, meta))
     meter.flush()
@@ -192,7 +194,7 @@ def train(args: argparse.Namespace, world: World, trainer: Trainer, snapshots: S
 
 
 def _flops(args: argparse.Namespace, trainer: Trainer) -> tuple[float, float | None]:
-    """FLOPs of a step, and the peak FLOP/s of a device if it is known."""
+    """FLOPs of a step over all ranks, and the peak FLOP/s of a device, None if unknown."""
     config = trainer.executor.model.config
     job = planning_job(args, config, ranks_mesh(args, trainer.world_size), trainer.device)
     peak = job.cluster.peak_flops(job.precision) if job is not None and trainer.device.type == "cuda" else None

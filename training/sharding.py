@@ -1,8 +1,8 @@
 """How the model states are sharded: one device mesh each for parameters (P), gradients (G) and optimizer states (OS).
 
-The notation is that of AMSP (Chen et al., arXiv:2311.00257). A mesh `a x b` spans a GPUs on each of b nodes. A state that is
-sharded over it is cut into a * b parts, and copied to every other mesh of that shape which tiles the cluster: 1 x 1 is
-Full-Replica, all GPUs of all nodes is Full-Sharding, anything between is Partial-Sharding.
+The notation is that of AMSP (Chen et al., arXiv:2311.00257). A mesh `a x b` spans a GPUs on each of b nodes. A state that
+is sharded over it is cut into a * b parts, and copied to all other meshes of that shape, which tile the cluster. 1 x 1 is
+Full-Replica, all GPUs of all nodes is Full-Sharding, and anything in between is Partial-Sharding.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class Mesh:
         return self.gpus * self.nodes
 
     def inside(self, other: "Mesh") -> bool:
-        """Whether meshes of this shape tile one of the other's shape."""
+        """Whether meshes of this shape tile a mesh of the shape of `other`."""
         return other.gpus % self.gpus == 0 and other.nodes % self.nodes == 0
 
     def __str__(self) -> str:
@@ -44,7 +44,7 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Sharding:
-    """The meshes of the three states, each inside of the next (section IV.B, the dependency rule)."""
+    """The meshes of the three states, each inside the next (AMSP, section IV.B, the dependency rule)."""
 
     parameters: Mesh
     gradients: Mesh

@@ -1,14 +1,14 @@
-"""Snapshots of a training run: every rank writes what it owns, in the background; any other set of ranks can read it.
+"""Snapshots of a training run. Every rank writes the states that it owns, in the background; any number of ranks can read them.
 
     step-00000500/                  complete, because the folder has its final name
-        manifest.json               what the run is, each parameter's shape, each file's size, checksums and pieces
+        manifest.json               the run's settings, each parameter's shape, each file's size, checksums and pieces
         rank-0.safetensors, rank-1.safetensors, …
     step-00001000.RUN-2.partial/    the second save of run RUN: being written, or left by a run that was killed
         rank-0.safetensors, rank-0.json, …
 
-A rank writes its tensors and then a small JSON file that speaks of them; rank 0 waits for all of these, writes the manifest and
-renames the folder. Whenever ranks are killed, the last complete snapshot stays. Each save has a folder of its own, so nothing
-that a killed run left can get into a snapshot. The folders must lie on a file system that all ranks share.
+A rank writes its tensors and then a small JSON file that describes them. Rank 0 waits for the JSON files of all ranks, writes
+the manifest and renames the folder. Ranks may be killed at any time: the last complete snapshot remains. Each save has a folder
+of its own, so files of a killed run cannot get into a snapshot. The folders must be on a file system that all ranks share.
 """
 
 import json
@@ -42,8 +42,8 @@ Range = tuple[str, int, int]  # elements [start, stop) of a flattened parameter
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements [start, stop) of a flattened parameter's states: `tensors` holds a (stop - start,) fp32 tensor for each of KEYS,
-    on any device."""
+    """The states of elements [start, stop) of a flattened parameter. tensors: a (stop - start,) fp32 tensor for each of
+    KEYS, on any device."""
 
     name: str
     start: int
@@ -54,8 +54,8 @@ class Piece:
 class Snapshots:
     """The snapshots of one run in `directory`.
 
-    run_id: letters and digits, the same on all ranks of a run, another in each run. keep: how many complete snapshots stay.
-    timeout: seconds that rank 0 waits for other ranks whose files do not grow.
+    run_id: letters and digits, the same on all ranks of a run, different for each run. keep: the number of complete
+    snapshots to keep. timeout: seconds that rank 0 waits for the files of other ranks while none of them grows.
     """
 
     def __init__(
@@ -72,11 +72,11 @@ class Snapshots:
     # --- writing ---------------------------------------------------------------------------------------------------------
 
     def save(self, step: int, pieces: Sequence[Piece], shapes: Mapping[str, tuple[int, ...]], meta: Mapping[str, Any]) -> None:
-        """Copy `pieces` to host memory, and write them in the background.
+        """Copy `pieces` to host memory, and write them in the background. Collective.
 
-        Every rank must call, with the pieces that it alone writes, maybe none; together they must cover `shapes` (all
-        parameters of the model) exactly once. meta: what JSON can hold. Waits for the save before. Raises UserError if that
-        one failed, or if the host has no memory for the copy.
+        pieces: those that only this rank writes, possibly none. The pieces of all ranks together must cover `shapes` (all
+        parameters of the model) exactly once. meta: JSON-serializable. Waits for the previous save. Raises UserError if that
+        failed, or if the host has too little memory for the copy.
         """
         self.wait()
         pieces = [piece for piece in pieces if piece.start < piece.stop]
@@ -97,19 +97,20 @@ class Snapshots:
             except Exception as e:
                 self._error = self._failed(partial, step, e)
 
-        # A daemon: a process that leaves because of an error elsewhere must not wait for ranks that are gone.
+        # A daemon thread: a process that exits because of another error must not wait for ranks that have exited.
         self._thread = threading.Thread(target=work, name=f"snapshot of step {step}", daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
-        """Until the save in flight is done; on rank 0 the snapshot is complete then. Raises UserError if it failed."""
+        """Wait until the save in flight is done. On rank 0, the snapshot is then complete. Raises UserError if the save
+        failed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         self.check()
 
     def check(self) -> None:
-        """Raise the UserError of a save that is known to have failed, without waiting."""
+        """Raise the error of a save that has failed already, without waiting."""
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -118,7 +119,7 @@ class Snapshots:
         tensors = [piece.tensors[key] for piece in pieces for key in KEYS]
         size = sum(tensor.numel() for tensor in tensors)
         if self._host is None or self._host.flat.numel() != size:
-            self._host = None  # first give back, then take
+            self._host = None  # free the old buffer before the new one is allocated
             self._host = _HostCopy(size, pinned=any(tensor.is_cuda for tensor in tensors))
         return self._host.fill(tensors)
 
@@ -132,7 +133,7 @@ class Snapshots:
         _write_json(partial / f"rank-{self.rank}.json", part)
 
     def _complete(self, partial: Path, manifest: dict[str, Any]) -> None:
-        """Rank 0: wait for all parts, make them a snapshot, and only then remove what is no longer kept."""
+        """On rank 0: wait for all parts, make them a snapshot, and only then remove snapshots that are no longer kept."""
         parts = self._wait_for_parts(partial)
         manifest["files"] = [part for part in parts if part["file"]]
         _check_coverage(partial, manifest)
@@ -149,7 +150,8 @@ class Snapshots:
         self._clear(self._saves)
 
     def _clear(self, finished: int) -> None:
-        """Remove what other runs left half written or half removed, and this run's first `finished` saves if they failed."""
+        """Remove folders that other runs left half written or half removed, and what this run's first `finished` saves
+        left if they failed."""
         for path in self.directory.glob("step-*"):
             if path.suffix == ".partial":
                 run_id, _, number = path.name.split(".")[1].partition("-")
@@ -160,7 +162,8 @@ class Snapshots:
                 _remove(path)
 
     def _wait_for_parts(self, partial: Path) -> list[dict[str, Any]]:
-        """What each rank says of its file, once all have written theirs. Raises UserError if one failed or stands still."""
+        """The JSON of each rank about its file, once all are written. Raises UserError if a rank failed, or if no file
+        grew for `timeout` seconds."""
         parts: dict[int, dict[str, Any]] = {}
         sizes: dict[int, int | None] = {}
         deadline = time.monotonic() + self.timeout
@@ -186,7 +189,7 @@ class Snapshots:
             time.sleep(POLL_SECONDS)
 
     def _failed(self, partial: Path, step: int, error: Exception) -> Exception:
-        """Give the room back, tell rank 0, and say what to do."""
+        """Delete this rank's file, report the failure to rank 0, and return the error with advice for the user."""
         if isinstance(error, (OSError, TornFile)):
             reason = error.strerror if isinstance(error, OSError) else None
             where = (error.filename if isinstance(error, OSError) else None) or partial
@@ -196,7 +199,7 @@ class Snapshots:
             )
         with suppress(OSError):
             (partial / f"rank-{self.rank}.safetensors").unlink(missing_ok=True)
-        with suppress(OSError):  # otherwise rank 0 runs into its timeout
+        with suppress(OSError):  # otherwise rank 0 waits until its timeout
             _write_json(partial / f"rank-{self.rank}.failed", {"message": str(error)})
         return error
 
@@ -213,10 +216,11 @@ class Snapshots:
         return next(reversed(complete_snapshots(self.directory)), None)
 
     def load(self, path: Path, wanted: Sequence[Range]) -> list[dict[str, Tensor]]:
-        """For each (name, start, stop) a (stop - start,) fp32 CPU tensor of each of KEYS, whatever ranks wrote the snapshot.
+        """For each (name, start, stop), a (stop - start,) fp32 CPU tensor for each of KEYS. Any number of ranks may have
+        written the snapshot.
 
-        Only the slices are read. Raises UserError for a file that is torn, naming the newest other snapshot that is whole, and
-        for elements that the snapshot does not have.
+        Only the slices are read. Raises UserError for a damaged file, naming the newest other snapshot that is complete,
+        and for elements that the snapshot does not have.
         """
         manifest = read_manifest(path)
         for name, start, stop in wanted:
@@ -238,10 +242,11 @@ class Snapshots:
 
 
 class _HostCopy:
-    """Memory for a rank's pieces, one after the other as in its file. It stays from save to save."""
+    """Host memory for a rank's pieces, one after the other as in its file. It is reused by all saves."""
 
     def __init__(self, size: int, pinned: bool) -> None:
-        """size: elements. pinned: page-locked, so that a GPU copies at full speed."""
+        """size: elements. pinned: page-locked, so that a GPU copies at full speed. Raises UserError if there is too
+        little memory."""
         try:
             self.flat = torch.empty(size)
             if pinned:  # pin_memory would round the size up to a power of two
@@ -256,7 +261,8 @@ class _HostCopy:
             ) from None
 
     def fill(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Copy `tensors`, behind the work queued on their device, and return the (size,) fp32 whole when it is there."""
+        """Copy `tensors` to the host, after the work queued on their device. Waits for the copy and returns all of it,
+        (size,) fp32."""
         for tensor, part in zip(tensors, self.flat.split([t.numel() for t in tensors]), strict=True):
             assert tensor.dtype == torch.float32, tensor.dtype
             part.copy_(tensor.detach().view(-1), non_blocking=True)
@@ -269,7 +275,7 @@ class _HostCopy:
 
 
 def complete_snapshots(directory: Path) -> list[Path]:
-    """Oldest first. Raises UserError if the directory cannot be read."""
+    """The folders of all complete snapshots, oldest first. Raises UserError if the directory cannot be read."""
     try:
         names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
     except OSError as e:
@@ -281,7 +287,8 @@ def complete_snapshots(directory: Path) -> list[Path]:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """A snapshot's `step`, `meta`, `shapes` and `files`. Raises UserError if it is torn, or no snapshot of this format."""
+    """A snapshot's `step`, `meta`, `shapes` and `files`. Raises UserError if it is damaged, or is not a snapshot of this
+    format."""
     try:
         return _read_manifest(path)
     except TornFile as e:
@@ -289,7 +296,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def check_fits(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise UserError unless the snapshot holds these parameters in these shapes, and no others. Reads only the manifest."""
+    """Raise UserError unless the snapshot has exactly these parameters with these shapes. Reads only the manifest."""
     found = {name: tuple(shape) for name, shape in read_manifest(path)["shapes"].items()}
     for name in sorted(found.keys() | shapes.keys()):
         there, here = found.get(name), shapes.get(name)
@@ -301,7 +308,7 @@ def check_fits(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
-    """`read_manifest` that raises TornFile where the snapshot was one but is damaged."""
+    """Like `read_manifest`, but raises TornFile for a snapshot that is damaged."""
     file = path / MANIFEST
     if not file.is_file():
         raise UserError(f"{path} is no complete snapshot, it has no {MANIFEST}; name a folder such as snapshots/step-00000500")
@@ -337,7 +344,7 @@ def _check_coverage(path: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def _read_file(path: Path, file: Mapping[str, Any], wanted: Sequence[Range], found: Sequence[dict[str, Tensor]]) -> int:
-    """Copy what this file has of the wanted ranges into `found`. Returns the number of elements."""
+    """Copy the parts of the wanted ranges that this file has into `found`. Returns the number of elements."""
     places: dict[str, list[int]] = {}
     for i, (name, _, _) in enumerate(wanted):
         places.setdefault(name, []).append(i)
@@ -360,7 +367,7 @@ def _read_file(path: Path, file: Mapping[str, Any], wanted: Sequence[Range], fou
 
 
 def _instead(path: Path) -> str:
-    """What to do about a torn snapshot. The one that it names has its manifest and all files in their sizes."""
+    """Advice for a damaged snapshot. A snapshot that it names has a valid manifest, and all files with their full sizes."""
     for other in reversed(complete_snapshots(path.parent)):
         with suppress(UserError, TornFile):
             if other != path:
@@ -371,7 +378,7 @@ def _instead(path: Path) -> str:
 
 
 def _put_in_place(partial: Path, final: Path) -> None:
-    """Rename a complete folder. Whatever has its name stays readable until then."""
+    """Give a complete folder its final name. An older snapshot of that name stays readable until then."""
     old = final.with_suffix(".old")
     if (final / MANIFEST).exists():
         _remove(old)
@@ -385,14 +392,15 @@ def _put_in_place(partial: Path, final: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Without its manifest a folder is no snapshot, so one that is killed here leaves none that lacks files."""
+    """Remove a folder, its manifest first. Without a manifest it is not a snapshot, so a kill here cannot leave a
+    snapshot that lacks files."""
     with suppress(OSError):
         (path / MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(path, ignore_errors=True)
 
 
 def _size(path: Path) -> int | None:
-    """None if there is no such file; a rank that fails removes its own at any time."""
+    """Bytes of a file; None if it does not exist. A rank that fails may remove its file at any time."""
     with suppress(FileNotFoundError):
         return path.stat().st_size
     return None
@@ -407,19 +415,19 @@ def _checksum(manifest: Mapping[str, Any]) -> int:
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Appears under its name only when all of it is on disk."""
+    """Write a JSON file. It appears under its name only when all of it is on disk."""
     hidden = path.with_suffix(".tmp")
     with hidden.open("w") as file:
         file.write(json.dumps(value))
         file.flush()
         os.fsync(file.fileno())
-    with _opened(path.parent) as folder:  # before the file shows: whoever waits for it may then rename the folder
+    with _opened(path.parent) as folder:  # opened first: rank 0 may rename the folder once it sees the file
         hidden.rename(path)
         os.fsync(folder)
 
 
 def _sync(directory: Path) -> None:
-    """Make the names in a directory last."""
+    """Write the names in a directory to disk."""
     with _opened(directory) as folder:
         os.fsync(folder)
 

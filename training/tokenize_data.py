@@ -4,19 +4,19 @@
     python -m training.tokenize_data --model DIR --out tokens.bin books/
     python -m training.tokenize_data --model DIR --out chat.bin --chat --sequence-length 2048 conversations.jsonl
 
-DIR is the checkpoint that will be trained, whose tokenizer and chat template are used. Inputs are files, or folders with files
-below them:
+DIR is the checkpoint that will be trained. Its tokenizer and chat template are used. Inputs are files, or folders that are
+searched for files:
 
-    .jsonl    JSON lines: with a "text" each, one document; with --chat, with "messages" of role and content (or "conversations"
-              of from and value, and optionally "tools")
-    .txt      one document a file
+    .jsonl    one JSON object per line: a document in "text"; with --chat, a conversation in "messages" with role and content
+              (or in "conversations" with from and value), and optionally "tools"
+    .txt      one document per file
 
-Documents lie one after the other, each with the tokens that begin and end a document. With --chat the loss counts only what the
-assistant says, with the token that ends its turn, and whole conversations share windows of --sequence-length tokens. Attention
-crosses from one document or conversation of a window to the next.
+Documents are stored one after the other, each with the tokens that begin and end a document. With --chat the loss counts only
+the assistant's messages with their end-of-turn tokens, and whole conversations are packed into windows of --sequence-length
+tokens. Attention crosses from one document or conversation of a window to the next.
 
-The result is tokens.bin, its header tokens.json, with --chat tokens.mask, and a copy of the tokenizer in tokens.tokenizer/, which
-training puts beside what it trains.
+The result is tokens.bin, its header tokens.json, with --chat also tokens.mask, and a copy of the tokenizer in
+tokens.tokenizer/, which training copies to its result.
 """
 
 import argparse
@@ -49,18 +49,18 @@ SUFFIXES = (".jsonl", ".txt")
 
 @dataclass(frozen=True)
 class Task:
-    """How to encode."""
+    """The settings of the encoding."""
 
     model: Path
     chat: bool
-    window: int = 0  # chat: tokens that an example may have
+    window: int = 0  # with --chat: the most tokens that an example may have
     last_answer: bool = False
-    truncate: bool = False  # what is longer than a window; else it is left out
+    truncate: bool = False  # truncate examples that are longer than a window; otherwise they are left out
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Bytes start … stop - 1 of a file: of JSON lines, those lines that begin there."""
+    """Bytes start … stop - 1 of a file. For JSON lines: the lines that begin there."""
 
     path: Path
     start: int
@@ -85,7 +85,7 @@ class Encoder:
         self.task, self.tokenizer = task, load_tokenizer(task.model)
 
     def encode(self, piece: Piece) -> Encoded:
-        """Raises UserError, which names file and line."""
+        """Encode a piece. Raises UserError that names file and line."""
         ids: list[int] = []
         mask: list[int] = []
         lengths: list[int] = []
@@ -136,7 +136,7 @@ def _documents(piece: Piece) -> Iterator[tuple[int, bytes]]:
                 return
             file.seek(max(0, piece.start - 1))
             if piece.start:
-                file.readline()  # it began in the piece before, unless its end is just before this one
+                file.readline()  # the rest of a line that began in the previous piece, or only that line's end
             while (offset := file.tell()) < piece.stop and (line := file.readline()):
                 if line.strip():
                     yield offset, line
@@ -145,7 +145,7 @@ def _documents(piece: Piece) -> Iterator[tuple[int, bytes]]:
 
 
 def _where(path: Path, offset: int) -> str:
-    """The file, and the number of the line that begins at `offset`; counted only for an error."""
+    """The file, and the number of the line that begins at `offset`, for an error message."""
     if path.suffix == ".txt":
         return str(path)
     line = 1
@@ -195,7 +195,8 @@ def _encode_piece(piece: Piece) -> Encoded:
 
 
 def find_pieces(inputs: Sequence[Path], chat: bool) -> list[Piece]:
-    """The inputs' work items, in the order of the output. Raises UserError if an input is missing or of no known kind."""
+    """The work items of the inputs, in the order of the output. Raises UserError if an input is missing or has an unknown
+    suffix."""
     files: list[Path] = []
     for path in inputs:
         found = [path] if path.is_file() else sorted(f for f in path.rglob("*") if f.suffix in SUFFIXES and f.is_file())
@@ -216,7 +217,7 @@ def _cut(file: Path, size: int) -> Iterator[Piece]:
 
 
 def encode_all(task: Task, pieces: Sequence[Piece], processes: int) -> Iterator[Encoded]:
-    """Each piece's examples, in order, whatever the number of processes."""
+    """Encode the pieces. Yields each piece's examples in order, for any number of processes."""
     total = sum(piece.stop - piece.start for piece in pieces)
     with _results(task, pieces, processes) as results, tqdm(total=total, desc="tokenizing", unit="B", unit_scale=True) as bar:
         for piece, encoded in zip(pieces, results, strict=True):
@@ -239,7 +240,7 @@ def _results(task: Task, pieces: Sequence[Piece], processes: int) -> Iterator[It
 
 @dataclass
 class Counts:
-    """What became of the inputs."""
+    """What was made of the inputs."""
 
     examples: int = 0
     tokens: int = 0
@@ -270,7 +271,8 @@ def write_text(path: Path, task: Task, pieces: Sequence[Piece], processes: int) 
 
 
 def write_chat(path: Path, task: Task, pieces: Sequence[Piece], processes: int) -> Counts:
-    """Tokenize conversations and pack them into the token file `path`; in between they lie in a file beside it."""
+    """Tokenize conversations and pack them into the token file `path`. Unpacked, they are stored in a temporary file next
+    to it."""
     tokenizer, counts = load_tokenizer(task.model), Counts()
     _require_end(tokenizer, task.model)
     spool, lengths = path.with_suffix(".unpacked.bin"), []
@@ -302,7 +304,7 @@ def _require_end(tokenizer: Tokenizer, model: Path) -> None:
 
 
 def fingerprint(model: Path) -> str:
-    """Of the tokenizer's file in a checkpoint directory."""
+    """A hash of the tokenizer's file in a checkpoint directory."""
     name = "tokenizer.json" if (model / "tokenizer.json").is_file() else "tokenizer.model"
     return hashlib.sha256((model / name).read_bytes()).hexdigest()[:16]
 
@@ -343,7 +345,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    # a window is one token longer than what the model sees of it: the last one is only predicted
+    # a window is one token longer than the model's input: its last token is only a target
     task = Task(args.model, args.chat, (args.sequence_length or 0) + 1, args.last_answer, args.too_long == "truncate")
     pieces = find_pieces(args.inputs, args.chat)
     counts = (write_chat if args.chat else write_text)(args.out, task, pieces, args.processes)

@@ -1,12 +1,12 @@
-"""Train a model from scratch, or go on training a checkpoint, on any number of ranks.
+"""Train a model from scratch, or continue to train a checkpoint, on any number of ranks.
 
     python -m training.train --model ladder-1b --data tokens.bin --steps 1000 --out out/ladder-1b --variant ladder
     python launch.py --ranks 8 -m training.train --model ladder-1b --data tokens.bin --steps 1000 --out out/1b
 
---model takes a preset or a config.json alone (random weights), or a checkpoint directory. --data takes a token file that
-`python -m training.tokenize_data` wrote. The planner chooses how parameters, gradients and optimizer states are sharded, or
---sharding does. A run that was killed goes on with the same command and --resume, also on another number of ranks. The
-result, in DIR/model, is what generate.py and the server read.
+--model is a preset or a config.json alone (random weights), or a checkpoint directory. --data is a token file that
+`python -m training.tokenize_data` wrote. --sharding says how parameters, gradients and optimizer states are sharded; by default
+the planner chooses. A run that was killed continues with the same command and --resume, also on another number of ranks. The
+result is written to model/ under --out, where generate.py and the server can read it.
 """
 
 import argparse
@@ -50,13 +50,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def setup(args: argparse.Namespace) -> Setup:
-    """What this rank can find out alone. Raises UserError."""
+    """Read and check everything that needs no other rank. Raises UserError."""
     if args.tokenizer and not args.tokenizer.is_dir():
         raise UserError(f"--tokenizer {args.tokenizer} is no directory; name one with tokenizer.json or tokenizer.model")
     random = has_random_weights(args.model)
-    streams = named_config(args.model).n_kv_heads if random else 1  # of a desync variant that names no number
+    streams = named_config(args.model).n_kv_heads if random else 1  # for a desync variant without a number of streams
     config = model_config(args.model, args.variant, streams)
-    if random:  # no checkpoint says how far its positions were trained
+    if random:  # no checkpoint limits the positions to those that were trained
         config = replace(config, max_seq_len=max(config.max_seq_len, args.sequence_length))
     return Setup(
         config=config,

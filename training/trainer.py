@@ -1,4 +1,4 @@
-"""The training loop: micro-batches in, losses and new weights out."""
+"""The training step, and what a run saves, restores and exports."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ Loss = Callable[[Transformer, Tensor, Batch], Tensor]
 
 @dataclass
 class Trainer:
-    """What a run consists of on one rank. `step` counts the steps done."""
+    """The parts of a run on one rank. `step` is the number of steps done."""
 
     executor: Executor
     optimizer: Optimizer
@@ -40,11 +40,15 @@ class Trainer:
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches that each rank computes a step."""
+        """Micro-batches that each rank computes per step."""
         return self.batches.size // (self.world_size * self.micro_batch)
 
     def train_step(self) -> tuple[Tensor, Tensor]:
-        """One step. Returns this rank's share of the loss a token (the ranks' sum is the loss) and the gradient's norm."""
+        """One step. Collective.
+
+        Returns this rank's share of the loss per token (the sum over the ranks is the loss) and the gradient's global
+        norm, both fp32 scalars on the device.
+        """
         supervised = self.batches.supervised(self.step)
         share = torch.zeros((), device=self.device)
         for number in range(self.accumulation):
@@ -66,7 +70,7 @@ class Trainer:
         return {name: tuple(shape) for w in self.executor.weights for name, shape in zip(w.names, w.shapes, strict=True)}
 
     def pieces(self) -> list[Piece]:
-        """This rank's optimizer states, by parameter and range of its flattened elements; views of them."""
+        """Views of this rank's optimizer states, by parameter and range of its flattened elements."""
         state = self.optimizer.state()
         return [
             Piece(name, start, stop, {key: tensor[where] for key, tensor in state[weight].items()})
@@ -75,12 +79,12 @@ class Trainer:
         ]
 
     def save(self, snapshots: Snapshots, meta: dict[str, object]) -> None:
-        """Begin to write a snapshot. Of the copies of the optimizer states, the first is written."""
+        """Begin to write a snapshot. Only the ranks of the first copy of the optimizer states write pieces. Collective."""
         first = self.executor.groups.place.copy == 0
         snapshots.save(self.step, self.pieces() if first else [], self.shapes(), meta)
 
     def restore(self, snapshots: Snapshots, path: Path) -> None:
-        """Take over a snapshot's states, whatever plan wrote it."""
+        """Load the states of a snapshot, which may be from any sharding. Collective. Raises UserError."""
         mine = self.pieces()
         loaded = snapshots.load(path, [(p.name, p.start, p.stop) for p in mine])
         for piece, found in zip(mine, loaded, strict=True):
@@ -93,7 +97,7 @@ class Trainer:
     # --- the result ------------------------------------------------------------------------------------------------------
 
     def export(self, directory: Path, tokenizer_from: Path | None) -> None:
-        """Write the model in the HF layout from rank 0, which needs host memory for all of it. All ranks must call."""
+        """Write the model in the Hugging Face layout from rank 0, which needs host memory for the whole model. Collective."""
         self.executor.synchronize()
         config, dtype = self.executor.model.config, self.executor.embedding.shard.dtype
         copy = Transformer(config, Local(), torch.device("cpu"), dtype) if self.rank == 0 else None
@@ -111,14 +115,14 @@ class Trainer:
 
 
 def total(values: Tensor, group: Group | None) -> Tensor:
-    """The sum over the ranks of `group`; None: this process is alone."""
+    """All-reduce `values` in place over `group`, and return them. None: this process is alone."""
     if group is not None and group.size > 1:
         dist.all_reduce(values, group=group.handle)
     return values
 
 
 def check_batch(global_batch: int, world_size: int, micro_batch: int) -> None:
-    """Raise UserError unless the global batch (windows) can be shared evenly."""
+    """Raise UserError unless the global batch (windows) can be divided evenly."""
     unit = world_size * micro_batch
     if global_batch % unit:
         near = max(1, round(global_batch / unit)) * unit

@@ -1,4 +1,4 @@
-"""Waiting for communication, and how long it held computation up."""
+"""Waits for communication, and measures how long it blocked computation."""
 
 import time
 from collections.abc import Iterator
@@ -9,10 +9,10 @@ import torch.distributed as dist
 
 
 class Exposed:
-    """Adds up the time that computation stood still for communication.
+    """Adds up the time in which computation waited for communication.
 
-    On a CPU it is the time spent in a wait. On a GPU it is the time between two events around the wait in the compute
-    stream, which is read only when asked for, so that measuring never stalls the host.
+    On a CPU it is the time spent in waits. On a GPU it is the time between two events in the compute stream, before and
+    after a wait. The events are read only by `take`, so that measuring never makes the host wait.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,7 +1,7 @@
-"""A piece of the model's parameters whose states are sharded together: one matrix, or all norms and biases in one buffer.
+"""Parameters whose states are sharded together: one matrix, or all norms and biases in one buffer.
 
-`shard` is what a rank keeps. `full` is the whole, its storage freed while nobody computes with it; the model's parameters are
-views of it, so that they are there again as soon as it is gathered.
+`shard` is the part that a rank keeps. `full` is the whole buffer; its storage is freed while no computation needs it. The
+model's parameters are views of `full`, so they have their values again as soon as it is gathered.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from training.groups import Groups
 
-# torch 2.13 renamed them and warns of the old names, the only ones in 2.11
+# torch 2.13 renamed these and warns about the old names; torch 2.11 has only the old names
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -22,18 +22,19 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 class Weight:
     """`parameters`, flattened one after the other and padded so that every part has the same size.
 
-    The P parts are `shard`s of `chunk` elements; each rank's optimizer states cover `owned` of its shard (maybe nothing).
+    Each P part is a `shard` of `chunk` elements. A rank's optimizer states cover the slice `owned` of its shard, possibly
+    empty.
     """
 
     names: Sequence[str]
     parameters: Sequence[nn.Parameter]
     groups: Groups
-    cuts: int  # parts into which optimizer sharding cuts a shard; 1 where a shard has one owner
-    owner: int = 0  # with one owner: its part number
+    cuts: int  # parts into which optimizer sharding cuts a shard; 1 if the shard has one owner
+    owner: int = 0  # if the shard has one owner: its part number
     shard: Tensor = field(init=False)
     full: Tensor = field(init=False)
     gathering: dist.Work | None = field(default=None, init=False)
-    updating: list[dist.Work] = field(default_factory=list, init=False)  # new values on their way from their owners
+    updating: list[dist.Work] = field(default_factory=list, init=False)  # transfers of new values in flight
 
     def __post_init__(self) -> None:
         first = self.parameters[0]
@@ -57,7 +58,7 @@ class Weight:
 
     @property
     def start(self) -> int:
-        """Where this rank's shard begins in the flat whole."""
+        """The index in `full` at which this rank's shard begins."""
         return self.groups.gather.index * self.chunk
 
     def part(self, index: int) -> slice:
@@ -81,12 +82,12 @@ class Weight:
 
     @property
     def evenly_owned(self) -> bool:
-        """Whether the ranks that hold this shard own equal cuts of it, in the order of the ranks."""
+        """Whether the ranks that hold this shard own equal parts of it, in the order of the ranks."""
         return self.cuts == self.groups.replicas.size and self.groups.in_order
 
     def pieces(self) -> list[tuple[str, int, int, slice]]:
-        """What this rank owns, by parameter: name, first and last + 1 element of the flat parameter, and where the piece lies
-        in `owned`."""
+        """The elements that this rank owns, by parameter: name, start and stop in the flattened parameter, and their
+        slice of `owned`."""
         found, offset = [], 0
         low = self.start + self.owned.start
         high = min(self.start + self.owned.stop, self.numel)
@@ -100,7 +101,7 @@ class Weight:
     # --- all-gather of the parameters -----------------------------------------------------------------------------------
 
     def gather(self) -> None:
-        """Begin to collect the whole, if it is neither there nor on its way."""
+        """Begin to all-gather `full`, unless that is done or in flight."""
         if self.parts == 1 or self.gathering is not None or self.full.untyped_storage().size():
             return
         self.arrive()
@@ -108,21 +109,21 @@ class Weight:
         self.gathering = all_gather(self.full, self.shard, group=self.groups.gather.handle, async_op=True)
 
     def wait(self) -> None:
-        """Have the whole: its parts gathered, its new values arrived."""
+        """Wait until `full` is gathered and the new values have been received."""
         if self.gathering is not None:
             self.gathering.wait()
             self.gathering = None
         self.arrive()
 
     def release(self) -> None:
-        """Free the whole. The parameters keep their shapes and get their values back with the next gather."""
+        """Free the storage of `full`. The parameters keep their shapes, and get their values back with the next gather."""
         if self.parts > 1:
             self.full.untyped_storage().resize_(0)
 
     # --- gradients and new values ----------------------------------------------------------------------------------------
 
     def flatten(self, gradients: Sequence[Tensor]) -> Tensor:
-        """The parameters' gradients as one flat tensor with the padding, (parts * chunk,)."""
+        """The parameters' gradients as one flat tensor with padding, (parts * chunk,)."""
         padding = self.parts * self.chunk - self.numel
         if len(gradients) == 1 and not padding:
             return gradients[0].reshape(-1)
@@ -130,14 +131,15 @@ class Weight:
         return torch.cat([*flat, flat[0].new_zeros(padding)])
 
     def scatter(self, flat: Tensor) -> tuple[Tensor, dist.Work | None]:
-        """Begin to sum `flat` over the ranks of a P block: this rank's shard of it, ready once the work is."""
+        """Begin to reduce-scatter `flat` over the ranks of a P block. Returns this rank's shard, (chunk,), valid once the
+        work is done. If P is not sharded: `flat` itself, and None."""
         if self.parts == 1:
             return flat, None
         shard = flat.new_empty(self.chunk)
         return shard, reduce_scatter(shard, flat, group=self.groups.scatter.handle, async_op=True)
 
     def spread(self) -> None:
-        """Begin to send this rank's new values to those that share its shard, and to receive theirs."""
+        """Begin to send this rank's new values to the ranks that share its shard, and to receive theirs."""
         group = self.groups.optimizer
         if group.size == 1:
             return
@@ -154,17 +156,18 @@ class Weight:
         self.updating.append(work)
 
     def arrive(self) -> None:
-        """Wait for new values on their way."""
+        """Wait for new values in flight."""
         for work in self.updating:
             work.wait()
         self.updating.clear()
 
 
 def balance(sizes: Sequence[int], parts: tuple[int, int]) -> list[int]:
-    """An owner for each tensor, inter-tensor (section IV.C.2): the largest first, each to the part with least so far.
+    """Choose an owner for each tensor (inter-tensor; AMSP, section IV.C.2). Returns a part number below g * o for each tensor.
 
-    `parts` = (g, o): the g parts of G are balanced first, then the o optimizer parts inside each of them, so that a rank
-    never owns the optimizer states of a gradient that it does not keep. Part numbers count g * o.
+    The largest tensor comes first, and each goes to the part with the fewest elements so far. `parts` = (g, o): the g
+    parts of G are balanced first, then the o optimizer parts inside each of them, so that a rank never owns the optimizer
+    states of a gradient that it does not keep.
     """
     outer, inner = [0] * parts[0], [[0] * parts[1] for _ in range(parts[0])]
     owners = [0] * len(sizes)
