@@ -1,4 +1,4 @@
-"""The frontend as a process beside rank 0: starting it, passing signals on, noticing when either side ends.
+"""Rank 0's frontend process: start it, forward signals to it, and detect when either side ends.
 
 Imports nothing heavy: the new process imports this module, and must answer /health while the model is still loading.
 """
@@ -17,8 +17,8 @@ from engine.protocol import Fatal, encode
 from processes import name_process, parent_pid, run_folder, when_ended
 from server.settings import Settings
 
-JOIN_SECONDS = 10.0  # for the frontend to end after the engine
-ORPHAN_SECONDS = 5.0  # for the frontend to tell its clients that the engine is gone
+JOIN_SECONDS = 10.0  # time for the frontend to end after the engine
+ORPHAN_SECONDS = 5.0  # time for the frontend to send errors to its clients after the engine has ended
 
 
 class Frontend:
@@ -35,14 +35,17 @@ class Frontend:
         self._last_signal = 0.0
 
     def forward(self, number: int, frame: FrameType | None) -> None:
-        """Pass a signal on. A terminal and torchrun may both send one for the same Ctrl-C: those within a second are one."""
+        """Forward a signal as SIGTERM. Signals within one second count once.
+
+        A terminal and torchrun may both send a signal for the same Ctrl-C.
+        """
         if time.monotonic() - self._last_signal > 1 and self.process.is_alive():
             self._last_signal = time.monotonic()
             assert self.process.pid is not None
             os.kill(self.process.pid, signal.SIGTERM)
 
     def close(self) -> int:
-        """Wait for the process to end; its exit code."""
+        """Wait for the process to end, and kill it after JOIN_SECONDS. Returns its exit code."""
         self.process.join(JOIN_SECONDS)
         if self.process.is_alive():
             self.process.kill()
@@ -52,7 +55,10 @@ class Frontend:
 
 
 def frontend_main(settings: Settings, to_engine: str, from_engine: str) -> None:
-    """What the process does: away from the terminal's signals, and not for long without the engine's process."""
+    """Run the frontend process, in a session of its own, so that signals from the terminal do not reach it.
+
+    It ends soon after the engine's process has ended.
+    """
     name_process("rung-frontend")
     os.setsid()
     when_ended(parent_pid(), lambda: report_engine_death(from_engine))
@@ -62,7 +68,7 @@ def frontend_main(settings: Settings, to_engine: str, from_engine: str) -> None:
 
 
 def report_engine_death(from_engine: str) -> None:
-    """Let the frontend give its clients their errors and end; end it if it does not."""
+    """Tell the frontend that the engine has ended, so that it sends errors to its clients and exits. Otherwise end it here."""
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
     socket.connect(from_engine)
     socket.send(encode(Fatal("the engine process ended")))

@@ -1,4 +1,4 @@
-"""Texts and conversations to ids: the work that worker processes do, and what may be asked of them."""
+"""Convert texts and conversations to token ids, in worker processes, and limit how much a request may contain."""
 
 import math
 from collections.abc import Sequence
@@ -11,16 +11,16 @@ from server.sse import to_json
 from server.workers import worker_tokenizer
 from tokenizer import Tokenizer
 
-LONG_TEXT = 4096  # characters; above it, a text is tokenized in a worker, below it where it is
-MAX_PROMPT_TOKENS = 1 << 20  # of one request; more if the context holds more
-MAX_LOGPROBS = 1 << 17  # of a request's prompts, and of its answers; more for a context of which each token could have two
+LONG_TEXT = 4096  # characters; longer texts are tokenized in a worker, others in the event loop
+MAX_PROMPT_TOKENS = 1 << 20  # of one request; raised if the context holds more
+MAX_LOGPROBS = 1 << 17  # of a request's prompts, and of its answers; raised to two for each token of a full context
 TOO_MANY = "too_many_tokens"
-SLOW_TEXT = 65536  # characters; above it, a request is no short job
+SLOW_TEXT = 65536  # characters; longer requests are slow jobs
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """What a chat template gets. Fields are those of `Tokenizer.render_chat`."""
+    """The input of a chat template. Fields are as in `Tokenizer.render_chat` and `Tokenizer.encode_chat`."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None
@@ -30,13 +30,16 @@ class Conversation:
     variables: dict[str, Any] = field(default_factory=dict)
     add_special_tokens: bool = False
     parse_special: bool = False  # --parse-control-tokens
-    own_template: bool = False  # of the request
+    own_template: bool = False  # the request brings its own template
 
 
 @dataclass(frozen=True)
 class Room:
-    """How much of a prompt is wanted. `limit`: the context, in tokens, beyond which it is refused. `keep`: cut it at its start to so
-    many. `answer`: tokens that were asked for, for the error's text."""
+    """Limits of a prompt, in tokens.
+
+    `limit`: the context; a prompt of that many tokens or more is refused. `keep`: cut the prompt at its start to this many.
+    `answer`: requested tokens of the answer, for the text of the error.
+    """
 
     limit: int
     keep: int | None = None
@@ -44,18 +47,20 @@ class Room:
 
     @property
     def total(self) -> int:
-        """The most tokens of all prompts of a request, each counted once for every answer."""
+        """The most tokens of all prompts of a request. A prompt counts once for each of its answers."""
         return max(MAX_PROMPT_TOKENS, self.limit)
 
     @property
     def logprobs(self) -> int:
-        """The most log-probabilities of all prompts of a request, or of all its answers, as long as they are kept."""
+        """The most log-probabilities of all prompts of a request, or of all its answers if they are kept until complete."""
         return max(MAX_LOGPROBS, 2 * self.limit)
 
 
 def chat_prompt(chat: Conversation, room: Room | None) -> list[int]:
-    """The ids of a conversation, for a worker. Raises a 400 for messages or a template that cannot be rendered, and for a text that
-    has no room."""
+    """The token ids of a conversation. Runs in a worker. `room` None: no limits.
+
+    Raises a 400 for messages or a template that cannot be rendered, and for a text that is too long.
+    """
     tokenizer = worker_tokenizer()
     check = None if room is None else lambda text: check_length(tokenizer, text, room, "messages")
     try:
@@ -76,7 +81,7 @@ def chat_prompt(chat: Conversation, room: Room | None) -> list[int]:
 
 
 def text_prompts(texts: Sequence[str], add_special_tokens: bool, room: Room) -> list[tuple[list[int], bool]]:
-    """The ids of each text, and whether they are all of it; for a worker."""
+    """The token ids of each text, and whether they cover all of it. Runs in a worker. Raises a 400 if they are too many."""
     tokenizer = worker_tokenizer()
     found: list[tuple[list[int], bool]] = []
     tokens = 0
@@ -88,8 +93,10 @@ def text_prompts(texts: Sequence[str], add_special_tokens: bool, room: Room) -> 
 
 
 def check_total(tokens: int, room: Room, prompt_logprobs: int | None = None) -> None:
-    """Raises a 400 for a request whose prompts are too long together, or have too many log-probabilities. `tokens` counts a prompt
-    with each of its choices."""
+    """Raises a 400 for a request whose prompts are too long together or have too many log-probabilities.
+
+    `tokens`: of all prompts; a prompt counts once for each of its choices.
+    """
     advice = "send fewer prompts at once, or lower n"
     if tokens > room.total:
         message = f"has {tokens} tokens or more in all prompts, each counted for every answer; at most {room.total}; {advice}"
@@ -100,7 +107,7 @@ def check_total(tokens: int, room: Room, prompt_logprobs: int | None = None) -> 
 
 
 def check_logprobs(values: int, room: Room) -> None:
-    """Raises a 400 for a request whose answers may have so many log-probabilities that they cannot be kept until they are complete."""
+    """Raises a 400 if the answers may have more log-probabilities than can be kept until the answers are complete."""
     if values > room.logprobs:
         message = (
             f"asks for {values} log-probabilities in all answers; at most {room.logprobs}, unless they are streamed; lower "
@@ -110,12 +117,12 @@ def check_logprobs(values: int, room: Room) -> None:
 
 
 def prompt_texts(prompts: Sequence[Sequence[int]], skip_special: bool) -> list[str]:
-    """The text of each prompt, for a worker."""
+    """The text of each prompt. Runs in a worker."""
     return [worker_tokenizer().decode(ids, skip_special) for ids in prompts]
 
 
 def tokenize_reply(given: str | Conversation, add_special_tokens: bool, max_model_len: int | None, strings: bool) -> bytes:
-    """The whole answer of POST /tokenize, for a worker: a list of ids can be long."""
+    """The encoded response of POST /tokenize. Runs in a worker, because the list of ids can be long."""
     tokenizer = worker_tokenizer()
     if isinstance(given, str):
         ids = tokenizer.encode(given, add_special_tokens=add_special_tokens)
@@ -128,7 +135,7 @@ def tokenize_reply(given: str | Conversation, add_special_tokens: bool, max_mode
 
 
 def detokenize_reply(ids: Sequence[int], skip_special: bool) -> bytes:
-    """The whole answer of POST /detokenize, for a worker."""
+    """The encoded response of POST /detokenize. Runs in a worker. Raises a 400 for ids that cannot be decoded."""
     try:
         return to_json({"prompt": worker_tokenizer().decode(ids, skip_special)})
     except UserError as e:
@@ -136,8 +143,10 @@ def detokenize_reply(ids: Sequence[int], skip_special: bool) -> bytes:
 
 
 def check_length(tokenizer: Tokenizer, text: str, room: Room, part: str) -> None:
-    """Raises a 400 for a text that is so long that it has no room, whichever its tokens are: one covers only so many characters.
-    Far cheaper than to tokenize it."""
+    """Raises a 400 for a text that cannot fit with any tokens, because one covers at most `tokenizer.covers` characters.
+
+    This is far cheaper than tokenizing the text.
+    """
     if tokenizer.covers is not None and room.keep is None:
         at_least = math.ceil(len(text) / tokenizer.covers)
         if at_least >= room.limit:
@@ -145,7 +154,7 @@ def check_length(tokenizer: Tokenizer, text: str, room: Room, part: str) -> None
 
 
 def _fit(ids: list[int], room: Room, part: str) -> tuple[list[int], bool]:
-    """What is kept of `ids`, and whether that is all. A prompt without room does not even leave the worker."""
+    """The ids to keep, and whether these are all. Raises a 400 for a prompt that is too long, instead of returning its ids."""
     if room.keep is not None:
         return ids[max(0, len(ids) - room.keep) :], len(ids) <= room.keep
     if len(ids) >= room.limit:

@@ -1,5 +1,7 @@
-"""What the server answers, for /openapi.json. The answers themselves are built as plain objects, which is faster; tests compare them
-with these models."""
+"""Models of the server's responses, for /openapi.json.
+
+The responses themselves are built as plain dicts, which is faster. Tests compare them with these models.
+"""
 
 from typing import Any, Literal
 
@@ -126,7 +128,7 @@ class CalledToolChunk(CalledTool):
 
 
 class AnswerDelta(Reply):
-    """What is new. The role comes first; a tool call comes whole."""
+    """The new part of a message. The role comes first. A tool call comes complete, in one chunk."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
@@ -161,7 +163,7 @@ class ModelCard(Reply):
     owned_by: str
     root: str
     max_model_len: int | None
-    variant: str | None  # null while it loads
+    variant: str | None  # null while the model loads
     examples: Examples | None  # the checkpoint's examples.json, for the page
 
 
@@ -195,7 +197,7 @@ class Quantiles(Reply):
 
 
 class StatsReply(Reply):
-    """The engine now, and latencies in seconds over the last minute."""
+    """The present state of the engine, and latencies of the last minute in seconds."""
 
     status: str
     model: str

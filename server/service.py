@@ -1,4 +1,4 @@
-"""What all routes share: the settings, the tokenizer, the engine's client, and whether requests are taken at all."""
+"""The state that all routes share: settings, tokenizer, engine client, and whether requests are accepted."""
 
 import time
 from collections import OrderedDict
@@ -44,7 +44,7 @@ class Service:
 
     @property
     def vocab_size(self) -> int:
-        """Ids that both the model and the tokenizer know."""
+        """The number of token ids that both the model and the tokenizer have."""
         model = self.client.ready.vocab_size if self.client.ready else self.tokenizer.vocab_size
         return min(model, self.tokenizer.vocab_size)
 
@@ -63,7 +63,7 @@ class Service:
             raise ApiError(404, f"the model {name!r} does not exist; this server has: {served}", "model", "model_not_found")
 
     def admit(self, sequences: int) -> None:
-        """Raises a 429 when the queue is full, and a 400 for what no empty queue could hold."""
+        """Raises a 503 unless requests can run, a 429 if the queue is full, and a 400 for more than an empty queue can hold."""
         self.check_ready()
         room = self.settings.max_num_seqs + self.settings.max_queue
         if sequences > room:
@@ -81,7 +81,7 @@ class Service:
         return self.chat_template if wanted is None else wanted
 
     def snapshot(self) -> dict[str, Any]:
-        """/stats."""
+        """The response of /stats."""
         ready, stats, m = self.client.ready, self.metrics.stats, self.metrics
         return {
             "status": self.status,
@@ -112,7 +112,7 @@ class Service:
 
 
 def read_chat_template(settings: Settings, tokenizer: Tokenizer) -> Settings:
-    """`--chat-template` as a template: a file's text, or one of the checkpoint's by its name."""
+    """Resolve `--chat-template`: to a file's text, or unchanged if it names one of the checkpoint's. Raises UserError."""
     from dataclasses import replace
     from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Answers on the wire: JSON, server-sent events, and a request that ends when its client has gone."""
+"""Encode and send responses as JSON or server-sent events, and cancel requests whose client has disconnected."""
 
 import asyncio
 import json
@@ -17,18 +17,18 @@ _encoder = msgspec.json.Encoder()
 
 
 class ClientGone(Exception):
-    """The client closed its connection; nobody reads an answer."""
+    """The client closed its connection, so that no response can be sent."""
 
 
 def to_json(value: Any) -> bytes:
     try:
         return _encoder.encode(value)
-    except UnicodeEncodeError:  # a lone surrogate, which a model can write as an escape in JSON
+    except UnicodeEncodeError:  # a lone surrogate: a model can generate one as a JSON escape
         return json.dumps(value).encode()
 
 
 class JsonLists:
-    """An object of lists that grow, kept as the bytes of JSON that they become: a tenth of what their values take."""
+    """An object of growing lists, kept as encoded JSON, which takes a tenth of the memory of their values."""
 
     def __init__(self) -> None:
         self._parts: dict[str, bytearray | None] = {}
@@ -41,7 +41,7 @@ class JsonLists:
                 part += b"," * bool(part) + to_json(values)[1:-1]
 
     def finish(self) -> dict[str, msgspec.Raw | None]:
-        """The object, for to_json. Its lists are handed over."""
+        """Return the object, for `to_json`, and reset this one."""
         parts, self._parts = self._parts, {}
         return {name: None if part is None else msgspec.Raw(b"[" + part + b"]") for name, part in parts.items()}
 
@@ -51,11 +51,11 @@ def event(value: Any) -> bytes:
 
 
 DONE = b"data: [DONE]\n\n"
-PIECE = 65536  # bytes given to the connection at once; the next ones wait until most of what it holds is read
+PIECE = 65536  # bytes passed to the connection at once; the next ones wait until most of its buffer has been read
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled as soon as the client disconnects; then raises ClientGone."""
+    """Wait for the result of `work`. If the client disconnects first, cancel `work` and raise ClientGone."""
     task = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_disconnected(receive))
     try:
@@ -75,11 +75,11 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events, `[DONE]` always last. The generator yields one event or several: what it yields at once is written at
-    once, as far as PIECE allows.
+    """A response of server-sent events, which always ends with `[DONE]`.
 
-    The status waits for the first event, so that a request which fails at once gets a plain error response; an error after
-    that becomes an event.
+    `events` yields bytes of one event or several. Events that are yielded together are written together, up to PIECE bytes.
+    The status is sent with the first event, so that a request that fails at once gets a plain error response. A later error
+    becomes an event. Raises ClientGone if the client disconnects, or reads too slowly: `write_timeout` is in seconds.
     """
 
     def __init__(self, events: AsyncGenerator[bytes, None], write_timeout: float):
@@ -92,7 +92,7 @@ class EventStream(Response):
         await unless_gone(receive, self._run(scope, receive, send))
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
-        from server.problems import ApiError  # the one cycle: an error is also an event
+        from server.problems import ApiError  # not at the top: server.problems imports this module
 
         async with aclosing(self.events):
             try:
@@ -101,7 +101,7 @@ class EventStream(Response):
                 await e.response()(scope, receive, send)
                 return
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            # The layers around the application look at the start of a response only: its parts pass them by.
+            # The middleware looks at the start of a response only, so the events bypass it.
             async with _Writer(scope["state"]["send"], self.write_timeout) as writer:
                 await writer.write(first)
                 while True:
@@ -117,17 +117,19 @@ class EventStream(Response):
 
 
 class _Writer:
-    """Waits while the client's buffers are full, but not for ever: a reader that has stalled for good must not hold its blocks.
-    One that is slow may take any time for all, as long as each piece goes through in time.
+    """Writes pieces of at most PIECE bytes. A write waits while the client's buffers are full, for at most `timeout` seconds.
 
-    A context manager around all writes of one task, which raises ClientGone. Its one timer looks now and then whether a piece
-    takes too long; a timeout of its own for each one would cost more than the write.
+    A client that has stopped reading must not keep its KV-cache blocks, so the time of each piece is limited. The total time is
+    not, so a slow client may read for any time.
+
+    A context manager around all writes of one task, which raises ClientGone after a timeout. It has a single timer, which
+    checks now and then whether a piece takes too long. A timeout for each piece would cost more than the write.
     """
 
     def __init__(self, send: Send, timeout: float) -> None:
         self.send, self.timeout = send, timeout
         self._loop = asyncio.get_running_loop()
-        self._since: float | None = None  # when the piece began that is under way
+        self._since: float | None = None  # when the current write began
         self._limit = asyncio.timeout(None)
         self._timer = self._loop.call_later(timeout, self._look)
 
@@ -165,7 +167,7 @@ class _Writer:
 
 def _error_of(e: Exception) -> dict[str, Any]:
     from server.logs import log
-    from server.problems import ApiError  # the one cycle: an error is also an event
+    from server.problems import ApiError  # not at the top: server.problems imports this module
 
     if not isinstance(e, ApiError):
         log.error("a stream failed", exc_info=e)

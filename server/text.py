@@ -1,4 +1,4 @@
-"""Ids to text while they arrive: stop strings, special tokens, and where each token lies in the text."""
+"""Convert ids to text as they arrive, with stop strings, special tokens, and the position of each token in the text."""
 
 from collections.abc import Sequence
 
@@ -6,9 +6,9 @@ from tokenizer import IncrementalDetokenizer, Tokenizer
 
 
 class TextStream:
-    """The text of one sequence. What `push` returns is final: no stop string can swallow it any more.
+    """The text of one sequence. What `push` returns is final: no later stop string can remove it.
 
-    The text does not depend on how the ids were grouped into messages, so a stream's is the same as a whole answer's.
+    The text does not depend on how the ids are grouped into messages, so that a streamed answer equals a whole one.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class TextStream:
         return self._release()
 
     def flush(self) -> str:
-        """The rest, once no more ids come: half a character becomes U+FFFD, half a stop string is text."""
+        """The rest of the text after the last id. An incomplete character becomes U+FFFD, an incomplete stop string is text."""
         if not isinstance(self.stop_reason, str):
             self._append(self._detokenizer.flush())
         released, self._held = self._find_stop(), ""
@@ -64,7 +64,7 @@ class TextStream:
         return text[:cut]
 
     def _find_stop(self) -> str:
-        """The held text, up to the stop string that is complete first, if there is one."""
+        """The held text, cut at the stop string that ends first, if there is one. Then sets `stop_reason`."""
         if self.count <= self._min_tokens:
             return self._held
         ends = [(at + len(s), at, s) for s in self._stop if (at := self._held.find(s)) >= 0]
@@ -74,13 +74,13 @@ class TextStream:
         return self._held[: end if self._include_stop else start]
 
     def _possible_stop(self) -> int:
-        """Length of the longest end of the held text that begins a stop string."""
+        """Length of the longest suffix of the held text that is a prefix of a stop string."""
         longest = min(len(self._held), max(map(len, self._stop)) - 1)
         return next((n for n in range(longest, 0, -1) if any(s.startswith(self._held[-n:]) for s in self._stop)), 0)
 
 
 def text_offsets(tokenizer: Tokenizer, ids: Sequence[int], skip_special: bool) -> list[int]:
-    """Where the text of each id of a prompt begins."""
+    """Where the text of each id of a prompt begins, in characters."""
     detokenizer = IncrementalDetokenizer(tokenizer, skip_special)
     offsets, length = [], 0
     for token_id in ids:
