@@ -1,6 +1,7 @@
-"""What clients may send. Every field is used, accepted without effect, or refused; unknown names are taken out and told.
+"""Schemas of request bodies. Every field is used, accepted without effect, or refused. Unknown fields are removed and reported.
 
-Fields accept `null` as "not given". What would change the answer and is not supported is in `REFUSED`: its neutral values pass.
+In every field `null` means "not given". `REFUSED` has the unsupported fields that would change the answer. Their neutral values,
+which change nothing, are accepted.
 """
 
 import re
@@ -16,8 +17,8 @@ INT64 = 2**63
 MAX_CHOICES = 128
 MAX_PROMPTS = 4096
 MAX_STOPS = 16
-MAX_LISTED = 16384  # of allowed_token_ids, which go to the engine with each choice
-MAX_NAMED = 8  # unknown names that an answer's header and the log tell
+MAX_LISTED = 16384  # most allowed_token_ids, which are sent to the engine with each choice
+MAX_NAMED = 8  # most unknown names in the response header and in the log
 MAX_NAME = 64  # characters of each
 STRICT = (
     "true refuses a schema that cannot be enforced as a whole; false, the default, enforces the rest and names what was left out "
@@ -32,8 +33,8 @@ _SAMPLER = "is not supported; the samplers are temperature, top_k, top_p and min
 _COMPLETIONS = "belongs to /v1/completions"
 _CHAT = "belongs to /v1/chat/completions"
 
-# Names that would change the answer, the values with which they do not, and why the others are refused. Where a body has such a
-# name as a field, this does not apply to it.
+# Names that would change the answer, their neutral values, and why other values are refused. An entry does not apply to a body
+# class that has the name as a field.
 _REFUSALS: tuple[tuple[tuple[str, ...], tuple[Any, ...], str], ...] = (
     (("use_beam_search",), (False,), "beam search is not supported"),
     (("num_beams",), (1,), "beam search is not supported"),
@@ -49,7 +50,7 @@ _REFUSALS: tuple[tuple[tuple[str, ...], tuple[Any, ...], str], ...] = (
     (("function_call",), ("none",), "is superseded; use tool_choice"),
     (("web_search_options",), (), "is not supported"),
     (("moderation",), (), "is not supported: this server moderates nothing"),
-    # other servers' names
+    # names of other servers' parameters
     (("guided_json", "guided_regex", "guided_choice", "guided_grammar"), (), "is not supported; use response_format"),
     (("structured_outputs", "structural_tag", "json_schema"), (), "is not supported; use response_format"),
     (("regex", "grammar", "ebnf"), (), "is not supported; use response_format"),
@@ -60,7 +61,7 @@ _REFUSALS: tuple[tuple[tuple[str, ...], tuple[Any, ...], str], ...] = (
     (("mirostat", "top_a", "epsilon_cutoff", "eta_cutoff", "dry_multiplier", "xtc_probability"), (0, 0.0), _SAMPLER),
     (("typical_p", "tfs_z"), (1, 1.0), _SAMPLER),
     (("no_repeat_ngram_size",), (0,), "is not supported; use repetition_penalty"),
-    # the other endpoint's names
+    # names of the other endpoint's parameters
     (("prompt",), (), _COMPLETIONS),
     (("echo",), (False,), _COMPLETIONS),
     (("best_of",), (1,), _COMPLETIONS),
@@ -73,24 +74,24 @@ REFUSED = {name: (neutral, why) for names, neutral, why in _REFUSALS for name in
 
 
 def without_effect(why: str) -> Any:
-    """A field that cannot change the answer: any value passes, and none reaches a template."""
+    """A field that cannot change the answer: any value is accepted, and none is passed to a template."""
     return Field(None, exclude=True, description=f"Accepted, without effect: {why}.")
 
 
 class Checked(BaseModel):
-    """An object of which each field is checked. Names that its class lacks are taken out and told, see Body."""
+    """An object whose fields are all checked. `Body` removes and reports fields that the class lacks."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, protected_namespaces=())
-    passes_on: ClassVar[bool] = False  # whether names that the class lacks reach the chat template
+    passes_on: ClassVar[bool] = False  # whether unknown fields are passed to the chat template
 
 
 def take_unknown(value: Any, path: str = "") -> Iterator[str]:
-    """The unknown names in `value` and below, which are removed as the iterator comes to them."""
+    """Yield the paths of the unknown fields in `value` and in its children. The iterator removes the fields as it advances."""
     if isinstance(value, list) and value and isinstance(value[0], Checked):
         for one in value:
             yield from take_unknown(one, path)
     elif isinstance(value, Checked):
-        for name in sorted(value.model_fields_set & value.__dict__.keys()):  # of the many fields the few that were given
+        for name in sorted(value.model_fields_set & value.__dict__.keys()):  # only the few fields that were given
             yield from take_unknown(getattr(value, name), f"{path}{name}.")
         if value.model_extra and not value.passes_on:
             yield from (path + name for name in value.model_extra)
@@ -98,14 +99,17 @@ def take_unknown(value: Any, path: str = "") -> Iterator[str]:
 
 
 class Body(Checked):
-    """A whole request."""
+    """The whole body of a request."""
 
     model: str | None = Field(None, description="A name from /v1/models. Default: the model that is served.")
     _ignored: list[str] = PrivateAttr(default_factory=list)
 
     @property
     def ignored(self) -> list[str]:
-        """Unknown names, as paths in the body: at most MAX_NAMED, shortened and of plain characters, then whether there are more."""
+        """Paths of unknown fields in the body, at most MAX_NAMED, then "and more" if there are more.
+
+        They are shortened, and special characters are replaced.
+        """
         return self._ignored
 
     @model_validator(mode="before")
@@ -125,18 +129,18 @@ class Body(Checked):
     def _ignore_unknown(self) -> "Body":
         named: dict[str, None] = {}
         more = False
-        for name in take_unknown(self):  # to its end, since it removes them: there may be millions, so no work for each
+        for name in take_unknown(self):  # to its end, because it removes them; little work for each: there may be millions
             if len(named) < MAX_NAMED:
                 named[name] = None
             elif name not in named:
                 more = True
-        if named:  # FastAPI looks at a body a second time, when nothing unknown is left
+        if named:  # FastAPI checks a body a second time, when the unknown fields are already removed
             self._ignored = [re.sub(r"[^A-Za-z0-9_.$-]", "?", name[:MAX_NAME]) for name in named] + ["and more"] * more
         return self
 
 
 class StreamOptions(Checked):
-    """Without `stream` they have no effect."""
+    """Options of a stream. They have no effect without `stream`."""
 
     include_usage: bool | None = Field(None, description="A last chunk with `usage` and no choices.")
     continuous_usage_stats: bool | None = Field(None, description="`usage` so far in every chunk.")
@@ -176,7 +180,7 @@ ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaResponseFor
 
 
 class GenerationBody(Body):
-    """What both endpoints share. `None` is the default that a description names."""
+    """The fields that both endpoints share. `None` stands for the default that the description names."""
 
     stream: bool | None = Field(None, description="Server-sent events instead of one answer. Default false.")
     stream_options: StreamOptions | None = None
@@ -261,7 +265,7 @@ class GenerationBody(Body):
 
     @property
     def json_format(self) -> JsonObjectFormat | JsonSchemaResponseFormat | None:
-        """The format, unless it is plain text."""
+        """The response format; None for plain text."""
         return None if isinstance(self.response_format, TextFormat) else self.response_format
 
     @property
@@ -270,7 +274,7 @@ class GenerationBody(Body):
 
     @property
     def usage_options(self) -> tuple[bool, bool]:
-        """Whether a last chunk, and whether every chunk, tells the usage."""
+        """Whether a last chunk has the usage, and whether every chunk has it."""
         options = self.stream_options
         return bool(options and options.include_usage), bool(options and options.continuous_usage_stats)
 
@@ -331,7 +335,7 @@ class ToolCall(Checked):
 
 
 class ChatMessage(Checked):
-    """One turn. Other keys are passed on to the chat template."""
+    """One message. Other fields are passed on to the chat template."""
 
     passes_on = True
 
@@ -429,7 +433,7 @@ class ChatBody(GenerationBody):
 
     @property
     def forced_tools(self) -> list[Tool]:
-        """The tools of which one must be called."""
+        """The tools from which one must be called; empty if none must."""
         if isinstance(self.tool_choice, NamedToolChoice):
             wanted = self.tool_choice.function.name
             return [tool for tool in self.tools or [] if tool.function.name == wanted]
@@ -437,7 +441,7 @@ class ChatBody(GenerationBody):
 
 
 class TokenizeBody(Body):
-    """A prompt or a conversation, as the two endpoints would tokenize it."""
+    """A prompt or a conversation, to be tokenized as the two generation endpoints do."""
 
     prompt: str | None = Field(None, description="A text; or give messages.")
     messages: list[ChatMessage] | None = Field(None, min_length=1, fail_fast=True)

@@ -1,7 +1,7 @@
-"""Every setting of the server: a flag, an environment variable `RUNG_…`, or a key of the `--config` file.
+"""The settings of the server. Each is a flag, an environment variable `RUNG_…` and a key of the `--config` file.
 
-The command line wins over the environment, that over the file, that over the default. A list in a stronger source replaces
-the weaker one's; lists are not merged.
+The order of precedence is: command line, environment, file, default. A list replaces the lists from sources of lower
+precedence; lists are not merged.
 """
 
 import argparse
@@ -27,12 +27,12 @@ MEMORY_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 @dataclass(frozen=True)
 class Settings:
-    """All settings, checked. `load_settings` makes one; tests may construct it directly."""
+    """All settings, already checked. Made by `load_settings`; tests may construct it directly."""
 
     # the model
     model: str = ""
     served_model_name: tuple[str, ...] = ()
-    tp: int | None = None  # None: as many as a launcher started, or one
+    tp: int | None = None  # None: as many ranks as a launcher started, or one
     variant: str | None = None
     dtype: str | None = None
     device: str | None = None
@@ -43,12 +43,12 @@ class Settings:
     chat_template: str | None = None
     trust_request_chat_template: bool = False
     parse_control_tokens: bool = False
-    # how much at once
+    # batching
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_batch_tokens: int = 2048
     block_size: int = 16
-    kv_memory: float | None = None  # at most 1: a share of what is free; else bytes
+    kv_memory: float | None = None  # up to 1: a share of the free memory; above 1: bytes
     # HTTP
     host: str = "127.0.0.1"
     port: int = 8000
@@ -72,7 +72,7 @@ class Settings:
 
     @property
     def random_weights(self) -> bool:
-        """Whether `model` is a preset or a config.json alone."""
+        """Whether `model` is a preset, or a config.json without weights."""
         return has_random_weights(self.model)
 
     @property
@@ -86,7 +86,7 @@ class Settings:
 
 
 def load_settings(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> Settings:
-    """The settings from the command line, the environment and the `--config` file. Raises UserError for a bad one."""
+    """Read the settings from the command line, the environment and the `--config` file. Raises UserError for an invalid one."""
     environ = os.environ if environ is None else environ
     parser = build_parser()
     given = vars(parser.parse_args(argv))
@@ -321,7 +321,7 @@ def _port(text: str) -> int:
 
 
 def _network(text: str) -> str:
-    """An address or a network, as ipaddress writes it."""
+    """Parse an address or a network. Returns it as the module ipaddress writes it."""
     try:
         network = ipaddress.ip_network(text.strip())
     except ValueError as e:
@@ -347,7 +347,7 @@ def _flags(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
 
 
 def _arguments(action: argparse.Action, value: Any, source: str) -> list[str]:
-    """`value`, from a file or the environment, as the command line would have said it."""
+    """Convert `value`, from a file or the environment, to command-line arguments. Raises UserError, which names `source`."""
     if isinstance(action, argparse.BooleanOptionalAction):
         word = str(value).strip().lower()
         if word not in ("1", "true", "yes", "on", "0", "false", "no", "off"):

@@ -1,17 +1,19 @@
-"""Worker processes beside the frontend for what a request can make expensive: chat templates, long texts, schemas, large bodies.
+"""The frontend's worker processes, for work that a request can make expensive: chat templates, long texts, schemas, large bodies.
 
-A thread could not be stopped and would hold the GIL. A worker is a process with a limit of memory, a limit of time for each job,
-and no purpose beyond the frontend's: it is killed with its job and replaced, and it dies when the frontend does.
+A thread could not be stopped and would hold the GIL. A worker is a process with a memory limit, and a time limit for each job. If
+a job exceeds a limit, the worker is killed and replaced. Workers end when the frontend ends.
 
 How to add a job: write a function at the top level of a module that does not import torch, and call it by
 
     result = await service.workers.run(function, *arguments, slow=True)
 
-Function, arguments and result are pickled. In the worker `worker_tokenizer()` is the server's tokenizer. An ApiError or a UserError
-that the function raises reaches the caller as it is. `slow` says that a request can make the job long, as with a schema, a
-template or a long text from a stranger; leave it out for what takes a few milliseconds. Slow jobs never hold all the workers.
+Function, arguments and result are pickled. In the worker, `worker_tokenizer()` returns the server's tokenizer. An ApiError or a
+UserError that the function raises reaches the caller unchanged. Set `slow` if a request can make the job long, as with a schema,
+a template or a long text from a client. Leave it out for jobs of a few milliseconds. If there are two or more workers, slow jobs
+never occupy all of them.
 
-Not a pool of a library, such as pebble's: those hand jobs over in threads, which a busy event loop lets wait for the GIL.
+Process pools of libraries, such as pebble's, are not used: they hand jobs over in threads, and with a busy event loop these
+threads wait for the GIL.
 """
 
 import asyncio
@@ -38,16 +40,16 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-START_SECONDS = 120.0  # for a worker to import its modules and read the tokenizer, on a machine that loads weights meanwhile
+START_SECONDS = 120.0  # time for a worker to import its modules and read the tokenizer while the machine loads weights
 WAIT_SECONDS = 10.0  # longest time in the queue
-MAX_SLOW = 64  # slow jobs that may wait
-LAST_RESORT_SECONDS = 5.0  # beyond the limit of a job, after which a worker ends itself: then the frontend has gone
-GRACE_SECONDS = 0.25  # for a job whose client has left: a new worker costs more than the end of most jobs
-MEMORY = 1 << 30  # bytes of address space beyond those with which a worker begins
+MAX_SLOW = 64  # most slow jobs in the queue
+LAST_RESORT_SECONDS = 5.0  # a worker ends itself so long after its job's limit: the frontend, which should kill it, has gone
+GRACE_SECONDS = 0.25  # a job whose client has left may still end: waiting for it costs less than a new worker
+MEMORY = 1 << 30  # bytes of address space, added to those that a worker has when it starts
 RESULT_LIMIT = 32 << 20  # bytes
-NICENESS = 10  # of the workers for slow jobs: the ranks come first
+NICENESS = 10  # of the workers for slow jobs, so that the ranks have precedence
 ONE_THREAD = ("OMP_NUM_THREADS", "RAYON_NUM_THREADS")
-HEADER = 8  # bytes, the length of what follows
+HEADER = 8  # bytes of a message's length, which precedes the message
 
 
 class _Job:
@@ -58,27 +60,27 @@ class _Job:
 
 
 class Workers:
-    """`count` processes for the tokenizer of `model`; `seconds` is the limit for each job, `max_queue` for quick jobs that wait.
+    """`count` worker processes with the tokenizer of `model`. To be used from one event loop.
 
-    With two or more, the first one is for quick jobs alone. A worker starts with the first job it can take, the first one with
-    `start`. Used from one event loop.
+    `seconds`: time limit of each job. `max_queue`: most quick jobs in the queue. If there are two or more workers, the first one
+    takes only quick jobs. The first worker starts in `start`, each other one with the first slow job that it can take.
     """
 
     def __init__(self, model: str, count: int = 2, seconds: float = 10.0, max_queue: int = 1024) -> None:
         self._model, self._count, self._seconds = model, count, seconds
         self._quick, self._slow = deque[_Job](), deque[_Job]()
         self._limits = {id(self._quick): max_queue, id(self._slow): MAX_SLOW}
-        self._idle: dict[int, asyncio.Future[None]] = {}  # worker: its wait for a job
+        self._idle: dict[int, asyncio.Future[None]] = {}  # worker: the future with which it waits for a job
         self._tasks: list[asyncio.Task[None]] = []
-        self.pids: dict[int, int] = {}  # worker: process
+        self.pids: dict[int, int] = {}  # worker: process id
 
     def start(self) -> None:
-        """Start the first worker now, not with the first job."""
+        """Start the first worker now, instead of with the first job."""
         if not self._tasks:
             self._tasks = [asyncio.create_task(self._work(index)) for index in range(self._count)]
 
     async def close(self) -> None:
-        """Kill all workers; jobs under way fail."""
+        """Kill all workers. Running and queued jobs fail."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -86,10 +88,10 @@ class Workers:
             _fail(job, _ending())
 
     async def run(self, function: Callable[..., T], *arguments: Any, slow: bool = False) -> T:
-        """`function(*arguments)` in a worker. If the caller is cancelled, the job ends soon.
+        """Run `function(*arguments)` in a worker and return its result. If the caller is cancelled, the job ends soon.
 
-        Raises what the function raises if that is an ApiError or a UserError; a 400 for a job beyond the limit of time or memory;
-        a 503 if too many jobs wait, or this one for too long.
+        Raises an ApiError or a UserError that the function raises, and a RuntimeError for its other exceptions; a 400 if the
+        job exceeds the limit of time or memory; a 503 if too many jobs wait, or this one waits too long.
         """
         self.start()
         lane = self._slow if slow and self._count > 1 else self._quick
@@ -109,7 +111,10 @@ class Workers:
                     lane.remove(job)
 
     def _lanes(self, index: int, started: bool) -> tuple[deque[_Job], ...]:
-        """What a worker may take, the dearer first; one that has yet to start would only delay what is quick."""
+        """The queues from which a worker may take jobs, slow ones first.
+
+        A worker that has not started takes no quick jobs, because its start would delay them. The first worker takes only those.
+        """
         if index == 0:
             return (self._quick,)
         return (self._slow, self._quick) if started else (self._slow,)
@@ -135,10 +140,10 @@ class Workers:
                 self._idle.pop(index, None)
 
     async def _work(self, index: int) -> None:
-        """One worker after another, as long as the frontend runs."""
+        """Run worker `index` as long as the frontend runs, and replace its process when that ends."""
         process: _Process | None = None
         job: _Job | None = None
-        eager = index == 0  # and every worker that follows one which was killed
+        eager = index == 0  # start a process before there is a job: the first one, and all that replace a killed one
         try:
             while True:
                 job = None if eager and process is None else await self._next(index)
@@ -159,12 +164,12 @@ class Workers:
                     self.pids.pop(index)
                     process, eager = None, True
         finally:
-            _fail(job, _ending())  # one that was taken while its worker still started
+            _fail(job, _ending())  # a job that was taken while its worker started
             if process is not None:
                 process.kill()
 
     async def _do(self, process: "_Process", job: _Job) -> bool:
-        """Whether the worker can take another job."""
+        """Run a job and set its result or exception. Returns whether the worker can take another job."""
         if job.result.done():
             return True
         exchange = asyncio.ensure_future(process.exchange(job.data))
@@ -216,7 +221,7 @@ def _needs_memory() -> ApiError:
 
 
 class _Process:
-    """One worker process and the socket to it. Frames are a length of HEADER bytes and a pickle."""
+    """One worker process and the socket to it. A message is a length of HEADER bytes, little-endian, and a pickle."""
 
     def __init__(self, process: "subprocess.Popen[bytes]", reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._process, self._reader, self._writer = process, reader, writer
@@ -274,9 +279,9 @@ class _Process:
         self._reap()
 
     def _reap(self) -> None:
-        """Poll for the end: freeing much memory takes the kernel a while."""
+        """Poll until the process has ended, because the kernel may need a while to free its memory."""
         if self._process.poll() is None:
-            with contextlib.suppress(RuntimeError):  # the loop is closing
+            with contextlib.suppress(RuntimeError):  # the event loop is closing
                 asyncio.get_running_loop().call_later(0.05, self._reap)
 
 
@@ -292,13 +297,13 @@ def worker_tokenizer() -> "Tokenizer":
 
 
 def main(descriptor: str, parent: str, seconds: str, niceness: str, model: str) -> None:
-    """A worker's life: one job after another until the frontend closes the socket."""
+    """Run jobs in a worker process, one after another, until the frontend closes the socket."""
     global _tokenizer
     die_with_parent(int(parent))
-    for number in (signal.SIGINT, signal.SIGTERM):  # the frontend ends it
+    for number in (signal.SIGINT, signal.SIGTERM):  # the frontend ends this process
         signal.signal(number, signal.SIG_IGN)
     import server.grammar
-    import server.prompts  # noqa: F401  # what most jobs are in
+    import server.prompts  # noqa: F401  # the functions of most jobs are in these modules
     from tokenizer import tokenizer_of
 
     _tokenizer = tokenizer_of(model)
@@ -309,7 +314,7 @@ def main(descriptor: str, parent: str, seconds: str, niceness: str, model: str) 
         _send(files[1], b"")
         while header := files[0].read(HEADER):
             data = files[0].read(int.from_bytes(header, "little"))
-            signal.alarm(int(seconds))  # without a handler it ends the process, whatever library the job is in
+            signal.alarm(int(seconds))  # without a handler it ends the process, even inside a library's code
             _send(files[1], _do(data))
             signal.alarm(0)
 
@@ -331,7 +336,7 @@ def _send(file: Any, data: bytes) -> None:
 
 
 def _do(data: bytes) -> bytes:
-    """(whether it went well, result or exception, whether this process is as good as new), pickled."""
+    """Run a pickled job. Returns, pickled: (success, result or exception, whether this process can take another job)."""
     import traceback
 
     try:
