@@ -186,7 +186,7 @@ def run_frontend(settings: Settings, to_engine_address: str, from_engine_address
         print(f"error: {e}", file=sys.stderr, flush=True)
         os._exit(2)
     gc.collect()  # otherwise freezing would keep the present garbage
-    gc.freeze()  # the garbage collector skips all imported objects, because every stream would wait while it scans them
+    gc.freeze()  # the garbage collector then skips all imported objects: scanning them would delay every stream
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
         runner.run(serve_and_leave(server))
     os._exit(FAILED)

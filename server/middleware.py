@@ -110,7 +110,7 @@ class ApiKey:
     def _has_key(self, headers: Headers) -> bool:
         kind, _, key = headers.get("authorization", "").partition(" ")
         given = _digest(key.strip())
-        matches = [hmac.compare_digest(given, digest) for digest in self._digests]  # all, so that the time tells nothing
+        matches = [hmac.compare_digest(given, digest) for digest in self._digests]  # all, so that timing reveals nothing
         return kind.lower() == "bearer" and any(matches)
 
 

@@ -143,7 +143,7 @@ def detokenize_reply(ids: Sequence[int], skip_special: bool) -> bytes:
 
 
 def check_length(tokenizer: Tokenizer, text: str, room: Room, part: str) -> None:
-    """Raises a 400 for a text that cannot fit with any tokens, because one covers at most `tokenizer.covers` characters.
+    """Raises a 400 for a text that cannot fit, because a token covers at most `tokenizer.covers` characters.
 
     This is far cheaper than tokenizing the text.
     """
