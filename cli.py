@@ -1,4 +1,4 @@
-"""What the command lines share: errors in one line and on every rank, and exit codes. `Parser` is that of flags.py."""
+"""Shared by all command-line programs: one-line errors, and the same exit code on every rank. `Parser` is from flags.py."""
 
 import os
 import sys
@@ -16,20 +16,20 @@ USER_ERROR, LOST_RANK, INTERRUPTED = 2, 1, 130  # exit codes
 
 
 def note(text: str = "", end: str = "\n") -> None:
-    """Say something to the human at the terminal: rank 0's stderr."""
+    """Print a note for the user to stderr, on rank 0 only."""
     if rank() == 0:
         print(text, end=end, file=sys.stderr, flush=True)
 
 
 def check_ranks(count: int, flag: str) -> None:
-    """Raises UserError on a rank whose launcher started another number than the user gave in `flag`."""
+    """Raises UserError on a rank if the launcher started another number of ranks than the user gave with `flag`."""
     started = os.environ.get("WORLD_SIZE", "1")
     if is_rank() and started != str(count):
         raise UserError(f"{flag} {count}, but torchrun started {started} ranks; leave {flag} out, or start without torchrun")
 
 
 def run(main: Callable[[], None]) -> NoReturn:
-    """Run `main` and leave the process: 0, 2 for a UserError, 1 when another rank was lost, 130 for Ctrl-C."""
+    """Run `main` and exit the process with 0, 2 for a UserError, 1 if another rank was lost, 130 for Ctrl-C."""
     join_launcher()
     code = 0
     try:
@@ -39,7 +39,7 @@ def run(main: Callable[[], None]) -> NoReturn:
         code = USER_ERROR
     except KeyboardInterrupt:
         code = INTERRUPTED
-    except BrokenPipeError:  # the reader of our output left, as in `… | head`
+    except BrokenPipeError:  # the reader of our output has ended, as in `… | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except RuntimeError as e:
         if not (dist.is_initialized() and _lost_connection(str(e))):
@@ -56,7 +56,7 @@ def _lost_connection(message: str) -> bool:
 
 
 def leave(code: int) -> NoReturn:
-    """Exit now. With a process group, without its destructors: those of a broken group can wait for ranks that are gone."""
+    """Exit now. Skip the destructors of a process group, since those of a broken one may wait for ranks that ended."""
     sys.stdout.flush()
     sys.stderr.flush()
     if dist.is_initialized():

@@ -1,8 +1,8 @@
-"""Lines that a person types, on every rank: rank 0 reads them, and tells the others what was read and when to stop.
+"""Interactive input on every rank: rank 0 reads lines and Ctrl-C, and broadcasts them to the other ranks.
 
-At a terminal prompt_toolkit edits the line and remembers earlier ones. The terminal is in raw mode for the whole session, so
-that Ctrl-C is a key like others and no signal: it would end torchrun, and all ranks with it. Without a terminal, lines are
-read as they come.
+At a terminal, prompt_toolkit edits lines and remembers earlier ones. The terminal is in raw mode for the whole session,
+so that Ctrl-C is read as a key: as a signal it would end torchrun and all ranks with it. Without a terminal, lines are
+read from stdin without editing.
 """
 
 import os
@@ -28,13 +28,13 @@ from prompt_toolkit.output.vt100 import Vt100_Output
 from cli import note
 from tp import World
 
-PATIENCE = timedelta(days=30)  # that ranks wait for a person
-HISTORY_BYTES = 1 << 18  # a larger file loses its older half when a session begins
-HISTORY_LINE = 10_000  # characters; a longer prompt is not remembered
+PATIENCE = timedelta(days=30)  # how long ranks wait for a line
+HISTORY_BYTES = 1 << 18  # at the start of a session, a larger file is cut to its last HISTORY_BYTES / 2
+HISTORY_LINE = 10_000  # most characters of a prompt that is remembered
 
 
 class Console:
-    """Rank 0's lines and its Ctrl-C, on all ranks. All of them must call `line` and `stopped` at the same places."""
+    """Rank 0's lines and Ctrl-C, on all ranks. `line` and `stopped` are collective."""
 
     def __init__(self, world: World, remember: bool = True) -> None:
         self.world, self.keyboard = world, None
@@ -47,7 +47,7 @@ class Console:
         if self.keyboard:
             self.keyboard.__enter__()
         elif self.at_terminal:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 has the keyboard, and says when to end
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 reads the keyboard and broadcasts when to end
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -55,7 +55,7 @@ class Console:
             self.keyboard.__exit__(kind, error, trace)
 
     def line(self) -> str | None:
-        """The next line; None at the end."""
+        """The next line; None at the end of the input."""
         line = None
         if self.world.rank == 0:
             line = self.keyboard.line() if self.keyboard else read_line()
@@ -66,11 +66,11 @@ class Console:
         return line
 
     def stopped(self) -> bool:
-        """Whether Ctrl-C was pressed since the last line. With several ranks one byte for each call, if at a terminal."""
+        """Whether Ctrl-C was pressed since the last line. At a terminal, each call broadcasts one byte between ranks."""
         return self.at_terminal and self._from_first(self.keyboard is not None and self.keyboard.interrupted())
 
     def _from_first(self, value: bool) -> bool:
-        """Rank 0's value."""
+        """Broadcast rank 0's value."""
         if self.group is None:
             return value
         shared = torch.tensor([value], dtype=torch.uint8)
@@ -84,7 +84,7 @@ def read_line() -> str | None:
 
 
 class CtrlC(Exception):
-    """The key; a signal is a KeyboardInterrupt."""
+    """The key Ctrl-C was pressed. (The signal SIGINT raises KeyboardInterrupt.)"""
 
 
 class Keyboard:
@@ -92,17 +92,17 @@ class Keyboard:
 
     def __init__(self, history: History) -> None:
         self.input = create_input(sys.stdin)
-        output = create_output(sys.stderr)  # stdout carries answers alone
+        output = create_output(sys.stderr)  # stdout has only answers
         if isinstance(output, Vt100_Output):
-            output.enable_cpr = False  # not every terminal tells where its cursor is, and nothing here needs to know
+            output.enable_cpr = False  # cursor position requests: some terminals do not answer, and they are not needed
         self.session: PromptSession[str] = PromptSession(
             history=history, input=self.input, output=output, interrupt_exception=CtrlC, enable_open_in_editor=False
         )
-        self.leaving, self.told = False, False  # told: how to leave
+        self.leaving, self.told = False, False  # told: whether the user has been told how to leave
         self.open = ExitStack()
 
     def __enter__(self) -> Self:
-        before = signal.signal(signal.SIGTERM, _end)  # torchrun ends a rank by it; the terminal must be mended even then
+        before = signal.signal(signal.SIGTERM, _end)  # from torchrun; the terminal must then leave raw mode, too
         self.open.callback(signal.signal, signal.SIGTERM, before)
         self.open.enter_context(self.input.raw_mode())
         return self
@@ -128,7 +128,7 @@ class Keyboard:
             self.told = True
 
     def interrupted(self) -> bool:
-        """Whether Ctrl-C was pressed. Other keys wait for the next line, unless Ctrl-C is among them."""
+        """Whether Ctrl-C was pressed. If not, other keys are kept for the next line."""
         keys = self.input.read_keys() + self.input.flush_keys()
         if any(key.key == Keys.ControlC for key in keys):
             return True
@@ -144,12 +144,12 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 
 def history_path() -> Path:
-    """Where the XDG base directory specification puts what a program remembers."""
+    """The path of the history file, in the state folder of the XDG base directory specification."""
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "rung" / "history"
 
 
 def open_history() -> History:
-    """Of earlier sessions, in a file that only its owner reads; of this one alone, where there can be no such file."""
+    """The history of earlier sessions, in a file that only its owner can read; in memory if no file can be created."""
     with suppress(OSError, RuntimeError):  # RuntimeError: no home
         path = history_path()
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -160,7 +160,7 @@ def open_history() -> History:
 
 
 def _shorten(path: Path) -> None:
-    """Drop the older half of a long file, from the beginning of an entry on."""
+    """Cut a file of more than HISTORY_BYTES to its last HISTORY_BYTES / 2, starting with a whole entry."""
     if path.stat().st_size <= HISTORY_BYTES:
         return
     with path.open("rb") as file:
@@ -181,5 +181,5 @@ class BoundedHistory(FileHistory):
 
     def store_string(self, string: str) -> None:
         if len(string) <= HISTORY_LINE:
-            with suppress(OSError):  # a full disk ends no conversation
+            with suppress(OSError):  # a full disk must not end the conversation
                 super().store_string(string)

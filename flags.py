@@ -1,4 +1,4 @@
-"""The command lines' parser, without torch: wrong flags are one UserError, and are reported before anything else."""
+"""The parser of all command lines. It needs no torch, so wrong flags are reported at once, as one UserError."""
 
 import argparse
 import os
@@ -18,7 +18,7 @@ def rank() -> int:
 class Parser(argparse.ArgumentParser):
     """An argument parser that raises UserError, so that N ranks do not print N usage texts.
 
-    Unknown flags come first: argparse itself would complain of a required flag that is missing because it is misspelt.
+    Unknown flags are reported first: for a misspelt required flag, argparse itself would only report that it is missing.
     """
 
     def error(self, message: str) -> NoReturn:
@@ -35,7 +35,7 @@ class Parser(argparse.ArgumentParser):
         return super().parse_args(given, namespace)
 
     def _unknown(self, given: Sequence[str]) -> list[str]:
-        """What is written like a flag and is none."""
+        """The words that look like flags but are not."""
         known = self._option_string_actions
         before = given[: given.index("--")] if "--" in given else given
         if any(action.nargs in (argparse.REMAINDER, argparse.PARSER) for action in self._actions):
@@ -44,7 +44,7 @@ class Parser(argparse.ArgumentParser):
         return [word for word in words if not self._is_known(word, list(known))]
 
     def _before_program(self, given: Sequence[str]) -> list[str]:
-        """The flags in front of another command, whose own flags follow."""
+        """The flags before the program to start, whose own flags follow."""
         rest, flags = list(given), []
         while rest and rest[0].startswith("-"):
             flags.append(rest.pop(0))

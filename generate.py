@@ -5,9 +5,10 @@
     python generate.py --tp 8 --model llama-3-70b --variant ladder --prompt-length 1024 --max-new-tokens 512
     python generate.py --model models/tiny-hybrid --score --prompt "The cat sat on the mat."
 
---model takes a checkpoint directory (HF safetensors, or gpt-fast's model.pth beside its config.json) or, with random weights, the
-name of a preset (`llama-3-70b:16` is 16 of its layers) or a config.json alone (the file, or a folder that holds nothing else).
-Text goes to stdout, everything else to stderr; with --json stdout carries exactly one JSON line for each sample.
+--model takes a checkpoint directory (HF safetensors, or gpt-fast's model.pth and its config.json). It also takes, with
+random weights, the name of a preset (`llama-3-70b:16` has 16 of its layers) or a config.json alone (the file, or a
+folder that has only this file). Text goes to stdout, everything else to stderr; with --json stdout has exactly one JSON
+line for each sample.
 """
 
 import argparse
@@ -161,12 +162,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-# --- what to do, decided before any weight is read -----------------------------------------------------------------------
+# --- resolving the command line, before any weights are read -------------------------------------------------------------
 
 
 @dataclass
 class Job:
-    """The command line, resolved. Every rank builds the same one."""
+    """The resolved command line, the same on every rank."""
 
     args: argparse.Namespace
     config: ModelConfig
@@ -177,7 +178,7 @@ class Job:
 
     @property
     def cache_tokens(self) -> int:
-        """Tokens of the largest batch, whose keys and values are kept; of a conversation, the most that the model takes."""
+        """The most tokens in the KV cache at once: those of the largest batch, or the model's context if interactive."""
         if self.args.score:
             return 0
         longest = max((len(prompt) for prompt in self.prompts), default=0)
@@ -189,7 +190,7 @@ class Job:
 
 
 def prepare(args: argparse.Namespace, world_size: int) -> Job:
-    """Read config and tokenizer and encode the prompt. Raises UserError for whatever in them cannot work."""
+    """Read config and tokenizer and encode the prompt. Raises UserError for anything wrong in them."""
     config = limit_context(model_config(args.model, args.variant, world_size), args.max_model_len)
     stream_shards(config, 0, world_size)
     tokenizer = read_tokenizer(args, config)
@@ -205,7 +206,7 @@ def prepare(args: argparse.Namespace, world_size: int) -> Job:
 
 
 def read_tokenizer(args: argparse.Namespace, config: ModelConfig) -> Tokenizer | None:
-    """The checkpoint's tokenizer; None for a preset and a checkpoint without one, which is an error only where text needs it."""
+    """The checkpoint's tokenizer; None without one, as for a preset. Raises UserError if a text prompt needs it."""
     path = Path(args.model)
     folder = path.parent if path.is_file() else path
     if has_random_weights(args.model) or find_tokenizer(folder) is None:
@@ -218,7 +219,7 @@ def read_tokenizer(args: argparse.Namespace, config: ModelConfig) -> Tokenizer |
 
 
 def read_prompts(args: argparse.Namespace, config: ModelConfig, tokenizer: Tokenizer | None) -> list[list[int]]:
-    """The prompt's ids for each sample."""
+    """The prompt's token ids for each sample."""
     if args.prompt_length is not None:
         if args.prompt_length < 1:
             raise UserError(f"--prompt-length must be at least 1, not {args.prompt_length}")
@@ -253,7 +254,7 @@ def encode(text: str, chat: bool, tokenizer: Tokenizer | None) -> list[int]:
     return tokenizer.encode_chat([{"role": "user", "content": text}]) if chat else tokenizer.encode(text)
 
 
-# --- doing it ------------------------------------------------------------------------------------------------------------
+# --- running it ----------------------------------------------------------------------------------------------------------
 
 
 def never() -> bool:
@@ -263,9 +264,10 @@ def never() -> bool:
 def answer(
     job: Job, model: Transformer, first: int, show: bool, stopped: Callable[[], bool] = never
 ) -> tuple[list[OutputStream], Timing]:
-    """Generate the samples from `first` on, one batch of them; with `show` the first one's text goes to the terminal.
+    """Generate one batch of samples, from sample `first` on. With `show`, print the first one's text as it is generated.
 
-    `stopped` is asked after each token, on all ranks, and ends them; their `finish_reason` is None then.
+    `stopped` is called after each token, on all ranks. If it returns True, generation ends, and the `finish_reason` of
+    unfinished samples is None.
     """
     chosen = slice(first, first + job.args.batch_size)
     prompts, timing = job.prompts[chosen], Timing()
@@ -311,14 +313,14 @@ def samples(job: Job, model: Transformer, world: World) -> Iterator[dict[str, An
 
 
 def show_prompt(job: Job, prompt: Sequence[int]) -> None:
-    """Show on stderr what the text on stdout continues, so that a reader at the terminal sees the whole of it."""
+    """Print the prompt to stderr, so that a terminal shows the whole text; stdout has only the continuation."""
     if job.tokenizer and not job.args.chat and job.args.prompt_length is None:
         text = job.tokenizer.decode([i for i in prompt if i < job.tokenizer.vocab_size])
         note(text, end="" if sys.stdout.isatty() else "\n")
 
 
 def measure(model: Transformer, timing: Timing, batch: int, world: World) -> dict[str, float | None]:
-    """Speed of one batch: the decode step is the median one; GB/s and memory are of this rank."""
+    """Speed of one batch, with the median decode step. GB/s and memory are those of this rank."""
     step = median(timing.steps) if timing.steps else None
     read = sum(p.numel() * p.element_size() for p in model.parameters())
     if not model.config.tie_embeddings:
@@ -337,7 +339,7 @@ def measure(model: Transformer, timing: Timing, batch: int, world: World) -> dic
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """GB/s that a large copy on `device` reaches, reads and writes counted: what the weights' GB/s stand against."""
+    """GB/s of a large copy on `device`, counting reads and writes, to compare with the GB/s at which weights are read."""
     source = torch.empty((1 << 30) if device.type == "cuda" else (1 << 26), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     best = float("inf")
@@ -368,8 +370,8 @@ def print_score(job: Job, model: Transformer, world: World) -> None:
 
 
 def interact(job: Job, model: Transformer, world: World) -> None:
-    """Read a line, answer it, until Ctrl-D. With --chat the conversation goes on; without, each line is a new prompt."""
-    # Only here: other commands need no terminal, and shall not wait for its library.
+    """Read and answer lines until Ctrl-D. With --chat they form one conversation; without, each line is a new prompt."""
+    # Imported here, because other commands need no terminal and should not wait for its library.
     from console import Console
     from server.examples import read_examples
 
@@ -392,7 +394,7 @@ def interact(job: Job, model: Transformer, world: World) -> None:
 
 
 def reply(job: Job, model: Transformer, world: World, console: "Console", messages: list[dict[str, str]], line: str) -> None:
-    """Answer a line, and add both to the conversation."""
+    """Answer a line, and add the line and the answer to the conversation."""
     assert job.tokenizer is not None
     asked = {"role": "user", "content": line}
     prompt = job.tokenizer.encode_chat([*messages, asked]) if job.args.chat else job.tokenizer.encode(line)
@@ -411,7 +413,7 @@ def reply(job: Job, model: Transformer, world: World, console: "Console", messag
 
 
 def start() -> tuple[Job, World]:
-    """Resolve the command line and meet the other ranks. What is wrong on one rank is raised on all of them."""
+    """Resolve the command line and join the other ranks. An error on one rank is raised on all of them."""
     args = job = error = None
     try:
         args = parse_args()
@@ -420,7 +422,7 @@ def start() -> tuple[Job, World]:
         error = e
     try:
         world = init_world(args.device, args.comm, args.simulate_link, args.comm_error_budget) if args else init_world("cpu")
-    except UserError as e:  # a device or communicator that is not there: the ranks still meet, to say so once
+    except UserError as e:  # no such device or communicator: the ranks still connect, to report the error once
         world, error = init_world("cpu"), error or e
     agree_on_error(world, error)
     assert job is not None
@@ -429,7 +431,7 @@ def start() -> tuple[Job, World]:
 
 def main() -> None:
     if not is_rank() and (args := parse_args()).tp and args.tp > 1:
-        from launch import start_ranks  # not above: the ranks do without torch's agent
+        from launch import start_ranks  # imported here, because the ranks do not need torch's agent
 
         leave(start_ranks(args.tp, sys.argv))
     job, world = start()

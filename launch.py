@@ -1,14 +1,14 @@
-"""Start the ranks of one host, as torchrun does, but open to nobody else.
+"""Start the ranks of one host, as torchrun does, but reachable from this host only.
 
     python launch.py --ranks 8 -m training.train --model ladder-1b …
     python launch.py --ranks 2 scripts/comm_table.py
 
-`python -m server --tp N` and `generate.py --tp N` start their ranks with it, too.
+`python -m server --tp N` and `generate.py --tp N` also use it to start their ranks.
 
-torch's elastic agent starts and watches the ranks. torchrun gives it a rendezvous for any number of hosts: two stores that
-listen on all interfaces without a password, one of which unpickles what it is sent. Ranks of one host need one store, and here
-it listens on loopback alone. Signals are passed on to the ranks, which end when they are ready to. The exit code is that of the
-rank that failed first.
+torch's elastic agent starts and monitors the ranks. torchrun gives it a rendezvous for several hosts: two stores that
+listen on all interfaces without a password, one of which unpickles the data that it receives. Ranks of one host need
+only one store, and here it listens on loopback only. Signals are forwarded to the ranks, which then end by themselves.
+The exit code is that of the rank that failed first.
 """
 
 import argparse
@@ -35,19 +35,19 @@ from processes import LAUNCHER, listen_on_loopback, run_folder, signal_child
 
 LOOPBACK = "127.0.0.1"
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-MONITOR_SECONDS = 0.1  # between the agent's looks at the ranks
-MOST_RANKS = 1024  # more on one host are a slip of the keyboard
+MONITOR_SECONDS = 0.1  # between the agent's checks of the ranks
+MOST_RANKS = 1024  # more on one host are taken for a typing error
 
 
 class OneHost(RendezvousHandler):
-    """What the agent asks for the ranks' store: each start of the ranks gets a new one, on a loopback port."""
+    """The agent's rendezvous for one host: each start of the ranks gets a new store on a loopback port."""
 
-    use_agent_store = True  # the ranks connect to the agent's store, and open none
+    use_agent_store = True  # the ranks connect to the agent's store and open none themselves
 
     def next_rendezvous(self) -> RendezvousInfo:
         with socket.create_server((LOOPBACK, 0), backlog=MOST_RANKS) as listener:
             port: int = listener.getsockname()[1]
-            # the store takes the socket as it is: its own would listen on all interfaces
+            # the store uses this socket, because its own would listen on all interfaces
             store = TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
         return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(LOOPBACK, port))
 
@@ -71,14 +71,14 @@ class OneHost(RendezvousHandler):
 
 
 def start_ranks(count: int, program: Sequence[str], patience: float | None = None) -> int:
-    """Run `python program…` as ranks 0 to count - 1 of this host; returns this process's exit code, see `exit_code`.
+    """Run `python program…` as ranks 0 to count - 1 of this host. Returns the exit code for this process, see `exit_code`.
 
-    A signal to this process goes to all ranks. Those that still run `patience` seconds after the first one are killed (default:
-    never). Raises UserError for a number of ranks that cannot be.
+    A signal to this process is forwarded to all ranks. Ranks that still run `patience` seconds after the first signal are
+    killed (default: never). Raises UserError if count is not between 1 and MOST_RANKS.
     """
     if not 1 <= count <= MOST_RANKS:
         raise UserError(f"{count} ranks cannot be started; give a number from 1 to {MOST_RANKS}")
-    logging.disable(logging.CRITICAL)  # the agent's: it reports each exit as a failure of its own
+    logging.disable(logging.CRITICAL)  # because the agent logs each rank's exit as an error of the agent
     os.environ |= {LAUNCHER: str(os.getpid()), "TORCHELASTIC_SIGNALS_TO_HANDLE": ""}  # Forwarder handles them
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the host's cores
     listen_on_loopback()
@@ -100,14 +100,14 @@ def start_ranks(count: int, program: Sequence[str], patience: float | None = Non
 
 
 class Forwarder:
-    """Passes signals to this process on to the agent's ranks, in a thread: it can wait until they are started."""
+    """Forwards this process's signals to the ranks, in a thread, so that it can wait until the ranks are started."""
 
     def __init__(self, agent: SimpleElasticAgent, patience: float | None) -> None:
-        self.last: int | None = None  # the last signal that came
+        self.last: int | None = None  # the last signal received
         self._agent, self._patience = agent, patience
         self._caught: queue.SimpleQueue[int] = queue.SimpleQueue()
         for number in SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves it
+            if signal.getsignal(number) is not signal.SIG_IGN:  # ignored signals, as by nohup, stay ignored
                 signal.signal(number, lambda caught, frame: self._caught.put(caught))
         threading.Thread(target=self._run, daemon=True, name="signals").start()
 
@@ -132,13 +132,14 @@ class Forwarder:
 
 
 def exit_code(failures: Sequence[ProcessFailure], passed_on: int | None) -> int:
-    """0 without failed ranks; else the exit code of the first, LOST_RANK if a signal killed it, or 128 + one that was passed on.
+    """0 if no rank failed, else the exit code of the first failed rank.
 
-    failures: in the order in which the agent saw them. Says which rank was killed.
+    If a signal killed that rank: 128 + `passed_on` if it was this signal or the agent's SIGTERM, else LOST_RANK, after a
+    message that names the rank. failures: in the order in which the agent saw them. passed_on: the last forwarded signal.
     """
     if not failures:
         return 0
-    # once one rank has ended badly, the agent ends the others by SIGTERM; and they may be the first to notice a killed one
+    # After a failure the agent ends the other ranks with SIGTERM. If a rank was killed, the agent may see others fail first.
     cause = next((f for f in failures if f.exitcode < 0 and f.exitcode != -signal.SIGTERM), failures[0])
     if cause.exitcode > 0:
         return cause.exitcode

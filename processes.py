@@ -1,7 +1,7 @@
-"""Processes among others: ranks, children that end with their parent, temporary folders that outlive no crash for long.
+"""Processes: ranks, children that end with their parent, temporary folders that are removed even after a crash.
 
-A process that is killed cannot tidy up. So each of our processes watches its parent, and each start removes what dead owners left.
-Imports nothing heavy.
+A process that is killed cannot clean up. So each of our processes watches its parent, and each start removes folders whose
+owners have ended. Imports only the standard library, so that it loads fast.
 """
 
 import contextlib
@@ -22,11 +22,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-LAUNCHER = "RUNG_LAUNCHER_PID"  # in the environment of the ranks that launch.py starts: its process
+LAUNCHER = "RUNG_LAUNCHER_PID"  # environment variable of ranks that launch.py starts: its process id
 ORPHANED = 1  # exit code of a process whose parent has ended
 PREFIX = "rung-run-"
-RUN_FOLDER = re.compile(PREFIX + "[a-z0-9_]{8}")  # as tempfile names it: nobody's own folder is called so
-POLL_SECONDS = 0.5  # between looks at the parent, where there is no pidfd
+RUN_FOLDER = re.compile(PREFIX + "[a-z0-9_]{8}")  # names that tempfile makes; a user's own folder hardly has such a name
+POLL_SECONDS = 0.5  # between checks of the parent, where there is no pidfd
 
 
 def is_rank() -> bool:
@@ -35,7 +35,10 @@ def is_rank() -> bool:
 
 
 def join_launcher() -> None:
-    """On a rank, first of all: take its name, and end with the launcher. What started a rank by hand may end before it."""
+    """Call this first in a rank: it names the process and makes it end with its launcher.
+
+    A rank without a launcher is not bound to its parent: whoever started it by hand may end before it.
+    """
     if is_rank():
         name_process(f"rung-rank-{os.environ['RANK']}")
     if LAUNCHER in os.environ:
@@ -45,34 +48,35 @@ def join_launcher() -> None:
 
 
 def name_process(name: str) -> None:
-    """Let `ps -e` and `top` show this name, of at most 15 bytes; on Linux only."""
+    """Set the name of this process in `ps -e` and `top`, at most 15 bytes. Linux only."""
     with contextlib.suppress(OSError):
         Path("/proc/self/comm").write_text(name)
 
 
 def listen_on_loopback() -> None:
-    """For ranks of one host: let gloo and NCCL listen on the loopback interface alone, unless another one is named already."""
+    """Make gloo and NCCL listen on the loopback interface only, unless the environment names another. For one host."""
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(variable, "lo")
 
 
 def on_ranks(count: int) -> list[str]:
-    """What begins the command line of `count` ranks of this host; a script, or `-m` and a module, and its arguments follow."""
+    """The first words of a command line that runs `count` ranks on this host. The program and its arguments follow."""
     return [sys.executable, str(Path(__file__).resolve().with_name("launch.py")), "--ranks", str(count)]
 
 
 def parent_pid() -> int:
-    """The process that started this one, which may have ended since if `multiprocessing` did it."""
+    """The id of the process that started this one. If `multiprocessing` started it, that process may have ended since."""
     parent = multiprocessing.parent_process()
     return parent.pid if parent and parent.pid else os.getppid()
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Let this process be killed when `parent` (default: who started it) ends, however that ends; at once if it has ended.
+    """Kill this process when `parent` (default: the process that started it) ends for any reason; at once if it has ended.
 
-    Call it first in the new process. Two ways, as each has a gap. The kernel's signal reaches a process whose interpreter is
-    stuck, but it is sent when the *thread* that started the process ends, and only on Linux: start such processes from a thread
-    that stays. A thread here waits for the parent, and also notices one that had ended before this call.
+    Call it first in the new process. It uses two mechanisms, because each one misses a case. The kernel's signal also
+    reaches a process whose interpreter is stuck. But it exists only on Linux, and it is sent when the *thread* that
+    started the process ends, so start such processes from a thread that stays alive. The second mechanism is a thread
+    that waits for the parent; it also notices a parent that ended before this call.
     """
     watched = parent or parent_pid()
     _ask_kernel(signal.SIGKILL)
@@ -96,11 +100,11 @@ def when_ended(pid: int, act: Callable[[], None]) -> threading.Thread:
 def wait_for_end(pid: int) -> None:
     """Wait until this process's parent `pid` has ended."""
     if hasattr(os, "pidfd_open"):  # Linux
-        with contextlib.suppress(OSError):  # it has ended, or the kernel is older than 5.3: the loop below finds out
+        with contextlib.suppress(OSError):  # it has ended, or the kernel is older than 5.3: the loop below handles both
             descriptor = os.pidfd_open(pid)
             poll = select.poll()
             poll.register(descriptor, select.POLLIN)
-            if os.getppid() == pid:  # or its number belongs to another process by now
+            if os.getppid() == pid:  # otherwise it has ended, and another process may have its id
                 poll.poll()
             os.close(descriptor)
     while os.getppid() == pid:
@@ -108,7 +112,7 @@ def wait_for_end(pid: int) -> None:
 
 
 def signal_child(pid: int, number: int) -> None:
-    """Send a signal to `pid`, a child of this process, unless it has ended: its number may belong to another process by then."""
+    """Send a signal to `pid`, a child of this process, unless it has ended: then another process may have its id."""
     with contextlib.suppress(OSError):
         if not hasattr(os, "pidfd_open"):  # not Linux
             os.kill(pid, number)
@@ -116,7 +120,7 @@ def signal_child(pid: int, number: int) -> None:
         descriptor = os.pidfd_open(pid)
         try:
             fields = Path(f"/proc/{pid}/stat").read_text()
-            if int(fields.rpartition(")")[2].split()[1]) == os.getpid():  # else it is another process already
+            if int(fields.rpartition(")")[2].split()[1]) == os.getpid():  # its parent; else it is another process
                 signal.pidfd_send_signal(descriptor, number)
         finally:
             os.close(descriptor)
@@ -129,8 +133,11 @@ def _ask_kernel(number: signal.Signals) -> None:
 
 @contextlib.contextmanager
 def run_folder() -> Iterator[Path]:
-    """A private folder `rung-run-…` for as long as the block runs. If this process is killed, the next `run_folder` of the same user
-    removes it: a lock on the folder, which ends with its owner, tells that it is in use."""
+    """A private temporary folder `rung-run-…` that exists during the `with` block.
+
+    If this process is killed, the same user's next `run_folder` removes the folder. A lock on the folder, which the kernel
+    releases when its owner ends, shows whether it is in use.
+    """
     remove_abandoned()
     path, lock = _locked_folder()
     try:
@@ -143,7 +150,7 @@ def run_folder() -> Iterator[Path]:
 def _locked_folder() -> tuple[Path, int]:
     while True:
         path = Path(tempfile.mkdtemp(prefix=PREFIX))
-        with contextlib.suppress(OSError):  # somebody took it for abandoned before it was locked
+        with contextlib.suppress(OSError):  # another process removed it as abandoned before it was locked
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if path.exists():
@@ -160,7 +167,7 @@ def remove_abandoned() -> None:
                 continue
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: its owner lives
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: its owner is running
                 shutil.rmtree(path, ignore_errors=True)
             finally:
                 os.close(lock)
