@@ -1,4 +1,7 @@
-"""Routes that check request bodies within bounds, long ones in a worker process. FastAPI checks all in the event loop."""
+"""Routes that check request bodies within bounds. Long bodies are checked in a worker process.
+
+FastAPI would check bodies of any length in the event loop.
+"""
 
 import inspect
 from collections.abc import Callable, Coroutine

@@ -10,7 +10,7 @@ td{overflow-wrap:break-word}
 code{font:13px ui-monospace,monospace}h2{margin-top:2.5rem}h2 code{font-size:17px}
 @media(max-width:40rem){th{display:none}tr{display:block;border-bottom:1px solid #ddd;padding:.4rem 0}td{display:block;border:0;padding:0}}
 @media(prefers-color-scheme:dark){body{color:#e6e8ea;background:#16181a}td,th,tr{border-color:#3a3f44}a{color:#8ab4f8}}"""
-LARGE = 2**31 - 1  # bounds from here on come from the number's type and are not shown
+LARGE = 2**31 - 1  # bounds of at least this size come from the number's type and are not shown
 NULL = {"type": "null"}
 LATE = "Accepted, without effect"  # fields whose description starts so are listed last
 

@@ -307,8 +307,8 @@ class _Document:
     ) -> None:
         """Rewrite the members of `allOf`, `anyOf` and `oneOf`, and the target of `$ref`.
 
-        Each member allows the names of all schemas that apply together with it. These are all other parts, except that the
-        branches of one `anyOf` or `oneOf` are alternatives.
+        Each member allows the names of all schemas that apply together with it. These are all other parts except, for a branch
+        of `anyOf` or `oneOf`, its alternatives.
         """
         by_key = {key: NO_NAMES for key, _, _ in parts}
         for (key, _, _), names in zip(parts, of_parts, strict=True):
@@ -331,7 +331,8 @@ class _Document:
     def _rewrite_one_of(self, new: dict[str, Any], branches: list[Any], place: str) -> None:
         """Replace `oneOf` by `anyOf`. They are equal if no value fits two branches.
 
-        Otherwise llguidance can enforce only `anyOf`: a strict schema keeps `oneOf`, for any other it is reported.
+        Otherwise llguidance can enforce only `anyOf`. A strict schema then keeps `oneOf`, and llguidance refuses it. Without
+        strict, `oneOf` is replaced and reported.
         """
         exclusive = self._exclusive(branches)
         if not exclusive and not self.strict:

@@ -82,7 +82,7 @@ def reached(phase: str) -> None:
 def process_age() -> float:
     """Seconds since this process began, imports included; 0 on systems without /proc."""
     try:
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # field 22: start time since boot
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # field 22, in ticks since boot
     except (OSError, IndexError, ValueError):
         return 0.0
     return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))

@@ -74,7 +74,7 @@ def context_error(
 
     `param`: the field to change. `part`: what holds the prompt, "prompt" or "messages". `at_least`: `prompt` is a lower bound.
     The first sentences are exactly OpenAI's and vLLM's: some clients match them with regular expressions and then shorten the
-    conversation. Other clients look for the code, but only in the text. The rest of the text is our own.
+    conversation. Other clients look for the code, but only in the text. The rest of the text is specific to this server.
     """
     message = (
         f"This model's maximum context length is {limit} tokens. However, you requested {prompt + answer} tokens "

@@ -68,7 +68,10 @@ def frontend_main(settings: Settings, to_engine: str, from_engine: str) -> None:
 
 
 def report_engine_death(from_engine: str) -> None:
-    """Tell the frontend that the engine has ended, so that it sends errors to its clients and exits. Otherwise end it here."""
+    """Tell the frontend that the engine has ended, so that it sends errors to its clients and exits.
+
+    Exit the process here if it has not ended after ORPHAN_SECONDS.
+    """
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
     socket.connect(from_engine)
     socket.send(encode(Fatal("the engine process ended")))
