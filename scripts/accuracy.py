@@ -1,13 +1,13 @@
-"""How well the embedded models write and answer: held-out perplexity and exact match per task, variant, tp and --comm.
+"""Measure the embedded models' quality: held-out perplexity, and exact match by task, for each variant, tp and --comm.
 
-    python scripts/accuracy.py                                          # all of models/tiny-* at tp 1, 2 and 4, exact sums
-    python scripts/accuracy.py --comm gloo int8 int6 int4 fp8 --tp 2 4  # what quantized sums change
+    python scripts/accuracy.py                                          # all models/tiny-* at tp 1, 2 and 4, exact all-reduces
+    python scripts/accuracy.py --comm gloo int8 int6 int4 fp8 --tp 2 4  # the effect of quantized all-reduces
     python scripts/accuracy.py --tp 1 2 --comm gloo int4:64 --items 50 --models models/tiny-hybrid --dry-run
 
-The small twin of tables 3 and 5 of the ladder paper, and of tables 2 and 6 of the Flash Communication paper. Held-out
-documents share no cast, operands or lists with the training corpus. Writes accuracy.json and accuracy.md in out (with --write in
-docs/results), or, with other communicators than gloo, accuracy-quantized.json and .md. It starts ranks once for each number of ranks and
-communicator; one rank sends nothing, so it is evaluated once.
+This is a small version of tables 3 and 5 of the ladder paper, and of tables 2 and 6 of the Flash Communication paper. Held-out
+documents share no cast, operands or lists with the training corpus. Writes accuracy.json and accuracy.md into out (with --write
+into docs/results), or accuracy-quantized.json and .md if --comm names communicators other than gloo. Ranks are started once for
+each number of ranks and communicator. One rank sends nothing, so tp 1 is evaluated only with gloo.
 """
 
 import argparse
@@ -48,7 +48,7 @@ BATCH = 64
 
 
 def perplexity(model: Transformer, tokenizer: Tokenizer, items: int) -> float:
-    """exp of the mean negative log-likelihood (nats) a token, over held-out stories, the begin token not counted."""
+    """exp of the mean negative log-likelihood (nats) per token over held-out stories, without the begin token."""
     total, count = 0.0, 0
     for document in documents(SEED, items, split="heldout", kind="story"):
         logprobs, _ = score(model, tokenizer.encode(render(document), add_special_tokens=False))
@@ -58,7 +58,7 @@ def perplexity(model: Transformer, tokenizer: Tokenizer, items: int) -> float:
 
 
 def exact_match(model: Transformer, tokenizer: Tokenizer, task: str, items: int) -> float:
-    """Share of held-out prompts whose greedy answer is the expected text to the letter."""
+    """Share (0 to 1) of held-out prompts whose greedy answer equals the expected text exactly."""
     by_length: dict[int, list[tuple[list[int], str]]] = defaultdict(list)
     for document in documents(SEED, items, split="heldout", kind=task):
         prompt = tokenizer.encode_chat(document.prompt_messages)
@@ -84,7 +84,7 @@ def count_right(model: Transformer, tokenizer: Tokenizer, batch: list[tuple[list
 
 
 def evaluate(path: Path, world: World, items: int) -> dict[str, Any]:
-    """One row of the table: one checkpoint on the ranks at hand, fp32."""
+    """One row of the table: the checkpoint at `path` on the ranks of `world`, in fp32. Collective."""
     config = model_config(str(path), None, world.world_size)
     model = load_model(str(path), config, world, torch.float32)
     tokenizer = load_tokenizer(path)
@@ -100,7 +100,7 @@ def evaluate(path: Path, world: World, items: int) -> dict[str, Any]:
 
 
 def work(args: argparse.Namespace) -> None:
-    """One rank: evaluate every model, and let rank 0 write the rows."""
+    """What one rank does: evaluate every model. Rank 0 writes the rows."""
     world = init_world("cpu", args.comm[0])
     rows = []
     what = f"tp {world.world_size}, {args.comm[0]}"
@@ -120,7 +120,10 @@ def launch(ranks: int, comm: str, args: argparse.Namespace) -> list[dict[str, An
 
 
 def table(rows: list[dict[str, Any]], where: dict[str, Any]) -> str:
-    """Markdown of the exact sums: one line a model, perplexity at each tp, exact match with its spread over tp if any."""
+    """A Markdown table for exact all-reduces, one line per model: perplexity at each tp, and exact match by task.
+
+    Exact match is a range if it differs between tps.
+    """
     rows = [row for row in rows if row["comm"] == EXACT]
     sizes = sorted({row["tp"] for row in rows})
     head = ["model", "variant", *(f"perplexity, tp {n}" for n in sizes), *TASKS, "mean"]
@@ -141,7 +144,7 @@ def table(rows: list[dict[str, Any]], where: dict[str, Any]) -> str:
 
 
 def quantized_table(rows: list[dict[str, Any]], where: dict[str, Any]) -> str:
-    """Markdown: for each model, communicator and tp how far perplexity and the mean exact match are from exact sums'."""
+    """A Markdown table: the change of perplexity and of mean exact match from exact all-reduces, by model, communicator and tp."""
     exact = {(row["model"], row["tp"]): row for row in rows if row["comm"] == EXACT}
     pairs = list(dict.fromkeys((row["comm"], row["tp"]) for row in rows if row["comm"] != EXACT))
     head = ["model", *(f"{comm}, tp {tp}" for comm, tp in pairs)]
@@ -185,7 +188,7 @@ def main() -> None:
     for path in args.models:
         model_config(str(path), None, 1)
     for comm in args.comm:
-        choose("cpu", comm)  # a bad name stops here, and not hours later
+        choose("cpu", comm)  # refuse a bad name now instead of hours later
     if args.comm != [EXACT] and max(args.tp) == 1:
         raise UserError("one rank sums nothing, so quantized sums change nothing; give --tp 2")
     if EXACT not in args.comm:

@@ -1,11 +1,11 @@
-"""Convert the embedded standard model to a hybrid ladder, retrain it lightly, and measure what was lost and what came back.
+"""Convert the embedded standard model to a hybrid ladder, retrain it briefly, and measure the quality before and after.
 
     python scripts/adapt_demo.py                      # half and 5/8 of the layers, 2 ranks
     python scripts/adapt_demo.py --ladder-layers 4 --steps 20 --items 40 --out /tmp/adapt --dry-run
 
-The small twin of table 4 of the ladder paper (arXiv:2501.06589). The corpus of the retraining shares no document with that of
-the original training or the held-out tasks. Writes adapt.json, .md and .png in out (with --write in docs/results); the models
-stay in --out, ready for generate.py and the server.
+This is a small version of table 4 of the ladder paper (arXiv:2501.06589). The retraining corpus shares no document with the
+original training corpus or the held-out tasks. Writes adapt.json, .md and .png into out (with --write into docs/results). The
+models stay in --out and can be used with generate.py and the server.
 """
 
 import argparse
@@ -32,19 +32,19 @@ from tp import World
 from training.convert import convert
 from training.metrics import plot_losses
 
-SEED = 77  # of the retraining's corpus
+SEED = 77  # of the retraining corpus
 SEQUENCE, BATCH = 512, 16  # tokens, windows
 
 
 def prepare_tokens(out: Path, model: Path, tokens: int) -> Path:
-    """The retraining's token file."""
+    """Write the token file for the retraining and return its path."""
     path = out / "tokens.bin"
     write_corpus(path, model, SEED, tokens // TOKENS_PER_DOCUMENT + 1)
     return path
 
 
 def retrain(args: argparse.Namespace, layers: int, data: Path) -> Path:
-    """Adapt with `layers` ladder layers; the folder with its metrics and model."""
+    """Adapt the model to `layers` ladder layers. Returns the folder with its metrics and model. Raises UserError."""
     out = args.out / f"hybrid-{layers}"
     command = [*on_ranks(args.ranks)]
     command += ["-m", "training.adapt", "--model", str(args.model), "--ladder-layers", str(layers), "--data", str(data)]

@@ -1,9 +1,9 @@
-"""Milliseconds a token of large presets with random weights, by residual variant, through generate.py.
+"""Measure generate.py's milliseconds per token on large presets with random weights, by residual variant.
 
     python scripts/baseline.py --ranks 8
-    python scripts/baseline.py --ranks 2 --models tiny --prompt-length 64 --new-tokens 32     # a try on a CPU
+    python scripts/baseline.py --ranks 2 --models tiny --prompt-length 64 --new-tokens 32     # a test on a CPU
 
-Each model and variant is one launch of generate.py with three samples after a warm-up sample; the figures are their
+Each model and variant is one launch of generate.py, with a warm-up sample and three measured samples. The figures are their
 medians. Writes baseline-RANKS.json and .md into out, or with --write into docs/results.
 """
 
@@ -32,7 +32,7 @@ FIGURES = ("prefill_ms", "decode_ms_per_token", "weight_gb_per_second", "peak_me
 
 
 def measure(model: str, variant: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Every raw sample of one launch, and their medians."""
+    """Run one launch. Returns all its raw samples and their medians. Raises UserError if it fails."""
     command = [*on_ranks(args.ranks)]
     command += ["generate.py", "--json", "--ignore-eos", "--temperature", "0", "--num-samples", str(SAMPLES + 1)]
     command += ["--prompt-length", str(args.prompt_length), "--max-new-tokens", str(args.new_tokens)]
@@ -40,7 +40,7 @@ def measure(model: str, variant: str, args: argparse.Namespace) -> dict[str, Any
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if result.returncode:
         raise UserError(f"{model} {variant} failed:\n{result.stderr[-2000:]}")
-    samples = [json.loads(line) for line in result.stdout.splitlines()][1:]  # the first one warms up
+    samples = [json.loads(line) for line in result.stdout.splitlines()][1:]  # the first one is the warm-up
     raw = [{name: sample[name] for name in FIGURES} for sample in samples]
     return {
         "model": model,
@@ -85,7 +85,7 @@ def main() -> None:
     for model, variant in tqdm(cases, unit="launch"):
         rows.append(measure(model, variant, args))
         settings = {key: value for key, value in vars(args).items() if key != "write"}
-        path = write_json(name, {"machine": where, "settings": settings, "rows": rows}, folder)  # what is measured is kept
+        path = write_json(name, {"machine": where, "settings": settings, "rows": rows}, folder)  # a stopped run keeps it
     text = table(rows, where, args)
     write_text(folder / f"{name}.md", text, path)
     print(f"{text}\nwrote {path.relative_to(ROOT)}")

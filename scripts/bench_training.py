@@ -1,31 +1,31 @@
-"""Training speed of our executor under several shardings, and of torch's FSDP2, on the same model, data and machine.
+"""Measure the training speed of our executor with several shardings, and of torch's FSDP2, on the same model, data and machine.
 
     python scripts/bench_training.py --models ladder-1b ladder-3b llama-7b --ranks 8 --write
     python scripts/bench_training.py --models llama-7b --ranks 8 --two-nodes --write
     python scripts/bench_training.py --models llama-7b --ranks 8 --ablation --micro-batches 1 2 4 8 --write
-    python scripts/bench_training.py --models tiny --ranks 2 --steps 3 --device cpu           # a try, with gloo ranks
+    python scripts/bench_training.py --models tiny --ranks 2 --steps 3 --device cpu           # a test with gloo ranks
     python scripts/bench_training.py --models llama-30b --ranks 8 --write -- --recompute --compile
     python scripts/bench_training.py --models ladder-1b llama-7b --micro-batch 4 1 --ranks 8 --write --one-launch --timeout 300
 
-Systems: what the planner chooses for the shortest step and for the least communication; ZeRO-1, -2, -3 and MiCS (the best mesh
-that fits) on our executor; FSDP2 over all ranks, the same with gradients summed once a step, and HSDP. The weights and the tokens
-are random.
+Systems: the planner's choices for the shortest step and for the least communication; ZeRO-1, -2, -3 and MiCS (the best mesh
+that fits) on our executor; FSDP2 over all ranks, FSDP2 with one gradient reduction per step, and HSDP. Weights and tokens are
+random.
 
-Each configuration is one launch of ranks. One that runs out of memory, crashes or takes too long becomes a row with its error.
-A row is kept in --out as soon as it is there, with all raw samples, so that the same command goes on where it was stopped.
---one-launch measures all configurations in the same processes, which saves the seconds that starting takes; behind one that
-crashes another launch goes on, and what --timeout leaves no time for becomes a row that says so. Traces are taken behind all
-times, since a profiler may slow down what its process starts afterwards.
+Each configuration is one launch of ranks. If it runs out of memory, crashes or takes too long, its row holds the error. Each row
+is written to --out as soon as it is measured, with all raw samples, so that the same command resumes a stopped run.
+--one-launch measures all configurations in the same processes, which saves start-up time. After a crash, a new launch continues
+with the next configuration. Configurations that --timeout leaves no time for get a row with that error. Traces are recorded
+after all timings, because a profiler may slow down later steps of its process.
 
---two-nodes makes two hosts out of one: NCCL_HOSTID differs between the halves of the ranks, so NCCL neither uses NVLink nor
-shared memory between them, but sockets over loopback, and every mesh counts the halves as nodes. How fast that link is, the first
-launch measures. CPU ranks get the same meshes and no slower link.
+--two-nodes simulates two hosts: NCCL_HOSTID differs between the halves of the ranks, so that NCCL uses sockets over loopback
+between them, and neither NVLink nor shared memory. Every mesh counts the halves as nodes. The first launch measures the speed of
+that link. CPU ranks get the same meshes but no slower link.
 
-On GPUs the first launch measures the collectives, so that the planner predicts for these very links (or name a file with
---links). On a CPU nothing is predicted unless `-- --cluster NAME` names one, and then the figures are those of that cluster.
+On GPUs the first launch measures the collectives, so that the planner predicts for this machine's links; --links names a file
+to use instead. On a CPU there are no predictions unless `-- --cluster NAME` names a cluster, and then they are for that cluster.
 
---ablation is table V of AMSP (arXiv:2311.00257): everything overlapped, then without updates, without updates and gradients,
-and nothing overlapped, over the number of micro-batches.
+--ablation measures table V of AMSP (arXiv:2311.00257) over the number of micro-batches: everything overlapped, all but the
+updates, all but updates and gradients, and nothing overlapped.
 """
 
 import argparse
@@ -60,14 +60,14 @@ from training.data import write_tokens
 from training.job import OVERLAPS
 
 MODELS = ("ladder-1b", "ladder-3b", "llama-7b")
-EXPOSED: dict[str, tuple[str, ...]] = {  # a row of the ablation and what it does not overlap
+EXPOSED: dict[str, tuple[str, ...]] = {  # rows of the ablation, and what each does not overlap
     "all overlapped": (),
     "without updates": ("updates",),
     "without updates and gradients": ("gradients", "updates"),
     "nothing overlapped": OVERLAPS,
 }
-BATCHES = 4  # different global batches in the data
-GRACE = 40.0  # seconds that the launcher gets to end its ranks; it gives them 30
+BATCHES = 4  # distinct global batches in the data
+GRACE = 40.0  # seconds that the launcher gets to end; it gives its ranks 30
 STOPPED = re.compile(r"^(?:\[rank\d+\]:\s*)?((?:[\w.]*(?:Error|Exception)|error): .*)")
 
 Row = dict[str, Any]
@@ -124,7 +124,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     args = parser.parse_args(argv)
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    cuda = args.device == "cuda"  # what is left unsaid is enough for a figure on GPUs, and for a try on a CPU
+    cuda = args.device == "cuda"  # defaults: for a measurement on GPUs, for a short test on a CPU
     args.sequence_length = (2048 if cuda else 64) if args.sequence_length is None else args.sequence_length
     args.unmeasured = (5 if cuda else 1) if args.unmeasured is None else args.unmeasured
     args.micro_batches = args.micro_batches or ([1, 2, 4, 8] if args.ablation else [4 if cuda else 2])
@@ -134,7 +134,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise UserError for what no launch could use."""
+    """Raise UserError for arguments that no launch could use."""
     for model in args.models:
         preset(model)
     counts = {"--ranks": args.ranks, "--micro-batch": min(args.micro_batch), "--micro-batches": min(args.micro_batches)}
@@ -159,7 +159,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def configurations(args: argparse.Namespace) -> list[Row]:
-    """The settings of each launch, in order."""
+    """The settings of all configurations, in the order in which they are measured."""
     shared = {
         "ranks": args.ranks,
         "gpus_per_node": args.ranks // 2 if args.two_nodes else args.ranks,
@@ -187,7 +187,7 @@ def configurations(args: argparse.Namespace) -> list[Row]:
 
 
 def arguments(settings: Row, data: Path, result: Path, links: Path | None) -> list[str]:
-    """What bench_training_rank.py needs to know of a configuration."""
+    """The command-line arguments of bench_training_rank.py for a configuration."""
     batch = settings["ranks"] * settings["micro_batch"] * settings["micro_batches"]
     line: list[object] = ["--model", settings["model"], "--system", settings["system"]]
     line += ["--traced", settings["traced"], "--tuning", settings["tuning"]]
@@ -201,7 +201,7 @@ def arguments(settings: Row, data: Path, result: Path, links: Path | None) -> li
 
 
 def launch(line: list[str], timeout: float, log: Path | None = None) -> str | None:
-    """Run a command in the repository with one thread a rank, its output in `log`. Returns why it failed, or None."""
+    """Run a command in the repository with one thread per rank and its output in `log`. Returns why it failed, or None."""
     environment = {"OMP_NUM_THREADS": "1"} | os.environ
     with tempfile.TemporaryFile("w+") if log is None else log.open("w+") as output:
         process = subprocess.Popen(
@@ -219,7 +219,7 @@ def launch(line: list[str], timeout: float, log: Path | None = None) -> str | No
 
 
 def end(process: subprocess.Popen[str]) -> None:
-    """End the launcher and its ranks, which are in sessions of their own: the launcher must get the time to end them itself."""
+    """Terminate the launcher. The ranks have their own sessions, so the launcher gets GRACE seconds to end them itself."""
     process.terminate()
     with suppress(subprocess.TimeoutExpired):
         process.wait(GRACE)
@@ -228,7 +228,7 @@ def end(process: subprocess.Popen[str]) -> None:
 
 
 def reason(output: str) -> str:
-    """The line that says best why a launch failed."""
+    """The line of a launch's output that best explains its failure, at most 300 characters long."""
     found = [match[1] for match in map(STOPPED.match, output.splitlines()) if match]
     own = [line for line in found if "ChildFailedError" not in line]
     memory = [line for line in own if "OutOfMemoryError" in line or "out of memory" in line]
@@ -237,7 +237,7 @@ def reason(output: str) -> str:
 
 
 def measure(settings: Row, data: Path, links: Path | None, timeout: float) -> Row:
-    """One launch: what rank 0 measured, or `error`."""
+    """Run one launch. Returns what rank 0 measured, or the `error`."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "row.json"
         line = [*on_ranks(settings["ranks"]), "scripts/bench_training_rank.py", *arguments(settings, data, result, links)]
@@ -247,7 +247,7 @@ def measure(settings: Row, data: Path, links: Path | None, timeout: float) -> Ro
 
 
 def links_of(args: argparse.Namespace) -> Path | None:
-    """The file with the times of these ranks' collectives; None where nothing is predicted."""
+    """The file with the times of these ranks' collectives, or None if nothing is predicted."""
     if args.links or args.device != "cuda":
         return args.links
     path: Path = args.out / f"links-{args.ranks}{'-two-nodes' if args.two_nodes else ''}.json"
@@ -255,7 +255,7 @@ def links_of(args: argparse.Namespace) -> Path | None:
 
 
 def measure_links(path: Path, settings: Row, data: Path, timeout: float) -> None:
-    """Write the collectives' times on these ranks. Raises UserError if that fails, as nothing else would work."""
+    """Measure the collectives' times on these ranks and write them to `path`. Raises UserError if that fails."""
     note(f"measuring the links of {settings['ranks']} ranks into {path}")
     line = [*on_ranks(settings["ranks"]), "scripts/bench_training_rank.py", *arguments(settings, data, path, None), "--links"]
     error = launch(line, timeout)
@@ -264,9 +264,10 @@ def measure_links(path: Path, settings: Row, data: Path, timeout: float) -> None
 
 
 def measure_together(todo: list[Row], where: Row, data: dict[str, Path], links: Path | None, out: Path, timeout: float) -> None:
-    """Append the rows of all configurations in `todo` to out/rows.jsonl, by one launch after the other until all are there.
+    """Append the rows of all configurations in `todo` to out/rows.jsonl. Launches ranks repeatedly until all rows exist.
 
-    The configuration at which a launch ends gets the error, and the next launch begins behind it; its output is kept in `out`.
+    If a launch ends early, the configuration at which it ended gets the error, and the next launch starts with the one after it.
+    The launches' output is kept in `out`.
     """
     rows, deadline = out / "rows.jsonl", time.monotonic() + timeout
     first, failed, everything = todo[0], [], todo
@@ -305,7 +306,7 @@ def append(path: Path, row: Row) -> None:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a file of JSON lines. One that a kill cut off is removed from it, so that the next begins a line."""
+    """The rows of a file of JSON lines. An incomplete last line, left by a killed run, is removed from the file."""
     text = path.read_text() if path.exists() else ""
     whole = text[: text.rfind("\n") + 1]
     if whole != text:
@@ -314,7 +315,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def sweep(args: argparse.Namespace, where: Row) -> list[Row]:
-    """Every configuration's row, measured unless the file has it from this machine."""
+    """The rows of all configurations. Those that the file does not have from this machine are measured."""
     args.out.mkdir(parents=True, exist_ok=True)
     wanted = configurations(args)
 
@@ -336,13 +337,13 @@ def sweep(args: argparse.Namespace, where: Row) -> list[Row]:
 
 
 def _traced(row: Row, trace: Row) -> Row:
-    """A row with what a trace that came behind it found."""
+    """The row, with the exposed time of a trace that was recorded separately."""
     found = trace.get("traced_exposed_ms")
     return row if found is None or "error" in row else row | {"traced_exposed_ms": found}
 
 
 def measure_each(todo: list[Row], where: Row, data: dict[str, Path], links: Path | None, out: Path, timeout: float) -> None:
-    """Append the rows of all configurations in `todo` to out/rows.jsonl, each from a launch of its own."""
+    """Append the rows of all configurations in `todo` to out/rows.jsonl, with one launch per configuration."""
     if links is not None and not links.exists():
         measure_links(links, todo[0], data[todo[0]["model"]], timeout)
     bar = tqdm(todo, unit="launch")
@@ -355,7 +356,7 @@ def measure_each(todo: list[Row], where: Row, data: dict[str, Path], links: Path
 
 
 def random_tokens(args: argparse.Namespace, model: str, folder: Path) -> Path:
-    """A file of random tokens of the model's vocabulary, enough for a few global batches."""
+    """Write a file of random tokens of the model's vocabulary, enough for BATCHES global batches. Returns its path."""
     vocab_size, path = preset(model).vocab_size, folder / f"{model.replace(':', '-')}.bin"
     windows = BATCHES * args.ranks * max(args.micro_batch) * max(args.micro_batches)
     ids = np.random.default_rng(0).integers(0, vocab_size, windows * args.sequence_length + 1)
@@ -367,25 +368,25 @@ def random_tokens(args: argparse.Namespace, model: str, folder: Path) -> Path:
 
 
 def quartiles(row: Row) -> tuple[float, float, float]:
-    """Milliseconds a step: the lower quartile, the median, the upper quartile."""
+    """Lower quartile, median and upper quartile of the step times, in ms."""
     low, middle, high = np.quantile(row["step_ms"], (0.25, 0.5, 0.75)).tolist()
     return low, middle, high
 
 
 def speed(row: Row, milliseconds: float) -> float:
-    """TGS, tokens a GPU and second, of a step that takes so long."""
+    """TGS (tokens per GPU and second) of a step that takes `milliseconds`."""
     return float(row["tokens_per_step"] / row["settings"]["ranks"] / milliseconds * 1e3)
 
 
 def utilization(row: Row, milliseconds: float) -> float | None:
-    """MFU from 0 to 1; None where the device's peak is not known."""
+    """MFU (0 to 1) of a step that takes `milliseconds`. None if the device's peak is unknown."""
     if not row["peak_flops"]:
         return None
     return float(row["flops_per_step"] / row["settings"]["ranks"] / row["peak_flops"] / milliseconds * 1e3)
 
 
 def label(row: Row) -> str:
-    """What tells a row from the others of its model."""
+    """The name of a row among the rows of its model."""
     name = SYSTEMS[row["settings"]["system"]]
     if row["settings"]["system"] == "planner" and "--sharding" in row["settings"]["more"]:
         name = "as asked"
@@ -420,7 +421,7 @@ def table_row(row: Row) -> str:
 
 
 def table(rows: list[Row], args: argparse.Namespace) -> str:
-    """All rows as Markdown, with what they were made on."""
+    """A Markdown table of all rows, with a caption."""
     columns = ["model", "system", "micro-batches", "meshes", "TGS", "MFU", "step, ms", "quartiles", "peak memory, GB"]
     columns += ["waited, ms", "exposed in a trace, ms", "predicted, ms", "predicted / measured"]
     head = f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}"
@@ -440,7 +441,7 @@ def table(rows: list[Row], args: argparse.Namespace) -> str:
 
 
 def figure_of(row: Row) -> tuple[float, float, float]:
-    """What is drawn, at the median and as distances down and up to the quartiles: MFU in percent, or TGS without a peak."""
+    """The plotted values: the median, and its distances down and up to the quartiles. MFU in %, or TGS if the peak is unknown."""
     low, middle, high = (
         value * 100 if (value := utilization(row, ms)) is not None else speed(row, ms) for ms in reversed(quartiles(row))
     )
@@ -448,7 +449,7 @@ def figure_of(row: Row) -> tuple[float, float, float]:
 
 
 def plot(rows: list[Row], args: argparse.Namespace, path: Path) -> None:
-    """Bars of each model's systems, or with --ablation lines over micro-batches; the whiskers are quartiles."""
+    """Plot bars of each model's systems, or with --ablation lines over micro-batches. The whiskers are quartiles."""
     os.environ.setdefault("MPLBACKEND", "Agg")
     from matplotlib.figure import Figure
 
@@ -501,7 +502,7 @@ def write(rows: list[Row], args: argparse.Namespace, where: Row, text: str) -> N
 
 
 def main() -> None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and with it goes what was launched
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # `launch` then ends its processes
     args, where = parse_args(), machine()
     rows = sweep(args, where)
     text = table(rows, args)

@@ -1,9 +1,9 @@
-"""The same training on torch's FSDP2 (`fully_shard`), which bench_training.py sets beside our executor.
+"""The same training with torch's FSDP2 (`fully_shard`), with which bench_training.py compares our executor.
 
-What is equal: model.py's Transformer with initial values drawn alike, the loss, the data, activation recomputation layer by layer,
-compiled modules, weights and their gathers in `dtype`, gradients summed in `dtype`, fp32 master weights with fused AdamW, and
-clipping by the global norm. What is FSDP2's own: a layer is gathered as one, gradients of micro-batches are summed up in fp32,
-and the masters, not copies of them, are gathered. Only what torch 2.11 and 2.13 both have is used.
+Equal in both: model.py's Transformer and its initial values, the loss, the data, activation recomputation by layer, compiled
+modules, weights and their all-gathers in `dtype`, gradients reduced in `dtype`, fp32 master weights with fused AdamW, and clipping
+by the global norm. Different in FSDP2: a layer is gathered as a whole, gradients of micro-batches are accumulated in fp32, and the
+master weights themselves are gathered instead of copies. Only functions that torch 2.11 and 2.13 both have are used.
 """
 
 from dataclasses import dataclass, field
@@ -28,26 +28,26 @@ from training.initialize import empty_model, materializer
 from training.losses import cross_entropy
 from training.optimizer import AdamSettings, Schedule
 
-PREFETCH = (0, 1, 2)  # layers gathered ahead of the one that computes; 0: FSDP2's own order
+PREFETCH = (0, 1, 2)  # layers gathered ahead of the computing one; 0: FSDP2's own order
 
 
 class End(nn.Module):
-    """The last norm and the head with the loss: normed inside, so that the head's weight is there when the loss needs it."""
+    """The last norm, and the head with the loss. One module, so that FSDP2 has gathered the head's weight when the loss needs it."""
 
     def __init__(self, model: Transformer) -> None:
         super().__init__()
         self.norm = model.norm
         if not model.config.tie_embeddings:
             self.head = model.head
-        self.model = (model,)  # in a tuple, so that it is no submodule
+        self.model = (model,)  # in a tuple, so that it is not a submodule
 
     def forward(self, hidden: Tensor, batch: Batch) -> Tensor:
-        """(B, T, C) to the summed loss, fp32 scalar."""
+        """The summed loss (fp32 scalar) of hidden (B, T, C)."""
         return cross_entropy(self.model[0], self.norm(hidden), batch)
 
 
 class Whole(nn.Module):
-    """The model and its loss as one module: FSDP2 has weights only while the forward of the module that owns them runs."""
+    """The model and its loss as one module. FSDP2 holds gathered weights only during the forward of the module that owns them."""
 
     def __init__(self, model: Transformer) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Whole(nn.Module):
 
 
 def _settled(layer: Any, x: Tensor, _: Any, frequencies: Tensor, context: Any) -> tuple[Tensor, tuple[()]]:
-    """A block's result as a tensor: FSDP2's hooks would not see one that is still on its way to the sum."""
+    """A block's result with its pending all-reduce completed. FSDP2's hooks would not see a tensor inside a pending handle."""
     y, pending = layer(x, (), frequencies, context)
     return settle(y, pending), ()
 
@@ -69,9 +69,10 @@ def _settled(layer: Any, x: Tensor, _: Any, frequencies: Tensor, context: Any) -
 def shard(
     config: ModelConfig, device: torch.device, mesh: DeviceMesh, dtype: torch.dtype, recompute: bool, compiled: bool, seed: int
 ) -> Whole:
-    """A model on `mesh`: (ranks,) shards over all of them, (copies, ranks of a copy) is HSDP. Values are `materializer`'s.
+    """A model on `mesh` with the initial values of `materializer`.
 
-    Raises UserError for a variant whose blocks hand over more than a tensor.
+    A mesh (ranks,) shards over all ranks; (copies, ranks of a copy) is HSDP. Raises UserError for a variant whose blocks pass more
+    than a tensor to the next block.
     """
     if config.variant not in ("standard", "parallel"):
         raise UserError(f"FSDP2 runs the standard and the parallel variant here, not {config.variant}")
@@ -82,11 +83,11 @@ def shard(
     if compiled:
         model.compile_modules()
     whole = Whole(model)
-    # Casting inputs would round the rotary angles, which our executor keeps in fp32.
+    # casting inputs would round the rotary angles, which our executor keeps in fp32
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype, cast_forward_inputs=False)
     for module in model.layers:
         fully_shard(module, mesh=mesh, mp_policy=policy)
-    # What backward needs first stays after forward.
+    # not resharded after forward, because backward needs them first
     fully_shard(whole.end, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     fully_shard(whole, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     whole.to_empty(device=device)
@@ -97,7 +98,7 @@ def shard(
 
 @torch.no_grad()
 def _fill(model: Transformer, seed: int) -> None:
-    """Give every rank its shard of the values that a whole model would begin with, one matrix after the other."""
+    """Set every rank's shards to the initial values of the whole model, one matrix at a time to limit memory."""
     materialize = materializer(empty_model(model.config, model.frequencies.device, torch.float32), None, seed)
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor)
@@ -107,7 +108,7 @@ def _fill(model: Transformer, seed: int) -> None:
 
 
 def prefetch(whole: Whole, depth: int) -> None:
-    """Gather `depth` layers ahead in forward and in backward; 0: in FSDP2's own order."""
+    """Gather `depth` layers ahead in forward and backward. 0: FSDP2's own order."""
     units: list[Any] = [*whole.layers, whole.end]
     for i, unit in enumerate(units):
         unit.set_modules_to_forward_prefetch(units[i + 1 : i + 1 + depth])
@@ -116,8 +117,10 @@ def prefetch(whole: Whole, depth: int) -> None:
 
 @dataclass
 class Fsdp2Trainer:
-    """The counterpart of training.trainer.Trainer. `late`: sum gradients over ranks once a step, not every micro-batch, at the
-    price of whole gradients in memory."""
+    """The counterpart of training.trainer.Trainer.
+
+    late: reduce gradients over ranks once per step instead of once per micro-batch. This keeps whole gradients in memory.
+    """
 
     whole: Whole
     settings: AdamSettings
@@ -138,7 +141,7 @@ class Fsdp2Trainer:
         self.adam = torch.optim.AdamW(groups, lr=0.0, betas=self.settings.betas, eps=self.settings.eps, fused=True)
 
     def train_step(self) -> tuple[Tensor, Tensor]:
-        """One step. Returns this rank's share of the loss a token (the ranks' sum is the loss) and the gradient's norm."""
+        """Do one step. Returns this rank's share of the loss per token (the loss is the sum over ranks) and the gradient's norm."""
         world, root = self.world, self.whole
         assert isinstance(root, FSDPModule)
         accumulation = self.batches.size // (world.world_size * self.micro_batch)
@@ -148,7 +151,7 @@ class Fsdp2Trainer:
             last = number == accumulation - 1
             root.set_is_last_backward(last)
             root.set_requires_gradient_sync(last or not self.late)
-            root.set_requires_all_reduce(last)  # after the line above, which sets it too
+            root.set_requires_all_reduce(last)  # after the previous line, which sets it too
             index = number * world.world_size + world.rank
             loss = root(self.batches.micro_batch(self.step, index, self.micro_batch).to(world.device)) / supervised
             (loss * world.world_size).backward()  # FSDP2 averages over the ranks

@@ -1,9 +1,10 @@
-"""One rank of bench_training.py: trains a few steps under one system, and rank 0 writes what was measured as JSON.
+"""One rank of bench_training.py: it trains a few steps with one system, and rank 0 writes the measurements as JSON.
 
     python launch.py --ranks 2 scripts/bench_training_rank.py --model tiny --data random.bin --system zero-3 \
         --steps 8 --unmeasured 3 --sequence-length 128 --global-batch 4 --result row.json
 
-With --links it measures the ranks' collectives for the planner instead, with --only-trace what a trace shows. The other options are those of python -m training.train.
+With --links it measures the ranks' collectives for the planner instead. With --only-trace it only records a trace. The other
+options are those of python -m training.train.
 """
 
 import argparse
@@ -69,7 +70,7 @@ SYSTEMS = {
     "fsdp2-hsdp": "FSDP2, HSDP",
 }
 TRACED = 3  # steps
-TUNING = 3  # steps with each depth of prefetching, the first of which does not count
+TUNING = 3  # steps with each depth of prefetching; the first one is not counted
 
 Span = tuple[float, float]  # begin and end, any unit
 
@@ -103,8 +104,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def separate_hosts(rank: int, gpus_per_node: int) -> None:
-    """Before NCCL starts: give each node's ranks a host of their own in its eyes, so that neither NVLink nor shared memory
-    joins the nodes, but sockets over loopback."""
+    """Make NCCL treat each node's ranks as a separate host, so that the nodes are connected by sockets over loopback, and neither
+    by NVLink nor by shared memory. Must be called before NCCL starts."""
     os.environ["NCCL_HOSTID"] = f"node-{rank // gpus_per_node}"
     os.environ.update(NCCL_NET="Socket", NCCL_IB_DISABLE="1", NCCL_SOCKET_IFNAME="lo")
 
@@ -113,12 +114,12 @@ def separate_hosts(rank: int, gpus_per_node: int) -> None:
 
 
 def planned(args: argparse.Namespace, config: ModelConfig, mesh: Mesh, device: torch.device) -> Planned:
-    """The sharding of a system of our executor, with its predicted step time where the cluster is known."""
+    """The sharding of a system of our executor, with its predicted step time if the cluster is known."""
     if args.system == "planner":
         return plan(args, config, mesh, device)
     one, job = Mesh(), planning_job(args, config, mesh, device)
     if args.system in ("mics", "planner-paper"):
-        if job is None:  # nobody knows this CPU's figures
+        if job is None:  # the figures of this CPU are unknown
             return plan(args, config, mesh, device) if args.system == "planner-paper" else _whole_nodes(mesh)
         cuda = device.type == "cuda"
         memory = torch.cuda.get_device_properties(device).total_memory if cuda else job.cluster.memory_gb * 1e9
@@ -140,7 +141,10 @@ def _whole_nodes(mesh: Mesh) -> Planned:
 
 
 def copies(system: str, mesh: Mesh) -> tuple[int, ...]:
-    """FSDP2's device mesh: all ranks, or for HSDP (copies, ranks of a copy). A copy is a node; on a single one, half of it."""
+    """The shape of FSDP2's device mesh: (ranks,), or (copies, ranks of a copy) for HSDP.
+
+    A copy is a node, or half of the node if there is only one. Raises UserError.
+    """
     if system != "fsdp2-hsdp":
         return (mesh.size,)
     nodes = mesh.nodes if mesh.nodes > 1 else 2
@@ -176,9 +180,12 @@ def build_fsdp2(
 
 
 def timed(step: Callable[[], object], count: int, world: World) -> list[float]:
-    """Seconds of each of `count` steps, of the slowest rank. On GPUs they lie between events in the compute stream, so that
-    the host runs ahead as it does in training, and what hides behind the next step stays hidden. No garbage is collected
-    meanwhile: that takes the host as long as a layer, at other times on each rank."""
+    """Seconds of each of `count` steps, of the slowest rank. Collective.
+
+    On GPUs the steps are timed with events in the compute stream. So the host runs ahead as in training, and work that overlaps
+    with the next step stays hidden. Garbage collection is off during the steps: it would stop the host for as long as a layer
+    takes, at different times on each rank.
+    """
     cuda = world.device.type == "cuda"
 
     def mark() -> Any:
@@ -204,7 +211,7 @@ def timed(step: Callable[[], object], count: int, world: World) -> list[float]:
 
 
 def reduced(values: torch.Tensor, world: World, operation: Any) -> list[float]:
-    """`values` reduced over all ranks."""
+    """`values` reduced over all ranks, as a list. Collective."""
     if world.world_size > 1:
         values = values.to(world.device)
         dist.all_reduce(values, op=operation)
@@ -213,8 +220,11 @@ def reduced(values: torch.Tensor, world: World, operation: Any) -> list[float]:
 
 
 def tune(trainer: Fsdp2Trainer, world: World, steps: int) -> dict[int, float]:
-    """Milliseconds of a step by depth of prefetching, from the second of `steps` on. The fastest is left set. On a CPU, where
-    it is only tried whether everything runs, and with fewer than 2 steps, FSDP2's own order stays."""
+    """Time each depth of prefetching and leave the fastest set. Returns the median ms per step by depth. Collective.
+
+    The first of `steps` steps is not counted. On a CPU, where a run is only a test, and with fewer than 2 steps, nothing is timed
+    and FSDP2 keeps its own order.
+    """
     found: dict[int, float] = {}
     if world.device.type != "cuda" or steps < 2:
         return found
@@ -226,7 +236,7 @@ def tune(trainer: Fsdp2Trainer, world: World, steps: int) -> dict[int, float]:
 
 
 def merged(spans: Sequence[Span]) -> list[Span]:
-    """The union of spans as disjoint ones, ascending."""
+    """The union of spans as disjoint spans in ascending order."""
     union: list[Span] = []
     for begin, end in sorted(spans):
         if union and begin <= union[-1][1]:
@@ -237,7 +247,7 @@ def merged(spans: Sequence[Span]) -> list[Span]:
 
 
 def covered(spans: Sequence[Span], by: Sequence[Span]) -> float:
-    """How much of the union of `spans` lies inside that of `by`."""
+    """The length of the part of the union of `spans` that lies inside the union of `by`."""
     inside, a, b = 0.0, merged(spans), merged(by)
     i = j = 0
     while i < len(a) and j < len(b):
@@ -250,7 +260,7 @@ def covered(spans: Sequence[Span], by: Sequence[Span]) -> float:
 
 
 def kernels(step: Callable[[], object], steps: int) -> tuple[dict[str, list[Span]], list[Span]]:
-    """Spans (µs) of the kernels of some steps in a profiler trace, behind one that warms up: NCCL's by name, and all others."""
+    """Profile some steps after a warm-up step. Returns the spans (µs) of NCCL's kernels by name, and of all other kernels."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         with profile(
@@ -261,7 +271,7 @@ def kernels(step: Callable[[], object], steps: int) -> tuple[dict[str, list[Span
             for number in range(steps + 1):
                 step()
                 if number in (0, steps):
-                    torch.cuda.synchronize()  # nothing of the first step, all of the last
+                    torch.cuda.synchronize()  # so that the trace has nothing of the first step and all of the last
                 recorder.step()
         events = json.loads(path.read_text())["traceEvents"]
     communication: dict[str, list[Span]] = {}
@@ -275,11 +285,13 @@ def kernels(step: Callable[[], object], steps: int) -> tuple[dict[str, list[Span
 
 
 def traced_exposed_ms(step: Callable[[], object], world: World, steps: int) -> float | None:
-    """A step's milliseconds in which rank 0's GPU runs NCCL's kernels and no other, between the first and the last other
-    kernel of `steps` traced ones. None on a CPU, or with no steps."""
+    """ms per step in which rank 0's GPU runs only NCCL's kernels, between the first and the last other kernel of `steps` steps.
+
+    None on other ranks, on a CPU, and without steps. Collective.
+    """
     if world.device.type != "cuda" or not steps:
         return None
-    if world.rank:  # takes part, untraced
+    if world.rank:  # other ranks run the same steps without a trace
         for _ in range(steps + 1):
             step()
         return None
@@ -292,10 +304,10 @@ def traced_exposed_ms(step: Callable[[], object], world: World, steps: int) -> f
 
 
 def build(args: argparse.Namespace, world: World) -> tuple[Trainer | Fsdp2Trainer, dict[str, Any]]:
-    """The system, and how its row begins. Raises UserError for what cannot be trained."""
+    """The trainer of the system, and the first fields of its row. Raises UserError if it cannot be trained."""
     config = config_of(args)
     mesh = ranks_mesh(args, world.world_size)
-    args.intra_tensor |= args.system in ("zero-1", "zero-2")  # they spread updates by all-gather, as they were published
+    args.intra_tensor |= args.system in ("zero-1", "zero-2")  # as published, they distribute updates by all-gather
     batches = GlobalBatches(open_tokens(args.data, config.vocab_size), args.sequence_length, args.global_batch, args.seed)
     check_batch(args.global_batch, world.world_size, args.micro_batch)
     row: dict[str, Any] = {"precision": str(dtype_of(args, world.device)).removeprefix("torch.")}
@@ -315,7 +327,7 @@ def config_of(args: argparse.Namespace) -> ModelConfig:
 
 
 def measure(args: argparse.Namespace, world: World) -> dict[str, Any]:
-    """Build the system, train, report, and leave nothing behind. Raises UserError for what cannot be trained."""
+    """Build the system, train, close it, and return its row. Collective. Raises UserError if it cannot be trained."""
     trainer, row = build(args, world)
     if isinstance(trainer, Fsdp2Trainer):
         row["prefetch_ms"] = tune(trainer, world, args.tuning)
@@ -343,7 +355,7 @@ def measure(args: argparse.Namespace, world: World) -> dict[str, Any]:
 
 
 def figures(args: argparse.Namespace, world: World) -> dict[str, Any]:
-    """What speed and utilization are computed from."""
+    """The values from which speed and utilization are computed: tokens and FLOPs per step, and the peak FLOP/s of a GPU."""
     config = config_of(args)
     job = planning_job(args, config, ranks_mesh(args, world.world_size), world.device)
     cuda = world.device.type == "cuda"
@@ -355,7 +367,7 @@ def figures(args: argparse.Namespace, world: World) -> dict[str, Any]:
 
 
 def traced(trainer: Trainer | Fsdp2Trainer, args: argparse.Namespace, world: World) -> float | None:
-    """`traced_exposed_ms`, and the end of the trainer."""
+    """The result of `traced_exposed_ms`. Closes the trainer."""
     found = traced_exposed_ms(trainer.train_step, world, args.traced)
     if isinstance(trainer, Trainer):
         trainer.executor.close()
@@ -363,7 +375,7 @@ def traced(trainer: Trainer | Fsdp2Trainer, args: argparse.Namespace, world: Wor
 
 
 def trace(args: argparse.Namespace, world: World) -> dict[str, Any]:
-    """Build the system and trace it, behind a step that warms up. Raises UserError for what cannot be trained."""
+    """Build the system and trace it after a warm-up step. Collective. Raises UserError if it cannot be trained."""
     trainer, _ = build(args, world)
     trainer.train_step()
     return {"traced_exposed_ms": traced(trainer, args, world)}
@@ -371,7 +383,7 @@ def trace(args: argparse.Namespace, world: World) -> dict[str, Any]:
 
 def measure_links(args: argparse.Namespace, world: World) -> None:
     mesh = ranks_mesh(args, world.world_size)
-    sizes = [4**power for power in range(7, 14)]  # 16 KiB … 64 MiB: beyond, bandwidth hardly changes
+    sizes = [4**power for power in range(7, 14)]  # 16 KiB to 64 MiB; for larger sizes bandwidth hardly changes
     found = profile_collectives.measure(world, mesh, sizes, repeats=10)
     if world.rank == 0:
         write_profile(args.result, found, {"device": world.device.type, "torch": torch.__version__, "ranks": world.world_size})
@@ -379,7 +391,7 @@ def measure_links(args: argparse.Namespace, world: World) -> None:
 
 def join(device: str | None, gpus_per_node: int, two_nodes: bool) -> World:
     """Join the ranks that a launcher started."""
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast stays off unless asked for
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast stays off unless the user turns it on
     if two_nodes:
         separate_hosts(int(os.environ["RANK"]), gpus_per_node)
     torch.set_float32_matmul_precision("high")

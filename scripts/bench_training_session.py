@@ -1,10 +1,10 @@
-"""One launch of bench_training.py's ranks that measures several configurations, one after the other.
+"""The ranks of bench_training.py --one-launch: they measure several configurations, one after the other.
 
     python launch.py --ranks 2 scripts/bench_training_session.py list.json --device cpu --gpus-per-node 2
 
-list.json: a list of {"arguments": the words of bench_training_rank.py's command line, "row": what its row begins with, "into": a
-file of JSON lines}. Rank 0 appends each configuration's row to its file as soon as it is there. A configuration that cannot be trained becomes a row with
-its error; one that crashes, or runs out of memory, ends the launch.
+list.json: a list of {"arguments": the command line of bench_training_rank.py as a list, "row": the first fields of its row,
+"into": a file of JSON lines}. Rank 0 appends each configuration's row to its file as soon as it is measured. A configuration
+that cannot be trained gets a row with the error. One that crashes or runs out of memory ends the launch.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from training.run import together
 
 
 def answer(arguments: list[str], world: World) -> dict[str, Any] | None:
-    """A configuration's row; None for --links, which have a file of their own. All ranks must call it."""
+    """A configuration's row. None for --links, which writes its own file. Collective."""
     args = parse_args(arguments)
     start = time.perf_counter()
     work = measure_links if args.links else trace if args.only_trace else measure
@@ -52,7 +52,7 @@ def main() -> None:
         if row is not None and world.rank == 0:
             with Path(wanted["into"]).open("a") as file:
                 file.write(json.dumps(wanted["row"] | row) + "\n")
-        gc.collect()  # modules and hooks refer to each other
+        gc.collect()  # frees modules and hooks, which refer to each other
         if world.device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -1,9 +1,9 @@
-"""Hold the figures of README.md and docs/ to the files that they come from.
+"""Check that the figures in README.md and docs/ agree with the files that they come from.
 
-python scripts/check_docs.py             # exit with 2 and a line for each figure that no file backs
+python scripts/check_docs.py             # exits with 2 and prints a line for each figure without a source
 python scripts/check_docs.py docs/x.md   # only that page
 
-A paragraph, list or table that states measured figures has a comment below it, which a reader of the page does not see:
+A paragraph, list or table that states measured figures has a comment below it, which is not visible on the rendered page:
 
     64 MiB take NCCL 253 µs and `int8` 137, 1.85 times as fast; the paper says 1.9.
     <!-- figures
@@ -12,11 +12,13 @@ A paragraph, list or table that states measured figures has a comment below it, 
     stated 1.9: Li et al., table 3
     -->
 
-`from` names tables or raw files beside the page (or from the root). Every number of the text must stand in one of them, rounded as the
-text rounds it, follow from numbers that do (`=`), or be said to come from elsewhere (`stated`). Numbers that describe a setting (batch
-sizes, bytes, tokens, ranks: `SETTING`) need no source. A paragraph with a measured unit (`MEASURED`) and without such a comment is an
-error, too. Tables and plots in docs/results are compared with `made-from.json`, which their writers keep (`scripts/results.py`): one that
-was changed by hand, or is older than its raw files, is an error.
+`from` names tables or raw files, relative to the page or to the root. Every number of the text must meet one of three conditions:
+it is in one of these files, rounded as in the text; it is computed from such numbers (`=`); or it is declared to come from
+elsewhere (`stated`). Numbers that describe a setting (batch sizes, bytes, tokens, ranks: `SETTING`) need no source. A paragraph
+with a measured unit (`MEASURED`) but no such comment is an error.
+
+Tables and plots in docs/results are compared with `made-from.json`, which the scripts that write them update
+(`scripts/results.py`). A table or plot that was changed by hand or is older than its raw files is an error.
 """
 
 import argparse
@@ -47,7 +49,7 @@ SETTING = re.compile(
     r"|arrivals?\b|replays?\b|features?\b|steps?\b|runs?\b|items?\b|launches\b|chunks?\b|programs?\b|graphs?\b|models?\b|seeds?\b))"
 )
 UNCHECKED = re.compile(r"```.*?```|`[^`\n]*`|\]\([^)]*\)|<!--.*?-->|https?://\S+|^#.*$|arXiv:\S+", re.DOTALL | re.MULTILINE)
-QUOTED = re.compile(r"<!-- docs/results/\S+ -->.*?<!-- end -->", re.DOTALL)  # scripts/quote_tables.py checks those
+QUOTED = re.compile(r"<!-- docs/results/\S+ -->.*?<!-- end -->", re.DOTALL)  # checked by scripts/quote_tables.py
 COMMENT = re.compile(r"<!-- figures\n(.*?)-->", re.DOTALL)
 LONE_NUMBER = re.compile(rf"(?<![\w.:/-]){NUMBER}(?!\w|:\w|-\w)")
 ARITHMETIC: dict[type, Callable[[float, float], float]] = {
@@ -60,10 +62,10 @@ ARITHMETIC: dict[type, Callable[[float, float], float]] = {
 
 @dataclass
 class Claims:
-    """What one comment says of the paragraph above it."""
+    """The contents of one comment, which describe the paragraph above it."""
 
-    values: list[float] = field(default_factory=list)  # of the files
-    derived: dict[str, str] = field(default_factory=dict)  # number as written: expression
+    values: list[float] = field(default_factory=list)  # all numbers in the files that `from` names
+    derived: dict[str, str] = field(default_factory=dict)  # number as written in the text: expression
     stated: set[str] = field(default_factory=set)
 
 
@@ -97,7 +99,7 @@ def _float(text: str) -> float:
 
 
 def rounds_to(value: float, text: str) -> bool:
-    """Whether `text` is `value`, rounded to as many decimals as `text` has."""
+    """Whether `text` equals `value` rounded to the number of decimals that `text` has."""
     decimals = len(text.partition(".")[2])
     return abs(value - _float(text)) <= 0.5 * 10**-decimals * (1 + 1e-9)
 
@@ -123,7 +125,7 @@ def parse(comment: str, page: Path) -> Claims:
 
 
 def evaluate(expression: str, known: Callable[[str], bool]) -> float:
-    """The value of an expression of + - * / over known numbers. Raises UserError for an unknown number or another operation."""
+    """The value of an expression of + - * / and known numbers. Raises UserError for an unknown number or another operation."""
 
     def value(node: ast.expr) -> float:
         if isinstance(node, ast.BinOp) and type(node.op) in ARITHMETIC:
@@ -139,7 +141,7 @@ def evaluate(expression: str, known: Callable[[str], bool]) -> float:
 
 
 def unbacked(text: str, claims: Claims) -> Iterator[str]:
-    """The numbers of a paragraph that nothing backs."""
+    """The numbers of a paragraph that have no source, and other errors in its comment."""
     plain = SETTING.sub(" ", UNCHECKED.sub(" ", text))
     written = {match[0] for match in LONE_NUMBER.finditer(plain)} | set(re.findall(NUMBER, " ".join(claims.derived.values())))
     for number in (claims.derived.keys() | claims.stated) - written:
@@ -166,7 +168,7 @@ def unbacked(text: str, claims: Claims) -> Iterator[str]:
 
 
 def blocks(text: str) -> Iterator[tuple[int, str]]:
-    """Paragraphs with the comment that follows each, and the line on which they begin."""
+    """The first line's number and the text of each paragraph, including the comment that follows it."""
     masked = QUOTED.sub(lambda m: "\n" * m[0].count("\n"), text)
     masked = re.sub(r"```.*?```", lambda m: "\n" * m[0].count("\n"), masked, flags=re.DOTALL)
     for match in re.finditer(r"(?:^(?!\s*$).*\n?)+", masked, re.MULTILINE):
@@ -174,7 +176,7 @@ def blocks(text: str) -> Iterator[tuple[int, str]]:
 
 
 def check_page(page: Path) -> list[str]:
-    """A line for each figure of one page that is not backed."""
+    """An error line for each figure of one page that has no source."""
     found = []
     for line, block in blocks(page.read_text()):
         where = f"{page.relative_to(ROOT) if page.is_relative_to(ROOT) else page}:{line}"

@@ -1,11 +1,11 @@
 """Write a deterministic synthetic English corpus, and train the small tokenizer that goes with it.
 
-The corpus trains models of a few million parameters whose answers can be counted as right or wrong: stories told from
-a simulated world, questions about them, and small exact tasks. Document `i` depends only on (seed, i, split, kind), so
-any range can be generated anywhere, in parallel, and again.
+The corpus trains models of a few million parameters whose answers are either right or wrong. It has stories told from a
+simulated world, questions about them, and small exact tasks. Document `i` depends only on (seed, i, split, kind), so any
+range can be generated independently, in parallel and repeatedly.
 
-Every document has a key that names its content (the operands, the list, the cast and the things of a story). A hash of
-the key puts 1/16 of all keys into the split "heldout" and the rest into "train": the splits never share a key.
+Every document has a key that identifies its content (the operands, the list, the cast and the things of a story). A hash
+of the key puts 1/16 of all keys into the split "heldout" and the rest into "train", so the splits never share a key.
 
     python scripts/corpus.py --documents 3
     python scripts/corpus.py --tokenizer out/tokenizer
@@ -36,7 +36,7 @@ from flags import Parser
 from scripts import corpus_words as words
 from scripts.corpus_stories import article, draw_cast, tell_story
 
-# Share of documents by kind. Tokens are shared differently: a story is about ten times as long as a sum.
+# Share of documents by kind. Shares of tokens differ, because a story is about ten times as long as a sum.
 MIXTURE: dict[str, float] = {
     "story": 0.20,
     "question": 0.26,
@@ -74,7 +74,7 @@ CHAT_TEMPLATE = (
     "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
 )
 
-# `examples.json` of a model of about three million parameters that learned the corpus: what its server's page offers.
+# `examples.json` of a model of about three million parameters trained on the corpus. The server's page offers these prompts.
 EXAMPLES: dict[str, Any] = {
     "about": "a model of 3 million parameters, trained on synthetic English: short stories, questions about them, sums, sorting, "
     "counting and copying; it knows nothing else",
@@ -98,7 +98,7 @@ class Message(TypedDict):
 
 @dataclass(frozen=True)
 class Document:
-    """A story (`text`) or a chat (`messages`); `key` names its content and decides its split."""
+    """A story (`text`) or a chat (`messages`). `key` identifies its content and determines its split."""
 
     kind: str
     text: str | None = None
@@ -107,12 +107,12 @@ class Document:
 
     @property
     def answer(self) -> str:
-        """The last assistant content; empty for a story."""
+        """The content of the last message, which is the assistant's. Empty for a story."""
         return self.messages[-1]["content"] if self.messages else ""
 
     @property
     def prompt_messages(self) -> tuple[Message, ...]:
-        """All messages but the answer."""
+        """All messages except the answer."""
         return self.messages[:-1]
 
 
@@ -248,7 +248,7 @@ def _task(rng: random.Random, kind: str, heldout: bool) -> Document:
 
 
 def _name(rng: random.Random, heldout: bool) -> str:
-    """A name whose use in dialogues belongs to the split."""
+    """A random name whose key for dialogues belongs to the split."""
     while True:
         name = rng.choice(rng.choice((words.GIRLS, words.BOYS)))
         if is_heldout(f"name:{name}") == heldout:
@@ -256,7 +256,7 @@ def _name(rng: random.Random, heldout: bool) -> str:
 
 
 def _naming(rng: random.Random, name: str, between: list[Message], told_by_user: bool) -> Document:
-    """A dialogue that gives a name first, the user's or the assistant's, and asks for it last."""
+    """A dialogue that states a name first, the user's or the assistant's, and asks for it at the end."""
     if told_by_user:
         given: list[Message] = [
             {"role": "user", "content": rng.choice((f"My name is {name}.", f"Hi, I am {name}."))},
@@ -272,7 +272,7 @@ def _naming(rng: random.Random, name: str, between: list[Message], told_by_user:
 
 
 def _dialogue(rng: random.Random, heldout: bool) -> Document:
-    """One to three tasks in a row, perhaps under a system message or around the user's name; all parts in one split."""
+    """One to three tasks in a row, some with a system message, or a naming dialogue. All parts belong to the same split."""
     parts = [_task(rng, rng.choice(_SHORT_TASKS), heldout) for _ in range(rng.randint(1, 3))]
     turns: list[Message] = [message for part in parts for message in part.messages]
     form = rng.random()
@@ -289,9 +289,9 @@ _CUMULATIVE = tuple(accumulate(MIXTURE.values()))
 
 
 def documents(seed: int, count: int, split: str = "train", kind: str | None = None, start: int = 0) -> Iterator[Document]:
-    """Documents `start` to `start + count - 1` of a split; `kind` None draws the kinds by MIXTURE.
+    """Documents `start` to `start + count - 1` of a split. If `kind` is None, kinds are drawn by MIXTURE.
 
-    Raises UserError for an unknown split or kind, or a negative count or start, at the call.
+    Raises UserError for an unknown split or kind, or a negative count or start, at the call and not at the first document.
     """
     if split not in SPLITS:
         raise UserError(f"split is {split!r}; use one of {', '.join(SPLITS)}")
@@ -316,7 +316,7 @@ def _document(seed: int, index: int, split: str, kind: str | None) -> Document:
 
 
 def render(document: Document) -> str:
-    """The training text with special tokens: what CHAT_TEMPLATE makes of a chat, or begin, story, end."""
+    """The training text with special tokens: a chat as CHAT_TEMPLATE renders it, or a story between begin and end tokens."""
     if document.text is not None:
         return f"{BEGIN}{document.text}{END}"
     return BEGIN + "".join(f"<|{message['role']}|>{message['content']}{END}" for message in document.messages)
@@ -328,7 +328,7 @@ def render(document: Document) -> str:
 def train_tokenizer(path: Path, vocab_size: int = 1024, seed: int = 0, sample: int = 20000) -> None:
     """Train a byte-level BPE on `sample` training documents and write a Hugging Face tokenizer to the folder `path`.
 
-    `vocab_size` counts the special tokens and all 256 bytes. Raises UserError when it cannot be reached exactly.
+    `vocab_size` includes the special tokens and all 256 bytes. Raises UserError if it cannot be reached exactly.
     """
     least = len(SPECIAL_TOKENS) + 256
     if vocab_size < least:
@@ -357,7 +357,7 @@ def train_tokenizer(path: Path, vocab_size: int = 1024, seed: int = 0, sample: i
 
 
 def _plain_texts(seed: int, sample: int) -> Iterator[str]:
-    """The texts to learn merges from, without special tokens."""
+    """The texts from which merges are learned, without special tokens."""
     for document in documents(seed, sample):
         yield from [document.text] if document.text else [message["content"] for message in document.messages]
 
@@ -380,7 +380,7 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer of a folder or of a `tokenizer.json`; raises UserError when there is none."""
+    """The tokenizer in a folder or in a `tokenizer.json` file. Raises UserError if there is none."""
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
         raise UserError(f"no tokenizer at {file}; make one with: python scripts/corpus.py --tokenizer {path}")
@@ -402,14 +402,14 @@ _worker_tokenizer: Tokenizer | None = None
 
 
 def _start_worker(tokenizer_path: Path) -> None:
-    """Load the tokenizer once per process; the processes are the parallelism, so its own threads stay off."""
+    """Load the tokenizer once per process. Its own threads stay off, because the processes run in parallel already."""
     global _worker_tokenizer
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _worker_tokenizer = load_tokenizer(tokenizer_path)
 
 
 def _encode_range(work: _Range) -> tuple[int, np.ndarray]:
-    """The documents of a range as token ids, and how many documents there were."""
+    """The number of documents in a range, and their token ids."""
     assert _worker_tokenizer is not None
     texts = [render(document) for document in documents(work.seed, work.count, work.split, work.kind, work.start)]
     encodings = _worker_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
@@ -426,9 +426,9 @@ def encode_corpus(
     kind: str | None = None,
     start: int = 0,
 ) -> np.ndarray:
-    """Token ids (uint16) of `count` rendered documents, one after another; the same for any number of processes.
+    """Token ids (uint16) of `count` rendered documents, concatenated. They are the same for any number of processes.
 
-    Raises UserError for a missing tokenizer, one too large for uint16, or what `documents` refuses.
+    Raises UserError for a missing tokenizer, a vocabulary too large for uint16, and as `documents` does.
     """
     documents(seed, count, split, kind, start)
     if load_tokenizer(tokenizer_path).get_vocab_size() > 1 << 16:
@@ -445,7 +445,7 @@ def encode_corpus(
 
 
 def _encoded(tokenizer_path: Path, ranges: Sequence[_Range], processes: int) -> Iterator[tuple[int, np.ndarray]]:
-    """The encoded ranges in order, from this process or from a pool."""
+    """The encoded ranges in order, computed in this process or in a pool."""
     if processes <= 1 or len(ranges) <= 1:
         _start_worker(tokenizer_path)
         yield from map(_encode_range, ranges)
@@ -498,7 +498,7 @@ def _as_json(document: Document) -> str:
 
 
 def stats(stream: Iterator[Document], tokenizer: Tokenizer | None) -> str:
-    """A table by kind: documents, mean words, mean and longest tokens with the tokenizer, share of distinct texts."""
+    """A table by kind: documents, mean words, mean and most tokens (with a tokenizer), and share of distinct texts."""
     counts: Counter[str] = Counter()
     n_words: Counter[str] = Counter()
     n_tokens: Counter[str] = Counter()
@@ -521,7 +521,7 @@ def stats(stream: Iterator[Document], tokenizer: Tokenizer | None) -> str:
 
 
 def _write(lines: Iterator[str], out: Path | None) -> None:
-    """Write lines to a file or to standard output; raises UserError when the file cannot be written."""
+    """Write lines to a file or to standard output. Raises UserError if the file cannot be written."""
     if out is None:
         sys.stdout.writelines(line + "\n" for line in lines)
         return
@@ -548,7 +548,7 @@ def _run(arguments: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code, 2 for input that the user can mend."""
+    """Run the command line. Returns the exit code, 2 for wrong input."""
     try:
         _run(_parser().parse_args(argv))
         sys.stdout.flush()

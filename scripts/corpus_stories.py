@@ -1,6 +1,6 @@
-"""Stories from a simulated world: a cast, a plot acted out step by step, and a true sentence for each step.
+"""Stories from a simulated world: a cast, a plot that is simulated step by step, and a true sentence for each step.
 
-Whatever a sentence says holds in the world, so questions about the story have exactly one right answer.
+Every statement of a sentence is true in the world, so questions about the story have exactly one right answer.
 """
 
 import random
@@ -13,7 +13,7 @@ from scripts import corpus_words as words
 
 
 def article(phrase: str) -> str:
-    """`phrase` with "a" or "an" before it; the word lists avoid words such as "hour" and "unicorn"."""
+    """`phrase` with "a" or "an" before it. It depends on the first letter; the word lists avoid "hour", "unicorn" and the like."""
     return ("an " if phrase[0] in "aeiou" else "a ") + phrase
 
 
@@ -32,7 +32,7 @@ class Character:
 
 
 class Item:
-    """A thing that one character holds or that lies somewhere. A sticker has no colour."""
+    """A thing that a character holds or that lies somewhere. A sticker has no colour."""
 
     def __init__(self, noun: str, colour: str | None) -> None:
         self.noun, self.colour = noun, colour
@@ -57,7 +57,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Cast:
-    """Who and what a story is about. `roles` is what the sentence templates can name; `key` names the combination."""
+    """The characters and things of a story. Sentence templates can use `roles`; `key` identifies the combination."""
 
     roles: dict[str, Any]
     picked: int
@@ -67,7 +67,7 @@ class Cast:
 
 
 def draw_cast(rng: random.Random, species: str | None = None, noun: str | None = None) -> Cast:
-    """Draw a cast; `species` and `noun` fix the hero's animal and the first item."""
+    """Draw a random cast. `species` and `noun`, if given, are the hero's animal and the first item."""
     people: list[Character] = []
     traits = rng.sample(words.TRAITS, 3)
     animals = rng.sample(words.ANIMALS, 3)
@@ -106,11 +106,11 @@ def _mentions(template: str) -> tuple[str, ...]:
 
 
 class World:
-    """The state that a story's sentences report, and the facts that questions may ask about.
+    """The state of a story's world, and the facts that questions may ask about.
 
-    `holder` maps an item to who holds it and `lying` to where it lies; an item is in at most one of them. `facts` maps
-    a question (a key of QUESTIONS and its arguments) to every answer that was ever true; only a question with exactly
-    one is asked.
+    `holder` maps an item to its holder and `lying` maps an item to its place; an item is in at most one of them. `facts`
+    maps a question (a key of QUESTIONS and its arguments) to all answers that were true at any time. Only questions with
+    exactly one answer are asked.
     """
 
     def __init__(self, cast: Cast) -> None:
@@ -124,7 +124,7 @@ class World:
         self.facts.setdefault((question, *map(str, arguments)), set()).add(str(answer))
 
     def act(self, action: str, *names: str) -> None:
-        """Change the state by an action on roles; raises ValueError when the action is impossible."""
+        """Change the state by an action on roles. Raises ValueError if the action is impossible."""
         getattr(self, f"_{action}")(*(self.roles.get(name) for name in names))
 
     def take(self, item: Item, holder: Character) -> None:
@@ -228,7 +228,7 @@ class World:
 
 
 class Narrator:
-    """Tells a plot: acts it out in the world and writes one true sentence for each step."""
+    """Tells a plot: applies each step to the world and writes one true sentence about it."""
 
     def __init__(self, rng: random.Random, world: World, short: bool) -> None:
         self.rng, self.world, self.short = rng, world, short
@@ -236,7 +236,7 @@ class Narrator:
         self.last: tuple[str, tuple[str, ...]] = ("nobody", ())  # subject and mentioned roles of the last sentence
 
     def tell(self, plot: words.Plot) -> str:
-        """Act out `plot` and return the text."""
+        """Simulate `plot` and return the text."""
         self.steps(plot)
         return "\n".join(" ".join(sentences) for sentences in self.paragraphs if sentences)
 
@@ -254,7 +254,7 @@ class Narrator:
                 self.steps(step)
 
     def step(self, action: str, sentences: Sequence[str]) -> None:
-        """Tell one step; the random draws do not depend on the cast."""
+        """Tell one step. The random draws do not depend on the cast."""
         template, skip, pronoun = self.rng.choice(sentences), self.rng.random(), self.rng.random() < 0.6
         if action[0] == "?":
             if self.short or skip > 0.75:
@@ -267,7 +267,8 @@ class Narrator:
         self.last = (roles[0], _mentions(template))
 
     def subject(self, role: str, template: str, pronoun: bool) -> str:
-        """The word for `{S}`: a pronoun when the last sentence was about this character and no other like it."""
+        """The text for `{S}`: the name, or a pronoun if the last sentence was about this character and mentioned no other of the
+        same gender."""
         who = self.world.roles.get(role)
         if not isinstance(who, Character) or not self.paragraphs[-1] or not pronoun or role in _mentions(template):
             return str(who)
@@ -280,6 +281,6 @@ class Narrator:
 def tell_story(
     rng: random.Random, cast: Cast, short: bool = False, plots: Sequence[words.Plot] = words.PLOTS
 ) -> tuple[str, World]:
-    """One of the plots, told with `cast`: the text and the world at its end."""
+    """Tell a random one of `plots` with `cast`. Returns the text, and the world at its end."""
     world = World(cast)
     return Narrator(rng, world, short).tell(rng.choice(plots)), world

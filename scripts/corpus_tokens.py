@@ -12,7 +12,7 @@ TOKENS_PER_DOCUMENT = 90  # on average
 
 
 def write_corpus(path: Path, tokenizer: Path, seed: int, documents: int) -> None:
-    """Write `documents` of the corpus that belongs to `seed`, in the tokens of the folder `tokenizer`. Raises UserError as
-    `encode_corpus` does."""
+    """Write the first `documents` documents of the corpus with this seed as a token file, with the tokenizer in the folder
+    `tokenizer`. Raises UserError as `encode_corpus` does."""
     ids = encode_corpus(tokenizer, seed, documents, processes=os.cpu_count() or 1)
     write_tokens(path, ids, load_tokenizer(tokenizer).vocab_size, fingerprint(tokenizer))

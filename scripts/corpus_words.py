@@ -1,24 +1,24 @@
-"""The vocabulary and the plots of the synthetic corpus: data only, no behaviour.
+"""The vocabulary and the plots of the synthetic corpus. This file holds only data.
 
 A plot is a tuple of steps. A step is one of
-  - `(action, sentences)`: the action changes the simulated world (see `World` in corpus.py), and one of the sentences
-    reports it. An action that starts with `?` is told only sometimes, and never in a short story, so it may not be
-    one that later steps depend on.
+  - `(action, sentences)`: the action changes the simulated world (see `World` in corpus_stories.py), and one of the
+    sentences reports it. An action that starts with `?` is told only sometimes, and never in a short story. Later steps
+    must not depend on it.
   - `PARAGRAPH`: a paragraph break in a long story.
   - a list of plots: one of them is chosen.
 
 Sentences are `str.format` templates. Roles: `hero`, `friend`, `helper` (`{hero}` is the name; `.he`, `.him`, `.his`,
 `.intro` "a shy girl named Mia", `.Intro`); things: `item`, `other` (`{item}` is the noun; `.a` "a red kite"); `place`
 (`.at` "in the park", `.to` "to the park"); phrases: `spot`, `wrong`, `wrong2`, `indoors`, `indoors2`, `day`, `time`,
-`home`, `high`, `picked`, `shared`, `left`. `{S}`, at the start of a sentence only, is the acting character: the name,
-or the pronoun where nobody else could be meant.
+`home`, `high`, `picked`, `shared`, `left`. `{S}` is the acting character: its name, or a pronoun if that is unambiguous.
+It is used only at the start of a sentence.
 """
 
 from typing import Any
 
 
 def _split(text: str, separator: str | None = None) -> tuple[str, ...]:
-    """The words of a line, or its phrases between separators."""
+    """The words of a line, or its phrases if a separator is given."""
     return tuple(text.split(separator))
 
 
@@ -152,7 +152,7 @@ ENDING = ("?say nobody", (
 
 
 def _moral(*sentences: str) -> Plot:
-    """The last line of a plot."""
+    """The steps that end a plot: a new paragraph, an ending, and one of `sentences` as the moral."""
     return PARAGRAPH, ENDING, ("?say nobody", sentences)
 
 

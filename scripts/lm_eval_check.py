@@ -1,16 +1,16 @@
-"""Run lm-evaluation-harness against the server and compare every score and answer with the model's own, without a server.
+"""Run lm-evaluation-harness against the server, and compare every score and answer with those of the model without a server.
 
     python scripts/lm_eval_check.py --lm-eval .venv-lm-eval
 
-Two tasks made of held-out documents: questions with four candidate answers, whose log-likelihoods must agree with
-engine.offline.score, and sums to be answered greedily, whose texts must be those of engine.offline.generate. The harness
-needs an environment of its own, without torch:
+There are two tasks, made from held-out documents. In the first, questions have four candidate answers, whose log-likelihoods
+must agree with engine.offline.score. In the second, sums are answered greedily, and the texts must equal those of
+engine.offline.generate. The harness needs its own environment, without torch:
 
     python3 -m venv .venv-lm-eval && .venv-lm-eval/bin/pip install 'lm-eval[api]' transformers
 
-Starts a server of its own on a free loopback port, fp32; ours is one rank. With --ranks 2 a CPU's matrix kernels may add in
-the very order of one rank, so that the largest difference is 0; with 4 it is not. Nothing is downloaded. Writes
-lm-eval.json in out (with --write in docs/results).
+Starts its own server on a free loopback port, in fp32. The model without a server runs on one rank. With --ranks 2 a CPU's
+matrix kernels may add in the same order as on one rank, so that the largest difference is 0; with 4 ranks it is not. Nothing is
+downloaded. Writes lm-eval.json into out (with --write into docs/results).
 """
 
 import argparse
@@ -64,11 +64,11 @@ TASKS: dict[str, dict[str, Any]] = {
 }
 
 
-# --- what the harness is asked --------------------------------------------------------------------------------------------
+# --- the harness and its tasks --------------------------------------------------------------------------------------------
 
 
 def questions(tokenizer: Tokenizer, items: int) -> list[Item]:
-    """Prompts with four candidates: the answer and three others' answers."""
+    """Prompts with four candidates: the right answer and the answers of three other documents."""
     rng = random.Random(SEED)
     found = list(documents(SEED, items, split="heldout", kind="question"))
     answers = sorted({document.answer for document in documents(SEED, max(items, 40), split="heldout", kind="question")})
@@ -89,7 +89,7 @@ def sums(tokenizer: Tokenizer, items: int) -> list[Item]:
 
 
 def write_tasks(folder: Path, data: dict[str, list[Item]]) -> None:
-    """A JSON-lines file and a task file for each; JSON is YAML, too."""
+    """Write a JSON-lines file and a task file for each task. The task files hold JSON, which is valid YAML."""
     for name, rows in data.items():
         lines = folder / f"{name}.jsonl"
         lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -107,7 +107,7 @@ def write_tasks(folder: Path, data: dict[str, list[Item]]) -> None:
 
 
 def run_harness(command: str, model: Path, url: str, folder: Path) -> tuple[dict[str, Any], dict[str, list[Any]]]:
-    """The harness's results, and its samples by task in the order of the documents."""
+    """Run the harness. Returns its results, and its samples by task in the order of the documents. Raises UserError."""
     settings = {
         "model": model.name,
         "base_url": f"{url}/v1/completions",
@@ -136,7 +136,7 @@ def run_harness(command: str, model: Path, url: str, folder: Path) -> tuple[dict
 
 
 def likelihood(model: Transformer, tokenizer: Tokenizer, prompt: str, answer: str) -> tuple[float, bool]:
-    """The log-probability of `answer` behind `prompt` (nats), and whether greedy decoding would give it."""
+    """The log-probability (nats) of `answer` after `prompt`, and whether greedy decoding would generate it."""
     start = len(tokenizer.encode(prompt, add_special_tokens=False))
     ids = tokenizer.encode(prompt + answer, add_special_tokens=False)
     logprobs, argmax = score(model, ids)
@@ -156,11 +156,11 @@ def greedy(model: Transformer, tokenizer: Tokenizer, prompt: str) -> str:
 def compare_scores(
     rows: list[Item], samples: list[Any], ours: Callable[[str, str], tuple[float, bool]], tolerance: float
 ) -> dict[str, Any]:
-    """A row of the table: the share of right choices by our scores, and how far the harness's are from ours."""
+    """A row of the table: the share of right choices by our scores, and the differences between the harness's scores and ours."""
     right, largest, wrong = 0, 0.0, []
     for number, (row, sample) in enumerate(zip(rows, samples, strict=True)):
         expected = [ours(row["prompt"], choice) for choice in row["choices"]]
-        got = [(float(value), str(is_greedy) == "True") for ((value, is_greedy),) in sample["resps"]]  # logged as texts
+        got = [(float(value), str(is_greedy) == "True") for ((value, is_greedy),) in sample["resps"]]  # logged as strings
         apart = [abs(mine - theirs) for (mine, _), (theirs, _) in zip(expected, got, strict=True)]
         largest = max(largest, *apart)
         if not all(a <= tolerance for a in apart) or [g for _, g in expected] != [g for _, g in got]:  # NaN is a mismatch
@@ -192,7 +192,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def check(args: argparse.Namespace, command: str) -> tuple[str, list[dict[str, Any]]]:
-    """The harness's version, and one row a task."""
+    """Run server and harness, and compare. Returns the harness's version and one row per task."""
     tokenizer = load_tokenizer(args.model)
     model = load_model(str(args.model), model_config(str(args.model), None, 1), init_world("cpu"), torch.float32)
     data = {"rung_question": questions(tokenizer, args.items), "rung_arithmetic": sums(tokenizer, args.items)}

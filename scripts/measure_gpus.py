@@ -1,15 +1,16 @@
-"""All that this machine's GPUs are measured for, most important first; what is there already is not measured again.
+"""Run all GPU measurements on this machine, the most important first. Measurements that are done are not repeated.
 
     python scripts/measure_gpus.py --ranks 8 --raw docs/results/gpu-8
     python scripts/measure_gpus.py --ranks 4 --raw out/gpu-4 --minutes 9 --vllm-python ~/vllm/bin/python
     python scripts/measure_gpus.py --ranks 2 --models llama-3-70b:16 llama-3-70b:4 llama-3-8b --list
 
-Each step is one of the measuring commands of docs/benchmarks.md, and writes a raw file of --raw; `performance.py --raw DIR` makes tables
-and plots of them. A step is over when its command has ended well, which `done.txt` in --raw notes, and what a stopped step has
-measured of a sweep counts. With --minutes no step is started that would probably not end in time. A step that takes much longer
-than expected is stopped, and the next one starts. --vllm-python adds vLLM, of an environment that holds it, to all that it can do too.
+Each step is one of the measuring commands of docs/benchmarks.md and writes a raw file into --raw. `performance.py --raw DIR`
+makes tables and plots of the raw files. When a step's command succeeds, the step is recorded in `done.txt` in --raw. If a sweep
+is stopped, the rows that it has measured are kept. With --minutes, a step is not started if it would probably not end in time.
+A step that takes much longer than expected is stopped, and the next one starts. --vllm-python names the Python of an
+environment with vLLM, and adds vLLM to all steps that it can run.
 
-MODELS are three: a large one, the same with fewer layers, and a small one.
+--models takes three models: a large one, the same with fewer layers, and a small one.
 """
 
 import argparse
@@ -32,14 +33,17 @@ from scripts.sweep_rows import VLLM
 
 MODELS = ("llama-3-70b", "llama-3-70b:16", "llama-3-8b")
 VARIANTS = ("standard", "ladder", "upper-bound", "parallel", "desync-4x", "desync-2x")
-GRACE_SECONDS = 20  # for a step that is stopped to end its ranks
-PATIENCE = 2.5  # times what a step takes about, after which it is stopped
+GRACE_SECONDS = 20  # time that a stopped step gets to end its ranks
+PATIENCE = 2.5  # a step is stopped after this multiple of its expected time
 DONE = "done.txt"
 
 
 @dataclass(frozen=True)
 class Step:
-    """One command. seconds: a little more than it took on 4 H200s (start-up and training: a guess); output: a file for its stdout, where it writes none itself."""
+    """One command. seconds: its expected time, a little more than on 4 H200s (for start-up and training an estimate).
+
+    output: file for its stdout, if the command does not write a file itself.
+    """
 
     name: str
     seconds: int
@@ -48,18 +52,18 @@ class Step:
 
 
 def script(name: str, flags: str, *more: object) -> tuple[str, ...]:
-    """A script that starts its ranks itself. more: arguments that may hold spaces."""
+    """The command of a script that starts its ranks itself. more: arguments that may contain spaces."""
     return sys.executable, str(ROOT / "scripts" / name), *flags.split(), *map(str, more)
 
 
 def sweep(name: str, seconds: int, args: argparse.Namespace, file: str, flags: str) -> Step:
-    """Rows of the sweep in `file`."""
+    """A step that adds rows to the sweep in `file`."""
     vllm = ("--vllm-python", args.vllm_python) if args.vllm_python else ()
     return Step(name, seconds, script("sweep.py", f"--tp {args.ranks} {flags}", "--out", args.raw / file, *vllm))
 
 
 def models(args: argparse.Namespace) -> Iterator[Step]:
-    """Decoding and prompts by batch and variant. A variant has a launch of its own: all batch sizes share its loaded model."""
+    """Decode and prefill by batch size and variant. Each variant is one launch, in which all batch sizes share the loaded model."""
     large, cut, small = args.models
     peer = (VLLM,) if args.vllm_python else ()
     for variant in (*peer, *VARIANTS):
@@ -74,7 +78,7 @@ def models(args: argparse.Namespace) -> Iterator[Step]:
 
 
 def serving(args: argparse.Namespace) -> Iterator[Step]:
-    """The server under Poisson load, and all requests at once."""
+    """The server under Poisson load, and the engine with all requests at once."""
     _, cut, _ = args.models
     load = f"--model {cut} --ranks {args.ranks} --rates 4 16 32 64 --seconds 4 --drain 3 --max-num-seqs 256"
     load += " --prompt-length 1024 --new-tokens 256"
@@ -95,7 +99,7 @@ def serving(args: argparse.Namespace) -> Iterator[Step]:
 
 
 def sums(args: argparse.Namespace) -> Iterator[Step]:
-    """All-reduces by kind and size, GEMMs fused with them, and what they make of a prompt."""
+    """All-reduces by algorithm and size, GEMMs fused with collectives, and prefill by communicator."""
     _, cut, _ = args.models
     for name, seconds, command, out in (
         ("all-reduces", 50, ("bench_comm.py",), args.raw / "comm.json"),
@@ -110,7 +114,7 @@ def sums(args: argparse.Namespace) -> Iterator[Step]:
 
 
 def others(args: argparse.Namespace) -> Iterator[Step]:
-    """Two hosts, the start, and training."""
+    """Two simulated hosts, start-up, and training."""
     large, cut, _ = args.models
     flags = f"--models {cut} --variants {' '.join(VARIANTS)} --batch-sizes 1 --new-tokens 64 --interconnects two-hosts"
     yield sweep("two hosts", 35, args, "sweep-two-hosts.jsonl", flags)
@@ -125,7 +129,7 @@ def steps(args: argparse.Namespace) -> list[Step]:
 
 
 def perform(step: Step, args: argparse.Namespace, seconds: float) -> str | None:
-    """Run a step for so long at most, its words into NAME.log of --raw; None, or why it did not end well."""
+    """Run a step for at most `seconds`, with its output in NAME.log in --raw. Returns None, or why it failed."""
     log = args.raw / f"{step.name.replace(' ', '-').replace('/', '-').replace(':', '-').replace(',', '')}.log"
     with log.open("w") as said, (step.output or log).open("a") as output:
         process = subprocess.Popen(step.command, cwd=ROOT, stdout=output, stderr=said, start_new_session=True)
@@ -140,7 +144,7 @@ def perform(step: Step, args: argparse.Namespace, seconds: float) -> str | None:
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Ask a step to end, then make it: all processes of its group."""
+    """Send SIGTERM to a step's process group, and SIGKILL if it does not end within GRACE_SECONDS."""
     os.killpg(process.pid, signal.SIGTERM)
     try:
         process.wait(GRACE_SECONDS)

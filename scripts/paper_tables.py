@@ -1,11 +1,11 @@
-"""Tables 1, 2 and 6 of the ladder paper beside what a sweep found on this machine.
+"""Compare tables 1, 2 and 6 of the ladder paper with a sweep on this machine.
 
     python scripts/paper_tables.py --sweep out/sweep.jsonl
-    python scripts/paper_tables.py --sweep out/sweep.jsonl --tp 4 --new-tokens 64     # ours on fewer GPUs, or of shorter runs
+    python scripts/paper_tables.py --sweep out/sweep.jsonl --tp 4 --new-tokens 64     # our rows with fewer GPUs or shorter runs
 
-The paper's figures are in scripts/paper_tables.json. Ours come from GPU rows of exactly the paper's model, batch, ranks and lengths, but
-for what --tp and --new-tokens say; what was not run says so. The paper's "No NVLink" is our interconnect no-p2p. `make sweep ARGS="--grid table-2"` runs
-the rows of a table.
+The paper's figures are in scripts/paper_tables.json. Our figures are those of GPU rows with exactly the paper's model, batch,
+ranks and lengths, except that --tp and --new-tokens replace the paper's values. Configurations without a row are marked as not
+run. The paper's "No NVLink" corresponds to our interconnect no-p2p. `make sweep ARGS="--grid table-2"` runs the rows of a table.
 """
 
 import argparse
@@ -32,7 +32,8 @@ LINKS = {"nvlink": "NVLink", "no-nvlink": "no NVLink"}
 
 
 def figure(row: Row, rows: Sequence[Row], name: str) -> float | None:
-    """A figure as the paper defines it: less latency in % of the standard model's, or more tokens a second."""
+    """A figure as the paper defines it, relative to the standard model: lower latency in %, or the ratio or gain in % of
+    tokens a second."""
     if name == "prefill_percent" or name == "decode_percent":
         latency = ratio(row, rows, "prefill_ms" if name == "prefill_percent" else "decode_ms_per_token")
         return None if latency is None else (1 - latency) * 100
@@ -43,20 +44,20 @@ def figure(row: Row, rows: Sequence[Row], name: str) -> float | None:
 
 
 def matching(rows: Sequence[Row], table: dict[str, Any], entry: dict[str, Any], link: str, ours: dict[str, int]) -> list[Row]:
-    """Our rows of the same configuration as one of the paper's but for what `ours` says, one for each communicator, dtype and
-    compilation."""
+    """Our rows with the configuration of one of the paper's rows, with the settings in `ours` replaced. There can be several, with
+    different communicators, dtypes or compilation."""
     wanted = table["setup"] | {name: entry[name] for name in ("model", "variant", "tp") if name in entry}
     wanted |= {"interconnect": link} | ours
     return [row for row in rows if all(getattr(row.setting, name) == value for name, value in wanted.items())]
 
 
 def kind(row: Row) -> str:
-    """What tells two of our rows of one configuration apart."""
+    """The settings in which our rows of one configuration can differ, as text."""
     return f"tp {row.setting.tp}, {row.setting.new_tokens} tokens, {row.communicator}, {row.setting.dtype}{', compiled' if row.setting.compile else ''}"
 
 
 def lines_of(table: dict[str, Any], links: dict[str, str], rows: Sequence[Row], ours: dict[str, int]) -> list[list[str]]:
-    """The cells of a table: name, interconnect, how ours was run, then the paper's and our value of every column."""
+    """The cells of a table: name, interconnect, settings of our row, then the paper's and our value of every column."""
     lines = []
     for link, name in links.items():
         for entry in table["rows"]:
@@ -65,14 +66,14 @@ def lines_of(table: dict[str, Any], links: dict[str, str], rows: Sequence[Row], 
                 cells = [entry["name"], LINKS[link], kind(row) if row else "not run"]
                 for column, theirs in zip(table["columns"], entry[link], strict=True):
                     value = figure(row, rows, column) if row else None
-                    # a latency or a rate without a standard row to stand against is no result either
+                    # without a standard row to compare with, there is no value either
                     cells += [f"{theirs:.2f}", "not run" if value is None else f"{value:.2f}"]
                 lines.append(cells)
     return lines
 
 
 def markdown(rows: Sequence[Row], **ours: int) -> str:
-    """All three tables and a caption. ours: settings of our rows that may differ from the paper's, `tp` or `new_tokens`."""
+    """All three tables and a caption. ours: settings (`tp`, `new_tokens`) of our rows that replace those of the paper."""
     paper, done = json.loads(PAPER.read_text()), [row for row in finished(rows) if row.setting.device == "cuda"]
     parts = []
     for table in paper["tables"]:

@@ -100,7 +100,7 @@ def _ms(row: Row | None, figure: str) -> str:
 
 
 def paper(folder: Path) -> str | None:
-    """The ladder paper's tables with the closest rows measured here: those with the most ranks and the longest runs."""
+    """The ladder paper's tables with our closest rows: the most ranks and the longest runs measured, often below the paper's."""
     rows: list[Row] = [row for path in sorted(folder.glob("sweep*.jsonl")) for row in finished(read_rows(path))]
     single = [row.setting for row in rows if row.setting.model == "llama-3-70b" and row.setting.batch == 1]
     if not single:

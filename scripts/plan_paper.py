@@ -1,13 +1,13 @@
-"""The planner beside AMSP's own choices (Chen et al., arXiv:2311.00257, table IV), and what would make them the optimum.
+"""Compare the planner with AMSP's own choices (Chen et al., arXiv:2311.00257, table IV), and find what makes those optimal.
 
     python scripts/plan_paper.py            # plan-paper.json, .md, .png and plan-MODEL.png in out
     python scripts/plan_paper.py --write    # the same in docs/results, whose files are tracked
-    python scripts/plan_paper.py --fit      # only: fit the four open figures of training/clusters/a800.json to table V
+    python scripts/plan_paper.py --fit      # only fit the four unknown figures of training/clusters/a800.json to table V
 
 The paper states the batch, the GPUs and their links, but not the activations, the buffers and the measured bandwidths. The plan
-is chosen from equations and stated figures; then each open figure is varied, to find where the paper's row is the optimum.
-Section VI.A.4 keeps one configuration from 8 to 1,024 GPUs (the 30B starts at 32). So a plan is judged twice: on 1,024 GPUs
-alone, and by its mean over all these sizes, where its meshes must tile the smallest.
+is chosen from equations and stated figures. Then the unknown figures are varied, to find for which values the paper's row is
+optimal. Section VI.A.4 uses one configuration from 8 to 1,024 GPUs (for the 30B from 32). So a plan is judged in two ways: on
+1,024 GPUs alone, and by its mean over all these sizes. In the second case its meshes must tile the smallest size.
 """
 
 import argparse
@@ -36,11 +36,11 @@ from training.planner import choose, filtered_meshes, rank, shardings, tiling_me
 from training.sharding import Mesh, Sharding
 
 GB = 1e9
-# Table IV, and the utilization that section VI.B states for 1,024 GPUs (%; the text gives both figures in two places)
+# Table IV, and the utilization (%) that section VI.B states for 1,024 GPUs. "51 and 52": the text states different values in two places.
 TABLE_IV = {"llama-7b": "1,1,8x1", "llama-13b": "4x1,4x1,8x1", "llama-30b": "8x1,8x1,8x4"}
 STATED_MFU = {"llama-7b": "51", "llama-13b": "51 and 52", "llama-30b": "42 and 43"}
-# Table V: tokens per GPU and second on 64 GPUs with 1, 2, 4 and 8 micro-batches, and the MFU it states for 8. The rows overlap
-# everything; not the updates; not the updates and all-reduces; nothing.
+# Table V: tokens per GPU and second on 64 GPUs with 1, 2, 4 and 8 micro-batches, and the MFU that it states for 8. The four rows
+# of a model: everything overlapped; all but the updates; all but the updates and all-reduces; nothing.
 MICRO_BATCHES = (1, 2, 4, 8)
 OVERLAP_ROWS = [frozenset(OVERLAPS), frozenset(OVERLAPS[:2]), frozenset(OVERLAPS[:1]), frozenset[str]()]
 TABLE_V = {
@@ -49,19 +49,19 @@ TABLE_V = {
     "llama-30b": [(825, 856, 872, 880), (759, 814, 847, 859), (651, 740, 814, 842), (557, 654, 678, 719)],
 }
 TABLE_V_MFU = {"llama-7b": 0.67, "llama-13b": 0.62, "llama-30b": 0.51}
-# Throughput and MFU of table V's 30B give 1.81e11 FLOPs a token; Llama 1's 30B has 2.14e11. This shape has 1.82e11.
+# The throughput and MFU of table V's 30B imply 1.81e11 FLOPs a token. Llama 1's 30B has 2.14e11; this shape has 1.82e11.
 NARROW_30B = replace(preset("llama-30b"), hidden_size=6144, n_heads=48, n_kv_heads=48, intermediate_size=16384)
 FITTED = ("compute_efficiency", "link_efficiency", "node_efficiency", "overlap_share")
 
-# The figures that are varied one at a time and together
-LINK_EFFICIENCIES = (0.4, 0.5, 0.6, 0.7, 0.9, 1.0)  # and the shipped one
-PART_OF_NODE = (1.0, 0.9, 0.85, 0.8, 0.7, 0.5)  # bandwidth of groups of 2 or 4 GPUs of a node beside that of all 8
+# The figures that are varied, in all combinations
+LINK_EFFICIENCIES = (0.4, 0.5, 0.6, 0.7, 0.9, 1.0)  # in addition to that in a800.json
+PART_OF_NODE = (1.0, 0.9, 0.85, 0.8, 0.7, 0.5)  # bandwidth of groups of 2 or 4 GPUs of a node relative to that of all 8
 NETWORKS = ((0, 1.0), (4, 0.75), (4, 0.5))  # nodes under a leaf switch, share of bandwidth through the spine
 MOST_MEMORY = 80 * GB
 
-SMALLEST = {"llama-7b": 1, "llama-13b": 1, "llama-30b": 4}  # nodes from which section VI.B trains each model
+SMALLEST = {"llama-7b": 1, "llama-13b": 1, "llama-30b": 4}  # fewest nodes on which section VI.B trains each model
 MOST_NODES = 128
-RULES = {  # by what a plan is judged: whether over all sizes of the cluster, and the objective
+RULES = {  # how a plan is judged: whether over all sizes of the cluster, and the objective
     "1,024 GPUs": (False, "communication"),
     "all sizes": (True, "communication"),
     "all sizes, step": (True, "step"),
@@ -69,11 +69,11 @@ RULES = {  # by what a plan is judged: whether over all sizes of the cluster, an
 Interval = tuple[float, float]
 
 
-# --- the figures that table V gives --------------------------------------------------------------------------------------
+# --- fitting the unknown figures to table V ------------------------------------------------------------------------------
 
 
 class Links(Profile):
-    """A profile without a table, for the many clusters of the fit."""
+    """A profile that computes times from a cluster's figures instead of a table. The fit tries many clusters."""
 
     def __init__(self, cluster: Cluster) -> None:
         super().__init__(f"links of {cluster.name}", cluster.gpus_per_node, [])
@@ -84,7 +84,7 @@ class Links(Profile):
 
 
 def table_v(cluster: Cluster, models: Mapping[str, ModelConfig]) -> Iterator[tuple[float, int]]:
-    """Predicted and stated throughput of each cell of table V."""
+    """Predicted and stated throughput (tokens per GPU and second) of each cell of table V."""
     profile, mesh = Links(cluster), Mesh(8, 8)
     for name, config in models.items():
         whole = Job(config, mesh, cluster, profile, recompute=name == "llama-30b")
@@ -95,13 +95,16 @@ def table_v(cluster: Cluster, models: Mapping[str, ModelConfig]) -> Iterator[tup
 
 
 def misfit(cluster: Cluster, models: Mapping[str, ModelConfig]) -> float:
-    """Root mean square of the relative errors on table V."""
+    """Root mean square of the relative errors of the predictions for table V."""
     errors = [(got / stated - 1) ** 2 for got, stated in table_v(cluster, models)]
     return (sum(errors) / len(errors)) ** 0.5
 
 
 def fit(cluster: Cluster, models: Mapping[str, ModelConfig]) -> tuple[Cluster, float]:
-    """From the middle, change one figure at a time as long as that helps, in smaller and smaller steps."""
+    """Fit the FITTED figures to table V by coordinate descent. Returns the cluster and its `misfit`.
+
+    All figures start at 0.5. The best change of a single figure is made as long as it helps; then the step is halved.
+    """
     middle: dict[str, Any] = dict.fromkeys(FITTED, 0.5)
     cluster = replace(cluster, **middle)
     best, step = misfit(cluster, models), 0.1
@@ -119,7 +122,7 @@ def fit(cluster: Cluster, models: Mapping[str, ModelConfig]) -> tuple[Cluster, f
 
 
 def report_fit(cluster: Cluster) -> dict[str, Any]:
-    """Fits to table V, by which models take part and which shape the 30B has."""
+    """Fits to table V for different sets of models and shapes of the 30B."""
     small = {name: preset(name) for name in ("llama-7b", "llama-13b")}
     cases = {
         "7B, 13B and a 30B of 6144 features": small | {"llama-30b": NARROW_30B},
@@ -134,11 +137,14 @@ def report_fit(cluster: Cluster) -> dict[str, Any]:
     return found
 
 
-# --- where the paper's rows are the optimum --------------------------------------------------------------------------------
+# --- when the paper's rows are optimal -------------------------------------------------------------------------------------
 
 
 def paper_job(name: str, cluster: Cluster, part: float = 1.0, config: ModelConfig | None = None) -> Job:
-    """Section VI.A: 1,024 GPUs, 4M tokens, sequences of 4,096, micro-batches of one; the updates exposed."""
+    """The job of section VI.A: 1,024 GPUs, 4M tokens, sequences of 4,096, micro-batches of one, updates not overlapped.
+
+    part: bandwidth of groups of 2 or 4 GPUs of a node relative to that of all 8.
+    """
     profile = synthesize(cluster, MOST_NODES)
     if part != 1.0:
         slower = [
@@ -152,7 +158,7 @@ def paper_job(name: str, cluster: Cluster, part: float = 1.0, config: ModelConfi
 
 
 def candidates(name: str, job: Job, over_sizes: bool) -> list[Prediction]:
-    """All plans for the job; with `over_sizes` those that tile the smallest cluster, their times the mean over all sizes."""
+    """All plans for the job. With `over_sizes`: those that tile the smallest cluster, with mean times over all sizes."""
     if not over_sizes:
         return [predict(job, sharding) for sharding in shardings(filtered_meshes(job.mesh))]
     nodes = [n for n in (2**i for i in range(8)) if SMALLEST[name] <= n <= MOST_NODES]
@@ -161,14 +167,17 @@ def candidates(name: str, job: Job, over_sizes: bool) -> list[Prediction]:
 
 
 def mean(plans: list[Prediction]) -> Prediction:
-    """The last plan with the mean of all plans' communication and step times."""
+    """The last plan, with the means of all plans' communication and step times."""
     spent = [asdict(plan.communication) for plan in plans]
     average = Communication(**{kind: sum(each[kind] for each in spent) / len(spent) for kind in spent[0]})
     return replace(plans[-1], communication=average, step_seconds=sum(plan.step_seconds for plan in plans) / len(plans))
 
 
 def choices(plans: list[Prediction], objective: str) -> list[tuple[Interval, Sharding]]:
-    """The chosen meshes by how much memory there is beside model states and buffers: (from, to) in bytes, rising."""
+    """The chosen shardings by the memory that activations and reserve need: intervals (from, to) in bytes, increasing.
+
+    More of this memory leaves less for model states and buffers, so that fewer plans fit into MOST_MEMORY.
+    """
     room = [MOST_MEMORY - (plan.memory.total - plan.memory.activations - plan.memory.reserve) for plan in plans]
     found: list[tuple[Interval, Sharding]] = []
     edges = sorted({0.0, *(left for left in room if left > 0)})
@@ -189,17 +198,17 @@ def judge(name: str, job: Job, rule: str) -> list[tuple[Interval, Sharding]]:
 
 
 def intervals_of(row: str, judged: list[tuple[Interval, Sharding]]) -> list[Interval]:
-    """For how many GB beside model states and buffers `row` is chosen."""
+    """The intervals of memory for activations and reserve, in GB, in which `row` is chosen."""
     return [(round(a / GB, 1), round(b / GB, 1)) for (a, b), sharding in judged if sharding == Sharding.parse(row)]
 
 
 def settings(cluster: Cluster) -> list[tuple[float, float, tuple[int, float]]]:
-    """Link efficiency, bandwidth of a part of a node, and network."""
+    """All combinations of link efficiency, relative bandwidth of a part of a node, and network."""
     return list(itertools.product((cluster.link_efficiency, *LINK_EFFICIENCIES), PART_OF_NODE, NETWORKS))
 
 
 def vary(cluster: Cluster) -> list[dict[str, Any]]:
-    """Each combination of the open figures in which a row of table IV is the optimum for some memory."""
+    """Each combination of the varied figures for which a row of table IV is optimal with some amount of memory."""
     found = []
     for link, part, (leaf, spine) in tqdm(settings(cluster), unit="setting", disable=None):
         changed = replace(cluster, link_efficiency=link, nodes_per_leaf=leaf, spine_share=spine)
@@ -213,7 +222,7 @@ def vary(cluster: Cluster) -> list[dict[str, Any]]:
 
 
 def flops_of_table_v(cluster: Cluster) -> dict[str, Any]:
-    """FLOPs a token that throughput and MFU of table V imply, beside those of the shapes."""
+    """FLOPs per token that the throughput and MFU of table V imply, and those of the models' shapes."""
     rows = {}
     for name, mfu in TABLE_V_MFU.items():
         shapes = {"Llama 1": preset(name)} | ({"6144 features": NARROW_30B} if name == "llama-30b" else {})
@@ -226,7 +235,7 @@ def flops_of_table_v(cluster: Cluster) -> dict[str, Any]:
 
 
 def zero3_memory(cluster: Cluster) -> list[dict[str, float]]:
-    """The 30B under ZeRO-3: what section VI.B.2 states, what of it is no model state, and what is computed here; GB."""
+    """Memory of the 30B under ZeRO-3 in GB: as section VI.B.2 states, the same without model states, and as computed here."""
     rows = []
     for gpus, stated in ((512, 16), (1024, 15)):
         job = replace(paper_job("llama-30b", cluster), mesh=Mesh(8, gpus // 8))
@@ -237,7 +246,7 @@ def zero3_memory(cluster: Cluster) -> list[dict[str, float]]:
 
 
 def compare(cluster: Cluster) -> dict[str, Any]:
-    """The choice by each rule, the paper's row, and the memory for which the row would be chosen, by model."""
+    """By model: the choice by each rule, the paper's row, and the memory for which that row would be chosen."""
     rows = {}
     for name, text in TABLE_IV.items():
         job = paper_job(name, cluster)
@@ -262,8 +271,10 @@ def gb(intervals: list[Interval]) -> str:
 
 
 def nearest_settings(found: list[dict[str, Any]], link_efficiency: float) -> list[str]:
-    """Markdown lines: for each model and rule, the settings of `vary` that change the fewest figures; at most one figure if the
-    row is chosen as shipped."""
+    """Markdown lines: for each model and rule, the settings of `vary` that change the fewest figures.
+
+    If a row is chosen without any change, the settings that change one figure are listed too.
+    """
     shipped = {"link_efficiency": link_efficiency, "part_of_node": 1.0, "nodes_per_leaf": 0}
     lines = []
     for name, rule in itertools.product(TABLE_IV, RULES):
@@ -287,7 +298,7 @@ def _changed(setting: dict[str, Any], key: str) -> str:
 
 
 def joint(found: list[dict[str, Any]]) -> dict[str, int]:
-    """In how many settings of the bandwidths each set of rows is the optimum at once, each with a memory of its own."""
+    """The number of bandwidth settings in which each set of rows is optimal at the same time. The rows' memory may differ."""
     counts: dict[str, int] = {}
     keys = ("rule", "link_efficiency", "part_of_node", "nodes_per_leaf", "spine_share")
     for setting in sorted({tuple(f[k] for k in keys) for f in found}):
@@ -352,7 +363,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def draw_choices(cluster: Cluster, path: Path) -> None:
-    """Bars of the chosen plan by memory beside the model states; table IV's row in orange, the computed memory dashed."""
+    """Plot the chosen plan by the memory for activations and reserve. Table IV's row is orange, the computed memory dashed."""
     figure, axes = plt.subplots(3, 2, figsize=(13, 6), sharex=True, layout="constrained")
     for line, name in zip(axes, TABLE_IV, strict=True):
         job, row = paper_job(name, cluster), Sharding.parse(TABLE_IV[name])
@@ -373,13 +384,13 @@ def draw_choices(cluster: Cluster, path: Path) -> None:
 
 
 def count_plans(cluster: Cluster) -> dict[str, int]:
-    """Nested plans for 1,024 GPUs behind the first filter, and those that are tried: behind the second, too."""
+    """Number of nested plans for 1,024 GPUs after the first filter, and after both filters. The latter are tried."""
     mesh = paper_job("llama-7b", cluster).mesh
     return {"first_filter": len(shardings(tiling_meshes(mesh))), "both_filters": len(shardings(filtered_meshes(mesh)))}
 
 
 def predicted_mfu(name: str, cluster: Cluster) -> dict[str, list[tuple[int, float]]]:
-    """(GPUs, MFU) by scheme, the chosen plan's communication being the least."""
+    """(GPUs, MFU) by scheme. The chosen plan is that with the least communication."""
     flags = ["--model", name, "--gpus", "1024", "--cluster", "a800", "--no-overlap", "updates", "--objective", "communication"]
     flags += ["--recompute"] if name == "llama-30b" else []
     return scaling(paper_job(name, cluster), parse_args(flags), MOST_MEMORY)

@@ -3,9 +3,9 @@
     python scripts/pretrain_variants.py --model ladder-1b --ranks 8               # on GPUs
     python scripts/pretrain_variants.py --model tiny --ranks 2 --steps 40 --sequence-length 128 --streams 2 --dry-run
 
-The data is the synthetic corpus in the embedded models' tokens, so the curves tell the variants apart and nothing else. Writes
-docs/results/pretrain-MODEL.json, .md and .png. The ranks start once and train one variant after the other. A variant that is done
-is not trained again; --out holds what is there.
+The data is the synthetic corpus, tokenized as for the embedded models. So the curves only compare the variants with each other.
+Writes pretrain-MODEL.json, .md and .png into out, or with --write into docs/results. The ranks start once and train one variant
+after the other. A variant whose metrics in --out are complete is not trained again.
 """
 
 import argparse
@@ -37,8 +37,8 @@ from training.train import setup
 VARIANTS = ("standard", "parallel", "ladder", "desync-2x", "desync-4x")
 TOKENIZER = results.ROOT / "models" / "tiny-standard"
 LOG_EVERY = 5  # steps
-WARMUP = 0.25  # of the steps: few, and the deeper variants diverge while Adam knows no second moments yet
-TRAIN = "--train"  # what the ranks' command line begins with
+WARMUP = 0.25  # of the steps; with fewer, the deeper variants diverge while Adam's second moments are still inaccurate
+TRAIN = "--train"  # first word of the ranks' command line
 
 
 def parse_args() -> argparse.Namespace:
@@ -67,7 +67,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def train(world: World, words: list[str]) -> None:
-    """Train one variant; `words` are those of training.train's command line."""
+    """Train one variant. words: the command line of training.train. Collective."""
     args = training_args(words)
     found = together(world, lambda: setup(args))
     trainer, snapshots = prepare(args, world, found)
@@ -75,11 +75,11 @@ def train(world: World, words: list[str]) -> None:
 
 
 def on_rank(command_lines: list[list[str]]) -> None:
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast stays off unless asked for
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast stays off unless the user turns it on
     world = init_world(training_args(command_lines[0]).device)
     for words in command_lines:
         train(world, words)
-        gc.collect()  # modules and hooks refer to each other
+        gc.collect()  # frees modules and hooks, which refer to each other
         if world.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -88,7 +88,7 @@ def on_rank(command_lines: list[list[str]]) -> None:
 
 
 def words(args: argparse.Namespace, variant: str, data: Path) -> list[str]:
-    """A variant's command line of training.train."""
+    """The command line of training.train for a variant."""
     full = f"{variant}:{args.streams}" if variant.startswith("desync") else variant
     line = ["--model", args.model, "--variant", full, "--data", data, "--out", args.out / variant, "--metrics-only"]
     line += ["--steps", args.steps, "--sequence-length", args.sequence_length, "--log-every", LOG_EVERY]
@@ -98,7 +98,7 @@ def words(args: argparse.Namespace, variant: str, data: Path) -> list[str]:
 
 
 def corpus(args: argparse.Namespace) -> Path:
-    """A token file with a window for every place in every batch."""
+    """Write a token file with enough windows for all steps, unless it exists. Returns its path."""
     data: Path = args.out / "tokens.bin"
     if not data.with_suffix(".json").exists():
         count = args.steps * args.global_batch * args.sequence_length // TOKENS_PER_DOCUMENT
@@ -112,20 +112,20 @@ def metrics(args: argparse.Namespace, variant: str) -> list[dict[str, Any]]:
 
 
 def launch(args: argparse.Namespace, todo: list[list[str]]) -> str | None:
-    """Train on ranks of their own. Returns why that ended early, or None."""
+    """Train all variants in `todo` in one launch of ranks. Returns None, or why the training ended early."""
     line = [*on_ranks(args.ranks), __file__]
     process = subprocess.Popen([*line, TRAIN, json.dumps(todo)], cwd=results.ROOT)
     try:
         code = process.wait(args.timeout)
     except subprocess.TimeoutExpired:
-        process.terminate()  # the launcher ends its ranks
+        process.terminate()  # the launcher then terminates its ranks
         process.wait()
         return f"stopped after {args.timeout:.0f} s (--timeout)"
     return f"the training failed with exit code {code}; see above" if code else None
 
 
 def table(args: argparse.Namespace, found: dict[str, list[dict[str, Any]]], where: dict[str, Any]) -> str:
-    """Each variant's last loss as Markdown, and what it was made on."""
+    """A Markdown table of each variant's last loss and median speed, with a caption."""
     head = "| variant | steps | loss, nats a token | step, ms | tokens a GPU and second |\n|---|---|---|---|---|"
     rows = []
     for variant, lines in found.items():
@@ -146,7 +146,7 @@ def main() -> None:
     results.check_folder(args.out)
     folder = None if args.dry_run else results.results_folder(args)
     data = corpus(args)
-    # the last line speaks of the last step: a variant that is done
+    # a variant is done if the last line of its metrics is that of the last step
     todo = [v for v in args.variants if not (lines := metrics(args, v)) or lines[-1]["step"] < args.steps]
     failure = launch(args, [words(args, variant, data) for variant in todo]) if todo else None
     found = {variant: lines for variant in args.variants if (lines := metrics(args, variant))}

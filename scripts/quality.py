@@ -1,7 +1,7 @@
-"""Quality beside speed: how well the embedded model of a variant writes and answers, as `scripts/accuracy.py` measured it.
+"""The quality of a variant's embedded model, as measured by `scripts/accuracy.py`, for the tables of a sweep.
 
-A sweep runs shapes with random weights, whose text says nothing; its tables show what the small model that was trained with the
-same residual variant (`models/tiny-*`), and the same quantized sums, reaches.
+A sweep measures speed with random weights, whose text has no meaning. Its tables therefore show the quality of the small model
+that was trained with the same residual variant (`models/tiny-*`), with the same quantized all-reduces.
 """
 
 import json
@@ -13,13 +13,13 @@ from scripts.results import RESULTS
 from scripts.sweep_rows import Setting
 
 TASKS = ("question", "arithmetic", "sorting", "counting", "copying")
-EXACT = "gloo"  # the communicator that the others are compared with
+EXACT = "gloo"  # the exact communicator, with which the others are compared
 QUANTIZED = ("int8", "int6", "int4", "fp8")
 
 
 @dataclass(frozen=True)
 class Quality:
-    """Of one embedded model: held-out perplexity, and the share of exact answers from 0 to 1, the mean over tasks."""
+    """The quality of one embedded model: held-out perplexity, and the share of exact answers (0 to 1, mean over tasks)."""
 
     model: str
     perplexity: float
@@ -28,14 +28,17 @@ class Quality:
 
 @cache
 def measured() -> list[dict[str, Any]]:
-    """The rows of accuracy.json and accuracy-quantized.json; none if they are not there."""
+    """The rows of accuracy.json and accuracy-quantized.json in docs/results. Missing files are skipped."""
     paths = [RESULTS / "accuracy.json", RESULTS / "accuracy-quantized.json"]
     return [row for path in paths if path.exists() for row in json.loads(path.read_text())["rows"]]
 
 
 def quality(setting: Setting) -> Quality | None:
-    """Of the embedded twin at as many ranks, or, since exact sums give the same on any number, at those nearest. None for a
-    variant without one (upper-bound), and for quantized sums that were not measured."""
+    """The quality of the embedded model with the setting's variant and communicator, at the nearest measured number of ranks.
+
+    With exact all-reduces the number of ranks makes no difference. None for a variant without an embedded model (upper-bound),
+    and for quantized all-reduces that were not measured.
+    """
     model = f"tiny-{setting.variant.partition(':')[0]}"
     comm = setting.comm if setting.comm and setting.comm.startswith(QUANTIZED) and setting.tp > 1 else EXACT
     found = [row for row in measured() if row["model"] == model and row.get("comm", EXACT) == comm]

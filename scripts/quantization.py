@@ -1,11 +1,11 @@
-"""What each quantized all-reduce does to the embedded models: error of the sums, bytes, perplexity, by width, group and scheme.
+"""Measure quantized all-reduces in the embedded models: error of the sums, bytes and perplexity by width, group and scheme.
 
     python scripts/quantization.py                                      # tiny-standard and tiny-hybrid on 4 ranks
     python scripts/quantization.py --tp 2 --items 5 --models models/tiny-parallel --dry-run
 
-The small twin of the Flash Communication paper's figures 4 and 5 and of its tables 4 and 5 (with and without a Hadamard
-rotation). The errors are those of real partial sums, recorded while a model reads held-out stories. Writes quantization.json
-and .md in out (with --write in docs/results); starts ranks once.
+This is a small version of the Flash Communication paper's figures 4 and 5 and of its tables 4 and 5 (with and without a
+Hadamard rotation). Errors are measured on real partial sums, which are recorded while a model reads held-out stories. Writes
+quantization.json and .md into out (with --write into docs/results). Ranks are started once.
 """
 
 import argparse
@@ -43,11 +43,11 @@ SCHEMES = [
     *(f"{width}:{group}:symmetric" for width in ("int8", "int6", "int4") for group in ("128", "token")),
     *(f"{width}:{group}:hadamard" for width in ("int4", "fp8") for group in GROUPS),
 ]
-RECORDED = 2  # stories whose partial sums are kept
+RECORDED = 2  # stories whose partial sums are recorded
 
 
 class Recorder(Communicator):
-    """Another communicator, with a copy of every partial sum that it was given."""
+    """Wraps a communicator and keeps a copy of every partial sum passed to it."""
 
     def __init__(self, inner: Communicator) -> None:
         self.inner, self.rank, self.world_size, self.name = inner, inner.rank, inner.world_size, inner.name
@@ -62,8 +62,10 @@ class Recorder(Communicator):
 
 
 def record(path: Path, world: World) -> list[tuple[Tensor, Tensor]]:
-    """This rank's partial sums and the whole sums of all modules, over RECORDED held-out stories. The embedding's sums, in
-    which each value comes from one rank, are left out."""
+    """Pairs of this rank's partial sum and the exact sum, of all modules over RECORDED held-out stories. Collective.
+
+    The embedding's all-reduce is left out, because in it each value comes from a single rank.
+    """
     recorder = Recorder(world.comm)
     model = load_model(str(path), model_config(str(path), None, world.world_size), replace(world, comm=recorder), torch.float32)
     tokenizer, kept = load_tokenizer(path), []
@@ -75,13 +77,13 @@ def record(path: Path, world: World) -> list[tuple[Tensor, Tensor]]:
 
 
 def relative_error(pairs: list[tuple[Tensor, Tensor]]) -> float:
-    """Squared error of (exact, approximate) pairs over the exact values' squares."""
+    """Total squared error of (exact, approximate) pairs divided by the total of the exact values' squares."""
     wrong = sum((b.double() - a.double()).square().sum().item() for a, b in pairs)
     return wrong / sum(a.double().square().sum().item() for a, _ in pairs)
 
 
 def coded(x: Tensor, width: Format, scheme: Scheme) -> Tensor:
-    """`x` quantized once and read again, its groups cut as in an all-reduce of it; values beyond the last whole group left."""
+    """`x` quantized and dequantized once, flat, in the groups of an all-reduce of `x`. Values after the last whole group are dropped."""
     size = scheme.group_of(x)
     groups = x.flatten()[: x.numel() // size * size].view(-1, size)
     groups = rotate(groups) if scheme.hadamard else groups
@@ -90,7 +92,7 @@ def coded(x: Tensor, width: Format, scheme: Scheme) -> Tensor:
 
 
 def evaluate(path: Path, world: World, names: list[str], items: int) -> list[dict[str, Any]]:
-    """A row for each scheme. Errors before the reduction are of rank 0's partials."""
+    """A row for each scheme. Errors before the reduction are those of this rank's partial sums. Collective."""
     sums = record(path, world)
     config, tokenizer = model_config(str(path), None, world.world_size), load_tokenizer(path)
 
@@ -122,13 +124,13 @@ def evaluate(path: Path, world: World, names: list[str], items: int) -> list[dic
 
 
 def phase_error(tensors: list[Tensor], width: Format, scheme: Scheme) -> float:
-    """`relative_error` of one of the two quantizers alone."""
+    """The `relative_error` of only one of the two quantization steps."""
     approximate = [coded(x, width, scheme) for x in tensors]
     return relative_error([(x.flatten()[: len(y)], y) for x, y in zip(tensors, approximate, strict=True)])
 
 
 def work(args: argparse.Namespace) -> None:
-    """One rank: all models and schemes; rank 0 writes the rows."""
+    """What one rank does: evaluate all models and schemes. Rank 0 writes the rows."""
     world = init_world("cpu")
     rows = [row for path in args.models for row in evaluate(path, world, args.schemes, args.items)]
     if world.rank == 0:
@@ -146,7 +148,7 @@ def launch(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def table(rows: list[dict[str, Any]], where: dict[str, Any]) -> str:
-    """Markdown: one table a model, one line a scheme."""
+    """Markdown tables, one per model, with one line per scheme."""
     columns: dict[str, Callable[[dict[str, Any]], str]] = {
         "bytes against bf16": lambda row: f"{row['bytes_sent_a_value'] / row['bf16_bytes_a_value']:.3f}",
         "before the reduction": lambda row: f"{row['error_before_reduce']:.2e}",

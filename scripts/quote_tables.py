@@ -1,7 +1,7 @@
 """Copy the tables of docs/results into README.md and docs/, between `<!-- docs/results/X.md -->` and `<!-- end -->`.
 
 python scripts/quote_tables.py            # rewrite the pages
-python scripts/quote_tables.py --check    # exit with 2 if that would change one
+python scripts/quote_tables.py --check    # exit with 2 if a page is out of date
 """
 
 import argparse
@@ -17,7 +17,7 @@ from scripts.results import ROOT
 
 
 def filled(text: str, page: str) -> str:
-    """`text` with every marked place replaced by its file's content. Raises UserError for a file that is not there."""
+    """`text` with every marked place replaced by the content of its file. Raises UserError for a missing file."""
 
     def content(match: re.Match[str]) -> str:
         path = ROOT / match[1]

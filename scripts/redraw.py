@@ -1,9 +1,9 @@
-"""Draw the tracked figures again from their raw files, and write the tables of GPU measurements beside them.
+"""Draw the tracked figures again from their raw files, and write the tables of GPU measurements again.
 
     python scripts/redraw.py --write      # into docs/results; without --write into out
 
-Measures nothing. `make plan-paper` draws the planner's figures, whose raw file it computes; `make trace-overlap` draws overlap.svg, which
-is the trace itself.
+Measures nothing. Two sets of figures have other commands: `make plan-paper` computes the planner's raw file and draws its
+figures, and `make trace-overlap` draws overlap.svg directly from the trace.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def training(path: Path, folder: Path) -> None:
-    """The figure and the table of one of bench_training.py's files."""
+    """Draw the figure and write the table of one of bench_training.py's result files."""
     found, out = read(path), folder / f"{path.stem}.png"
     args = argparse.Namespace(**found["settings"])
     bench_training.plot(found["rows"], args, out)
@@ -49,7 +49,7 @@ def training(path: Path, folder: Path) -> None:
 
 
 def losses(path: Path, folder: Path) -> None:
-    """The loss curves of adapt_demo.py or pretrain_variants.py."""
+    """Draw the loss curves of a result file of adapt_demo.py or pretrain_variants.py."""
     out = folder / f"{path.stem}.png"
     draw_losses(list(read(path)["metrics"].items()), out)
     made(out, path)

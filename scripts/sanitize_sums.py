@@ -1,6 +1,7 @@
-"""Every kernel that sums over ranks, on one rank that plays all of them, for compute-sanitizer: `make sanitize` runs it.
+"""Run every all-reduce kernel on a single rank under compute-sanitizer. `make sanitize` starts this.
 
-It checks no results (tests and bench_comm.py do), but that no kernel reads or writes where it must not.
+It does not check results, which tests and bench_comm.py do. compute-sanitizer checks that the kernels make no invalid memory
+accesses.
 """
 
 import os

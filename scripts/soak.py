@@ -1,11 +1,11 @@
-"""Wear the server out on this machine and look for leaks: streaming clients for a minute, then connections that vanish.
+"""Stress the server on this machine and look for leaks: a minute of streaming clients, then clients that drop connections.
 
     python scripts/soak.py                                  # 2 ranks, 64 clients for 60 s, 1,000 dropped connections
     python scripts/soak.py --clients 8 --seconds 5 --drops 50
 
-Starts a server of its own on a free loopback port. At the end the server must be idle with no KV-cache block in use, no more
-file descriptors than before, and no memory grown beyond --memory-mb; no client may have seen an error. Also measures how
-much faster 32 clients are served than one. Writes soak.json and .md in out (with --write in docs/results).
+Starts its own server on a free loopback port. At the end the server must be idle, with no KV-cache block in use, no more file
+descriptors than before, and no more memory than before plus --memory-mb. No client may see an error. Also measures the
+throughput of 32 clients relative to one. Writes soak.json and .md into out (with --write into docs/results).
 """
 
 import argparse
@@ -73,7 +73,7 @@ async def until_healthy(client: httpx.AsyncClient, seconds: float = 120) -> None
 
 
 def processes(root: int) -> list[int]:
-    """The server's processes: the launcher's children and theirs."""
+    """The process ids of `root` and all its descendants."""
     found, todo = [], [root]
     while todo:
         pid = todo.pop()
@@ -84,7 +84,7 @@ def processes(root: int) -> list[int]:
 
 
 def footprint(root: int) -> dict[str, int]:
-    """File descriptors and resident memory (MB) of all the server's processes together."""
+    """Total file descriptors and resident memory (MB) of all the server's processes."""
     fds = memory = 0
     for pid in processes(root):
         fds += len(list(Path(f"/proc/{pid}/fd").iterdir()))
@@ -112,7 +112,7 @@ def body(rng: random.Random, model: str, max_tokens: int) -> dict[str, Any]:
 
 
 async def stream(client: httpx.AsyncClient, request: dict[str, Any], tally: Tally, give_up: float | None = None) -> None:
-    """One streamed completion; with `give_up`, the connection is dropped after so many seconds."""
+    """One streamed completion. With `give_up`, the connection is dropped after that many seconds."""
     try:
         async with asyncio.timeout(give_up), client.stream("POST", "/v1/completions", json=request) as response:
             if response.status_code != 200:
@@ -132,7 +132,7 @@ async def stream(client: httpx.AsyncClient, request: dict[str, Any], tally: Tall
 
 
 async def load(client: httpx.AsyncClient, model: str, clients: int, seconds: float, rng: random.Random) -> Tally:
-    """`clients` clients, each sending one request after another for `seconds`."""
+    """Run `clients` clients; each sends one request after another for `seconds`."""
     tally, end = Tally(), time.monotonic() + seconds
     with tqdm(desc=f"{clients} clients for {seconds:g} s", unit="request") as bar:
 
@@ -146,7 +146,7 @@ async def load(client: httpx.AsyncClient, model: str, clients: int, seconds: flo
 
 
 async def drop(client: httpx.AsyncClient, model: str, count: int, rng: random.Random) -> Tally:
-    """Open connections and leave them at a random moment, at most 50 at a time."""
+    """Open `count` connections, at most 50 at a time, and drop each after a random time."""
     tally, places = Tally(), asyncio.Semaphore(50)
     bar = tqdm(total=count, desc="dropping", unit="connection")
 
@@ -170,7 +170,7 @@ async def until_idle(client: httpx.AsyncClient) -> dict[str, Any]:
 
 
 async def rate(client: httpx.AsyncClient, model: str, clients: int, rng: random.Random) -> float:
-    """Generated tokens a second with so many clients."""
+    """Generated tokens a second with this number of clients."""
     start = time.monotonic()
     tally = await load(client, model, clients, 8.0, rng)
     return tally.tokens / (time.monotonic() - start)
@@ -182,7 +182,7 @@ async def soak(args: argparse.Namespace, url: str, server: int) -> dict[str, Any
     async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
         await until_healthy(client)
         model = (await client.get("/v1/models")).json()["data"][0]["id"]
-        await load(client, model, args.clients, 3, rng)  # first-use allocations are no leak
+        await load(client, model, args.clients, 3, rng)  # warm-up: allocations at first use are not leaks
         before = footprint(server)
         speeds = {n: await rate(client, model, n, rng) for n in (1, 32)}
         loaded = await load(client, model, args.clients, args.seconds, rng)
@@ -201,7 +201,7 @@ async def soak(args: argparse.Namespace, url: str, server: int) -> dict[str, Any
 
 
 def table(result: dict[str, Any], args: argparse.Namespace, where: str) -> str:
-    """Markdown of what was seen."""
+    """The results as a Markdown table."""
     before, after, speeds = result["before"], result["after"], result["tokens_per_second"]
     rows = {
         "tokens/s, 1 client": f"{speeds[1]:.0f}",
@@ -220,7 +220,7 @@ def table(result: dict[str, Any], args: argparse.Namespace, where: str) -> str:
 
 
 def verdict(result: dict[str, Any], memory_mb: int) -> list[str]:
-    """What is wrong, in words; empty if nothing is."""
+    """The problems found, one sentence each."""
     wrong = []
     if any(result["idle"][k] for k in ("running", "waiting", "kv_blocks_used")):
         wrong.append(f"the idle server still holds {result['idle']}")

@@ -1,7 +1,8 @@
-"""A client for many streams at once that costs little a chunk: kept HTTP/1.1 connections, and no task wakes up before an answer ends.
+"""An HTTP client for many concurrent streams with a low cost per event. Connections are reused, and no task wakes up before an
+answer ends.
 
-httpx takes about 100 us of one core for each server-sent event; a load generator that reads 16,000 of them a second would time
-itself. Here the event loop hands what it read from a socket to the C parser of httptools, and that to the caller's `Sink`.
+httpx takes about 100 us of one core for each server-sent event. A load generator that reads 16,000 events a second would then
+measure itself. Here the event loop passes the bytes of a socket to the C parser of httptools, which calls the caller's `Sink`.
 """
 
 import asyncio
@@ -18,15 +19,15 @@ from errors import UserError
 
 T = TypeVar("T")
 
-KEEP_SECONDS = 5.0  # a connection that was idle for longer is not used again: the server may be about to close it
+KEEP_SECONDS = 5.0  # a connection that was idle for longer is not reused, because the server may be about to close it
 
 
 class ConnectionEnded(Exception):
-    """The server closed a connection before the end of its answer, or sent what is no HTTP, or not what the caller reads."""
+    """The server closed a connection before the end of its answer, or its answer could not be parsed."""
 
 
 class Sink(Protocol):
-    """Takes an answer in as it comes. now: of time.perf_counter, when the bytes were read."""
+    """Receives an answer as it arrives. now: `time.perf_counter()` when the bytes were read."""
 
     def on_status(self, status: int) -> None: ...
 
@@ -42,14 +43,14 @@ class _Connection(asyncio.Protocol):
         self._client = client
         self._sink: Sink | None = None
         self._done: asyncio.Future[None] | None = None
-        self.now = 0.0  # when bytes came last
+        self.now = 0.0  # `time.perf_counter()` of the last bytes, or of the request
         self.open = True
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's transport is not a subclass
 
     def begin(self, request: bytes, sink: Sink) -> "asyncio.Future[None]":
-        """Send a request. The future ends with its answer, or with ConnectionEnded."""
+        """Send a request. The future is done at the end of the answer, or has the exception ConnectionEnded."""
         self._parser = httptools.HttpResponseParser(self)
         self._sink, self.now = sink, time.perf_counter()
         self._done = asyncio.get_running_loop().create_future()
@@ -59,7 +60,7 @@ class _Connection(asyncio.Protocol):
     def abort(self) -> None:
         self._sink = None
         if self._done is not None:
-            self._done.cancel()  # nobody waits for it any more
+            self._done.cancel()  # no task waits for it any more
         self.transport.abort()
 
     # --- called by the event loop ---------------------------------------------------------------------------------------
@@ -67,7 +68,7 @@ class _Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self.now = time.perf_counter()
         if self._sink is None:
-            self.transport.abort()  # an answer to nothing
+            self.transport.abort()  # data without a request
             return
         try:
             self._parser.feed_data(data)
@@ -104,11 +105,11 @@ class _Connection(asyncio.Protocol):
 
 
 def parse_url(url: str) -> SplitResult:
-    """The parts of a server's address. Raises UserError for what is none, or has a user in it."""
+    """The parts of a server's URL. Raises UserError if it is not an HTTP(S) URL, or contains a user."""
     parts = urlsplit(url)
     try:
         good = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
-    except ValueError:  # of the port
+    except ValueError:  # raised for a bad port
         good = False
     if not good or parts.username is not None:
         raise UserError(f"{url!r} is no URL of a server; give one such as http://127.0.0.1:8000")
@@ -116,10 +117,10 @@ def parse_url(url: str) -> SplitResult:
 
 
 class StreamClient:
-    """Connections to one server, kept for later requests. A context manager.
+    """A pool of connections to one server, as a context manager.
 
-    url: `http://host:port`, or https, and a path before the API's if need be. timeout: seconds without a byte that fail a request.
-    Raises UserError for a URL that is none.
+    url: `http://host:port` or https, optionally with a path that is put before the API's paths. timeout: a request fails after
+    this many seconds without a byte. Raises UserError for an invalid URL.
     """
 
     def __init__(self, url: str, timeout: float) -> None:
@@ -135,12 +136,12 @@ class StreamClient:
     async def __aexit__(self, *_: object) -> None:
         for connection in list(self._idle):
             connection.transport.close()
-        await asyncio.sleep(0)  # for the sockets to close
+        await asyncio.sleep(0)  # lets the event loop close the sockets
 
     async def post(self, path: str, body: bytes, sink: Sink) -> None:
-        """POST JSON and hand the answer to `sink`; returns at its end. A caller that is cancelled closes the connection.
+        """POST JSON, pass the answer to `sink`, and return at its end. If the caller is cancelled, the connection is closed.
 
-        Raises ConnectionEnded, OSError where none can be opened, and TimeoutError.
+        Raises ConnectionEnded, OSError if no connection can be opened, and TimeoutError.
         """
         head = f"POST {self._prefix}{path} HTTP/1.1\r\nHost: {self._name}\r\nContent-Type: application/json\r\n"
         request = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
@@ -167,7 +168,7 @@ class StreamClient:
         done.result()
 
     def _take(self) -> _Connection | None:
-        """The connection that was used last: those that nobody needs grow old."""
+        """The most recently used idle connection, or None. Closes connections that are too old."""
         oldest = time.perf_counter() - KEEP_SECONDS
         while self._idle:
             connection = self._idle.pop()
@@ -184,7 +185,7 @@ class StreamClient:
 
 
 def in_event_loop(main: Coroutine[Any, Any, T]) -> T:
-    """asyncio.run, on uvloop where there is one: it halves the cost of a read."""
+    """`asyncio.run`, with uvloop if it is installed, which halves the cost of a read."""
     try:
         from uvloop import new_event_loop
     except ImportError:

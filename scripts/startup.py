@@ -1,12 +1,12 @@
-"""How long the server takes from its command to its first answered token, with a cold and a warm kernel cache, and on what.
+"""Measure the time from the server's command to its first token, by phase, with a cold and a warm kernel cache.
 
     python scripts/startup.py --model llama-3-70b --ranks 8
     python scripts/startup.py --model models/tiny-hybrid --ranks 2 --runs cold warm warm -- --comm int8
 
-Each run starts the server anew, asks it for one token as soon as it is ready, and ends it. A cold run has empty folders for the
-kernels that Triton, Inductor and the CUDA driver compile; a warm one has those that the runs before it left. The operating
-system's file cache is as it is: the first start after a reboot also reads PyTorch from the disk. Flags behind `--` go to the
-server.
+Each run starts a new server, requests one token as soon as it is ready, and stops it. A cold run has empty cache folders for
+the kernels that Triton, Inductor and the CUDA driver compile. A warm run has the folders that the previous runs filled. The
+operating system's file cache is not cleared, so the first start after a reboot also reads PyTorch from disk. Flags after `--`
+are passed to the server.
 """
 
 import argparse
@@ -35,8 +35,10 @@ PROMPT_TOKENS = 16
 
 
 def stamps(log: str, began: float) -> list[tuple[str, float]]:
-    """What the server reached, and when, in seconds since `began` (of time.time). The first entry is the launcher's own start, as far
-    as the server's first line tells when its process began."""
+    """The start-up phases in the server's log and when each ended, in seconds since `began` (of `time.time()`).
+
+    The first entry is the launcher's start-up, if the server's first line tells when the server's process began.
+    """
     found: list[tuple[str, float]] = []
     for stamp, name, age in LINE.findall(log):
         seconds = datetime.strptime(stamp, "%Y-%m-%dT%H:%M:%S.%f%z").timestamp() - began
@@ -47,7 +49,7 @@ def stamps(log: str, began: float) -> list[tuple[str, float]]:
 
 
 def durations(reached: Iterable[tuple[str, float]]) -> dict[str, float]:
-    """Seconds of each phase, from the end of the one before it; a name that comes twice is one phase."""
+    """Seconds of each phase, from the end of the previous one. Phases with equal names are added up."""
     found: dict[str, float] = {}
     last = 0.0
     for name, seconds in reached:
@@ -57,7 +59,7 @@ def durations(reached: Iterable[tuple[str, float]]) -> dict[str, float]:
 
 
 def first_token(client: httpx.Client) -> None:
-    """Ask for one token and wait until it is here. Raises UserError if none comes."""
+    """Request one token and wait for it. Raises UserError if none comes."""
     body = {"prompt": list(range(1, PROMPT_TOKENS + 1)), "max_tokens": 1, "temperature": 0, "ignore_eos": True}
     body |= {"stream": True, "return_token_ids": True}
     with client.stream("POST", "/v1/completions", json=body) as response:
@@ -68,7 +70,7 @@ def first_token(client: httpx.Client) -> None:
 
 
 def measure(args: argparse.Namespace, caches: Path) -> dict[str, Any]:
-    """One start: seconds since the command to `ready` (HTTP says so) and to the first token, and the phases on the way."""
+    """One start: seconds from the command until /health answers (`ready`) and until the first token, and seconds by phase."""
     flags = ["--model", args.model, "--log-format", "text", "--log-level", "info", *args.flags]
     log = args.out.with_suffix(".log")
     environ = {name: str(caches / folder) for name, folder in CACHES.items()}
@@ -88,7 +90,7 @@ def measure(args: argparse.Namespace, caches: Path) -> dict[str, Any]:
 
 
 def table(runs: list[dict[str, Any]]) -> str:
-    """Markdown: one line a run, seconds."""
+    """A Markdown table with one line per run, in seconds."""
     names = list(dict.fromkeys(name for one in runs for name in one["phases"]))
     lines = [f"| kernel cache | {' | '.join(names)} | command to first token |", "|" + "---|" * (len(names) + 2)]
     for one in runs:

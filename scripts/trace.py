@@ -1,11 +1,11 @@
-"""Where the time of a step goes: computing, communication behind it, and communication that is waited for.
+"""Split the time of a step into computation, hidden communication and exposed communication.
 
     python launch.py --ranks 2 scripts/trace.py --model models/tiny-ladder --out out/trace.json
-    python scripts/trace.py --read out/trace.json               # the table of a trace that is there already
+    python scripts/trace.py --read out/trace.json               # the table of an existing trace
 
-Profiles one prefill and some decode steps behind a run that warms up, and writes rank 0's trace for ui.perfetto.dev with one
-process more: `overlap`, where every piece of communication is either hidden or exposed. On a GPU communication is what the
-kernels' names say (NCCL, symmetric memory), on a CPU gloo's collectives, and everything else that runs is computing.
+Profiles one prefill and some decode steps after a warm-up run, and writes rank 0's trace for ui.perfetto.dev. The trace has an
+additional process `overlap`, which shows all communication as either hidden or exposed. On a GPU, kernels count as communication
+by their names (NCCL, symmetric memory); on a CPU, gloo's collectives do. Everything else that runs counts as computation.
 """
 
 import argparse
@@ -41,16 +41,16 @@ Event = dict[str, Any]  # of the Chrome trace format
 KERNEL = r"nccl|one_?shot|two_?shot|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|multimem|symm_mem|PtoP"
 COLLECTIVE = r"^gloo:"
 STEP = re.compile(r"prefill|decode \d+")
-MODULE = re.compile(r"layer \d+ (attention|mlp)\b")  # not a whole block's span, which holds its waiting
+MODULE = re.compile(r"layer \d+ (attention|mlp)\b")  # not the span of a whole block, which includes waits
 SHOWN_KERNELS = 20
-OVERLAP_PID = 1 << 30  # a process number that no trace has
+OVERLAP_PID = 1 << 30  # a process id that does not occur in traces
 
 
 # --- spans ---------------------------------------------------------------------------------------------------------------
 
 
 def union(spans: Sequence[Span]) -> list[Span]:
-    """The same points in disjoint spans, in order."""
+    """The union of the spans as disjoint, ordered spans."""
     merged: list[Span] = []
     for begin, end in sorted(spans):
         if merged and begin <= merged[-1][1]:
@@ -61,7 +61,7 @@ def union(spans: Sequence[Span]) -> list[Span]:
 
 
 def intersection(a: list[Span], b: list[Span]) -> list[Span]:
-    """The points in both of two lists of disjoint, ordered spans."""
+    """The intersection of two lists of disjoint, ordered spans."""
     common, i, j = [], 0, 0
     while i < len(a) and j < len(b):
         begin, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
@@ -75,7 +75,7 @@ def intersection(a: list[Span], b: list[Span]) -> list[Span]:
 
 
 def difference(a: list[Span], b: list[Span]) -> list[Span]:
-    """The points of `a` that are not in `b`, both disjoint and ordered."""
+    """The parts of `a` that are not in `b`. Both are disjoint and ordered."""
     edges = [float("-inf"), *(edge for span in b for edge in span), float("inf")]
     return intersection(a, list(zip(edges[::2], edges[1::2], strict=True)))
 
@@ -89,10 +89,10 @@ def length(spans: list[Span]) -> float:
 
 @dataclass(frozen=True)
 class Split:
-    """ms of one step. The four parts add up to its whole time."""
+    """The four parts of one step's time, in ms. They add up to the whole step."""
 
     compute: float  # with no communication in flight
-    hidden: float  # computing and communicating at once
+    hidden: float  # computing and communicating at the same time
     exposed: float  # communicating while nothing computes
     idle: float  # neither: the host's own time, launches, gaps
 
@@ -103,7 +103,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What a rank did: disjoint, ordered spans, and its steps by name."""
+    """One rank's activity: disjoint, ordered spans (µs), and its steps by name."""
 
     computing: list[Span]
     communicating: list[Span]
@@ -119,7 +119,7 @@ class Timeline:
 
 
 def read_trace(path: Path) -> dict[str, Any]:
-    """A Chrome trace, plain or gzipped. Raises UserError."""
+    """Read a Chrome trace, plain or gzipped. Raises UserError."""
     try:
         raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         trace = json.loads(raw)
@@ -132,11 +132,11 @@ def read_trace(path: Path) -> dict[str, Any]:
 
 
 def timeline(events: list[Event], kernel: str = KERNEL) -> Timeline:
-    """Sort a trace's events into computing and communicating.
+    """Classify a trace's events as computing or communicating.
 
-    With GPU kernels in it, their names decide (`kernel`: a regular expression of those that communicate); a kernel of NCCL also
-    lasts while it waits for other ranks. Without, gloo's collectives communicate, and torch's operators and the modules on the
-    thread that runs the model compute. Raises UserError for a trace without either.
+    In a trace with GPU kernels, those whose names match the regular expression `kernel` communicate and the others compute. The
+    time of an NCCL kernel includes its wait for other ranks. In a trace without GPU kernels, gloo's collectives communicate;
+    torch's operators and the modules on the thread that runs the model compute. Raises UserError if nothing computes.
     """
     events = [e for e in events if e.get("ph") == "X" and e.get("pid") != OVERLAP_PID]
     device = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
@@ -174,7 +174,7 @@ def split(line: Timeline, window: Span) -> Split:
 
 
 def by_phase(line: Timeline) -> dict[str, Split]:
-    """The prefill, and the mean of the decode steps."""
+    """The split of the prefill, and the mean split of the decode steps."""
     phases: dict[str, list[Split]] = {}
     for name, window in line.steps:
         phases.setdefault(name.split(" ")[0] if STEP.fullmatch(name) else name, []).append(split(line, window))
@@ -196,9 +196,10 @@ def table(phases: dict[str, Split]) -> str:
 
 
 def kernels(events: Sequence[Event], line: Timeline) -> str | None:
-    """A table of what the GPU's kernels take of a mean decode step, the dearest first; None for a trace without GPU kernels.
+    """A table of the GPU kernels' time in a mean decode step, the longest first. None for a trace without GPU kernels.
 
-    A step of CUDA graphs belongs to the step of the host in which it began; over many steps that evens out.
+    A kernel is counted in the host's step during which it began. With CUDA graphs that can be another step than its own, which
+    averages out over many steps.
     """
     windows = [span for name, span in line.steps if name.startswith("decode")]
     found: dict[str, list[float]] = {}
@@ -216,7 +217,7 @@ def kernels(events: Sequence[Event], line: Timeline) -> str | None:
 
 
 def marked(events: list[Event], line: Timeline) -> list[Event]:
-    """The events and, in a process `overlap` on top, what of the communication is hidden and what is exposed."""
+    """The events, with an additional process `overlap` at the top that shows hidden and exposed communication."""
     kept = [e for e in events if e.get("pid") != OVERLAP_PID]
     names = {0: "exposed communication", 1: "hidden communication", 2: "steps"}
     about = [("process_name", 0, {"name": "overlap"}), ("process_sort_index", 0, {"sort_index": -1})]
@@ -235,7 +236,7 @@ def marked(events: list[Event], line: Timeline) -> list[Event]:
 
 
 def record(model: Transformer, prompts: list[list[int]], new_tokens: int, path: Path, world: World) -> None:
-    """Write the trace of one `generate` call whose steps carry names; rank 0's goes to `path`."""
+    """Profile one `generate` call with named steps and write rank 0's trace to `path`. Collective."""
     greedy = [SamplingParams(temperature=0)] * len(prompts)
     with profiled(path, world.rank):
         steps = generate(model, prompts, greedy, new_tokens, Timing())
@@ -250,7 +251,7 @@ def random_prompts(batch: int, tokens: int, vocab_size: int, seed: int) -> list[
 
 
 def record_model(args: argparse.Namespace) -> bool:
-    """Profile the model of the command line. Whether this is rank 0."""
+    """Profile the model of the command line. Returns whether this is rank 0. Collective."""
     args.out.parent.mkdir(parents=True, exist_ok=True)
     world = init_world(args.device, args.comm, args.simulate_link)
     config = model_config(args.model, args.variant, world.world_size)

@@ -1,9 +1,10 @@
-"""Profile the embedded standard and ladder models on 2 CPU ranks, and draw which all-reduces hide behind a module.
+"""Profile the embedded standard and ladder models on 2 CPU ranks, and draw which all-reduces overlap with a module.
 
     python scripts/trace_overlap.py
 
-Runs generate.py --profile on each, takes the prefill out of rank 0's trace, and computes the exposed time: what of the
-all-reduces' time no module computes in. Writes overlap.json and overlap.svg into out, or with --write into docs/results.
+Runs generate.py --profile on each, takes the prefill from rank 0's trace, and computes the exposed time: the part of the
+all-reduces' time during which no module computes. Writes overlap.json and overlap.svg into out, or with --write into
+docs/results.
 """
 
 import argparse
@@ -43,7 +44,7 @@ def trace(model: str, ranks: int, prompt_length: int) -> list[dict[str, Any]]:
 
 
 def prefill_spans(events: list[dict[str, Any]]) -> tuple[list[Span], list[tuple[str, Span]]]:
-    """The modules' all-reduces, and the modules, of the first forward pass; time 0 is the first module's begin."""
+    """The modules' all-reduces and the modules of the first forward pass. Time 0 is the start of the first module."""
     modules = sorted((e["ts"], e["ts"] + e["dur"], e["name"]) for e in events if e["name"].startswith("layer "))
     modules = modules[: len(modules) // 2]  # the other half is the decode step
     origin, end = modules[0][0], modules[-1][1]
@@ -53,13 +54,13 @@ def prefill_spans(events: list[dict[str, Any]]) -> tuple[list[Span], list[tuple[
 
 
 def exposed(sums: list[Span], modules: list[tuple[str, Span]]) -> float:
-    """ms of the sums' time in which no module computes."""
+    """ms of the all-reduces' time during which no module computes."""
     hidden = sum(max(0.0, min(b, d) - max(a, c)) for a, b in sums for _, (c, d) in modules)
     return sum(b - a for a, b in sums) - hidden
 
 
 def draw(axis: Any, title: str, sums: list[Span], modules: list[tuple[str, Span]]) -> None:
-    """Three layers behind the first one, whose time is mostly that of first calls."""
+    """Draw LAYERS_SHOWN layers after the first. The first one is left out, because first calls dominate its time."""
     shown = slice(2, 2 + 2 * LAYERS_SHOWN)
     origin = modules[shown][0][1][0]
     for i, (name, (a, b)) in enumerate(modules[shown]):

@@ -1,13 +1,13 @@
-"""Train the embedded checkpoints: one model of the same size, tokens and seed for each residual variant.
+"""Train the embedded checkpoints: one model per residual variant, all with the same size, tokens and seed.
 
     python scripts/train_tiny.py --variant hybrid              # one variant, into models/tiny-hybrid
     python scripts/train_tiny.py                               # all six, one after the other
-    python scripts/train_tiny.py --tokens 2e6 --out /tmp/try   # a short try on a CPU
+    python scripts/train_tiny.py --tokens 2e6 --out /tmp/try   # a short test on a CPU
     python launch.py --ranks 4 scripts/train_tiny.py --variant ladder
 
-The corpus is written anew from its seed (`scripts/corpus.py`) and tokenized; the trainer is `training/`'s. The order of windows,
-the initial weights and the schedule depend on the seed alone. The default 300M tokens take a GPU minutes, and a CPU core most
-of a day; a run that was stopped goes on with --resume.
+The corpus is generated from its seed (`scripts/corpus.py`) and tokenized. The trainer is that of `training/`. The order of
+windows, the initial weights and the schedule depend only on the seed. Training on the default 300M tokens takes minutes on a GPU
+and most of a day on a CPU core. A stopped run continues with --resume.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from training.metrics import read_metrics
 from training.run import Setup, prepare, train
 
 VARIANTS = ("standard", "parallel", "ladder", "hybrid", "desync-2x", "desync-4x")
-STREAMS = 4  # of the desync variants: they then run on 1, 2 and 4 ranks
+STREAMS = 4  # of the desync variants, so that they run on 1, 2 and 4 ranks
 BOS, EOS = 0, 1
 WINDOW = 1024  # tokens
 RECIPE = ("--learning-rate", "4e-3", "--final-rate", "0.05", "--weight-decay", "0.1", "--clip", "1")
@@ -47,7 +47,7 @@ def tiny_config(variant: str) -> ModelConfig:
 
 
 def prepare_tokens(args: argparse.Namespace, tokenizer: Path, path: Path) -> None:
-    """Write the tokenizer and the token file, if they are not there."""
+    """Write the tokenizer and the token file, unless they exist."""
     if not (tokenizer / "tokenizer.json").exists():
         train_tokenizer(tokenizer, seed=args.seed)
     if not path.with_suffix(".json").exists():
@@ -55,7 +55,7 @@ def prepare_tokens(args: argparse.Namespace, tokenizer: Path, path: Path) -> Non
 
 
 def train_variant(args: argparse.Namespace, world: World, variant: str, data: Path, tokenizer: Path) -> None:
-    """Train one variant in OUT/run-VARIANT, and put the result and its record into OUT/tiny-VARIANT."""
+    """Train one variant in OUT/run-VARIANT. Rank 0 writes the model and a record of its training to OUT/tiny-VARIANT. Collective."""
     start, work = time.perf_counter(), args.out / f"run-{variant}"
     steps = max(1, int(args.tokens) // (args.batch * WINDOW))
     argv = ["--model", "tiny", "--data", data, "--out", work, "--steps", steps, "--seed", args.seed, "--log-every", 20]

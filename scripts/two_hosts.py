@@ -1,11 +1,11 @@
-"""Run a command's ranks as if they sat on two hosts: two torchruns, each with half of this machine's GPUs.
+"""Run a command's ranks as if they were on two hosts: two torchruns, each with half of the ranks and GPUs of this machine.
 
     python scripts/two_hosts.py --ranks 8 generate.py --model llama-3-70b:16 --variant ladder --comm nccl --prompt "Once"
     python scripts/two_hosts.py --ranks 4 --device cpu generate.py --device cpu --model models/tiny-ladder --prompt "Once upon a time"
 
-NCCL is told that the halves are different hosts (NCCL_HOSTID), so between them it uses neither NVLink nor shared memory but
-sockets over loopback, or InfiniBand where there is any; within a half nothing changes. What follows the options is started as
-`torchrun --nnodes 2` starts it on real hosts. When one half ends with an error the other is ended too.
+NCCL_HOSTID makes NCCL treat the halves as different hosts. Between them it then uses neither NVLink nor shared memory, but
+sockets over loopback, or InfiniBand if the machine has it. Within a half nothing changes. The command after the options is
+started as `torchrun --nnodes 2` starts it on real hosts. If one half ends with an error, the other is terminated.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from scripts.soak import free_port
 from scripts.soak import processes as processes_of
 
 HOSTS = 2
-GRACE = 35.0  # seconds to end; torchrun gives its ranks 30
+GRACE = 35.0  # seconds that a torchrun gets to end; it gives its ranks 30
 
 
 def torchrun(host: int, ranks: int, port: int) -> list[str]:
@@ -40,7 +40,7 @@ def torchrun(host: int, ranks: int, port: int) -> list[str]:
 
 
 def environment(host: int, ranks: int, gpus: int) -> dict[str, str]:
-    """What makes a process believe that it runs on this host: its own id, and its own part of the GPUs, if there are any."""
+    """The environment of a process on this simulated host: an NCCL host id, and the host's share of the GPUs, if any."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     here = os.environ | {"NCCL_HOSTID": f"host-{host}", "PYTHONPATH": path}
     if not gpus:
@@ -50,7 +50,7 @@ def environment(host: int, ranks: int, gpus: int) -> dict[str, str]:
 
 
 def end(processes: list["subprocess.Popen[Any]"]) -> None:
-    """Ask torchruns to end, and after GRACE end them and their ranks."""
+    """Terminate the torchruns. After GRACE seconds, kill those left and their ranks."""
     alive = [pid for process in processes if process.poll() is None for pid in processes_of(process.pid)]
     for process in processes:
         if process.poll() is None:
@@ -68,7 +68,7 @@ def end(processes: list["subprocess.Popen[Any]"]) -> None:
 
 
 def start(ranks: int, command: list[str], device: str | None) -> int:
-    """Run both halves of `ranks` ranks to their end; the first exit code that is not 0. Raises UserError."""
+    """Run both halves of `ranks` ranks until they end. Returns the first nonzero exit code, or 0. Raises UserError."""
     if ranks < HOSTS or ranks % HOSTS:
         raise UserError(f"--ranks {ranks} cannot be divided by {HOSTS} hosts; give an even number")
     gpus = 0 if device == "cpu" else torch.cuda.device_count()
@@ -88,7 +88,7 @@ def start(ranks: int, command: list[str], device: str | None) -> int:
             failed = [code for process in processes if (code := process.wait())]
     finally:
         end(processes)
-    return abs(failed[0]) + 128 * (failed[0] < 0) if failed else 0  # as a shell tells of a signal
+    return abs(failed[0]) + 128 * (failed[0] < 0) if failed else 0  # as a shell reports a signal
 
 
 def main() -> None:
