@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 PY := .venv/bin/python
 ON_RANKS := $(PY) launch.py --ranks
-# One thread a rank unless the caller says otherwise: ranks of one host share its cores.
+# One thread per rank by default, because the ranks of a host share its cores.
 export OMP_NUM_THREADS ?= 1
 
 MODEL ?= models/tiny-hybrid

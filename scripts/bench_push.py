@@ -104,7 +104,7 @@ class Bench(Parts):
         assert all(torch.equal(bits[0], others) for others in bits), f"{what}: the ranks differ"
 
     def replays(self, count: int) -> int:
-        """Replay a CUDA graph of pushed sums with other inputs in each replay. Returns the number of steps in addition to the first.
+        """Replay a CUDA graph of pushed sums with other inputs in each replay. Returns the number of replays.
 
         The graph itself counts the values that differ from those of the one-shot all-reduce.
         """

@@ -364,7 +364,7 @@ def random_tokens(args: argparse.Namespace, model: str, folder: Path) -> Path:
     return path
 
 
-# --- showing --------------------------------------------------------------------------------------------------------------
+# --- tables and plots -----------------------------------------------------------------------------------------------------
 
 
 def quartiles(row: Row) -> tuple[float, float, float]:

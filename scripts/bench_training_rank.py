@@ -110,7 +110,7 @@ def separate_hosts(rank: int, gpus_per_node: int) -> None:
     os.environ.update(NCCL_NET="Socket", NCCL_IB_DISABLE="1", NCCL_SOCKET_IFNAME="lo")
 
 
-# --- what is trained, and how ---------------------------------------------------------------------------------------------
+# --- building the trainers ------------------------------------------------------------------------------------------------
 
 
 def planned(args: argparse.Namespace, config: ModelConfig, mesh: Mesh, device: torch.device) -> Planned:

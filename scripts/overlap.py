@@ -222,7 +222,7 @@ class Bench(Parts):
         return calls, x, self._exact(layer, x, weight)
 
     def _spoil(self, layer: Layer, x: Tensor) -> None:
-        """Fill the buffers of partial sums and rows with NaNs, so that no call can pass by the results of an earlier one.
+        """Fill the buffers of partial sums and rows with NaNs, so that results of an earlier call cannot hide an error of a later one.
 
         A gather's own input rows x are written into the buffer again.
         """

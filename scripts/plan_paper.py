@@ -231,7 +231,7 @@ def flops_of_table_v(cluster: Cluster) -> dict[str, Any]:
     return rows
 
 
-# --- writing it down -------------------------------------------------------------------------------------------------------
+# --- the report ------------------------------------------------------------------------------------------------------------
 
 
 def zero3_memory(cluster: Cluster) -> list[dict[str, float]]:

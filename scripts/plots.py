@@ -36,8 +36,8 @@ from scripts.results import ROOT, check_folder
 from scripts.sweep_rows import Row, baseline, finished, ratio, read_rows
 
 MAX_PANELS = 12
-BREAK_ABOVE = 1.6  # an axis ends at this multiple of the variants' largest gain over 1
-LEAST_ROOM = 0.1  # the least such gain for which an axis is scaled
+BREAK_ABOVE = 1.6  # the axis of ratios ends at 1 + BREAK_ABOVE * the largest gain of the variants
+LEAST_ROOM = 0.1  # the axis is scaled for a gain of at least this
 MEASURED = {"fmt": "|", "color": "black", "markersize": 7, "capsize": 2, "elinewidth": 0.8}
 STEP = "the median step and its quartiles"
 

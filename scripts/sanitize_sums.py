@@ -1,4 +1,4 @@
-"""Run every all-reduce kernel on a single rank under compute-sanitizer. `make sanitize` starts this.
+"""Run every kernel that sums over ranks on a single rank, under compute-sanitizer. `make sanitize` starts this.
 
 It does not check results, which tests and bench_comm.py do. compute-sanitizer checks that the kernels make no invalid memory
 accesses.

@@ -232,7 +232,7 @@ def marked(events: list[Event], line: Timeline) -> list[Event]:
     ]  # fmt: skip
 
 
-# --- recording one -------------------------------------------------------------------------------------------------------
+# --- recording a trace ---------------------------------------------------------------------------------------------------
 
 
 def record(model: Transformer, prompts: list[list[int]], new_tokens: int, path: Path, world: World) -> None:
