@@ -173,7 +173,7 @@ class Chat:
         return choice | whole.ids.finish()
 
     def calls(self, text: str) -> tuple[list[dict[str, Any]] | None, bool]:
-        """The tool calls of a whole answer, and whether they are complete. max_tokens, for example, can cut off a forced call."""
+        """The tool calls of a whole answer, and whether they are complete: max_tokens, for one, can cut off a forced call."""
         calls = grammar.parse_calls(text, self.body)
         if calls is None and self.forced:
             return grammar.parse_cut_call(text, self.body), False

@@ -172,7 +172,7 @@ class EngineClient:
         self._active.clear()
 
     def die(self, message: str) -> None:
-        """Fail all requests, because the engine failed. The engine reports this itself, or `process.report_engine_death` does."""
+        """Fail all requests, because the engine failed. Reported by the engine or by `process.report_engine_death`."""
         if self.fatal is None:
             self.fatal = message
             log.error("the engine failed: %s", message)

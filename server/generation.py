@@ -354,7 +354,7 @@ def finite(logprob: float) -> float:
 def prompt_logprobs_by_id(
     service: Service, values: Sequence[TokenLogprobs | None] | None, limit: int
 ) -> list[dict[str, Any] | None] | None:
-    """Convert to the layout of the `prompt_logprobs` extension: for each position a dict by token id, the prompt's token first."""
+    """Convert to the layout of the `prompt_logprobs` extension: a dict by token id per position, the prompt's token first."""
     if values is None:
         return None
 

@@ -48,8 +48,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "unevaluatedProperties": (True, False, {}),  # false: `_Document._close` does the same
 }
 SPELLED_OUT = re.compile(r"\^(?:\((?:\?:)?([\w-]+(?:\|[\w-]+)*)\)|([\w-]+))\$", re.ASCII)  # ^name$ or ^(one|two)$
-# Words in llguidance's errors about patterns and formats that are valid but not supported. With any other error they are invalid
-# or too complex.
+# Words in llguidance's errors about patterns and formats that are valid but not supported. With any other error they are
+# invalid or too complex.
 BEYOND = ("not supported", "Unknown format", "not disjoint")
 
 

@@ -16,8 +16,8 @@ BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 def stream_of(chunk: type[BaseModel]) -> dict[str, Any]:
     """The content of a response with `stream`: server-sent events. `schema` describes one event.
 
-    OpenAPI 3.1 has no keyword for this; its readers take `schema` to describe one event. OpenAPI 3.2 has `itemSchema`, which 3.1
-    does not allow.
+    OpenAPI 3.1 has no keyword for this; its readers take `schema` to describe one event. OpenAPI 3.2 has `itemSchema`, which
+    3.1 does not allow.
     """
     payloads = [{"$ref": TEMPLATE.format(model=name)} for name in (chunk.__name__, "ErrorReply")]
     data = {

@@ -1,7 +1,7 @@
 """Schemas of request bodies. Every field is used, accepted without effect, or refused. Unknown fields are removed and reported.
 
-In every field `null` means "not given". `REFUSED` has the unsupported fields that would change the answer. Their neutral values,
-which change nothing, are accepted.
+In every field `null` means "not given". `REFUSED` has the unsupported fields that would change the answer. Their neutral
+values, which change nothing, are accepted.
 """
 
 import re

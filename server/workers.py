@@ -1,16 +1,16 @@
-"""The frontend's worker processes, for work that a request can make expensive: chat templates, long texts, schemas, large bodies.
+"""The frontend's worker processes, for what a request can make expensive: chat templates, long texts, schemas, large bodies.
 
-A thread could not be stopped and would hold the GIL. A worker is a process with a memory limit, and a time limit for each job. If
-a job exceeds a limit, the worker is killed and replaced. Workers end when the frontend ends.
+A thread could not be stopped and would hold the GIL. A worker is a process with a memory limit, and a time limit for each
+job. If a job exceeds a limit, the worker is killed and replaced. Workers end when the frontend ends.
 
 How to add a job: write a function at the top level of a module that does not import torch, and call it by
 
     result = await service.workers.run(function, *arguments, slow=True)
 
-Function, arguments and result are pickled. In the worker, `worker_tokenizer()` returns the server's tokenizer. An ApiError or a
-UserError that the function raises reaches the caller unchanged. Set `slow` if a request can make the job long, as with a schema,
-a template or a long text from a client. Leave it out for jobs of a few milliseconds. If there are two or more workers, slow jobs
-never occupy all of them.
+Function, arguments and result are pickled. In the worker, `worker_tokenizer()` returns the server's tokenizer. An ApiError or
+a UserError that the function raises reaches the caller unchanged. Set `slow` if a request can make the job long, as with a
+schema, a template or a long text from a client. Leave it out for jobs of a few milliseconds. If there are two or more
+workers, slow jobs never occupy all of them.
 
 Process pools of libraries, such as pebble's, are not used: they hand jobs over in threads, and with a busy event loop these
 threads wait for the GIL.
@@ -62,8 +62,8 @@ class _Job:
 class Workers:
     """`count` worker processes with the tokenizer of `model`. To be used from one event loop.
 
-    `seconds`: time limit of each job. `max_queue`: most quick jobs in the queue. If there are two or more workers, the first one
-    takes only quick jobs. The first worker starts in `start`, each other one with the first slow job that it can take.
+    `seconds`: time limit of each job. `max_queue`: most quick jobs in the queue. If there are two or more workers, the first
+    one takes only quick jobs. The first worker starts in `start`, each other one with the first slow job that it can take.
     """
 
     def __init__(self, model: str, count: int = 2, seconds: float = 10.0, max_queue: int = 1024) -> None:
@@ -113,7 +113,7 @@ class Workers:
     def _lanes(self, index: int, started: bool) -> tuple[deque[_Job], ...]:
         """The queues from which a worker may take jobs, slow ones first.
 
-        A worker that has not started takes no quick jobs, because its start would delay them. The first worker takes only those.
+        The first worker takes only quick jobs. Another one takes none before it has started, because that would delay them.
         """
         if index == 0:
             return (self._quick,)
