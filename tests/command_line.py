@@ -1,4 +1,4 @@
-"""Running `generate.py` as a user does: in this process where that suffices, else in processes of its own."""
+"""Runs `generate.py` as a user does, in this process (`Here`) or in new processes (`launch`)."""
 
 import json
 import os
@@ -17,12 +17,12 @@ from tests import quick_start
 ROOT = Path(__file__).resolve().parent.parent
 MODELS = ROOT / "models"
 HYBRID = str(MODELS / "tiny-hybrid")
-CPU = ("--device", "cpu")  # unless the test names another one: the last one counts
+CPU = ("--device", "cpu")  # a --device that the test passes comes later and overrides it
 
 
 @dataclass(frozen=True)
 class Finished:
-    """What a command left behind."""
+    """Exit code and output of a command that has ended."""
 
     code: int
     out: str
@@ -40,7 +40,7 @@ class Finished:
 
 
 class Here:
-    """Runs commands in this process, where importing torch costs nothing."""
+    """Runs commands in this process, where torch is already imported."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
         self.monkeypatch, self.capfd = monkeypatch, capfd
@@ -57,18 +57,18 @@ class Here:
 
 
 def command(args: Sequence[object], ranks: int = 0) -> list[str]:
-    """`python generate.py …`, with `--tp` if `ranks` are named."""
+    """`python generate.py …`, with `--tp` if `ranks` is not 0."""
     return [sys.executable, "generate.py", *(("--tp", str(ranks)) if ranks else ()), *CPU, *map(str, args)]
 
 
 def environment(**more: object) -> dict[str, str]:
-    """This one's, without what would make a command take itself for a rank."""
+    """The environment of this process without the variables that mark a rank, with one OpenMP thread and with `more`."""
     inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
     return inherited | {"OMP_NUM_THREADS": "1"} | {k: str(v) for k, v in more.items()}
 
 
 def launch(*args: object, ranks: int = 0, stdin: str = "", timeout: float = 400.0) -> Finished:
-    """Run a command to its end in processes of its own, forked off one that has imported what it needs."""
+    """Run a command to its end in new processes. They are forked from a process that has imported what they need."""
     done = quick_start.run(
         command(args, ranks), cwd=ROOT, env=environment(), input=stdin, capture_output=True, text=True, timeout=timeout
     )

@@ -1,4 +1,4 @@
-"""What all tests share: the repository on the path, one torch thread, a fresh seed, ranks to run on, and frontends to ask."""
+"""What all tests share: the repository on `sys.path`, one torch thread, a fresh seed, and fixtures for ranks and frontends."""
 
 import os
 import random
@@ -16,29 +16,27 @@ ROOT = str(Path(__file__).resolve().parent.parent)
 if ROOT not in sys.path:
     sys.path.insert(0, ROOT)
 
-# Hundreds of processes follow: they keep what they compile of our modules, also where the environment says otherwise.
+# The tests start hundreds of processes. They must cache the bytecode of our modules even if the environment forbids it.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 from tests import quick_start  # noqa: E402
 from tests.ranks import Ranks  # noqa: E402
 
-if TYPE_CHECKING:  # its fixtures import it when they run: most tests need neither a server nor the libraries of its clients
+if TYPE_CHECKING:  # only the fixtures below import it when they run: most tests need neither a server nor its client libraries
     from tests.server_thread import Site
 
 SEED_VARIABLE = "RUNG_TEST_SEED"
-MOST_WORKERS = 4  # each starts ranks and servers of its own, which take gigabytes
+MOST_WORKERS = 4  # each starts its own ranks and servers, which take gigabytes of memory
 
 torch.set_num_threads(1)
 
 
 @pytest.hookimpl(tryfirst=True)  # before Hypothesis reads its seed
 def pytest_configure(config: pytest.Config) -> None:
-    """One seed a run, Hypothesis' examples included. With pytest-xdist the workers take it over from the process that starts
-    them."""
-    if (
-        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    ):  # as a shell starts what runs in the background; children would ignore it
+    """Set one seed for the run, also for Hypothesis. With pytest-xdist, workers inherit it from the process that starts them."""
+    # A shell starts background jobs with SIGINT ignored, and child processes would inherit that.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if SEED_VARIABLE not in os.environ:
         os.environ[SEED_VARIABLE] = str(random.SystemRandom().randrange(2**31))
@@ -47,7 +45,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """For `-n auto`, as `make test` has it. One at a time where there is a GPU: tests there measure its memory."""
+    """The number of workers for `-n auto`, which `make test` uses. With a GPU, 0: tests run one at a time, as they measure
+    GPU memory."""
     return 0 if torch.cuda.is_available() else min(MOST_WORKERS, os.cpu_count() or 1)
 
 
@@ -66,8 +65,8 @@ def session_seed() -> int:
 
 @pytest.fixture
 def seed(session_seed: int, request: pytest.FixtureRequest) -> int:
-    """A number for this test's inputs: another in each run, and the same again with RUNG_TEST_SEED set. It also seeds torch
-    and random."""
+    """A seed for this test's inputs. It differs in each run and repeats if RUNG_TEST_SEED is set. It also seeds torch and
+    random."""
     number = random.Random(f"{session_seed} {request.node.nodeid}").randrange(2**31)
     torch.manual_seed(number)
     random.seed(number)
@@ -84,7 +83,7 @@ def ranks() -> Iterator[Ranks]:
 
 @pytest.fixture(scope="session")
 def interpreters() -> Iterator[Ranks]:
-    """Ranks whose Triton kernels run in the interpreter; `interpreters.call(function, *args)` needs one of them only."""
+    """Up to 4 ranks whose Triton kernels run in the interpreter. `interpreters.call(function, *args)` uses only one of them."""
     pytest.importorskip("triton", reason="Triton is not installed; pip install triton")
     started = Ranks(4, {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""})
     yield started
@@ -93,7 +92,7 @@ def interpreters() -> Iterator[Ranks]:
 
 @pytest.fixture
 def forked_commands(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python commands that the code under test starts are forked off a process that has imported what they need."""
+    """Python commands that the code under test starts are forked from a process that has imported what they need."""
     monkeypatch.setattr(subprocess, "Popen", quick_start.Popen)
 
 
@@ -108,7 +107,7 @@ def shared_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Site"]:
 
 @pytest.fixture
 def site(shared_site: "Site") -> Iterator["Site"]:
-    """The module's frontend; its fake engine forgets after each test what the test told it."""
+    """The module's frontend. After each test its fake engine is reset to the default behaviour."""
     from tests.server_thread import wait_for
 
     engine = shared_site.engine
@@ -120,7 +119,7 @@ def site(shared_site: "Site") -> Iterator["Site"]:
 
 @pytest.fixture
 def make_site(tmp_path: Path) -> Iterator[Callable[..., "Site"]]:
-    """A frontend of the test's own, with the settings it needs."""
+    """Makes frontends for one test, with the settings that it gives."""
     from tests.server_thread import Site
 
     made: list[Site] = []

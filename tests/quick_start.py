@@ -1,11 +1,12 @@
-"""Python commands without the seconds that their imports take: `Popen` and `run`, as in `subprocess`.
+"""Starts Python commands without the seconds that their imports take: `Popen` and `run`, as in `subprocess`.
 
-One process imports what commands need. Each command is forked off it and becomes a child of the process that asked. A command
-that starts others, as the launcher starts its ranks, forks them off itself. Arguments, environment, folder, standard streams,
-signal handlers and exit code are those of a new process; only the imported modules are not new.
+One process, the `Origin`, imports what commands need. Each command is forked from it and becomes a child of the process that
+called `Popen`. A command that starts others, as the launcher starts its ranks, forks them from itself. Arguments, environment,
+working directory, standard streams, signal handlers and exit code are those of a new process. Only the modules are already
+imported.
 
-A command whose interpreter would differ (other PYTHON…, TRITON_… or locale variables, a `preexec_fn`) starts as usual. Tests of
-how processes start and end use `subprocess`.
+A command that needs a different interpreter (other PYTHON…, TRITON_… or locale variables, a `preexec_fn`) is started by
+`subprocess`. Tests of how processes start and end use `subprocess` directly.
 """
 
 import atexit
@@ -43,8 +44,8 @@ IMPORTS = (
     "engine.bench",
     "training.run",
 )
-INTERPRETER = ("PYTHON", "TRITON_", "TORCH_LOGS", "LC_", "LANG", "LD_")  # read once, when an interpreter or a library starts
-PATH = "PYTHONPATH"  # but this one is followed
+INTERPRETER = ("PYTHON", "TRITON_", "TORCH_LOGS", "LC_", "LANG", "LD_")  # prefixes of variables that are read only at start
+PATH = "PYTHONPATH"  # may differ nevertheless: `become` applies it
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 FILES = 3  # standard input, output, error
 LENGTH = 8  # bytes of an integer between processes
@@ -52,18 +53,18 @@ LENGTH = 8  # bytes of an integer between processes
 
 @dataclass(frozen=True)
 class Start:
-    """A Python command: the words behind the interpreter's options, and what `Popen` was told."""
+    """A Python command: the words after the interpreter and its options, and the arguments of `Popen` that apply to it."""
 
     words: tuple[str, ...]
     unbuffered: bool
     folder: str
     environ: dict[str, str]
     new_session: bool = False
-    kept: tuple[int, ...] = ()  # descriptors that stay open
+    kept: tuple[int, ...] = ()  # file descriptors that stay open
 
 
 class Popen(subprocess.Popen):
-    """`subprocess.Popen` that forks Python commands."""
+    """A `subprocess.Popen` that forks Python commands."""
 
     def _execute_child(
         self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any, cwd: Any, env: Any, *rest: Any
@@ -97,7 +98,7 @@ def run(*args: Any, **more: Any) -> "subprocess.CompletedProcess[Any]":
 
 
 def python_start(args: Any, cwd: Any, env: Any, new_session: bool) -> Start | None:
-    """None for what is no Python command, or needs an interpreter of its own."""
+    """The command that `args` start, or None if it is not a Python command or needs a new interpreter."""
     words = [os.fspath(arg) for arg in args] if isinstance(args, list | tuple) else []
     environ = dict(os.environ if env is None else env)
     if len(words) < 2 or words[0] != sys.executable or _steering(environ) != _interpreter:
@@ -113,14 +114,14 @@ def _steering(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name.startswith(INTERPRETER) and name != PATH}
 
 
-_interpreter = _steering(os.environ)  # when this module is imported, before any test
+_interpreter = _steering(os.environ)  # as of the import of this module, before any test changes them
 
 
 class Origin:
-    """The process off which commands are forked. It ends with the process that started it."""
+    """The process from which commands are forked. It ends when the process that started it ends."""
 
     def __init__(self) -> None:
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # a command's process becomes our child: see serve
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # commands become children of this process: see `serve`
         self._lock = threading.Lock()
         self._socket, theirs = socket.socketpair()
         program = (
@@ -141,11 +142,11 @@ class Origin:
 
 
 _origin: Origin | None = None
-_is_command = False  # in a forked command: it forks by itself
+_is_command = False  # True in a forked command, which forks further commands from itself
 
 
 def fork(start: Start, files: Sequence[int]) -> int:
-    """Start a command on three open files; its process id."""
+    """Start a command whose standard input, output and error are `files`, and return its process id."""
     global _origin
     if not _is_command:
         _origin = _origin or Origin()
@@ -179,7 +180,7 @@ def serve(descriptor: int) -> None:
         start = pickle.loads(_receive(connection, int.from_bytes(header, "big")))
         reading, writing = os.pipe()
         between = os.fork()
-        if between == 0:  # once it has ended, its child is a child of the process that asked
+        if between == 0:  # when this process has ended, its child becomes a child of the subreaper, which sent the request
             pid = os.fork()
             if pid:
                 os.write(writing, pid.to_bytes(LENGTH, "big"))
@@ -198,11 +199,11 @@ _path = sys.path[1:]
 
 
 def become(start: Start, files: Sequence[int]) -> NoReturn:
-    """In a forked process: be the command, to its end."""
+    """Run the command in this forked process, then exit with its exit code."""
     global _is_command
     _is_command = True
     _take_files(files, start.kept, start.unbuffered)
-    gc.freeze()  # what was there before keeps numbers of files that are closed now: never collect it
+    gc.freeze()  # inherited objects hold descriptor numbers that were closed and may be reused: never finalize these objects
     if start.new_session:
         os.setsid()
     os.chdir(start.folder)
@@ -224,7 +225,7 @@ def become(start: Start, files: Sequence[int]) -> NoReturn:
 
 
 def _spawn(path: object, args: Sequence[str], kept: Sequence[int]) -> int:
-    """How `multiprocessing` starts its processes: `python … -c code --multiprocessing-fork`."""
+    """Replaces `multiprocessing.util.spawnv_passfds`, which starts `python … -c code --multiprocessing-fork`."""
     words = tuple(map(os.fsdecode, args))
     start = Start(words[words.index("-c") :], False, os.getcwd(), dict(os.environ), kept=tuple(kept))
     return fork(start, range(FILES))
@@ -236,7 +237,7 @@ def _take_files(files: Sequence[int], kept: Sequence[int], unbuffered: bool) -> 
     ends = [FILES - 1, *sorted(kept), os.sysconf("SC_OPEN_MAX")]
     for before, after in pairwise(ends):
         os.closerange(before + 1, after)
-    _take_files.before = sys.stdin, sys.stdout, sys.stderr  # never flushed again
+    _take_files.before = sys.stdin, sys.stdout, sys.stderr  # a reference: without it they would flush inherited buffers
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", closefd=False, errors="backslashreplace")  # noqa: SIM115
@@ -246,13 +247,13 @@ def _take_files(files: Sequence[int], kept: Sequence[int], unbuffered: bool) -> 
 
 
 def _run(words: Sequence[str], path: Sequence[str]) -> int:
-    """Run `-m module …`, `-c code …` or `script …` as Python does; the exit code."""
+    """Run `-m module …`, `-c code …` or `script …` as Python does, and return the exit code."""
     try:
         if words[0] == "-m":
             sys.argv, sys.path[:] = list(words[1:]), [os.getcwd(), *path]
             for name in (words[1], f"{words[1]}.__main__"):
                 if not hasattr(sys.modules.get(name), "__path__"):
-                    sys.modules.pop(name, None)  # a new process would not have it
+                    sys.modules.pop(name, None)  # a new process would not have imported it
             runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         elif words[0] == "-c":
             sys.argv, sys.path[:] = ["-c", *words[2:]], ["", *path]

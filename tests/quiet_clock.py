@@ -1,4 +1,4 @@
-"""A clock for bounds that a busy machine must not break."""
+"""A clock for time limits in tests that must also pass on a busy machine."""
 
 import contextlib
 import time
@@ -6,10 +6,11 @@ from pathlib import Path
 
 
 def quiet_seconds(*pids: int) -> float:
-    """Seconds of a clock that stands still while a thread of these processes is ready to run and no core is free; differences
-    count. It goes on while they compute, sleep or wait for each other, and so tells what they hold up from what others do.
+    """Seconds on a clock that stops while a thread of these processes is ready to run but has no core. Use differences only.
 
-    Where several threads wait at once, it goes back: a busy machine makes a difference too small, and never too large.
+    The clock runs while the processes compute, sleep or wait for each other. So it counts the delays that they cause
+    themselves and leaves out those that other processes cause. While several threads wait for a core, the clock runs backwards:
+    on a busy machine a difference can be too small, but never too large.
     """
     waited = 0
     for pid in pids:

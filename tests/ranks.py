@@ -1,4 +1,4 @@
-"""Ranks to test on: processes that start once, and then run one function after another as a gloo group of any size."""
+"""Ranks for tests: processes that start once and then run one function after another as gloo groups of any size."""
 
 import gc
 import importlib
@@ -21,9 +21,9 @@ import torch.distributed as dist
 from comm import GlooCommunicator
 from tp import World
 
-# What most functions import on a rank; torch's optimizers import the last one.
+# What most functions import on a rank. torch's optimizers import torch._dynamo.
 IMPORTS = ("numpy", "pytest", "checkpoint", "engine.offline", "training.run", "torch._dynamo")
-GRACE = 5.0  # seconds that the other ranks get to finish once one has failed; they may wait for it in a collective
+GRACE = 5.0  # seconds that the other ranks get to finish after one has failed; they may be waiting for it in a collective
 
 
 class RankError(Exception):
@@ -31,15 +31,15 @@ class RankError(Exception):
 
 
 class Ranks:
-    """`count` processes, started on first use. Imports take seconds, so one process does them for all of them, which are forked
-    off it; joining a group takes milliseconds.
+    """`count` processes, started on first use.
 
-    Each run is a process group of its own over the loopback interface, met through a file. After a failure the processes
-    are ended, and the next run starts fresh ones.
+    Imports take seconds, so one process imports everything and the ranks are forked from it. Joining a group takes
+    milliseconds. Each run makes its own process group over the loopback interface, with a file as the store. After a failure
+    all processes are ended, and the next run starts new ones.
     """
 
     def __init__(self, count: int = 4, environ: dict[str, str] | None = None) -> None:
-        """environ: variables of the processes, set before they import anything but this module."""
+        """environ: environment variables of the processes, set before they import anything except this module."""
         self.count, self.environ = count, environ or {}
         self.origin: multiprocessing.process.BaseProcess | None = None
         self.connections: list[Connection] = []
@@ -56,7 +56,7 @@ class Ranks:
                 for connection in self.connections[:n]:
                     connection.send_bytes(job)
                 results = self._gather(n, timeout)
-                for connection in self.connections[:n]:  # no rank leaves the group while another may be talking to it
+                for connection in self.connections[:n]:  # no rank leaves the group while another may communicate with it
                     connection.send_bytes(b"leave")
             except BaseException:
                 self.close()
@@ -80,7 +80,7 @@ class Ranks:
         self.origin.start()
         for end in (ends, *theirs):
             end.close()
-        self.alive.recv_bytes()  # no time limit of a run counts what the imports take
+        self.alive.recv_bytes()  # wait for the imports here, so that they do not count towards a run's timeout
 
     def _gather(self, n: int, timeout: float) -> list[Any]:
         results: dict[int, Any] = {}
@@ -117,11 +117,15 @@ class Ranks:
 
 
 def _mend_the_interpreter() -> None:
-    """Some things of Triton 3.6's interpreter. It holds scalars as arrays of one element, which NumPy from 2.4 on no longer takes
-    as loop bounds. It replaces all of `triton.language` by its own functions at each call of a kernel or of a function in one,
-    which takes longer than what they do: here once for each module with kernels, and for good. A kernel that polls what
-    another rank writes leaves it the core, as ranks outnumber cores. It computes each sum and product of integers again in 64
-    bits for an assertion that is compiled only with `debug`. And it makes the type of every block anew."""
+    """Change Triton 3.6's interpreter where it fails or is slow.
+
+    - It holds scalars as arrays of one element, which NumPy from 2.4 on rejects as loop bounds: `__index__` converts them.
+    - At each call of a kernel, or of a function in one, it replaces all of `triton.language` by its own functions. That takes
+      longer than the call itself. Here it does so once for each module with kernels and never restores the originals.
+    - Kernels poll what another rank writes, and there are more ranks than cores: volatile loads and atomics yield the core.
+    - It computes each sum and product of integers again in 64 bits, for an assertion that is compiled only with `debug`.
+    - It creates the type of every block again: see `_remember_types`.
+    """
     from triton.runtime import interpreter
 
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
@@ -140,7 +144,7 @@ def _mend_the_interpreter() -> None:
         if function.__module__ not in patched:
             patched.add(function.__module__)
             patch_language(function)
-        return interpreter._LangPatchScope()  # which restores nothing
+        return interpreter._LangPatchScope()  # an empty scope, which restores nothing
 
     def load_politely(
         self: Any, ptrs: Any, mask: Any, other: Any, cache_modifier: Any, eviction_policy: Any, is_volatile: bool
@@ -158,7 +162,7 @@ def _mend_the_interpreter() -> None:
 
 
 def _remember_types() -> None:
-    """Make each block type, what a tensor has of it, and NumPy's name of each type once: they never change."""
+    """Cache each block type, the attributes that tensors take from it, and the NumPy dtype of each type. They never change."""
     from triton.language import core
     from triton.runtime import interpreter
 
@@ -200,7 +204,7 @@ def _fork_ranks(alive: Connection, connections: list[Connection], environ: dict[
     for name in IMPORTS:
         importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # or each rank's collections would look at, and copy, all that was imported
+    gc.freeze()  # without it, each rank's garbage collections would traverse, and so copy, everything that was imported
     context = multiprocessing.get_context("fork")
     processes = [context.Process(target=_serve, args=(connections, rank), daemon=True) for rank in range(len(connections))]
     for process in processes:
@@ -216,10 +220,10 @@ def _fork_ranks(alive: Connection, connections: list[Connection], environ: dict[
 
 
 def _serve(connections: list[Connection], rank: int) -> None:
-    """A rank's life: until the other end closes, join a group, run a function, answer, leave the group."""
+    """The loop of a rank: join a group, run a function, send its result, leave the group. It ends when the connection closes."""
     for other, connection in enumerate(connections):
         if other != rank:
-            connection.close()  # the end of its rank must be seen
+            connection.close()  # an open copy here would hide from the parent that the other rank has died
     connection = connections[rank]
     with suppress(EOFError):
         while True:
@@ -234,11 +238,11 @@ def _serve(connections: list[Connection], rank: int) -> None:
                     timeout=timedelta(seconds=timeout),
                 )
                 world = World(rank, n, torch.device("cpu"), GlooCommunicator())
-                # plain pickle: a tensor travels by value, not as shared memory that must outlive this process
+                # plain pickle sends a tensor by value; shared memory would have to outlive this process
                 answer = pickle.dumps((True, function(world, *args)))
             except Exception:
                 answer = pickle.dumps((False, traceback.format_exc()))
             connection.send_bytes(answer)
             connection.recv_bytes()
             dist.destroy_process_group()
-            gc.collect()  # groups that a cycle of references still holds keep their threads
+            gc.collect()  # a group in a reference cycle keeps its threads until it is collected

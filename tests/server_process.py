@@ -1,4 +1,4 @@
-"""A server as users start it: processes of its own, on a free loopback port, with all its output kept for a failing test."""
+"""A server as users start it: in its own processes, on a free loopback port. Failing tests show its output."""
 
 import contextlib
 import os
@@ -18,7 +18,7 @@ import openai
 from tests import quick_start
 from tests.command_line import ROOT, environment
 
-START_SECONDS = 300.0  # a busy machine takes its time to import torch
+START_SECONDS = 300.0  # importing torch is slow on a busy machine
 
 
 def free_port() -> int:
@@ -54,7 +54,7 @@ def command_line(pid: int) -> str:
 
 
 def process_name(pid: int) -> str:
-    """What ps and top call it; empty once it has ended."""
+    """The process name that ps and top show; empty if the process has ended."""
     try:
         return Path(f"/proc/{pid}/comm").read_text().strip()
     except OSError:
@@ -62,7 +62,7 @@ def process_name(pid: int) -> str:
 
 
 def runs(pid: int) -> bool:
-    """Whether the process is there and not a zombie."""
+    """Whether the process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -70,8 +70,12 @@ def runs(pid: int) -> bool:
 
 
 class ServerProcess:
-    """`ranks` 0: one process. `torchrun`: it starts the ranks, not our launcher. `program`: what to run instead of `-m server`.
-    `forked`: off a process that has imported what a server needs, see tests/quick_start.py. A context manager."""
+    """A running server, and a context manager that ends it.
+
+    ranks: tensor-parallel ranks; 0 runs one process. torchrun: start the ranks by torchrun, not by our launcher. program: what
+    to run instead of `-m server`. forked: fork the server from a process that has imported what it needs; see
+    tests/quick_start.py.
+    """
 
     def __init__(
         self,
@@ -93,7 +97,7 @@ class ServerProcess:
         self.process = popen(command, cwd=ROOT, env=environment(**(environ or {})), stdout=self._log, stderr=subprocess.STDOUT)
         self.ranks = ranks
         self.http = httpx.Client(base_url=self.url, timeout=120)
-        self._seen: dict[int, str] = {}  # the server's processes and their command lines
+        self._seen: dict[int, str] = {}  # command lines of the server's processes, by process id
 
     def __enter__(self) -> "ServerProcess":
         return self
@@ -102,13 +106,13 @@ class ServerProcess:
         self.close()
 
     def ready(self) -> "ServerProcess":
-        """Wait until requests can run."""
+        """Wait until the server can run requests."""
         wait_until(lambda: self.health() == 200, START_SECONDS, f"a healthy server\n{self.log}")
         self._note_processes()
         return self
 
     def health(self) -> int | None:
-        """The status of /health; None while nobody listens. Fails if the server has ended."""
+        """The HTTP status of /health; None while nothing listens on the port. Fails if the server has ended."""
         assert self.process.poll() is None, f"the server ended with {self.process.returncode}:\n{self.log}"
         try:
             return self.http.get("/health").status_code
@@ -128,7 +132,8 @@ class ServerProcess:
         return found
 
     def metrics(self) -> dict[str, float]:
-        """Samples by name with labels but model_name, such as `rung:request_success_total{finished_reason="stop"}`."""
+        """Samples by name and labels, for example `rung:request_success_total{finished_reason="stop"}`. The label model_name is
+        left out."""
         found = {}
         for line in self.http.get("/metrics").text.splitlines():
             if not line.startswith("#"):
@@ -150,7 +155,7 @@ class ServerProcess:
         return [pid for rank in self.rank_pids()[:1] for pid in children(rank) if process_name(pid) == "rung-frontend"]
 
     def wait(self, seconds: float) -> int:
-        """The exit code."""
+        """Wait for the end of the server and return its exit code. Fails after `seconds`."""
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -168,7 +173,7 @@ class ServerProcess:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-        for pid, command in self._seen.items():  # what outlived its parent; another process may have its number by now
+        for pid, command in self._seen.items():  # end orphans; another command line means that the process id was reused
             if command and command_line(pid) == command:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The HTTP frontend in a thread of the test's own, on a real port, and the fake engine behind it."""
+"""The HTTP frontend in a thread of the test process, on a real port, with a fake engine behind it."""
 
 import contextlib
 import json
@@ -47,7 +47,10 @@ TOOL: Any = {
 
 
 class FakeEngine(threading.Thread):
-    """Speaks the protocol: every request gets `reply`, rotated by its seed, or waits if told to hold."""
+    """An engine of the real protocol without a model. It answers each request with the tokens that `reply` returns.
+
+    With `hold` it sends no tokens. It refuses prompts whose last token is 1000.
+    """
 
     def __init__(self, folder: Path) -> None:
         super().__init__(daemon=True)
@@ -125,7 +128,7 @@ class FakeEngine(threading.Thread):
 
 
 def entry(token: int, k: int) -> TokenLogprobs:
-    """The chosen token second to another one, so that a layout must add it."""
+    """`token` and the `k` best tokens. `token` is not among the best, so every response layout must add it."""
     others = [Logprob((token + 1 + i) % 1024, -0.25 * (i + 1), i + 1) for i in range(k)]
     return TokenLogprobs(Logprob(token, -0.1 * (token % 7), 1), others)
 
@@ -135,7 +138,7 @@ def ready() -> Ready:
 
 
 class Site:
-    """A frontend on a free port in a thread, and its fake engine."""
+    """A frontend in a thread, on a free port, and its fake engine."""
 
     def __init__(self, folder: Path, **settings: Any) -> None:
         self.engine = FakeEngine(folder)
@@ -185,7 +188,7 @@ class Site:
         return error
 
     def events(self, path: str, body: Any) -> list[Any]:
-        """All events of a stream, the last one checked to be [DONE]."""
+        """All events of a stream without the last one, which must be [DONE]."""
         response = self.http.post(path, json={**body, "stream": True})
         assert response.headers["content-type"].startswith("text/event-stream"), response.text
         lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
@@ -197,7 +200,7 @@ class Site:
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = 120.0) -> None:
-    """Fails if the condition does not come true. The seconds end what hangs; they are no promise."""
+    """Wait until the condition is true. Fails after `seconds`, which only end a test that hangs: no test depends on them."""
     end = time.monotonic() + seconds
     while True:
         with contextlib.suppress(httpx.TransportError):

@@ -1,4 +1,4 @@
-"""Jobs for worker processes: apart from the tests, whose libraries a worker would import with them."""
+"""Jobs for worker processes. They are in their own file so that workers do not import the libraries of the tests."""
 
 import os
 import sys
