@@ -1,14 +1,16 @@
 """Text to token ids and back: sentencepiece, tiktoken and Hugging Face `tokenizer.json` behind one class; chat templates.
 
-`load_tokenizer(folder)` gives a `Tokenizer`; a preset, which has no vocabulary, gets a stand-in of bytes. All kinds share one decoder, `IncrementalDetokenizer`: `decode` pushes
-every id through it, so that streamed text and whole text cannot differ. Two rules tell the kinds apart:
+`load_tokenizer(folder)` returns a `Tokenizer`. A preset has no vocabulary; `tokenizer_of` gives it a `ByteTokenizer`.
+All kinds share one decoder, `IncrementalDetokenizer`. `decode` also uses it, so streamed text and whole text cannot
+differ. There are two rules of decoding:
 
-- byte-level BPE and tiktoken: a text is one stream of bytes; broken UTF-8 becomes U+FFFD once per maximal broken part;
-- sentencepiece: pieces are whole characters, save for byte tokens such as `<0xE2>`; a run of those ends at the next piece
-  and becomes U+FFFD once per broken byte. `▁` is a space, and the one at the very start of a text is dropped.
+- byte-level BPE and tiktoken: a text is one stream of bytes. Each maximal invalid part of UTF-8 becomes one U+FFFD.
+- sentencepiece: pieces are whole characters, except byte tokens such as `<0xE2>`. A run of byte tokens ends at the next
+  piece, and each of its invalid bytes becomes one U+FFFD. `▁` is a space, and the one at the start of a text is dropped.
 
-A `tokenizer.json` whose decoder has `ByteFallback` follows the second rule, where the `tokenizers` library turns a whole
-run into U+FFFD for one broken byte: that cannot be streamed. `clean_up_tokenization_spaces` is ignored: it changes text.
+A `tokenizer.json` whose decoder has `ByteFallback` follows the second rule. The `tokenizers` library differs there: for
+one invalid byte it turns the whole run into U+FFFD, which cannot be streamed. `clean_up_tokenization_spaces` is ignored,
+because it changes text.
 """
 
 import base64
@@ -35,8 +37,8 @@ from files import CONFIG_BYTES, TOKENIZER_BYTES, read_file, read_json
 
 Message = Mapping[str, Any]
 
-# Llama 3's split pattern and special tokens as llama_models 0.3 has them (models/llama3/tokenizer.py). A checkpoint of the HF layout
-# names some of the reserved ones otherwise, in `added_tokens_decoder`, which wins.
+# Llama 3's split pattern and special tokens, from llama_models 0.3 (models/llama3/tokenizer.py). A checkpoint of the HF
+# layout has other names for some reserved tokens in `added_tokens_decoder`; those take precedence.
 LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -47,24 +49,24 @@ LLAMA3_NAMES = (
     + ",".join(f"reserved_special_token_{i}" for i in range(2, 246))
 )
 LLAMA3_SPECIALS = [f"<|{name}|>" for name in LLAMA3_NAMES.split(",")]
-MAX_RUN = 25_000  # characters; tiktoken's regex engine fails on a longer run of whitespace; Llama 3's own code cuts here too
-MAX_ID = 1 << 24  # far above any vocabulary; a corrupt file's id beyond it would fill the memory with empty pieces
+MAX_RUN = 25_000  # characters; tiktoken's regex engine fails on longer runs of whitespace; Llama 3's own code cuts here, too
+MAX_ID = 1 << 24  # far above any vocabulary; a larger id in a corrupt file would fill the memory with empty pieces
 RENDER_OPTIONS = (
     "add_generation_prompt",
     "continue_final_message",
     "chat_template",
-)  # arguments of render_chat that it does not show
+)  # arguments of render_chat that are not text of the conversation
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
-PLAIN_CHAT = (  # of the stand-in
+PLAIN_CHAT = (  # the template of ByteTokenizer
     "{% if tools %}{{ tools | tojson }}\n{% endif %}"
     "{% for message in messages %}{{ message.role }}: {{ message.content or '' }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
-DROPPED = " \u200b\x01\u0301"  # what normalizers drop
+DROPPED = " \u200b\x01\u0301"  # characters that a normalizer may drop
 PROBE = 4096  # characters, far more than the longest token has
-MOST_COMPOSED = 4  # characters that canonical composition makes one of
-TOKENIZER_NAMES = ("tokenizer.json", "tokenizer.model")  # the first one that is there counts
-CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # with transformers' trailing space: it shows whether the template strips
+MOST_COMPOSED = 4  # most characters that canonical composition turns into one
+TOKENIZER_NAMES = ("tokenizer.json", "tokenizer.model")  # the first one that exists is used
+CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # as in transformers; the trailing space shows whether the template strips
 
 codecs.register_error("replace-each-byte", lambda e: ("\ufffd" * (e.end - e.start), e.end))  # type: ignore[attr-defined]
 
@@ -74,25 +76,25 @@ codecs.register_error("replace-each-byte", lambda e: ("\ufffd" * (e.end - e.star
 
 @dataclass
 class Settings:
-    """What the JSON files beside a tokenizer say. Token names are texts; `None` means that the files do not say."""
+    """Settings from the JSON files in a tokenizer's folder. Tokens are given by their texts. `None`: not in the files."""
 
-    names: dict[str, str] = field(default_factory=dict)  # bos_token, eos_token, pad_token, ...
+    names: dict[str, str] = field(default_factory=dict)  # texts of bos_token, eos_token, pad_token, ...
     added: dict[int, tuple[str, bool]] = field(default_factory=dict)  # id: (text, special)
     add_bos: bool | None = None
-    legacy: bool = True  # sentencepiece: a dummy prefix after every special token, not only at the start of the text
-    bos_id: int | None = None  # from config.json, for a folder that does not name the token
+    legacy: bool = True  # sentencepiece: a dummy prefix also after every special token, not only at the start of the text
+    bos_id: int | None = None  # from config.json, in case the files do not name the token
     eos_ids: tuple[int, ...] = ()
     templates: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """How ids become text: the table that `IncrementalDetokenizer` works from."""
+    """How ids become text: the table that `IncrementalDetokenizer` uses."""
 
-    data: list[bytes]  # by id: what it contributes in the middle of a text; empty for an id that nothing uses
+    data: list[bytes]  # by id: its bytes in the middle of a text; empty for an unused id
     byte_ids: frozenset[int] = frozenset()  # sentencepiece's byte tokens, and its unknown token
     stream: bool = True  # byte-level: one stream of bytes; else pieces of whole characters
-    lead: str = "keep"  # the start of a text: keep; piece, pieces (sentencepiece); strip, metaspace (tokenizer.json)
+    lead: str = "keep"  # rule for a text's start: keep; piece, pieces (sentencepiece); strip, metaspace (tokenizer.json)
 
 
 class Tokenizer(ABC):
@@ -107,9 +109,9 @@ class Tokenizer(ABC):
         self.chat_templates = s.templates  # by name
         self.chat_template = s.templates.get("default")
         self.covers: int | None = max(map(len, pieces.data), default=1)  # most characters of a text that become one id;
-        # None where it has no bound, since the tokenizer drops characters or makes one id of many that it does not know
+        # None if there is no bound, because the tokenizer drops characters or makes one id of several unknown ones
         self.add_bos = bos is not None and s.add_bos is not False
-        self._names = dict(s.names)  # what templates see as bos_token, eos_token, ...
+        self._names = dict(s.names)  # the templates' variables bos_token, eos_token, ...
         for name, ids in (("bos_token", [] if bos is None else [bos]), ("eos_token", eos)):
             if ids and name not in self._names:
                 self._names[name] = self.token_text(ids[0])
@@ -120,24 +122,27 @@ class Tokenizer(ABC):
     def encode(self, text: str, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
         """The ids of `text`.
 
-        `add_special_tokens` puts BOS in front if the checkpoint does so. `parse_special` reads the texts of special
-        tokens as those tokens; off, they are plain text. Lone surrogates, which JSON can carry, become U+FFFD.
+        `add_special_tokens` puts BOS in front if the checkpoint does so. With `parse_special`, the texts of special
+        tokens become those tokens; without, they are plain text. Lone surrogates, which JSON can contain, become U+FFFD.
         """
         return self._encode(_whole_characters(text), add_special_tokens, parse_special)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of `ids`, taken as the start of a text. Raises UserError for an id outside the vocabulary."""
+        """The text of `ids`, decoded as the start of a text. Raises UserError for an id outside the vocabulary."""
         detokenizer = IncrementalDetokenizer(self, skip_special_tokens)
         return "".join([*map(detokenizer.push, ids), detokenizer.flush()])
 
     def token_bytes(self, id: int) -> bytes:
-        """The exact bytes that an id contributes in the middle of a text; a special token's are its text in UTF-8."""
+        """The exact bytes of an id in the middle of a text. A special token's bytes are its text in UTF-8.
+
+        Raises UserError for an id outside the vocabulary.
+        """
         if not 0 <= id < self.vocab_size:
             raise UserError(f"token id {id} is outside the vocabulary; use ids from 0 to {self.vocab_size - 1}")
         return self.pieces.data[id]
 
     def token_text(self, id: int) -> str:
-        """The token's bytes for display: U+FFFD where they are not whole characters."""
+        """The token as text for display, with U+FFFD for bytes that are not whole characters."""
         return self.token_bytes(id).decode("utf-8", errors="replace")
 
     def render_chat(
@@ -152,9 +157,9 @@ class Tokenizer(ABC):
     ) -> str:
         """The conversation as one text, as transformers' `apply_chat_template(..., tokenize=False)` renders it.
 
-        `chat_template` is a template or the name of one of the checkpoint's. `continue_final_message` ends the text
-        right after the last message's content and excludes `add_generation_prompt`. `kwargs` (`documents` among them)
-        are the template's variables. Raises UserError for a missing or failing template and for unusable messages.
+        `chat_template` is a template or the name of one in the checkpoint. `continue_final_message` ends the text
+        directly after the last message's content and excludes `add_generation_prompt`. `kwargs` (such as `documents`)
+        are variables for the template. Raises UserError for a missing or failing template and for invalid messages.
         """
         if not messages:
             raise UserError("the conversation is empty; pass at least one message")
@@ -176,7 +181,7 @@ class Tokenizer(ABC):
             text = _compile_template(template).render(variables)
         except MemoryError:
             raise
-        except Exception as e:  # a template can raise anything; none of it is the server's fault
+        except Exception as e:  # a template can raise any exception, and none of them is an error of the server
             reason = " ".join(str(e).split()) or type(e).__name__
             raise UserError(f"the chat template failed: {reason}; mend the messages or pass chat_template") from e
         return _cut_after_final_message(text, final) if continue_final_message else text
@@ -190,10 +195,10 @@ class Tokenizer(ABC):
         check: Callable[[str], None] | None = None,
         **kwargs: Any,
     ) -> list[int]:
-        """The ids of `render_chat(messages, **kwargs)`. The template writes BOS itself, so none is added.
+        """The ids of `render_chat(messages, **kwargs)`. The template writes BOS itself, so none is added by default.
 
-        Control tokens spelled in what the caller passes are text, unless `parse_special`, transformers' way. `check` sees the text
-        before it is encoded.
+        Control tokens that are spelled out in the caller's arguments stay text, unless `parse_special` is set, which is
+        what transformers does. `check` is called with the rendered text before it is encoded.
         """
         if parse_special:
             text = self.render_chat(messages, **kwargs)
@@ -214,7 +219,7 @@ class Tokenizer(ABC):
         return Spellings(self.token_text(i) for i in self.special_ids)
 
     def _encode_parts(self, parts: Sequence[str], add_special_tokens: bool) -> list[int]:
-        """The ids of plain text at even places and of special tokens at odd ones."""
+        """The ids of `parts`: plain text at even indices, special tokens at odd ones."""
         ids = self._encode("", add_special_tokens, False) if add_special_tokens else []
         for i, part in enumerate(parts):
             if part:
@@ -233,10 +238,10 @@ class Tokenizer(ABC):
 
 
 class IncrementalDetokenizer:
-    """Text from ids one by one, each in constant time. ''.join(push...) + flush() is `decode` of all the ids.
+    """Decodes ids one by one, each in constant time. The texts of all `push` calls and of `flush`, joined, equal `decode`.
 
-    `prompt_ids` is what the ids continue: then a leading space is kept, and a character whose first bytes ended the
-    prompt is completed.
+    `prompt_ids` are the ids before the first pushed one. With them, a leading space is kept, and a character whose first
+    bytes are at the end of the prompt is completed.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, prompt_ids: Sequence[int] = ()):
@@ -246,8 +251,8 @@ class IncrementalDetokenizer:
         self._at_start = self._pieces.lead != "keep"
         errors = "replace" if self._pieces.stream else "replace-each-byte"
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors)
-        # Two parts of the prompt matter: the ids up to its first text, and its last three bytes, where half a
-        # character may hang. The middle of a long prompt is not decoded.
+        # Only two parts of the prompt have an effect: the ids up to its first text, and its last three bytes, which may
+        # be the start of a character. The middle of a long prompt is not decoded.
         head = 0
         while self._at_start and head < len(prompt_ids):
             self.push(prompt_ids[head])
@@ -261,7 +266,7 @@ class IncrementalDetokenizer:
             self.push(id)
 
     def push(self, id: int) -> str:
-        """The text that `id` completes, possibly none. Raises UserError for an id outside the vocabulary."""
+        """The text that `id` completes; it may be empty. Raises UserError for an id outside the vocabulary."""
         data = self._tokenizer.token_bytes(id)
         skipped = id in self._skipped
         if self._pieces.stream:
@@ -272,11 +277,11 @@ class IncrementalDetokenizer:
         return broken if skipped else broken + self._lead(data.decode("utf-8", "replace"), from_bytes=False)
 
     def flush(self) -> str:
-        """What is left: U+FFFD for the bytes of a character that never ended."""
+        """The rest: U+FFFD for the bytes of an incomplete character."""
         return self._lead(self._utf8.decode(b"", final=True), from_bytes=True)
 
     def _lead(self, text: str, from_bytes: bool) -> str:
-        """Apply the rule for the start of a text, as the library of the tokenizer's kind does."""
+        """Apply the rule for the start of a text (`Pieces.lead`), as the library for this kind of tokenizer does."""
         if not self._at_start or not text:
             return text
         self._at_start = False
@@ -285,12 +290,12 @@ class IncrementalDetokenizer:
             return text.replace(" ", "")
         if text[0] != " " or (from_bytes and lead != "strip"):
             return text
-        self._at_start = lead == "pieces" and text == " "  # a model that removes extra spaces: one from every piece
+        self._at_start = lead == "pieces" and text == " "  # a model that removes extra spaces drops one from each piece
         return text[1:]
 
 
 def _whole_characters(text: str) -> str:
-    """U+FFFD for lone surrogates."""
+    """`text` with U+FFFD for lone surrogates."""
     try:
         text.encode()
         return text
@@ -311,10 +316,10 @@ def check_fits(tokenizer: Tokenizer, vocab_size: int) -> None:
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """`tokenizer.model` of Llama 2 and Mistral; source: the sentencepiece library, whose decoding it follows."""
+    """`tokenizer.model` of Llama 2 and Mistral, with the sentencepiece library. Decodes as that library does."""
 
     def __init__(self, blob: bytes, path: Path, settings: Settings):
-        # Protobuf merges what follows into what is there: these bytes set normalizer_spec.add_dummy_prefix to false.
+        # Protobuf merges appended fields into the message: these bytes set normalizer_spec.add_dummy_prefix to false.
         without_prefix = blob + b"\x1a\x02\x18\x00"
         sp = _load(path, lambda: _library("sentencepiece").SentencePieceProcessor(model_proto=blob))
         bare = _load(path, lambda: _library("sentencepiece").SentencePieceProcessor(model_proto=without_prefix))
@@ -327,7 +332,7 @@ class SentencePieceTokenizer(Tokenizer):
         for i in byte_ids:
             data[i] = bytes([int(sp.id_to_piece(i)[3:5], 16)])
         data[sp.unk_id()] = sp.decode([sp.unk_id()]).encode()
-        byte_ids |= {sp.unk_id()}  # " ⁇ ": like a byte, it is not of the vocabulary's characters and keeps its space
+        byte_ids |= {sp.unk_id()}  # " ⁇ ": keeps its space at the start of a text, as a byte token does
         added = {i: token for i, token in settings.added.items() if i >= size}
         data += _added_pieces(size, added)
         special = {i for i in range(size) if sp.is_control(i)} | {i for i, token in added.items() if token[1]}
@@ -338,11 +343,11 @@ class SentencePieceTokenizer(Tokenizer):
         eos = texts.get(settings.names.get("eos_token", ""), sp.eos_id())
         super().__init__(pieces, frozenset(special), None if bos < 0 else bos, [eos] if eos >= 0 else [], settings)
         dropped = any(len(bare.encode(c * PROBE)) * max(map(len, data)) < PROBE for c in DROPPED)
-        if dropped or len(byte_ids) <= 256:  # those of all bytes, and the unknown token
+        if dropped or len(byte_ids) <= 256:  # 257 if complete: the 256 bytes and the unknown token
             self.covers = None
 
     def _probe_lead(self, size: int) -> str:
-        """The model's rule for the start of a text, read off its behaviour: the library does not export the flags."""
+        """The model's rule for the start of a text, found by decoding samples: the library does not export the flags."""
         word = next((i for i in range(size) if re.fullmatch("▁[^▁]+", self._sp.id_to_piece(i))), None)
         if word is None or self._sp.decode([word]).startswith(" "):
             return "keep"
@@ -359,7 +364,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     def _ids_of_parts(self, parts: Sequence[str]) -> list[int]:
         ids: list[int] = []
-        for i, part in enumerate(parts):  # even: plain text, odd: a special token
+        for i, part in enumerate(parts):  # even index: plain text; odd: a special token
             if i % 2:
                 ids.append(self._ids_of_specials[part])
             elif part:
@@ -368,7 +373,8 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 class TiktokenTokenizer(Tokenizer):
-    """Llama 3's `tokenizer.model`: lines of a base64 token and its rank, then 256 special tokens; library: tiktoken."""
+    """Llama 3's `tokenizer.model`, with the tiktoken library. Each line has a base64 token and its rank, which is its id.
+    256 special tokens have the ids after the last rank."""
 
     def __init__(self, blob: bytes, path: Path, settings: Settings):
         try:
@@ -379,7 +385,7 @@ class TiktokenTokenizer(Tokenizer):
         if sorted(ranks.values()) != list(range(len(lines))) or any(bytes([i]) not in ranks for i in range(256)):
             raise UserError(f"{path} lacks ranks or single bytes; download the file again")
         names = dict(enumerate(LLAMA3_SPECIALS, len(ranks)))
-        names |= {i: text for i, (text, _) in settings.added.items() if i >= len(ranks)}  # Llama 3.0 names some otherwise
+        names |= {i: text for i, (text, _) in settings.added.items() if i >= len(ranks)}  # Llama 3.0 has other names
         specials = {text: i for i, text in names.items()}
         self._encoding = _library("tiktoken").Encoding(
             name=str(path), pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=specials
@@ -400,7 +406,7 @@ class TiktokenTokenizer(Tokenizer):
 
 
 def _cut_long_runs(text: str) -> Iterator[str]:
-    """`text` in parts, cut only inside a run of more than MAX_RUN characters that are all whitespace, or all not."""
+    """Split `text` only inside runs of more than MAX_RUN characters that are all whitespace or all not whitespace."""
     start = 0
     for run in re.finditer(rf"\s{{1,{MAX_RUN}}}|\S{{1,{MAX_RUN}}}", text) if len(text) > MAX_RUN else ():
         if len(run[0]) == MAX_RUN:
@@ -410,20 +416,20 @@ def _cut_long_runs(text: str) -> Iterator[str]:
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """`tokenizer.json`, byte-level BPE or sentencepiece converted; library: tokenizers."""
+    """`tokenizer.json`, either byte-level BPE or a converted sentencepiece model, with the tokenizers library."""
 
     def __init__(self, blob: bytes, path: Path, settings: Settings):
         library = _library("tokenizers")
         self._parsing = _load(path, lambda: library.Tokenizer.from_str(blob.decode()))
         self._plain = _load(path, lambda: library.Tokenizer.from_str(blob.decode()))
-        inner = re.sub(rb'("prepend_scheme"\s*:\s*)"first"', rb'\1"never"', blob)  # for text behind a special token
+        inner = re.sub(rb'("prepend_scheme"\s*:\s*)"first"', rb'\1"never"', blob)  # for text after a special token
         self._inner = _load(path, lambda: library.Tokenizer.from_str(inner.decode())) if inner != blob else self._plain
         for tokenizer in (self._plain, self._inner):
-            tokenizer.encode_special_tokens = True  # a setting, not an argument: toggling it would race
+            tokenizer.encode_special_tokens = True  # a setting, not an argument: threads that change it would conflict
         for tokenizer in (self._parsing, self._plain, *([] if self._inner is self._plain else [self._inner])):
             tokenizer.no_truncation()
             tokenizer.no_padding()
-            # The config may name tokens that the file does not flag as special, EOS above all; the library reuses their ids.
+            # The config may name tokens, often EOS, that the file does not mark as special; the library reuses their ids.
             named = sorted(set(settings.names.values()))
             tokenizer.add_special_tokens([name for name in named if tokenizer.token_to_id(name) is not None])
         added = self._parsing.get_added_tokens_decoder()
@@ -445,8 +451,8 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._encode_with(self._parsing if parse_special else self._plain, text, add_special_tokens)
 
     def _encode_parts(self, parts: Sequence[str], add_special_tokens: bool) -> list[int]:
-        """As the library does with special tokens: each takes the spaces beside it if its file says so, and only the first text gets
-        the space that some vocabularies put in front."""
+        """The ids of `parts`. As in the library, a special token removes adjacent spaces if the file says so, and only
+        text at the very start gets the space that some vocabularies put in front."""
         ids = self._encode("", add_special_tokens, False) if add_special_tokens else []
         for i, part in enumerate(parts):
             if i % 2:
@@ -467,7 +473,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def kept_by_normalizer(content: dict[str, Any]) -> bool:
-    """Whether every character of a text ends in some token: nothing is dropped, and what is unknown becomes bytes."""
+    """Whether every character of a text is in some token: none is dropped, and unknown ones become byte tokens."""
     root = content.get("normalizer") or {"type": "Sequence", "normalizers": []}
     steps = root["normalizers"] if root.get("type") == "Sequence" else [root]
     spaces = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
@@ -479,12 +485,12 @@ def kept_by_normalizer(content: dict[str, Any]) -> bool:
         return known and tokens >= _byte_level_alphabet().keys()
     all_bytes = {
         f"<0x{byte:02X}>" for byte in range(256)
-    }  # of a character with a byte that lacks a token, many are one unknown id
+    }  # if a byte has no token, several characters with that byte become one unknown id
     return known and bool(model.get("byte_fallback")) and tokens >= all_bytes
 
 
 def _json_pieces(vocab: dict[int, str], added: dict[int, str], content: dict[str, Any], path: Path) -> Pieces:
-    """The pieces of a `tokenizer.json` with a byte-level or a sentencepiece-like decoder; UserError for another one."""
+    """The pieces of a `tokenizer.json` with a byte-level or sentencepiece-like decoder. Raises UserError for others."""
     root = content.get("decoder") or {}
     steps = root["decoders"] if root.get("type") == "Sequence" else [root]
     kinds = [step.get("type") for step in steps]
@@ -511,14 +517,15 @@ def _json_pieces(vocab: dict[int, str], added: dict[int, str], content: dict[str
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's printable character for every byte, inverted: visible Latin-1 stands for itself, the rest from U+0100."""
+    """The byte for each of GPT-2's printable characters. Visible Latin-1 characters are their own byte; those from U+0100
+    on are the other bytes, in order."""
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in visible]
     return {chr(byte): byte for byte in visible} | {chr(0x100 + i): byte for i, byte in enumerate(hidden)}
 
 
 def _added_pieces(first: int, added: Mapping[int, tuple[str, bool]]) -> list[bytes]:
-    """The pieces from id `first` on; an id between two added ones that nothing uses is empty."""
+    """The pieces from id `first` on; unused ids between added ones are empty."""
     return [added.get(i, ("", False))[0].encode() for i in range(first, _checked_size(max(added, default=first - 1)))]
 
 
@@ -529,14 +536,14 @@ def _checked_size(last_id: int) -> int:
 
 
 def _alternatives(texts: Mapping[str, int]) -> re.Pattern[str] | None:
-    """A pattern with one group that splits at any of `texts`, the longest first; None if there is none."""
+    """A pattern with one group that splits at any of `texts`, longest first; None if there are no texts."""
     longest_first = sorted(filter(None, texts), key=len, reverse=True)
     return re.compile(f"({'|'.join(map(re.escape, longest_first))})") if longest_first else None
 
 
 class ByteTokenizer(Tokenizer):
-    """The stand-in for a model that has no vocabulary, a preset with random weights: ids 0 to 255 are the bytes of UTF-8, and any
-    other id n reads `⟨n⟩ `. There is no BOS and no EOS. A text that is encoded and decoded is the same.
+    """The tokenizer of a model without a vocabulary (a preset with random weights). Ids 0 to 255 are the bytes of
+    UTF-8; any other id n decodes to `⟨n⟩ `. There is no BOS and no EOS. Decoding an encoded text returns it unchanged.
 
     Raises UserError for a vocab_size below 256.
     """
@@ -557,7 +564,7 @@ class ByteTokenizer(Tokenizer):
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}`, by which templates mark what a model said for training; here only its body counts."""
+    """`{% generation %}`, with which templates mark a model's answers for training. Here it is replaced by its body."""
 
     tags = frozenset({"generation"})  # type: ignore[assignment]
 
@@ -568,14 +575,14 @@ class _Generation(jinja2.ext.Extension):
 
 @functools.lru_cache(maxsize=64)
 def _compile_template(template: str) -> jinja2.Template:
-    """Compile in a sandbox, with the names that transformers gives to templates: they are code from a stranger."""
+    """Compile a template with transformers' filters and functions, in a sandbox, because it is untrusted code."""
 
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
 
     def tojson(
         x: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-    ) -> str:  # jinja's own escapes HTML
+    ) -> str:  # jinja's own `tojson` escapes HTML
         return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     environment = ImmutableSandboxedEnvironment(
@@ -588,7 +595,7 @@ def _compile_template(template: str) -> jinja2.Template:
 
 
 def _plain_message(message: Message) -> dict[str, Any]:
-    """A copy without keys that are None, which templates would print, and with the reasoning under its usual names."""
+    """A copy without None values, which templates would print, and with reasoning as `reasoning_content` and `thinking`."""
     if not isinstance(message, Mapping):
         raise UserError(f"a chat message is a {type(message).__name__}; pass objects with role and content")
     plain = {key: value for key, value in message.items() if value is not None}
@@ -597,7 +604,7 @@ def _plain_message(message: Message) -> dict[str, Any]:
 
 
 def _tag_final_message(chat: list[dict[str, Any]], template: str) -> str:
-    """Append the tag to the last message's text, in `chat` itself; return that text without the tag."""
+    """Append CONTINUE_TAG to the last message's text, in place in `chat`. Returns that text without the tag."""
     content = chat[-1].get("content")
     if "content" not in template:
         raise UserError("continue_final_message needs a chat template that renders the content of messages")
@@ -617,7 +624,7 @@ def _cut_after_final_message(text: str, final: str) -> str:
     tag = text.rfind(CONTINUE_TAG.strip())
     if tag < 0 or final.strip() not in text:
         raise UserError("the chat template drops or alters the final message; do not set continue_final_message")
-    kept = text[tag:].startswith(CONTINUE_TAG)  # else the template strips contents, and so must the cut
+    kept = text[tag:].startswith(CONTINUE_TAG)  # if not, the template strips contents, so the result is stripped, too
     return text[:tag] if kept else text[:tag].rstrip()
 
 
@@ -625,8 +632,8 @@ def _cut_after_final_message(text: str, final: str) -> str:
 
 
 def tokenizer_of(model: str) -> Tokenizer:
-    """The tokenizer of what `--model` names: the checkpoint's (a folder, or a weights file in it), or the stand-in of
-    a preset or a `config.json` alone.
+    """The tokenizer for a value of `--model`: that of a checkpoint (a folder, or a weights file in it), or a
+    `ByteTokenizer` for a preset or a `config.json` alone.
 
     Raises UserError for a missing or corrupt file, and for a name that is neither a path nor a preset.
     """
@@ -637,7 +644,7 @@ def tokenizer_of(model: str) -> Tokenizer:
 
 
 def find_tokenizer(path: Path) -> Path | None:
-    """The tokenizer's file in a checkpoint folder, or `path` itself if it is a file; None if there is none."""
+    """The tokenizer's file in a checkpoint folder, or `path` itself if it is a file; None if there is no such file."""
     candidates = [path / name for name in TOKENIZER_NAMES] if path.is_dir() else [path]
     return next((file for file in candidates if file.exists()), None)
 
@@ -645,7 +652,7 @@ def find_tokenizer(path: Path) -> Path | None:
 def load_tokenizer(path: Path | str) -> Tokenizer:
     """The tokenizer of a checkpoint folder (`tokenizer.json`, else `tokenizer.model`) or of such a file.
 
-    The settings come from the JSON files beside it. Raises UserError for a missing or corrupt file.
+    Its settings are read from the JSON files in the same folder. Raises UserError for a missing or corrupt file.
     """
     path = Path(path)
     file = find_tokenizer(path)
@@ -667,7 +674,7 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
 
 def _read_settings(folder: Path) -> Settings:
     config = _read_json(folder / "tokenizer_config.json")
-    names = _read_json(folder / "special_tokens_map.json") | config  # the former is older and says less
+    names = _read_json(folder / "special_tokens_map.json") | config  # the former is older and has less
     settings = Settings(add_bos=config.get("add_bos_token"), legacy=config.get("legacy") is not False)
     for name, value in names.items():
         text = value.get("content") if isinstance(value, dict) else value
@@ -693,7 +700,7 @@ def _read_settings(folder: Path) -> Settings:
 
 
 def _read_templates(folder: Path, in_config: Any) -> Iterator[tuple[str, str]]:
-    """Chat templates by name. Files are the newer form and win over `tokenizer_config.json`."""
+    """Chat templates by name. Files are the newer form; they come last and replace those of `tokenizer_config.json`."""
     if isinstance(in_config, str):
         yield "default", in_config
     for entry in in_config if isinstance(in_config, list) else []:
@@ -720,7 +727,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _library(name: str) -> Any:
-    """The library for one kind of tokenizer, imported only when such a file is read."""
+    """The library for one kind of tokenizer, imported when such a file is read. Raises UserError if it is missing."""
     try:
         return importlib.import_module(name)
     except ImportError as e:
