@@ -1,4 +1,4 @@
-"""Measuring all that a machine's GPUs can tell: the commands are valid, and what is done or would take too long is left out."""
+"""scripts/measure_gpus.py: commands are valid, finished steps are not repeated, and steps that take too long do not run."""
 
 import argparse
 import sys

@@ -1,4 +1,4 @@
-"""What does not fit is refused before it is allocated; a config.json alone is a model with random weights."""
+"""A model that does not fit in memory is refused before allocation; a config.json alone is a model with random weights."""
 
 import json
 from dataclasses import replace
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 class Ranks(Local):
-    """One rank of several, for its shapes alone."""
+    """The communicator of one rank of several. It only serves to compute the shapes of the weights."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
@@ -37,7 +37,7 @@ def here(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> 
 
 @pytest.fixture
 def shape(tmp_path: Path) -> Path:
-    """A folder with nothing but a config.json, of no preset's shape."""
+    """A folder that holds only a config.json, whose shape differs from every preset."""
     raw = config_to_hf(replace(preset("tiny"), n_layers=3, vocab_size=1021, hidden_size=160))
     (tmp_path / "config.json").write_text(json.dumps(raw))
     return tmp_path
@@ -50,7 +50,7 @@ def shape(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("ranks", [1, 2, 8])
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_estimate_is_what_a_rank_allocates(variant: str, ranks: int, tied: bool) -> None:
-    """8 ranks share 4 KV heads, so each head is held twice; a vocabulary of 1,021 is padded."""
+    """On 8 ranks each of the 4 KV heads is held by two ranks. The vocabulary of 1,021 is padded."""
     config = with_variant(replace(preset("tiny:2"), vocab_size=1021, tie_embeddings=tied), variant)
     model = Transformer(config, Ranks(ranks), CPU, torch.bfloat16)
     matrices = sum(p.nbytes for p in model.parameters() if p.dim() == 2)
@@ -58,7 +58,7 @@ def test_the_estimate_is_what_a_rank_allocates(variant: str, ranks: int, tied: b
 
 
 def test_one_line_and_exit_code_2_before_anything_is_allocated(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model of 3 TB on a machine of any size; and one that would fit, where another process has taken the memory."""
+    """A model of 0.7 TB; and a small model when other processes leave too little memory."""
     refused = here("--model", "bloom-176b", "--dtype", "float32", "--prompt-length", 4)
     assert refused.code == 2 and not refused.out
     assert refused.err.count("\n") == 1 and "needs about 7" in refused.err and "GB are free" in refused.err
@@ -72,7 +72,7 @@ def test_one_line_and_exit_code_2_before_anything_is_allocated(here: Here, monke
 
 
 def test_ranks_share_what_the_host_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """16 layers of a 70B in fp32 over 8 CPU ranks; every rank learns what one of them lacks."""
+    """8 CPU ranks divide the host's memory: 16 layers of a 70B model in fp32 do not fit, 2 do. Every rank gets the error."""
     said: list[UserError | None] = []
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     monkeypatch.setattr(memory, "host_free_bytes", lambda: 24_000_000_000)
@@ -86,12 +86,12 @@ def test_ranks_share_what_the_host_has(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what the container uses, the kernel gives the inactive file cache back."""
+    """The kernel can reclaim a container's inactive file cache, so that part of its memory use counts as free."""
     free = memory.host_free_bytes()
     names = ["limit", "use", "stat"]
     limit, use, stat = (tmp_path / name for name in names)
     monkeypatch.setattr(memory, "CGROUPS", ((str(limit), str(use), str(stat), "inactive_file"),))
-    assert memory.host_free_bytes() == pytest.approx(free, rel=0.5)  # no such files: no limit
+    assert memory.host_free_bytes() == pytest.approx(free, rel=0.5)  # the files do not exist: no limit
     use.write_text("600000\n")
     stat.write_text("anon 1\ninactive_file 250000\n")
     limit.write_text("max\n")
@@ -114,7 +114,7 @@ def test_the_refusal_names_what_is_needed_and_free(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_shape_runs_with_random_weights(here: Here, shape: Path) -> None:
-    """The file and the folder are one model; ranks may compute it in any variant; there is no tokenizer."""
+    """The file and its folder name the same model; --variant can change its variant; it has no tokenizer."""
     answers = [
         here("--model", name, "--prompt-ids", "5,6,7", "--temperature", 0, "--max-new-tokens", 4, "--json").record
         for name in (shape, shape / "config.json")
@@ -142,7 +142,7 @@ def test_a_shape_behind_the_server(shape: Path) -> None:
 
 
 def test_a_checkpoint_that_lost_its_weights_is_no_shape(here: Here, shape: Path) -> None:
-    """With anything beside config.json the folder is a checkpoint, whose weights must be there."""
+    """A folder with any other file besides config.json is a checkpoint, so its weights must exist."""
     assert has_random_weights(str(shape)) and has_random_weights("tiny") and not has_random_weights(str(MODELS / "tiny-hybrid"))
     (shape / "generation_config.json").write_text("{}")
     assert not has_random_weights(str(shape))

@@ -1,4 +1,4 @@
-"""The model: every family equals transformers, every residual variant equals its definition, with a cache and without."""
+"""The model: every family equals transformers and every residual variant equals its definition, with and without a cache."""
 
 import json
 import math
@@ -38,7 +38,7 @@ def whole(model: Transformer, tokens: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def cached(model: Transformer, tokens: Tensor, lengths: list[int]) -> Tensor:
-    """The same logits, from forward passes of `lengths` tokens through one cache."""
+    """The logits of `whole`, computed by forward passes of `lengths` tokens through one cache."""
     batch, total = tokens.shape
     assert sum(lengths) == total
     config = model.config
@@ -49,7 +49,7 @@ def cached(model: Transformer, tokens: Tensor, lengths: list[int]) -> Tensor:
 
 
 def random_split(total: int) -> list[int]:
-    """A prompt, two single tokens, a chunk, and single tokens to the end."""
+    """Lengths that add up to `total`: a prompt, two single tokens, a chunk, and then single tokens."""
     prompt, chunk = random.randint(2, total // 2), random.randint(2, total // 3)
     return [prompt, 1, 1, chunk] + [1] * (total - prompt - chunk - 2)
 
@@ -62,7 +62,7 @@ def assert_close(ours: Tensor, theirs: Tensor) -> None:
 
 
 def assert_model_equals(model: Transformer, tokens: Tensor, expected: Tensor) -> None:
-    """Without a cache and through one, in a batch and alone."""
+    """Compare logits (fp32) without and with a cache, for the whole batch and for a single sequence."""
     assert_close(whole(model, tokens), expected)
     assert_close(whole(model, tokens[:1]), expected[:1])
     assert_close(cached(model, tokens, random_split(tokens.shape[1])), expected)
@@ -141,7 +141,7 @@ FAMILIES = [llama2, llama3, llama31, llama32, mistral, mistral_window, qwen2, qw
 
 @torch.no_grad()
 def save_hf(hf_config: Any, directory: Path) -> Any:
-    """A transformers model with weights that leave no part of it idle, saved to `directory`."""
+    """Save a transformers model to `directory`. Its random weights, norms and biases all affect the logits."""
     model = transformers.AutoModelForCausalLM.from_config(hf_config, attn_implementation="eager").eval()
     for name, parameter in model.named_parameters():
         if "norm" in name:
@@ -212,15 +212,15 @@ def test_published_ladder_configs(ladder_layers: Any, meant: set[int], tmp_path:
     assert_model_equals(model, tokens, expected)
 
 
-# --- the definitions, in fp64 and from the full weights ------------------------------------------------------------------
+# --- the definitions, computed in fp64 from the full weights -------------------------------------------------------------
 
 
 class Reference:
-    """The mathematics of a decoder and its residual variants, one plain statement after another.
+    """A decoder and its residual variants, written directly from their equations in fp64.
 
-    Reads the HF-layout file itself; `config` is used for its numbers only. Modules are numbered h_1 … h_2L: attention of the
-    first layer, its MLP, attention of the second, and so on. `shard=(r, s)` computes the part of a module that belongs to
-    the r-th of s equal slices of its heads or intermediate features.
+    Reads the HF-layout file itself and takes only numbers from `config`. Modules are numbered h_1 … h_2L: attention of the
+    first layer, its MLP, attention of the second layer, and so on. `shard=(r, s)` computes the part of a module that belongs
+    to the r-th of s equal slices of its heads or intermediate features.
     """
 
     def __init__(self, config: ModelConfig, directory: Path) -> None:
@@ -235,7 +235,7 @@ class Reference:
         return x / (x.pow(2).mean(-1, keepdim=True) + self.config.norm_eps).sqrt() * weight
 
     def rotated(self, x: Tensor) -> Tensor:
-        """(B, T, D): feature pairs (i, i + D / 2) as complex numbers, turned by position * theta^(-2i / D)."""
+        """RoPE of (B, T, D): the pair (i, i + D / 2) is a complex number, rotated by the angle position * theta^(-2i / D)."""
         half = x.shape[-1] // 2
         frequency = torch.tensor([self.config.rope_theta ** (-i / half) for i in range(half)], dtype=torch.float64)
         angle = torch.arange(x.shape[1], dtype=torch.float64)[:, None] * frequency
@@ -254,7 +254,7 @@ class Reference:
         return self.rotated(out) if part in "qk" else out
 
     def attention(self, layer: int, x: Tensor, shard: tuple[int, int] = (0, 1)) -> Tensor:
-        """Without its norm. Query head i reads KV head i // (H / K)."""
+        """Attention without its pre-norm. Query head i reads KV head i // (H / K)."""
         c, (r, s) = self.config, shard
         total = torch.zeros_like(x)
         future = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
@@ -268,7 +268,7 @@ class Reference:
         return total + self.weight(layer, "self_attn.o_proj.bias") / s if c.o_bias else total
 
     def mlp(self, layer: int, x: Tensor, shard: tuple[int, int] = (0, 1)) -> Tensor:
-        """Without its norm."""
+        """The MLP without its pre-norm."""
         r, s = shard
         size = self.config.intermediate_size
         features = slice(r * size // s, (r + 1) * size // s)
@@ -283,7 +283,7 @@ class Reference:
         return out + self.weight(layer, "mlp.down_proj.bias") / s
 
     def h(self, i: int, x: Tensor, shard: tuple[int, int] = (0, 1)) -> Tensor:
-        """Module i of 1 … 2L with its own pre-norm."""
+        """Module i (1 … 2L) with its pre-norm."""
         layer, is_mlp = divmod(i - 1, 2)
         if is_mlp:
             return self.mlp(layer, self.norm(x, self.weight(layer, "post_attention_layernorm.weight")), shard)
@@ -314,7 +314,7 @@ class Reference:
         return self.logits(x)
 
     def desync(self, tokens: Tensor, streams: int, reduces: list[bool]) -> Tensor:
-        """x^r += h_i^r(x^r), and where module i reduces, x = sum over r of (h_i^r(x^r) + x^r / S)."""
+        """x^r += h_i^r(x^r). If module i reduces, every stream becomes the sum over r of (h_i^r(x^r) + x^r / S)."""
         x = [self.embedded(tokens) for _ in range(streams)]
         for i in range(1, self.modules + 1):
             out = [self.h(i, x[r], (r, streams)) for r in range(streams)]
@@ -353,7 +353,7 @@ def random_config(**more: Any) -> ModelConfig:
 
 
 def write_checkpoint(config: ModelConfig, directory: Path) -> None:
-    """Random weights in the HF layout, named and shaped here and not by the saver."""
+    """Write random weights in the HF layout. Names and shapes are listed here, independently of the code that saves models."""
     c, d = config, config.head_dim
     layer = {
         "input_layernorm.weight": (c.hidden_size,),
@@ -418,7 +418,7 @@ def test_hybrid_ladder_of_the_last_layers(last: int, tmp_path: Path, seed: int) 
 
 @pytest.mark.parametrize("layers", [(0,), (0, 2), (1, 3), (0, 3), (1, 2)])
 def test_hybrid_ladder_with_seams(layers: tuple[int, ...], tmp_path: Path, seed: int) -> None:
-    """From standard to ladder and from ladder to standard, the source of h_i is still x_{i-2} or x_{i-1}."""
+    """Where standard and ladder layers adjoin, h_i still reads x_{i-2} in a ladder layer and x_{i-1} in a standard layer."""
     model, reference, tokens = prepare(random_config(variant="ladder", ladder_layers=layers), tmp_path)
     assert_model_equals(model, tokens, reference.sequential(tokens, set(layers)))
 
@@ -448,7 +448,7 @@ def test_desync_follows_its_definition(kind: str, streams: int, kv_heads: int, l
         reduces = written_out(pattern)
     else:
         config = with_variant(plain, f"desync-{kind}:{streams}")
-        # 2x: every MLP reduces; 4x: that of every second layer. The model's last module always does.
+        # 2x: every MLP reduces; 4x: the MLP of every second layer reduces. The model's last module always reduces.
         every = {"2x": 1, "4x": 2}[kind]
         reduces = [False] * (2 * layers)
         for layer in range(layers):
@@ -458,7 +458,7 @@ def test_desync_follows_its_definition(kind: str, streams: int, kv_heads: int, l
 
 
 def test_desync_streams_drift_apart(tmp_path: Path, seed: int) -> None:
-    """The text depends on the number of streams, so the tests above can tell a desync model from a standard one."""
+    """The logits depend on the number of streams, so the tests above can tell a desync model from a standard one."""
     model, reference, tokens = prepare(with_variant(random_config(), "desync-4x:4"), tmp_path)
     ours = whole(model, tokens)
     for streams in (1, 2):
@@ -485,7 +485,7 @@ def test_desync_patterns_of_the_paper() -> None:
 )
 @pytest.mark.parametrize("variant", ["standard", "parallel", "ladder", "desync-4x:4", "desync-2x:8"])
 def test_every_variant_has_each_bias_once(variant: str, biases: tuple[str, bool, bool], tmp_path: Path, seed: int) -> None:
-    """Of attention and of the MLP. A desync stream has its share of what is added behind the sum."""
+    """Biases of attention and of the MLP. Each desync stream adds its share of a bias that belongs after the all-reduce."""
     family, attention, mlp = biases
     features = dict(family=family, qkv_bias=attention, o_bias=attention, mlp_bias=mlp, qk_norm=family == "qwen3")
     model, reference, tokens = prepare(with_variant(random_config(**features), variant), tmp_path)

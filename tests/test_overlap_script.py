@@ -1,4 +1,4 @@
-"""scripts/overlap.py: the paper's figures, and the whole command on CPU ranks."""
+"""scripts/overlap.py: the efficiency that the paper defines, the tables and plots, and the whole command on CPU ranks."""
 
 import json
 import os
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_efficiency(seed: int) -> None:
-    """Nothing hidden is 0, everything 1, slower than unfused below 0 (Flux, equation 2)."""
+    """0 if no communication is hidden, 1 if all is, below 0 if slower than unfused (Flux, equation 2)."""
     gemm, exposed = random.uniform(1, 100), random.uniform(1, 100)
 
     def efficiency(overall: float) -> float | None:
@@ -52,7 +52,7 @@ def test_on_two_cpu_ranks(tmp_path: Path) -> None:
 
 
 def test_a_table_for_each_end(seed: int) -> None:
-    """Gathers and scatters have columns of their own, and every time is under its way."""
+    """All-gathers and reduce-scatters have separate tables, and every time is in the column of its algorithm."""
     times = {(scatter, way): random.randrange(100, 999) for scatter in (True, False) for way in ("unfused", "tiles0")}
     times[False, "tiles0-pull/4"] = random.randrange(100, 999)
     rows = [Row("w", scatter, 64, 8, 16, way, float(t), 50.0, 1000.0) for (scatter, way), t in times.items()]

@@ -1,7 +1,7 @@
 """The page at `/`, in headless Chromium, against a stub of the API that answers in the server's format.
 
-Skipped, and says so, where Chromium, its driver or selenium is not installed. With PAGE_SHOTS=DIR, the look of each view
-in light and dark is written there as PNG.
+The tests are skipped with a reason if Chromium, its driver or selenium is not installed. With PAGE_SHOTS=DIR they write a
+PNG screenshot of each view in light and dark mode to DIR.
 """
 
 import json
@@ -83,7 +83,7 @@ def token_probability(i: int) -> float:
 
 
 class Stub(BaseHTTPRequestHandler):
-    """The folder `server/static` as the server lays it out, and enough of the API to drive the page."""
+    """Serves the files of `server/static` at the server's paths, and enough of the API for the page."""
 
     protocol_version = "HTTP/1.1"
     server: "StubServer"
@@ -142,7 +142,7 @@ class Stub(BaseHTTPRequestHandler):
             if prompt == "break":
                 self.chunk(chat, "Half an", [(" Half", 0.5), (" an", 0.5)])
                 self.event({"error": {"message": "A rank died.", "type": "server_error", "param": None, "code": None}})
-            elif prompt == "bytes":  # half a character is held back, and so is what may become a stop string
+            elif prompt == "bytes":  # text is held back: an incomplete character, or a possible stop string
                 self.chunk(chat, "Caf", [("Caf", 0.9)])
                 self.chunk(chat, "", [("\ufffd", 0.5)])
                 self.chunk(chat, "é", [("\ufffd", 0.25)])
@@ -205,7 +205,7 @@ class StubServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Stub)
         self.stats = dict(STATS)
         self.requests: list[tuple[str, dict[str, Any]]] = []
-        self.gone = threading.Event()  # a client went away in the middle of an answer
+        self.gone = threading.Event()  # set when a client disconnects during an answer
         self.needs_key = False
         self.url = f"http://127.0.0.1:{self.server_port}/"
 
@@ -247,7 +247,7 @@ class Page:
     def __init__(self, driver: Any, stub: StubServer) -> None:
         self.driver = driver
         self.stub = stub
-        self.may_log_refusals = False  # Chromium itself logs each answer that is an error status
+        self.may_log_refusals = False  # Chromium itself logs each response with an error status
 
     def open(self, view: str = "") -> None:
         self.driver.get("about:blank")
@@ -264,7 +264,7 @@ class Page:
         return WebDriverWait(self.driver, seconds, poll_frequency=0.05).until(lambda _: condition())
 
     def text(self, selector: str) -> str:
-        """Without what CSS does to it."""
+        """The element's text in the DOM, which CSS does not change."""
         return self.driver.execute_script("return document.querySelector(arguments[0])?.textContent ?? ''", selector)
 
     def send(self, prompt: str, key: str = Keys.ENTER) -> None:
@@ -351,7 +351,7 @@ def test_chat_streams_with_probabilities(page: Page) -> None:
     assert float(page.id("fact-rate").text) > 0
     assert "ms" in page.id("fact-ttft").text
 
-    # The next turn carries the first.
+    # The second request contains the first turn.
     page.send("Another")
     page.wait(lambda: len(page.stub.requests) == 2)
     page.idle()
@@ -421,7 +421,7 @@ def test_completion_and_sampling_controls(page: Page) -> None:
     ActionChains(page.driver).move_to_element(token).perform()
     page.wait(lambda: "␣upon 42.0%" in page.id("tip").text)
 
-    # Without probabilities none are asked for; an emptied field is left out.
+    # Without the probabilities view, logprobs are not requested. An emptied field is not sent.
     page.id("probabilities").click()
     page.driver.find_element(By.CSS_SELECTOR, "[name=temperature]").clear()
     page.id("again").click()
@@ -429,7 +429,7 @@ def test_completion_and_sampling_controls(page: Page) -> None:
     page.idle()
     assert not {"logprobs", "temperature"} & page.stub.requests[1][1].keys()
 
-    # Settings outlive a reload, and a reset brings the first ones back.
+    # Settings survive a reload, and a reset restores the defaults.
     page.open()
     assert page.driver.find_element(By.NAME, "seed").get_attribute("value") == "7"
     page.id("defaults").click()
@@ -584,12 +584,12 @@ def test_dashboard(page: Page) -> None:
     assert page.id("health").text == "draining"
     page.wait(lambda: "L" in (page.all("#charts .line")[2].get_attribute("d") or ""))
 
-    # Nothing known yet: dashes, and no error.
+    # If all statistics are null, the page shows dashes and no error.
     page.stub.stats = dict.fromkeys(STATS)
     page.wait(lambda: "Running\n–\n" in page.id("tiles").text)
     assert "NaN" not in page.driver.page_source and "undefined" not in page.id("dashboard").text
 
-    # The keyboard gets back to the playground.
+    # An arrow key switches back to the playground.
     page.id("tab-dashboard").send_keys(Keys.ARROW_LEFT)
     assert page.id("playground").is_displayed() and not page.id("dashboard").is_displayed()
 
@@ -613,7 +613,7 @@ def test_fits_and_follows_the_colour_scheme(page: Page, scheme: str, width: int)
         overflow = "return document.documentElement.scrollWidth - innerWidth"
         assert page.driver.execute_script(overflow) <= 0
         page.id("tab-dashboard").click()
-        if SHOTS:  # lines worth looking at
+        if SHOTS:  # varying values, so that the screenshot shows curves
             for i in range(12):
                 wave = 1 + math.sin(i / 2)
                 page.stub.stats |= {

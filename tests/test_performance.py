@@ -1,4 +1,4 @@
-"""Tables of GPU measurements: the committed ones are what the raw files say; a trace's kernels are counted by step."""
+"""Tables and plots of GPU measurements: committed tables match the raw files; a trace's kernels are counted per step."""
 
 from pathlib import Path
 
@@ -24,7 +24,8 @@ def test_a_folder_without_measurements_gives_no_tables(name: str, tmp_path: Path
 
 
 def test_the_grid_has_a_point_for_every_measurement(tmp_path: Path) -> None:
-    """Over the standard model with NCCL, with whiskers from the lowest to the highest run, in the communicator's colour."""
+    """Points are relative to the standard model with NCCL, with whiskers from the lowest to the highest run, in the
+    communicator's colour."""
     plt = pytest.importorskip("matplotlib.pyplot", reason="matplotlib is not installed; make setup-dev")
     rows = [r for r in finished(read_rows(RESULTS / "gpu-2" / "sweep-grid.jsonl")) if r.setting.interconnect == "default"]
     figure, panel = plt.subplots()
@@ -46,7 +47,7 @@ def test_the_grid_has_a_point_for_every_measurement(tmp_path: Path) -> None:
 
 
 def test_a_panel_has_six_lines_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of every tracked figure of lines; and bytes are in KiB and MiB."""
+    """Checks every line plot of the tracked results. Message sizes are labelled in KiB and MiB."""
     figure = pytest.importorskip("matplotlib.figure", reason="matplotlib is not installed; make setup-dev")
     drawn = []
     monkeypatch.setattr(figure.Figure, "savefig", lambda self, *_, **__: drawn.append(self))
@@ -66,7 +67,7 @@ def test_a_panel_has_six_lines_at_most(tmp_path: Path, monkeypatch: pytest.Monke
         for panel in one.axes:
             shown = [panel.xaxis.get_major_formatter()(size, 0) for size in (4096, 1 << 20)]
             assert shown == ["4 KiB", "1 MiB"]
-    for panel in drawn[-1].axes:  # nothing is cut off
+    for panel in drawn[-1].axes:  # no line exceeds the axis
         top = max(max(line.get_ydata()) for line in panel.lines)
         assert panel.get_ylim()[1] >= top
 

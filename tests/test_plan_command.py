@@ -51,7 +51,7 @@ class Command:
         return Finished(left.value.code or 0, out, err)  # type: ignore[arg-type]
 
     def refuses(self, *args: object) -> str:
-        """The one line of an error that the user can mend."""
+        """The one-line message of a command that ends with a user error."""
         done = self(*args)
         assert done.code == 2 and not done.out, done
         (line,) = done.err.splitlines()
@@ -88,7 +88,7 @@ def test_the_same_as_json(command: Command) -> None:
 
 
 def test_flags_reach_the_model(command: Command) -> None:
-    """Each flag on its own changes what it should, and in the right direction."""
+    """Each flag alone changes the figure that it concerns, in the right direction."""
 
     def chosen(*more: object) -> dict[str, Any]:
         result: dict[str, Any] = command(*PAPER, "--sharding", "2,2,8", "--json", *more).record["chosen"]
@@ -99,7 +99,7 @@ def test_flags_reach_the_model(command: Command) -> None:
     assert chosen("--recompute")["compute_seconds"] == pytest.approx(plain["compute_seconds"] * 4 / 3)
     assert chosen("--global-batch", "8M")["compute_seconds"] == pytest.approx(2 * plain["compute_seconds"])
     doubled = chosen("--micro-batch", "2", "--global-batch", "8M")["memory_bytes"]["activations"]
-    assert 1.9 < doubled / plain["memory_bytes"]["activations"] < 2  # all but the loss, which is computed in chunks
+    assert 1.9 < doubled / plain["memory_bytes"]["activations"] < 2  # all doubles except the loss, which is computed in chunks
     assert chosen("--reserve", "5")["memory_bytes"]["reserve"] == 5e9
     assert chosen("--precision", "float32", "--gpu-memory", "200")["memory_bytes"]["parameters"] == pytest.approx(
         2 * plain["memory_bytes"]["parameters"]
@@ -203,7 +203,7 @@ def test_help_teaches(command: Command) -> None:
         assert word in done.out
 
 
-# --- profiling, on ranks of its own ------------------------------------------------------------------------------------------
+# --- profiling, on separate ranks --------------------------------------------------------------------------------------------
 
 
 def profile(*args: object, ranks: int = 0) -> Finished:
@@ -219,7 +219,7 @@ def test_a_measured_profile_plans_for_the_ranks_it_was_made_on(command: Command,
     assert done.code == 0, done.err
     content = json.loads(path.read_text())
     assert (content["backend"], content["ranks"], content["gpus_per_node"]) == ("gloo", 2, 1)
-    assert len(content["points"]) == 4 * 3  # operations, sizes, and the only mesh of two nodes
+    assert len(content["points"]) == 4 * 3  # 4 operations, 3 sizes, and one mesh, the only one of two nodes
     args = ("--model", "tiny", "--gpus", "2", "--gpus-per-node", "1", "--sequence-length", "64", "--global-batch", "1k")
     record = command(*args, "--profile", path, "--json").record
     meshes = [record["chosen"][state] for state in ("parameters", "gradients", "optimizer")]
@@ -234,7 +234,7 @@ def test_profiling_needs_ranks_and_a_place_to_write(tmp_path: Path) -> None:
 
 
 def test_a_choice_that_is_not_the_shortest_says_why(command: Command) -> None:
-    """What counts as equal is named with its size, and --tolerance 0 chooses the shortest step."""
+    """The message says how much longer the step is and which tolerance allows it. --tolerance 0 chooses the shortest step."""
     asked = (
         "--model",
         "ladder-1b",

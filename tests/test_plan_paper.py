@@ -1,4 +1,4 @@
-"""scripts/plan_paper.py: the figures fitted to the paper's table V, and what docs/results says of its table IV."""
+"""scripts/plan_paper.py: the cluster's figures fitted to the paper's table V, and what docs/results says about its table IV."""
 
 import itertools
 import json
@@ -38,7 +38,7 @@ MODELS = {"llama-7b": preset("llama-7b"), "llama-13b": preset("llama-13b"), "lla
 
 
 def test_the_shipped_figures_are_the_fit_s() -> None:
-    """No change of one figure by 0.02 comes closer to table V, and the error is what the file says."""
+    """Changing any one fitted figure by 0.02 fits table V worse. The error is the one that the file states."""
     shipped = misfit(A800, MODELS)
     assert shipped == pytest.approx(0.058, abs=0.0006)
     assert "5.8%" in A800.sources["node_efficiency"]
@@ -50,7 +50,7 @@ def test_the_shipped_figures_are_the_fit_s() -> None:
 
 @pytest.mark.parametrize("name", TABLE_IV)
 def test_the_intervals_hold_what_the_planner_chooses(seed: int, name: str) -> None:
-    """For any memory beside model states and buffers, the planner with that much in reserve chooses the interval's plan."""
+    """For any memory used besides model states and buffers, the planner that reserves it chooses the interval's plan."""
     draw, job = random.Random(seed), paper_job(name, A800)
     found = judge(name, job, "1,024 GPUs")
     assert all(before[0][1] == after[0][0] for before, after in itertools.pairwise(found))
@@ -61,11 +61,11 @@ def test_the_intervals_hold_what_the_planner_chooses(seed: int, name: str) -> No
 
 
 def test_the_ends_of_an_interval_by_hand() -> None:
-    """13B's row ends where it no longer fits: 80 GB less its states, 2/4 + 2/4 + 12/8 bytes a parameter, and buffers."""
+    """13B's interval ends where its plan no longer fits: 80 GB less states, 2/4 + 2/4 + 12/8 bytes a parameter, and buffers."""
     job, row = paper_job("llama-13b", A800), Sharding.parse(TABLE_IV["llama-13b"])
     (interval,) = [i for i, s in judge("llama-13b", job, "all sizes") if s == row]
     assert interval[1] == pytest.approx(80e9 - 2.5 * job.parameters - buffers(job, row))
-    # and begins where P over 2 GPUs, otherwise cheaper, no longer fits
+    # It begins where the plan 2,2,8 no longer fits, which is cheaper as long as it fits.
     assert interval[0] == pytest.approx(80e9 - 3.5 * job.parameters - buffers(job, Sharding.parse("2,2,8")))
 
 
@@ -80,7 +80,7 @@ def test_judging_by_all_sizes_takes_the_mean() -> None:
 
 
 def test_the_results_are_up_to_date() -> None:
-    """docs/results/plan-paper.json holds what the code says today."""
+    """docs/results/plan-paper.json equals what the code computes now."""
     stored = json.loads((RESULTS / "plan-paper.json").read_text())["rows"]
     for name, row in json.loads(json.dumps(compare(A800))).items():
         for key in ("table_iv", "chosen", "gb_beside_states_here", "gb_beside_states_for_table_iv"):
@@ -89,8 +89,9 @@ def test_the_results_are_up_to_date() -> None:
 
 
 def test_the_file_s_predictions_are_the_planner_s() -> None:
-    """The plots of predicted MFU are drawn from the file: a change of the planner needs make plan-paper. The smallest cluster of
-    each model, and the number of plans that the page quotes."""
+    """Checks each model's MFU on its smallest cluster, and the number of plans that the page quotes.
+
+    The plots of predicted MFU are drawn from the file, so run make plan-paper after a change of the planner."""
     result = json.loads((RESULTS / "plan-paper.json").read_text())
     assert result["plans"] == count_plans(A800)
     for name, lines in result["mfu"].items():
@@ -106,7 +107,8 @@ def test_the_file_s_predictions_are_the_planner_s() -> None:
 
 
 def test_only_write_touches_the_tracked_results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The tables and plots go to out; what takes minutes comes from the tracked file here, so the table must be the tracked one."""
+    """Without --write, tables and plots go to `results.OUT`. Slow computations are replaced by the tracked file's values, so
+    the table must equal the tracked one."""
     before = {path.name: path.read_bytes() for path in RESULTS.glob("*.*")}
     stored = json.loads(before["plan-paper.json"])
     monkeypatch.setattr(plan_paper, "report_fit", lambda cluster: stored["fit"])

@@ -1,4 +1,4 @@
-"""A preset behind the server: random weights, the stand-in tokenizer, and the scripts that measure it; reading with threads."""
+"""A preset served with random weights and the stand-in tokenizer; the scripts that measure it; reading weights with threads."""
 
 import asyncio
 import json
@@ -155,7 +155,7 @@ def test_a_grammar_needs_an_end_that_the_stand_in_lacks(server: ServerProcess) -
     assert response.status_code == 400 and "end-of-text" in response.text
 
 
-# --- the time of a start ---------------------------------------------------------------------------------------------------
+# --- startup time ----------------------------------------------------------------------------------------------------------
 
 
 def test_phases_of_a_log(seed: int) -> None:
@@ -172,7 +172,7 @@ def test_phases_of_a_log(seed: int) -> None:
             lines.append(f"{stamp} info start-up: {name}")
     found = startup.durations([*startup.stamps("\n".join(lines), began), ("ready", now - began + 0.25)])
     assert found == pytest.approx(wanted | {"ready": 0.25}, abs=2e-3), seed
-    unknown = "\n".join(line.replace("3.500 s", "0.000 s") for line in lines)  # an age that /proc did not tell
+    unknown = "\n".join(line.replace("3.500 s", "0.000 s") for line in lines)  # /proc did not give the process's age
     assert startup.durations(startup.stamps(unknown, began))["import"] == pytest.approx(5.5, abs=2e-3)
 
 
@@ -253,7 +253,7 @@ def test_loadgen_drives_a_preset(tmp_path: Path) -> None:
         assert found["ttft_ms"]["p99"] >= found["ttft_ms"]["p50"] > 0 and found["itl_ms"]["p50"] > 0
 
 
-# --- reading with threads ----------------------------------------------------------------------------------------------------
+# --- reading weights with threads --------------------------------------------------------------------------------------------
 
 
 def test_readers_share_the_work(tmp_path: Path, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""Processes that end with their parent, and folders of owners that were killed."""
+"""Children end with their parent, run folders of killed owners are removed, and signals reach only children."""
 
 import os
 import signal
@@ -60,7 +60,7 @@ HOLD = "import processes, time\nwith processes.run_folder() as path:\n    print(
 def test_a_killed_owners_folder_is_removed_by_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     own = [tmp_path / name for name in ("rung-training", "rung-run-results", "rung-run-", "rung-run-a_folder/models")]
-    for folder in own:  # of the user's, with names like ours
+    for folder in own:  # the user's own folders, with names similar to those of run folders
         folder.mkdir(parents=True)
     with start(HOLD) as dead, start(HOLD) as alive:
         assert dead.stdout and alive.stdout
@@ -82,12 +82,12 @@ def test_a_signal_reaches_a_child_and_no_other_process() -> None:
     with subprocess.Popen(["sleep", "600"]) as child:
         processes.signal_child(child.pid, signal.SIGTERM)
         assert child.wait(60) == -signal.SIGTERM
-        processes.signal_child(child.pid, signal.SIGTERM)  # has ended
+        processes.signal_child(child.pid, signal.SIGTERM)  # the child has already ended: no effect
     program = "import subprocess; p = subprocess.Popen(['sleep', '600']); print(p.pid, flush=True); p.wait()"
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
-        processes.signal_child(pid, signal.SIGKILL)  # as if a child's number had gone to another process
+        processes.signal_child(pid, signal.SIGKILL)  # not a child, as if a child's PID had been reused: no effect
         with pytest.raises(subprocess.TimeoutExpired):
             parent.wait(0.2)
         assert runs(pid)

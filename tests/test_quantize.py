@@ -1,4 +1,4 @@
-"""The quantizers against NumPy from the paper's definition, one value at a time, and the Triton kernels against them."""
+"""The quantizers against a NumPy version of the paper's definition, value by value, and the Triton kernels against them."""
 
 import random
 from pathlib import Path
@@ -43,14 +43,15 @@ def up_to_bf16(x: np.float32) -> np.float32:
 
 
 def nearest_e4m3(x: np.float32) -> float:
-    """The nearest of all its values; of two as near, the one with an even code."""
+    """The nearest e4m3 value. Of two equally near values, the one with the even code."""
     distance = np.abs(E4M3 - abs(float(x)))
     nearest = np.flatnonzero(distance == distance.min())
     return float(np.copysign(E4M3[nearest[nearest % 2 == 0][0] if len(nearest) > 1 else nearest[0]], x))
 
 
 def define(x: np.ndarray, width: Format) -> tuple[np.ndarray, float]:
-    """A group of fp32 values, quantized and read again (fp32), and its scale: appendix A.3, and the module's two additions."""
+    """(A group of fp32 values quantized and dequantized, its scale), by the paper's appendix A.3 and the two additions that
+    `comm.quantize` documents."""
     f32, n = np.float32, width.bits
     if not np.isfinite(x).all():
         return np.full_like(x, np.nan), np.nan
@@ -75,7 +76,7 @@ def define(x: np.ndarray, width: Format) -> tuple[np.ndarray, float]:
 
 
 def defined(x: Tensor, width: Format) -> Tensor:
-    """(G, group) quantized and read again, by definition."""
+    """(G, group), quantized and dequantized by `define`: fp32."""
     return torch.from_numpy(np.stack([define(row.float().numpy(), width)[0] for row in x]))
 
 
@@ -89,12 +90,12 @@ def same(a: Tensor, b: Tensor) -> bool:
     )
 
 
-# --- any finite group ------------------------------------------------------------------------------------------------------
+# --- groups of any finite values -------------------------------------------------------------------------------------------
 
 
 @st.composite
 def groups(draw: st.DrawFn) -> np.ndarray:
-    """Values of any size around any offset, some of them equal, zero or outliers."""
+    """Values of any magnitude around any offset, some of them equal, zero or outliers."""
     size = 4 * draw(st.integers(1, 10))
     spread, offset = 10.0 ** draw(st.integers(-30, 30)), draw(st.sampled_from([0.0, 1.0, -3.0, 1e3, -1e6]))
     values = draw(st.lists(st.floats(-1, 1, width=32) | st.sampled_from([0.0, -1.0, 1.0, 100.0]), min_size=size, max_size=size))
@@ -119,11 +120,11 @@ def test_the_error_is_at_most_half_a_step(name: str, x: np.ndarray) -> None:
     _, scale = define(x, width)
     error = np.abs(read_again(torch.from_numpy(x)[None], width)[0].double().numpy() - x.astype(np.float64))
     half_step = np.full_like(error, scale / 2)
-    if width.floating:  # 3 bits of mantissa; below 2^-6 steps of 2^-9
+    if width.floating:  # 3 mantissa bits; below 2^-6 the step is 2^-9
         half_step = np.maximum(np.abs(x.astype(np.float64)) * 2.0**-4, scale * 2.0**-10)
     assert (error <= half_step + np.abs(x.astype(np.float64)) * 2.0**-22).all()
     fine = np.ptp(x.astype(np.float64)) / (2**width.bits - 1)
-    if width in (INT8, INT4):  # the step is the definition's, but for rounding to bf16 and the reach of the zero point
+    if width in (INT8, INT4):  # the paper's scale, except for rounding to bf16 and the limit of the zero point
         assert scale <= max(fine, float(np.abs(x).max()) / 32767) * (1 + 2.0**-7) + 1e-38
 
 
@@ -144,7 +145,7 @@ def test_equal_values(name: str) -> None:
     assert torch.equal(read_again(torch.zeros(2, 64), FORMATS[name]), torch.zeros(2, 64))
     for value in (1.0, -7.3, 1e30, 1e-30):
         got = read_again(torch.full((1, 64), value), FORMATS[name])
-        # half a step of |x| / 32767; or a bf16 scale, rounded up, times the largest code
+        # half a step of |x| / 32767; in the other formats a scale that was rounded up to bf16, times the largest code
         bound = 2.0**-15 if FORMATS[name] in (INT8, INT4) else 2.0**-7
         assert (got / value - 1).abs().max() <= bound
 
@@ -176,7 +177,7 @@ def test_wire_bytes_by_hand() -> None:
     assert wire_bytes(1000, FP8, 128) == 8 * (128 + 2)
     assert wire_bytes(1024, Format(4, symmetric=True), 32) == 32 * (16 + 2)
     assert wire_bytes(0, INT8, 128) == 0
-    # 8192 values on 4 ranks in int6: to each of 3 others 16 groups in int4 and 16 in int8
+    # 8192 values on 4 ranks in int6: each rank sends 16 groups in int4 and 16 in int8 to each of the 3 others
     assert parse_scheme("int6").sent_bytes(8192, 128, 4) == 3 * 16 * (68 + 132)
     assert parse_scheme("int6").sent_bytes(1, 128, 4) == 3 * (68 + 132)
     assert parse_scheme("int6").sent_bytes(8192, 128, 1) == 0
@@ -193,7 +194,7 @@ def test_two_codes_share_a_byte() -> None:
     assert quantize(x, INT4)[0].tolist() == [0x80, 0x3F, 0, 0, 0x13, 0x2F, 0xE0, 0x98]
 
 
-# --- what is better ----------------------------------------------------------------------------------------------------------
+# --- which settings give smaller errors --------------------------------------------------------------------------------------
 
 
 def error_of(x: Tensor, width: Format, group: int) -> float:
@@ -203,7 +204,7 @@ def error_of(x: Tensor, width: Format, group: int) -> float:
 
 
 def outliers(count: int) -> Tensor:
-    """Normal values, of which one in 500 is 30 times as large."""
+    """Normal values; on average one in 500 is multiplied by 30."""
     x = torch.randn(count)
     return torch.where(torch.rand(count) < 0.002, 30 * x, x)
 
@@ -225,7 +226,7 @@ def test_asymmetric_is_better_on_skewed_values(seed: int) -> None:
 
 
 def test_int6_lies_between_int4_and_int8(seed: int) -> None:
-    """Two quantizers in a row, as an all-reduce of two ranks has them."""
+    """Two quantizations in sequence, as in an all-reduce of two ranks."""
     partials = outliers(1 << 16).view(2, -1, 128)
     errors = []
     for name in ("int8", "int6", "int4"):
@@ -297,7 +298,7 @@ def test_bad_names(text: str, words: list[str]) -> None:
 
 
 def mismatches(seed: int, device: str) -> list[str]:
-    """Where the Triton kernels give other bytes or other sums than the definition in PyTorch."""
+    """The cases in which the Triton kernels give other bytes or other sums than the PyTorch definition."""
     from kernels import quantize as kernel
 
     torch.manual_seed(seed)
@@ -308,7 +309,7 @@ def mismatches(seed: int, device: str) -> list[str]:
             scale = 10.0 ** torch.randint(-3, 3, (3, 9, 1))
             x = (torch.randn(3, 9, group) + torch.randint(-2, 3, (3, 9, 1))) * scale
             x[0, 0], x[1, 0], x[0, 1], x[0, 2, 1], x[1, 3, 2] = 0, -0.0, -3, torch.nan, torch.inf
-            x[2, 4] = torch.arange(group) % 31 - 15.5  # halves of a step
+            x[2, 4] = torch.arange(group) % 31 - 15.5  # values halfway between two codes
             x = x.to(dtype)
             expected = quantize_reference(x.flatten(0, 1), width)
             flags = width.bits, width.symmetric, width.floating
@@ -332,6 +333,6 @@ def test_kernels_on_a_gpu(seed: int) -> None:
 
 @pytest.mark.parametrize(("name", "stated"), [("int8", "0.0084"), ("fp8", "0.036"), ("int6", "0.10"), ("int4", "0.14")])
 def test_the_errors_that_the_documentation_states(name: str, stated: str) -> None:
-    """docs/communication.md tells which budget admits which width on two ranks."""
+    """docs/communication.md states each width's error on two ranks and which error budget admits it."""
     assert f"`{name}` has {stated}" in DOCUMENTED or f"`{name}` {stated}" in DOCUMENTED
     assert relative_error(parse_scheme(name), 2) == pytest.approx(float(stated), abs=0.5 * 10 ** -len(stated.partition(".")[2]))

@@ -1,4 +1,4 @@
-"""Quantized sums on 1, 2, 3 and 4 gloo ranks, against the same arithmetic applied by hand; and when their phases run."""
+"""Quantized all-reduces on 1, 2, 3 and 4 gloo ranks, against the same arithmetic in one process; and when their phases run."""
 
 import random
 import threading
@@ -29,8 +29,10 @@ WIDTHS = ["int8", "int6", "int4", "fp8"]
 
 
 def by_hand(partials: Tensor, name: str) -> Tensor:
-    """What every rank should get of `partials` (N, ...): each group of consecutive values quantized and read again, added in
-    rank order in fp32, quantized and read again. A last group that is not full has its last value repeated."""
+    """The expected all-reduce of `partials` (N, ...), computed in one process.
+
+    Each group of consecutive values is quantized and dequantized, the ranks' groups are added in rank order in fp32, and the
+    total is quantized and dequantized. An incomplete last group is padded with its last value."""
     scheme = parse_scheme(name)
     size = scheme.group_of(partials)
     flat = partials.flatten(1).float()
@@ -44,7 +46,7 @@ def by_hand(partials: Tensor, name: str) -> Tensor:
 
 
 def sums_of(world: World, name: str, partials: list[Tensor]) -> list[Tensor]:
-    """Of this rank's partials (the r-th row of each), all in flight before the first wait."""
+    """All-reduces of this rank's partials (row r of each). All are started before the first wait."""
     communicator = QuantizedGlooCommunicator(parse_scheme(name))
     handles = [communicator.start(p[world.rank].clone()) for p in partials]
     return [handle.wait() for handle in handles]
@@ -114,11 +116,12 @@ def test_gathers_are_exact_and_an_empty_sum_is_empty(ranks: Ranks) -> None:
         assert torch.equal(gathered, torch.cat([torch.arange(3.0).view(1, 3) / 7 + r for r in range(2)], dim=1))
 
 
-# --- when things happen ------------------------------------------------------------------------------------------------------
+# --- overlap and waiting -----------------------------------------------------------------------------------------------------
 
 
 def start_before_the_other(world: World) -> Tensor:
-    """Rank 0 starts its sum, and both meet elsewhere before rank 1 starts its own: a `start` that waited would never end."""
+    """Rank 1 starts its all-reduce after a barrier, which rank 0 enters after its `start`. If `start` waited, this would
+    deadlock."""
     communicator = QuantizedGlooCommunicator(parse_scheme("int8"))
     partial = torch.ones(500)
     if world.rank == 0:
@@ -136,7 +139,7 @@ def test_start_does_not_wait_for_the_other_ranks(ranks: Ranks) -> None:
 
 
 def finished_elsewhere(world: World) -> bool:
-    """Rank 1 has its whole sum, of three, before rank 0 waits for any: both of rank 0's phases ran in between."""
+    """Rank 1 completes three all-reduces before rank 0 waits for any, so both of rank 0's phases ran without a wait there."""
     communicator = QuantizedGlooCommunicator(parse_scheme("int4"))
     handles = [communicator.start(torch.ones(500)) for _ in range(3)]
     if world.rank == 1:
@@ -157,7 +160,7 @@ def waited_for_a_late_rank(world: World) -> tuple[float, float]:
     first = communicator.waited
     handle = communicator.start(torch.ones(10))
     dist.barrier()
-    wait([handle.total])  # the sum is over before it is waited for
+    wait([handle.total])  # the all-reduce has finished before `handle.wait()`
     handle.wait()
     return first, communicator.waited - first
 
@@ -190,7 +193,7 @@ def test_the_thread_ends_with_its_communicator() -> None:
     assert not thread.is_alive()
 
 
-# --- in a model, and by name -----------------------------------------------------------------------------------------------
+# --- in a model, chosen by name --------------------------------------------------------------------------------------------
 
 
 @torch.inference_mode()

@@ -1,5 +1,5 @@
-"""Quantized sums over shared memory: the kernels in Triton's interpreter on gloo ranks, bit for bit what the two steps over a process
-group give; and on GPUs."""
+"""Quantized all-reduces over shared memory: the kernels in Triton's interpreter on gloo ranks, bit for bit equal to the
+two-step all-reduce over a process group; and on GPUs."""
 
 import json
 import os
@@ -25,12 +25,12 @@ pytest.importorskip("triton", reason="Triton is not installed; pip install trito
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")
-# the interpreter truncates where it should round to bf16
+# without bf16: the interpreter truncates where it should round to bf16
 EXACT = (torch.float32, torch.float16)
 
 
 def values(generator: torch.Generator, world: World, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """This rank's: groups of all magnitudes, some constant, some zero, halves of steps among them."""
+    """This rank's random values: groups of different magnitudes, some constant, some zero, some halfway between codes."""
     everyones = torch.randn(world.world_size, *shape, generator=generator)
     flat = everyones.view(world.world_size, -1)
     for begin in range(0, flat.shape[1], 48):
@@ -45,13 +45,14 @@ def values(generator: torch.Generator, world: World, *shape: int, dtype: torch.d
 
 
 def same_bits(got: Tensor, expected: Tensor) -> bool:
-    """But for the payload of NaNs."""
+    """Whether the dtype and the bits are equal, except for those of NaNs."""
     signs = got.isnan() | (got.signbit() == expected.signbit())
     return got.dtype == expected.dtype and torch.equal(got.nan_to_num(7), expected.nan_to_num(7)) and bool(signs.all())
 
 
 def wrong_sums(world: World, names: list[str], units: list[float], seed: int) -> list[str]:
-    """Of so many units of tiles, both lanes and dtypes in turn, some with bad values."""
+    """Messages whose all-reduce is wrong. A unit is one tile of each rank. Dtypes alternate; `defer` or `start`, which have
+    separate workspaces, is chosen at random; some messages hold a NaN or an infinity."""
     from comm.quantized_symmetric import QuantizedSymmetricCommunicator
 
     draw, generator, found = random.Random(seed), torch.Generator().manual_seed(seed), []
@@ -84,7 +85,7 @@ def wrong_sums(world: World, names: list[str], units: list[float], seed: int) ->
 
 @pytest.mark.parametrize(("name", "n"), [("int8", 1), ("int8", 4), ("int6", 2), ("int4", 4), ("fp8", 2)])
 def test_the_same_bits_as_the_two_steps(interpreters: Ranks, name: str, n: int, seed: int) -> None:
-    """Messages of a value, of whole and of broken groups, of a round, and of several."""
+    """Messages of one value, of complete and incomplete groups, of one round and of several rounds."""
     names, units = (
         [name, random.choice([f"{name}:32", f"{name}:64"])],
         [0.0, 1.0, random.uniform(0.01, 2), random.uniform(2, 3)],
@@ -98,7 +99,7 @@ def test_other_groups_and_no_zero_points(interpreters: Ranks, seed: int) -> None
 
 
 def wrong_pieces(world: World, seed: int) -> list[str]:
-    """Messages of several launches, which leave old bytes to those after them."""
+    """Sizes whose all-reduce is wrong. Some take several launches, which leave old bytes in the buffers for later ones."""
     from comm.quantized_symmetric import wire_of
     from comm.workspace import open_workspace
     from kernels.quantized_all_reduce import SUM, quantized_sum
@@ -159,7 +160,7 @@ def test_a_sum_with_addition_and_norm(interpreters: Ranks, name: str, n: int, se
 
 
 def bf16_errors(world: World, seed: int) -> list[str]:
-    """bf16 comes in and goes out; the interpreter truncates where it should round to it."""
+    """bf16 in, bf16 out. The tolerance is one bf16 step, because the interpreter truncates where it should round."""
     from comm.quantized_symmetric import QuantizedSymmetricCommunicator
 
     scheme, generator = parse_scheme("int8"), torch.Generator().manual_seed(seed)
@@ -189,7 +190,7 @@ def test_gathers_are_exact_and_an_empty_sum_is_empty(interpreters: Ranks) -> Non
 
 
 def lone_wait(world: World) -> list[str]:
-    """One rank does not come; the other gives up, in every phase that waits."""
+    """Rank 1 does not take part. Rank 0 times out, in every phase that waits."""
     from comm.quantized_symmetric import QuantizedSymmetricCommunicator
 
     comm = QuantizedSymmetricCommunicator(parse_scheme("int8"), CPU)
@@ -239,11 +240,12 @@ def test_what_does_not_fit_is_refused(interpreters: Ranks) -> None:
 
 
 def least_room(processors: int, first: int, first_warps: int, warps: int) -> int:
-    """Programs of so many warps that fit a GPU beside the first ones, if these are spread over it as badly as can be."""
+    """How many programs of `warps` warps fit on a GPU of `processors` SMs together with `first` programs of `first_warps`
+    warps, if the latter are distributed over the SMs in the worst way."""
     from kernels.quantized_all_reduce import WARPS_OF_SM
 
     room = [(WARPS_OF_SM - k * first_warps) // warps for k in range(WARPS_OF_SM // first_warps + 1)]
-    least = {0: 0}  # by programs placed on the SMs so far
+    least = {0: 0}  # fewest places, by number of first programs on the SMs so far
     for _ in range(processors):
         after: dict[int, int] = {}
         for placed, places in least.items():
@@ -259,7 +261,7 @@ def test_what_waits_fits_a_gpu_however_it_is_spread(processors: int) -> None:
     from comm.quantized_symmetric import shares_of_gpu
     from kernels.quantized_all_reduce import MAX_REGISTERS, WARPS_OF_SM
 
-    assert WARPS_OF_SM * 32 * MAX_REGISTERS == 65536  # registers of an SM
+    assert WARPS_OF_SM * 32 * MAX_REGISTERS == 65536  # the registers of an SM
     here, beside, norm = shares_of_gpu(processors)
     for first, second in ((here, beside), (beside, here), (norm, beside), (beside, norm)):
         room = least_room(processors, first.programs, first.warps, second.warps)
@@ -271,7 +273,7 @@ def test_what_waits_fits_a_gpu_however_it_is_spread(processors: int) -> None:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_on_gpus(tmp_path: Path) -> None:
-    """The same bits as the two steps over NCCL, all widths, also after thousands of graph replays."""
+    """The same bits as the two-step all-reduce over NCCL, in all widths, also after thousands of graph replays."""
     out = tmp_path / "comm.json"
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(min(8, torch.cuda.device_count()))]
     options = ["--parts", "correct quantized|replays quantized", "--replays", "2000", "--seconds", "0"]

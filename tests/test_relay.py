@@ -1,4 +1,4 @@
-"""Two-step sums through host memory: the protocol on CPU ranks that share real memory, and on GPUs that may not reach each other."""
+"""Two-step all-reduces through host memory: the protocol on CPU ranks that share memory, and on GPUs without peer access."""
 
 import json
 import os
@@ -23,7 +23,7 @@ from tp import World
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")
-TOKEN = 96  # values
+TOKEN = 96  # values of a token
 
 
 def everyones_bytes(x: Tensor) -> set[bytes]:
@@ -33,7 +33,7 @@ def everyones_bytes(x: Tensor) -> set[bytes]:
 
 
 def wrong_sums(world: World, name: str | None, sizes: list[int], area: int, seed: int) -> list[str]:
-    """Sums one after the other, before which ranks dawdle; each of several chunks, some of several pieces."""
+    """Messages whose all-reduce is wrong. Ranks start after random delays. All have several chunks, long ones several pieces."""
     import comm.relay
 
     comm.relay.LEAST_CHUNK, comm.relay.LONGEST_CHUNK = 64, 3000
@@ -101,7 +101,7 @@ def test_an_empty_sum_is_empty(ranks: Ranks) -> None:
 
 
 def lone_wait(world: World) -> str:
-    """One rank does not come; the other gives up."""
+    """The error of rank 0, which times out because rank 1 does not take part."""
     import comm.relay
 
     comm.relay.SECONDS = 0.1
@@ -144,7 +144,8 @@ def test_too_little_memory_to_share_is_one_error_on_every_rank(ranks: Ranks) -> 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_on_gpus_that_may_not_reach_each_other(tmp_path: Path) -> None:
-    """Right sums of all sizes, quantized ones with the bits of the two steps over NCCL, also after thousands of graph replays."""
+    """All-reduces of all sizes are right, also after thousands of graph replays. Quantized ones have the same bits as the
+    two-step all-reduce over NCCL."""
     count, out = min(8, torch.cuda.device_count()), tmp_path / "comm.json"
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count), "scripts/bench_comm.py"]
     subprocess.run(
