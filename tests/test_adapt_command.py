@@ -1,4 +1,4 @@
-"""`python -m training.adapt`: from a standard checkpoint to a hybrid ladder that is loaded again."""
+"""`python -m training.adapt`: converts a standard checkpoint to a hybrid ladder, trains it, and writes a checkpoint that loads."""
 
 import json
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ def tiny(variant: str) -> ModelConfig:
 
 @pytest.fixture
 def standard(tmp_path: Path, seed: int) -> Path:
-    """Weights large enough that the residual variant matters."""
+    """A standard checkpoint with weights so large that the residual variant changes the output."""
     model = Transformer(tiny("standard"), Local(), torch.device("cpu"), torch.float32)
     random_weights(model, seed)
     for parameter in model.parameters():
@@ -45,7 +45,7 @@ def standard(tmp_path: Path, seed: int) -> Path:
 
 @pytest.fixture
 def tokens(tmp_path: Path, seed: int) -> Path:
-    """Half of the tokens count, as in a chat's answers."""
+    """A token file with a random loss mask: about half of the tokens count, as the answers of a chat do."""
     rng = np.random.default_rng(seed)
     path = tmp_path / "random.bin"
     write_tokens(path, rng.integers(0, 50, 60 * (LENGTH + 1)), 50, "none", rng.integers(0, 2, 60 * (LENGTH + 1)), LENGTH + 1)
@@ -66,7 +66,7 @@ def arguments(model: Path, tokens: Path, out: Path, *more: object) -> list[objec
 
 
 def first_loss(directory: Path, tokens: Path, share: float) -> float:
-    """By definition, of the zero-shot hybrid on the first batch."""
+    """The loss of the converted, untrained hybrid on the first batch, computed from its definition."""
     original = load_model(str(directory), model_config(str(directory), None, 1), ALONE, torch.float32)
     hybrid = load_model(str(directory), model_config(str(directory), "hybrid:2", 1), ALONE, torch.float32)
     batch = GlobalBatches(open_tokens(tokens, 50), LENGTH, BATCH, 0).micro_batch(0, 0, BATCH)
@@ -86,7 +86,7 @@ def test_the_loss_is_the_mixture_that_was_asked_for(standard: Path, tokens: Path
 
 
 def test_retraining_wins_back_what_the_conversion_lost(ranks: Ranks, standard: Path, tokens: Path, tmp_path: Path) -> None:
-    """On ranks, with everything sharded: the divergence from the original shrinks, and the result is a hybrid checkpoint."""
+    """On 2 ranks with all states sharded, the divergence from the original shrinks. The result is a hybrid checkpoint."""
     more = [
         "--ladder-layers",
         "2-3",

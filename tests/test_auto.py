@@ -1,4 +1,4 @@
-"""The table by which `--comm auto` chooses: the choice, the file that is never trusted blindly, and one table for all ranks."""
+"""`--comm auto`: its table of measured times, the choice of an algorithm, the checks of the table's file, one table for all ranks."""
 
 import json
 import math
@@ -27,7 +27,7 @@ EXACT = ["nccl", "one-shot", "two-shot"]
 def random_times(seed: int) -> Times:
     draw = random.Random(seed)
     return {
-        name: {n: draw.uniform(5, 20) + n / draw.uniform(1e5, 4e5) for n in sizes}  # µs: a latency and 100 to 400 GB/s
+        name: {n: draw.uniform(5, 20) + n / draw.uniform(1e5, 4e5) for n in sizes}  # µs: latency, then 100 to 400 GB/s
         for name, sizes in SERVED.items()
     }
 
@@ -59,7 +59,7 @@ def test_between_two_sizes_nothing_slower_at_either_is_taken() -> None:
     times["one-shot"][SIZES[3]] = 30.0
     table = Table(KEY, 1.0, times)
     assert table.choose(SIZES[2]) == "one-shot"
-    assert table.choose(SIZES[2] + 2) == "nccl"  # fast below, slow above: who knows between
+    assert table.choose(SIZES[2] + 2) == "nccl"  # one-shot is faster at the size below but slower at the size above
     assert table.choose(1) == "one-shot" and table.choose(1 << 30) == "nccl"
 
 
@@ -82,7 +82,7 @@ def test_a_table_survives_the_disk(tmp_path: Path, seed: int) -> None:
 
 
 def spoil(name: str) -> Callable[[dict[str, Any]], Any]:
-    """A change to what the file holds."""
+    """A function that makes the content of a table's file invalid in the named way."""
 
     def change(content: dict[str, Any]) -> Any:
         nccl = content["times"]["nccl"]
@@ -135,7 +135,7 @@ def test_a_torn_table_is_none(tmp_path: Path, seed: int) -> None:
 
 
 def agree(world: World, folder: str, seed: int, rebuild: bool = False, spoiled: bool = False) -> tuple[Times, bool]:
-    """(the table's times, whether this rank measured). Each rank has a cache of its own and measures other times."""
+    """(the table's times, whether this rank measured). Each rank has its own cache folder and measures different times."""
     os.environ["RUNG_CACHE"] = f"{folder}/{world.rank}"
     measured = []
 
@@ -153,12 +153,12 @@ def agree(world: World, folder: str, seed: int, rebuild: bool = False, spoiled: 
 def test_all_ranks_have_rank_0s_table(ranks: Ranks, tmp_path: Path, seed: int) -> None:
     times = random_times(seed)
     assert ranks.run(2, agree, str(tmp_path), seed) == [(times, True)] * 2
-    assert os.listdir(tmp_path) == ["0"]  # nobody else keeps one
-    assert ranks.run(2, agree, str(tmp_path), seed + 5) == [(times, False)] * 2  # it was kept
+    assert os.listdir(tmp_path) == ["0"]  # only rank 0 writes a file
+    assert ranks.run(2, agree, str(tmp_path), seed + 5) == [(times, False)] * 2  # read from the file
     assert ranks.run(2, agree, str(tmp_path), seed + 5, True) == [(random_times(seed + 5), True)] * 2  # rebuilt
     (file,) = (tmp_path / "0").iterdir()
     file.write_text(file.read_text()[:-20])
-    assert ranks.run(2, agree, str(tmp_path), seed + 9) == [(random_times(seed + 9), True)] * 2  # torn, so measured anew
+    assert ranks.run(2, agree, str(tmp_path), seed + 9) == [(random_times(seed + 9), True)] * 2  # cut off, so measured again
 
 
 def test_a_cache_that_cannot_be_written_does_no_harm(ranks: Ranks, tmp_path: Path, seed: int) -> None:

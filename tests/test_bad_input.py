@@ -1,4 +1,4 @@
-"""Bad input ends in exit code 2 and one line that says what to mend, on every rank; a lost rank ends the others."""
+"""Bad input ends every rank with exit code 2 and one line that says what to correct. If a rank is lost, the others end, too."""
 
 import contextlib
 import json
@@ -259,7 +259,7 @@ SPOILED_FILES = [
 
 
 def spoiled(to: Path, name: str, spoil: Callable[[Path], None]) -> Path:
-    """A checkpoint with something else in place of one of its files."""
+    """A copy of a checkpoint in which `spoil` has replaced the file `name`."""
     folder = copy_of("tiny-hybrid", to)
     if (folder / name).exists():
         (folder / name).unlink()
@@ -267,7 +267,7 @@ def spoiled(to: Path, name: str, spoil: Callable[[Path], None]) -> Path:
     return folder
 
 
-@pytest.mark.timeout(300)  # a program that opens the pipe never returns
+@pytest.mark.timeout(300)  # a program that opens a named pipe would wait for a writer without end
 @pytest.mark.parametrize("case", HOSTILE)
 def test_hostile_configs(here: Here, tmp_path: Path, case: str) -> None:
     folder = copy_of("tiny-hybrid", tmp_path)
@@ -286,7 +286,7 @@ def test_what_is_no_file_of_usual_size(here: Here, tmp_path: Path, name: str, sp
 
 
 def test_a_preset_that_no_memory_holds(here: Here) -> None:
-    """Refused before it is allocated: 15 TB in fp32."""
+    """The model (15 TB in fp32) is refused before its memory is allocated."""
     began = time.monotonic()
     done = here("--model", "llama-3.1-405b", "--prompt-ids", "1", "--max-new-tokens", "1")
     check_refused(done, "16", "GB", "free")
@@ -294,7 +294,7 @@ def test_a_preset_that_no_memory_holds(here: Here) -> None:
 
 
 def refusals(world: World, folders: list[str]) -> list[str]:
-    """What each of a set of checkpoints is refused with, through all that a start of generate.py does."""
+    """The error message for each checkpoint, "" for none. Runs the same checks as the start of generate.py."""
     found = []
     for folder in folders:
         error = None
@@ -329,7 +329,7 @@ def test_two_ranks_refuse_hostile_checkpoints_alike(ranks: Ranks, tmp_path: Path
 
 
 class Started:
-    """Ranks that were started without a launcher."""
+    """Ranks that are started without a launcher."""
 
     def __init__(self, args_by_rank: Sequence[Sequence[object]], folder: Path) -> None:
         ranks = len(args_by_rank)
@@ -356,7 +356,7 @@ class Started:
         return self.outputs[rank][1].read_text()
 
     def wait(self, timeout: float) -> list[int | None]:
-        """The exit codes; minus the signal of a rank that was killed, and None if one still runs."""
+        """The exit codes, by rank: the negative signal number if a signal killed the rank, None if it still runs."""
         deadline = time.monotonic() + timeout
         for process in self.processes:
             process.join(max(0.0, deadline - time.monotonic()))
@@ -369,7 +369,7 @@ class Started:
 
 
 def be_rank(args: Sequence[str], env: dict[str, str], out: Path, err: Path) -> None:
-    """`generate.py args` in a process forked off one that has imported it."""
+    """Run `generate.py args` in a process forked from one that has imported it."""
     os.environ.clear()
     os.environ.update(env)
     os.chdir(ROOT)
@@ -420,7 +420,7 @@ def test_every_rank_leaves_with_2_and_one_of_them_says_why(
 
 
 def test_an_error_of_one_rank_alone_ends_them_all(start: Callable[..., Started], tmp_path: Path) -> None:
-    """As on two hosts, of which one lacks the prompt's file."""
+    """For example on two hosts, if the prompt file is missing on one of them."""
     file = tmp_path / "prompt"
     file.write_text("Once")
     common = ["--model", HYBRID, "--prompt-file"]
@@ -457,7 +457,7 @@ def test_when_a_rank_is_killed_the_others_end_by_themselves(start: Callable[...,
 
 
 def ranks_of(launcher: int) -> dict[int, int]:
-    """The process ids of a launcher's ranks, by rank."""
+    """The process ids of the ranks of a launcher, by rank."""
     found = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # a process that has just ended
@@ -517,7 +517,7 @@ def test_a_reader_who_leaves_and_ctrl_c_are_no_errors(ending: str, code: int) ->
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,
-        # a shell's background job, as these tests may be, ignores Ctrl-C and hands that on
+        # These tests may run as a background job of a shell. It ignores SIGINT, and child processes would inherit that.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:

@@ -1,4 +1,4 @@
-"""scripts/bench_cpu.py: a short run."""
+"""A short run of scripts/bench_cpu.py."""
 
 import json
 import sys
@@ -12,7 +12,7 @@ from tests.command_line import MODELS
 
 
 def test_a_short_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It shows a bar, finds that both decode the same tokens, and writes into out what it prints."""
+    """It shows a progress bar, checks that Rung and transformers decode the same tokens, and writes what it prints to `out`."""
     monkeypatch.setattr(bench_cpu, "ROOT", tmp_path)
     monkeypatch.setattr(results, "OUT", tmp_path / "out")
     command = ["bench_cpu.py", "--model", str(MODELS / "tiny-standard"), "--batch-size", "2", "--new-tokens", "8"]

@@ -1,4 +1,4 @@
-"""Conversations to token files: the mask against the answers' own text, packing against its definition, and the command."""
+"""Token files from conversations: the loss mask against the text of the answers, packing against its definition, the command."""
 
 import json
 import random
@@ -37,13 +37,13 @@ LLAMA2 = (
     "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ ' ' + m['content'] + ' ' + eos_token }}"
     "{% else %}{{ bos_token + '[INST] ' + m['content'] + ' [/INST]' }}{% endif %}{% endfor %}"
 )
-FORGETFUL = (  # renders an answer otherwise once it is history, as templates of reasoning models do
+FORGETFUL = (  # renders the last answer differently from earlier ones, as templates of reasoning models do
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' }}"
     "{% if m['role'] == 'assistant' and loop.last %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}"
     "{{ m['content'] + '<|im_end|>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-STYLES = {  # template, special tokens of which the first begins a text, the token that ends a turn
+STYLES = {  # template, special tokens (the first one begins a text), the token that ends a turn
     "chatml": (CHATML, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"], "<|im_end|>"),
     "llama3": (LLAMA3, ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"], "<|eot_id|>"),
     "forgetful": (FORGETFUL, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"], "<|im_end|>"),
@@ -53,7 +53,7 @@ WORDS = ["the", "fox", "took", "12", "34", "x", "=", "\n\n\n", "", "Ünïcödé"
 
 
 def write_checkpoint(folder: Path, style: str, template: str | None = None) -> Path:
-    """A byte-level tokenizer with a style's template; it merges newlines, as Llama 3's and Qwen's do."""
+    """Write a byte-level tokenizer with the template of a style. It merges newlines, as Llama 3's and Qwen's do."""
     standard, special, end = STYLES[style]
     bpe = tokenizers.Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence([
@@ -74,7 +74,7 @@ def write_checkpoint(folder: Path, style: str, template: str | None = None) -> P
 
 
 def write_sentencepiece(folder: Path) -> Path:
-    """A sentencepiece model with Llama 2's template, in which a space is part of the token behind it."""
+    """Write a sentencepiece model with Llama 2's template. In its tokens a space belongs to the word that follows it."""
     folder.mkdir()
     with (folder / "tokenizer.model").open("wb") as file:
         sentencepiece.SentencePieceTrainer.train(
@@ -111,7 +111,7 @@ def some_messages(rng: random.Random, turns: int | None = None) -> list[dict[str
 
 
 def supervised_texts(tokenizer: Tokenizer, ids: Any, mask: Any) -> list[str]:
-    """What each run of supervised tokens says, special tokens spelled out."""
+    """The text of each run of consecutive supervised tokens, with special tokens."""
     runs: list[list[int]] = []
     before = 0
     for id, counted in zip(ids, mask, strict=True):
@@ -145,7 +145,7 @@ def test_exactly_the_answers_count(style: str, checkpoints: dict[str, Path], see
 
 @pytest.mark.parametrize("style", ["chatml", "embedded"])
 def test_tokens_before_an_answer_are_those_of_serving(style: str, checkpoints: dict[str, Path], seed: int) -> None:
-    """Also where an answer begins with newlines, which this tokenizer would merge with those of the template."""
+    """Also if an answer begins with newlines, which this tokenizer would merge with the newlines of the template."""
     tokenizer, rng = load_tokenizer(checkpoints[style]), random.Random(seed)
     for answer in ("\nyes", "\n\nyes", "\n", " yes"):
         messages = [*some_messages(rng, 1), {"role": "user", "content": "why"}, {"role": "assistant", "content": answer}]
@@ -165,7 +165,7 @@ def test_sentencepiece_keeps_the_space_before_an_answer(tmp_path: Path, seed: in
         example = encode_example(tokenizer, messages)
         assert example.ids == tokenizer.encode_chat(messages, add_generation_prompt=False)
         answers = [f"{m['content']} </s>" for m in messages if m["role"] == "assistant"]
-        assert supervised_texts(tokenizer, example.ids, example.mask) == answers  # a text's first space is not shown
+        assert supervised_texts(tokenizer, example.ids, example.mask) == answers  # decoding drops the first space
 
 
 def test_what_follows_the_last_answer_is_left_out(checkpoints: dict[str, Path], seed: int) -> None:
@@ -238,7 +238,7 @@ def test_best_fit_is_best_fit_decreasing(capacity: int, data: st.DataObject) -> 
     windows = best_fit(lengths, capacity)
     assert sorted(i for window in windows for i in window) == list(range(len(lengths))), "each example once"
     assert all(0 < sum(lengths[i] for i in window) <= capacity for window in windows)
-    rooms: list[int] = []  # the definition, with a search through all windows
+    rooms: list[int] = []  # the definition of best-fit decreasing: search all windows for the one with the least room
     for length in sorted(lengths, reverse=True):
         fitting = [room for room in rooms if room >= length]
         if fitting:
@@ -254,7 +254,7 @@ Command = Callable[..., tuple[int, str]]
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """Run it in this process; returns the exit code and what it said."""
+    """Runs the command in this process. Returns the exit code and all output."""
     monkeypatch.delenv("RANK", raising=False)
 
     def run(*args: object) -> tuple[int, str]:
@@ -344,7 +344,7 @@ def test_processes_change_nothing(command: Command, tmp_path: Path, monkeypatch:
 def test_documents_lie_one_after_the_other(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    """However the file is cut into work items, also within a line; special tokens in the text stay text."""
+    """For every size of the pieces that the file is cut into, also within a line. Special tokens in the text remain plain text."""
     rng, tokenizer = random.Random(seed), load_tokenizer(EMBEDDED)
     texts = [some_text(rng) + rng.choice(["", "<|end|> no end", "\n\nmore"]) for _ in range(40)]
     write_lines(tmp_path / "b.jsonl", [{"text": text} for text in texts[:20]] + [""])

@@ -1,4 +1,4 @@
-"""scripts/check_docs.py: figures that a file backs pass, and every other one is named."""
+"""scripts/check_docs.py accepts figures that are in a results file, and reports all others."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Weights in and out: every format against transformers and against each other, slices, torn files, and peak memory."""
+"""Loading and saving weights: every format against transformers and the other formats, slices, damaged files, peak memory."""
 
 import json
 import shutil
@@ -43,7 +43,7 @@ SHAPE = dict(
 
 
 def build(name: str, config: ModelConfig, comm: Communicator, dtype: torch.dtype = torch.float32, seed: int = 0) -> Transformer:
-    """One rank's model. `comm` may be a lone one of several ranks, which then cannot ask the others for their errors."""
+    """The model of one rank. If `comm` is one of several ranks without the others, errors are not exchanged between ranks."""
     make = load_model if comm.world_size == 1 else build_model
     return make(name, config, World(comm.rank, comm.world_size, CPU, comm), dtype, seed)
 
@@ -53,7 +53,7 @@ def tiny(family: str = "llama", **more: Any) -> ModelConfig:
 
 
 def hf_model(family: str = "llama", **more: Any) -> Any:
-    """A transformers model of random weights, norms and biases included."""
+    """A transformers model with random weights, norms and biases."""
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(family, **SHAPE | more))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.2)
@@ -65,7 +65,7 @@ def load(path: Path, comm: Communicator | None = None, dtype: torch.dtype = torc
 
 
 def random_model(config: ModelConfig, seed: int = 0, comm: Communicator | None = None) -> Transformer:
-    """Random in every tensor: `random_weights` would leave the norms at 1 and the biases at 0."""
+    """A model in which every tensor is random. `random_weights` would leave the norms at 1 and the biases at 0."""
     model = Transformer(config, comm or Local(), CPU, torch.float32).eval().requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     for place in places(model):
@@ -74,7 +74,7 @@ def random_model(config: ModelConfig, seed: int = 0, comm: Communicator | None =
 
 
 def full_tensors(model: Transformer) -> dict[str, Tensor]:
-    """The checkpoint's tensors of a model that holds all shards, put together here from its own layout."""
+    """The tensors of the checkpoint format, assembled from the layout of a model that has all shards."""
     parts: dict[str, dict[int, Tensor]] = {}
     dims: dict[str, int] = {}
     for place in places(model):
@@ -99,7 +99,7 @@ def logits(model: Transformer, tokens: Tensor) -> Tensor:
 
 
 def fails(call: Callable[[], object], *names: object) -> None:
-    """`call` raises a UserError of one line that says each of `names`."""
+    """Check that `call` raises a UserError whose message is one line and contains each of `names`."""
     with pytest.raises(UserError) as error:
         call()
     message = str(error.value)
@@ -134,7 +134,7 @@ def test_what_transformers_saves_loads_equal(family: str, tied: bool, sharded: b
         ("llama", dict(mlp_bias=True)),
         ("llama", dict(attention_bias=True, mlp_bias=True)),
         ("qwen3", dict(attention_bias=True)),
-        ("qwen2", dict(attention_bias=True)),  # which means nothing there
+        ("qwen2", dict(attention_bias=True)),  # without effect in this family
     ],
 )
 def test_biases_load_and_are_written_as_transformers_has_them(
@@ -172,7 +172,7 @@ def test_a_tied_checkpoint_may_repeat_its_table_and_old_ones_their_frequencies(t
 
 
 def gpt_fast_tensors(state: dict[str, Tensor], n_heads: int, n_kv_heads: int) -> dict[str, Tensor]:
-    """HF names and layout to gpt-fast's, as its conversion script does it."""
+    """Convert tensors from Hugging Face's names and layout to gpt-fast's, as the conversion script of gpt-fast does."""
 
     def permute(w: Tensor, heads: int) -> Tensor:
         return w.view(heads, 2, w.shape[0] // heads // 2, w.shape[1]).transpose(1, 2).reshape(w.shape)
@@ -198,7 +198,7 @@ def gpt_fast_tensors(state: dict[str, Tensor], n_heads: int, n_kv_heads: int) ->
 
 @pytest.fixture
 def gpt_fast(tmp_path: Path, seed: int) -> tuple[Path, dict[str, Tensor], Any]:
-    """A directory with model.pth and config.json, the tensors in it, and the transformers model that they came from."""
+    """A directory with model.pth and config.json, the tensors in model.pth, and the transformers model they come from."""
     theirs = hf_model()
     theirs.config.save_pretrained(tmp_path)
     tensors = gpt_fast_tensors(theirs.state_dict(), 8, 4)
@@ -219,7 +219,7 @@ def test_a_gpt_fast_file_computes_what_the_hf_layout_computes(gpt_fast: tuple[Pa
 @pytest.mark.parametrize("n", [2, 8])
 def test_ranks_slice_both_formats_alike(gpt_fast: tuple[Path, dict[str, Tensor], Any], n: int, monkeypatch: Any) -> None:
     directory, _, theirs = gpt_fast
-    monkeypatch.setattr(checkpoint, "MAX_TOUCHED_BYTES", 20_000)  # open the file more than once
+    monkeypatch.setattr(checkpoint, "MAX_TOUCHED_BYTES", 20_000)  # so small that the file is opened more than once
     theirs.save_pretrained(directory / "hf")
     for rank in range(n):
         comm = NoCommunication(rank, n)
@@ -233,7 +233,7 @@ def test_safetensors_are_preferred_to_a_pth_beside_them(gpt_fast: tuple[Path, di
     assert_equal(full_tensors(load(directory)), other.state_dict())
 
 
-# --- what is saved is what is read -----------------------------------------------------------------------------------------------
+# --- saving ----------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -255,7 +255,8 @@ def test_saving_and_loading_changes_nothing(variant: str, sharded: bool, tmp_pat
         assert index["metadata"]["total_size"] == sum(t.nbytes for f in files for t in load_file(f).values())
     loaded = load(saved)
     assert loaded.config == config
-    if config.variant == "desync":  # the streams share norms and copies of KV heads, which were random here: the last one stays
+    # Desync streams share norms and copies of KV heads. `random_model` made them differ, and the file holds only the last.
+    if config.variant == "desync":
         save_checkpoint(loaded, tmp_path / "second", torch.float32)
         assert_equal(full_tensors(load(tmp_path / "second")), full_tensors(loaded))
     else:
@@ -312,7 +313,7 @@ def test_a_tokenizer_is_copied_byte_by_byte(tmp_path: Path, seed: int) -> None:
     save_checkpoint(random_model(tiny(), seed), target, tokenizer_from=source)
     assert {f.name for f in target.iterdir()} == {*files, "config.json", SINGLE}
     assert {name: (target / name).read_bytes() for name in files} == files
-    save_checkpoint(random_model(tiny(), seed), target, tokenizer_from=target)  # in place: its files are there already
+    save_checkpoint(random_model(tiny(), seed), target, tokenizer_from=target)  # the same directory: nothing to copy
     assert {name: (target / name).read_bytes() for name in files} == files
 
 
@@ -334,7 +335,7 @@ def build_random(config: ModelConfig, seed: int, rank: int = 0, n: int = 1) -> T
 def test_random_weights_depend_on_the_seed_alone(variant: str, seed: int) -> None:
     config = with_variant(preset("tiny:2"), variant)
     first = build_random(config, seed)
-    torch.randn(5)  # another state of the global generator
+    torch.randn(5)  # changes the state of the global generator
     assert_equal(build_random(config, seed).state_dict(), first.state_dict())
     other = build_random(config, seed + 1).state_dict()
     matrices = {name: tensor for name, tensor in first.state_dict().items() if tensor.dim() == 2}
@@ -342,7 +343,7 @@ def test_random_weights_depend_on_the_seed_alone(variant: str, seed: int) -> Non
     flat = torch.cat([t.flatten() for t in matrices.values()])
     assert flat.std().item() == pytest.approx(0.02, rel=0.01) and abs(flat.mean().item()) < 1e-4
     starts = [place.tensor.flatten()[:8] for place in places(first) if place.tensor.dim() == 2]
-    assert len(starts) == len({tuple(s.tolist()) for s in starts})  # no two drawn alike
+    assert len(starts) == len({tuple(s.tolist()) for s in starts})  # no two tensors are equal
     assert all((t == 1).all() for name, t in first.state_dict().items() if "norm" in name)
 
 
@@ -394,7 +395,7 @@ def test_the_slices_of_all_ranks_are_the_whole(family: str, variant: str, n: int
 
 
 def test_a_rank_of_nothing_but_padding_holds_zeros(tmp_path: Path, seed: int) -> None:
-    config = tiny(vocab_size=9, num_attention_heads=8, num_key_value_heads=8)  # 2 rows a rank: 0-1, …, 8 and one of padding
+    config = tiny(vocab_size=9, num_attention_heads=8, num_key_value_heads=8)  # 2 rows a rank; rank 4 has row 8 and padding
     save_checkpoint(random_model(config, seed), tmp_path, torch.float32)
     for rank, rows in ((4, 1), (5, 0), (7, 0)):
         model = load(tmp_path, NoCommunication(rank, 8))
@@ -445,7 +446,7 @@ def test_a_missing_directory(tmp_path: Path) -> None:
 
 def test_a_directory_without_config_or_weights(saved: Path) -> None:
     (saved / SINGLE).unlink()
-    (saved / "tokenizer.json").write_text("{}")  # a folder with nothing but config.json is a shape
+    (saved / "tokenizer.json").write_text("{}")  # because a folder with only config.json means random weights
     fails(lambda: load(saved), saved, SINGLE, INDEX, PTH)
     (saved / "config.json").unlink()
     fails(lambda: load(saved), saved / "config.json", "missing")
@@ -591,7 +592,7 @@ def test_variants_of_a_checkpoint_and_of_a_preset(saved: Path) -> None:
     assert model_config("tiny", "desync-4x:8", 2).desync_streams == 8
     raw = config_to_hf(with_variant(tiny(), "desync-2x:8"))
     (saved / "config.json").write_text(json.dumps(raw))
-    assert model_config(str(saved), "desync-4x", 2).desync_streams == 8  # that many it was trained with
+    assert model_config(str(saved), "desync-4x", 2).desync_streams == 8  # the number of streams it was trained with
     assert model_config(str(saved), "ladder", 2) == with_variant(tiny(), "ladder")
     fails(lambda: model_config("tiny", "desync", 2), "'desync'", "desync-2x")
 
@@ -623,14 +624,14 @@ MIB = 2**20
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """600 MB of bf16, in both formats."""
+    """The directory of a model with 600 MB of bf16 weights, in both formats: `hf` and `pth`."""
     directory = tmp_path_factory.mktemp("large")
     raw = SHAPE | dict(
         model_type="llama", vocab_size=16000, hidden_size=2048, num_hidden_layers=6, num_attention_heads=16,
         num_key_value_heads=4, head_dim=128, intermediate_size=6144,
     )  # fmt: skip
     model = Transformer(config_from_hf(raw), Local(), CPU, torch.bfloat16).requires_grad_(False)
-    for parameter in model.parameters():  # random enough not to be compressed or shared, and quickly made
+    for parameter in model.parameters():  # random, so that the system cannot compress or share pages; quick to make
         parameter.view(torch.int16).random_(0, 2**15 - 1) if parameter.dim() == 2 else parameter.fill_(1)
     save_checkpoint(model, directory / "hf")
     (directory / "pth").mkdir()
@@ -649,6 +650,6 @@ def test_a_rank_reads_no_more_than_its_shard(layout: str, touched: int, large: P
     peak, shard = (int(word) for word in done.stdout.split())
     assert shard == pytest.approx((large / "hf" / SINGLE).stat().st_size / 4, rel=0.01)
     assert shard < peak < 1.3 * shard + 300 * MIB
-    # A reader that keeps pages mapped would end at the shard, the row slices again, and all of the column-split tensors.
+    # A reader that keeps pages mapped would need the shard, its row slices a second time, and all column-split tensors whole.
     if layout == "hf" or touched:
         assert peak < 1.3 * shard + 64 * MIB

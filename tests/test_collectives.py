@@ -1,4 +1,4 @@
-"""Profiles of collectives: synthesis from links, interpolation, the file, and measuring on gloo ranks."""
+"""Profiles of collectives: synthesis from link speeds, interpolation, the file, and measurement on gloo ranks."""
 
 import json
 import math
@@ -19,7 +19,7 @@ from training.sharding import Mesh
 
 
 def cluster(**more: Any) -> Cluster:
-    """Round figures: 100 GB/s links of 1 µs, nodes of 8 GPUs with 40 GB/s and 10 µs between them."""
+    """A cluster with round figures: 100 GB/s and 1 µs between GPUs, nodes of 8 GPUs, 40 GB/s and 10 µs between nodes."""
     plain = replace(
         load_cluster("a800"),
         link_gb_per_second=100.0,
@@ -46,7 +46,7 @@ def cluster(**more: Any) -> Cluster:
         ("reduce-scatter", Mesh(4, 1), 5e-6 + 3 / 4 * 10e-3 + 3e-6),
         ("broadcast", Mesh(2, 1), 5e-6 + 10e-3 + 1e-6),
         ("all-reduce", Mesh(2, 1), 5e-6 + 2 * (1 / 2 * 10e-3 + 1e-6)),
-        # across nodes: a node's 40 GB/s, shared by the groups that its 8 GPUs form
+        # across nodes: the groups that the 8 GPUs of a node form share its 40 GB/s
         ("all-gather", Mesh(8, 2), 5e-6 + 15 / 16 * 25e-3 + 14e-6 + 10e-6),
         ("broadcast", Mesh(4, 2), 5e-6 + 50e-3 + 6e-6 + 10e-6),
         ("all-reduce", Mesh(1, 2), 5e-6 + 2 * (1 / 2 * 200e-3 + 10e-6)),
@@ -57,7 +57,7 @@ def test_link_times_by_hand(operation: str, mesh: Mesh, seconds: float) -> None:
 
 
 def test_a_small_all_reduce_over_many_nodes_takes_the_tree() -> None:
-    """Two times up and down 7 levels between 128 nodes, instead of two times around 128 hops."""
+    """A tree over 128 nodes has 7 levels, to be passed twice. The ring has 127 hops, to be passed twice."""
     tree = 5e-6 + 2 * (1e3 / (40e9 / 8) + 7 * 10e-6)
     assert link_seconds(cluster(), "all-reduce", 1e3, Mesh(1, 128)) == pytest.approx(tree, rel=1e-12)
     ring = 5e-6 + 2 * (127 / 128 * 1e9 / (40e9 / 8) + 127 * 10e-6)
@@ -80,7 +80,7 @@ def test_a_synthesized_profile_gives_the_links_times(seed: int) -> None:
         mesh = Mesh(draw.choice((1, 2, 4, 8)), draw.choice((1, 2, 3, 4, 6, 12)))
         size = 2 ** draw.uniform(10, 38)
         expected = link_seconds(links, operation, size, mesh) if mesh.size > 1 else 0.0
-        # between two sizes of which one takes the tree and one the ring, the line lies at most a little below the faster one
+        # if the tree is faster at one size and the ring at the next, the line between them is slightly below both
         assert profile.seconds(operation, size, mesh) == pytest.approx(
             expected, rel=0.05 if operation == "all-reduce" else 1e-9
         )
@@ -105,8 +105,8 @@ def test_between_two_sizes_time_is_linear(seed: int) -> None:
 
 def test_outside_of_the_measured_sizes() -> None:
     profile = Profile("test", 8, times("all-gather", Mesh(8), (1000, 1e-3), (2000, 1.5e-3)))
-    assert profile.seconds("all-gather", 10, Mesh(8)) == pytest.approx(1e-3)  # latency stays
-    assert profile.seconds("all-gather", 8000, Mesh(8)) == pytest.approx(6e-3)  # the last bandwidth stays
+    assert profile.seconds("all-gather", 10, Mesh(8)) == pytest.approx(1e-3)  # the latency of the smallest size
+    assert profile.seconds("all-gather", 8000, Mesh(8)) == pytest.approx(6e-3)  # the bandwidth of the largest size
     assert profile.seconds("all-gather", 2000, Mesh(8)) == pytest.approx(1.5e-3)
     assert profile.seconds("all-gather", 0, Mesh(8)) == profile.seconds("all-gather", 1000, Mesh(1)) == 0.0
 
@@ -114,7 +114,7 @@ def test_outside_of_the_measured_sizes() -> None:
 def test_between_two_meshes_bandwidth_is_linear_in_the_logarithm() -> None:
     points = times("all-reduce", Mesh(8, 2), (1000, 1e-3)) + times("all-reduce", Mesh(8, 32), (1000, 4e-3))
     profile = Profile("test", 8, points)
-    # 8 nodes are half-way between 2 and 32 in the logarithm: half-way between 1e6 and 2.5e5 bytes/s
+    # log(8) is half-way between log(2) and log(32), so the bandwidth is half-way between 1e6 and 2.5e5 bytes/s
     assert profile.seconds("all-reduce", 1000, Mesh(8, 8)) == pytest.approx(1000 / 6.25e5)
     quarter = 1e6 + (math.log(4 / 2) / math.log(16)) * (2.5e5 - 1e6)
     assert profile.seconds("all-reduce", 1000, Mesh(8, 4)) == pytest.approx(1000 / quarter)
@@ -220,12 +220,12 @@ def test_measuring_gives_each_operation_mesh_and_size(ranks: Ranks) -> None:
     points = by_rank[0]
     assert by_rank == [points] * 4, "the ranks must agree on every time"
     assert {(p.operation, p.mesh) for p in points} == {(o, m) for o in OPERATIONS for m in (Mesh(1, 2), Mesh(2, 1), Mesh(2, 2))}
-    assert {p.bytes for p in points} == {1000, 1008, 40_000}  # 1000 bytes are 250 floats, which 4 ranks cannot share
+    assert {p.bytes for p in points} == {1000, 1008, 40_000}  # 1000 bytes are 250 floats, which 4 does not divide
     assert all(0 < p.seconds < 10 for p in points)
 
 
 def test_groups_are_blocks_of_the_grid() -> None:
-    grid = Mesh(4, 4)  # rank 4 * node + GPU
+    grid = Mesh(4, 4)  # rank = 4 * node + GPU
     assert group_of(0, Mesh(2, 1), grid) == [0, 1]
     assert group_of(7, Mesh(2, 1), grid) == [6, 7]
     assert group_of(9, Mesh(1, 2), grid) == [9, 13]

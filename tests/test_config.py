@@ -1,4 +1,4 @@
-"""Configs: presets, residual variants, and `config.json` both ways, against transformers and the published checkpoints."""
+"""Configs: presets, residual variants, reading and writing `config.json`, against transformers and published checkpoints."""
 
 import copy
 import json
@@ -46,7 +46,7 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-# as `config.json` of the published hybrid ladder, Llama-3.1-8B with ladder in its upper half
+# the `config.json` of the published hybrid ladder: Llama-3.1-8B with ladder residuals in the upper half of its layers
 HYBRID_LADDER: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "attention_bias": False,
@@ -78,7 +78,7 @@ HYBRID_LADDER: dict[str, Any] = {
 
 
 def fails(call: Any, *names: str) -> None:
-    """`call` raises a UserError of one line that says each of `names`."""
+    """Check that `call` raises a UserError whose message is one line and contains each of `names`."""
     with pytest.raises(UserError) as error:
         call()
     message = str(error.value)
@@ -93,7 +93,7 @@ def fails(call: Any, *names: str) -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_is_valid_and_splits_over_eight_ranks_or_four(name: str) -> None:
     config = validate(preset(name))
-    ranks = 4 if name == "llama-30b" else 8  # 52 heads
+    ranks = 4 if name == "llama-30b" else 8  # llama-30b has 52 heads
     assert config.n_heads % ranks == config.intermediate_size % ranks == 0
     assert config.hidden_size == config.n_heads * config.head_dim or name == "tiny"
 
@@ -103,7 +103,7 @@ def test_a_preset_is_valid_and_splits_over_eight_ranks_or_four(name: str) -> Non
     [
         ("ladder-1b", 1.2, 0.03),
         ("ladder-3b", 3.5, 0.03),
-        ("llama-3.2-1b", 1.236, 0.001),  # the model cards' numbers from here on
+        ("llama-3.2-1b", 1.236, 0.001),  # from here on the numbers of the model cards
         ("llama-3.2-3b", 3.213, 0.001),
         ("llama-3-8b", 8.030, 0.001),
         ("llama-7b", 6.738, 0.001),
@@ -166,7 +166,7 @@ def test_variants_by_name() -> None:
     desync = with_variant(tiny, "desync-2x:4")
     assert desync.variant == "desync" and desync.desync_streams == 4 and desync.desync_pattern == desync_pattern(7, 2)
     assert desync.description == "desync-2x (S = 4)"
-    # a desync checkpoint has been trained with its streams: another pattern keeps their number
+    # A desync checkpoint was trained with its number of streams, so another pattern keeps that number.
     assert with_variant(desync, "desync-4x").desync_streams == 4
     assert with_variant(desync, "desync-4x").description == "desync-4x (S = 4)"
     assert with_variant(tiny, "desync-4x").desync_streams == 1
@@ -206,12 +206,12 @@ def test_desync_patterns_by_hand() -> None:
 
 
 def hf_config(raw: dict[str, Any]) -> Any:
-    """What transformers makes of a `config.json`."""
-    return transformers.AutoConfig.for_model(**copy.deepcopy(raw))  # it writes into its arguments
+    """The config object of transformers for the content of a `config.json`."""
+    return transformers.AutoConfig.for_model(**copy.deepcopy(raw))  # a copy, because it changes its arguments
 
 
 def written(config: Any) -> dict[str, Any]:
-    """`config.json` as transformers writes it."""
+    """The content of the `config.json` that transformers writes."""
     return json.loads(config.to_json_string())
 
 
@@ -234,7 +234,7 @@ def random_shape(seed: int) -> dict[str, Any]:
 
 
 def agree(ours: ModelConfig, theirs: Any) -> None:
-    """Every number of our config is the one that transformers holds."""
+    """Check that every number of our config is equal to the one in transformers' config."""
     assert ours.family == theirs.model_type
     for our_name, their_name in {
         "vocab_size": "vocab_size",
@@ -325,7 +325,7 @@ def test_the_published_hybrid_ladder() -> None:
 
 
 def scalings(frequencies: int) -> st.SearchStrategy[RopeScaling]:
-    """Any scaling of a model with that many frequencies."""
+    """Any RoPE scaling of a model with that many frequencies."""
     lengths, factors, numbers = st.integers(2, 10**5), st.floats(1, 100), st.floats(1e-8, 1e8)
     each = st.lists(numbers, min_size=frequencies, max_size=frequencies).map(tuple)
     return st.one_of(
@@ -400,7 +400,7 @@ def test_every_preset_and_variant_can_be_written_and_read(name: str, variant: st
     assert config_from_hf(json.loads(json.dumps(raw))) == config
     if config.variant == "standard":
         agree(config, hf_config(raw))
-    else:  # no other library may take it for the model that it looks like
+    else:  # no other library may mistake it for a standard model of the same shape
         assert raw["model_type"] in ("llamaLadder", "rung")
         assert raw["model_type"] not in transformers.CONFIG_MAPPING
 
@@ -415,7 +415,7 @@ def test_transformers_reads_what_we_write_of_its_own_families(make: Any, windowe
     agree(config, transformers.AutoConfig.from_pretrained(tmp_path))
 
 
-# --- what cannot be served ---------------------------------------------------------------------------------------------------
+# --- configs that cannot be served -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -511,7 +511,8 @@ def test_a_bad_scaling_is_refused_by_its_key(rope: dict[str, Any], named: str) -
 
 
 def test_the_context_that_a_scaling_is_meant_for() -> None:
-    """Published files: Qwen2.5's README on long texts, Qwen3's, Yarn-Llama-2-7b-128k, vicuna-7b-v1.5-16k, Phi-style longrope."""
+    """The values are from published files: the READMEs of Qwen2.5 and Qwen3 on long texts, Yarn-Llama-2-7b-128k,
+    vicuna-7b-v1.5-16k, and longrope as in Phi models."""
     qwen = {k: v for k, v in HYBRID_LADDER.items() if k not in ("ladder_layers", "rope_scaling")} | {"model_type": "qwen2"}
     contexts = [
         (YARN, 32768, 131072),

@@ -1,4 +1,4 @@
-"""Connections that are no requests yet, or more than one: heads without end, trailers, pipelining, what is no HTTP."""
+"""Connections without a complete request, or with several: endless headers, trailers, pipelining, data that is not HTTP."""
 
 import json
 import random
@@ -12,7 +12,7 @@ from tests.server_thread import Site, raw_request, wait_for
 
 GET = b"GET /health HTTP/1.1\r\nHost: x\r\n"
 CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
-MOST = 100 * MAX_HEAD  # bytes that a hostile client sends; far more than sockets hold
+MOST = 100 * MAX_HEAD  # bytes that a hostile client tries to send; far more than the socket buffers hold
 
 
 def connect(site: Site) -> socket.socket:
@@ -24,7 +24,7 @@ def read_all(raw: socket.socket) -> bytes:
     try:
         while data := raw.recv(65536):
             found += data
-    except ConnectionResetError:  # what was sent behind an error is not read
+    except ConnectionResetError:  # the server does not read what was sent after an error
         pass
     return found
 
@@ -57,7 +57,7 @@ def test_a_head_without_end_is_refused(site: Site, head: bytes, more: bytes) -> 
             pass
         answer = read_all(raw)
     assert sent < MOST
-    if answer:  # a reset may overtake it
+    if answer:  # empty if the connection was reset before the answer was read
         assert answer.startswith((b"HTTP/1.1 431 ", b"HTTP/1.1 400 ")) and error_of(answer)["type"] == "invalid_request_error"
     wait_for(lambda: site.server.service.open_requests == 0)
 
@@ -77,7 +77,7 @@ def test_what_is_no_http_is_told_so(site: Site, garbage: bytes) -> None:
 @pytest.mark.parametrize("more", [raw_request({"prompt": "Hi"}) * 3, b"no HTTP"], ids=["pipelined", "garbage"])
 @pytest.mark.parametrize("stream", [True, False])
 def test_what_comes_before_the_answer_is_complete_is_left(site: Site, stream: bool, more: bytes, seed: int) -> None:
-    """One answer, whole, and the end of the connection."""
+    """The client gets one complete answer, then the connection is closed."""
     asked = len(site.engine.submits)
     site.engine.delay = 0.001
     data = raw_request({"prompt": "Hi", "stream": stream}) + more

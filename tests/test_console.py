@@ -1,4 +1,4 @@
-"""generate.py --interactive at a terminal: keys, history, Ctrl-C, on one process and under torchrun, through a real pty."""
+"""generate.py --interactive at a real pty: keys, history and Ctrl-C, in one process and on ranks."""
 
 import os
 import re
@@ -15,12 +15,12 @@ import pytest
 import console
 from tests.command_line import HYBRID, ROOT, command, environment
 
-PATIENCE = 300.0  # seconds for anything to appear: ranks start on loaded cores
+PATIENCE = 300.0  # timeout in seconds for any output; ranks start slowly on a busy machine
 STORY = "Tell me a story about a fox and a lantern."
 
 
 class Session:
-    """The command at a pty of 100 columns, as a person sees it."""
+    """The command at a pty of 40 rows and 100 columns."""
 
     def __init__(self, state: Path, *args: object, ranks: int = 0) -> None:
         words = command(["--model", HYBRID, "--interactive", "--chat", "--temperature", 0, *args], ranks)
@@ -31,12 +31,12 @@ class Session:
         self.before = termios.tcgetattr(self.child.child_fd)
 
     def sees(self, pattern: str) -> str:
-        """Wait until this is on the screen; returns what came before it."""
+        """Wait for output that matches `pattern`. Returns the output before it, without escape sequences."""
         self.child.expect(pattern)
         return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", self.child.before)
 
     def prompt(self) -> None:
-        """Wait for the prompt sign; bracketed paste, which every prompt begins with, is on for no longer than it."""
+        """Wait for the prompt sign. Each prompt switches bracketed paste on first, and off at its end."""
         self.sees(r"\x1b\[\?2004h.*?>")
 
     def ends(self) -> int:
@@ -65,11 +65,11 @@ def test_ctrl_c_stops_the_answer_and_not_the_session(ranks: int, tmp_path: Path,
     rest = session.sees(r"\[stopped\]")
     assert len(rest) < 2000, "an answer of 900 tokens has about 3,500 characters"
     session.prompt()
-    session.child.send("/reset\r")  # and the ranks still agree on what comes next
+    session.child.send("/reset\r")  # the ranks must still agree on the next request
     session.sees("starts anew")
     session.prompt()
     session.child.send("What is 2 + 3?\r")
-    session.sees(r"\x1b\[\?2004l5")  # the answer: sequences have digits, too
+    session.sees(r"\x1b\[\?2004l5")  # 5 is the answer; with the sequence before it, as other sequences contain digits, too
     session.child.send("\x03")
     session.sees(r"\[stopped\]")
     session.prompt()
@@ -85,14 +85,14 @@ def test_ctrl_c_stops_the_answer_and_not_the_session(ranks: int, tmp_path: Path,
 def test_a_conversation_with_history_and_commands(tmp_path: Path, sessions: list[Session]) -> None:
     first = Session(tmp_path)
     sessions.append(first)
-    first.sees("it knows nothing else.")  # of examples.json, as is the question
+    first.sees("it knows nothing else.")  # this and the question below are from examples.json
     first.sees("Try: What is 17 plus 25[?]")
     first.prompt()
-    first.child.send("What is 2 + 3?\rWhat is 10 + 10?\r")  # the second one is typed ahead
+    first.child.send("What is 2 + 3?\rWhat is 10 + 10?\r")  # the second question is sent before the first is answered
     first.sees(r"5\r\n")
     first.sees(r"20\r\n")
     first.prompt()
-    first.child.send("What is 7 + 4\x1b[D\x1b[D\x1b[D\x1b[D\x7f1\x05?\r")  # the cursor goes back to the 7
+    first.child.send("What is 7 + 4\x1b[D\x1b[D\x1b[D\x1b[D\x7f1\x05?\r")  # move the cursor back to the 7 and replace it
     first.sees(r"5\r\n")
     first.prompt()
     first.child.send("/help\r")
@@ -101,7 +101,7 @@ def test_a_conversation_with_history_and_commands(tmp_path: Path, sessions: list
     first.child.send("\x03")
     first.sees("Ctrl-C again")
     first.prompt()
-    first.child.send("\x1b[A\x1b[A\r")  # up, up: what was asked before /help
+    first.child.send("\x1b[A\x1b[A\r")  # up, up: the question before /help
     first.sees(r"5\r\n")
     first.prompt()
     first.child.send("\x04")
@@ -138,7 +138,7 @@ def test_sigterm_leaves_the_terminal_as_it_was(tmp_path: Path, sessions: list[Se
     assert not (tmp_path / "rung").exists()
 
 
-# --- the history's file --------------------------------------------------------------------------------------------------
+# --- the history file ----------------------------------------------------------------------------------------------------
 
 
 def test_the_history_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
