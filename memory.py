@@ -25,8 +25,7 @@ CGROUPS = (  # version 2, then 1: limit, use, and the key of `memory.stat` for f
 
 
 def weight_bytes(config: ModelConfig, world_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one rank's matrices, with replicated KV heads and the padding of the vocabulary. Norms and biases are too small
-    to count.
+    """Bytes of one rank's matrices, with replicated KV heads and the vocabulary's padding. Norms and biases do not count.
 
     Raises UserError if the model cannot be split over `world_size` ranks.
     """

@@ -100,8 +100,7 @@ class GraphRunner(Runner):
         return Output(hidden, last, self._drawn(last, *inputs.draws(spans)))
 
     def _drawn(self, hidden: Tensor, draws: Draws, positions: Tensor) -> Tensor:
-        """Draw a token for each row of hidden (B, C): each rank draws from its part of the vocabulary; the best one is
-        taken."""
+        """Draw a token for each row of hidden (B, C): the best of the ranks' candidates from their parts of the vocabulary."""
         model = self.model
         logits = model.head(model.norm(hidden))
         best = local_best(logits, draws.temperature, draws.seed, positions, model.vocab.start, self.text_ids)

@@ -107,8 +107,7 @@ def next_tokens(model: Transformer, tokens: Tensor, cache: ContiguousCache, batc
 
 
 def _runner(model: Transformer, capacity: Capacity) -> GraphRunner:
-    """A runner with buffers of exactly this capacity. The model keeps the last one and its graphs; they are freed with
-    it."""
+    """A runner with exactly this capacity. The model keeps the last one, so a runner and its graphs are freed with it."""
     runner: GraphRunner | None = model.__dict__.pop("_offline_runner", None)
     if runner is None or runner.capacity != capacity:
         del runner  # frees its cache before the new one is allocated

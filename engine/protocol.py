@@ -91,8 +91,8 @@ class SubmitAll(msgspec.Struct, frozen=True, tag=True):
 
 
 def joined(submits: Sequence[Submit]) -> SubmitAll:
-    """Join Submits into one message. Their params may differ only in the fields of a Member. Prompts are shared if they
-    are the same object."""
+    """Join Submits into one message. Their params may differ only in the fields of a Member. A prompt is sent once if it is
+    the same object in several Submits."""
     places: dict[int, int] = {}
     prompts: list[list[int]] = []
     members: list[Member] = []

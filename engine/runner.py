@@ -21,8 +21,7 @@ from model import Transformer
 
 @dataclass
 class StepResult:
-    """tokens and logprobs: one entry for each chunk in `chunks` that samples. An entry of logprobs that was not requested
-    is None."""
+    """tokens and logprobs have one entry for each chunk in `chunks` that samples. logprobs are None if not requested."""
 
     chunks: list[Chunk]  # in the order of the step
     tokens: list[int]
@@ -40,7 +39,7 @@ class Flight:
 
 
 def is_plain(sequence: Sequence) -> bool:
-    """Whether the next token depends only on the logits, the temperature and the seed."""
+    """Whether the next token depends only on the logits, the temperature and the seed, so that a CUDA graph can draw it."""
     params: RequestParams = sequence.params
     filtered = params.top_k or params.top_p < 1 or params.min_p
     return not filtered and params.logprobs is None and not params.min_tokens and not needs_processing(sequence)
