@@ -11,11 +11,11 @@ CLASSES = {"llama": "LlamaLadder", "mistral": "MistralLadder", "qwen2": "Qwen2La
 
 
 def add_modeling(directory: Path, config: ModelConfig) -> None:
-    """Let transformers load a checkpoint with ladder layers: `AutoModelForCausalLM.from_pretrained(directory,
-    trust_remote_code=True)`.
+    """Add to a checkpoint with ladder layers the code with which transformers loads it.
 
-    Copies the code of the model and names it in config.json (`auto_map`). Does nothing for other variants: a standard
-    model needs no code, and parallel and desync models run in Rung only.
+    After that, `AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)` works. The code of the model is
+    copied, and config.json names it (`auto_map`). Does nothing for other variants: a standard model needs no code, and
+    parallel and desync models run in Rung only.
     """
     if config.variant != "ladder":
         return

@@ -23,12 +23,12 @@ class Measured:
     `gradient_norm` and `learning_rate` are those of the last one."""
 
     step: int  # steps done
-    loss: float  # nats a supervised token
+    loss: float  # nats per supervised token
     gradient_norm: float  # before clipping
     learning_rate: float
     step_ms: float
-    tokens_per_second: float  # of all ranks
-    tokens_per_gpu_second: float  # TGS
+    tokens_per_second: float  # over all ranks
+    tokens_per_gpu_second: float  # tokens_per_second / ranks, which AMSP calls TGS
     mfu: float | None  # None if the device's peak is unknown
     peak_memory_gb: float | None  # of rank 0's GPU
     exposed_ms: float  # time per step in which rank 0 computed nothing because it waited for communication

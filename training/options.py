@@ -135,7 +135,7 @@ class Planned:
     sharding: Sharding
     why: str
     step_seconds: float | None = None
-    intra_tensor: bool = False  # whether every tensor's optimizer states are cut evenly
+    intra_tensor: bool = False  # cut every tensor's optimizer states evenly, instead of giving each tensor one owner
 
 
 def plan(args: argparse.Namespace, config: ModelConfig, mesh: Mesh, device: torch.device) -> Planned:

@@ -1,4 +1,4 @@
-"""Chooses the meshes of P, G and OS (AMSP, section V.B), and what well-known systems would choose instead.
+"""Chooses the meshes of P, G and OS (AMSP, section V.B), and predicts what well-known systems would choose.
 
     minimize     the predicted step time; or, as in the paper, T_P + T_G + T_OS         (1)
     subject to   the plan fits into the memory of a GPU                                 (2)

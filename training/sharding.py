@@ -31,7 +31,7 @@ class Mesh:
 
     @staticmethod
     def parse(text: str) -> "Mesh":
-        """`8x4` (GPUs a node x nodes) or `8` (on one node). Raises UserError."""
+        """`8x4` (GPUs per node x nodes) or `8` (on one node). Raises UserError."""
         gpus, _, nodes = text.strip().lower().replace("×", "x").partition("x")
         try:
             mesh = Mesh(int(gpus), int(nodes or 1))
