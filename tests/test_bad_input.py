@@ -24,6 +24,7 @@ from checkpoint import load_model, model_config
 from errors import UserError
 from tests.command_line import CPU, HYBRID, MODELS, ROOT, Finished, Here, command, environment, launch
 from tests.ranks import Ranks
+from tests.server_process import runs
 from tokenizer import load_tokenizer
 from tp import World, agree_on_error, stream_shards
 
@@ -480,7 +481,7 @@ def test_when_a_rank_is_killed_the_launcher_ends(tmp_path: Path) -> None:
         assert sorted(ranks) == [0, 1]
         os.kill(ranks[1], signal.SIGKILL)
         assert launcher.wait(200.0) == 1
-        wait_for(lambda: not Path(f"/proc/{ranks[0]}").exists(), 200.0)
+        wait_for(lambda: not runs(ranks[0]), 200.0)
     finally:
         for pid in ranks_of(launcher.pid).values():
             os.kill(pid, signal.SIGKILL)

@@ -10,6 +10,7 @@ from pathlib import Path
 from scripts.soak import processes
 from tests import quick_start
 from tests.command_line import HYBRID
+from tests.server_process import runs
 
 ROOT = Path(__file__).resolve().parents[1]
 GENERATE = ["generate.py", "--device", "cpu", "--model", HYBRID, "--prompt", "Once upon a time", "--temperature", "0"]
@@ -48,7 +49,7 @@ def test_a_signal_ends_all_ranks() -> None:
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=300)
     assert process.returncode == 128 + signal.SIGTERM
-    assert not [pid for pid in ranks if Path(f"/proc/{pid}/stat").exists()]
+    assert not [pid for pid in ranks if runs(pid)]
 
 
 def test_bad_use_is_told() -> None:
