@@ -1,4 +1,4 @@
-"""Conversion to hybrid ladder: the config by definition, the weights untouched, the result the same model everywhere."""
+"""Conversion to hybrid ladder: the config has the chosen layers, the weights are unchanged, and the result loads everywhere."""
 
 import json
 import random
@@ -81,7 +81,7 @@ def test_only_a_standard_model_can_be_converted(variant: str, standard: ModelCon
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 def test_the_written_config_is_the_converted_one(family: str, standard: ModelConfig, tmp_path: Path) -> None:
-    """In each family, with what Rung does not know kept."""
+    """In each family. Keys of config.json that Rung does not use are kept."""
     bias, norms = family == "qwen2", family == "qwen3"
     config = replace(standard, family=family, qkv_bias=bias, qk_norm=norms, windows=(64,) * 8 if family == "mistral" else ())
     if family == "llama":
@@ -103,7 +103,7 @@ Command = Callable[..., tuple[int, str]]
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
-    """Run it, or another program, in this process; returns the exit code and what it said."""
+    """Runs the command, or the `main` of another program, in this process. Returns the exit code and all output."""
     monkeypatch.delenv("RANK", raising=False)
 
     def run(*args: object, main: Callable[[], None] = convert.main) -> tuple[int, str]:
@@ -151,7 +151,7 @@ def test_generate_takes_the_result(command: Command, tmp_path: Path) -> None:
 
 
 def split_checkpoint(folder: Path) -> Path:
-    """tiny-standard in two files with an index, which a larger model has."""
+    """A copy of tiny-standard whose weights are in two files with an index, as those of larger models."""
     shutil.copytree(STANDARD, folder)
     tensors = load_file(folder / SINGLE)
     (folder / SINGLE).unlink()
@@ -173,7 +173,7 @@ def test_several_files_and_an_index(command: Command, tmp_path: Path, seed: int)
 
 
 def test_force_replaces_all_of_a_checkpoint(command: Command, tmp_path: Path) -> None:
-    """An old index would be preferred to the new single file."""
+    """The index of the old checkpoint must be removed: loading would prefer it to the new single file."""
     out, before = split_checkpoint(tmp_path / "out"), (STANDARD / SINGLE).read_bytes()
     (out / "notes.txt").write_text("mine")
     code, said = command("--model", STANDARD, "--ladder-layers", 4, "--out", out)

@@ -1,4 +1,4 @@
-"""The synthetic corpus: deterministic, split by key, true, and readable by its tokenizer."""
+"""The synthetic corpus: documents are deterministic, split by key, correct, and can be encoded by the corpus's tokenizer."""
 
 import dataclasses
 import json
@@ -28,7 +28,7 @@ def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pairs(kind: str, count: int, split: str = "train") -> list[tuple[str, str]]:
-    """The prompts and answers of one kind."""
+    """The (prompt, answer) pairs of documents of one kind."""
     return [(d.prompt_messages[-1]["content"], d.answer) for d in corpus.documents(7, count, split, kind)]
 
 

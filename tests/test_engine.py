@@ -1,5 +1,5 @@
-"""The engine: a request in a mixed batch, cut into chunks, preempted, on cached prefixes or several ranks, gets what it gets
-alone."""
+"""The engine: a request gets the same tokens as alone if it is in a mixed batch, cut into chunks, preempted, on a cached prefix,
+or on several ranks."""
 
 import json
 import random
@@ -65,7 +65,7 @@ def config_of(name: str) -> ModelConfig:
     )
     if name == "qwen3-some-layers":
         return ModelConfig(**shape, family="qwen3", qk_norm=True, windows=(None, 6, None, 6))
-    if name == "qwen3-yarn":  # requests go beyond the original context
+    if name == "qwen3-yarn":  # requests are longer than the original context
         scaling = YarnScaling(4.0, 20, attention_factor=1.14)
         return ModelConfig(**shape | {"n_heads": 4, "n_kv_heads": 2}, family="qwen3", qk_norm=True, rope_scaling=scaling)
     config = ModelConfig(**shape)
@@ -84,7 +84,7 @@ def config_of(name: str) -> ModelConfig:
 
 @torch.no_grad()
 def random_model(config: ModelConfig) -> Transformer:
-    """Every weight and norm counts; logits of size about 1."""
+    """A model in which every weight and norm changes the output. Logits are about 1 in size."""
     model = Transformer(config, comm.Local(), CPU, torch.float32).eval().requires_grad_(False)
     for name, parameter in model.named_parameters():
         if "norm" in name:
@@ -112,7 +112,7 @@ def tiny_tokenizer() -> Any:
 def engine_of(
     model: Transformer, n_blocks: int | None = None, tokenizer: Any = None, world: World = ALONE, **more: Any
 ) -> Engine:
-    """With exactly `n_blocks` blocks of 4 tokens."""
+    """An engine with KV-cache blocks of 4 tokens by default, exactly `n_blocks` of them if given."""
     limits = EngineLimits(**dict(block_size=4) | more)
     if n_blocks is not None:
         size = PagedCache.bytes_per_block(
@@ -120,7 +120,7 @@ def engine_of(
         )
         limits = replace(limits, kv_memory=n_blocks * size + random.randrange(size))
     engine = Engine(model, tokenizer, limits, world)
-    engine.look_ahead = random.random() < 0.5  # as on a GPU
+    engine.look_ahead = random.random() < 0.5  # always on with a GPU
     assert n_blocks is None or engine.scheduler.blocks.n_blocks == n_blocks
     return engine
 
@@ -158,7 +158,10 @@ def step(engine: Engine, answers: dict[str, Answer]) -> None:
 def serve(
     engine: Engine, submits: list[Submit], at_once: int = 1000, aborts: dict[int, str] | None = None
 ) -> dict[str, Answer]:
-    """All answers. `at_once` requests arrive before each step; aborts: by step, who."""
+    """Run all requests to their end. Returns the answers by request id.
+
+    at_once: requests that arrive before each step. aborts: the id of the request to abort, by the number of the step.
+    """
     answers = {s.request_id: Answer() for s in submits}
     coming = iter(submits)
     number, last = 0, False
@@ -197,7 +200,7 @@ def random_params(**fixed: Any) -> RequestParams:
 
 
 def random_submits(count: int, vocab_size: int = 101, longest: int = 30, **fixed: Any) -> list[Submit]:
-    """Prompts of all lengths; half of them begin like an earlier one. The first two fill 16 blocks of 4 tokens."""
+    """Requests with prompts of all lengths. Half of them begin like an earlier one. The first two fill 16 blocks of 4 tokens."""
 
     def prompt_of(length: int) -> list[int]:
         return [random.randrange(vocab_size) for _ in range(length)]
@@ -217,12 +220,12 @@ def random_submits(count: int, vocab_size: int = 101, longest: int = 30, **fixed
 
 @torch.inference_mode()
 def plain_logits(model: Transformer, tokens: list[int]) -> Tensor:
-    """(T, V), from one forward without any cache."""
+    """Logits (T, V) from one forward pass without a cache."""
     return model(torch.tensor([tokens]), Causal(len(tokens), CPU))[0]
 
 
 def bent(logits: Tensor, prompt: list[int], output: list[int], params: RequestParams) -> Tensor:
-    """What penalties, biases and min_tokens make of one row (V,), id by id."""
+    """One row of logits (V,) after penalties, biases and min_tokens, applied id by id."""
     logits = logits.clone()
     for i in set(prompt + output):
         logits[i] = logits[i] / params.repetition_penalty if logits[i] > 0 else logits[i] * params.repetition_penalty
@@ -237,14 +240,14 @@ def bent(logits: Tensor, prompt: list[int], output: list[int], params: RequestPa
 
 
 def draws(logits: Tensor, position: int, params: RequestParams) -> list[int]:
-    """One token from each row of logits (B, V), by this request's parameters."""
+    """One token from each row of logits (B, V), drawn with this request's parameters."""
     one = SamplingParams(params.temperature, params.top_k, params.top_p, params.min_p, params.seed)
     batch = SamplingBatch.of([one] * len(logits), CPU)
     return sample(logits, batch, torch.full((len(logits), 1), position)).tolist()
 
 
 def slow(model: Transformer, prompt: list[int], params: RequestParams) -> list[int]:
-    """A request alone, the whole text computed anew for each token, to its end."""
+    """The tokens of a request alone, without a cache: the whole text is recomputed for each token."""
     output: list[int] = []
     while len(output) < params.max_tokens:
         logits = bent(plain_logits(model, prompt + output)[-1], prompt, output, params)
@@ -255,13 +258,13 @@ def slow(model: Transformer, prompt: list[int], params: RequestParams) -> list[i
 
 
 def offline(model: Transformer, prompt: list[int], params: RequestParams) -> list[int]:
-    """A request alone, by `engine.offline`."""
+    """The tokens of a request alone, from `engine.offline`."""
     one = SamplingParams(params.temperature, params.top_k, params.top_p, params.min_p, params.seed)
     return [t[0] for t in generate(model, [prompt], [one], params.max_tokens, Timing())]
 
 
 def assert_same(model: Transformer, submit: Submit, tokens: list[int], expected: list[int], rounding: float = 1e-5) -> None:
-    """Equal tokens; or the first difference is a tie that a rounding error decides, and the rest is another text."""
+    """Check that the tokens are equal. The first difference may be a near-tie that rounding decides; later tokens then differ."""
     if tokens == expected:
         return
     prompt, params = submit.prompt_ids, submit.params
@@ -277,7 +280,7 @@ def assert_same(model: Transformer, submit: Submit, tokens: list[int], expected:
 
 
 def assert_logprobs(entry: TokenLogprobs, logits: Tensor, token: int, k: int) -> None:
-    """One position's entry, against the plain model's logits (V,)."""
+    """Check the entry of one position against the logits (V,) of the plain model."""
     exact = logits.double().log_softmax(-1)
     assert entry.chosen.token_id == token
     assert abs(entry.chosen.logprob - exact[token]) < TOLERANCE
@@ -293,7 +296,7 @@ def assert_logprobs(entry: TokenLogprobs, logits: Tensor, token: int, k: int) ->
 # --- a request among others and alone ----------------------------------------------------------------------------------------
 
 
-# By name: limits, and how many requests arrive before a step.
+# By name: engine limits, and the number of requests that arrive before each step.
 LIMITS: dict[str, tuple[dict[str, Any], int]] = {
     "short chunks": (dict(max_batch_tokens=7, max_num_seqs=5), 2),
     "little memory": (dict(n_blocks=15, max_batch_tokens=32), 3),
@@ -303,7 +306,10 @@ LIMITS: dict[str, tuple[dict[str, Any], int]] = {
 
 
 def limits_to_try(name: str) -> dict[str, tuple[dict[str, Any], int]]:
-    """For a kind of model: room for all, and two of the others, in turns, so that the windows' three kinds meet each of them, too."""
+    """The limits to try with a kind of model: room for all, and two of LIMITS in rotation.
+
+    With the rotation, all of LIMITS are also tried with the three kinds of models that have windows.
+    """
     first = (PLAIN + WINDOWS).index(name)
     pair = [list(LIMITS)[(first + i) % len(LIMITS)] for i in range(2)]
     return {"room for all": ({}, 1000)} | {setting: LIMITS[setting] for setting in pair}
@@ -323,7 +329,7 @@ def test_mixed_batch_equals_alone(name: str, seed: int) -> None:
             assert answer.finish_reason == "length"
         if setting == "little memory":
             assert engine.scheduler.preemptions > 0
-        again = serve(engine, submits[::-1], at_once)  # now with their prompts in the cache, in part
+        again = serve(engine, submits[::-1], at_once)  # now some of the prompts are in the cache
         for submit in submits:
             assert_same(model, submit, again[submit.request_id].tokens, expected[submit.request_id])
         assert engine.scheduler.prefix_hits > 0 or "n_blocks" in limits or limits.get("max_num_seqs") == 1, setting
@@ -342,7 +348,7 @@ def test_the_embedded_model(seed: int) -> None:
 
 
 def test_a_full_batch_of_bent_requests_under_preemption(seed: int) -> None:
-    """Penalties, biases and min_tokens count on after a request was computed anew."""
+    """Penalties, biases and min_tokens still count all earlier output after a preempted request is recomputed."""
     model = random_model(config_of("hybrid:2"))
     submits = []
     for submit in random_submits(9, longest=20):
@@ -382,10 +388,10 @@ def test_an_id_may_come_again_with_other_parameters(seed: int) -> None:
 
 
 def test_ids_without_text_are_never_drawn(seed: int) -> None:
-    """A vocabulary padded from 40 ids to 101."""
+    """The tokenizer has 40 ids, and the model's vocabulary is padded to 101."""
     model = random_model(config_of("standard"))
     engine = engine_of(model, tokenizer=SimpleNamespace(vocab_size=40))
-    # one request is processed (bias), the others are not
+    # request 1 has a bias, so its logits are processed; those of the others are not
     submits = [
         Submit(
             str(i),
@@ -404,7 +410,7 @@ def test_ids_without_text_are_never_drawn(seed: int) -> None:
 
 @pytest.mark.parametrize("name", ["ladder", "desync-2x:4", "mistral"])
 def test_logprobs(name: str, seed: int) -> None:
-    """Of prompts and answers, whole, in chunks, and when a preemption came between."""
+    """Log-probabilities of prompts and answers, with prompts computed at once, in chunks, and interrupted by a preemption."""
     model = random_model(config_of(name))
     submits = []
     for submit in random_submits(7):
@@ -478,7 +484,7 @@ def test_aborts_free_blocks_at_once_and_leave_the_others_alone(seed: int) -> Non
             victim = random.choice(groups[number])
             others = {b for s in scheduler.running if s is not victim for b in s.blocks}
             engine.abort(Abort(victim.request_id))
-            engine.abort(Abort(victim.request_id))  # again, and one that was never here: no harm
+            engine.abort(Abort(victim.request_id))  # a second abort, and one of an unknown request, have no effect
             engine.abort(Abort("nobody"))
             assert scheduler.blocks.used == len(others)
             scheduler.blocks.check([s.blocks for s in scheduler.running])
@@ -492,14 +498,14 @@ def test_aborts_free_blocks_at_once_and_leave_the_others_alone(seed: int) -> Non
             assert answer.tokens == gone[submit.request_id], "output behind an abort"
         else:
             assert_same(model, submit, answer.tokens, expected)
-    again = serve(engine, submits)  # on what the aborted ones left in the cache
+    again = serve(engine, submits)  # with the blocks that aborted requests left in the cache
     for submit in submits:
         assert_same(model, submit, again[submit.request_id].tokens, offline(model, submit.prompt_ids, submit.params))
 
 
 @pytest.mark.parametrize("min_tokens", [0, 5])
 def test_stop_token_ids(min_tokens: int, seed: int) -> None:
-    """The stop token is part of the output, the first that counts ends it, and at the limit it is still a stop."""
+    """The stop token is part of the output. The first one after min_tokens ends it, with reason "stop" also at max_tokens."""
     model = random_model(config_of("ladder"))
     free = RequestParams(max_tokens=12, seed=random.randrange(2**31), temperature=1.3)
     prompt = [random.randrange(101) for _ in range(6)]
@@ -572,17 +578,17 @@ def test_stats(seed: int) -> None:
     assert after.generation_tokens == sum(s.params.max_tokens for s in submits) == sum(len(a.tokens) for a in answers.values())
     assert len(after.batch_tokens) == after.steps - 1
     assert after.preemptions == 0
-    needed = sum(len(s.prompt_ids) + s.params.max_tokens - 1 for s in submits)  # the last token of a text is not computed
+    needed = sum(len(s.prompt_ids) + s.params.max_tokens - 1 for s in submits)  # the last token is never an input
     assert computed + sum(after.batch_tokens) == needed - after.prefix_hits
     assert engine.stats().batch_tokens == []
 
 
 def test_a_chat_goes_on_from_the_cache(seed: int) -> None:
-    """The next turn's prompt holds the last answer: all its whole blocks but the newest token's are there."""
+    """The prompt of the next turn contains the last answer. Its full blocks of computed tokens come from the cache."""
     model = random_model(config_of("standard"))
     engine, prompt = engine_of(model), [random.randrange(101) for _ in range(9)]
     for turn in range(3):
-        known = 0 if turn == 0 else (len(prompt) - 4) // 4 * 4  # 3 are new, and the last one drawn was never computed
+        known = 0 if turn == 0 else (len(prompt) - 4) // 4 * 4  # 3 tokens are new, and the last drawn one was never an input
         submit = Submit(str(turn), prompt, random_params(max_tokens=8))
         answer = serve(engine, [submit])[str(turn)]
         assert answer.cached_tokens == known
@@ -594,7 +600,7 @@ def test_a_chat_goes_on_from_the_cache(seed: int) -> None:
 
 
 def test_a_grammar_holds_through_preemption(seed: int) -> None:
-    """JSON by a schema beside free text, with room and without; the end of the JSON is the end of the answer."""
+    """Requests with a JSON schema in a batch with free text, with and without preemptions. The end of the JSON ends the answer."""
     model, tokenizer = tiny(), tiny_tokenizer()
     schema = {
         "type": "object",
@@ -631,14 +637,15 @@ def test_a_grammar_holds_through_preemption(seed: int) -> None:
             assert len(value["name"]) <= 9 and type(value["old"]) is bool and value["n"] in (1, 22, 333)
         texts.append([answers[s.request_id].tokens for s in submits])
     assert_same(model, submits[2], texts[1][2], offline(model, submits[2].prompt_ids, submits[2].params))
-    assert sum(a == b for a, b in zip(*texts, strict=True)) >= 4  # all five, but for a tie that rounding decides
+    assert sum(a == b for a, b in zip(*texts, strict=True)) >= 4  # all five, unless rounding decides a tie
 
 
 # --- ranks --------------------------------------------------------------------------------------------------------------------
 
 
 def rank_serves(world: World, directory: Path, submits: list[Submit], random_seed: int) -> tuple[list[Answer], int, int]:
-    """One rank's engine on the same events as the others'; only its memory differs. Answers, blocks, preemptions."""
+    """Run one rank's engine. All ranks get the same requests and aborts; only their memory differs. Returns the answers, the
+    number of blocks and the number of preemptions."""
     random.seed(random_seed + world.rank)
     model = load(world, directory)
     size = PagedCache.bytes_per_block(model.attention_slots, 4, model.n_kv_heads, model.config.head_dim, torch.float32)
@@ -662,7 +669,7 @@ def test_ranks_give_the_same_tokens_as_one(name: str, n: int, ranks: Ranks, tmp_
     results = ranks.run(n, rank_serves, tmp_path, submits, seed)
     answers, blocks, preemptions = results[0]
     for other in results[1:]:
-        assert other == results[0], "the ranks disagree"  # to the last bit of each log-probability
+        assert other == results[0], "the ranks disagree"  # all bits of the log-probabilities are equal, too
     assert blocks == 15
     assert preemptions > 0
     for submit, answer in zip(submits, answers, strict=True):

@@ -1,4 +1,4 @@
-"""`examples.json`: what a checkpoint says of itself to the page, and that it is true."""
+"""`examples.json`: the description and example prompts that a checkpoint gives to the page, and that the models answer them."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Training under every sharding against a plain single-process AdamW run."""
+"""Training with every sharding, against plain training with AdamW in a single process."""
 
 import itertools
 import math
@@ -22,7 +22,7 @@ from training.sharding import Mesh, Sharding
 from training.weights import Weight, balance
 
 VARIANTS = ("standard", "parallel", "ladder", "hybrid:2", "desync-2x:4", "desync-4x:2")
-BATCH, LENGTH = 8, 12  # windows of a global batch
+BATCH, LENGTH = 8, 12  # windows in a global batch, tokens in a window
 SCHEDULE = Schedule(peak=1e-3, steps=20, warmup=3)
 
 
@@ -34,10 +34,9 @@ class Run:
     accumulation: int = 1
     execution: Execution = field(default_factory=lambda: Execution(bucket_bytes=3000))
     seed: int = 0
-    steps: int = 4  # one behind the warm-up
-    settings: AdamSettings = field(
-        default_factory=lambda: AdamSettings(eps=1e-6, clip=0.5)
-    )  # eps: above the rounding noise of gradients
+    steps: int = 4  # one more than the warm-up
+    # eps is above the rounding noise of the gradients
+    settings: AdamSettings = field(default_factory=lambda: AdamSettings(eps=1e-6, clip=0.5))
     dtype: torch.dtype = torch.float32
     tie: bool = False
 
@@ -59,7 +58,7 @@ def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def plain(run: Run) -> tuple[list[float], dict[str, Tensor]]:
-    """The definition: one process, all of the batch at once, torch's own AdamW and clipping."""
+    """The reference: one process, the whole batch at once, torch's AdamW and clipping. Returns the losses and final weights."""
     model = empty_model(tiny(run), torch.device("cpu"), run.dtype)
     fill = materializer(model, None, run.seed)
     for name in [n for n, _ in model.named_parameters()]:
@@ -83,7 +82,7 @@ def plain(run: Run) -> tuple[list[float], dict[str, Tensor]]:
 
 
 def sharded(world: World, run: Run) -> tuple[list[float], dict[str, Tensor], list[int]]:
-    """The same under test: losses, whole weights, and the sizes of what this rank keeps (P, OS elements)."""
+    """The same training with the executor. Returns losses, whole weights, and how many elements of P and OS this rank keeps."""
     model = empty_model(tiny(run), torch.device("cpu"), run.dtype)
     executor = Executor(model, materializer(model, None, run.seed), world.rank, run.sharding, run.cluster, run.execution)
     optimizer = Optimizer(executor.weights, executor.vectors, executor.groups.copy, run.settings)
@@ -119,7 +118,7 @@ def assert_equal(ranks: Ranks, run: Run, tolerance: float = 1e-5) -> None:
 
 
 def shardings(cluster: Mesh) -> list[Sharding]:
-    """Every sharding that nests and tiles the cluster."""
+    """Every sharding whose meshes nest and tile the cluster."""
 
     def chains(n: int) -> list[tuple[int, int, int]]:
         divisors = [d for d in range(1, n + 1) if n % d == 0]
@@ -201,12 +200,12 @@ def test_a_rank_keeps_its_share_only(ranks: Ranks, seed: int, sharding: str, int
     results = ranks.run(4, sharded, run)
     whole = sum(w.numel() for w in results[0][1].values())
     vectors = sum(w.numel() for w in results[0][1].values() if w.dim() == 1)
-    for _, _, (parameters, _) in results:  # all but padding and the uncut norms
+    for _, _, (parameters, _) in results:  # equal except for padding and the norms, which are not cut
         assert 0 <= parameters * run.sharding.parameters.size - whole <= vectors * 4 + 200
     copies = 4 // run.sharding.optimizer.size
     owned = [kept[1] for _, _, kept in results]
     assert 0 <= sum(owned) / copies - whole <= 400
-    assert max(owned) - min(owned) <= 64 * 50  # one tensor: nothing smaller can be moved to balance them
+    assert max(owned) - min(owned) <= 64 * 50  # one tensor, as balancing moves only whole tensors
 
 
 def test_bfloat16_follows_fp32_and_copies_stay_equal(ranks: Ranks, seed: int) -> None:
@@ -220,7 +219,7 @@ def test_bfloat16_follows_fp32_and_copies_stay_equal(ranks: Ranks, seed: int) ->
 
 
 def log_order(world: World, sharding: Sharding, execution: Execution) -> list[str]:
-    """What one training step does, in order: communication as it starts, modules as they compute."""
+    """The order of events in one training step: starts of communication, and modules when they compute."""
     run = Run("standard", Mesh(world.world_size, 1), sharding, execution=execution)
     model = empty_model(tiny(run), torch.device("cpu"), run.dtype)
     log: list[str] = []
@@ -254,18 +253,18 @@ def test_communication_starts_before_what_hides_it(ranks: Ranks) -> None:
     sharding = Sharding.parse("2,2,2")
     log = ranks.run(2, log_order, sharding, Execution())[0]
     at = log.index
-    # forward: a whole layer ahead, before the layer computes
+    # forward: weights are gathered one layer ahead, before the current layer computes
     assert at("gather 1.attention.wqkv") < at("gather 1.mlp.w_down") < at("forward 0.attention")
     assert at("forward 0.mlp") < at("gather 2.attention.wqkv") < at("forward 1.attention")
     assert at("gather embedding") < at("forward 0.attention")
     assert at("gather head") < at("forward 2.attention")
-    # backward: one module ahead; a gradient leaves before the input's gradient is computed
+    # backward: one module ahead; the scatter of a gradient starts before the gradient of the input is computed
     again = log[at("scatter head") :]
     at = again.index
     assert at("gather 2.attention.wqkv") < at("scatter 2.mlp.w_down") < at("input gradient 2.mlp") < at("backward 2.attention")
     assert at("scatter 2.mlp.w_gate_up") < at("gather 1.mlp.w_down") < at("scatter 2.attention.wo")
-    assert at("input gradient 2.attention") < at("gather 1.attention.wqkv")  # and not more than one
-    # nothing is gathered twice for one pass
+    assert at("input gradient 2.attention") < at("gather 1.attention.wqkv")  # and not two modules ahead
+    # no weight is gathered twice in one pass
     assert log.count("gather 1.mlp.w_down") == 2
     assert log.count("gather 2.mlp.w_down") == 1
 
@@ -274,7 +273,7 @@ def test_recomputation_keeps_what_it_gathered(ranks: Ranks) -> None:
     log = ranks.run(2, log_order, Sharding.parse("2,2,2"), Execution(recompute=True))[0]
     again = log[log.index("backward 2.mlp") :]
     at = again.index
-    assert at("gather 1.attention.wqkv") < at("scatter 2.attention.wo")  # with the layer's recomputation, a layer ahead
+    assert at("gather 1.attention.wqkv") < at("scatter 2.attention.wo")  # recomputation gathers a layer ahead
     assert log.count("gather 1.mlp.w_down") == 2
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints for others: what training writes is served with its tokenizer, and transformers loads ladder models."""
+"""Exported checkpoints: training writes complete checkpoints with a tokenizer, and transformers loads ladder models."""
 
 import random
 import subprocess
@@ -40,7 +40,7 @@ torch.save(found, sys.argv[2])
 
 
 def in_transformers(prompts: dict[Path, Tensor], tmp_path: Path) -> dict[Path, tuple[str, Tensor, Tensor]]:
-    """By checkpoint the model's class, its logits and 8 greedy tokens, from a process that does not know this repository."""
+    """By checkpoint: the model's class, logits and 8 greedy tokens. They come from a process without this repository's modules."""
     asked, out = tmp_path / "asked.pt", tmp_path / "out.pt"
     torch.save({str(directory): ids for directory, ids in prompts.items()}, asked)
     alone = {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
@@ -62,7 +62,7 @@ def our_logits(model: Transformer, ids: Tensor) -> Tensor:
 
 
 def random_model(config: ModelConfig, seed: int) -> Transformer:
-    """Weights large enough that every layer counts."""
+    """A model with weights so large that every layer changes the output."""
     model = Transformer(config, Local(), CPU, torch.float32).eval().requires_grad_(False)
     random_weights(model, seed)
     for parameter in model.parameters():
@@ -81,8 +81,8 @@ def ladder_of(family: str, seed: int) -> ModelConfig:
 
 
 def test_transformers_computes_what_we_compute(tmp_path: Path, seed: int) -> None:
-    """Logits and greedy continuations, with transformers' cache, of every family with ladder layers anywhere, and of a converted
-    checkpoint."""
+    """Logits, and greedy continuations with transformers' cache, of a converted checkpoint and of every family with random ladder
+    layers."""
     models = {tmp_path / family: random_model(ladder_of(family, seed), seed) for family in FAMILIES}
     for directory, model in models.items():
         save_checkpoint(model, directory, torch.float32)
@@ -97,11 +97,11 @@ def test_transformers_computes_what_we_compute(tmp_path: Path, seed: int) -> Non
         torch.testing.assert_close(logits, our_logits(model, ids), atol=2e-3, rtol=1e-4)
         for _ in range(8):
             best = our_logits(model, ids)[:, -1].topk(2)
-            clear = best.values[:, 0] - best.values[:, 1] > 1e-2  # a near tie may fall either way
+            clear = best.values[:, 0] - best.values[:, 1] > 1e-2  # in a near-tie both tokens are right
             assert torch.equal(written[clear, ids.shape[1]], best.indices[clear, 0])
             ids = torch.cat([ids, written[:, ids.shape[1] : ids.shape[1] + 1]], dim=1)
         standard = random_model(replace(model.config, variant="standard", ladder_layers=()), seed)
-        if directory.name in FAMILIES:  # the comparison would notice a ladder that is ignored
+        if directory.name in FAMILIES:  # shows that the comparison would fail if transformers ignored the ladder
             assert (logits - our_logits(standard, prompts[directory])).abs().max() > 0.05
 
 
@@ -116,7 +116,8 @@ def test_other_variants_get_no_code(tmp_path: Path) -> None:
 def test_what_a_preset_s_training_wrote_is_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The commands of docs/training.md: the result of a preset has the token file's tokenizer; a lack of one is said at the start."""
+    """The commands of docs/training.md. The trained preset gets the tokenizer of the token file. If there is none, training warns
+    at its start."""
 
     def run(main: Callable[[], None], *args: object) -> str:
         monkeypatch.setattr(sys, "argv", ["command", *map(str, args)])

@@ -1,4 +1,4 @@
-"""Wrong flags and names, at every command line of the project: one line that names them, and exit code 2."""
+"""Wrong flags and model names: every command of the project prints one line that names them and exits with code 2."""
 
 import re
 import runpy
@@ -17,7 +17,7 @@ COMMANDS = sorted(
     str(path.relative_to(ROOT))
     for folder in (".", "scripts", "server", "training", "engine")
     for path in (ROOT / folder).glob("*.py")
-    if GUARD in path.read_text() and path.name not in ("sweep_worker.py", "sweep_vllm.py")  # sweep.py starts them; no flags
+    if GUARD in path.read_text() and path.name not in ("sweep_worker.py", "sweep_vllm.py")  # sweep.py starts them
 )
 
 

@@ -1,4 +1,4 @@
-"""The command line of generate.py: what it prints where, on one process and on several, and what the models say."""
+"""The command line of generate.py: what it prints to which stream, on one and several ranks, and what the models can do."""
 
 import json
 import random
@@ -59,7 +59,8 @@ def hybrid() -> tuple[Transformer, Tokenizer]:
 
 @torch.inference_mode()
 def greedy_without_cache(model: Transformer, prompt: list[int], count: int) -> tuple[list[int], float]:
-    """The next `count` greedy tokens, each from the whole text anew; and the smallest lead of a token over the second."""
+    """The next `count` greedy tokens, with the whole text recomputed for each, and the smallest lead of a best logit over the
+    second."""
     ids, lead = list(prompt), float("inf")
     for _ in range(count):
         top = model(torch.tensor([ids]), Causal(len(ids), torch.device("cpu")))[0, -1].topk(2)
@@ -70,7 +71,7 @@ def greedy_without_cache(model: Transformer, prompt: list[int], count: int) -> t
 
 @pytest.fixture(scope="module")
 def story(hybrid: tuple[Transformer, Tokenizer], session_seed: int) -> tuple[str, list[int]]:
-    """The beginning of a held-out story, and its greedy continuation, in which rounding cannot change a token."""
+    """The beginning of a held-out story and its greedy continuation. Rounding cannot change any token of it."""
     model, tokenizer = hybrid
     for document in documents(session_seed, 50, split="heldout", kind="story"):
         prompt = " ".join((document.text or "").split()[: random.Random(session_seed).randint(4, 12)])
@@ -354,7 +355,7 @@ def test_compiled_modules_say_the_same(story: tuple[str, list[int]], monkeypatch
 
 
 def texts(model: Transformer, tokenizer: Tokenizer, prompts: list[list[int]], params: list[SamplingParams]) -> list[str]:
-    """The continuations of equally long prompts."""
+    """The continuations of prompts of equal length."""
     limit = 400
     outputs = [OutputStream(tokenizer, prompt, limit, frozenset(tokenizer.eos_ids)) for prompt in prompts]
     for tokens in generate(model, prompts, params, limit, Timing()):

@@ -1,4 +1,4 @@
-"""What only a GPU can show: the same text as on the CPU, on one GPU and on NCCL ranks. Skipped where there is none."""
+"""One GPU and several NCCL ranks give the same text as the CPU. Skipped without a GPU."""
 
 import json
 import os

@@ -1,5 +1,5 @@
-"""The engine on GPUs: CUDA graphs, own kernels and every communicator give what the CPU's reference gives. Skipped where there
-is no GPU."""
+"""The engine on GPUs: CUDA graphs, our kernels and every communicator give the same results as the reference on the CPU. Skipped
+without a GPU."""
 
 import json
 import subprocess
@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[1]
 GPUS = torch.cuda.device_count()
 CUDA = torch.device("cuda")
 ALONE = World(0, 1, CUDA, comm.Local())
-ROUNDING = 1e-4  # of logits of size 1, summed in another order
+ROUNDING = 1e-4  # rounding error of logits of size 1 that are summed in another order
 
 pytestmark = pytest.mark.skipif(GPUS == 0, reason="needs a GPU")
 
@@ -59,7 +59,7 @@ def test_requests_of_every_kind_get_what_the_cpu_gives(name: str, seed: int) -> 
         (EngineLimits(max_batch_tokens=24, max_num_seqs=5, kv_memory=8.5 * size), 2),
     ):
         engine = Engine(twin, None, limits, ALONE)
-        for order in (submits, submits[::-1]):  # the second time with prompts in the cache
+        for order in (submits, submits[::-1]):  # the second time, prompts are in the cache
             answers = serve(engine, order, at_once)
             for submit in submits:
                 assert_same(model, submit, answers[submit.request_id].tokens, expected[submit.request_id], ROUNDING)
@@ -72,7 +72,7 @@ def test_log_probabilities(seed: int) -> None:
 
 @pytest.mark.parametrize("batch", [1, 5])
 def test_ten_thousand_replays_give_the_same_tokens(batch: int, seed: int) -> None:
-    """The decode graph from the same inputs, again and again."""
+    """The decode graph is replayed with the same inputs."""
     config = replace(with_variant(PRESETS["tiny"], "hybrid:4"), max_seq_len=64)
     model = load_model("tiny", config, ALONE, torch.bfloat16, seed)
     engine = Engine(model, None, EngineLimits(max_num_seqs=8, kv_memory=1e8), ALONE)
@@ -93,7 +93,7 @@ def test_ten_thousand_replays_give_the_same_tokens(batch: int, seed: int) -> Non
 
 @pytest.mark.parametrize("n", [2, 4])
 def test_every_variant_and_communicator_gives_the_cpu_s_greedy_tokens(n: int) -> None:
-    """In fp32, where a near-tie is rare: the embedded models write the same story whatever sums their parts."""
+    """The embedded models write the same story with every communicator. They run in fp32, where near-ties are rare."""
     if n > GPUS:
         pytest.skip(f"needs {n} GPUs")
     command = [

@@ -1,6 +1,6 @@
-"""On GPUs a ladder's modules run to their end while the sum of the module before is in flight; a standard model's do not.
+"""On GPUs a ladder's modules finish while the all-reduce of the previous module is in flight; a standard model's do not.
 
-It is a question of what waits for what, not of speed: see gpu_overlap_rank.py. Skipped where there are not two GPUs.
+The test checks which operation waits for which, not speed: see gpu_overlap_rank.py. Skipped without two GPUs.
 """
 
 import json

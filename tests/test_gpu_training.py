@@ -1,5 +1,5 @@
-"""What only GPUs can show of training: the same weights as on one GPU, replicas that stay bitwise equal over NCCL, and in a
-trace the all-gathers behind the computation. Skipped where there are fewer than two."""
+"""Training on GPUs over NCCL: the weights are the same as on one GPU, replicas stay bitwise equal, and a trace shows that
+all-gathers overlap computation. Skipped without two GPUs."""
 
 import gc
 import os
@@ -32,7 +32,7 @@ GPUS = torch.cuda.device_count()
 RANKS = 4 if GPUS >= 4 else 2
 STEPS = 10
 SCHEDULE = Schedule(peak=1e-3, steps=STEPS, warmup=2)
-SETTINGS = AdamSettings(eps=1e-6, clip=0.5)  # eps: above the rounding noise of gradients
+SETTINGS = AdamSettings(eps=1e-6, clip=0.5)  # eps is above the rounding noise of the gradients
 EXECUTION = Execution(bucket_bytes=2**18)
 SMALL = replace(preset("tiny"), n_layers=3, vocab_size=256)
 NO_OVERLAP = Overlap(parameters=False, gradients=False, updates=False)
@@ -48,8 +48,8 @@ class Run:
     execution: Execution = EXECUTION
     dtype: torch.dtype = torch.float32
     steps: int = STEPS
-    windows: int = 8  # of a global batch
-    length: int = 32  # tokens of a window
+    windows: int = 8  # in a global batch
+    length: int = 32  # tokens in a window
     config: ModelConfig = SMALL
 
 
@@ -57,14 +57,14 @@ class Run:
 
 
 class Gpus:
-    """`RANKS` processes with a GPU each, joined by NCCL: they start once, and run one function after another."""
+    """`RANKS` processes with one GPU each in an NCCL group. They start once and then run one function after another."""
 
     def __init__(self) -> None:
         self.processes: list[Any] = []
         self.connections: list[Any] = []
 
     def run(self, function: Callable[[int, Run], Any], run: Run, timeout: float = 240.0) -> list[Any]:
-        """`[function(rank, run) for each rank]`. After a failure the next call starts fresh processes."""
+        """`[function(rank, run) for each rank]`. After a failure the next call starts new processes."""
         if not self.processes:
             self._start()
         try:
@@ -112,8 +112,8 @@ class Gpus:
 
 
 def _serve(connection: Any, rank: int, port: int) -> None:
-    """A rank's life: until the other end closes, run a function and answer."""
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast stays off unless asked for
+    """The loop of a rank: run a function and send its result, until the connection closes."""
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast is off unless the environment turns it on
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     torch.backends.cuda.matmul.allow_tf32 = False
     device = torch.device("cuda", rank)
@@ -129,7 +129,7 @@ def _serve(connection: Any, rank: int, port: int) -> None:
             except Exception:
                 answer = False, traceback.format_exc()
             connection.send(answer)
-    os._exit(0)  # without NCCL's destructors, which may wait for ranks that are gone
+    os._exit(0)  # skips NCCL's destructors, which may wait for ranks that have ended
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +150,7 @@ def batch(run: Run, step: int) -> Batch:
 
 
 def plain(run: Run) -> dict[str, Tensor]:
-    """The definition: one GPU, all of the batch at once, torch's own AdamW and clipping. The weights at the end."""
+    """The reference: one GPU, the whole batch at once, torch's AdamW and clipping. Returns the final weights."""
     device = torch.device("cuda", 0)
     model = empty_model(run.config, device, run.dtype)
     fill = materializer(model, None, run.seed)
@@ -173,7 +173,7 @@ def plain(run: Run) -> dict[str, Tensor]:
 
 
 class Trained:
-    """The executor on this rank."""
+    """Training with the executor on this rank."""
 
     def __init__(self, rank: int, run: Run) -> None:
         self.rank, self.run, self.device, self.step = rank, run, torch.device("cuda", rank), 0
@@ -198,7 +198,7 @@ class Trained:
         self.step += 1
 
     def weights(self) -> dict[str, Tensor]:
-        """All weights, whole, on the host."""
+        """All weights, not sharded, on the host."""
         self.executor.synchronize()
         for weight in self.executor.weights:
             weight.gather()
@@ -206,7 +206,7 @@ class Trained:
         return {name: p.detach().cpu() for name, p in self.executor.model.named_parameters()}
 
     def close(self) -> None:
-        """Leave no memory behind for the next run."""
+        """Free the GPU memory for the next run."""
         self.executor.close()
         del self.executor, self.optimizer
         gc.collect()
@@ -214,7 +214,7 @@ class Trained:
 
 
 def trained(rank: int, run: Run) -> dict[str, Any]:
-    """The weights after the run, as NumPy arrays (bf16 as fp32, which is exact), which a pipe hands over by value."""
+    """The final weights as NumPy arrays, because a pipe sends these by value. bf16 is converted to fp32, which is exact."""
     state = Trained(rank, run)
     for _ in range(run.steps):
         state.train_step()
@@ -228,7 +228,7 @@ if RANKS == 4:
     SHARDINGS += [(2, 2, 4), (1, 2, 2), (2, 2, 2)]
 CASES = {"-".join(map(str, meshes)): (meshes, replace(EXECUTION, recompute=True)) for meshes in SHARDINGS}
 CASES["intra-tensor"] = ((1, 1, RANKS), replace(EXECUTION, intra_tensor=True))
-CASES["kept"] = ((RANKS // 2, RANKS, RANKS), EXECUTION)  # activations
+CASES["kept"] = ((RANKS // 2, RANKS, RANKS), EXECUTION)  # activations are kept, not recomputed
 CASES["compiled"] = ((RANKS // 2, RANKS // 2, RANKS), replace(EXECUTION, recompute=True, compile=True))
 
 
@@ -251,7 +251,7 @@ def test_bf16_replicas_stay_bitwise_equal(gpus: Gpus, meshes: tuple[int, ...], s
     fill = materializer(empty_model(run.config, torch.device("cuda", 0), run.dtype), None, run.seed)
     matrices = {name: torch.from_numpy(value) for name, value in first.items() if value.ndim == 2}
     moved = [bool((value != fill(name).detach().float().cpu()).any()) for name, value in matrices.items()]
-    assert all(moved)  # equal because trained alike, not because nothing happened
+    assert all(moved)  # training changed every matrix, so equal replicas mean something
     for other in others:
         for name, value in first.items():
             assert (value == other[name]).all(), f"{name} differs between replicas under {run}"
@@ -261,7 +261,7 @@ def test_bf16_replicas_stay_bitwise_equal(gpus: Gpus, meshes: tuple[int, ...], s
 
 
 def hidden_share(rank: int, run: Run) -> float:
-    """The share of the all-gather kernels' time in which another kernel than NCCL's runs, in a trace of two steps."""
+    """The share of the all-gather kernels' time in which any kernel other than NCCL's runs, in a trace of two steps."""
     state = Trained(rank, run)
     for _ in range(3):
         state.train_step()

@@ -1,4 +1,4 @@
-"""Grammars in the engine: compiled beside the step loop, once for each text, admitted by all ranks together, within limits."""
+"""Grammars in the engine: compiled in a thread, once for each text, with limits; all ranks admit their requests in the same step."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def grammar_of(schema: Any) -> str:
 
 
 def large(branches: int, mark: str = "") -> str:
-    """Takes about 0.2 ms to compile for each branch."""
+    """A grammar that takes about 0.2 ms to compile for each branch."""
     names = [
         {f"{mark}{i} {j}": {"type": "string", "pattern": f"^[a-z]{{{j + 1},9}}$"} for j in range(3)} for i in range(branches)
     ]
@@ -42,7 +42,7 @@ def large(branches: int, mark: str = "") -> str:
     return grammar_of({"anyOf": objects})
 
 
-# Compiles at once; behind the constant its mask needs more items than a row may have.
+# Compiles fast. After the constant, its mask needs more items than a row may have.
 _LISTS = {"anyOf": [{"type": "array", "items": {"type": "string", "pattern": f"^a*{i}$"}, "minItems": 1} for i in range(500)]}
 COMPLEX = grammar_of({"type": "array", "prefixItems": [{"const": "some words"}], "items": _LISTS, "minItems": 2})
 WORD = grammar_of({"enum": ["hi", "ho"]})
@@ -70,7 +70,7 @@ def submit(request_id: str, grammar: str | None, max_tokens: int = 40, seed: int
 
 
 def run(engine: Engine, until: float = SECONDS) -> dict[str, Any]:
-    """Until nothing is left: token ids by request, or why it was refused."""
+    """Run all requests to their end. Returns the token ids or the refusal of each request, by request id."""
     found: dict[str, Any] = {}
     end = time.monotonic() + until
     while engine.has_work() or engine.compiling or engine.refused:
@@ -125,7 +125,7 @@ def test_a_request_that_still_compiles_can_be_aborted(engine: Engine) -> None:
 
 
 def test_requests_wait_by_the_text_of_their_grammar(engine: Engine) -> None:
-    """Ranks that keep other jobs, by their speeds, must still wait for the same number of grammars."""
+    """Ranks compile at different speeds, so they may have different jobs. They must still wait for the same number of grammars."""
     engine.grammars.start(WORD)
     for i in range(2):
         assert engine.submit(submit(f"h{i}", WORD)) is None
@@ -172,7 +172,7 @@ def test_a_grammar_beyond_the_limits_is_refused(engine: Engine, grammar: str, wh
 
 
 class Panic(BaseException):
-    """As pyo3 raises one: no Exception."""
+    """Like the panics that pyo3 raises, it is not an `Exception`."""
 
 
 @pytest.mark.parametrize("kind", [ValueError, Panic])
@@ -201,7 +201,7 @@ def test_what_is_kept_is_bounded() -> None:
 
 
 def kept(grammars: Grammars, text: str, compiles: bool = True) -> None:
-    """`compiles` False: a text of any length, as if compiled."""
+    """Put a grammar into the cache. compiles: False stores it as if it were compiled, so the text may have any length."""
     job = grammars.start(text) if compiles else grammars_module.Job(text)
     end = time.monotonic() + SECONDS
     while compiles and not job.state:
@@ -212,7 +212,7 @@ def kept(grammars: Grammars, text: str, compiles: bool = True) -> None:
 
 
 def test_min_tokens_give_way_to_a_grammar_that_ends(engine: Engine) -> None:
-    """Nothing may follow, and the end is ruled out: the text is as the grammar wants it."""
+    """At its end the grammar allows only a stop token, which min_tokens masks. The grammar takes precedence."""
     params = RequestParams(max_tokens=20, min_tokens=15, grammar='start: "hi" "!"?', stop_token_ids=[1])
     assert engine.submit(Submit("g", [5, 6, 7], params)) is None
     tokenizer = load_tokenizer(TINY)
@@ -223,7 +223,7 @@ def test_min_tokens_give_way_to_a_grammar_that_ends(engine: Engine) -> None:
 
 
 def rank_compiles(world: World, slow: int) -> tuple[list[int], dict[str, Any]]:
-    """Every rank at its own speed: when each request was admitted, and all answers."""
+    """One rank compiles more slowly, and a grammar fails on it. Returns the number of grammars to wait for, and all answers."""
     engine = engine_of(world)
     compile_ = engine.grammars.compile
 

@@ -1,5 +1,5 @@
-"""The GPU's runner on a CPU: the kernels' references stand in for the kernels, and a function that is called again for a graph
-that is replayed. Layout, buckets, padding and what one step leaves for the next are the real ones."""
+"""The runner for GPUs, tested on a CPU. References replace the kernels, and calling the step again replaces the replay of a graph.
+Layout, buckets, padding and the state that one step leaves for the next are the real ones."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -44,7 +44,7 @@ from tp import World
 
 
 class CalledAgain(GraphRunner):
-    """Replays by running the step again, into the tensors that a graph would have written."""
+    """Replays a graph by running the step again. The results go into the tensors that the graph would write."""
 
     def _captured(self, step: Callable[[], Output]) -> Graph:
         step()
@@ -72,7 +72,7 @@ def build(model: Transformer, cache: PagedCache, text_ids: int, capacity: Capaci
 
 @contextmanager
 def without_cuda() -> Iterator[None]:
-    """Stand-ins for what of CUDA the runner's own code names."""
+    """Replace the parts of `torch.cuda` that the runner uses."""
     fakes = {"Event": Happened, "Stream": lambda device: nullcontext(), "graph_pool_handle": lambda: (0, 0)}
     runners = patch.object(engine.core, "build_runner", build), patch.object(engine.offline, "GraphRunner", CalledAgain)
     with patch.multiple(torch.cuda, **fakes), runners[0], runners[1]:
@@ -100,7 +100,7 @@ def test_requests_of_every_kind_get_what_they_get_alone(name: str, seed: int) ->
     expected = {s.request_id: offline(model, s.prompt_ids, s.params) for s in submits}
     for limits, at_once in (({}, 1000), (dict(max_batch_tokens=24, max_num_seqs=5), 2), (dict(blocks=9, max_num_seqs=7), 3)):
         made = engine_of(model, **limits)
-        for order in (submits, submits[::-1]):  # the second time with prompts in the cache
+        for order in (submits, submits[::-1]):  # the second time, prompts are in the cache
             answers = serve(made, order, at_once)
             for submit in submits:
                 assert_same(model, submit, answers[submit.request_id].tokens, expected[submit.request_id])
@@ -108,7 +108,7 @@ def test_requests_of_every_kind_get_what_they_get_alone(name: str, seed: int) ->
 
 
 def test_plain_requests_are_looked_ahead_of(seed: int) -> None:
-    """Greedy and sampled requests that end at stop tokens, which no step ahead can foresee."""
+    """Greedy and sampled requests that end at stop tokens, after the next step has already been launched."""
     model = random_model(config_of("hybrid:2"))
     submits = random_submits(8, top_k=0, top_p=1.0, min_p=0.0, stop_token_ids=list(range(0, 101, 7)), max_tokens=20)
     made = engine_of(model, max_num_seqs=6)
@@ -134,7 +134,7 @@ def test_plain_requests_are_looked_ahead_of(seed: int) -> None:
 
 
 def assert_all_logprobs(model: Transformer, submits: list[Submit], answers: dict[str, Answer]) -> None:
-    """Of requests with logprobs=3 and prompt_logprobs=2, against the plain model."""
+    """Check the log-probabilities of requests with logprobs=3 and prompt_logprobs=2 against the plain model."""
     for submit in submits:
         answer = answers[submit.request_id]
         logits = plain_logits(model, submit.prompt_ids + answer.tokens)
@@ -158,7 +158,7 @@ def test_log_probabilities(seed: int) -> None:
 @pytest.mark.parametrize("prefill_tokens", [1, 20, 1000])
 @pytest.mark.parametrize("filtered", [False, True])
 def test_a_batch_without_a_server(prefill_tokens: int, filtered: bool, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What generate.py runs on a GPU gives what it gives on a CPU; with filters no step is ahead of the tokens."""
+    """The code of generate.py for GPUs gives the same tokens as the one for CPUs. With filters, no step is launched ahead."""
     model = random_model(config_of(random.choice(PLAIN)))
     monkeypatch.setattr(engine.offline, "PREFILL_TOKENS", prefill_tokens)
     for batch, length, new_tokens in ((1, 9, 12), (3, 9, 12), (3, 16, 1)):
@@ -183,7 +183,7 @@ def test_buckets_hold_every_step(most: int) -> None:
 
 
 def rank_serves(world: World, directory: Path, submits: list[Submit], seed: int) -> dict[str, Answer]:
-    random.seed(seed)  # the same graphs on every rank
+    random.seed(seed)  # so that either all ranks capture graphs or none does
     with without_cuda():
         limits = EngineLimits(max_num_seqs=5, max_batch_tokens=24, kv_memory=1e6, block_size=8)
         made = Engine(load(world, directory), None, limits, world)

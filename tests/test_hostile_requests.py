@@ -1,8 +1,9 @@
-"""What one request can do to others: each hostile one is sent while another client streams, to a server of two ranks.
+"""Hostile requests must not harm other clients. Each is sent to a server of two ranks while another client streams.
 
-Measured are the longest time between two tokens of that other client, what frontend and ranks hold beyond the request's body, and
-what is left running. Time without a core does not count, for a machine that tests other things meanwhile; `-s` prints the numbers. To add a
-request: a line of HOSTILE, or of HOSTILE_GRAMMARS for those with a schema.
+The tests measure the longest time between two tokens of the other client, the memory that frontend and ranks use beyond the
+request's body, and the processes that are left running. Time in which the server is ready to run but has no core is not counted,
+because the machine may run other tests. `-s` prints the numbers. To add a request, add a line to HOSTILE, or to HOSTILE_GRAMMARS if
+it has a schema.
 """
 
 import json
@@ -20,9 +21,9 @@ from tests.quiet_clock import quiet_seconds
 from tests.server_process import ServerProcess, children, runs, wait_until
 from tests.server_thread import MODEL
 
-GAP_SECONDS = 1.0  # on a machine with idle cores 0.3
-MEMORY = 64 << 20  # bytes beyond the body, of the frontend or of a rank
-NOISE = 32 << 20  # bytes that allocators keep, whatever was asked
+GAP_SECONDS = 1.0  # 0.3 on a machine with idle cores
+MEMORY = 64 << 20  # bytes beyond the body, in the frontend or in a rank
+NOISE = 32 << 20  # bytes that allocators keep after any request
 ANSWER_SECONDS = 300.0
 WORKER_SECONDS = 5
 
@@ -65,14 +66,14 @@ def schema(value: object, **more: object) -> tuple[str, str]:
 
 
 def objects(count: int) -> dict[str, object]:
-    """One of `count` objects of three words each."""
+    """A schema of `count` alternative objects, each with three words."""
     words = [{"type": "string", "pattern": f"^[a-z]{{{length},9}}$"} for length in (1, 2, 3)]
     names = [{f"p{i} {j}": word for j, word in enumerate(words)} for i in range(count)]
     return {"anyOf": [{"type": "object", "properties": one, "required": list(one)} for one in names]}
 
 
 def many(**more: object) -> tuple[str, str]:
-    """About as many answers as the queue holds, all with the same parameters."""
+    """A request for about as many answers as the queue holds, all with the same parameters."""
     return COMPLETIONS, json.dumps({"prompt": ["a"] * 8, "n": 128, "max_tokens": 1, **more})
 
 
@@ -111,7 +112,7 @@ HOSTILE_GRAMMARS: dict[str, tuple[str, str]] = {
 
 @dataclass
 class Other:
-    """Another client, which streams one answer after another."""
+    """Another client, which streams one answer after another and notes the gaps between tokens in seconds."""
 
     url: str
     pids: list[int]  # the server's processes
@@ -137,7 +138,7 @@ class Other:
 
 
 def memory(pid: int, name: str) -> int:
-    """Bytes: VmRSS, VmHWM."""
+    """The entry `name` of /proc/PID/status in bytes, for example VmRSS or VmHWM."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name + ":"))
 
@@ -147,7 +148,7 @@ def server() -> Iterator[ServerProcess]:
     with ServerProcess("--model", MODEL, "--worker-seconds", WORKER_SECONDS, ranks=2) as started:
         started.ready()
         started.http.post("/tokenize", json={"prompt": "Hi"})
-        started.http.post("/tokenize", json={"prompt": "word " * 20_000})  # the second worker starts
+        started.http.post("/tokenize", json={"prompt": "word " * 20_000})  # starts the second worker
         yield started
 
 
@@ -161,7 +162,7 @@ def test_a_hostile_request_harms_nobody_else(server: ServerProcess, name: str) -
     try:
         wait_until(lambda: len(other.gaps) > 20, 300, "the other client's tokens")
         for pid in pids:
-            Path(f"/proc/{pid}/clear_refs").write_text("5")  # the peak begins anew
+            Path(f"/proc/{pid}/clear_refs").write_text("5")  # resets the peak VmHWM
         before = {pid: memory(pid, "VmRSS") for pid in pids}
         other.gaps.clear()
         began = time.monotonic()
@@ -183,7 +184,7 @@ def test_a_hostile_request_harms_nobody_else(server: ServerProcess, name: str) -
 
 
 def test_nothing_is_left_of_clients_that_leave(server: ServerProcess) -> None:
-    """Jobs of clients that left end, and the next client's is done."""
+    """Jobs of clients that have disconnected are ended, and the next client is served."""
     path, body = HOSTILE["15 MB to tokenize"]
     workers = [pid for frontend in server.frontend_pids() for pid in children(frontend)]
     for _ in range(3):
