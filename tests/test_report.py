@@ -1,4 +1,4 @@
-"""The trace's split of a step, the figures of a sweep's rows, the plots, and the page."""
+"""scripts/report.py and what it uses: the split of a traced step, the figures of a sweep's rows, the plots and the page."""
 
 import json
 import random
@@ -36,7 +36,7 @@ def random_spans(rng: random.Random) -> list[trace.Span]:
 
 
 def painted(spans: list[trace.Span]) -> np.ndarray:
-    """One flag for each unit of time."""
+    """Whether each unit of time lies in a span: (500,) bool."""
     line = np.zeros(500, dtype=bool)
     for begin, end in spans:
         line[int(begin) : int(end)] = True
@@ -60,7 +60,7 @@ def test_spans_are_sets_of_moments(seed: int) -> None:
 
 def gpu_events() -> list[dict[str, Any]]:
     """Two decode steps of 100 µs. First: compute 0-40, an all-reduce 30-60 (10 hidden, 20 exposed), compute 60-90. Second: two
-    kernels at once, an all-reduce wholly behind them, one quantized kernel and a peer copy alone."""
+    overlapping kernels that hide an all-reduce, then a peer copy and a two-shot all-reduce without compute."""
     kernels = [
         event("gemm_bf16", 0, 40, "kernel", 7),
         event("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", 30, 60, "kernel", 13),
@@ -92,7 +92,7 @@ def test_split_of_a_gpu_trace() -> None:
 def test_split_of_a_cpu_trace() -> None:
     events = [
         event("prefill", 0, 100, "user_annotation"),
-        event("layer 0", 0, 100, "user_annotation"),  # a whole block, which holds its waiting
+        event("layer 0", 0, 100, "user_annotation"),  # a whole block includes its waits, so it is not compute
         event("layer 0 attention", 10, 40, "user_annotation"),
         event("aten::mm", 12, 30, "cpu_op"),
         event("aten::add", 80, 85, "cpu_op"),
@@ -207,7 +207,7 @@ def test_interconnects() -> None:
             interconnect(bad)
 
 
-# --- beside the paper ----------------------------------------------------------------------------------------------------
+# --- comparison with the paper -------------------------------------------------------------------------------------------
 
 
 def test_the_papers_own_figures_fit_together() -> None:
@@ -220,7 +220,7 @@ def test_the_papers_own_figures_fit_together() -> None:
             _, decode, throughput = entry[link]
             assert (1 / (1 - decode / 100) - 1) * 100 == pytest.approx(throughput, rel=0.03)
     for entry in tables[6]["rows"]:
-        for link in ("nvlink", "no-nvlink"):  # between what prefill and what decode alone would give
+        for link in ("nvlink", "no-nvlink"):  # the gain lies between those of prefill alone and decode alone
             *latencies, throughput = entry[link]
             low, high = sorted((1 / (1 - percent / 100) - 1) * 100 for percent in latencies)
             assert low - 1 <= throughput <= high + 1
@@ -236,7 +236,7 @@ def test_paper_tables_show_only_what_was_run() -> None:
     assert text.count("not run") > 3 * 13
     on_cpu = [replace(r, setting=replace(r.setting, device="cpu")) for r in rows]
     assert "nccl" not in paper_tables.markdown(on_cpu)
-    assert "not run |" in paper_tables.markdown(rows[1:2])  # a ladder with nothing to stand against
+    assert "not run |" in paper_tables.markdown(rows[1:2])  # a ladder without a standard model to compare with
 
 
 # --- plots and the page --------------------------------------------------------------------------------------------------
@@ -251,7 +251,7 @@ def test_the_frontier_is_what_nobody_beats(seed: int) -> None:
 
 
 def heights(figure: Any) -> list[float]:
-    """Of the points of all lines of the first panel."""
+    """The y values of all lines of the first panel."""
     return [y for line in figure.axes[0].lines for y in np.atleast_1d(line.get_ydata())]
 
 
@@ -273,7 +273,7 @@ def test_plots_show_the_ratios(seed: int) -> None:
     assert figure is not None
     assert sorted(p.get_height() for p in figure.axes[0].patches) == pytest.approx([speeds[1]])
     plt.close(figure)
-    for draw in (plots.throughput, plots.bars):  # whiskers reach to the slowest and the fastest run
+    for draw in (plots.throughput, plots.bars):  # whiskers reach from the slowest to the fastest run
         figure = draw(uneven)
         assert figure is not None
         (errors,) = [c for c in figure.axes[0].containers if hasattr(c, "has_yerr")]
@@ -288,7 +288,7 @@ def test_plots_show_the_ratios(seed: int) -> None:
 
 
 def test_the_upper_bound_does_not_flatten_the_variants() -> None:
-    """Variants of 1.1 and 1.2 beside a bound of 4: the variants have most of the axis, and the bound's figure is written."""
+    """With variants at 1.1 and 1.2 and a bound near 4, the axis ends below 1.5 and the bound is written as a number."""
     rows = [steady(10, ms, variant=v) for v, ms in (("standard", 4), ("parallel", 3.6), ("ladder", 3.3), ("upper-bound", 1))]
     bound = ratio(rows[3], rows, "throughput")
     assert bound is not None and bound > 3.5
@@ -318,7 +318,7 @@ def test_a_panel_holds_six_variants_beside_the_standard_model() -> None:
 
 
 def test_labels_of_logarithmic_axes_do_not_collide() -> None:
-    """Less than a decade, where matplotlib's own labels (2 x 10^0, 3 x 10^0, 4 x 10^0) run into one another at 500 pixels."""
+    """Axes of less than a decade, where matplotlib's default labels (2 x 10^0, 3 x 10^0, 4 x 10^0) overlap at 500 pixels."""
     rows = [steady(100, ms, variant="standard", tp=tp) for tp, ms in ((1, 9.0), (2, 5.0), (4, 3.0), (8, 2.0))]
     figure = plots.pareto(rows)
     assert figure is not None
@@ -333,14 +333,14 @@ def test_labels_of_logarithmic_axes_do_not_collide() -> None:
 
 
 def test_colours_are_told_apart_by_the_colour_blind() -> None:
-    """Any two variants, and any two communicators that share a figure, as seen with either of the common deficiencies (matrices of
-    Machado, Oliveira and Fernandes, 2009, for linear RGB)."""
+    """Compares any two variants, and any two communicators that share a figure, as seen with normal vision and with the two
+    common deficiencies (matrices for linear RGB of Machado, Oliveira and Fernandes, 2009)."""
     deficiencies = [
         np.eye(3),
         np.array([[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]]),
         np.array([[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]]),
     ]
-    measured = {name for name in figures.COMMUNICATORS if name != "gloo"}  # gloo is a CPU's nccl
+    measured = {name for name in figures.COMMUNICATORS if name != "gloo"}  # no figure shows both gloo and nccl
     quantized = {"nccl", "auto", "int8", "int6", "int4", "fp8"}
     exact = measured - quantized | {"nccl"}
     for palette in (figures.VARIANTS, *({n: figures.COMMUNICATORS[n] for n in group} for group in (exact, quantized))):

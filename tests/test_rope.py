@@ -1,5 +1,5 @@
-"""RoPE scaling of every type against transformers: whole prompts, chunks of them, decoding past the original context, on one rank
-and two, by the CPU's runner and the GPU's."""
+"""RoPE scaling of every type against transformers: whole and chunked prompts, decoding past the original context, one and two
+ranks, the CPU's and the GPU's runner."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -53,7 +53,8 @@ FAMILIES = {
 
 
 def hf_config(name: str, family: str, **more: Any) -> Any:
-    """Of a tiny model; linear, dynamic and yarn stretch `max_position_embeddings`, and longrope has reached it."""
+    """The config of a tiny model. `max_position_embeddings` is the original context for linear, dynamic and yarn, and the
+    extended one for longrope."""
     return FAMILIES[family](
         vocab_size=97,
         hidden_size=32,
@@ -73,14 +74,14 @@ def hf_config(name: str, family: str, **more: Any) -> Any:
 
 @torch.inference_mode()
 def theirs(directory: Path, tokens: Tensor) -> Tensor:
-    """Logits of a model that has seen no other length, which `dynamic` would remember."""
+    """transformers' logits. The model is loaded anew because `dynamic` scaling remembers the lengths of earlier prompts."""
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
     return model(tokens).logits
 
 
 @torch.inference_mode()
 def ours(world: World, directory: Path, prompts: list[tuple[Tensor, int | None]]) -> list[tuple[Tensor, Tensor]]:
-    """Logits of each prompt (B, T) in a context of so many tokens: at once, and in chunks and single tokens."""
+    """For each (prompt (B, T), context length): logits of one forward pass, and of chunks and single tokens through a cache."""
     found = []
     for tokens, context in prompts:
         config = limit_context(checkpoint.model_config(str(directory), None, world.world_size), context)
@@ -102,13 +103,14 @@ def random_tokens(length: int) -> Tensor:
 
 
 def in_turns(values: list[Any], count: int) -> list[tuple[str, Any]]:
-    """Each scaling with `count` of the values, so that all of them get their turn."""
+    """Each scaling paired with `count` values. Successive scalings take successive values, so that every value is used."""
     return [(name, values[(at + i) % len(values)]) for at, name in enumerate(SCALINGS) for i in range(count)]
 
 
 @pytest.mark.parametrize(("name", "family"), in_turns(list(FAMILIES), 2))
 def test_logits_are_those_of_transformers(name: str, family: str, tmp_path: Path, seed: int) -> None:
-    """Prompts within the original context and beyond. Where a length decides, it is the context here and the prompt there."""
+    """Prompts shorter and longer than the original context. Where frequencies depend on a length, this is the context here and
+    the prompt in transformers, so both are made equal."""
     save_hf(hf_config(name, family), tmp_path)
     by_length = "dynamic" in name or "longrope" in name
     prompts = [(random_tokens(n), n if by_length else None) for n in (20, ORIGINAL, ORIGINAL + 1, 57)]
@@ -134,15 +136,15 @@ def test_two_ranks_compute_the_same(name: str, ranks: Ranks, tmp_path: Path, see
                 assert (first - second).abs().max() < TOLERANCE
 
 
-# each scaling in both runners, in turns with the one family and the other
+# each scaling in both runners, alternating between two families
 @pytest.mark.parametrize(
     ("name", "runner"),
     in_turns([("cpu", "llama"), ("gpu", "qwen3"), ("cpu", "qwen3"), ("gpu", "llama")], 2),
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
 def test_served_tokens_past_the_original_context(name: str, runner: tuple[str, str], tmp_path: Path, seed: int) -> None:
-    """Prompts in chunks beside each other, one of which crosses the boundary while it decodes. A sequence that fills the context
-    sees the length that transformers sees; the others must get what they would get alone."""
+    """Prompts are served together in chunks. One sequence passes the original context while it decodes. Frequencies depend on
+    the server's context and not on a sequence's length, so the reference is padded to that context."""
     device, family = runner
     save_hf(hf_config(name, family), tmp_path)
     context = 60
@@ -162,7 +164,7 @@ def test_served_tokens_past_the_original_context(name: str, runner: tuple[str, s
         answers = serve(engine, submits, 3)
     for submit in submits:
         tokens = [*submit.prompt_ids, *answers[submit.request_id].tokens]
-        filled = torch.tensor([tokens + [0] * (context - len(tokens))])  # padding behind it: a later token changes nothing
+        filled = torch.tensor([tokens + [0] * (context - len(tokens))])  # padding at the end changes no earlier logits
         logits = theirs(tmp_path, filled)[0, len(submit.prompt_ids) - 1 : len(tokens) - 1]
         chosen = logits.gather(-1, torch.tensor(tokens[len(submit.prompt_ids) :])[:, None])[:, 0]
         assert len(chosen) == prompts[submit.request_id][1]

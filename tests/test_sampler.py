@@ -1,4 +1,4 @@
-"""The sampler against a float64 reference, transformers' processors, the distribution it claims, and SplitMix64 in Python."""
+"""The sampler against a float64 reference, transformers' processors, the expected distribution, and SplitMix64 in Python."""
 
 import math
 import random
@@ -33,7 +33,7 @@ seeds = st.integers(0, 2**32 - 1)
 
 
 def random_logits(seed: int, count: int, vocab: int = 30) -> Tensor:
-    """No two of a row closer than 1e-3: among equal logits a filter's choice is arbitrary."""
+    """(count, vocab). Logits of a row differ by at least 1e-3, because a filter's choice among equal logits is arbitrary."""
     logits = torch.randn(count, vocab, generator=torch.Generator().manual_seed(seed)) * 3
     return logits + logits.argsort(-1).argsort(-1) * 1e-3
 
@@ -44,11 +44,11 @@ def softmax(x: np.ndarray) -> np.ndarray:
 
 
 def filtered(logits: Tensor, params: SamplingParams) -> tuple[np.ndarray, bool]:
-    """The distribution that `params` define, in float64, one filter after the other, token by token; and whether any token
-    lies so close to a threshold that float32 may decide otherwise.
+    """The distribution that `params` define, computed in float64, filter by filter and token by token; and whether any token
+    is so close to a threshold that float32 may decide differently.
 
-    A float32 quotient by a float32 temperature errs by 2^-23 of its size, so the difference of two errs by four times that at
-    most, and a probability by the same share of itself, besides what sums of 30 numbers round."""
+    A float32 quotient by a float32 temperature has a relative error of 2^-23. The difference of two quotients has at most
+    four times that error, which is also the relative error of a probability, apart from the rounding of sums of 30 numbers."""
     scaled = logits.double().numpy() / params.temperature
     p = softmax(scaled)
     error = 2**-21 * np.abs(scaled).max()
@@ -141,8 +141,8 @@ def test_the_likeliest_token_always_passes(params: list[SamplingParams], seed: i
 
 
 def chi_square_is_plausible(counts: np.ndarray, probabilities: np.ndarray) -> bool:
-    """Whether the statistic lies below its quantile for p = 3e-7 (Wilson & Hilferty). The rarest tokens are counted together,
-    as many as it takes to expect 10 of them: a single draw of what is hardly ever drawn would exceed any quantile."""
+    """Whether the statistic is below its quantile for p = 3e-7 (Wilson & Hilferty). The rarest tokens share a bin with an
+    expected count of at least 10, because a single draw of a very rare token would exceed any quantile."""
     order = np.argsort(probabilities)
     observed, expected = counts[order], probabilities[order] * counts.sum()
     rare = int(np.searchsorted(np.minimum(expected.cumsum(), 10), 10)) + 1
@@ -185,7 +185,7 @@ def test_frequencies_over_seeds_follow_the_distribution(seed: int) -> None:
 
 
 def test_the_chi_square_test_notices_another_distribution(seed: int) -> None:
-    logits = random_logits(seed, 1)[0] / 3  # no token so likely that the temperature hardly matters
+    logits = random_logits(seed, 1)[0] / 3  # flatter logits: with one dominant token the temperature would hardly matter
     expected, _ = filtered(logits, SamplingParams())
     wrong, _ = filtered(logits, SamplingParams(temperature=1.2))
     counts = np.bincount(np.random.default_rng(seed).choice(30, 20_000, p=wrong), minlength=30)
@@ -220,7 +220,7 @@ def test_another_seed_or_position_draws_other_tokens(seed: int) -> None:
     positions = list(range(50))
     first = draw(flat.expand(50, -1), [SamplingParams(seed=seed)] * 50, positions)
     second = draw(flat.expand(50, -1), [SamplingParams(seed=seed + 1)] * 50, positions)
-    assert len(set(first)) > 40  # 50 of 1000: 48.8 distinct ones expected
+    assert len(set(first)) > 40  # 50 draws from 1000 tokens: 48.8 distinct ones are expected
     assert sum(a == b for a, b in zip(first, second, strict=True)) < 5
 
 
@@ -273,7 +273,7 @@ def test_hash64_is_splitmix64(numbers: list[int]) -> None:
 
 
 def test_splitmix64_published_values() -> None:
-    """The first outputs of the generator seeded with 1234567, whose state advances by the constant that the hash adds."""
+    """The first outputs of the generator with seed 1234567. Its state advances by the constant that the hash adds."""
     state, expected = 1234567, [6457827717110365317, 3203168211198807973, 9817491932198370423]
     assert [splitmix64(state + i * 0x9E3779B97F4A7C15) for i in range(3)] == expected
 
@@ -281,7 +281,7 @@ def test_splitmix64_published_values() -> None:
 @given(st.integers(0, 2**20), st.integers(0, 29), st.sampled_from([0, 1, 2**31, 2**32 - 2, 2**32 - 1]), st.booleans())
 @settings(deadline=None)
 def test_the_rarest_noise_still_leaves_a_filtered_token_its_place(position: int, token: int, high: int, only: bool) -> None:
-    """The seed is worked out backwards so that the hash of (seed, position, token) has these upper 32 bits."""
+    """The seed is computed backwards so that `high` is the upper 32 bits of the hash of (seed, position, token)."""
     inner = invert_splitmix64((high << 32) | 12345) ^ token
     seed = signed(invert_splitmix64(invert_splitmix64(inner) ^ position))
     noise = exponential_noise(torch.tensor([[seed]]), torch.tensor([[position]]), torch.arange(30))

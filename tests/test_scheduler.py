@@ -1,7 +1,7 @@
 """Scheduler and block manager without a model: random arrivals, aborts and memory shortage, checked after every step.
 
-The cache is simulated: each place of each block remembers for which beginning of a text it was computed. A draw is a hash of all
-tokens before it, so that the output of a request served alone is known.
+The cache is simulated: for each position of each block, the test records the text prefix from which it was computed. A drawn
+token is a hash of all tokens before it, so the output of a request served alone is known.
 """
 
 import random
@@ -19,7 +19,7 @@ from engine.protocol import RequestParams
 from engine.scheduler import Chunk, Scheduler, Sequence
 from errors import UserError
 
-VOCAB = 5  # few ids, so that unrelated texts begin alike
+VOCAB = 5  # few ids, so that unrelated texts share prefixes
 
 
 def draw(tokens: List[int]) -> int:
@@ -27,7 +27,7 @@ def draw(tokens: List[int]) -> int:
 
 
 def alone(prompt: list[int], params: RequestParams) -> tuple[list[int], str]:
-    """What a request gets, and why it ends."""
+    """The output and the finish reason of a request that is served alone."""
     tokens = list(prompt)
     while True:
         tokens.append(draw(tokens))
@@ -45,14 +45,14 @@ class Served:
     sequence: Sequence
     prompt: list[int]
     number: int  # in order of arrival
-    deadline: int  # the step by which it has ended
-    scored: int = 0  # how many of its tokens have been computed for it
+    deadline: int  # the step by which it must have ended
+    scored: int = 0  # how many of its first tokens were computed for it and not taken from the cache
     output: list[int] = field(default_factory=list)
     ends: list[str] = field(default_factory=list)
 
 
 class Simulation:
-    """A server of numbers. Every method checks all that must hold."""
+    """A server without a model. Every method checks all invariants."""
 
     def __init__(self, n_blocks: int, block_size: int, max_num_seqs: int, max_batch_tokens: int, max_model_len: int) -> None:
         self.n_blocks, self.size, self.max_model_len = n_blocks, block_size, max_model_len
@@ -61,12 +61,12 @@ class Simulation:
         self.scheduler = Scheduler(self.manager, max_num_seqs, max_batch_tokens, max_model_len)
         self.requests: dict[str, Served] = {}
         self.alive: dict[str, Served] = {}
-        self.texts: dict[tuple[int, int], int] = {}  # (number of a text, one more token) to the number of the longer text
-        self.holds: dict[int, int] = {}  # place in the cache: number of the text that ends with the token computed there
+        self.texts: dict[tuple[int, int], int] = {}  # (number of a prefix, next token) to the number of the longer prefix
+        self.holds: dict[int, int] = {}  # cache position to the number of the prefix that ends with the token computed there
         self.steps = 0
 
     def beginnings(self, tokens: List[int]) -> list[int]:
-        """A number for each beginning of a text, the same for equal beginnings only."""
+        """A number for each prefix of `tokens`. Only equal prefixes have the same number."""
         numbers, last = [], 0
         for token in tokens:
             last = self.texts.setdefault((last, token), len(self.texts) + 1)
@@ -74,12 +74,12 @@ class Simulation:
         return numbers
 
     def work(self, sequence: Sequence) -> int:
-        """The steps that a request needs at most as the oldest one, everything it has being computed again."""
+        """The most steps that a request needs once it is the oldest, if all its tokens are computed again."""
         longest = sequence.prompt_length + sequence.params.max_tokens
         return -(-longest // self.budget) + sequence.params.max_tokens
 
     def submit(self, prompt: list[int], params: RequestParams) -> bool:
-        """Whether it was taken."""
+        """Whether the request was accepted."""
         name = f"request {len(self.requests)}"
         sequence = Sequence(name, list(prompt), len(prompt), params)
         longest = len(prompt) + params.max_tokens
@@ -118,10 +118,10 @@ class Simulation:
             for position in range(chunk.start, stop):
                 self.holds[self.place(sequence, position)] = numbers[position]
         drawn = []
-        random.shuffle(chunks)  # a step may compute them in any order
+        random.shuffle(chunks)  # a step may compute its chunks in any order
         for chunk in chunks:
             stop = chunk.start + chunk.count
-            self.check_cache(chunk.sequence, stop)  # nobody else wrote there
+            self.check_cache(chunk.sequence, stop)  # no other chunk wrote to its positions
             if chunk.samples:
                 assert stop == len(chunk.sequence.tokens)
                 drawn.append(draw(chunk.sequence.tokens))
@@ -146,7 +146,7 @@ class Simulation:
         del self.alive[sequence.request_id]
 
     def run(self) -> None:
-        """To the end, which no request may be kept from."""
+        """Step until there is no work. Every request must have ended exactly once."""
         while self.scheduler.has_work():
             self.step()
         assert not self.alive
@@ -159,7 +159,7 @@ class Simulation:
         return sequence.blocks[position // self.size] * self.size + position % self.size
 
     def check_cache(self, sequence: Sequence, length: int) -> None:
-        """Positions 0 … length-1 were computed from exactly this sequence's tokens, and lie in its blocks."""
+        """Check that positions 0 … length-1 in the sequence's blocks were computed from exactly its tokens."""
         held = [self.holds.get(self.place(sequence, p)) for p in range(length)]
         assert held == self.beginnings(sequence.tokens[:length])
 
@@ -197,7 +197,7 @@ class Simulation:
             self.check_cache(sequence, sequence.computed)
 
 
-# --- random lives --------------------------------------------------------------------------------------------------------
+# --- random events -------------------------------------------------------------------------------------------------------
 
 params = st.builds(
     RequestParams,
@@ -211,7 +211,7 @@ blocks_of = st.integers(1, 5)
 
 
 class Life(RuleBasedStateMachine):
-    """Requests come, share beginnings, are aborted, and run short of memory."""
+    """Requests arrive, share prefixes, are aborted, and run out of cache blocks."""
 
     @initialize(
         n_blocks=st.integers(2, 24),
@@ -230,14 +230,14 @@ class Life(RuleBasedStateMachine):
     @precondition(lambda self: self.simulation.requests)
     @rule(which=st.integers(0), keep=st.integers(1, 40), more=prompts | st.just([]), params=params)
     def submit_a_known_beginning(self, which: int, keep: int, more: list[int], params: RequestParams) -> None:
-        """Of another request's text, answer included: a chat goes on, or the same prompt comes again."""
+        """A prefix of another request's text, including its answer, as in a continued chat or a repeated prompt."""
         texts = [r.sequence.tokens for r in self.simulation.requests.values()]
         self.simulation.submit(texts[which % len(texts)][:keep] + more, params)
 
     @precondition(lambda self: self.simulation.requests)
     @rule(which=st.integers(0))
     def abort(self, which: int) -> None:
-        names = list(self.simulation.requests)  # ended ones, too: the client's abort may come late
+        names = list(self.simulation.requests)  # ended requests, too: a client's abort may arrive late
         self.simulation.abort(names[which % len(names)])
 
     @rule(count=st.integers(1, 6))
@@ -279,7 +279,7 @@ def random_request(texts: list[list[int]]) -> tuple[list[int], RequestParams]:
 
 @pytest.mark.parametrize("pool", ["scarce", "ample"])
 def test_thousands_of_arrivals(pool: str, seed: int) -> None:
-    """One server's long life: 1500 requests, some of them aborted."""
+    """1500 requests to one server, some of them aborted."""
     simulation = Simulation(
         n_blocks=random.randint(20, 30) if pool == "scarce" else 300,
         block_size=random.randint(2, 4),
@@ -308,7 +308,7 @@ def test_thousands_of_arrivals(pool: str, seed: int) -> None:
 
 
 def test_two_copies_take_the_same_steps(seed: int) -> None:
-    """What lets every rank schedule for itself: the same events give the same steps and block tables."""
+    """Every rank runs its own scheduler, so the same events must give the same steps and block tables."""
     copies = [Scheduler(BlockManager(15, 3), 5, 12, 45) for _ in range(2)]
     texts: list[list[int]] = []
     for number in range(300):
@@ -331,7 +331,7 @@ def test_two_copies_take_the_same_steps(seed: int) -> None:
     assert copies[0].preemptions == copies[1].preemptions > 0
 
 
-# --- what can never fit ---------------------------------------------------------------------------------------------------
+# --- requests that never fit ----------------------------------------------------------------------------------------------
 
 
 def test_the_longest_request_that_fits_is_served_and_one_token_more_refused(seed: int) -> None:
@@ -366,7 +366,7 @@ def test_a_refusal_says_which_limit_in_one_line() -> None:
 
 
 def test_the_youngest_is_preempted_and_comes_back_first() -> None:
-    """5 blocks of 2 for three sequences: two hold 2 each for a prompt of 3; the third must wait."""
+    """5 blocks of 2 tokens for three prompts of 3 tokens: two sequences hold 2 blocks each, and the third must wait."""
     simulation = Simulation(n_blocks=5, block_size=2, max_num_seqs=3, max_batch_tokens=20, max_model_len=10)
     for first in range(3):
         assert simulation.submit([first, 4, 4], RequestParams(max_tokens=7))
@@ -391,7 +391,7 @@ def test_running_sequences_go_before_waiting_ones_and_prompts_are_cut_to_the_bud
     assert layout() == [("0", 0, 3), ("1", 0, 5)]
     assert layout() == [("0", 3, 1), ("1", 5, 7)]
     assert layout() == [("0", 4, 1), ("1", 12, 7)]
-    assert layout() == [("0", 5, 1), ("1", 19, 1), ("2", 0, 2)]  # only three at a time: the last one waits
+    assert layout() == [("0", 5, 1), ("1", 19, 1), ("2", 0, 2)]  # at most three sequences run: the last one waits
     assert layout() == [("0", 6, 1), ("1", 20, 1), ("2", 2, 1)]
     simulation.run()
 
@@ -400,15 +400,15 @@ def test_running_sequences_go_before_waiting_ones_and_prompts_are_cut_to_the_bud
 
 
 def expected_hit(seen: set[tuple[int, ...]], tokens: list[int], size: int) -> int:
-    """Of `tokens`, how many lie in whole blocks that some text computed before begins with; one token is always left."""
+    """How many of the first `tokens` fill whole blocks that an earlier text also begins with. One token is always left."""
     return max((n for n in range(size, len(tokens), size) if tuple(tokens[:n]) in seen), default=0)
 
 
 @given(st.data(), st.integers(1, 4), st.booleans())
 @settings(deadline=None, max_examples=60)
 def test_hits_are_all_that_was_computed_before(data: st.DataObject, size: int, at_once: bool) -> None:
-    """With room for everything, a prompt finds the longest beginning that anyone has computed, one after the other or while
-    others with the same beginning are under way."""
+    """With enough blocks, a prompt reuses the longest prefix computed so far, both when requests follow one another and while
+    others with the same prefix are in flight."""
     simulation = Simulation(2000, size, 8, 16, 100)
     scheduler, seen = simulation.scheduler, set()
     admitted: set[str] = set()
@@ -431,7 +431,7 @@ def test_hits_are_all_that_was_computed_before(data: st.DataObject, size: int, a
                     assert chunk.start == sequence.cached_tokens == hit
                     queries, hits = queries + len(prompt), hits + hit
             assert (scheduler.prefix_queries, scheduler.prefix_hits) == (queries, hits)
-            # what the step computed can be found from the next one on
+            # blocks that this step computed can be reused from the next step on
             for request in simulation.requests.values():
                 sequence = request.sequence
                 length = len(sequence.tokens) - 1 if sequence.finish_reason else sequence.computed
@@ -441,7 +441,7 @@ def test_hits_are_all_that_was_computed_before(data: st.DataObject, size: int, a
 
 
 def test_a_preempted_prompt_is_counted_once() -> None:
-    """Its own blocks, which it finds again when it comes back, are no hit."""
+    """Its own blocks, which it reuses when it is admitted again, do not count as hits."""
     simulation = Simulation(n_blocks=7, block_size=2, max_num_seqs=2, max_batch_tokens=2, max_model_len=20)
     assert simulation.submit([0], RequestParams(max_tokens=8))
     assert simulation.submit([1, 2, 3, 4] * 2, RequestParams(max_tokens=1))
@@ -478,7 +478,7 @@ def test_eviction_takes_the_longest_unused_and_of_one_text_its_end_first() -> No
         manager.publish(tables[name], tokens, 0, 2)
     manager.release(tables["a"])
     manager.release(tables["b"])
-    kept = manager.match([1, 1, 9])  # a's beginning is used again: now the most recent
+    kept = manager.match([1, 1, 9])  # a's first block is used again: now the most recently used
     assert kept == tables["a"][:1]
     manager.acquire(kept)
     manager.release(kept)
@@ -490,8 +490,8 @@ def test_eviction_takes_the_longest_unused_and_of_one_text_its_end_first() -> No
 
 
 def test_equal_blocks_go_on_alike_until_the_known_one_is_evicted() -> None:
-    """Two sequences compute the same text at once: what follows the second one's copy is found, too. But it is not found behind
-    what takes the first one's place later."""
+    """Two sequences compute the same text at once. The block that follows the second copy is also found after the first copy,
+    but not after the text that later takes the first copy's block."""
     manager = BlockManager(3, 1)
     first, second = [manager.allocate()], [manager.allocate(), manager.allocate()]
     manager.publish(first, [1], 0, 1)
@@ -509,9 +509,9 @@ def test_equal_blocks_go_on_alike_until_the_known_one_is_evicted() -> None:
 @given(st.lists(st.tuples(st.sampled_from(["take", "share", "leave"]), st.integers(0)), max_size=60), st.integers(1, 12))
 @settings(deadline=None)
 def test_eviction_order_of_random_owners(actions: list[tuple[str, int]], n_blocks: int) -> None:
-    """Whatever the owners do, the next block is the one that has been free for the longest time."""
+    """For any actions of the owners, the next block is the one that has been free for the longest time."""
     manager = BlockManager(n_blocks, 1)
-    unused_since = {b: (0, b) for b in range(n_blocks)}  # (when it was left, order within that moment)
+    unused_since = {b: (0, b) for b in range(n_blocks)}  # (time of its release, order within that time)
     tables: list[list[int]] = []
     for now, (action, n) in enumerate(actions, start=1):
         if action == "take" and unused_since:

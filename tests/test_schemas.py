@@ -1,4 +1,4 @@
-"""JSON schemas from request to grammar: what is closed, what is open, what cannot be enforced, and calls that are cut off."""
+"""JSON schemas from request to grammar: closed and open objects, what cannot be enforced, and truncated tool calls."""
 
 import json
 import random
@@ -19,7 +19,7 @@ from server.json_schema import SchemaError, compile_schema
 from tests.server_thread import CHAT, EOS, TOKENIZER, TOOL, Site
 
 VOCAB = 1024
-SECONDS = 60.0  # a worker has 2
+SECONDS = 60.0  # a request's timeout; a worker is ended after 2
 
 
 @cache
@@ -41,7 +41,7 @@ def accepts(grammar: str, text: str) -> bool:
 
 
 def write(grammar: str, limit: int = 4000) -> Any:
-    """What random logits write under a grammar, with a slight preference for quotes, so that strings end."""
+    """The JSON value that random logits produce under a grammar. Quotes get a higher logit, so that strings end."""
     matcher, ids = grammars().compile(grammar), list[int]()
     quote = TOKENIZER.encode('"', add_special_tokens=False)[-1]
     while not matcher.is_stopped():
@@ -53,7 +53,7 @@ def write(grammar: str, limit: int = 4000) -> Any:
 
 
 def asked(site: Site, schema: dict[str, Any], **more: Any) -> str:
-    """The grammar that a request with this schema brings to the engine."""
+    """The grammar that the engine receives for a request with this schema."""
     form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, **more}}
     site.complete(response_format=form, max_tokens=1)
     grammar = site.last().params.grammar
@@ -61,7 +61,7 @@ def asked(site: Site, schema: dict[str, Any], **more: Any) -> str:
     return grammar
 
 
-# --- closed unless said otherwise ------------------------------------------------------------------------------------------
+# --- objects are closed by default -----------------------------------------------------------------------------------------
 
 
 class Place(BaseModel):
@@ -85,7 +85,7 @@ class Tree(BaseModel):
 
 
 class Person(BaseModel):
-    """Nested, optional, a union with a discriminator, a mapping, a recursive model."""
+    """Nested and optional models, a union with a discriminator, and a recursive model."""
 
     name: str = Field(max_length=8)
     home: Place
@@ -100,7 +100,8 @@ class Empty(BaseModel):
 
 @pytest.mark.parametrize("model", [Place, Cat, Tree, Person, Empty])
 def test_pydantic_schemas_bring_no_keys_of_their_own(site: Site, model: type[BaseModel], seed: int) -> None:
-    """Each object that random logits write is one of the model with extra="forbid", which the schema did not say."""
+    """Each object that random logits produce is valid for the model with extra="forbid", although the schema does not forbid
+    other keys."""
     schema = model.model_json_schema()
     assert "additionalProperties" not in json.dumps(schema)
     for strict in (False, True):
@@ -170,7 +171,7 @@ def test_what_is_open_and_what_is_closed(schema: dict[str, Any], yes: list[str],
 
 
 def random_parts(definitions: dict[str, Any], depth: int) -> dict[str, Any]:
-    """A schema about one object of integers a to d: members, branches and references, each with names of its own."""
+    """A random schema for one object with integer properties a to d: members, branches and references list their own names."""
     listed = random.sample("abcd", random.choice([0, 1, 1, 2]))
     schema: dict[str, Any] = {"properties": {name: {"type": "integer"} for name in listed}} if listed else {}
     if listed and random.random() < 0.5:
@@ -189,8 +190,8 @@ def random_parts(definitions: dict[str, Any], depth: int) -> dict[str, Any]:
 
 
 def test_schemas_of_one_object_close_it_together(seed: int) -> None:
-    """Against `unevaluatedProperties: false`, which says the same and which a validator knows. But a grammar follows one branch of an
-    `anyOf`, where the validator adds up the names of all that hold."""
+    """The reference is a validator with `unevaluatedProperties: false`, which means the same, with one difference: a grammar
+    follows one branch of an `anyOf`, while the validator allows the names of all branches that hold."""
     objects = [dict.fromkeys(names, 1) for n in range(4) for names in permutations("abcx", n)]
     compared = 0
     for _ in range(60):
@@ -206,13 +207,13 @@ def test_schemas_of_one_object_close_it_together(seed: int) -> None:
         try:
             grammar = compile_schema(schema, strict=True).grammar
         except SchemaError:
-            assert expected <= {frozenset()}, schema  # it contradicts itself
+            assert expected <= {frozenset()}, schema  # the schema contradicts itself
             continue
         found = {frozenset(one) for one in objects if accepts(grammar, json.dumps(one))}
         parts = list(_members(schema, schema))
         branches, opened = any("anyOf" in part for part in parts), any("additionalProperties" in part for part in parts)
         if any("properties" not in part for part in parts) or (branches and opened):
-            continue  # a branch that lists nothing leaves the object free
+            continue  # a branch without properties leaves the object open
         assert found == expected or (branches and found < expected), schema
         assert not expected or found, schema
         compared += 1
@@ -318,7 +319,7 @@ def test_large_and_deep_schemas_are_refused(site: Site) -> None:
 
 
 def test_a_schema_that_takes_for_ever_is_ended(site: Site) -> None:
-    """300 patterns that must all be found: their product has 2^300 states, and the first look at it takes many minutes."""
+    """300 patterns that must all match: their product has 2^300 states, and the first step in it takes many minutes."""
     schema = {"type": "string", "allOf": [{"pattern": f"^.*{i}.*$"} for i in range(300)]}
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
     start = time.monotonic()

@@ -1,4 +1,4 @@
-"""The whole server from outside: the `openai` client against two gloo ranks that serve an embedded checkpoint."""
+"""The whole server as a process: the `openai` client against two gloo ranks that serve an embedded checkpoint."""
 
 import contextlib
 import itertools
@@ -33,8 +33,8 @@ PROMPT = "Once upon a time"
 STORY: Any = [{"role": "user", "content": "Tell me about a child."}]
 SUM = [{"role": "user", "content": "What is 27 plus 48?"}]
 EOS = 1
-GONE_SECONDS = 60.0  # within which clients learn that a rank was lost
-LONG = {"max_tokens": 900, "temperature": 0, "extra_body": {"ignore_eos": True}}  # runs until it is ended
+GONE_SECONDS = 60.0  # clients learn within this time that a rank was lost
+LONG = {"max_tokens": 900, "temperature": 0, "extra_body": {"ignore_eos": True}}  # runs until it is stopped
 
 ADD = {
     "type": "object",
@@ -95,7 +95,7 @@ def client(server: ServerProcess) -> openai.OpenAI:
 
 @pytest.fixture(scope="module")
 def greedy(reference: Reference) -> list[int]:
-    """What the model says after PROMPT."""
+    """40 token ids: the greedy continuation of PROMPT."""
     return reference.generate(reference.encode(PROMPT), 40)
 
 
@@ -104,7 +104,7 @@ Complete = Callable[..., Any]
 
 @pytest.fixture(scope="module")
 def complete(client: openai.OpenAI) -> Complete:
-    """The completion of PROMPT, greedy unless told otherwise; parameters that OpenAI's API lacks go into the body."""
+    """A function that completes PROMPT, by default greedily. Parameters that OpenAI's API lacks are added to the body."""
 
     def call(**params: Any) -> Any:
         known = {"best_of", "echo", "frequency_penalty", "logit_bias", "logprobs", "max_tokens", "n", "presence_penalty"}
@@ -176,7 +176,7 @@ def test_filters_leave_the_likeliest(complete: Complete, greedy: list[int], narr
 
 
 def test_filters_drop_the_unlikely(complete: Complete, reference: Reference) -> None:
-    """Each of 40 first tokens drawn at a high temperature is one that the filter lets through."""
+    """40 first tokens drawn at a high temperature: more than two differ without a filter, and exactly two with top_k=2."""
     scored = complete(max_tokens=1, logprobs=20, return_tokens_as_token_ids=True).choices[0].logprobs.top_logprobs[0]
     ranked = [int(name.removeprefix("token_id:")) for name in sorted(scored, key=scored.__getitem__, reverse=True)]
     free = complete(max_tokens=1, temperature=2, seed=1, n=40, logit_bias={str(ranked[0]): -14}, return_token_ids=True)
@@ -185,11 +185,11 @@ def test_filters_drop_the_unlikely(complete: Complete, reference: Reference) -> 
     assert len({choice.token_ids[0] for choice in kept.choices}) == 2
 
 
-# --- where it ends -------------------------------------------------------------------------------------------------------
+# --- where an answer ends ------------------------------------------------------------------------------------------------
 
 
 def test_stop_across_tokens(complete: Complete, reference: Reference, greedy: list[int]) -> None:
-    """A stop string that spans tokens, one that is a part of a token, one with bytes beyond ASCII, and half of one."""
+    """Stop strings that span tokens, are part of a token, have non-ASCII characters, or match only in their first half."""
     text = complete(max_tokens=40).choices[0].text
     ends = list(itertools.accumulate(len(reference.tokenizer.decode([one])) for one in greedy))
     across = next(text[end - 3 : end + 3] for end in ends if end > 20)
@@ -211,7 +211,7 @@ def test_stop_across_tokens(complete: Complete, reference: Reference, greedy: li
 
 
 def test_stop_inside_multi_byte_text(client: openai.OpenAI) -> None:
-    """Characters of several tokens each, forced by a schema: whole ones only, and stop strings are found among them."""
+    """A schema forces characters of several tokens each. Only complete characters are sent, and stop strings are found."""
     text = '"aé日本🦊z"'
     forced: Any = {"type": "json_schema", "json_schema": {"name": "text", "schema": {"const": text[1:-1]}}}
 
@@ -239,7 +239,7 @@ def test_stop_token_ids(complete: Complete, reference: Reference, greedy: list[i
 
 
 def test_end_of_text(client: openai.OpenAI) -> None:
-    """EOS ends the answer, unless it is ignored or comes before min_tokens; special tokens show on demand."""
+    """EOS ends the answer unless it is ignored or comes before min_tokens. Special tokens are shown on request."""
 
     def answer(**extra: Any) -> Any:
         reply = client.chat.completions.create(model=NAME, messages=SUM, temperature=0, max_tokens=12, extra_body=extra)
@@ -254,7 +254,7 @@ def test_end_of_text(client: openai.OpenAI) -> None:
     assert text.startswith("75") and text != "75" and count >= 6
 
 
-# --- what changes the odds -----------------------------------------------------------------------------------------------
+# --- logit biases and penalties ------------------------------------------------------------------------------------------
 
 
 def test_logit_bias(complete: Complete, greedy: list[int]) -> None:
@@ -265,7 +265,7 @@ def test_logit_bias(complete: Complete, greedy: list[int]) -> None:
 
 
 def test_penalties(complete: Complete, greedy: list[int]) -> None:
-    """A token that a bias makes the model repeat, until a penalty outweighs the bias."""
+    """A bias makes the model repeat a token until a penalty outweighs the bias."""
     pushed = {"logit_bias": {"300": 24}, "max_tokens": 16, "return_token_ids": True}
     plain = ids_of(complete(**pushed))
     assert plain == [300] * 16
@@ -355,7 +355,7 @@ def test_logprobs(complete: Complete, reference: Reference, greedy: list[int], k
 
 @pytest.mark.parametrize("count", [0, 1])
 def test_echo_scores_the_prompt(complete: Complete, reference: Reference, count: int) -> None:
-    """As evaluation harnesses ask for it: ids in batches; each token's value and the arg-max beside it."""
+    """A request as evaluation harnesses send it: batches of ids; log-probabilities of each token and of the arg-max."""
     texts = ["Once upon a time there was a merry girl named Zoë.", "The fox sat by the sea and sang."]
     prompts = [reference.encode(text) for text in texts]
     reply = complete(prompt=prompts, max_tokens=count, logprobs=1, echo=True, seed=1234, return_tokens_as_token_ids=True)
@@ -374,7 +374,7 @@ def test_echo_scores_the_prompt(complete: Complete, reference: Reference, count:
         assert choice.text == text + reference.tokenizer.decode(answer)
     assert reply.usage.completion_tokens == 2 * count
     named = complete(prompt=texts[0], max_tokens=count, logprobs=1, echo=True).choices[0]
-    assert "".join(named.logprobs.tokens[1:]) == named.text  # the first is BOS
+    assert "".join(named.logprobs.tokens[1:]) == named.text  # the first token is BOS
 
 
 def test_prompt_logprobs(complete: Complete, reference: Reference) -> None:
@@ -444,7 +444,7 @@ def test_a_stream_equals_the_answer(complete: Complete, params: dict[str, Any]) 
 
 
 def test_the_wire_of_a_stream(server: ServerProcess) -> None:
-    """Events as they travel: no empty text before the first token, usage last, then [DONE]."""
+    """The raw events: no empty text before the first token, usage last, then [DONE]."""
     body = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
     reply = server.http.post("/v1/completions", json=body)
     assert reply.headers["content-type"].startswith("text/event-stream")
@@ -524,7 +524,7 @@ def test_continue_final_message(client: openai.OpenAI) -> None:
 
 
 def test_chat_templates(client: openai.OpenAI) -> None:
-    """The client's own template, and variables for it."""
+    """A template in the request, and variables for it."""
     template = "{{ bos_token }}<|user|>What is {{ first }} plus {{ messages[0].content }}?<|end|><|assistant|>"
     extra = {"chat_template": template, "chat_template_kwargs": {"first": 12}}
     reply = client.chat.completions.create(
@@ -557,7 +557,7 @@ def test_json_schema(client: openai.OpenAI, schema: dict[str, Any]) -> None:
 
 
 def test_json_object(client: openai.OpenAI, reference: Reference, complete: Complete) -> None:
-    """The small model would go on and on: it gets no commas, and a liking for the end of a string."""
+    """The small model would not come to an end by itself, so commas are banned and the end of a string gets a bias."""
     tokenizer = reference.tokenizer
     short: dict[str, int] = {str(i): -100 for i in range(tokenizer.vocab_size) if b"," in tokenizer.token_bytes(i)}
     short[str(tokenizer.encode('"', add_special_tokens=False)[0])] = 12
@@ -583,7 +583,7 @@ class Answer(BaseModel):
 
 
 def test_a_schema_that_does_not_say_closed_comes_to_an_end(client: openai.OpenAI) -> None:
-    """As pydantic makes them: the model must not invent keys up to its token limit."""
+    """A schema as pydantic writes it, without additionalProperties. The model must not invent keys up to its token limit."""
     form: Any = {"type": "json_schema", "json_schema": {"name": "answer", "schema": Answer.model_json_schema()}}
     asked: Any = dict(messages=STORY, response_format=form, n=6, seed=1, temperature=0.7, max_tokens=600)
     for choice in client.chat.completions.create(model=NAME, **asked).choices:
@@ -640,7 +640,7 @@ def test_forced_tools(client: openai.OpenAI, choice: str) -> None:
 
 
 def test_optional_tools(client: openai.OpenAI) -> None:
-    """auto shows them to the model, which answers as it likes; none hides them."""
+    """With auto the model sees the tools and may answer without a call. With none it does not see them."""
     plain = call_tools(client, tools=openai.omit, temperature=0)
     auto, unnamed, none = (call_tools(client, tool_choice=c, temperature=0) for c in ("auto", openai.omit, "none"))
     for reply in (plain, auto, unnamed, none):
@@ -666,7 +666,7 @@ def test_the_second_identical_prompt_is_cached(complete: Complete, server: Serve
     before = server.metrics()["rung:prefix_cache_hits_total"]
     first, second = (complete(prompt=ids, max_tokens=6) for _ in range(2))
     assert first.usage.prompt_tokens_details.cached_tokens == 0
-    assert second.usage.prompt_tokens_details.cached_tokens == 288  # whole blocks of 16
+    assert second.usage.prompt_tokens_details.cached_tokens == 288  # only whole blocks of 16 tokens are reused
     assert second.choices[0].text == first.choices[0].text
     other = complete(prompt=[*ids[:100], *reversed(ids)], max_tokens=1)
     assert other.usage.prompt_tokens_details.cached_tokens == 96
@@ -715,14 +715,14 @@ def test_metrics_count(server: ServerProcess, complete: Complete) -> None:
     computed, running = "rung:iteration_tokens_total_sum", "rung:num_requests_running"
 
     def last_report() -> dict[str, float] | None:
-        """The engine reports a while later, and perhaps in between."""
+        """Metrics once they include both answers. The engine reports with a delay, perhaps also before the answers end."""
         now = server.metrics()
         return now if now[computed] - before[computed] >= 10 + 2 * 9 and now[running] == 0 else None
 
     after = wait_until(last_report, 60, "a report")
 
     def moved(name: str) -> float:
-        return after["rung:" + name] - before.get("rung:" + name, 0.0)  # no sample before the first request of its kind
+        return after["rung:" + name] - before.get("rung:" + name, 0.0)  # a sample appears with the first request of its kind
 
     assert moved("generation_tokens_total") == 20
     assert moved("prompt_tokens_total") == 10
@@ -857,7 +857,7 @@ KEY = "sk-rung-test"
 
 @pytest.fixture(scope="module")
 def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """Its model loads no earlier than test_loading says."""
+    """A server whose model loads only after the requests that test_loading checks."""
     gate = tmp_path_factory.mktemp("gate") / "open"
     flags = ["--model", HYBRID, "--max-num-seqs", 1, "--max-queue", 1, "--max-body-mb", 0.1]
     with ServerProcess(*flags, program=("-c", GATED), environ={"TEST_GATE": gate, "RUNG_API_KEY": KEY}) as server:
@@ -904,7 +904,7 @@ def test_a_full_queue(narrow: ServerProcess) -> None:
     with pytest.raises(openai.RateLimitError) as caught:
         client.completions.create(model=NAME, prompt=PROMPT)
     assert caught.value.code == "queue_full" and int(caught.value.response.headers["retry-after"]) >= 1
-    with ThreadPoolExecutor(1) as pool:  # the client's own retries get it through
+    with ThreadPoolExecutor(1) as pool:  # succeeds by the client's own retries
         patient = pool.submit(narrow.client(KEY, max_retries=8).completions.create, model=NAME, prompt=PROMPT, max_tokens=2)
         time.sleep(0.2)
         stream.close()
@@ -914,7 +914,7 @@ def test_a_full_queue(narrow: ServerProcess) -> None:
 
 
 def test_a_second_signal_ends_at_once(narrow: ServerProcess) -> None:
-    """The last test of this server."""
+    """Must be the last test of this server, because it ends it."""
     stream = narrow.client(KEY).completions.create(model=NAME, prompt=PROMPT, stream=True, **LONG)
     next(iter(stream))
     narrow.process.send_signal(signal.SIGTERM)
@@ -931,7 +931,7 @@ def test_a_second_signal_ends_at_once(narrow: ServerProcess) -> None:
 
 
 class Started:
-    """A client that reads in a thread of its own, and what became of it."""
+    """A request that is sent and read in a separate thread, and its result."""
 
     def __init__(self, server: ServerProcess, stream: bool, **params: Any) -> None:
         self.server, self.begun, self.ended = server, threading.Event(), 0.0
@@ -960,14 +960,15 @@ class Started:
 
     @property
     def events(self) -> list[Any]:
-        """The stream's events; the last one must be [DONE]."""
+        """The stream's events without the last one, which must be [DONE]."""
         *events, end = self.text.removesuffix("\n\n").split("\n\n")
         assert end == "data: [DONE]", self.text[-300:]
         return [json.loads(event.removeprefix("data: ")) for event in events]
 
 
 def test_desync_and_a_drain() -> None:
-    """A 4-stream checkpoint on 2 ranks says what it says on one; then SIGTERM to rank 0 lets a stream end and all ranks exit 0."""
+    """A 4-stream checkpoint gives the same text on 2 ranks as on one. After SIGTERM to rank 0 a stream still completes, and all
+    ranks exit with 0."""
     path = str(MODELS / "tiny-desync-4x")
     with ServerProcess("--model", path, "--served-model-name", "desync", ranks=2) as server:
         alone = Reference(path)
@@ -994,7 +995,7 @@ def test_desync_and_a_drain() -> None:
 
 
 def test_ranks_that_all_get_the_signal() -> None:
-    """As torchrun or a terminal passes it on: to each rank. No torchrun here, to see the exit codes themselves."""
+    """Every rank gets the signal, as from torchrun or a terminal. The ranks run without torchrun, to check their exit codes."""
     rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
     with contextlib.ExitStack() as stack:
         first, second = (

@@ -1,4 +1,4 @@
-"""What client libraries send beside what the server reads: accepted without effect, or ignored and named, or refused."""
+"""Fields that client libraries send and the server does not use: accepted without effect, ignored and named, or refused."""
 
 import logging
 from collections.abc import Callable
@@ -40,7 +40,7 @@ def test_what_cannot_change_the_answer_is_accepted(site: Site, path: str, extra:
     assert response.status_code == 200 and "x-rung-ignored" not in response.headers, response.text
     assert response.json()["choices"] == plain["choices"] and response.json()["usage"] == plain["usage"]
     assert (site.last().prompt_ids, site.last().params) == (asked.prompt_ids, asked.params)
-    assert site.http.post(path, json={**body, **dict.fromkeys(extra)}).status_code == 200  # null is not given
+    assert site.http.post(path, json={**body, **dict.fromkeys(extra)}).status_code == 200  # null means not given
 
 
 def test_what_cannot_change_the_answer_is_documented(site: Site) -> None:
@@ -55,7 +55,7 @@ def test_what_cannot_change_the_answer_is_documented(site: Site) -> None:
 
 
 def test_cache_control_and_unknown_names_reach_no_template(site: Site) -> None:
-    """A template that writes all it is given: {messages, tools} are the same with and without."""
+    """The template writes everything that it is given, so equal prompts show that it did not get these fields."""
     function = {**TOOL["function"], "cache_control": CACHED}
     body = {
         "messages": [

@@ -1,4 +1,4 @@
-"""`/v1/completions` against a fake engine: prompts, parameters, stops, log-probabilities and usage, whole and as a stream."""
+"""`/v1/completions` against a fake engine: prompts, parameters, stops, log-probabilities, usage; with and without streaming."""
 
 from typing import Any
 
@@ -140,7 +140,7 @@ def test_logprob_options(site: Site) -> None:
 
 
 def test_best_of_keeps_the_likeliest(site: Site) -> None:
-    site.engine.reply = lambda submit: [7 * 40 + 6 - submit.params.seed] * 4  # a higher seed is likelier
+    site.engine.reply = lambda submit: [7 * 40 + 6 - submit.params.seed] * 4  # a higher seed gives a likelier answer
     answer = site.complete(best_of=3, n=2, seed=0)
     assert [c["index"] for c in answer["choices"]] == [0, 1]
     assert answer["choices"][0]["text"] == TOKENIZER.decode([7 * 40 + 4] * 4)

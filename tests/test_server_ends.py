@@ -1,4 +1,4 @@
-"""How requests, connections and the frontend itself begin and end: loading, clients that leave, draining, failures, signals."""
+"""How requests, connections and the frontend itself begin and end: loading, disconnects, draining, failures, signals."""
 
 import asyncio
 import contextlib
@@ -119,7 +119,7 @@ def test_engine_failure_reaches_waiting_clients(make_site: Callable[..., Site]) 
         ):
             parts = answer.iter_text()
             text = next(parts)
-            begun.set()  # by the stream: the other answer comes when all is over
+            begun.set()  # set by the stream; the other answer comes only at the end
             texts[answer.headers["content-type"].split(";")[0]] = answer.status_code, text + "".join(parts)
 
     readers = [threading.Thread(target=ask, args=(stream,)) for stream in (True, False)]
@@ -144,7 +144,7 @@ def frontend_process(folder: Path, settings: Settings) -> None:
 
 @pytest.mark.parametrize(("signals", "stream", "code"), [(1, False, 0), (2, True, 128 + signal.SIGTERM)])
 def test_signals_end_the_process(tmp_path: Path, signals: int, stream: bool, code: int) -> None:
-    """The first lets requests end as usual; a second ends them at once, each with an error that its client can read."""
+    """The first signal lets requests complete. A second one ends them at once, each with an error that its client can read."""
     site = Site(tmp_path, drain_timeout=100)
     process = multiprocessing.get_context("spawn").Process(target=frontend_process, args=(tmp_path, site.settings))
     process.start()
@@ -165,7 +165,7 @@ def test_signals_end_the_process(tmp_path: Path, signals: int, stream: bool, cod
         reader.start()
         wait_for(lambda: begun.is_set() if stream else site.engine.submits)
         assert process.pid is not None
-        site.engine.hold = True  # nothing ends by itself meanwhile
+        site.engine.hold = True  # no answer completes before `hold` is reset
         os.kill(process.pid, signal.SIGTERM)
         wait_for(lambda: site.health() == "draining")
         if signals == 2:

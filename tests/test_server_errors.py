@@ -1,4 +1,4 @@
-"""What the frontend refuses, and how it says so: bad fields, bad bodies, wrong keys, and more than its limits."""
+"""What the frontend refuses, and with which errors: invalid fields and bodies, wrong keys, exceeded limits."""
 
 import contextlib
 import json
@@ -121,8 +121,8 @@ def test_error_statuses(site: Site) -> None:
     assert response.status_code == 400 and "Content-Type" in response.text
 
 
-# As clients find out that a conversation is too long, and by how much: the first is litellm's, the last langchain-openai's, the others
-# are common in agents.
+# Patterns by which clients recognize that a conversation is too long, and by how much. The first is litellm's, the last
+# langchain-openai's; the others are common in agents.
 CONTEXT_PATTERNS = (
     r"This model's maximum context length is",
     r"^This model's maximum context length is (?P<limit>\d+) tokens\. However, you requested (?P<all>\d+) tokens "
@@ -151,14 +151,14 @@ def test_clients_recognize_a_conversation_that_is_too_long(
     body: Any = caught.value.body
     found = [re.search(pattern, body["message"]) for pattern in CONTEXT_PATTERNS]
     assert all(found), body["message"]
-    assert body["message"] in str(caught.value)  # all that some clients look at
+    assert body["message"] in str(caught.value)  # some clients look only at this text
     assert found[1] and {k: int(v) for k, v in found[1].groupdict().items()} == {
         "limit": CONTEXT,
         "all": len(TOKENIZER.encode_chat(messages)) + answer,
         "prompt": len(TOKENIZER.encode_chat(messages)),
         "answer": answer,
     }
-    if param == "max_completion_tokens":  # the number that it names is right
+    if param == "max_completion_tokens":  # the message names the largest value that is accepted
         most = int(body["message"].split()[-1].rstrip("."))
         assert site.chat(messages=messages, max_completion_tokens=most)["choices"]
         assert site.refused("/v1/chat/completions", {"messages": messages, "max_completion_tokens": most + 1})
@@ -211,7 +211,7 @@ def test_lone_surrogates_are_harmless(site: Site) -> None:
 
 
 def test_all_prompts_of_a_request_together(make_site: Callable[..., Site]) -> None:
-    """A prompt counts once for every answer, and so do the log-probabilities of its tokens."""
+    """The limits count a prompt, and the log-probabilities of its tokens, once for each answer."""
     site = make_site(max_num_seqs=64, max_queue=8192)
     prompts = [[5] * (CONTEXT - 1)] * 40
     reply = site.http.post("/v1/completions", json={"prompt": prompts, "n": 2, "max_tokens": 1})
@@ -228,7 +228,7 @@ def test_all_prompts_of_a_request_together(make_site: Callable[..., Site]) -> No
 
 
 def test_the_log_probabilities_of_all_answers_of_a_request(site: Site) -> None:
-    """What is kept until an answer is complete is bounded; a stream keeps nothing."""
+    """The log-probabilities kept until an answer is complete are limited. A stream keeps none."""
     asked = {"prompt": ["Hi"] * 8, "n": 10, "max_tokens": 100, "logprobs": 20, "ignore_eos": True}
     assert 8 * 10 * 100 * 21 > MAX_LOGPROBS > 8 * 10 * 70 * 21
     error = site.refused("/v1/completions", asked)
@@ -320,8 +320,8 @@ def test_only_a_trusted_proxy_names_the_client(
     ids=["prompt", "prompts", "chat"],
 )
 def test_a_text_beyond_the_context_is_refused_before_it_is_tokenized(site: Site, path: str, body: dict[str, Any]) -> None:
-    """4 MB that take seconds to tokenize: neither this request nor its neighbours wait for that."""
-    site.chat()  # the workers run
+    """4 MB would take seconds to tokenize. Neither this request nor others wait for that."""
+    site.chat()  # starts the workers
     with ThreadPoolExecutor(1) as pool:
         job, gaps = pool.submit(site.refused, path, body), list[float]()
         while not job.done():
@@ -343,8 +343,8 @@ def test_a_text_beyond_the_context_is_refused_before_it_is_tokenized(site: Site,
     ids=["items", "errors", "lists", "depth"],
 )
 def test_what_is_wrong_with_a_body_is_found_in_bounds(site: Site, path: str, body: str, says: str) -> None:
-    """A list of all that is wrong with these takes minutes in the event loop, and gigabytes."""
-    site.chat()  # the workers run
+    """A list of all errors in these bodies would take minutes in the event loop, and gigabytes."""
+    site.chat()  # starts the workers
     with ThreadPoolExecutor(1) as pool:
         job = pool.submit(site.http.post, path, content=body, headers={"content-type": "application/json"})
         gaps = list[float]()
@@ -358,7 +358,7 @@ def test_what_is_wrong_with_a_body_is_found_in_bounds(site: Site, path: str, bod
 
 
 def test_a_body_read_in_a_worker_is_the_same(site: Site) -> None:
-    """Long token ids, a long text and unknown names: what FastAPI would have read."""
+    """Long lists of token ids, a long text and unknown names are read as FastAPI would read them."""
     ids = [5] * 200
     assert site.complete(prompt=[ids] * 60, max_tokens=1, unknown="x" * 20_000)["usage"]["prompt_tokens"] == 60 * 200
     response = site.http.post("/v1/completions", json={"prompt": ids, "max_tokens": 1, "unknown": "x" * 20_000})
@@ -367,7 +367,7 @@ def test_a_body_read_in_a_worker_is_the_same(site: Site) -> None:
 
 
 def test_a_trickled_body_ends(make_site: Callable[..., Site]) -> None:
-    """A byte now and then is no reason to keep a connection: its time is limited as a whole, like that of the headers."""
+    """A client that sends a byte now and then is cut off: the time limit is for the whole body, as for the headers."""
     site = make_site(idle_timeout=1.0)
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100000\r\n\r\n"
     with socket.create_connection(("127.0.0.1", site.port)) as connection:

@@ -1,4 +1,4 @@
-"""What must not hold up the frontend's event loop or an engine's step: the garbage collector."""
+"""The garbage collector must not delay the frontend's event loop or an engine's step."""
 
 import asyncio
 import gc
@@ -20,7 +20,7 @@ from tp import World
 
 
 class _Ring:
-    """Garbage that only the collector finds."""
+    """A reference cycle, which only the garbage collector frees."""
 
     def __init__(self) -> None:
         self.me = self
@@ -57,7 +57,7 @@ def test_the_frontend_freezes_no_garbage(monkeypatch: pytest.MonkeyPatch) -> Non
         found.append((garbage(), gc.get_freeze_count()))
 
     class Left(Exception):
-        """In place of the process's end."""
+        """Raised where the process would exit."""
 
     def leave(code: int) -> None:
         found.append(code)

@@ -1,4 +1,4 @@
-"""The server's settings: which source wins, and how a bad one is named."""
+"""The server's settings: which source takes precedence, and how an invalid setting is reported."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""How a stream is written: what one message brings, to readers that are slow or stall, and before a failure."""
+"""How a stream is written: many outputs in one message, slow and stalled readers, and failures."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ from tests.server_thread import STORY, TOKENIZER, Site, raw_request, ready, wait
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_tokens_that_arrive_together_stay_chunks(site: Site, path: str, seed: int) -> None:
-    """However many outputs a message of the engine has, the stream is the same but for its times."""
+    """The number of outputs in one message of the engine changes nothing in the stream except its times."""
     body: dict[str, Any] = {"max_tokens": 40, "n": 3, "seed": seed, "return_token_ids": True, "logprobs": path.endswith("chat")}
     body |= {"stream_options": {"include_usage": True, "continuous_usage_stats": True}, "stop": ["END"]}
     body |= {"messages": [{"role": "user", "content": "Hi"}]} if "chat" in path else {"prompt": "Hi", "logprobs": 2}
@@ -54,7 +54,7 @@ def test_usage_counts_up_within_a_message(site: Site) -> None:
 @pytest.mark.parametrize("include", [False, True])
 @pytest.mark.parametrize("continuous", [False, True])
 def test_a_chunk_is_one_json_object(include: bool, continuous: bool, seed: int) -> None:
-    """Laid out in parts, and whatever its texts have in them."""
+    """A chunk is assembled from parts. It must be valid JSON for any characters in its texts."""
     rng = random.Random(seed)
 
     def text() -> str:
@@ -83,7 +83,7 @@ def test_a_chunk_is_one_json_object(include: bool, continuous: bool, seed: int) 
 def test_what_came_before_a_failure_is_sent(
     site: Site, path: str, where: str, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    """A token whose text, or whose chunk, cannot be made ends the stream, but takes no earlier one of its message along."""
+    """If a token's text or chunk cannot be made, the stream ends, but earlier tokens of the same message are sent."""
     site.engine.together = 1000
     good, calls = random.Random(seed).randint(2, 6), 0
     owner: Any = TextStream if where == "push" else Usage
@@ -109,7 +109,7 @@ def test_what_came_before_a_failure_is_sent(
 
 
 def lone_client() -> EngineClient:
-    """Without sockets: what it would send is dropped."""
+    """A client without sockets. What it would send is dropped."""
     client = EngineClient("", "", Metrics("lone"))
     client._send = lambda message: None  # type: ignore[method-assign]
     client.ready = ready()
@@ -197,7 +197,7 @@ def test_large_events_leave_in_pieces_with_a_time_limit_each(seed: int, stalls: 
 
 
 def test_slow_readers_do_not_slow_others(make_site: Callable[..., Site]) -> None:
-    site = make_site(idle_timeout=100)  # nobody is cut off meanwhile
+    site = make_site(idle_timeout=100)  # no reader is cut off during the test
     long = TOKENIZER.encode("word " * 40, add_special_tokens=False)
     site.engine.reply = lambda submit: long
     with contextlib.ExitStack() as stack:
@@ -212,7 +212,7 @@ def test_slow_readers_do_not_slow_others(make_site: Callable[..., Site]) -> None
 
 
 def test_a_reader_that_stalls_is_left(make_site: Callable[..., Site]) -> None:
-    """Its buffers are full and stay so: its sequences end, and those of others go on."""
+    """Its buffers are full and stay full: its sequences are aborted, and other requests continue."""
     site = make_site(idle_timeout=2.0)
     site.engine.reply = lambda submit: [300] * 200
     body = {"prompt": "Hi", "max_tokens": 200, "n": 64, "stream": True, "logprobs": 20}
@@ -228,7 +228,7 @@ def test_a_reader_that_stalls_is_left(make_site: Callable[..., Site]) -> None:
 
 
 def test_a_slow_reader_that_goes_on_gets_all(make_site: Callable[..., Site]) -> None:
-    """Megabytes wait for it, and it takes many times --idle-timeout for them."""
+    """Megabytes are buffered for it, and it needs many times --idle-timeout to read them."""
     timeout = 2.0
     site = make_site(idle_timeout=timeout)
     site.engine.reply = lambda submit: [300] * 100
@@ -243,7 +243,7 @@ def test_a_slow_reader_that_goes_on_gets_all(make_site: Callable[..., Site]) -> 
             part = raw.recv(4096)
             assert part, f"cut off after {size} bytes and {time.monotonic() - started:.1f} s"
             size, end = size + len(part), (end + part)[-64:]
-            if (ahead := started + size / 0.5e6 - time.monotonic()) > 0.01:  # bytes a second
+            if (ahead := started + size / 0.5e6 - time.monotonic()) > 0.01:  # reads 0.5 MB a second
                 time.sleep(ahead)
     assert b"data: [DONE]" in end
     assert size > 4e6 and time.monotonic() - started > 4 * timeout

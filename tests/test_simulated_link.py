@@ -1,4 +1,4 @@
-"""The simulated link, on a clock of the test's own; and underneath a real sum of two ranks."""
+"""The simulated link: with the test's own clock, and around real all-reduces of two ranks."""
 
 import time
 
@@ -18,7 +18,7 @@ LINK = Link(latency=2.0, bandwidth=100.0)  # seconds, bytes a second
 
 
 class Clock:
-    """Seconds that pass only when somebody says so."""
+    """A clock that advances only when the test or `sleep` advances it."""
 
     def __init__(self) -> None:
         self.now = 50.0
@@ -32,7 +32,7 @@ class Clock:
 
 
 class Slow(Communicator):
-    """Four ranks whose sums are ready `seconds` after their wait begins."""
+    """Communicator of four ranks whose all-reduces end `seconds` after the call of `wait`."""
 
     name, rank, world_size = "slow", 0, 4
 
@@ -60,7 +60,7 @@ def simulated(seconds: float = 0.0) -> tuple[SimulatedLink, Clock]:
     return SimulatedLink(Slow(clock, seconds), LINK, clock, clock.sleep), clock
 
 
-# 100 fp32 values on 4 ranks: a ring sends 2 * 3/4 * 400 = 600 bytes in 6 s, and the last one arrives after 2 s
+# 100 fp32 values on 4 ranks: a ring sends 2 * 3/4 * 400 = 600 bytes in 6 s, and the last byte arrives 2 s later
 PARTIAL, SECONDS = torch.ones(100), 8.0
 
 
@@ -92,9 +92,9 @@ def test_two_sums_share_the_link() -> None:
     link, clock = simulated()
     first, second = link.start(PARTIAL), link.start(PARTIAL)
     first.wait()
-    assert clock.now == 50 + 8  # 6 s of bytes, 2 s on the way
+    assert clock.now == 50 + 8  # 6 s to send, 2 s of latency
     second.wait()
-    assert clock.now == 50 + 14  # its bytes follow at 56 s, and their 2 s overlap nothing
+    assert clock.now == 50 + 14  # its bytes are sent from 56 to 62 s; nothing hides its latency
     link.all_reduce(PARTIAL)  # the link is idle again
     assert clock.now == 64 + 8
     assert link.waited == 8 + 6 + 8
@@ -119,7 +119,7 @@ def counted(world: World, name: str) -> list[float]:
     ("name", "expected"),
     [
         ("gloo", [4 * 1024, 2 * 1024]),  # 2 ranks: the ring's factor is 1
-        ("int8", [2 * 4 * 132] * 2),  # 4 groups of 8 to the other rank, in both phases
+        ("int8", [2 * 4 * 132] * 2),  # in both phases, 4 of 8 groups go to the other rank
         ("int6", [4 * 68 + 4 * 132] * 2),
         ("int4", [2 * 4 * 68] * 2),
         ("fp8", [2 * 4 * 130] * 2),
@@ -129,7 +129,7 @@ def test_bytes_of_each_communicator(name: str, expected: list[float], ranks: Ran
     assert ranks.run(2, counted, name) == [expected] * 2
 
 
-# --- the option ---------------------------------------------------------------------------------------------------------------
+# --- the command-line option --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def here_run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str])
 
 
 def on_a_slow_link(world: World, name: str) -> tuple[float, float, float, Tensor, str]:
-    """Seconds of a sum that is waited for at once, and `waited`; CPU seconds used meanwhile; the sum; the name."""
+    """Seconds of a blocking all-reduce; `waited`; CPU seconds used meanwhile; the total; the communicator's name."""
     link = comm.choose("cpu", name, "400ms,1GB/s").build()
     wall, cpu = time.perf_counter(), time.thread_time()
     total = link.all_reduce(torch.ones(300))
