@@ -1,4 +1,4 @@
-"""Snapshots of a training run: whatever ranks wrote them and whenever those were killed, what is read is what was saved."""
+"""Snapshots of a training run: loading gives what was saved, for any ranks that saved it and any time they were killed."""
 
 import errno
 import json
@@ -33,7 +33,7 @@ SHAPES: Shapes = {"embedding": (7, 5), "norm": (5,), "head": (3, 5), "scalar": (
 
 @pytest.fixture
 def tmp_path(tmp_path: Path) -> Iterator[Path]:
-    """In memory where that can be: every snapshot waits for the disk several times, and the disk of a test may be busy."""
+    """A folder in memory if possible. Every snapshot waits for the disk several times, and a test's disk may be busy."""
     memory = Path("/dev/shm")
     if not os.access(memory, os.W_OK):
         yield tmp_path
@@ -52,13 +52,13 @@ def numel(shape: tuple[int, ...]) -> int:
 
 
 def random_state(shapes: Shapes, generator: torch.Generator) -> State:
-    """Random bits, NaNs and infinities among them: fp32 (numel,) of each parameter and key."""
+    """Random bits, including NaNs and infinities: fp32 (numel,) for each parameter and key."""
     bits = {n: {k: torch.randint(-(2**31), 2**31, (numel(s),), generator=generator) for k in KEYS} for n, s in shapes.items()}
     return {name: {key: tensor.int().view(torch.float32) for key, tensor in keys.items()} for name, keys in bits.items()}
 
 
 def cut(shapes: Shapes, ranks: int, rng: random.Random) -> list[list[tuple[str, int, int]]]:
-    """Every parameter cut at random places, each range given to a random rank, in a random order."""
+    """Cut every parameter at random places and give each range to a random rank, in random order."""
     owned: list[list[tuple[str, int, int]]] = [[] for _ in range(ranks)]
     for name, shape in shapes.items():
         size = numel(shape)
@@ -95,7 +95,7 @@ def wait(run: list[Snapshots]) -> None:
 
 
 def saved(folder: Path, step: int, seed: int, **options: Any) -> tuple[Snapshots, State]:
-    """A snapshot of one rank, and what is in it."""
+    """Save a snapshot from one rank; return its `Snapshots` and the saved state."""
     state = random_state(SHAPES, torch.Generator().manual_seed(seed + step))
     run = run_of(folder, **options)
     save(run, step, state, [whole()])
@@ -115,7 +115,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-# --- what is read is what was saved --------------------------------------------------------------------------------------
+# --- loading gives what was saved ----------------------------------------------------------------------------------------
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
@@ -169,7 +169,7 @@ def test_a_reader_touches_only_the_files_and_blocks_that_it_needs(
     path = tmp_path / "step-00000001"
     (path / "rank-1.safetensors").unlink()
     data = bytearray((path / "rank-0.safetensors").read_bytes())
-    data[-1] ^= 1  # in the last block: the end of exp_avg_sq
+    data[-1] ^= 1  # a bit of the last block, which holds the end of exp_avg_sq
     (path / "rank-0.safetensors").write_bytes(data)
     assert_loads(run[0], path, state, [("embedding", 0, 10)])
     with pytest.raises(UserError, match=r"rank-0.safetensors is damaged"):
@@ -195,7 +195,7 @@ def test_the_caller_may_change_its_tensors_after_save(tmp_path: Path, seed: int,
 
 
 def hold_writes(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """No file of tensors is written until the event is set."""
+    """Make every write of a tensor file wait until the returned event is set."""
     release, write = threading.Event(), training.snapshot.write
 
     def held(*args: Any) -> Any:
@@ -273,7 +273,7 @@ def test_a_kill_between_the_two_renames_of_a_replacement(tmp_path: Path, seed: i
 
 
 def test_a_snapshot_whose_removal_was_killed_is_none(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training.snapshot.shutil, "rmtree", lambda *_, **__: None)  # as if killed before the data are gone
+    monkeypatch.setattr(training.snapshot.shutil, "rmtree", lambda *_, **__: None)  # as if killed before the data are deleted
     for step in (1, 2, 3):
         snapshots, _ = saved(tmp_path, step, seed, keep=1)
     assert names(tmp_path / "step-00000001") == ["rank-0.safetensors"]
@@ -294,7 +294,7 @@ def test_latest_skips_what_is_incomplete_and_a_save_clears_it_away(tmp_path: Pat
 
 
 def test_files_of_a_killed_run_never_get_into_a_snapshot(tmp_path: Path, seed: int) -> None:
-    """Its ranks 0 and 1 of three had finished their parts of the same step."""
+    """In the killed run, ranks 0 and 1 of three had finished their parts of the same step."""
     rng = random.Random(seed)
     old, new = (random_state(SHAPES, torch.Generator().manual_seed(seed + i)) for i in range(2))
     killed = run_of(tmp_path, 3, timeout=1.0)
@@ -319,7 +319,7 @@ def test_no_directory_is_no_snapshot(tmp_path: Path) -> None:
 
 
 def filled(step: int, rank: int, ranks: int) -> list[Piece]:
-    """This rank's part of 200,000 elements that all say which step they are of."""
+    """This rank's part of 200,000 elements, all equal to the step."""
     size = 200_000 // ranks
     return [Piece("weight", rank * size, (rank + 1) * size, {key: torch.full((size,), float(step)) for key in KEYS})]
 
@@ -339,7 +339,7 @@ def test_a_kill_at_any_instant_leaves_a_whole_snapshot(tmp_path: Path, seed: int
         processes = [context.Process(target=save_forever, args=(tmp_path, r, 2, f"run{attempt}", last + 1)) for r in range(2)]
         for process in processes:
             process.start()
-        deadline = time.monotonic() + 120  # until this run has saved once, then a random instant
+        deadline = time.monotonic() + 120  # wait until this run has saved once, then for a random time
         while (attempt == 0 or rng.random() < 0.9) and reader.latest() is None and time.monotonic() < deadline:
             time.sleep(0.01)
         time.sleep(rng.uniform(0.0, 0.4))
@@ -387,7 +387,7 @@ def test_a_failed_write_is_told_and_the_last_snapshot_stays(
             training.snapshot, "write", lambda p, *a: (broken if p.name == f"rank-{rank}.safetensors" else write)(p, *a)
         )
         save(run, 2, lost, owned)
-        for snapshots in run[rank::-1]:  # rank 0 hears of rank 1's failure
+        for snapshots in run[rank::-1]:  # rank 0 reports rank 1's failure, too
             with pytest.raises(UserError, match=rf"step 2 .*{os.strerror(error)}.*step-00000001 is still complete"):
                 snapshots.wait()
         if rank == 0:
@@ -395,7 +395,7 @@ def test_a_failed_write_is_told_and_the_last_snapshot_stays(
     assert not list(tmp_path.glob(f"*.partial/rank-{rank}.safetensors"))
     assert run[0].latest() == tmp_path / "step-00000001"
     assert_loads(run[0], tmp_path / "step-00000001", good, whole())
-    save(run, 2, later, cut(SHAPES, 2, rng))  # there is room again: nothing of the failed save is in the way
+    save(run, 2, later, cut(SHAPES, 2, rng))  # writes succeed again, and leftovers of the failed save do not disturb
     wait(run)
     assert names(tmp_path) == ["step-00000002"]
     assert_loads(run[0], tmp_path / "step-00000002", later, whole())
@@ -457,7 +457,7 @@ def test_check_tells_of_a_failure_once_it_has_happened(tmp_path: Path, seed: int
         except UserError as e:
             failure = str(e)
     assert "step 1 could not be written" in failure
-    wait(run)  # it is told once
+    wait(run)  # a failure is reported only once
 
 
 def test_an_unexpected_error_in_the_background_is_not_lost(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -516,7 +516,7 @@ def test_pieces_that_do_not_cover_the_model_once_are_no_snapshot(
     assert run[0].latest() is None
 
 
-# --- torn and foreign snapshots ------------------------------------------------------------------------------------------
+# --- damaged and foreign snapshots ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("file", ["rank-0.safetensors", "manifest.json"])
@@ -534,14 +534,14 @@ def test_a_torn_snapshot_is_refused_and_the_good_one_is_named(tmp_path: Path, se
         data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
     if harm != "gone":
         (newest / file).write_bytes({"cut": data[: rng.randrange(1, len(data))], "flip": data, "empty": b""}[harm])
-    if (file, harm) == ("manifest.json", "gone"):  # then it is incomplete
+    if (file, harm) == ("manifest.json", "gone"):  # without a manifest a snapshot is incomplete
         assert snapshots.latest() == tmp_path / "step-00000001"
         return
     with pytest.raises(UserError) as caught:
         snapshots.load(newest, whole())
     message = str(caught.value)
     assert str(newest / file) in message and "\n" not in message
-    foreign = harm == "flip" and re.search(r"has format \d|not that of a training snapshot", message)  # a bit of "format"
+    foreign = harm == "flip" and re.search(r"has format \d|not that of a training snapshot", message)  # the bit was in "format"
     assert "go on from step-00000001" in message or foreign
     older = tmp_path / "step-00000001"
     assert_loads(snapshots, older, random_state(SHAPES, torch.Generator().manual_seed(seed + 1)), whole())
@@ -608,7 +608,7 @@ def test_another_format_and_what_is_no_snapshot(tmp_path: Path, seed: int) -> No
 
 
 def test_a_folder_may_be_renamed_as_soon_as_a_file_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 does that once it sees the last part, while the rank that wrote it is still busy with it."""
+    """Rank 0 renames the folder once it sees the last part's file, perhaps before the rank that wrote the file continues."""
     folder, rename = tmp_path / "step.partial", Path.rename
     folder.mkdir()
 

@@ -1,4 +1,4 @@
-"""scripts/soak.py: what it says while it runs, and its verdict."""
+"""scripts/soak.py: its progress bar and its verdict."""
 
 import asyncio
 import random
@@ -23,7 +23,7 @@ GOOD: dict[str, Any] = {
 
 
 def test_the_load_shows_a_bar(seed: int, capsys: pytest.CaptureFixture[str]) -> None:
-    """The minute of load counts its requests on stderr."""
+    """The load phase counts its requests on stderr."""
 
     async def some() -> int:
         server = httpx.MockTransport(lambda request: httpx.Response(200, text=EVENTS))

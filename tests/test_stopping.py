@@ -1,4 +1,4 @@
-"""Output streams against their definition: decode everything, and cut before the first stop string."""
+"""Output streams against their definition: decode all ids, and cut the text before the first stop string."""
 
 import codecs
 import random
@@ -14,7 +14,7 @@ from tokenizer import Tokenizer, load_tokenizer
 
 FOLDER = Path(__file__).resolve().parent.parent / "models" / "tiny-hybrid"
 TOKENIZER = load_tokenizer(FOLDER)
-PADDED_VOCABULARY = TOKENIZER.vocab_size + 8  # as of a model that pads its embedding
+PADDED_VOCABULARY = TOKENIZER.vocab_size + 8  # as for a model that pads its embedding
 TEXTS = [
     "Once upon a time there was a fox.",
     "naïve façade, Grüße",
@@ -26,7 +26,7 @@ TEXTS = [
 
 
 def decoded(tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int], final: bool) -> str:
-    """The text of `ids` behind `prompt`, from their bytes; without an unfinished last character unless it is `final`."""
+    """The text of `ids` after `prompt`, decoded from bytes. An incomplete last character is left out unless `final`."""
 
     def text(ids: Sequence[int], final: bool) -> str:
         data = [tokenizer.token_bytes(i) for i in ids if i < tokenizer.vocab_size and i not in tokenizer.special_ids]
@@ -38,7 +38,7 @@ def decoded(tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int], fin
 def defined(
     prompt: Sequence[int], ids: Sequence[int], max_tokens: int, stop_ids: frozenset[int], stop: Sequence[str]
 ) -> tuple[str, list[int], str | None]:
-    """Text, token ids and finish reason by definition: after each token look at the whole text anew."""
+    """Text, token ids and finish reason by definition: search the whole text again after each token."""
     for n in range(1, len(ids) + 1):
         ended = ids[n - 1] in stop_ids
         text = decoded(TOKENIZER, prompt, ids[: n - ended], final=ended or n == max_tokens)
@@ -51,7 +51,7 @@ def defined(
 
 
 def text_ids(rng: random.Random) -> list[int]:
-    """A text's ids in which single tokens may be split into the tokens of their bytes."""
+    """A text's ids. Some tokens are replaced by the tokens of their bytes."""
     by_byte = {TOKENIZER.token_bytes(i): i for i in range(TOKENIZER.vocab_size) if i not in TOKENIZER.special_ids}
     ids: list[int] = []
     for i in TOKENIZER.encode(rng.choice(TEXTS) + rng.choice(TEXTS), add_special_tokens=False):
@@ -61,7 +61,7 @@ def text_ids(rng: random.Random) -> list[int]:
 
 
 def random_ids(rng: random.Random) -> list[int]:
-    """Text with random ids strewn in: broken characters, special tokens, ids that stand for no text."""
+    """A text's ids with random ids inserted: broken characters, special tokens, ids without text."""
     ids = text_ids(rng)
     for _ in range(rng.randrange(4)):
         ids.insert(rng.randrange(len(ids) + 1), rng.randrange(PADDED_VOCABULARY))
@@ -69,7 +69,7 @@ def random_ids(rng: random.Random) -> list[int]:
 
 
 def random_stops(rng: random.Random, text: str) -> list[str]:
-    """Parts of `text`, which stop it, and beginnings of such parts with another end, which nearly do."""
+    """Parts of `text`, which stop it, and parts of `text` with a different last character, which may match except for it."""
     stops = []
     for _ in range(rng.randrange(4)):
         start = rng.randrange(max(1, len(text)))
@@ -80,7 +80,9 @@ def random_stops(rng: random.Random, text: str) -> list[str]:
 
 
 def check(ids: list[int], prompt: list[int], max_tokens: int, stop_ids: frozenset[int], stop: list[str]) -> str | None:
-    """Push `ids` one by one; compare with the definition, and what was released with what must not have been."""
+    """Push `ids` one by one and compare with the definition. Return the finish reason.
+
+    Released text must never be taken back, and only text that may become a stop string may be held back."""
     text, token_ids, reason = defined(prompt, ids, max_tokens, stop_ids, stop)
     output = OutputStream(TOKENIZER, prompt, max_tokens, stop_ids, stop)
     released = ""
@@ -120,7 +122,7 @@ def test_the_random_cases_reach_every_end(seed: int) -> None:
 
 
 def stream(text: str, stop: Sequence[str], stop_ids: frozenset[int] = frozenset(), more: Sequence[int] = ()) -> OutputStream:
-    """Push `text` byte by byte."""
+    """Push `text` byte by byte, then the ids in `more`."""
     output = OutputStream(TOKENIZER, [], 10_000, stop_ids, stop)
     single = {TOKENIZER.token_bytes(i): i for i in range(TOKENIZER.vocab_size) if i not in TOKENIZER.special_ids}
     for i in [*(single[bytes([b])] for b in text.encode()), *more]:
@@ -150,11 +152,11 @@ def test_the_beginning_of_a_stop_string_is_shown_when_the_sequence_ends() -> Non
 @pytest.mark.parametrize(
     ("text", "stop", "expected"),
     [
-        ("aaab", ["aab"], "a"),  # the stop string overlaps with itself
+        ("aaab", ["aab"], "a"),  # the text has a partial match that overlaps the match
         ("ababac", ["abac"], "ab"),
-        ("abcd", ["bc", "abcd"], "a"),  # the first that is complete ends the sequence
-        ("abcd", ["cd", "bcd"], "a"),  # complete with the same token: the earlier start counts
-        ("🦊🦋", ["🦋"], "🦊"),  # the two share their first three bytes
+        ("abcd", ["bc", "abcd"], "a"),  # the stop string that is complete first ends the sequence
+        ("abcd", ["cd", "bcd"], "a"),  # both are complete with the same token: the earlier start counts
+        ("🦊🦋", ["🦋"], "🦊"),  # the characters share their first three bytes
         ("é", ["é"], ""),
     ],
 )
@@ -164,7 +166,7 @@ def test_overlapping_stop_strings(text: str, stop: list[str], expected: str) -> 
 
 
 def test_a_stop_string_counts_from_the_first_generated_character() -> None:
-    """Not one that begins in the prompt."""
+    """A stop string that begins in the prompt does not count."""
     output = OutputStream(TOKENIZER, TOKENIZER.encode("the en"), 100, frozenset(), ["end"])
     for i in TOKENIZER.encode("d of the end", add_special_tokens=False):
         output.push(i)

@@ -1,4 +1,4 @@
-"""The sweep: which configurations, in which order, what it does about those that are done or fail, and real ranks once."""
+"""scripts/sweep.py: its configurations and their order, finished and failed configurations, and one run on real ranks."""
 
 import argparse
 import json
@@ -99,7 +99,7 @@ def test_variants_take_turns_if_they_fit_together() -> None:
 
 
 def worker(capsys: pytest.CaptureFixture[str], group: list[Setting], together: bool) -> list[Any]:
-    """What a group says on one rank of this process."""
+    """The messages that a group prints on one rank, which is this process."""
     models = sweep_worker.Models(World(0, 1, CPU, Local()))
     capsys.readouterr()
     sweep_worker.run_group(models, group, together)
@@ -110,7 +110,7 @@ def worker(capsys: pytest.CaptureFixture[str], group: list[Setting], together: b
 
 @pytest.mark.parametrize("together", [True, False])
 def test_a_group_on_one_rank(capsys: pytest.CaptureFixture[str], together: bool) -> None:
-    """A variant that cannot be is a failure of its own; the others have all their samples."""
+    """An impossible variant fails alone; the others have all their samples."""
     group = [Setting("tiny", v, 1, 2, 4, 3, runs=2) for v in ("standard", "bogus", "ladder")]
     said = worker(capsys, group, together)
     (failed,) = [one for one in said if "failed" in one]
@@ -132,7 +132,7 @@ def test_a_group_on_one_rank(capsys: pytest.CaptureFixture[str], together: bool)
 def test_memory_that_is_short_for_all_suffices_for_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """OOM with several models loaded means one at a time; OOM of one alone is that one's error."""
+    """Out of memory with several models loaded raises `Shortage`. With one model loaded it is that configuration's error."""
     real, group = sweep_worker.one_run, [Setting("tiny", v, 1, 1, 4, 3, runs=1) for v in ("standard", "ladder")]
 
     def one_run(model: Any, comm: Any, s: Setting, world: World) -> Any:
@@ -161,8 +161,8 @@ def test_models_are_freed_when_their_group_is_over() -> None:
 def test_one_model_at_a_time_means_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], short: bool
 ) -> None:
-    """Where models do not fit together, the one before is gone when the next one is built: also after a shortage, whose exception
-    must not hold what ran out of memory."""
+    """If models do not fit together, each one is freed before the next one is built. This also holds after a shortage: its
+    exception must not keep the models alive."""
     group = [Setting("tiny:2", v, 1, 1, 4, 3, runs=1) for v in ("standard", "parallel", "ladder")]
     built: list[weakref.ref[Any]] = []
     alive_before: list[int] = []
@@ -194,17 +194,17 @@ def test_one_model_at_a_time_means_one(
     assert alive_before == [*([0, 1, 2] if short else []), 0, 0, 0]
 
 
-# --- what a simulated link costs -----------------------------------------------------------------------------------------
+# --- the time of a simulated link ----------------------------------------------------------------------------------------
 
 
 class TwoRanks(Local):
-    """Sums at once and to nothing, as one of two ranks."""
+    """One of two ranks, whose all-reduces return at once without communication."""
 
     world_size = 2
 
 
 def test_a_metered_link_adds_up_what_its_sums_take() -> None:
-    """Three sums, two of which have a millisecond of computing behind them; on a clock of the test's own."""
+    """Three all-reduces, two of them overlapped with a millisecond of compute, on the test's own clock."""
     now = 0.0
 
     def sleep(seconds: float) -> None:
@@ -246,7 +246,7 @@ def test_what_is_in_the_file_is_done(tmp_path: Path) -> None:
     assert path.read_text().endswith("}\n")
     assert [again.is_done(s, False) for s in (TINY, failed, TINY.twin("parallel"))] == [True, True, False]
     assert not again.is_done(failed, retry=True) and again.is_done(TINY, retry=True)
-    for name, value in asdict(TINY).items():  # another value of any one setting is another configuration
+    for name, value in asdict(TINY).items():  # a configuration with any other value is a different one
         other = "x" if value is None else value + "x" if isinstance(value, str) else value + 1
         assert not again.is_done(Setting(**{**asdict(TINY), name: other}), False), name
 
@@ -332,7 +332,7 @@ def test_a_sweep_on_two_ranks_goes_on_where_it_stopped(tmp_path: Path) -> None:
     before = out.read_text()
     rows = {row.setting.variant: row for row in read_rows(out)}
     assert all(len(row.samples) == 3 and not row.error for row in rows.values()) and len(rows) == 3
-    # the embedding's sum and two a layer, each of 1 x 192 floats, of which a rank sends all once
+    # an all-reduce after the embedding and two a layer, each of 1 x 192 floats, which a rank sends once
     link_ms = (1 + 2 * 2) * (2 + 192 * 4 / 100e6 * 1e3)
     for sample in rows["standard"].samples + rows["ladder"].samples:
         assert sample["link_ms"] == pytest.approx(link_ms, rel=1e-3)
@@ -343,7 +343,7 @@ def test_a_sweep_on_two_ranks_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert "2 of 2 configurations are in" in said and "| standard |" in said and "| ladder |" not in said
 
 
-# --- vLLM beside it -----------------------------------------------------------------------------------------------------
+# --- comparison with vLLM -----------------------------------------------------------------------------------------------
 
 VLLM_STUB = """
 from types import SimpleNamespace as Some
@@ -367,7 +367,7 @@ class LLM:
 
 
 def test_vllm_is_measured_on_the_same_settings(tmp_path: Path) -> None:
-    """The worker in a process of its own, with a stand-in for vLLM."""
+    """The worker runs in a separate process with a stub of vLLM."""
     (tmp_path / "vllm.py").write_text(VLLM_STUB)
     settings = [
         replace(TINY, variant="vllm", tp=2, batch=b, prompt_length=6, new_tokens=n, runs=2) for b, n in ((3, 3), (1, 1))
@@ -386,7 +386,7 @@ def test_vllm_is_measured_on_the_same_settings(tmp_path: Path) -> None:
 def test_vllms_steps_are_what_its_prefill_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = iter(
         [9.0, 9.0, 0.10, 0.50, 0.14, 0.54, 0.12, 0.52]
-    )  # the first run warms up; each is a prefill and a whole run, seconds
+    )  # seconds of a prefill and of a whole run, in turn; the first pair is the warm-up
     monkeypatch.setattr(sweep_vllm, "seconds", lambda *_: next(calls))
     samples = sweep_vllm.measure(None, asdict(replace(TINY, variant="vllm", batch=2, new_tokens=5)), 100)
     row = Row(TINY, {}, {}, samples=samples)
@@ -458,7 +458,7 @@ def test_a_refusal_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
 
 
 def bad_outputs(folder: Path) -> list[Path]:
-    """A directory, a path below a file, and a device that is full. (Permissions bind no test that runs as root.)"""
+    """A directory, a path below a file, and a full device. (Permissions would not stop a test that runs as root.)"""
     (folder / "file").write_text("x")
     (folder / "directory").mkdir()
     return [folder / "directory", folder / "file" / "rows", Path("/dev/full")]
@@ -474,7 +474,7 @@ def test_an_output_is_checked_and_its_folder_made(tmp_path: Path) -> None:
         with pytest.raises(UserError, match="cannot be written"):
             results.check_folder(folder)
     assert results.check_output(tmp_path / "a" / "b" / "c.json").parent.is_dir()
-    assert list((tmp_path / "a" / "b").iterdir()) == []  # the probe leaves nothing
+    assert list((tmp_path / "a" / "b").iterdir()) == []  # the check leaves no file
     (tmp_path / "a" / "kept").write_text("text")
     results.check_output(tmp_path / "a" / "kept")
     assert (tmp_path / "a" / "kept").read_text() == "text"
@@ -494,10 +494,10 @@ def test_a_full_disk_is_found_before_the_work(tmp_path: Path, monkeypatch: pytes
 def test_scripts_refuse_outputs_that_cannot_be(
     script: Any, which: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before any rank or server is started, and before anything is drawn."""
+    """They refuse before any rank or server is started and before anything is drawn."""
     path = bad_outputs(tmp_path)[which]
     if script is plots and which == 0:
-        path = tmp_path / "file"  # it writes a folder
+        path = tmp_path / "file"  # its output is a folder
     rows = tmp_path / "sweep.jsonl"
     rows.write_text(row_line(Row(TINY, {}, {}, samples=[{"prefill_ms": 1.0, "step_ms": [1.0], "decode_ms_per_token": 1.0}])))
     flags = {
@@ -582,7 +582,7 @@ def test_a_sweep_over_seeds_pools_their_runs() -> None:
 
 
 def test_a_table_has_quality_beside_speed() -> None:
-    """Against the raw files: perplexity and mean exact match of the small model of the same variant."""
+    """Compared with the raw files: perplexity and mean exact match of the small model of the same variant."""
     samples = [
         {"prefill_ms": 1.0, "step_ms": [1.0], "decode_ms_per_token": 1.0, "weight_gb_per_second": 1, "peak_memory_gb": 1}
     ]

@@ -1,4 +1,4 @@
-"""Sums over shared memory: the kernels in Triton's interpreter on gloo ranks that spin on real shared memory, and on GPUs."""
+"""All-reduces over shared memory: the kernels in Triton's interpreter on gloo ranks that poll shared memory, and on GPUs."""
 
 import json
 import os
@@ -25,25 +25,26 @@ ROOT = Path(__file__).resolve().parents[1]
 KINDS = ("one-shot", "two-shot")
 PEERS = [(kind, n, "peer") for kind in KINDS for n in (2, 4)]
 CPU = torch.device("cpu")
-SHORT = 20 << 10  # bytes of a message that a workspace takes
-# the interpreter truncates where it should round to bf16, so there a result may be a whole step off, and a sum of two roundings two
+SHORT = 20 << 10  # capacity of a workspace: the most bytes of a message
+# The interpreter truncates where it should round to bf16: a result may be one step off, and two after two roundings.
 STEPS = {torch.float32: 8, torch.float16: 1, torch.bfloat16: 2}
 
 
 def partials(world: World, generator: torch.Generator, *shape: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(this rank's, the exact sum of all ranks'), the same random numbers on all of them."""
+    """(This rank's random partial, the exact sum of all ranks' partials in fp64.) All ranks draw the same numbers."""
     everyones = (torch.randn(world.world_size, *shape, generator=generator) * 3).to(dtype)
     return everyones[world.rank].clone(), everyones.double().sum(0)
 
 
 def close(got: Tensor, exact: Tensor, steps: int, scale: Tensor | None = None) -> bool:
-    """Within some steps of the dtype at `scale` (default: the result itself), and what fp32 loses of summands that cancel."""
+    """Whether errors are below `steps` steps of the dtype at `scale` (default: the exact result), plus 1e-5 for what fp32 loses
+    when summands cancel."""
     bound = steps * torch.finfo(got.dtype).eps * (exact if scale is None else scale).abs() + 1e-5
     return bool(((got.double() - exact).abs() <= bound).all())
 
 
 def symmetric(kind: Any, memory: Any = "peer") -> Any:
-    """A communicator whose workspaces are large enough for all that is sent here; each one's first launch sweeps all of it."""
+    """A communicator whose workspaces are only as large as these tests need, because the first launch clears all of them."""
     import comm.symmetric as module
 
     capacities = {"one-shot": SHORT, "two-shot": SHORT}
@@ -60,7 +61,7 @@ def everyones_bits(x: Tensor) -> list[bytes]:
 
 
 def wrong_sums(world: World, kind: Any, memory: Any, seed: int) -> list[str]:
-    """Sizes of all kinds in random order, in turns on both lanes."""
+    """Messages whose all-reduce is wrong. Sizes come in random order; half of the messages use `start`, half `defer`."""
     comm, draw = symmetric(kind, memory), random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     sizes = [1, 2, 511, 2048, draw.randrange(3, 5000), draw.randrange(3, 5000)]
@@ -69,7 +70,7 @@ def wrong_sums(world: World, kind: Any, memory: Any, seed: int) -> list[str]:
     found = []
     for n, dtype, start in jobs:
         partial, exact = partials(world, generator, n, dtype=dtype)
-        if draw.random() < 0.3:  # not at a multiple of 4 bytes
+        if draw.random() < 0.3:  # not aligned to 4 bytes for 16-bit values
             partial = torch.cat((partial[:1], partial))[1:]
         total = (comm.start if start else comm.defer)(partial).wait()
         if not close(total, exact, STEPS[dtype]) or total.dtype != dtype or len(set(everyones_bits(total))) != 1:
@@ -99,7 +100,7 @@ def wrong_norms(world: World, kind: Any, memory: Any, seed: int) -> list[str]:
         )
         total, normed = comm.defer(partial).add_norm(x, weight, 1e-5)
         expected = F.rms_norm(total.double(), (width,), weight.double(), 1e-5)
-        # the two-shot kernel rounds the sum before it is added
+        # the two-shot kernel rounds the sum before the addition
         sums_close = close(total, x.double() + exact, STEPS[dtype], x.abs() + exact.abs())
         if not sums_close or not close(normed, expected, 2 * STEPS[dtype]):
             found.append(f"{rows} {width} {dtype}")
@@ -136,7 +137,7 @@ def sums_of_long_messages(world: World, kind: Any, seed: int) -> bool:
         lane.workspace.exchange = replace(lane.workspace.exchange, capacity=1024)
     generator = torch.Generator().manual_seed(seed)
     partial, exact = partials(world, generator, 1717, dtype=torch.float32)
-    blocking, beside = comm.all_reduce(partial.clone()), comm.start(partial).wait()  # which may overwrite what it is given
+    blocking, beside = comm.all_reduce(partial.clone()), comm.start(partial).wait()  # `start` may overwrite its argument
     return close(blocking, exact, 4) and close(beside, exact, 4)
 
 
@@ -149,17 +150,18 @@ def test_a_message_larger_than_the_workspace(interpreters: Ranks, kind: str, see
 
 
 def sums_around(world: World, epoch: int, memory: Any, seed: int) -> list[str]:
-    """Sums while the launch counters pass `epoch`, with words in the buffers that bear the flags to come."""
+    """Messages whose all-reduce is wrong while the launch counters pass `epoch`. The buffers hold old words with the flags of
+    later launches."""
     from comm.workspace import open_workspace
     from kernels.all_reduce import one_shot, one_shot_bytes
 
     workspace = open_workspace(one_shot_bytes, 4096, CPU, memory=memory)
     exchange = workspace.exchange
     generator, found = torch.Generator().manual_seed(seed), []
-    # 2^31 launches ago, a longer message left words of the flags that come after the sweep
+    # 2^31 launches earlier, a longer message left words with the flags of the launches after the sweep
     before = epoch - 2**31
     if before > 0:
-        for stale in (before + 1, before + 2):  # what each slot still holds
+        for stale in (before + 1, before + 2):  # leave such words in each slot
             exchange.epochs.fill_(stale - 1)
             one_shot(torch.full((900,), 1e6), exchange)
     exchange.epochs.fill_(epoch - 3)
@@ -179,7 +181,7 @@ def test_flags_wrap_around(interpreters: Ranks, epoch: int, memory: str, seed: i
 
 
 def lone_wait(world: World, kind: Any, memory: Any) -> list[str]:
-    """One rank does not come; the other gives up."""
+    """Rank 1 does not take part; rank 0 times out."""
     comm = symmetric(kind, memory)
     comm.here.workspace.exchange = replace(comm.here.workspace.exchange, patience=20)
     if world.rank == 0:
@@ -200,7 +202,7 @@ def test_a_rank_that_waits_in_vain_says_so(interpreters: Ranks, kind: str, memor
 
 
 def run_programs_in_threads() -> None:
-    """Let the interpreter run a launch's programs at once, a thread each, instead of one after the other."""
+    """Make the interpreter run a launch's programs concurrently, each in a thread, instead of one after the other."""
     from triton.runtime import interpreter
 
     here = threading.local()
@@ -240,7 +242,7 @@ def run_programs_in_threads() -> None:
 
 
 def wrong_split_rows(world: World, seed: int) -> list[str]:
-    """Rows that several programs share, which tell each other their sums of squares."""
+    """Cases with a wrong result. Several programs share a row and exchange their sums of squares."""
     from comm.workspace import open_workspace
     from kernels.all_reduce import Tiling, one_shot_add_norm, one_shot_bytes
 
@@ -262,7 +264,7 @@ def test_programs_that_share_a_row(interpreters: Ranks, seed: int) -> None:
     try:
         assert interpreters.run(2, wrong_split_rows, seed) == [[], []], f"seed {seed}"
     finally:
-        interpreters.close()  # their interpreter is another one now
+        interpreters.close()  # their interpreter has been patched
 
 
 # --- what does not fit -------------------------------------------------------------------------------------------------------
@@ -319,7 +321,7 @@ def test_ranks_do_not_wait_for_ever_for_one_that_never_opens_its_workspace(inter
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_on_gpus(tmp_path: Path) -> None:
-    """Right sums of all sizes and dtypes, also after thousands of graph replays."""
+    """All-reduces of all sizes and dtypes are right, also after thousands of graph replays."""
     count = min(8, torch.cuda.device_count())
     out = tmp_path / "comm.json"
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count), "scripts/bench_comm.py"]

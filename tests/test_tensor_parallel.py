@@ -57,7 +57,7 @@ def variant_of(config: ModelConfig, name: str) -> ModelConfig:
 
 @torch.no_grad()
 def save_random(config: ModelConfig, directory: Path) -> Path:
-    """A checkpoint whose every weight, norm and bias counts, saved from one process."""
+    """Save a checkpoint from one process. Its random weights, norms and biases all affect the logits."""
     model = Transformer(config, comm.Local(), CPU, torch.float32)
     for name, parameter in model.named_parameters():
         if "norm" in name:
@@ -77,7 +77,7 @@ def load(world: World, directory: Path) -> Transformer:
 
 @torch.inference_mode()
 def evaluate(world: World, directory: Path, tokens: Tensor) -> dict[str, Tensor]:
-    """Logits of a whole prompt; tokens and logits of greedy steps behind it, with a cache."""
+    """Logits of a whole prompt; tokens and logits of the greedy steps after it, with a cache."""
     model = load(world, directory)
     config = model.config
     logits = model(tokens, Causal(tokens.shape[1], CPU))
@@ -92,7 +92,7 @@ def evaluate(world: World, directory: Path, tokens: Tensor) -> dict[str, Tensor]
 
 
 def unmistakable(directory: Path, vocab_size: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """A random prompt whose greedy tokens do not hang on rounding, and what one process computes for it."""
+    """A random prompt whose greedy tokens do not depend on rounding, and what one process computes for it."""
     for _ in range(50):
         tokens = torch.randint(vocab_size, (2, random.randint(3, 9)))
         expected = evaluate(alone(), directory, tokens)
@@ -128,7 +128,7 @@ def test_ranks_compute_what_one_process_computes(variant: str, n: int, ranks: Ra
 @pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize("variant", ["standard", "parallel", "ladder", "desync-2x:4"])
 def test_families_with_fewer_kv_heads_than_ranks(variant: str, n: int, ranks: Ranks, tmp_path: Path, seed: int) -> None:
-    """One KV head, replicated; Qwen2's biases or Qwen3's QK norm; a tied embedding; a window."""
+    """One KV head, replicated; Qwen2's biases or Qwen3's QK norm; a tied embedding; a sliding window."""
     qwen2 = random.random() < 0.5
     family = dict(family="qwen2", qkv_bias=True) if qwen2 else dict(family="qwen3", qk_norm=True)
     config = base_config(n_kv_heads=1, tie_embeddings=True, windows=(None, 4, None, 4), **family)
@@ -228,7 +228,7 @@ def test_streams_that_the_model_cannot_be_split_into() -> None:
 
 
 def slices(world: World, directory: Path) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """This rank's parameters, and how many elements of each tensor it took from the file."""
+    """This rank's parameters, and how many elements of each tensor it read from the file."""
     taken: dict[str, int] = {}
     read = checkpoint.SafetensorsSource.read
 
@@ -256,7 +256,7 @@ def test_shards_are_slices_of_the_full_weights(kv_heads: int, n: int, ranks: Ran
     config = base_config(family="qwen2", qkv_bias=True, n_kv_heads=kv_heads, vocab_size=104)
     full = load_file(save_random(config, tmp_path) / "model.safetensors")
     results = ranks.run(n, slices, tmp_path)
-    kv_parts = min(n, kv_heads)  # with fewer KV heads than ranks, neighbours hold the same head
+    kv_parts = min(n, kv_heads)  # with fewer KV heads than ranks, neighbouring ranks hold the same head
     for rank, (held, _) in enumerate(results):
         kv_index = rank * kv_parts // n
         expected = {
@@ -284,8 +284,8 @@ def test_shards_are_slices_of_the_full_weights(kv_heads: int, n: int, ranks: Ran
 @pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize("variant", ["standard", "parallel", "hybrid-list", "desync-2x:4"])
 def test_ranks_read_each_element_once(variant: str, n: int, ranks: Ranks, tmp_path: Path, seed: int) -> None:
-    """Norms are whole on every rank (a desync rank reads them once for each stream's module, at most), and all else is
-    read exactly once over all ranks, and held once."""
+    """Every rank holds all norms (a desync rank reads them at most once for each stream's module). Every other element is read
+    by exactly one rank and held by one rank."""
     config = variant_of(base_config(n_kv_heads=4), variant)
     full = load_file(save_random(config, tmp_path) / "model.safetensors")
     results = ranks.run(n, slices, tmp_path)
@@ -319,13 +319,13 @@ def test_padding_of_the_vocabulary_is_zero(ranks: Ranks, tmp_path: Path, seed: i
 
 
 def sums_of(world: World, partials: list[Tensor]) -> list[Tensor]:
-    """Of this rank's partials (the r-th row of each), all in flight before the first wait."""
+    """All-reduces of this rank's partials (row r of each). All are started before the first wait."""
     handles = [world.comm.start(p[world.rank].clone()) for p in partials]
     return [handle.wait() for handle in handles]
 
 
 def wide_range(n: int, size: int) -> Tensor:
-    """bf16 partials whose sum is exact in fp32 (its terms are multiples of 2^-6 below 2^14), and not in bf16."""
+    """bf16 partials (n, size) whose sum is exact in fp32, as its terms are multiples of 2^-6 below 2^14, but not in bf16."""
     exponents = torch.randint(-6, 7, (n, size))
     return (torch.randint(-255, 256, (n, size)) * 2.0**exponents).bfloat16()
 
@@ -367,7 +367,7 @@ def test_all_gather_joins_the_last_dim_in_rank_order(shape: tuple[int, ...], n: 
         assert torch.equal(result, torch.cat(list(shards), dim=-1))
 
 
-# --- errors are everyone's -------------------------------------------------------------------------------------------------
+# --- errors are raised on every rank ---------------------------------------------------------------------------------------
 
 
 def agree(world: World, messages: list[str | None]) -> str | None:
@@ -412,7 +412,7 @@ def test_a_checkpoint_broken_on_one_rank_stops_all(ranks: Ranks, tmp_path: Path,
     assert results[1] == results[0]
 
 
-# --- the helper that the other tests lean on -------------------------------------------------------------------------------
+# --- the helper `Ranks` of these tests -------------------------------------------------------------------------------------
 
 
 def raise_on(world: World, rank: int) -> None:

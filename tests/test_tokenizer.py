@@ -81,7 +81,7 @@ CHAT = [
 ]
 
 
-# --------------------------------------------------------------------------------------------- the tokenizers, trained
+# --------------------------------------------------------------------------------------------- training the tokenizers
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -107,13 +107,13 @@ def train_bytes(special: list[str]) -> tokenizers.Tokenizer:
 
 
 def byte_of(character: str) -> int:
-    """The byte behind a character of the byte-level alphabet."""
+    """The byte that a character of the byte-level alphabet stands for."""
     hidden = [*range(33), *range(127, 161), 173]
     return ord(character) if ord(character) < 0x100 else hidden[ord(character) - 0x100]
 
 
 def write_tiktoken(folder: Path) -> dict[bytes, int]:
-    """A file as Llama 3's: the 256 bytes, then the merges of a trained byte-level BPE."""
+    """Write a file like Llama 3's: the 256 bytes, then merges of a trained byte-level BPE. Return the rank of each token."""
     vocab = train_bytes([]).get_vocab()
     tokens = [bytes(map(byte_of, token)) for token in sorted(vocab, key=vocab.__getitem__)]
     ranks = {token: rank for rank, token in enumerate(tokens)}
@@ -140,7 +140,7 @@ def write_json_bytes(folder: Path) -> None:
 
 
 def write_json_sentencepiece(folder: Path, metaspace: bool) -> None:
-    """As Llama 2's (`Prepend`, `ByteFallback`, `Strip`) or with the `Metaspace` pair."""
+    """Write a tokenizer.json like Llama 2's (`Prepend`, `ByteFallback`, `Strip`), or one with the `Metaspace` pair."""
     tokenizer = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     if metaspace:
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=True)
@@ -193,14 +193,14 @@ def loaded(folders: dict[str, Path]) -> dict[str, Tokenizer]:
 
 @pytest.fixture(scope="session")
 def hf(folders: dict[str, Path]) -> dict[str, Any]:
-    """transformers' tokenizers of the same folders."""
+    """transformers' tokenizers, loaded from the same folders."""
     kinds = ["json-bytes", "json-llama", "json-metaspace"]
     return {kind: transformers.AutoTokenizer.from_pretrained(folders[kind]) for kind in kinds}
 
 
 @pytest.fixture
 def folder(folders: dict[str, Path], tmp_path: Path) -> Callable[[str], Path]:
-    """A copy of a tokenizer's folder, to change."""
+    """A function that copies a tokenizer's folder, so that a test can change it."""
     return lambda kind: shutil.copytree(folders[kind], tmp_path / kind)
 
 
@@ -220,7 +220,7 @@ def test_sentencepiece_is_the_library(kind: str, text: str, folders: Any, loaded
     ids = loaded[kind].encode(text)
     assert ids == [sp.bos_id(), *sp.encode(text)]
     assert loaded[kind].decode(ids) == sp.decode(ids)
-    if kind != "sp-unigram" and "▁" not in text:  # a normalizer, and the space's own sign, lose text
+    if kind != "sp-unigram" and "▁" not in text:  # a normalizer loses text, and so does a literal ▁, the sign for a space
         assert loaded[kind].decode(ids) == text
 
 
@@ -247,7 +247,7 @@ def test_json_is_transformers(kind: str, text: str, loaded: Any, hf: Any) -> Non
 
 
 def test_sentencepiece_converted_by_transformers(folders: Any, loaded: Any, tmp_path: Path) -> None:
-    """The same `tokenizer.model` as transformers converts it; it drops the dummy prefix before a leading space."""
+    """The same `tokenizer.model` in transformers, whose conversion omits the dummy prefix before a leading space."""
     pytest.importorskip("google.protobuf", reason="transformers converts with it")
     tokenizer = loaded["sp-bpe"]
     shutil.copy(folders["sp-bpe"] / "tokenizer.model", tmp_path)
@@ -339,7 +339,7 @@ def test_threads_share_a_tokenizer(kind: str, loaded: dict[str, Tokenizer]) -> N
     assert not wrong
 
 
-# ------------------------------------------------------------------------------------------------------ incrementally
+# ----------------------------------------------------------------------------------------------- incremental decoding
 
 
 def stream(tokenizer: Tokenizer, ids: list[int], skip: bool, prompt: list[int]) -> tuple[list[str], str]:
@@ -348,7 +348,7 @@ def stream(tokenizer: Tokenizer, ids: list[int], skip: bool, prompt: list[int]) 
 
 
 def some_ids(data: st.DataObject, tokenizer: Tokenizer) -> list[int]:
-    """Ids of any kind, those that break UTF-8 more often than chance would."""
+    """Ids of any kind. Those that split UTF-8 characters are more frequent than in a uniform draw."""
     whole = [b"\xf0\x9f\xa6\x8a"[i : i + 1] for i in range(4)]
     parts = [i for i in range(tokenizer.vocab_size) if tokenizer.token_bytes(i) in [*whole, b" ", b"\xe2", b"\x96"]]
     special = sorted(tokenizer.special_ids)[:12]
@@ -397,7 +397,7 @@ def test_text_after_a_prompt_continues_it(kind: str, loaded: Any, data: Any, ski
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=20))
 def test_any_text_comes_back_in_whole_characters(kind: str, loaded: Any, text: str) -> None:
     if kind in ("sp-unigram", "json-metaspace") or "▁" in text:
-        return  # lossy by their nature: a normalizer, no byte fallback, the space's own sign
+        return  # these lose text: a normalizer, no byte fallback, a literal ▁
     tokenizer = loaded[kind]
     ids = tokenizer.encode(text, parse_special=False)
     pushed, rest = stream(tokenizer, ids, True, [])
@@ -660,7 +660,7 @@ def test_check_fits(loaded: dict[str, Tokenizer]) -> None:
 
 
 def test_a_token_covers_only_so_many_characters(loaded: dict[str, Tokenizer]) -> None:
-    """What lets a server refuse a text that is too long without tokenizing it: no text has fewer ids than that."""
+    """`covers` bounds the ids of a text from below, so a server can refuse a text that is too long without tokenizing it."""
     found = {kind: one.covers for kind, one in loaded.items()}
     assert found["json-bytes"] and found["tiktoken"]
     alphabets = ["a", " ", "word ", "\u200b", "\x01", "e\u0301", "\u1100\u1161\u11a8", "\U0001f409", "\n", "\ue000", "<|end|>"]
@@ -671,7 +671,7 @@ def test_a_token_covers_only_so_many_characters(loaded: dict[str, Tokenizer]) ->
 
 @pytest.mark.parametrize("kind", ["json-bytes", "sp-bpe", "sp-unigram", "tiktoken", "json-llama", "json-metaspace"])
 def test_control_tokens_in_a_message_are_text(loaded: dict[str, Tokenizer], kind: str) -> None:
-    """Whatever field they are in: the control tokens are those of a harmless conversation, and the text is what was written."""
+    """In any field: the control tokens are those of a harmless conversation, and the text is unchanged."""
     tokenizer = loaded[kind]
     controls = [tokenizer.token_text(i) for i in sorted(tokenizer.special_ids)]
     first = controls[-1]
@@ -692,7 +692,7 @@ def test_control_tokens_in_a_message_are_text(loaded: dict[str, Tokenizer], kind
         assert plain.count(forged) >= 5 or kind in ("sp-bpe", "sp-unigram", "json-metaspace"), (
             forged,
             plain,
-        )  # lack characters
+        )  # these kinds have no token for some characters
     assert len(special(ids(first, parse_special=True))) > 2
     harmless = "Zoë saw a 🐉 <b>\n  here | > <"
     assert ids(harmless) == ids(harmless, parse_special=True)
@@ -701,7 +701,7 @@ def test_control_tokens_in_a_message_are_text(loaded: dict[str, Tokenizer], kind
 @pytest.mark.parametrize("edge", ["<", ">", "<|", "|>", "</", "<s"])
 @pytest.mark.parametrize("kind", ["json-bytes", "json-llama", "json-metaspace"])
 def test_text_in_parts_is_text_as_a_whole(loaded: dict[str, Tokenizer], hf: dict[str, Any], kind: str, edge: str) -> None:
-    """What looks like half a control token takes the way of parts: its ids are transformers' own."""
+    """Text with part of a control token is encoded in parts. Its ids must still be those of transformers."""
     chat = [{"role": "user", "content": f"{edge} some words {edge}"}, {"role": "assistant", "content": edge}]
     template = loaded[kind].chat_templates.get("default", MISTRAL)
     expected = hf[kind].apply_chat_template(chat, tokenize=True, return_dict=False, chat_template=template)

@@ -1,4 +1,4 @@
-"""`python -m training.train` from its command line to its result: resuming, killing, exporting, and what it refuses."""
+"""`python -m training.train` from its command line to its result: resuming, kills, the saved model, and refused input."""
 
 import json
 import os
@@ -64,7 +64,7 @@ def arguments(model: Path, tokens: Path, out: Path, *more: object) -> list[str]:
 
 
 def run(world: World, argv: Sequence[str]) -> list[dict[str, Any]]:
-    """Train on these ranks; the metrics."""
+    """Train on these ranks; return the lines of metrics.jsonl."""
     args = command.parse_args(argv)
     found = command.setup(args)
     trainer, snapshots = prepare(args, world, found)
@@ -79,7 +79,7 @@ def losses(lines: Sequence[dict[str, Any]]) -> torch.Tensor:
 
 def test_a_run_writes_a_model_that_is_read_again(model: Path, tokens: Path, tmp_path: Path) -> None:
     lines = run(ALONE, arguments(model, tokens, tmp_path / "out", "--learning-rate", 1e-2))
-    assert losses(lines)[-1] < losses(lines)[0] - 0.5  # it learns that only 8 of 50 tokens occur
+    assert losses(lines)[-1] < losses(lines)[0] - 0.5  # the model learns that only 8 of 50 tokens occur
     assert {"tokens_per_second", "tokens_per_gpu_second", "mfu", "exposed_ms", "learning_rate"} <= lines[0].keys()
     assert (tmp_path / "out" / "loss.png").stat().st_size > 1000
     assert sorted(p.name for p in (tmp_path / "out" / "snapshots").iterdir()) == ["step-00000008", "step-00000012"]
@@ -108,7 +108,7 @@ def test_resuming_on_other_ranks_and_plans_gives_the_same_losses(
         layout = ["--sharding", sharding, "--gpus-per-node", per_node]
         intra = ["--intra-tensor"] if more == ["--resume"] else []
         result = ranks.run(count, run, arguments(model, tokens, out, *layout, *more, *intra))
-    assert [line["step"] for line in result[0]] == list(range(1, STEPS + 1))  # those after the snapshot were written again
+    assert [line["step"] for line in result[0]] == list(range(1, STEPS + 1))  # the steps after the snapshot were written again
     torch.testing.assert_close(losses(result[0]), losses(undisturbed), rtol=1e-5, atol=0)
 
 
@@ -120,7 +120,7 @@ def start(argv: Sequence[str], ranks: int) -> quick_start.Popen:
 
 
 def test_a_killed_run_resumes_to_the_same_losses(model: Path, tokens: Path, tmp_path: Path, seed: int) -> None:
-    """kill -9 of the whole job some time after its first snapshot, perhaps while it saves."""
+    """The whole job gets SIGKILL at a random time after its first snapshot, perhaps while it saves."""
     out = tmp_path / "killed"
     long = ["--steps", 2000, "--save-every", 2, "--log-every", 1]
     job = start(arguments(model, tokens, out, *long), ranks=0)

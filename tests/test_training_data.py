@@ -15,7 +15,7 @@ from training.data import IGNORED, GlobalBatches, TokenFile, TokenWriter, open_t
 
 
 def numbered(path: Path, count: int, mask: np.ndarray | None = None, window: int | None = None) -> TokenFile:
-    """A file in which token i is i, so that every token can be told from all others."""
+    """A file in which token i is i, so that all tokens differ."""
     return write_tokens(path / "tokens.bin", np.arange(count), 2**16 + 1, "none", mask, window)
 
 
@@ -141,8 +141,8 @@ def test_a_damaged_id_is_found_before_it_reaches_the_model(tmp_path: Path) -> No
 def test_an_epoch_has_no_window_twice(
     length: int, size: int, extra: int, packed: bool, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Windows, by definition: dense ones begin every `length` tokens and predict each token but the first; packed ones lie one
-    after the other. An epoch is made of different ones, as many as make whole batches."""
+    """By definition, dense windows begin every `length` tokens and predict every token except the first; packed windows
+    follow one another without overlap. An epoch has different windows, as many as fill whole batches."""
     stride = length + 1 if packed else length
     count = stride * (size - 1) + length + 1 + extra
     file = numbered(tmp_path_factory.mktemp("data"), count, None, length + 1 if packed else None)
@@ -182,7 +182,7 @@ def test_the_global_batch_does_not_depend_on_the_ranks(world_size: int, micro_ba
 def test_a_resumed_run_sees_what_an_undisturbed_one_sees(tmp_path: Path, seed: int) -> None:
     file = numbered(tmp_path, 1000)
     undisturbed = GlobalBatches(file, 10, 7, seed)
-    seen = [targets_of(undisturbed, step) for step in range(50)]  # 14 steps an epoch
+    seen = [targets_of(undisturbed, step) for step in range(50)]  # an epoch has 14 steps
     for step in random.sample(range(50), 10):
         resumed = GlobalBatches(file, 10, 7, seed)
         assert torch.equal(targets_of(resumed, step), seen[step])

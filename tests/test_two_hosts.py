@@ -1,4 +1,4 @@
-"""Ranks of two torchruns, as two hosts start them."""
+"""Ranks of two torchruns on one machine, as two hosts would start them."""
 
 import os
 import signal
@@ -43,7 +43,7 @@ def test_a_failure_on_the_hosts_ends_both_at_once() -> None:
 def test_a_signal_ends_all_ranks() -> None:
     process = two_hosts(*GENERATE, "--max-new-tokens", "2000", "--ignore-eos")
     deadline = time.monotonic() + 300
-    while len(ranks := processes(process.pid)) < 5 and time.monotonic() < deadline:  # it, two torchruns and two ranks
+    while len(ranks := processes(process.pid)) < 5 and time.monotonic() < deadline:  # the script, two torchruns and two ranks
         time.sleep(0.1)
     assert len(ranks) >= 5
     process.send_signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""The worker processes: limits of time and memory, lanes, cancellation, and that none outlives the frontend."""
+"""The worker processes: limits of time and memory, queues, cancellation, and their end with the frontend."""
 
 import asyncio
 import os
@@ -26,7 +26,7 @@ MODEL = str(Path(ROOT) / "models" / "tiny-hybrid")
 
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker may start slowly beside other tests."""
+    """A worker may start slowly while other tests run."""
     monkeypatch.setattr(workers, "WAIT_SECONDS", 300.0)
 
 
@@ -55,7 +55,7 @@ def test_a_job_has_the_tokenizer_and_no_torch_and_its_errors_come_back() -> None
             await pool.run(refuse, "user")
         with pytest.raises(RuntimeError, match="KeyError"):
             await pool.run(refuse, "bug")
-        assert (await pool.run(limited))[1] == pid  # no error costs the process
+        assert (await pool.run(limited))[1] == pid  # the process survives errors
 
     with_workers(body)
 
@@ -66,7 +66,7 @@ def test_a_job_beyond_its_time_is_killed_and_the_quick_lane_goes_on() -> None:
         pid = pool.pids[1]
         jobs = [asyncio.create_task(pool.run(endless_in_c, slow=True)) for _ in range(2)]
         for _ in range(5):
-            await pool.run(limited)  # while the slow ones hold their worker
+            await pool.run(limited)  # while the slow jobs occupy their worker
         for job in jobs:
             with pytest.raises(ApiError, match="longer than 3 s") as error:
                 await job
@@ -82,7 +82,7 @@ def test_a_job_beyond_its_memory_fails_alone() -> None:
         with pytest.raises(ApiError, match="MiB"):
             await pool.run(hold_memory, 4 << 30, slow=True)
         with pytest.raises(ApiError, match="MiB"):
-            await pool.run(os.abort, slow=True)  # what a library does that cannot allocate
+            await pool.run(os.abort, slow=True)  # as a library does when an allocation fails
         assert await pool.run(hold_memory, 1 << 20, slow=True) == 1 << 20
 
     with_workers(body)
@@ -129,7 +129,7 @@ def test_the_queues_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_job_whose_worker_still_starts_fails_with_the_pool() -> None:
     async def body(pool: Workers) -> None:
         job = asyncio.create_task(pool.run(limited, slow=True))
-        await asyncio.sleep(0.1)  # taken; a worker needs longer to start
+        await asyncio.sleep(0.1)  # the job has been taken, but its worker still starts
         await pool.close()
         with pytest.raises(ApiError, match="shutting down"):
             await asyncio.wait_for(job, 60)
@@ -138,7 +138,7 @@ def test_a_job_whose_worker_still_starts_fails_with_the_pool() -> None:
 
 
 def test_a_worker_that_cannot_be_talked_to_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither its process nor its socket."""
+    """Its process and its socket do not remain."""
     started: list[subprocess.Popen[bytes]] = []
 
     def start(*args: Any, **options: Any) -> "subprocess.Popen[bytes]":
