@@ -1,4 +1,4 @@
-"""Attention over a paged KV cache: the PyTorch that defines it against fp64, the kernels against both."""
+"""Attention over a paged KV cache: the PyTorch reference against fp64, the kernels against both."""
 
 import math
 import random
@@ -48,7 +48,7 @@ def seen(rows: int, length: int, window: int | None, device: torch.device) -> Te
 
 
 def attend64(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-    """q (n, H, D) at the last n of L positions, k and v (L, K, D)."""
+    """Attention in fp64: q (n, H, D) at the last n of L positions, k and v (L, K, D)."""
     repeats = q.shape[1] // k.shape[1]
     k, v = (x.double().repeat_interleave(repeats, dim=1) for x in (k, v))
     scores = torch.einsum("nhd,lhd->hnl", q.double(), k) / q.shape[2] ** 0.5
@@ -57,7 +57,7 @@ def attend64(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-    """The same by PyTorch's own attention in the dtype of its inputs."""
+    """The same with PyTorch's attention, in the dtype of the inputs."""
     mask = seen(len(q), len(k), window, q.device)
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1)
@@ -65,7 +65,7 @@ def plain(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
 
 @dataclass
 class Pages:
-    """Sequences of given lengths, in a cache whose blocks are shuffled and whose unused places hold NaN."""
+    """Sequences of given lengths in a cache. The order of its blocks is random, and unused places contain NaN."""
 
     keys: Tensor
     values: Tensor
@@ -89,7 +89,7 @@ class Pages:
 
 
 def worse(name: str, got: Tensor, expected: list[Tensor], usual: list[Tensor]) -> list[str]:
-    """The criterion of a kernel: at most twice the error of plain PyTorch in the same dtype, or nothing to speak of."""
+    """A message if a kernel's error is more than twice that of plain PyTorch in the same dtype, plus 2e-6."""
     exact = torch.cat(expected)
     error, allowed = ((x.double() - exact).abs().max().item() for x in (got, torch.cat(usual)))
     allowed = 2 * allowed + 2e-6
@@ -113,7 +113,7 @@ def prefill_faults(prefill: Callable, shape: Shape, longest: int, device: str, d
     if random.random() < 0.3:
         counts = [min(n, 2) for n in counts]
     lengths = [n + random.randrange(longest) if n else random.randrange(2) for n in counts]
-    lengths[0] = counts[0]  # with nothing before it
+    lengths[0] = counts[0]  # this sequence has no earlier tokens
     pages, padding = Pages.of(shape, lengths, device, dtype), random.choice([0, 5, 150])
     starts = torch.tensor([0, *counts]).cumsum(0).int().to(device)
     q = torch.randn(sum(counts) + padding, shape.n_heads, shape.head_dim, device=device).to(dtype)
@@ -134,7 +134,7 @@ def test_the_references(shape: Shape, dtype: torch.dtype, seed: int) -> None:
 
 
 def faults(seed: int, device: str, cases: list[tuple[torch.dtype, Shape]], longest: int) -> list[str]:
-    """Where the Triton kernels are worse than they may be."""
+    """The cases in which the error of the Triton kernels is too large."""
     from kernels import paged_attention_triton as kernels
 
     torch.manual_seed(seed)
@@ -150,13 +150,13 @@ def faults(seed: int, device: str, cases: list[tuple[torch.dtype, Shape]], longe
 
 
 def some_config(of: Callable[..., Any]) -> Any:
-    """Decode is right however it is launched, not only as it is by default."""
+    """A random config: decode must be right with every config, not only with the default ones."""
     warps, stages, programs = random.choice([4, 8]), random.choice([2, 3]), random.choice([1, 3])
     return of(random.choice([16, 32, 64]), warps, stages, programs, max_splits=random.choice([1, 2, 7, 64]))
 
 
 def test_kernels_in_the_interpreter(interpreters: Ranks, seed: int) -> None:
-    """Half of the shapes in fp32 and half in fp16, others in each run: the interpreter multiplies no matrices of bf16."""
+    """Half of the shapes in fp32 and half in fp16, chosen at random: the interpreter cannot multiply bf16 matrices."""
     dtypes = [torch.float32, torch.float16] * (len(SHAPES) // 2)
     random.shuffle(dtypes)
     assert interpreters.call(faults, seed, "cpu", list(zip(dtypes, SHAPES, strict=True)), 280) == []

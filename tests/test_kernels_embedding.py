@@ -1,4 +1,4 @@
-"""The vocabulary-parallel embedding: its reference against the whole table, its kernel against the reference."""
+"""The vocabulary-parallel embedding: the reference against the whole table, the kernel against the reference."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Products that exchange rows tile by tile: N ranks in one process against fp64, and the order in which blocks are announced."""
+"""Matrix products that exchange rows tile by tile: N ranks in one process against fp64, the flags of blocks, and the order of tiles."""
 
 import time
 from dataclasses import replace
@@ -18,7 +18,8 @@ from tests.test_kernels_linear import too_far
 ROOT = Path(__file__).resolve().parents[1]
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-# ranks, rows of each, K, features, dtype, tiling: what divides evenly and what does not, rows that share tiles, several blocks
+# ranks, rows of each rank, K, features, dtype, tiling. Tiles divide some sizes evenly and others not. In some cases ranks share
+# tiles, or have several blocks of rows.
 Case = tuple[int, int, int, int, torch.dtype, Tiling]
 SMALL = Tiling(64, 32, 32, stages=2, warps=4, group=2)
 CPU_CASES: list[Case] = [
@@ -45,7 +46,7 @@ GPU_CASES: list[Case] = [
 
 
 class Board:
-    """What N ranks of one process have: areas and flags of each owner for each source, and a device's counters of launches."""
+    """The memory of N ranks in one process: an area and flags of each owner for each source."""
 
     def __init__(self, ranks: int, share: int, features: int, dtype: torch.dtype, device: str) -> None:
         self.blocks = -(-share // BLOCK)
@@ -65,7 +66,7 @@ def operands(case: Case, generator: torch.Generator, device: str) -> tuple[Tenso
 
 
 def scatter_mismatches(cases: list[Case], seed: int, device: str) -> list[str]:
-    """Each rank's product, twice, so that counters must have been zeroed and flags follow the epoch."""
+    """Check each rank's product. It runs twice: the counters must have been zeroed, and the flags must follow the epoch."""
     generator = torch.Generator().manual_seed(seed)
     found = []
     for case in cases:
@@ -86,7 +87,8 @@ def scatter_mismatches(cases: list[Case], seed: int, device: str) -> list[str]:
 
 
 def gather_mismatches(cases: list[Case], seed: int, device: str) -> list[str]:
-    """The rows are there: flags of this epoch, or of a later one, and none of this rank's own. Or one is missing: a fault."""
+    """Check the products if all rows are there: flags have this epoch or a later one, and this rank's own flags are not set. Then
+    check that a missing block sets the fault."""
     generator = torch.Generator().manual_seed(seed)
     found = []
     for case in cases:
@@ -111,13 +113,14 @@ def gather_mismatches(cases: list[Case], seed: int, device: str) -> list[str]:
 
 
 def late_rows_mismatches(tiling: Tiling, seed: int) -> list[str]:
-    """Two streams: rows are copied and then announced, source by source, while the product, which leaves SMs to the copies, runs."""
+    """Check a product that runs while a second stream copies and then announces the rows of each source. The tiling must leave
+    SMs to these copies."""
     case = (4, 384, 2048, 4096, torch.bfloat16, tiling)
     source, weight = operands(case, torch.Generator().manual_seed(seed), "cuda")
     rows, flags = torch.full_like(source, torch.nan), torch.zeros(4, 3, dtype=torch.int64, device="cuda")
     epoch, fault = torch.ones(1, dtype=torch.int64, device="cuda"), torch.zeros(1, dtype=torch.int32, device="cuda")
     rows[384:768] = source[384:768]
-    all_gather_gemm(rows, weight, torch.ones_like(flags), epoch, 1, fault, tiling)  # compiles
+    all_gather_gemm(rows, weight, torch.ones_like(flags), epoch, 1, fault, tiling)  # compiles the kernel
     torch.cuda.synchronize()
     side = torch.cuda.Stream()
     got = all_gather_gemm(rows, weight, flags, epoch, 1, fault, tiling)
@@ -134,7 +137,7 @@ def late_rows_mismatches(tiling: Tiling, seed: int) -> list[str]:
 
 
 def replay_mismatches(seed: int) -> list[str]:
-    """A CUDA graph that advances the epoch itself and multiplies: every replay announces its own number."""
+    """Check replays of a CUDA graph that advances the epoch and multiplies. Every replay must announce its own epoch."""
     generator = torch.Generator().manual_seed(seed)
     case = (4, 144, 512, 768, torch.bfloat16, default_tiling(576, 768, 512, 4))
     x, weight = operands(case, generator, "cuda")
@@ -170,7 +173,7 @@ def gathered_here(seed: int) -> list[str]:
 
 
 def order_here(seed: int) -> list[str]:
-    """The order of the tiles of one program that does all: each once, owners in turn, a group of tiles of rows at a time."""
+    """Check the order of tiles when one program computes all: each tile once, owner by owner, in groups of row tiles."""
     from kernels import tile_gemm_triton as kernels
 
     product, rows = kernels._product, []
@@ -185,10 +188,10 @@ def order_here(seed: int) -> list[str]:
 
 
 def wrong_orders(seed: int, rows: list[int]) -> list[str]:
-    """`rows`: where each product's first row is noted."""
+    """`rows`: the list to which the first row of each computed tile is appended."""
     generator = torch.Generator().manual_seed(seed)
     found = []
-    alone = Tiling(64, 32, 32, stages=2, group=2, spare=2)  # of the three SMs that the interpreter is said to have
+    alone = Tiling(64, 32, 32, stages=2, group=2, spare=2)  # one program: of 3 SMs in the interpreter, 2 are left free
     for ranks, share, expected in [
         (4, 144, (turns(144, (2, 3, 0, 1)), turns(144, (1, 0, 3, 2)))),
         (2, 80, (turns(80, (0, 1)), turns(80, (1, 0)))),
@@ -206,7 +209,8 @@ def wrong_orders(seed: int, rows: list[int]) -> list[str]:
 
 
 def turns(share: int, owners: tuple[int, ...]) -> list[int]:
-    """First rows of the owners' tiles, 64 high, with two columns of tiles: two tiles of rows take turns."""
+    """The first rows of the tiles in order, for tiles of 64 rows and two columns of tiles. In each group of two row tiles, both
+    are computed for one column before the next column."""
     tiles = list(range(0, share, 64))
     order = [row for i in range(0, len(tiles), 2) for _ in range(2) for row in tiles[i : i + 2]]
     return [owner * share + row for owner in owners for row in order]

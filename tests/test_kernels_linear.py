@@ -1,4 +1,4 @@
-"""Linear layers of few rows: the Triton kernels against fp64, the choice between them, and what stays with PyTorch."""
+"""Linear layers of few rows: the Triton kernels against fp64, the choice of a kernel, and the shapes that PyTorch computes."""
 
 import json
 from itertools import product
@@ -24,7 +24,7 @@ def swiglu_of(gate_up: Tensor) -> Tensor:
 
 
 def too_far(got: Tensor, exact: Tensor, plain: Tensor, times: float = 2) -> str | None:
-    """A complaint, if `got` is more than `times` as far from `exact` as PyTorch's own result of the same dtype."""
+    """A message if the error of `got` is more than `times` that of PyTorch's result `plain` in the same dtype, else None."""
     if got.shape != exact.shape or got.dtype != plain.dtype:
         return f"{got.shape} {got.dtype} instead of {exact.shape} {plain.dtype}"
     error, allowed = ((t.double() - exact).norm() / exact.norm() for t in (got, plain))
@@ -33,16 +33,17 @@ def too_far(got: Tensor, exact: Tensor, plain: Tensor, times: float = 2) -> str 
 
 
 def mismatches(seed: int, device: str) -> list[str]:
-    """Where `linear_triton.run` is further from fp64 than PyTorch twice over, or gives other bits a second time.
+    """The cases in which `linear_triton.run` has more than twice PyTorch's error against fp64, or different bits in a second run.
 
-    The interpreter cuts fp32 down to bf16 where a GPU rounds: up to one unit in the last place, against PyTorch's 0.29 on average.
+    In the interpreter, 8 times PyTorch's error is allowed for bf16. It truncates fp32 to bf16, where a GPU rounds: its error is up
+    to one unit in the last place, and PyTorch's is 0.29 units on average.
     """
     from kernels import linear_triton
 
     generator = torch.Generator().manual_seed(seed)
     found = []
     for rows, n, k, dtype, swiglu, biased, chosen in cases(device):
-        x = torch.randn(rows, k + 8, generator=generator).to(device, dtype)[:, :-8]  # a row pitch
+        x = torch.randn(rows, k + 8, generator=generator).to(device, dtype)[:, :-8]  # with gaps between rows
         weight = torch.randn(n, k, generator=generator).to(device, dtype) / k**0.5
         bias = torch.randn(n, generator=generator).to(device, dtype) if biased else None
         exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
@@ -59,9 +60,9 @@ def mismatches(seed: int, device: str) -> list[str]:
 
 
 def cases(device: str) -> list[tuple[int, int, int, torch.dtype, bool, bool, Config]]:
-    """Rows, N, K, dtype, whether of SwiGLU, whether with a bias, config: blocks that divide the shape and that do not."""
+    """Rows, N, K, dtype, whether with SwiGLU, whether with a bias, config. Some blocks divide the shape, others do not."""
     bf16, fp16, fp32 = DTYPES
-    mma = fp16 if device == "cpu" else bf16  # the interpreter multiplies matrices of bf16 as if their bits were integers
+    mma = fp16 if device == "cpu" else bf16  # the interpreter multiplies bf16 matrices wrongly, as if their bits were integers
     return [
         (1, 24, 256, bf16, False, False, Gemv(4, 256, 1)),
         (1, 9, 520, bf16, False, True, Gemv(2, 256, 2)),
@@ -98,7 +99,7 @@ def test_on_the_cpu_it_is_pytorch(seed: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_shape_has_a_config_that_fits(dtype: torch.dtype) -> None:
-    """Blocks are powers of two, no program is without columns, and each fits an SM's 227 KB of shared memory."""
+    """Blocks are powers of two, every program has columns, and each config fits the 227 KB of shared memory of an SM."""
     for n, k in [(1280, 8192), (8192, 1024), (8192, 3584), (32064, 8192), (192, 64), (17, 8), (128256, 4096), (576, 192)]:
         for rows, swiglu in product((1, 3, 4, 5, 17, 64), (False, True)):
             chosen = config(rows, n, k, dtype, swiglu)
@@ -158,7 +159,8 @@ def test_entry_points_on_a_gpu(n: int, k: int, rows: int, seed: int) -> None:
 @GPU
 @pytest.mark.parametrize("chosen", [Gemv(4, 1024, 4), Mma(64, 128, 7, 4), Mma(64, 128, 1, 4), Mma(64, 128, 3, 3, early=False)])
 def test_replays_of_a_cuda_graph_see_their_inputs_and_repeat_their_bits(chosen: Config, seed: int) -> None:
-    """A chain of layers, each starting before the one before ends: a stale read, or a counter left over, would show."""
+    """A chain of layers, each of which starts before the previous one ends. A stale read or a counter that is not reset would
+    change the result."""
     from kernels import linear_triton
 
     k = 2048

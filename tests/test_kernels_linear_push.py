@@ -1,4 +1,5 @@
-"""Layers that push their partial sums: bit for bit the layer and then the one-shot sum, in Triton's interpreter and on GPUs."""
+"""Layers that push their partial sums give the bits of the layer followed by the one-shot all-reduce. In Triton's interpreter and
+on GPUs."""
 
 import json
 import os
@@ -26,22 +27,22 @@ BF16, FP16 = torch.bfloat16, torch.float16
 
 
 def layer(world: World, seed: int, rows: int, n: int, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """This rank's input, with a row pitch, and its weight."""
+    """This rank's input, with gaps between rows, and its weight."""
     generator = torch.Generator().manual_seed(seed * 8 + world.rank)
     x = torch.randn(rows, k + 8, generator=generator).to(dtype)[:, :-8]
     return x, (torch.randn(n, k, generator=generator) / k**0.5).to(dtype)
 
 
 def stream(seed: int, rows: int, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """A residual stream and a norm's weight, the same on all ranks."""
+    """A residual stream and the weight of a norm, the same on all ranks."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(rows, n, generator=generator).to(dtype), torch.randn(n, generator=generator).to(dtype)
 
 
 def far_from_exact(total: Tensor, x: Tensor, weight: Tensor, residual: Tensor) -> bool:
-    """Whether the sum is off by more than what rounding it, and each rank's partial, to the dtype may cost.
+    """Whether the error of the sum is larger than that of rounding the sum and each rank's partial sum to the dtype.
 
-    The interpreter cuts off where a GPU rounds: a whole unit in the last place for each.
+    The interpreter truncates where a GPU rounds, so a whole unit in the last place is allowed for each.
     """
     partial = x.double() @ weight.double().T
     everyones = [torch.zeros_like(partial) for _ in range(dist.get_world_size())]
@@ -81,8 +82,8 @@ def wrong_sums(world: World, cases: list[tuple[int, int, int, torch.dtype, Confi
 
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_what_is_pushed_is_summed_as_one_shot_sums_it(interpreters: Ranks, n: int, seed: int) -> None:
-    """Blocks that divide the shape and that do not, both kernels, K split over programs, configs chosen and given."""
-    # the interpreter multiplies matrices of bf16 as if their bits were integers
+    """Blocks that divide the shape or do not, both kernels, K split over programs, default configs and given ones."""
+    # The Mma cases use fp16: the interpreter multiplies bf16 matrices wrongly, as if their bits were integers.
     cases: list[tuple[int, int, int, torch.dtype, Config | None]] = [
         (1, 8, 256, BF16, Gemv(4, 256, 1)),
         (3, 18, 200, BF16, Gemv(8, 128, 1)),
@@ -99,7 +100,7 @@ def test_what_is_pushed_is_summed_as_one_shot_sums_it(interpreters: Ranks, n: in
 
 
 def sums_around(world: World, epoch: int, seed: int) -> list[str]:
-    """Sums while the launch counters pass `epoch`, with words in the buffers that bear the flags to come."""
+    """Check sums while the launch counters pass `epoch`. The buffers contain old words with the flags of launches to come."""
     from comm.workspace import open_workspace
     from kernels.all_reduce import one_shot, one_shot_bytes
     from kernels.linear_push import linear_push, receive
@@ -108,7 +109,7 @@ def sums_around(world: World, epoch: int, seed: int) -> list[str]:
     workspaces = [open_workspace(one_shot_bytes, 4096, CPU) for _ in range(2)]  # mapped as long as they are held
     ours, other = (workspace.exchange for workspace in workspaces)
     before, found = epoch - 2**31, []
-    if before > 0:  # 2^31 launches ago, a longer message left words of the flags that come after the sweep
+    if before > 0:  # 2^31 launches before, a longer message left words whose flags repeat right after the sweep of old words
         for stale in (before + 1, before + 2):
             ours.epochs.fill_(stale - 1)
             one_shot(torch.full((1000,), 1e6), ours)
@@ -129,7 +130,7 @@ def test_flags_wrap_around(interpreters: Ranks, epoch: int, seed: int) -> None:
 
 
 def lone_wait(world: World) -> list[int]:
-    """One rank does not come; the other gives up, and says so."""
+    """Rank 1 does not take part. Rank 0 stops waiting and sets the fault."""
     from comm.workspace import open_workspace
     from kernels.all_reduce import one_shot_bytes
     from kernels.linear_push import linear_push, receive
@@ -147,7 +148,7 @@ def test_a_rank_that_waits_in_vain_says_so(interpreters: Ranks) -> None:
 
 
 def wrong_split_rows(world: World, seed: int) -> list[str]:
-    """Rows that several programs share, which tell each other their sums of squares."""
+    """Check rows that several programs share. The programs exchange their sums of squares."""
     from comm.workspace import open_workspace
     from kernels.all_reduce import Tiling, one_shot_add_norm, one_shot_bytes
     from kernels.linear_push import linear_push, receive_add_norm
@@ -171,7 +172,7 @@ def test_programs_that_share_a_row(interpreters: Ranks, seed: int) -> None:
     try:
         assert interpreters.run(2, wrong_split_rows, seed) == [[], []], f"seed {seed}"
     finally:
-        interpreters.close()  # their interpreter is another one now
+        interpreters.close()  # because `run_programs_in_threads` has changed their interpreter
 
 
 def refusals(world: World) -> int:
@@ -184,8 +185,8 @@ def refusals(world: World) -> int:
     x, weight = torch.ones(2, 64).half(), torch.ones(1024, 64).half()
     assert fits(x, weight, exchange) and fits(x[None], weight, exchange)
     for bad in (
-        (x, torch.ones(1026, 64).half()),  # 4,104 bytes
-        (x[:1], weight[:63]),  # no pairs
+        (x, torch.ones(1026, 64).half()),  # a message of 4,104 bytes
+        (x[:1], weight[:63]),  # an odd number of features
         (x.float(), weight.float()),
         (x, weight.bfloat16()),
         (torch.ones(17, 64).half(), weight[:64]),
@@ -217,7 +218,7 @@ def test_every_program_of_a_chosen_config_has_pairs() -> None:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_on_gpus(tmp_path: Path) -> None:
-    """The same bits as the layer and the one-shot sum, also in thousands of graph replays."""
+    """The bits are those of the layer and the one-shot all-reduce, also in thousands of graph replays."""
     out = tmp_path / "push.json"
     count = min(4, torch.cuda.device_count())
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count), "scripts/bench_push.py"]

@@ -1,4 +1,4 @@
-"""RMSNorm, SwiGLU, and RoPE with its write to the KV cache: the PyTorch that defines them against fp64, the kernels against both."""
+"""RMSNorm, SwiGLU, and RoPE with its write to the KV cache: the PyTorch references against fp64, the kernels against both."""
 
 import random
 from collections.abc import Callable
@@ -31,7 +31,8 @@ def swiglu64(gate_up: Tensor) -> Tensor:
 
 
 def rotate64(x: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:
-    """x (T, heads, D): feature pairs (i, i + D / 2) as complex numbers. The angle is rounded to fp32, as everywhere here."""
+    """RoPE of x (T, heads, D) in fp64, with feature pairs (i, i + D / 2) as complex numbers. Angles are rounded to fp32, as in all
+    implementations here."""
     a, b = x.double().chunk(2, dim=-1)
     angles = (positions[:, None].float() * frequencies).double()[:, None]
     turned = torch.complex(a, b) * torch.polar(torch.ones_like(angles), angles)
@@ -39,7 +40,8 @@ def rotate64(x: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:
 
 
 def no_worse(name: str, got: Tensor, plain: Tensor, exact: Tensor) -> list[str]:
-    """The criterion of a kernel: at most twice the error of plain PyTorch in the same dtype, or nothing to speak of."""
+    """A message if a kernel's error is more than twice that of plain PyTorch in the same dtype, plus 2e-6 of the largest value
+    (at least of 1)."""
     error, allowed = ((x.double() - exact).abs().max().item() for x in (got, plain))
     allowed = 2 * allowed + 2e-6 * max(1.0, exact.abs().max().item())
     return [] if error <= allowed else [f"{name}: error {error:.3g}, allowed {allowed:.3g}"]
@@ -49,7 +51,7 @@ def same(name: str, got: Tensor, expected: Tensor) -> list[str]:
     return [] if torch.equal(got, expected) else [f"{name}: not the same bits"]
 
 
-# --- what is compared, for the references and for the kernels ------------------------------------------------------------------------
+# --- comparisons, for the references and for the kernels ------------------------------------------------------------------------------
 
 
 def norm_faults(norm: Callable, add_norm: Callable, device: str, dtype: torch.dtype) -> list[str]:
@@ -126,7 +128,7 @@ def test_the_references(dtype: torch.dtype, seed: int) -> None:
 
 
 def faults(seed: int, device: str, dtypes: list[torch.dtype]) -> list[str]:
-    """Where the Triton kernels are worse than they may be."""
+    """The cases in which the Triton kernels are wrong or their error is too large."""
     from kernels import activation_triton, norm_triton, rope_cache_triton
 
     torch.manual_seed(seed)
@@ -140,7 +142,7 @@ def faults(seed: int, device: str, dtypes: list[torch.dtype]) -> list[str]:
 
 
 def test_kernels_in_the_interpreter(interpreters: Ranks, seed: int) -> None:
-    """In fp32 and fp16: the interpreter truncates to bf16 where a GPU rounds."""
+    """In fp32 and fp16 only: the interpreter truncates to bf16, where a GPU rounds."""
     assert interpreters.call(faults, seed, "cpu", [torch.float32, torch.float16]) == []
 
 

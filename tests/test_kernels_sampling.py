@@ -1,4 +1,4 @@
-"""Drawing tokens from parts of the vocabulary: the same ones as the sampler draws from all of it."""
+"""Tokens drawn from parts of the vocabulary are the same as those that the sampler draws from the whole vocabulary."""
 
 import math
 import random
@@ -27,7 +27,7 @@ def draw(local: Callable, combine: Callable, logits: Tensor, per_row: tuple[Tens
 
 
 def faults_of(local: Callable, combine: Callable, device: str, dtype: torch.dtype, exact: bool) -> list[str]:
-    """Where tokens differ from the sampler's, other than by a near tie if not `exact`."""
+    """The cases in which a token differs from the sampler's. If not `exact`, near-ties may differ."""
     found = []
     for ranks in (1, 2, 4):
         batch, limit = random.randint(1, 5), random.randint(1, 3 * SLICE)
@@ -52,7 +52,7 @@ def faults_of(local: Callable, combine: Callable, device: str, dtype: torch.dtyp
 
 
 def near(logits: Tensor, batch: SamplingBatch, positions: Tensor, row: int, a: int, b: int) -> bool:
-    """Whether the scores of ids a and b differ by no more than fp32 rounds in a logarithm or two."""
+    """Whether the scores of ids a and b differ by no more than the rounding error of one or two logarithms in fp32."""
     noise = exponential_noise(batch.seed[row : row + 1], positions[row : row + 1], len(logits))[0]
     score_a, score_b = (logits[i].item() / batch.temperature[row, 0].item() - math.log(noise[i].item()) for i in (a, b))
     return abs(score_a - score_b) <= 2e-6 * max(1, abs(score_a))
@@ -89,7 +89,7 @@ def test_a_key_by_hand() -> None:
 
 
 def test_nothing_but_padding_draws_nothing_below_the_limit(seed: int) -> None:
-    """A rank whose part is all padding must lose against every finite score."""
+    """A rank whose part is only padding must lose against every finite score."""
     zeros = torch.zeros(1, dtype=torch.int64)
     padding = local_best_reference(torch.full((1, 50), 1e30), torch.zeros(1), zeros, zeros, 100, 100)
     real = local_best_reference(torch.full((1, 100), -1e30), torch.zeros(1), zeros, zeros, 0, 100)

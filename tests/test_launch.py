@@ -1,4 +1,4 @@
-"""The launcher: what listens while it runs, who ends with whom, signals, exit codes and standard input."""
+"""The launcher: listening sockets, the end of all processes after one has ended, signals, exit codes and standard input."""
 
 import contextlib
 import os
@@ -22,19 +22,19 @@ from tests import quick_start
 from tests.command_line import HYBRID, ROOT, command, environment, launch
 from tests.server_process import START_SECONDS, ServerProcess, children, command_line, runs, wait_until
 
-GONE_SECONDS = 300.0  # for all processes to end after one was killed: seconds at most, but a loaded machine takes its time
+GONE_SECONDS = 300.0  # timeout for the end of all processes after one was killed; a few seconds on an idle machine
 LISTENING = "0A"
 LOOPBACK = ("127.", "::1", "::ffff:127.")
 STORY = ("--model", HYBRID, "--prompt", "Once upon a time", "--ignore-eos")
 
 
 def tree(pid: int) -> list[int]:
-    """A process and all below it."""
+    """The ids of a process and all its descendants."""
     return [pid, *(below for child in children(pid) for below in tree(child))]
 
 
 def address(word: str) -> str:
-    """An address of /proc/net/tcp or tcp6: 32-bit words in this machine's order, in hexadecimal."""
+    """Decode an address of /proc/net/tcp or tcp6: hexadecimal 32-bit words in this machine's byte order."""
     raw = b"".join(bytes.fromhex(word[i : i + 8])[::-1] for i in range(0, len(word), 8))
     return socket.inet_ntop(socket.AF_INET if len(raw) == 4 else socket.AF_INET6, raw)
 
@@ -60,17 +60,17 @@ def listening(pids: list[int]) -> set[tuple[str, int]]:
 
 
 def foreign(sockets: set[tuple[str, int]]) -> set[tuple[str, int]]:
-    """Those that another machine can reach."""
+    """The sockets that another machine can reach."""
     return {(host, port) for host, port in sockets if not host.startswith(LOOPBACK)}
 
 
 def left_of(pids: dict[int, str]) -> list[str]:
-    """The command lines of those processes that still run."""
+    """The command lines of the processes that still run. `pids`: command lines by process id."""
     return [line for pid, line in pids.items() if line and runs(pid) and command_line(pid) == line]
 
 
 class Generating:
-    """`generate.py --tp 2` in the middle of its text."""
+    """`generate.py --tp 2` while it generates text."""
 
     def __init__(self, *args: object, text: int = 100) -> None:
         self.process = subprocess.Popen(
@@ -79,7 +79,7 @@ class Generating:
             env=environment(),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # not ignored, as in a background job
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs ignore it
         )
         assert self.process.stdout
         self.process.stdout.read(text)
@@ -110,7 +110,8 @@ def generating() -> Iterator[Callable[..., Generating]]:
 
 @pytest.mark.parametrize("victim", ["launcher", "rank 0", "rank 1", "frontend", "torchrun"])
 def test_a_killed_process_leaves_nothing_behind(victim: str, tmp_path: Path) -> None:
-    """The others end, whoever is killed, and the next start removes the folder. While they run, only HTTP can be reached."""
+    """All other processes end, and the next start removes the run's folder. While they run, other machines can reach none of
+    their sockets, except with torchrun."""
     own_folder = {"TMPDIR": tmp_path}
     with ServerProcess(
         "--model",
@@ -169,8 +170,8 @@ if __name__ == "__main__":
 
 
 def test_a_frozen_frontend_ends_with_its_engine(tmp_path: Path) -> None:
-    """Its event loop may never be free again when rank 0 dies."""
-    script = tmp_path / "program.py"  # a file: the spawned process imports it, too
+    """The frontend must end when rank 0 dies, also if its event loop is blocked."""
+    script = tmp_path / "program.py"  # a file, because the spawned process imports it, too
     script.write_text(FROZEN)
     env = environment(PYTHONPATH=ROOT, TMPDIR=tmp_path)
     with subprocess.Popen([sys.executable, str(script)], cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True) as parent:
@@ -185,7 +186,7 @@ def test_a_frozen_frontend_ends_with_its_engine(tmp_path: Path) -> None:
 
 
 def test_a_drain_ends_in_silence_and_in_its_own_time() -> None:
-    """torch's own launcher would kill the ranks at once, as the variable tells it to; its default is 30 seconds."""
+    """TORCH_ELASTIC_SHUTDOWN_TIMEOUT has no effect. At 0, torch's launcher would kill the ranks at once; its default is 30 s."""
     environ = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": 0}
     with ServerProcess("--model", HYBRID, "--drain-timeout", 200, ranks=2, environ=environ, forked=False) as server:
         server.ready()
@@ -216,7 +217,8 @@ def test_generate_listens_on_loopback_and_ends_in_silence(generating: Callable[.
 
 
 def test_a_program_on_ranks(tmp_path: Path) -> None:
-    """Arguments and the terminal arrive as they were given; the first bad exit ends all ranks and is the launcher's."""
+    """The ranks get the arguments unchanged, and the terminal. The first nonzero exit code ends all ranks and is the launcher's
+    exit code."""
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
     given = ["a$b", "$$", "${local_rank}", "", "two words", "--ranks", "-m"]

@@ -1,4 +1,4 @@
-"""The open-loop load generator: arrivals, what it sends, what it times, and how it counts; once against the real server."""
+"""The open-loop load generator: arrival times, requests, measured times and figures. One test uses the real server."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ MODELS = Path(__file__).resolve().parent.parent / "models"
 
 
 def test_arrivals_are_poisson(seed: int) -> None:
-    """Gaps of a Poisson process have mean and deviation 1 / rate, and exceed t with probability exp(-rate t)."""
+    """Gaps of a Poisson process have mean and standard deviation 1 / rate, and exceed t with probability exp(-rate t)."""
     rate, count = 5.0, 20_000
     arrivals = np.array([r.arrival for r in loadgen.plan(rate, count, (1, 1), (1, 1), 10, seed)])
     gaps = np.diff(arrivals, prepend=0.0) * rate
@@ -62,9 +62,9 @@ def test_ranges() -> None:
 
 
 class FakeServer:
-    """Answers every completion with the chunks that `chunks(body)` yields: lists of token ids, or an object as it is.
+    """Answers every completion with the chunks that `chunks(body)` yields: lists of token ids, or any object or bytes, sent as is.
 
-    write: how the bytes of an event go on the wire.
+    `write` sends the bytes of an event. Subclasses may override it.
     """
 
     def __init__(self, chunks: Callable[[dict[str, Any]], AsyncIterator[Any]], status: int = 200) -> None:
@@ -76,7 +76,7 @@ class FakeServer:
         writer.write(data)
 
     async def offered(self, requests: Sequence[Request], drain: float | None = None) -> list[Answer]:
-        """What becomes of `requests`."""
+        """Send `requests` to this server with the load generator, and return the answers."""
         server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
         async with server, StreamClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", 60) as client:
             return await loadgen.offer(client, requests, "test", drain)
@@ -103,7 +103,7 @@ def offered(server: FakeServer, requests: list[Request]) -> list[Answer]:
 
 
 def test_slow_answers_delay_no_arrival(seed: int) -> None:
-    """No request is answered before all of them have arrived, which a client that waits for answers would never see."""
+    """The server answers only when all requests have arrived. A client that waited for answers before it sends would hang."""
     requests = loadgen.plan(200.0, 40, (1, 4), (2, 2), 50, seed)
     everyone = asyncio.Event()
 
@@ -121,7 +121,7 @@ def test_slow_answers_delay_no_arrival(seed: int) -> None:
     assert [b["prompt"] for b in server.bodies] == [r.prompt for r in requests]
     assert all(b["stream"] and b["ignore_eos"] and b["max_tokens"] == 2 for b in server.bodies)
     assert [a.arrival for a in answers] == [r.arrival for r in requests]
-    last = requests[-1].arrival  # times count from the planned arrival, so the first request has waited for the last one
+    last = requests[-1].arrival  # times count from the planned arrival, and all requests waited for the last one
     assert all(a.first is not None and a.first >= last - a.arrival - 1e-3 for a in answers)
 
 
@@ -131,7 +131,7 @@ def test_tokens_of_one_chunk_come_together() -> None:
     async def chunks(_: dict[str, Any]) -> AsyncIterator[Any]:
         yield [1, 2]
         await asyncio.sleep(pause)
-        yield []  # half a character
+        yield []  # a chunk without tokens
         yield [3, 4, 5]
         yield [6]
         yield b"[DONE]"
@@ -174,7 +174,7 @@ def test_failures_have_names(ending: Any, after: Callable[[], Awaitable[None]], 
 
 
 def test_events_arrive_in_any_pieces(seed: int) -> None:
-    """Tokens are counted alike however the network cuts and joins events, and every byte is of some event."""
+    """The token counts do not depend on how the network splits and joins the bytes of events, and no byte is lost."""
     rng = random.Random(seed)
 
     class Torn(FakeServer):
@@ -243,7 +243,7 @@ def test_no_server_and_no_url() -> None:
 def test_figures_of_known_answers(seed: int) -> None:
     rng = random.Random(seed)
     answers = []
-    for i in range(101):  # the first token after 0, 1, … 100 ms
+    for i in range(101):  # first tokens after 0, 1, … 100 ms
         gaps = [rng.uniform(0.001, 0.003) for _ in range(4)]
         answers.append(Answer(i / 10, 0.0, i / 1e3, gaps, i / 1e3 + sum(gaps), 5, "complete"))
     rng.shuffle(answers)
@@ -269,7 +269,7 @@ def test_goodput_needs_both_limits_and_the_mean_gap() -> None:
 
 
 def test_against_the_server(seed: int) -> None:
-    """Every request is answered in full by the real server."""
+    """The real server answers every request completely."""
     requests = loadgen.plan(20.0, 6, (3, 20), (2, 6), 512, seed)
 
     async def run(url: str) -> list[Answer]:
@@ -289,13 +289,13 @@ def test_against_the_server(seed: int) -> None:
 
 
 def test_what_the_frontend_costs() -> None:
-    """The stand-in's tokens all come through the real frontend, no faster than it steps, and every figure is there."""
+    """All tokens of the stand-in engine pass through the real frontend, no faster than its steps. Every figure is present."""
     command = [sys.executable, "scripts/bench_frontend.py", "--streams", "6", "--rate", "50", "--step", "20"]
     command += ["--new-tokens", "9", "--prompt-length", "40"]
     done = quick_start.run(command, cwd=MODELS.parent, env=environment(), capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["requests"] == 6 and not found["failed"]
-    # a busy machine brings tokens in bunches, so the median says little; the pauses before the bunches last a step at least
+    # On a busy machine tokens arrive in groups, so the median says little. The pause before a group lasts at least one step.
     assert found["itl_ms"]["p99"] > 10 and found["ttft_ms"]["p50"] > 0
     assert 0 < found["tokens_per_second"] <= 6 * 50 and min(found["cpu_us_per_token"].values()) > 0

@@ -1,4 +1,4 @@
-"""What a request's parameters do to its logits: penalties, biases, allowed ids, grammars; and log-probabilities."""
+"""The effects of a request's parameters on its logits: penalties, biases, allowed ids, grammars. Also log-probabilities."""
 
 import json
 import random
@@ -23,7 +23,7 @@ from tokenizer import load_tokenizer
 
 try:
     import jsonschema_rs
-except ImportError:  # then by hand alone
+except ImportError:  # then only `valid` checks values
     jsonschema_rs = None
 
 CPU = torch.device("cpu")
@@ -41,13 +41,13 @@ def sequence_of(prompt: list[int], output: list[int], vocab: int = VOCAB, **para
 
 
 def random_ids(longest: int, vocab: int = VOCAB) -> list[int]:
-    """With repetitions."""
+    """Token ids with repetitions."""
     few = [random.randrange(vocab) for _ in range(6)]
     return [random.choice(few) for _ in range(random.randint(0, longest))]
 
 
 def random_logits(rows: int, vocab: int = VOCAB) -> Tensor:
-    """No two of a row closer than 1e-3: among equal ones the order is arbitrary."""
+    """Logits (rows, vocab). Two in a row differ by at least 1e-3, because the order of equal ones is arbitrary."""
     logits = torch.randn(rows, vocab) * 3
     return logits + logits.argsort(-1).argsort(-1) * 1e-3
 
@@ -72,7 +72,7 @@ def openai(logits: np.ndarray, output: list[int], presence: float, frequency: fl
 
 
 def test_presence_and_frequency_penalties_are_those_of_openai(seed: int) -> None:
-    """They do not count the prompt."""
+    """These penalties do not count the prompt."""
     for _ in range(50):
         prompt, output = [1, *random_ids(9)], random_ids(20)
         presence, frequency = random.uniform(-2, 2), random.choice([0.0, random.uniform(-2, 2)])
@@ -83,7 +83,8 @@ def test_presence_and_frequency_penalties_are_those_of_openai(seed: int) -> None
 
 
 def test_a_batch_is_its_rows(seed: int) -> None:
-    """All penalties at once, each row its own; rows that ask for nothing keep every bit, and the caller's tensor is left alone."""
+    """All penalties together, with different parameters in each row. Rows without parameters keep every bit, and the input tensor
+    is not changed."""
     for _ in range(20):
         sequences, expected = [], []
         logits = random_logits(random.randint(2, 8))
@@ -126,13 +127,14 @@ def test_nothing_asked_nothing_copied() -> None:
 
 
 def test_counts_follow_the_output(seed: int) -> None:
-    """Token by token, several at once, and not twice: after a preemption a sequence has the tokens it had, and is asked again."""
+    """One or several tokens may be new. None is counted twice if a sequence is processed again with the same tokens, as after a
+    preemption."""
     for _ in range(20):
         prompt = [1, 2, 3]
         sequence = sequence_of(prompt, [], frequency_penalty=1.0)
         output: list[int] = []
         for _ in range(15):
-            output += [random.randrange(5) for _ in range(random.choice([0, 0, 1, 1, 3]))]  # 0: preempted, computed again
+            output += [random.randrange(5) for _ in range(random.choice([0, 0, 1, 1, 3]))]  # 0: as after a preemption
             sequence.tokens = prompt + output
             logits = random_logits(1)
             found = process(logits, [sequence])
@@ -212,7 +214,7 @@ def random_schema(depth: int = 2) -> dict[str, Any]:
 
 
 def valid(value: Any, schema: dict[str, Any]) -> bool:
-    """JSON schema, as far as `random_schema` goes."""
+    """Whether a value fits a JSON schema, for the keywords that `random_schema` uses."""
     if "enum" in schema:
         return any(type(value) is type(e) and value == e for e in schema["enum"])
     match schema["type"]:
@@ -237,7 +239,7 @@ def valid(value: Any, schema: dict[str, Any]) -> bool:
 
 
 def generate(grammar: str, temperature: float, limit: int = 4000, **params: Any) -> tuple[str, bool]:
-    """The text that random logits write under a grammar, and whether the grammar ended it."""
+    """The text that random logits give under a grammar, and whether the grammar ended it."""
     tokenizer = grammars().tokenizer
     assert tokenizer is not None
     wanted = RequestParams(max_tokens=limit, grammar=grammar, **params)
@@ -259,7 +261,7 @@ def compact(schema: dict[str, Any]) -> str:
 
 
 def test_200_random_schemas_hold(seed: int) -> None:
-    """Random logits care for no schema, so only the mask can make the text valid."""
+    """The logits are random, so only the mask can make the text valid."""
     values = []
     for _ in range(200):
         schema = random_schema()
@@ -274,7 +276,7 @@ def test_200_random_schemas_hold(seed: int) -> None:
 
 
 def test_other_grammars(seed: int) -> None:
-    """A regular expression, a choice, and Lark, as `guided` requests would have them."""
+    """A regular expression and a choice in Lark syntax, as for `guided` requests."""
     for _ in range(10):
         text, complete = generate('start: /[0-9]{3}-[a-f]{2,4}/ "!"', 1.0)
         assert complete
@@ -285,7 +287,7 @@ def test_other_grammars(seed: int) -> None:
 
 
 def test_a_grammar_goes_with_other_parameters(seed: int) -> None:
-    """Ids that a bias forbids stay forbidden."""
+    """Ids outside `allowed_token_ids` stay forbidden under a grammar."""
     tokenizer = grammars().tokenizer
     assert tokenizer is not None
     digits = {i for i in range(tokenizer.vocab_size) if tokenizer.token_bytes(i) in (b"1", b"2")}
@@ -297,7 +299,7 @@ def test_a_grammar_goes_with_other_parameters(seed: int) -> None:
 
 
 def test_the_mask_is_what_the_grammar_allows(seed: int) -> None:
-    """Each id whose bytes go on with `a`, `ab` or `ac`; EOS where the text may end; no padding id ever."""
+    """The mask allows exactly the ids whose bytes the grammar allows next, EOS where the text may end, and never a padding id."""
     tokenizer = grammars().tokenizer
     assert tokenizer is not None
     pieces = {i: tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size) if i not in tokenizer.special_ids}
@@ -337,7 +339,7 @@ def test_a_bad_grammar_is_refused_in_one_line(grammar: str) -> None:
     with pytest.raises(UserError, match=r"^the grammar or JSON schema cannot be used: .") as error:
         grammars().compile(grammar)
     assert "\n" not in str(error.value)
-    generate("start: /[0-9]{2}/", 1.0)  # the next one is not harmed
+    generate("start: /[0-9]{2}/", 1.0)  # the next grammar still works
 
 
 def test_a_model_that_cannot_follow_a_grammar_says_so() -> None:

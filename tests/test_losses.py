@@ -1,4 +1,4 @@
-"""The chunked losses against torch's own on whole logits in fp64: values and gradients."""
+"""Values and gradients of the chunked losses, against torch's losses on whole logits in fp64."""
 
 import dataclasses
 import random
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def make_model(hidden: int, vocab: int, dtype: torch.dtype, tied: bool = False) -> Transformer:
-    """A one-layer model of which only the head matters here."""
+    """A one-layer model. Only its head is used here."""
     config = dataclasses.replace(preset("tiny:1"), hidden_size=hidden, vocab_size=vocab, tie_embeddings=tied)
     model = Transformer(config, Local(), CPU, dtype)
     torch.nn.init.normal_(model.head.weight, std=0.3)
@@ -28,7 +28,7 @@ def make_model(hidden: int, vocab: int, dtype: torch.dtype, tied: bool = False) 
 def make_batch(sequences: int, length: int, vocab: int, ignored: float) -> Batch:
     tokens = torch.randint(vocab, (sequences, length + 1))
     targets = tokens[:, 1:].masked_fill(torch.rand(sequences, length) < ignored, IGNORED)
-    targets[0, 0] = tokens[0, 1]  # at least one counts
+    targets[0, 0] = tokens[0, 1]  # at least one target counts
     return Batch(tokens[:, :-1], targets)
 
 
@@ -38,7 +38,7 @@ def whole_cross_entropy(hidden: Tensor, head: Tensor, targets: Tensor, vocab: in
 
 
 def whole_divergence(student: Tensor, teacher: Tensor, targets: Tensor, temperature: float) -> Tensor:
-    """Sum of p log(p / q) over the vocabulary and the counted positions, by definition."""
+    """The definition: the sum of p log(p / q) over the vocabulary and the counted positions, times the temperature squared."""
     p, q = ((logits / temperature).softmax(-1)[targets != IGNORED] for logits in (teacher, student))
     return (p * (p / q).log()).sum() * temperature**2
 
@@ -97,10 +97,10 @@ def test_a_student_equal_to_its_teacher_has_no_divergence(seed: int) -> None:
 
 
 def test_bfloat16_gradients_are_as_good_as_those_of_whole_logits(seed: int) -> None:
-    """Error against fp64 at most twice that of plain torch in the same precision; the loss itself stays fp32."""
+    """The error against fp64 is at most twice that of plain torch in the same precision. The loss itself is fp32."""
     model, batch = make_model(32, 50, torch.bfloat16), make_batch(8, 64, 50, 0.2)
     hidden = torch.randn(8, 64, 32).bfloat16().requires_grad_()
-    factor = 0.541015625  # between two neighbours in bfloat16: rounded to one, all gradients would be 0.36% off
+    factor = 0.541015625  # half-way between two bf16 values: rounding it would change all gradients by 0.36%
     loss = losses.cross_entropy(model, hidden, batch, chunk=16)
     (loss * factor).backward()
     assert loss.dtype == torch.float32 and model.head.weight.grad is not None and hidden.grad is not None
