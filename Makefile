@@ -1,4 +1,4 @@
-# Every target sets up what it needs in .venv. `make` alone lists them.
+# Every target sets up what it needs in .venv.
 SHELL := /bin/bash
 PY := .venv/bin/python
 ON_RANKS := $(PY) launch.py --ranks
@@ -11,153 +11,157 @@ PROMPT ?= Once upon a time
 PROFILE ?= profile.json
 ARGS ?=
 
-.PHONY: help setup setup-dev demo serve generate chat bench-offline startup bench-host soak lm-eval test lint accuracy quantization baseline bench-cpu comm-table bench-comm overlap bench-push bench-frontend bench-kernels bench-linear sanitize performance sweep ladder latency throughput measure-gpus plot report trace paper-tables trace-overlap redraw plan plan-paper profile-collectives test-plans adapt-demo pretrain-variants bench-training quote-tables train-tiny clean
+.PHONY: help help-all setup setup-dev demo serve generate chat bench-offline startup bench-host soak lm-eval test lint accuracy quantization baseline bench-cpu comm-table bench-comm bench-fused bench-push bench-frontend bench-kernels bench-linear sanitize performance sweep ladder latency throughput measure-gpus plot report trace paper-tables plot-hidden redraw plan plan-paper profile-collectives test-plans adapt-demo pretrain-variants bench-training quote-tables train-tiny clean
 
-help: ## list the targets
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
-	@echo; echo "variables: MODEL=$(MODEL) RANKS=$(RANKS) PROMPT=\"$(PROMPT)\" ARGS=\"--max-new-tokens 100\""
+# `make` lists the targets marked ## (scripts/targets.awk), `make help-all` also those marked #+.
+help:
+	@awk -f scripts/targets.awk $(MAKEFILE_LIST)
+	@echo "make help-all lists all targets; variables: MODEL=$(MODEL) RANKS=$(RANKS) PROMPT=\"$(PROMPT)\" ARGS=\"--max-new-tokens 100\""
+
+help-all:
+	@awk -v all=1 -f scripts/targets.awk $(MAKEFILE_LIST)
 	@echo "minutes and GB: on 2 CPU cores that do nothing else"
 
-setup: ## make .venv with what running needs
+setup: #+ Set up: make .venv with what running needs
 	@scripts/setup.sh run
 
-setup-dev: ## make .venv with what testing needs, too
+setup-dev: #+ Set up: make .venv with what testing needs, too
 	@scripts/setup.sh dev
 
-demo: setup ## a trained hybrid-ladder model writes a story on 2 tensor-parallel ranks
+demo: setup ## Use: a trained hybrid-ladder model writes a story on 2 tensor-parallel ranks
 	@$(PY) generate.py --tp $(RANKS) --model $(MODEL) --prompt "$(PROMPT)" --temperature 0.7 --seed 1 $(ARGS)
 
-generate: setup ## generate.py on RANKS ranks: make generate MODEL=… PROMPT=… ARGS=…
+generate: setup ## Use: generate.py on RANKS ranks: make generate MODEL=… PROMPT=… ARGS=…
 	@$(PY) generate.py --tp $(RANKS) --model $(MODEL) --prompt "$(PROMPT)" $(ARGS)
 
-chat: setup ## talk to the model in the terminal
+chat: setup ## Use: talk to the model in the terminal
 	@$(PY) generate.py --model $(MODEL) --chat --interactive --temperature 0 $(ARGS)
 
-serve: setup ## an OpenAI-compatible server for MODEL on RANKS ranks
+serve: setup ## Use: an OpenAI-compatible server for MODEL on RANKS ranks
 	@$(PY) -m server --tp $(RANKS) --model $(MODEL) $(ARGS)
 
-bench-offline: setup ## throughput of the serving engine without HTTP, one JSON line
+bench-offline: setup #+ Measure: throughput of the serving engine without HTTP, one JSON line
 	@$(ON_RANKS) $(RANKS) -m engine.bench --model $(MODEL) $(ARGS)
 
-startup: setup-dev ## seconds from the server's command to its first token, cold and warm, into out/startup.json
+startup: setup-dev #+ Measure: seconds from the server's command to its first token, cold and warm, into out/startup.json
 	@$(PY) scripts/startup.py --model $(MODEL) --ranks $(RANKS) $(ARGS)
 
-bench-host: setup ## what the host adds to a decode step of 64 sequences, in ms
+bench-host: setup #+ Measure: what the host adds to a decode step of 64 sequences, in ms
 	@$(ON_RANKS) $(RANKS) -m engine.bench --model $(MODEL) --host --requests 64 $(ARGS)
 
-soak: setup-dev ## 64 streaming clients for a minute, 1,000 dropped connections, and a look for leaks (1.5 min, 2 GB)
+soak: setup-dev #+ Test: 64 streaming clients for a minute, 1,000 dropped connections, and a look for leaks (1.5 min, 2 GB)
 	@$(PY) scripts/soak.py $(ARGS)
 
-lm-eval: setup-dev ## lm-evaluation-harness against the server, beside our own scoring, into out/lm-eval.json (tracked: ARGS=--write; a few min)
+lm-eval: setup-dev #+ Test: lm-evaluation-harness against the server, compared with our own scoring, into out/lm-eval.json (tracked: ARGS=--write; a few min)
 	@[ -x .venv-lm-eval/bin/lm_eval ] || { python3 -m venv .venv-lm-eval && .venv-lm-eval/bin/pip install -q 'lm-eval[api]' transformers; }
 	@$(PY) scripts/lm_eval_check.py --lm-eval .venv-lm-eval $(ARGS)
 
-test: setup-dev ## all tests
+test: setup-dev ## Test: all tests
 	@$(PY) -m pytest -n auto --dist worksteal $(ARGS)
 
-lint: setup-dev ## ruff, mypy, and that README and docs quote the results as they are
+lint: setup-dev ## Test: ruff, mypy, and that README and docs quote the results as they are
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m mypy && $(PY) scripts/quote_tables.py --check && $(PY) scripts/check_docs.py
 
-accuracy: setup ## perplexity and exact match of every embedded model at tp 1, 2 and 4, then with each quantized width, into out (tracked: ARGS=--write; 1 to 2 hours, 2 GB)
+accuracy: setup #+ Measure: perplexity and exact match of every embedded model at tp 1, 2 and 4, then with each quantized width, into out (tracked: ARGS=--write; 1 to 2 hours, 2 GB)
 	@$(PY) scripts/accuracy.py $(ARGS)
 	@$(PY) scripts/accuracy.py --comm gloo int8 int6 int4 fp8 --tp 2 $(ARGS)
 
-quantization: setup ## error of real partial sums, bytes and perplexity by width, group and scheme, into out/quantization.json (tracked: ARGS=--write; 12 min, 2 GB)
+quantization: setup #+ Measure: error of real partial sums, bytes and perplexity by width, group and scheme, into out/quantization.json (tracked: ARGS=--write; 12 min, 2 GB)
 	@$(PY) scripts/quantization.py $(ARGS)
 
-baseline: setup ## ms a token of 8B and 70B:16 presets by variant on RANKS ranks, into out (tracked: ARGS=--write; GPUs with 32 GB for weights, a CPU needs 63 GB and hours)
+baseline: setup #+ Measure: ms a token of 8B and 70B:16 presets by variant on RANKS ranks, into out (tracked: ARGS=--write; GPUs with 32 GB for weights, a CPU needs 63 GB and hours)
 	@$(PY) scripts/baseline.py --ranks $(RANKS) $(ARGS)
 
-bench-cpu: setup-dev ## decode speed beside transformers.generate, same weights and threads, into out/bench-cpu.json (tracked: ARGS=--write; 1.5 min)
+bench-cpu: setup-dev #+ Measure: decode speed compared with transformers.generate, same weights and threads, into out/bench-cpu.json (tracked: ARGS=--write; 1.5 min)
 	@$(PY) scripts/bench_cpu.py $(ARGS)
 
-comm-table: setup ## how fast this machine sums on RANKS ranks by message size and way, and what --comm auto makes of it
+comm-table: setup #+ Measure: how fast all-reduces are on RANKS ranks by message size and algorithm, and what --comm auto chooses
 	@$(ON_RANKS) $(RANKS) scripts/comm_table.py $(ARGS)
 
-bench-comm: setup ## every all-reduce on RANKS GPUs: right sums, 10,000 replays, latency by size, into out/comm.json
+bench-comm: setup #+ Measure: every all-reduce on RANKS GPUs: correctness, 10,000 replays, latency by size, into out/comm.json
 	@$(ON_RANKS) $(RANKS) scripts/bench_comm.py --out out/comm.json $(ARGS)
 
-overlap: setup ## GEMMs fused with their collectives on RANKS GPUs beside NCCL and torch's: overlap efficiency by rows, into out/gemm-overlap.json
+bench-fused: setup #+ Measure: GEMMs fused with their collectives on RANKS GPUs, compared with NCCL and torch: overlap efficiency by rows, into out/gemm-overlap.json
 	@$(ON_RANKS) $(RANKS) scripts/overlap.py $(ARGS)
 
-bench-push: setup ## linear layers that send their own sums on RANKS GPUs, beside the two kernels they replace, into out/push.json
+bench-push: setup #+ Measure: linear layers that send their own partial sums on RANKS GPUs, compared with the two kernels that they replace, into out/push.json
 	@$(ON_RANKS) $(RANKS) scripts/bench_push.py --out out/push.json $(ARGS)
 
-bench-frontend: setup-dev ## what the HTTP frontend and the load generator cost a streamed token, with a fake engine behind them
+bench-frontend: setup-dev #+ Measure: CPU time of the HTTP frontend and the load generator per streamed token, with a fake engine
 	@$(PY) scripts/bench_frontend.py $(ARGS)
 
-bench-kernels: setup ## norms, RoPE, attention and sampling on one GPU beside PyTorch, into out/kernels.json
+bench-kernels: setup #+ Measure: norms, RoPE, attention and sampling on one GPU compared with PyTorch, into out/kernels.json
 	@$(PY) scripts/bench_kernels.py --out out/kernels.json $(ARGS)
 
-bench-linear: setup ## linear layers of few rows on one GPU beside cuBLAS, into out/linear.json: what kernels/linear_configs.json is made of
+bench-linear: setup #+ Measure: linear layers of few rows on one GPU compared with cuBLAS, into out/linear.json, the source of kernels/linear_configs.json
 	@$(PY) scripts/bench_linear.py --device 0 --part 0/1 --out out/linear.json $(ARGS)
 
-sanitize: setup-dev ## compute-sanitizer's memcheck, of CUDA's toolkit, over the GPU tests of the kernels and all sums on one rank
+sanitize: setup-dev #+ Test: compute-sanitizer's memcheck, of CUDA's toolkit, over the GPU tests of the kernels and all sums on one rank
 	@compute-sanitizer --tool memcheck --error-exitcode 9 $(PY) -m pytest -x -k "gpu or captured or entry_points or fusion" tests/test_kernels_*.py tests/test_quantize.py
 	@compute-sanitizer --tool memcheck $(PY) scripts/sanitize_sums.py
 
-performance: setup-dev ## tables and a plot of what GPUs were measured to do, from the raw files in docs/results/gpu-4: make performance ARGS="--raw DIR --write"
+performance: setup-dev #+ Measure: tables and plots of GPU measurements, from the raw files in docs/results/gpu-4: make performance ARGS="--raw DIR --write"
 	@$(PY) scripts/performance.py $(ARGS)
 
-sweep: setup ## variants x ranks x batch x interconnect x lengths x models into out/sweep.jsonl, where it stopped: make sweep ARGS="--grid table-2"
+sweep: setup ## Measure: variants x ranks x batch x interconnect x lengths x models into out/sweep.jsonl, where it stopped: make sweep ARGS="--grid table-2"
 	@$(PY) scripts/sweep.py $(ARGS)
 
-ladder: setup ## what would a ladder buy here? standard, ladder and no sums at all, with ratios: make ladder MODEL=llama-3-70b:16 RANKS=8
+ladder: setup ## Measure: what would a ladder gain here? standard, ladder and no communication, with ratios: make ladder MODEL=llama-3-70b:16 RANKS=8
 	@$(PY) scripts/sweep.py --grid ladder --models $(MODEL) --tp $(RANKS) $(ARGS)
 
-latency: setup ## the batch-1 part of the sweep, variants side by side
+latency: setup #+ Measure: the batch-1 part of the sweep, variants side by side
 	@$(PY) scripts/sweep.py --grid latency $(ARGS)
 
-throughput: setup-dev ## MODEL on RANKS ranks, offline and through the server under Poisson arrivals, into out/load.json
+throughput: setup-dev ## Measure: MODEL on RANKS ranks, offline and through the server under Poisson arrivals, into out/load.json
 	@$(PY) scripts/loadgen.py --model $(MODEL) --ranks $(RANKS) --offline $(ARGS)
 
-measure-gpus: setup-dev ## all that RANKS GPUs are measured for, most important first, resumable: make measure-gpus RANKS=8 ARGS="--raw docs/results/gpu-8"
+measure-gpus: setup-dev ## Measure: every measurement of docs/results on RANKS GPUs, most important first, resumable: make measure-gpus RANKS=8 ARGS="--raw docs/results/gpu-8"
 	@$(PY) scripts/measure_gpus.py --ranks $(RANKS) $(ARGS)
 
-plot: setup-dev ## the paper's figures 2, 3 and 4 and the parts of a step, from out/sweep.jsonl into out/plots
+plot: setup-dev #+ Measure: the paper's figures 2, 3 and 4 and the parts of a step, from out/sweep.jsonl into out/plots
 	@$(PY) scripts/plots.py $(ARGS)
 
-report: setup-dev ## one HTML page of sweep, plots, paper and server under load, into out/report.html
+report: setup-dev ## Measure: one HTML page of sweep, plots, paper and server under load, into out/report.html
 	@$(PY) scripts/report.py $(ARGS)
 
-trace: setup ## a trace for ui.perfetto.dev with hidden and exposed communication marked, and a table of both: make trace MODEL=models/tiny-ladder
+trace: setup #+ Measure: a trace for ui.perfetto.dev with hidden and exposed communication marked, and a table of both: make trace MODEL=models/tiny-ladder
 	@$(ON_RANKS) $(RANKS) scripts/trace.py --model $(MODEL) $(ARGS)
 
-paper-tables: setup ## the paper's tables 1, 2 and 6 beside what the sweep found here
+paper-tables: setup #+ Measure: the paper's tables 1, 2 and 6 next to this machine's sweep
 	@$(PY) scripts/paper_tables.py $(ARGS)
 
-trace-overlap: setup-dev ## profile ladder and standard on 2 ranks, and plot which sums are hidden, into out (tracked: ARGS=--write)
+plot-hidden: setup-dev #+ Measure: profile ladder and standard on 2 CPU ranks, and plot which all-reduces are hidden, into out (tracked: ARGS=--write)
 	@$(PY) scripts/trace_overlap.py $(ARGS)
 
-redraw: setup-dev ## draw the tracked figures again from their raw files, into out (tracked: ARGS=--write)
+redraw: setup-dev #+ Measure: draw the tracked figures again from their raw files, into out (tracked: ARGS=--write)
 	@$(PY) scripts/redraw.py $(ARGS)
 
-plan: setup ## how to shard P, G and OS of MODEL: make plan MODEL=llama-30b ARGS="--gpus 1024 --cluster a800 --recompute"
+plan: setup ## Train: how to shard P, G and OS of MODEL: make plan MODEL=llama-30b ARGS="--gpus 1024 --cluster a800 --recompute"
 	@$(PY) -m training.plan --model $(MODEL) $(ARGS)
 
-plan-paper: setup-dev ## the planner beside AMSP's own choices, into out/plan-paper.json, .md and .png (tracked: ARGS=--write; 3 min)
+plan-paper: setup-dev #+ Train: the planner compared with AMSP's own choices, into out/plan-paper.json, .md and .png (tracked: ARGS=--write; 3 min)
 	@$(PY) scripts/plan_paper.py $(ARGS)
 
-profile-collectives: setup ## time all-gather, reduce-scatter, all-reduce and broadcast on RANKS ranks, into PROFILE
+profile-collectives: setup #+ Train: time all-gather, reduce-scatter, all-reduce and broadcast on RANKS ranks, into PROFILE
 	@$(ON_RANKS) $(RANKS) -m training.profile_collectives --out $(PROFILE) $(ARGS)
 
-test-plans: setup-dev ## every sharding of 4 and 8 ranks against plain training (15 min, 2 GB)
+test-plans: setup-dev #+ Test: every sharding of 4 and 8 ranks against plain training (15 min, 2 GB)
 	@$(PY) -m pytest -m exhaustive $(ARGS)
 
-adapt-demo: setup-dev ## turn the embedded standard model into hybrid ladders: what is lost, what retraining brings back (over 20 min, 2 GB)
+adapt-demo: setup-dev #+ Train: convert the embedded standard model to hybrid ladders: accuracy lost and restored by retraining (over 20 min, 2 GB)
 	@$(PY) scripts/adapt_demo.py --ranks $(RANKS) $(ARGS)
 
-pretrain-variants: setup-dev ## loss curves of all variants of a preset on RANKS ranks: make pretrain-variants ARGS="--model ladder-1b"
+pretrain-variants: setup-dev #+ Train: loss curves of all variants of a preset on RANKS ranks: make pretrain-variants ARGS="--model ladder-1b"
 	@$(PY) scripts/pretrain_variants.py --ranks $(RANKS) $(ARGS)
 
-bench-training: setup-dev ## TGS, MFU and memory of our shardings and of FSDP2: make bench-training RANKS=8 ARGS="--models llama-7b --write"
+bench-training: setup-dev #+ Train: TGS, MFU and memory of our shardings and of FSDP2: make bench-training RANKS=8 ARGS="--models llama-7b --write"
 	@$(PY) scripts/bench_training.py --ranks $(RANKS) $(ARGS)
 
-quote-tables: setup ## copy the tables of docs/results into README.md and docs
+quote-tables: setup #+ Measure: copy the tables of docs/results into README.md and docs
 	@$(PY) scripts/quote_tables.py
 
-train-tiny: setup ## train the embedded models again (a GPU takes minutes, a CPU most of a day)
+train-tiny: setup #+ Train: train the embedded models again (a GPU takes minutes, a CPU most of a day)
 	@$(PY) scripts/train_tiny.py $(ARGS)
 
-clean: ## remove .venv and caches
+clean: #+ Set up: remove .venv and caches
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis

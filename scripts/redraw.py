@@ -3,7 +3,7 @@
     python scripts/redraw.py --write      # into docs/results; without --write into out
 
 Measures nothing. Two sets of figures have other commands: `make plan-paper` computes the planner's raw file and draws its
-figures, and `make trace-overlap` draws overlap.svg directly from the trace.
+figures, and `make plot-hidden` draws overlap.svg directly from the trace.
 """
 
 import argparse
