@@ -27,7 +27,7 @@ GRACE = 5.0  # seconds that the other ranks get to finish after one has failed; 
 
 
 class RankError(Exception):
-    """A rank raised an exception, died or took too long. The message holds each failed rank's traceback."""
+    """A rank raised an exception, died or took too long. The message contains the traceback of each failed rank."""
 
 
 class Ranks:
@@ -45,8 +45,8 @@ class Ranks:
         self.connections: list[Connection] = []
 
     def run(self, n: int, function: Callable[..., Any], *args: Any, timeout: float = 600.0) -> list[Any]:
-        """`[function(world, *args) for each of n ranks]`, in rank order. `function` must be importable, and what it takes
-        and returns must be picklable. Raises RankError."""
+        """`[function(world, *args) for each of n ranks]`, in rank order. `function` must be importable, and its arguments and
+        results must be picklable. Raises RankError."""
         assert 1 <= n <= self.count, f"{n} ranks asked of {self.count}"
         if self.origin is None:
             self._start()

@@ -200,7 +200,7 @@ class Site:
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = 120.0) -> None:
-    """Wait until the condition is true. Fails after `seconds`, which only end a test that hangs: no test depends on them."""
+    """Wait until the condition is true. Fails after `seconds`, which are only there to end a test that hangs."""
     end = time.monotonic() + seconds
     while True:
         with contextlib.suppress(httpx.TransportError):

@@ -491,7 +491,7 @@ def test_when_a_rank_is_killed_the_launcher_ends(tmp_path: Path) -> None:
     assert "Traceback" not in err.read_text()
 
 
-# --- other ends ----------------------------------------------------------------------------------------------------------
+# --- ends without an error -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("message", ["Connection closed by peer [127.0.0.1]:1234", "index out of range"])

@@ -36,7 +36,7 @@ class Session:
         return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", self.child.before)
 
     def prompt(self) -> None:
-        """Wait for the prompt sign. Each prompt switches bracketed paste on first, and off at its end."""
+        """Wait for the prompt sign. Each prompt begins by switching on bracketed paste, which is off outside of prompts."""
         self.sees(r"\x1b\[\?2004h.*?>")
 
     def ends(self) -> int:

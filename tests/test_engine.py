@@ -293,7 +293,7 @@ def assert_logprobs(entry: TokenLogprobs, logits: Tensor, token: int, k: int) ->
         assert abs(found.logprob - best) < TOLERANCE
 
 
-# --- a request among others and alone ----------------------------------------------------------------------------------------
+# --- a request in a batch and alone ------------------------------------------------------------------------------------------
 
 
 # By name: engine limits, and the number of requests that arrive before each step.
@@ -465,7 +465,7 @@ def test_prompt_logprobs_of_a_prompt_preempted_half_way(seed: int) -> None:
     assert found[1:] == pytest.approx(expected[1:], abs=TOLERANCE)
 
 
-# --- ends --------------------------------------------------------------------------------------------------------------------
+# --- aborts, stops, refusals, figures ----------------------------------------------------------------------------------------
 
 
 def test_aborts_free_blocks_at_once_and_leave_the_others_alone(seed: int) -> None:

@@ -58,7 +58,7 @@ def wrong_sums(world: World, cases: list[tuple[int, int, int, torch.dtype, Confi
     from kernels.linear_push import linear_push, push_config, receive, receive_add_norm
     from kernels.linear_triton import run
 
-    workspaces = [open_workspace(one_shot_bytes, 8192, CPU) for _ in range(2)]  # mapped as long as they are held
+    workspaces = [open_workspace(one_shot_bytes, 8192, CPU) for _ in range(2)]  # the mappings last as long as these objects
     ours, other = (workspace.exchange for workspace in workspaces)
     draw, found = random.Random(seed), []
     for i, (rows, n, k, dtype, chosen) in enumerate(cases):
@@ -106,10 +106,11 @@ def sums_around(world: World, epoch: int, seed: int) -> list[str]:
     from kernels.linear_push import linear_push, receive
     from kernels.linear_triton import run
 
-    workspaces = [open_workspace(one_shot_bytes, 4096, CPU) for _ in range(2)]  # mapped as long as they are held
+    workspaces = [open_workspace(one_shot_bytes, 4096, CPU) for _ in range(2)]  # the mappings last as long as these objects
     ours, other = (workspace.exchange for workspace in workspaces)
     before, found = epoch - 2**31, []
-    if before > 0:  # 2^31 launches before, a longer message left words whose flags repeat right after the sweep of old words
+    if before > 0:
+        # 2^31 launches earlier, a longer message left words. Their flags come again after the sweep, which must zero them.
         for stale in (before + 1, before + 2):
             ours.epochs.fill_(stale - 1)
             one_shot(torch.full((1000,), 1e6), ours)
@@ -155,7 +156,7 @@ def wrong_split_rows(world: World, seed: int) -> list[str]:
     from kernels.linear_triton import run
 
     run_programs_in_threads()
-    workspaces = [open_workspace(one_shot_bytes, 8192, CPU) for _ in range(2)]  # mapped as long as they are held
+    workspaces = [open_workspace(one_shot_bytes, 8192, CPU) for _ in range(2)]  # the mappings last as long as these objects
     ours, other = (workspace.exchange for workspace in workspaces)
     found, chosen = [], Gemv(32, 64, 1)
     for i, (rows, n, block) in enumerate(((1, 400, 64), (3, 256, 64), (2, 90, 32))):

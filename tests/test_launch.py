@@ -105,7 +105,7 @@ def generating() -> Iterator[Callable[..., Generating]]:
         one.close()
 
 
-# --- ends ----------------------------------------------------------------------------------------------------------------
+# --- killed processes ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("victim", ["launcher", "rank 0", "rank 1", "frontend", "torchrun"])
