@@ -1,4 +1,4 @@
-"""scripts/measure_gpus.py: commands are valid, finished steps are not repeated, and steps that take too long do not run."""
+"""scripts/measure_gpus.py: commands are valid, finished steps are not repeated, and its time limits hold."""
 
 import argparse
 import sys

@@ -137,7 +137,7 @@ def test_the_likeliest_token_always_passes(params: list[SamplingParams], seed: i
     assert survivors(logits, params).gather(1, logits.argmax(-1, keepdim=True)).all()
 
 
-# --- what is drawn -------------------------------------------------------------------------------------------------------
+# --- drawn tokens --------------------------------------------------------------------------------------------------------
 
 
 def chi_square_is_plausible(counts: np.ndarray, probabilities: np.ndarray) -> bool:

@@ -19,7 +19,7 @@ from server.json_schema import SchemaError, compile_schema
 from tests.server_thread import CHAT, EOS, TOKENIZER, TOOL, Site
 
 VOCAB = 1024
-SECONDS = 60.0  # a request's timeout; a worker is ended after 2
+SECONDS = 60.0  # a request's timeout; a worker's job is ended after 2
 
 
 @cache

@@ -125,7 +125,7 @@ def joined(chunks: list[Any]) -> str:
     return "".join(choice.text for chunk in chunks for choice in chunk.choices)
 
 
-# --- what is generated ---------------------------------------------------------------------------------------------------
+# --- generated tokens ----------------------------------------------------------------------------------------------------
 
 
 def test_greedy_equals_the_offline_path(complete: Complete, reference: Reference, greedy: list[int]) -> None:

@@ -222,7 +222,7 @@ def test_save_returns_before_the_files_are_written_and_a_second_save_waits(
         assert_loads(run[0], tmp_path / f"step-{step:08d}", state, whole())
 
 
-# --- which snapshots there are -------------------------------------------------------------------------------------------
+# --- listing and removing snapshots --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3])

@@ -36,7 +36,7 @@ def arguments(*argv: object) -> argparse.Namespace:
         sys.argv = before
 
 
-# --- which configurations ------------------------------------------------------------------------------------------------
+# --- choice of configurations --------------------------------------------------------------------------------------------
 
 
 def test_settings_are_the_product_with_variants_next_to_each_other() -> None:
@@ -231,7 +231,7 @@ def test_the_parts_of_a_step_on_a_link() -> None:
     assert sweep_worker.link_split([samples[0] | {"link_ms": None}]) is None
 
 
-# --- the file ------------------------------------------------------------------------------------------------------------
+# --- the results file ----------------------------------------------------------------------------------------------------
 
 
 def test_what_is_in_the_file_is_done(tmp_path: Path) -> None:
@@ -415,7 +415,7 @@ def test_vllm_is_refused_where_it_cannot_run(flags: str, said: str) -> None:
 
 
 def command(script: str, *args: object) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of a script in this process's Python."""
+    """Run a script with this process's Python interpreter. Return its exit code, stdout and stderr."""
     done = quick_start.run(
         [sys.executable, f"scripts/{script}.py", *map(str, args)],
         cwd=ROOT,

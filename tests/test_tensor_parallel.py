@@ -34,7 +34,7 @@ def alone() -> World:
 
 def base_config(**more: Any) -> ModelConfig:
     shape = dict(
-        vocab_size=101,  # divisible by no number of ranks
+        vocab_size=101,  # not divisible by 2 or 4 ranks
         hidden_size=40,
         n_layers=4,
         n_heads=8,

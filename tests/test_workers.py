@@ -1,4 +1,4 @@
-"""The worker processes: limits of time and memory, queues, cancellation, and their end with the frontend."""
+"""The worker processes: limits of time and memory, queues, cancellation; none outlives the frontend."""
 
 import asyncio
 import os
