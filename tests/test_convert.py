@@ -1,4 +1,4 @@
-"""Conversion to hybrid ladder: the config has the chosen layers, the weights are unchanged, and the result loads everywhere."""
+"""Conversion to hybrid ladder: the config has the chosen layers, the weights are unchanged, and the result loads on any number of ranks."""
 
 import json
 import random
