@@ -34,7 +34,7 @@ torch.set_num_threads(1)
 
 @pytest.hookimpl(tryfirst=True)  # before Hypothesis reads its seed
 def pytest_configure(config: pytest.Config) -> None:
-    """Set one seed for the run, also for Hypothesis. With pytest-xdist, workers inherit it from the process that starts them."""
+    """Set one seed for the run, also for Hypothesis. With pytest-xdist, workers inherit it from their parent."""
     # A shell starts background jobs with SIGINT ignored, and child processes would inherit that.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -69,7 +69,7 @@ class Popen(subprocess.Popen):
     def _execute_child(
         self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any, cwd: Any, env: Any, *rest: Any
     ) -> None:
-        # rest: startupinfo, creationflags, shell, six ends of pipes, restore_signals, gid, gids, uid, umask, start_new_session, …
+        # rest: startupinfo, creationflags, shell, six ends of pipes, restore_signals, gid, gids, uid, umask, start_new_session
         pipes, usual = rest[3:9], executable or preexec_fn or pass_fds
         start = None if usual else python_start(args, cwd, env, new_session=rest[14])
         if start is None:

@@ -220,7 +220,7 @@ def _fork_ranks(alive: Connection, connections: list[Connection], environ: dict[
 
 
 def _serve(connections: list[Connection], rank: int) -> None:
-    """The loop of a rank: join a group, run a function, send its result, leave the group. It ends when the connection closes."""
+    """The loop of a rank: join a group, run a function, send its result, leave the group. Ends when the connection closes."""
     for other, connection in enumerate(connections):
         if other != rank:
             connection.close()  # an open copy here would hide from the parent that the other rank has died

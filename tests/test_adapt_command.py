@@ -1,4 +1,4 @@
-"""`python -m training.adapt`: converts a standard checkpoint to a hybrid ladder, trains it, and writes a checkpoint that loads."""
+"""`python -m training.adapt`: converts a standard checkpoint to a hybrid ladder and trains it. The result loads."""
 
 import json
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""`--comm auto`: its table of measured times, the choice of an algorithm, the checks of the table's file, one table for all ranks."""
+"""`--comm auto`: the table of measured times, the choice of an algorithm, the checks of the file, one table for all ranks."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Token files from conversations: the loss mask against the text of the answers, packing against its definition, the command."""
+"""Token files from conversations: the loss mask against the answers' text, packing against its definition, the command."""
 
 import json
 import random
@@ -344,7 +344,7 @@ def test_processes_change_nothing(command: Command, tmp_path: Path, monkeypatch:
 def test_documents_lie_one_after_the_other(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    """For every size of the pieces that the file is cut into, also within a line. Special tokens in the text remain plain text."""
+    """For every size of the pieces that the file is cut into, also within a line. Special tokens in a text stay text."""
     rng, tokenizer = random.Random(seed), load_tokenizer(EMBEDDED)
     texts = [some_text(rng) + rng.choice(["", "<|end|> no end", "\n\nmore"]) for _ in range(40)]
     write_lines(tmp_path / "b.jsonl", [{"text": text} for text in texts[:20]] + [""])

@@ -168,7 +168,7 @@ def test_a_tied_checkpoint_may_repeat_its_table_and_old_ones_their_frequencies(t
     assert_equal(full_tensors(load(tmp_path)), tensors)
 
 
-# --- gpt-fast ------------------------------------------------------------------------------------------------------------------
+# --- gpt-fast ----------------------------------------------------------------------------------------------------------------
 
 
 def gpt_fast_tensors(state: dict[str, Tensor], n_heads: int, n_kv_heads: int) -> dict[str, Tensor]:
@@ -233,7 +233,7 @@ def test_safetensors_are_preferred_to_a_pth_beside_them(gpt_fast: tuple[Path, di
     assert_equal(full_tensors(load(directory)), other.state_dict())
 
 
-# --- saving ----------------------------------------------------------------------------------------------------------------------
+# --- saving ------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -323,7 +323,7 @@ def test_a_part_of_a_model_is_not_saved(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-# --- random weights ------------------------------------------------------------------------------------------------------------
+# --- random weights ----------------------------------------------------------------------------------------------------------
 
 
 def build_random(config: ModelConfig, seed: int, rank: int = 0, n: int = 1) -> Transformer:
@@ -365,7 +365,7 @@ def test_ranks_draw_different_shards_but_equal_replicas_of_a_kv_head(seed: int) 
                 assert torch.equal(ranks[a][name], ranks[b][name]) == (kv and a // 2 == b // 2), (name, a, b)
 
 
-# --- slices ----------------------------------------------------------------------------------------------------------------------
+# --- slices ------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("n", [2, 4, 8])
@@ -422,7 +422,7 @@ def test_a_desync_stream_is_the_slice_that_its_own_rank_would_hold(n: int, tmp_p
             assert torch.equal(found[path].weight, module.weight), path
 
 
-# --- errors ----------------------------------------------------------------------------------------------------------------------
+# --- errors ------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -597,7 +597,7 @@ def test_variants_of_a_checkpoint_and_of_a_preset(saved: Path) -> None:
     fails(lambda: model_config("tiny", "desync", 2), "'desync'", "desync-2x")
 
 
-# --- memory ----------------------------------------------------------------------------------------------------------------------
+# --- memory ------------------------------------------------------------------------------------------------------------------
 
 MEASURE = """
 import sys, torch

@@ -1,4 +1,5 @@
-"""Conversion to hybrid ladder: the config has the chosen layers, the weights are unchanged, and the result loads on any number of ranks."""
+"""Conversion to hybrid ladder: the config has the chosen layers, the weights do not change, and the result loads on any
+number of ranks."""
 
 import json
 import random

@@ -1,5 +1,5 @@
-"""The engine: a request gets the same tokens as alone if it is in a mixed batch, cut into chunks, preempted, on a cached prefix,
-or on several ranks."""
+"""The engine: a request gets the same tokens as alone if it is in a mixed batch, cut into chunks, preempted, on a cached
+prefix, or on several ranks."""
 
 import json
 import random
@@ -200,7 +200,7 @@ def random_params(**fixed: Any) -> RequestParams:
 
 
 def random_submits(count: int, vocab_size: int = 101, longest: int = 30, **fixed: Any) -> list[Submit]:
-    """Requests with prompts of all lengths. Half of them begin like an earlier one. The first two fill 16 blocks of 4 tokens."""
+    """Requests with prompts of all lengths; half begin like an earlier one. The first two fill 16 blocks of 4 tokens."""
 
     def prompt_of(length: int) -> list[int]:
         return [random.randrange(vocab_size) for _ in range(length)]
@@ -264,7 +264,7 @@ def offline(model: Transformer, prompt: list[int], params: RequestParams) -> lis
 
 
 def assert_same(model: Transformer, submit: Submit, tokens: list[int], expected: list[int], rounding: float = 1e-5) -> None:
-    """Check that the tokens are equal. The first difference may be a near-tie that rounding decides; later tokens then differ."""
+    """Check that the tokens are equal. Only a near-tie may differ, and then the tokens that follow it."""
     if tokens == expected:
         return
     prompt, params = submit.prompt_ids, submit.params
@@ -596,11 +596,11 @@ def test_a_chat_goes_on_from_the_cache(seed: int) -> None:
         prompt = prompt + answer.tokens + [random.randrange(101) for _ in range(3)]
 
 
-# --- grammars -----------------------------------------------------------------------------------------------------------------
+# --- grammars ----------------------------------------------------------------------------------------------------------------
 
 
 def test_a_grammar_holds_through_preemption(seed: int) -> None:
-    """Requests with a JSON schema in a batch with free text, with and without preemptions. The end of the JSON ends the answer."""
+    """Requests with a JSON schema, batched with free text, with and without preemptions. The end of the JSON ends them."""
     model, tokenizer = tiny(), tiny_tokenizer()
     schema = {
         "type": "object",
@@ -640,7 +640,7 @@ def test_a_grammar_holds_through_preemption(seed: int) -> None:
     assert sum(a == b for a, b in zip(*texts, strict=True)) >= 4  # all five, unless rounding decides a tie
 
 
-# --- ranks --------------------------------------------------------------------------------------------------------------------
+# --- ranks -------------------------------------------------------------------------------------------------------------------
 
 
 def rank_serves(world: World, directory: Path, submits: list[Submit], random_seed: int) -> tuple[list[Answer], int, int]:

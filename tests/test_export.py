@@ -40,7 +40,7 @@ torch.save(found, sys.argv[2])
 
 
 def in_transformers(prompts: dict[Path, Tensor], tmp_path: Path) -> dict[Path, tuple[str, Tensor, Tensor]]:
-    """By checkpoint: the model's class, logits and 8 greedy tokens. They come from a process without this repository's modules."""
+    """By checkpoint: the model's class, logits and 8 greedy tokens, from a process without this repository's modules."""
     asked, out = tmp_path / "asked.pt", tmp_path / "out.pt"
     torch.save({str(directory): ids for directory, ids in prompts.items()}, asked)
     alone = {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
@@ -81,8 +81,8 @@ def ladder_of(family: str, seed: int) -> ModelConfig:
 
 
 def test_transformers_computes_what_we_compute(tmp_path: Path, seed: int) -> None:
-    """Logits, and greedy continuations with transformers' cache, of a converted checkpoint and of every family with random ladder
-    layers."""
+    """Logits, and greedy continuations with transformers' cache, of a converted checkpoint and of every family with random
+    ladder layers."""
     models = {tmp_path / family: random_model(ladder_of(family, seed), seed) for family in FAMILIES}
     for directory, model in models.items():
         save_checkpoint(model, directory, torch.float32)
@@ -116,8 +116,8 @@ def test_other_variants_get_no_code(tmp_path: Path) -> None:
 def test_what_a_preset_s_training_wrote_is_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The commands of docs/training.md. The trained preset gets the tokenizer of the token file. If there is none, training warns
-    at its start."""
+    """The commands of docs/training.md. The trained preset gets the tokenizer of the token file. If there is none, training
+    warns at its start."""
 
     def run(main: Callable[[], None], *args: object) -> str:
         monkeypatch.setattr(sys, "argv", ["command", *map(str, args)])

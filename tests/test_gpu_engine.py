@@ -1,5 +1,5 @@
-"""The engine on GPUs: CUDA graphs, our kernels and every communicator give the same results as the reference on the CPU. Skipped
-without a GPU."""
+"""The engine on GPUs: CUDA graphs, our kernels and every communicator give the same results as the reference on the CPU.
+Skipped without a GPU."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Grammars in the engine: compiled in a thread, once for each text, with limits; all ranks admit their requests in the same step."""
+"""Grammars in the engine: compiled in a thread, once for each text, with limits. All ranks admit a request in the same step."""
 
 import json
 import os
@@ -125,7 +125,7 @@ def test_a_request_that_still_compiles_can_be_aborted(engine: Engine) -> None:
 
 
 def test_requests_wait_by_the_text_of_their_grammar(engine: Engine) -> None:
-    """Ranks compile at different speeds, so they may have different jobs. They must still wait for the same number of grammars."""
+    """Ranks compile at different speeds, so their jobs may differ. But they must wait for the same number of grammars."""
     engine.grammars.start(WORD)
     for i in range(2):
         assert engine.submit(submit(f"h{i}", WORD)) is None

@@ -1,5 +1,5 @@
-"""The runner for GPUs, tested on a CPU. References replace the kernels, and calling the step again replaces the replay of a graph.
-Layout, buckets, padding and the state that one step leaves for the next are the real ones."""
+"""The runner for GPUs, tested on a CPU. References replace the kernels, and calling the step again replaces the replay of a
+graph. Layout, buckets, padding and the state that one step leaves for the next are the real ones."""
 
 import random
 from collections.abc import Callable, Iterator

@@ -1,9 +1,9 @@
 """Hostile requests must not harm other clients. Each is sent to a server of two ranks while another client streams.
 
 The tests measure the longest time between two tokens of the other client, the memory that frontend and ranks use beyond the
-request's body, and the processes that are left running. Time in which the server is ready to run but has no core is not counted,
-because the machine may run other tests. `-s` prints the numbers. To add a request, add a line to HOSTILE, or to HOSTILE_GRAMMARS if
-it has a schema.
+request's body, and the processes that are left running. Time in which the server is ready to run but has no core is not
+counted, because the machine may run other tests. `-s` prints the numbers. To add a request, add a line to HOSTILE, or to
+HOSTILE_GRAMMARS if it has a schema.
 """
 
 import json

@@ -39,7 +39,7 @@ SHAPES = [
 LARGE = [Shape(16, 2, 128, 16, None), Shape(8, 1, 128, 16, None), Shape(8, 8, 128, 16, None), Shape(32, 8, 64, 16, 700)]
 
 
-# --- the definition, in fp64 ------------------------------------------------------------------------------------------------------
+# --- the definition, in fp64 -------------------------------------------------------------------------------------------------
 
 
 def seen(rows: int, length: int, window: int | None, device: torch.device) -> Tensor:

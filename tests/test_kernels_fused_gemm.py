@@ -1,4 +1,4 @@
-"""Matrix products that exchange rows tile by tile: N ranks in one process against fp64, the flags of blocks, and the order of tiles."""
+"""Matrix products that exchange rows tile by tile: N ranks in one process against fp64, flags, and the order of tiles."""
 
 import time
 from dataclasses import replace
@@ -87,8 +87,8 @@ def scatter_mismatches(cases: list[Case], seed: int, device: str) -> list[str]:
 
 
 def gather_mismatches(cases: list[Case], seed: int, device: str) -> list[str]:
-    """Check the products if all rows are there: flags have this epoch or a later one, and this rank's own flags are not set. Then
-    check that a missing block sets the fault."""
+    """Check the products if all rows are there: flags have this epoch or a later one, and this rank's own flags are not set.
+    Then check that a missing block sets the fault."""
     generator = torch.Generator().manual_seed(seed)
     found = []
     for case in cases:
@@ -161,7 +161,7 @@ def replay_mismatches(seed: int) -> list[str]:
     return found
 
 
-# --- in the interpreter ---------------------------------------------------------------------------------------------------------
+# --- in the interpreter ------------------------------------------------------------------------------------------------------
 
 
 def scattered_here(seed: int) -> list[str]:
@@ -228,7 +228,7 @@ def test_order_of_tiles_in_the_interpreter(interpreters: Ranks, seed: int) -> No
     assert interpreters.call(order_here, seed) == []
 
 
-# --- on the host ----------------------------------------------------------------------------------------------------------------
+# --- on the host -------------------------------------------------------------------------------------------------------------
 
 
 def test_tilings_fit_an_sm_and_the_flags() -> None:
@@ -271,7 +271,7 @@ def test_operands_that_do_not_fit_are_refused(shapes: tuple[tuple[int, int], ...
         all_gather_gemm(x, weight, flags, epoch, 0, fault)
 
 
-# --- on a GPU -------------------------------------------------------------------------------------------------------------------
+# --- on a GPU ----------------------------------------------------------------------------------------------------------------
 
 
 @GPU

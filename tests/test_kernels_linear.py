@@ -33,10 +33,10 @@ def too_far(got: Tensor, exact: Tensor, plain: Tensor, times: float = 2) -> str 
 
 
 def mismatches(seed: int, device: str) -> list[str]:
-    """The cases in which `linear_triton.run` has more than twice PyTorch's error against fp64, or different bits in a second run.
+    """The cases in which `linear_triton.run` has more than twice PyTorch's error against fp64, or other bits in a second run.
 
-    In the interpreter, 8 times PyTorch's error is allowed for bf16. It truncates fp32 to bf16, where a GPU rounds: its error is up
-    to one unit in the last place, and PyTorch's is 0.29 units on average.
+    In the interpreter, 8 times PyTorch's error is allowed for bf16. It truncates fp32 to bf16, where a GPU rounds: its error is
+    up to one unit in the last place, and PyTorch's is 0.29 units on average.
     """
     from kernels import linear_triton
 

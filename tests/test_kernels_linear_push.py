@@ -1,5 +1,5 @@
-"""Layers that push their partial sums give the bits of the layer followed by the one-shot all-reduce. In Triton's interpreter and
-on GPUs."""
+"""Layers that push their partial sums give the bits of the layer followed by the one-shot all-reduce, in Triton's interpreter
+and on GPUs."""
 
 import json
 import os

@@ -17,7 +17,7 @@ from tests.ranks import Ranks
 ROOT = Path(__file__).resolve().parents[1]
 EPS = 1e-5
 
-# --- the definitions, in fp64 ---------------------------------------------------------------------------------------------------
+# --- the definitions, in fp64 ------------------------------------------------------------------------------------------------
 
 
 def norm64(x: Tensor, weight: Tensor) -> Tensor:
@@ -31,8 +31,8 @@ def swiglu64(gate_up: Tensor) -> Tensor:
 
 
 def rotate64(x: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:
-    """RoPE of x (T, heads, D) in fp64, with feature pairs (i, i + D / 2) as complex numbers. Angles are rounded to fp32, as in all
-    implementations here."""
+    """RoPE of x (T, heads, D) in fp64, with feature pairs (i, i + D / 2) as complex numbers. Angles are rounded to fp32, as in
+    all implementations here."""
     a, b = x.double().chunk(2, dim=-1)
     angles = (positions[:, None].float() * frequencies).double()[:, None]
     turned = torch.complex(a, b) * torch.polar(torch.ones_like(angles), angles)
@@ -51,7 +51,7 @@ def same(name: str, got: Tensor, expected: Tensor) -> list[str]:
     return [] if torch.equal(got, expected) else [f"{name}: not the same bits"]
 
 
-# --- comparisons, for the references and for the kernels ------------------------------------------------------------------------------
+# --- comparisons for references and kernels ------------------------------------------------------------------------------
 
 
 def norm_faults(norm: Callable, add_norm: Callable, device: str, dtype: torch.dtype) -> list[str]:

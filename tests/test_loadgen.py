@@ -62,7 +62,7 @@ def test_ranges() -> None:
 
 
 class FakeServer:
-    """Answers every completion with the chunks that `chunks(body)` yields: lists of token ids, or any object or bytes, sent as is.
+    """Answers every completion with the chunks that `chunks(body)` yields: lists of token ids, or any object or bytes as is.
 
     `write` sends the bytes of an event. Subclasses may override it.
     """

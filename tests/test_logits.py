@@ -83,8 +83,8 @@ def test_presence_and_frequency_penalties_are_those_of_openai(seed: int) -> None
 
 
 def test_a_batch_is_its_rows(seed: int) -> None:
-    """All penalties together, with different parameters in each row. Rows without parameters keep every bit, and the input tensor
-    is not changed."""
+    """All penalties together, with different parameters in each row. Rows without parameters keep every bit, and the input
+    tensor is not changed."""
     for _ in range(20):
         sequences, expected = [], []
         logits = random_logits(random.randint(2, 8))
@@ -181,7 +181,7 @@ def test_min_tokens_masks_stops_as_transformers_does(seed: int) -> None:
         assert torch.isinf(found).any() == (len(output) < minimum)
 
 
-# --- grammars ------------------------------------------------------------------------------------------------------------------
+# --- grammars ----------------------------------------------------------------------------------------------------------------
 
 
 @cache
@@ -299,7 +299,7 @@ def test_a_grammar_goes_with_other_parameters(seed: int) -> None:
 
 
 def test_the_mask_is_what_the_grammar_allows(seed: int) -> None:
-    """The mask allows exactly the ids whose bytes the grammar allows next, EOS where the text may end, and never a padding id."""
+    """The mask allows exactly the ids whose bytes the grammar allows next, EOS where the text may end, and no padding id."""
     tokenizer = grammars().tokenizer
     assert tokenizer is not None
     pieces = {i: tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size) if i not in tokenizer.special_ids}
@@ -351,7 +351,7 @@ def test_a_model_that_cannot_follow_a_grammar_says_so() -> None:
             Grammars(tokenizer, VOCAB).check('start: "a"')  # type: ignore[arg-type]
 
 
-# --- log-probabilities -----------------------------------------------------------------------------------------------------------
+# --- log-probabilities -------------------------------------------------------------------------------------------------------
 
 
 def test_token_logprobs_equal_float64(seed: int) -> None:
