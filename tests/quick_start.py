@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
 IMPORTS = (
@@ -82,19 +83,9 @@ class Popen(subprocess.Popen):
 
 
 def run(*args: Any, **more: Any) -> "subprocess.CompletedProcess[Any]":
-    """`subprocess.run`, for commands whose output is captured."""
-    given, timeout = more.pop("input", None), more.pop("timeout", None)
-    if more.pop("capture_output", False):
-        more |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    if given is not None:
-        more["stdin"] = subprocess.PIPE
-    with Popen(*args, **more) as process:
-        try:
-            out, err = process.communicate(given, timeout)
-        except BaseException:
-            process.kill()
-            raise
-    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+    """`subprocess.run` with this module's `Popen`. Not for several threads at a time."""
+    with mock.patch.object(subprocess, "Popen", Popen):
+        return subprocess.run(*args, **more)
 
 
 def python_start(args: Any, cwd: Any, env: Any, new_session: bool) -> Start | None:
@@ -162,7 +153,7 @@ def _receive(connection: socket.socket, size: int) -> bytes:
     while len(data) < size:
         more = connection.recv(size - len(data))
         if not more:
-            raise EOFError("the process off which commands are forked has ended")
+            raise EOFError("the process from which commands are forked has ended")
         data += more
     return data
 
@@ -196,6 +187,7 @@ def serve(descriptor: int) -> None:
 
 _asker = os.getppid()
 _path = sys.path[1:]
+_inherited: list[object] = []  # streams that must not be finalized: they would flush what the parent has buffered
 
 
 def become(start: Start, files: Sequence[int]) -> NoReturn:
@@ -237,7 +229,7 @@ def _take_files(files: Sequence[int], kept: Sequence[int], unbuffered: bool) -> 
     ends = [FILES - 1, *sorted(kept), os.sysconf("SC_OPEN_MAX")]
     for before, after in pairwise(ends):
         os.closerange(before + 1, after)
-    _take_files.before = sys.stdin, sys.stdout, sys.stderr  # a reference: without it they would flush inherited buffers
+    _inherited.extend((sys.stdin, sys.stdout, sys.stderr))
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", closefd=False, errors="backslashreplace")  # noqa: SIM115

@@ -61,6 +61,12 @@ def process_name(pid: int) -> str:
         return ""
 
 
+def rank_pids(launcher: int) -> list[int]:
+    """The processes of a launcher's ranks, rank 0 first."""
+    by_name = {process_name(pid): pid for pid in children(launcher)}
+    return [by_name[name] for name in sorted(by_name) if name.startswith("rung-rank-")]
+
+
 def runs(pid: int) -> bool:
     """Whether the process exists and is not a zombie."""
     try:
@@ -147,9 +153,7 @@ class ServerProcess:
         """The ranks' processes, rank 0 first."""
         if not self.ranks:
             return [self.process.pid]
-        by_name = {process_name(pid): pid for pid in children(self.process.pid)}
-        names = (f"rung-rank-{rank}" for rank in range(self.ranks))
-        return [by_name[name] for name in names if name in by_name]
+        return rank_pids(self.process.pid)
 
     def frontend_pids(self) -> list[int]:
         return [pid for rank in self.rank_pids()[:1] for pid in children(rank) if process_name(pid) == "rung-frontend"]

@@ -2,14 +2,12 @@
 
 import contextlib
 import json
-import multiprocessing
 import os
 import re
 import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -19,12 +17,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import cli
-import generate
 from checkpoint import load_model, model_config
 from errors import UserError
-from tests.command_line import CPU, HYBRID, MODELS, ROOT, Finished, Here, command, environment, launch
+from tests import quick_start
+from tests.command_line import HYBRID, MODELS, ROOT, Finished, Here, command, environment, launch
 from tests.ranks import Ranks
-from tests.server_process import runs
+from tests.server_process import rank_pids, runs
 from tokenizer import load_tokenizer
 from tp import World, agree_on_error, stream_shards
 
@@ -337,18 +335,14 @@ class Started:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["generate"])
         self.processes = []
         self.outputs = [(folder / f"out{r}", folder / f"err{r}") for r in range(ranks)]
         for rank, (args, (out, err)) in enumerate(zip(args_by_rank, self.outputs, strict=True)):
             env = environment(
                 RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks, MASTER_ADDR="127.0.0.1", MASTER_PORT=port
             )
-            self.processes.append(context.Process(target=be_rank, args=([*CPU, *map(str, args)], env, out, err)))
-            out.touch()
-            err.touch()
-            self.processes[-1].start()
+            with out.open("wb") as stdout, err.open("wb") as stderr:
+                self.processes.append(quick_start.Popen(command(args), cwd=ROOT, env=env, stdout=stdout, stderr=stderr))
 
     def out(self, rank: int) -> str:
         return self.outputs[rank][0].read_text()
@@ -360,25 +354,14 @@ class Started:
         """The exit codes, by rank: the negative signal number if a signal killed the rank, None if it still runs."""
         deadline = time.monotonic() + timeout
         for process in self.processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-        return [process.exitcode for process in self.processes]
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+        return [process.poll() for process in self.processes]
 
     def close(self) -> None:
         for process in self.processes:
             process.kill()
-            process.join()
-
-
-def be_rank(args: Sequence[str], env: dict[str, str], out: Path, err: Path) -> None:
-    """Run `generate.py args` in a process forked from one that has imported it."""
-    os.environ.clear()
-    os.environ.update(env)
-    os.chdir(ROOT)
-    torch.set_num_threads(1)
-    for number, path in ((1, out), (2, err)):
-        os.dup2(os.open(path, os.O_WRONLY), number)
-    sys.argv = ["generate.py", *args]
-    cli.run(generate.main)
+            process.wait()
 
 
 @pytest.fixture
@@ -457,18 +440,6 @@ def test_when_a_rank_is_killed_the_others_end_by_themselves(start: Callable[...,
     assert errors[0].startswith(f"error: rank {1 - lost} lost the connection to another rank, which ended or was killed (")
 
 
-def ranks_of(launcher: int) -> dict[int, int]:
-    """The process ids of the ranks of a launcher, by rank."""
-    found = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # a process that has just ended
-            parent = int(stat.read_text().rpartition(")")[2].split()[1])
-            rank = re.search(rb"(?:^|\0)RANK=(\d+)\0", (stat.parent / "environ").read_bytes())
-            if parent == launcher and rank:
-                found[int(rank[1])] = int(stat.parent.name)
-    return found
-
-
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds the ranks' processes in /proc")
 def test_when_a_rank_is_killed_the_launcher_ends(tmp_path: Path) -> None:
     out, err = tmp_path / "out", tmp_path / "err"
@@ -477,13 +448,13 @@ def test_when_a_rank_is_killed_the_launcher_ends(tmp_path: Path) -> None:
         launcher = subprocess.Popen(args, cwd=ROOT, env=environment(), stdout=stdout, stderr=stderr)
     try:
         wait_for(lambda: out.stat().st_size > 100, 200.0)
-        ranks = ranks_of(launcher.pid)
-        assert sorted(ranks) == [0, 1]
+        ranks = rank_pids(launcher.pid)
+        assert len(ranks) == 2
         os.kill(ranks[1], signal.SIGKILL)
         assert launcher.wait(200.0) == 1
         wait_for(lambda: not runs(ranks[0]), 200.0)
     finally:
-        for pid in ranks_of(launcher.pid).values():
+        for pid in rank_pids(launcher.pid):
             os.kill(pid, signal.SIGKILL)
         launcher.kill()
         launcher.wait()
