@@ -282,7 +282,8 @@ def test_exit_codes(exits: list[int], passed_on: int | None, code: int, said: st
 
 def test_ranks_that_ignore_a_signal_are_killed_in_time(tmp_path: Path) -> None:
     script = tmp_path / "program.py"
-    script.write_text("import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(600)")
+    # one write a rank: two ranks' `print`s, which write a line and its end apart, may mix
+    script.write_text("import signal, sys, time; signal.signal(15, signal.SIG_IGN); sys.stdout.write('up\\n'); time.sleep(600)")
     start = f"import launch, sys; sys.exit(launch.start_ranks(2, [{str(script)!r}], patience=1.0))"
     with subprocess.Popen(
         [sys.executable, "-c", start], cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
