@@ -97,7 +97,7 @@ bench-linear: setup #+ Measure: linear layers of few rows on one GPU compared wi
 	@$(PY) scripts/bench_linear.py --device 0 --part 0/1 --out out/linear.json $(ARGS)
 
 sanitize: setup-dev #+ Test: compute-sanitizer's memcheck, of CUDA's toolkit, over the GPU tests of the kernels and all sums on one rank
-	@compute-sanitizer --tool memcheck --error-exitcode 9 $(PY) -m pytest -x -k "gpu or captured or entry_points or fusion" tests/test_kernels_*.py tests/test_quantize.py
+	@compute-sanitizer --tool memcheck --error-exitcode 9 $(PY) -m pytest -x -k "gpu or captured or entry_points or fusion" tests/kernels
 	@compute-sanitizer --tool memcheck $(PY) scripts/sanitize_sums.py
 
 performance: setup-dev #+ Measure: tables and plots of GPU measurements, from the raw files in docs/results/gpu-4: make performance ARGS="--raw DIR --write"

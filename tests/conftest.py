@@ -20,11 +20,11 @@ if ROOT not in sys.path:
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-from tests import quick_start  # noqa: E402
-from tests.ranks import Ranks  # noqa: E402
+from tests.support import quick_start  # noqa: E402
+from tests.support.ranks import Ranks  # noqa: E402
 
 if TYPE_CHECKING:  # only the fixtures below import it when they run: most tests need neither a server nor its client libraries
-    from tests.server_thread import Site
+    from tests.support.server_thread import Site
 
 SEED_VARIABLE = "RUNG_TEST_SEED"
 MOST_WORKERS = 4  # each starts its own ranks and servers, which take gigabytes of memory
@@ -98,7 +98,7 @@ def forked_commands(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def shared_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Site"]:
-    from tests.server_thread import Site
+    from tests.support.server_thread import Site
 
     started = Site(tmp_path_factory.mktemp("z")).start()
     yield started
@@ -108,7 +108,7 @@ def shared_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Site"]:
 @pytest.fixture
 def site(shared_site: "Site") -> Iterator["Site"]:
     """The module's frontend. After each test its fake engine is reset to the default behaviour."""
-    from tests.server_thread import wait_for
+    from tests.support.server_thread import wait_for
 
     engine = shared_site.engine
     default = engine.reply
@@ -120,7 +120,7 @@ def site(shared_site: "Site") -> Iterator["Site"]:
 @pytest.fixture
 def make_site(tmp_path: Path) -> Iterator[Callable[..., "Site"]]:
     """Makes frontends for one test, with the settings that it gives."""
-    from tests.server_thread import Site
+    from tests.support.server_thread import Site
 
     made: list[Site] = []
 

@@ -19,10 +19,11 @@ from safetensors.torch import load_file, save_file
 import cli
 from checkpoint import load_model, model_config
 from errors import UserError
-from tests import quick_start
-from tests.command_line import HYBRID, MODELS, ROOT, Finished, Here, command, environment, launch
-from tests.ranks import Ranks
-from tests.server_process import rank_pids, runs
+from tests import ROOT
+from tests.support import quick_start
+from tests.support.command_line import HYBRID, MODELS, Finished, Here, command, environment, launch
+from tests.support.ranks import Ranks
+from tests.support.server_process import rank_pids, runs
 from tokenizer import load_tokenizer
 from tp import World, agree_on_error, stream_shards
 

@@ -22,10 +22,10 @@ from comm import Communicator, Local, NoCommunication
 from config import ModelConfig, config_from_hf, config_to_hf, preset, with_variant
 from errors import UserError
 from model import Transformer
+from tests import ROOT
 from tp import SPLITS, ShardedLinear, World
 
 CPU = torch.device("cpu")
-ROOT = Path(__file__).resolve().parent.parent
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3"]
 VARIANTS = ["standard", "parallel", "ladder", "hybrid:1", "desync-2x:2", "desync-4x:4", "upper-bound"]
 SHAPE = dict(

@@ -13,7 +13,8 @@ import pexpect
 import pytest
 
 import console
-from tests.command_line import HYBRID, ROOT, command, environment
+from tests import ROOT
+from tests.support.command_line import HYBRID, command, environment
 
 PATIENCE = 300.0  # timeout in seconds for any output; ranks start slowly on a busy machine
 STORY = "Tell me a story about a fox and a lantern."

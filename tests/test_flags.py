@@ -10,7 +10,7 @@ import pytest
 from config import PRESETS, preset
 from errors import UserError
 from flags import Parser
-from tests.command_line import ROOT
+from tests import ROOT
 
 GUARD = 'if __name__ == "__main__":'
 COMMANDS = sorted(

@@ -24,7 +24,7 @@ from model import Transformer
 from scripts.corpus import documents
 from server import launch as launch_server
 from server.settings import load_settings
-from tests.command_line import HYBRID, MODELS, Here, launch
+from tests.support.command_line import HYBRID, MODELS, Here, launch
 from tokenizer import Tokenizer, load_tokenizer
 from tp import World
 

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,9 +12,9 @@ from attention import Causal
 from checkpoint import load_model
 from comm import Local
 from config import PRESETS, with_variant
+from tests import ROOT
 from tp import World
 
-ROOT = Path(__file__).resolve().parents[1]
 EMBEDDED = ("standard", "parallel", "ladder", "hybrid", "desync-2x", "desync-4x")
 GPUS = torch.cuda.device_count()
 

@@ -18,9 +18,10 @@ from errors import UserError
 from processes import on_ranks
 from server.address import check_port
 from server.settings import Settings
-from tests import quick_start
-from tests.command_line import HYBRID, ROOT, command, environment, launch
-from tests.server_process import START_SECONDS, ServerProcess, children, command_line, runs, wait_until
+from tests import ROOT
+from tests.support import quick_start
+from tests.support.command_line import HYBRID, command, environment, launch
+from tests.support.server_process import START_SECONDS, ServerProcess, children, command_line, runs, wait_until
 
 GONE_SECONDS = 300.0  # timeout for the end of all processes after one was killed; a few seconds on an idle machine
 LISTENING = "0A"

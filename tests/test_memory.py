@@ -16,7 +16,7 @@ from memory import check_memory, weight_bytes
 from model import Transformer
 from server.launch import prepare
 from server.settings import Settings
-from tests.command_line import MODELS, Here
+from tests.support.command_line import MODELS, Here
 from tokenizer import ByteTokenizer
 from tp import World
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import processes
-from tests.command_line import ROOT
-from tests.server_process import runs, wait_until
+from tests import ROOT
+from tests.support.server_process import runs, wait_until
 
 CHILD = "import processes, time; processes.die_with_parent(); print('up', flush=True); {then}"
 PARENT = """

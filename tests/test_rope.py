@@ -17,9 +17,9 @@ from engine.core import Engine, EngineLimits
 from engine.protocol import RequestParams, Submit
 from engine.step_inputs import Capacity
 from rope import rope_frequencies
-from tests.ranks import Ranks
-from tests.test_engine import ALONE, serve
-from tests.test_graph_runner import CalledAgain, without_cuda
+from tests.engine.test_engine import ALONE, serve
+from tests.engine.test_graph_runner import CalledAgain, without_cuda
+from tests.support.ranks import Ranks
 from tests.test_model import save_hf
 from tp import World
 

@@ -19,7 +19,7 @@ from attention import Causal, ContiguousCache
 from config import ModelConfig, Reduces, with_variant
 from errors import UserError
 from model import Transformer
-from tests.ranks import RankError, Ranks
+from tests.support.ranks import RankError, Ranks
 from tp import World, agree_on_error, stream_shards
 
 CPU = torch.device("cpu")

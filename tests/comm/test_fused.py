@@ -1,0 +1,571 @@
+"""Sums fused with the GEMMs around them: the kernels in Triton's interpreter on gloo ranks that meet in real shared memory, and on
+GPUs."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests import MODELS, ROOT
+from tests.support.ranks import Ranks
+from tp import World
+
+pytest.importorskip("triton", reason="Triton is not installed; pip install triton")
+
+EPS = 1e-5
+# of the size of a result: a GEMM's rounding, and the interpreter truncates where it should round to bf16
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 4e-2}
+
+
+def fused(world: World, **options: Any) -> Any:
+    from comm.fused import FusedCommunicator
+
+    return FusedCommunicator(world.comm, world.device, **({"capacity": 1 << 17, "min_rows": 1} | options))
+
+
+class Layers:
+    """Random layers of a model of width C, K features a rank before the sum, M behind it: the same numbers on all ranks."""
+
+    def __init__(self, world: World, seed: int, dtype: torch.dtype = torch.float32, k: int = 24, c: int = 40, m: int = 56):
+        self.world, self.dtype, self.k = world, dtype, k
+        self.generator = torch.Generator().manual_seed(seed)
+        self.first, self.second = self.random(world.world_size, c, k) / k**0.5, self.random(world.world_size, m, c) / c**0.5
+        self.scale, self.bias = self.random(c), self.random(world.world_size, m)
+
+    def random(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.generator).to(self.dtype)
+
+    def inputs(self, *rows: int) -> Tensor:
+        """Every rank's input of the first layer (N, *rows, K)."""
+        return self.random(self.world.world_size, *rows, self.k)
+
+    def sum(self, inputs: Tensor) -> Tensor:
+        """In fp64."""
+        return torch.einsum("nbtk,nck->btc", inputs.double(), self.first.double())
+
+    def product(self, comm: Any, inputs: Tensor) -> Any:
+        return comm.project(inputs[self.world.rank], self.first[self.world.rank])
+
+    def close(self, got: Tensor, exact: Tensor) -> bool:
+        error = (got.double() - exact).abs().max().item()
+        return (
+            got.shape == exact.shape
+            and got.dtype == self.dtype
+            and error <= TOLERANCE[self.dtype] * (1 + exact.abs().max().item())
+        )
+
+
+def normed(x: Tensor, layers: Layers) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:], layers.scale.double(), EPS)
+
+
+def same_everywhere(x: Tensor) -> bool:
+    everyones: list[bytes] = [b""] * dist.get_world_size()
+    dist.all_gather_object(everyones, x.contiguous().view(torch.uint8).numpy().tobytes())
+    return len(set(everyones)) == 1
+
+
+# --- one pair of layers ------------------------------------------------------------------------------------------------------
+
+
+PUSH = (False, 1)  # of a `Gather`, behind its split: whether it pulls, and chunks
+
+
+@torch.inference_mode()
+def wrong_pairs(
+    world: World, scatter: str, gather: tuple[str, bool, int], shapes: list[tuple[int, int]], pairs: int, seed: int
+) -> list[str]:
+    """Streams (batch, length) through some pairs, as a model would: sums, norms, layers behind them, and at last the whole stream."""
+    from comm import Product, Scattered
+    from comm.fused import Gather, Way
+
+    comm, draw, found = fused(world, way=Way(scatter, Gather(*gather))), random.Random(seed), []
+    tiled = "tiles" in scatter + gather[0]
+    for number, (b, t) in enumerate(shapes):
+        dtype = draw.choice(
+            [d for d in TOLERANCE if not tiled or d != torch.bfloat16]
+        )  # whose bits the interpreter's dot takes
+        k, c, m = (draw.randrange(1, 9) * (8 if tiled else 1) for _ in range(3))
+        c += 8  # the norm of a few values magnifies the rounding of a row that is nearly zero
+        layers = Layers(world, seed + number, dtype, k, c, m)
+        x = whole = layers.random(b, t, len(layers.scale))
+        exact = whole.double()
+        for pair in range(pairs):
+            inputs = layers.inputs(b, t)
+            exact = exact + layers.sum(inputs)
+            time.sleep(draw.random() * 0.03 * ((world.rank + pair) % 2))
+            partial = layers.product(comm, inputs)
+            handle = comm.defer(partial)
+            if pair == pairs - 1:
+                whole = handle.settle(x)
+                if not layers.close(whole, exact) or not same_everywhere(whole):
+                    found.append(f"settle {b} {t} {dtype}")
+                break
+            x, scattered = handle.add_norm(x, layers.scale, EPS)
+            if not isinstance(partial, Product) or not isinstance(scattered, Scattered) or len(x) * world.world_size != b * t:
+                found.append(f"not fused: {b} {t}")
+            mine = exact.view(world.world_size, -1, exact.shape[-1])[world.rank]
+            bias = layers.bias[world.rank] if pair else None
+            out = scattered.linear(layers.second[world.rank], bias)
+            expected = F.linear(
+                normed(exact, layers), layers.second[world.rank].double(), None if bias is None else bias.double()
+            )
+            if not layers.close(x, mine) or not layers.close(out, expected):
+                found.append(f"pair {pair} of {b} {t} {dtype}")
+    comm.check()
+    return found
+
+
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize(
+    ("scatter", "gather"),
+    [
+        ("owners", ("spans", *PUSH)),
+        ("spans", ("owners", *PUSH)),
+        ("tiles0", ("tiles0", *PUSH)),
+        ("tiles1", ("owners", *PUSH)),
+        ("owners", ("spans", True, 1)),
+        ("spans", ("tiles0", True, 2)),
+        ("tiles0", ("owners", True, 1)),
+    ],
+)
+def test_pairs(interpreters: Ranks, scatter: str, gather: tuple[str, bool, int], n: int, seed: int) -> None:
+    """Each kind at either end, with random delays."""
+    shapes = [(1, 4), (2, 6), (1, 16)]
+    assert interpreters.run(n, wrong_pairs, scatter, gather, shapes, 3, seed) == [[]] * n, f"seed {seed}"
+
+
+@pytest.mark.parametrize(
+    ("scatter", "gather"),
+    [
+        ("spans", ("spans", *PUSH)),
+        ("tiles0", ("tiles0", *PUSH)),
+        ("spans", ("tiles0", False, 2)),
+        ("owners", ("tiles0", True, 4)),
+        ("spans", ("owners", True, 2)),
+        ("owners", ("spans", False, 4)),
+    ],
+)
+def test_rows_of_several_flags(interpreters: Ranks, scatter: str, gather: tuple[str, bool, int], seed: int) -> None:
+    shapes = [(1, 2 * 132), (1, 4)]  # and a short message behind the long one
+    assert interpreters.run(2, wrong_pairs, scatter, gather, shapes, 2, seed) == [[]] * 2, f"seed {seed}"
+
+
+@torch.inference_mode()
+def late_copies(world: World, rows: list[int], seed: int) -> list[str]:
+    """Pair after pair of random ways, whose copies each rank begins late: behind the meeting of a pull, and chunk by chunk."""
+    import comm.fused as module
+
+    draw, late, found, split = random.Random(seed), random.Random(f"{seed} {world.rank}"), [], module.chunks_of
+
+    def slowly(rows: int, count: int) -> Iterator[slice]:
+        for chunk in split(rows, count):
+            time.sleep(late.choice([0, 0, 0.01, 0.03]))
+            yield chunk
+
+    gathers = list(module.GATHERS.values())
+    comm, layers = fused(world, capacity=1 << 18), Layers(world, seed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "chunks_of", slowly)
+        for number, t in enumerate(rows):
+            comm.default = module.Way(draw.choice(module.SCATTERS), draw.choice(gathers))
+            x, inputs = layers.random(1, t, len(layers.scale)), layers.inputs(1, t)
+            exact = x.double() + layers.sum(inputs)
+            x, scattered = comm.defer(layers.product(comm, inputs)).add_norm(x, layers.scale, EPS)
+            out = scattered.linear(layers.second[world.rank])
+            if not layers.close(out, F.linear(normed(exact, layers), layers.second[world.rank].double())):
+                found.append(f"pair {number} of {t} rows: {comm.default}")
+    comm.check()
+    return found
+
+
+@pytest.mark.parametrize(("n", "rows"), [(2, [8, 520, 12, 520, 520, 8]), (4, [8, 520, 520, 8, 4])])
+def test_late_copies_lose_no_rows(interpreters: Ranks, n: int, rows: list[int], seed: int) -> None:
+    assert interpreters.run(n, late_copies, rows, seed) == [[]] * n, f"seed {seed}"
+
+
+@torch.inference_mode()
+def flags_by_chunk(world: World, pull: bool, seed: int) -> list[int]:
+    """How many blocks are announced between two chunks of 500 rows, at the rank that wants them, and once all have travelled."""
+    import comm.fused as module
+    from kernels.fused_rows import BLOCKS, advance
+
+    meeting, split, counts = fused(world, capacity=1 << 18).meeting, module.chunks_of, []
+    places, other = meeting.places, 1 - world.rank
+    here, source = (world.rank, other) if pull else (other, world.rank)
+    flags = meeting.shared.view(here, places.row_flags, (2, BLOCKS), torch.int64)[source]
+
+    def watched(rows: int, count: int) -> Iterator[slice]:
+        for chunk in split(rows, count):
+            counts.append(int((flags == places.epochs[0]).sum()))
+            yield chunk
+
+    layers, share = Layers(world, seed), module.Share(500, 40, torch.float32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "chunks_of", watched)
+        rows = layers.random(2, 500, 40)
+        meeting.my_rows(world.rank, share).copy_(rows[world.rank])
+        advance(places)
+        out = meeting.gather_linear(share, layers.second[world.rank], None, module.Gather("owners", pull, 3))
+    counts.append(int((flags == places.epochs[0]).sum()))
+    assert layers.close(out, F.linear(rows.view(1000, 40).double(), layers.second[world.rank].double())), f"seed {seed}"
+    return counts
+
+
+@pytest.mark.parametrize("pull", [False, True])
+def test_a_chunk_is_announced_when_it_is_there(interpreters: Ranks, pull: bool, seed: int) -> None:
+    assert interpreters.run(2, flags_by_chunk, pull, seed) == [[0, 1, 2, 4]] * 2, f"seed {seed}"
+
+
+def test_chunks_are_whole_blocks(seed: int) -> None:
+    """All rows once, in order; no chunk is empty, and no block is announced in two."""
+    from comm.fused import chunks_of
+    from kernels.fused_rows import BLOCK_ROWS
+
+    for _ in range(200):
+        rows, count = random.randrange(1, 2000), random.randrange(1, 9)
+        chunks = list(chunks_of(rows, count))
+        assert [row for chunk in chunks for row in range(rows)[chunk]] == list(range(rows)), f"seed {seed}"
+        assert len(chunks) == min(count, -(-rows // BLOCK_ROWS)), f"seed {seed}"
+        sizes = [-(-(chunk.stop - chunk.start) // BLOCK_ROWS) for chunk in chunks]
+        assert max(sizes) - min(sizes) <= 1 and all(chunk.start % BLOCK_ROWS == 0 for chunk in chunks), f"seed {seed}"
+
+
+@torch.inference_mode()
+def wrong_sums(world: World, seed: int) -> list[str]:
+    """`wait`; rows that nobody asks for; rows that two layers ask for; rows that are gone."""
+    comm, layers, draw, found = fused(world), Layers(world, seed), random.Random(seed), []
+    for step in range(12):
+        b, t = draw.choice([(1, 4), (1, 8), (2, 8), (1, 16)])
+        kind = draw.choice(["wait", "unused", "twice", "gone", "inner"])
+        inputs, x = layers.inputs(b, t), layers.random(b, t, len(layers.scale))
+        exact = layers.sum(inputs)
+        if kind == "inner":
+            good = layers.close(comm.all_reduce(layers.random(3) * 0 + 1), torch.full((3,), float(world.world_size)).double())
+        elif kind == "wait":
+            total = comm.defer(layers.product(comm, inputs)).wait()
+            good = layers.close(total, exact) and same_everywhere(total)
+        else:
+            _, rows = comm.defer(layers.product(comm, inputs)).add_norm(x, layers.scale, EPS)
+            good = kind == "unused" or asked(comm, layers, rows, normed(exact + x.double(), layers), kind)
+        if not good:
+            found.append(f"step {step}: {kind} {b} {t}")
+    comm.check()
+    return found
+
+
+def asked(comm: Any, layers: Layers, rows: Any, exact: Tensor, kind: str) -> bool:
+    second = layers.second[layers.world.rank]
+    expected = F.linear(exact, second.double())
+    if kind == "twice":
+        return all(layers.close(rows.linear(second), expected) for _ in range(2))
+    inputs = layers.inputs(1, 4)
+    comm.defer(layers.product(comm, inputs)).wait()
+    try:
+        rows.linear(second)
+    except RuntimeError as error:
+        return "another sum" in str(error)
+    return False
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_every_pair_is_completed(interpreters: Ranks, n: int, seed: int) -> None:
+    assert interpreters.run(n, wrong_sums, seed) == [[]] * n, f"seed {seed}"
+
+
+@torch.inference_mode()
+def refusals(world: World, seed: int) -> list[str]:
+    """What cannot be scattered is a plain tensor, and right."""
+    found = []
+    for rows, bias, capacity, minimum in ((5, 0, 1 << 16, 1), (8, 1, 1 << 16, 1), (8, 0, 256, 1), (8, 0, 1 << 16, 6)):
+        layers = Layers(world, seed)
+        comm = fused(world, min_rows=minimum)
+        comm.meeting.places = replace(comm.meeting.places, capacity=capacity)
+        inputs = layers.inputs(1, rows)
+        b = layers.random(len(layers.scale)) if bias else None
+        partial = comm.project(inputs[world.rank], layers.first[world.rank], b)
+        exact = layers.sum(inputs) + (0 if b is None else b.double() * world.world_size)
+        if not isinstance(partial, Tensor) or not layers.close(comm.defer(partial).settle(torch.zeros(1, rows, 40)), exact):
+            found.append(f"{rows} {bias} {capacity} {minimum}")
+    with torch.enable_grad():
+        layers = Layers(world, seed)
+        if not isinstance(layers.product(fused(world), layers.inputs(1, 8)), Tensor):
+            found.append("with autograd")
+    return found
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_what_is_not_worth_it_stays_unfused(interpreters: Ranks, n: int, seed: int) -> None:
+    assert interpreters.run(n, refusals, seed) == [[]] * n, f"seed {seed}"
+
+
+@torch.inference_mode()
+def bad_stream(world: World, seed: int) -> list[str]:
+    comm, layers, said = fused(world), Layers(world, seed), []
+    for shape, dtype in (((1, 7, 40), torch.float32), ((1, 8, 39), torch.float32), ((1, 8, 40), torch.bfloat16)):
+        handle = comm.defer(layers.product(comm, layers.inputs(1, 8)))
+        with pytest.raises(ValueError, match="does not match a sum") as error:
+            handle.add_norm(torch.zeros(shape, dtype=dtype), layers.scale, EPS)
+        said.append(str(error.value))
+    return said
+
+
+def test_a_stream_of_another_shape_is_refused(interpreters: Ranks, seed: int) -> None:
+    for said in interpreters.run(2, bad_stream, seed):
+        assert "(1, 7, 40)" in said[0] and "(1, 8, 39)" in said[1] and "bfloat16" in said[2]
+
+
+@torch.inference_mode()
+def lone_wait(world: World, seed: int) -> list[str]:
+    """One rank does not come; the other gives up."""
+    comm, layers = fused(world), Layers(world, seed)
+    comm.meeting.places = replace(comm.meeting.places, patience=20)
+    if world.rank == 0:
+        comm.defer(layers.product(comm, layers.inputs(1, 8))).wait()
+        with pytest.raises(RuntimeError, match="rank 0 waited in vain"):
+            comm.check()
+    return []
+
+
+@torch.inference_mode()
+def lone_offer(world: World, seed: int) -> list[str]:
+    """Nor does one come to the meeting of a pull."""
+    from kernels.fused_rows import offer_rows
+
+    meeting = fused(world).meeting
+    offered = [meeting.shared.view(rank, meeting.places.offers, (world.world_size, 64), torch.int64) for rank in range(2)]
+    if world.rank == 0:
+        meeting.places.epochs.fill_(seed)
+        offer_rows(replace(meeting.places, patience=20))
+        assert [bool((flags[0] == seed).all()) for flags in offered] == [True, True]
+        with pytest.raises(RuntimeError, match=r"rank 0 waited in vain .* \(place 7\)"):
+            meeting.check()
+    return []
+
+
+@pytest.mark.parametrize("alone", [lone_wait, lone_offer])
+def test_a_rank_that_waits_in_vain_says_so(interpreters: Ranks, alone: Any, seed: int) -> None:
+    assert interpreters.run(2, alone, seed) == [[], []]
+
+
+# --- choosing ----------------------------------------------------------------------------------------------------------------
+
+
+CALLS: list[str] = []  # pairs that `invented_times` was asked for
+
+
+def invented_times(comm: Any, pair: Any, first: Tensor, second: Tensor) -> dict[str, float]:
+    """Fused is slower below 16 rows, and `owners` the fastest at both ends, where it pulls to gather."""
+    from comm.fused import names_of
+
+    CALLS.append(pair.key)
+    times = dict.fromkeys(names_of(pair), 40.0) | {
+        "unfused": 50.0,
+        "owners+spans": 21.0,
+        "spans+spans": 25.0,
+        "spans+owners": 24.5,
+        "spans+owners-pull": 24.0,
+    }
+    return {name: t + (100 if pair.rows < 16 and name != "unfused" else 0) for name, t in times.items()}
+
+
+def step(comm: Any, layers: Layers, rows: int) -> bool:
+    """Two sums with a layer behind the first, as a model of one layer has them: whether they were fused."""
+    x, inputs = layers.random(1, rows, len(layers.scale)), layers.inputs(1, rows)
+    partial, exact = layers.product(comm, inputs), x.double() + layers.sum(inputs)
+    x, rows_of_all = comm.defer(partial).add_norm(x, layers.scale, EPS)
+    second = layers.second[layers.world.rank]
+    out = F.linear(rows_of_all, second) if isinstance(rows_of_all, Tensor) else rows_of_all.linear(second)
+    more = layers.inputs(1, rows)
+    whole = comm.defer(layers.product(comm, more)).settle(x)
+    assert layers.close(out, F.linear(normed(exact, layers), second.double())), f"rows {rows}"
+    assert layers.close(whole, exact + layers.sum(more)), f"rows {rows}"
+    return not isinstance(partial, Tensor)
+
+
+@torch.inference_mode()
+def choices(world: World, folder: str, rows: tuple[int, ...], seed: int) -> tuple[list[bool], list[str], list[str]]:
+    """Whether steps of so many rows were fused; what was measured; the ways chosen."""
+    os.environ["RUNG_CACHE"] = folder
+    CALLS.clear()
+    comm, layers = fused(world, measure=invented_times), Layers(world, seed)
+    fused_steps = [step(comm, layers, number) for number in rows]
+    comm.check()
+    return fused_steps, list(CALLS), sorted({str(way) for way in comm.chosen.values()})
+
+
+def test_a_step_that_is_faster_unfused_is_so_from_then_on(interpreters: Ranks, tmp_path: Path, seed: int) -> None:
+    rows = (16, 16, 8, 8, 12, 4)
+    for steps, measured, ways in interpreters.run(2, choices, str(tmp_path), rows, seed):
+        assert steps == [True, True, True, False, True, True], f"seed {seed}"  # 12 rows count as 16; 4 were not known
+        assert measured == ["16,24,40,56,float32", "8,24,40,56,float32", "4,24,40,56,float32"]
+        assert ways == ["owners+owners-pull"]
+    for steps, measured, _ in interpreters.run(2, choices, str(tmp_path), rows, seed):
+        assert steps == [True, True, True, False, True, True]
+        assert measured == []  # it was kept
+
+
+def broken(content: Any, how: str) -> str:
+    times = content["times"]["16,24,40,56,float32"]
+    if how == "another machine":
+        content["key"] = {"device": "another"}
+    elif how == "incomplete":
+        del times["spans+spans"]
+    elif how == "other ways":
+        times["spans+owners/8"] = times.pop("spans+owners-pull")
+    elif how == "implausible":
+        times["unfused"] = -1.0
+    elif how == "unknown":
+        content["times"] = {"16,24,40,float33": times}
+    return json.dumps(content)[: -30 if how == "torn" else None]
+
+
+@pytest.fixture(scope="module")
+def good_table(interpreters: Ranks, tmp_path_factory: pytest.TempPathFactory, session_seed: int) -> tuple[str, str]:
+    """Name and content of what a step of 16 rows keeps."""
+    folder = tmp_path_factory.mktemp("table")
+    interpreters.run(2, choices, str(folder), (16,), session_seed)
+    (path,) = folder.iterdir()
+    return path.name, path.read_text()
+
+
+@pytest.mark.parametrize("how", ["torn", "another machine", "incomplete", "other ways", "implausible", "unknown"])
+def test_a_bad_table_is_measured_again(
+    interpreters: Ranks, good_table: tuple[str, str], tmp_path: Path, how: str, seed: int
+) -> None:
+    name, text = good_table
+    (tmp_path / name).write_text(broken(json.loads(text), how))
+    for _, measured, _ in interpreters.run(2, choices, str(tmp_path), (16,), seed):
+        assert measured == ["16,24,40,56,float32"], how
+
+
+def test_the_best_of_random_times(seed: int) -> None:
+    """Each end's fastest, among all that are measured."""
+    from comm.fused import SCATTERS, Gather, Way, best_way, names_of
+    from comm.fused_table import Pair
+
+    pair = Pair(random.choice([1000, 2048]), 64, 128, 32, torch.bfloat16)
+    times = {name: random.uniform(10, 100) for name in sorted(names_of(pair))}
+    gathers = [Gather(split, pull) for split in SCATTERS for pull in (False, True)]
+    gathers += [Gather("tiles0", False, 2), Gather("tiles0", False, 4), Gather("tiles0", True, 4)]
+    ways = [Way(scatter, gather) for scatter in SCATTERS for gather in gathers]
+    expected = {way: times[f"{way.scatter}+spans"] + times[f"spans+{way.gather}"] - times["spans+spans"] for way in ways}
+    way, fused = best_way(times)
+    assert fused == pytest.approx(min(expected.values())) == pytest.approx(expected[way]), f"seed {seed}"
+    assert len(times) == 1 + len(SCATTERS) + len(gathers) - 1  # and nothing else: unfused, and the default once
+    few, single = (names_of(replace(pair, **change)) for change in ({"rows": 256}, {"dtype": torch.float32}))
+    assert set(times) - few == {"spans+tiles0/2", "spans+tiles0/4", "spans+tiles0-pull/4"}
+    assert single == {"unfused", "spans+spans", "owners+spans", "spans+owners", "spans+spans-pull", "spans+owners-pull"}
+
+
+# --- whole models ------------------------------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def model_beside_one_rank(world: World, name: str, ids: list[int]) -> tuple[float, int]:
+    """The largest difference of an embedded model's logits from those of one rank, and how many of its sums were fused."""
+    from attention import Causal
+    from checkpoint import load_model, model_config
+    from comm import Local
+
+    path = str(MODELS / name)
+    comm = fused(world, capacity=1 << 20)
+    tokens, context = torch.tensor([ids]), Causal(len(ids), world.device)
+    logits = [
+        load_model(path, model_config(path, None, there.world_size), there, torch.float32)(tokens, context)
+        for there in (World(0, 1, world.device, Local()), replace(world, comm=comm))
+    ]
+    return (logits[1] - logits[0]).abs().max().item(), comm.scatters
+
+
+@pytest.mark.parametrize(
+    ("name", "sums"), [("tiny-standard", 16), ("tiny-hybrid", 6), ("tiny-ladder", 0), ("tiny-parallel", 0)]
+)
+def test_models_with_fused_sums(interpreters: Ranks, name: str, sums: int, seed: int) -> None:
+    """All sums of standard layers but those of the last one ahead of a ladder's, where the stream is made whole."""
+    ids = [random.Random(seed).randrange(300) for _ in range(12)]
+    for error, scatters in interpreters.run(2, model_beside_one_rank, name, ids):
+        assert error < 1e-3, (name, seed)
+        assert scatters == sums
+
+
+def communicators(world: World) -> dict[str, Any]:
+    """Every kind that runs on CPU ranks and sums exactly."""
+    from comm.relay import RelayCommunicator
+    from comm.simulated import Link, SimulatedLink
+    from tests.comm.test_symmetric import symmetric
+
+    return {
+        "gloo": world.comm,
+        "simulated": SimulatedLink(world.comm, Link(1e-6, 1e12)),
+        "fused": fused(world),
+        "one-shot": symmetric("one-shot"),
+        "two-shot": symmetric("two-shot"),
+        "relay": RelayCommunicator(None, world.device, area=1 << 16),
+    }
+
+
+@torch.inference_mode()
+def biased_beside_one_rank(world: World, folders: list[Path], ids: list[int]) -> dict[str, float]:
+    """The largest difference of each checkpoint's logits from one rank's, by checkpoint and communicator."""
+    from attention import Causal
+    from checkpoint import load_model, model_config
+    from comm import Local
+
+    tokens, context, found = torch.tensor([ids]), Causal(len(ids), world.device), {}
+    kinds = communicators(world)
+    for folder in folders:
+        config = model_config(str(folder), None, 1)
+        alone = load_model(str(folder), config, World(0, 1, world.device, Local()), torch.float32)(tokens, context)
+        for kind, comm in kinds.items():
+            if "mlp" in folder.name and kind != "fused":
+                continue  # a bias behind every other sum matters only where a sum may leave rows behind
+            logits = load_model(str(folder), config, replace(world, comm=comm), torch.float32)(tokens, context)
+            found[f"{folder.name} {kind}"] = (logits - alone).abs().max().item()
+    return found
+
+
+def test_biases_behind_sums_with_every_communicator(interpreters: Ranks, tmp_path: Path, seed: int) -> None:
+    """A hybrid has a standard block, a seam and a ladder's."""
+    from config import ModelConfig, with_variant
+    from tests.test_tensor_parallel import save_random
+
+    plain = ModelConfig(96, 32, 2, 4, 2, 8, 32, 64)
+    mlp, both = replace(plain, mlp_bias=True), replace(plain, qkv_bias=True, o_bias=True, mlp_bias=True)
+    folders = [save_random(mlp, tmp_path / "mlp"), save_random(with_variant(both, "hybrid:1"), tmp_path / "both")]
+    ids = [random.Random(seed).randrange(96) for _ in range(4)]
+    for differences in interpreters.run(2, biased_beside_one_rank, folders, ids):
+        assert max(differences.values()) < 1e-4, differences
+
+
+# --- GPUs --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_on_gpus(tmp_path: Path) -> None:
+    """Every way's result is as exact as the unfused one's, also in graphs that are replayed a thousand times."""
+    count, out = min(4, torch.cuda.device_count()), tmp_path / "gemm-overlap.json"
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count), "scripts/overlap.py"]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    subprocess.run(
+        [sys.executable, *command, "--out", str(tmp_path), "--shapes", "tiny", "--replays", "1000", "--seconds", "60"],
+        cwd=ROOT,
+        env=environment | {"NCCL_NVLS_ENABLE": "0"},
+        check=True,
+        timeout=600,
+    )
+    report = json.loads(out.read_text())
+    assert report["errors"] == {}
+    assert report["replays"] == 1000

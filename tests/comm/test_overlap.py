@@ -1,0 +1,280 @@
+"""When sums start and when they are waited for: hidden behind the next module in a ladder, never in a standard model."""
+
+import json
+import random
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import profiling
+from attention import Causal, ContiguousCache
+from checkpoint import random_weights
+from comm import Communicator, GlooCommunicator, Handle, Local
+from config import ModelConfig, Reduces, with_variant
+from model import MLP, Attention, ParallelBlock, Transformer
+from tests.support.ranks import Ranks
+from tp import World
+
+CPU = torch.device("cpu")
+LAYERS = 4
+MODULES = 2 * LAYERS
+
+Event = tuple[str, int]  # what happened, and to which module of 1 … 2L (or layer of 1 … L)
+
+
+class Recorder(Communicator):
+    """One rank that writes down when a sum starts and when it is waited for.
+
+    It keeps the partial sum to itself until then and leaves NaNs in its place, as a real communicator may.
+    """
+
+    name, rank, world_size = "recorder", 0, 1
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.current = 0  # the module that computed last
+
+    def start(self, partial: Tensor) -> "RecordedSum":
+        total = partial.clone()
+        partial.fill_(torch.nan)
+        self.events.append(("start", self.current))
+        return RecordedSum(self, self.current, total)
+
+    def all_gather(self, shard: Tensor) -> Tensor:
+        return shard
+
+    def watch(self, module: nn.Module, number: int) -> None:
+        def enter(*_: object) -> None:
+            self.current = number
+            self.events.append(("begin", number))
+
+        module.register_forward_pre_hook(enter)
+        module.register_forward_hook(lambda *_: self.events.append(("end", number)))
+
+
+class RecordedSum(Handle):
+    def __init__(self, recorder: Recorder, number: int, total: Tensor) -> None:
+        self.recorder, self.number, self.total = recorder, number, total
+
+    def wait(self) -> Tensor:
+        self.recorder.events.append(("wait", self.number))
+        return self.total
+
+
+def tiny(variant: str) -> ModelConfig:
+    shape = dict(vocab_size=50, hidden_size=32, n_layers=LAYERS, n_heads=4, n_kv_heads=4, head_dim=8)
+    return with_variant(ModelConfig(**shape, intermediate_size=32, max_seq_len=64), variant)
+
+
+def recorded(config: ModelConfig) -> list[list[Event]]:
+    """What happens in a forward pass without a cache, in a prefill, and in a decode step. A desync model's streams are
+    watched at the last one's modules."""
+    recorder = Recorder()
+    model = Transformer(config, recorder, CPU, torch.float32).eval().requires_grad_(False)
+    random_weights(model, random.randrange(1000))
+    twin = Transformer(config, Local(), CPU, torch.float32)
+    twin.load_state_dict(model.state_dict())
+    for i, layer in enumerate(model.layers):
+        if isinstance(layer, ParallelBlock):
+            recorder.watch(layer.w_in, i + 1)
+            continue
+        for module, number in ((layer.attention, 2 * i + 1), (layer.mlp, 2 * i + 2)):
+            recorder.watch(module[-1] if isinstance(module, nn.ModuleList) else module, number)
+
+    tokens = torch.randint(config.vocab_size, (2, 6))
+    caches = [
+        ContiguousCache(model.attention_slots, 2, model.n_kv_heads, 6, config.head_dim, CPU, torch.float32) for _ in range(2)
+    ]
+    passes = []
+    with torch.inference_mode():
+        for part, contexts in (
+            (tokens, [Causal(6, CPU), Causal(6, CPU)]),
+            (tokens[:, :5], [cache.append(5) for cache in caches]),
+            (tokens[:, 5:], [cache.append(1) for cache in caches]),
+        ):
+            recorder.events = []
+            assert torch.equal(model(part, contexts[0]), twin(part, contexts[1])), "the sums are used wrongly"
+            passes.append(recorder.events)
+    return passes
+
+
+def assert_each_once(events: list[Event], sums: list[int]) -> None:
+    """The modules of `sums` start exactly one sum each, behind their own computation, and each is waited for once."""
+    assert [number for kind, number in events if kind == "start"] == sums
+    assert sorted(number for kind, number in events if kind == "wait") == sums
+    for number in sums:
+        assert events.index(("end", number)) < events.index(("start", number)) < events.index(("wait", number))
+
+
+def overlaps_next(events: list[Event], i: int) -> bool:
+    """Whether module i + 1 computes while the sum of module i is in flight."""
+    start, wait = events.index(("start", i)), events.index(("wait", i))
+    begin, end = events.index(("begin", i + 1)), events.index(("end", i + 1))
+    assert start < begin, "a module computes before the sum of the one before has begun"
+    assert wait < begin or wait > end, "the wait is inside a module"
+    return wait > end
+
+
+def test_standard_waits_at_once(seed: int) -> None:
+    for events in recorded(tiny("standard")):
+        assert_each_once(events, list(range(1, MODULES + 1)))
+        assert [overlaps_next(events, i) for i in range(1, MODULES)] == [False] * (MODULES - 1)
+
+
+def test_ladder_waits_one_module_later(seed: int) -> None:
+    for events in recorded(tiny("ladder")):
+        assert_each_once(events, list(range(1, MODULES + 1)))
+        assert [overlaps_next(events, i) for i in range(1, MODULES)] == [True] * (MODULES - 1)
+        for i in range(1, MODULES - 1):  # and not two modules later: h_{i+2} reads x_i
+            assert events.index(("wait", i)) < events.index(("begin", i + 2))
+
+
+@pytest.mark.parametrize("layers", [(3,), (2, 3), (0,), (0, 2), (1, 3)])
+def test_hybrid_overlaps_what_its_ladder_layers_compute(layers: tuple[int, ...], seed: int) -> None:
+    for events in recorded(replace(tiny("ladder"), ladder_layers=layers)):
+        assert_each_once(events, list(range(1, MODULES + 1)))
+        for i in range(1, MODULES):
+            assert overlaps_next(events, i) == (i // 2 in layers), f"module {i + 1} of layer {i // 2}"
+
+
+def test_parallel_has_one_sum_a_layer(seed: int) -> None:
+    for events in recorded(tiny("parallel")):
+        assert_each_once(events, list(range(1, LAYERS + 1)))
+        assert [overlaps_next(events, i) for i in range(1, LAYERS)] == [False] * (LAYERS - 1)
+
+
+@pytest.mark.parametrize("streams", [1, 2, 4])
+def test_desync_sums_where_its_pattern_says(streams: int, seed: int) -> None:
+    pattern = tuple(Reduces(random.random() < 0.5, random.random() < 0.5 or i == LAYERS - 1) for i in range(LAYERS))
+    custom = replace(tiny("desync-2x"), desync_streams=streams, desync_pattern=pattern)
+    named = [2 * i + 1 for i in range(LAYERS) if pattern[i].attention]
+    named += [2 * i + 2 for i in range(LAYERS) if pattern[i].mlp]
+    for config, sums in (
+        (tiny(f"desync-2x:{streams}"), [2, 4, 6, 8]),
+        (tiny(f"desync-4x:{streams}"), [4, 8]),
+        (custom, sorted(named)),
+    ):
+        for events in recorded(config):
+            assert_each_once(events, sums)
+            for i in sums:
+                assert i == MODULES or not overlaps_next(events, i)
+
+
+def test_upper_bound_starts_nothing(seed: int) -> None:
+    for events in recorded(tiny("upper-bound")):
+        assert [kind for kind, _ in events] == ["begin", "end"] * MODULES
+
+
+# --- the same in a trace of real sums ------------------------------------------------------------------------------------
+
+DELAY = 0.05  # seconds by which one rank is late for every sum
+TOKENS = 256
+Span = tuple[float, float]  # begin and end in a trace, µs
+
+
+class Late(GlooCommunicator):
+    """A rank whose part of a sum leaves late, while it computes on itself: the other ranks' sums stay in flight so long.
+
+    Without it the sums of CPU ranks are fast, and whether they overlap is up to the scheduler of the operating system.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.thread = ThreadPoolExecutor(1)  # one: the sums leave in order
+
+    def start(self, partial: Tensor) -> "LateSum":
+        return LateSum(self.thread.submit(self.later, partial))
+
+    @torch.inference_mode()
+    def later(self, partial: Tensor) -> Tensor:
+        time.sleep(DELAY)
+        return super().start(partial).wait()
+
+
+class LateSum(Handle):
+    def __init__(self, total: "Future[Tensor]") -> None:
+        self.total = total
+
+    def wait(self) -> Tensor:
+        return self.total.result()
+
+
+@torch.inference_mode()
+def traced(world: World, variant: str, folder: Path) -> str:
+    """Profile a forward pass in which every rank but the first is late; the trace's path."""
+    communicator = world.comm if world.rank == 0 else Late()
+    # modules of milliseconds: one of gloo's threads may take most of one to wake up
+    config = replace(tiny(variant), hidden_size=256, head_dim=64, intermediate_size=1024, max_seq_len=TOKENS)
+    model = Transformer(config, communicator, CPU, torch.float32).eval()
+    random_weights(model)
+    profiling.annotate(model)
+    tokens = torch.zeros(1, TOKENS, dtype=torch.int64)
+    path = folder / "trace.json"
+    with profiling.profiled(path, world.rank):
+        model(tokens, Causal(TOKENS, CPU))
+    return str(path if world.rank == 0 else path.with_suffix(f".rank{world.rank}.json"))
+
+
+def spans(path: str) -> tuple[list[Span], list[Span]]:
+    """Of a trace: when the all-reduces of the modules were in flight, and when the modules computed, each in order."""
+    events: list[dict[str, Any]] = [e for e in json.loads(Path(path).read_text())["traceEvents"] if e.get("ph") == "X"]
+
+    def named(beginning: str) -> list[Span]:
+        found = [e for e in events if e["name"].startswith(beginning)]
+        return sorted(((e["ts"], e["ts"] + e["dur"]) for e in found), key=lambda span: span[1])  # sums end in order
+
+    sums, modules = named("gloo:all_reduce"), named("layer ")
+    assert len(sums) == 1 + MODULES, "one for the embedding and one for each module"
+    assert len(modules) == MODULES
+    return sums[1:], modules
+
+
+def hidden(path: str) -> list[bool]:
+    """Of each sum but the last: whether it was in flight while the next module computed."""
+    sums, modules = spans(path)
+    return [a[0] < b[1] and b[0] < a[1] for a, b in zip(sums, modules[1:], strict=False)]
+
+
+def hidden_at_best(ranks: Ranks, variant: str, folder: Path, enough: Callable[[list[bool]], bool]) -> list[bool]:
+    """Of some runs the first that hides enough. A busy machine may leave one of gloo's threads asleep until the next module is
+    done; where the order of events forbids that a sum is hidden, no number of runs hides it."""
+    for _ in range(8):
+        found = hidden(ranks.run(2, traced, variant, folder)[0])
+        if enough(found):
+            break
+    return found
+
+
+def test_a_trace_shows_the_ladders_sums_behind_the_next_module(ranks: Ranks, tmp_path: Path) -> None:
+    found = hidden_at_best(ranks, "ladder", tmp_path, lambda found: sum(found) > MODULES // 2)
+    assert sum(found) > MODULES // 2, found
+
+
+def test_a_trace_shows_no_overlap_in_a_standard_model(ranks: Ranks, tmp_path: Path) -> None:
+    assert hidden(ranks.run(2, traced, "standard", tmp_path)[0]) == [False] * (MODULES - 1)
+
+
+def test_a_trace_of_a_hybrid_overlaps_only_in_its_ladder_layers(ranks: Ranks, tmp_path: Path) -> None:
+    found = hidden_at_best(ranks, "hybrid:2", tmp_path, lambda found: sum(found[3:]) >= 2)
+    assert not any(found[:3])
+    assert sum(found[3:]) >= 2, found  # sum 4, of layer 1's MLP, is the first that a ladder layer's module hides
+
+
+def test_annotations_name_every_module(ranks: Ranks, tmp_path: Path) -> None:
+    path = Path(ranks.run(1, traced, "standard", tmp_path)[0])
+    events = [e for e in json.loads(path.read_text())["traceEvents"] if e["name"].startswith("layer ")]
+    names = [e["name"] for e in sorted(events, key=lambda e: e["ts"])]
+    assert names == [f"layer {i} {module}" for i in range(LAYERS) for module in ("attention", "mlp")]
+
+
+def test_no_module_is_left_without_hooks() -> None:
+    """The order tests see every module that computes."""
+    model = Transformer(tiny("desync-2x:2"), Local(), CPU, torch.float32)
+    assert sum(isinstance(m, (Attention, MLP)) for m in model.modules()) == 2 * MODULES

@@ -1,0 +1,340 @@
+"""All-reduces over shared memory: the kernels in Triton's interpreter on gloo ranks that poll shared memory, and on GPUs."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests import ROOT
+from tests.support.ranks import RankError, Ranks
+from tp import World
+
+pytest.importorskip("triton", reason="Triton is not installed; pip install triton")
+
+KINDS = ("one-shot", "two-shot")
+PEERS = [(kind, n, "peer") for kind in KINDS for n in (2, 4)]
+CPU = torch.device("cpu")
+SHORT = 20 << 10  # capacity of a workspace: the most bytes of a message
+# The interpreter truncates where it should round to bf16: a result may be one step off, and two after two roundings.
+STEPS = {torch.float32: 8, torch.float16: 1, torch.bfloat16: 2}
+
+
+def partials(world: World, generator: torch.Generator, *shape: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(This rank's random partial, the exact sum of all ranks' partials in fp64.) All ranks draw the same numbers."""
+    everyones = (torch.randn(world.world_size, *shape, generator=generator) * 3).to(dtype)
+    return everyones[world.rank].clone(), everyones.double().sum(0)
+
+
+def close(got: Tensor, exact: Tensor, steps: int, scale: Tensor | None = None) -> bool:
+    """Whether errors are below `steps` steps of the dtype at `scale` (default: the exact result), plus 1e-5 for what fp32 loses
+    when summands cancel."""
+    bound = steps * torch.finfo(got.dtype).eps * (exact if scale is None else scale).abs() + 1e-5
+    return bool(((got.double() - exact).abs() <= bound).all())
+
+
+def symmetric(kind: Any, memory: Any = "peer") -> Any:
+    """A communicator whose workspaces are only as large as these tests need, because the first launch clears all of them."""
+    import comm.symmetric as module
+
+    capacities = {"one-shot": SHORT, "two-shot": SHORT}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "CAPACITY", capacities)
+        patch.setattr(module, "BESIDE_CAPACITY", capacities)
+        return module.SymmetricCommunicator(kind, CPU, memory=memory)
+
+
+def everyones_bits(x: Tensor) -> list[bytes]:
+    everyones: list[bytes] = [b""] * dist.get_world_size()
+    dist.all_gather_object(everyones, x.contiguous().view(torch.uint8).numpy().tobytes())
+    return everyones
+
+
+def wrong_sums(world: World, kind: Any, memory: Any, seed: int) -> list[str]:
+    """Messages whose all-reduce is wrong. Sizes come in random order; half of the messages use `start`, half `defer`."""
+    comm, draw = symmetric(kind, memory), random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    sizes = [1, 2, 511, 2048, draw.randrange(3, 5000), draw.randrange(3, 5000)]
+    jobs = [(n, dtype, (i + j) % 2 == 0) for i, n in enumerate(sizes) for j, dtype in enumerate(STEPS)]
+    draw.shuffle(jobs)
+    found = []
+    for n, dtype, start in jobs:
+        partial, exact = partials(world, generator, n, dtype=dtype)
+        if draw.random() < 0.3:  # not aligned to 4 bytes for 16-bit values
+            partial = torch.cat((partial[:1], partial))[1:]
+        total = (comm.start if start else comm.defer)(partial).wait()
+        if not close(total, exact, STEPS[dtype]) or total.dtype != dtype or len(set(everyones_bits(total))) != 1:
+            found.append(f"{n} {dtype} {start=}")
+    comm.check()
+    return found
+
+
+@pytest.mark.parametrize(("kind", "n", "memory"), [*PEERS, ("one-shot", 2, "host"), ("one-shot", 3, "host")])
+def test_sums(interpreters: Ranks, kind: str, n: int, memory: str, seed: int) -> None:
+    assert interpreters.run(n, wrong_sums, kind, memory, seed) == [[]] * n, f"seed {seed}"
+
+
+def wrong_norms(world: World, kind: Any, memory: Any, seed: int) -> list[str]:
+    comm, generator = symmetric(kind, memory), torch.Generator().manual_seed(seed)
+    found = []
+    for rows, width, dtype in (
+        (1, 96, torch.float32),
+        (5, 250, torch.float32),
+        (9, 64, torch.float16),
+        (3, 33, torch.bfloat16),
+    ):
+        partial, exact = partials(world, generator, 1, rows, width, dtype=dtype)
+        x, weight = (
+            torch.randn(1, rows, width, generator=generator).to(dtype),
+            torch.randn(width, generator=generator).to(dtype),
+        )
+        total, normed = comm.defer(partial).add_norm(x, weight, 1e-5)
+        expected = F.rms_norm(total.double(), (width,), weight.double(), 1e-5)
+        # the two-shot kernel rounds the sum before the addition
+        sums_close = close(total, x.double() + exact, STEPS[dtype], x.abs() + exact.abs())
+        if not sums_close or not close(normed, expected, 2 * STEPS[dtype]):
+            found.append(f"{rows} {width} {dtype}")
+        if len(set(everyones_bits(total)) | set(everyones_bits(normed))) > 2:
+            found.append(f"ranks differ: {rows} {width} {dtype}")
+    comm.check()
+    return found
+
+
+@pytest.mark.parametrize(("kind", "n", "memory"), [*PEERS, ("one-shot", 3, "host")])
+def test_a_sum_with_addition_and_norm(interpreters: Ranks, kind: str, n: int, memory: str, seed: int) -> None:
+    assert interpreters.run(n, wrong_norms, kind, memory, seed) == [[]] * n, f"seed {seed}"
+
+
+def wrong_gathers(world: World, memory: Any, seed: int) -> list[str]:
+    comm, generator = symmetric("one-shot", memory), torch.Generator().manual_seed(seed)
+    # The first two launches zero a workspace that is zero already. Skip them: on 3 ranks one may zero a word that has just arrived.
+    comm.gathers.exchange.epochs.fill_(2)
+    found = []
+    for shape, dtype in (((1, 1), torch.int64), ((7, 3), torch.int64), ((3, 2, 50), torch.float16), ((2, 3), torch.int8)):
+        shards = torch.randint(-100, 100, (world.world_size, *shape), generator=generator).to(dtype)
+        if not torch.equal(comm.all_gather(shards[world.rank]), torch.cat(list(shards), dim=-1)):
+            found.append(f"{shape} {dtype}")
+    comm.check()
+    return found
+
+
+@pytest.mark.parametrize(("n", "memory"), [(2, "peer"), (4, "peer"), (3, "host")])
+def test_gathers(interpreters: Ranks, n: int, memory: str, seed: int) -> None:
+    assert interpreters.run(n, wrong_gathers, memory, seed) == [[]] * n, f"seed {seed}"
+
+
+def sums_of_long_messages(world: World, kind: Any, seed: int) -> bool:
+    comm = symmetric(kind)
+    for lane in (comm.here, comm.beside):
+        lane.workspace.exchange = replace(lane.workspace.exchange, capacity=1024)
+    generator = torch.Generator().manual_seed(seed)
+    partial, exact = partials(world, generator, 1717, dtype=torch.float32)
+    blocking, beside = comm.all_reduce(partial.clone()), comm.start(partial).wait()  # `start` may overwrite its argument
+    return close(blocking, exact, 4) and close(beside, exact, 4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_message_larger_than_the_workspace(interpreters: Ranks, kind: str, seed: int) -> None:
+    assert interpreters.run(2, sums_of_long_messages, kind, seed) == [True, True], f"seed {seed}"
+
+
+# --- epochs ------------------------------------------------------------------------------------------------------------------
+
+
+def sums_around(world: World, epoch: int, memory: Any, seed: int) -> list[str]:
+    """Messages whose all-reduce is wrong while the launch counters pass `epoch`. The buffers hold old words with the flags of
+    later launches."""
+    from comm.workspace import open_workspace
+    from kernels.all_reduce import one_shot, one_shot_bytes
+
+    workspace = open_workspace(one_shot_bytes, 4096, CPU, memory=memory)
+    exchange = workspace.exchange
+    generator, found = torch.Generator().manual_seed(seed), []
+    # 2^31 launches earlier, a longer message left words with the flags of the launches after the sweep
+    before = epoch - 2**31
+    if before > 0:
+        for stale in (before + 1, before + 2):  # leave such words in each slot
+            exchange.epochs.fill_(stale - 1)
+            one_shot(torch.full((900,), 1e6), exchange)
+    exchange.epochs.fill_(epoch - 3)
+    for n in (10, 20, 10, 900, 900, 7):
+        partial, exact = partials(world, generator, n, dtype=torch.float32)
+        if not close(one_shot(partial, exchange), exact, 4):
+            found.append(f"{n} values at {int(exchange.epochs[0])}")
+    if set(exchange.epochs.tolist()) != {epoch + 3}:
+        found.append(f"counters {set(exchange.epochs.tolist())}")
+    return found
+
+
+@pytest.mark.parametrize("memory", ["peer", "host"])
+@pytest.mark.parametrize("epoch", [2**30, 2**31, 2**32, 5 * 2**31], ids=["2^30", "2^31", "2^32", "5*2^31"])
+def test_flags_wrap_around(interpreters: Ranks, epoch: int, memory: str, seed: int) -> None:
+    assert interpreters.run(2, sums_around, epoch, memory, seed) == [[], []], f"seed {seed}"
+
+
+def lone_wait(world: World, kind: Any, memory: Any) -> list[str]:
+    """Rank 1 does not take part; rank 0 times out."""
+    comm = symmetric(kind, memory)
+    comm.here.workspace.exchange = replace(comm.here.workspace.exchange, patience=20)
+    if world.rank == 0:
+        comm.all_reduce(torch.ones(100))
+        with pytest.raises(RuntimeError, match="rank 0 waited in vain"):
+            comm.check()
+    else:
+        comm.check()
+    return []
+
+
+@pytest.mark.parametrize(("kind", "memory"), [("one-shot", "peer"), ("two-shot", "peer"), ("one-shot", "host")])
+def test_a_rank_that_waits_in_vain_says_so(interpreters: Ranks, kind: str, memory: str) -> None:
+    assert interpreters.run(2, lone_wait, kind, memory) == [[], []]
+
+
+# --- programs that run at the same time --------------------------------------------------------------------------------------
+
+
+def run_programs_in_threads() -> None:
+    """Make the interpreter run a launch's programs concurrently, each in a thread, instead of one after the other."""
+    from triton.runtime import interpreter
+
+    here = threading.local()
+    builder = interpreter.interpreter_builder
+    builder.__class__ = type(
+        "ThreadedBuilder",
+        (type(builder),),
+        {"grid_idx": property(lambda self: here.index, lambda self, index: setattr(here, "index", index))},
+    )
+
+    def launch(self: Any, *args: Any, **more: Any) -> None:
+        more = {name: value for name, value in more.items() if name in self.arg_names}
+        bound = interpreter.inspect.getcallargs(self.fn, *args, **more)
+        bound = {n: v if n in self.constexprs else interpreter._implicit_cvt(v) for n, v in bound.items()}
+        patch = interpreter._patch_lang(self.fn)
+        programs = self.grid[0]
+        builder.set_grid_dim(programs, 1, 1)
+        failures: list[BaseException] = []
+
+        def program(index: int) -> None:
+            try:
+                builder.set_grid_idx(index, 0, 0)
+                self.fn(**bound)
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=program, args=(index,)) for index in range(programs)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        patch.restore()
+        if failures:
+            raise failures[0]
+
+    interpreter.GridExecutor.__call__ = launch
+
+
+def wrong_split_rows(world: World, seed: int) -> list[str]:
+    """Cases with a wrong result. Several programs share a row and exchange their sums of squares."""
+    from comm.workspace import open_workspace
+    from kernels.all_reduce import Tiling, one_shot_add_norm, one_shot_bytes
+
+    run_programs_in_threads()
+    workspace = open_workspace(one_shot_bytes, 8192, CPU)
+    exchange = workspace.exchange
+    generator, found = torch.Generator().manual_seed(seed), []
+    for rows, width, block in ((1, 200, 64), (3, 256, 64), (2, 90, 32), (1, 200, 128)):
+        partial, exact = partials(world, generator, rows, width, dtype=torch.float32)
+        x, weight = torch.randn(rows, width, generator=generator), torch.randn(width, generator=generator)
+        total, normed = one_shot_add_norm(partial, x, weight, 1e-5, exchange, Tiling(block, 4))
+        expected = F.rms_norm(total.double(), (width,), weight.double(), 1e-5)
+        if not close(total, x.double() + exact, 8) or not close(normed, expected, 8):
+            found.append(f"{rows} {width} {block}")
+    return found + (["fault"] if int(exchange.fault) else [])
+
+
+def test_programs_that_share_a_row(interpreters: Ranks, seed: int) -> None:
+    try:
+        assert interpreters.run(2, wrong_split_rows, seed) == [[], []], f"seed {seed}"
+    finally:
+        interpreters.close()  # their interpreter has been patched
+
+
+# --- what does not fit -------------------------------------------------------------------------------------------------------
+
+
+def refusals(world: World) -> list[str]:
+    from comm.workspace import open_workspace
+    from kernels.all_reduce import Tiling, one_shot, one_shot_add_norm, one_shot_bytes, two_shot, two_shot_bytes
+
+    said = []
+    workspace = open_workspace(one_shot_bytes, 4096, CPU)
+    exchange = workspace.exchange
+    other = open_workspace(two_shot_bytes, 1024, CPU)
+    x = torch.ones(2, 30)
+    for call in (
+        lambda: one_shot(torch.ones(1025), exchange),
+        lambda: one_shot(torch.ones(513), exchange, Tiling(1, 1)),
+        lambda: two_shot(torch.ones(257), other.exchange),
+        lambda: one_shot_add_norm(x, x.half(), torch.ones(30), 1e-5, exchange),
+        lambda: one_shot_add_norm(x.bfloat16()[:, :29], x.bfloat16()[:, :29], x[0, :29].bfloat16(), 1e-5, exchange),
+    ):
+        try:
+            call()
+            said.append("nothing")
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def test_what_does_not_fit_is_refused(interpreters: Ranks) -> None:
+    for large, many, slices, dtypes, odd in interpreters.run(2, refusals):
+        assert "4100 bytes" in large and "4096" in large
+        assert "513 programs" in many and "512" in many
+        assert "1028 bytes" in slices
+        assert "float16" in dtypes and "no kernel" in dtypes
+        assert "(2, 29)" in odd
+
+
+def dies_before_the_workspace(world: World) -> None:
+    from comm.workspace import open_workspace
+
+    if world.rank == 1:
+        raise ValueError("gone")
+    open_workspace(lambda n, capacity: capacity, 1024, CPU)
+
+
+def test_ranks_do_not_wait_for_ever_for_one_that_never_opens_its_workspace(interpreters: Ranks) -> None:
+    with pytest.raises(RankError, match="gone"):
+        interpreters.run(2, dies_before_the_workspace, timeout=100.0)
+
+
+# --- GPUs --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_on_gpus(tmp_path: Path) -> None:
+    """All-reduces of all sizes and dtypes are right, also after thousands of graph replays."""
+    count = min(8, torch.cuda.device_count())
+    out = tmp_path / "comm.json"
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count), "scripts/bench_comm.py"]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    subprocess.run(
+        [sys.executable, *command, "--out", str(out), "--replays", "2000", "--seconds", "0"],
+        cwd=ROOT,
+        env=environment | {"NCCL_NVLS_ENABLE": "0"},
+        check=True,
+        timeout=600,
+    )
+    report = json.loads(out.read_text())
+    assert report["errors"] == {}
+    assert {"correct bf16", "correct norms", "correct gathers", "replays"} <= report["found"].keys()

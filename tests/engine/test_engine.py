@@ -1,0 +1,683 @@
+"""The engine: a request gets the same tokens as alone if it is in a mixed batch, cut into chunks, preempted, on a cached
+prefix, or on several ranks."""
+
+import json
+import random
+import time
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import llguidance
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+import checkpoint
+import comm
+from attention import Causal
+from config import ModelConfig, Reduces, with_variant
+from engine.core import Engine, EngineLimits
+from engine.offline import Timing, generate, score
+from engine.paged_cache import PagedCache
+from engine.protocol import Abort, Refused, RequestParams, Submit, TokenLogprobs, TokenOutput
+from engine.sampler import SamplingBatch, SamplingParams, sample
+from model import Transformer
+from rope_scaling import YarnScaling
+from tests import MODELS
+from tests.support.ranks import Ranks
+from tokenizer import load_tokenizer
+from tp import World
+
+CPU = torch.device("cpu")
+ALONE = World(0, 1, CPU, comm.Local())
+TOLERANCE = 1e-4  # of log-probabilities
+TINY = MODELS / "tiny-hybrid"
+PLAIN = [
+    "standard",
+    "parallel",
+    "ladder",
+    "hybrid:2",
+    "hybrid-list",
+    "desync-2x:4",
+    "desync-4x:4",
+    "desync-custom",
+    "upper-bound",
+]
+WINDOWS = ["mistral", "qwen3-some-layers", "desync-2x:4-mistral"]
+
+
+# --- models --------------------------------------------------------------------------------------------------------------
+
+
+def config_of(name: str) -> ModelConfig:
+    shape = dict(
+        vocab_size=101,
+        hidden_size=32,
+        n_layers=4,
+        n_heads=8,
+        n_kv_heads=random.choice([2, 4, 8]),
+        head_dim=4,
+        intermediate_size=48,
+        max_seq_len=80,
+    )
+    if name == "qwen3-some-layers":
+        return ModelConfig(**shape, family="qwen3", qk_norm=True, windows=(None, 6, None, 6))
+    if name == "qwen3-yarn":  # requests are longer than the original context
+        scaling = YarnScaling(4.0, 20, attention_factor=1.14)
+        return ModelConfig(**shape | {"n_heads": 4, "n_kv_heads": 2}, family="qwen3", qk_norm=True, rope_scaling=scaling)
+    config = ModelConfig(**shape)
+    if name == "biased":
+        return replace(config, qkv_bias=True, o_bias=True, mlp_bias=True)
+    if "mistral" in name:
+        config = replace(config, family="mistral", windows=(random.randint(2, 9),) * 4)
+        name = name.removesuffix("mistral").removesuffix("-") or "standard"
+    if name == "hybrid-list":
+        return replace(config, variant="ladder", ladder_layers=(0, 2))
+    if name == "desync-custom":
+        pattern = tuple(Reduces(random.random() < 0.5, random.random() < 0.5 or i == 3) for i in range(4))
+        return replace(config, variant="desync", desync_streams=4, desync_pattern=pattern)
+    return with_variant(config, name)
+
+
+@torch.no_grad()
+def random_model(config: ModelConfig) -> Transformer:
+    """A model in which every weight and norm changes the output. Logits are about 1 in size."""
+    model = Transformer(config, comm.Local(), CPU, torch.float32).eval().requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.uniform_(0.5, 1.5)
+        else:
+            parameter.normal_(0.0, parameter.shape[-1] ** -0.5)
+    return model
+
+
+def load(world: World, directory: Path) -> Transformer:
+    config = checkpoint.model_config(str(directory), None, world.world_size)
+    return checkpoint.load_model(str(directory), config, world, torch.float32)
+
+
+@cache
+def tiny() -> Transformer:
+    return load(ALONE, TINY)
+
+
+@cache
+def tiny_tokenizer() -> Any:
+    return load_tokenizer(TINY)
+
+
+def engine_of(
+    model: Transformer, n_blocks: int | None = None, tokenizer: Any = None, world: World = ALONE, **more: Any
+) -> Engine:
+    """An engine with KV-cache blocks of 4 tokens by default, exactly `n_blocks` of them if given."""
+    limits = EngineLimits(**dict(block_size=4) | more)
+    if n_blocks is not None:
+        size = PagedCache.bytes_per_block(
+            model.attention_slots, limits.block_size, model.n_kv_heads, model.config.head_dim, torch.float32
+        )
+        limits = replace(limits, kv_memory=n_blocks * size + random.randrange(size))
+    engine = Engine(model, tokenizer, limits, world)
+    engine.look_ahead = random.random() < 0.5  # always on with a GPU
+    assert n_blocks is None or engine.scheduler.blocks.n_blocks == n_blocks
+    return engine
+
+
+# --- serving ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Answer:
+    tokens: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    cached_tokens: int = 0
+
+    def take(self, output: TokenOutput) -> None:
+        assert self.finish_reason is None, "output behind the end"
+        if self.tokens:
+            assert output.prompt_logprobs is None, "the prompt's log-probabilities come once"
+        else:
+            self.prompt_logprobs, self.cached_tokens = output.prompt_logprobs, output.cached_tokens
+            assert output.queue_seconds >= 0 and output.prefill_seconds > 0
+        self.tokens += output.token_ids
+        self.logprobs += output.logprobs or []
+        self.finish_reason = output.finish_reason
+
+
+def step(engine: Engine, answers: dict[str, Answer]) -> None:
+    for output in engine.step():
+        answers[output.request_id].take(output)
+    scheduler = engine.scheduler
+    scheduler.blocks.check([s.blocks for s in scheduler.running])
+
+
+def serve(
+    engine: Engine, submits: list[Submit], at_once: int = 1000, aborts: dict[int, str] | None = None
+) -> dict[str, Answer]:
+    """Run all requests to their end. Returns the answers by request id.
+
+    at_once: requests that arrive before each step. aborts: the id of the request to abort, by the number of the step.
+    """
+    answers = {s.request_id: Answer() for s in submits}
+    coming = iter(submits)
+    number, last = 0, False
+    while engine.has_work() or engine.compiling or not last:
+        for _ in range(at_once):
+            arrived = next(coming, None)
+            if arrived is None:
+                last = True
+                break
+            assert engine.submit(arrived) is None
+        if aborts and number in aborts:
+            engine.abort(Abort(aborts[number]))
+        engine.admit()
+        if engine.has_work():
+            step(engine, answers)
+        elif engine.compiling:
+            time.sleep(0.001)
+        number += 1
+        assert number < 5000, "the engine does not come to an end"
+    assert engine.scheduler.blocks.used == 0
+    return answers
+
+
+def random_params(**fixed: Any) -> RequestParams:
+    wanted: dict[str, Any] = dict(max_tokens=random.randint(1, 16), seed=random.randrange(-(2**63), 2**63))
+    if random.random() < 0.4:
+        wanted |= dict(temperature=0.0)
+    else:
+        wanted |= dict(
+            temperature=random.uniform(0.3, 1.5),
+            top_k=random.choice([0, 0, 5, 40]),
+            top_p=random.choice([1.0, 0.9]),
+            min_p=random.choice([0.0, 0.05]),
+        )
+    return RequestParams(**wanted | fixed)
+
+
+def random_submits(count: int, vocab_size: int = 101, longest: int = 30, **fixed: Any) -> list[Submit]:
+    """Requests with prompts of all lengths; half begin like an earlier one. The first two fill 16 blocks of 4 tokens."""
+
+    def prompt_of(length: int) -> list[int]:
+        return [random.randrange(vocab_size) for _ in range(length)]
+
+    submits = [Submit(name, prompt_of(8), random_params(**fixed | dict(max_tokens=24))) for name in ("long 0", "long 1")]
+    for i in range(count):
+        prompt = prompt_of(random.choice([1, 2, random.randint(3, longest)]))
+        if random.random() < 0.5:
+            earlier = random.choice(submits).prompt_ids
+            prompt = (earlier[: random.randint(1, len(earlier))] + prompt)[:longest]
+        submits.append(Submit(f"r{i}", prompt, random_params(**fixed)))
+    return [*submits, Submit("twin", submits[-1].prompt_ids, random_params(**fixed))]
+
+
+# --- references ------------------------------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def plain_logits(model: Transformer, tokens: list[int]) -> Tensor:
+    """Logits (T, V) from one forward pass without a cache."""
+    return model(torch.tensor([tokens]), Causal(len(tokens), CPU))[0]
+
+
+def bent(logits: Tensor, prompt: list[int], output: list[int], params: RequestParams) -> Tensor:
+    """One row of logits (V,) after penalties, biases and min_tokens, applied id by id."""
+    logits = logits.clone()
+    for i in set(prompt + output):
+        logits[i] = logits[i] / params.repetition_penalty if logits[i] > 0 else logits[i] * params.repetition_penalty
+    for i in set(output):
+        logits[i] -= output.count(i) * params.frequency_penalty + params.presence_penalty
+    for i, bias in params.logit_bias.items():
+        logits[i] += bias
+    if len(output) < params.min_tokens:
+        for i in params.stop_token_ids:
+            logits[i] = -torch.inf
+    return logits
+
+
+def draws(logits: Tensor, position: int, params: RequestParams) -> list[int]:
+    """One token from each row of logits (B, V), drawn with this request's parameters."""
+    one = SamplingParams(params.temperature, params.top_k, params.top_p, params.min_p, params.seed)
+    batch = SamplingBatch.of([one] * len(logits), CPU)
+    return sample(logits, batch, torch.full((len(logits), 1), position)).tolist()
+
+
+def slow(model: Transformer, prompt: list[int], params: RequestParams) -> list[int]:
+    """The tokens of a request alone, without a cache: the whole text is recomputed for each token."""
+    output: list[int] = []
+    while len(output) < params.max_tokens:
+        logits = bent(plain_logits(model, prompt + output)[-1], prompt, output, params)
+        output += draws(logits[None], len(prompt + output), params)
+        if output[-1] in params.stop_token_ids and len(output) > params.min_tokens:
+            break
+    return output
+
+
+def offline(model: Transformer, prompt: list[int], params: RequestParams) -> list[int]:
+    """The tokens of a request alone, from `engine.offline`."""
+    one = SamplingParams(params.temperature, params.top_k, params.top_p, params.min_p, params.seed)
+    return [t[0] for t in generate(model, [prompt], [one], params.max_tokens, Timing())]
+
+
+def assert_same(model: Transformer, submit: Submit, tokens: list[int], expected: list[int], rounding: float = 1e-5) -> None:
+    """Check that the tokens are equal. Only a near-tie may differ, and then the tokens that follow it."""
+    if tokens == expected:
+        return
+    prompt, params = submit.prompt_ids, submit.params
+    same = next((i for i, (a, b) in enumerate(zip(tokens, expected, strict=False)) if a != b), None)
+    assert same is not None, f"{len(tokens)} tokens instead of {len(expected)}"
+    logits = plain_logits(model, prompt + expected[:same])[-1]
+    near = torch.stack(
+        [bent(logits + rounding * torch.randn_like(logits), prompt, expected[:same], params) for _ in range(300)]
+    )
+    assert tokens[same] in draws(near, len(prompt) + same, params), (
+        f"token {same} of {submit} is {tokens[same]} instead of {expected[same]}"
+    )
+
+
+def assert_logprobs(entry: TokenLogprobs, logits: Tensor, token: int, k: int) -> None:
+    """Check the entry of one position against the logits (V,) of the plain model."""
+    exact = logits.double().log_softmax(-1)
+    assert entry.chosen.token_id == token
+    assert abs(entry.chosen.logprob - exact[token]) < TOLERANCE
+    above = [int((exact > exact[token] + slack).sum()) + 1 for slack in (TOLERANCE, -TOLERANCE)]
+    assert above[0] <= entry.chosen.rank <= above[1]
+    assert len({t.token_id for t in entry.top}) == len(entry.top) == k
+    assert [t.rank for t in entry.top] == list(range(1, k + 1))
+    for found, best in zip(entry.top, exact.sort(descending=True).values, strict=False):
+        assert abs(found.logprob - exact[found.token_id]) < TOLERANCE
+        assert abs(found.logprob - best) < TOLERANCE
+
+
+# --- a request in a batch and alone ------------------------------------------------------------------------------------------
+
+
+# By name: engine limits, and the number of requests that arrive before each step.
+LIMITS: dict[str, tuple[dict[str, Any], int]] = {
+    "short chunks": (dict(max_batch_tokens=7, max_num_seqs=5), 2),
+    "little memory": (dict(n_blocks=15, max_batch_tokens=32), 3),
+    "one at a time": (dict(max_num_seqs=1, block_size=3), 1),
+    "single tokens": (dict(max_batch_tokens=1, block_size=1), 4),
+}
+
+
+def limits_to_try(name: str) -> dict[str, tuple[dict[str, Any], int]]:
+    """The limits to try with a kind of model: room for all, and two of LIMITS in rotation.
+
+    With the rotation, all of LIMITS are also tried with the three kinds of models that have windows.
+    """
+    first = (PLAIN + WINDOWS).index(name)
+    pair = [list(LIMITS)[(first + i) % len(LIMITS)] for i in range(2)]
+    return {"room for all": ({}, 1000)} | {setting: LIMITS[setting] for setting in pair}
+
+
+@pytest.mark.parametrize("name", PLAIN + WINDOWS)
+def test_mixed_batch_equals_alone(name: str, seed: int) -> None:
+    model = random_model(config_of(name))
+    submits = random_submits(7)
+    expected = {s.request_id: offline(model, s.prompt_ids, s.params) for s in submits}
+    for setting, (limits, at_once) in limits_to_try(name).items():
+        engine = engine_of(model, **limits)
+        answers = serve(engine, submits, at_once)
+        for submit in submits:
+            answer = answers[submit.request_id]
+            assert_same(model, submit, answer.tokens, expected[submit.request_id])
+            assert answer.finish_reason == "length"
+        if setting == "little memory":
+            assert engine.scheduler.preemptions > 0
+        again = serve(engine, submits[::-1], at_once)  # now some of the prompts are in the cache
+        for submit in submits:
+            assert_same(model, submit, again[submit.request_id].tokens, expected[submit.request_id])
+        assert engine.scheduler.prefix_hits > 0 or "n_blocks" in limits or limits.get("max_num_seqs") == 1, setting
+
+
+def test_the_embedded_model(seed: int) -> None:
+    model, tokenizer = tiny(), tiny_tokenizer()
+    texts = ["Once upon a time", "The fox", "A little girl named Zoë had a kite.", "One day", "Once upon a time, there was"]
+    submits = [
+        Submit(str(i), tokenizer.encode(t), random_params(max_tokens=random.randint(8, 24))) for i, t in enumerate(texts)
+    ]
+    for limits in (dict(max_batch_tokens=7, n_blocks=100), dict(n_blocks=14)):
+        answers = serve(engine_of(model, tokenizer=tokenizer, **limits), submits, 2)
+        for submit in submits:
+            assert_same(model, submit, answers[submit.request_id].tokens, offline(model, submit.prompt_ids, submit.params))
+
+
+def test_a_full_batch_of_bent_requests_under_preemption(seed: int) -> None:
+    """Penalties, biases and min_tokens still count all earlier output after a preempted request is recomputed."""
+    model = random_model(config_of("hybrid:2"))
+    submits = []
+    for submit in random_submits(9, longest=20):
+        long = submit.params.max_tokens == 24
+        params = msgspec.structs.replace(
+            submit.params,
+            max_tokens=24 if long else random.randint(12, 20),
+            presence_penalty=random.choice([0.0, 1.5]),
+            frequency_penalty=random.choice([0.0, 0.7, -0.5]),
+            repetition_penalty=random.choice([1.0, 1.3, 0.8]),
+            logit_bias=random.choice([{}, {3: 4.0, 50: -100.0}]),
+            min_tokens=random.choice([0, 6]),
+            stop_token_ids=[] if long else random.sample(range(101), 12),
+        )
+        submits.append(msgspec.structs.replace(submit, params=params))
+    engine = engine_of(model, n_blocks=14)
+    answers = serve(engine, submits)
+    assert engine.scheduler.preemptions > 0
+    reasons = set()
+    for submit in submits:
+        answer, params = answers[submit.request_id], submit.params
+        assert_same(model, submit, answer.tokens, slow(model, submit.prompt_ids, params))
+        stopped = answer.tokens[-1] in params.stop_token_ids
+        assert answer.finish_reason == ("stop" if stopped and len(answer.tokens) > params.min_tokens else "length")
+        assert not set(answer.tokens[: params.min_tokens]) & set(params.stop_token_ids)
+        assert not set(answer.tokens[:-1]) & set(params.stop_token_ids), "it went on behind a stop token"
+        reasons.add(answer.finish_reason)
+    assert reasons == {"stop", "length"}
+
+
+def test_an_id_may_come_again_with_other_parameters(seed: int) -> None:
+    model = random_model(config_of("standard"))
+    engine, prompt = engine_of(model), [1, 2, 3]
+    for params in (random_params(max_tokens=9, temperature=t, seed=s) for t, s in ((1.4, 1), (1.4, 2), (0.0, 2))):
+        submit = Submit("same", prompt, params)
+        assert_same(model, submit, serve(engine, [submit])["same"].tokens, offline(model, prompt, params))
+
+
+def test_ids_without_text_are_never_drawn(seed: int) -> None:
+    """The tokenizer has 40 ids, and the model's vocabulary is padded to 101."""
+    model = random_model(config_of("standard"))
+    engine = engine_of(model, tokenizer=SimpleNamespace(vocab_size=40))
+    # request 1 has a bias, so its logits are processed; those of the others are not
+    submits = [
+        Submit(
+            str(i),
+            [i],
+            RequestParams(max_tokens=20, temperature=5.0 * (i % 3), seed=i, logit_bias={50: 100.0} if i == 1 else {}),
+        )
+        for i in range(9)
+    ]
+    drawn = {t for a in serve(engine, submits).values() for t in a.tokens}
+    assert len(drawn) > 30
+    assert max(drawn) < 40
+
+
+# --- log-probabilities -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["ladder", "desync-2x:4", "mistral"])
+def test_logprobs(name: str, seed: int) -> None:
+    """Log-probabilities of prompts and answers, with prompts computed at once, in chunks, and interrupted by a preemption."""
+    model = random_model(config_of(name))
+    submits = []
+    for submit in random_submits(7):
+        wanted = dict(prompt_logprobs=random.choice([None, 0, 1, 5]), logprobs=random.choice([None, 0, 3]))
+        submits.append(msgspec.structs.replace(submit, params=msgspec.structs.replace(submit.params, **wanted)))
+    for limits in ({}, dict(max_batch_tokens=7), dict(n_blocks=13, max_batch_tokens=9), dict(max_batch_tokens=1)):
+        engine = engine_of(model, **limits)
+        answers = serve(engine, submits, 4)
+        assert engine.scheduler.preemptions > 0 or "n_blocks" not in limits
+        for submit in submits:
+            answer, params, prompt = answers[submit.request_id], submit.params, submit.prompt_ids
+            logits = plain_logits(model, prompt + answer.tokens)
+            if params.logprobs is None:
+                assert not answer.logprobs
+            else:
+                rows = logits[len(prompt) - 1 : -1]
+                for entry, row, token in zip(answer.logprobs, rows, answer.tokens, strict=True):
+                    assert_logprobs(entry, row, token, params.logprobs)
+            if params.prompt_logprobs is None:
+                assert answer.prompt_logprobs is None
+                continue
+            first, *rest = answer.prompt_logprobs or ()
+            assert first is None
+            for entry, row, token in zip(rest, logits, prompt[1:], strict=False):
+                assert_logprobs(entry, row, token, params.prompt_logprobs)
+            expected, _ = score(model, prompt)
+            assert len(rest) == len(expected) - 1
+            for entry, exact in zip(rest, expected[1:], strict=True):
+                assert abs(entry.chosen.logprob - exact) < TOLERANCE
+
+
+def test_prompt_logprobs_of_a_prompt_preempted_half_way(seed: int) -> None:
+    model = random_model(config_of("standard"))
+    prompt = [random.randrange(101) for _ in range(24)]
+    engine = engine_of(model, n_blocks=8, max_batch_tokens=3)
+    old = Submit("old", [5], RequestParams(max_tokens=20, seed=1))
+    scored = Submit("scored", prompt, RequestParams(max_tokens=2, seed=2, prompt_logprobs=2))
+    answers = {s.request_id: Answer() for s in (old, scored)}
+    assert engine.submit(old) is engine.submit(scored) is None
+    sequence = engine.scheduler.by_id["scored"]
+    computed = 0
+    while not engine.scheduler.preemptions:
+        computed = sequence.computed
+        step(engine, answers)
+    assert 0 < computed < len(prompt)
+    assert 1 < len(sequence.state.prompt_logprobs) < len(prompt)
+    while engine.has_work():
+        step(engine, answers)
+    expected, _ = score(model, prompt)
+    found = [e and e.chosen.logprob for e in answers["scored"].prompt_logprobs or ()]
+    assert found[0] is expected[0] is None
+    assert found[1:] == pytest.approx(expected[1:], abs=TOLERANCE)
+
+
+# --- aborts, stops, refusals, figures ----------------------------------------------------------------------------------------
+
+
+def test_aborts_free_blocks_at_once_and_leave_the_others_alone(seed: int) -> None:
+    model = random_model(config_of("hybrid:2"))
+    submits = random_submits(9)
+    engine = engine_of(model, n_blocks=25, max_batch_tokens=16, max_num_seqs=4)
+    scheduler, answers, gone = engine.scheduler, {s.request_id: Answer() for s in submits}, {}
+    for submit in submits:
+        assert engine.submit(submit) is None
+    number = 0
+    while engine.has_work():
+        number += 1
+        step(engine, answers)
+        groups = {1: scheduler.running, 4: list(scheduler.waiting), 6: scheduler.running}
+        if groups.get(number):
+            victim = random.choice(groups[number])
+            others = {b for s in scheduler.running if s is not victim for b in s.blocks}
+            engine.abort(Abort(victim.request_id))
+            engine.abort(Abort(victim.request_id))  # a second abort, and one of an unknown request, have no effect
+            engine.abort(Abort("nobody"))
+            assert scheduler.blocks.used == len(others)
+            scheduler.blocks.check([s.blocks for s in scheduler.running])
+            gone[victim.request_id] = list(answers[victim.request_id].tokens)
+    assert len(gone) == 3
+    assert scheduler.blocks.used == 0
+    for submit in submits:
+        answer, expected = answers[submit.request_id], offline(model, submit.prompt_ids, submit.params)
+        if submit.request_id in gone:
+            assert answer.finish_reason is None
+            assert answer.tokens == gone[submit.request_id], "output behind an abort"
+        else:
+            assert_same(model, submit, answer.tokens, expected)
+    again = serve(engine, submits)  # with the blocks that aborted requests left in the cache
+    for submit in submits:
+        assert_same(model, submit, again[submit.request_id].tokens, offline(model, submit.prompt_ids, submit.params))
+
+
+@pytest.mark.parametrize("min_tokens", [0, 5])
+def test_stop_token_ids(min_tokens: int, seed: int) -> None:
+    """The stop token is part of the output. The first one after min_tokens ends it, with reason "stop" also at max_tokens."""
+    model = random_model(config_of("ladder"))
+    free = RequestParams(max_tokens=12, seed=random.randrange(2**31), temperature=1.3)
+    prompt = [random.randrange(101) for _ in range(6)]
+    text = offline(model, prompt, free)
+    stops = [text[2], text[-1]]
+    limited = msgspec.structs.replace(free, stop_token_ids=stops, min_tokens=min_tokens)
+    submit = Submit("a", prompt, limited)
+    answer = serve(engine_of(model), [submit])["a"]
+    assert_same(model, submit, answer.tokens, slow(model, prompt, limited))
+    if min_tokens == 0:
+        assert answer.tokens == text[: min(text.index(s) for s in stops) + 1]
+        assert answer.finish_reason == "stop"
+    else:
+        assert not set(answer.tokens[:5]) & set(stops)
+        assert answer.tokens != text, "text[2] is a stop"
+
+
+def test_refusals(seed: int) -> None:
+    model = random_model(config_of("standard"))
+    engine = engine_of(model, n_blocks=10)
+    ok = RequestParams(max_tokens=4)
+
+    def with_(**more: Any) -> RequestParams:
+        return msgspec.structs.replace(ok, **more)
+
+    outside = random.choice([101, 102, 10**6, -1, -101])
+    cases = [
+        ([], ok, "the prompt is empty"),
+        ([1, outside, 2], ok, f"token id {outside} is outside the model's vocabulary of 101"),
+        ([1], with_(logit_bias={outside: 1.0}), f"token id {outside} is outside"),
+        ([1], with_(allowed_token_ids=[3, outside]), f"token id {outside} is outside"),
+        ([1], with_(stop_token_ids=[outside]), f"token id {outside} is outside"),
+        ([1] * 77, ok, "exceed the model's context of 80"),
+        ([1] * 37, ok, "41 tokens need 11 KV-cache blocks, but there are only 10"),
+        ([1], with_(grammar='start: "a"'), "no tokenizer"),
+    ]
+    for prompt, params, message in cases:
+        refused = engine.submit(Submit("bad", prompt, params))
+        assert isinstance(refused, Refused)
+        assert refused.request_id == "bad"
+        assert message in refused.message
+        assert "\n" not in refused.message
+        assert not engine.has_work()
+    assert engine.stats().prompt_tokens == 0
+    submit = Submit("good", [1] * 36, ok)
+    assert_same(model, submit, serve(engine, [submit])["good"].tokens, offline(model, submit.prompt_ids, ok))
+
+
+def test_stats(seed: int) -> None:
+    model = random_model(config_of("parallel"))
+    engine = engine_of(model, n_blocks=150)
+    submits = random_submits(5)
+    for submit in submits:
+        assert engine.submit(submit) is None
+    before = engine.stats()
+    assert (before.running, before.waiting, before.kv_blocks_used, before.kv_blocks_total) == (0, 8, 0, 150)
+    answers = {s.request_id: Answer() for s in submits}
+    step(engine, answers)
+    during = engine.stats()
+    assert during.running + during.waiting == len(engine.scheduler.by_id) > 0
+    assert during.kv_blocks_used == len({b for s in engine.scheduler.running for b in s.blocks}) > 0
+    assert during.steps == 1 and during.step_seconds > 0
+    assert len(during.batch_tokens) == 1
+    computed = during.batch_tokens[0]
+    while engine.has_work():
+        step(engine, answers)
+    after = engine.stats()
+    assert (after.running, after.waiting, after.kv_blocks_used) == (0, 0, 0)
+    assert after.prompt_tokens == sum(len(s.prompt_ids) for s in submits)
+    assert after.generation_tokens == sum(s.params.max_tokens for s in submits) == sum(len(a.tokens) for a in answers.values())
+    assert len(after.batch_tokens) == after.steps - 1
+    assert after.preemptions == 0
+    needed = sum(len(s.prompt_ids) + s.params.max_tokens - 1 for s in submits)  # the last token is never an input
+    assert computed + sum(after.batch_tokens) == needed - after.prefix_hits
+    assert engine.stats().batch_tokens == []
+
+
+def test_a_chat_goes_on_from_the_cache(seed: int) -> None:
+    """The prompt of the next turn contains the last answer. Its full blocks of computed tokens come from the cache."""
+    model = random_model(config_of("standard"))
+    engine, prompt = engine_of(model), [random.randrange(101) for _ in range(9)]
+    for turn in range(3):
+        known = 0 if turn == 0 else (len(prompt) - 4) // 4 * 4  # 3 tokens are new, and the last drawn one was never an input
+        submit = Submit(str(turn), prompt, random_params(max_tokens=8))
+        answer = serve(engine, [submit])[str(turn)]
+        assert answer.cached_tokens == known
+        assert_same(model, submit, answer.tokens, offline(model, prompt, submit.params))
+        prompt = prompt + answer.tokens + [random.randrange(101) for _ in range(3)]
+
+
+# --- grammars ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_grammar_holds_through_preemption(seed: int) -> None:
+    """Requests with a JSON schema, batched with free text, with and without preemptions. The end of the JSON ends them."""
+    model, tokenizer = tiny(), tiny_tokenizer()
+    schema = {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "pattern": "^[a-z ]{0,9}$"},
+            "old": {"type": "boolean"},
+            "n": {"enum": [1, 22, 333]},
+        },
+        "required": ["name", "old", "n"],
+        "additionalProperties": False,
+        "x-guidance": {"whitespace_flexible": False},
+    }
+    grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema))
+    prompt = tokenizer.encode("Once upon a time")
+    submits = [
+        Submit(
+            str(i),
+            [*prompt, random.randrange(3, 1000)],
+            random_params(
+                max_tokens=80, grammar=None if i == 2 else grammar, stop_token_ids=list(tokenizer.eos_ids) if i != 2 else []
+            ),
+        )
+        for i in range(5)
+    ]
+    texts = []
+    for n_blocks in (200, 24):
+        engine = engine_of(model, n_blocks, tokenizer)
+        answers = serve(engine, submits)
+        assert (engine.scheduler.preemptions > 0) == (n_blocks == 24)
+        for i in (0, 1, 3, 4):
+            assert answers[str(i)].finish_reason == "stop"
+            value = json.loads(tokenizer.decode(answers[str(i)].tokens))
+            assert set(value) == {"name", "old", "n"}
+            assert len(value["name"]) <= 9 and type(value["old"]) is bool and value["n"] in (1, 22, 333)
+        texts.append([answers[s.request_id].tokens for s in submits])
+    assert_same(model, submits[2], texts[1][2], offline(model, submits[2].prompt_ids, submits[2].params))
+    assert sum(a == b for a, b in zip(*texts, strict=True)) >= 4  # all five, unless rounding decides a tie
+
+
+# --- ranks -------------------------------------------------------------------------------------------------------------------
+
+
+def rank_serves(world: World, directory: Path, submits: list[Submit], random_seed: int) -> tuple[list[Answer], int, int]:
+    """Run one rank's engine. All ranks get the same requests and aborts; only their memory differs. Returns the answers, the
+    number of blocks and the number of preemptions."""
+    random.seed(random_seed + world.rank)
+    model = load(world, directory)
+    size = PagedCache.bytes_per_block(model.attention_slots, 4, model.n_kv_heads, model.config.head_dim, torch.float32)
+    memory = size * (15 + (world.rank + 1) % world.world_size)  # the last rank has the least
+    engine = Engine(model, None, EngineLimits(block_size=4, max_batch_tokens=19, kv_memory=memory), world)
+    answers = serve(engine, submits, 3, aborts={3: "r1"})
+    return list(answers.values()), engine.scheduler.blocks.n_blocks, engine.scheduler.preemptions
+
+
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("name", ["standard", "parallel", "hybrid:2", "desync-2x:4"])
+def test_ranks_give_the_same_tokens_as_one(name: str, n: int, ranks: Ranks, tmp_path: Path, seed: int) -> None:
+    checkpoint.save_checkpoint(random_model(config_of(name)), tmp_path, torch.float32)
+    model = load(ALONE, tmp_path)
+    submits = [
+        msgspec.structs.replace(
+            s, params=msgspec.structs.replace(s.params, logprobs=2, prompt_logprobs=random.choice([None, 1]))
+        )
+        for s in random_submits(7)
+    ]
+    results = ranks.run(n, rank_serves, tmp_path, submits, seed)
+    answers, blocks, preemptions = results[0]
+    for other in results[1:]:
+        assert other == results[0], "the ranks disagree"  # all bits of the log-probabilities are equal, too
+    assert blocks == 15
+    assert preemptions > 0
+    for submit, answer in zip(submits, answers, strict=True):
+        expected = offline(model, submit.prompt_ids, submit.params)
+        if submit.request_id == "r1":
+            expected = expected[: len(answer.tokens)]
+        assert_same(model, submit, answer.tokens, expected)
+        logits = plain_logits(model, submit.prompt_ids + answer.tokens)
+        for entry, row, token in zip(answer.logprobs, logits[len(submit.prompt_ids) - 1 : -1], answer.tokens, strict=True):
+            assert_logprobs(entry, row, token, 2)

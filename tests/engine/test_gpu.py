@@ -1,0 +1,121 @@
+"""The engine on GPUs: CUDA graphs, our kernels and every communicator give the same results as the reference on the CPU.
+Skipped without a GPU."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import comm
+from checkpoint import load_model, model_config
+from config import PRESETS, with_variant
+from engine.core import Engine, EngineLimits
+from engine.offline import Timing, generate
+from engine.sampler import SamplingParams
+from engine.scheduler import Chunk
+from model import Transformer
+from tests import MODELS, ROOT
+from tests.engine.gpu_rank import EMBEDDED, NEW_TOKENS, PROMPT
+from tests.engine.test_engine import (
+    PLAIN,
+    assert_same,
+    config_of,
+    offline,
+    random_model,
+    random_submits,
+    serve,
+)
+from tests.engine.test_graph_runner import assert_all_logprobs, submits_with_logprobs
+from tokenizer import load_tokenizer
+from tp import World
+
+GPUS = torch.cuda.device_count()
+CUDA = torch.device("cuda")
+ALONE = World(0, 1, CUDA, comm.Local())
+ROUNDING = 1e-4  # rounding error of logits of size 1 that are summed in another order
+
+pytestmark = pytest.mark.skipif(GPUS == 0, reason="needs a GPU")
+
+
+def on_gpu(model: Transformer) -> Transformer:
+    copy = Transformer(model.config, comm.Local(), CUDA, torch.float32).eval().requires_grad_(False)
+    copy.load_state_dict(model.state_dict())
+    return copy
+
+
+@pytest.mark.parametrize("name", [*PLAIN, "mistral", "qwen3-some-layers", "qwen3-yarn", "biased"])
+def test_requests_of_every_kind_get_what_the_cpu_gives(name: str, seed: int) -> None:
+    model = random_model(replace(config_of(name), head_dim=16))
+    twin = on_gpu(model)
+    submits = random_submits(6)
+    expected = {s.request_id: offline(model, s.prompt_ids, s.params) for s in submits}
+    size = 16 * 2 * twin.attention_slots * twin.n_kv_heads * 16 * 4  # bytes of a block
+    for limits, at_once in (
+        (EngineLimits(), 1000),
+        (EngineLimits(max_batch_tokens=24, max_num_seqs=5, kv_memory=8.5 * size), 2),
+    ):
+        engine = Engine(twin, None, limits, ALONE)
+        for order in (submits, submits[::-1]):  # the second time, prompts are in the cache
+            answers = serve(engine, order, at_once)
+            for submit in submits:
+                assert_same(model, submit, answers[submit.request_id].tokens, expected[submit.request_id], ROUNDING)
+
+
+def test_log_probabilities(seed: int) -> None:
+    model, submits = random_model(config_of("hybrid:2")), submits_with_logprobs()
+    assert_all_logprobs(model, submits, serve(Engine(on_gpu(model), None, EngineLimits(), ALONE), submits))
+
+
+@pytest.mark.parametrize("batch", [1, 5])
+def test_ten_thousand_replays_give_the_same_tokens(batch: int, seed: int) -> None:
+    """The decode graph is replayed with the same inputs."""
+    config = replace(with_variant(PRESETS["tiny"], "hybrid:4"), max_seq_len=64)
+    model = load_model("tiny", config, ALONE, torch.bfloat16, seed)
+    engine = Engine(model, None, EngineLimits(max_num_seqs=8, kv_memory=1e8), ALONE)
+    engine.look_ahead = False
+    for submit in random_submits(batch - 2, vocab_size=config.vocab_size, max_tokens=30, top_k=0, top_p=1.0, min_p=0.0)[
+        -batch:
+    ]:
+        assert engine.submit(submit) is None
+    engine.step()
+    chunks = [Chunk(s, s.computed, 1) for s in engine.scheduler.running]
+    first = engine.runner.collect(engine.runner.launch(chunks)).tokens
+    drawn = torch.empty(10_000, len(chunks), dtype=torch.int64, device=CUDA)
+    for i in range(len(drawn)):
+        engine.runner.decode.forget()  # type: ignore[attr-defined]
+        drawn[i] = engine.runner.launch(chunks).drawn  # type: ignore[attr-defined]
+    assert (drawn == torch.tensor(first, device=CUDA)).all()
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_every_variant_and_communicator_gives_the_cpu_s_greedy_tokens(n: int) -> None:
+    """The embedded models write the same story with every communicator. They run in fp32, where near-ties are rare."""
+    if n > GPUS:
+        pytest.skip(f"needs {n} GPUs")
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        str(n),
+        "-m",
+        "tests.engine.gpu_rank",
+    ]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert result.returncode == 0, result.stderr[-3000:]
+    found = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+    assert len(found) == 4 * len(EMBEDDED)
+    cpu = World(0, 1, torch.device("cpu"), comm.Local())
+    for name in EMBEDDED:
+        path = str(MODELS / f"tiny-{name}")
+        model = load_model(path, model_config(path, None, 1), cpu, torch.float32)
+        prompt = load_tokenizer(Path(path)).encode(PROMPT)
+        expected = [t[0] for t in generate(model, [prompt], [SamplingParams(0.0)], NEW_TOKENS, Timing())]
+        for line in found:
+            if line["model"] == name:
+                assert line["tokens"] == expected, line

@@ -1,0 +1,251 @@
+"""Grammars in the engine: compiled in a thread, once for each text, with limits. All ranks admit a request in the same step."""
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import llguidance
+import pytest
+import torch
+
+import checkpoint
+from comm import Local
+from engine import grammars as grammars_module
+from engine.core import Engine, EngineLimits
+from engine.grammars import CACHED, CACHED_TEXT, MAX_COMPILING, MAX_TEXT, Grammars
+from engine.protocol import Abort, Refused, RequestParams, Submit
+from errors import UserError
+from tests import MODELS
+from tests.engine.test_logits import MODEL_VOCAB
+from tests.support.quiet_clock import quiet_seconds
+from tests.support.ranks import Ranks
+from tokenizer import load_tokenizer
+from tp import World
+
+TINY = MODELS / "tiny-hybrid"
+ALONE = World(0, 1, torch.device("cpu"), Local())
+SECONDS = 300.0
+
+
+def grammar_of(schema: Any) -> str:
+    return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides={"whitespace_flexible": False})
+
+
+def large(branches: int, mark: str = "") -> str:
+    """A grammar that takes about 0.2 ms to compile for each branch."""
+    names = [
+        {f"{mark}{i} {j}": {"type": "string", "pattern": f"^[a-z]{{{j + 1},9}}$"} for j in range(3)} for i in range(branches)
+    ]
+    objects = [{"type": "object", "properties": one, "required": [*one], "additionalProperties": False} for one in names]
+    return grammar_of({"anyOf": objects})
+
+
+# Compiles fast. After the constant, its mask needs more items than a row may have.
+_LISTS = {"anyOf": [{"type": "array", "items": {"type": "string", "pattern": f"^a*{i}$"}, "minItems": 1} for i in range(500)]}
+COMPLEX = grammar_of({"type": "array", "prefixItems": [{"const": "some words"}], "items": _LISTS, "minItems": 2})
+WORD = grammar_of({"enum": ["hi", "ho"]})
+
+
+def engine_of(world: World = ALONE) -> Engine:
+    model = checkpoint.load_model(str(TINY), checkpoint.model_config(str(TINY), None, world.world_size), world, torch.float32)
+    return Engine(model, load_tokenizer(TINY), EngineLimits(kv_memory=64 << 20), world)
+
+
+@pytest.fixture(scope="module")
+def shared() -> Engine:
+    return engine_of()
+
+
+@pytest.fixture
+def engine(shared: Engine) -> Iterator[Engine]:
+    yield shared
+    for request_id in [*shared.scheduler.by_id, *(s.request_id for _, waiting in shared.compiling.values() for s in waiting)]:
+        shared.abort(Abort(request_id))
+
+
+def submit(request_id: str, grammar: str | None, max_tokens: int = 40, seed: int = 0) -> Submit:
+    return Submit(request_id, [5, 6, 7], RequestParams(max_tokens=max_tokens, grammar=grammar, seed=seed, stop_token_ids=[1]))
+
+
+def run(engine: Engine, until: float = SECONDS) -> dict[str, Any]:
+    """Run all requests to their end. Returns the token ids or the refusal of each request, by request id."""
+    found: dict[str, Any] = {}
+    end = time.monotonic() + until
+    while engine.has_work() or engine.compiling or engine.refused:
+        engine.admit()
+        for output in engine.step() if engine.has_work() else []:
+            found.setdefault(output.request_id, []).extend(output.token_ids)
+        for refused in engine.refused:
+            found[refused.request_id] = refused
+        engine.refused.clear()
+        assert time.monotonic() < end, "the engine does not come to an end"
+    return found
+
+
+def test_sixteen_choices_of_a_large_grammar_compile_once_and_beside(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[str] = []
+    compile_ = Grammars.compile
+    monkeypatch.setattr(Grammars, "compile", lambda self, text: compiled.append(text) or compile_(self, text))  # type: ignore[func-returns-value]
+    text = large(900)
+    start = quiet_seconds(os.getpid())
+    compile_(engine.grammars, text)
+    alone = quiet_seconds(os.getpid()) - start
+    assert engine.submit(Submit("plain", [5, 6, 7], RequestParams(max_tokens=1000))) is None
+    start = quiet_seconds(os.getpid())
+    for i in range(16):
+        assert engine.submit(submit(str(i), text, max_tokens=4, seed=i)) is None
+    assert quiet_seconds(os.getpid()) - start < max(4 * alone, 0.5), "submitting waits for a compiler"
+    steps = 0
+    while engine.compiling:
+        engine.admit()
+        if engine.has_work():  # on a busy machine the plain request may end first
+            engine.step()
+            steps += 1
+    assert steps > 1, "no step while it compiled"
+    engine.abort(Abort("plain"))
+    answers = run(engine)
+    assert compiled == [text]
+    assert sum(isinstance(answers[str(i)], list) for i in range(16)) == 16
+    assert engine.submit(submit("again", text)) is None
+    engine.admit()
+    assert not engine.compiling and compiled == [text], "a compiled grammar is kept"
+
+
+def test_a_request_that_still_compiles_can_be_aborted(engine: Engine) -> None:
+    for i in range(8):
+        assert engine.submit(submit(f"a{i}", large(300, f"{i // 2}/"))) is None
+    assert len(engine.compiling) == 4
+    assert engine.stats().waiting == 8
+    for i in range(7):
+        engine.abort(Abort(f"a{i}"))
+    assert engine.stats().waiting == 1
+    assert set(run(engine)) == {"a7"}
+
+
+def test_requests_wait_by_the_text_of_their_grammar(engine: Engine) -> None:
+    """Ranks compile at different speeds, so their jobs may differ. But they must wait for the same number of grammars."""
+    engine.grammars.start(WORD)
+    for i in range(2):
+        assert engine.submit(submit(f"h{i}", WORD)) is None
+        engine.grammars._cache.clear()
+        engine.grammars._jobs.clear()
+    assert list(engine.compiling) == [WORD]
+    assert set(run(engine)) == {"h0", "h1"}
+
+
+def test_more_grammars_than_may_wait_are_refused_for_now(engine: Engine) -> None:
+    texts = [grammar_of({"const": f"only {i}"}) for i in range(MAX_COMPILING + 1)]
+    assert [engine.submit(submit(f"b{i}", text)) for i, text in enumerate(texts[:-1])] == [None] * MAX_COMPILING
+    assert engine.submit(submit("same", texts[0])) is None, "the grammars count, not the requests"
+    refused = engine.submit(submit("one more", texts[-1]))
+    assert isinstance(refused, Refused) and refused.code == "grammars_busy" and "try again" in refused.message
+    assert len(run(engine)) == MAX_COMPILING + 1
+    assert engine.submit(submit("later", texts[-1])) is None
+
+
+def test_a_grammar_that_becomes_too_complex_ends_its_request_alone(engine: Engine) -> None:
+    assert engine.submit(submit("c", COMPLEX)) is None
+    assert engine.submit(submit("d", WORD)) is None
+    assert engine.submit(submit("e", None)) is None
+    answers = run(engine)
+    refused = answers["c"]
+    assert isinstance(refused, Refused) and "cannot be used" in refused.message and "\n" not in refused.message
+    assert refused.code == "invalid_schema"
+    assert len(answers["e"]) > 0 and len(answers["d"]) > 0
+    assert engine.scheduler.blocks.used == 0
+
+
+@pytest.mark.parametrize(
+    ("grammar", "why"),
+    [
+        (grammar_of({"type": "nope"}), "cannot be used"),
+        (large(1500), "cannot be used"),  # the first mask has too many branches
+        ("x" * (MAX_TEXT + 1), "longer than"),
+    ],
+    ids=["wrong", "wide", "long"],
+)
+def test_a_grammar_beyond_the_limits_is_refused(engine: Engine, grammar: str, why: str) -> None:
+    refused = engine.submit(submit("f", grammar)) or run(engine)["f"]
+    assert why in refused.message and refused.code == "invalid_schema"
+
+
+class Panic(BaseException):
+    """Like the panics that pyo3 raises, it is not an `Exception`."""
+
+
+@pytest.mark.parametrize("kind", [ValueError, Panic])
+def test_a_library_that_fails_to_start_keeps_nobody_waiting(kind: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Grammars) -> Any:
+        raise kind("no such vocabulary")
+
+    monkeypatch.setattr(Grammars, "_tokenizer", fail)
+    grammars = Grammars(load_tokenizer(TINY), MODEL_VOCAB)
+    grammars.warm_up()
+    job, end = grammars.start(WORD), time.monotonic() + SECONDS
+    while not job.state:
+        time.sleep(0.001)
+        assert time.monotonic() < end, "the thread has ended"
+    assert job.state == grammars_module.FAILED and "no such vocabulary" in job.error
+
+
+def test_what_is_kept_is_bounded() -> None:
+    grammars = Grammars(load_tokenizer(TINY), MODEL_VOCAB)
+    for i in range(CACHED + 10):
+        kept(grammars, grammar_of({"const": i}))
+    assert len(grammars._cache) == CACHED and not grammars._jobs
+    for i in range(6):
+        kept(grammars, grammar_of({"const": str(i), "description": "x" * (CACHED_TEXT // 5)}), compiles=False)
+    assert sum(map(len, grammars._cache)) <= CACHED_TEXT and len(grammars._cache) < 6
+
+
+def kept(grammars: Grammars, text: str, compiles: bool = True) -> None:
+    """Put a grammar into the cache. compiles: False stores it as if it were compiled, so the text may have any length."""
+    job = grammars.start(text) if compiles else grammars_module.Job(text)
+    end = time.monotonic() + SECONDS
+    while compiles and not job.state:
+        time.sleep(0.001)
+        assert time.monotonic() < end
+    job.state = grammars_module.COMPILED
+    grammars.finished(job)
+
+
+def test_min_tokens_give_way_to_a_grammar_that_ends(engine: Engine) -> None:
+    """At its end the grammar allows only a stop token, which min_tokens masks. The grammar takes precedence."""
+    params = RequestParams(max_tokens=20, min_tokens=15, grammar='start: "hi" "!"?', stop_token_ids=[1])
+    assert engine.submit(Submit("g", [5, 6, 7], params)) is None
+    tokenizer = load_tokenizer(TINY)
+    assert tokenizer.decode([one for one in run(engine)["g"] if one != 1]) in ("hi", "hi!")
+
+
+# --- ranks ------------------------------------------------------------------------------------------------------------------
+
+
+def rank_compiles(world: World, slow: int) -> tuple[list[int], dict[str, Any]]:
+    """One rank compiles more slowly, and a grammar fails on it. Returns the number of grammars to wait for, and all answers."""
+    engine = engine_of(world)
+    compile_ = engine.grammars.compile
+
+    def compile_slowly(text: str) -> Any:
+        time.sleep(0.3 * (world.rank == slow))
+        if world.rank == slow and "unlucky" in text:
+            raise UserError("no memory")
+        return compile_(text)
+
+    engine.grammars.compile = compile_slowly  # type: ignore[method-assign]
+    texts = [None, WORD, COMPLEX, WORD, grammar_of({"type": "nope"}), grammar_of({"const": "unlucky"}), large(50)]
+    for i, text in enumerate(texts):
+        assert engine.submit(submit(str(i), text, max_tokens=30, seed=i)) is None
+    engine.abort(Abort("6"))
+    return [len(engine.compiling)], run(engine)
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_ranks_admit_and_refuse_together(ranks: Ranks, slow: int) -> None:
+    (waiting, first), (_, second) = ranks.run(2, rank_compiles, slow)
+    assert waiting == [4]
+    assert {k: v for k, v in first.items() if isinstance(v, list)} == {k: v for k, v in second.items() if isinstance(v, list)}
+    for answers in (first, second):
+        assert {k for k, v in answers.items() if isinstance(v, Refused)} == {"2", "4", "5"}
+        assert set(answers) == {"0", "1", "2", "3", "4", "5"}

@@ -1,0 +1,374 @@
+"""The effects of a request's parameters on its logits: penalties, biases, allowed ids, grammars. Also log-probabilities."""
+
+import json
+import random
+import re
+from functools import cache
+from typing import Any
+
+import llguidance
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import MinNewTokensLengthLogitsProcessor, RepetitionPenaltyLogitsProcessor
+
+from engine.grammars import Grammars
+from engine.logits import advance, allowed, check_ids, new_state, process, token_logprobs
+from engine.protocol import RequestParams
+from engine.scheduler import Sequence
+from errors import UserError
+from tests import MODELS
+from tokenizer import load_tokenizer
+
+try:
+    import jsonschema_rs
+except ImportError:  # then only `valid` checks values
+    jsonschema_rs = None
+
+CPU = torch.device("cpu")
+TINY = MODELS / "tiny-hybrid"
+VOCAB = 37
+MODEL_VOCAB = 1030  # a model's vocabulary may be padded beyond the tokenizer's 1024
+
+
+def sequence_of(prompt: list[int], output: list[int], vocab: int = VOCAB, **params: Any) -> Sequence:
+    wanted = RequestParams(max_tokens=100, **params)
+    sequence = Sequence("a", [*prompt, *output], len(prompt), wanted)
+    check_ids(prompt, vocab)
+    sequence.state = new_state(wanted, vocab, CPU)
+    return sequence
+
+
+def random_ids(longest: int, vocab: int = VOCAB) -> list[int]:
+    """Token ids with repetitions."""
+    few = [random.randrange(vocab) for _ in range(6)]
+    return [random.choice(few) for _ in range(random.randint(0, longest))]
+
+
+def random_logits(rows: int, vocab: int = VOCAB) -> Tensor:
+    """Logits (rows, vocab). Two in a row differ by at least 1e-3, because the order of equal ones is arbitrary."""
+    logits = torch.randn(rows, vocab) * 3
+    return logits + logits.argsort(-1).argsort(-1) * 1e-3
+
+
+# --- penalties -----------------------------------------------------------------------------------------------------------
+
+
+def test_repetition_penalty_equals_transformers(seed: int) -> None:
+    for _ in range(50):
+        prompt, output, penalty = [1, *random_ids(9)], random_ids(9), random.choice([0.5, 1.1, 1.7, 2.0])
+        logits = random_logits(1)
+        expected = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([prompt + output]), logits.clone())
+        found = process(logits, [sequence_of(prompt, output, repetition_penalty=penalty)])
+        torch.testing.assert_close(found, expected)
+        assert not torch.equal(found, logits)
+
+
+def openai(logits: np.ndarray, output: list[int], presence: float, frequency: float) -> np.ndarray:
+    """mu[j] - c[j] * alpha_frequency - float(c[j] > 0) * alpha_presence, where c counts the tokens sampled before."""
+    counts = np.bincount(np.array(output, dtype=np.int64), minlength=len(logits))
+    return logits - counts * frequency - (counts > 0) * presence
+
+
+def test_presence_and_frequency_penalties_are_those_of_openai(seed: int) -> None:
+    """These penalties do not count the prompt."""
+    for _ in range(50):
+        prompt, output = [1, *random_ids(9)], random_ids(20)
+        presence, frequency = random.uniform(-2, 2), random.choice([0.0, random.uniform(-2, 2)])
+        logits = random_logits(1)
+        found = process(logits, [sequence_of(prompt, output, presence_penalty=presence, frequency_penalty=frequency)])
+        expected = openai(logits[0].double().numpy(), output, presence, frequency)
+        np.testing.assert_allclose(found[0].numpy(), expected, atol=1e-5)
+
+
+def test_a_batch_is_its_rows(seed: int) -> None:
+    """All penalties together, with different parameters in each row. Rows without parameters keep every bit, and the input
+    tensor is not changed."""
+    for _ in range(20):
+        sequences, expected = [], []
+        logits = random_logits(random.randint(2, 8))
+        for row in logits:
+            prompt, output = [2, *random_ids(9)], random_ids(9)
+            if random.random() < 0.3:
+                sequences.append(sequence_of(prompt, output))
+                expected.append(row.double().numpy())
+                continue
+            repetition = random.choice([1.0, 1.4])
+            presence, frequency = random.choice([0.0, 0.9]), random.choice([0.0, -0.6])
+            bias = random.choice([{}, {3: 2.5, 30: -100.0}])
+            sequences.append(
+                sequence_of(
+                    prompt,
+                    output,
+                    repetition_penalty=repetition,
+                    presence_penalty=presence,
+                    frequency_penalty=frequency,
+                    logit_bias=bias,
+                )
+            )
+            wanted = RepetitionPenaltyLogitsProcessor(repetition)(torch.tensor([prompt + output]), row[None].clone())
+            wanted = openai(wanted[0].double().numpy(), output, presence, frequency)
+            for i, value in bias.items():
+                wanted[i] += value
+            expected.append(wanted)
+        before = logits.clone()
+        found = process(logits, sequences)
+        assert torch.equal(logits, before)
+        np.testing.assert_allclose(found.numpy(), np.stack(expected), atol=1e-5)
+        for row, sequence, same in zip(found, sequences, logits, strict=True):
+            if sequence.params == RequestParams(max_tokens=100):
+                assert torch.equal(row, same)
+
+
+def test_nothing_asked_nothing_copied() -> None:
+    logits = random_logits(3)
+    assert process(logits, [sequence_of([1], [2, 3]) for _ in range(3)]) is logits
+
+
+def test_counts_follow_the_output(seed: int) -> None:
+    """One or several tokens may be new. None is counted twice if a sequence is processed again with the same tokens, as after a
+    preemption."""
+    for _ in range(20):
+        prompt = [1, 2, 3]
+        sequence = sequence_of(prompt, [], frequency_penalty=1.0)
+        output: list[int] = []
+        for _ in range(15):
+            output += [random.randrange(5) for _ in range(random.choice([0, 0, 1, 1, 3]))]  # 0: as after a preemption
+            sequence.tokens = prompt + output
+            logits = random_logits(1)
+            found = process(logits, [sequence])
+            np.testing.assert_allclose(found[0].numpy(), openai(logits[0].numpy(), output, 0.0, 1.0), atol=1e-5)
+            assert sequence.state.counts.tolist() == [output.count(i) for i in range(VOCAB)]
+
+
+# --- biases and masks ------------------------------------------------------------------------------------------------------
+
+
+def test_logit_bias_and_allowed_ids(seed: int) -> None:
+    for _ in range(30):
+        bias = {i: random.uniform(-100, 100) for i in random.sample(range(VOCAB), random.choice([0, 1, 5]))}
+        ids = random.choice([None, random.sample(range(VOCAB), random.randint(1, 6))])
+        logits = random_logits(1)
+        found = process(logits, [sequence_of([1], [2], logit_bias=bias, allowed_token_ids=ids)])[0]
+        for i in range(VOCAB):
+            if ids is not None and i not in ids:
+                assert found[i] == -torch.inf
+            else:
+                assert found[i].item() == pytest.approx(logits[0, i].item() + bias.get(i, 0.0), abs=1e-4)
+
+
+@pytest.mark.parametrize("field", ["logit_bias", "allowed_token_ids", "stop_token_ids", "prompt"])
+def test_ids_outside_the_vocabulary_are_refused(field: str, seed: int) -> None:
+    for outside in (VOCAB, VOCAB + 1000, -1):
+        params: dict[str, Any] = {"logit_bias": {outside: 1.0}} if field == "logit_bias" else {field: [0, outside]}
+        prompt = params.pop("prompt", [1])
+        with pytest.raises(UserError, match=f"^token id {outside} is outside the model's vocabulary of {VOCAB}$"):
+            sequence_of(prompt, [], **params)
+    edges = [0, VOCAB - 1]
+    sequence_of(edges, [], logit_bias=dict.fromkeys(edges, 1.0), allowed_token_ids=edges, stop_token_ids=edges)
+
+
+def test_min_tokens_masks_stops_as_transformers_does(seed: int) -> None:
+    for _ in range(30):
+        stops, minimum = random.sample(range(VOCAB), random.randint(1, 4)), random.randint(1, 6)
+        prompt, output = [1, *random_ids(5)], random_ids(9)
+        logits = random_logits(1)
+        reference = MinNewTokensLengthLogitsProcessor(len(prompt), minimum, stops, device="cpu")
+        expected = reference(torch.tensor([prompt + output]), logits.clone())
+        found = process(logits, [sequence_of(prompt, output, stop_token_ids=stops, min_tokens=minimum)])
+        assert torch.equal(found, expected)
+        assert torch.isinf(found).any() == (len(output) < minimum)
+
+
+# --- grammars ----------------------------------------------------------------------------------------------------------------
+
+
+@cache
+def grammars() -> Grammars:
+    return Grammars(load_tokenizer(TINY), MODEL_VOCAB)
+
+
+def random_schema(depth: int = 2) -> dict[str, Any]:
+    kinds = ["boolean", "integer", "string", "enum", "pattern", "null", "number"] + ["object", "array"] * (2 if depth else 0)
+    match random.choice(kinds):
+        case "integer" | "number" as kind:
+            low = random.randint(-50, 50)
+            return {"type": kind, "minimum": low, "maximum": low + random.randint(1, 99)}
+        case "string":
+            return {"type": "string", "maxLength": random.randint(0, 5)}
+        case "enum":
+            return {"enum": random.sample(["red", "blau", "naïve", 'quo"te', 7, -1.5, None, True], 3)}
+        case "pattern":
+            return {"type": "string", "pattern": "^[A-F]{2}-[0-9]{1,3}$"}
+        case "object":
+            names = random.sample(["name", "age", "x", "Größe", "the key"], random.randint(1, 3))
+            properties = {n: random_schema(depth - 1) for n in names}
+            required = random.sample(names, random.randint(0, len(names)))
+            return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+        case "array":
+            low = random.randint(0, 2)
+            return {"type": "array", "items": random_schema(depth - 1), "minItems": low, "maxItems": low + random.randint(0, 2)}
+        case kind:
+            return {"type": kind}
+
+
+def valid(value: Any, schema: dict[str, Any]) -> bool:
+    """Whether a value fits a JSON schema, for the keywords that `random_schema` uses."""
+    if "enum" in schema:
+        return any(type(value) is type(e) and value == e for e in schema["enum"])
+    match schema["type"]:
+        case "boolean":
+            return type(value) is bool
+        case "null":
+            return value is None
+        case "integer":
+            return type(value) is int and schema["minimum"] <= value <= schema["maximum"]
+        case "number":
+            return type(value) in (int, float) and schema["minimum"] <= value <= schema["maximum"]
+        case "string":
+            fits = re.search(schema.get("pattern", ""), value) if type(value) is str else None
+            return fits is not None and len(value) <= schema.get("maxLength", 1000)
+        case "array":
+            sizes = schema["minItems"], schema["maxItems"]
+            return type(value) is list and sizes[0] <= len(value) <= sizes[1] and all(valid(v, schema["items"]) for v in value)
+    known, required = schema["properties"], schema["required"]
+    return (
+        type(value) is dict and set(required) <= set(value) <= set(known) and all(valid(v, known[k]) for k, v in value.items())
+    )
+
+
+def generate(grammar: str, temperature: float, limit: int = 4000, **params: Any) -> tuple[str, bool]:
+    """The text that random logits give under a grammar, and whether the grammar ended it."""
+    tokenizer = grammars().tokenizer
+    assert tokenizer is not None
+    wanted = RequestParams(max_tokens=limit, grammar=grammar, **params)
+    sequence = Sequence("a", [5], 1, wanted)
+    sequence.state = new_state(wanted, MODEL_VOCAB, CPU)
+    sequence.state.matcher = grammars().compile(grammar)
+    while sequence.generated < limit:
+        logits = process(torch.randn(1, MODEL_VOCAB) / temperature, [sequence])
+        token = int((logits[0] - torch.empty(MODEL_VOCAB).exponential_().log()).argmax())
+        assert logits[0, token] > -torch.inf, "the grammar allows no token at all"
+        sequence.tokens.append(token)
+        if advance(sequence, token):
+            return tokenizer.decode(sequence.tokens[1:]), True
+    return tokenizer.decode(sequence.tokens[1:]), False
+
+
+def compact(schema: dict[str, Any]) -> str:
+    return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema | {"x-guidance": {"whitespace_flexible": False}}))
+
+
+def test_200_random_schemas_hold(seed: int) -> None:
+    """The logits are random, so only the mask can make the text valid."""
+    values = []
+    for _ in range(200):
+        schema = random_schema()
+        text, complete = generate(compact(schema), temperature=random.choice([0.2, 1.0, 3.0]))
+        assert complete, f"no end of {text[:200]!r} by {schema}"
+        value = json.loads(text)
+        assert valid(value, schema), f"{text} is not of {schema}"
+        if jsonschema_rs is not None:
+            jsonschema_rs.validate(schema, value)
+        values.append(text)
+    assert len(set(values)) > 100, "hardly anything was tried"
+
+
+def test_other_grammars(seed: int) -> None:
+    """A regular expression and a choice in Lark syntax, as for `guided` requests."""
+    for _ in range(10):
+        text, complete = generate('start: /[0-9]{3}-[a-f]{2,4}/ "!"', 1.0)
+        assert complete
+        assert re.fullmatch(r"[0-9]{3}-[a-f]{2,4}!", text)
+        text, complete = generate('start: "yes" | "no" | "perhaps"', 1.0)
+        assert complete
+        assert text in ("yes", "no", "perhaps")
+
+
+def test_a_grammar_goes_with_other_parameters(seed: int) -> None:
+    """Ids outside `allowed_token_ids` stay forbidden under a grammar."""
+    tokenizer = grammars().tokenizer
+    assert tokenizer is not None
+    digits = {i for i in range(tokenizer.vocab_size) if tokenizer.token_bytes(i) in (b"1", b"2")}
+    assert len(digits) == 2
+    for _ in range(10):
+        text, complete = generate("start: /[0-9]{6}/", 1.0, allowed_token_ids=[*digits, *tokenizer.eos_ids])
+        assert complete
+        assert re.fullmatch("[12]{6}", text)
+
+
+def test_the_mask_is_what_the_grammar_allows(seed: int) -> None:
+    """The mask allows exactly the ids whose bytes the grammar allows next, EOS where the text may end, and no padding id."""
+    tokenizer = grammars().tokenizer
+    assert tokenizer is not None
+    pieces = {i: tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size) if i not in tokenizer.special_ids}
+    matcher = grammars().compile('start: "a" ("b" | "c")?')
+
+    def ids() -> set[int]:
+        mask = allowed(matcher, MODEL_VOCAB)
+        assert mask.shape == (MODEL_VOCAB,)
+        assert mask.dtype == torch.bool
+        return set(mask.nonzero()[:, 0].tolist())
+
+    assert ids() == {i for i, piece in pieces.items() if piece in (b"a", b"ab", b"ac")}
+    assert matcher.consume_token(next(i for i, piece in pieces.items() if piece == b"a"))
+    assert ids() == {i for i, piece in pieces.items() if piece in (b"b", b"c")} | set(tokenizer.eos_ids)
+    assert not matcher.is_stopped()
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        "",
+        "{",
+        "junk",
+        "start: missing",
+        "start: /(/",
+        "%%%",
+        "\x00",
+        '{"grammars": []}',
+        '{"grammars": 5}',
+        '{"type": "object"}',
+        llguidance.LLMatcher.grammar_from_json_schema('{"type": "nope"}'),
+        llguidance.LLMatcher.grammar_from_json_schema('{"$ref": "#/nowhere"}'),
+        llguidance.LLMatcher.grammar_from_json_schema('{"type": "integer", "minimum": 5, "maximum": 1}'),
+    ],
+)
+def test_a_bad_grammar_is_refused_in_one_line(grammar: str) -> None:
+    with pytest.raises(UserError, match=r"^the grammar or JSON schema cannot be used: .") as error:
+        grammars().compile(grammar)
+    assert "\n" not in str(error.value)
+    generate("start: /[0-9]{2}/", 1.0)  # the next grammar still works
+
+
+def test_a_model_that_cannot_follow_a_grammar_says_so() -> None:
+    class Endless:
+        eos_ids = ()
+
+    for tokenizer, why in ((None, "no tokenizer"), (Endless(), "no end-of-text token")):
+        with pytest.raises(UserError, match=why):
+            Grammars(tokenizer, VOCAB).check('start: "a"')  # type: ignore[arg-type]
+
+
+# --- log-probabilities -------------------------------------------------------------------------------------------------------
+
+
+def test_token_logprobs_equal_float64(seed: int) -> None:
+    for _ in range(30):
+        rows = random.randint(1, 6)
+        logits = random_logits(rows)
+        if random.random() < 0.3:
+            logits = logits * 20  # nearly one-hot
+        chosen = [random.randrange(VOCAB) for _ in range(rows)]
+        tops = [random.choice([0, 1, 5, 20, VOCAB, VOCAB + 5]) for _ in range(rows)]
+        exact = logits.double().log_softmax(-1)
+        for i, entry in enumerate(token_logprobs(logits, chosen, tops)):
+            k = min(tops[i], VOCAB)
+            best = exact[i].topk(k)
+            assert entry.chosen.token_id == chosen[i]
+            assert entry.chosen.logprob == pytest.approx(exact[i, chosen[i]].item(), rel=1e-5, abs=1e-5)
+            assert entry.chosen.rank == int((logits[i] > logits[i, chosen[i]]).sum()) + 1
+            assert [t.token_id for t in entry.top] == best.indices.tolist()
+            assert [t.logprob for t in entry.top] == pytest.approx(best.values.tolist(), rel=1e-5, abs=1e-5)
+            assert [t.rank for t in entry.top] == list(range(1, k + 1))

@@ -1,0 +1,197 @@
+"""Output streams against their definition: decode all ids, and cut the text before the first stop string."""
+
+import codecs
+import random
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.stopping import OutputStream
+from tests import MODELS
+from tokenizer import Tokenizer, load_tokenizer
+
+FOLDER = MODELS / "tiny-hybrid"
+TOKENIZER = load_tokenizer(FOLDER)
+PADDED_VOCABULARY = TOKENIZER.vocab_size + 8  # as for a model that pads its embedding
+TEXTS = [
+    "Once upon a time there was a fox.",
+    "naïve façade, Grüße",
+    "日本語と🦊👩‍👩‍👧",
+    "привет, мир",
+    "aaaaabaaaab",
+    "12 + 34 = 46",
+]
+
+
+def decoded(tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int], final: bool) -> str:
+    """The text of `ids` after `prompt`, decoded from bytes. An incomplete last character is left out unless `final`."""
+
+    def text(ids: Sequence[int], final: bool) -> str:
+        data = [tokenizer.token_bytes(i) for i in ids if i < tokenizer.vocab_size and i not in tokenizer.special_ids]
+        return codecs.getincrementaldecoder("utf-8")("replace").decode(b"".join(data), final)
+
+    return text([*prompt, *ids], final)[len(text(prompt, False)) :]
+
+
+def defined(
+    prompt: Sequence[int], ids: Sequence[int], max_tokens: int, stop_ids: frozenset[int], stop: Sequence[str]
+) -> tuple[str, list[int], str | None]:
+    """Text, token ids and finish reason by definition: search the whole text again after each token."""
+    for n in range(1, len(ids) + 1):
+        ended = ids[n - 1] in stop_ids
+        text = decoded(TOKENIZER, prompt, ids[: n - ended], final=ended or n == max_tokens)
+        starts = [text.index(s) for s in stop if s in text]
+        if starts:
+            return text[: min(starts)], list(ids[:n]), "stop"
+        if ended or n == max_tokens:
+            return text, list(ids[:n]), "stop" if ended else "length"
+    return decoded(TOKENIZER, prompt, ids, final=False), list(ids), None
+
+
+def text_ids(rng: random.Random) -> list[int]:
+    """A text's ids. Some tokens are replaced by the tokens of their bytes."""
+    by_byte = {TOKENIZER.token_bytes(i): i for i in range(TOKENIZER.vocab_size) if i not in TOKENIZER.special_ids}
+    ids: list[int] = []
+    for i in TOKENIZER.encode(rng.choice(TEXTS) + rng.choice(TEXTS), add_special_tokens=False):
+        split = [by_byte[bytes([b])] for b in TOKENIZER.token_bytes(i)]
+        ids += split if rng.random() < 0.5 else [i]
+    return ids
+
+
+def random_ids(rng: random.Random) -> list[int]:
+    """A text's ids with random ids inserted: broken characters, special tokens, ids without text."""
+    ids = text_ids(rng)
+    for _ in range(rng.randrange(4)):
+        ids.insert(rng.randrange(len(ids) + 1), rng.randrange(PADDED_VOCABULARY))
+    return ids
+
+
+def random_stops(rng: random.Random, text: str) -> list[str]:
+    """Parts of `text`, which stop it, and parts of `text` with a different last character, which may match except for it."""
+    stops = []
+    for _ in range(rng.randrange(4)):
+        start = rng.randrange(max(1, len(text)))
+        part = text[start : start + rng.randint(1, 8)]
+        if part:
+            stops.append(part if rng.random() < 0.4 else part + rng.choice("#aé🦊"))
+    return stops
+
+
+def check(ids: list[int], prompt: list[int], max_tokens: int, stop_ids: frozenset[int], stop: list[str]) -> str | None:
+    """Push `ids` one by one and compare with the definition. Return the finish reason.
+
+    Released text must never be taken back, and only text that may become a stop string may be held back."""
+    text, token_ids, reason = defined(prompt, ids, max_tokens, stop_ids, stop)
+    output = OutputStream(TOKENIZER, prompt, max_tokens, stop_ids, stop)
+    released = ""
+    for i in ids:
+        released += output.push(i)
+        assert output.text == released
+        if reason is not None:
+            assert text.startswith(released), "released text that the end swallows"
+        if output.finish_reason is not None:
+            break
+        held = decoded(TOKENIZER, prompt, output.token_ids, final=False).removeprefix(released)
+        assert held == "" or any(s.startswith(held) for s in stop), "held back text that no stop string can swallow"
+    assert (output.token_ids, output.finish_reason) == (token_ids, reason)
+    if reason is not None:
+        assert released == text
+    return reason
+
+
+@given(st.randoms(use_true_random=False))
+@settings(deadline=None, max_examples=400)
+def test_the_stream_is_what_the_definition_says(rng: random.Random) -> None:
+    ids = random_ids(rng)
+    prompt = random_ids(rng)[: rng.randrange(12)] if rng.random() < 0.5 else []
+    stop_ids = frozenset(rng.sample(ids, min(len(ids), rng.randrange(2))))
+    max_tokens = rng.randint(1, len(ids) + 3)
+    check(ids, prompt, max_tokens, stop_ids, random_stops(rng, decoded(TOKENIZER, prompt, ids, final=True)))
+
+
+def test_the_random_cases_reach_every_end(seed: int) -> None:
+    rng = random.Random(seed)
+    reasons = set()
+    for _ in range(300):
+        ids = random_ids(rng)
+        stop = random_stops(rng, decoded(TOKENIZER, [], ids, final=True))
+        reasons.add(check(ids, [], rng.randint(1, 2 * len(ids)), frozenset(), stop))
+    assert reasons == {"stop", "length", None}
+
+
+def stream(text: str, stop: Sequence[str], stop_ids: frozenset[int] = frozenset(), more: Sequence[int] = ()) -> OutputStream:
+    """Push `text` byte by byte, then the ids in `more`."""
+    output = OutputStream(TOKENIZER, [], 10_000, stop_ids, stop)
+    single = {TOKENIZER.token_bytes(i): i for i in range(TOKENIZER.vocab_size) if i not in TOKENIZER.special_ids}
+    for i in [*(single[bytes([b])] for b in text.encode()), *more]:
+        if output.finish_reason is None:
+            output.push(i)
+    return output
+
+
+def test_a_stop_string_across_token_borders_is_never_shown() -> None:
+    output = stream("one\n\nUser: two", ["\n\nUser:"])
+    assert (output.text, output.finish_reason) == ("one", "stop")
+
+
+def test_a_false_start_of_a_stop_string_is_shown_at_last() -> None:
+    output = OutputStream(TOKENIZER, [], 100, frozenset(), ["fox!"])
+    pushed = [output.push(i) for i in TOKENIZER.encode("f", False) + TOKENIZER.encode("o", False)]
+    assert pushed == ["", ""]
+    assert output.push(TOKENIZER.encode("g", False)[0]) == "fog"
+
+
+def test_the_beginning_of_a_stop_string_is_shown_when_the_sequence_ends() -> None:
+    end = TOKENIZER.eos_ids[0]
+    output = stream("a stop", ["stop here"], frozenset([end]), [end])
+    assert (output.text, output.finish_reason, output.token_ids[-1]) == ("a stop", "stop", end)
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "expected"),
+    [
+        ("aaab", ["aab"], "a"),  # the text has a partial match that overlaps the match
+        ("ababac", ["abac"], "ab"),
+        ("abcd", ["bc", "abcd"], "a"),  # the stop string that is complete first ends the sequence
+        ("abcd", ["cd", "bcd"], "a"),  # both are complete with the same token: the earlier start counts
+        ("🦊🦋", ["🦋"], "🦊"),  # the characters share their first three bytes
+        ("é", ["é"], ""),
+    ],
+)
+def test_overlapping_stop_strings(text: str, stop: list[str], expected: str) -> None:
+    output = stream(text, stop)
+    assert (output.text, output.finish_reason) == (expected, "stop")
+
+
+def test_a_stop_string_counts_from_the_first_generated_character() -> None:
+    """A stop string that begins in the prompt does not count."""
+    output = OutputStream(TOKENIZER, TOKENIZER.encode("the en"), 100, frozenset(), ["end"])
+    for i in TOKENIZER.encode("d of the end", add_special_tokens=False):
+        output.push(i)
+    assert (output.text, output.finish_reason) == ("d of the ", "stop")
+
+
+def test_a_broken_character_at_the_end_is_replaced_once() -> None:
+    first_bytes = "🦊".encode()[:3]
+    single = {TOKENIZER.token_bytes(i): i for i in range(TOKENIZER.vocab_size)}
+    output = OutputStream(TOKENIZER, [], 3)
+    assert [output.push(single[bytes([b])]) for b in first_bytes] == ["", "", "\ufffd"]
+    assert output.finish_reason == "length"
+    stopped = OutputStream(TOKENIZER, [], 3, frozenset(), ["\ufffd"])
+    assert [stopped.push(single[bytes([b])]) for b in first_bytes] == ["", "", ""]
+    assert stopped.finish_reason == "stop"
+
+
+def test_a_stop_token_at_the_limit_is_a_stop() -> None:
+    output = OutputStream(TOKENIZER, [], 1, frozenset([5]))
+    assert (output.push(5), output.finish_reason, output.token_ids) == ("", "stop", [5])
+
+
+def test_without_a_tokenizer_ids_are_counted_and_stop() -> None:
+    output = OutputStream(None, [1, 2], 3, frozenset([7]), ["never"])
+    assert [output.push(i) for i in (4, 5, 6)] == ["", "", ""]
+    assert (output.text, output.token_ids, output.finish_reason) == ("", [4, 5, 6], "length")
+    stopped = OutputStream(None, [1, 2], 3, frozenset([7]))
+    assert (stopped.push(7), stopped.finish_reason) == ("", "stop")

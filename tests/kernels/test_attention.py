@@ -1,0 +1,205 @@
+"""Attention over a paged KV cache: the PyTorch reference against fp64, the kernels against both."""
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.paged_attention import paged_decode_reference, paged_prefill_reference
+from tests.support.ranks import Ranks
+
+
+@dataclass(frozen=True)
+class Shape:
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    block_size: int
+    window: int | None
+
+
+SHAPES = [
+    Shape(8, 2, 32, 16, None),
+    Shape(3, 3, 24, 8, 37),
+    Shape(14, 2, 16, 32, None),
+    Shape(4, 1, 64, 16, 1),
+    Shape(20, 1, 48, 64, 100),
+    Shape(2, 1, 256, 16, None),
+]
+LARGE = [Shape(16, 2, 128, 16, None), Shape(8, 1, 128, 16, None), Shape(8, 8, 128, 16, None), Shape(32, 8, 64, 16, 700)]
+
+
+# --- the definition, in fp64 -------------------------------------------------------------------------------------------------
+
+
+def seen(rows: int, length: int, window: int | None, device: torch.device) -> Tensor:
+    ages = torch.arange(length - rows, length, device=device)[:, None] - torch.arange(length, device=device)
+    return (ages >= 0) & (ages < (window or length))
+
+
+def attend64(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    """Attention in fp64: q (n, H, D) at the last n of L positions, k and v (L, K, D)."""
+    repeats = q.shape[1] // k.shape[1]
+    k, v = (x.double().repeat_interleave(repeats, dim=1) for x in (k, v))
+    scores = torch.einsum("nhd,lhd->hnl", q.double(), k) / q.shape[2] ** 0.5
+    weights = scores.masked_fill(~seen(len(q), len(k), window, q.device), -torch.inf).softmax(-1)
+    return torch.einsum("hnl,lhd->nhd", weights, v)
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    """The same with PyTorch's attention, in the dtype of the inputs."""
+    mask = seen(len(q), len(k), window, q.device)
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1)
+
+
+@dataclass
+class Pages:
+    """Sequences of given lengths in a cache. The order of its blocks is random, and unused places contain NaN."""
+
+    keys: Tensor
+    values: Tensor
+    tables: Tensor
+    sequences: list[tuple[Tensor, Tensor]]
+
+    @classmethod
+    def of(cls, shape: Shape, lengths: list[int], device: str, dtype: torch.dtype) -> "Pages":
+        size = shape.block_size
+        width = -(-max(lengths) // size) + 1
+        blocks = len(lengths) * width + 3
+        order = torch.randperm(blocks)[: len(lengths) * width].view(len(lengths), width).int().to(device)
+        cache = torch.full((2, blocks, size, shape.n_kv_heads, shape.head_dim), torch.nan, dtype=dtype, device=device)
+        sequences = []
+        for table, length in zip(order.long(), lengths, strict=True):
+            both = torch.randn(2, length, shape.n_kv_heads, shape.head_dim, device=device).to(dtype)
+            at = torch.arange(length, device=device)
+            cache[:, table[at // size], at % size] = both
+            sequences.append((both[0], both[1]))
+        return cls(cache[0], cache[1], order, sequences)
+
+
+def worse(name: str, got: Tensor, expected: list[Tensor], usual: list[Tensor]) -> list[str]:
+    """A message if a kernel's error is more than twice that of plain PyTorch in the same dtype, plus 2e-6."""
+    exact = torch.cat(expected)
+    error, allowed = ((x.double() - exact).abs().max().item() for x in (got, torch.cat(usual)))
+    allowed = 2 * allowed + 2e-6
+    return [] if error <= allowed else [f"{name}: error {error:.3g}, allowed {allowed:.3g}"]
+
+
+def decode_faults(decode: Callable, shape: Shape, longest: int, device: str, dtype: torch.dtype) -> list[str]:
+    lengths = [random.randint(1, longest), 0, 1, shape.block_size, longest]
+    pages = Pages.of(shape, lengths, device, dtype)
+    q = torch.randn(len(lengths), shape.n_heads, shape.head_dim, device=device).to(dtype)
+    on_device = torch.tensor(lengths, dtype=torch.int32, device=device)
+    got = decode(q, pages.keys, pages.values, pages.tables, on_device, shape.window, longest + random.randrange(500))
+    rows = [(q[i : i + 1], *pages.sequences[i], shape.window) for i, length in enumerate(lengths) if length]
+    name = f"decode {shape} {dtype} {lengths}"
+    found = [] if not got[1].any() else [f"{name}: padding is not zero"]
+    return found + worse(name, got[on_device > 0], [attend64(*row) for row in rows], [plain(*row) for row in rows])
+
+
+def prefill_faults(prefill: Callable, shape: Shape, longest: int, device: str, dtype: torch.dtype) -> list[str]:
+    counts = [random.randint(1, longest // 2), 0, 1, random.randint(1, longest), 1, 0]
+    if random.random() < 0.3:
+        counts = [min(n, 2) for n in counts]
+    lengths = [n + random.randrange(longest) if n else random.randrange(2) for n in counts]
+    lengths[0] = counts[0]  # this sequence has no earlier tokens
+    pages, padding = Pages.of(shape, lengths, device, dtype), random.choice([0, 5, 150])
+    starts = torch.tensor([0, *counts]).cumsum(0).int().to(device)
+    q = torch.randn(sum(counts) + padding, shape.n_heads, shape.head_dim, device=device).to(dtype)
+    on_device = torch.tensor(lengths, dtype=torch.int32, device=device)
+    bound = max(counts) + random.randrange(3)
+    got = prefill(q, pages.keys, pages.values, pages.tables, starts, on_device, shape.window, bound)
+    spans = [(part, *pages.sequences[s], shape.window) for s, part in enumerate(q[: sum(counts)].split(counts)) if len(part)]
+    name = f"prefill {shape} {dtype} {counts} of {lengths}, {padding} rows of padding"
+    found = [] if not got[sum(counts) :].any() else [f"{name}: padding is not zero"]
+    return found + worse(name, got[: sum(counts)], [attend64(*span) for span in spans], [plain(*span) for span in spans])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_references(shape: Shape, dtype: torch.dtype, seed: int) -> None:
+    assert decode_faults(paged_decode_reference, shape, 200, "cpu", dtype) == []
+    assert prefill_faults(paged_prefill_reference, shape, 60, "cpu", dtype) == []
+
+
+def faults(seed: int, device: str, cases: list[tuple[torch.dtype, Shape]], longest: int) -> list[str]:
+    """The cases in which the error of the Triton kernels is too large."""
+    from kernels import paged_attention_triton as kernels
+
+    torch.manual_seed(seed)
+    random.seed(seed)
+    found, usual = [], kernels.DECODE_CONFIGS
+    for dtype, shape in cases:
+        kernels.DECODE_CONFIGS = random.choice([usual, ((math.inf, some_config(kernels.DecodeConfig)),)])
+        faults = decode_faults(kernels.paged_decode, shape, longest, device, dtype)
+        found += [f"{fault}, {kernels.DECODE_CONFIGS}" for fault in faults]
+        found += prefill_faults(kernels.paged_prefill, shape, longest // 2, device, dtype)
+    kernels.DECODE_CONFIGS = usual
+    return found
+
+
+def some_config(of: Callable[..., Any]) -> Any:
+    """A random config: decode must be right with every config, not only with the default ones."""
+    warps, stages, programs = random.choice([4, 8]), random.choice([2, 3]), random.choice([1, 3])
+    return of(random.choice([16, 32, 64]), warps, stages, programs, max_splits=random.choice([1, 2, 7, 64]))
+
+
+def test_kernels_in_the_interpreter(interpreters: Ranks, seed: int) -> None:
+    """Half of the shapes in fp32 and half in fp16, chosen at random: the interpreter cannot multiply bf16 matrices."""
+    dtypes = [torch.float32, torch.float16] * (len(SHAPES) // 2)
+    random.shuffle(dtypes)
+    assert interpreters.call(faults, seed, "cpu", list(zip(dtypes, SHAPES, strict=True)), 280) == []
+
+
+def test_splits_fill_the_gpu_but_never_fall_below_a_tile() -> None:
+    pytest.importorskip("triton", reason="Triton is not installed; pip install triton")
+    from kernels.paged_attention_triton import decode_config, decode_splits
+
+    for pairs in (1, 2, 8, 33, 128, 1000):
+        config = decode_config(pairs)
+        held = config.programs * 132
+        for longest in (1, 64, 65, 1000, 8192, 10**6):
+            splits, tiles = decode_splits(pairs, longest, 64, 132), -(-longest // 64)
+            assert splits == 1 or (splits * pairs <= held and splits <= min(tiles, config.max_splits))
+            assert (splits + 1) * pairs > held or splits == min(tiles, config.max_splits)
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@needs_gpu
+def test_kernels_on_a_gpu(seed: int) -> None:
+    dtypes = [torch.float32, torch.float16, torch.bfloat16]
+    assert faults(seed, "cuda", list(product(dtypes, SHAPES)), 280) == []
+    assert faults(seed, "cuda", list(product([torch.bfloat16], LARGE)), 3000) == []
+
+
+@needs_gpu
+def test_a_captured_decode_follows_lengths_and_repeats_its_bits(seed: int) -> None:
+    from kernels.paged_attention import paged_decode
+
+    shape, longest = LARGE[0], 2048
+    pages = Pages.of(shape, [longest] * 4, "cuda", torch.bfloat16)
+    q = torch.randn(4, shape.n_heads, shape.head_dim, device="cuda", dtype=torch.bfloat16)
+    lengths = torch.full((4,), longest, dtype=torch.int32, device="cuda")
+    with torch.no_grad():
+        arguments = q, pages.keys, pages.values, pages.tables, lengths, None, longest
+        paged_decode(*arguments)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = paged_decode(*arguments)
+        for _ in range(5):
+            lengths.copy_(torch.randint(0, longest + 1, (4,)))
+            expected = paged_decode(*arguments)
+            for _ in range(3):
+                captured.fill_(torch.nan)
+                graph.replay()
+                assert torch.equal(captured, expected), lengths

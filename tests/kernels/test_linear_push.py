@@ -1,0 +1,236 @@
+"""Layers that push their partial sums give the bits of the layer followed by the one-shot all-reduce, in Triton's interpreter
+and on GPUs."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from kernels.linear import Config, Gemv, Mma
+from tests import ROOT
+from tests.comm.test_symmetric import CPU, everyones_bits, run_programs_in_threads
+from tests.support.ranks import Ranks
+from tp import World
+
+pytest.importorskip("triton", reason="Triton is not installed; pip install triton")
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+def layer(world: World, seed: int, rows: int, n: int, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """This rank's input, with gaps between rows, and its weight."""
+    generator = torch.Generator().manual_seed(seed * 8 + world.rank)
+    x = torch.randn(rows, k + 8, generator=generator).to(dtype)[:, :-8]
+    return x, (torch.randn(n, k, generator=generator) / k**0.5).to(dtype)
+
+
+def stream(seed: int, rows: int, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """A residual stream and the weight of a norm, the same on all ranks."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, n, generator=generator).to(dtype), torch.randn(n, generator=generator).to(dtype)
+
+
+def far_from_exact(total: Tensor, x: Tensor, weight: Tensor, residual: Tensor) -> bool:
+    """Whether the error of the sum is larger than that of rounding the sum and each rank's partial sum to the dtype.
+
+    The interpreter truncates where a GPU rounds, so a whole unit in the last place is allowed for each.
+    """
+    partial = x.double() @ weight.double().T
+    everyones = [torch.zeros_like(partial) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyones, partial)
+    exact, scale = sum(everyones, residual.double()), sum((part.abs() for part in everyones), residual.double().abs())
+    return bool(((total.double() - exact).abs() > 2 * torch.finfo(total.dtype).eps * scale + 1e-4).any())
+
+
+def wrong_sums(world: World, cases: list[tuple[int, int, int, torch.dtype, Config | None]], seed: int) -> list[str]:
+    """Pushed sums, with and without a norm, and one-shot sums between them on the same workspace."""
+    from comm.workspace import open_workspace
+    from kernels.all_reduce import one_shot, one_shot_add_norm, one_shot_bytes
+    from kernels.linear_push import linear_push, push_config, receive, receive_add_norm
+    from kernels.linear_triton import run
+
+    workspaces = [open_workspace(one_shot_bytes, 8192, CPU) for _ in range(2)]  # the mappings last as long as these objects
+    ours, other = (workspace.exchange for workspace in workspaces)
+    draw, found = random.Random(seed), []
+    for i, (rows, n, k, dtype, chosen) in enumerate(cases):
+        (x, weight), (residual, scale) = layer(world, seed + i, rows, n, k, dtype), stream(seed + i, rows, n, dtype)
+        config = chosen or push_config(rows, n, k, dtype)
+        assert config is not None
+        partial = run(x, weight, None, config, False)
+        expected = *one_shot_add_norm(partial, residual, scale, 1e-5, other), one_shot(partial, other)
+        linear_push(x, weight, ours, chosen)
+        total, normed = receive_add_norm(residual, scale, 1e-5, ours)
+        if draw.random() < 0.5 and not torch.equal(one_shot(partial, ours), expected[2]):
+            found.append(f"{rows} {n} {k} {config}: one-shot sum behind it")
+        linear_push(x[None], weight, ours, chosen)
+        got = total, normed, receive((rows, n), dtype, ours)
+        if not all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)):
+            found.append(f"{rows} {n} {k} {config}: other bits")
+        if far_from_exact(total, x, weight, residual) or len(set(everyones_bits(torch.stack(got)))) != 1:
+            found.append(f"{rows} {n} {k} {config}: not the sum")
+    return found + ([f"fault {int(ours.fault)}"] if int(ours.fault) else [])
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_what_is_pushed_is_summed_as_one_shot_sums_it(interpreters: Ranks, n: int, seed: int) -> None:
+    """Blocks that divide the shape or do not, both kernels, K split over programs, default configs and given ones."""
+    # The Mma cases use fp16: the interpreter multiplies bf16 matrices wrongly, as if their bits were integers.
+    cases: list[tuple[int, int, int, torch.dtype, Config | None]] = [
+        (1, 8, 256, BF16, Gemv(4, 256, 1)),
+        (3, 18, 200, BF16, Gemv(8, 128, 1)),
+        (2, 6, 72, FP16, Gemv(2, 256, 2)),
+        (1, 10, 128, BF16, None),
+        (4, 12, 64, FP16, None),
+        (5, 70, 136, FP16, Mma(64, 64, 2, 3)),
+        (16, 64, 128, FP16, Mma(32, 64, 1, 3)),
+        (7, 40, 200, FP16, Mma(32, 32, 3, 2, early=False)),
+        (9, 250, 136, FP16, None),
+    ]
+    random.shuffle(cases)
+    assert interpreters.run(n, wrong_sums, cases, seed) == [[]] * n, f"seed {seed}"
+
+
+def sums_around(world: World, epoch: int, seed: int) -> list[str]:
+    """Check sums while the launch counters pass `epoch`. The buffers contain old words with the flags of launches to come."""
+    from comm.workspace import open_workspace
+    from kernels.all_reduce import one_shot, one_shot_bytes
+    from kernels.linear_push import linear_push, receive
+    from kernels.linear_triton import run
+
+    workspaces = [open_workspace(one_shot_bytes, 4096, CPU) for _ in range(2)]  # the mappings last as long as these objects
+    ours, other = (workspace.exchange for workspace in workspaces)
+    before, found = epoch - 2**31, []
+    if before > 0:
+        # 2^31 launches earlier, a longer message left words. Their flags come again after the sweep, which must zero them.
+        for stale in (before + 1, before + 2):
+            ours.epochs.fill_(stale - 1)
+            one_shot(torch.full((1000,), 1e6), ours)
+    ours.epochs.fill_(epoch - 3)
+    for i, chosen in enumerate((Gemv(4, 64, 1), Mma(32, 32, 2, 2), Gemv(4, 64, 1), Mma(64, 32, 2, 2), Gemv(32, 64, 1))):
+        x, weight = layer(world, seed + i, 3, 300 if i > 2 else 10, 64, FP16)
+        linear_push(x, weight, ours, chosen)
+        if not torch.equal(receive((3, len(weight)), FP16, ours), one_shot(run(x, weight, None, chosen, False), other)):
+            found.append(f"launch {int(ours.epochs[0])}")
+    if set(ours.epochs.tolist()) != {epoch + 2}:
+        found.append(f"counters {set(ours.epochs.tolist())}")
+    return found
+
+
+@pytest.mark.parametrize("epoch", [2**30, 2**31, 2**32], ids=["2^30", "2^31", "2^32"])
+def test_flags_wrap_around(interpreters: Ranks, epoch: int, seed: int) -> None:
+    assert interpreters.run(2, sums_around, epoch, seed) == [[], []], f"seed {seed}"
+
+
+def lone_wait(world: World) -> list[int]:
+    """Rank 1 does not take part. Rank 0 stops waiting and sets the fault."""
+    from comm.workspace import open_workspace
+    from kernels.all_reduce import one_shot_bytes
+    from kernels.linear_push import linear_push, receive
+
+    workspace = open_workspace(one_shot_bytes, 4096, CPU)
+    exchange = replace(workspace.exchange, patience=20)
+    if world.rank == 0:
+        linear_push(*layer(world, 0, 1, 64, 64, FP16), exchange)
+        receive((1, 64), FP16, exchange)
+    return [int(exchange.fault)]
+
+
+def test_a_rank_that_waits_in_vain_says_so(interpreters: Ranks) -> None:
+    assert interpreters.run(2, lone_wait) == [[1], [0]]
+
+
+def wrong_split_rows(world: World, seed: int) -> list[str]:
+    """Check rows that several programs share. The programs exchange their sums of squares."""
+    from comm.workspace import open_workspace
+    from kernels.all_reduce import Tiling, one_shot_add_norm, one_shot_bytes
+    from kernels.linear_push import linear_push, receive_add_norm
+    from kernels.linear_triton import run
+
+    run_programs_in_threads()
+    workspaces = [open_workspace(one_shot_bytes, 8192, CPU) for _ in range(2)]  # the mappings last as long as these objects
+    ours, other = (workspace.exchange for workspace in workspaces)
+    found, chosen = [], Gemv(32, 64, 1)
+    for i, (rows, n, block) in enumerate(((1, 400, 64), (3, 256, 64), (2, 90, 32))):
+        (x, weight), (residual, scale) = layer(world, seed + i, rows, n, 64, FP16), stream(seed + i, rows, n, FP16)
+        linear_push(x, weight, ours, chosen)
+        got = receive_add_norm(residual, scale, 1e-5, ours, Tiling(block, 4))
+        expected = one_shot_add_norm(run(x, weight, None, chosen, False), residual, scale, 1e-5, other, Tiling(block, 4))
+        if not all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)):
+            found.append(f"{rows} {n} {block}")
+    return found + ([f"fault {int(ours.fault)}"] if int(ours.fault) else [])
+
+
+def test_programs_that_share_a_row(interpreters: Ranks, seed: int) -> None:
+    try:
+        assert interpreters.run(2, wrong_split_rows, seed) == [[], []], f"seed {seed}"
+    finally:
+        interpreters.close()  # because `run_programs_in_threads` has changed their interpreter
+
+
+def refusals(world: World) -> int:
+    from comm.workspace import open_workspace
+    from kernels.all_reduce import one_shot_bytes
+    from kernels.linear_push import fits, linear_push
+
+    workspace = open_workspace(one_shot_bytes, 4096, CPU)
+    exchange = workspace.exchange
+    x, weight = torch.ones(2, 64).half(), torch.ones(1024, 64).half()
+    assert fits(x, weight, exchange) and fits(x[None], weight, exchange)
+    for bad in (
+        (x, torch.ones(1026, 64).half()),  # a message of 4,104 bytes
+        (x[:1], weight[:63]),  # an odd number of features
+        (x.float(), weight.float()),
+        (x, weight.bfloat16()),
+        (torch.ones(17, 64).half(), weight[:64]),
+        (x[:0], weight),
+        (x, weight.repeat(1, 2)),
+        (x, weight.repeat(1, 2)[:, :64]),  # not contiguous
+        (x[:, :60], weight[:, :60].contiguous()),  # rows of 120 bytes
+    ):
+        assert not fits(*bad, exchange)
+        with pytest.raises(ValueError, match="no kernel"):
+            linear_push(*bad, exchange)
+    return int(exchange.epochs[0])
+
+
+def test_what_does_not_fit_is_refused(interpreters: Ranks) -> None:
+    assert interpreters.run(1, refusals) == [0]
+
+
+def test_every_program_of_a_chosen_config_has_pairs() -> None:
+    from kernels.linear_push import MAX_ROWS, push_config
+
+    for n, k in [(8192, 1024), (8192, 2048), (8192, 7168), (4096, 512), (4096, 14336), (192, 64), (18, 8), (576, 192)]:
+        for rows in range(1, MAX_ROWS + 1):
+            chosen = push_config(rows, n, k, BF16)
+            assert chosen is not None and chosen.block_n % 2 == 0, (rows, n, k, chosen)
+            assert isinstance(chosen, Gemv) or chosen.split <= -(-k // chosen.block_k), (rows, n, k, chosen)
+    assert push_config(1, 17, 64, BF16) is push_config(MAX_ROWS + 1, 8192, 2048, BF16) is None
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_on_gpus(tmp_path: Path) -> None:
+    """The bits are those of the layer and the one-shot all-reduce, also in thousands of graph replays."""
+    out = tmp_path / "push.json"
+    count = min(4, torch.cuda.device_count())
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count), "scripts/bench_push.py"]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    subprocess.run(
+        [sys.executable, *command, "--out", str(out), "--seconds", "0"],
+        cwd=ROOT,
+        env=environment | {"NCCL_NVLS_ENABLE": "0"},
+        check=True,
+        timeout=600,
+    )
+    report: dict[str, Any] = json.loads(out.read_text())
+    assert report["errors"] == {}
+    assert report["found"]["correct"] > 0 and report["found"]["replays"] >= 2000

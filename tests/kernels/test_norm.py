@@ -1,0 +1,161 @@
+"""RMSNorm, SwiGLU, and RoPE with its write to the KV cache: the PyTorch references against fp64, the kernels against both."""
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.activation import swiglu_reference
+from kernels.norm import add_rms_norm_reference, rms_norm_reference
+from kernels.rope_cache import rope_store_reference
+from tests.support.ranks import Ranks
+
+EPS = 1e-5
+
+# --- the definitions, in fp64 ------------------------------------------------------------------------------------------------
+
+
+def norm64(x: Tensor, weight: Tensor) -> Tensor:
+    x = x.double()
+    return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
+
+
+def swiglu64(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    return gate / (1 + (-gate).exp()) * up
+
+
+def rotate64(x: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:
+    """RoPE of x (T, heads, D) in fp64, with feature pairs (i, i + D / 2) as complex numbers. Angles are rounded to fp32, as in
+    all implementations here."""
+    a, b = x.double().chunk(2, dim=-1)
+    angles = (positions[:, None].float() * frequencies).double()[:, None]
+    turned = torch.complex(a, b) * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat((turned.real, turned.imag), dim=-1)
+
+
+def no_worse(name: str, got: Tensor, plain: Tensor, exact: Tensor) -> list[str]:
+    """A message if a kernel's error is more than twice that of plain PyTorch in the same dtype, plus 2e-6 of the largest value
+    (at least of 1)."""
+    error, allowed = ((x.double() - exact).abs().max().item() for x in (got, plain))
+    allowed = 2 * allowed + 2e-6 * max(1.0, exact.abs().max().item())
+    return [] if error <= allowed else [f"{name}: error {error:.3g}, allowed {allowed:.3g}"]
+
+
+def same(name: str, got: Tensor, expected: Tensor) -> list[str]:
+    return [] if torch.equal(got, expected) else [f"{name}: not the same bits"]
+
+
+# --- comparisons for references and kernels ------------------------------------------------------------------------------
+
+
+def norm_faults(norm: Callable, add_norm: Callable, device: str, dtype: torch.dtype) -> list[str]:
+    found = []
+    for shape in ((3, 5, 100), (2, 8192), (1, 1, 64), (4, 1), (7, 640), (0, 32)):
+        x, update = (torch.randn(shape, device=device).to(dtype) * random.choice([0.01, 1, 30]) for _ in range(2))
+        weight = torch.randn(shape[-1], device=device).to(dtype)
+        wide = torch.randn(*shape[:-1], shape[-1] + 24, device=device).to(dtype)
+        name = f"{dtype} {shape}"
+        total, normed = add_norm(x, update, weight, EPS)
+        found += same(f"sum {name}", total, x + update)
+        found += same(f"norm of the sum {name}", normed, norm(total, weight, EPS))
+        if x.numel():
+            for part in (x, wide[..., 16:-8]):  # the second has gaps between its rows
+                plain = F.rms_norm(part, part.shape[-1:], weight, EPS)
+                found += no_worse(f"norm {name}", norm(part, weight, EPS), plain, norm64(part, weight))
+    return found
+
+
+def swiglu_faults(swiglu: Callable, device: str, dtype: torch.dtype) -> list[str]:
+    found = []
+    for shape in ((3, 2, 100), (2, 7168), (1, 2), (9, 2050)):
+        whole = torch.randn(*shape[:-1], shape[-1] + 32, device=device).to(dtype) * 4
+        gate_up = whole[..., 32:]
+        gate, up = gate_up.chunk(2, dim=-1)
+        found += no_worse(f"swiglu {dtype} {shape}", swiglu(gate_up), F.silu(gate) * up, swiglu64(gate_up))
+    return found
+
+
+def rope_faults(rope_store: Callable, device: str, dtype: torch.dtype) -> list[str]:
+    found = []
+    for n_heads, n_kv_heads, head_dim, normed, tokens in (
+        (8, 2, 128, False, 7),
+        (3, 1, 96, True, 3),
+        (6, 6, 16, True, 70),
+        (5, 1, 256, False, 1),
+        (1, 1, 20, True, 2),
+    ):
+        name, rows = f"rope {dtype} {n_heads} {n_kv_heads} {head_dim}", 2 * tokens + 1
+        features = (n_heads + 2 * n_kv_heads) * head_dim
+        qkv = torch.randn(tokens, features + 8, device=device).to(dtype)[:, :features]
+        positions = torch.randint(0, 20000, (tokens,), device=device)
+        frequencies = (1 / 10000 ** (torch.arange(0, head_dim, 2) / head_dim)).to(device)
+        places = torch.randperm(rows, device=device)[:tokens]
+        padding = torch.zeros(tokens, dtype=torch.bool, device=device)
+        padding[tokens // 2] = tokens > 1
+        places[padding] = -1
+        cache = [torch.randn(rows, n_kv_heads, head_dim, device=device).to(dtype) for _ in range(2)]
+        weights = [torch.randn(head_dim, device=device).to(dtype) if normed else None for _ in range(2)]
+        expected = [x.clone() for x in cache]
+        plain = [x.clone() for x in cache]
+        queries = rope_store(qkv, positions, frequencies, places, *cache, *weights, EPS)
+
+        q, k, v = qkv.unflatten(-1, (-1, head_dim)).split((n_heads, n_kv_heads, n_kv_heads), dim=1)
+        plain_q = rope_store_reference(qkv, positions, frequencies, places, *plain, *weights, EPS)
+        if weights[0] is not None and weights[1] is not None:
+            q, k = (norm64(x, w) for x, w in zip((q, k), weights, strict=True))
+        found += no_worse(f"{name} q", queries, plain_q, rotate64(q, positions, frequencies))
+        stored = places[~padding]
+        exact_k = rotate64(k, positions, frequencies)[~padding]
+        found += no_worse(f"{name} k", cache[0][stored], plain[0][stored], exact_k)
+        expected[1][stored] = v[~padding]
+        found += same(f"{name} v", cache[1], expected[1])
+        untouched = torch.ones(rows, dtype=torch.bool, device=device)
+        untouched[stored] = False
+        found += same(f"{name}: the rest of the cache", cache[0][untouched], expected[0][untouched])
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_references(dtype: torch.dtype, seed: int) -> None:
+    found = norm_faults(rms_norm_reference, add_rms_norm_reference, "cpu", dtype)
+    assert found + swiglu_faults(swiglu_reference, "cpu", dtype) + rope_faults(rope_store_reference, "cpu", dtype) == []
+
+
+def faults(seed: int, device: str, dtypes: list[torch.dtype]) -> list[str]:
+    """The cases in which the Triton kernels are wrong or their error is too large."""
+    from kernels import activation_triton, norm_triton, rope_cache_triton
+
+    torch.manual_seed(seed)
+    random.seed(seed)
+    found = []
+    for dtype in dtypes:
+        found += norm_faults(norm_triton.rms_norm, norm_triton.add_rms_norm, device, dtype)
+        found += swiglu_faults(activation_triton.swiglu, device, dtype)
+        found += rope_faults(rope_cache_triton.rope_store, device, dtype)
+    return found
+
+
+def test_kernels_in_the_interpreter(interpreters: Ranks, seed: int) -> None:
+    """In fp32 and fp16 only: the interpreter truncates to bf16, where a GPU rounds."""
+    assert interpreters.call(faults, seed, "cpu", [torch.float32, torch.float16]) == []
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_kernels_on_a_gpu(seed: int) -> None:
+    assert faults(seed, "cuda", [torch.float32, torch.float16, torch.bfloat16]) == []
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_bits_of_a_rounded_sum_do_not_depend_on_fusion(seed: int) -> None:
+    from kernels.norm import add_rms_norm, rms_norm
+
+    x, update = (torch.randn(64, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    weight = torch.randn(8192, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        total, normed = add_rms_norm(x, update, weight, EPS)
+        assert torch.equal(total, x + update)
+        assert torch.equal(normed, rms_norm(total, weight, EPS))

@@ -1,0 +1,119 @@
+"""Tokens drawn from parts of the vocabulary are the same as those that the sampler draws from the whole vocabulary."""
+
+import math
+import random
+import struct
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from engine.sampler import SamplingBatch, SamplingParams, exponential_noise, sample
+from kernels.sampling import SLICE, combine_best_reference, local_best_reference, pack
+from tests.support.ranks import Ranks
+
+
+def draw(local: Callable, combine: Callable, logits: Tensor, per_row: tuple[Tensor, ...], ranks: int, limit: int) -> Tensor:
+    """The tokens that `ranks` ranks draw, each from its part of the logits."""
+    size = logits.shape[1] // ranks
+    parts = [local(logits[:, i * size : (i + 1) * size], *per_row, i * size, limit) for i in range(ranks)]
+    return combine(torch.cat(parts, dim=-1))
+
+
+def faults_of(local: Callable, combine: Callable, device: str, dtype: torch.dtype, exact: bool) -> list[str]:
+    """The cases in which a token differs from the sampler's. If not `exact`, near-ties may differ."""
+    found = []
+    for ranks in (1, 2, 4):
+        batch, limit = random.randint(1, 5), random.randint(1, 3 * SLICE)
+        vocab = -(-limit // ranks) * ranks  # the last rank's part may be padded
+        params = [
+            SamplingParams(temperature=random.choice([0, 0.01, 0.7, 1, 5]), seed=random.randrange(-(2**63), 2**63))
+            for _ in range(batch)
+        ]
+        logits = (torch.randn(batch, vocab) * random.choice([0.1, 1, 10])).to(dtype)
+        logits[:, limit:] = torch.inf  # must never be drawn
+        logits[0] = logits[0].round()  # ties
+        positions = torch.randint(0, 100000, (batch, 1))
+        everything = SamplingBatch.of(params, torch.device("cpu"))
+        expected = sample(logits[:, :limit].float(), everything, positions)
+        per_row = everything.temperature[:, 0].to(device), everything.seed[:, 0].to(device), positions[:, 0].to(device)
+        got = draw(local, combine, logits.to(device), per_row, ranks, limit).cpu()
+        for row in range(batch):
+            a, b = int(got[row]), int(expected[row])
+            if a != b and (exact or params[row].temperature == 0 or not near(logits[row], everything, positions, row, a, b)):
+                found.append(f"{ranks} ranks, {limit} ids, {params[row]}, position {positions[row, 0]}: {a}, not {b}")
+    return found
+
+
+def near(logits: Tensor, batch: SamplingBatch, positions: Tensor, row: int, a: int, b: int) -> bool:
+    """Whether the scores of ids a and b differ by no more than the rounding error of one or two logarithms in fp32."""
+    noise = exponential_noise(batch.seed[row : row + 1], positions[row : row + 1], len(logits))[0]
+    score_a, score_b = (logits[i].item() / batch.temperature[row, 0].item() - math.log(noise[i].item()) for i in (a, b))
+    return abs(score_a - score_b) <= 2e-6 * max(1, abs(score_a))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_reference_draws_what_the_sampler_draws(dtype: torch.dtype, seed: int) -> None:
+    for _ in range(10):
+        assert faults_of(local_best_reference, combine_best_reference, "cpu", dtype, exact=True) == []
+
+
+any_score = st.floats(width=32)
+
+
+def above(a: float, b: float) -> bool:
+    return (math.isnan(a) and not math.isnan(b)) or a > b
+
+
+@settings(max_examples=300, deadline=None)
+@given(scores=st.tuples(any_score, any_score), ids=st.tuples(*[st.integers(0, 2**32 - 1)] * 2))
+def test_keys_sort_by_score_and_then_lowest_id(scores: tuple[float, float], ids: tuple[int, int]) -> None:
+    keys = pack(torch.tensor(scores), torch.tensor(ids))
+    first, second = (scores[0], ids[0], int(keys[0])), (scores[1], ids[1], int(keys[1]))
+    if not (above(first[0], second[0]) or above(second[0], first[0])):
+        assert (first[2] > second[2]) == (first[1] < second[1])
+    else:
+        assert (first[2] > second[2]) == above(first[0], second[0])
+    assert combine_best_reference(keys[:1, None]).item() == ids[0]
+
+
+def test_a_key_by_hand() -> None:
+    (bits,) = struct.unpack("<i", struct.pack("<f", 1.5))
+    assert pack(torch.tensor([1.5]), torch.tensor([7])).item() == (bits << 32) | (2**32 - 8)
+
+
+def test_nothing_but_padding_draws_nothing_below_the_limit(seed: int) -> None:
+    """A rank whose part is only padding must lose against every finite score."""
+    zeros = torch.zeros(1, dtype=torch.int64)
+    padding = local_best_reference(torch.full((1, 50), 1e30), torch.zeros(1), zeros, zeros, 100, 100)
+    real = local_best_reference(torch.full((1, 100), -1e30), torch.zeros(1), zeros, zeros, 0, 100)
+    assert combine_best_reference(torch.cat((padding, real), dim=-1)).item() == 0
+
+
+def faults(seed: int, device: str, rounds: int) -> list[str]:
+    from kernels import sampling_triton as kernels
+
+    torch.manual_seed(seed)
+    random.seed(seed)
+    found = []
+    for _ in range(rounds):
+        for dtype in (torch.float32, torch.bfloat16):
+            found += faults_of(kernels.local_best, kernels.combine_best, device, dtype, exact=False)
+    special = torch.tensor([[0.0, -0.0], [-torch.inf, -torch.inf], [1.0, torch.nan], [torch.inf, torch.nan]], device=device)
+    zeros = torch.zeros(4, dtype=torch.int64, device=device)
+    got = kernels.local_best(special, torch.zeros(4, device=device), zeros, zeros, 0, 2)
+    if not torch.equal(got, local_best_reference(special, torch.zeros(4, device=device), zeros, zeros, 0, 2)):
+        found.append("zeros, infinities or NaN")
+    return found
+
+
+def test_kernels_in_the_interpreter(interpreters: Ranks, seed: int) -> None:
+    assert interpreters.call(faults, seed, "cpu", 2) == []
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_kernels_on_a_gpu(seed: int) -> None:
+    assert faults(seed, "cuda", 5) == []

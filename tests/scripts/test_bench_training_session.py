@@ -1,0 +1,72 @@
+"""Several configurations in one launch of bench_training.py's ranks, and pretraining that leaves metrics alone."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts import bench_training
+from scripts.results import ROOT
+from tests.support import quick_start
+from training.metrics import read_metrics
+
+pytestmark = pytest.mark.usefixtures("forked_commands")
+
+
+def sweep(out: Path, *more: object) -> list[dict[str, Any]]:
+    fixed = ("--device", "cpu", "--models", "tiny:1", "--ranks", 2, "--steps", 2, "--sequence-length", 8, "--one-launch")
+    return bench_training.sweep(bench_training.parse_args([str(word) for word in (*fixed, "--out", out, *more)]), {})
+
+
+def test_one_launch_measures_all_configurations_and_goes_on_behind_errors(tmp_path: Path) -> None:
+    systems = ("--systems", "planner", "zero-3", "fsdp2")
+    whole = sweep(tmp_path, *systems, "--", "--sharding", "2,2,2")
+    assert [row["sharding"] for row in whole] == ["P 2x1, G 2x1, OS 2x1"] * 2 + ["2"]
+    assert [len(row["step_ms"]) for row in whole] == [2, 2, 2]
+    assert len({tuple(row["losses"]) for row in whole[:2]}) == 1  # the same sharding by two names
+    rows = sweep(tmp_path, *systems, "--", "--sharding", "2,1,2")
+    assert "P must lie inside G" in rows[0]["error"]
+    assert all("error" not in row for row in rows[1:])
+    assert len(list(tmp_path.glob("launch-*.log"))) == 2
+    again = sweep(tmp_path, *systems, "--", "--sharding", "2,2,2")
+    assert again == whole
+    assert len(list(tmp_path.glob("launch-*.log"))) == 2  # nothing was left to launch
+
+
+def test_a_crash_costs_one_row_and_the_rest_has_another_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = []
+
+    def launch(line: list[str], timeout: float, log: Path | None = None) -> str | None:
+        """Ranks that die at the second configuration of the first launch."""
+        listed, rows = (
+            json.loads(Path(next(word for word in line if word.endswith(".json"))).read_text()),
+            tmp_path / "rows.jsonl",
+        )
+        launched.append([wanted["row"]["settings"]["system"] for wanted in listed])
+        for wanted in listed[: 1 if len(launched) == 1 else None]:
+            bench_training.append(rows, wanted["row"] | {"step_ms": [float(len(launched))]})
+        return "torch.OutOfMemoryError: broken" if len(launched) == 1 else None
+
+    monkeypatch.setattr(bench_training, "launch", launch)
+    rows = sweep(tmp_path, "--traced", 0, "--systems", "zero-1", "zero-2", "zero-3", "mics")
+    assert launched == [["zero-1", "zero-2", "zero-3", "mics"], ["zero-3", "mics"]]
+    assert [row.get("error", row.get("step_ms")) for row in rows] == [[1.0], "torch.OutOfMemoryError: broken", [2.0], [2.0]]
+
+
+def test_what_the_timeout_leaves_no_time_for_says_so(tmp_path: Path) -> None:
+    rows = sweep(tmp_path, "--systems", "zero-1", "zero-3", "--steps", 1_000_000, "--timeout", 2)
+    assert all("--timeout" in row["error"] for row in rows)
+
+
+def test_pretraining_the_variants_writes_their_losses_and_no_models(tmp_path: Path) -> None:
+    line = [sys.executable, "scripts/pretrain_variants.py", "--model", "tiny:1", "--ranks", "2", "--steps", "7", "--dry-run"]
+    line += ["--sequence-length", "16", "--global-batch", "4", "--streams", "2", "--variants", "ladder", "desync-2x"]
+    done = quick_start.run([*line, "--out", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    for variant in ("ladder", "desync-2x"):
+        assert [line["step"] for line in read_metrics(tmp_path / variant / "metrics.jsonl")] == [5, 7]
+        assert not (tmp_path / variant / "model").exists()
+        assert f"| {variant} | 7 |" in done.stdout
+    assert not list(tmp_path.rglob("*.safetensors"))

@@ -1,0 +1,85 @@
+"""scripts/overlap.py: the efficiency that the paper defines, the tables and plots, and the whole command on CPU ranks."""
+
+import json
+import os
+import random
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests import ROOT
+
+pytest.importorskip("triton", reason="Triton is not installed; pip install triton")
+
+from processes import on_ranks
+from scripts.overlap import Row, by_shape, line_styles, markdown
+
+
+def test_efficiency(seed: int) -> None:
+    """0 if no communication is hidden, 1 if all is, below 0 if slower than unfused (Flux, equation 2)."""
+    gemm, exposed = random.uniform(1, 100), random.uniform(1, 100)
+
+    def efficiency(overall: float) -> float | None:
+        return Row("wo", True, 64, 8, 8, "spans", overall, gemm, gemm + exposed).efficiency
+
+    assert efficiency(gemm + exposed) == 0, f"seed {seed}"
+    assert efficiency(gemm) == 1, f"seed {seed}"
+    assert efficiency(gemm + exposed / 4) == pytest.approx(0.75), f"seed {seed}"
+    assert efficiency(gemm + 3 * exposed) == pytest.approx(-2), f"seed {seed}"
+    assert Row("wo", True, 64, 8, 8, "spans", gemm, gemm, gemm).efficiency is None
+
+
+def test_on_two_cpu_ranks(tmp_path: Path) -> None:
+    command = [*on_ranks(2), "scripts/overlap.py", "--device", "cpu"]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    subprocess.run(
+        [*command, "--rows", "8", "--replays", "2", "--out", str(tmp_path)],
+        cwd=ROOT,
+        env=environment,
+        check=True,
+        timeout=600,
+    )
+    report = json.loads((tmp_path / "gemm-overlap.json").read_text())
+    assert report["errors"] == {}
+    assert report["replays"] == 2
+    found = {(row["layer"], row["way"]) for row in report["rows"]}
+    both, gathers = ("unfused", "spans", "owners"), ("spans-pull", "owners-pull")
+    assert found == {("tiny down", way) for way in both} | {("tiny up", way) for way in (*both, *gathers)}
+    rows = [Row(*(row[name] for name in Row.__dataclass_fields__)) for row in report["rows"]]
+    assert len(by_shape(rows)) == 2
+    assert (tmp_path / "gemm-overlap.md").read_text().startswith(markdown(rows, "")[:20])
+
+
+def test_a_table_for_each_end(seed: int) -> None:
+    """All-gathers and reduce-scatters have separate tables, and every time is in the column of its algorithm."""
+    times = {(scatter, way): random.randrange(100, 999) for scatter in (True, False) for way in ("unfused", "tiles0")}
+    times[False, "tiles0-pull/4"] = random.randrange(100, 999)
+    rows = [Row("w", scatter, 64, 8, 16, way, float(t), 50.0, 1000.0) for (scatter, way), t in times.items()]
+    _, gathers, scatters = (part.splitlines() for part in markdown(rows, "here").split("\n\n"))
+    cells = [[line.strip("| ").split(" | ") for line in (table[0], table[2])] for table in (gathers, scatters)]
+    assert cells[0][0] == ["all-gather + GEMM", "n", "k", "m", "GEMM", "unfused", "tiles0", "tiles0-pull/4"]
+    assert cells[1][0] == ["GEMM + reduce-scatter", "n", "k", "m", "GEMM", "unfused", "tiles0"]
+    for scatter, (head, line) in zip((False, True), cells, strict=True):
+        assert line[:5] == ["w", "8", "16", "64", "50.0"]
+        for way, cell in zip(head[5:], line[5:], strict=True):
+            assert cell.startswith(f"{times[scatter, way]}.0"), f"seed {seed}: {way} {cell}"
+
+
+def test_every_way_has_a_line_of_its_own() -> None:
+    ways = [
+        "unfused",
+        "torch",
+        "spans",
+        "spans-pull",
+        "tiles0",
+        "tiles0-pull",
+        "tiles0/2",
+        "tiles0/4",
+        "tiles0-pull/4",
+        "tiles1",
+    ]
+    styles = line_styles(ways)
+    assert list(styles) == ways
+    assert len({tuple(style.values()) for style in styles.values()}) == len(ways)
+    assert styles["tiles0"]["color"] == styles["tiles0-pull/4"]["color"] != styles["tiles1"]["color"]

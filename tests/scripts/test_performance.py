@@ -1,0 +1,92 @@
+"""Tables and plots of GPU measurements: committed tables match the raw files; a trace's kernels are counted per step."""
+
+from pathlib import Path
+
+import pytest
+
+from figures import COMMUNICATORS
+from scripts import performance, trace
+from scripts.sweep_rows import finished, read_rows
+from tests import ROOT
+
+RESULTS = ROOT / "docs" / "results"
+
+
+@pytest.mark.parametrize("folder", ["gpu-2", "gpu-4"])
+@pytest.mark.parametrize("name", performance.TABLES)
+def test_the_committed_tables_are_those_of_the_raw_files(name: str, folder: str) -> None:
+    text, path = performance.TABLES[name](RESULTS / folder), RESULTS / f"{folder}-{name}.md"
+    assert text == (path.read_text() if path.exists() else None)
+
+
+@pytest.mark.parametrize("name", performance.TABLES)
+def test_a_folder_without_measurements_gives_no_tables(name: str, tmp_path: Path) -> None:
+    assert performance.TABLES[name](tmp_path) is None
+
+
+def test_the_grid_has_a_point_for_every_measurement(tmp_path: Path) -> None:
+    """Points are relative to the standard model with NCCL, with whiskers from the lowest to the highest run, in the
+    communicator's colour."""
+    plt = pytest.importorskip("matplotlib.pyplot", reason="matplotlib is not installed; make setup-dev")
+    rows = [r for r in finished(read_rows(RESULTS / "gpu-2" / "sweep-grid.jsonl")) if r.setting.interconnect == "default"]
+    figure, panel = plt.subplots()
+    performance.points(panel, rows, "prefill_ms")
+    plt.close(figure)
+    (base,) = [r.median("prefill_ms") for r in rows if (r.setting.variant, r.communicator) == ("standard", "nccl")]
+    found = {
+        (container[0].get_ydata()[0], *(round(y, 6) for y in container[2][0].get_segments()[0][:, 1])): container[0].get_color()
+        for container in panel.containers
+    }
+    expected = {
+        (r.median("prefill_ms") / base, *(round(f(r.values("prefill_ms")) / base, 6) for f in (min, max))): r.communicator
+        for r in rows
+    }
+    assert found.keys() == expected.keys() and len(found) > 4
+    assert all(colour == COMMUNICATORS[expected[at]] for at, colour in found.items())
+    performance.plot_grid(RESULTS / "gpu-2", tmp_path / "grid.png")
+    assert (tmp_path / "grid.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_panel_has_six_lines_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks every line plot of the tracked results. Message sizes are labelled in KiB and MiB."""
+    figure = pytest.importorskip("matplotlib.figure", reason="matplotlib is not installed; make setup-dev")
+    drawn = []
+    monkeypatch.setattr(figure.Figure, "savefig", lambda self, *_, **__: drawn.append(self))
+    for path in RESULTS.glob("gpu-*/*.json"):
+        raw = performance.read(path)
+        if raw and "µs nccl" in raw.get("found", {}):
+            performance.plot_comm([raw], "", tmp_path / "comm.png")
+    comms = len(drawn)
+    overlap = performance.read(RESULTS / "gpu-2" / "gemm-overlap.json")
+    assert overlap is not None
+    performance.plot_overlap(*performance.overlap_rows(overlap), tmp_path / "overlap.png")
+    assert comms >= 3 and len(drawn) == comms + 1
+    for one in drawn:
+        for panel in one.axes:
+            assert 1 <= sum(not line.get_label().startswith("_") for line in panel.lines) <= 6
+    for one in drawn[:comms]:
+        for panel in one.axes:
+            shown = [panel.xaxis.get_major_formatter()(size, 0) for size in (4096, 1 << 20)]
+            assert shown == ["4 KiB", "1 MiB"]
+    for panel in drawn[-1].axes:  # no line exceeds the axis
+        top = max(max(line.get_ydata()) for line in panel.lines)
+        assert panel.get_ylim()[1] >= top
+
+
+def test_kernels_are_counted_by_decode_step() -> None:
+    steps = [
+        {"ph": "X", "name": name, "ts": at, "dur": 100} for name, at in (("prefill", 0), ("decode 1", 200), ("decode 2", 400))
+    ]
+    spans = [("gemv", 10, 50), ("gemv", 210, 30), ("norm", 250, 2), ("gemv", 410, 40), ("norm", 460, 4), ("norm", 480, 6)]
+    kernels = [{"ph": "X", "cat": "kernel", "name": name, "ts": at, "dur": dur} for name, at, dur in spans]
+    table = trace.kernels(kernels, trace.timeline([*steps, *kernels]))
+    assert table is not None
+    assert table.splitlines()[2:] == ["| `gemv` | 1.0 | 35.00 | 35.0 |", "| `norm` | 1.5 | 4.00 | 6.0 |"]
+
+
+def test_a_trace_without_gpu_kernels_has_no_such_table() -> None:
+    events = [
+        {"ph": "X", "name": "decode 1", "ts": 0, "dur": 9, "tid": 1},
+        {"ph": "X", "name": "aten::mm", "ts": 1, "dur": 2, "tid": 1},
+    ]
+    assert trace.kernels(events, trace.timeline(events)) is None

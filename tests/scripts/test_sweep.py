@@ -1,0 +1,620 @@
+"""scripts/sweep.py: its configurations and their order, finished and failed configurations, and one run on real ranks."""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import textwrap
+import weakref
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tqdm import tqdm
+
+import cli
+from comm import Local, parse_link
+from errors import UserError
+from scripts import loadgen, plots, report, results, sweep, sweep_vllm, sweep_worker
+from scripts.sweep_rows import Row, Setting, finished, read_rows, row_line
+from tests import ROOT
+from tests.support import quick_start
+from tests.support.command_line import environment
+from tp import World
+
+CPU = torch.device("cpu")
+TINY = Setting("tiny", "standard", 1, 1, 4, 3)
+
+
+def arguments(*argv: object) -> argparse.Namespace:
+    before, sys.argv = sys.argv, ["sweep.py", "--device", "cpu", *map(str, argv)]
+    try:
+        return sweep.parse_args()
+    finally:
+        sys.argv = before
+
+
+# --- choice of configurations --------------------------------------------------------------------------------------------
+
+
+def test_settings_are_the_product_with_variants_next_to_each_other() -> None:
+    axes = "--models tiny llama-3-8b --variants standard ladder --tp 2 4 --batch-sizes 1 8 --interconnects default 1ms,1GB/s"
+    settings = sweep.settings_of(arguments(*axes.split(), "--prompt-lengths", 7, "--new-tokens", 5, "--runs", 4))
+    assert len(settings) == len(set(settings)) == 32
+    assert all((s.prompt_length, s.new_tokens, s.runs, s.device, s.dtype) == (7, 5, 4, "cpu", "float32") for s in settings)
+    for first, second in zip(settings[::2], settings[1::2], strict=True):
+        assert first.twin("ladder") == second and first.variant == "standard"
+
+
+def test_a_grid_gives_way_to_flags() -> None:
+    settings = sweep.settings_of(arguments("--grid", "table-6", "--tp", 2, "--interconnects", "default"))
+    assert {s.variant for s in settings} == {"standard", "ladder", "desync-2x", "desync-4x", "upper-bound"}
+    assert {(s.model, s.batch, s.tp, s.prompt_length, s.new_tokens) for s in settings} == {("llama-3-8b", 64, 2, 1024, 512)}
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--tp 0",
+        "--batch-sizes 1 -1",
+        "--interconnects soon",
+        "--comms nccl",
+        "--comms bogus",
+        "--runs 0",
+        "--models x --grid y",
+    ],
+)
+def test_bad_axes(flags: str) -> None:
+    with pytest.raises(UserError):
+        sweep.settings_of(arguments(*flags.split()))
+
+
+def test_one_launch_for_all_that_share_ranks_hosts_and_environment() -> None:
+    axes = "--tp 4 2 --interconnects no-p2p default two-hosts 1ms,1GB/s NCCL_ALGO=Ring --batch-sizes 1 2"
+    settings = sweep.settings_of(arguments(*axes.split()))
+    found = list(sweep.launches(settings))
+    between = [(1, ()), (2, ()), (1, (("NCCL_ALGO", "Ring"),)), (1, (("NCCL_P2P_DISABLE", "1"),))]
+    expected = [sweep.Start(tp, hosts, settings[0].device, environment) for tp in (2, 4) for hosts, environment in between]
+    assert sorted((start for start, _ in found), key=str) == sorted(expected, key=str)
+    assert sorted((s.key for _, part in found for s in part)) == sorted(s.key for s in settings)
+    plain = {s.interconnect for start, part in found for s in part if start.hosts == 1 and not start.environment}
+    assert plain == {"default", "1ms,1GB/s"}
+    assert {s.interconnect for start, part in found for s in part if start.hosts == 2} == {"two-hosts"}
+
+
+def test_two_hosts_need_an_even_number_of_ranks() -> None:
+    with pytest.raises(UserError, match="even"):
+        sweep.settings_of(arguments("--tp", 4, 3, "--interconnects", "two-hosts"))
+
+
+# --- the order of runs ---------------------------------------------------------------------------------------------------
+
+
+def test_variants_take_turns_if_they_fit_together() -> None:
+    group = [Setting("tiny", v, 1, 1, 4, 3, runs=2, profile=True) for v in ("standard", "ladder")]
+    assert [(n, s.variant[0]) for n, s in sweep_worker.turns(group, True)] == [(n, v) for n in range(4) for v in "sl"]
+    assert [(n, s.variant[0]) for n, s in sweep_worker.turns(group, False)] == [(n, v) for v in "sl" for n in range(4)]
+
+
+def worker(capsys: pytest.CaptureFixture[str], group: list[Setting], together: bool) -> list[Any]:
+    """The messages that a group prints on one rank, which is this process."""
+    models = sweep_worker.Models(World(0, 1, CPU, Local()))
+    capsys.readouterr()
+    sweep_worker.run_group(models, group, together)
+    lines = capsys.readouterr().out.splitlines()
+    assert all(line.startswith(sweep_worker.MARK) for line in lines)
+    return [json.loads(line[len(sweep_worker.MARK) :]) for line in lines]
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_group_on_one_rank(capsys: pytest.CaptureFixture[str], together: bool) -> None:
+    """An impossible variant fails alone; the others have all their samples."""
+    group = [Setting("tiny", v, 1, 2, 4, 3, runs=2) for v in ("standard", "bogus", "ladder")]
+    said = worker(capsys, group, together)
+    (failed,) = [one for one in said if "failed" in one]
+    assert failed["failed"]["variant"] == "bogus" and "unknown variant" in failed["error"]
+    done = {one["done"]["variant"]: one for one in said if "done" in one}
+    assert set(done) == {"standard", "ladder"}
+    for one in done.values():
+        assert len(one["samples"]) == 2
+        for sample in one["samples"]:
+            assert len(sample["step_ms"]) == 2 and sample["prefill_ms"] > 0 and sample["exposed_ms"] == 0
+            middle = sum(sample["step_ms"]) / 2
+            assert sample["decode_ms_per_token"] == pytest.approx(middle, abs=1e-3)
+            assert sample["tokens_per_second"] == pytest.approx(2 / middle * 1e3, rel=1e-2)
+            assert sample["weight_gb_per_second"] > 0 and sample["peak_memory_gb"] > 0
+    begun = [one["begin"]["variant"] for one in said if "begin" in one]
+    assert begun.count("standard") == begun.count("ladder") == 3 and begun.count("bogus") == 1
+
+
+def test_memory_that_is_short_for_all_suffices_for_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Out of memory with several models loaded raises `Shortage`. With one model loaded it is that configuration's error."""
+    real, group = sweep_worker.one_run, [Setting("tiny", v, 1, 1, 4, 3, runs=1) for v in ("standard", "ladder")]
+
+    def one_run(model: Any, comm: Any, s: Setting, world: World) -> Any:
+        if s.variant == "ladder":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate\nmore")
+        return real(model, comm, s, world)
+
+    monkeypatch.setattr(sweep_worker, "one_run", one_run)
+    with pytest.raises(sweep_worker.Shortage):
+        worker(capsys, group, together=True)
+    said = worker(capsys, group, together=False)
+    assert [one["error"] for one in said if "failed" in one] == ["out of memory: CUDA out of memory. Tried to allocate"]
+    assert [one["done"]["variant"] for one in said if "done" in one] == ["standard"]
+
+
+def test_models_are_freed_when_their_group_is_over() -> None:
+    models = sweep_worker.Models(World(0, 1, CPU, Local()))
+    first, second = TINY, TINY.twin("ladder")
+    kept = models.get(first)[0]
+    models.get(second)
+    assert models.fit_together([first]) and len(models.loaded) == 1
+    assert models.get(first)[0] is kept
+
+
+@pytest.mark.parametrize("short", [False, True])
+def test_one_model_at_a_time_means_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], short: bool
+) -> None:
+    """If models do not fit together, each one is freed before the next one is built. This also holds after a shortage: its
+    exception must not keep the models alive."""
+    group = [Setting("tiny:2", v, 1, 1, 4, 3, runs=1) for v in ("standard", "parallel", "ladder")]
+    built: list[weakref.ref[Any]] = []
+    alive_before: list[int] = []
+    real_load, real_run = sweep_worker.load_model, sweep_worker.one_run
+    shortages = [True] if short else []
+
+    def load(*args: Any) -> Any:
+        alive_before.append(sum(ref() is not None for ref in built))
+        built.append(weakref.ref(model := real_load(*args)))
+        return model
+
+    def one_run(model: Any, comm: Any, s: Setting, world: World) -> Any:
+        if s.variant == "ladder" and shortages:
+            shortages.pop()
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real_run(model, comm, s, world)
+
+    monkeypatch.setattr(sweep_worker, "load_model", load)
+    monkeypatch.setattr(sweep_worker, "one_run", one_run)
+    monkeypatch.setattr(sweep_worker.Models, "fit_together", lambda *_: short)
+    models = sweep_worker.Models(World(0, 1, CPU, Local()))
+    monkeypatch.setattr(sweep_worker, "init_world", lambda *_: models.world)
+    monkeypatch.setattr(sweep_worker, "Models", lambda _: models)
+    job = json.dumps([asdict(s) for s in group])
+    monkeypatch.setattr(sweep_worker.Path, "read_text", lambda _: job)
+    monkeypatch.setattr(sys, "argv", ["sweep_worker.py", "job.json"])
+    sweep_worker.main()
+    assert capsys.readouterr().out.count('"done"') == 3
+    assert alive_before == [*([0, 1, 2] if short else []), 0, 0, 0]
+
+
+# --- the time of a simulated link ----------------------------------------------------------------------------------------
+
+
+class TwoRanks(Local):
+    """One of two ranks, whose all-reduces return at once without communication."""
+
+    world_size = 2
+
+
+def test_a_metered_link_adds_up_what_its_sums_take() -> None:
+    """Three all-reduces, two of them overlapped with a millisecond of compute, on the test's own clock."""
+    now = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    link = sweep_worker.MeteredLink(TwoRanks(), parse_link("1ms,1MB/s"), clock=lambda: now, sleep=sleep)
+    each = 1e-3 + 2 * (1 / 2) * 500 * 4 / 1e6
+    for busy in (0.0, 1e-3, 1e-3):
+        handle = link.start(torch.ones(500))
+        now += busy
+        handle.wait()
+    assert link.link_seconds == pytest.approx(3 * each)
+    assert link.waited == pytest.approx(3 * each - 2e-3)
+
+
+def test_the_parts_of_a_step_on_a_link() -> None:
+    samples = [
+        {"step_ms": [10.0, 14.0], "exposed_ms": 3.0, "link_ms": 5.0},
+        {"step_ms": [12.0], "exposed_ms": 1.0, "link_ms": 5.0},
+    ]
+    split = sweep_worker.link_split(samples)
+    assert split == {"compute": 7.0, "hidden": 3.0, "exposed": 2.0, "idle": 0.0, "source": "simulated link"}
+    assert sweep_worker.link_split([samples[0] | {"link_ms": None}]) is None
+
+
+# --- the results file ----------------------------------------------------------------------------------------------------
+
+
+def test_what_is_in_the_file_is_done(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    file = sweep.File(path)
+    failed = TINY.twin("ladder")
+    file.add(TINY, samples=[{"prefill_ms": 1.0, "step_ms": []}])
+    file.add(failed, error="out of memory")
+    with path.open("a") as torn:
+        torn.write('{"setting": {"mod')
+    again = sweep.File(path)
+    assert path.read_text().endswith("}\n")
+    assert [again.is_done(s, False) for s in (TINY, failed, TINY.twin("parallel"))] == [True, True, False]
+    assert not again.is_done(failed, retry=True) and again.is_done(TINY, retry=True)
+    for name, value in asdict(TINY).items():  # a configuration with any other value is a different one
+        other = "x" if value is None else value + "x" if isinstance(value, str) else value + 1
+        assert not again.is_done(Setting(**{**asdict(TINY), name: other}), False), name
+
+
+def test_another_machines_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(row_line(Row(TINY, {"cpu": "another"}, {}, error="x")))
+    with pytest.raises(UserError, match="another machine"):
+        sweep.File(path)
+
+
+# --- crashes -------------------------------------------------------------------------------------------------------------
+
+FAKE = """
+    import json, os, sys, time
+    def say(**what): print("@sweep " + json.dumps(what), flush=True)
+    for s in json.load(open(sys.argv[-1])):
+        print("NCCL version 2.x"); say(begin=s)
+        if s["variant"] == "crash": print("RuntimeError: boom", file=sys.stderr); os._exit(3)
+        if s["variant"] == "hang": time.sleep(60)
+        if s["variant"] == "oom": say(failed=s, error="out of memory")
+        else: say(done=s, samples=[{"prefill_ms": 1.0}], split=None, variant="v", communicator="c")
+"""
+
+
+def test_a_crash_takes_its_own_configuration_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "fake.py"
+    program.write_text(textwrap.dedent(FAKE))
+    started: list[int] = []
+    real = sweep.launch
+
+    def launch(command: Any, *more: Any) -> str | None:
+        started.append(len(json.loads(Path(command[-1]).read_text())))
+        return real([sys.executable, "-I", "-S", str(program), command[-1]], *more)
+
+    monkeypatch.setattr(sweep, "launch", launch)
+    file = sweep.File(tmp_path / "rows.jsonl")
+    todo = [TINY.twin(v) for v in ("a", "oom", "crash", "b", "hang", "c")]
+    with tqdm(disable=True) as bar:
+        sweep.run_all(file, sweep.Start(1, 1, "cpu", ()), list(todo), 5.0, bar)
+    found = {row.setting.variant: row.error for row in read_rows(file.path)}
+    assert found == {
+        "a": None,
+        "oom": "out of memory",
+        "crash": "exit code 3: RuntimeError: boom",
+        "b": None,
+        "hang": "nothing happened for 5 s",
+        "c": None,
+    }
+    assert started == [6, 3, 1]
+
+
+def test_ranks_that_never_start_fail_every_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep, "launch", lambda *_: "exit code 2: error: no GPU")
+    file = sweep.File(tmp_path / "rows.jsonl")
+    with tqdm(disable=True) as bar:
+        sweep.run_all(file, sweep.Start(1, 1, "cpu", ()), [TINY, TINY.twin("ladder")], 1.0, bar)
+    assert [row.error for row in read_rows(file.path)] == ["exit code 2: error: no GPU"] * 2
+
+
+def test_the_cause_is_the_ranks_own_line() -> None:
+    said = "W1 warning\nerror: --device cuda, but this machine shows no GPU\nE1 failed\nChildFailedError: \n ====\nroot cause\n"
+    assert sweep.cause(said) == "error: --device cuda, but this machine shows no GPU"
+    assert sweep.cause("") == "no message"
+
+
+# --- real ranks ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_sweep_on_two_ranks_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    out = tmp_path / "deeper" / "rows.jsonl"
+    command = [sys.executable, "scripts/sweep.py", "--device", "cpu", "--models", "tiny:2", "--tp", "2", "--batch-sizes", "1"]
+    command += ["--prompt-lengths", "4", "--new-tokens", "3", "--interconnects", "2ms,100MB/s", "--out", str(out)]
+
+    def run(*variants: str) -> str:
+        done = quick_start.run(
+            [*command, "--variants", *variants], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout + done.stderr
+
+    run("standard", "ladder", "upper-bound")
+    before = out.read_text()
+    rows = {row.setting.variant: row for row in read_rows(out)}
+    assert all(len(row.samples) == 3 and not row.error for row in rows.values()) and len(rows) == 3
+    # an all-reduce after the embedding and two a layer, each of 1 x 192 floats, which a rank sends once
+    link_ms = (1 + 2 * 2) * (2 + 192 * 4 / 100e6 * 1e3)
+    for sample in rows["standard"].samples + rows["ladder"].samples:
+        assert sample["link_ms"] == pytest.approx(link_ms, rel=1e-3)
+        assert sample["exposed_ms"] > 0 and len(sample["step_ms"]) == 2
+    assert all(s["link_ms"] == s["exposed_ms"] == 0 for s in rows["upper-bound"].samples)
+    said = run("standard", "upper-bound")
+    assert out.read_text() == before
+    assert "2 of 2 configurations are in" in said and "| standard |" in said and "| ladder |" not in said
+
+
+# --- comparison with vLLM -----------------------------------------------------------------------------------------------
+
+VLLM_STUB = """
+from types import SimpleNamespace as Some
+
+__version__ = "0.0.stub"
+
+class SamplingParams:
+    def __init__(self, **given):
+        self.given = given
+
+class LLM:
+    def __init__(self, **given):
+        print("a word of its own")
+        assert given["max_model_len"] == 9 and given["tensor_parallel_size"] == 2
+        assert given["compilation_config"] == {"cudagraph_capture_sizes": [1, 2, 3]}
+
+    def generate(self, prompts, params, use_tqdm):
+        assert len({tuple(p["prompt_token_ids"]) for p in prompts}) == len(prompts)
+        return [Some(outputs=[Some(token_ids=[1] * params.given["max_tokens"])]) for _ in prompts]
+"""
+
+
+def test_vllm_is_measured_on_the_same_settings(tmp_path: Path) -> None:
+    """The worker runs in a separate process with a stub of vLLM."""
+    (tmp_path / "vllm.py").write_text(VLLM_STUB)
+    settings = [
+        replace(TINY, variant="vllm", tp=2, batch=b, prompt_length=6, new_tokens=n, runs=2) for b, n in ((3, 3), (1, 1))
+    ]
+    ((start, found),) = sweep.launches(settings, sys.executable)
+    file = sweep.File(tmp_path / "rows.jsonl")
+    with pytest.MonkeyPatch.context() as patch, tqdm(disable=True) as bar:
+        patch.setenv("PYTHONPATH", str(tmp_path))
+        sweep.run_all(file, start, found, 60.0, bar)
+    three, one = read_rows(file.path)
+    assert (three.error, one.error) == (None, None) and three.variant == "vLLM 0.0.stub"
+    assert len(three.samples) == len(one.samples) == 2 and one.median("decode_ms_per_token") is None
+    assert "vLLM 0.0.stub" in sweep.table([three, one])
+
+
+def test_vllms_steps_are_what_its_prefill_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = iter(
+        [9.0, 9.0, 0.10, 0.50, 0.14, 0.54, 0.12, 0.52]
+    )  # seconds of a prefill and of a whole run, in turn; the first pair is the warm-up
+    monkeypatch.setattr(sweep_vllm, "seconds", lambda *_: next(calls))
+    samples = sweep_vllm.measure(None, asdict(replace(TINY, variant="vllm", batch=2, new_tokens=5)), 100)
+    row = Row(TINY, {}, {}, samples=samples)
+    assert row.values("prefill_ms") == [100, 140, 120]
+    assert row.values("decode_ms_per_token") == pytest.approx([95, 105, 100])  # (500, 540, 520 - 120) / 4
+    assert row.values("tokens_per_second") == pytest.approx([2e3 / 95, 2e3 / 105, 2e3 / 100], rel=1e-3)
+    assert row.median("completion_ms") == pytest.approx(520)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--variants vllm", "needs GPUs"),
+        ("--device cuda --comms nccl --interconnects two-hosts --tp 2 --variants vllm", "needs GPUs of one host"),
+        (f"--device cuda --comms nccl --models {ROOT}/models/tiny-standard --tp 1 --variants vllm", "random weights"),
+        ("--device cuda --comms nccl --tp 1 --variants vllm", "cannot import vllm"),
+        ("--device cuda --comms nccl --tp 1 --variants vllm --vllm-python /nowhere/python", "No such file"),
+    ],
+)
+def test_vllm_is_refused_where_it_cannot_run(flags: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        sweep.settings_of(arguments(*flags.split()))
+
+
+# --- refused before anything starts --------------------------------------------------------------------------------------
+
+
+def command(script: str, *args: object) -> tuple[int, str, str]:
+    """Run a script with this process's Python interpreter. Return its exit code, stdout and stderr."""
+    done = quick_start.run(
+        [sys.executable, f"scripts/{script}.py", *map(str, args)],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--models nope", "no preset 'nope'"),
+        ("--models tiny nope", "no preset 'nope'"),
+        ("--models tiny:99", "1 to 8"),
+        ("--models models/nope", "is missing"),
+        ("--variants nope", "unknown variant 'nope'"),
+        ("--models tiny --variants standard ladder:3", "unknown variant"),
+        ("--models tiny --variants hybrid:9", "only 8 layers"),
+    ],
+)
+def test_unknown_models_and_variants_are_refused_before_ranks_start(
+    flags: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sweep.subprocess, "Popen", lambda *_, **__: pytest.fail("ranks were started"))
+    monkeypatch.setattr(sys, "argv", ["sweep.py", "--device", "cpu", *flags.split(), "--out", str(tmp_path / "rows.jsonl")])
+    with pytest.raises(UserError, match=re.escape(said)):
+        sweep.main()
+    assert not (tmp_path / "rows.jsonl").exists()
+
+
+def test_a_refusal_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    code, out, err = command("sweep", "--device", "cpu", "--models", "nope", "--out", tmp_path / "rows.jsonl")
+    assert (code, out, err.count("\n")) == (2, "", 1) and err.startswith("error: no preset 'nope'")
+
+
+# --- outputs -------------------------------------------------------------------------------------------------------------
+
+
+def bad_outputs(folder: Path) -> list[Path]:
+    """A directory, a path below a file, and a full device. (Permissions would not stop a test that runs as root.)"""
+    (folder / "file").write_text("x")
+    (folder / "directory").mkdir()
+    return [folder / "directory", folder / "file" / "rows", Path("/dev/full")]
+
+
+def test_an_output_is_checked_and_its_folder_made(tmp_path: Path) -> None:
+    for path in bad_outputs(tmp_path):
+        with pytest.raises(UserError, match=r"cannot be written \(.+\); name another output"):
+            results.check_output(path)
+        with pytest.raises(UserError, match="cannot be written"):
+            results.write_text(path, "x" * 5000)
+    for folder in (tmp_path / "file", tmp_path / "file" / "deeper"):
+        with pytest.raises(UserError, match="cannot be written"):
+            results.check_folder(folder)
+    assert results.check_output(tmp_path / "a" / "b" / "c.json").parent.is_dir()
+    assert list((tmp_path / "a" / "b").iterdir()) == []  # the check leaves no file
+    (tmp_path / "a" / "kept").write_text("text")
+    results.check_output(tmp_path / "a" / "kept")
+    assert (tmp_path / "a" / "kept").read_text() == "text"
+
+
+def test_a_full_disk_is_found_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(results.tempfile, "TemporaryFile", full)
+    with pytest.raises(UserError, match="No space left on device"):
+        results.check_output(tmp_path / "rows.jsonl")
+
+
+@pytest.mark.parametrize("script", [sweep, loadgen, plots, report])
+@pytest.mark.parametrize("which", [0, 1])
+def test_scripts_refuse_outputs_that_cannot_be(
+    script: Any, which: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They refuse before any rank or server is started and before anything is drawn."""
+    path = bad_outputs(tmp_path)[which]
+    if script is plots and which == 0:
+        path = tmp_path / "file"  # its output is a folder
+    rows = tmp_path / "sweep.jsonl"
+    rows.write_text(row_line(Row(TINY, {}, {}, samples=[{"prefill_ms": 1.0, "step_ms": [1.0], "decode_ms_per_token": 1.0}])))
+    flags = {
+        sweep: ["--device", "cpu", "--models", "tiny"],
+        loadgen: ["--model", "tiny"],
+        plots: ["--sweep", str(rows)],
+        report: ["--sweep", str(rows)],
+    }[script]
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("something was started"))
+    monkeypatch.setattr(sweep, "machine", dict)
+    monkeypatch.setattr(sweep, "versions", dict)
+    for drawing in ("throughput", "pareto"):
+        monkeypatch.setitem(plots.FIGURES, drawing, lambda _: pytest.fail("a figure was drawn"))
+    monkeypatch.setattr(sys, "argv", ["script.py", *flags, "--out", str(path)])
+    with pytest.raises(UserError, match="cannot be written"):
+        script.main()
+
+
+def test_an_interrupted_sweep_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(file: sweep.File, start: sweep.Start, todo: list[Setting], *_: Any) -> None:
+        file.add(todo[0], samples=[])
+        raise KeyboardInterrupt
+
+    out = tmp_path / "rows.jsonl"
+    monkeypatch.setattr(sweep, "run_all", interrupted)
+    flags = ["--models", "tiny", "--variants", "standard", "ladder", "--batch-sizes", "1", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["sweep.py", "--device", "cpu", *flags])
+    with pytest.raises(SystemExit) as left:
+        cli.run(sweep.main)
+    assert left.value.code == 130
+    assert f"stopped: 1 of 2 configurations are in {out}; the same command goes on from there" in capfd.readouterr().err
+
+
+WRITERS = [
+    "accuracy",
+    "adapt_demo",
+    "baseline",
+    "bench_cpu",
+    "lm_eval_check",
+    "performance",
+    "pretrain_variants",
+    "quantization",
+]
+
+
+@pytest.mark.parametrize("script", [*WRITERS, "soak", "trace_overlap"])
+def test_tracked_results_are_written_with_write_alone(script: str) -> None:
+    text = (ROOT / "scripts" / f"{script}.py").read_text()
+    assert "add_write_option(parser)" in text and "results_folder(args)" in text
+    assert not re.search(r"write_json\([^\n]*\}\)$", text, re.MULTILINE), "write_json's default folder is docs/results"
+    assert not re.search(r"(write_text|savefig|plot\w*)\([^\n]*RESULTS", text)
+
+
+def test_the_default_folder_is_not_tracked() -> None:
+    parser = argparse.ArgumentParser()
+    results.add_write_option(parser)
+    assert results.results_folder(parser.parse_args([])) == ROOT / "out"
+    assert results.results_folder(parser.parse_args(["--write"])) == ROOT / "docs" / "results"
+
+
+# --- seeds and quality ---------------------------------------------------------------------------------------------------
+
+
+def test_a_sweep_over_seeds_pools_their_runs() -> None:
+    settings = sweep.settings_of(arguments("--models", "tiny", "--variants", "standard", "ladder", "--seeds", 3, 5, 5))
+    assert len(settings) == len(set(settings)) == 8 and {s.seed for s in settings} == {3, 5}  # 2 batch sizes
+    rows = [
+        Row(
+            replace(TINY, seed=seed),
+            {},
+            {},
+            samples=[{"prefill_ms": float(seed), "step_ms": [], "decode_ms_per_token": None}] * 2,
+        )
+        for seed in (3, 5, 9)
+    ]
+    (row,) = finished([*rows, Row(replace(TINY, seed=11), {}, {}, error="x")])
+    assert sorted(row.values("prefill_ms")) == [3, 3, 5, 5, 9, 9]
+    assert finished([row]) == [row]
+    assert rows[0].setting.label.endswith(" seed 3")
+
+
+def test_a_table_has_quality_beside_speed() -> None:
+    """Compared with the raw files: perplexity and mean exact match of the small model of the same variant."""
+    samples = [
+        {"prefill_ms": 1.0, "step_ms": [1.0], "decode_ms_per_token": 1.0, "weight_gb_per_second": 1, "peak_memory_gb": 1}
+    ]
+    settings = [replace(TINY, model="llama-3-70b", tp=8, variant=v) for v in ("standard", "ladder", "upper-bound", "hybrid:3")]
+    settings.append(replace(TINY, variant="ladder", tp=2, comm="int4"))
+    text = sweep.table([Row(s, {}, {}, samples=samples) for s in settings])
+    head, _, *lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
+    at = head.index("twin's perplexity")
+    exact = {r["model"]: r for r in json.loads((ROOT / "docs/results/accuracy.json").read_text())["rows"] if r["tp"] == 4}
+    quantized = json.loads((ROOT / "docs/results/accuracy-quantized.json").read_text())["rows"]
+    (int4,) = [r for r in quantized if (r["model"], r["comm"], r["tp"]) == ("tiny-ladder", "int4", 2)]
+
+    def cells(row: dict[str, Any]) -> list[str]:
+        tasks = ("question", "arithmetic", "sorting", "counting", "copying")
+        return [f"{row['perplexity']:.4f}", f"{100 * sum(row[t] for t in tasks) / 5:.1f}"]
+
+    assert [line[at : at + 2] for line in lines] == [
+        cells(exact["tiny-standard"]),
+        cells(exact["tiny-ladder"]),
+        cells(exact["tiny-hybrid"]),
+        ["", ""],
+        cells(int4),
+    ]
+
+
+@pytest.mark.parametrize("content", [None, "no JSON", "[]", '[{"no": "setting"}]'])
+def test_a_worker_started_by_hand_says_who_starts_it(tmp_path: Path, content: str | None) -> None:
+    file = tmp_path / "settings.json"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(UserError, match=r"sweep\.py"):
+        sweep_worker.read_settings([str(file)])
+    with pytest.raises(UserError, match=r"sweep\.py"):
+        sweep_worker.read_settings([])

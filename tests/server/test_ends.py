@@ -1,0 +1,184 @@
+"""How requests, connections and the frontend itself begin and end: loading, disconnects, draining, failures, signals."""
+
+import asyncio
+import contextlib
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from engine.protocol import Fatal
+from server.frontend import run_frontend
+from server.settings import Settings
+from tests.support.server_thread import STORY, TOKENIZER, Site, raw_request, wait_for
+
+
+def test_loading_then_ready(make_site: Callable[..., Site]) -> None:
+    site = make_site(engine=False)
+    assert site.http.get("/health").status_code == 503 and site.health() == "loading"
+    response = site.http.post("/v1/completions", json={"prompt": "x"})
+    assert response.status_code == 503 and response.headers["retry-after"]
+    site.engine.start()
+    wait_for(lambda: site.health() == "ready")
+    assert site.complete()["choices"][0]["text"] == STORY
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_disconnect_aborts(site: Site, stream: bool) -> None:
+    site.engine.delay = 0.05
+    before = len(site.engine.aborts)
+    with socket.create_connection(("127.0.0.1", site.port)) as raw:
+        raw.sendall(raw_request({"prompt": "Hi", "max_tokens": 60, "n": 2, "stream": stream}))
+        wait_for(lambda: site.server.client.active == 2)
+        if stream:
+            assert raw.recv(10)
+    wait_for(lambda: len(site.engine.aborts) == before + 2)
+    wait_for(lambda: site.server.service.open_requests == 0)
+
+
+def test_many_connections_opened_and_dropped(site: Site) -> None:
+    site.engine.delay = 0.002
+
+    async def one(client: httpx.AsyncClient, i: int) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.02 * (i % 10)):
+                await client.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 30, "stream": i % 2 == 0})
+
+    async def storm() -> None:
+        async with httpx.AsyncClient(base_url=site.url, timeout=20) as client:
+            await asyncio.gather(*(one(client, i) for i in range(60)))
+
+    asyncio.run(storm())
+    wait_for(lambda: site.server.client.active == 0 and site.server.service.open_requests == 0)
+
+
+def test_idle_connections_are_closed(make_site: Callable[..., Site]) -> None:
+    site = make_site(idle_timeout=1.0)
+    for sent in (b"", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"):
+        with socket.create_connection(("127.0.0.1", site.port), timeout=60) as raw:
+            raw.sendall(sent)
+            assert raw.recv(10) == b""
+
+
+def test_drain(make_site: Callable[..., Site]) -> None:
+    site = make_site(drain_timeout=100)
+    site.engine.hold = True
+    events: list[Any] = []
+    with httpx.Client(base_url=site.url, timeout=120) as other:
+        reader = threading.Thread(
+            target=lambda: events.append(other.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 30}).json())
+        )
+        reader.start()
+        wait_for(lambda: site.server.client.active)
+        site.server._loop.call_soon_threadsafe(site.server.drain)
+        wait_for(lambda: site.http.get("/health").json() == {"status": "draining"})
+        assert site.http.post("/v1/completions", json={"prompt": "x"}).json()["error"]["code"] == "draining"
+        site.engine.hold = False
+        reader.join()
+    assert events[0]["usage"]["completion_tokens"] == len(TOKENIZER.encode(STORY, add_special_tokens=False)), (
+        "a running request ends as usual"
+    )
+    site.thread.join(60)
+    assert not site.thread.is_alive() and site.server.exit_code == 0
+    wait_for(lambda: site.engine.shutdowns == 1)
+
+
+def test_drain_timeout_ends_what_is_left(make_site: Callable[..., Site]) -> None:
+    site = make_site(drain_timeout=0.2)
+    site.engine.hold = True
+    with httpx.Client(base_url=site.url, timeout=120) as other:
+        answers: list[httpx.Response] = []
+        reader = threading.Thread(target=lambda: answers.append(other.post("/v1/completions", json={"prompt": "Hi"})))
+        reader.start()
+        wait_for(lambda: site.server.client.active)
+        site.server._loop.call_soon_threadsafe(site.server.drain)
+        reader.join()
+    assert answers[0].status_code == 503
+    site.thread.join(60)
+    assert not site.thread.is_alive() and site.server.exit_code == 0
+
+
+def test_engine_failure_reaches_waiting_clients(make_site: Callable[..., Site]) -> None:
+    site = make_site()
+    site.engine.delay = 0.05
+    texts: dict[str, tuple[int, str]] = {}
+    begun = threading.Event()
+
+    def ask(stream: bool) -> None:
+        body = {"prompt": "Hi", "max_tokens": 60, "stream": stream}
+        with (
+            httpx.Client(base_url=site.url, timeout=120) as one,
+            one.stream("POST", "/v1/completions", json=body) as answer,
+        ):
+            parts = answer.iter_text()
+            text = next(parts)
+            begun.set()  # set by the stream; the other answer comes only at the end
+            texts[answer.headers["content-type"].split(";")[0]] = answer.status_code, text + "".join(parts)
+
+    readers = [threading.Thread(target=ask, args=(stream,)) for stream in (True, False)]
+    for reader in readers:
+        reader.start()
+    wait_for(lambda: site.server.client.active == 2)
+    assert begun.wait(60)
+    site.engine.hold = True  # neither answer ends by itself
+    site.engine.send(Fatal("rank 1 was lost"))
+    for reader in readers:
+        reader.join(60)
+    assert texts["application/json"][0] == 503
+    lines = texts["text/event-stream"][1].strip().split("\n\n")
+    assert lines[-1] == "data: [DONE]" and "engine_failed" in lines[-2]
+    site.thread.join(60)
+    assert not site.thread.is_alive() and site.server.exit_code == 1
+
+
+def frontend_process(folder: Path, settings: Settings) -> None:
+    run_frontend(settings, f"ipc://{folder}/to", f"ipc://{folder}/from")
+
+
+@pytest.mark.parametrize(("signals", "stream", "code"), [(1, False, 0), (2, True, 128 + signal.SIGTERM)])
+def test_signals_end_the_process(tmp_path: Path, signals: int, stream: bool, code: int) -> None:
+    """The first signal lets requests complete. A second one ends them at once, each with an error that its client can read."""
+    site = Site(tmp_path, drain_timeout=100)
+    process = multiprocessing.get_context("spawn").Process(target=frontend_process, args=(tmp_path, site.settings))
+    process.start()
+    site.engine.start()
+    wait_for(lambda: site.health() == "ready")
+    site.engine.hold, site.engine.delay = not stream, 2.0 * stream
+    with httpx.Client(base_url=site.url, timeout=120) as other:
+        answers: list[tuple[int, str]] = []
+        begun = threading.Event()
+
+        def ask() -> None:
+            body = {"prompt": "Hi", "max_tokens": 100, "stream": stream}
+            with other.stream("POST", "/v1/completions", json=body) as answer:
+                begun.set()
+                answers.append((answer.status_code, answer.read().decode()))
+
+        reader = threading.Thread(target=ask)
+        reader.start()
+        wait_for(lambda: begun.is_set() if stream else site.engine.submits)
+        assert process.pid is not None
+        site.engine.hold = True  # no answer completes before `hold` is reset
+        os.kill(process.pid, signal.SIGTERM)
+        wait_for(lambda: site.health() == "draining")
+        if signals == 2:
+            os.kill(process.pid, signal.SIGTERM)
+        else:
+            site.engine.hold = False
+        reader.join()
+        process.join(120)
+    assert process.exitcode == code
+    ((status, text),) = answers
+    assert status == (503 if signals == 2 and not stream else 200)
+    if stream:
+        *_, last, done = text.strip().split("\n\n")
+        assert done == "data: [DONE]" and ('"code":"draining"' in last.replace(" ", "")) == (signals == 2), text
+    wait_for(lambda: site.engine.shutdowns == 1)
+    site.engine.stop()

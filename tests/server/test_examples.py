@@ -1,0 +1,65 @@
+"""`examples.json`: the description and example prompts that a checkpoint gives to the page, and that the models answer them."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from checkpoint import build_model, model_config
+from comm import Local
+from engine.offline import Timing, generate
+from engine.sampler import SamplingParams
+from scripts.corpus import EXAMPLES
+from server.examples import MAX_BYTES, read_examples
+from server.frontend import banner
+from tests.support.command_line import MODELS
+from tests.support.server_thread import Site, ready
+from tokenizer import load_tokenizer
+from tp import World
+
+RIGHT = dict(zip(EXAMPLES["chat"], ["42", "7, 23, 41, 88", "lamp lamp lamp", "Tom"], strict=False))
+
+
+@pytest.mark.parametrize("folder", sorted(MODELS.glob("tiny-*")), ids=lambda folder: folder.name)
+def test_the_embedded_models_answer_their_examples(folder: Path) -> None:
+    assert read_examples(str(folder)) == EXAMPLES
+    world = World(0, 1, torch.device("cpu"), Local())
+    model = build_model(str(folder), model_config(str(folder), None, 1), world, torch.float32, 0)
+    tokenizer = load_tokenizer(folder)
+    millions = sum(p.numel() for p in model.parameters()) / 1e6
+    assert round(millions) == 3
+    for question, right in RIGHT.items():
+        prompt = tokenizer.encode_chat([{"role": "user", "content": question}])
+        ids: list[int] = []
+        for (token,) in generate(model, [prompt], [SamplingParams(0.0, 0, 1.0, 0.0, 0)], 30, Timing()):
+            if token in tokenizer.eos_ids:
+                break
+            ids.append(token)
+        assert tokenizer.decode(ids) == right
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"chat": "one"}', '{"chat": [1]}', json.dumps({"about": "a" * 501}), "[" * 5000, " " * (MAX_BYTES + 2)]
+)
+def test_a_file_that_is_wrong_is_left_out(text: str, tmp_path: Path) -> None:
+    (tmp_path / "examples.json").write_text(text)
+    assert read_examples(str(tmp_path)) is None
+
+
+def test_a_checkpoint_need_not_have_one(tmp_path: Path) -> None:
+    assert read_examples(str(tmp_path)) is None
+    assert read_examples("llama-3-8b") is None
+    (tmp_path / "examples.json").write_text('{"chat": ["Hi"], "more": 1}')
+    assert read_examples(str(tmp_path)) == {"about": None, "chat": ["Hi"], "completion": []}
+
+
+def test_the_banner_s_requests_are_ones_that_the_model_can_answer(tmp_path: Path) -> None:
+    service = Site(tmp_path).server.service
+    requests = banner(service, ready(), "http://127.0.0.1:1").partition("Try it")[2]
+    assert f'"prompt": "{EXAMPLES["completion"][0]}"' in requests and f'"content": "{EXAMPLES["chat"][0]}"' in requests
+    service.examples = {"about": None, "chat": [], "completion": []}
+    some = banner(service, ready(), "http://127.0.0.1:1").partition("Try it")[2]
+    service.examples = None
+    assert banner(service, ready(), "http://127.0.0.1:1").partition("Try it")[2] == some
+    assert '"prompt": "Once upon a time"' in some and '"content": "Tell me a story about a fox."' in some

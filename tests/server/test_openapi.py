@@ -1,0 +1,34 @@
+"""The real server against its OpenAPI description: no 5xx, only documented statuses, content types and response schemas."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.command_line import HYBRID, environment
+from tests.support.server_process import ServerProcess
+
+CHECKS = (
+    "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance,"
+    "negative_data_rejection,unsupported_method"
+)
+RUN = "import sys; from schemathesis.cli import schemathesis; sys.exit(schemathesis())"
+
+
+@pytest.mark.timeout(1800)  # half a minute on an idle machine, many minutes on a busy one
+def test_the_description_is_true(tmp_path: Path, session_seed: int) -> None:
+    pytest.importorskip("schemathesis")
+    # A short context limits the run time: a chat may generate until the context is full.
+    with ServerProcess("--model", HYBRID, "--max-model-len", 48) as server:
+        server.ready()
+        command = [sys.executable, "-c", RUN, "run", f"{server.url}/openapi.json", "--seed", str(session_seed)]
+        command += ["--checks", CHECKS, "--phases", "examples,coverage,fuzzing", "--max-examples", "8", "--no-shrink"]
+        done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=1700)
+        assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+        metrics = server.metrics()  # some of the requests were valid
+        for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+            assert metrics[f'rung:http_responses_total{{path="{path}",status="200"}}'] > 0
+        assert metrics["rung:generation_tokens_total"] > 0
+        assert server.health() == 200
+        assert "Traceback" not in server.log

@@ -1,0 +1,631 @@
+"""The page at `/`, in headless Chromium, against a stub of the API that answers in the server's format.
+
+The tests are skipped with a reason if Chromium, its driver or selenium is not installed. With PAGE_SHOTS=DIR they write a
+PNG screenshot of each view in light and dark mode to DIR.
+"""
+
+import json
+import math
+import mimetypes
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from scripts.corpus import EXAMPLES
+from tests import ROOT
+
+webdriver = pytest.importorskip("selenium.webdriver", reason="the page is tested with selenium (PyPI), which is not installed")
+from selenium.webdriver.common.action_chains import ActionChains  # noqa: E402
+from selenium.webdriver.common.by import By  # noqa: E402
+from selenium.webdriver.common.keys import Keys  # noqa: E402
+from selenium.webdriver.support.ui import WebDriverWait  # noqa: E402
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+DRIVER = shutil.which("chromedriver")
+pytestmark = pytest.mark.skipif(
+    not (CHROMIUM and DRIVER), reason="the page is tested in Chromium; install chromium and chromium-driver"
+)
+
+STATIC = ROOT / "server" / "static"
+SHOTS = os.environ.get("PAGE_SHOTS")
+KEY = "sesame"
+
+STATS: dict[str, Any] = {
+    "model": "tiny-hybrid",
+    "variant": "hybrid ladder (last 4 of 8 layers)",
+    "communicator": "gloo",
+    "world_size": 2,
+    "device": "cpu",
+    "dtype": "float32",
+    "max_model_len": 1024,
+    "running": 3,
+    "waiting": 1,
+    "kv_blocks_used": 128,
+    "kv_blocks_total": 512,
+    "generation_tokens_per_second": 231.4,
+    "prompt_tokens_per_second": 1840.0,
+    "ttft_seconds": {"p50": 0.0421, "p95": 0.0874},
+    "inter_token_seconds": {"p50": 0.0062, "p95": None},
+    "prefix_hit_rate": 0.615,
+    "preemptions": 7,
+    "step_seconds": 0.00571,
+    "uptime_seconds": 4000,
+    "status": "ready",
+}
+
+CARDS: list[dict[str, Any]] = [
+    {
+        "id": "tiny-hybrid",
+        "object": "model",
+        "root": "models/tiny-hybrid",
+        "max_model_len": 1024,
+        "variant": "hybrid ladder (layers 4-7 of 8)",
+        "examples": EXAMPLES,
+    },
+    {"id": "other", "object": "model"},
+]
+
+STORY = "Once upon a time, there was a little dog named Max. He found a red ball and they played all day.\nThe end."
+STORY_TOKENS = [w for word in STORY.split(" ") for w in ([f" {word}"] if word != "Once" else [word])]
+
+OFFERED = "return [...document.querySelectorAll('#examples button')].map((b) => b.textContent)"
+
+
+def token_probability(i: int) -> float:
+    return (0.97, 0.42, 0.88, 0.08, 0.65)[i % 5]
+
+
+class Stub(BaseHTTPRequestHandler):
+    """Serves the files of `server/static` at the server's paths, and enough of the API for the page."""
+
+    protocol_version = "HTTP/1.1"
+    server: "StubServer"
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+    def send(self, status: int, content_type: str, body: bytes, **headers: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", content_type)
+        self.send_header("Content-Length", str(len(body)))
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def send_json(self, status: int, value: Any, **headers: str) -> None:
+        self.send(status, "application/json", json.dumps(value).encode(), **headers)
+
+    def refuse(self, status: int, message: str, param: str | None = None, **headers: str) -> None:
+        error = {"message": message, "type": "invalid_request_error", "param": param, "code": None}
+        self.send_json(status, {"error": error}, **headers)
+
+    def do_GET(self) -> None:
+        path = urlsplit(self.path).path
+        if path == "/stats":
+            self.send_json(200, self.server.stats)
+        elif path == "/v1/models":
+            if self.server.needs_key and self.headers.get("Authorization") != f"Bearer {KEY}":
+                self.refuse(401, "Incorrect API key provided.")
+            else:
+                self.send_json(200, {"object": "list", "data": CARDS})
+        else:
+            file = STATIC / ("index.html" if path == "/" else path.removeprefix("/static/"))
+            if file.parent == STATIC and file.is_file():
+                self.send(200, mimetypes.guess_type(file.name)[0] or "application/octet-stream", file.read_bytes())
+            else:
+                self.refuse(404, f"no {path}")
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.requests.append((self.path, body))
+        chat = self.path == "/v1/chat/completions"
+        prompt = body["messages"][-1]["content"] if chat else body["prompt"]
+        if prompt == "too long":
+            return self.refuse(400, "This prompt has 5000 tokens; the context holds 1024.", "messages")
+        if prompt == "busy":
+            return self.refuse(429, "The queue is full.", Retry_After="3")
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Connection", "close")
+        self.end_headers()
+        try:
+            if chat:
+                self.event({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}]})
+            if prompt == "break":
+                self.chunk(chat, "Half an", [(" Half", 0.5), (" an", 0.5)])
+                self.event({"error": {"message": "A rank died.", "type": "server_error", "param": None, "code": None}})
+            elif prompt == "bytes":  # text is held back: an incomplete character, or a possible stop string
+                self.chunk(chat, "Caf", [("Caf", 0.9)])
+                self.chunk(chat, "", [("\ufffd", 0.5)])
+                self.chunk(chat, "é", [("\ufffd", 0.25)])
+                self.chunk(chat, " a", [(" au", 0.75)])
+                self.chunk(chat, "u l", [(" l", 0.5), ("ait", 0.1)])
+                self.chunk(chat, "ait", [])
+                self.last(chat, 6)
+            else:
+                n = 100_000 if prompt == "for ever" else len(STORY_TOKENS)
+                for i in range(n):
+                    text = STORY_TOKENS[i % len(STORY_TOKENS)]
+                    self.chunk(chat, text, [(text, token_probability(i))])
+                    time.sleep(0.005)
+                self.last(chat, n)
+            self.wfile.write(b"data: [DONE]\n\n")
+        except (BrokenPipeError, ConnectionResetError):
+            self.server.gone.set()
+        return None
+
+    def event(self, value: dict[str, Any]) -> None:
+        self.wfile.write(f"data: {json.dumps(value)}\n\n".encode())
+        self.wfile.flush()
+
+    def chunk(self, chat: bool, text: str, tokens: list[tuple[str, float]]) -> None:
+        def alternatives(token: str, p: float) -> dict[str, float]:
+            return {token: p, " cat": (1 - p) / 2, "\n": (1 - p) / 4, " <b>": (1 - p) / 8, " the": 1e-6}
+
+        if chat:
+            content = [
+                {
+                    "token": t,
+                    "logprob": math.log(p),
+                    "bytes": None,
+                    "top_logprobs": [
+                        {"token": a, "logprob": math.log(q), "bytes": None} for a, q in alternatives(t, p).items()
+                    ],
+                }
+                for t, p in tokens
+            ]
+            self.event({"choices": [{"index": 0, "delta": {"content": text}, "logprobs": {"content": content}}]})
+            return
+        logprobs = {
+            "tokens": [t for t, _ in tokens],
+            "token_logprobs": [math.log(p) for _, p in tokens],
+            "top_logprobs": [{a: math.log(q) for a, q in alternatives(t, p).items()} for t, p in tokens],
+            "text_offset": [0 for _ in tokens],
+        }
+        self.event({"choices": [{"index": 0, "text": text, "logprobs": logprobs, "finish_reason": None}]})
+
+    def last(self, chat: bool, n: int) -> None:
+        end: dict[str, Any] = {"delta": {}} if chat else {"text": ""}
+        self.event({"choices": [{"index": 0, **end, "logprobs": None, "finish_reason": "stop"}]})
+        self.event({"choices": [], "usage": {"prompt_tokens": 11, "completion_tokens": n, "total_tokens": n + 11}})
+
+
+class StubServer(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Stub)
+        self.stats = dict(STATS)
+        self.requests: list[tuple[str, dict[str, Any]]] = []
+        self.gone = threading.Event()  # set when a client disconnects during an answer
+        self.needs_key = False
+        self.url = f"http://127.0.0.1:{self.server_port}/"
+
+
+@pytest.fixture(scope="module")
+def stub() -> Iterator[StubServer]:
+    server = StubServer()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for flag in (
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-quic",
+        "--no-first-run",
+        "--disable-background-networking",
+        "--disable-component-update",
+        "--disable-sync",
+        "--disable-dev-shm-usage",
+        "--lang=en",
+        f"--user-data-dir={tmp_path_factory.mktemp('chromium')}",
+    ):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(executable_path=DRIVER))
+    yield driver
+    driver.quit()
+
+
+class Page:
+    def __init__(self, driver: Any, stub: StubServer) -> None:
+        self.driver = driver
+        self.stub = stub
+        self.may_log_refusals = False  # Chromium itself logs each response with an error status
+
+    def open(self, view: str = "") -> None:
+        self.driver.get("about:blank")
+        self.driver.get(self.stub.url + view)
+        self.wait(lambda: self.id("health").text == self.stub.stats["status"])
+
+    def id(self, name: str) -> Any:
+        return self.driver.find_element(By.ID, name)
+
+    def all(self, selector: str) -> list[Any]:
+        return self.driver.find_elements(By.CSS_SELECTOR, selector)
+
+    def wait(self, condition: Callable[[], Any], seconds: float = 120) -> Any:
+        return WebDriverWait(self.driver, seconds, poll_frequency=0.05).until(lambda _: condition())
+
+    def text(self, selector: str) -> str:
+        """The element's text in the DOM, which CSS does not change."""
+        return self.driver.execute_script("return document.querySelector(arguments[0])?.textContent ?? ''", selector)
+
+    def send(self, prompt: str, key: str = Keys.ENTER) -> None:
+        self.id("prompt").send_keys(prompt)
+        self.id("prompt").send_keys(key)
+
+    def choose(self, mode: str) -> None:
+        self.driver.find_element(By.CSS_SELECTOR, f"[name=mode][value={mode}]").click()
+
+    def idle(self) -> None:
+        self.wait(lambda: self.id("send").is_displayed())
+
+    def set(self, name: str, value: str) -> None:
+        field = self.driver.find_element(By.CSS_SELECTOR, f"#sampling [name={name}]")
+        field.clear()
+        field.send_keys(value)
+
+    def shot(self, name: str) -> None:
+        if SHOTS:
+            Path(SHOTS).mkdir(parents=True, exist_ok=True)
+            self.driver.save_screenshot(str(Path(SHOTS) / f"{name}.png"))
+
+
+@pytest.fixture
+def page(chromium: Any, stub: StubServer) -> Iterator[Page]:
+    stub.requests.clear()
+    stub.gone.clear()
+    stub.stats = dict(STATS)
+    stub.needs_key = False
+    chromium.set_window_size(1280, 860)
+    chromium.get(stub.url)
+    chromium.execute_script("sessionStorage.clear()")
+    for log in ("browser", "performance"):
+        chromium.get_log(log)
+    page = Page(chromium, stub)
+    page.open()
+    yield page
+    for entry in chromium.get_log("browser"):
+        refusal = entry["source"] == "network" and "responded with a status of 4" in entry["message"]
+        assert page.may_log_refusals and refusal, entry
+    for entry in chromium.get_log("performance"):
+        message = json.loads(entry["message"])["message"]
+        if message["method"] in ("Network.requestWillBeSent", "Network.webSocketCreated"):
+            target = message["params"].get("request", message["params"])["url"]
+            assert target.startswith((stub.url, "data:", "about:", "chrome://")), f"a request left the host: {target}"
+
+
+def test_chat_streams_with_probabilities(page: Page) -> None:
+    page.id("system").send_keys("You tell stories.")
+    page.send("Tell me a story")
+    page.wait(lambda: 0 < len(page.text(".assistant .text")) < len(STORY) or not page.id("stop").is_displayed())
+    page.idle()
+    assert page.text(".user .text") == "Tell me a story"
+    assert page.text(".assistant .text") == STORY
+    path, body = page.stub.requests[0]
+    assert path == "/v1/chat/completions"
+    assert body == {
+        "model": "tiny-hybrid",
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "temperature": 0.7,
+        "max_tokens": 256,
+        "logprobs": True,
+        "top_logprobs": 5,
+        "messages": [{"role": "system", "content": "You tell stories."}, {"role": "user", "content": "Tell me a story"}],
+    }
+
+    tokens = page.all(".assistant .token")
+    assert [page.driver.execute_script("return arguments[0].textContent", t) for t in tokens] == STORY_TOKENS
+    tints = {t.value_of_css_property("background-color") for t in tokens[:5]}
+    assert len(tints) == 5, "five probabilities, five tints"
+    assert not page.id("tip").is_displayed()
+    ActionChains(page.driver).move_to_element(tokens[3]).perform()
+    page.wait(lambda: page.id("tip").is_displayed())
+    tip = page.id("tip").text
+    assert "␣time," in tip and "8.0%" in tip, tip
+    assert "␣cat" in tip and "46.0%" in tip and "⏎" in tip and "␣<b>" in tip and "< 0.01%" in tip, tip
+    page.shot("hover")
+    ActionChains(page.driver).move_to_element(page.id("send")).perform()
+    page.wait(lambda: not page.id("tip").is_displayed())
+
+    facts = page.id("facts").text
+    assert f"Tokens\n{len(STORY_TOKENS)}" in facts and "Prompt\n11" in facts and "Ended by\nstop" in facts, facts
+    assert float(page.id("fact-rate").text) > 0
+    assert "ms" in page.id("fact-ttft").text
+
+    # The second request contains the first turn.
+    page.send("Another")
+    page.wait(lambda: len(page.stub.requests) == 2)
+    page.idle()
+    roles = [(m["role"], m["content"]) for m in page.stub.requests[1][1]["messages"]]
+    assert roles == [
+        ("system", "You tell stories."),
+        ("user", "Tell me a story"),
+        ("assistant", STORY),
+        ("user", "Another"),
+    ]
+    page.id("again").click()
+    page.wait(lambda: len(page.stub.requests) == 3)
+    page.idle()
+    assert page.stub.requests[2][1]["messages"] == page.stub.requests[1][1]["messages"]
+    assert len(page.all(".message")) == 4
+    page.id("clear").click()
+    assert page.all(".message") == []
+
+
+def test_keyboard_walks_tokens(page: Page) -> None:
+    page.send("Tell me a story")
+    page.wait(lambda: page.all(".token"))
+    page.idle()
+    assert len(page.all(".token[tabindex='0']")) == 1, "one tab stop an answer"
+    page.driver.execute_script("document.querySelector('.token').focus()")
+    page.wait(lambda: "Once" in page.id("tip").text)
+    page.driver.switch_to.active_element.send_keys(Keys.ARROW_RIGHT)
+    page.wait(lambda: "␣upon" in page.id("tip").text and "42.0%" in page.id("tip").text)
+    assert page.driver.switch_to.active_element.get_attribute("aria-describedby") == "tip"
+    page.driver.switch_to.active_element.send_keys(Keys.END)
+    page.wait(lambda: "␣end." in page.id("tip").text)
+    page.driver.switch_to.active_element.send_keys(Keys.ESCAPE)
+    page.wait(lambda: not page.id("tip").is_displayed())
+
+
+def test_completion_and_sampling_controls(page: Page) -> None:
+    page.choose("completion")
+    values = {
+        "temperature": "0",
+        "max_tokens": "40",
+        "top_p": "0.9",
+        "top_k": "50",
+        "min_p": "0.05",
+        "seed": "7",
+        "presence_penalty": "-0.5",
+        "frequency_penalty": "0.25",
+        "repetition_penalty": "1.1",
+    }
+    for name, value in values.items():
+        page.set(name, value)
+    page.id("stops").send_keys("END\n\\n\\n")
+    page.send("Once upon", Keys.CONTROL + Keys.ENTER)
+    page.wait(lambda: page.text(".completion .text") == "Once upon" + STORY)
+    page.idle()
+    path, body = page.stub.requests[0]
+    assert path == "/v1/completions"
+    assert body == {
+        "model": "tiny-hybrid",
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "prompt": "Once upon",
+        "logprobs": 5,
+        "stop": ["END", "\n\n"],
+        **{name: json.loads(value) for name, value in values.items()},
+    }
+    token = page.all(".completion .token")[1]
+    ActionChains(page.driver).move_to_element(token).perform()
+    page.wait(lambda: "␣upon 42.0%" in page.id("tip").text)
+
+    # Without the probabilities view, logprobs are not requested. An emptied field is not sent.
+    page.id("probabilities").click()
+    page.driver.find_element(By.CSS_SELECTOR, "[name=temperature]").clear()
+    page.id("again").click()
+    page.wait(lambda: len(page.stub.requests) == 2)
+    page.idle()
+    assert not {"logprobs", "temperature"} & page.stub.requests[1][1].keys()
+
+    # Settings survive a reload, and a reset restores the defaults.
+    page.open()
+    assert page.driver.find_element(By.NAME, "seed").get_attribute("value") == "7"
+    page.id("defaults").click()
+    assert page.driver.find_element(By.NAME, "temperature").get_attribute("value") == "0.7"
+    assert page.driver.find_element(By.NAME, "seed").get_attribute("value") == ""
+
+
+def test_a_value_out_of_range_is_not_sent(page: Page) -> None:
+    page.set("top_p", "3")
+    page.send("Hello")
+    time.sleep(0.3)
+    assert page.stub.requests == []
+    assert page.driver.switch_to.active_element.get_attribute("name") == "top_p"
+
+
+def test_tokens_and_text_that_do_not_arrive_together(page: Page) -> None:
+    page.send("bytes")
+    page.wait(lambda: page.text(".assistant .text") == "Café au lait")
+    page.idle()
+    spans = page.driver.execute_script("return [...document.querySelectorAll('.token')].map((t) => t.textContent)")
+    assert spans == ["Caf", "é", " au", " l", "ait"]
+
+
+def test_stop_aborts(page: Page) -> None:
+    page.send("for ever")
+    page.wait(lambda: len(page.all(".token")) > 20)
+    page.id("stop").click()
+    page.idle()
+    assert page.stub.gone.wait(120), "the server was not told"
+    text = page.text(".assistant .text")
+    assert text.startswith("Once upon a time")
+    assert page.id("fact-finish").text == "you"
+    time.sleep(0.3)
+    assert page.text(".assistant .text") == text
+    assert not page.id("banner").is_displayed()
+
+    page.stub.gone.clear()
+    page.send("for ever")
+    page.wait(lambda: len(page.all(".message")) == 4 and page.all(".message:last-child .token"))
+    page.id("prompt").send_keys(Keys.ESCAPE)
+    page.idle()
+    assert page.stub.gone.wait(120)
+
+
+def test_errors_are_readable(page: Page) -> None:
+    page.may_log_refusals = True
+    page.send("too long")
+    page.wait(lambda: page.id("banner").is_displayed())
+    assert page.id("banner-text").text == "This prompt has 5000 tokens; the context holds 1024. (messages)"
+    assert page.all(".message") == []
+    assert page.id("prompt").get_attribute("value") == "too long", "the question comes back"
+    page.id("prompt").clear()
+    page.send("busy")
+    page.wait(lambda: page.id("banner-text").text == "The queue is full. Try again in 3 s.")
+    page.id("prompt").clear()
+    page.send("break")
+    page.wait(lambda: page.id("banner-text").text == "A rank died.")
+    assert page.text(".assistant .text") == "Half an", "what had come stays"
+    page.shot("error")
+    page.id("banner-close").click()
+    assert not page.id("banner").is_displayed()
+
+
+def test_api_key(page: Page) -> None:
+    page.may_log_refusals = True
+    page.stub.needs_key = True
+    page.driver.get("about:blank")
+    page.driver.get(page.stub.url)
+    page.wait(lambda: page.id("banner-text").text.startswith("Incorrect API key provided."))
+    assert "“API key” at the top" in page.id("banner-text").text
+    assert "API key" in page.driver.find_element(By.CSS_SELECTOR, "label:has(#key)").text
+    assert page.driver.switch_to.active_element.get_attribute("id") == "key"
+    page.id("key").send_keys(KEY + Keys.ENTER)
+    page.wait(lambda: not page.id("banner").is_displayed())
+    assert [o.text for o in page.all("#model option")] == ["tiny-hybrid", "other"]
+    page.open()
+    assert page.id("key").get_attribute("value") == KEY, "kept for this tab"
+    assert page.driver.execute_script("return JSON.stringify(localStorage)") == "{}"
+
+
+def test_it_says_what_the_model_is_and_offers_what_it_can_answer(page: Page) -> None:
+    page.wait(lambda: page.all("#examples button"))
+    assert page.id("about").text == (
+        f"tiny-hybrid: {EXAMPLES['about']}. Hybrid ladder (layers 4-7 of 8), context of 1,024 tokens."
+    )
+    assert page.driver.execute_script(OFFERED) == EXAMPLES["chat"]
+    page.choose("completion")
+    assert page.driver.execute_script(OFFERED) == EXAMPLES["completion"]
+    page.choose("chat")
+    page.all("#examples button")[3].click()
+    page.wait(lambda: page.stub.requests)
+    assert page.stub.requests[0][1]["messages"] == [{"role": "user", "content": EXAMPLES["chat"][3]}]
+    page.idle()
+    assert not page.id("about").is_displayed()
+    page.id("clear").click()
+
+    page.driver.execute_script(
+        "arguments[0].value = 'other'; arguments[0].dispatchEvent(new Event('change'))", page.id("model")
+    )
+    assert page.id("about").text == "other"
+    neutral = page.driver.execute_script(OFFERED)
+    assert neutral and not set(neutral) & set(EXAMPLES["chat"]), "nothing is known of it"
+
+
+def test_a_phone_has_room(page: Page) -> None:
+    metrics = {"width": 375, "height": 667, "deviceScaleFactor": 1, "mobile": False}
+    page.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    try:
+        page.open()
+        box = "return arguments[0].getBoundingClientRect().toJSON()"
+        assert page.driver.execute_script(box, page.all(".top")[0])["height"] < 120
+        for name in ("model", "key", "health"):
+            assert page.id(name).is_displayed()
+        page.shot("phone")
+        page.send("Tell me a story")
+        page.wait(lambda: page.all(".token"))
+        page.idle()
+        tokens = page.all(".token")
+        for token in (tokens[0], max(tokens, key=lambda t: t.rect["x"] + t.rect["width"]), tokens[-1]):
+            ActionChains(page.driver).move_to_element(token).perform()
+            page.wait(lambda: page.id("tip").is_displayed())
+            tip = page.driver.execute_script(box, page.id("tip"))
+            width, height = page.driver.execute_script(
+                "const e = document.documentElement; return [e.clientWidth, e.clientHeight]"
+            )
+            assert tip["left"] >= 0 and tip["right"] <= width and tip["top"] >= 0 and tip["bottom"] <= height, tip
+        page.shot("phone-tip")
+    finally:
+        page.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_dashboard(page: Page) -> None:
+    page.id("tab-dashboard").click()
+    assert page.driver.current_url.endswith("#dashboard")
+    page.wait(lambda: "tiny-hybrid" in page.id("identity").text)
+    assert page.id("identity").text.split("\n") == [
+        *("Model", "tiny-hybrid", "Variant", "hybrid ladder (last 4 of 8 layers)", "Communicator", "gloo", "Ranks", "2"),
+        *("Device", "cpu", "Type", "float32", "Context", "1,024 tokens", "Up", "1 h 6 min"),
+    ]
+    assert page.id("tiles").text.split("\n") == [
+        *("Generated tokens/s", "231", "Prompt tokens/s", "1,840", "Running", "3", "Waiting", "1"),
+        *("KV cache", "25%", "128 of 512 blocks", "First token", "42.1 ms", "p95 87.4 ms"),
+        *("Between tokens", "6.20 ms", "p95 –", "Step", "5.71 ms", "Prefix cache hits", "62%", "Preemptions", "7"),
+    ]
+    charts = [c.get_attribute("aria-label") for c in page.all("#charts svg")]
+    assert len(charts) == 6
+    assert "Generated tokens/s, last two minutes: generated 231" in charts
+    assert "Requests, last two minutes: running 3, waiting 1" in charts
+
+    page.stub.stats |= {"running": 12, "status": "draining"}
+    page.wait(lambda: "Running\n12\n" in page.id("tiles").text)
+    assert page.id("health").text == "draining"
+    page.wait(lambda: "L" in (page.all("#charts .line")[2].get_attribute("d") or ""))
+
+    # If all statistics are null, the page shows dashes and no error.
+    page.stub.stats = dict.fromkeys(STATS)
+    page.wait(lambda: "Running\n–\n" in page.id("tiles").text)
+    assert "NaN" not in page.driver.page_source and "undefined" not in page.id("dashboard").text
+
+    # An arrow key switches back to the playground.
+    page.id("tab-dashboard").send_keys(Keys.ARROW_LEFT)
+    assert page.id("playground").is_displayed() and not page.id("dashboard").is_displayed()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 800, 390])
+def test_fits_and_follows_the_colour_scheme(page: Page, scheme: str, width: int) -> None:
+    features = [{"name": "prefers-color-scheme", "value": scheme}]
+    page.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+    metrics = {"width": width, "height": 860, "deviceScaleFactor": 1, "mobile": False}
+    page.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    try:
+        page.open()
+        page.send("Tell me a story")
+        page.wait(lambda: page.all(".token"))
+        page.idle()
+        page.shot(f"playground-{scheme}-{width}")
+        colour = page.driver.execute_script("return getComputedStyle(document.body).backgroundColor")
+        channels = [int(c) for c in colour.removeprefix("rgb(").removesuffix(")").split(",")]
+        assert (min(channels) > 200) if scheme == "light" else (max(channels) < 60), colour
+        overflow = "return document.documentElement.scrollWidth - innerWidth"
+        assert page.driver.execute_script(overflow) <= 0
+        page.id("tab-dashboard").click()
+        if SHOTS:  # varying values, so that the screenshot shows curves
+            for i in range(12):
+                wave = 1 + math.sin(i / 2)
+                page.stub.stats |= {
+                    "generation_tokens_per_second": 180 + 60 * wave,
+                    "running": 2 + round(3 * wave),
+                    "kv_blocks_used": 100 + 20 * i,
+                    "ttft_seconds": {"p50": 0.04 + 0.01 * wave, "p95": 0.09 + 0.02 * wave},
+                }
+                time.sleep(1)
+        page.shot(f"dashboard-{scheme}-{width}")
+        assert page.driver.execute_script(overflow) <= 0
+    finally:
+        page.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+        page.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})

@@ -1,0 +1,150 @@
+"""The frontend's other routes: tokens, models, health, the API's description, metrics and statistics."""
+
+import random
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import openapi_spec_validator
+import pytest
+from prometheus_client import CollectorRegistry, Histogram
+
+from engine.protocol import Stats
+from server import replies
+from server.metrics import TokenHistogram
+from server.openapi import BOUNDS
+from tests.support.server_thread import CHAT, STORY, TOKENIZER, TOOL, Site, wait_for
+
+
+def test_tokenize_and_detokenize(site: Site) -> None:
+    answer = site.post("/tokenize", {"prompt": "Hi Zoë", "return_token_strs": True})
+    assert answer["tokens"] == TOKENIZER.encode("Hi Zoë") and answer["count"] == len(answer["token_strs"])
+    assert site.post("/detokenize", {"tokens": answer["tokens"]})["prompt"] == TOKENIZER.decode(answer["tokens"], False)
+    chat = site.post("/tokenize", {"messages": CHAT["messages"]})
+    assert chat["tokens"] == TOKENIZER.encode_chat(CHAT["messages"])
+    assert site.refused("/tokenize", {})["param"] == "prompt"
+    assert site.refused("/detokenize", {"tokens": [5000]})["param"] == "tokens"
+
+
+def test_models_health_version_docs(site: Site) -> None:
+    assert site.openai.models.list().data[0].id == "tiny-hybrid"
+    replies.ModelCard.model_validate(site.http.get("/v1/models/tiny-hybrid").json())
+    assert site.http.get("/version").json()["version"]
+    assert "repetition_penalty" in site.http.get("/docs").text and "//cdn" not in site.http.get("/docs").text
+    assert site.http.get("/version", headers={"x-request-id": "mine-1"}).headers["x-request-id"] == "mine-1"
+
+
+def test_the_description_is_valid_for_its_version(site: Site) -> None:
+    api = site.http.get("/openapi.json").json()
+    assert api["openapi"].startswith("3.1.")
+    openapi_spec_validator.validate(api)
+    for path, chunk in (("/v1/completions", "CompletionChunk"), ("/v1/chat/completions", "ChatChunk")):
+        responses = api["paths"][path]["post"]["responses"]
+        assert "422" not in responses
+        event = responses["200"]["content"]["text/event-stream"]["schema"]
+        assert f"#/components/schemas/{chunk}" in str(event)
+        validator = jsonschema.Draft202012Validator({**event, "components": api["components"]})
+        assert validator.is_valid({"data": "[DONE]", "event": "message"}) and not validator.is_valid({"data": {}})
+    integers = [one for one in _dicts(api["components"]["schemas"]) if one.get("type") == "integer"]
+    assert len(integers) > 20
+    assert all(type(one[name]) is int for one in integers for name in BOUNDS if name in one)
+
+
+def _dicts(value: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(value, dict):
+        yield value
+    for one in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _dicts(one)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "model"),
+    [
+        ("/v1/completions", {"prompt": "Hi", "logprobs": 1, "echo": True}, replies.CompletionChunk),
+        ("/v1/completions", {"prompt": "Hi", "stream_options": {"continuous_usage_stats": True}}, replies.CompletionChunk),
+        ("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 2, "return_token_ids": True}, replies.ChatChunk),
+        ("/v1/chat/completions", {**CHAT, "stream_options": {"include_usage": True}, "n": 2}, replies.ChatChunk),
+        ("/v1/chat/completions", {**CHAT, "tools": [TOOL], "tool_choice": "required"}, replies.ChatChunk),
+    ],
+)
+def test_chunks_are_as_described(site: Site, path: str, body: dict[str, Any], model: type[replies.Reply]) -> None:
+    call = '{"name": "weather", "arguments": {"city": "Ulm"}}'
+    site.engine.reply = lambda submit: TOKENIZER.encode(call if "tools" in body else STORY, add_special_tokens=False)
+    chunks = site.events(path, {"max_tokens": 60, **body})
+    assert chunks and [model.model_validate(chunk) for chunk in chunks]
+    assert "tools" not in body or any(c["choices"][0]["delta"].get("tool_calls") for c in chunks)
+
+
+def test_the_documentation_shows_every_object(site: Site) -> None:
+    page = site.http.get("/docs").text
+    schemas = site.http.get("/openapi.json").json()["components"]["schemas"]
+    for name in ("ChatMessage", "Tool", "StreamOptions", "FunctionDefinition", "ChatChunk"):
+        (section,) = re.findall(rf"<h2 id={name}>.*?(?=<h2|$)", page, re.DOTALL)
+        assert all(f"<code>{field}</code>" in section for field in schemas[name]["properties"]), name
+    links = set(re.findall(r"href=#(\w+)", page))
+    assert links and all(f"<h2 id={name}>" in page for name in links)
+    assert "<code>n</code><td>integer 1 to 128<td>" in page and ".0 to" not in page
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/health", "/version", "/stats", "/metrics", "/docs", "/openapi.json", "/v1/models", "/v1/models/tiny-hybrid"]
+)
+def test_head_is_get_without_a_body(site: Site, path: str) -> None:
+    head, get = site.http.head(path), site.http.get(path)
+    assert head.status_code == get.status_code == 200 and head.content == b""
+    assert head.headers["content-type"] == get.headers["content-type"]
+    assert head.headers["content-length"]  # the length of GET's body; not compared, because /metrics grows with time
+    assert site.http.get("/version").json()["version"]  # the connection is still in sync
+
+
+def test_methods_that_a_path_lacks(site: Site) -> None:
+    assert site.http.head("/nope").status_code == 404 and site.http.head("/v1/completions").status_code == 405
+    assert site.http.head("/v1/completions").headers["allow"] == "POST"
+    assert site.http.delete("/health").headers["allow"] == "GET, HEAD"
+
+
+def test_metrics_and_stats(site: Site) -> None:
+    site.complete(max_tokens=4)
+    site.engine.send(Stats(2, 3, 10, 40, 100, 50, 1, 1000, 2000, 30, 0.004, [1, 2, 300]))
+    wait_for(lambda: site.http.get("/stats").json()["waiting"] == 3)
+    stats = site.http.get("/stats").json()
+    replies.StatsReply.model_validate(stats)
+    assert stats["kv_cache_usage"] == 0.25 and stats["prefix_hit_rate"] == 0.5 and stats["ttft_seconds"]["p50"] > 0
+    text = site.http.get("/metrics").text
+    for name in (
+        'rung:num_requests_running{model_name="tiny-hybrid"} 2.0',
+        'rung:kv_cache_usage_perc{model_name="tiny-hybrid"} 0.25',
+        'rung:prefix_cache_hits_total{model_name="tiny-hybrid"} 50.0',
+        "rung:num_preemptions_total",
+        "rung:prompt_tokens_total",
+        "rung:generation_tokens_total",
+        'rung:request_success_total{finished_reason="length"',
+        "rung:time_to_first_token_seconds_bucket",
+        "rung:inter_token_latency_seconds_sum",
+        "rung:e2e_request_latency_seconds_count",
+        "rung:request_queue_time_seconds_count",
+        "rung:request_prefill_time_seconds_count",
+        "rung:request_decode_time_seconds_count",
+        "rung:iteration_tokens_total_bucket",
+        "rung:request_prompt_tokens_count",
+        "rung:request_generation_tokens_count",
+    ):
+        assert name in text, name
+
+
+def test_the_histogram_of_tokens_is_prometheus_own(seed: int) -> None:
+    rng = random.Random(seed)
+    bounds, registries = sorted({rng.uniform(0, 2) for _ in range(6)} | {1.0}), (CollectorRegistry(), CollectorRegistry())
+    ours = TokenHistogram("x_seconds", "text", "m", bounds)
+    registries[0].register(ours)
+    theirs = Histogram("x_seconds", "text", ["model_name"], registry=registries[1], buckets=bounds).labels("m")
+    for value in (*(rng.uniform(-0.1, 2.5) for _ in range(50)), *bounds):
+        count = rng.randint(1, 3)
+        ours.observe(value, count)
+        for _ in range(count):
+            theirs.observe(value)
+    found, wanted = (
+        {s.name + str(sorted(s.labels.items())): s.value for f in r.collect() for s in f.samples} for r in registries
+    )
+    assert found == pytest.approx(wanted), seed

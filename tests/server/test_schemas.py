@@ -1,0 +1,390 @@
+"""JSON schemas from request to grammar: closed and open objects, what cannot be enforced, and truncated tool calls."""
+
+import json
+import random
+import time
+from collections.abc import Iterator
+from functools import cache
+from itertools import permutations
+from typing import Annotated, Any, Literal
+
+import jsonschema
+import pytest
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+
+from engine.grammars import Grammars
+from engine.logits import allowed
+from server.json_schema import SchemaError, compile_schema
+from tests.support.server_thread import CHAT, EOS, TOKENIZER, TOOL, Site
+
+VOCAB = 1024
+SECONDS = 60.0  # a request's timeout; a worker's job is ended after 2
+
+
+@cache
+def grammars() -> Grammars:
+    return Grammars(TOKENIZER, VOCAB)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    site = Site(tmp_path_factory.mktemp("site"), worker_seconds=2.0).start()
+    yield site
+    site.close()
+
+
+def accepts(grammar: str, text: str) -> bool:
+    matcher = grammars().compile(grammar)
+    ids = TOKENIZER.encode(text, add_special_tokens=False)
+    return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
+
+
+def write(grammar: str, limit: int = 4000) -> Any:
+    """The JSON value that random logits produce under a grammar. Quotes get a higher logit, so that strings end."""
+    matcher, ids = grammars().compile(grammar), list[int]()
+    quote = TOKENIZER.encode('"', add_special_tokens=False)[-1]
+    while not matcher.is_stopped():
+        logits = torch.randn(VOCAB)
+        logits[quote] += 3
+        ids.append(int(logits.masked_fill(~allowed(matcher, VOCAB), -torch.inf).argmax()))
+        assert matcher.consume_token(ids[-1]) and len(ids) < limit
+    return json.loads(TOKENIZER.decode([one for one in ids if one != EOS]))
+
+
+def asked(site: Site, schema: dict[str, Any], **more: Any) -> str:
+    """The grammar that the engine receives for a request with this schema."""
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, **more}}
+    site.complete(response_format=form, max_tokens=1)
+    grammar = site.last().params.grammar
+    assert grammar is not None
+    return grammar
+
+
+# --- objects are closed by default -----------------------------------------------------------------------------------------
+
+
+class Place(BaseModel):
+    city: str = Field(max_length=5)
+    code: int | None = None
+
+
+class Cat(BaseModel):
+    kind: Literal["cat"]
+    lives: int = Field(ge=0, le=9)
+
+
+class Dog(BaseModel):
+    kind: Literal["dog"]
+    tricks: list[Annotated[str, Field(max_length=4)]] = Field(max_length=2)
+
+
+class Tree(BaseModel):
+    name: str = Field(max_length=3)
+    children: list["Tree"] = Field(max_length=1)
+
+
+class Person(BaseModel):
+    """Nested and optional models, a union with a discriminator, and a recursive model."""
+
+    name: str = Field(max_length=8)
+    home: Place
+    second: Place | None = None
+    pet: Annotated[Cat | Dog, Field(discriminator="kind")]
+    tree: Tree | None = None
+
+
+class Empty(BaseModel):
+    pass
+
+
+@pytest.mark.parametrize("model", [Place, Cat, Tree, Person, Empty])
+def test_pydantic_schemas_bring_no_keys_of_their_own(site: Site, model: type[BaseModel], seed: int) -> None:
+    """Each object that random logits produce is valid for the model with extra="forbid", although the schema does not forbid
+    other keys."""
+    schema = model.model_json_schema()
+    assert "additionalProperties" not in json.dumps(schema)
+    for strict in (False, True):
+        grammar = asked(site, schema, strict=strict)
+        for _ in range(4):
+            value = write(grammar)
+            jsonschema.validate(value, schema)
+            assert set(value) <= set(model.model_fields)
+            _forbidden(model, value)
+
+
+def _forbidden(model: type[BaseModel], value: Any) -> None:
+    strict: Any = type("Strict", (model,), {"model_config": ConfigDict(extra="forbid")})
+    strict.model_validate(value)
+    if isinstance(value, dict) and "home" in value:
+        _forbidden(Place, value["home"])
+
+
+@pytest.mark.parametrize(
+    ("schema", "yes", "no"),
+    [
+        ({"type": "object"}, ['{"x": 1}', "{}"], ["1"]),
+        ({"type": "object", "properties": {}}, ["{}"], ['{"x": 1}']),
+        ({"properties": {"a": {"type": "integer"}}}, ['{"a": 1}', "{}", "[]"], ['{"x": 1}', '{"a": 1, "x": 1}']),
+        ({"type": "object", "properties": {"a": {}}, "additionalProperties": True}, ['{"x": 1}', '{"a": 1, "x": 1}'], []),
+        (
+            {"type": "object", "properties": {"a": {}}, "additionalProperties": {"type": "integer"}},
+            ['{"x": 1}'],
+            ['{"x": "y"}'],
+        ),
+        ({"type": "object", "properties": {"a": {"type": "object"}}}, ['{"a": {"x": 1}}'], ['{"x": 1}']),
+        ({"type": "object", "properties": {"a": {"properties": {"b": {}}}}}, ['{"a": {"b": 1}}'], ['{"a": {"x": 1}}']),
+        ({"type": "array", "items": {"properties": {"b": {}}}}, ['[{"b": 1}]'], ['[{"x": 1}]']),
+        (
+            {"type": "object", "patternProperties": {"^ab$": {"type": "integer"}, "^(c|d)$": {"type": "null"}}},
+            ['{"ab": 1}', "{}", '{"ab": 1, "c": null, "d": null}'],
+            ['{"x": 1}', '{"ab": "y"}', '{"ab": 1, "ab": 1}', '{"c": null, "c": null}', '{"c|d": null}'],
+        ),
+        (
+            {"properties": {"n": {}}, "patternProperties": {"^(?:a|b-2)$": {}}, "additionalProperties": {"type": "null"}},
+            ['{"n": 1, "b-2": 1, "x": null}'],
+            ['{"x": 1}', '{"a": 1, "a": 1}', '{"a": 1, "n": 1, "a": null}'],
+        ),
+        ({"type": "object", "properties": {"a": {}}, "patternProperties": {"^b": False}}, ['{"a": 1}'], ['{"b": 1}']),
+        ({"type": "object", "patternProperties": {}}, ["{}"], ['{"x": 1}']),
+        ({"type": "object", "unevaluatedProperties": False}, ["{}"], ['{"x": 1}']),
+        ({"type": "object", "properties": {"a": {}}, "unevaluatedProperties": True}, ['{"x": 1}'], []),
+        (
+            {"type": "object", "properties": {"a": {}}, "required": ["a", "b"]},
+            ['{"a": 1, "b": 2}'],
+            ['{"a": 1, "b": 2, "x": 1}'],
+        ),
+        ({"enum": [{"properties": {"$ref": 1}}]}, ['{"properties": {"$ref": 1}}'], ["{}"]),
+        ({"type": "object", "properties": {"$ref": {"type": "string"}}}, ['{"$ref": "y"}'], ['{"x": "y"}']),
+        (
+            {"$ref": "#/$defs/n", "$defs": {"n": {"properties": {"n": {"$ref": "#/$defs/n"}}}}},
+            ['{"n": {"n": {}}}'],
+            ['{"n": {"x": 1}}'],
+        ),
+        ({"$id": "https://a/b", "$ref": "https://a/b#/definitions/n", "definitions": {"n": {"type": "null"}}}, ["null"], ["1"]),
+    ],
+)
+def test_what_is_open_and_what_is_closed(schema: dict[str, Any], yes: list[str], no: list[str]) -> None:
+    grammar = compile_schema(schema, strict=True).grammar
+    assert [text for text in yes if not accepts(grammar, text)] == []
+    assert [text for text in no if accepts(grammar, text)] == []
+
+
+def random_parts(definitions: dict[str, Any], depth: int) -> dict[str, Any]:
+    """A random schema for one object with integer properties a to d: members, branches and references list their own names."""
+    listed = random.sample("abcd", random.choice([0, 1, 1, 2]))
+    schema: dict[str, Any] = {"properties": {name: {"type": "integer"} for name in listed}} if listed else {}
+    if listed and random.random() < 0.5:
+        schema["required"] = [listed[0]]
+    if listed and random.random() < 0.1:
+        schema["additionalProperties"] = {"type": "integer"}
+    for key in ("allOf", "anyOf"):
+        if depth and random.random() < 0.5:
+            schema[key] = [random_parts(definitions, depth - 1) for _ in range(random.randint(1, 2))]
+    if depth and random.random() < 0.3:
+        name = f"d{len(definitions)}"
+        definitions[name] = {}
+        definitions[name] = random_parts(definitions, depth - 1)
+        schema["$ref"] = f"#/$defs/{name}"
+    return schema
+
+
+def test_schemas_of_one_object_close_it_together(seed: int) -> None:
+    """The reference is a validator with `unevaluatedProperties: false`, which means the same, with one difference: a grammar
+    follows one branch of an `anyOf`, while the validator allows the names of all branches that hold."""
+    objects = [dict.fromkeys(names, 1) for n in range(4) for names in permutations("abcx", n)]
+    compared = 0
+    for _ in range(60):
+        definitions: dict[str, Any] = {}
+        schema = {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}},
+            **random_parts(definitions, 2),
+            "$defs": definitions,
+        }
+        validator = jsonschema.Draft202012Validator({**schema, "unevaluatedProperties": False})
+        expected = {frozenset(one) for one in objects if validator.is_valid(one)}
+        try:
+            grammar = compile_schema(schema, strict=True).grammar
+        except SchemaError:
+            assert expected <= {frozenset()}, schema  # the schema contradicts itself
+            continue
+        found = {frozenset(one) for one in objects if accepts(grammar, json.dumps(one))}
+        parts = list(_members(schema, schema))
+        branches, opened = any("anyOf" in part for part in parts), any("additionalProperties" in part for part in parts)
+        if any("properties" not in part for part in parts) or (branches and opened):
+            continue  # a branch without properties leaves the object open
+        assert found == expected or (branches and found < expected), schema
+        assert not expected or found, schema
+        compared += 1
+    assert compared > 5
+
+
+def _members(schema: dict[str, Any], root: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield schema
+    for part in (*schema.get("allOf", []), *schema.get("anyOf", [])):
+        yield from _members(part, root)
+    if "$ref" in schema:
+        yield from _members(root["$defs"][schema["$ref"].rpartition("/")[2]], root)
+
+
+# --- what cannot be enforced -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("schema", "left_out", "no"),
+    [
+        ({"type": "array", "items": {"type": "integer"}, "uniqueItems": True}, "#/uniqueItems", '["x"]'),
+        (
+            {"type": "object", "properties": {"a/ü": {"type": "string", "pattern": "^(?=a)b$"}}},
+            "#/properties/a~1%C3%BC/pattern",
+            "1",
+        ),
+        ({"type": "string", "format": "shoe-size", "maxLength": 2}, "#/format", '"abc"'),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"type": "integer", "not": {"const": 3}}}}, "#/$defs/a/not", '"a"'),
+        ({"type": "object", "patternProperties": {"^a": {"type": "integer"}}}, "#/patternProperties", '{"ab": "y"}'),
+        ({"patternProperties": {"^a|b$": {"type": "integer"}}, "type": "object"}, "#/patternProperties", '{"x": 1}'),
+        (
+            {"type": "object", "properties": {"a": {}}, "patternProperties": {"^a$": {"type": "integer"}}},
+            "#/patternProperties",
+            '{"a": "y"}',
+        ),
+        (
+            {"type": "object", "patternProperties": {"^a$": {"type": "null"}, "^(a|b)$": {"type": "integer"}}},
+            "#/patternProperties",
+            '{"b": "y"}',
+        ),
+        ({"type": "object", "patternProperties": {"^a(?!b)": {"type": "integer"}}}, "#/patternProperties", '{"ac": "x"}'),
+        ({"type": "string", "oneOf": [{"maxLength": 3}, {"minLength": 2, "maxLength": 4}]}, "#/oneOf", '"abcde"'),
+        ({"if": {"const": 1}, "then": {"const": 1}, "type": "integer"}, "#/if, #/then", '"x"'),
+    ],
+)
+def test_the_rest_is_enforced_and_what_is_left_out_is_named(site: Site, schema: dict[str, Any], left_out: str, no: str) -> None:
+    form: Any = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    body = {**CHAT, "response_format": form}
+    for more in ({}, {"stream": True}):
+        answer = site.http.post("/v1/chat/completions", json={**body, **more})
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["x-rung-not-enforced"] == left_out
+    assert not accepts(site.last().params.grammar or "", no)
+    form["json_schema"]["strict"] = True
+    error = site.refused("/v1/chat/completions", body)
+    assert (error["param"], error["code"]) == ("response_format", "invalid_schema")
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "pattern": "("},
+        {"type": "nope"},
+        {"$ref": "#/nowhere"},
+        {"$ref": "https://example.com/schema"},
+        {"type": "integer", "minimum": 5, "maximum": 1},
+        {"enum": []},
+    ],
+)
+def test_wrong_schemas_are_refused_strict_or_not(schema: dict[str, Any]) -> None:
+    for strict in (False, True):
+        with pytest.raises(SchemaError) as error:
+            compile_schema(schema, strict)
+        assert "\n" not in str(error.value) and str(error.value)
+
+
+def test_harmless_keywords_are_not_named() -> None:
+    schema = {
+        "title": "T",
+        "$schema": "x",
+        "type": "object",
+        "properties": {"n": {"type": "integer", "format": "int32", "default": 1, "uniqueItems": False}},
+        "x-own": 1,
+    }
+    for strict in (False, True):
+        assert compile_schema(schema, strict).not_enforced == ()
+    cat, dog = ({"type": "object", "properties": {"t": {"const": t}}, "required": ["t"]} for t in "cd")
+    union = {"oneOf": [{"$ref": "#/$defs/c"}, {"$ref": "#/$defs/d"}], "$defs": {"c": cat, "d": dog}}
+    assert compile_schema(union, strict=True).not_enforced == ()
+
+
+def test_large_and_deep_schemas_are_refused(site: Site) -> None:
+    deep: Any = {"type": "object"}
+    for _ in range(150):
+        deep = {"type": "object", "properties": {"a": deep}}
+    definitions = {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(40)}
+    doubling = {"$ref": "#/$defs/d0", "$defs": {**definitions, "d40": {"properties": {"x": {}}}}}
+    wide = {"anyOf": [{"properties": {f"{i}": {"const": "x" * 1000}}} for i in range(1200)]}
+    for schema in (doubling, wide, deep):
+        form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+        answer = site.http.post("/v1/chat/completions", json={**CHAT, "response_format": form}, timeout=SECONDS)
+        assert answer.status_code in ((400,) if schema is not deep else (200, 400)), answer.text[:300]
+
+
+def test_a_schema_that_takes_for_ever_is_ended(site: Site) -> None:
+    """300 patterns that must all match: their product has 2^300 states, and the first step in it takes many minutes."""
+    schema = {"type": "string", "allOf": [{"pattern": f"^.*{i}.*$"} for i in range(300)]}
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    start = time.monotonic()
+    answer = site.http.post("/v1/chat/completions", json={**CHAT, "response_format": form}, timeout=SECONDS)
+    assert answer.status_code == 400 and time.monotonic() - start < SECONDS
+    assert site.health() == "ready"
+    assert site.chat(response_format={"type": "json_object"})
+
+
+# --- tools -----------------------------------------------------------------------------------------------------------------
+
+
+def tool(name: str, parameters: Any = None, strict: bool | None = None) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters, "strict": strict}}
+
+
+@pytest.mark.parametrize("parameters", [None, {}, {"type": "object"}, {"type": "object", "properties": {}, "required": []}])
+def test_tools_without_arguments_take_none(site: Site, parameters: Any) -> None:
+    site.chat(tools=[tool("now", parameters), TOOL], tool_choice="required")
+    grammar = site.last().params.grammar or ""
+    assert accepts(grammar, '{"name": "now", "arguments": {}}')
+    assert accepts(grammar, '{"name": "weather", "arguments": {"city": "Ulm"}}')
+    assert not accepts(grammar, '{"name": "now", "arguments": {"x": 1}}')
+    assert not accepts(grammar, '{"name": "weather", "arguments": {"x": 1}}')
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
+def test_a_tool_that_cannot_be_enforced_is_named_by_its_place_in_the_request(site: Site, choice: Any) -> None:
+    unique = {"type": "object", "properties": {"x": {"type": "array", "uniqueItems": True}}}
+    body = {**CHAT, "tools": [TOOL, tool("f", unique)], "tool_choice": choice}
+    answer = site.http.post("/v1/chat/completions", json=body)
+    assert answer.headers["x-rung-not-enforced"] == "tools.1.function.parameters#/properties/x/uniqueItems"
+    body["tools"] = [TOOL, tool("f", unique, strict=True)]
+    assert site.refused("/v1/chat/completions", body)["param"] == "tools.1.function.parameters"
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ('{"name": "weather", "arguments": {"city": "Zür', '{"city": "Zür'),
+        ('{"name":"weather","arguments":', ""),
+        ('{"na', ""),
+    ],
+)
+def test_a_forced_call_that_is_cut_off_is_a_call(site: Site, text: str, arguments: str) -> None:
+    site.engine.reply = lambda submit: TOKENIZER.encode(text, add_special_tokens=False)
+    asking = {"tools": [TOOL], "tool_choice": "required"}
+    choice = site.chat(**asking)["choices"][0]
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("length", None)
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"] == {"name": "weather", "arguments": arguments}
+    events = [e["choices"][0] for e in site.events("/v1/chat/completions", {**CHAT, **asking})]
+    assert events[-1]["finish_reason"] == "length"
+    assert events[-1]["delta"]["tool_calls"][0]["function"] == {"name": "weather", "arguments": arguments}
+    assert not any(one["delta"].get("content") for one in events)
+
+
+def test_a_cut_call_of_an_unknown_tool_stays_text(site: Site) -> None:
+    site.engine.reply = lambda submit: TOKENIZER.encode('{"na', add_special_tokens=False)
+    choice = site.chat(tools=[TOOL, tool("now")], tool_choice="required")["choices"][0]
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("length", '{"na')
+
+
+def test_an_error_of_a_worker_keeps_its_tool() -> None:
+    import pickle
+
+    error = pickle.loads(pickle.dumps(SchemaError("no", 3)))
+    assert isinstance(error, SchemaError) and (str(error), error.tool) == ("no", 3)

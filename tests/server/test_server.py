@@ -1,0 +1,1033 @@
+"""The whole server as a process: the `openai` client against two gloo ranks that serve an embedded checkpoint."""
+
+import contextlib
+import itertools
+import json
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import jsonschema
+import openai
+import pytest
+import torch
+from pydantic import BaseModel, Field
+
+from checkpoint import load_model, model_config
+from comm import Local
+from engine import offline
+from engine.sampler import SamplingParams
+from tests.support.command_line import HYBRID, MODELS
+from tests.support.server_process import ServerProcess, free_port, runs, wait_until
+from tokenizer import Tokenizer, load_tokenizer
+from tp import World
+
+NAME = "tiny-hybrid"
+PROMPT = "Once upon a time"
+STORY: Any = [{"role": "user", "content": "Tell me about a child."}]
+SUM = [{"role": "user", "content": "What is 27 plus 48?"}]
+EOS = 1
+GONE_SECONDS = 60.0  # clients learn within this time that a rank was lost
+LONG = {"max_tokens": 900, "temperature": 0, "extra_body": {"ignore_eos": True}}  # runs until it is stopped
+
+ADD = {
+    "type": "object",
+    "properties": {
+        "a": {"type": "integer", "minimum": 0, "maximum": 99},
+        "b": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+PAINT = {
+    "type": "object",
+    "properties": {"color": {"enum": ["red", "green"]}},
+    "required": ["color"],
+    "additionalProperties": False,
+}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "add", "parameters": ADD}},
+    {"type": "function", "function": {"name": "paint", "parameters": PAINT}},
+]
+PARAMETERS = {"add": ADD, "paint": PAINT}
+
+
+class Reference:
+    """The same checkpoint without a server: one rank, one prompt, a contiguous cache."""
+
+    def __init__(self, path: str) -> None:
+        self.tokenizer: Tokenizer = load_tokenizer(path)
+        world = World(0, 1, torch.device("cpu"), Local())
+        self.model = load_model(path, model_config(path, None, 1), world, torch.float32)
+
+    def generate(self, prompt: list[int], count: int, **params: Any) -> list[int]:
+        sampling = SamplingParams(**({"temperature": 0.0} | params))
+        return [row[0] for row in offline.generate(self.model, [prompt], [sampling], count, offline.Timing())]
+
+    def score(self, prompt: list[int]) -> tuple[list[float | None], list[int]]:
+        return offline.score(self.model, prompt)
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text)
+
+
+@pytest.fixture(scope="module")
+def reference() -> Reference:
+    return Reference(HYBRID)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    with ServerProcess("--model", HYBRID, "--trust-request-chat-template", ranks=2) as started:
+        yield started.ready()
+
+
+@pytest.fixture(scope="module")
+def client(server: ServerProcess) -> openai.OpenAI:
+    return server.client()
+
+
+@pytest.fixture(scope="module")
+def greedy(reference: Reference) -> list[int]:
+    """40 token ids: the greedy continuation of PROMPT."""
+    return reference.generate(reference.encode(PROMPT), 40)
+
+
+Complete = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def complete(client: openai.OpenAI) -> Complete:
+    """A function that completes PROMPT, by default greedily. Parameters that OpenAI's API lacks are added to the body."""
+
+    def call(**params: Any) -> Any:
+        known = {"best_of", "echo", "frequency_penalty", "logit_bias", "logprobs", "max_tokens", "n", "presence_penalty"}
+        known |= {"prompt", "seed", "stop", "stream", "stream_options", "temperature", "top_p", "model"}
+        params = {"model": NAME, "prompt": PROMPT, "temperature": 0, "max_tokens": 16} | params
+        extra = {name: params.pop(name) for name in set(params) - known}
+        return client.completions.create(**params, extra_body=extra)
+
+    return call
+
+
+def ids_of(reply: Any) -> list[int]:
+    found: list[int] = reply.choices[0].token_ids
+    return found
+
+
+def joined(chunks: list[Any]) -> str:
+    return "".join(choice.text for chunk in chunks for choice in chunk.choices)
+
+
+# --- generated tokens ----------------------------------------------------------------------------------------------------
+
+
+def test_greedy_equals_the_offline_path(complete: Complete, reference: Reference, greedy: list[int]) -> None:
+    reply = complete(max_tokens=40, return_token_ids=True)
+    choice = reply.choices[0]
+    assert ids_of(reply) == greedy
+    assert choice.prompt_token_ids == reference.encode(PROMPT)
+    assert choice.text == reference.tokenizer.decode(reference.encode(PROMPT) + greedy)[len(PROMPT) :]
+    assert choice.finish_reason == "length"
+    assert (reply.object, reply.model, reply.id[:5]) == ("text_completion", NAME, "cmpl-")
+    usage = reply.usage
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (5, 40, 45)
+
+
+def test_max_tokens(complete: Complete) -> None:
+    assert complete(max_tokens=3).usage.completion_tokens == 3
+    default = complete(max_tokens=openai.omit)
+    assert default.usage.completion_tokens == 16 and default.choices[0].finish_reason == "length"
+
+
+def test_a_seed_gives_what_the_offline_sampler_gives(complete: Complete, reference: Reference) -> None:
+    wanted = reference.generate(reference.encode(PROMPT), 16, temperature=1.0, seed=7)
+    assert ids_of(complete(temperature=1, seed=7, return_token_ids=True)) == wanted
+    assert ids_of(complete(temperature=1, seed=8, return_token_ids=True)) != wanted
+    assert ids_of(complete(temperature=0.3, seed=7, return_token_ids=True)) != wanted
+    unseeded = {complete(temperature=1.5).choices[0].text for _ in range(3)}
+    assert len(unseeded) > 1
+
+
+def test_a_seed_gives_the_same_in_company(complete: Complete) -> None:
+    alone = complete(temperature=1, seed=11, max_tokens=24).choices[0].text
+    with ThreadPoolExecutor(21) as pool:
+        others = [
+            pool.submit(complete, prompt=PROMPT + " there" * (i % 5), temperature=1, seed=i, max_tokens=12 + i)
+            for i in range(20)
+        ]
+        again = pool.submit(complete, temperature=1, seed=11, max_tokens=24)
+        assert again.result().choices[0].text == alone
+        texts = [other.result().choices[0].text for other in others]
+    assert len(set(texts)) == 20
+
+
+@pytest.mark.parametrize("narrow", [{"top_k": 1}, {"top_p": 0.0001}, {"top_p": 0}, {"min_p": 1.0}])
+def test_filters_leave_the_likeliest(complete: Complete, greedy: list[int], narrow: dict[str, float]) -> None:
+    hot = {"temperature": 1.5, "seed": 3, "return_token_ids": True}
+    assert ids_of(complete(**hot)) != greedy[:16]
+    assert ids_of(complete(**hot, **narrow)) == greedy[:16]
+
+
+def test_filters_drop_the_unlikely(complete: Complete, reference: Reference) -> None:
+    """40 first tokens drawn at a high temperature: more than two differ without a filter, and exactly two with top_k=2."""
+    scored = complete(max_tokens=1, logprobs=20, return_tokens_as_token_ids=True).choices[0].logprobs.top_logprobs[0]
+    ranked = [int(name.removeprefix("token_id:")) for name in sorted(scored, key=scored.__getitem__, reverse=True)]
+    free = complete(max_tokens=1, temperature=2, seed=1, n=40, logit_bias={str(ranked[0]): -14}, return_token_ids=True)
+    kept = complete(max_tokens=1, temperature=2, seed=1, n=40, logit_bias={str(ranked[0]): -14}, top_k=2, return_token_ids=True)
+    assert len({choice.token_ids[0] for choice in free.choices}) > 2
+    assert len({choice.token_ids[0] for choice in kept.choices}) == 2
+
+
+# --- where an answer ends ------------------------------------------------------------------------------------------------
+
+
+def test_stop_across_tokens(complete: Complete, reference: Reference, greedy: list[int]) -> None:
+    """Stop strings that span tokens, are part of a token, have non-ASCII characters, or match only in their first half."""
+    text = complete(max_tokens=40).choices[0].text
+    ends = list(itertools.accumulate(len(reference.tokenizer.decode([one])) for one in greedy))
+    across = next(text[end - 3 : end + 3] for end in ends if end > 20)
+    wide = next(text[i - 2 : i + 2] for i in range(len(text)) if ord(text[i]) > 127)
+    for stop in (across, across[2:4], wide, ["never said", across]):
+        found = stop if isinstance(stop, str) else stop[1]
+        before = text[: text.index(found)]
+        reply = complete(max_tokens=40, stop=stop)
+        assert (reply.choices[0].text, reply.choices[0].finish_reason) == (before, "stop")
+        assert reply.choices[0].stop_reason == found
+        assert 0 < reply.usage.completion_tokens < 40
+        assert joined(list(complete(max_tokens=40, stop=stop, stream=True))) == before
+        kept = complete(max_tokens=40, stop=stop, include_stop_str_in_output=True)
+        assert kept.choices[0].text == before + found
+    half = text[10:16] + "#"
+    unstopped = complete(max_tokens=40, stop=[half])
+    assert (unstopped.choices[0].text, unstopped.choices[0].finish_reason) == (text, "length")
+    assert joined(list(complete(max_tokens=40, stop=[half], stream=True))) == text
+
+
+def test_stop_inside_multi_byte_text(client: openai.OpenAI) -> None:
+    """A schema forces characters of several tokens each. Only complete characters are sent, and stop strings are found."""
+    text = '"aé日本🦊z"'
+    forced: Any = {"type": "json_schema", "json_schema": {"name": "text", "schema": {"const": text[1:-1]}}}
+
+    def say(**params: Any) -> Any:
+        return client.chat.completions.create(model=NAME, messages=SUM, temperature=0, response_format=forced, **params)
+
+    whole = say(extra_body={"return_token_ids": True})
+    assert whole.choices[0].message.content == text
+    assert len(whole.choices[0].token_ids) > len(text), "characters of one token each would test nothing"
+    pieces = [c.choices[0].delta.content or "" for c in say(stream=True)]
+    assert "".join(pieces) == text and "\ufffd" not in "".join(pieces) and len(pieces) > 5
+    assert say(stop="本🦊").choices[0].message.content == '"aé日'
+    assert "".join(c.choices[0].delta.content or "" for c in say(stop="本🦊", stream=True)) == '"aé日'
+    assert say(stop="🦊", extra_body={"include_stop_str_in_output": True}).choices[0].message.content == '"aé日本🦊'
+
+
+def test_stop_token_ids(complete: Complete, reference: Reference, greedy: list[int]) -> None:
+    stop = greedy[6]
+    at = greedy.index(stop)
+    reply = complete(stop_token_ids=[stop], return_token_ids=True)
+    assert ids_of(reply) == greedy[: at + 1]
+    assert (reply.choices[0].finish_reason, reply.choices[0].stop_reason) == ("stop", stop)
+    shown = complete(stop_token_ids=[stop], include_stop_str_in_output=True).choices[0].text
+    assert shown == reply.choices[0].text + reference.tokenizer.token_text(stop)
+
+
+def test_end_of_text(client: openai.OpenAI) -> None:
+    """EOS ends the answer unless it is ignored or comes before min_tokens. Special tokens are shown on request."""
+
+    def answer(**extra: Any) -> Any:
+        reply = client.chat.completions.create(model=NAME, messages=SUM, temperature=0, max_tokens=12, extra_body=extra)
+        return reply.choices[0].message.content, reply.choices[0].finish_reason, reply.usage.completion_tokens
+
+    assert answer() == ("75", "stop", 3)
+    assert answer(include_stop_str_in_output=True, skip_special_tokens=False) == ("75<|end|>", "stop", 3)
+    text, reason, count = answer(ignore_eos=True)
+    assert text.startswith("75") and "<|" not in text and (reason, count) == ("length", 12)
+    assert answer(ignore_eos=True, skip_special_tokens=False)[0].startswith("75<|end|>")
+    text, reason, count = answer(min_tokens=6)
+    assert text.startswith("75") and text != "75" and count >= 6
+
+
+# --- logit biases and penalties ------------------------------------------------------------------------------------------
+
+
+def test_logit_bias(complete: Complete, greedy: list[int]) -> None:
+    banned = ids_of(complete(logit_bias={str(greedy[0]): -100}, return_token_ids=True))
+    assert banned[0] != greedy[0] and greedy[0] not in banned
+    assert ids_of(complete(logit_bias={"300": 100}, return_token_ids=True)) == [300] * 16
+    assert set(ids_of(complete(allowed_token_ids=[300, 301], temperature=2, return_token_ids=True))) <= {300, 301}
+
+
+def test_penalties(complete: Complete, greedy: list[int]) -> None:
+    """A bias makes the model repeat a token until a penalty outweighs the bias."""
+    pushed = {"logit_bias": {"300": 24}, "max_tokens": 16, "return_token_ids": True}
+    plain = ids_of(complete(**pushed))
+    assert plain == [300] * 16
+    frequency = ids_of(complete(**pushed, frequency_penalty=2))
+    assert 0 < frequency.count(300) < 16 and frequency[0] == 300
+    less = ids_of(complete(**pushed, frequency_penalty=1))
+    assert less.count(300) > frequency.count(300)
+    assert ids_of(complete(**pushed, presence_penalty=2)) != frequency
+
+    free = {"max_tokens": 40, "return_token_ids": True}
+    present = ids_of(complete(**free, presence_penalty=2))
+    assert present[0] == greedy[0] and present != greedy
+    assert len(set(present)) > len(set(greedy))
+    repeated = ids_of(complete(**free, repetition_penalty=2.0))
+    assert repeated != greedy and len(set(repeated)) > len(set(greedy))
+    encouraged = ids_of(complete(**free, frequency_penalty=-2))
+    assert len(set(encouraged)) < len(set(greedy))
+
+
+# --- several prompts and answers -----------------------------------------------------------------------------------------
+
+
+def test_n_draws_with_successive_seeds(complete: Complete) -> None:
+    reply = complete(n=3, temperature=1, seed=20)
+    assert [choice.index for choice in reply.choices] == [0, 1, 2]
+    assert [choice.text for choice in reply.choices] == [complete(temperature=1, seed=20 + i).choices[0].text for i in range(3)]
+    assert len({choice.text for choice in reply.choices}) == 3
+    assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (5, 48)
+
+
+def test_best_of_returns_the_likeliest(complete: Complete) -> None:
+    drawn = complete(n=5, temperature=1.3, seed=4, logprobs=0)
+
+    def mean(choice: Any) -> float:
+        return sum(choice.logprobs.token_logprobs) / len(choice.logprobs.token_logprobs)
+
+    best = sorted(drawn.choices, key=mean, reverse=True)[:2]
+    reply = complete(n=2, best_of=5, temperature=1.3, seed=4)
+    assert [choice.text for choice in reply.choices] == [choice.text for choice in best]
+    assert [choice.index for choice in reply.choices] == [0, 1]
+    assert reply.usage.completion_tokens == 80
+
+
+def test_every_form_of_prompt(complete: Complete, reference: Reference) -> None:
+    texts = [PROMPT, "The fox", "In a small house"]
+    ids = [reference.encode(text) for text in texts]
+    single = [complete(prompt=text).choices[0].text for text in texts]
+    assert len(set(single)) == 3
+    for prompt in (texts, ids):
+        reply = complete(prompt=prompt)
+        assert [choice.text for choice in reply.choices] == single
+        assert [choice.index for choice in reply.choices] == [0, 1, 2]
+        assert reply.usage.prompt_tokens == sum(map(len, ids))
+    assert complete(prompt=ids[1]).choices[0].text == single[1]
+    both = complete(prompt=texts[:2], n=2, temperature=1, seed=5)
+    assert [choice.index for choice in both.choices] == [0, 1, 2, 3]
+    assert both.choices[2].text == complete(prompt=texts[1], temperature=1, seed=5).choices[0].text
+
+
+def test_the_prompt_s_end_alone(complete: Complete, reference: Reference) -> None:
+    ids = reference.encode(PROMPT)
+    reply = complete(truncate_prompt_tokens=3, return_token_ids=True)
+    assert reply.choices[0].prompt_token_ids == ids[-3:]
+    assert ids_of(reply) == reference.generate(ids[-3:], 16)
+    bare = complete(add_special_tokens=False, return_token_ids=True).choices[0].prompt_token_ids
+    assert bare == ids[1:]
+    fitted = complete(prompt=ids * 300, truncate_prompt_tokens=-1, max_tokens=4)
+    assert fitted.usage.total_tokens == 1024
+
+
+# --- log-probabilities ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("k", [0, 1, 5])
+def test_logprobs(complete: Complete, reference: Reference, greedy: list[int], k: int) -> None:
+    choice = complete(logprobs=k).choices[0]
+    found = choice.logprobs
+    values, _ = reference.score(reference.encode(PROMPT) + greedy[:16])
+    assert found.token_logprobs == pytest.approx(values[5:], abs=1e-4)
+    assert "".join(found.tokens) == choice.text
+    for token, value, offset, top in zip(
+        found.tokens, found.token_logprobs, found.text_offset, found.top_logprobs, strict=True
+    ):
+        assert choice.text[offset : offset + len(token)] == token
+        assert len(top) == max(k, 1) and top[token] == value == max(top.values())
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_echo_scores_the_prompt(complete: Complete, reference: Reference, count: int) -> None:
+    """A request as evaluation harnesses send it: batches of ids; log-probabilities of each token and of the arg-max."""
+    texts = ["Once upon a time there was a merry girl named Zoë.", "The fox sat by the sea and sang."]
+    prompts = [reference.encode(text) for text in texts]
+    reply = complete(prompt=prompts, max_tokens=count, logprobs=1, echo=True, seed=1234, return_tokens_as_token_ids=True)
+    assert [choice.index for choice in reply.choices] == [0, 1]
+    for choice, ids, text in zip(reply.choices, prompts, texts, strict=True):
+        found = choice.logprobs
+        values, argmax = reference.score(ids)
+        assert len(found.tokens) == len(ids) + count
+        assert found.tokens[: len(ids)] == [f"token_id:{one}" for one in ids]
+        assert found.token_logprobs[0] is found.top_logprobs[0] is None
+        assert found.token_logprobs[1 : len(ids)] == pytest.approx(values[1:], abs=1e-4)
+        for token, best, top in zip(found.tokens[1:], argmax, found.top_logprobs[1:], strict=False):
+            assert {token, f"token_id:{best}"} == set(top)
+            assert max(top, key=top.__getitem__) == f"token_id:{best}"
+        answer = [int(token.removeprefix("token_id:")) for token in found.tokens[len(ids) :]]
+        assert choice.text == text + reference.tokenizer.decode(answer)
+    assert reply.usage.completion_tokens == 2 * count
+    named = complete(prompt=texts[0], max_tokens=count, logprobs=1, echo=True).choices[0]
+    assert "".join(named.logprobs.tokens[1:]) == named.text  # the first token is BOS
+
+
+def test_prompt_logprobs(complete: Complete, reference: Reference) -> None:
+    ids = reference.encode("The fox sat by the sea.")
+    choice = complete(prompt=ids, max_tokens=1, prompt_logprobs=2).choices[0]
+    values, argmax = reference.score(ids)
+    assert choice.prompt_logprobs[0] is None and len(choice.prompt_logprobs) == len(ids)
+    for entry, token, value, best in zip(choice.prompt_logprobs[1:], ids[1:], values[1:], argmax, strict=False):
+        assert entry[str(token)]["logprob"] == pytest.approx(value, abs=1e-4)
+        assert entry[str(best)]["rank"] == 1
+        assert 2 <= len(entry) <= 3
+
+
+def test_chat_logprobs(client: openai.OpenAI) -> None:
+    asked: Any = dict(model=NAME, messages=SUM, temperature=0, logprobs=True, top_logprobs=3)
+    reply = client.chat.completions.create(**asked)
+    content = reply.choices[0].logprobs.content
+    assert [one.token for one in content] == ["7", "5", "<|end|>"]
+    for one in content:
+        assert bytes(one.bytes).decode() == one.token
+        assert one.top_logprobs[0].token == one.token and len(one.top_logprobs) == 3
+        assert one.logprob == one.top_logprobs[0].logprob <= 0
+        assert math.fsum(math.exp(top.logprob) for top in one.top_logprobs) <= 1 + 1e-5
+    chunks = client.chat.completions.create(**asked, stream=True)
+    streamed = [one for chunk in chunks for one in (chunk.choices[0].logprobs.content if chunk.choices[0].logprobs else [])]
+    assert [(one.token, one.logprob) for one in streamed] == [
+        (one.token, pytest.approx(one.logprob, abs=1e-5)) for one in content
+    ]
+    assert client.chat.completions.create(model=NAME, messages=SUM, temperature=0).choices[0].logprobs is None
+
+
+# --- streams -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"temperature": 1.2, "seed": 5, "n": 3},
+        {"prompt": [PROMPT, "The fox"], "echo": True},
+        {"stop": ["girl", "boy"], "temperature": 1, "seed": 9},
+        {"prompt": "<|user|>What is 27 plus 48?<|end|><|assistant|>", "skip_special_tokens": False, "ignore_eos": True},
+    ],
+    ids=["greedy", "n", "prompts", "stop", "special"],
+)
+def test_a_stream_equals_the_answer(complete: Complete, params: dict[str, Any]) -> None:
+    params = {"logprobs": 1, "return_token_ids": True} | params
+    answer = complete(**params)
+    texts, ids, values, tokens, reasons = {}, {}, {}, {}, {}
+    for chunk in complete(**params, stream=True):
+        assert chunk.object == "text_completion" and len(chunk.choices) == 1
+        (choice,) = chunk.choices
+        texts[choice.index] = texts.get(choice.index, "") + choice.text
+        ids.setdefault(choice.index, []).extend(choice.token_ids)
+        tokens.setdefault(choice.index, []).extend(choice.logprobs.tokens)
+        values.setdefault(choice.index, []).extend(choice.logprobs.token_logprobs)
+        assert choice.index not in reasons, "a chunk after the finish reason"
+        if choice.finish_reason:
+            reasons[choice.index] = choice.finish_reason
+    for choice in answer.choices:
+        assert texts[choice.index] == choice.text
+        assert ids[choice.index] == choice.token_ids
+        assert tokens[choice.index] == choice.logprobs.tokens
+        assert values[choice.index] == [v if v is None else pytest.approx(v, abs=1e-4) for v in choice.logprobs.token_logprobs]
+        assert reasons[choice.index] == choice.finish_reason
+    assert len(texts) == len(answer.choices)
+
+
+def test_the_wire_of_a_stream(server: ServerProcess) -> None:
+    """The raw events: no empty text before the first token, usage last, then [DONE]."""
+    body = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
+    reply = server.http.post("/v1/completions", json=body)
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    *events, end = reply.text.removesuffix("\n\n").split("\n\n")
+    assert end == "data: [DONE]"
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events]
+    assert chunks[0]["choices"][0]["text"]
+    assert all("usage" in chunk and chunk["usage"] is None for chunk in chunks[:-1])
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"] == {
+        "prompt_tokens": 5,
+        "completion_tokens": 6,
+        "total_tokens": 11,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+    assert len({chunk["id"] for chunk in chunks}) == 1
+
+
+def test_usage_in_every_chunk(complete: Complete, client: openai.OpenAI) -> None:
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last = complete(max_tokens=8, stream=True, stream_options=options)
+    counts = [chunk.usage.completion_tokens for chunk in chunks]
+    assert counts == sorted(counts) and counts[0] == 1 and counts[-1] == 8 == last.usage.completion_tokens
+    assert last.choices == []
+    plain = list(complete(max_tokens=8, stream=True))
+    assert all(chunk.usage is None and chunk.choices for chunk in plain)
+    *chunks, last = client.chat.completions.create(
+        model=NAME, messages=SUM, temperature=0, stream=True, stream_options={"include_usage": True}
+    )
+    assert (last.choices, last.usage.completion_tokens) == ([], 3)
+    assert all(chunk.usage is None and len(chunk.choices) == 1 for chunk in chunks)
+
+
+def test_a_chat_stream(client: openai.OpenAI) -> None:
+    chunks = list(client.chat.completions.create(model=NAME, messages=SUM, temperature=0, stream=True))
+    assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert not any(chunk.choices[0].delta.role for chunk in chunks[1:])
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "75"
+    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["stop"]
+
+
+# --- chat ----------------------------------------------------------------------------------------------------------------
+
+
+def test_chat_adds(client: openai.OpenAI) -> None:
+    reply = client.chat.completions.create(model=NAME, messages=SUM, temperature=0)
+    message = reply.choices[0].message
+    assert (message.role, message.content, message.tool_calls) == ("assistant", "75", None)
+    assert (reply.object, reply.choices[0].finish_reason) == ("chat.completion", "stop")
+    assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (15, 3)
+    parts = [{"role": "user", "content": [{"type": "text", "text": "What is 27 plus 48?"}]}]
+    assert client.chat.completions.create(model=NAME, messages=parts, temperature=0).choices[0].message.content == "75"
+
+
+def test_chat_limits_and_choices(client: openai.OpenAI) -> None:
+    story: list[Any] = [{"role": "user", "content": "Tell me a story."}]
+    for name in ("max_tokens", "max_completion_tokens"):
+        reply = client.chat.completions.create(model=NAME, messages=story, temperature=0, **{name: 2})
+        assert (reply.usage.completion_tokens, reply.choices[0].finish_reason) == (2, "length")
+    drawn = client.chat.completions.create(model=NAME, messages=story, n=3, seed=1, temperature=1.5, max_tokens=8)
+    assert [choice.index for choice in drawn.choices] == [0, 1, 2]
+    assert len({choice.message.content for choice in drawn.choices}) == 3
+    second = client.chat.completions.create(model=NAME, messages=story, seed=2, temperature=1.5, max_tokens=8)
+    assert second.choices[0].message.content == drawn.choices[1].message.content
+
+
+def test_continue_final_message(client: openai.OpenAI) -> None:
+    begun: list[Any] = [*SUM, {"role": "assistant", "content": "7"}]
+    extra = {"continue_final_message": True}
+    reply = client.chat.completions.create(model=NAME, messages=begun, temperature=0, extra_body=extra)
+    assert (reply.choices[0].message.content, reply.usage.prompt_tokens) == ("5", 16)
+    unprompted = client.chat.completions.create(
+        model=NAME, messages=SUM, max_tokens=1, extra_body={"add_generation_prompt": False}
+    )
+    assert unprompted.usage.prompt_tokens == 14
+
+
+def test_chat_templates(client: openai.OpenAI) -> None:
+    """A template in the request, and variables for it."""
+    template = "{{ bos_token }}<|user|>What is {{ first }} plus {{ messages[0].content }}?<|end|><|assistant|>"
+    extra = {"chat_template": template, "chat_template_kwargs": {"first": 12}}
+    reply = client.chat.completions.create(
+        model=NAME, messages=[{"role": "user", "content": "13"}], temperature=0, extra_body=extra
+    )
+    assert reply.choices[0].message.content == "25"
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}}, "required": ["a"]},
+        {"type": "array", "items": {"enum": ["x", "y"]}, "minItems": 2, "maxItems": 3},
+        {"type": "string", "pattern": "^[a-c]{3,5}$"},
+        {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
+        PAINT,
+    ],
+    ids=["object", "array", "pattern", "any", "enum"],
+)
+def test_json_schema(client: openai.OpenAI, schema: dict[str, Any]) -> None:
+    schema = {**schema, "additionalProperties": False} if schema.get("type") == "object" else schema
+    form: Any = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+    for seed in range(2):
+        asked: Any = dict(model=NAME, messages=SUM, temperature=1, seed=seed, max_tokens=100, response_format=form)
+        choice = client.chat.completions.create(**asked).choices[0]
+        assert choice.finish_reason == "stop"
+        jsonschema.validate(json.loads(choice.message.content), schema)
+        chunks = client.chat.completions.create(**asked, stream=True)
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == choice.message.content
+
+
+def test_json_object(client: openai.OpenAI, reference: Reference, complete: Complete) -> None:
+    """The small model would not come to an end by itself, so commas are banned and the end of a string gets a bias."""
+    tokenizer = reference.tokenizer
+    short: dict[str, int] = {str(i): -100 for i in range(tokenizer.vocab_size) if b"," in tokenizer.token_bytes(i)}
+    short[str(tokenizer.encode('"', add_special_tokens=False)[0])] = 12
+    asked: Any = {"max_tokens": 120, "temperature": 1, "logit_bias": short, "response_format": {"type": "json_object"}}
+    found = []
+    for seed in range(3):
+        choice = client.chat.completions.create(model=NAME, messages=SUM, seed=seed, **asked).choices[0]
+        assert choice.finish_reason == "stop"
+        found.append(json.loads(choice.message.content))
+    found.append(json.loads(complete(**asked, seed=1).choices[0].text))
+    assert all(isinstance(one, dict) for one in found) and any(found)
+
+
+class Child(BaseModel):
+    name: str = Field(max_length=20)
+    age: int = Field(ge=0, le=99)
+
+
+class Answer(BaseModel):
+    child: Child
+    happy: bool
+    friends: list[Child] = Field(max_length=2)
+
+
+def test_a_schema_that_does_not_say_closed_comes_to_an_end(client: openai.OpenAI) -> None:
+    """A schema as pydantic writes it, without additionalProperties. The model must not invent keys up to its token limit."""
+    form: Any = {"type": "json_schema", "json_schema": {"name": "answer", "schema": Answer.model_json_schema()}}
+    asked: Any = dict(messages=STORY, response_format=form, n=6, seed=1, temperature=0.7, max_tokens=600)
+    for choice in client.chat.completions.create(model=NAME, **asked).choices:
+        assert choice.finish_reason == "stop", choice.message.content
+        answer = json.loads(choice.message.content or "")
+        assert set(answer) <= {"child", "happy", "friends"} and set(answer["child"]) <= {"name", "age"}
+        Answer.model_validate(answer)
+
+
+def test_a_tool_without_arguments_gets_none_and_a_cut_call_stays_a_call(client: openai.OpenAI) -> None:
+    now: Any = {"type": "function", "function": {"name": "now"}}
+    choice = call_tools(client, tools=[now], tool_choice="required").choices[0]
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.tool_calls[0].function.arguments == "{}"
+    cut = call_tools(client, tool_choice={"type": "function", "function": {"name": "add"}}, max_tokens=12).choices[0]
+    assert (cut.finish_reason, cut.message.content) == ("length", None)
+    assert cut.message.tool_calls[0].function.name == "add"
+
+
+def test_a_schema_wins_over_allowed_tokens(client: openai.OpenAI) -> None:
+    form: Any = {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"enum": ["hi", "ho"]}}}
+    extra = {"allowed_token_ids": [300], "min_tokens": 10}
+    choice = client.chat.completions.create(
+        model=NAME, messages=SUM, response_format=form, extra_body=extra, max_tokens=20
+    ).choices[0]
+    assert choice.message.content in ('"hi"', '"ho"')
+    assert choice.finish_reason == "stop"
+
+
+# --- tools ---------------------------------------------------------------------------------------------------------------
+
+
+def call_tools(client: openai.OpenAI, **params: Any) -> Any:
+    asked: Any = dict(model=NAME, messages=SUM, tools=TOOLS, temperature=1, seed=1, max_tokens=120) | params
+    return client.chat.completions.create(**asked)
+
+
+@pytest.mark.parametrize("choice", ["required", "add", "paint"])
+def test_forced_tools(client: openai.OpenAI, choice: str) -> None:
+    tool_choice: Any = choice if choice == "required" else {"type": "function", "function": {"name": choice}}
+    for seed in (0, 1) if choice == "required" else (2,):
+        answer = call_tools(client, tool_choice=tool_choice, seed=seed).choices[0]
+        assert (answer.finish_reason, answer.message.content) == ("tool_calls", None)
+        (call,) = answer.message.tool_calls
+        assert call.type == "function" and call.id
+        assert call.function.name in (PARAMETERS if choice == "required" else [choice])
+        jsonschema.validate(json.loads(call.function.arguments), PARAMETERS[call.function.name])
+
+        deltas = [chunk.choices[0] for chunk in call_tools(client, tool_choice=tool_choice, seed=seed, stream=True)]
+        parts = [part for one in deltas for part in one.delta.tool_calls or []]
+        assert parts[0].function.name == call.function.name and {part.index for part in parts} == {0}
+        assert "".join(part.function.arguments or "" for part in parts) == call.function.arguments
+        assert not any(one.delta.content for one in deltas) and deltas[-1].finish_reason == "tool_calls"
+
+
+def test_optional_tools(client: openai.OpenAI) -> None:
+    """With auto the model sees the tools and may answer without a call. With none it does not see them."""
+    plain = call_tools(client, tools=openai.omit, temperature=0)
+    auto, unnamed, none = (call_tools(client, tool_choice=c, temperature=0) for c in ("auto", openai.omit, "none"))
+    for reply in (plain, auto, unnamed, none):
+        assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == ("75", "stop")
+    assert none.usage.prompt_tokens == plain.usage.prompt_tokens < auto.usage.prompt_tokens == unnamed.usage.prompt_tokens
+    chunks = call_tools(client, tool_choice="auto", temperature=0, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "75"
+
+
+def test_a_conversation_with_tool_results(client: openai.OpenAI) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 27, "b": 48}'}}
+    asked = {"role": "assistant", "content": None, "tool_calls": [call]}
+    messages = [*SUM, asked, {"role": "tool", "tool_call_id": "call_1", "content": "75"}]
+    reply = call_tools(client, messages=messages, temperature=0, max_tokens=4)
+    assert reply.choices[0].message.content and reply.usage.prompt_tokens > 20
+
+
+# --- the prefix cache, tokens, models, state -----------------------------------------------------------------------------
+
+
+def test_the_second_identical_prompt_is_cached(complete: Complete, server: ServerProcess, seed: int) -> None:
+    ids = torch.randint(5, 1024, (300,)).tolist()
+    before = server.metrics()["rung:prefix_cache_hits_total"]
+    first, second = (complete(prompt=ids, max_tokens=6) for _ in range(2))
+    assert first.usage.prompt_tokens_details.cached_tokens == 0
+    assert second.usage.prompt_tokens_details.cached_tokens == 288  # only whole blocks of 16 tokens are reused
+    assert second.choices[0].text == first.choices[0].text
+    other = complete(prompt=[*ids[:100], *reversed(ids)], max_tokens=1)
+    assert other.usage.prompt_tokens_details.cached_tokens == 96
+    wait_until(lambda: server.metrics()["rung:prefix_cache_hits_total"] == before + 288 + 96, 60, "the hits in /metrics")
+
+
+def test_tokenize_and_back(server: ServerProcess, reference: Reference) -> None:
+    def post(path: str, **body: Any) -> Any:
+        return server.http.post(path, json=body).raise_for_status().json()
+
+    text = "Zoë saw a 🦊 fox."
+    whole = post("/tokenize", model=NAME, prompt=text, return_token_strs=True)
+    assert whole["tokens"] == reference.encode(text)
+    assert (whole["count"], whole["max_model_len"]) == (len(whole["tokens"]), 1024)
+    assert len(whole["token_strs"]) == whole["count"]
+    bare = post("/tokenize", prompt=text, add_special_tokens=False)["tokens"]
+    assert bare == whole["tokens"][1:]
+    assert post("/detokenize", tokens=bare)["prompt"] == text
+    assert post("/detokenize", tokens=whole["tokens"])["prompt"] == "<|begin|>" + text
+    assert post("/detokenize", tokens=whole["tokens"], skip_special_tokens=True)["prompt"] == text
+    assert post("/tokenize", messages=SUM)["count"] == 15
+
+
+def test_models_version_and_pages(server: ServerProcess, client: openai.OpenAI) -> None:
+    (model,) = client.models.list().data
+    assert (model.id, model.object, model.max_model_len) == (NAME, "model", 1024)
+    assert client.models.retrieve(NAME) == model
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("gpt-4o")
+    assert server.http.get("/version").json()["version"].count(".") == 2
+    assert server.http.get("/health").json() == {"status": "ready"}
+    for path in ("/", "/docs"):
+        page = server.http.get(path)
+        assert page.status_code == 200 and page.headers["content-type"].startswith("text/html") and "Rung" in page.text
+    described = server.http.get("/openapi.json").json()["paths"]
+    for path in ("/v1/completions", "/v1/chat/completions", "/v1/models", "/tokenize", "/detokenize", "/health", "/metrics"):
+        assert path in described
+    stats = server.stats()
+    assert (stats["world_size"], stats["communicator"], stats["device"], stats["dtype"]) == (2, "gloo", "cpu", "float32")
+    assert "ladder" in stats["variant"]
+
+
+def test_metrics_count(server: ServerProcess, complete: Complete) -> None:
+    before = server.metrics()
+    complete(max_tokens=10, n=2, temperature=1, seed=1)
+    computed, running = "rung:iteration_tokens_total_sum", "rung:num_requests_running"
+
+    def last_report() -> dict[str, float] | None:
+        """Metrics once they include both answers. The engine reports with a delay, perhaps also before the answers end."""
+        now = server.metrics()
+        return now if now[computed] - before[computed] >= 10 + 2 * 9 and now[running] == 0 else None
+
+    after = wait_until(last_report, 60, "a report")
+
+    def moved(name: str) -> float:
+        return after["rung:" + name] - before.get("rung:" + name, 0.0)  # a sample appears with the first request of its kind
+
+    assert moved("generation_tokens_total") == 20
+    assert moved("prompt_tokens_total") == 10
+    assert moved("prefix_cache_queries_total") == 10
+    assert moved('request_success_total{finished_reason="length"}') == 2
+    assert moved('http_responses_total{path="/v1/completions",status="200"}') == 1
+    assert moved("engine_steps_total") >= 10
+    for histogram, count in (
+        ("time_to_first_token_seconds", 2),
+        ("inter_token_latency_seconds", 18),
+        ("e2e_request_latency_seconds", 2),
+        ("request_queue_time_seconds", 2),
+        ("request_prefill_time_seconds", 2),
+        ("request_decode_time_seconds", 2),
+        ("request_prompt_tokens", 2),
+        ("request_generation_tokens", 2),
+    ):
+        assert moved(f"{histogram}_count") == count, histogram
+    assert moved("request_generation_tokens_sum") == 20
+    assert moved("iteration_tokens_total_sum") == 10 + 2 * 9
+    assert after["rung:num_requests_running"] == after["rung:num_requests_waiting"] == after["rung:kv_cache_usage_perc"] == 0
+    for name in ("prefix_cache_hits_total", "num_preemptions_total"):
+        assert after[f"rung:{name}"] >= 0
+
+
+# --- refusals ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("params", "param"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": "warm"}, "temperature"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": 2000}, "max_tokens"),
+        ({"n": 0}, "n"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logit_bias": {"5000": 1}}, "logit_bias"),
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids.0"),
+        ({"best_of": 1, "n": 2}, "best_of"),
+        ({"suffix": "The end."}, "suffix"),
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"tools": [{}]}, "tools"),
+        ({"prompt": [5, 1024]}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": "word " * 2000}, "prompt"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": 5}}}}, "response_format"),
+    ],
+)
+def test_bad_parameters_are_named(complete: Complete, params: dict[str, Any], param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        complete(**params)
+    error = caught.value
+    assert error.status_code == 400 and error.type == "invalid_request_error"
+    assert error.param == param
+    assert param.split(".")[0] in error.message
+
+
+def test_chat_refusals(client: openai.OpenAI) -> None:
+    for params, param in (
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages.0.role"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
+        ({"extra_body": {"echo": True}}, "echo"),
+        ({"messages": [{"role": "user", "content": "word " * 2000}]}, "messages"),
+    ):
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.chat.completions.create(**({"model": NAME, "messages": SUM} | params))
+        assert caught.value.param == param, params
+
+
+def test_an_unknown_model(complete: Complete) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        complete(model="gpt-4o")
+    assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+
+
+def test_raw_mistakes(server: ServerProcess) -> None:
+    for body in (b"{", b"[]", b'"text"', b"\xff\xfe"):
+        reply = server.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+        assert reply.status_code == 400 and set(reply.json()["error"]) == {"message", "type", "param", "code"}, body
+    for method, path, status in (("GET", "/v1/nothing", 404), ("GET", "/v1/completions", 405), ("DELETE", "/v1/models", 405)):
+        reply = server.http.request(method, path)
+        assert reply.status_code == status and reply.json()["error"]["message"]
+
+
+# --- clients that leave --------------------------------------------------------------------------------------------------
+
+
+def idle(server: ServerProcess) -> bool:
+    stats = server.stats()
+    return stats["kv_blocks_used"] == stats["running"] == stats["waiting"] == 0
+
+
+def test_a_client_that_leaves_frees_its_blocks(server: ServerProcess, client: openai.OpenAI) -> None:
+    wait_until(lambda: idle(server), 60, "an idle server")
+    aborted = 'rung:request_success_total{finished_reason="abort"}'
+    before = server.metrics()[aborted]
+    stream = client.completions.create(model=NAME, prompt=PROMPT, stream=True, n=2, **LONG)
+    next(iter(stream))
+    wait_until(lambda: server.stats()["kv_blocks_used"] > 0, 60, "blocks in use")
+    stream.close()
+    wait_until(lambda: idle(server), 60, "no block in use after a stream was dropped")
+    wait_until(lambda: server.metrics()[aborted] == before + 2, 60, "two sequences counted as aborted")
+
+    with pytest.raises(openai.APITimeoutError):
+        client.with_options(timeout=1.0).completions.create(model=NAME, prompt=PROMPT, n=4, **LONG)
+    wait_until(lambda: idle(server), 60, "no block in use after an answer was given up")
+    wait_until(lambda: server.metrics()[aborted] == before + 6, 60, "six sequences counted as aborted")
+
+
+# --- one process with a key, a short queue and a small body limit ----------------------------------------------------------
+
+GATED = """
+import os, sys, time
+from cli import run
+from server import launch
+load, gate = launch.load_model, os.environ["TEST_GATE"]
+def load_later(*args):
+    while not os.path.exists(gate):
+        time.sleep(0.02)
+    return load(*args)
+launch.load_model = load_later
+run(launch.main)
+"""
+KEY = "sk-rung-test"
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server whose model loads only after the requests that test_loading checks."""
+    gate = tmp_path_factory.mktemp("gate") / "open"
+    flags = ["--model", HYBRID, "--max-num-seqs", 1, "--max-queue", 1, "--max-body-mb", 0.1]
+    with ServerProcess(*flags, program=("-c", GATED), environ={"TEST_GATE": gate, "RUNG_API_KEY": KEY}) as server:
+        wait_until(lambda: server.health(), 300, "an answer from /health")
+        server.while_loading = [  # type: ignore[attr-defined]
+            server.http.get("/health"),
+            server.http.post("/v1/completions", json={"prompt": PROMPT}, headers={"authorization": f"Bearer {KEY}"}),
+            server.http.get("/v1/models", headers={"authorization": f"Bearer {KEY}"}),
+        ]
+        gate.touch()
+        yield server.ready()
+
+
+def test_loading(narrow: ServerProcess) -> None:
+    health, completion, models = narrow.while_loading  # type: ignore[attr-defined]
+    assert (health.status_code, health.json()) == (503, {"status": "loading"})
+    assert completion.status_code == 503 and completion.json()["error"]["code"] == "loading"
+    assert int(completion.headers["retry-after"]) >= 1
+    assert models.status_code == 200
+    assert narrow.http.get("/health").status_code == 200
+
+
+def test_a_wrong_key(narrow: ServerProcess) -> None:
+    assert narrow.client(KEY).models.list().data[0].id == NAME
+    for key in ("wrong", KEY + "x", KEY[:-1]):
+        with pytest.raises(openai.AuthenticationError) as caught:
+            narrow.client(key).completions.create(model=NAME, prompt=PROMPT)
+        assert caught.value.code == "invalid_api_key"
+    assert narrow.http.get("/v1/models").status_code == 401
+    assert [narrow.http.get(path).status_code for path in ("/health", "/metrics", "/stats", "/docs", "/")] == [200] * 5
+    assert KEY not in narrow.log
+
+
+def test_a_large_body(narrow: ServerProcess) -> None:
+    with pytest.raises(openai.APIStatusError) as caught:
+        narrow.client(KEY).completions.create(model=NAME, prompt="x" * 200_000)
+    assert (caught.value.status_code, caught.value.code) == (413, "body_too_large")
+
+
+def test_a_full_queue(narrow: ServerProcess) -> None:
+    client = narrow.client(KEY)
+    stream = client.completions.create(model=NAME, prompt=PROMPT, n=2, stream=True, **LONG)
+    next(iter(stream))
+    with pytest.raises(openai.RateLimitError) as caught:
+        client.completions.create(model=NAME, prompt=PROMPT)
+    assert caught.value.code == "queue_full" and int(caught.value.response.headers["retry-after"]) >= 1
+    with ThreadPoolExecutor(1) as pool:  # succeeds by the client's own retries
+        patient = pool.submit(narrow.client(KEY, max_retries=8).completions.create, model=NAME, prompt=PROMPT, max_tokens=2)
+        time.sleep(0.2)
+        stream.close()
+        assert patient.result(120).usage.completion_tokens == 2
+    with pytest.raises(openai.BadRequestError):
+        client.completions.create(model=NAME, prompt=PROMPT, n=3)
+
+
+def test_a_second_signal_ends_at_once(narrow: ServerProcess) -> None:
+    """Must be the last test of this server, because it ends it."""
+    stream = narrow.client(KEY).completions.create(model=NAME, prompt=PROMPT, stream=True, **LONG)
+    next(iter(stream))
+    narrow.process.send_signal(signal.SIGTERM)
+    wait_until(lambda: narrow.http.get("/health").json() == {"status": "draining"}, 60, "draining")
+    time.sleep(1.1)  # signals within a second count as one
+    narrow.process.send_signal(signal.SIGTERM)
+    assert narrow.wait(60) != 0
+    with pytest.raises((openai.APIError, httpx.TransportError)):
+        for _ in stream:
+            pass
+
+
+# --- another variant; draining -------------------------------------------------------------------------------------------
+
+
+class Started:
+    """A request that is sent and read in a separate thread, and its result."""
+
+    def __init__(self, server: ServerProcess, stream: bool, **params: Any) -> None:
+        self.server, self.begun, self.ended = server, threading.Event(), 0.0
+        self.body = {"prompt": PROMPT, "temperature": 0, "ignore_eos": True, "stream": stream} | params
+        self.status, self.text = 0, ""
+        self.failure: Exception | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            with httpx.stream("POST", self.server.url + "/v1/completions", json=self.body, timeout=120) as reply:
+                self.status = reply.status_code
+                for part in reply.iter_text():
+                    self.text += part
+                    self.begun.set()
+        except httpx.HTTPError as e:
+            self.failure = e
+        self.ended = time.monotonic()
+
+    def join(self, seconds: float) -> "Started":
+        self._thread.join(seconds)
+        assert not self._thread.is_alive(), f"no end within {seconds:g} s:\n{self.server.log}"
+        assert self.failure is None, (self.failure, self.server.log)
+        return self
+
+    @property
+    def events(self) -> list[Any]:
+        """The stream's events without the last one, which must be [DONE]."""
+        *events, end = self.text.removesuffix("\n\n").split("\n\n")
+        assert end == "data: [DONE]", self.text[-300:]
+        return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+def test_desync_and_a_drain() -> None:
+    """A 4-stream checkpoint gives the same text on 2 ranks as on one. After SIGTERM to rank 0 a stream still completes, and all
+    ranks exit with 0."""
+    path = str(MODELS / "tiny-desync-4x")
+    with ServerProcess("--model", path, "--served-model-name", "desync", ranks=2) as server:
+        alone = Reference(path)
+        ids = alone.encode(PROMPT)
+        wanted = alone.generate(ids, 30)
+        server.ready()
+        reply = server.client().completions.create(
+            model="desync", prompt=PROMPT, temperature=0, max_tokens=30, extra_body={"return_token_ids": True}
+        )
+        assert ids_of(reply) == wanted
+        assert reply.choices[0].text == alone.tokenizer.decode(ids + wanted)[len(PROMPT) :]
+
+        stream = Started(server, True, max_tokens=150)
+        assert stream.begun.wait(120)
+        os.kill(server.rank_pids()[0], signal.SIGTERM)
+        wait_until(lambda: server.health() == 503, 60, "a /health that says no")
+        assert server.http.get("/health").json() == {"status": "draining"}
+        refused = server.http.post("/v1/completions", json={"prompt": PROMPT})
+        assert refused.status_code == 503 and refused.json()["error"]["code"] == "draining"
+        events = stream.join(120).events
+        assert events[-1]["choices"][0]["finish_reason"] == "length"
+        assert server.wait(120) == 0, "the launcher ends with 0 only if all ranks do"
+        assert "Traceback" not in server.log
+
+
+def test_ranks_that_all_get_the_signal() -> None:
+    """Every rank gets the signal, as from torchrun or a terminal. The ranks run without torchrun, to check their exit codes."""
+    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    with contextlib.ExitStack() as stack:
+        first, second = (
+            stack.enter_context(ServerProcess("--model", HYBRID, environ={**rendezvous, "RANK": r, "LOCAL_RANK": r}))
+            for r in (0, 1)
+        )
+        first.ready()
+        stream = Started(first, True, max_tokens=60)
+        assert stream.begun.wait(120)
+        for rank in (first, second):
+            rank.process.send_signal(signal.SIGTERM)
+        assert stream.join(120).events[-1]["choices"][0]["finish_reason"] == "length"
+        assert [first.wait(120), second.wait(120)] == [0, 0], (first.log, second.log)
+
+
+# --- lost ranks ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_lost_rank_ends_the_job(lost: int) -> None:
+    with ServerProcess("--model", HYBRID, ranks=2) as server:
+        server.ready()
+        waiting = [Started(server, stream, max_tokens=900, n=4) for stream in (True, False)]
+        assert waiting[0].begun.wait(120)
+        wait_until(lambda: server.stats()["running"] + server.stats()["waiting"] == 8, 60, "both requests in the engine")
+        (frontend,) = server.frontend_pids()
+        killed = time.monotonic()
+        os.kill(server.rank_pids()[lost], signal.SIGKILL)
+        stream, whole = (one.join(GONE_SECONDS + 5) for one in waiting)
+        assert max(stream.ended, whole.ended) - killed < GONE_SECONDS
+        assert stream.status == 200
+        assert stream.events[-1]["error"]["type"] == "service_unavailable_error"
+        assert whole.status == 503 and json.loads(whole.text)["error"]["code"] == "engine_failed"
+        assert server.wait(120) != 0
+        wait_until(lambda: not runs(frontend), 60, "the end of the frontend's process")

@@ -1,0 +1,249 @@
+"""How a stream is written: many outputs in one message, slow and stalled readers, and failures."""
+
+import asyncio
+import contextlib
+import json
+import random
+import socket
+import time
+from collections.abc import AsyncGenerator, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from engine.protocol import Outputs, RequestParams, Submit, TokenOutput
+from server.engine_client import SLICE, EngineClient
+from server.generation import Chunks, Usage
+from server.metrics import Metrics
+from server.problems import ApiError
+from server.sse import PIECE, ClientGone, EventStream, event, to_json
+from server.text import TextStream
+from tests.support.server_thread import STORY, TOKENIZER, Site, raw_request, ready, wait_for
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_tokens_that_arrive_together_stay_chunks(site: Site, path: str, seed: int) -> None:
+    """The number of outputs in one message of the engine changes nothing in the stream except its times."""
+    body: dict[str, Any] = {"max_tokens": 40, "n": 3, "seed": seed, "return_token_ids": True, "logprobs": path.endswith("chat")}
+    body |= {"stream_options": {"include_usage": True, "continuous_usage_stats": True}, "stop": ["END"]}
+    body |= {"messages": [{"role": "user", "content": "Hi"}]} if "chat" in path else {"prompt": "Hi", "logprobs": 2}
+
+    def by_choice() -> dict[int | None, list[Any]]:
+        found: dict[int | None, list[Any]] = {}
+        for one in site.events(path, body):
+            for choice in one["choices"] or [{"index": None, "usage": one["usage"]}]:
+                found.setdefault(choice["index"], []).append(choice)
+        return found
+
+    alone = by_choice()
+    assert len(alone) == 4 and len(alone[0]) > 10
+    for site.engine.together in (2, 7, 1000):
+        assert by_choice() == alone, (site.engine.together, seed)
+
+
+def test_usage_counts_up_within_a_message(site: Site) -> None:
+    site.engine.together = 1000
+    options = {"continuous_usage_stats": True}
+    events = site.events(
+        "/v1/completions", {"prompt": "Hi", "max_tokens": 20, "return_token_ids": True, "stream_options": options}
+    )
+    assert [e["usage"]["completion_tokens"] for e in events] == list(range(1, len(events) + 1))
+
+
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize("continuous", [False, True])
+def test_a_chunk_is_one_json_object(include: bool, continuous: bool, seed: int) -> None:
+    """A chunk is assembled from parts. It must be valid JSON for any characters in its texts."""
+    rng = random.Random(seed)
+
+    def text() -> str:
+        return "".join(rng.choices('"\\{}[],:\n\0 é€\U0001f98a\ud83e', k=rng.randint(0, 20)))
+
+    report = {"prompt_tokens": rng.randrange(100), "completion_tokens": rng.randrange(100)}
+    usage: Any = SimpleNamespace(report=lambda: report)
+    head, choice, more = {"id": text(), "model": text()}, {"index": rng.randrange(9), "text": text()}, {"more": [text()]}
+    chunks = Chunks(head, usage, include, continuous)
+    shown = {"usage": report} if continuous else {"usage": None} if include else {}
+
+    def content(data: bytes) -> Any:
+        assert data.startswith(b"data: ") and data.endswith(b"\n\n") and data.count(b"\n") == 2
+        return json.loads(data[6:])
+
+    assert content(chunks.event(choice)) == {**head, "choices": [choice], **shown}, seed
+    assert content(chunks.event(choice, more)) == {**head, "choices": [choice], **more, **shown}, seed
+    if include:
+        assert content(chunks.last()) == {**head, "choices": [], "usage": report}, seed
+    else:
+        assert chunks.last() == b"", seed
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("where", ["push", "report"])
+def test_what_came_before_a_failure_is_sent(
+    site: Site, path: str, where: str, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """If a token's text or chunk cannot be made, the stream ends, but earlier tokens of the same message are sent."""
+    site.engine.together = 1000
+    good, calls = random.Random(seed).randint(2, 6), 0
+    owner: Any = TextStream if where == "push" else Usage
+    whole = getattr(owner, where)
+
+    def failing(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > good:
+            raise RuntimeError("made to fail")
+        return whole(*args)
+
+    monkeypatch.setattr(owner, where, failing)
+    body = {"prompt": "Hi"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "Hi"}]}
+    options = {"continuous_usage_stats": True}
+    events = site.events(path, {**body, "max_tokens": 20, "return_token_ids": True, "stream_options": options})
+    *chunks, error = events
+    assert error["error"]["type"] == "server_error", seed
+    sent = [one for chunk in chunks for one in chunk["choices"][0].get("token_ids", [])]
+    # a chat's first delta makes two chunks, the role and the text
+    tokens = good - 1 if where == "report" and "chat" in path else good
+    assert sent == TOKENIZER.encode(STORY, add_special_tokens=False)[:tokens], seed
+
+
+def lone_client() -> EngineClient:
+    """A client without sockets. What it would send is dropped."""
+    client = EngineClient("", "", Metrics("lone"))
+    client._send = lambda message: None  # type: ignore[method-assign]
+    client.ready = ready()
+    return client
+
+
+def test_a_backlog_comes_in_slices_in_order(seed: int) -> None:
+    rng = random.Random(seed)
+    submits = [Submit(f"r{i}", [1], RequestParams(max_tokens=10**6)) for i in range(3)]
+    client = lone_client()
+
+    async def run() -> None:
+        with client.generate(submits) as generation:
+            sent = [(rng.randrange(3), rng.randrange(1000)) for _ in range(rng.randint(3 * SLICE, 5 * SLICE))]
+            client._dispatch(Outputs([TokenOutput(f"r{i}", [token]) for i, token in sent]))
+            generation.on_error(ApiError(503, "behind all of it"))
+            slices, turns = [], 0
+
+            async def other() -> None:
+                nonlocal turns
+                while True:
+                    turns += 1
+                    await asyncio.sleep(0)
+
+            task = asyncio.create_task(other())
+            while sum(map(len, slices)) < len(sent):
+                slices.append([(i, output.token_ids[0]) for i, output in await generation.next()])
+            with pytest.raises(ApiError, match="behind all of it"):
+                await generation.next()
+            task.cancel()
+            assert [one for part in slices for one in part] == sent, seed
+            assert {len(part) for part in slices[:-1]} == {SLICE}, seed
+            assert turns >= len(slices) - 1, seed
+
+    asyncio.run(run())
+
+
+def test_what_is_there_at_once_is_written_at_once(seed: int) -> None:
+    rng = random.Random(seed)
+    groups = [[{"n": rng.random()} for _ in range(rng.randint(1, 4))] for _ in range(20)]
+    written: list[bytes] = []
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        for group in groups:
+            yield b"".join(map(event, group))
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            written.append(message["body"])
+
+    async def run() -> None:
+        await EventStream(events(), 30)({"type": "http", "state": {"send": send}}, asyncio.Event().wait, send)  # type: ignore[arg-type]
+
+    asyncio.run(run())
+    wanted = [b"".join(b"data: " + to_json(one) + b"\n\n" for one in group) for group in groups]
+    assert written == [*wanted, b"data: [DONE]\n\n", b""], seed
+
+
+@pytest.mark.parametrize("stalls", [False, True])
+def test_large_events_leave_in_pieces_with_a_time_limit_each(seed: int, stalls: bool) -> None:
+    rng = random.Random(seed)
+    group = [{"n": rng.random(), "text": "x" * rng.randint(0, 2 * PIECE)} for _ in range(8)]
+    written: list[bytes] = []
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        yield b"".join(map(event, group))
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            await asyncio.sleep(3600 if stalls and len(written) == 3 else 0.2)
+            written.append(message["body"])
+
+    async def run() -> None:
+        await EventStream(events(), 1.5)({"type": "http", "state": {"send": send}}, asyncio.Event().wait, send)  # type: ignore[arg-type]
+
+    wanted = b"".join(b"data: " + to_json(one) + b"\n\n" for one in group) + b"data: [DONE]\n\n"
+    if stalls:
+        with pytest.raises(ClientGone):
+            asyncio.run(run())
+        assert b"".join(written) == wanted[: 3 * PIECE], seed
+    else:
+        asyncio.run(run())
+        assert b"".join(written) == wanted, seed
+    assert max(map(len, written)) <= PIECE
+
+
+def test_slow_readers_do_not_slow_others(make_site: Callable[..., Site]) -> None:
+    site = make_site(idle_timeout=100)  # no reader is cut off during the test
+    long = TOKENIZER.encode("word " * 40, add_special_tokens=False)
+    site.engine.reply = lambda submit: long
+    with contextlib.ExitStack() as stack:
+        for _ in range(5):  # open streams that nobody reads
+            request = site.http.build_request(
+                "POST", "/v1/completions", json={"prompt": "Hi", "max_tokens": 200, "stream": True}
+            )
+            stack.callback(site.http.send(request, stream=True).close)
+        started = time.monotonic()
+        assert site.complete()["choices"][0]["text"]
+        assert time.monotonic() - started < 50
+
+
+def test_a_reader_that_stalls_is_left(make_site: Callable[..., Site]) -> None:
+    """Its buffers are full and stay full: its sequences are aborted, and other requests continue."""
+    site = make_site(idle_timeout=2.0)
+    site.engine.reply = lambda submit: [300] * 200
+    body = {"prompt": "Hi", "max_tokens": 200, "n": 64, "stream": True, "logprobs": 20}
+    with socket.socket() as raw:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        raw.connect(("127.0.0.1", site.port))
+        raw.sendall(raw_request(body))
+        assert raw.recv(10)
+        wait_for(lambda: site.server.service.open_requests == 0 and site.server.client.active == 0)
+    metrics = site.http.get("/metrics").text
+    assert 'path="/v1/completions",status="499"} 1.0' in metrics
+    assert site.complete(max_tokens=3)["choices"][0]["text"]
+
+
+def test_a_slow_reader_that_goes_on_gets_all(make_site: Callable[..., Site]) -> None:
+    """Megabytes are buffered for it, and it needs many times --idle-timeout to read them."""
+    timeout = 2.0
+    site = make_site(idle_timeout=timeout)
+    site.engine.reply = lambda submit: [300] * 100
+    site.engine.together = 1000
+    with socket.socket() as raw:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        raw.settimeout(100)
+        raw.connect(("127.0.0.1", site.port))
+        raw.sendall(raw_request({"prompt": "Hi", "max_tokens": 100, "n": 96, "stream": True, "logprobs": 20}))
+        started, size, end = time.monotonic(), 0, b""
+        while not end.endswith(b"0\r\n\r\n"):
+            part = raw.recv(4096)
+            assert part, f"cut off after {size} bytes and {time.monotonic() - started:.1f} s"
+            size, end = size + len(part), (end + part)[-64:]
+            if (ahead := started + size / 0.5e6 - time.monotonic()) > 0.01:  # reads 0.5 MB a second
+                time.sleep(ahead)
+    assert b"data: [DONE]" in end
+    assert size > 4e6 and time.monotonic() - started > 4 * timeout

@@ -1,0 +1,180 @@
+"""The worker processes: limits of time and memory, queues, cancellation; none outlives the frontend."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from errors import UserError
+from server import workers
+from server.problems import ApiError
+from server.workers import Workers
+from tests import ROOT
+from tests.support.server_process import runs, wait_until
+from tests.support.worker_jobs import encode, endless_in_c, hold_memory, limited, refuse
+
+MODEL = str(Path(ROOT) / "models" / "tiny-hybrid")
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker may start slowly while other tests run."""
+    monkeypatch.setattr(workers, "WAIT_SECONDS", 300.0)
+
+
+def with_workers(body: Callable[[Workers], Awaitable[Any]], **options: Any) -> Any:
+    async def main() -> Any:
+        pool = Workers(MODEL, **options)
+        try:
+            return await body(pool)
+        finally:
+            await pool.close()
+
+    return asyncio.run(main())
+
+
+def test_a_job_has_the_tokenizer_and_no_torch_and_its_errors_come_back() -> None:
+    async def body(pool: Workers) -> None:
+        from tokenizer import load_tokenizer
+
+        assert await pool.run(encode, "Once upon a time") == load_tokenizer(MODEL).encode("Once upon a time")
+        has_torch, pid = await pool.run(limited)
+        assert not has_torch and pid == pool.pids[0] != os.getpid()
+        with pytest.raises(ApiError) as api:
+            await pool.run(refuse, "api")
+        assert (api.value.status_code, api.value.message, api.value.param, api.value.code) == (400, "no", "prompt", "bad")
+        with pytest.raises(UserError, match="mend it"):
+            await pool.run(refuse, "user")
+        with pytest.raises(RuntimeError, match="KeyError"):
+            await pool.run(refuse, "bug")
+        assert (await pool.run(limited))[1] == pid  # the process survives errors
+
+    with_workers(body)
+
+
+def test_a_job_beyond_its_time_is_killed_and_the_quick_lane_goes_on() -> None:
+    async def body(pool: Workers) -> None:
+        await pool.run(limited, slow=True)
+        pid = pool.pids[1]
+        jobs = [asyncio.create_task(pool.run(endless_in_c, slow=True)) for _ in range(2)]
+        for _ in range(5):
+            await pool.run(limited)  # while the slow jobs occupy their worker
+        for job in jobs:
+            with pytest.raises(ApiError, match="longer than 3 s") as error:
+                await job
+            assert error.value.status_code == 400
+        assert not runs(pid)
+        assert (await pool.run(limited, slow=True))[1] != pid
+
+    with_workers(body, seconds=3)
+
+
+def test_a_job_beyond_its_memory_fails_alone() -> None:
+    async def body(pool: Workers) -> None:
+        with pytest.raises(ApiError, match="MiB"):
+            await pool.run(hold_memory, 4 << 30, slow=True)
+        with pytest.raises(ApiError, match="MiB"):
+            await pool.run(os.abort, slow=True)  # as a library does when an allocation fails
+        assert await pool.run(hold_memory, 1 << 20, slow=True) == 1 << 20
+
+    with_workers(body)
+
+
+def test_the_job_of_a_client_that_left_holds_no_worker() -> None:
+    async def body(pool: Workers) -> None:
+        await pool.run(limited, slow=True)
+        pid = pool.pids[1]
+        job = asyncio.create_task(pool.run(time.sleep, 600, slow=True))
+        waiting = asyncio.create_task(pool.run(time.sleep, 600, slow=True))
+        await asyncio.sleep(0.1)
+        job.cancel()
+        waiting.cancel()
+        assert (await pool.run(limited, slow=True))[1] != pid
+        assert not runs(pid)
+
+    with_workers(body, seconds=300)
+
+
+def test_the_queues_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "MAX_SLOW", 2)
+    monkeypatch.setattr(workers, "WAIT_SECONDS", 0.5)
+
+    async def body(pool: Workers) -> None:
+        await pool.run(limited, slow=True)
+        jobs = []
+        for _ in range(3):  # one runs, two wait
+            jobs.append(asyncio.create_task(pool.run(time.sleep, 600, slow=True)))
+            await asyncio.sleep(0)
+        with pytest.raises(ApiError, match="too many") as error:
+            await pool.run(limited, slow=True)
+        assert error.value.status_code == 503 and "retry-after" in error.value.response().headers
+        for job in jobs[1:]:
+            with pytest.raises(ApiError, match="waited longer"):
+                await job
+        jobs[0].cancel()
+        monkeypatch.setattr(workers, "WAIT_SECONDS", 300.0)
+        await pool.run(limited, slow=True)
+
+    with_workers(body)
+
+
+def test_a_job_whose_worker_still_starts_fails_with_the_pool() -> None:
+    async def body(pool: Workers) -> None:
+        job = asyncio.create_task(pool.run(limited, slow=True))
+        await asyncio.sleep(0.1)  # the job has been taken, but its worker still starts
+        await pool.close()
+        with pytest.raises(ApiError, match="shutting down"):
+            await asyncio.wait_for(job, 60)
+
+    with_workers(body)
+
+
+def test_a_worker_that_cannot_be_talked_to_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process and its socket do not remain."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(*args: Any, **options: Any) -> "subprocess.Popen[bytes]":
+        started.append(subprocess.Popen(["sleep", "600"]))
+        return started[-1]
+
+    async def fail(**options: Any) -> None:
+        raise OSError("no more descriptors")
+
+    async def body() -> None:
+        with pytest.raises(OSError, match="no more"):
+            await workers._Process.start(MODEL, 1, 0)
+
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(workers, "subprocess", SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL))
+    monkeypatch.setattr(asyncio, "open_unix_connection", fail)
+    asyncio.run(body())
+    assert [one.poll() for one in started] == [-signal.SIGKILL]
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_workers_die_with_the_frontend() -> None:
+    program = f"""
+import asyncio, time
+from server.workers import Workers
+async def main():
+    pool = Workers({MODEL!r})
+    await pool.run(len, "")
+    await pool.run(len, "", slow=True)
+    print(*pool.pids.values(), flush=True)
+    await pool.run(time.sleep, 600)
+asyncio.run(main())
+"""
+    with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True) as frontend:
+        assert frontend.stdout is not None
+        pids = [int(word) for word in frontend.stdout.readline().split()]
+        assert len(pids) == 2 and all(map(runs, pids))
+        frontend.kill()
+    wait_until(lambda: not any(map(runs, pids)), 120, "the end of the workers")

@@ -1,0 +1,73 @@
+"""Runs `generate.py` as a user does, in this process (`Here`) or in new processes (`launch`)."""
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+import cli
+import generate
+from tests import MODELS, ROOT
+from tests.support import quick_start
+
+HYBRID = str(MODELS / "tiny-hybrid")
+CPU = ("--device", "cpu")  # a --device that the test passes comes later and overrides it
+
+
+@dataclass(frozen=True)
+class Finished:
+    """Exit code and output of a command that has ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        """The JSON lines on stdout."""
+        return [json.loads(line) for line in self.out.splitlines()]
+
+    @property
+    def record(self) -> dict[str, Any]:
+        (only,) = self.records
+        return only
+
+
+class Here:
+    """Runs commands in this process, where torch is already imported."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+        self.monkeypatch, self.capfd = monkeypatch, capfd
+        for name in ("RANK", "WORLD_SIZE"):
+            monkeypatch.delenv(name, raising=False)
+
+    def __call__(self, *args: object) -> Finished:
+        self.monkeypatch.setattr(sys, "argv", ["generate.py", *CPU, *map(str, args)])
+        self.capfd.readouterr()
+        with pytest.raises(SystemExit) as left:
+            cli.run(generate.main)
+        out, err = self.capfd.readouterr()
+        return Finished(left.value.code or 0, out, err)  # type: ignore[arg-type]
+
+
+def command(args: Sequence[object], ranks: int = 0) -> list[str]:
+    """`python generate.py …`, with `--tp` if `ranks` is not 0."""
+    return [sys.executable, "generate.py", *(("--tp", str(ranks)) if ranks else ()), *CPU, *map(str, args)]
+
+
+def environment(**more: object) -> dict[str, str]:
+    """The environment of this process without the variables that mark a rank, with one OpenMP thread and with `more`."""
+    inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+    return inherited | {"OMP_NUM_THREADS": "1"} | {k: str(v) for k, v in more.items()}
+
+
+def launch(*args: object, ranks: int = 0, stdin: str = "", timeout: float = 400.0) -> Finished:
+    """Run a command to its end in new processes. They are forked from a process that has imported what they need."""
+    done = quick_start.run(
+        command(args, ranks), cwd=ROOT, env=environment(), input=stdin, capture_output=True, text=True, timeout=timeout
+    )
+    return Finished(done.returncode, done.stdout, done.stderr)

@@ -1,0 +1,217 @@
+"""The HTTP frontend in a thread of the test process, on a real port, with a fake engine behind it."""
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import zmq
+
+from engine.protocol import (
+    Abort,
+    FromEngine,
+    Logprob,
+    Outputs,
+    Ready,
+    Refused,
+    Shutdown,
+    Submit,
+    SubmitAll,
+    TokenLogprobs,
+    TokenOutput,
+    decode_to_engine,
+    encode,
+)
+from server import replies
+from server.frontend import FrontendServer, make_server
+from server.settings import Settings
+from tests import MODELS
+from tokenizer import load_tokenizer
+
+MODEL = MODELS / "tiny-hybrid"
+TOKENIZER = load_tokenizer(MODEL)
+EOS = TOKENIZER.eos_ids[0]
+CONTEXT = 256
+STORY = "Once upon a time, Zoë saw a 🐉 über the café. It was kind. END of it"
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
+TOOL: Any = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
+}
+
+
+class FakeEngine(threading.Thread):
+    """An engine of the real protocol without a model. It answers each request with the tokens that `reply` returns.
+
+    With `hold` it sends no tokens. It refuses prompts whose last token is 1000.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(daemon=True)
+        self.to_engine, self.from_engine = f"ipc://{folder}/to", f"ipc://{folder}/from"
+        self.reply: Callable[[Submit], list[int]] = lambda submit: TOKENIZER.encode(STORY, add_special_tokens=False)
+        self.group = 1  # tokens of a sequence in one output
+        self.together = 1  # outputs in one message
+        self.delay = 0.0  # seconds before each message
+        self.hold = False
+        self.submits: list[Submit] = []
+        self.aborts: list[str] = []
+        self.shutdowns = 0
+        self._alive = True
+
+    def run(self) -> None:
+        context = zmq.Context()
+        inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+        inbox.bind(self.to_engine)
+        outbox.connect(self.from_engine)
+        self.send: Callable[[FromEngine], None] = lambda message: outbox.send(encode(message))
+        self.send(ready())
+        work: dict[str, Iterator[TokenOutput]] = {}
+        while self._alive:
+            while inbox.poll(0 if work and not self.hold else 5):
+                self._take(decode_to_engine(inbox.recv()), work)
+            for request_id, outputs in [] if self.hold else list(work.items()):
+                time.sleep(self.delay)
+                new = list(islice(outputs, self.together))
+                self.send(Outputs(new))
+                if new[-1].finish_reason:
+                    del work[request_id]
+        context.destroy(linger=0)
+
+    def stop(self) -> None:
+        self._alive = False
+        self.join(60)
+
+    def _take(self, message: Any, work: dict[str, Iterator[TokenOutput]]) -> None:
+        if isinstance(message, SubmitAll):
+            for submit in message.submits():
+                self._take(submit, work)
+        elif isinstance(message, Submit):
+            self.submits.append(message)
+            if message.prompt_ids[-1] == 1000:
+                self.send(Refused(message.request_id, "this can never run"))
+            else:
+                work[message.request_id] = self._outputs(message)
+        elif isinstance(message, Abort):
+            self.aborts.append(message.request_id)
+            work.pop(message.request_id, None)
+        elif isinstance(message, Shutdown):
+            self.shutdowns += 1
+
+    def _outputs(self, submit: Submit) -> Iterator[TokenOutput]:
+        params = submit.params
+        ids = self.reply(submit)[: params.max_tokens]
+        ended = [i for i, token in enumerate(ids) if token in params.stop_token_ids]
+        ids, reason = (ids[: ended[0] + 1], "stop") if ended else (ids, "length")
+        prompt_logprobs: list[TokenLogprobs | None] | None = None
+        if params.prompt_logprobs is not None:
+            k = params.prompt_logprobs
+            prompt_logprobs = [None, *(entry(one, k) for one in submit.prompt_ids[1:])]
+        for at in range(0, len(ids), self.group):
+            new = ids[at : at + self.group]
+            yield TokenOutput(
+                request_id=submit.request_id,
+                token_ids=new,
+                finish_reason=reason if at + self.group >= len(ids) else None,
+                logprobs=None if params.logprobs is None else [entry(one, params.logprobs) for one in new],
+                prompt_logprobs=prompt_logprobs if at == 0 else None,
+                cached_tokens=4 if at == 0 else 0,
+                queue_seconds=0.001,
+                prefill_seconds=0.002,
+            )
+
+
+def entry(token: int, k: int) -> TokenLogprobs:
+    """`token` and the `k` best tokens. `token` is not among the best, so every response layout must add it."""
+    others = [Logprob((token + 1 + i) % 1024, -0.25 * (i + 1), i + 1) for i in range(k)]
+    return TokenLogprobs(Logprob(token, -0.1 * (token % 7), 1), others)
+
+
+def ready() -> Ready:
+    return Ready("tiny", "hybrid", "gloo", 2, "cpu", "float32", CONTEXT, TOKENIZER.vocab_size, 100, 16)
+
+
+class Site:
+    """A frontend in a thread, on a free port, and its fake engine."""
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        self.engine = FakeEngine(folder)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.settings = Settings(**{"model": str(MODEL), "port": self.port, "idle_timeout": 5.0, **settings})
+        self.server: FrontendServer = make_server(self.settings, TOKENIZER, self.engine.to_engine, self.engine.from_engine)
+        self.thread = threading.Thread(target=self.server.run, daemon=True)
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.http = httpx.Client(base_url=self.url, timeout=120)
+        self.openai = openai.OpenAI(base_url=self.url + "/v1", api_key="none", max_retries=0)
+
+    def start(self, engine: bool = True) -> "Site":
+        self.thread.start()
+        if engine:
+            self.engine.start()
+        wait_for(lambda: self.server.started and (not engine or self.health() == "ready"))
+        return self
+
+    def close(self) -> None:
+        self.server.should_exit = True
+        self.thread.join(120)
+        if self.engine.is_alive():
+            self.engine.stop()
+        assert not self.thread.is_alive()
+
+    def health(self) -> str:
+        return str(self.http.get("/health").json()["status"])
+
+    def complete(self, **body: Any) -> dict[str, Any]:
+        return self.post("/v1/completions", {"prompt": "Hi", "max_tokens": 100, **body})
+
+    def chat(self, **body: Any) -> dict[str, Any]:
+        return self.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], **body})
+
+    def post(self, path: str, body: Any) -> dict[str, Any]:
+        response = self.http.post(path, json=body)
+        assert response.status_code == 200, response.text
+        content: dict[str, Any] = response.json()
+        return content
+
+    def refused(self, path: str, body: Any, status: int = 400) -> dict[str, Any]:
+        response = self.http.post(path, json=body)
+        assert response.status_code == status, response.text
+        error: dict[str, Any] = replies.ErrorReply.model_validate(response.json()).error.model_dump()
+        return error
+
+    def events(self, path: str, body: Any) -> list[Any]:
+        """All events of a stream without the last one, which must be [DONE]."""
+        response = self.http.post(path, json={**body, "stream": True})
+        assert response.headers["content-type"].startswith("text/event-stream"), response.text
+        lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+        assert lines[-1] == "[DONE]"
+        return [json.loads(line) for line in lines[:-1]]
+
+    def last(self) -> Submit:
+        return self.engine.submits[-1]
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 120.0) -> None:
+    """Wait until the condition is true. Fails after `seconds`, which are only there to end a test that hangs."""
+    end = time.monotonic() + seconds
+    while True:
+        with contextlib.suppress(httpx.TransportError):
+            if condition():
+                return
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.01)
+
+
+def raw_request(body: Any) -> bytes:
+    data = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    return head.encode() + data

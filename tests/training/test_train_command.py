@@ -1,0 +1,275 @@
+"""`python -m training.train` from its command line to its result: resuming, kills, the saved model, and refused input."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import cli
+from attention import Causal
+from checkpoint import load_model, random_weights, save_checkpoint
+from comm import Local
+from config import preset, read_config, with_variant
+from errors import UserError
+from model import Transformer
+from processes import on_ranks
+from tests import ROOT
+from tests.support import quick_start
+from tests.support.command_line import environment
+from tests.support.ranks import Ranks
+from tp import World
+from training import train as command
+from training.data import write_tokens
+from training.run import prepare, train
+from training.snapshot import read_manifest
+
+ALONE = World(0, 1, torch.device("cpu"), Local())
+STEPS, LENGTH = 12, 16
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of a few thousand parameters."""
+    config = replace(
+        preset("tiny"), hidden_size=32, n_layers=3, n_heads=4, n_kv_heads=4, head_dim=8, intermediate_size=36, vocab_size=50
+    )
+    small = Transformer(with_variant(config, "hybrid:2"), Local(), torch.device("cpu"), torch.float32)
+    random_weights(small, 3)
+    directory = tmp_path_factory.mktemp("model")
+    save_checkpoint(small, directory, torch.float32)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory, session_seed: int) -> Path:
+    path = tmp_path_factory.mktemp("tokens") / "random.bin"
+    write_tokens(path, np.random.default_rng(session_seed).integers(0, 8, 2000), 50, "none")
+    return path
+
+
+def arguments(model: Path, tokens: Path, out: Path, *more: object) -> list[str]:
+    fixed = ["--device", "cpu", "--model", model, "--data", tokens, "--out", out, "--steps", STEPS, "--warmup", 2]
+    sizes = ["--sequence-length", LENGTH, "--global-batch", 8, "--log-every", 1, "--save-every", 4, "--seed", 5]
+    return [str(a) for a in (*fixed, *sizes, *more)]
+
+
+def run(world: World, argv: Sequence[str]) -> list[dict[str, Any]]:
+    """Train on these ranks; return the lines of metrics.jsonl."""
+    args = command.parse_args(argv)
+    found = command.setup(args)
+    trainer, snapshots = prepare(args, world, found)
+    train(args, world, trainer, snapshots, found)
+    return [json.loads(line) for line in (args.out / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(lines: Sequence[dict[str, Any]]) -> torch.Tensor:
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    return torch.tensor([line["loss"] for line in lines])
+
+
+def test_a_run_writes_a_model_that_is_read_again(model: Path, tokens: Path, tmp_path: Path) -> None:
+    lines = run(ALONE, arguments(model, tokens, tmp_path / "out", "--learning-rate", 1e-2))
+    assert losses(lines)[-1] < losses(lines)[0] - 0.5  # the model learns that only 8 of 50 tokens occur
+    assert {"tokens_per_second", "tokens_per_gpu_second", "mfu", "exposed_ms", "learning_rate"} <= lines[0].keys()
+    assert (tmp_path / "out" / "loss.png").stat().st_size > 1000
+    assert sorted(p.name for p in (tmp_path / "out" / "snapshots").iterdir()) == ["step-00000008", "step-00000012"]
+    directory = tmp_path / "out" / "model"
+    config = read_config(directory / "config.json")
+    assert config.variant == "ladder"
+    trained = load_model(str(directory), config, ALONE, torch.float32)
+    before = load_model(str(model), config, ALONE, torch.float32)
+    ids = torch.randint(0, 50, (2, 9))
+    context = Causal(9, torch.device("cpu"))
+    assert not torch.allclose(trained(ids, context), before(ids, context), atol=1e-3)
+    master = read_manifest(tmp_path / "out" / "snapshots" / "step-00000012")
+    assert master["step"] == STEPS
+
+
+@pytest.mark.parametrize(
+    ("then", "now"),
+    [((4, "2,2,2x2", 2), (1, "1,1,1", 1)), ((1, "1,1,1", 1), (4, "1,1,2x2", 2)), ((2, "1,1,2", 2), (4, "2x2,2x2,2x2", 2))],
+)
+def test_resuming_on_other_ranks_and_plans_gives_the_same_losses(
+    ranks: Ranks, model: Path, tokens: Path, tmp_path: Path, then: tuple[int, str, int], now: tuple[int, str, int]
+) -> None:
+    undisturbed = run(ALONE, arguments(model, tokens, tmp_path / "whole"))
+    out = tmp_path / "cut"
+    for (count, sharding, per_node), more in ((then, ["--stop-after", 7]), (now, ["--resume"])):
+        layout = ["--sharding", sharding, "--gpus-per-node", per_node]
+        intra = ["--intra-tensor"] if more == ["--resume"] else []
+        result = ranks.run(count, run, arguments(model, tokens, out, *layout, *more, *intra))
+    assert [line["step"] for line in result[0]] == list(range(1, STEPS + 1))  # the steps after the snapshot were written again
+    torch.testing.assert_close(losses(result[0]), losses(undisturbed), rtol=1e-5, atol=0)
+
+
+def start(argv: Sequence[str], ranks: int) -> quick_start.Popen:
+    line = [*(on_ranks(ranks) if ranks else [sys.executable]), "-m", "training.train", *argv]
+    return quick_start.Popen(
+        line, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+
+
+def test_a_killed_run_resumes_to_the_same_losses(model: Path, tokens: Path, tmp_path: Path, seed: int) -> None:
+    """The whole job gets SIGKILL at a random time after its first snapshot, perhaps while it saves."""
+    out = tmp_path / "killed"
+    long = ["--steps", 2000, "--save-every", 2, "--log-every", 1]
+    job = start(arguments(model, tokens, out, *long), ranks=0)
+    try:
+        wait_for(lambda: any((out / "snapshots").glob("step-????????/manifest.json")), job)
+        time.sleep(random.Random(seed).uniform(0, 0.5))
+    finally:
+        os.killpg(job.pid, signal.SIGKILL)
+        job.communicate()
+    reached = int(max(p.name for p in (out / "snapshots").glob("step-????????")).removeprefix("step-"))
+    short = ["--steps", 2000, "--stop-after", reached + 3]
+    resumed = run(ALONE, arguments(model, tokens, out, *short, "--resume"))
+    whole = run(ALONE, arguments(model, tokens, tmp_path / "whole", *short))
+    assert [line["step"] for line in resumed] == [line["step"] for line in whole] == list(range(1, reached + 4))
+    assert [line["loss"] for line in resumed] == [line["loss"] for line in whole]
+    assert not list((out / "snapshots").glob("*.partial"))
+
+
+def test_a_lost_rank_ends_the_job(model: Path, tokens: Path, tmp_path: Path) -> None:
+    job = start(arguments(model, tokens, tmp_path / "out", "--steps", 5000, "--save-every", 5), ranks=2)
+    try:
+        wait_for(lambda: any((tmp_path / "out" / "snapshots").glob("step-????????/manifest.json")), job)
+        workers = subprocess.run(["pgrep", "-P", str(job.pid)], capture_output=True, text=True, check=True).stdout.split()
+        os.kill(int(workers[-1]), signal.SIGKILL)
+        output, _ = job.communicate(timeout=300)
+    finally:
+        if job.poll() is None:
+            os.killpg(job.pid, signal.SIGKILL)
+    assert job.returncode != 0, output
+
+
+def wait_for(condition: Any, job: quick_start.Popen, seconds: float = 300.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert job.poll() is None, job.communicate()[0]
+        assert time.monotonic() < deadline, "no snapshot in time"
+        time.sleep(0.02)
+
+
+# --- bad input -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("more", "part"),
+    [
+        (["--global-batch", 0], "--global-batch must be above 0"),
+        (["--learning-rate", "nan"], "--learning-rate must be above 0"),
+        (["--sharding", "2,1,2"], "does not divide"),
+        (["--sharding", "1,1,4"], "does not divide that of the cluster"),
+        (["--sharding", "8"], "is no sharding"),
+        (["--gpus-per-node", 2], "no whole nodes"),
+        (["--global-batch", 9, "--micro-batch", 2], "give a multiple of 2, such as"),
+        (["--data", "nothing.bin"], "nothing.json is missing"),
+        (["--model", "nothing/here"], "nothing/here"),
+        (["--variant", "upper-bound"], "cannot be trained"),
+        (["--model", "tiny", "--variant", "desync-2x:8"], "keeps copies"),
+        (["--sequence-length", 100000], "beyond the model's"),
+        (["--global-batch", 1000], "fewer than a batch"),
+        (["--cluster", "atlantis"], "no cluster 'atlantis'"),
+        (["--tokenizer", "nowhere"], "is no directory"),
+        (["--out", "/proc/x"], "cannot be made"),
+        (["--no-overlap", "everything"], "invalid choice"),
+    ],
+    ids=str,
+)
+def test_bad_settings_get_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    model: Path,
+    tokens: Path,
+    tmp_path: Path,
+    more: list[object],
+    part: str,
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys, "argv", ["train", *arguments(model, tokens, tmp_path / "out", *more)])
+    with pytest.raises(SystemExit) as left:
+        cli.run(command.main)
+    assert left.value.code == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert part in line
+
+
+def test_a_foreign_or_forgotten_run_is_not_overwritten(model: Path, tokens: Path, tmp_path: Path) -> None:
+    base = arguments(model, tokens, tmp_path / "out")
+    run(ALONE, base)
+    with pytest.raises(UserError, match="go on with --resume"):
+        run(ALONE, base)
+    for more, part in (
+        (["--seed", 6], "another seed"),
+        (["--global-batch", 4], "another global batch"),
+        (["--variant", "standard"], "another model"),
+    ):
+        with pytest.raises(UserError, match=part):
+            run(ALONE, [*base, "--resume", *map(str, more)])
+
+
+def test_a_torn_snapshot_names_the_one_before(model: Path, tokens: Path, tmp_path: Path) -> None:
+    base = arguments(model, tokens, tmp_path / "out")
+    whole = run(ALONE, base)
+    newest = tmp_path / "out" / "snapshots" / "step-00000012"
+    (data,) = newest.glob("*.safetensors")
+    torn = bytearray(data.read_bytes())
+    torn[len(torn) // 2] ^= 1
+    data.write_bytes(torn)
+    with pytest.raises(UserError, match=r"step-00000012.*is damaged.*go on from step-00000008"):
+        run(ALONE, [*base, "--resume"])
+    for file in newest.iterdir():
+        file.unlink()
+    newest.rmdir()
+    assert [line["loss"] for line in run(ALONE, [*base, "--resume"])] == [line["loss"] for line in whole]
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(model: Path, tokens: Path, tmp_path: Path) -> None:
+    base = arguments(model, tokens, tmp_path / "out", "--learning-rate", "1e30", "--warmup", 0)
+    with pytest.raises(UserError, match="lower --learning-rate"):
+        run(ALONE, base)
+    assert not list((tmp_path / "out" / "snapshots").glob("step-????????"))
+
+
+def test_a_disk_without_room_keeps_the_last_snapshot(
+    monkeypatch: pytest.MonkeyPatch, model: Path, tokens: Path, tmp_path: Path
+) -> None:
+    import training.snapshot as snapshot
+
+    real, calls = snapshot.write, []
+
+    def write(path: Path, *rest: Any) -> Any:
+        calls.append(path)
+        if len(calls) == 2:
+            raise OSError(28, "No space left on device")
+        return real(path, *rest)
+
+    monkeypatch.setattr(snapshot, "write", write)
+    base = arguments(model, tokens, tmp_path / "out")
+    with pytest.raises(UserError, match=r"No space left on device.*free space"):
+        run(ALONE, base)
+    (kept,) = (tmp_path / "out" / "snapshots").glob("step-????????")
+    assert kept.name == "step-00000004"
+    assert losses(run(ALONE, [*base, "--resume"]))[-1] > 0
+
+
+def test_the_planner_chooses_and_its_prediction_is_printed(
+    model: Path, tokens: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run(ALONE, arguments(model, tokens, tmp_path / "out", "--cluster", "h200", "--gpus-per-node", 1))
+    said = capfd.readouterr().err
+    assert "auto: the planner's choice" in said
+    assert "predicted step time" in said
