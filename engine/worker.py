@@ -109,18 +109,19 @@ def serve(engine: Engine, world: World, link: FrontendLink | None, ready: Ready,
         if not apply(engine, share(world, events), send):
             return
         engine.admit()
-        if engine.has_work() and (outputs := engine.step()):
+        outputs = engine.step() if engine.has_work() else []
+        now = time.monotonic()
+        idle = not engine.has_work() and not engine.compiling
+        if link and (now - last_stats > STATS_SECONDS or idle):
+            send(engine.stats())  # before the outputs: who has all answers finds them counted
+            last_stats = now
+        if outputs:
             send(Outputs(outputs))
         for refused in engine.refused:
             send(refused)
         engine.refused.clear()
-        now = time.monotonic()
-        idle = not engine.has_work() and not engine.compiling
         if idle:
             engine.runner.model.comm.check()
-        if link and (now - last_stats > STATS_SECONDS or idle):
-            send(engine.stats())
-            last_stats = now
 
 
 def apply(engine: Engine, events: list[bytes], send: Callable[[FromEngine], None]) -> bool:
