@@ -57,7 +57,7 @@ from processes import on_ranks
 from scripts.bench_training_rank import SYSTEMS, TRACED, TUNING
 from scripts.results import RESULTS, ROOT, describe, machine, made, write_json, write_text
 from training.data import write_tokens
-from training.job import OVERLAPS
+from training.planner.workload import OVERLAPS
 
 MODELS = ("ladder-1b", "ladder-3b", "llama-7b")
 EXPOSED: dict[str, tuple[str, ...]] = {  # rows of the ablation, and what each does not overlap

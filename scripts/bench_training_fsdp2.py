@@ -117,7 +117,7 @@ def prefetch(whole: Whole, depth: int) -> None:
 
 @dataclass
 class Fsdp2Trainer:
-    """The counterpart of training.trainer.Trainer.
+    """The counterpart of training.step.Trainer.
 
     late: reduce gradients over ranks once per step instead of once per micro-batch. This keeps whole gradients in memory.
     """

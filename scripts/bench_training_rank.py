@@ -34,11 +34,10 @@ from errors import UserError
 from scripts.bench_training_fsdp2 import PREFETCH, Fsdp2Trainer, prefetch, shard
 from tp import World, init_world
 from training import profile_collectives
-from training.collectives import write_profile
-from training.cost import forward_flops, predict
 from training.data import GlobalBatches, open_tokens
 from training.executor import Executor
 from training.initialize import empty_model, materializer
+from training.loop import together
 from training.losses import cross_entropy
 from training.optimizer import Optimizer
 from training.options import (
@@ -53,10 +52,11 @@ from training.options import (
     ranks_mesh,
     schedule_of,
 )
-from training.planner import alternatives, choose
-from training.run import together
+from training.planner.collectives import write_profile
+from training.planner.cost import forward_flops, predict
+from training.planner.search import alternatives, choose
 from training.sharding import Mesh, Sharding
-from training.trainer import Trainer, check_batch
+from training.step import Trainer, check_batch
 
 SYSTEMS = {
     "planner": "planner's choice",

@@ -23,7 +23,7 @@ from cli import Parser, note, run
 from errors import UserError
 from scripts.bench_training_rank import join, measure, measure_links, parse_args, trace
 from tp import World
-from training.run import together
+from training.loop import together
 
 
 def answer(arguments: list[str], world: World) -> dict[str, Any] | None:

@@ -2,7 +2,7 @@
 
     python scripts/plan_paper.py            # plan-paper.json, .md, .png and plan-MODEL.png in out
     python scripts/plan_paper.py --write    # the same in docs/results, whose files are tracked
-    python scripts/plan_paper.py --fit      # only fit the four unknown figures of training/clusters/a800.json to table V
+    python scripts/plan_paper.py --fit      # only fit the four unknown figures of training/planner/clusters/a800.json to table V
 
 The paper states the batch, the GPUs and their links, but not the activations, the buffers and the measured bandwidths. The plan
 is chosen from equations and stated figures. Then the unknown figures are varied, to find for which values the paper's row is
@@ -26,13 +26,13 @@ from tqdm import tqdm
 from cli import Parser, run
 from config import ModelConfig, preset
 from scripts.results import add_write_option, made, results_folder, write_json, write_text
-from training.cluster import Cluster, load_cluster
-from training.collectives import Point, Profile, link_seconds, synthesize
-from training.cost import Communication, Prediction, forward_flops, predict
-from training.job import OVERLAPS, Job
-from training.memory import activations
 from training.plan import as_json, draw, parse_args, scaling
-from training.planner import choose, filtered_meshes, rank, shardings, tiling_meshes
+from training.planner.cluster import Cluster, load_cluster
+from training.planner.collectives import Point, Profile, link_seconds, synthesize
+from training.planner.cost import Communication, Prediction, forward_flops, predict
+from training.planner.memory import activations
+from training.planner.search import choose, filtered_meshes, rank, shardings, tiling_meshes
+from training.planner.workload import OVERLAPS, Job
 from training.sharding import Mesh, Sharding
 
 GB = 1e9
@@ -359,7 +359,7 @@ def markdown(result: dict[str, Any]) -> str:
         cells = [f"{flops[key] / 1e11:.3f}" if key in flops else "" for key in ("table V", "Llama 1", "6144 features")]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     caption = "1,024 A800s (all sizes: 8 to 1,024, 30B from 32), 4M tokens a step, sequences of 4,096, micro-batches of one, 80 GB a GPU"
-    return "\n".join([*lines, "", f"{caption}; bandwidths synthesized from training/clusters/a800.json.", ""])
+    return "\n".join([*lines, "", f"{caption}; bandwidths synthesized from training/planner/clusters/a800.json.", ""])
 
 
 def draw_choices(cluster: Cluster, path: Path) -> None:

@@ -28,9 +28,9 @@ from processes import on_ranks
 from scripts import results
 from scripts.corpus_tokens import TOKENS_PER_DOCUMENT, write_corpus
 from tp import World, init_world
+from training.loop import prepare, together
+from training.loop import train as train_one
 from training.metrics import plot_losses, read_metrics
-from training.run import prepare, together
-from training.run import train as train_one
 from training.train import parse_args as training_args
 from training.train import setup
 

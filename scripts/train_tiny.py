@@ -29,9 +29,9 @@ from scripts.corpus import EXAMPLES, train_tokenizer
 from scripts.corpus_tokens import TOKENS_PER_DOCUMENT, write_corpus
 from tp import World, init_world
 from training import train as command
+from training.loop import Setup, prepare, train
 from training.losses import cross_entropy
 from training.metrics import read_metrics
-from training.run import Setup, prepare, train
 
 VARIANTS = ("standard", "parallel", "ladder", "hybrid", "desync-2x", "desync-4x")
 STREAMS = 4  # of the desync variants, so that they run on 1, 2 and 4 ranks

@@ -25,9 +25,9 @@ from model import Transformer
 from tp import World, init_world
 from training.convert import parse_layers, to_hybrid_ladder
 from training.data import Batch
+from training.loop import Setup, prepare, together, train
 from training.losses import cross_entropy, distillation
 from training.options import add_batch_options, add_execution_options, add_run_options, check_numbers, dtype_of
-from training.run import Setup, prepare, together, train
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from errors import UserError
 from figures import CYCLE, VARIANTS
-from training.trainer import Trainer, total
+from training.step import Trainer, total
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ import torch
 from checkpoint import DTYPES
 from config import ModelConfig
 from errors import UserError
-from training.cluster import Cluster, load_cluster, shipped_clusters
-from training.collectives import profile_for
-from training.cost import predict
 from training.executor import BUCKET_BYTES, Execution, Overlap
-from training.job import OVERLAPS, Job
 from training.optimizer import AdamSettings, Schedule
-from training.planner import OBJECTIVE, OBJECTIVES, TOLERANCE, choose
+from training.planner.cluster import Cluster, load_cluster, shipped_clusters
+from training.planner.collectives import profile_for
+from training.planner.cost import predict
+from training.planner.search import OBJECTIVE, OBJECTIVES, TOLERANCE, choose
+from training.planner.workload import OVERLAPS, Job
 from training.sharding import Mesh, Sharding
 
 

@@ -26,12 +26,12 @@ from checkpoint import model_config
 from cli import Parser, run
 from config import PRESETS
 from errors import UserError
-from training.cluster import load_cluster, shipped_clusters
-from training.collectives import profile_for, synthesize
-from training.cost import Prediction, predict
-from training.job import OVERLAPS, PRECISIONS, Job
-from training.placement import place, read_leaves, spans
-from training.planner import OBJECTIVE, OBJECTIVES, TOLERANCE, Alternative, alternatives, choose
+from training.planner.cluster import load_cluster, shipped_clusters
+from training.planner.collectives import profile_for, synthesize
+from training.planner.cost import Prediction, predict
+from training.planner.node_order import place, read_leaves, spans
+from training.planner.search import OBJECTIVE, OBJECTIVES, TOLERANCE, Alternative, alternatives, choose
+from training.planner.workload import OVERLAPS, PRECISIONS, Job
 from training.sharding import Mesh, Sharding
 
 MOST_GPUS = 4096  # in the plot

@@ -25,9 +25,9 @@ from tqdm import tqdm
 from cli import Parser, note, rank, run
 from errors import UserError
 from tp import World, agree_on_error, init_world
-from training.collectives import OPERATIONS, Point, Profile, write_profile
 from training.plan import count
-from training.planner import tiling_meshes
+from training.planner.collectives import OPERATIONS, Point, Profile, write_profile
+from training.planner.search import tiling_meshes
 from training.sharding import Mesh
 
 # torch 2.13 renamed these and warns about the old names; torch 2.11 has only the old names

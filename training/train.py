@@ -20,9 +20,9 @@ from config import PRESETS, has_random_weights, named_config
 from errors import UserError
 from tp import init_world
 from training.data import tokenizer_folder
+from training.loop import Setup, prepare, together, train
 from training.losses import cross_entropy
 from training.options import add_batch_options, add_execution_options, add_run_options, check_numbers
-from training.run import Setup, prepare, together, train
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:

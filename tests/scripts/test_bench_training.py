@@ -26,9 +26,9 @@ from training.initialize import empty_model, materializer
 from training.losses import cross_entropy
 from training.optimizer import AdamSettings, Optimizer, Schedule
 from training.options import choice, planning_job
-from training.planner import alternatives, choose
+from training.planner.search import alternatives, choose
 from training.sharding import Mesh, Sharding
-from training.trainer import Trainer
+from training.step import Trainer
 
 pytestmark = pytest.mark.usefixtures("forked_commands")
 

@@ -26,11 +26,11 @@ from scripts.plan_paper import (
     paper_job,
 )
 from scripts.results import RESULTS
-from training.cluster import load_cluster
-from training.collectives import synthesize
-from training.cost import predict
-from training.memory import activations, buffers
-from training.planner import choose
+from training.planner.cluster import load_cluster
+from training.planner.collectives import synthesize
+from training.planner.cost import predict
+from training.planner.memory import activations, buffers
+from training.planner.search import choose
 from training.sharding import Mesh, Sharding
 
 A800 = load_cluster("a800")

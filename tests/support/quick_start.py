@@ -44,7 +44,7 @@ IMPORTS = (
     "server.launch",
     "server.frontend",
     "engine.bench",
-    "training.run",
+    "training.loop",
 )
 INTERPRETER = ("PYTHON", "TRITON_", "TORCH_LOGS", "LC_", "LANG", "LD_")  # prefixes of variables that are read only at start
 PATH = "PYTHONPATH"  # may differ nevertheless: `become` applies it

@@ -21,7 +21,7 @@ from tests.support.ranks import Ranks
 from tp import World
 from training import adapt as command
 from training.data import GlobalBatches, open_tokens, write_tokens
-from training.run import prepare, train
+from training.loop import prepare, train
 
 ALONE = World(0, 1, torch.device("cpu"), Local())
 LENGTH, BATCH = 16, 8

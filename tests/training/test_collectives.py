@@ -12,8 +12,8 @@ import pytest
 from errors import UserError
 from tests.support.ranks import Ranks
 from tp import World
-from training.cluster import CLUSTERS, FIGURES, Cluster, load_cluster, shipped_clusters
-from training.collectives import OPERATIONS, Point, Profile, link_seconds, read_profile, synthesize, write_profile
+from training.planner.cluster import CLUSTERS, FIGURES, Cluster, load_cluster, shipped_clusters
+from training.planner.collectives import OPERATIONS, Point, Profile, link_seconds, read_profile, synthesize, write_profile
 from training.profile_collectives import cluster_mesh, group_of, measure
 from training.sharding import Mesh
 

@@ -15,9 +15,9 @@ from tests import ROOT
 from tests.support import quick_start
 from tests.support.command_line import Finished, environment
 from training import plan
-from training.cluster import load_cluster
-from training.collectives import synthesize, write_profile
-from training.cost import forward_flops
+from training.planner.cluster import load_cluster
+from training.planner.collectives import synthesize, write_profile
+from training.planner.cost import forward_flops
 from training.sharding import Mesh, Sharding
 
 PAPER = ("--model", "llama-7b", "--gpus", "1024", "--cluster", "a800")

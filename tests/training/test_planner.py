@@ -15,13 +15,13 @@ from comm import Local
 from config import ModelConfig, preset, with_variant
 from errors import UserError
 from model import Transformer
-from training.cluster import load_cluster
-from training.collectives import Profile, synthesize
-from training.cost import communication, exposed, forward_flops, model_flops, predict
-from training.job import OVERLAPS, Job, layer_matrices, tables
-from training.memory import activations, layer_activations, loss_activations, memory
-from training.placement import order_nodes, place, read_leaves, spans
-from training.planner import OBJECTIVES, alternatives, choose, filtered_meshes, shardings
+from training.planner.cluster import load_cluster
+from training.planner.collectives import Profile, synthesize
+from training.planner.cost import communication, exposed, forward_flops, model_flops, predict
+from training.planner.memory import activations, layer_activations, loss_activations, memory
+from training.planner.node_order import order_nodes, place, read_leaves, spans
+from training.planner.search import OBJECTIVES, alternatives, choose, filtered_meshes, shardings
+from training.planner.workload import OVERLAPS, Job, layer_matrices, tables
 from training.sharding import Mesh, Sharding
 
 A800 = load_cluster("a800")

@@ -31,7 +31,7 @@ from tests.support.ranks import Ranks
 from tp import World
 from training import train as command
 from training.data import write_tokens
-from training.run import prepare, train
+from training.loop import prepare, train
 from training.snapshot import read_manifest
 
 ALONE = World(0, 1, torch.device("cpu"), Local())

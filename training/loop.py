@@ -18,15 +18,15 @@ from config import ModelConfig, config_to_hf
 from errors import UserError
 from tokenizer import find_tokenizer
 from tp import World, agree_on_error
-from training.cost import forward_flops
 from training.data import GlobalBatches, open_tokens
 from training.executor import Executor
 from training.initialize import empty_model, materializer
 from training.metrics import Meter, plot_losses
 from training.optimizer import Optimizer
 from training.options import Planned, adam_of, dtype_of, execution_of, plan, planning_job, ranks_mesh, schedule_of
+from training.planner.cost import forward_flops
 from training.snapshot import Snapshots, check_fits, read_manifest
-from training.trainer import Loss, Trainer, check_batch
+from training.step import Loss, Trainer, check_batch
 
 T = TypeVar("T")
 

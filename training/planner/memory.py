@@ -9,8 +9,8 @@ counted, with an attention kernel that does not store the scores.
 from dataclasses import asdict, dataclass
 
 from config import ModelConfig
-from training.job import Job, layer_matrices, tables
 from training.losses import CHUNK
+from training.planner.workload import Job, layer_matrices, tables
 from training.sharding import Mesh, Sharding
 
 

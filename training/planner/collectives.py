@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from errors import UserError
-from training.cluster import Cluster
+from training.planner.cluster import Cluster
 from training.sharding import Mesh
 
 OPERATIONS = ("all-gather", "reduce-scatter", "all-reduce", "broadcast")

@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from errors import UserError
-from training.collectives import divisors
-from training.cost import Prediction, predict
-from training.job import Job
-from training.memory import Memory, memory
+from training.planner.collectives import divisors
+from training.planner.cost import Prediction, predict
+from training.planner.memory import Memory, memory
+from training.planner.workload import Job
 from training.sharding import Mesh, Sharding
 
 OBJECTIVES: dict[str, Callable[[Prediction], float]] = {

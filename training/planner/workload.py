@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from config import ModelConfig
 from errors import UserError
-from training.cluster import Cluster
-from training.collectives import Profile
+from training.planner.cluster import Cluster
+from training.planner.collectives import Profile
 from training.sharding import Mesh
 
 

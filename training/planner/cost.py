@@ -20,8 +20,8 @@ communication is hidden behind computation.
 from dataclasses import asdict, dataclass
 
 from config import ModelConfig
-from training.job import Job, buckets, layer_matrices, tables
-from training.memory import Memory, memory
+from training.planner.memory import Memory, memory
+from training.planner.workload import Job, buckets, layer_matrices, tables
 from training.sharding import Mesh, Sharding
 
 
