@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from engine.block_manager import BlockManager
-from engine.grammars import COMPILED, MAX_COMPILING, Grammars, Job, error_of
+from engine.grammars import COMPILED, MAX_COMPILING, Compilation, Grammars, error_of
 from engine.graph_runner import Capacity, build_runner
 from engine.logits import advance, check_ids, new_state, sibling
 from engine.paged_cache import PagedCache
@@ -84,7 +84,8 @@ class Engine:
         self.runner = build_runner(model, cache, text_ids, capacity)
         self._ahead: Flight | None = None
         self.grammars = Grammars(tokenizer, config.vocab_size)
-        self.compiling: dict[str, tuple[Job, list[Sequence]]] = {}  # grammar's text: requests that are not yet scheduled
+        # by a grammar's text: its compilation, and the requests that wait for it
+        self.compiling: dict[str, tuple[Compilation, list[Sequence]]] = {}
         self.refused: list[Refused] = []  # added by `admit` and `step`; the worker sends them
         self.vocab_size, self.world = config.vocab_size, world
         self.meter = Meter()
@@ -108,7 +109,8 @@ class Engine:
             for sequence in sequences:
                 self.scheduler.add(sequence)
         else:
-            if grammar not in self.compiling:  # the same on all ranks; which jobs `Grammars` keeps depends on a rank's speed
+            # the same on all ranks; which compilations `Grammars` keeps depends on a rank's speed
+            if grammar not in self.compiling:
                 if len(self.compiling) >= MAX_COMPILING:
                     why = f"{len(self.compiling)} other grammars are waiting to be compiled; try again later"
                     return Refused(submits[0].request_id, why, "grammars_busy")
@@ -136,15 +138,15 @@ class Engine:
         return sequences
 
     def abort(self, message: Abort) -> None:
-        for text, (job, waiting) in self.compiling.items():
+        for text, (compilation, waiting) in self.compiling.items():
             left = [s for s in waiting if s.request_id != message.request_id]
             if len(left) == len(waiting):
                 continue
             if left:
-                self.compiling[text] = job, left
+                self.compiling[text] = compilation, left
             else:
                 del self.compiling[text]
-                self.grammars.finished(job)
+                self.grammars.finished(compilation)
             return
         self.scheduler.abort(message.request_id)
 
@@ -155,21 +157,21 @@ class Engine:
         """
         if not self.compiling:
             return
-        states = torch.tensor([job.state for job, _ in self.compiling.values()])
+        states = torch.tensor([compilation.state for compilation, _ in self.compiling.values()])
         if self.world.world_size > 1:
             dist.all_reduce(states, op=dist.ReduceOp.MIN, group=self.world.control)
         for text, state in zip(list(self.compiling), states.tolist(), strict=True):
             if not state:
                 continue
-            job, waiting = self.compiling.pop(text)
+            compilation, waiting = self.compiling.pop(text)
             for sequence in waiting:
                 if state == COMPILED:
-                    sequence.state.grammar = job.matcher
+                    sequence.state.grammar = compilation.matcher
                     self.scheduler.add(sequence)
                 else:
-                    why = job.error or "another rank could not compile the grammar"
+                    why = compilation.error or "another rank could not compile the grammar"
                     self.refused.append(Refused(sequence.request_id, why, "invalid_schema"))
-            self.grammars.finished(job)
+            self.grammars.finished(compilation)
 
     def has_work(self) -> bool:
         if not self.scheduler.has_work():

@@ -25,7 +25,7 @@ CACHED = 32  # most compiled grammars in the cache
 CACHED_TEXT = 4 << 20  # most bytes of their texts; compiled, a grammar takes about 50 times as much
 NICENESS = 10
 
-FAILED, COMPILED = 1, 2  # states of a Job; 0: not compiled yet
+FAILED, COMPILED = 1, 2  # `Compilation.state`; 0: not compiled yet
 
 
 def limits() -> Any:
@@ -43,7 +43,7 @@ def limits() -> Any:
     )
 
 
-class Job:
+class Compilation:
     """The compilation of one grammar. The thread writes `matcher` or `error`, and `state` last."""
 
     def __init__(self, text: str) -> None:
@@ -60,9 +60,9 @@ class Grammars:
     def __init__(self, tokenizer: "Tokenizer | None", vocab_size: int) -> None:
         self.tokenizer, self.vocab_size = tokenizer, vocab_size
         self._for_library: Any = None
-        self._jobs: dict[str, Job] = {}  # started by `start` and not yet given to `finished`
-        self._cache: OrderedDict[str, Job] = OrderedDict()  # least recently used first
-        self._queue: SimpleQueue[Job | None] = SimpleQueue()
+        self._started: dict[str, Compilation] = {}  # started by `start` and not yet given to `finished`
+        self._cache: OrderedDict[str, Compilation] = OrderedDict()  # least recently used first
+        self._queue: SimpleQueue[Compilation | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def check(self, text: str) -> None:
@@ -79,23 +79,23 @@ class Grammars:
         if self.tokenizer is not None and self.tokenizer.eos_ids:
             self._put(None)
 
-    def start(self, text: str) -> Job:
-        """The job of a grammar: from the cache, already running, or new."""
-        job = self._cache.pop(text, None) or self._jobs.get(text)
-        if job is None:
-            job = self._jobs[text] = Job(text)
-            self._put(job)
-        if job.state:
-            self._keep(job)
-        return job
+    def start(self, text: str) -> Compilation:
+        """The compilation of a grammar: from the cache, already running, or new."""
+        compilation = self._cache.pop(text, None) or self._started.get(text)
+        if compilation is None:
+            compilation = self._started[text] = Compilation(text)
+            self._put(compilation)
+        if compilation.state:
+            self._keep(compilation)
+        return compilation
 
-    def finished(self, job: Job) -> None:
-        """No request waits for the job any more. If it has compiled, cache it; if it has not started, it is skipped."""
-        self._jobs.pop(job.text, None)
-        if job.state:
-            self._keep(job)
+    def finished(self, compilation: Compilation) -> None:
+        """No request waits for the compilation any more. If it has compiled, cache it; if it has not started, it is skipped."""
+        self._started.pop(compilation.text, None)
+        if compilation.state:
+            self._keep(compilation)
         else:
-            job.wanted = False
+            compilation.wanted = False
 
     def compile(self, text: str) -> Any:
         """Compile in this thread. Returns a matcher that has computed its first mask. Raises UserError."""
@@ -109,11 +109,11 @@ class Grammars:
             raise UserError(problem)
         return matcher
 
-    def _keep(self, job: Job) -> None:
-        if job.state != COMPILED:
+    def _keep(self, compilation: Compilation) -> None:
+        if compilation.state != COMPILED:
             return
-        self._cache[job.text] = job
-        self._cache.move_to_end(job.text)
+        self._cache[compilation.text] = compilation
+        self._cache.move_to_end(compilation.text)
         while len(self._cache) > CACHED or sum(map(len, self._cache)) > CACHED_TEXT:
             self._cache.popitem(last=False)
 
@@ -126,8 +126,8 @@ class Grammars:
             self._for_library = llguidance.LLTokenizer(wrapper, eos_token=list(self.tokenizer.eos_ids))
         return self._for_library
 
-    def _put(self, job: Job | None) -> None:
-        self._queue.put(job)
+    def _put(self, compilation: Compilation | None) -> None:
+        self._queue.put(compilation)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="grammars", daemon=True)
             self._thread.start()
@@ -136,17 +136,17 @@ class Grammars:
         with contextlib.suppress(OSError, AttributeError):  # only Linux has priorities for single threads
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         while True:
-            job = self._queue.get()
+            compilation = self._queue.get()
             try:
-                if job is None:
+                if compilation is None:
                     self._tokenizer()
-                elif job.wanted:
-                    job.matcher = self.compile(job.text)
-                    job.state = COMPILED
+                elif compilation.wanted:
+                    compilation.matcher = self.compile(compilation.text)
+                    compilation.state = COMPILED
             except BaseException as e:  # also a panic of the library: requests wait for this thread, so it must not end
-                if job is not None:
-                    job.error = str(e)
-                    job.state = FAILED
+                if compilation is not None:
+                    compilation.error = str(e)
+                    compilation.state = FAILED
 
 
 def error_of(matcher: Any) -> str:

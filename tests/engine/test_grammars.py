@@ -125,12 +125,12 @@ def test_a_request_that_still_compiles_can_be_aborted(engine: Engine) -> None:
 
 
 def test_requests_wait_by_the_text_of_their_grammar(engine: Engine) -> None:
-    """Ranks compile at different speeds, so their jobs may differ. But they must wait for the same number of grammars."""
+    """Ranks compile at different speeds, so their compilations may differ. But they must wait for the same number of grammars."""
     engine.grammars.start(WORD)
     for i in range(2):
         assert engine.submit(submit(f"h{i}", WORD)) is None
         engine.grammars._cache.clear()
-        engine.grammars._jobs.clear()
+        engine.grammars._started.clear()
     assert list(engine.compiling) == [WORD]
     assert set(run(engine)) == {"h0", "h1"}
 
@@ -183,18 +183,18 @@ def test_a_library_that_fails_to_start_keeps_nobody_waiting(kind: type[BaseExcep
     monkeypatch.setattr(Grammars, "_tokenizer", fail)
     grammars = Grammars(load_tokenizer(TINY), MODEL_VOCAB)
     grammars.warm_up()
-    job, end = grammars.start(WORD), time.monotonic() + SECONDS
-    while not job.state:
+    compilation, end = grammars.start(WORD), time.monotonic() + SECONDS
+    while not compilation.state:
         time.sleep(0.001)
         assert time.monotonic() < end, "the thread has ended"
-    assert job.state == grammars_module.FAILED and "no such vocabulary" in job.error
+    assert compilation.state == grammars_module.FAILED and "no such vocabulary" in compilation.error
 
 
 def test_what_is_kept_is_bounded() -> None:
     grammars = Grammars(load_tokenizer(TINY), MODEL_VOCAB)
     for i in range(CACHED + 10):
         kept(grammars, grammar_of({"const": i}))
-    assert len(grammars._cache) == CACHED and not grammars._jobs
+    assert len(grammars._cache) == CACHED and not grammars._started
     for i in range(6):
         kept(grammars, grammar_of({"const": str(i), "description": "x" * (CACHED_TEXT // 5)}), compiles=False)
     assert sum(map(len, grammars._cache)) <= CACHED_TEXT and len(grammars._cache) < 6
@@ -202,13 +202,13 @@ def test_what_is_kept_is_bounded() -> None:
 
 def kept(grammars: Grammars, text: str, compiles: bool = True) -> None:
     """Put a grammar into the cache. compiles: False stores it as if it were compiled, so the text may have any length."""
-    job = grammars.start(text) if compiles else grammars_module.Job(text)
+    compilation = grammars.start(text) if compiles else grammars_module.Compilation(text)
     end = time.monotonic() + SECONDS
-    while compiles and not job.state:
+    while compiles and not compilation.state:
         time.sleep(0.001)
         assert time.monotonic() < end
-    job.state = grammars_module.COMPILED
-    grammars.finished(job)
+    compilation.state = grammars_module.COMPILED
+    grammars.finished(compilation)
 
 
 def test_min_tokens_give_way_to_a_grammar_that_ends(engine: Engine) -> None:
