@@ -28,7 +28,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Place:
+class Coordinates:
     """A rank's position: its part of P, then which part of that for G, then which part of that for OS."""
 
     parameters: int  # 0 … |P| - 1
@@ -37,7 +37,7 @@ class Place:
     copy: int  # which of the copies of the optimizer states: 0 … ranks / |OS| - 1
 
 
-def place(rank: int, sharding: Sharding, cluster: Mesh) -> Place:
+def coordinates_of(rank: int, sharding: Sharding, cluster: Mesh) -> Coordinates:
     """Split a rank's grid coordinates into its positions in the nested meshes."""
     node, gpu = divmod(rank, cluster.gpus)
     positions = []
@@ -46,7 +46,7 @@ def place(rank: int, sharding: Sharding, cluster: Mesh) -> Place:
         across = outer.gpus // inner.gpus
         positions.append(node % outer.nodes // inner.nodes * across + gpu % outer.gpus // inner.gpus)
         inner = outer
-    return Place(*positions)
+    return Coordinates(*positions)
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Groups:
     copy: all ranks of an OS block, which together own the optimizer states of each parameter once.
     """
 
-    place: Place
+    coordinates: Coordinates
     gather: Group
     scatter: Group
     gradients: Group
@@ -77,10 +77,10 @@ class Groups:
     @property
     def part(self) -> int:
         """This rank's part of the optimizer states of its P part: 0 … |OS| / |P| - 1."""
-        return _part(self.place, self.parts)
+        return _part(self.coordinates, self.parts)
 
 
-def _part(of: Place, parts: tuple[int, int]) -> int:
+def _part(of: Coordinates, parts: tuple[int, int]) -> int:
     return of.gradients * parts[1] + of.optimizer
 
 
@@ -109,8 +109,8 @@ def _handle(name: str, split: Split, ranks: tuple[int, ...]) -> dist.ProcessGrou
 
 def make_groups(rank: int, sharding: Sharding, cluster: Mesh) -> Groups:
     """Create this rank's process groups. Collective: every rank must call it, with the same arguments except `rank`."""
-    places = [place(r, sharding, cluster) for r in range(cluster.size)]
-    mine = places[rank]
+    coordinates = [coordinates_of(r, sharding, cluster) for r in range(cluster.size)]
+    mine = coordinates[rank]
     p, g, o = sharding.parameters, sharding.gradients, sharding.optimizer
     parts = (g.size // p.size, o.size // g.size)
 
@@ -127,17 +127,17 @@ def make_groups(rank: int, sharding: Sharding, cluster: Mesh) -> Groups:
         return lambda r: (r // cluster.gpus // mesh.nodes, r % cluster.gpus // mesh.gpus)
 
     def same_part(mesh: Mesh) -> Callable[[int], Hashable]:
-        return lambda r: (same_block(mesh)(r), places[r].parameters)
+        return lambda r: (same_block(mesh)(r), coordinates[r].parameters)
 
     optimizer = group("optimizer", same_part(o))
     return Groups(
-        place=mine,
+        coordinates=mine,
         gather=group("gather", same_block(p)),
         scatter=group("scatter", same_block(p)),
         gradients=group("gradients", same_part(g)),
         replicas=group("replicas", same_part(cluster)),
         optimizer=optimizer,
         copy=group("copy", same_block(o)),
-        owners={_part(places[r], parts): r for r in optimizer.ranks},
+        owners={_part(coordinates[r], parts): r for r in optimizer.ranks},
         parts=parts,
     )

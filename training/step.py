@@ -80,7 +80,7 @@ class Trainer:
 
     def save(self, snapshots: Snapshots, meta: dict[str, object]) -> None:
         """Begin to write a snapshot. Only the ranks of the first copy of the optimizer states write pieces. Collective."""
-        first = self.executor.groups.place.copy == 0
+        first = self.executor.groups.coordinates.copy == 0
         snapshots.save(self.step, self.pieces() if first else [], self.shapes(), meta)
 
     def restore(self, snapshots: Snapshots, path: Path) -> None:

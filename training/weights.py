@@ -76,7 +76,7 @@ class Weight:
     def kept(self) -> slice:
         """The elements of the shard whose gradients this rank accumulates: those of all optimizer parts in its part of G."""
         inner = self.groups.parts[1]
-        parts = range(self.groups.place.gradients * inner, (self.groups.place.gradients + 1) * inner)
+        parts = range(self.groups.coordinates.gradients * inner, (self.groups.coordinates.gradients + 1) * inner)
         slices = [s for s in map(self.part, parts) if s.stop > s.start]
         return slice(slices[0].start, slices[-1].stop) if slices else slice(0, 0)
 
