@@ -48,9 +48,9 @@ from training.options import (
     dtype_of,
     execution_of,
     plan,
-    planning_job,
     ranks_mesh,
     schedule_of,
+    workload_of,
 )
 from training.planner.collectives import write_profile
 from training.planner.cost import forward_flops, predict
@@ -117,23 +117,23 @@ def planned(args: argparse.Namespace, config: ModelConfig, mesh: Mesh, device: t
     """The sharding of a system of our executor, with its predicted step time if the cluster is known."""
     if args.system == "planner":
         return plan(args, config, mesh, device)
-    one, job = Mesh(), planning_job(args, config, mesh, device)
+    one, workload = Mesh(), workload_of(args, config, mesh, device)
     if args.system in ("mics", "planner-paper"):
-        if job is None:  # the figures of this CPU are unknown
+        if workload is None:  # the figures of this CPU are unknown
             return plan(args, config, mesh, device) if args.system == "planner-paper" else _whole_nodes(mesh)
         cuda = device.type == "cuda"
-        memory = torch.cuda.get_device_properties(device).total_memory if cuda else job.cluster.memory_gb * 1e9
+        memory = torch.cuda.get_device_properties(device).total_memory if cuda else workload.cluster.memory_gb * 1e9
         if args.system == "planner-paper":
-            sharding = choose(job, memory, "communication")[0].sharding
+            sharding = choose(workload, memory, "communication")[0].sharding
         else:
-            sharding = next(a.plan.sharding for a in alternatives(job, memory, "communication") if a.name == "MiCS")
+            sharding = next(a.plan.sharding for a in alternatives(workload, memory, "communication") if a.name == "MiCS")
     else:
         sharding = {
             "zero-1": Sharding(one, one, mesh),
             "zero-2": Sharding(one, mesh, mesh),
             "zero-3": Sharding(mesh, mesh, mesh),
         }[args.system]
-    return Planned(sharding, SYSTEMS[args.system], None if job is None else predict(job, sharding).step_seconds)
+    return Planned(sharding, SYSTEMS[args.system], None if workload is None else predict(workload, sharding).step_seconds)
 
 
 def _whole_nodes(mesh: Mesh) -> Planned:
@@ -357,12 +357,12 @@ def measure(args: argparse.Namespace, world: World) -> dict[str, Any]:
 def figures(args: argparse.Namespace, world: World) -> dict[str, Any]:
     """The values from which speed and utilization are computed: tokens and FLOPs per step, and the peak FLOP/s of a GPU."""
     config = config_of(args)
-    job = planning_job(args, config, ranks_mesh(args, world.world_size), world.device)
+    workload = workload_of(args, config, ranks_mesh(args, world.world_size), world.device)
     cuda = world.device.type == "cuda"
     return {
         "tokens_per_step": args.global_batch * args.sequence_length,
         "flops_per_step": 3 * forward_flops(config, args.sequence_length, args.global_batch),
-        "peak_flops": job.cluster.peak_flops(job.precision) if job is not None and cuda else None,
+        "peak_flops": workload.cluster.peak_flops(workload.precision) if workload is not None and cuda else None,
     }
 
 

@@ -32,7 +32,7 @@ from training.planner.collectives import Point, Profile, link_seconds, synthesiz
 from training.planner.cost import Communication, Prediction, forward_flops, predict
 from training.planner.memory import activations
 from training.planner.search import choose, filtered_meshes, rank, shardings, tiling_meshes
-from training.planner.workload import OVERLAPS, Job
+from training.planner.workload import OVERLAPS, Workload
 from training.sharding import Mesh, Sharding
 
 GB = 1e9
@@ -87,11 +87,11 @@ def table_v(cluster: Cluster, models: Mapping[str, ModelConfig]) -> Iterator[tup
     """Predicted and stated throughput (tokens per GPU and second) of each cell of table V."""
     profile, mesh = Links(cluster), Mesh(8, 8)
     for name, config in models.items():
-        whole = Job(config, mesh, cluster, profile, recompute=name == "llama-30b")
+        whole = Workload(config, mesh, cluster, profile, recompute=name == "llama-30b")
         for overlap, stated in zip(OVERLAP_ROWS, TABLE_V[name], strict=True):
             for count, tokens in zip(MICRO_BATCHES, stated, strict=True):
-                job = replace(whole, overlap=overlap, global_batch=mesh.size * whole.tokens * count)
-                yield predict(job, Sharding.parse(TABLE_IV[name])).tokens_per_gpu_second, tokens
+                workload = replace(whole, overlap=overlap, global_batch=mesh.size * whole.tokens * count)
+                yield predict(workload, Sharding.parse(TABLE_IV[name])).tokens_per_gpu_second, tokens
 
 
 def misfit(cluster: Cluster, models: Mapping[str, ModelConfig]) -> float:
@@ -140,8 +140,8 @@ def report_fit(cluster: Cluster) -> dict[str, Any]:
 # --- when the paper's rows are optimal -------------------------------------------------------------------------------------
 
 
-def paper_job(name: str, cluster: Cluster, part: float = 1.0, config: ModelConfig | None = None) -> Job:
-    """The job of section VI.A: 1,024 GPUs, 4M tokens, sequences of 4,096, micro-batches of one, updates not overlapped.
+def paper_workload(name: str, cluster: Cluster, part: float = 1.0, config: ModelConfig | None = None) -> Workload:
+    """The workload of section VI.A: 1,024 GPUs, 4M tokens, sequences of 4,096, micro-batches of one, updates not overlapped.
 
     part: bandwidth of groups of 2 or 4 GPUs of a node relative to that of all 8.
     """
@@ -154,15 +154,15 @@ def paper_job(name: str, cluster: Cluster, part: float = 1.0, config: ModelConfi
         profile = Profile(profile.name, profile.gpus_per_node, slower)
     model = config or preset(name)
     overlap = frozenset(OVERLAPS) - {"updates"}
-    return Job(model, Mesh(8, MOST_NODES), cluster, profile, recompute=name == "llama-30b", overlap=overlap)
+    return Workload(model, Mesh(8, MOST_NODES), cluster, profile, recompute=name == "llama-30b", overlap=overlap)
 
 
-def candidates(name: str, job: Job, over_sizes: bool) -> list[Prediction]:
-    """All plans for the job. With `over_sizes`: those that tile the smallest cluster, with mean times over all sizes."""
+def candidates(name: str, workload: Workload, over_sizes: bool) -> list[Prediction]:
+    """All plans for the workload. With `over_sizes`: those that tile the smallest cluster, with mean times over all sizes."""
     if not over_sizes:
-        return [predict(job, sharding) for sharding in shardings(filtered_meshes(job.mesh))]
+        return [predict(workload, sharding) for sharding in shardings(filtered_meshes(workload.mesh))]
     nodes = [n for n in (2**i for i in range(8)) if SMALLEST[name] <= n <= MOST_NODES]
-    jobs = [replace(job, mesh=Mesh(8, n)) for n in nodes]
+    jobs = [replace(workload, mesh=Mesh(8, n)) for n in nodes]
     return [mean([predict(each, sharding) for each in jobs]) for sharding in shardings(filtered_meshes(jobs[0].mesh))]
 
 
@@ -191,10 +191,10 @@ def choices(plans: list[Prediction], objective: str) -> list[tuple[Interval, Sha
     return found
 
 
-def judge(name: str, job: Job, rule: str) -> list[tuple[Interval, Sharding]]:
+def judge(name: str, workload: Workload, rule: str) -> list[tuple[Interval, Sharding]]:
     """`choices` by one of RULES."""
     over_sizes, objective = RULES[rule]
-    return choices(candidates(name, job, over_sizes), objective)
+    return choices(candidates(name, workload, over_sizes), objective)
 
 
 def intervals_of(row: str, judged: list[tuple[Interval, Sharding]]) -> list[Interval]:
@@ -214,9 +214,9 @@ def vary(cluster: Cluster) -> list[dict[str, Any]]:
         changed = replace(cluster, link_efficiency=link, nodes_per_leaf=leaf, spine_share=spine)
         setting = {"link_efficiency": link, "part_of_node": part, "nodes_per_leaf": leaf, "spine_share": spine}
         for name, row in TABLE_IV.items():
-            job = paper_job(name, changed, part)
+            workload = paper_workload(name, changed, part)
             for rule in RULES:
-                if intervals := intervals_of(row, judge(name, job, rule)):
+                if intervals := intervals_of(row, judge(name, workload, rule)):
                     found.append({"model": name, "rule": rule, **setting, "gb_beside_states": intervals})
     return found
 
@@ -238,9 +238,9 @@ def zero3_memory(cluster: Cluster) -> list[dict[str, float]]:
     """Memory of the 30B under ZeRO-3 in GB: as section VI.B.2 states, the same without model states, and as computed here."""
     rows = []
     for gpus, stated in ((512, 16), (1024, 15)):
-        job = replace(paper_job("llama-30b", cluster), mesh=Mesh(8, gpus // 8))
-        plan = predict(job, Sharding(job.mesh, job.mesh, job.mesh))
-        states = 16 * job.parameters / gpus / GB
+        workload = replace(paper_workload("llama-30b", cluster), mesh=Mesh(8, gpus // 8))
+        plan = predict(workload, Sharding(workload.mesh, workload.mesh, workload.mesh))
+        states = 16 * workload.parameters / gpus / GB
         rows.append({"gpus": gpus, "stated": stated, "stated_beside_states": stated - states, "here": plan.memory.total / GB})
     return rows
 
@@ -249,10 +249,10 @@ def compare(cluster: Cluster) -> dict[str, Any]:
     """By model: the choice by each rule, the paper's row, and the memory for which that row would be chosen."""
     rows = {}
     for name, text in TABLE_IV.items():
-        job = paper_job(name, cluster)
-        own, best = predict(job, Sharding.parse(text)), choose(job, MOST_MEMORY, "communication")[0]
-        beside = activations(job) + job.reserve_bytes
-        judged = {rule: judge(name, job, rule) for rule in RULES}
+        workload = paper_workload(name, cluster)
+        own, best = predict(workload, Sharding.parse(text)), choose(workload, MOST_MEMORY, "communication")[0]
+        beside = activations(workload) + workload.reserve_bytes
+        judged = {rule: judge(name, workload, rule) for rule in RULES}
         rows[name] = {
             "table_iv": str(own.sharding),
             "chosen": {rule: next(str(s) for (a, b), s in judged[rule] if a <= beside < b) for rule in RULES},
@@ -366,15 +366,15 @@ def draw_choices(cluster: Cluster, path: Path) -> None:
     """Plot the chosen plan by the memory for activations and reserve. Table IV's row is orange, the computed memory dashed."""
     figure, axes = plt.subplots(3, 2, figsize=(13, 6), sharex=True, layout="constrained")
     for line, name in zip(axes, TABLE_IV, strict=True):
-        job, row = paper_job(name, cluster), Sharding.parse(TABLE_IV[name])
+        workload, row = paper_workload(name, cluster), Sharding.parse(TABLE_IV[name])
         for axis, rule in zip(line, ("1,024 GPUs", "all sizes"), strict=True):
-            for i, ((a, b), sharding) in enumerate(judge(name, job, rule)):
+            for i, ((a, b), sharding) in enumerate(judge(name, workload, rule)):
                 color = "#dd8452" if sharding == row else ("#4c72b0", "#8da9cf")[i % 2]
                 axis.broken_barh([(a / GB, (b - a) / GB)], (0, 1), color=color)
                 if b - a > 5.5 * GB:
                     text = str(sharding).replace(", ", "\n")
                     axis.text((a + b) / 2 / GB, 0.5, text, ha="center", va="center", fontsize=7, color="white")
-            axis.axvline((activations(job) + job.reserve_bytes) / GB, color="black", linestyle="--", linewidth=1)
+            axis.axvline((activations(workload) + workload.reserve_bytes) / GB, color="black", linestyle="--", linewidth=1)
             axis.set_yticks([])
             axis.set_title(f"{name}, judged by {rule}", loc="left", fontsize=9)
     for axis in axes[-1]:
@@ -385,7 +385,7 @@ def draw_choices(cluster: Cluster, path: Path) -> None:
 
 def count_plans(cluster: Cluster) -> dict[str, int]:
     """Number of nested plans for 1,024 GPUs after the first filter, and after both filters. The latter are tried."""
-    mesh = paper_job("llama-7b", cluster).mesh
+    mesh = paper_workload("llama-7b", cluster).mesh
     return {"first_filter": len(shardings(tiling_meshes(mesh))), "both_filters": len(shardings(filtered_meshes(mesh)))}
 
 
@@ -393,7 +393,7 @@ def predicted_mfu(name: str, cluster: Cluster) -> dict[str, list[tuple[int, floa
     """(GPUs, MFU) by scheme. The chosen plan is that with the least communication."""
     flags = ["--model", name, "--gpus", "1024", "--cluster", "a800", "--no-overlap", "updates", "--objective", "communication"]
     flags += ["--recompute"] if name == "llama-30b" else []
-    return scaling(paper_job(name, cluster), parse_args(flags), MOST_MEMORY)
+    return scaling(paper_workload(name, cluster), parse_args(flags), MOST_MEMORY)
 
 
 def main() -> None:

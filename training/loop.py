@@ -23,7 +23,7 @@ from training.executor import Executor
 from training.initialize import empty_model, materializer
 from training.metrics import Meter, plot_losses
 from training.optimizer import Optimizer
-from training.options import Planned, adam_of, dtype_of, execution_of, plan, planning_job, ranks_mesh, schedule_of
+from training.options import Planned, adam_of, dtype_of, execution_of, plan, ranks_mesh, schedule_of, workload_of
 from training.planner.cost import forward_flops
 from training.snapshot import Snapshots, check_fits, read_manifest
 from training.step import Loss, Trainer, check_batch
@@ -196,8 +196,8 @@ def train(args: argparse.Namespace, world: World, trainer: Trainer, snapshots: S
 def _flops(args: argparse.Namespace, trainer: Trainer) -> tuple[float, float | None]:
     """FLOPs of a step over all ranks, and the peak FLOP/s of a device, None if unknown."""
     config = trainer.executor.model.config
-    job = planning_job(args, config, ranks_mesh(args, trainer.world_size), trainer.device)
-    peak = job.cluster.peak_flops(job.precision) if job is not None and trainer.device.type == "cuda" else None
+    workload = workload_of(args, config, ranks_mesh(args, trainer.world_size), trainer.device)
+    peak = workload.cluster.peak_flops(workload.precision) if workload is not None and trainer.device.type == "cuda" else None
     return 3 * forward_flops(config, args.sequence_length, args.global_batch), peak
 
 

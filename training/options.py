@@ -16,7 +16,7 @@ from training.planner.cluster import Cluster, load_cluster, shipped_clusters
 from training.planner.collectives import profile_for
 from training.planner.cost import predict
 from training.planner.search import OBJECTIVE, OBJECTIVES, TOLERANCE, choose
-from training.planner.workload import OVERLAPS, Job
+from training.planner.workload import OVERLAPS, Workload
 from training.sharding import Mesh, Sharding
 
 
@@ -141,13 +141,13 @@ class Planned:
 def plan(args: argparse.Namespace, config: ModelConfig, mesh: Mesh, device: torch.device) -> Planned:
     """Resolve --sharding before any memory is allocated. Raises UserError if the meshes do not nest or tile the ranks, or
     if the plan does not fit into memory."""
-    job = planning_job(args, config, mesh, device)
+    workload = workload_of(args, config, mesh, device)
     if args.sharding != "auto":
         sharding = Sharding.parse(args.sharding)
         sharding.check(mesh)
-        if job is None:
+        if workload is None:
             return Planned(sharding, "as asked")
-        found = predict(job, sharding)
+        found = predict(workload, sharding)
         free = _memory(device)
         if free is not None and found.memory.total > free:
             raise UserError(
@@ -155,30 +155,31 @@ def plan(args: argparse.Namespace, config: ModelConfig, mesh: Mesh, device: torc
                 "take --sharding auto, larger meshes, --recompute or a smaller --micro-batch"
             )
         return Planned(sharding, "as asked", found.step_seconds)
-    if job is None:
+    if workload is None:
         return Planned(Sharding(Mesh(), Mesh(), Mesh(mesh.gpus)), "auto without a --cluster: optimizer states over a node")
-    return choice(job, _memory(device) or job.cluster.memory_gb * 1e9)
+    return choice(workload, _memory(device) or workload.cluster.memory_gb * 1e9)
 
 
-def choice(job: Job, memory_bytes: float, objective: str = OBJECTIVE) -> Planned:
-    """The planner's choice. Unless the job asks for evenly cut optimizer states, it is computed with and without even cuts. Of
-    the two, the one with the lower cost is taken; if the costs are within the tolerance, the one with less communication."""
-    cuts = dict.fromkeys((job.intra_tensor, True))
-    plans = {cut: choose(replace(job, intra_tensor=cut), memory_bytes, objective)[0] for cut in cuts}
+def choice(workload: Workload, memory_bytes: float, objective: str = OBJECTIVE) -> Planned:
+    """The planner's choice. Unless the workload has evenly cut optimizer states, it is computed with and without even cuts.
+    Of the two, the one with the lower cost is taken; if the costs are within the tolerance, the one with less
+    communication."""
+    cuts = dict.fromkeys((workload.intra_tensor, True))
+    plans = {cut: choose(replace(workload, intra_tensor=cut), memory_bytes, objective)[0] for cut in cuts}
     cost = OBJECTIVES[objective]
     least = min(map(cost, plans.values()))
     close = {cut: plan for cut, plan in plans.items() if cost(plan) <= (1 + TOLERANCE) * least}
     cut, best = min(close.items(), key=lambda item: item[1].communication.total)
-    return Planned(best.sharding, f"auto: the planner's choice on {job.cluster.name}", best.step_seconds, cut)
+    return Planned(best.sharding, f"auto: the planner's choice on {workload.cluster.name}", best.step_seconds, cut)
 
 
-def planning_job(args: argparse.Namespace, config: ModelConfig, mesh: Mesh, device: torch.device) -> Job | None:
+def workload_of(args: argparse.Namespace, config: ModelConfig, mesh: Mesh, device: torch.device) -> Workload | None:
     """The planner's input; None on a CPU without --cluster."""
     cluster = _cluster(args, device)
     if cluster is None:
         return None
     cluster, profile = profile_for(cluster, mesh, args.profile_collectives)
-    return Job(
+    return Workload(
         config=config,
         mesh=mesh,
         cluster=cluster,

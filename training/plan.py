@@ -29,9 +29,9 @@ from errors import UserError
 from training.planner.cluster import load_cluster, shipped_clusters
 from training.planner.collectives import profile_for, synthesize
 from training.planner.cost import Prediction, predict
-from training.planner.node_order import place, read_leaves, spans
+from training.planner.node_order import node_order, read_leaves, spans
 from training.planner.search import OBJECTIVE, OBJECTIVES, TOLERANCE, Alternative, alternatives, choose
-from training.planner.workload import OVERLAPS, PRECISIONS, Job
+from training.planner.workload import OVERLAPS, PRECISIONS, Workload
 from training.sharding import Mesh, Sharding
 
 MOST_GPUS = 4096  # in the plot
@@ -132,7 +132,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def make_job(args: argparse.Namespace) -> Job:
+def workload_of(args: argparse.Namespace) -> Workload:
     """The planner's input from the command line. Raises UserError for invalid options."""
     cluster = load_cluster(args.cluster)
     per_node = args.gpus_per_node or cluster.gpus_per_node
@@ -143,7 +143,7 @@ def make_job(args: argparse.Namespace) -> Job:
         )
     mesh = Mesh(per_node, args.gpus // per_node)
     cluster, profile = profile_for(cluster, mesh, args.profile)
-    return Job(
+    return Workload(
         config=model_config(args.model, None, 1),
         mesh=mesh,
         cluster=cluster,
@@ -160,13 +160,13 @@ def make_job(args: argparse.Namespace) -> Job:
     )
 
 
-def decide(job: Job, args: argparse.Namespace, memory_bytes: float) -> list[Prediction]:
+def decide(workload: Workload, args: argparse.Namespace, memory_bytes: float) -> list[Prediction]:
     """The plans that `choose` returns, or only the plan of --sharding. Raises UserError if none of them fits into memory."""
     if args.sharding is None:
-        return choose(job, memory_bytes, args.objective, args.tolerance)
-    plan = predict(job, Sharding.parse(args.sharding))
+        return choose(workload, memory_bytes, args.objective, args.tolerance)
+    plan = predict(workload, Sharding.parse(args.sharding))
     if plan.memory.total > memory_bytes:
-        best = choose(job, memory_bytes, args.objective, args.tolerance)[0]
+        best = choose(workload, memory_bytes, args.objective, args.tolerance)[0]
         mesh = best.sharding
         raise UserError(
             f"{plan.sharding} needs {plan.memory.total / 1e9:.1f} GB of {memory_bytes / 1e9:.1f} a GPU and cannot fit; "
@@ -201,14 +201,14 @@ def listed(values: dict[str, float], scale: float, unit: str) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {value / scale:.3g}" for name, value in values.items() if value) + f" {unit}"
 
 
-def describe(job: Job, plan: Prediction, memory_bytes: float) -> str:
+def describe(workload: Workload, plan: Prediction, memory_bytes: float) -> str:
     """The chosen plan as text."""
-    batch = f"{job.micro_batches} x {job.micro_batch} x {job.sequence_length} tokens a GPU"
+    batch = f"{workload.micro_batches} x {workload.micro_batch} x {workload.sequence_length} tokens a GPU"
     return "\n".join(
         [
-            f"{job.parameters / 1e6:,.0f}M parameters on {job.mesh.nodes} x {job.mesh.gpus} GPUs, {batch}"
-            + (", recomputing" if job.recompute else ""),
-            f"collectives: {job.profile.name}",
+            f"{workload.parameters / 1e6:,.0f}M parameters on {workload.mesh.nodes} x {workload.mesh.gpus} GPUs, {batch}"
+            + (", recomputing" if workload.recompute else ""),
+            f"collectives: {workload.profile.name}",
             "",
             f"plan     {plan.sharding}",
             f"memory   {plan.memory.total / 1e9:.1f} of {memory_bytes / 1e9:.1f} GB a GPU: {listed(asdict(plan.memory), 1e9, 'GB')}",
@@ -254,20 +254,20 @@ def rows(ranked: Sequence[Prediction], others: Sequence[Alternative]) -> list[tu
 # --- the plot ------------------------------------------------------------------------------------------------------------
 
 
-def scaling(job: Job, args: argparse.Namespace, memory_bytes: float) -> dict[str, list[tuple[int, float]]]:
+def scaling(workload: Workload, args: argparse.Namespace, memory_bytes: float) -> dict[str, list[tuple[int, float]]]:
     """Predicted MFU by scheme: (GPUs, MFU) for the cluster sizes at which it fits, from one node to MOST_GPUS in powers
     of two.
 
     The global batch stays the same, rounded to whole micro-batches, but each GPU gets at least one micro-batch.
     """
-    sizes = [job.mesh.gpus * 2**i for i in range(13) if job.mesh.gpus * 2**i <= MOST_GPUS]
+    sizes = [workload.mesh.gpus * 2**i for i in range(13) if workload.mesh.gpus * 2**i <= MOST_GPUS]
     found: dict[str, list[tuple[int, float]]] = {}
     for gpus in tqdm(sizes, unit="cluster size", disable=None):
-        nodes = gpus // job.mesh.gpus
-        least = gpus * job.tokens
-        batch = max(1, round(job.global_batch / least)) * least
-        profile = job.profile if args.profile else synthesize(job.cluster, nodes)
-        here = replace(job, mesh=Mesh(job.mesh.gpus, nodes), profile=profile, global_batch=batch)
+        nodes = gpus // workload.mesh.gpus
+        least = gpus * workload.tokens
+        batch = max(1, round(workload.global_batch / least)) * least
+        profile = workload.profile if args.profile else synthesize(workload.cluster, nodes)
+        here = replace(workload, mesh=Mesh(workload.mesh.gpus, nodes), profile=profile, global_batch=batch)
         try:
             best = choose(here, memory_bytes, args.objective, args.tolerance)[0]
             others = alternatives(here, memory_bytes, args.objective)
@@ -313,29 +313,29 @@ def draw(lines: dict[str, list[tuple[int, float]]], title: str, path: Path) -> N
 
 def main() -> None:
     args = parse_args()
-    job = make_job(args)
-    memory_bytes = 1e9 * (args.gpu_memory if args.gpu_memory is not None else job.cluster.memory_gb)
-    leaves = read_leaves(args.leaves, job.mesh.nodes) if args.leaves else None
-    ranked = decide(job, args, memory_bytes)
-    others = alternatives(job, memory_bytes, args.objective)
+    workload = workload_of(args)
+    memory_bytes = 1e9 * (args.gpu_memory if args.gpu_memory is not None else workload.cluster.memory_gb)
+    leaves = read_leaves(args.leaves, workload.mesh.nodes) if args.leaves else None
+    ranked = decide(workload, args, memory_bytes)
+    others = alternatives(workload, memory_bytes, args.objective)
     record: dict[str, Any] = {
         "model": args.model,
-        "gpus": job.mesh.size,
-        "gpus_per_node": job.mesh.gpus,
+        "gpus": workload.mesh.size,
+        "gpus_per_node": workload.mesh.gpus,
         "gpu_memory_gb": memory_bytes / 1e9,
-        "cluster": asdict(job.cluster),
-        "profile": job.profile.name,
-        "micro_batches": job.micro_batches,
+        "cluster": asdict(workload.cluster),
+        "profile": workload.profile.name,
+        "micro_batches": workload.micro_batches,
         "objective": args.objective,
         "chosen": as_json(ranked[0]),
         "ranked": [as_json(plan) for plan in ranked[:10]],
         "alternatives": {a.name: as_json(a.plan) | {"fits": a.fits} for a in others},
     }
-    text = f"{describe(job, ranked[0], memory_bytes)}\n\n{table(rows(ranked, others))}"
+    text = f"{describe(workload, ranked[0], memory_bytes)}\n\n{table(rows(ranked, others))}"
     text += why_chosen(ranked, args.objective, args.tolerance)
     if leaves:
         names, switches = leaves
-        order = place(switches, ranked[0].sharding)
+        order = node_order(switches, ranked[0].sharding)
         record["node_order"] = [names[node] for node in order]
         size = ranked[0].sharding.optimizer.nodes
         before, after = spans(switches, size), spans([switches[node] for node in order], size)
@@ -343,8 +343,10 @@ def main() -> None:
         text += f"\n(groups of {size} nodes touch {after} leaf switches in all, {before} in the order of the file)"
     print(json.dumps(record) if args.json else text)
     if args.plot:
-        title = f"{args.model}, {job.cluster.name}, {job.global_batch / 2**20:g}M tokens a step or one micro-batch a GPU"
-        draw(scaling(job, args, memory_bytes), title, args.plot)
+        title = (
+            f"{args.model}, {workload.cluster.name}, {workload.global_batch / 2**20:g}M tokens a step or one micro-batch a GPU"
+        )
+        draw(scaling(workload, args, memory_bytes), title, args.plot)
 
 
 if __name__ == "__main__":

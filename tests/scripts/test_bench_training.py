@@ -25,7 +25,7 @@ from training.executor import Execution, Executor
 from training.initialize import empty_model, materializer
 from training.losses import cross_entropy
 from training.optimizer import AdamSettings, Optimizer, Schedule
-from training.options import choice, planning_job
+from training.options import choice, workload_of
 from training.planner.search import alternatives, choose
 from training.sharding import Mesh, Sharding
 from training.step import Trainer
@@ -111,15 +111,15 @@ def test_systems_are_what_their_names_say() -> None:
         how = bench_training_rank.planned(rank_arguments(system), config, mesh, cpu)
         assert how.sharding == Sharding.parse(meshes)
         assert how.step_seconds is None  # nobody knows this CPU's figures
-    job = planning_job(rank_arguments("mics", "--cluster", "a800"), config, mesh, cpu)
-    assert job is not None
-    memory = job.cluster.memory_gb * 1e9
-    mics = next(a for a in alternatives(job, memory, "communication") if a.name == "MiCS").plan
-    papers = choose(job, memory, "communication")[0]
-    for system, plan in (("mics", mics), ("planner-paper", papers), ("planner", choice(job, memory))):
+    workload = workload_of(rank_arguments("mics", "--cluster", "a800"), config, mesh, cpu)
+    assert workload is not None
+    memory = workload.cluster.memory_gb * 1e9
+    mics = next(a for a in alternatives(workload, memory, "communication") if a.name == "MiCS").plan
+    papers = choose(workload, memory, "communication")[0]
+    for system, plan in (("mics", mics), ("planner-paper", papers), ("planner", choice(workload, memory))):
         how = bench_training_rank.planned(rank_arguments(system, "--cluster", "a800"), config, mesh, cpu)
         assert (how.sharding, how.step_seconds) == (plan.sharding, plan.step_seconds)
-        assert how.step_seconds >= choice(job, memory).step_seconds / 1.01
+        assert how.step_seconds >= choice(workload, memory).step_seconds / 1.01
     assert bench_training_rank.copies("fsdp2", mesh) == (8,)
     assert bench_training_rank.copies("fsdp2-hsdp", mesh) == (2, 4)
     assert bench_training_rank.copies("fsdp2-hsdp", Mesh(8)) == (2, 4)

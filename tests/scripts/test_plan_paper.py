@@ -23,7 +23,7 @@ from scripts.plan_paper import (
     count_plans,
     judge,
     misfit,
-    paper_job,
+    paper_workload,
 )
 from scripts.results import RESULTS
 from training.planner.cluster import load_cluster
@@ -51,28 +51,30 @@ def test_the_shipped_figures_are_the_fit_s() -> None:
 @pytest.mark.parametrize("name", TABLE_IV)
 def test_the_intervals_hold_what_the_planner_chooses(seed: int, name: str) -> None:
     """For any memory used besides model states and buffers, the planner that reserves it chooses the interval's plan."""
-    draw, job = random.Random(seed), paper_job(name, A800)
-    found = judge(name, job, "1,024 GPUs")
+    draw, workload = random.Random(seed), paper_workload(name, A800)
+    found = judge(name, workload, "1,024 GPUs")
     assert all(before[0][1] == after[0][0] for before, after in itertools.pairwise(found))
     for _ in range(5):
         beside = draw.uniform(0, 60e9)
-        chosen = choose(replace(job, reserve_bytes=beside - activations(job)), MOST_MEMORY, "communication")[0].sharding
+        chosen = choose(replace(workload, reserve_bytes=beside - activations(workload)), MOST_MEMORY, "communication")[
+            0
+        ].sharding
         assert [s for (low, high), s in found if low <= beside < high] == [chosen]
 
 
 def test_the_ends_of_an_interval_by_hand() -> None:
     """13B's interval ends where its plan no longer fits: 80 GB less states, 2/4 + 2/4 + 12/8 bytes a parameter, and buffers."""
-    job, row = paper_job("llama-13b", A800), Sharding.parse(TABLE_IV["llama-13b"])
-    (interval,) = [i for i, s in judge("llama-13b", job, "all sizes") if s == row]
-    assert interval[1] == pytest.approx(80e9 - 2.5 * job.parameters - buffers(job, row))
+    workload, row = paper_workload("llama-13b", A800), Sharding.parse(TABLE_IV["llama-13b"])
+    (interval,) = [i for i, s in judge("llama-13b", workload, "all sizes") if s == row]
+    assert interval[1] == pytest.approx(80e9 - 2.5 * workload.parameters - buffers(workload, row))
     # It begins where the plan 2,2,8 no longer fits, which is cheaper as long as it fits.
-    assert interval[0] == pytest.approx(80e9 - 3.5 * job.parameters - buffers(job, Sharding.parse("2,2,8")))
+    assert interval[0] == pytest.approx(80e9 - 3.5 * workload.parameters - buffers(workload, Sharding.parse("2,2,8")))
 
 
 def test_judging_by_all_sizes_takes_the_mean() -> None:
-    job, row = paper_job("llama-30b", A800), Sharding.parse("8,8,8x4")
-    plans = {plan.sharding: plan for plan in candidates("llama-30b", job, over_sizes=True)}
-    each = [predict(replace(job, mesh=Mesh(8, nodes)), row) for nodes in (4, 8, 16, 32, 64, 128)]
+    workload, row = paper_workload("llama-30b", A800), Sharding.parse("8,8,8x4")
+    plans = {plan.sharding: plan for plan in candidates("llama-30b", workload, over_sizes=True)}
+    each = [predict(replace(workload, mesh=Mesh(8, nodes)), row) for nodes in (4, 8, 16, 32, 64, 128)]
     assert plans[row].communication.total == pytest.approx(sum(p.communication.total for p in each) / 6)
     assert plans[row].step_seconds == pytest.approx(sum(p.step_seconds for p in each) / 6)
     assert all(plan.inside(Mesh(8, 4)) for sharding in plans for plan in (sharding.parameters, sharding.optimizer))
@@ -95,13 +97,13 @@ def test_the_file_s_predictions_are_the_planner_s() -> None:
     result = json.loads((RESULTS / "plan-paper.json").read_text())
     assert result["plans"] == count_plans(A800)
     for name, lines in result["mfu"].items():
-        job = paper_job(name, A800)
+        workload = paper_workload(name, A800)
         gpus, mfu = lines["chosen"][0]
         here = replace(
-            job,
+            workload,
             mesh=Mesh(8, gpus // 8),
             profile=synthesize(A800, gpus // 8),
-            global_batch=round(job.global_batch / gpus) * gpus,
+            global_batch=round(workload.global_batch / gpus) * gpus,
         )
         assert choose(here, MOST_MEMORY, "communication")[0].mfu == pytest.approx(mfu, rel=1e-6), name
 

@@ -19,9 +19,9 @@ from training.planner.cluster import load_cluster
 from training.planner.collectives import Profile, synthesize
 from training.planner.cost import communication, exposed, forward_flops, model_flops, predict
 from training.planner.memory import activations, layer_activations, loss_activations, memory
-from training.planner.node_order import order_nodes, place, read_leaves, spans
+from training.planner.node_order import node_order, order_for_groups, read_leaves, spans
 from training.planner.search import OBJECTIVES, alternatives, choose, filtered_meshes, shardings
-from training.planner.workload import OVERLAPS, Job, layer_matrices, tables
+from training.planner.workload import OVERLAPS, Workload, layer_matrices, tables
 from training.sharding import Mesh, Sharding
 
 A800 = load_cluster("a800")
@@ -45,8 +45,8 @@ def small() -> ModelConfig:
     return replace(preset("tiny"), n_layers=3, hidden_size=64, n_heads=4, n_kv_heads=2, head_dim=16, intermediate_size=96)
 
 
-def job(mesh: Mesh, profile: Profile | None = None, **more: Any) -> Job:
-    plain = Job(small(), mesh, A800, profile or synthesize(A800, mesh.nodes), sequence_length=128, overlap=NOBODY_HIDES)
+def workload(mesh: Mesh, profile: Profile | None = None, **more: Any) -> Workload:
+    plain = Workload(small(), mesh, A800, profile or synthesize(A800, mesh.nodes), sequence_length=128, overlap=NOBODY_HIDES)
     micro_batches = more.pop("micro_batches", 1)
     plain = replace(plain, **more)
     return replace(plain, global_batch=micro_batches * mesh.size * plain.tokens)
@@ -58,7 +58,7 @@ def job(mesh: Mesh, profile: Profile | None = None, **more: Any) -> Job:
 @pytest.mark.parametrize(("precision", "bytes_each"), [("bfloat16", (2, 2, 12)), ("float32", (4, 4, 8))])
 def test_model_states_by_hand(precision: str, bytes_each: tuple[int, int, int]) -> None:
     psi = preset("llama-7b").parameter_count()
-    big = Job(preset("llama-7b"), Mesh(8, 4), A800, synthesize(A800, 4), precision=precision)
+    big = Workload(preset("llama-7b"), Mesh(8, 4), A800, synthesize(A800, 4), precision=precision)
     held = memory(big, Sharding.parse("2,4,8x2"))
     p, g, o = bytes_each
     assert (held.parameters, held.gradients, held.optimizer) == (p * psi / 2, g * psi / 4, o * psi / 16)
@@ -69,7 +69,7 @@ def test_model_states_by_hand(precision: str, bytes_each: tuple[int, int, int]) 
 
 def test_the_paper_s_seven_billion_take_112_gigabytes() -> None:
     """Section I: the states of LLaMA-7B, unsharded."""
-    held = memory(Job(preset("llama-7b"), Mesh(8, 1), A800, synthesize(A800, 1)), Sharding.parse("1,1,1"))
+    held = memory(Workload(preset("llama-7b"), Mesh(8, 1), A800, synthesize(A800, 1)), Sharding.parse("1,1,1"))
     states = (held.parameters + held.gradients + held.optimizer) / 1e9
     assert states * 7e9 / preset("llama-7b").parameter_count() == pytest.approx(112)
     assert states == pytest.approx(107.8, abs=0.1)
@@ -117,7 +117,7 @@ def test_activations_are_what_autograd_keeps(
 
 
 def test_recomputing_keeps_the_layers_inputs_and_one_layer() -> None:
-    plain, again = job(Mesh(2, 1)), job(Mesh(2, 1), recompute=True)
+    plain, again = workload(Mesh(2, 1)), workload(Mesh(2, 1), recompute=True)
     layer, loss = layer_activations(small(), 128, 2), loss_activations(small(), 128, 2)
     assert activations(plain) == 3 * layer + loss
     assert activations(again) == 3 * 128 * 64 * 2 + max(layer, loss)
@@ -128,7 +128,7 @@ def test_recomputing_keeps_the_layers_inputs_and_one_layer() -> None:
 
 
 def test_buffers_are_there_for_what_is_sharded() -> None:
-    config, here = small(), job(Mesh(2, 2), bucket_bytes=1000)
+    config, here = small(), workload(Mesh(2, 2), bucket_bytes=1000)
     layer, largest = sum(layer_matrices(config)), max(*layer_matrices(config), *tables(config))
     assert memory(here, Sharding.parse("1,1,1")).buffers == 2000
     both = memory(here, Sharding.parse("2,2,2")).buffers
@@ -152,7 +152,7 @@ def test_matrices_are_those_of_the_model(variant: str, tied: bool) -> None:
 def test_parameters_gather_twice_and_scatter_once_a_matrix_and_micro_batch() -> None:
     """3 layers of 4 matrices and a tied table: 13; 5 micro-batches."""
     profile = Counted(all_gather=1.0, reduce_scatter=10.0)
-    spent = communication(job(Mesh(8, 2), profile, micro_batches=5), Sharding.parse("4,4,8x2"))
+    spent = communication(workload(Mesh(8, 2), profile, micro_batches=5), Sharding.parse("4,4,8x2"))
     assert (spent.gather_forward, spent.gather_backward, spent.scatter) == (5 * 13, 5 * 13, 50 * 13)
     asked = {(o, size) for o, size, mesh in profile.asked if o in ("all-gather", "reduce-scatter") and mesh == Mesh(4)}
     sizes = {2 * n for n in layer_matrices(small()) + tables(small())}
@@ -163,7 +163,7 @@ def test_gradients_and_updates_by_hand() -> None:
     """P over 2 GPUs, OS over 8 x 2: gradients of 2 Ψ / 2 bytes over the 4 x 4 ranks of 8 x 4 that share a part, updates of
     2 Ψ / 16 over 4 x 2, from each of 8 owners; G = OS: all-reduces over 4 x 2 between the 3 micro-batches."""
     profile, psi = Counted(all_reduce=1.0, broadcast=10.0), small().parameter_count()
-    here = job(Mesh(8, 4), profile, micro_batches=3, bucket_bytes=psi // 2)
+    here = workload(Mesh(8, 4), profile, micro_batches=3, bucket_bytes=psi // 2)
     spent = communication(here, Sharding.parse("2,8x2,8x2"))
     assert spent.all_reduce == 2 and spent.gradients == 2 * 2 and spent.updates == 8 * 10
     reduced = [(size, mesh) for o, size, mesh in profile.asked if o == "all-reduce"]
@@ -174,14 +174,14 @@ def test_gradients_and_updates_by_hand() -> None:
 
 def test_g_costs_nothing_where_it_equals_p_or_there_is_one_micro_batch() -> None:
     profile = Counted(all_reduce=1.0)
-    assert communication(job(Mesh(8, 4), profile, micro_batches=3), Sharding.parse("2,2,8x2")).gradients == 0
-    assert communication(job(Mesh(8, 4), profile), Sharding.parse("2,8x2,8x2")).gradients == 0
+    assert communication(workload(Mesh(8, 4), profile, micro_batches=3), Sharding.parse("2,2,8x2")).gradients == 0
+    assert communication(workload(Mesh(8, 4), profile), Sharding.parse("2,8x2,8x2")).gradients == 0
 
 
 def test_evenly_cut_tensors_are_all_gathered() -> None:
     """3 layers of 4 matrices and a tied table, each spread by itself; what every rank owns a part of, is reduce-scattered."""
     profile = Counted(all_gather=1.0, broadcast=100.0, all_reduce=10.0, reduce_scatter=3.0)
-    here = job(Mesh(8, 4), profile, intra_tensor=True, bucket_bytes=2 * small().parameter_count())
+    here = workload(Mesh(8, 4), profile, intra_tensor=True, bucket_bytes=2 * small().parameter_count())
     spent = communication(here, Sharding.parse("1,1,8x2"))
     assert (spent.updates, spent.all_reduce) == (13.0, 10.0)
     asked = {size for o, size, mesh in profile.asked if (o, mesh) == ("all-gather", Mesh(8, 2))}
@@ -191,12 +191,12 @@ def test_evenly_cut_tensors_are_all_gathered() -> None:
 
 
 def test_full_sharding_needs_neither_all_reduce_nor_updates() -> None:
-    spent = communication(job(Mesh(8, 2)), Sharding.parse("8x2,8x2,8x2"))
+    spent = communication(workload(Mesh(8, 2)), Sharding.parse("8x2,8x2,8x2"))
     assert spent.gradients == spent.all_reduce == spent.updates == 0 < spent.scatter
 
 
 def test_a_secondary_copy_shortens_backward_s_gather_only() -> None:
-    here = job(Mesh(8, 4))
+    here = workload(Mesh(8, 4))
     full = Sharding.parse("8x4,8x4,8x4")
     plain, second = communication(here, full), communication(here, full, Mesh(8, 1))
     assert second.gather_forward == plain.gather_forward and second.scatter == plain.scatter
@@ -212,7 +212,7 @@ def test_flops_are_megatron_s() -> None:
     config = replace(preset("tiny"), intermediate_size=8 * h // 3, **shape)  # type: ignore[arg-type]
     megatron = 72 * b * s * layers * h**2 * (1 + s / (6 * h) + vocab / (12 * layers * h))
     assert 3 * forward_flops(config, s, b) == pytest.approx(megatron, rel=1e-12)
-    here = job(Mesh(2, 1), config=config, sequence_length=s, micro_batch=b)
+    here = workload(Mesh(2, 1), config=config, sequence_length=s, micro_batch=b)
     assert model_flops(here) == model_flops(replace(here, recompute=True)) == pytest.approx(megatron, rel=1e-12)
 
 
@@ -225,7 +225,7 @@ def test_throughput_and_utilization_of_table_v_agree() -> None:
 def test_with_nothing_to_send_utilization_is_the_compute_efficiency() -> None:
     endless = replace(A800, memory_gb_per_second=1e12)
     for recompute, factor in ((False, 1.0), (True, 3 / 4)):
-        here = job(Mesh(1, 1), cluster=endless, recompute=recompute, micro_batches=4)
+        here = workload(Mesh(1, 1), cluster=endless, recompute=recompute, micro_batches=4)
         plan = predict(here, Sharding.parse("1,1,1"))
         assert plan.mfu == pytest.approx(factor * A800.compute_efficiency)
         assert plan.tokens_per_gpu_second == pytest.approx(4 * 128 / plan.step_seconds)
@@ -233,7 +233,7 @@ def test_with_nothing_to_send_utilization_is_the_compute_efficiency() -> None:
 
 def test_what_hides_behind_computation() -> None:
     """Half of 10 s of forward and 20 s of backward can hide communication; 2 micro-batches, 4 buckets."""
-    here = job(Mesh(8, 2), micro_batches=2, bucket_bytes=small().parameter_count() // 2)
+    here = workload(Mesh(8, 2), micro_batches=2, bucket_bytes=small().parameter_count() // 2)
     speed = forward_flops(small(), 128, 1) / 10 / (A800.bfloat16_tflops * 1e12)
     here = replace(here, cluster=replace(A800, compute_efficiency=speed, overlap_share=0.5), overlap=frozenset(OVERLAPS))
     plan = Sharding.parse("1,8,8")
@@ -259,15 +259,15 @@ def test_what_hides_behind_computation() -> None:
 
 def test_a_batch_that_cannot_be_shared_names_one_that_can() -> None:
     with pytest.raises(UserError, match="a multiple of 2048, such as 6144"):
-        predict(replace(job(Mesh(8, 2)), global_batch=6000), Sharding.parse("1,1,1"))
+        predict(replace(workload(Mesh(8, 2)), global_batch=6000), Sharding.parse("1,1,1"))
     with pytest.raises(UserError, match="such as 2048"):
-        predict(replace(job(Mesh(8, 2)), global_batch=100), Sharding.parse("1,1,1"))
+        predict(replace(workload(Mesh(8, 2)), global_batch=100), Sharding.parse("1,1,1"))
 
 
 def test_meshes_must_nest() -> None:
     for text in ("2,1,4", "8,8,4x2", "8x3,8x3,8x3"):
         with pytest.raises(UserError, match="P must lie inside G"):
-            predict(job(Mesh(8, 4)), Sharding.parse(text))
+            predict(workload(Mesh(8, 4)), Sharding.parse(text))
 
 
 # --- the search ------------------------------------------------------------------------------------------------------------
@@ -305,7 +305,7 @@ def test_the_filtered_search_finds_the_optimum_of_all(seed: int, mesh: Mesh) -> 
         network = draw.uniform(0.02, 0.9) * A800.link_gb_per_second
         cluster = replace(A800, gpus_per_node=mesh.gpus, node_gb_per_second=network)
         recompute, tokens, count = draw.random() < 0.5, 2 ** draw.randint(8, 12), draw.choice((1, 2, 8))
-        here = Job(
+        here = Workload(
             model,
             mesh,
             cluster,
@@ -331,14 +331,14 @@ class NoLinks(Profile):
 
 def test_what_the_filter_excludes_wins_where_the_network_is_faster_than_a_node() -> None:
     """The filter's blind spot: without fast links inside the node, a mesh over several nodes would be cheaper."""
-    here = Job(preset("llama-7b"), Mesh(4, 4), A800, NoLinks("no links", 4, []), global_batch=2**18)
+    here = Workload(preset("llama-7b"), Mesh(4, 4), A800, NoLinks("no links", 4, []), global_batch=2**18)
     limit = memory(here, Sharding.parse("1x4,1x4,1x4")).total
     best = min(p.communication.total for s in everything(here.mesh) if (p := predict(here, s)).memory.total <= limit)
     assert choose(here, limit, "communication", tolerance=0.0)[0].communication.total > 1.05 * best
 
 
 def test_plans_are_ranked_and_fit() -> None:
-    here = Job(preset("llama-7b"), Mesh(8, 8), A800, synthesize(A800, 8))
+    here = Workload(preset("llama-7b"), Mesh(8, 8), A800, synthesize(A800, 8))
     for objective, cost in OBJECTIVES.items():
         ranked = choose(here, 60e9, objective)
         assert all(plan.memory.total <= 60e9 for plan in ranked)
@@ -350,7 +350,7 @@ def test_plans_are_ranked_and_fit() -> None:
 def test_the_shortest_step_is_chosen_and_of_about_equal_ones_that_which_sends_least() -> None:
     """On one node everything hides behind large micro-batches, but a copy of the optimizer states on every GPU is updated for
     longer than a part of them."""
-    here = Job(preset("llama-3.2-1b"), Mesh(8, 1), A800, synthesize(A800, 1), 2048, micro_batch=8, global_batch=2**17)
+    here = Workload(preset("llama-3.2-1b"), Mesh(8, 1), A800, synthesize(A800, 1), 2048, micro_batch=8, global_batch=2**17)
     plans = [predict(here, sharding) for sharding in shardings(filtered_meshes(here.mesh))]
     chosen, shortest = choose(here, 1e12)[0], min(plan.step_seconds for plan in plans)
     assert chosen.step_seconds <= 1.01 * shortest
@@ -362,7 +362,7 @@ def test_the_shortest_step_is_chosen_and_of_about_equal_ones_that_which_sends_le
 
 def test_of_equal_plans_g_equal_to_p_and_then_less_memory_decide() -> None:
     """With one micro-batch G is free, and who updates what inside a node costs nearly the same for 2 GPUs as for 8."""
-    here = Job(preset("llama-7b"), Mesh(8, 128), A800, synthesize(A800, 128))
+    here = Workload(preset("llama-7b"), Mesh(8, 128), A800, synthesize(A800, 128))
     assert str(choose(here, 80e9, "communication")[0].sharding) == "P 1x1, G 1x1, OS 8x1"
     strict = choose(here, 80e9, "communication", tolerance=0.0)
     assert strict[0].communication.total == min(plan.communication.total for plan in strict)
@@ -371,14 +371,14 @@ def test_of_equal_plans_g_equal_to_p_and_then_less_memory_decide() -> None:
 
 @pytest.mark.parametrize(("recompute", "remedy"), [(False, "--recompute"), (True, "more GPUs")])
 def test_where_nothing_fits_it_says_what_would_help(recompute: bool, remedy: str) -> None:
-    here = Job(preset("llama-13b"), Mesh(8, 1), A800, synthesize(A800, 1), recompute=recompute)
+    here = Workload(preset("llama-13b"), Mesh(8, 1), A800, synthesize(A800, 1), recompute=recompute)
     with pytest.raises(UserError, match=r"needs \d+\.\d GB of 20\.0") as failed:
         choose(here, 20e9)
     assert remedy in str(failed.value)
 
 
 def test_what_other_systems_do() -> None:
-    here = Job(preset("llama-30b"), Mesh(8, 128), A800, synthesize(A800, 128), recompute=True)
+    here = Workload(preset("llama-30b"), Mesh(8, 128), A800, synthesize(A800, 128), recompute=True)
     found = {a.name: a for a in alternatives(here, 80e9, "communication")}
     assert {name: str(a.plan.sharding) for name, a in found.items() if name != "MiCS"} == {
         "data parallel": "P 1x1, G 1x1, OS 1x1",
@@ -395,7 +395,7 @@ def test_what_other_systems_do() -> None:
 
 
 def test_the_best_subgroup_of_mics_is_the_smallest_that_is_cheapest() -> None:
-    here = Job(preset("llama-7b"), Mesh(8, 16), A800, synthesize(A800, 16))
+    here = Workload(preset("llama-7b"), Mesh(8, 16), A800, synthesize(A800, 16))
     fitting = [predict(here, Sharding(m, m, m)) for m in filtered_meshes(here.mesh)[1:]]
     cheapest = min((p for p in fitting if p.memory.total <= 60e9), key=lambda p: p.communication.total)
     mics = next(a for a in alternatives(here, 60e9, "communication") if a.name == "MiCS")
@@ -408,7 +408,7 @@ def test_the_best_subgroup_of_mics_is_the_smallest_that_is_cheapest() -> None:
 @pytest.mark.parametrize(("model", "row"), [("llama-7b", "1,1,8x1"), ("llama-13b", "4x1,4x1,8x1")])
 def test_on_one_node_the_choice_is_the_paper_s(model: str, row: str) -> None:
     """Section VI.A.4: one configuration from 8 GPUs on, where 4M tokens are 128 micro-batches."""
-    here = Job(preset(model), Mesh(8, 1), A800, synthesize(A800, 1))
+    here = Workload(preset(model), Mesh(8, 1), A800, synthesize(A800, 1))
     assert here.micro_batches == 128
     assert choose(here, 80e9, "communication")[0].sharding == Sharding.parse(row)
 
@@ -425,7 +425,7 @@ def test_fewest_leaf_switches_as_of_all_permutations(seed: int) -> None:
     for _ in range(12):
         size, groups = draw.choice(((2, 2), (2, 3), (2, 4), (3, 2), (4, 2)))
         leaves = [draw.choice("abcd"[: draw.randint(2, 4)]) for _ in range(size * groups)]
-        order = order_nodes(leaves, size)
+        order = order_for_groups(leaves, size)
         assert sorted(order) == list(range(len(leaves)))
         assert spans([leaves[i] for i in order], size) == fewest_spans(leaves, size), (leaves, size)
 
@@ -434,20 +434,20 @@ def test_three_leaves_that_fill_groups_together_are_found() -> None:
     """5 + 5 + 2 and 1 + 1 + 4 nodes fill groups of 6; taken by size they do not."""
     counts = dict(a=5, b=5, c=2, d=1, e=1, f=4)
     leaves = [name for name, count in counts.items() for _ in range(count)]
-    order = order_nodes(leaves, 6)
+    order = order_for_groups(leaves, 6)
     # 6 leaves + 3 groups - sets: {5, 1}, {5, 1}, {2, 4} are three
     assert spans([leaves[i] for i in order], 6) == 6
     # 1, 1, 4 and 1, 1, 4: two sets of three leaves each, which no pairing finds
     leaves = [name for name, count in dict(a=1, b=1, c=1, d=1, e=4, f=4).items() for _ in range(count)]
-    assert spans([leaves[i] for i in order_nodes(leaves, 6)], 6) == 6 + 2 - 2
+    assert spans([leaves[i] for i in order_for_groups(leaves, 6)], 6) == 6 + 2 - 2
     leaves = [name for name, count in dict(a=3, b=3, c=4).items() for _ in range(count)]
-    assert spans([leaves[i] for i in order_nodes(leaves, 5)], 5) == 3 + 2 - 1
+    assert spans([leaves[i] for i in order_for_groups(leaves, 5)], 5) == 3 + 2 - 1
 
 
 def test_whole_groups_stay_under_one_leaf() -> None:
     leaves = list("abababab" + "cccc")
     assert spans(leaves, 4) == 2 + 2 + 1
-    assert spans([leaves[i] for i in order_nodes(leaves, 4)], 4) == 3
+    assert spans([leaves[i] for i in order_for_groups(leaves, 4)], 4) == 3
 
 
 def test_many_uneven_leaves_are_placed_at_once(seed: int) -> None:
@@ -455,19 +455,19 @@ def test_many_uneven_leaves_are_placed_at_once(seed: int) -> None:
     leaves = [f"leaf{i}" for i in range(40) for _ in range(draw.randint(1, 40))]
     leaves = leaves[: len(leaves) // 16 * 16]
     draw.shuffle(leaves)
-    order = order_nodes(leaves, 16)
+    order = order_for_groups(leaves, 16)
     assert sorted(order) == list(range(len(leaves)))
     assert spans([leaves[i] for i in order], 16) <= len(set(leaves)) + len(leaves) // 16 - 1 < spans(leaves, 16)
 
 
 def test_inner_groups_come_first() -> None:
     leaves = list("aabbaabb" + "abab")
-    order = place(leaves, Sharding.parse("8x2,8x2,8x4"))
+    order = node_order(leaves, Sharding.parse("8x2,8x2,8x4"))
     placed = [leaves[i] for i in order]
     assert sorted(order) == list(range(12))
     assert spans(placed, 2) == 6  # none of the groups of P leaves its leaf
     assert spans(placed, 4) == fewest_spans_of_pairs(placed)
-    assert place(leaves, Sharding.parse("8,8,8")) == list(range(12))
+    assert node_order(leaves, Sharding.parse("8,8,8")) == list(range(12))
 
 
 def fewest_spans_of_pairs(leaves: list[str]) -> int:
@@ -488,4 +488,4 @@ def test_bad_leaf_files_say_what_to_write(tmp_path: Any) -> None:
     path.write_text("n1 a\n\nn2 b\n")
     assert read_leaves(path, 2) == (["n1", "n2"], ["a", "b"])
     with pytest.raises(UserError, match="groups of 2"):
-        order_nodes(["a", "b", "c"], 2)
+        order_for_groups(["a", "b", "c"], 2)

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 
 from config import ModelConfig
 from training.planner.memory import Memory, memory
-from training.planner.workload import Job, buckets, layer_matrices, tables
+from training.planner.workload import Workload, buckets, layer_matrices, tables
 from training.sharding import Mesh, Sharding
 
 
@@ -86,23 +86,23 @@ def forward_flops(config: ModelConfig, sequence_length: int, sequences: int) -> 
     return tokens * (2.0 * matrices + attention)
 
 
-def model_flops(job: Job) -> float:
+def model_flops(workload: Workload) -> float:
     """FLOPs of a micro-batch's forward and backward pass. Recomputation is not counted, because it is not useful work."""
-    return 3 * forward_flops(job.config, job.sequence_length, job.micro_batch)
+    return 3 * forward_flops(workload.config, workload.sequence_length, workload.micro_batch)
 
 
-def compute_seconds(job: Job) -> tuple[float, float]:
+def compute_seconds(workload: Workload) -> tuple[float, float]:
     """Seconds of forward and of backward of one micro-batch. Backward takes twice as long as forward, or three times as
     long with recomputation."""
-    speed = job.cluster.peak_flops(job.precision) * job.cluster.compute_efficiency
-    forward = forward_flops(job.config, job.sequence_length, job.micro_batch) / speed
-    return forward, forward * (3 if job.recompute else 2)
+    speed = workload.cluster.peak_flops(workload.precision) * workload.cluster.compute_efficiency
+    forward = forward_flops(workload.config, workload.sequence_length, workload.micro_batch) / speed
+    return forward, forward * (3 if workload.recompute else 2)
 
 
-def optimizer_seconds(job: Job, sharding: Sharding) -> float:
+def optimizer_seconds(workload: Workload, sharding: Sharding) -> float:
     """Seconds of Adam, which is memory-bound: it reads and writes its states, reads gradients and writes parameters."""
-    moved = 2 * job.bytes.optimizer + job.bytes.gradients + job.bytes.parameters
-    return job.parameters / sharding.optimizer.size * moved / (job.cluster.memory_gb_per_second * 1e9)
+    moved = 2 * workload.bytes.optimizer + workload.bytes.gradients + workload.bytes.parameters
+    return workload.parameters / sharding.optimizer.size * moved / (workload.cluster.memory_gb_per_second * 1e9)
 
 
 # --- communicating -------------------------------------------------------------------------------------------------------
@@ -113,39 +113,39 @@ def over(outer: Mesh, inner: Mesh) -> Mesh:
     return Mesh(outer.gpus // inner.gpus, outer.nodes // inner.nodes)
 
 
-def sum_seconds(job: Job, size: float, mesh: Mesh, operation: str = "all-reduce") -> float:
+def sum_seconds(workload: Workload, size: float, mesh: Mesh, operation: str = "all-reduce") -> float:
     """Seconds to reduce `size` bytes of gradients over `mesh` with `operation`, in equal buckets."""
-    count = buckets(size, job.bucket_bytes)
-    return count * job.profile.seconds(operation, size / count, mesh)
+    count = buckets(size, workload.bucket_bytes)
+    return count * workload.profile.seconds(operation, size / count, mesh)
 
 
-def weights_seconds(job: Job, operation: str, element: float, mesh: Mesh) -> float:
+def weights_seconds(workload: Workload, operation: str, element: float, mesh: Mesh) -> float:
     """Seconds of one `operation` on each matrix of the model, with `element` bytes per entry."""
-    layer = sum(job.profile.seconds(operation, element * numel, mesh) for numel in layer_matrices(job.config))
-    ends = sum(job.profile.seconds(operation, element * numel, mesh) for numel in tables(job.config))
-    return job.config.n_layers * layer + ends
+    layer = sum(workload.profile.seconds(operation, element * numel, mesh) for numel in layer_matrices(workload.config))
+    ends = sum(workload.profile.seconds(operation, element * numel, mesh) for numel in tables(workload.config))
+    return workload.config.n_layers * layer + ends
 
 
-def communication(job: Job, sharding: Sharding, secondary: Mesh | None = None) -> Communication:
+def communication(workload: Workload, sharding: Sharding, secondary: Mesh | None = None) -> Communication:
     """Seconds of the collectives of one step. secondary: the mesh from which backward gathers P, as in ZeRO++."""
     p, g, os = sharding.parameters, sharding.gradients, sharding.optimizer
-    micro_batches, psi = job.micro_batches, job.parameters
-    forward = weights_seconds(job, "all-gather", job.bytes.parameters, p)
-    backward = forward if secondary is None else weights_seconds(job, "all-gather", job.bytes.parameters, secondary)
-    shard = job.bytes.gradients * psi / p.size
+    micro_batches, psi = workload.micro_batches, workload.parameters
+    forward = weights_seconds(workload, "all-gather", workload.bytes.parameters, p)
+    backward = forward if secondary is None else weights_seconds(workload, "all-gather", workload.bytes.parameters, secondary)
+    shard = workload.bytes.gradients * psi / p.size
     owners = over(os, p)
-    updated = job.bytes.parameters * psi / os.size
-    last_sum = "reduce-scatter" if job.intra_tensor and os == job.mesh else "all-reduce"
-    if job.intra_tensor:
-        updates = weights_seconds(job, "all-gather", job.bytes.parameters / p.size, owners)
+    updated = workload.bytes.parameters * psi / os.size
+    last_sum = "reduce-scatter" if workload.intra_tensor and os == workload.mesh else "all-reduce"
+    if workload.intra_tensor:
+        updates = weights_seconds(workload, "all-gather", workload.bytes.parameters / p.size, owners)
     else:
-        updates = owners.size * job.profile.seconds("broadcast", updated, owners)
+        updates = owners.size * workload.profile.seconds("broadcast", updated, owners)
     return Communication(
         gather_forward=micro_batches * forward,
         gather_backward=micro_batches * backward,
-        scatter=micro_batches * weights_seconds(job, "reduce-scatter", job.bytes.gradients, p),
-        gradients=(micro_batches - 1) * sum_seconds(job, shard, over(g, p)),
-        all_reduce=sum_seconds(job, shard, over(job.mesh, p), last_sum),
+        scatter=micro_batches * weights_seconds(workload, "reduce-scatter", workload.bytes.gradients, p),
+        gradients=(micro_batches - 1) * sum_seconds(workload, shard, over(g, p)),
+        all_reduce=sum_seconds(workload, shard, over(workload.mesh, p), last_sum),
         updates=updates,
     )
 
@@ -153,7 +153,7 @@ def communication(job: Job, sharding: Sharding, secondary: Mesh | None = None) -
 # --- overlapping ---------------------------------------------------------------------------------------------------------
 
 
-def exposed(job: Job, sharding: Sharding, spent: Communication) -> Exposed:
+def exposed(workload: Workload, sharding: Sharding, spent: Communication) -> Exposed:
     """The communication that computation does not hide (section V.C).
 
     Only the share `overlap_share` of the computing time hides communication, because collectives and kernels compete for
@@ -161,23 +161,23 @@ def exposed(job: Job, sharding: Sharding, spent: Communication) -> Exposed:
     reduce-scatters first, then all-reduces. The last bucket of an all-reduce is always exposed, because no computation
     follows it. Updates are hidden by what the all-gathers leave of the next step's first forward.
     """
-    count = job.micro_batches
-    forward, backward = (job.cluster.overlap_share * seconds for seconds in compute_seconds(job))
+    count = workload.micro_batches
+    forward, backward = (workload.cluster.overlap_share * seconds for seconds in compute_seconds(workload))
     in_forward, in_backward = spent.gather_forward / count, (spent.gather_backward + spent.scatter) / count
     hidden_forward, hidden_backward = min(in_forward, forward), min(in_backward, backward)
-    if "parameters" not in job.overlap:
+    if "parameters" not in workload.overlap:
         hidden_forward = hidden_backward = 0.0
-    shard = job.bytes.gradients * job.parameters / sharding.parameters.size
-    last_bucket = 1 / buckets(shard, job.bucket_bytes)  # its share of an all-reduce
+    shard = workload.bytes.gradients * workload.parameters / sharding.parameters.size
+    last_bucket = 1 / buckets(shard, workload.bucket_bytes)  # its share of an all-reduce
 
     def waits(all_reduce: float) -> float:
         """Exposed seconds of one micro-batch's all-reduce, which takes `all_reduce` seconds."""
-        if "gradients" not in job.overlap:
+        if "gradients" not in workload.overlap:
             return all_reduce
         return max(all_reduce - (backward - hidden_backward), last_bucket * all_reduce)
 
     between = spent.gradients / (count - 1) if count > 1 else 0.0
-    left = forward - hidden_forward if "updates" in job.overlap else 0.0
+    left = forward - hidden_forward if "updates" in workload.overlap else 0.0
     return Exposed(
         parameters=count * (in_forward - hidden_forward + in_backward - hidden_backward),
         gradients=(count - 1) * waits(between) + waits(spent.all_reduce),
@@ -185,24 +185,24 @@ def exposed(job: Job, sharding: Sharding, spent: Communication) -> Exposed:
     )
 
 
-def predict(job: Job, sharding: Sharding, secondary: Mesh | None = None) -> Prediction:
+def predict(workload: Workload, sharding: Sharding, secondary: Mesh | None = None) -> Prediction:
     """Time, memory and utilization of one step. Raises UserError if the meshes do not nest or the batch cannot be divided
     evenly."""
-    sharding.check(job.mesh)
-    spent = communication(job, sharding, secondary)
-    waited = exposed(job, sharding, spent)
-    computing = job.micro_batches * sum(compute_seconds(job))
-    updating = optimizer_seconds(job, sharding)
+    sharding.check(workload.mesh)
+    spent = communication(workload, sharding, secondary)
+    waited = exposed(workload, sharding, spent)
+    computing = workload.micro_batches * sum(compute_seconds(workload))
+    updating = optimizer_seconds(workload, sharding)
     step = computing + updating + waited.total
     return Prediction(
         sharding=sharding,
         secondary=secondary,
-        memory=memory(job, sharding, secondary),
+        memory=memory(workload, sharding, secondary),
         compute_seconds=computing,
         optimizer_seconds=updating,
         communication=spent,
         exposed=waited,
         step_seconds=step,
-        mfu=job.micro_batches * model_flops(job) / step / job.cluster.peak_flops(job.precision),
-        tokens_per_gpu_second=job.micro_batches * job.tokens / step,
+        mfu=workload.micro_batches * model_flops(workload) / step / workload.cluster.peak_flops(workload.precision),
+        tokens_per_gpu_second=workload.micro_batches * workload.tokens / step,
     )

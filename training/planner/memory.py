@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 
 from config import ModelConfig
 from training.losses import CHUNK
-from training.planner.workload import Job, layer_matrices, tables
+from training.planner.workload import Workload, layer_matrices, tables
 from training.sharding import Mesh, Sharding
 
 
@@ -53,39 +53,39 @@ def loss_activations(config: ModelConfig, tokens: int, element: int) -> int:
     return rows + head + (element + 12) * min(tokens, CHUNK) * config.vocab_size
 
 
-def activations(job: Job) -> int:
+def activations(workload: Workload) -> int:
     """Bytes at the peak. Without recomputation: all layers when backward begins, plus the loss. With recomputation: the
     inputs of all layers, plus the larger of one layer and the loss."""
-    layer = layer_activations(job.config, job.tokens, job.bytes.activations)
-    loss = loss_activations(job.config, job.tokens, job.bytes.activations)
-    if not job.recompute:
-        return job.config.n_layers * layer + loss
-    inputs = job.config.n_layers * job.tokens * job.config.hidden_size * job.bytes.activations
+    layer = layer_activations(workload.config, workload.tokens, workload.bytes.activations)
+    loss = loss_activations(workload.config, workload.tokens, workload.bytes.activations)
+    if not workload.recompute:
+        return workload.config.n_layers * layer + loss
+    inputs = workload.config.n_layers * workload.tokens * workload.config.hidden_size * workload.bytes.activations
     return inputs + max(layer, loss)
 
 
-def buffers(job: Job, sharding: Sharding) -> int:
+def buffers(workload: Workload, sharding: Sharding) -> int:
     """Bytes of communication buffers: two layers' gathered weights and two unsharded gradients if P is sharded, and two
     gradient buckets if there is an all-reduce."""
-    layer, largest = layer_matrices(job.config), max(layer_matrices(job.config) + tables(job.config))
+    layer, largest = layer_matrices(workload.config), max(layer_matrices(workload.config) + tables(workload.config))
     gathered = 0
     if sharding.parameters.size > 1:
-        gathered = job.bytes.parameters * (2 * max(sum(layer), largest)) + job.bytes.gradients * 2 * largest
-    summed = 2 * job.bucket_bytes if sharding.parameters != job.mesh else 0
+        gathered = workload.bytes.parameters * (2 * max(sum(layer), largest)) + workload.bytes.gradients * 2 * largest
+    summed = 2 * workload.bucket_bytes if sharding.parameters != workload.mesh else 0
     return gathered + summed
 
 
-def memory(job: Job, sharding: Sharding, secondary: Mesh | None = None) -> Memory:
+def memory(workload: Workload, sharding: Sharding, secondary: Mesh | None = None) -> Memory:
     """The memory of a GPU under `sharding`. secondary: the mesh of ZeRO++'s second copy of P, if there is one."""
-    psi = job.parameters
-    held = job.bytes.parameters * psi / sharding.parameters.size
+    psi = workload.parameters
+    held = workload.bytes.parameters * psi / sharding.parameters.size
     if secondary is not None:
-        held += job.bytes.parameters * psi / secondary.size
+        held += workload.bytes.parameters * psi / secondary.size
     return Memory(
         parameters=held,
-        gradients=job.bytes.gradients * psi / sharding.gradients.size,
-        optimizer=job.bytes.optimizer * psi / sharding.optimizer.size,
-        activations=activations(job),
-        buffers=buffers(job, sharding),
-        reserve=job.reserve_bytes,
+        gradients=workload.bytes.gradients * psi / sharding.gradients.size,
+        optimizer=workload.bytes.optimizer * psi / sharding.optimizer.size,
+        activations=activations(workload),
+        buffers=buffers(workload, sharding),
+        reserve=workload.reserve_bytes,
     )

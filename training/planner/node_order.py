@@ -1,7 +1,7 @@
 """Orders the nodes so that the groups of a plan span few leaf switches (AMSP, section V.D).
 
 A mesh over b nodes takes b nodes with consecutive numbers. Nodes under the same leaf switch communicate without crossing the
-spine. `spans` counts the leaf switches that each group spans, summed over groups. `order_nodes` minimizes this number.
+spine. `spans` counts the leaf switches that each group spans, summed over groups. `order_for_groups` minimizes this number.
 """
 
 from collections import Counter, defaultdict
@@ -22,7 +22,7 @@ def spans(leaves: Sequence[str], size: int) -> int:
     return sum(len(set(leaves[start : start + size])) for start in range(0, len(leaves), size))
 
 
-def order_nodes(leaves: Sequence[str], size: int) -> list[int]:
+def order_for_groups(leaves: Sequence[str], size: int) -> list[int]:
     """The nodes (indices into `leaves`) in an order in which groups of `size` span the fewest leaf switches.
 
     Consider the graph of leaves and groups with an edge where a group takes nodes of a leaf. `spans` counts its edges. Without
@@ -74,7 +74,7 @@ def _most_sets(counts: dict[int, int], size: int) -> list[int]:
     return order
 
 
-def place(leaves: Sequence[str], sharding: Sharding) -> list[int]:
+def node_order(leaves: Sequence[str], sharding: Sharding) -> list[int]:
     """The order of the nodes in which to start ranks on them, for all three meshes.
 
     The innermost mesh over several nodes is placed first, because its collectives run most often, so that its groups span
@@ -86,7 +86,7 @@ def place(leaves: Sequence[str], sharding: Sharding) -> list[int]:
         if mesh.nodes > size:
             names = [_leaf(block, leaves) for block in blocks]
             step = mesh.nodes // size
-            order = order_nodes(names, step)
+            order = order_for_groups(names, step)
             blocks = [[node for i in order[k : k + step] for node in blocks[i]] for k in range(0, len(order), step)]
             size = mesh.nodes
     return [node for block in blocks for node in block]

@@ -18,7 +18,7 @@ from errors import UserError
 from training.planner.collectives import divisors
 from training.planner.cost import Prediction, predict
 from training.planner.memory import Memory, memory
-from training.planner.workload import Job
+from training.planner.workload import Workload
 from training.sharding import Mesh, Sharding
 
 OBJECTIVES: dict[str, Callable[[Prediction], float]] = {
@@ -71,31 +71,33 @@ def _close(plans: Iterable[Prediction], objective: str, tolerance: float) -> lis
     return [plan for plan, cost in costs.items() if cost <= (1 + tolerance) * min(costs.values())]
 
 
-def choose(job: Job, memory_bytes: float, objective: str = OBJECTIVE, tolerance: float = TOLERANCE) -> list[Prediction]:
+def choose(
+    workload: Workload, memory_bytes: float, objective: str = OBJECTIVE, tolerance: float = TOLERANCE
+) -> list[Prediction]:
     """The plans that fit into `memory_bytes` of a GPU: the chosen one first, then the others sorted by `objective`.
 
     Of the plans that count as equal by `objective`, the one with the least communication is chosen, as in the paper: even
     hidden communication takes SMs and memory bandwidth from the computation. Raises UserError if no plan fits.
     """
-    fitting = [s for s in shardings(filtered_meshes(job.mesh)) if memory(job, s).total <= memory_bytes]
+    fitting = [s for s in shardings(filtered_meshes(workload.mesh)) if memory(workload, s).total <= memory_bytes]
     if not fitting:
-        least = memory(job, Sharding(job.mesh, job.mesh, job.mesh))
+        least = memory(workload, Sharding(workload.mesh, workload.mesh, workload.mesh))
         raise UserError(
-            f"no plan fits: even with all states sharded over all {job.mesh.size} GPUs a GPU needs {least.total / 1e9:.1f} GB of "
-            f"{memory_bytes / 1e9:.1f}; try {' or '.join(_remedies(job, least, memory_bytes))}"
+            f"no plan fits: even with all states sharded over all {workload.mesh.size} GPUs a GPU needs {least.total / 1e9:.1f} GB of "
+            f"{memory_bytes / 1e9:.1f}; try {' or '.join(_remedies(workload, least, memory_bytes))}"
         )
-    ranked = rank((predict(job, s) for s in fitting), objective, tolerance)
+    ranked = rank((predict(workload, s) for s in fitting), objective, tolerance)
     best = rank(_close(ranked, objective, tolerance), "communication", tolerance)[0]
     by_cost = sorted(ranked, key=lambda plan: (OBJECTIVES[objective](plan), plan.memory.total))
     return [best, *(plan for plan in by_cost if plan is not best)]
 
 
-def _remedies(job: Job, least: Memory, memory_bytes: float) -> list[str]:
+def _remedies(workload: Workload, least: Memory, memory_bytes: float) -> list[str]:
     """Options that would make the fully sharded plan smaller."""
     remedies = []
-    if job.micro_batch > 1:
+    if workload.micro_batch > 1:
         remedies.append("--micro-batch 1")
-    if not job.recompute:
+    if not workload.recompute:
         remedies.append("--recompute")
     if least.total - least.parameters - least.gradients - least.optimizer < memory_bytes:
         remedies.append("more GPUs")
@@ -114,14 +116,14 @@ class Alternative:
     fits: bool
 
 
-def alternatives(job: Job, memory_bytes: float, objective: str = OBJECTIVE) -> list[Alternative]:
+def alternatives(workload: Workload, memory_bytes: float, objective: str = OBJECTIVE) -> list[Alternative]:
     """Data parallelism, ZeRO-1, -2, -3 (Rajbhandari et al., arXiv:1910.02054), MiCS (Zhang et al., arXiv:2205.00119) and
     ZeRO++ without quantization (Wang et al., arXiv:2306.10209).
 
     MiCS and ZeRO++ get the best mesh that fits. ZeRO-1 and -2 send their updates by all-gather, as they were published.
     """
-    one, full = Mesh(), job.mesh
-    gathering = replace(job, intra_tensor=True)
+    one, full = Mesh(), workload.mesh
+    gathering = replace(workload, intra_tensor=True)
     cost = OBJECTIVES[objective]
 
     def best(plans: Iterable[Prediction]) -> Prediction:
@@ -131,13 +133,13 @@ def alternatives(job: Job, memory_bytes: float, objective: str = OBJECTIVE) -> l
         return min(fitting, key=cost) if fitting else min(known, key=lambda plan: plan.memory.total)
 
     zero3 = Sharding(full, full, full)
-    sharded = [mesh for mesh in filtered_meshes(job.mesh) if mesh.size > 1 or job.mesh.size == 1]
+    sharded = [mesh for mesh in filtered_meshes(workload.mesh) if mesh.size > 1 or workload.mesh.size == 1]
     found = {
-        "data parallel": predict(job, Sharding(one, one, one)),
+        "data parallel": predict(workload, Sharding(one, one, one)),
         "ZeRO-1": predict(gathering, Sharding(one, one, full)),
         "ZeRO-2": predict(gathering, Sharding(one, full, full)),
-        "ZeRO-3": predict(job, zero3),
-        "MiCS": best(predict(job, Sharding(mesh, mesh, mesh)) for mesh in sharded),
-        "ZeRO++": best(predict(job, zero3, secondary=mesh) for mesh in sharded),
+        "ZeRO-3": predict(workload, zero3),
+        "MiCS": best(predict(workload, Sharding(mesh, mesh, mesh)) for mesh in sharded),
+        "ZeRO++": best(predict(workload, zero3, secondary=mesh) for mesh in sharded),
     }
     return [Alternative(name, plan, plan.memory.total <= memory_bytes) for name, plan in found.items()]

@@ -29,7 +29,7 @@ OVERLAPS = ("parameters", "gradients", "updates")  # the communication that can 
 
 
 @dataclass(frozen=True)
-class Job:
+class Workload:
     """Everything that `predict` and `choose` need besides the sharding."""
 
     config: ModelConfig
