@@ -44,103 +44,103 @@ bench-offline: setup #+ Measure: throughput of the serving engine without HTTP, 
 	@$(ON_RANKS) $(RANKS) -m engine.bench --model $(MODEL) $(ARGS)
 
 startup: setup-dev #+ Measure: seconds from the server's command to its first token, cold and warm, into out/startup.json
-	@$(PY) scripts/startup.py --model $(MODEL) --ranks $(RANKS) $(ARGS)
+	@$(PY) -m scripts.bench.serving.startup --model $(MODEL) --ranks $(RANKS) $(ARGS)
 
 bench-host: setup #+ Measure: what the host adds to a decode step of 64 sequences, in ms
 	@$(ON_RANKS) $(RANKS) -m engine.bench --model $(MODEL) --host --requests 64 $(ARGS)
 
 soak: setup-dev #+ Test: 64 streaming clients for a minute, 1,000 dropped connections, and a look for leaks (1.5 min, 2 GB)
-	@$(PY) scripts/soak.py $(ARGS)
+	@$(PY) -m scripts.bench.serving.soak $(ARGS)
 
 lm-eval: setup-dev #+ Test: lm-evaluation-harness against the server, compared with our own scoring, into out/lm-eval.json (tracked: ARGS=--write; a few min)
 	@[ -x .venv-lm-eval/bin/lm_eval ] || { python3 -m venv .venv-lm-eval && .venv-lm-eval/bin/pip install -q 'lm-eval[api]' transformers; }
-	@$(PY) scripts/lm_eval_check.py --lm-eval .venv-lm-eval $(ARGS)
+	@$(PY) -m scripts.quality.lm_eval --lm-eval .venv-lm-eval $(ARGS)
 
 test: setup-dev ## Test: all tests
 	@$(PY) -m pytest -n auto --dist worksteal $(ARGS)
 
 lint: setup-dev ## Test: ruff, mypy, and that README and docs quote the results as they are
-	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m mypy && $(PY) scripts/quote_tables.py --check && $(PY) scripts/check_docs.py
+	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m mypy && $(PY) -m scripts.report.quote_tables --check && $(PY) -m scripts.report.check_docs
 
 accuracy: setup #+ Measure: perplexity and exact match of every embedded model at tp 1, 2 and 4, then with each quantized width, into out (tracked: ARGS=--write; 1 to 2 hours, 2 GB)
-	@$(PY) scripts/accuracy.py $(ARGS)
-	@$(PY) scripts/accuracy.py --comm gloo int8 int6 int4 fp8 --tp 2 $(ARGS)
+	@$(PY) -m scripts.quality.accuracy $(ARGS)
+	@$(PY) -m scripts.quality.accuracy --comm gloo int8 int6 int4 fp8 --tp 2 $(ARGS)
 
 quantization: setup #+ Measure: error of real partial sums, bytes and perplexity by width, group and scheme, into out/quantization.json (tracked: ARGS=--write; 12 min, 2 GB)
-	@$(PY) scripts/quantization.py $(ARGS)
+	@$(PY) -m scripts.quality.quantization $(ARGS)
 
 baseline: setup #+ Measure: ms a token of 8B and 70B:16 presets by variant on RANKS ranks, into out (tracked: ARGS=--write; GPUs with 32 GB for weights, a CPU needs 63 GB and hours)
-	@$(PY) scripts/baseline.py --ranks $(RANKS) $(ARGS)
+	@$(PY) -m scripts.bench.serving.variants --ranks $(RANKS) $(ARGS)
 
 bench-cpu: setup-dev #+ Measure: decode speed compared with transformers.generate, same weights and threads, into out/bench-cpu.json (tracked: ARGS=--write; 1.5 min)
-	@$(PY) scripts/bench_cpu.py $(ARGS)
+	@$(PY) -m scripts.bench.serving.transformers_cpu $(ARGS)
 
 comm-table: setup #+ Measure: how fast all-reduces are on RANKS ranks by message size and algorithm, and what --comm auto chooses
-	@$(ON_RANKS) $(RANKS) scripts/comm_table.py $(ARGS)
+	@$(ON_RANKS) $(RANKS) -m scripts.bench.comm.auto_table $(ARGS)
 
 bench-comm: setup #+ Measure: every all-reduce on RANKS GPUs: correctness, 10,000 replays, latency by size, into out/comm.json
-	@$(ON_RANKS) $(RANKS) scripts/bench_comm.py --out out/comm.json $(ARGS)
+	@$(ON_RANKS) $(RANKS) -m scripts.bench.comm.all_reduce --out out/comm.json $(ARGS)
 
 bench-fused: setup #+ Measure: GEMMs fused with their collectives on RANKS GPUs, compared with NCCL and torch: overlap efficiency by rows, into out/gemm-overlap.json
-	@$(ON_RANKS) $(RANKS) scripts/overlap.py $(ARGS)
+	@$(ON_RANKS) $(RANKS) -m scripts.bench.comm.fused $(ARGS)
 
 bench-push: setup #+ Measure: linear layers that send their own partial sums on RANKS GPUs, compared with the two kernels that they replace, into out/push.json
-	@$(ON_RANKS) $(RANKS) scripts/bench_push.py --out out/push.json $(ARGS)
+	@$(ON_RANKS) $(RANKS) -m scripts.bench.comm.push --out out/push.json $(ARGS)
 
 bench-frontend: setup-dev #+ Measure: CPU time of the HTTP frontend and the load generator per streamed token, with a fake engine
-	@$(PY) scripts/bench_frontend.py $(ARGS)
+	@$(PY) -m scripts.bench.serving.frontend $(ARGS)
 
 bench-kernels: setup #+ Measure: norms, RoPE, attention and sampling on one GPU compared with PyTorch, into out/kernels.json
-	@$(PY) scripts/bench_kernels.py --out out/kernels.json $(ARGS)
+	@$(PY) -m scripts.bench.kernels.non_gemm --out out/kernels.json $(ARGS)
 
 bench-linear: setup #+ Measure: linear layers of few rows on one GPU compared with cuBLAS, into out/linear.json, the source of kernels/linear_configs.json
-	@$(PY) scripts/bench_linear.py --device 0 --part 0/1 --out out/linear.json $(ARGS)
+	@$(PY) -m scripts.bench.kernels.linear --device 0 --part 0/1 --out out/linear.json $(ARGS)
 
 sanitize: setup-dev #+ Test: compute-sanitizer's memcheck, of CUDA's toolkit, over the GPU tests of the kernels and all sums on one rank
 	@compute-sanitizer --tool memcheck --error-exitcode 9 $(PY) -m pytest -x -k "gpu or captured or entry_points or fusion" tests/kernels
-	@compute-sanitizer --tool memcheck $(PY) scripts/sanitize_sums.py
+	@compute-sanitizer --tool memcheck $(PY) -m scripts.bench.comm.sanitize
 
 performance: setup-dev #+ Measure: tables and plots of GPU measurements, from the raw files in docs/results/gpu-4: make performance ARGS="--raw DIR --write"
-	@$(PY) scripts/performance.py $(ARGS)
+	@$(PY) -m scripts.report.performance $(ARGS)
 
 sweep: setup ## Measure: variants x ranks x batch x interconnect x lengths x models into out/sweep.jsonl, where it stopped: make sweep ARGS="--grid table-2"
-	@$(PY) scripts/sweep.py $(ARGS)
+	@$(PY) -m scripts.sweep $(ARGS)
 
 ladder: setup ## Measure: what would a ladder gain here? standard, ladder and no communication, with ratios: make ladder MODEL=llama-3-70b:16 RANKS=8
-	@$(PY) scripts/sweep.py --grid ladder --models $(MODEL) --tp $(RANKS) $(ARGS)
+	@$(PY) -m scripts.sweep --grid ladder --models $(MODEL) --tp $(RANKS) $(ARGS)
 
 latency: setup #+ Measure: the batch-1 part of the sweep, variants side by side
-	@$(PY) scripts/sweep.py --grid latency $(ARGS)
+	@$(PY) -m scripts.sweep --grid latency $(ARGS)
 
 throughput: setup-dev ## Measure: MODEL on RANKS ranks, offline and through the server under Poisson arrivals, into out/load.json
-	@$(PY) scripts/loadgen.py --model $(MODEL) --ranks $(RANKS) --offline $(ARGS)
+	@$(PY) -m scripts.bench.serving.load --model $(MODEL) --ranks $(RANKS) --offline $(ARGS)
 
 measure-gpus: setup-dev ## Measure: every measurement of docs/results on RANKS GPUs, most important first, resumable: make measure-gpus RANKS=8 ARGS="--raw docs/results/gpu-8"
-	@$(PY) scripts/measure_gpus.py --ranks $(RANKS) $(ARGS)
+	@$(PY) -m scripts.measure_gpus --ranks $(RANKS) $(ARGS)
 
 plot: setup-dev #+ Measure: the paper's figures 2, 3 and 4 and the parts of a step, from out/sweep.jsonl into out/plots
-	@$(PY) scripts/plots.py $(ARGS)
+	@$(PY) -m scripts.report.plots $(ARGS)
 
 report: setup-dev ## Measure: one HTML page of sweep, plots, paper and server under load, into out/report.html
-	@$(PY) scripts/report.py $(ARGS)
+	@$(PY) -m scripts.report.page $(ARGS)
 
 trace: setup #+ Measure: a trace for ui.perfetto.dev with hidden and exposed communication marked, and a table of both: make trace MODEL=models/tiny-ladder
-	@$(ON_RANKS) $(RANKS) scripts/trace.py --model $(MODEL) $(ARGS)
+	@$(ON_RANKS) $(RANKS) -m scripts.trace --model $(MODEL) $(ARGS)
 
 paper-tables: setup #+ Measure: the paper's tables 1, 2 and 6 next to this machine's sweep
-	@$(PY) scripts/paper_tables.py $(ARGS)
+	@$(PY) -m scripts.report.paper_tables $(ARGS)
 
 plot-hidden: setup-dev #+ Measure: profile ladder and standard on 2 CPU ranks, and plot which all-reduces are hidden, into out (tracked: ARGS=--write)
-	@$(PY) scripts/trace_overlap.py $(ARGS)
+	@$(PY) -m scripts.report.plot_hidden $(ARGS)
 
 redraw: setup-dev #+ Measure: draw the tracked figures again from their raw files, into out (tracked: ARGS=--write)
-	@$(PY) scripts/redraw.py $(ARGS)
+	@$(PY) -m scripts.report.redraw $(ARGS)
 
 plan: setup ## Train: how to shard P, G and OS of MODEL: make plan MODEL=llama-30b ARGS="--gpus 1024 --cluster a800 --recompute"
 	@$(PY) -m training.plan --model $(MODEL) $(ARGS)
 
 plan-paper: setup-dev #+ Train: the planner compared with AMSP's own choices, into out/plan-paper.json, .md and .png (tracked: ARGS=--write; 3 min)
-	@$(PY) scripts/plan_paper.py $(ARGS)
+	@$(PY) -m scripts.report.plan_paper $(ARGS)
 
 profile-collectives: setup #+ Train: time all-gather, reduce-scatter, all-reduce and broadcast on RANKS ranks, into PROFILE
 	@$(ON_RANKS) $(RANKS) -m training.profile_collectives --out $(PROFILE) $(ARGS)
@@ -149,19 +149,19 @@ test-plans: setup-dev #+ Test: every sharding of 4 and 8 ranks against plain tra
 	@$(PY) -m pytest -m exhaustive $(ARGS)
 
 adapt-demo: setup-dev #+ Train: convert the embedded standard model to hybrid ladders: accuracy lost and restored by retraining (over 20 min, 2 GB)
-	@$(PY) scripts/adapt_demo.py --ranks $(RANKS) $(ARGS)
+	@$(PY) -m scripts.quality.adapt_demo --ranks $(RANKS) $(ARGS)
 
 pretrain-variants: setup-dev #+ Train: loss curves of all variants of a preset on RANKS ranks: make pretrain-variants ARGS="--model ladder-1b"
-	@$(PY) scripts/pretrain_variants.py --ranks $(RANKS) $(ARGS)
+	@$(PY) -m scripts.quality.pretrain_variants --ranks $(RANKS) $(ARGS)
 
 bench-training: setup-dev #+ Train: TGS, MFU and memory of our shardings and of FSDP2: make bench-training RANKS=8 ARGS="--models llama-7b --write"
-	@$(PY) scripts/bench_training.py --ranks $(RANKS) $(ARGS)
+	@$(PY) -m scripts.bench.training --ranks $(RANKS) $(ARGS)
 
 quote-tables: setup #+ Measure: copy the tables of docs/results into README.md and docs
-	@$(PY) scripts/quote_tables.py
+	@$(PY) -m scripts.report.quote_tables
 
 train-tiny: setup #+ Train: train the embedded models again (a GPU takes minutes, a CPU most of a day)
-	@$(PY) scripts/train_tiny.py $(ARGS)
+	@$(PY) -m scripts.corpus.train_tiny $(ARGS)
 
 clean: #+ Set up: remove .venv and caches
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis

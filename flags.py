@@ -15,11 +15,22 @@ def rank() -> int:
     return int(os.environ.get("RANK", 0))
 
 
+def program() -> str:
+    """How this program was started: `python -m MODULE`, or the name of the script."""
+    spec = sys.modules["__main__"].__spec__
+    if spec is not None and spec.origin == sys.argv[0]:
+        return f"python -m {spec.name.removesuffix('.__main__')}"
+    return os.path.basename(sys.argv[0])
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser that raises UserError, so that N ranks do not print N usage texts.
 
     Unknown flags are reported first: for a misspelt required flag, argparse itself would only report that it is missing.
     """
+
+    def __init__(self, prog: str | None = None, **options: Any) -> None:
+        super().__init__(prog or program(), **options)
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; see {self.prog} --help")

@@ -1,7 +1,7 @@
 """Start the ranks of one host, as torchrun does, but reachable from this host only.
 
     python launch.py --ranks 8 -m training.train --model ladder-1b …
-    python launch.py --ranks 2 scripts/comm_table.py
+    python launch.py --ranks 2 -m scripts.bench.comm.auto_table
 
 `python -m server --tp N` and `generate.py --tp N` also use it to start their ranks.
 

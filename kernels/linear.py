@@ -1,7 +1,7 @@
 """Linear layers of few input rows: at decoding, the time of a layer is that of reading its weight once.
 
 PyTorch defines the layers. On a GPU, up to MAX_ROWS rows go to the Triton kernels of `kernels/linear_triton.py` wherever they
-are expected to beat cuBLAS: `linear_configs.json`, which `scripts/bench_linear.py` measures, says it of the shapes it knows,
+are expected to beat cuBLAS: `linear_configs.json`, which `make bench-linear` measures, says it of the shapes it knows,
 a heuristic of the others.
 """
 

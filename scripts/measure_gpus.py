@@ -1,14 +1,14 @@
 """Run all GPU measurements on this machine, the most important first. Measurements that are done are not repeated.
 
-    python scripts/measure_gpus.py --ranks 8 --raw docs/results/gpu-8
-    python scripts/measure_gpus.py --ranks 4 --raw out/gpu-4 --minutes 9 --vllm-python ~/vllm/bin/python
-    python scripts/measure_gpus.py --ranks 2 --models llama-3-70b:16 llama-3-70b:4 llama-3-8b --list
+    python -m scripts.measure_gpus --ranks 8 --raw docs/results/gpu-8
+    python -m scripts.measure_gpus --ranks 4 --raw out/gpu-4 --minutes 9 --vllm-python ~/vllm/bin/python
+    python -m scripts.measure_gpus --ranks 2 --models llama-3-70b:16 llama-3-70b:4 llama-3-8b --list
 
-Each step is one of the measuring commands of docs/benchmarks.md and writes a raw file into --raw. `performance.py --raw DIR`
-makes tables and plots of the raw files. When a step's command succeeds, the step is recorded in `done.txt` in --raw. If a sweep
-is stopped, the rows that it has measured are kept. With --minutes, a step is not started if it would probably not end in time.
-A step that takes much longer than expected is stopped, and the next one starts. --vllm-python names the Python of an
-environment with vLLM, and adds vLLM to all steps that it can run.
+Each step is one of the measuring commands of docs/benchmarks.md and writes a raw file into --raw. `make performance` makes
+tables and plots of the raw files. When a step's command succeeds, the step is recorded in `done.txt` in --raw. If a sweep is
+stopped, the rows that it has measured are kept. With --minutes, a step is not started if it would probably not end in time. A
+step that takes much longer than expected is stopped, and the next one starts. --vllm-python names the Python of an environment
+with vLLM, and adds vLLM to all steps that it can run.
 
 --models takes three models: a large one, the same with fewer layers, and a small one.
 """
@@ -23,13 +23,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from cli import Parser, note, run
 from errors import UserError
 from processes import on_ranks
-from scripts.results import ROOT, check_folder
-from scripts.sweep_rows import VLLM
+from scripts.lib.results import ROOT, check_folder
+from scripts.sweep.rows import VLLM
 
 MODELS = ("llama-3-70b", "llama-3-70b:16", "llama-3-8b")
 VARIANTS = ("standard", "ladder", "upper-bound", "parallel", "desync-4x", "desync-2x")
@@ -52,15 +50,15 @@ class Step:
     output: Path | None = None
 
 
-def script(name: str, flags: str, *more: object) -> tuple[str, ...]:
+def script(module: str, flags: str, *more: object) -> tuple[str, ...]:
     """The command of a script that starts its ranks itself. more: arguments that may contain spaces."""
-    return sys.executable, str(ROOT / "scripts" / name), *flags.split(), *map(str, more)
+    return sys.executable, "-m", f"scripts.{module}", *flags.split(), *map(str, more)
 
 
 def sweep(name: str, seconds: int, args: argparse.Namespace, file: str, flags: str) -> Step:
     """A step that adds rows to the sweep in `file`."""
     vllm = ("--vllm-python", args.vllm_python) if args.vllm_python else ()
-    return Step(name, seconds, script("sweep.py", f"--tp {args.ranks} {flags}", "--out", args.raw / file, *vllm))
+    return Step(name, seconds, script("sweep", f"--tp {args.ranks} {flags}", "--out", args.raw / file, *vllm))
 
 
 def models(args: argparse.Namespace) -> Iterator[Step]:
@@ -89,7 +87,7 @@ def serving(args: argparse.Namespace) -> Iterator[Step]:
         yield Step(
             f"load {name}",
             95 if name == VLLM else 60,
-            script("loadgen.py", load, *more, "--out", args.raw / f"load-{name}.json"),
+            script("bench.serving.load", load, *more, "--out", args.raw / f"load-{name}.json"),
         )
     for variant in ("standard", "ladder"):
         flags = f"-m engine.bench --model {cut} --variant {variant} --requests 256 --prompt-length 1024 --new-tokens 512"
@@ -103,12 +101,12 @@ def sums(args: argparse.Namespace) -> Iterator[Step]:
     """All-reduces by algorithm and size, GEMMs fused with collectives, and prefill by communicator."""
     _, cut, _ = args.models
     for name, seconds, command, out in (
-        ("all-reduces", 50, ("bench_comm.py",), args.raw / "comm.json"),
-        ("quantized all-reduces", 90, ("bench_comm.py", "--parts", "µs nccl$|quantized"), args.raw / "quantized.json"),
-        ("overlap", 40, ("overlap.py",), args.raw),
+        ("all-reduces", 50, ("all_reduce",), args.raw / "comm.json"),
+        ("quantized all-reduces", 90, ("all_reduce", "--parts", "µs nccl$|quantized"), args.raw / "quantized.json"),
+        ("overlap", 40, ("fused",), args.raw),
     ):
-        script_name, *more = command
-        yield Step(name, seconds, (*on_ranks(args.ranks), str(ROOT / "scripts" / script_name), *more, "--out", str(out)))
+        module, *more = command
+        yield Step(name, seconds, (*on_ranks(args.ranks), "-m", f"scripts.bench.comm.{module}", *more, "--out", str(out)))
     flags = f"--models {cut} --variants standard ladder upper-bound --batch-sizes 8 --new-tokens 16 --comms nccl auto int8 int6 int4"
     for link in ("default", "no-p2p"):
         yield sweep(f"prompts by communicator, {link}", 65, args, "sweep-grid.jsonl", f"{flags} --interconnects {link}")
@@ -120,9 +118,9 @@ def others(args: argparse.Namespace) -> Iterator[Step]:
     flags = f"--models {cut} --variants {' '.join(VARIANTS)} --batch-sizes 1 --new-tokens 64 --interconnects two-hosts"
     yield sweep("two hosts", 35, args, "sweep-two-hosts.jsonl", flags)
     flags = f"--model {large} --ranks {args.ranks} --runs cold warm"
-    yield Step("start-up", 120, script("startup.py", flags, "--out", args.raw / "startup.json"))
+    yield Step("start-up", 120, script("bench.serving.startup", flags, "--out", args.raw / "startup.json"))
     flags = f"--ranks {args.ranks} --one-launch"
-    yield Step("training", 700, script("bench_training.py", flags, "--out", args.raw / "training"))
+    yield Step("training", 700, script("bench.training", flags, "--out", args.raw / "training"))
 
 
 def steps(args: argparse.Namespace) -> list[Step]:

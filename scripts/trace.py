@@ -1,7 +1,7 @@
 """Split the time of a step into computation, hidden communication and exposed communication.
 
-    python launch.py --ranks 2 scripts/trace.py --model models/tiny-ladder --out out/trace.json
-    python scripts/trace.py --read out/trace.json               # the table of an existing trace
+    python launch.py --ranks 2 -m scripts.trace --model models/tiny-ladder --out out/trace.json
+    python -m scripts.trace --read out/trace.json               # the table of an existing trace
 
 Profiles one prefill and some decode steps after a warm-up run, and writes rank 0's trace for ui.perfetto.dev. The trace has an
 additional process `overlap`, which shows all communication as either hidden or exposed. On a GPU, kernels count as communication
@@ -13,14 +13,11 @@ import gzip
 import json
 import random
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from torch.profiler import record_function
 

@@ -1,7 +1,7 @@
 """Run a command's ranks as if they were on two hosts: two torchruns, each with half of the ranks and GPUs of this machine.
 
-    python scripts/two_hosts.py --ranks 8 generate.py --model llama-3-70b:16 --variant ladder --comm nccl --prompt "Once"
-    python scripts/two_hosts.py --ranks 4 --device cpu generate.py --device cpu --model models/tiny-ladder --prompt "Once upon a time"
+    python -m scripts.two_hosts --ranks 8 generate.py --model llama-3-70b:16 --variant ladder --comm nccl --prompt "Once"
+    python -m scripts.two_hosts --ranks 4 --device cpu generate.py --device cpu --model models/tiny-ladder --prompt "Once upon a time"
 
 NCCL_HOSTID makes NCCL treat the halves as different hosts. Between them it then uses neither NVLink nor shared memory, but
 sockets over loopback, or InfiniBand if the machine has it. Within a half nothing changes. The command after the options is
@@ -15,18 +15,15 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
 from cli import Parser, run
 from errors import UserError
-from scripts.results import ROOT
-from scripts.soak import free_port
-from scripts.soak import processes as processes_of
+from scripts.bench.serving.soak import free_port
+from scripts.bench.serving.soak import processes as processes_of
+from scripts.lib.results import ROOT
 
 HOSTS = 2
 GRACE = 35.0  # seconds that a torchrun gets to end; it gives its ranks 30
@@ -97,12 +94,13 @@ def main() -> None:
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), help="of the ranks; a CPU's need no GPU (default: CUDA if there is any)"
     )
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="script and its arguments, as torchrun takes them")
+    parser.add_argument("-m", dest="module", action="store_true", help="the program is a module, as for python")
+    parser.add_argument("program", nargs=argparse.REMAINDER, help="script or module, and its arguments")
     args = parser.parse_args()
-    if not args.command:
-        raise UserError("name a script to run, as in: scripts/two_hosts.py --ranks 4 generate.py --model models/tiny-ladder")
+    if not args.program:
+        raise UserError("nothing to start; name a script, or -m and a module")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    sys.exit(start(args.ranks, args.command, args.device))
+    sys.exit(start(args.ranks, ["-m"] * args.module + args.program, args.device))
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ def build_engine(settings: Settings, config: ModelConfig, tokenizer: Tokenizer, 
 
 
 def reached(phase: str) -> None:
-    """Log that a phase of the start-up is complete. `scripts/startup.py` reads these lines."""
+    """Log that a phase of the start-up is complete. `scripts/bench/serving/startup.py` reads these lines."""
     log.info("start-up: %s", phase)
 
 

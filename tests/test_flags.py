@@ -13,40 +13,64 @@ from flags import Parser
 from tests import ROOT
 
 GUARD = 'if __name__ == "__main__":'
+STARTED_BY_SWEEP = {"scripts/sweep/worker.py", "scripts/sweep/vllm_worker.py"}  # they take no flags
 COMMANDS = sorted(
-    str(path.relative_to(ROOT))
-    for folder in (".", "scripts", "server", "training", "engine")
-    for path in (ROOT / folder).glob("*.py")
-    if GUARD in path.read_text() and path.name not in ("sweep_worker.py", "sweep_vllm.py")  # sweep.py starts them
+    name
+    for pattern in ("*.py", "scripts/**/*.py", "server/*.py", "training/*.py", "engine/*.py")
+    for path in ROOT.glob(pattern)
+    if GUARD in path.read_text() and (name := str(path.relative_to(ROOT))) not in STARTED_BY_SWEEP
 )
+
+
+def module_of(command: str) -> str | None:
+    """The module to name after `python -m`, or None for a script of the root."""
+    return command.removesuffix(".py").removesuffix("/__main__").replace("/", ".") if "/" in command else None
+
+
+def start(command: str) -> None:
+    if module := module_of(command):
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(str(ROOT / command), run_name="__main__")
 
 
 def leaves(
     command: str, *arguments: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> tuple[int, str]:
-    """Exit code and stderr of a command line, run in this process. stdout must stay empty."""
+) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a command line, run in this process."""
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(sys, "argv", [command, *arguments])
+    monkeypatch.delitem(sys.modules, command.removesuffix(".py").replace("/", "."), raising=False)  # it would warn
     capfd.readouterr()
     with pytest.raises(SystemExit) as left:
-        runpy.run_path(str(ROOT / command), run_name="__main__")
-    out, err = capfd.readouterr()
-    assert out == ""
-    return int(left.value.code or 0), err
+        start(command)
+    return int(left.value.code or 0), *capfd.readouterr()
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_names_an_unknown_flag(
     command: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    code, err = leaves(command, "--nonsense", monkeypatch=monkeypatch, capfd=capfd)
-    assert code == 2, err
+    code, out, err = leaves(command, "--nonsense", monkeypatch=monkeypatch, capfd=capfd)
+    assert (code, out) == (2, ""), err
     assert re.fullmatch(r"(error|[\w.]+): [^\n]*--nonsense[^\n]*\n", err), err
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(
+    command: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The usage begins with what to type."""
+    code, out, err = leaves(command, "--help", monkeypatch=monkeypatch, capfd=capfd)
+    assert (code, err) == (0, "")
+    module = module_of(command)
+    assert re.match(rf"usage: {f'python -m {module}' if module else command} ", out)
+
+
 def test_all_commands_are_found() -> None:
-    assert {"generate.py", "server/__main__.py", "training/train.py", "scripts/sweep.py", "engine/bench.py"} < set(COMMANDS)
+    known = {"generate.py", "launch.py", "server/__main__.py", "training/train.py", "engine/bench.py"}
+    assert known | {"scripts/sweep/__main__.py", "scripts/bench/comm/all_reduce.py"} < set(COMMANDS)
     assert len(COMMANDS) > 35
 
 
@@ -118,8 +142,8 @@ def test_a_wrong_model_names_what_there_is(
 ) -> None:
     monkeypatch.chdir(ROOT)
     for name in ("nope", "no/such/nope"):
-        code, err = leaves("generate.py", "--model", name, "--prompt", "a", monkeypatch=monkeypatch, capfd=capfd)
-        assert code == 2
+        code, out, err = leaves("generate.py", "--model", name, "--prompt", "a", monkeypatch=monkeypatch, capfd=capfd)
+        assert (code, out) == (2, "")
         assert name in err
         assert "models/tiny-hybrid" in err
         assert all(one in err for one in PRESETS)

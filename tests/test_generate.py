@@ -21,7 +21,7 @@ from engine.sampler import SamplingParams
 from engine.stopping import OutputStream
 from errors import UserError
 from model import Transformer
-from scripts.corpus import documents
+from scripts.corpus.documents import documents
 from server import launch as launch_server
 from server.settings import load_settings
 from tests.support.command_line import HYBRID, MODELS, Here, launch

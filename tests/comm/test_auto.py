@@ -243,7 +243,7 @@ def test_a_budget_is_for_auto() -> None:
 
 def test_the_table_as_text(seed: int) -> None:
     pytest.importorskip("triton", reason="Triton is not installed; pip install triton")
-    from scripts.comm_table import lines
+    from scripts.bench.comm.auto_table import lines
 
     table = replace(table_of(seed), made=1000.0)
     text = lines(table, 1000.0 + 3 * 86400)
@@ -256,7 +256,7 @@ def test_the_table_as_text(seed: int) -> None:
 def test_pairs_of_layers_as_text() -> None:
     pytest.importorskip("triton", reason="Triton is not installed; pip install triton")
     from comm.fused_table import PairTable
-    from scripts.comm_table import pair_lines
+    from scripts.bench.comm.auto_table import pair_lines
 
     times = {"unfused": 100.0, "spans+spans": 90.0, "owners+spans": 80.0, "spans+owners": 95.0}
     slow = {name: 200.0 - t for name, t in times.items()}

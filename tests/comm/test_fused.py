@@ -557,7 +557,7 @@ def test_biases_behind_sums_with_every_communicator(interpreters: Ranks, tmp_pat
 def test_on_gpus(tmp_path: Path) -> None:
     """Every way's result is as exact as the unfused one's, also in graphs that are replayed a thousand times."""
     count, out = min(4, torch.cuda.device_count()), tmp_path / "gemm-overlap.json"
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count), "scripts/overlap.py"]
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count), "-m", "scripts.bench.comm.fused"]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     subprocess.run(
         [sys.executable, *command, "--out", str(tmp_path), "--shapes", "tiny", "--replays", "1000", "--seconds", "60"],

@@ -279,7 +279,7 @@ def test_on_gpus(tmp_path: Path) -> None:
     options = ["--parts", "correct quantized|replays quantized", "--replays", "2000", "--seconds", "0"]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     subprocess.run(
-        [sys.executable, *command, "scripts/bench_comm.py", "--out", str(out), *options],
+        [sys.executable, *command, "-m", "scripts.bench.comm.all_reduce", "--out", str(out), *options],
         cwd=ROOT,
         env=environment | {"NCCL_NVLS_ENABLE": "0"},
         check=True,

@@ -147,7 +147,15 @@ def test_on_gpus_that_may_not_reach_each_other(tmp_path: Path) -> None:
     """All-reduces of all sizes are right, also after thousands of graph replays. Quantized ones have the same bits as the
     two-step all-reduce over NCCL."""
     count, out = min(8, torch.cuda.device_count()), tmp_path / "comm.json"
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count), "scripts/bench_comm.py"]
+    command = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        str(count),
+        "-m",
+        "scripts.bench.comm.all_reduce",
+    ]
     subprocess.run(
         [sys.executable, *command, "--out", str(out), "--replays", "2000", "--seconds", "0", "--parts", "correct|replays"],
         cwd=ROOT,

@@ -326,7 +326,15 @@ def test_on_gpus(tmp_path: Path) -> None:
     """All-reduces of all sizes and dtypes are right, also after thousands of graph replays."""
     count = min(8, torch.cuda.device_count())
     out = tmp_path / "comm.json"
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count), "scripts/bench_comm.py"]
+    command = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        str(count),
+        "-m",
+        "scripts.bench.comm.all_reduce",
+    ]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     subprocess.run(
         [sys.executable, *command, "--out", str(out), "--replays", "2000", "--seconds", "0"],

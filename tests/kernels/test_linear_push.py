@@ -222,7 +222,7 @@ def test_on_gpus(tmp_path: Path) -> None:
     """The bits are those of the layer and the one-shot all-reduce, also in thousands of graph replays."""
     out = tmp_path / "push.json"
     count = min(4, torch.cuda.device_count())
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count), "scripts/bench_push.py"]
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count), "-m", "scripts.bench.comm.push"]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     subprocess.run(
         [sys.executable, *command, "--out", str(out), "--seconds", "0"],

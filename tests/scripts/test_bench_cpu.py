@@ -1,4 +1,4 @@
-"""A short run of scripts/bench_cpu.py."""
+"""A short run of scripts/bench/serving/transformers_cpu.py."""
 
 import json
 import sys
@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts import bench_cpu, results
+from scripts.bench.serving import transformers_cpu as bench_cpu
+from scripts.lib import results
 from tests.support.command_line import MODELS
 
 

@@ -1,4 +1,4 @@
-"""scripts/bench_training.py: FSDP2 trains the same as the executor, spans and figures by their definition, rows that survive."""
+"""scripts/bench/training: FSDP2 trains the same as the executor, spans and figures by their definition, rows that survive."""
 
 import argparse
 import json
@@ -16,8 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from config import preset, with_variant
 from errors import UserError
-from scripts import bench_training, bench_training_rank
-from scripts.bench_training_fsdp2 import Fsdp2Trainer, prefetch, shard
+from scripts.bench.training import __main__ as bench_training
+from scripts.bench.training import rank as bench_training_rank
+from scripts.bench.training.fsdp2 import Fsdp2Trainer, prefetch, shard
 from tests.support.ranks import Ranks
 from tp import World
 from training.data import GlobalBatches, open_tokens, write_tokens
@@ -219,8 +220,8 @@ def test_the_ablation_is_written_with_its_plot(tmp_path: Path, monkeypatch: pyte
     assert switched_off == [(), ("updates",), ("gradients", "updates"), ("parameters", "gradients", "updates")]
     assert [row["settings"]["micro_batches"] for row in rows] == [1] * 4 + [2] * 4
     monkeypatch.setattr(bench_training, "RESULTS", tmp_path)
-    monkeypatch.setattr("scripts.results.RESULTS", tmp_path)
-    monkeypatch.setattr("scripts.bench_training.note", lambda text: None)
+    monkeypatch.setattr("scripts.lib.results.RESULTS", tmp_path)
+    monkeypatch.setattr("scripts.bench.training.__main__.note", lambda text: None)
     args = bench_training.parse_args(argv)
     bench_training.write(rows, args, rows[0]["machine"], bench_training.table(rows, args))
     assert json.loads((tmp_path / "training-2-ablation.json").read_text())["rows"] == rows

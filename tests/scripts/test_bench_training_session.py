@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from scripts import bench_training
-from scripts.results import ROOT
+from scripts.bench.training import __main__ as bench_training
+from scripts.lib.results import ROOT
 from tests.support import quick_start
 from training.metrics import read_metrics
 
@@ -61,7 +61,18 @@ def test_what_the_timeout_leaves_no_time_for_says_so(tmp_path: Path) -> None:
 
 
 def test_pretraining_the_variants_writes_their_losses_and_no_models(tmp_path: Path) -> None:
-    line = [sys.executable, "scripts/pretrain_variants.py", "--model", "tiny:1", "--ranks", "2", "--steps", "7", "--dry-run"]
+    line = [
+        sys.executable,
+        "-m",
+        "scripts.quality.pretrain_variants",
+        "--model",
+        "tiny:1",
+        "--ranks",
+        "2",
+        "--steps",
+        "7",
+        "--dry-run",
+    ]
     line += ["--sequence-length", "16", "--global-batch", "4", "--streams", "2", "--variants", "ladder", "desync-2x"]
     done = quick_start.run([*line, "--out", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr

@@ -1,12 +1,13 @@
-"""scripts/check_docs.py accepts figures that are in a results file, and reports all others."""
+"""scripts/report/check_docs.py accepts figures that are in a results file, and reports all others."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from scripts import check_docs, results
-from scripts.check_docs import ROOT, check_page
+from scripts.lib import results
+from scripts.report import check_docs
+from scripts.report.check_docs import ROOT, check_page
 
 RAW = {"found": {"nccl": 253.05, "int8": 136.51}, "step_ms": [1.0, 4.0, 7.5], "ranks": 2, "right": True}
 

@@ -12,8 +12,9 @@ import pytest
 from tokenizers import pre_tokenizers
 
 from errors import UserError
-from scripts import corpus, corpus_stories
-from scripts import corpus_words as words
+from scripts.corpus import documents as corpus
+from scripts.corpus import stories as corpus_stories
+from scripts.corpus import words
 from tests import ROOT
 from tests.support import quick_start
 
@@ -44,7 +45,7 @@ def test_a_document_depends_only_on_its_number(kind: str | None) -> None:
 
 
 def test_documents_do_not_depend_on_the_process() -> None:
-    command = [sys.executable, "scripts/corpus.py", "--seed", "5", "--documents", "30", "--json"]
+    command = [sys.executable, "-m", "scripts.corpus.documents", "--seed", "5", "--documents", "30", "--json"]
     done = quick_start.run(command, cwd=ROOT, capture_output=True, text=True, encoding="utf-8")
     keys = [json.loads(line)["key"] for line in done.stdout.splitlines()]
     assert keys == [document.key for document in corpus.documents(5, 30)]
@@ -335,7 +336,7 @@ def test_template_of_unusual_messages() -> None:
 def test_bad_flags_give_one_line_and_exit_code_2(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert corpus.main(flags.split()) == 2
     captured = capsys.readouterr()
-    assert captured.out == "" and captured.err.startswith("corpus.py: ") and captured.err.count("\n") == 1
+    assert captured.out == "" and captured.err.startswith("error: ") and captured.err.count("\n") == 1
 
 
 def test_command_writes_a_file_and_stats(tmp_path: Path, tokenizer_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

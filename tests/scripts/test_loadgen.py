@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from errors import UserError
-from scripts import loadgen
-from scripts.loadgen import Answer, Request
-from scripts.sse_client import StreamClient, in_event_loop
+from scripts.bench.serving import load as loadgen
+from scripts.bench.serving.load import Answer, Request
+from scripts.lib.sse_client import StreamClient, in_event_loop
 from tests import MODELS
 from tests.support import quick_start
 from tests.support.command_line import environment
@@ -287,7 +287,7 @@ def test_against_the_server(seed: int) -> None:
 
 def test_what_the_frontend_costs() -> None:
     """All tokens of the stand-in engine pass through the real frontend, no faster than its steps. Every figure is present."""
-    command = [sys.executable, "scripts/bench_frontend.py", "--streams", "6", "--rate", "50", "--step", "20"]
+    command = [sys.executable, "-m", "scripts.bench.serving.frontend", "--streams", "6", "--rate", "50", "--step", "20"]
     command += ["--new-tokens", "9", "--prompt-length", "40"]
     done = quick_start.run(command, cwd=MODELS.parent, env=environment(), capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr

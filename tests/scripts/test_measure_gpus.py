@@ -1,16 +1,25 @@
 """scripts/measure_gpus.py: commands are valid, finished steps are not repeated, and its time limits hold."""
 
 import argparse
+import importlib.util
 import sys
 from pathlib import Path
 
 import pytest
 
 from errors import UserError
-from scripts import bench_training, loadgen, measure_gpus, startup, sweep
+from scripts import measure_gpus
+from scripts.bench.serving import load, startup
+from scripts.bench.training import __main__ as bench_training
 from scripts.measure_gpus import Step
+from scripts.sweep import __main__ as sweep
 
-PARSERS = {"sweep.py": sweep, "loadgen.py": loadgen, "startup.py": startup, "bench_training.py": bench_training}
+PARSERS = {
+    "scripts.sweep": sweep,
+    "scripts.bench.serving.load": load,
+    "scripts.bench.serving.startup": startup,
+    "scripts.bench.training": bench_training,
+}
 
 
 def arguments(monkeypatch: pytest.MonkeyPatch, *argv: object) -> argparse.Namespace:
@@ -23,13 +32,13 @@ def test_every_command_is_one_that_its_script_takes(monkeypatch: pytest.MonkeyPa
     assert len({step.name for step in found}) == len(found) > 20
     parsed = launched = 0
     for step in found:
-        name = Path(step.command[1]).name
-        assert Path(step.command[1]).exists()
-        if name in PARSERS:
-            monkeypatch.setattr(sys, "argv", [name, *step.command[2:]])
-            PARSERS[name].parse_args()
+        flag, module = step.command[step.command.index("-m") :][:2]
+        assert importlib.util.find_spec(module)
+        if step.command[1] == flag:
+            monkeypatch.setattr(sys, "argv", [module, *step.command[3:]])
+            PARSERS[module].parse_args()
             parsed += 1
-        launched += name == "launch.py"
+        launched += Path(step.command[1]).name == "launch.py"
     assert parsed + launched == len(found) and parsed > launched
 
 

@@ -1,4 +1,4 @@
-"""scripts/overlap.py: the efficiency that the paper defines, the tables and plots, and the whole command on CPU ranks."""
+"""scripts/bench/comm/fused.py: the paper's efficiency, the tables and plots, and the whole command on CPU ranks."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from tests import ROOT
 pytest.importorskip("triton", reason="Triton is not installed; pip install triton")
 
 from processes import on_ranks
-from scripts.overlap import Row, by_shape, line_styles, markdown
+from scripts.bench.comm.fused import Row, by_shape, line_styles, markdown
 
 
 def test_efficiency(seed: int) -> None:
@@ -31,7 +31,7 @@ def test_efficiency(seed: int) -> None:
 
 
 def test_on_two_cpu_ranks(tmp_path: Path) -> None:
-    command = [*on_ranks(2), "scripts/overlap.py", "--device", "cpu"]
+    command = [*on_ranks(2), "-m", "scripts.bench.comm.fused", "--device", "cpu"]
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     subprocess.run(
         [*command, "--rows", "8", "--replays", "2", "--out", str(tmp_path)],

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from figures import COMMUNICATORS
-from scripts import performance, trace
-from scripts.sweep_rows import finished, read_rows
+from scripts import trace
+from scripts.report import performance
+from scripts.sweep.rows import finished, read_rows
 from tests import ROOT
 
 RESULTS = ROOT / "docs" / "results"

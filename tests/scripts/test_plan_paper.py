@@ -1,4 +1,4 @@
-"""scripts/plan_paper.py: the cluster's figures fitted to the paper's table V, and what docs/results says about its table IV."""
+"""scripts/report/plan_paper.py: the cluster's figures fitted to the paper's table V, and what docs/results has of its table IV."""
 
 import itertools
 import json
@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from config import preset
-from scripts import plan_paper, results
-from scripts.plan_paper import (
+from scripts.lib import results
+from scripts.lib.results import RESULTS
+from scripts.report import plan_paper
+from scripts.report.plan_paper import (
     FITTED,
     MOST_MEMORY,
     NARROW_30B,
@@ -25,7 +27,6 @@ from scripts.plan_paper import (
     misfit,
     paper_workload,
 )
-from scripts.results import RESULTS
 from training.planner.cluster import load_cluster
 from training.planner.collectives import synthesize
 from training.planner.cost import predict

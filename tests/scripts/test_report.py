@@ -1,5 +1,6 @@
-"""scripts/report.py and what it uses: the split of a traced step, the figures of a sweep's rows, the plots and the page."""
+"""scripts/report/page.py and what it uses: the split of a traced step, the figures of a sweep's rows, the plots and the page."""
 
+import importlib.util
 import json
 import random
 import re
@@ -16,9 +17,13 @@ import pytest
 
 import figures
 from errors import UserError
-from scripts import loadgen, paper_tables, plots, report, sweep, trace
-from scripts.results import ROOT
-from scripts.sweep_rows import Interconnect, Row, Setting, baseline, finished, interconnect, ratio, read_rows, row_line
+from scripts import trace
+from scripts.bench.serving import load as loadgen
+from scripts.lib.results import ROOT
+from scripts.report import page as report
+from scripts.report import paper_tables, plots
+from scripts.sweep import __main__ as sweep
+from scripts.sweep.rows import Interconnect, Row, Setting, baseline, finished, interconnect, ratio, read_rows, row_line
 
 MACHINE = {"cpu": "a CPU", "cores": 2, "gpus": "8 x a GPU", "torch": "2.13", "python": "3.12"}
 PARTS = ("compute", "hidden", "exposed", "idle")
@@ -457,4 +462,4 @@ def test_the_makefile_names_the_scripts() -> None:
     for target in ("sweep", "latency", "throughput", "plot", "report", "trace", "paper-tables"):
         assert re.search(rf"^\.PHONY:.*\b{target}\b", makefile, re.MULTILINE)
         recipe = re.search(rf"^{target}: .* #[#+] .*\n\t(.*)$", makefile, re.MULTILINE)
-        assert recipe and (ROOT / re.findall(r"scripts/\w+\.py", recipe[1])[0]).exists()
+        assert recipe and importlib.util.find_spec(re.findall(r"-m (scripts[.\w]+)", recipe[1])[0])

@@ -1,4 +1,4 @@
-"""scripts/soak.py: its progress bar and its verdict."""
+"""scripts/bench/serving/soak.py: its progress bar and its verdict."""
 
 import asyncio
 import random
@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from scripts.soak import load, verdict
+from scripts.bench.serving.soak import load, verdict
 
 pytestmark = pytest.mark.usefixtures("forked_commands")
 

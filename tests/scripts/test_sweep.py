@@ -1,4 +1,4 @@
-"""scripts/sweep.py: its configurations and their order, finished and failed configurations, and one run on real ranks."""
+"""scripts/sweep: its configurations and their order, finished and failed configurations, and one run on real ranks."""
 
 import argparse
 import json
@@ -18,8 +18,14 @@ from tqdm import tqdm
 import cli
 from comm import Local, parse_link
 from errors import UserError
-from scripts import loadgen, plots, report, results, sweep, sweep_vllm, sweep_worker
-from scripts.sweep_rows import Row, Setting, finished, read_rows, row_line
+from scripts.bench.serving import load as loadgen
+from scripts.lib import results
+from scripts.report import page as report
+from scripts.report import plots
+from scripts.sweep import __main__ as sweep
+from scripts.sweep import vllm_worker as sweep_vllm
+from scripts.sweep import worker as sweep_worker
+from scripts.sweep.rows import Row, Setting, finished, read_rows, row_line
 from tests import ROOT
 from tests.support import quick_start
 from tests.support.command_line import environment
@@ -319,7 +325,19 @@ def test_the_cause_is_the_ranks_own_line() -> None:
 
 def test_a_sweep_on_two_ranks_goes_on_where_it_stopped(tmp_path: Path) -> None:
     out = tmp_path / "deeper" / "rows.jsonl"
-    command = [sys.executable, "scripts/sweep.py", "--device", "cpu", "--models", "tiny:2", "--tp", "2", "--batch-sizes", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "scripts.sweep",
+        "--device",
+        "cpu",
+        "--models",
+        "tiny:2",
+        "--tp",
+        "2",
+        "--batch-sizes",
+        "1",
+    ]
     command += ["--prompt-lengths", "4", "--new-tokens", "3", "--interconnects", "2ms,100MB/s", "--out", str(out)]
 
     def run(*variants: str) -> str:
@@ -415,10 +433,10 @@ def test_vllm_is_refused_where_it_cannot_run(flags: str, said: str) -> None:
 # --- refused before anything starts --------------------------------------------------------------------------------------
 
 
-def command(script: str, *args: object) -> tuple[int, str, str]:
-    """Run a script with this process's Python interpreter. Return its exit code, stdout and stderr."""
+def command(module: str, *args: object) -> tuple[int, str, str]:
+    """Run a module with this process's Python interpreter. Return its exit code, stdout and stderr."""
     done = quick_start.run(
-        [sys.executable, f"scripts/{script}.py", *map(str, args)],
+        [sys.executable, "-m", f"scripts.{module}", *map(str, args)],
         cwd=ROOT,
         env=environment(),
         capture_output=True,
@@ -535,18 +553,20 @@ def test_an_interrupted_sweep_says_how_to_go_on(
 
 
 WRITERS = [
-    "accuracy",
-    "adapt_demo",
-    "baseline",
-    "bench_cpu",
-    "lm_eval_check",
-    "performance",
-    "pretrain_variants",
-    "quantization",
+    "bench/serving/soak",
+    "bench/serving/transformers_cpu",
+    "bench/serving/variants",
+    "quality/accuracy",
+    "quality/adapt_demo",
+    "quality/lm_eval",
+    "quality/pretrain_variants",
+    "quality/quantization",
+    "report/performance",
+    "report/plot_hidden",
 ]
 
 
-@pytest.mark.parametrize("script", [*WRITERS, "soak", "trace_overlap"])
+@pytest.mark.parametrize("script", WRITERS)
 def test_tracked_results_are_written_with_write_alone(script: str) -> None:
     text = (ROOT / "scripts" / f"{script}.py").read_text()
     assert "add_write_option(parser)" in text and "results_folder(args)" in text
@@ -614,7 +634,7 @@ def test_a_worker_started_by_hand_says_who_starts_it(tmp_path: Path, content: st
     file = tmp_path / "settings.json"
     if content is not None:
         file.write_text(content)
-    with pytest.raises(UserError, match=r"sweep\.py"):
+    with pytest.raises(UserError, match=r"python -m scripts\.sweep"):
         sweep_worker.read_settings([str(file)])
-    with pytest.raises(UserError, match=r"sweep\.py"):
+    with pytest.raises(UserError, match=r"python -m scripts\.sweep"):
         sweep_worker.read_settings([])

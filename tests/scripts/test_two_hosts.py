@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 
-from scripts.soak import processes
+from scripts.bench.serving.soak import processes
 from tests import ROOT
 from tests.support import quick_start
 from tests.support.command_line import HYBRID
@@ -16,7 +16,7 @@ GENERATE = ["generate.py", "--device", "cpu", "--model", HYBRID, "--prompt", "On
 
 
 def two_hosts(*args: str, ranks: int = 2) -> quick_start.Popen:
-    command = [sys.executable, "scripts/two_hosts.py", "--ranks", str(ranks), "--device", "cpu", *args]
+    command = [sys.executable, "-m", "scripts.two_hosts", "--ranks", str(ranks), "--device", "cpu", *args]
     env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     return quick_start.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -33,7 +33,7 @@ def test_two_hosts_write_what_one_rank_writes() -> None:
 
 def test_a_failure_on_the_hosts_ends_both_at_once() -> None:
     start = time.monotonic()
-    process = two_hosts("generate.py", "--device", "cpu", "--model", "no-such-model", "--prompt", "x")
+    process = two_hosts("-m", "generate", "--device", "cpu", "--model", "no-such-model", "--prompt", "x")
     _, err = process.communicate(timeout=400)
     assert process.returncode != 0 and "no-such-model" in err
     assert time.monotonic() - start < 300

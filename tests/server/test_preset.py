@@ -22,7 +22,8 @@ from engine.offline import Timing, generate
 from engine.sampler import SamplingParams
 from errors import UserError
 from model import Transformer
-from scripts import loadgen, startup
+from scripts.bench.serving import load as loadgen
+from scripts.bench.serving import startup
 from server.launch import prepare, process_age
 from server.settings import Settings
 from tests import MODELS, ROOT
@@ -184,7 +185,19 @@ def test_the_age_of_this_process_grows() -> None:
 
 def test_startup_measures_a_server(tmp_path: Path) -> None:
     out = tmp_path / "startup.json"
-    command = [sys.executable, "scripts/startup.py", "--model", "tiny:2", "--ranks", "2", "--runs", "cold", "--out", str(out)]
+    command = [
+        sys.executable,
+        "-m",
+        "scripts.bench.serving.startup",
+        "--model",
+        "tiny:2",
+        "--ranks",
+        "2",
+        "--runs",
+        "cold",
+        "--out",
+        str(out),
+    ]
     command += ["--", "--device", "cpu", *SMALL_CACHE]
     began = time.monotonic()
     done = quick_start.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600)
@@ -232,7 +245,8 @@ def test_loadgen_drives_a_preset(tmp_path: Path) -> None:
     out = tmp_path / "load.json"
     command = [
         sys.executable,
-        "scripts/loadgen.py",
+        "-m",
+        "scripts.bench.serving.load",
         "--model",
         "tiny:2",
         "--variant",

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from attention import Causal
 from config import ModelConfig, preset
-from scripts.bench_training_rank import covered, kernels, merged
+from scripts.bench.training.rank import covered, kernels, merged
 from training.data import Batch
 from training.executor import Execution, Executor, Overlap
 from training.initialize import empty_model, materializer

@@ -1,0 +1,84 @@
+"""Print the tables of `--comm auto` for this machine: µs of all-reduces by message size and algorithm, and its choices.
+
+python launch.py --ranks 8 -m scripts.bench.comm.auto_table
+
+It also prints the µs of pairs of layers with an all-reduce between them, fused and unfused, for the pairs that models have used.
+"""
+
+import time
+
+import torch
+
+from cli import Parser, run
+from comm import choose
+from comm.auto import AutoCommunicator, auto
+from comm.fused import FusedCommunicator, best_way
+from comm.fused_table import UNFUSED, PairTable
+from comm.table import SIZES, Table, path_of
+from tp import init_world
+
+
+def size_text(size: int) -> str:
+    return f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB"
+
+
+def age_text(seconds: float) -> str:
+    for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} seconds"
+
+
+def lines(table: Table, now: float) -> list[str]:
+    """The table as text: one row per message size, one column per algorithm, and the choice of `auto`."""
+    head = f"{path_of(table.key)}, {age_text(now - table.made)} old"
+    key = ", ".join(f"{name} {value}" for name, value in table.key.items())
+    rows = [["message", *(f"{name}, µs" for name in table.times), "auto takes"]]
+    for size in SIZES:
+        times = [f"{t[size]:.1f}" if size in t else "–" for t in table.times.values()]
+        rows.append([size_text(size), *times, table.choose(size)])
+    return [head, key, "", *aligned(rows)]
+
+
+def pair_lines(table: PairTable) -> list[str]:
+    """The measured pairs of layers as text. A model's pairs are fused if the sum of their gains is positive."""
+    rows = [["rows, K, C, M, dtype", "unfused, µs", "fused, µs", "gain, µs", "scatter + gather"]]
+    for key, times in sorted(table.times.items()):
+        way, fused = best_way(times)
+        rows.append([key, f"{times[UNFUSED]:.1f}", f"{fused:.1f}", f"{times[UNFUSED] - fused:+.1f}", str(way)])
+    known = aligned(rows) if table.times else ["no model has met many rows yet: run one"]
+    return ["", f"{table.path}: a sum of many rows between the layers (K to C) and (C to M) of a rank", "", *known]
+
+
+def aligned(rows: list[list[str]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+
+
+def main() -> None:
+    parser = Parser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rebuild", action="store_true", help="measure anew, whatever the age of the table")
+    parser.add_argument(
+        "--comm-error-budget",
+        type=float,
+        default=0.0,
+        metavar="E",
+        help="quantized sums up to this relative error, too (0.01: int8)",
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is any")
+    arguments = parser.parse_args()
+    choose(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"), None, None, arguments.comm_error_budget)
+    world = init_world(arguments.device, "nccl" if arguments.device != "cpu" and torch.cuda.is_available() else None)
+    if world.world_size == 1:
+        print("one rank has nothing to sum: start several, as python launch.py --ranks 8 does")
+        return
+    communicator = auto(world.device, arguments.comm_error_budget, rebuild=arguments.rebuild)
+    if world.rank == 0:
+        if isinstance(communicator, FusedCommunicator) and isinstance(communicator.inner, AutoCommunicator):
+            print("\n".join([*lines(communicator.inner.table, time.time()), *pair_lines(communicator.table)]))
+        else:
+            print(f"auto takes {communicator.name} for every size on {world.device.type}")
+
+
+if __name__ == "__main__":
+    run(main)

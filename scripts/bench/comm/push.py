@@ -1,0 +1,237 @@
+"""Check and time row-parallel layers that push their partial sums, against the layer followed by a one-shot all-reduce.
+
+    python launch.py --ranks 4 -m scripts.bench.comm.push --out out/push.json
+
+Both must give the same bits. The layers are Llama-70B's output and down projections over 4 ranks. Each layer of a timed chain
+has its own weight.
+"""
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from cli import Parser, run
+from comm.table import graph_microseconds
+from comm.workspace import open_workspace
+from kernels import linear_triton
+from kernels.all_reduce import one_shot, one_shot_add_norm, one_shot_bytes
+from kernels.linear import Config, Gemv, Mma, format_config, linear
+from kernels.linear_push import linear_push, push_config, receive, receive_add_norm
+from scripts.bench.comm.parts import Parts
+from tp import World, init_world
+
+WIDTH = 8192  # of a residual stream
+CAPACITY = 256 << 10  # bytes of a message: 16 rows
+PATIENCE = 1 << 26  # polls before a kernel gives up: several seconds, enough for another rank to compile
+COLUMNS = {"o": 2048, "down": 7168}  # columns of a layer's weight
+EACH = 10  # number of weights per layer
+ROWS = (1, 2, 4, 8, 16)
+CANDIDATES: dict[int, list[Config]] = {  # by rows, in addition to that of `push_config`
+    1: [Gemv(2, 2048, 4, False), Gemv(2, 4096, 8, True)],
+    4: [Mma(64, 128, 3, 3)],
+    16: [Mma(64, 128, 3, 3)],
+}
+
+AddNorm = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # of (input, weight, residual)
+
+
+class Bench(Parts):
+    """The checks and timings, with two workspaces: one for pushed sums, one for the one-shot all-reduces to compare with."""
+
+    def __init__(self, world: World, seed: int, seconds: float) -> None:
+        super().__init__(world, seed, seconds)
+        self.opened = [open_workspace(one_shot_bytes, CAPACITY, world.device) for _ in range(2)]
+        for workspace in self.opened:
+            workspace.exchange = replace(workspace.exchange, patience=PATIENCE)
+        self.pushed, self.other = (workspace.exchange for workspace in self.opened)
+        self.norm = self.common(WIDTH)
+        self.weights = {name: [self.weight(WIDTH, k) for _ in range(EACH)] for name, k in COLUMNS.items()}
+
+    def check(self) -> None:
+        torch.cuda.synchronize()
+        for workspace in self.opened:
+            workspace.check()
+
+    def weight(self, n: int, k: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return self.random(n, k, dtype=dtype).div_(k**0.5)
+
+    # --- correctness ---------------------------------------------------------------------------------------------------------
+
+    def correct(self) -> int:
+        """Check the timed shapes and others, and configs with and without a split of K. Returns the number of checks."""
+        bf16, fp16 = torch.bfloat16, torch.float16
+        jobs: list[tuple[int, int, int, torch.dtype, Config | None]] = [
+            (rows, WIDTH, k, bf16, None) for rows in (1, 2, 3, 8, 16) for k in COLUMNS.values()
+        ]
+        jobs += [(rows, n, k, bf16, None) for rows in (1, 2, 15) for n, k in ((1000, 1000), (258, 136))]
+        jobs += [(rows, 4096, 512, fp16, None) for rows in (1, 9)]
+        jobs += [(5, n, k, bf16, Mma(64, 128, 3, 3)) for n, k in ((WIDTH, 2048), (1000, 1000))]
+        self.draw.shuffle(jobs)
+        for rows, n, k, dtype, chosen in jobs:
+            self.compare(f"{rows} x {n} x {k} {dtype} {chosen}", rows, self.weight(n, k, dtype), chosen)
+        return len(jobs)
+
+    def compare(self, what: str, rows: int, weight: Tensor, chosen: Config | None) -> None:
+        """Raise AssertionError unless pushed sums equal those of one-shot bit for bit, with at most twice PyTorch's error."""
+        (n, k), dtype = weight.shape, weight.dtype
+        config = chosen or push_config(rows, n, k, dtype)
+        assert config is not None, what
+        x, residual, norm = self.random(rows, k, dtype=dtype), self.common(rows, n, dtype=dtype), self.common(n, dtype=dtype)
+        linear_push(x, weight, self.pushed, chosen)
+        total, normed = receive_add_norm(residual, norm, 1e-5, self.pushed)
+        linear_push(x, weight, self.pushed, chosen)
+        alone = receive((rows, n), dtype, self.pushed)
+        partial = linear_triton.run(x, weight, None, config, False)
+        expected = one_shot_add_norm(partial, residual, norm, 1e-5, self.other)
+        assert torch.equal(total, expected[0]) and torch.equal(normed, expected[1]), f"{what}: other bits"
+        assert torch.equal(alone, one_shot(partial, self.other)), f"{what}: other bits without the norm"
+        exact = self.everyones(F.linear(x.float(), weight.float())).sum(0) + residual.float()
+        plain = residual + self.everyones(F.linear(x, weight)).sum(0)
+        error, allowed = ((y.float() - exact).norm().item() for y in (total, plain))
+        assert error <= 2 * allowed, f"{what}: error {error}, plain {allowed}"
+        bits = self.everyones(torch.stack((total, normed)).view(torch.uint8))  # a dtype that NCCL supports
+        assert all(torch.equal(bits[0], others) for others in bits), f"{what}: the ranks differ"
+
+    def replays(self, count: int) -> int:
+        """Replay a CUDA graph of pushed sums with other inputs in each replay. Returns the number of replays.
+
+        The graph itself counts the values that differ from those of the one-shot all-reduce.
+        """
+        device, rows = self.world.device, 3
+        step, wrong = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(2))
+        inputs = {name: self.random(rows, k) for name, k in COLUMNS.items()}
+        residual = self.common(rows, WIDTH)
+
+        def layer(name: str, weight: Tensor, x: Tensor, chosen: Config) -> Tensor:
+            y = inputs[name] * (step % 13 + 1)
+            linear_push(y, weight, self.pushed, chosen)
+            total, _ = receive_add_norm(x, self.norm, 1e-5, self.pushed)
+            partial = linear_triton.run(y, weight, None, chosen, False)
+            expected, _ = one_shot_add_norm(partial, x, self.norm, 1e-5, self.other)
+            again = one_shot(partial, self.pushed)  # the same workspace
+            wrong.add_((total != expected).sum() + (again != one_shot(partial, self.other)).sum())
+            return total
+
+        def body() -> None:
+            step.add_(1)
+            x = residual
+            configs: list[Config] = [Gemv(4, 1024, 4), Mma(32, 128, 1, 8), Mma(64, 128, 3, 3)]
+            for i, chosen in enumerate(configs):
+                x = layer("o", self.weights["o"][i], x, chosen)
+                x = layer("down", self.weights["down"][i], x, chosen)
+
+        body()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            body()
+        for i in range(count):
+            graph.replay()
+            if i % 500 == 0:  # a layer outside of the graph between replays
+                layer("o", self.weights["o"][0], residual, Gemv(4, 1024, 4))
+        torch.cuda.synchronize()
+        assert int(wrong) == 0, f"{int(wrong)} wrong values in {int(step)} steps"
+        return int(step) - 1
+
+    # --- times ---------------------------------------------------------------------------------------------------------------
+
+    def ways(self, rows: int) -> dict[str, tuple[tuple[str, ...], AddNorm]]:
+        """The strategies to time, by name: the layers of the chain, and the function for one layer."""
+
+        def sum_of(partial: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+            return one_shot_add_norm(partial, x, self.norm, 1e-5, self.other)
+
+        def best(y: Tensor, weight: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+            return sum_of(linear(y, weight), x)
+
+        def same(y: Tensor, weight: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+            config = push_config(rows, *weight.shape, weight.dtype)
+            assert config is not None
+            return sum_of(linear_triton.run(y, weight, None, config, False), x)
+
+        def push(chosen: Config | None) -> AddNorm:
+            def call(y: Tensor, weight: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+                linear_push(y, weight, self.pushed, chosen)
+                return receive_add_norm(x, self.norm, 1e-5, self.pushed)
+
+            return call
+
+        names = tuple(COLUMNS)
+        found: dict[str, tuple[tuple[str, ...], AddNorm]] = {}
+        for layers in (names, *((name,) for name in names)):
+            label = " and ".join(layers)
+            found[f"{label}: linear, then one-shot"] = layers, best
+            found[f"{label}: linear of the same config, then one-shot"] = layers, same
+            found[f"{label}: pushed"] = layers, push(None)
+        for chosen in CANDIDATES.get(rows, []):
+            for name in names:
+                found[f"{name}: pushed by {format_config(chosen)}"] = (name,), push(chosen)
+        return found
+
+    def microseconds(self, rows: int) -> dict[str, float]:
+        """µs per layer with its all-reduce, residual addition and norm, for each strategy.
+
+        Every strategy is timed three times, alternating with the others, in a CUDA graph of a chain of layers. Returns medians.
+        """
+        inputs, residual = {name: self.random(rows, k) for name, k in COLUMNS.items()}, self.common(rows, WIDTH)
+        found: dict[str, list[float]] = {}
+        for _ in range(3):
+            for what, (names, way) in self.ways(rows).items():
+
+                def chain(names: tuple[str, ...] = names, way: AddNorm = way) -> None:
+                    x = residual
+                    for i in range(EACH):
+                        for name in names:
+                            x, _ = way(inputs[name], self.weights[name][i], x)
+
+                if self.in_time():
+                    found.setdefault(what, []).append(graph_microseconds(chain, chain=1, replays=9) / (EACH * len(names)))
+        return {what: round(sorted(times)[len(times) // 2], 2) for what, times in found.items()}
+
+
+def main() -> None:
+    parser = Parser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, help="JSON file")
+    parser.add_argument("--replays", type=int, default=2000, help="of the graph of sums (default 2000)")
+    parser.add_argument("--seconds", type=float, default=35.0, help="after which no more times are taken (default 35)")
+    arguments = parser.parse_args()
+    world = init_world("cuda", "nccl")
+    seeds = [random.SystemRandom().randrange(2**31)]
+    dist.broadcast_object_list(seeds, group=world.control)
+    with torch.inference_mode():
+        bench = Bench(world, seeds[0], arguments.seconds)
+        bench.part("correct", bench.correct)
+        bench.part("replays", lambda: bench.replays(arguments.replays))
+        for rows in ROWS:
+            bench.part(f"µs, {rows} rows", lambda rows=rows: bench.microseconds(rows))  # type: ignore[misc]
+    if world.rank == 0:
+        report: dict[str, Any] = {
+            "gpu": torch.cuda.get_device_name(),
+            "ranks": world.world_size,
+            "torch": torch.__version__,
+            "seed": seeds[0],
+            "configs": {
+                name: {rows: format_config(push_config(rows, WIDTH, k, torch.bfloat16)) for rows in ROWS}
+                for name, k in COLUMNS.items()
+            },
+            "found": bench.found,
+            "errors": bench.errors,
+        }
+        text = json.dumps(report, indent=1, ensure_ascii=False)
+        print(text)
+        if arguments.out:
+            arguments.out.parent.mkdir(parents=True, exist_ok=True)
+            arguments.out.write_text(text + "\n")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    run(main)

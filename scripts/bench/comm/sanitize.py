@@ -1,0 +1,79 @@
+"""Run every kernel that sums over ranks on a single rank, under compute-sanitizer. `make sanitize` starts this.
+
+It does not check results, which tests and bench_comm.py do. compute-sanitizer checks that the kernels make no invalid memory
+accesses.
+"""
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cli import Parser, run
+from comm.fused import UNTILED, Gather, Meeting, Share
+from comm.interface import Communicator
+from comm.quantize import WIDTHS, parse_scheme
+from comm.quantized_symmetric import QuantizedSymmetricCommunicator
+from comm.relay import RelayCommunicator
+from comm.symmetric import KINDS, SymmetricCommunicator
+from kernels import fused_rows, linear_push
+
+DEVICE = torch.device("cuda", 0)
+SHAPES = ((1, 8192), (3, 1000), (16, 8192))  # rows and width of a message
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(*shape, device=DEVICE).bfloat16()
+
+
+def sums(comm: Communicator) -> None:
+    for rows, width in SHAPES:
+        partial, x = random(rows, width), random(rows, width)
+        comm.defer(partial.clone()).add_norm(x, random(width), 1e-5)
+        comm.start(partial.clone()).wait()
+        comm.all_reduce(partial)
+        comm.all_gather(x)
+    comm.check()
+
+
+def pushes(comm: SymmetricCommunicator) -> None:
+    exchange = comm.here.workspace.exchange
+    for rows in (1, 4, 16):
+        linear_push.linear_push(random(rows, 2048), random(8192, 2048), exchange)
+        linear_push.receive_add_norm(random(rows, 8192), random(8192), 1e-5, exchange)
+    comm.check()
+
+
+def pairs() -> None:
+    meeting, share = Meeting(DEVICE, None, 1 << 22), Share(300, 768, torch.bfloat16)
+    for split in (*UNTILED, "tiles0"):
+        for pull in (False, True):
+            meeting.scatter(random(300, 512), random(768, 512), split)
+            fused_rows.reduce_norm_rows(meeting.places, random(300, 768), random(768), 1e-5)
+            meeting.gather_linear(share, random(256, 768), None, Gather(split, pull, 2))
+    meeting.check()
+
+
+def main() -> None:
+    Parser(description=__doc__.partition("\n")[0]).parse_args()
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29777", "RANK": "0", "WORLD_SIZE": "1", "NCCL_NVLS_ENABLE": "0"}
+    torch.cuda.set_device(DEVICE)
+    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=DEVICE)
+    with torch.inference_mode():
+        for kind in KINDS:
+            sums(comm := SymmetricCommunicator(kind, DEVICE))
+            if kind == "one-shot":
+                pushes(comm)
+        sums(SymmetricCommunicator("one-shot", DEVICE, memory="host"))
+        for width in WIDTHS:
+            sums(QuantizedSymmetricCommunicator(parse_scheme(width), DEVICE))
+            sums(RelayCommunicator(parse_scheme(width), DEVICE))
+        sums(RelayCommunicator(None, DEVICE))
+        pairs()
+    torch.cuda.synchronize()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    run(main)

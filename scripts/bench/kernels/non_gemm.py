@@ -1,0 +1,385 @@
+"""Measure a decoder layer's kernels on one GPU: errors, and median times in CUDA graphs compared with plain PyTorch.
+
+    python -m scripts.bench.kernels.non_gemm --out out/kernels.json
+    python -m scripts.bench.kernels.non_gemm --ranks 4 --decode-configs 64,4,3,3,64 64,4,4,2,64 --prefill-configs 64,64,4,3 128,64,8,3
+
+The shapes are those of Llama-3-70B on 4 and on 8 ranks. A graph holds at least 20 launches, which cycle through several inputs.
+The inputs together exceed the L2 cache, so that none is still cached when it is used again. Prints a table; --out writes the
+rows as JSON. With --decode-configs or --prefill-configs only attention is timed, once with each of these launch configurations.
+This is how the tables at the top of kernels/paged_attention_triton.py are found.
+"""
+
+import argparse
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cli import Parser, run
+from engine.sampler import SamplingBatch, SamplingParams, sample
+from errors import UserError
+from kernels.activation import swiglu, swiglu_reference
+from kernels.norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
+from kernels.paged_attention import paged_decode, paged_decode_reference, paged_prefill, paged_prefill_reference
+from kernels.rope_cache import rope_store, rope_store_reference
+from kernels.sampling import combine_best, local_best
+from scripts.lib.results import machine
+
+LAUNCHES, REPLAYS = 20, 15
+COLD_BYTES = 200e6  # more than three times the L2 cache of an H200
+HIDDEN, INTERMEDIATE, VOCAB, HEADS, KV_HEADS, HEAD_DIM, BLOCK = 8192, 28672, 128256, 64, 8, 128, 16
+BATCHES, LENGTHS, EPS = (1, 4, 16, 64), (1024, 1536, 8192), 1e-5
+TRIED = ((1, 1100), (1, 8192), (1, 32768), (4, 1100), (16, 1100), (64, 1100), (64, 8192))  # batch and length, per DecodeConfig
+
+Inputs = tuple[Any, ...]
+
+
+@dataclass
+class Case:
+    """One kernel at one shape. `make` draws random inputs; the other callables take them."""
+
+    kernel: str
+    shape: dict[str, int]
+    make: Callable[[], Inputs]
+    ours: Callable[..., Any]
+    peer: Callable[..., Any]
+    exact: Callable[..., Tensor]  # the reference, in fp32 or equivalent
+    for_peer: Callable[..., Inputs] = lambda *inputs: inputs  # converts the inputs of `make` to those of `peer`
+    bytes: float = 0
+    flops: float = 0
+
+    def copies(self) -> int:
+        return int(min(max(COLD_BYTES / max(self.bytes, 1), 2), 256))
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+
+def integers(high: int, *shape: int) -> Tensor:
+    return torch.randint(0, high, shape, device="cuda")
+
+
+# --- the cases ---------------------------------------------------------------------------------------------------------------
+
+
+def gate_up(rows: int, size: int) -> Inputs:
+    return (randn(rows, 2 * size),)
+
+
+def elementwise_cases(ranks: int) -> Iterator[Case]:
+    size, weight = INTERMEDIATE // ranks, randn(HIDDEN)
+    for rows in (*BATCHES, 1024, 8192):
+
+        def normed(count: int, rows: int = rows) -> Inputs:
+            return *(randn(rows, HIDDEN) for _ in range(count)), weight, EPS
+
+        if ranks == 4:  # the norms are not sharded
+            shape = {"rows": rows, "size": HIDDEN}
+            yield Case(
+                "rms_norm",
+                shape,
+                partial(normed, 1),
+                rms_norm,
+                rms_norm_reference,
+                lambda x, weight, eps: rms_norm_reference(x.float(), weight.float(), eps),
+                bytes=rows * HIDDEN * 4,
+            )
+            yield Case(
+                "add_rms_norm",
+                shape,
+                partial(normed, 2),
+                lambda *x: add_rms_norm(*x)[1],
+                lambda *x: add_rms_norm_reference(*x)[1],
+                lambda x, update, weight, eps: rms_norm_reference((x + update).float(), weight.float(), eps),
+                bytes=rows * HIDDEN * 8,
+            )
+        yield Case(
+            "swiglu",
+            {"rows": rows, "size": size},
+            partial(gate_up, rows, size),
+            swiglu,
+            swiglu_reference,
+            lambda x: swiglu_reference(x.float()),
+            bytes=rows * size * 6,
+        )
+
+
+def rope_by_torch(
+    qkv: Tensor, positions: Tensor, frequencies: Tensor, places: Tensor, keys: Tensor, values: Tensor, *_: Any
+) -> Tensor:
+    """Like the reference, but stores all tokens: boolean indexing cannot be captured in a CUDA graph."""
+    heads, kv_heads = qkv.unflatten(-1, (-1, HEAD_DIM)), keys.shape[1]
+    qk, v = heads[:, :-kv_heads], heads[:, -kv_heads:]
+    angles = positions[:, None, None].float() * frequencies
+    cos, sin = angles.cos(), angles.sin()
+    a, b = qk.float().chunk(2, dim=-1)
+    turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(qkv)
+    keys.index_copy_(0, places, turned[:, -kv_heads:])
+    values.index_copy_(0, places, v)
+    return turned[:, :-kv_heads]
+
+
+def rope_cases(ranks: int) -> Iterator[Case]:
+    heads, kv_heads = HEADS // ranks, KV_HEADS // ranks
+    frequencies = 1 / 500000 ** (torch.arange(0, HEAD_DIM, 2, device="cuda") / HEAD_DIM)
+    for rows in (*BATCHES, 1024, 8192):
+
+        def make(rows: int = rows) -> Inputs:
+            cache = randn(2, 2 * rows, kv_heads, HEAD_DIM)
+            places = torch.randperm(2 * rows, device="cuda")[:rows]
+            qkv = randn(rows, (heads + 2 * kv_heads) * HEAD_DIM)
+            return qkv, integers(8192, rows), frequencies, places, *cache, None, None, EPS
+
+        yield Case(
+            "rope_store",
+            {"rows": rows, "heads": heads, "kv_heads": kv_heads},
+            make,
+            rope_store,
+            rope_by_torch,
+            lambda qkv, *rest: rope_store_reference(qkv.float(), *rest),
+            bytes=rows * (heads + 2 * kv_heads) * HEAD_DIM * 4,
+        )
+
+
+def pages(sequences: int, length: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys and values (N, P, K, D), and tables (sequences, W) of shuffled blocks."""
+    width = -(-length // BLOCK)
+    keys, values = (randn(sequences * width, BLOCK, kv_heads, HEAD_DIM) for _ in range(2))
+    return keys, values, torch.randperm(sequences * width, device="cuda").view(sequences, width).int()
+
+
+def unpaged(q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, *_: Any) -> Inputs:
+    """Queries (B, T, H, D), and keys and values (B, L, K, D), for a peer without pages. All sequences have the same length."""
+    k, v = (x[tables.long()].flatten(1, 2) for x in (keys, values))
+    return q.view(len(tables), -1, *q.shape[1:]), k, v
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+    return out.transpose(1, 2).flatten(0, 1)
+
+
+def decode_case(ranks: int, batch: int, length: int, bound: int) -> Case:
+    heads, kv_heads = HEADS // ranks, KV_HEADS // ranks
+
+    def make() -> Inputs:
+        lengths = torch.full((batch,), length, dtype=torch.int32, device="cuda")
+        return randn(batch, heads, HEAD_DIM), *pages(batch, length, kv_heads), lengths, None, bound
+
+    return Case(
+        "paged_decode",
+        {"batch": batch, "length": length, "bound": bound, "heads": heads, "kv_heads": kv_heads},
+        make,
+        paged_decode,
+        partial(attend, causal=False),
+        lambda q, *rest: paged_decode_reference(q.float(), *rest),
+        for_peer=unpaged,
+        bytes=batch * length * kv_heads * HEAD_DIM * 4,
+    )
+
+
+def decode_cases(ranks: int) -> Iterator[Case]:
+    shapes = [(b, length, length) for b in BATCHES for length in LENGTHS] + [(1, 1024, 8192), (64, 1024, 8192)]
+    return (decode_case(ranks, *shape) for shape in shapes)
+
+
+def prefill_case(ranks: int, spans: int, length: int) -> Case:
+    heads, kv_heads = HEADS // ranks, KV_HEADS // ranks
+
+    def make() -> Inputs:
+        starts = torch.arange(spans + 1, dtype=torch.int32, device="cuda") * length
+        lengths = torch.full((spans,), length, dtype=torch.int32, device="cuda")
+        q = randn(spans * length, heads, HEAD_DIM)
+        return q, *pages(spans, length, kv_heads), starts, lengths, None, length
+
+    return Case(
+        "paged_prefill",
+        {"spans": spans, "length": length, "heads": heads, "kv_heads": kv_heads},
+        make,
+        paged_prefill,
+        partial(attend, causal=True),
+        lambda q, *rest: paged_prefill_reference(q.float(), *rest),
+        for_peer=unpaged,
+        bytes=spans * length * (2 * heads + 2 * kv_heads) * HEAD_DIM * 2,
+        flops=2 * spans * length * (length + 1) * heads * HEAD_DIM,
+    )
+
+
+def prefill_cases(ranks: int) -> Iterator[Case]:
+    return (prefill_case(ranks, spans, length) for spans, length in ((1, 1024), (8, 1024), (1, 8192)))
+
+
+def draw(logits: Tensor, batch: SamplingBatch, positions: Tensor) -> Tensor:
+    per_row = batch.temperature[:, 0], batch.seed[:, 0], positions[:, 0]
+    return combine_best(local_best(logits, *per_row, 0, logits.shape[1]))
+
+
+def sampling_cases(ranks: int) -> Iterator[Case]:
+    size = VOCAB // ranks
+    for batch in BATCHES:
+        for temperature in (0.0, 0.7):
+
+            def make(batch: int = batch, temperature: float = temperature) -> Inputs:
+                params = [SamplingParams(temperature, seed=i) for i in range(batch)]
+                return randn(batch, size), SamplingBatch.of(params, torch.device("cuda")), integers(8192, batch, 1)
+
+            yield Case(
+                "sampling",
+                {"batch": batch, "ids": size, "greedy": int(temperature == 0)},
+                make,
+                draw,
+                lambda logits, *rest: sample(logits.float(), *rest),
+                lambda logits, *rest: sample(logits.float(), *rest),
+                bytes=batch * size * 2,
+            )
+
+
+FAMILIES: dict[str, Callable[[int], Iterator[Case]]] = {
+    "elementwise": elementwise_cases,
+    "rope": rope_cases,
+    "decode": decode_cases,
+    "prefill": prefill_cases,
+    "sampling": sampling_cases,
+}
+
+# --- measuring -----------------------------------------------------------------------------------------------------------------
+
+
+def microseconds(call: Callable[..., Any], inputs: list[Inputs]) -> float:
+    """Median time of one call in µs, in a CUDA graph of many calls."""
+    count = max(LAUNCHES, len(inputs))
+    call(*inputs[0])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(count):
+            call(*inputs[i % len(inputs)])
+    graph.replay()
+    times = []
+    for _ in range(REPLAYS):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) * 1e3 / count)
+    return median(times)
+
+
+def measure(case: Case) -> dict[str, Any]:
+    inputs = [case.make() for _ in range(case.copies())]
+    peer_inputs = [case.for_peer(*x) for x in inputs]
+    exact = case.exact(*inputs[0]).float()
+    outputs = case.ours(*inputs[0]), case.peer(*peer_inputs[0])
+    error, peer_error = ((x.float() - exact).abs().max().item() for x in outputs)
+    ours, peer = microseconds(case.ours, inputs), microseconds(case.peer, peer_inputs)
+    return {
+        "kernel": case.kernel,
+        **case.shape,
+        "us": round(ours, 2),
+        "peer_us": round(peer, 2),
+        "gb_per_second": round(case.bytes / ours / 1e3, 1),
+        "tflop_per_second": round(case.flops / ours / 1e6, 1),
+        "error": error,
+        "peer_error": peer_error,
+        "right": error <= 2 * peer_error + 1e-6,
+    }
+
+
+def tried(table: str, configs: Sequence[Any], cases: Iterable[Case]) -> Iterator[dict[str, Any]]:
+    """Time the cases with each of `configs` in place of the kernels' whole `table`. All configs get the same inputs."""
+    from triton.runtime.errors import OutOfResources
+
+    from kernels import paged_attention_triton as kernels
+
+    usual = getattr(kernels, table)
+    for case in cases:
+        inputs = [case.make() for _ in range(case.copies())]
+        exact = case.exact(*inputs[0]).float()
+        error_of_torch = (case.peer(*case.for_peer(*inputs[0])).float() - exact).abs().max().item()
+        print(case.kernel, *(f"{k}={v}" for k, v in case.shape.items()))
+        for config in configs:
+            setattr(kernels, table, ((math.inf, config),))
+            try:
+                error = (case.ours(*inputs[0]).float() - exact).abs().max().item()
+            except OutOfResources as refusal:
+                print(f"    {config}: {refusal}")
+                continue
+            row = {"kernel": case.kernel, **case.shape, "config": config._asdict()}
+            row |= {"us": round(microseconds(case.ours, inputs), 2), "right": error <= 2 * error_of_torch + 1e-6}
+            rate = case.flops / row["us"] / 1e6 or case.bytes / row["us"] / 1e3
+            wrong = "" if row["right"] else "  WRONG"
+            print(
+                f"    {','.join(map(str, config)):20} {row['us']:9.2f} us {rate:8.1f} {'TFLOP' if case.flops else 'GB'}/s{wrong}"
+            )
+            yield row
+    setattr(kernels, table, usual)
+
+
+def trials(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    decode = (decode_case(n, batch, length, length) for n in args.ranks for batch, length in TRIED)
+    prefill = (case for n in args.ranks for case in prefill_cases(n))
+    yield from tried("DECODE_CONFIGS", args.decode_configs, decode if args.decode_configs else ())
+    yield from tried("PREFILL_CONFIGS", args.prefill_configs, prefill if args.prefill_configs else ())
+
+
+def measured(ranks: list[int], families: list[str]) -> Iterator[dict[str, Any]]:
+    for case in (case for name in families for n in ranks for case in FAMILIES[name](n)):
+        row = measure(case)
+        show(row)
+        yield row
+
+
+def config_of(kind: str) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
+        from kernels import paged_attention_triton as kernels
+
+        return getattr(kernels, kind)(*map(int, text.split(",")))
+
+    parse.__name__ = kind  # argparse shows this name in its error message
+    return parse
+
+
+def show(row: dict[str, Any]) -> None:
+    figures = {"us", "peer_us", "gb_per_second", "tflop_per_second", "error", "peer_error", "right", "kernel"}
+    shape = " ".join(f"{k}={v}" for k, v in row.items() if k not in figures)
+    rate = f"{row['tflop_per_second']:7.1f} TFLOP/s" if row["tflop_per_second"] else f"{row['gb_per_second']:7.1f} GB/s"
+    verdict = "" if row["right"] else f"  WRONG: {row['error']:.3g}, PyTorch {row['peer_error']:.3g}"
+    print(f"{row['kernel']:14} {shape:58} {row['us']:9.2f} us  PyTorch {row['peer_us']:9.2f} us {rate}{verdict}", flush=True)
+
+
+def main() -> None:
+    parser = Parser(description=(__doc__ or "").splitlines()[0], formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="a JSON file for the rows")
+    parser.add_argument("--only", nargs="+", choices=FAMILIES, default=list(FAMILIES), help="kernels to measure")
+    parser.add_argument("--ranks", nargs="+", type=int, choices=(4, 8), default=[4, 8], help="of which shards are measured")
+    add = partial(parser.add_argument, nargs="+", default=[], metavar="N,N,…")
+    fields = "keys of a tile, warps, stages, programs an SM and most splits"
+    add("--decode-configs", type=config_of("DecodeConfig"), help=f"time only attention, paged_decode with these {fields}")
+    fields = "rows of a program, keys of a tile, warps and stages"
+    add("--prefill-configs", type=config_of("PrefillConfig"), help=f"time only attention, paged_prefill with these {fields}")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise UserError("bench_kernels.py needs a GPU")
+    torch.manual_seed(0)
+    with torch.no_grad():
+        rows = list(trials(args) if args.decode_configs or args.prefill_configs else measured(args.ranks, args.only))
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
+    wrong = [row["kernel"] for row in rows if not row["right"]]
+    if wrong:
+        raise UserError(f"wrong results: {', '.join(sorted(set(wrong)))}")
+
+
+if __name__ == "__main__":
+    run(main)

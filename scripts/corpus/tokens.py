@@ -1,0 +1,18 @@
+"""The synthetic corpus as a token file for training."""
+
+import os
+from pathlib import Path
+
+from scripts.corpus.documents import encode_corpus
+from tokenizer import load_tokenizer
+from training.data import write_tokens
+from training.tokenize_data import fingerprint
+
+TOKENS_PER_DOCUMENT = 90  # on average
+
+
+def write_corpus(path: Path, tokenizer: Path, seed: int, documents: int) -> None:
+    """Write the first `documents` documents of the corpus with this seed as a token file, with the tokenizer in the folder
+    `tokenizer`. Raises UserError as `encode_corpus` does."""
+    ids = encode_corpus(tokenizer, seed, documents, processes=os.cpu_count() or 1)
+    write_tokens(path, ids, load_tokenizer(tokenizer).vocab_size, fingerprint(tokenizer))

@@ -1,0 +1,118 @@
+"""Train the embedded checkpoints: one model per residual variant, all with the same size, tokens and seed.
+
+    python -m scripts.corpus.train_tiny --variant hybrid              # one variant, into models/tiny-hybrid
+    python -m scripts.corpus.train_tiny                               # all six, one after the other
+    python -m scripts.corpus.train_tiny --tokens 2e6 --out /tmp/try   # a short test on a CPU
+    python launch.py --ranks 4 -m scripts.corpus.train_tiny --variant ladder
+
+The corpus is generated from its seed (`scripts/corpus/documents.py`) and tokenized. The trainer is that of `training/`. The
+order of windows, the initial weights and the schedule depend only on the seed. Training on the default 300M tokens takes
+minutes on a GPU and most of a day on a CPU core. A stopped run continues with --resume.
+"""
+
+import argparse
+import json
+import shutil
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from cli import Parser, note, run
+from config import ModelConfig, preset, with_variant
+from scripts.corpus.documents import EXAMPLES, train_tokenizer
+from scripts.corpus.tokens import TOKENS_PER_DOCUMENT, write_corpus
+from tp import World, init_world
+from training import train as command
+from training.loop import Setup, prepare, train
+from training.losses import cross_entropy
+from training.metrics import read_metrics
+
+VARIANTS = ("standard", "parallel", "ladder", "hybrid", "desync-2x", "desync-4x")
+STREAMS = 4  # of the desync variants, so that they run on 1, 2 and 4 ranks
+BOS, EOS = 0, 1
+WINDOW = 1024  # tokens
+RECIPE = ("--learning-rate", "4e-3", "--final-rate", "0.05", "--weight-decay", "0.1", "--clip", "1")
+WARMUP = 0.02  # share of the steps
+
+
+def tiny_config(variant: str) -> ModelConfig:
+    name = f"{variant}:{STREAMS}" if variant.startswith("desync") else variant
+    return replace(with_variant(preset("tiny"), name), bos_token_id=BOS, eos_token_ids=(EOS,))
+
+
+def prepare_tokens(args: argparse.Namespace, tokenizer: Path, path: Path) -> None:
+    """Write the tokenizer and the token file, unless they exist."""
+    if not (tokenizer / "tokenizer.json").exists():
+        train_tokenizer(tokenizer, seed=args.seed)
+    if not path.with_suffix(".json").exists():
+        write_corpus(path, tokenizer, args.seed, int(args.tokens) // TOKENS_PER_DOCUMENT)
+
+
+def train_variant(args: argparse.Namespace, world: World, variant: str, data: Path, tokenizer: Path) -> None:
+    """Train one variant in OUT/run-VARIANT. Rank 0 writes the model and a record of its training to OUT/tiny-VARIANT. Collective."""
+    start, work = time.perf_counter(), args.out / f"run-{variant}"
+    steps = max(1, int(args.tokens) // (args.batch * WINDOW))
+    argv = ["--model", "tiny", "--data", data, "--out", work, "--steps", steps, "--seed", args.seed, "--log-every", 20]
+    argv += ["--warmup", max(1, int(WARMUP * steps)), "--sequence-length", WINDOW, "--global-batch", args.batch, *RECIPE]
+    argv += ["--micro-batch", args.micro_batch or args.batch // world.world_size, "--device", world.device.type]
+    argv += [flag for flag in ("--resume", "--compile") if getattr(args, flag.removeprefix("--"))]
+    settings = command.parse_args([str(a) for a in argv])
+    setup = Setup(tiny_config(variant), None, tokenizer, data, cross_entropy)
+    trainer, snapshots = prepare(settings, world, setup)
+    train(settings, world, trainer, snapshots, setup)
+    if world.rank:
+        return
+    directory = args.out / f"tiny-{variant}"
+    shutil.copytree(work / "model", directory, dirs_exist_ok=True)
+    losses = [round(line["loss"], 4) for line in read_metrics(work / "metrics.jsonl")]
+    record = dict(
+        variant=setup.config.description,
+        settings={key: value for key, value in vars(settings).items() if isinstance(value, (int, float))},
+        tokens_in_corpus=len(trainer.batches.tokens.tokens),
+        seconds=round(time.perf_counter() - start, 1),
+        machine=torch.cuda.get_device_name() if world.device.type == "cuda" else "CPU",
+        ranks=world.world_size,
+        torch=torch.__version__,
+        loss_every_20_steps=losses,
+    )
+    (directory / "training.json").write_text(json.dumps(record) + "\n")
+    (directory / "examples.json").write_text(json.dumps(EXAMPLES, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    note(f"{directory}: loss {losses[-1]:.4f} after {steps} steps, {record['seconds']} s")
+
+
+def main() -> None:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--variant", choices=VARIANTS, help="train only this one (default: all)")
+    parser.add_argument("--tokens", type=float, default=300e6, help="training tokens (default: 300e6)")
+    parser.add_argument("--seed", type=int, default=1, help="of corpus, initial weights and order (default: 1)")
+    parser.add_argument(
+        "--batch", type=int, default=64, help=f"windows of {WINDOW} tokens a step, over all ranks (default: 64)"
+    )
+    parser.add_argument("--micro-batch", type=int, help="windows that a rank computes at once (default: its whole share)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA if there is any")
+    parser.add_argument("--compile", action="store_true", help="compile the modules with torch.compile")
+    parser.add_argument("--resume", action="store_true", help="go on where a run of the same settings stopped")
+    parser.add_argument("--out", type=Path, default=Path("models"), help="folder for tiny-VARIANT (default: models)")
+    parser.add_argument("--prepare", action="store_true", help="write the tokenizer and the token file, then stop")
+    parser.add_argument("--data", type=Path, help="token file, made if missing (default: OUT/tokens-SEED-TOKENS.bin)")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    world = init_world(args.device)
+    tokenizer = args.out / "tokenizer"
+    data = args.data or args.out / f"tokens-{args.seed}-{int(args.tokens)}.bin"
+    if world.rank == 0:
+        prepare_tokens(args, tokenizer, data)
+    if world.world_size > 1:
+        dist.barrier()
+    if args.prepare:
+        note(f"{data} is ready")
+        return
+    for variant in [args.variant] if args.variant else VARIANTS:
+        train_variant(args, world, variant, data, tokenizer)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,206 @@
+"""Measure the embedded models' quality: held-out perplexity, and exact match by task, for each variant, tp and --comm.
+
+    python -m scripts.quality.accuracy                                          # all models/tiny-* at tp 1, 2 and 4, exact all-reduces
+    python -m scripts.quality.accuracy --comm gloo int8 int6 int4 fp8 --tp 2 4  # the effect of quantized all-reduces
+    python -m scripts.quality.accuracy --tp 1 2 --comm gloo int4:64 --items 50 --models models/tiny-hybrid --dry-run
+
+This is a small version of tables 3 and 5 of the ladder paper, and of tables 2 and 6 of the Flash Communication paper. Held-out
+documents share no cast, operands or lists with the training corpus. Writes accuracy.json and accuracy.md into out (with --write
+into docs/results), or accuracy-quantized.json and .md if --comm names communicators other than gloo. Ranks are started once for
+each number of ranks and communicator. One rank sends nothing, so tp 1 is evaluated only with gloo.
+"""
+
+import argparse
+import json
+import math
+import subprocess
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from checkpoint import load_model, model_config
+from cli import Parser, run
+from comm import choose
+from comm.quantize import WIDTHS
+from engine.offline import Timing, generate, score
+from engine.sampler import SamplingParams
+from engine.stopping import OutputStream
+from errors import UserError
+from model import Transformer
+from processes import on_ranks
+from scripts.corpus.documents import documents, render
+from scripts.lib.results import ROOT, add_write_option, describe, machine, results_folder, write_json, write_text
+from scripts.quality.embedded import EXACT, TASKS
+from tokenizer import Tokenizer, load_tokenizer
+from tp import World, init_world
+
+ORDER = ("standard", "parallel", "ladder", "hybrid", "desync-2x", "desync-4x")
+SEED = 2  # of the held-out documents
+MAX_ANSWER = 64  # tokens
+BATCH = 64
+
+
+def perplexity(model: Transformer, tokenizer: Tokenizer, items: int) -> float:
+    """exp of the mean negative log-likelihood (nats) per token over held-out stories, without the begin token."""
+    total, count = 0.0, 0
+    for document in documents(SEED, items, split="heldout", kind="story"):
+        logprobs, _ = score(model, tokenizer.encode(render(document), add_special_tokens=False))
+        total -= sum(p for p in logprobs if p is not None)
+        count += len(logprobs) - 1
+    return math.exp(total / count)
+
+
+def exact_match(model: Transformer, tokenizer: Tokenizer, task: str, items: int) -> float:
+    """Share (0 to 1) of held-out prompts whose greedy answer equals the expected text exactly."""
+    by_length: dict[int, list[tuple[list[int], str]]] = defaultdict(list)
+    for document in documents(SEED, items, split="heldout", kind=task):
+        prompt = tokenizer.encode_chat(document.prompt_messages)
+        by_length[len(prompt)].append((prompt, document.answer))
+    right = 0
+    for group in by_length.values():
+        for first in range(0, len(group), BATCH):
+            right += count_right(model, tokenizer, group[first : first + BATCH])
+    return right / items
+
+
+def count_right(model: Transformer, tokenizer: Tokenizer, batch: list[tuple[list[int], str]]) -> int:
+    prompts = [prompt for prompt, _ in batch]
+    outputs = [OutputStream(tokenizer, prompt, MAX_ANSWER, frozenset(tokenizer.eos_ids)) for prompt in prompts]
+    greedy = [SamplingParams(temperature=0)] * len(batch)
+    for tokens in generate(model, prompts, greedy, MAX_ANSWER, Timing()):
+        for output, token in zip(outputs, tokens, strict=True):
+            if output.finish_reason is None:
+                output.push(token)
+        if all(output.finish_reason for output in outputs):
+            break
+    return sum(output.text == expected for output, (_, expected) in zip(outputs, batch, strict=True))
+
+
+def evaluate(path: Path, world: World, items: int) -> dict[str, Any]:
+    """One row of the table: the checkpoint at `path` on the ranks of `world`, in fp32. Collective."""
+    config = model_config(str(path), None, world.world_size)
+    model = load_model(str(path), config, world, torch.float32)
+    tokenizer = load_tokenizer(path)
+    row: dict[str, Any] = {
+        "model": path.name,
+        "variant": config.description,
+        "tp": world.world_size,
+        "comm": world.comm.name if world.world_size > 1 else EXACT,
+        "items_per_task": items,
+        "perplexity": perplexity(model, tokenizer, items),
+    }
+    return row | {task: exact_match(model, tokenizer, task, items) for task in TASKS}
+
+
+def work(args: argparse.Namespace) -> None:
+    """What one rank does: evaluate every model. Rank 0 writes the rows."""
+    world = init_world("cpu", args.comm[0])
+    rows = []
+    what = f"tp {world.world_size}, {args.comm[0]}"
+    for path in tqdm(args.models, desc=what, unit="model", disable=world.rank > 0):
+        rows.append(evaluate(path, world, args.items))
+    if world.rank == 0:
+        args.rows.write_text(json.dumps(rows))
+
+
+def launch(ranks: int, comm: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    with tempfile.NamedTemporaryFile(suffix=".json") as rows:
+        command = [*on_ranks(ranks), __file__]
+        command += ["--items", str(args.items), "--comm", comm, "--rows", rows.name, "--models", *map(str, args.models)]
+        if subprocess.run(command, cwd=ROOT).returncode:
+            raise UserError(f"the evaluation on {ranks} ranks failed; see above")
+        return json.loads(Path(rows.name).read_text())
+
+
+def table(rows: list[dict[str, Any]], where: dict[str, Any]) -> str:
+    """A Markdown table for exact all-reduces, one line per model: perplexity at each tp, and exact match by task.
+
+    Exact match is a range if it differs between tps.
+    """
+    rows = [row for row in rows if row["comm"] == EXACT]
+    sizes = sorted({row["tp"] for row in rows})
+    head = ["model", "variant", *(f"perplexity, tp {n}" for n in sizes), *TASKS, "mean"]
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for name in dict.fromkeys(row["model"] for row in rows):
+        mine = {row["tp"]: row for row in rows if row["model"] == name}
+        cells = [f"`{name}`", mine[sizes[0]]["variant"], *(f"{mine[n]['perplexity']:.4f}" for n in sizes)]
+        for task in (*TASKS, "mean"):
+            values = [_task(mine[n], task) * 100 for n in sizes]
+            same = max(values) - min(values) < 0.05
+            cells.append(f"{values[0]:.1f}" if same else f"{min(values):.1f} to {max(values):.1f}")
+        lines.append("| " + " | ".join(cells) + " |")
+    caption = (
+        f"Exact match in %, {rows[0]['items_per_task']} held-out items a task, greedy, fp32; a single figure is the same at "
+        f"tp {', '.join(map(str, sizes))}. Made on {describe(where, 'cpu')}."
+    )
+    return "\n".join([*lines, "", caption, ""])
+
+
+def quantized_table(rows: list[dict[str, Any]], where: dict[str, Any]) -> str:
+    """A Markdown table: the change of perplexity and of mean exact match from exact all-reduces, by model, communicator and tp."""
+    exact = {(row["model"], row["tp"]): row for row in rows if row["comm"] == EXACT}
+    pairs = list(dict.fromkeys((row["comm"], row["tp"]) for row in rows if row["comm"] != EXACT))
+    head = ["model", *(f"{comm}, tp {tp}" for comm, tp in pairs)]
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for name in dict.fromkeys(row["model"] for row in rows):
+        cells = [f"`{name}`"]
+        for pair in pairs:
+            row = next(row for row in rows if (row["model"], row["comm"], row["tp"]) == (name, *pair))
+            same = exact[name, row["tp"]]
+            change = row["perplexity"] / same["perplexity"] - 1
+            cells.append(f"{change:+.3%}; {(_task(row, 'mean') - _task(same, 'mean')) * 100:+.1f}")
+        lines.append("| " + " | ".join(cells) + " |")
+    caption = (
+        f"Change against exact fp32 sums: of perplexity in %; of the mean exact match in points, {rows[0]['items_per_task']} "
+        f"held-out items a task, greedy, fp32. Groups of 128 values unless named. Made on {describe(where, 'cpu')}."
+    )
+    return "\n".join([*lines, "", caption, ""])
+
+
+def _task(row: dict[str, Any], task: str) -> float:
+    return sum(row[t] for t in TASKS) / len(TASKS) if task == "mean" else row[task]
+
+
+def main() -> None:
+    found = [ROOT / "models" / f"tiny-{name}" for name in ORDER]
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", type=Path, nargs="+", default=found, help="checkpoints (default: models/tiny-*)")
+    parser.add_argument("--tp", type=int, nargs="+", default=[1, 2, 4], help="numbers of ranks (default: 1 2 4)")
+    parser.add_argument("--items", type=int, default=200, help="held-out documents a task (default: 200)")
+    parser.add_argument(
+        "--comm", nargs="+", default=[EXACT], metavar="NAME", help=f"{EXACT}, {', '.join(WIDTHS)} (default: {EXACT})"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the tables and write nothing")
+    add_write_option(parser)
+    parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.rows:
+        work(args)
+        return
+    folder = None if args.dry_run else results_folder(args)
+    for path in args.models:
+        model_config(str(path), None, 1)
+    for comm in args.comm:
+        choose("cpu", comm)  # refuse a bad name now instead of hours later
+    if args.comm != [EXACT] and max(args.tp) == 1:
+        raise UserError("one rank sums nothing, so quantized sums change nothing; give --tp 2")
+    if EXACT not in args.comm:
+        raise UserError(f"--comm {' '.join(args.comm)} lacks {EXACT}, which the others are compared with; add it")
+    runs = [(ranks, comm) for ranks in args.tp for comm in args.comm if ranks > 1 or comm == EXACT]
+    rows = [row for run in tqdm(runs, desc="tp and comm", unit="run") for row in launch(*run, args)]
+    where = machine()
+    quantized = args.comm != [EXACT]
+    name, text = ("accuracy-quantized", quantized_table(rows, where)) if quantized else ("accuracy", table(rows, where))
+    print(text)
+    if folder:
+        write_json(name, {"machine": where, "rows": rows}, folder)
+        write_text(folder / f"{name}.md", text, folder / f"{name}.json")
+        print(f"wrote {name}.json and {name}.md in {folder.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,432 @@
+"""Make tables and plots of GPU measurements from the raw files of the measuring commands.
+
+    make sweep ARGS="--models llama-3-70b --tp 4 --out docs/results/gpu-4/sweep-70b.jsonl"       # and others; then
+    python -m scripts.report.performance --raw docs/results/gpu-4
+
+Reads those of the following files that exist in --raw: sweep*.jsonl, comm.json (bench_comm.py), linear*.json (bench_linear.py),
+kernels.json and decode.json (bench_kernels.py), quantized*.json (bench_comm.py --parts "nccl|quantized"), push.json
+(bench_push.py), gemm-overlap.json (overlap.py), startup.json and load*.json. Writes a table of each as
+NAME-{decode,comm,linear,…}.md, and the plots NAME-comm.png, NAME-comm-no-p2p.png, NAME-grid.png (from sweep-grid*.jsonl) and
+NAME-overlap.png. NAME is the name of the --raw folder. The outputs go into out, or with --write into docs/results.
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from cli import Parser, note, run
+from comm.quantize import WIDTHS
+from errors import UserError
+from figures import GREY, byte_axis, communicator_colour, plain_log_axis, size_text
+from scripts.bench.comm.fused import markdown as overlap_table
+from scripts.bench.comm.fused import plot as plot_overlap
+from scripts.bench.comm.fused import rows_of as overlap_rows
+from scripts.bench.serving.load import table as load_table
+from scripts.lib.results import RESULTS, add_write_option, describe, made, results_folder, write_text
+from scripts.report import paper_tables
+from scripts.sweep.rows import ORDER, VLLM, Row, Setting, finished, read_rows
+
+NCCL = "µs nccl"
+EXACT = ("µs one-shot", "µs two-shot")
+WAYS = {  # names in bench_comm.py's report: names in tables and plots
+    "µs nccl": "NCCL",
+    "µs torch one_shot_all_reduce": "torch one-shot",
+    "µs torch two_shot_all_reduce_": "torch two-shot",
+    "µs one-shot": "one-shot",
+    "µs two-shot": "two-shot",
+}
+
+QUANTIZED = {
+    "µs one-shot": "one-shot",
+    "µs two-shot": "two-shot",
+    **{f"µs quantized {width}": width for width in WIDTHS},
+    **{f"µs portable quantized {width}": f"{width}, over NCCL" for width in WIDTHS},
+}
+PUSHED = {"o": "wo", "down": "w_down", "o and down": "both in turn"}  # layer names of bench_push.py: names in the table
+
+NOT_A_CASE = {"kernel", "us", "peer_us", "gb_per_second", "tflop_per_second", "error", "peer_error", "right", "config"}
+
+
+def markdown(head: list[str], rows: Iterable[list[str]], caption: str) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join([*(f"| {' | '.join(line)} |" for line in lines), "", caption, ""])
+
+
+def decode(folder: Path) -> str | None:
+    """A table of ms per decode step and per prefill, one column per variant. None if there are no rows."""
+    rows: list[Row] = [row for path in sorted(folder.glob("sweep*.jsonl")) for row in finished(read_rows(path))]
+    if not rows:
+        return None
+    variants = sorted({row.setting.variant for row in rows}, key=_place)
+    cells: dict[tuple[str, ...], dict[str, Row]] = {}
+    for row in (row for row in rows if row.setting.variant != VLLM):
+        cells.setdefault((*_lengths(row.setting), row.communicator, row.setting.interconnect), {})[row.setting.variant] = row
+    for row in (row for row in rows if row.setting.variant == VLLM):  # once for each communicator of Rung
+        for where in [where for where in cells if (where[:4], where[-1]) == (_lengths(row.setting), row.setting.interconnect)]:
+            cells[where][VLLM] = row
+    lines = [
+        [
+            *where,
+            str(min(row.setting.runs for row in by.values())),
+            what,
+            *(_ms(by.get(variant), figure) for variant in variants),
+        ]
+        for where, by in cells.items()
+        for what, figure in (("decode", "decode_ms_per_token"), ("prefill", "prefill_ms"))
+    ]
+    made = describe(rows[0].machine, "cuda")
+    caption = f"ms of a decode step and of the prefill, medians of so many runs; 1 is a single run. Made on {made}."
+    return markdown(["model", "tp", "batch", "tokens", "sums", "interconnect", "runs", "", *variants], lines, caption)
+
+
+def _place(variant: str) -> tuple[int, str]:
+    """Sort key of a column: Rung's variants in the order of `ORDER`, then vLLM."""
+    kind = variant.partition(":")[0]
+    return (ORDER.index(kind) if kind in ORDER else len(ORDER) + (variant == VLLM)), variant
+
+
+def _lengths(s: Setting) -> tuple[str, ...]:
+    return s.model, str(s.tp), str(s.batch), f"{s.prompt_length} + {s.new_tokens}"
+
+
+def _ms(row: Row | None, figure: str) -> str:
+    value = None if row is None else row.median(figure)
+    return "" if value is None else f"{value:.2f}" if value < 100 else f"{value:,.0f}"
+
+
+def paper(folder: Path) -> str | None:
+    """The ladder paper's tables with our closest rows: the most ranks and the longest runs measured, often below the paper's."""
+    rows: list[Row] = [row for path in sorted(folder.glob("sweep*.jsonl")) for row in finished(read_rows(path))]
+    single = [row.setting for row in rows if row.setting.model == "llama-3-70b" and row.setting.batch == 1]
+    if not single:
+        return None
+    closest = max(single, key=lambda s: (s.tp, s.new_tokens))
+    return paper_tables.markdown(rows, tp=closest.tp, new_tokens=closest.new_tokens)
+
+
+def comm(folder: Path) -> str | None:
+    found = read(folder / "comm.json")
+    if found is None:
+        return None
+    times = {way: found["found"][name] for name, way in WAYS.items() if name in found["found"]}
+    sizes = sorted({int(size) for way in times.values() for size in way})
+    lines = [[size_text(size), *(f"{t[str(size)]:.1f}" if str(size) in t else "" for t in times.values())] for size in sizes]
+    with_norm = found["found"]["µs with norm"]
+    shown = ("nccl, then add_rms_norm", "one-shot, then add_rms_norm", "one-shot, fused", "two-shot, then add_rms_norm")
+    fused = [f"{name}: {', '.join(f'{us:.1f} ({rows} rows)' for rows, us in with_norm[name].items())}" for name in shown]
+    caption = (
+        f"µs of an all-reduce of bf16 over {found['ranks']} ranks, medians in CUDA graphs of 20. Sum, residual addition and norm of "
+        f"rows of 8,192: {'; '.join(fused)}. Made on {found['ranks']} x {found['gpu']}, torch {found['torch']}."
+    )
+    return markdown(["message", *times], lines, caption)
+
+
+def quantized(folder: Path) -> str | None:
+    """µs by message size and the speedup over NCCL, for every quantized width measured and the exact all-reduces."""
+    files = [found for path in sorted(folder.glob("quantized*.json")) if (found := read(path)) and "µs nccl" in found["found"]]
+    tables = []
+    for found in sorted(files, key=lambda found: not found.get("p2p", True)):
+        times = {name: by_size for name, by_size in found["found"].items() if name in QUANTIZED}
+        nccl = found["found"]["µs nccl"]
+        sizes = sorted({int(size) for by_size in times.values() for size in by_size} & {int(size) for size in nccl})
+        lines = [
+            [size_text(size), f"{nccl[str(size)]:.1f}", *(_faster(t, nccl, size) for t in times.values())] for size in sizes
+        ]
+        where = "" if found.get("p2p", True) else " with NCCL_P2P_DISABLE=1"
+        caption = (
+            f"µs of a sum of bf16 over {found['ranks']} ranks{where}, and how many times as fast as NCCL's, medians in CUDA graphs of "
+            f"20. Made on {found['ranks']} x {found['gpu']}, torch {found['torch']}."
+        )
+        tables.append(markdown(["message", "NCCL", *(QUANTIZED[name] for name in times)], lines, caption))
+    return "\n".join(tables) or None
+
+
+def _faster(times: dict[str, float], nccl: dict[str, float], size: int) -> str:
+    us = times.get(str(size))
+    return "" if us is None else f"{us:.1f} ({nccl[str(size)] / us:.2f}x)"
+
+
+def push(folder: Path) -> str | None:
+    """A table that compares the linear layer that pushes its partial sums with the two kernels that it replaces."""
+    found = read(folder / "push.json")
+    if found is None:
+        return None
+    by_rows = {
+        name.removeprefix("µs, ").removesuffix(" rows"): times for name, times in found["found"].items() if "µs, " in name
+    }
+    lines = [
+        [rows, *(f"{times[f'{layer}: {way}']:.1f}" for layer in PUSHED for way in ("linear, then one-shot", "pushed"))]
+        for rows, times in by_rows.items()
+    ]
+    head = ["rows", *(f"{layer}, {way}" for layer in PUSHED.values() for way in ("then one-shot", "pushed"))]
+    caption = (
+        "µs of a layer, its sum over ranks, residual addition and norm, in CUDA graphs of 20 with weights that no cache holds. Made on "
+        f"{found['ranks']} x {found['gpu']}, torch {found['torch']}."
+    )
+    return markdown(head, lines, caption)
+
+
+def overlap(folder: Path) -> str | None:
+    """The table of `make bench-fused`: GEMMs fused with their collectives."""
+    found = read(folder / "gemm-overlap.json")
+    return None if found is None else overlap_table(*overlap_rows(found))
+
+
+def kind_of(name: str) -> str:
+    """The plot panel of one of bench_comm.py's names."""
+    return "exact" if name in WAYS or name in EXACT else "carried by NCCL" if "portable" in name else "quantized"
+
+
+def plot_comm(files: list[Any], where: str, out: Path) -> None:
+    """Plot latency by message size. Panels: exact algorithms, quantized algorithms, and quantized algorithms over NCCL.
+
+    Every panel shows NCCL's all-reduce too. There are no error bars because the files hold only medians.
+    """
+    from matplotlib.figure import Figure
+
+    times = {name: found["found"][name] for found in files for name in (*WAYS, *QUANTIZED) if name in found["found"]}
+    groups = [[name for name in times if kind_of(name) == kind] for kind in ("exact", "quantized", "carried by NCCL")]
+    panels = [list(dict.fromkeys([NCCL, *names])) for names in groups if set(names) - {NCCL}]
+    if not times:
+        return
+    figure = Figure(figsize=(5, 3.1 * len(panels) + 0.3), layout="constrained")
+    for axes, names in zip(figure.subplots(len(panels), 1, squeeze=False).flat, panels, strict=True):
+        for name in (name for name in names if name in times):
+            points = sorted((int(size), us) for size, us in times[name].items())
+            label = WAYS.get(name) or QUANTIZED[name]
+            look = {"color": communicator_colour(label), "linestyle": "--" if "over NCCL" in label else "-", "label": label}
+            axes.plot(*zip(*points, strict=True), marker="o", markersize=3, **look)
+        byte_axis(axes)
+        plain_log_axis(axes.yaxis)
+        axes.set(xlabel="message, bf16", ylabel="µs, median")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=9, frameon=False)
+    figure.suptitle(f"All-reduce over {files[0]['ranks']} x {files[0]['gpu']}{where}", fontsize=10)
+    figure.savefig(out, dpi=150)
+
+
+def linear(folder: Path) -> str | None:
+    """A table that compares our best kernel with cuBLAS, for the shapes of Llama-70B."""
+    files = [read(path) for path in sorted(folder.glob("linear*.json"))]
+    cases: dict[tuple[str, int, int, int], dict[bool, float]] = {}
+    for entry in (entry for file in files if file for entry in file["times"]):
+        if entry["shape"].startswith("70b"):
+            key = entry["shape"], entry["n"], entry["k"], entry["rows"]
+            best = cases.setdefault(key, {})
+            own = entry["config"] is not None
+            best[own] = min(best.get(own, float("inf")), entry["us"])
+    if not cases or files[0] is None:
+        return None
+    lines = [
+        [name, f"{n} x {k}", str(rows), *(f"{us:.1f} | {2 * n * k / us / 1e6:.2f}" for us in (best[False], best[True]))]
+        for (name, n, k, rows), best in sorted(cases.items())
+        if rows in (1, 4, 16, 64) and len(best) == 2
+    ]
+    head = ["layer", "weight", "rows", "cuBLAS, µs", "TB/s", "own, µs", "TB/s"]
+    caption = (
+        f"Chains of layers with weights of their own in CUDA graphs, bf16. Made on {describe(files[0]['machine'], 'cuda')}."
+    )
+    return markdown(head, lines, caption)
+
+
+def kernels(folder: Path) -> str | None:
+    found = read(folder / "kernels.json")
+    if found is None:
+        return None
+    lines = [
+        [f"`{row['kernel']}`", _case(row), f"{row['us']:.1f}", f"{row['peer_us']:.1f}", f"{row['gb_per_second']:.0f}"]
+        for row in found["rows"]
+        if not row["kernel"].startswith("paged")  # see `attention`
+    ]
+    caption = f"Inside CUDA graphs, beside what PyTorch offers for the same. Made on {describe(found['machine'], 'cuda')}."
+    return markdown(["kernel", "case", "µs", "PyTorch, µs", "GB/s"], lines, caption)
+
+
+def attention(folder: Path) -> str | None:
+    """A table of all tried launch configurations of attention that gave correct results."""
+    found = read(folder / "decode.json")
+    if found is None:
+        return None
+    lines = [
+        [f"`{row['kernel']}`", _case(row), ", ".join(str(value) for value in row["config"].values()), f"{row['us']:.1f}"]
+        for row in found["rows"]
+        if row["right"]
+    ]
+    caption = (
+        "Inside CUDA graphs. A configuration of decode is keys of a tile, warps, pipeline stages, programs an SM, most splits; of prefill "
+        f"rows, keys of a tile, warps, stages. Made on {describe(found['machine'], 'cuda')}."
+    )
+    return markdown(["kernel", "case", "configuration", "µs"], lines, caption)
+
+
+def _case(row: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in row.items() if name not in NOT_A_CASE)
+
+
+def startup(folder: Path) -> str | None:
+    found = read(folder / "startup.json")
+    if found is None:
+        return None
+    phases = list(found["runs"][0]["phases"])
+    lines = [
+        [run_["cache"], *(f"{run_['phases'].get(phase, 0):.1f}" for phase in phases), f"{run_['first_token']:.1f}"]
+        for run_ in found["runs"]
+    ]
+    s = found["settings"]
+    caption = f"Seconds; {s['model']} with random weights on {s['ranks']} ranks. Made on {describe(found['machine'], 'cuda')}."
+    return markdown(["kernel cache", *phases, "command to first token"], lines, caption)
+
+
+def load(folder: Path) -> str | None:
+    tables = []
+    for found in (found for path in sorted(folder.glob("load*.json")) if (found := read(path)) and found.get("rates")):
+        s = found["settings"]
+        variant = f", {s['variant']}" if s.get("variant") else ""
+        whose = "vLLM's" if s.get("server") == "vLLM" else "the"
+        caption = (
+            f"{s['model']}{variant} through {whose} HTTP server on {s['ranks']} ranks, Poisson arrivals of {s['prompt_length']} + "
+            f"{s['new_tokens']} tokens. Made on {describe(found['machine'], 'cuda')}."
+        )
+        tables.append(f"{load_table(found)}\n\n{caption}\n")
+    return "\n".join(tables) or None
+
+
+def read(path: Path) -> dict[str, Any] | None:
+    return dict(json.loads(path.read_text())) if path.exists() else None
+
+
+TABLES: dict[str, Callable[[Path], str | None]] = {
+    "decode": decode,
+    "paper": paper,
+    "comm": comm,
+    "linear": linear,
+    "kernels": kernels,
+    "attention": attention,
+    "startup": startup,
+    "load": load,
+    "quantized": quantized,
+    "push": push,
+    "overlap": overlap,
+}
+
+
+def plot_grid(folder: Path, out: Path) -> None:
+    """Plot variants by communicator, relative to the standard model with NCCL.
+
+    For each interconnect and batch size there is one panel for prefill and one for decode.
+    """
+    from matplotlib.figure import Figure
+
+    rows: list[Row] = [row for path in sorted(folder.glob("sweep-grid*.jsonl")) for row in finished(read_rows(path))]
+    cases = list(dict.fromkeys((row.setting.interconnect, row.setting.batch) for row in rows))
+    if not rows:
+        return
+    metrics = (("prompts", "prefill_ms"), ("decode step", "decode_ms_per_token"))
+    panels = [(case, *metric) for case in cases for metric in metrics]
+    figure = Figure(figsize=(5, 2.5 * len(panels) + 0.6), layout="constrained")
+    axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
+    for axis, ((interconnect, batch), what, metric) in zip(axes, panels, strict=True):
+        those = [row for row in rows if (row.setting.interconnect, row.setting.batch) == (interconnect, batch)]
+        points(axis, those, metric)
+        where = "" if interconnect == "default" else f", {interconnect}"
+        axis.set_title(f"{what}, batch {batch}{where}", fontsize=10, loc="left")
+    entries = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=len(entries), fontsize=9, frameon=False)
+    s = rows[0].setting
+    about = f"{s.model}, {s.tp} ranks, prompts of {s.prompt_length} tokens\n{describe(rows[0].machine, 'cuda')}"
+    figure.suptitle(about, fontsize=9)
+    figure.savefig(out, dpi=120)
+
+
+def points(panel: Any, rows: list[Row], metric: str) -> None:
+    """Draw one group of points per variant, with one point per communicator.
+
+    A point is the median with the lowest and highest run, relative to the median of the standard model with NCCL. Points
+    instead of bars, because the axis does not begin at 0.
+    """
+    variants = list(dict.fromkeys(row.setting.variant for row in rows))
+    ways = sorted({row.communicator for row in rows})
+    base = next(row.median(metric) for row in rows if (row.setting.variant, row.communicator) == ("standard", "nccl"))
+    assert base is not None
+    for i, way in enumerate(ways):
+        for v, variant in enumerate(variants):
+            for row in (row for row in rows if (row.setting.variant, row.communicator) == (variant, way)):
+                middle, values = row.median(metric), row.values(metric)
+                if middle is None:
+                    continue
+                error = [[(middle - min(values)) / base], [(max(values) - middle) / base]]
+                look = {"color": communicator_colour(way), "markersize": 5, "capsize": 2, "elinewidth": 1}
+                place = v + (i - (len(ways) - 1) / 2) * 0.6 / len(ways)
+                panel.errorbar(place, middle / base, yerr=error, fmt="o", label="" if v else way, **look)
+    panel.axhline(1, color=GREY, linewidth=0.8)
+    panel.set_xticks(range(len(variants)), variants, fontsize=9)
+    panel.set_ylabel(f"time over {base:.3g} ms", fontsize=9)
+    panel.grid(axis="y", alpha=0.3)
+
+
+PLOTS = (  # files, suffix of the title, name of the plot
+    (("comm.json", "quantized.json"), "", "comm"),
+    (("quantized-no-p2p.json",), ", through host memory", "comm-no-p2p"),
+)
+
+
+def show(raw: Path, folder: Path) -> None:
+    """Write all tables and figures of the raw files in `raw` into `folder`, and record their sources with `made`."""
+    for name, table in TABLES.items():
+        text = table(raw)
+        if text is not None:
+            path = folder / f"{raw.name}-{name}.md"
+            write_text(path, text)
+            _made(path, raw)
+    for names, where, plotted in PLOTS:
+        files = [found for name in names if (found := read(raw / name))]
+        plot_comm(files, where, path := folder / f"{raw.name}-{plotted}.png")
+        _made(path, raw)
+    plot_grid(raw, path := folder / f"{raw.name}-grid.png")
+    _made(path, raw)
+    found = read(raw / "gemm-overlap.json")
+    if found is not None:
+        plot_overlap(*overlap_rows(found), path := folder / f"{raw.name}-overlap.png")
+        _made(path, raw)
+
+
+SOURCES = {  # glob patterns of the raw files that each table and figure is made from
+    "decode": "sweep*.jsonl",
+    "paper": "sweep*.jsonl",
+    "grid": "sweep-grid*.jsonl",
+    "comm": "comm.json quantized.json",
+    "comm-no-p2p": "quantized-no-p2p.json",
+    "linear": "linear*.json",
+    "kernels": "kernels.json",
+    "attention": "decode.json",
+    "startup": "startup.json",
+    "load": "load*.json",
+    "quantized": "quantized*.json",
+    "push": "push.json",
+    "overlap": "gemm-overlap.json",
+}
+
+
+def _made(path: Path, raw: Path) -> None:
+    """Call `made` for a table or figure of `show`, if it was written."""
+    if path.exists():
+        patterns = SOURCES[path.stem.removeprefix(f"{raw.name}-")].split()
+        note(f"wrote {path}")
+        if raw.parent == RESULTS:
+            made(path, *(file for pattern in patterns for file in sorted(raw.glob(pattern))))
+
+
+def main() -> None:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--raw", type=Path, default=RESULTS / "gpu-4", metavar="DIR", help="default: docs/results/gpu-4")
+    add_write_option(parser)
+    args = parser.parse_args()
+    if not args.raw.is_dir():
+        raise UserError(f"--raw {args.raw}: there is no such folder; let the measuring commands write into it (--out)")
+    show(args.raw.resolve(), results_folder(args))
+
+
+if __name__ == "__main__":
+    run(main)

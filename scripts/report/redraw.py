@@ -1,0 +1,58 @@
+"""Draw the tracked figures again from their raw files, and write the tables of GPU measurements again.
+
+    python -m scripts.report.redraw --write      # into docs/results; without --write into out
+
+Measures nothing. Two sets of figures have other commands: `make plan-paper` computes the planner's raw file and draws its
+figures, and `make plot-hidden` draws overlap.svg directly from the trace.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from cli import Parser, note, run
+from scripts.bench.training import __main__ as bench_training
+from scripts.lib.results import RESULTS, add_write_option, made, results_folder
+from scripts.report import performance
+from training.metrics import draw_losses
+
+
+def main() -> None:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_write_option(parser)
+    folder = results_folder(parser.parse_args())
+    for raw in (path for path in sorted(RESULTS.glob("gpu-*")) if path.is_dir()):
+        performance.show(raw, folder)
+    for path in sorted(RESULTS.glob("*.json")):
+        if path.name.startswith("training-"):
+            training(path, folder)
+        elif path.stem == "adapt" or path.name.startswith("pretrain-"):
+            losses(path, folder)
+
+
+def read(path: Path) -> dict[str, Any]:
+    return dict(json.loads(path.read_text()))
+
+
+def training(path: Path, folder: Path) -> None:
+    """Draw the figure and write the table of one of bench_training.py's result files."""
+    found, out = read(path), folder / f"{path.stem}.png"
+    args = argparse.Namespace(**found["settings"])
+    bench_training.plot(found["rows"], args, out)
+    out.with_suffix(".md").write_text(bench_training.table(found["rows"], args))
+    for shown in (out, out.with_suffix(".md")):
+        made(shown, path)
+    note(f"drew {out}")
+
+
+def losses(path: Path, folder: Path) -> None:
+    """Draw the loss curves of a result file of adapt_demo.py or pretrain_variants.py."""
+    out = folder / f"{path.stem}.png"
+    draw_losses(list(read(path)["metrics"].items()), out)
+    made(out, path)
+    note(f"drew {out}")
+
+
+if __name__ == "__main__":
+    run(main)
