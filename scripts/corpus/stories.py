@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any
 
 from scripts.corpus import words
+from scripts.corpus.plots import PARAGRAPH, PLOTS, Plot
 
 
 def article(phrase: str) -> str:
@@ -235,15 +236,15 @@ class Narrator:
         self.paragraphs: list[list[str]] = [[]]
         self.last: tuple[str, tuple[str, ...]] = ("nobody", ())  # subject and mentioned roles of the last sentence
 
-    def tell(self, plot: words.Plot) -> str:
+    def tell(self, plot: Plot) -> str:
         """Simulate `plot` and return the text."""
         self.steps(plot)
         return "\n".join(" ".join(sentences) for sentences in self.paragraphs if sentences)
 
-    def steps(self, plot: words.Plot) -> None:
+    def steps(self, plot: Plot) -> None:
         """Tell the steps of a plot or of a branch."""
         for step in plot:
-            if step is words.PARAGRAPH:
+            if step is PARAGRAPH:
                 if not self.short:
                     self.paragraphs.append([])
             elif isinstance(step, list):
@@ -278,9 +279,7 @@ class Narrator:
         return who.He if clear else who.name
 
 
-def tell_story(
-    rng: random.Random, cast: Cast, short: bool = False, plots: Sequence[words.Plot] = words.PLOTS
-) -> tuple[str, World]:
+def tell_story(rng: random.Random, cast: Cast, short: bool = False, plots: Sequence[Plot] = PLOTS) -> tuple[str, World]:
     """Tell a random one of `plots` with `cast`. Returns the text, and the world at its end."""
     world = World(cast)
     return Narrator(rng, world, short).tell(rng.choice(plots)), world

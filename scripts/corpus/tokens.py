@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from scripts.corpus.documents import encode_corpus
+from scripts.corpus.encode import encode_corpus
 from tokenizer import load_tokenizer
 from training.data import write_tokens
 from training.tokenize_data import fingerprint

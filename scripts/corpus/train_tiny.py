@@ -16,13 +16,14 @@ import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from cli import Parser, note, run
 from config import ModelConfig, preset, with_variant
-from scripts.corpus.documents import EXAMPLES, train_tokenizer
+from scripts.corpus.tokenizer import train_tokenizer
 from scripts.corpus.tokens import TOKENS_PER_DOCUMENT, write_corpus
 from tp import World, init_world
 from training import train as command
@@ -36,6 +37,20 @@ BOS, EOS = 0, 1
 WINDOW = 1024  # tokens
 RECIPE = ("--learning-rate", "4e-3", "--final-rate", "0.05", "--weight-decay", "0.1", "--clip", "1")
 WARMUP = 0.02  # share of the steps
+
+# `examples.json` of a model of about three million parameters trained on the corpus. The server's page offers these prompts.
+EXAMPLES: dict[str, Any] = {
+    "about": "a model of 3 million parameters, trained on synthetic English: short stories, questions about them, sums, sorting, "
+    "counting and copying; it knows nothing else",
+    "chat": [
+        "What is 17 plus 25?",
+        "Sort from smallest to largest: 41, 7, 88, 23",
+        "Say lamp three times.",
+        "Lily has a red kite. She gave the kite to Tom.\nWho has the kite?",
+        "Tell me a story about a fox and a lantern.",
+    ],
+    "completion": ["Once upon a time there was a little fox", "One misty morning, Lily went to the"],
+}
 
 
 def tiny_config(variant: str) -> ModelConfig:

@@ -11,10 +11,14 @@ import numpy as np
 import pytest
 from tokenizers import pre_tokenizers
 
+import cli
 from errors import UserError
 from scripts.corpus import documents as corpus
-from scripts.corpus import stories as corpus_stories
-from scripts.corpus import words
+from scripts.corpus import stories, words
+from scripts.corpus.__main__ import main
+from scripts.corpus.encode import encode_corpus
+from scripts.corpus.plots import PLOTS
+from scripts.corpus.tokenizer import CHAT_TEMPLATE, MAX_LENGTH, load_tokenizer, train_tokenizer
 from tests import ROOT
 from tests.support import quick_start
 
@@ -24,7 +28,7 @@ CHAT_KINDS = [kind for kind in corpus.KINDS if kind != "story"]
 @pytest.fixture(scope="module")
 def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path: Path = tmp_path_factory.mktemp("tokenizer")
-    corpus.train_tokenizer(path, sample=4000)
+    train_tokenizer(path, sample=4000)
     return path
 
 
@@ -45,7 +49,7 @@ def test_a_document_depends_only_on_its_number(kind: str | None) -> None:
 
 
 def test_documents_do_not_depend_on_the_process() -> None:
-    command = [sys.executable, "-m", "scripts.corpus.documents", "--seed", "5", "--documents", "30", "--json"]
+    command = [sys.executable, "-m", "scripts.corpus", "--seed", "5", "--documents", "30", "--json"]
     done = quick_start.run(command, cwd=ROOT, capture_output=True, text=True, encoding="utf-8")
     keys = [json.loads(line)["key"] for line in done.stdout.splitlines()]
     assert keys == [document.key for document in corpus.documents(5, 30)]
@@ -165,10 +169,10 @@ def test_stories_are_well_formed() -> None:
 
 
 def test_every_branch_of_every_plot_can_be_told() -> None:
-    for plot in words.PLOTS:
+    for plot in PLOTS:
         for seed in range(60):
             rng = random.Random(seed)
-            text, world = corpus.tell_story(rng, corpus.draw_cast(rng), seed % 2 == 0, [plot])
+            text, world = stories.tell_story(rng, stories.draw_cast(rng), seed % 2 == 0, [plot])
             assert text and world.questions()
 
 
@@ -206,11 +210,11 @@ def test_colours_and_animals_can_be_read_off() -> None:
 def test_another_world_has_another_answer() -> None:
     compared = 0
     for seed in range(200):
-        cast = corpus.draw_cast(random.Random(seed))
+        cast = stories.draw_cast(random.Random(seed))
         one, two = cast.roles["hero"], cast.roles["friend"]
         swapped = dataclasses.replace(cast, roles={**cast.roles, "hero": two, "friend": one})
-        facts = dict(corpus.tell_story(random.Random(seed), cast, short=True)[1].questions())
-        others = dict(corpus.tell_story(random.Random(seed), swapped, short=True)[1].questions())
+        facts = dict(stories.tell_story(random.Random(seed), cast, short=True)[1].questions())
+        others = dict(stories.tell_story(random.Random(seed), swapped, short=True)[1].questions())
         for question in [q for q in facts if q[0] in ("holder", "owner", "found", "lost")]:
             trade = {one.name: two.name, two.name: one.name}
             assert others[question] == trade.get(facts[question], facts[question])
@@ -219,7 +223,7 @@ def test_another_world_has_another_answer() -> None:
 
 
 def test_impossible_actions_are_refused() -> None:
-    world = corpus_stories.World(corpus.draw_cast(random.Random(1)))
+    world = stories.World(stories.draw_cast(random.Random(1)))
     world.act("own", "hero", "item")
     with pytest.raises(ValueError, match="does not hold"):
         world.act("give", "friend", "hero", "item")
@@ -231,14 +235,14 @@ def test_impossible_actions_are_refused() -> None:
 
 
 def test_vocabulary(tokenizer_dir: Path) -> None:
-    tokenizer = corpus.load_tokenizer(tokenizer_dir)
+    tokenizer = load_tokenizer(tokenizer_dir)
     assert tokenizer.get_vocab_size() == 1024
     assert [tokenizer.token_to_id(token) for token in corpus.SPECIAL_TOKENS] == [0, 1, 2, 3, 4]
     assert tokenizer.encode("27").tokens == ["<|begin|>", "2", "7"]
 
 
 def test_every_byte_round_trips(tokenizer_dir: Path) -> None:
-    tokenizer = corpus.load_tokenizer(tokenizer_dir)
+    tokenizer = load_tokenizer(tokenizer_dir)
     samples = [chr(point) for point in (*range(0x250), 0x20AC, 0x2B50, 0x4E2D, 0xFFFD, 0x1F34E, 0x10FFFF)]
     texts = ["".join(samples), *samples, *map(corpus.render, corpus.documents(1, 200))]
     for text in texts:
@@ -249,13 +253,13 @@ def test_every_byte_round_trips(tokenizer_dir: Path) -> None:
 
 
 def test_some_tokens_split_a_character(tokenizer_dir: Path) -> None:
-    tokenizer = corpus.load_tokenizer(tokenizer_dir)
+    tokenizer = load_tokenizer(tokenizer_dir)
     used = {i for document in corpus.documents(1, 300) for i in tokenizer.encode(corpus.render(document)).ids}
     assert any("\ufffd" in tokenizer.decode([i]) for i in used)
 
 
 def test_training_is_deterministic(tokenizer_dir: Path, tmp_path: Path) -> None:
-    corpus.train_tokenizer(tmp_path, sample=4000)
+    train_tokenizer(tmp_path, sample=4000)
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         "special_tokens_map.json",
         "tokenizer.json",
@@ -267,24 +271,24 @@ def test_training_is_deterministic(tokenizer_dir: Path, tmp_path: Path) -> None:
 
 def test_too_small_samples_and_vocabularies_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="raise --sample"):
-        corpus.train_tokenizer(tmp_path, sample=2)
+        train_tokenizer(tmp_path, sample=2)
     with pytest.raises(UserError, match="need 261"):
-        corpus.train_tokenizer(tmp_path, vocab_size=260)
+        train_tokenizer(tmp_path, vocab_size=260)
 
 
 def test_parallel_encoding_equals_serial(tokenizer_dir: Path) -> None:
-    serial = corpus.encode_corpus(tokenizer_dir, 9, 1100, 1)
-    parallel = corpus.encode_corpus(tokenizer_dir, 9, 1100, 2)
+    serial = encode_corpus(tokenizer_dir, 9, 1100, 1)
+    parallel = encode_corpus(tokenizer_dir, 9, 1100, 2)
     assert serial.dtype == np.uint16 and np.array_equal(serial, parallel)
     text = "".join(map(corpus.render, corpus.documents(9, 1100)))
-    assert corpus.load_tokenizer(tokenizer_dir).decode(serial.tolist(), skip_special_tokens=False) == text
-    assert corpus.encode_corpus(tokenizer_dir, 9, 0, 2).size == 0
+    assert load_tokenizer(tokenizer_dir).decode(serial.tolist(), skip_special_tokens=False) == text
+    assert encode_corpus(tokenizer_dir, 9, 0, 2).size == 0
 
 
 def test_every_document_fits_the_context(tokenizer_dir: Path) -> None:
-    tokenizer = corpus.load_tokenizer(tokenizer_dir)
+    tokenizer = load_tokenizer(tokenizer_dir)
     lengths = [len(tokenizer.encode(corpus.render(document)).ids) for document in corpus.documents(1, 1000)]
-    assert max(lengths) <= corpus.MAX_LENGTH
+    assert max(lengths) <= MAX_LENGTH
 
 
 # ------------------------------------------------------------------------------------------------ chat template
@@ -310,7 +314,7 @@ def test_rendering_equals_the_chat_template(tokenizer_dir: Path) -> None:
 
 def test_template_of_unusual_messages() -> None:
     jinja2 = pytest.importorskip("jinja2")
-    template = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).from_string(corpus.CHAT_TEMPLATE)
+    template = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).from_string(CHAT_TEMPLATE)
     messages = [
         {
             "role": "system",
@@ -333,17 +337,27 @@ def test_template_of_unusual_messages() -> None:
 
 @pytest.mark.parametrize("flags", ["--kind poem", "--split test", "--documents many", "--documents -1", "--colour",
                                    "--stats --tokenizer nowhere", "--out no/such/folder/file"])  # fmt: skip
-def test_bad_flags_give_one_line_and_exit_code_2(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert corpus.main(flags.split()) == 2
+def test_bad_flags_give_one_line_and_exit_code_2(
+    flags: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["corpus", *flags.split()])
+    with pytest.raises(SystemExit) as left:
+        cli.run(main)
+    assert left.value.code == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.startswith("error: ") and captured.err.count("\n") == 1
 
 
-def test_command_writes_a_file_and_stats(tmp_path: Path, tokenizer_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_writes_a_file_and_stats(
+    tmp_path: Path, tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "corpus.txt"
-    assert corpus.main(["--kind", "arithmetic", "--documents", "5", "--split", "heldout", "--out", str(out)]) == 0
+    flags = "--kind arithmetic --documents 5 --split heldout --out"
+    monkeypatch.setattr(sys, "argv", ["corpus", *flags.split(), str(out)])
+    main()
     expected = [corpus.render(document) for document in corpus.documents(1, 5, "heldout", "arithmetic")]
     assert out.read_text(encoding="utf-8").splitlines() == expected
-    assert corpus.main(["--stats", "--documents", "300", "--tokenizer", str(tokenizer_dir)]) == 0
+    monkeypatch.setattr(sys, "argv", ["corpus", "--stats", "--documents", "300", "--tokenizer", str(tokenizer_dir)])
+    main()
     table = capsys.readouterr().out
     assert all(kind in table for kind in corpus.KINDS)

@@ -10,7 +10,7 @@ from checkpoint import build_model, model_config
 from comm import Local
 from engine.offline import Timing, generate
 from engine.sampler import SamplingParams
-from scripts.corpus.documents import EXAMPLES
+from scripts.corpus.train_tiny import EXAMPLES
 from server.examples import MAX_BYTES, read_examples
 from server.frontend import banner
 from tests.support.command_line import MODELS

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from scripts.corpus.documents import EXAMPLES
+from scripts.corpus.train_tiny import EXAMPLES
 from tests import ROOT
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="the page is tested with selenium (PyPI), which is not installed")

@@ -1,0 +1,109 @@
+"""Print the synthetic corpus, count its words and tokens, or train its tokenizer."""
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from cli import Parser, note, run
+from errors import UserError
+from scripts.corpus.documents import KINDS, MIXTURE, Document, documents, render
+from scripts.corpus.tokenizer import load_tokenizer, train_tokenizer
+
+
+def parse_args() -> argparse.Namespace:
+    parser = Parser(
+        description=(
+            "Write a synthetic English corpus: stories from a simulated world, questions about them, and exact tasks.\n"
+            "The same flags always give the same text. The splits train and heldout never share a task or a cast."
+        ),
+        epilog=(
+            "examples:\n"
+            "  python -m scripts.corpus --documents 5                      five documents, as a model sees them\n"
+            "  python -m scripts.corpus --kind arithmetic --split heldout --json\n"
+            "  python -m scripts.corpus --tokenizer out/tokenizer          train the tokenizer and stop\n"
+            "  python -m scripts.corpus --stats --documents 5000 --tokenizer out/tokenizer\n\n"
+            "kinds and their shares:\n  " + ", ".join(f"{kind} {share:.0%}" for kind, share in MIXTURE.items())
+        ),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--seed", type=int, default=1, help="number that fixes the whole corpus (default 1)")
+    parser.add_argument("--documents", type=int, default=10, metavar="N", help="how many documents (default 10)")
+    parser.add_argument("--start", type=int, default=0, metavar="I", help="number of the first document (default 0)")
+    parser.add_argument("--split", default="train", help="train or heldout (default train)")
+    parser.add_argument("--kind", help="write one kind only; all kinds, mixed, when left out")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="file to write (default: standard output)")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line instead of the rendered text")
+    parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="train the tokenizer into this folder; with "
+                        "--stats, count tokens with the one that is there")  # fmt: skip
+    parser.add_argument("--vocab-size", type=int, default=1024, metavar="N", help="tokens in all (default 1024)")
+    parser.add_argument("--sample", type=int, default=20000, metavar="N",
+                        help="documents to train the tokenizer on (default 20000)")  # fmt: skip
+    parser.add_argument("--stats", action="store_true", help="print documents, words, tokens and distinct share by kind")
+    return parser.parse_args()
+
+
+def as_json(document: Document) -> str:
+    fields: dict[str, Any] = {"kind": document.kind, "key": document.key}
+    fields |= {"text": document.text} if document.text is not None else {"messages": document.messages}
+    return json.dumps(fields, ensure_ascii=False)
+
+
+def stats(stream: Iterator[Document], tokenizer: Tokenizer | None) -> str:
+    """A table by kind: documents, mean words, mean and most tokens (with a tokenizer), and share of distinct texts."""
+    counts: Counter[str] = Counter()
+    n_words: Counter[str] = Counter()
+    n_tokens: Counter[str] = Counter()
+    longest: dict[str, int] = {}
+    seen: dict[str, set[int]] = {kind: set() for kind in KINDS}
+    for document in stream:
+        text, kind = render(document), document.kind
+        length = len(tokenizer.encode(text, add_special_tokens=False).ids) if tokenizer else 0
+        counts[kind] += 1
+        n_words[kind] += len(text.split())
+        n_tokens[kind] += length
+        longest[kind] = max(longest.get(kind, 0), length)
+        seen[kind].add(hash(text))
+    lines = [f"{'kind':<12}{'documents':>10}{'words':>8}{'tokens':>8}{'longest':>9}{'distinct':>10}"]
+    for kind in filter(counts.__contains__, KINDS):
+        count = counts[kind]
+        tokens = f"{n_tokens[kind] / count:>8.1f}{longest[kind]:>9}" if tokenizer else f"{'-':>8}{'-':>9}"
+        lines.append(f"{kind:<12}{count:>10}{n_words[kind] / count:>8.1f}{tokens}{len(seen[kind]) / count:>10.1%}")
+    return "\n".join(lines)
+
+
+def write(lines: Iterator[str], out: Path | None) -> None:
+    """Write lines to a file or to standard output. Raises UserError if the file cannot be written."""
+    if out is None:
+        sys.stdout.writelines(line + "\n" for line in lines)
+        return
+    try:
+        with out.open("w", encoding="utf-8") as file:
+            file.writelines(line + "\n" for line in lines)
+    except OSError as error:
+        raise UserError(f"cannot write {out}: {error.strerror}") from error
+
+
+def main() -> None:
+    args = parse_args()
+    stream = documents(args.seed, args.documents, args.split, args.kind, args.start)
+    if args.stats:
+        tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
+        write(iter([stats(stream, tokenizer)]), args.out)
+    elif args.tokenizer:
+        try:
+            train_tokenizer(args.tokenizer, args.vocab_size, args.seed, args.sample)
+        except OSError as error:
+            raise UserError(f"cannot write {args.tokenizer}: {error.strerror}") from error
+        note(f"wrote {args.tokenizer}: {args.vocab_size} tokens")
+    else:
+        write(map(as_json if args.json else render, stream), args.out)
+
+
+if __name__ == "__main__":
+    run(main)
