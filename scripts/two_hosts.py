@@ -21,9 +21,9 @@ import torch
 
 from cli import Parser, run
 from errors import UserError
-from scripts.bench.serving.soak import free_port
-from scripts.bench.serving.soak import processes as processes_of
+from scripts.lib.process_tree import kill, process_tree
 from scripts.lib.results import ROOT
+from scripts.lib.servers import free_port
 
 HOSTS = 2
 GRACE = 35.0  # seconds that a torchrun gets to end; it gives its ranks 30
@@ -48,7 +48,7 @@ def environment(host: int, ranks: int, gpus: int) -> dict[str, str]:
 
 def end(processes: list["subprocess.Popen[Any]"]) -> None:
     """Terminate the torchruns. After GRACE seconds, kill those left and their ranks."""
-    alive = [pid for process in processes if process.poll() is None for pid in processes_of(process.pid)]
+    alive = [pid for process in processes if process.poll() is None for pid in process_tree(process.pid)]
     for process in processes:
         if process.poll() is None:
             process.terminate()
@@ -57,9 +57,7 @@ def end(processes: list["subprocess.Popen[Any]"]) -> None:
         with suppress(subprocess.TimeoutExpired):
             process.wait(max(0.0, deadline - time.monotonic()))
     if any(process.poll() is None for process in processes):
-        for pid in alive:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        kill(alive)
     for process in processes:
         process.wait()
 

@@ -1,16 +1,12 @@
-"""Shared by all measuring scripts: output folders, checks that they are writable, and a description of the machine."""
+"""The files of results: where they are written, whether they can be, and what tables and plots were made from."""
 
 import argparse
 import hashlib
 import json
-import os
-import platform
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from errors import UserError
 
@@ -19,32 +15,6 @@ RESULTS = ROOT / "docs" / "results"
 MADE_FROM = "made-from.json"  # in RESULTS: for each table and plot, its digest and those of the raw files it was made from
 OUT = ROOT / "out"
 PROBE_BYTES = 1 << 16  # free space that an output folder must have at least
-
-
-def machine() -> dict[str, Any]:
-    """The hardware and software that a figure depends on."""
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return {
-        "cpu": _cpu_name(),
-        "cores": os.cpu_count(),
-        "gpus": f"{len(gpus)} x {gpus[0]}" if gpus else "none",
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
-
-
-def describe(machine: dict[str, Any], device: str) -> str:
-    """One line for a table's caption. device: `cpu` or `cuda`, the device that was measured."""
-    cpu = f"{machine['cores']} cores of {machine['cpu']}"
-    return f"{machine['gpus'] if device == 'cuda' else cpu}, torch {machine['torch']}"
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 def write_json(name: str, content: Any, folder: Path | None = None) -> Path:

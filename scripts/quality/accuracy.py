@@ -33,7 +33,8 @@ from errors import UserError
 from model import Transformer
 from processes import on_ranks
 from scripts.corpus.documents import documents, render
-from scripts.lib.results import ROOT, add_write_option, describe, machine, results_folder, write_json, write_text
+from scripts.lib.machine import describe, machine
+from scripts.lib.results import ROOT, add_write_option, results_folder, write_json, write_text
 from scripts.quality.embedded import EXACT, TASKS
 from tokenizer import Tokenizer, load_tokenizer
 from tp import World, init_world

@@ -23,6 +23,7 @@ from errors import UserError
 from processes import on_ranks
 from scripts.corpus.tokens import TOKENS_PER_DOCUMENT, write_corpus
 from scripts.lib import results
+from scripts.lib.machine import describe, machine
 from scripts.quality.accuracy import evaluate
 from scripts.quality.embedded import TASKS
 from tp import World
@@ -72,7 +73,7 @@ def table(rows: list[dict[str, Any]], about: dict[str, Any]) -> str:
     caption = (
         f"Exact match in %, {rows[0]['items_per_task']} held-out items a task. Retrained for {about['steps']} steps of "
         f"{BATCH} x {SEQUENCE} tokens, {about['distill']:.0%} of the loss by distillation, peak learning rate "
-        f"{about['learning_rate']:g}. Made on {results.describe(about['machine'], 'cpu')}."
+        f"{about['learning_rate']:g}. Made on {describe(about['machine'], 'cpu')}."
     )
     return "\n".join([*lines, "", caption, ""])
 
@@ -105,7 +106,7 @@ def main() -> None:
         {"what": what} | evaluate(path, alone, args.items)
         for what, path in tqdm(models.items(), desc="evaluating", unit="model")
     ]
-    about = {"steps": args.steps, "learning_rate": args.learning_rate, "distill": args.distill, "machine": results.machine()}
+    about = {"steps": args.steps, "learning_rate": args.learning_rate, "distill": args.distill, "machine": machine()}
     text = table(rows, about)
     print(text)
     if folder is None:

@@ -14,7 +14,6 @@ downloaded. Writes lm-eval.json into out (with --write into docs/results).
 """
 
 import argparse
-import asyncio
 import json
 import os
 import random
@@ -26,7 +25,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
 import torch
 
 from checkpoint import load_model, model_config
@@ -36,15 +34,17 @@ from engine.sampler import SamplingParams
 from engine.stopping import OutputStream
 from errors import UserError
 from model import Transformer
-from scripts.bench.serving.soak import free_port, start_server, until_healthy
 from scripts.corpus.documents import documents
-from scripts.lib.results import ROOT, add_write_option, describe, machine, results_folder, write_json
+from scripts.lib.machine import describe, machine
+from scripts.lib.results import ROOT, add_write_option, results_folder, write_json
+from scripts.lib.servers import rung_server
 from tokenizer import Tokenizer, load_tokenizer
 from tp import init_world
 
 SEED = 2  # of the held-out documents
 CHOICES = 4
 MAX_ANSWER = 16  # tokens
+LIMITS = ("--max-num-seqs", "64", "--max-queue", "256")  # of the server
 INSTALL = "python3 -m venv .venv-lm-eval && .venv-lm-eval/bin/pip install 'lm-eval[api]' transformers"
 
 Item = dict[str, Any]  # a document as the harness reads it
@@ -194,16 +194,10 @@ def check(args: argparse.Namespace, command: str) -> tuple[str, list[dict[str, A
     tokenizer = load_tokenizer(args.model)
     model = load_model(str(args.model), model_config(str(args.model), None, 1), init_world("cpu"), torch.float32)
     data = {"rung_question": questions(tokenizer, args.items), "rung_arithmetic": sums(tokenizer, args.items)}
-    port = free_port()
-    server = start_server(str(args.model), args.ranks, port)
-    try:
-        with tempfile.TemporaryDirectory() as name:
-            write_tasks(Path(name), data)
-            asyncio.run(_wait(f"http://127.0.0.1:{port}"))
-            results, samples = run_harness(command, args.model, f"http://127.0.0.1:{port}", Path(name))
-    finally:
-        server.terminate()
-        server.wait(60)
+    with tempfile.TemporaryDirectory() as name:
+        write_tasks(Path(name), data)
+        with rung_server(args.ranks, ["--model", str(args.model), *LIMITS], Path(name) / "server.log") as server:
+            results, samples = run_harness(command, args.model, server.url, Path(name))
     compared = {
         "rung_question": compare_scores(
             data["rung_question"],
@@ -221,11 +215,6 @@ def check(args: argparse.Namespace, command: str) -> tuple[str, list[dict[str, A
         harness = results["results"][task][f"{metric},none"]
         rows.append({"task": task, "metric": metric, "items": args.items, "harness": harness, **row})
     return results["lm_eval_version"], rows
-
-
-async def _wait(url: str) -> None:
-    async with httpx.AsyncClient(base_url=url) as client:
-        await until_healthy(client)
 
 
 def main() -> None:

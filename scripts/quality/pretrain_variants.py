@@ -25,6 +25,7 @@ from errors import UserError
 from processes import on_ranks
 from scripts.corpus.tokens import TOKENS_PER_DOCUMENT, write_corpus
 from scripts.lib import results
+from scripts.lib.machine import describe, machine
 from tp import World, init_world
 from training.loop import prepare, together
 from training.loop import train as train_one
@@ -132,7 +133,7 @@ def table(args: argparse.Namespace, found: dict[str, list[dict[str, Any]]], wher
         rows.append(f"| {variant} | {last['step']} | {last['loss']:.4f} | {speed} |")
     batch = f"{args.global_batch} windows of {args.sequence_length} tokens a step, {args.streams} desync streams"
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    caption = f"{args.model} on {args.ranks} ranks, {batch}, synthetic corpus; medians of step times. Made on {results.describe(where, device)}."
+    caption = f"{args.model} on {args.ranks} ranks, {batch}, synthetic corpus; medians of step times. Made on {describe(where, device)}."
     return "\n".join([head, *rows, "", caption, ""])
 
 
@@ -140,7 +141,7 @@ def main() -> None:
     if sys.argv[1:2] == [TRAIN]:
         on_rank(json.loads(sys.argv[2]))
         return
-    args, where = parse_args(), results.machine()
+    args, where = parse_args(), machine()
     results.check_folder(args.out)
     folder = None if args.dry_run else results.results_folder(args)
     data = corpus(args)

@@ -29,7 +29,8 @@ from engine.offline import score
 from errors import UserError
 from processes import on_ranks
 from scripts.corpus.documents import documents, render
-from scripts.lib.results import ROOT, add_write_option, describe, machine, results_folder, write_json, write_text
+from scripts.lib.machine import describe, machine
+from scripts.lib.results import ROOT, add_write_option, results_folder, write_json, write_text
 from scripts.quality.accuracy import SEED, perplexity
 from tokenizer import load_tokenizer
 from tp import World, init_world

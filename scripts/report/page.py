@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 
 from cli import Parser, note, run
 from errors import UserError
-from scripts.bench.serving import load as loadgen
+from scripts.bench.serving.load import table as load_table
 from scripts.lib.results import ROOT, check_output, write_text
 from scripts.report import paper_tables
 from scripts.report.plots import FIGURES
@@ -180,7 +180,7 @@ def load(result: dict[str, Any]) -> str:
     """The section on the server under open-loop load. Cells with three figures hold p50, p90 and p99."""
     s = result["settings"]
     about = f"{s['model'] or s['url']}, {s['ranks']} rank(s), {s['requests']} requests a rate, Poisson arrivals. Cells of three: p50 / p90 / p99."
-    parts = [paragraph(about, "soft"), html_table(loadgen.table(result))]
+    parts = [paragraph(about, "soft"), html_table(load_table(result))]
     if "offline" in result:
         o = result["offline"]
         parts.append(
@@ -221,7 +221,7 @@ def read_load(path: Path) -> dict[str, Any] | None:
         return None
     try:
         result: dict[str, Any] = json.loads(path.read_text())
-        loadgen.table(result)
+        load_table(result)
     except (ValueError, KeyError, TypeError) as e:
         raise UserError(f"{path} is no result of make throughput ({e!r}); run it again") from None
     return result

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from cli import Parser, note, run
-from scripts.lib.results import ROOT, describe, write_text
+from scripts.lib.machine import describe
+from scripts.lib.results import ROOT, write_text
 from scripts.sweep.rows import Row, finished, ratio, read_rows
 
 PAPER = Path(__file__).with_name("paper_tables.json")

@@ -24,7 +24,8 @@ from scripts.bench.comm.fused import markdown as overlap_table
 from scripts.bench.comm.fused import plot as plot_overlap
 from scripts.bench.comm.fused import rows_of as overlap_rows
 from scripts.bench.serving.load import table as load_table
-from scripts.lib.results import RESULTS, add_write_option, describe, made, results_folder, write_text
+from scripts.lib.machine import describe
+from scripts.lib.results import RESULTS, add_write_option, made, results_folder, write_text
 from scripts.report import paper_tables
 from scripts.sweep.rows import ORDER, VLLM, Row, Setting, finished, read_rows
 

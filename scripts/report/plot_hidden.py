@@ -20,7 +20,8 @@ from cli import Parser, run
 from errors import UserError
 from figures import BLUE, GREEN, VERMILION
 from processes import on_ranks
-from scripts.lib.results import ROOT, add_write_option, describe, machine, made, results_folder, write_json
+from scripts.lib.machine import describe, machine
+from scripts.lib.results import ROOT, add_write_option, made, results_folder, write_json
 
 Span = tuple[float, float]  # begin and end, ms
 LAYERS_SHOWN = 3

@@ -43,7 +43,8 @@ from comm import KNOWN, choose
 from config import PRESETS, config_to_hf, has_random_weights
 from errors import UserError
 from processes import on_ranks
-from scripts.lib.results import ROOT, check_output, machine, unwritable
+from scripts.lib.machine import machine
+from scripts.lib.results import ROOT, check_output, unwritable
 from scripts.quality.embedded import quality
 from scripts.sweep.rows import VLLM, Row, Setting, finished, interconnect, ratio, read_rows, row_line
 from scripts.sweep.worker import MARK

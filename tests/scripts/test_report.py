@@ -18,7 +18,7 @@ import pytest
 import figures
 from errors import UserError
 from scripts import trace
-from scripts.bench.serving import load as loadgen
+from scripts.lib.load_generator import Answer, summary
 from scripts.lib.results import ROOT
 from scripts.report import page as report
 from scripts.report import paper_tables, plots
@@ -413,11 +413,11 @@ class Page(HTMLParser):
 
 def test_the_page_holds_everything_and_needs_no_network(seed: int) -> None:
     rows = [*sweep_of(random.Random(seed)), replace(steady(1, 1, tp=4), samples=[], split=None, error="out <of> memory")]
-    answers = [loadgen.Answer(0.5, 0.0, 0.1, [0.02], 0.2, 2, "complete"), loadgen.Answer(1.0, outcome="status 503")]
+    answers = [Answer(0.5, 0.0, 0.1, [0.02], 0.2, 2, "complete"), Answer(1.0, outcome="status 503")]
     loaded = {
         "machine": MACHINE,
         "settings": {"model": "models/x", "url": None, "ranks": 2, "requests": 2, "ttft_limit": 200, "itl_limit": 50},
-        "rates": [{"rate": 2.0, "summary": loadgen.summary(answers, 200, 50), "answers": []}],
+        "rates": [{"rate": 2.0, "summary": summary(answers, 200, 50), "answers": []}],
     }
     page = Page()
     text = report.page(rows, loaded, "A <title>")

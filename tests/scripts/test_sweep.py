@@ -18,7 +18,7 @@ from tqdm import tqdm
 import cli
 from comm import Local, parse_link
 from errors import UserError
-from scripts.bench.serving import load as loadgen
+from scripts.bench.serving import load
 from scripts.lib import results
 from scripts.report import page as report
 from scripts.report import plots
@@ -508,7 +508,7 @@ def test_a_full_disk_is_found_before_the_work(tmp_path: Path, monkeypatch: pytes
         results.check_output(tmp_path / "rows.jsonl")
 
 
-@pytest.mark.parametrize("script", [sweep, loadgen, plots, report])
+@pytest.mark.parametrize("script", [sweep, load, plots, report])
 @pytest.mark.parametrize("which", [0, 1])
 def test_scripts_refuse_outputs_that_cannot_be(
     script: Any, which: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -521,7 +521,7 @@ def test_scripts_refuse_outputs_that_cannot_be(
     rows.write_text(row_line(Row(TINY, {}, {}, samples=[{"prefill_ms": 1.0, "step_ms": [1.0], "decode_ms_per_token": 1.0}])))
     flags = {
         sweep: ["--device", "cpu", "--models", "tiny"],
-        loadgen: ["--model", "tiny"],
+        load: ["--model", "tiny"],
         plots: ["--sweep", str(rows)],
         report: ["--sweep", str(rows)],
     }[script]

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 
-from scripts.bench.serving.soak import processes
+from scripts.lib.process_tree import process_tree
 from tests import ROOT
 from tests.support import quick_start
 from tests.support.command_line import HYBRID
@@ -42,7 +42,9 @@ def test_a_failure_on_the_hosts_ends_both_at_once() -> None:
 def test_a_signal_ends_all_ranks() -> None:
     process = two_hosts(*GENERATE, "--max-new-tokens", "2000", "--ignore-eos")
     deadline = time.monotonic() + 300
-    while len(ranks := processes(process.pid)) < 5 and time.monotonic() < deadline:  # the script, two torchruns and two ranks
+    while (
+        len(ranks := process_tree(process.pid)) < 5 and time.monotonic() < deadline
+    ):  # the script, two torchruns and two ranks
         time.sleep(0.1)
     assert len(ranks) >= 5
     process.send_signal(signal.SIGTERM)

@@ -22,12 +22,13 @@ from engine.offline import Timing, generate
 from engine.sampler import SamplingParams
 from errors import UserError
 from model import Transformer
-from scripts.bench.serving import load as loadgen
 from scripts.bench.serving import startup
+from scripts.lib.load_generator import Request, plan
+from scripts.lib.servers import rung_server
 from server.launch import prepare, process_age
 from server.settings import Settings
 from tests import MODELS, ROOT
-from tests.scripts.test_loadgen import FakeServer
+from tests.scripts.test_load_generator import FakeServer
 from tests.support import quick_start
 from tests.support.command_line import environment
 from tests.support.server_process import ServerProcess
@@ -215,8 +216,8 @@ def test_startup_measures_a_server(tmp_path: Path) -> None:
 
 
 def test_a_plan_ends_with_its_seconds(seed: int) -> None:
-    long = loadgen.plan(20.0, 400, (1, 3), (1, 3), 50, seed)
-    short = loadgen.plan(20.0, 400, (1, 3), (1, 3), 50, seed, seconds=5.0)
+    long = plan(20.0, 400, (1, 3), (1, 3), 50, seed)
+    short = plan(20.0, 400, (1, 3), (1, 3), 50, seed, seconds=5.0)
     assert short == [r for r in long if r.arrival <= 5.0] and 20 < len(short) < 400, seed
 
 
@@ -227,7 +228,7 @@ def test_what_runs_too_long_is_cut_off(seed: int) -> None:
         yield [2]
         yield b"[DONE]"
 
-    requests = [loadgen.Request(0.01 * i, [prompt], 2) for i, prompt in enumerate([0, 1, 0, 1])]
+    requests = [Request(0.01 * i, [prompt], 2) for i, prompt in enumerate([0, 1, 0, 1])]
     began = time.monotonic()
     answers = asyncio.run(FakeServer(chunks).offered(requests, drain=0.5))
     assert [a.outcome for a in answers] == ["complete", "cut off"] * 2 and time.monotonic() - began < 300
@@ -236,12 +237,12 @@ def test_what_runs_too_long_is_cut_off(seed: int) -> None:
 
 def test_a_server_that_ends_at_once_is_noticed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     flags = ["--model", "tiny", "--device", "cpu", "--max-num-seqs", "0"]
-    with pytest.raises(UserError, match="or ended"), loadgen.server_of(1, flags, tmp_path / "log"):
+    with pytest.raises(UserError, match="or ended"), rung_server(1, flags, tmp_path / "log"):
         pass
     assert "0 is not at least 1" in capfd.readouterr().err
 
 
-def test_loadgen_drives_a_preset(tmp_path: Path) -> None:
+def test_the_load_generator_drives_a_preset(tmp_path: Path) -> None:
     out = tmp_path / "load.json"
     command = [
         sys.executable,

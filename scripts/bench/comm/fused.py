@@ -36,7 +36,7 @@ from figures import BLACK, CYCLE, MOST_LINES
 from kernels import fused_rows
 from kernels.linear import linear
 from scripts.bench.comm.parts import Parts
-from scripts.lib.results import describe, machine
+from scripts.lib.machine import describe, machine
 from tp import World, init_world
 
 NAME = "gemm-overlap"

@@ -42,7 +42,7 @@ from kernels.linear import (
     pipeline_stages,
     table_key,
 )
-from scripts.lib.results import machine
+from scripts.lib.machine import machine
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 POOL_BYTES = 1 << 30  # of weights; more if two layers of the largest shape need more

@@ -31,7 +31,7 @@ from kernels.norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_nor
 from kernels.paged_attention import paged_decode, paged_decode_reference, paged_prefill, paged_prefill_reference
 from kernels.rope_cache import rope_store, rope_store_reference
 from kernels.sampling import combine_best, local_best
-from scripts.lib.results import machine
+from scripts.lib.machine import machine
 
 LAUNCHES, REPLAYS = 20, 15
 COLD_BYTES = 200e6  # more than three times the L2 cache of an H200

@@ -4,7 +4,7 @@
     python -m scripts.bench.serving.frontend --streams 256 --step 8 --new-tokens 512
 
 The stand-in uses the engine's protocol with the real frontend process. It emits a request's first token at once, and then one
-token for every request each --step ms. The client is that of load.py. The output holds the streamed tokens per second; the CPU
+token for every request each --step ms. The client is that of `make throughput`. The output holds the streamed tokens per second; the CPU
 time per token of frontend and client (the client's includes its busy wait of 2 ms before each arrival); the time to the first
 token, which frontend and client cause alone; and the time between tokens, which includes --step.
 """
@@ -20,14 +20,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from cli import Parser, run
 from engine.protocol import Abort, Outputs, Ready, Shutdown, Submit, TokenOutput, decode_to_engine
 from engine.worker import FrontendLink
-from scripts.bench.serving.load import STOP_SECONDS, offer, plan, summary
-from scripts.bench.serving.soak import free_port, until_healthy
+from errors import UserError
+from scripts.lib.load_generator import offer, plan, summary
 from scripts.lib.results import ROOT
+from scripts.lib.servers import STOP_SECONDS, free_port, is_healthy
 from scripts.lib.sse_client import StreamClient, in_event_loop
 from server.process import Frontend
 from server.settings import load_settings
@@ -35,6 +34,7 @@ from server.settings import load_settings
 MODEL = ROOT / "models" / "tiny-hybrid"
 VOCABULARY = 1024  # of MODEL
 FIRST_ID = 300  # a token id that decodes to whole characters
+READY_SECONDS = 120.0  # time limit for the frontend to answer
 SPIN_SECONDS = 0.001  # ZeroMQ waits in whole ms
 
 
@@ -105,8 +105,6 @@ def cpu_seconds(pid: int) -> float:
 async def measure(url: str, pid: int, args: argparse.Namespace) -> dict[str, Any]:
     """One run of `args.streams` requests that arrive at `args.rate` a second, after a few warm-up requests."""
     shape = ((args.prompt_length,) * 2, (args.new_tokens,) * 2, VOCABULARY)
-    async with httpx.AsyncClient(base_url=url) as plain:
-        await until_healthy(plain)
     requests = plan(args.rate, args.streams, *shape, 0)
     async with StreamClient(url, 600) as client:
         await offer(client, plan(100, 8, shape[0], (8, 8), VOCABULARY, 1), "warm-up")
@@ -143,7 +141,10 @@ def main() -> None:
     pid = None
     try:
         pid = here.recv()
-        found = in_event_loop(measure(f"http://127.0.0.1:{port}", pid, args))
+        url = f"http://127.0.0.1:{port}"
+        if not is_healthy(url, READY_SECONDS, process.is_alive):
+            raise UserError(f"the frontend was not ready within {READY_SECONDS:g} s, or ended")
+        found = in_event_loop(measure(url, pid, args))
     finally:
         if pid is not None:
             os.kill(pid, signal.SIGTERM)  # the frontend then sends Shutdown to the stand-in and ends

@@ -13,9 +13,7 @@ import asyncio
 import json
 import os
 import random
-import socket
-import subprocess
-import sys
+import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -27,64 +25,19 @@ from tqdm import tqdm
 
 from cli import Parser, run
 from errors import UserError
-from scripts.lib.results import ROOT, add_write_option, describe, machine, results_folder, write_json, write_text
+from scripts.lib.machine import describe, machine
+from scripts.lib.process_tree import process_tree
+from scripts.lib.results import ROOT, add_write_option, results_folder, write_json, write_text
+from scripts.lib.servers import Server, rung_server
 
+LIMITS = ("--max-num-seqs", "64", "--max-queue", "256")  # of the server
 PROMPTS = ("Once upon a time", "The fox", "A little girl had a", "One day a boy named", "In a small house by the sea")
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port: int = s.getsockname()[1]
-        return port
-
-
-def start_server(model: str, ranks: int, port: int) -> subprocess.Popen[bytes]:
-    command = [
-        sys.executable,
-        "-m",
-        "server",
-        "--tp",
-        str(ranks),
-        "--model",
-        model,
-        "--port",
-        str(port),
-        "--max-num-seqs",
-        "64",
-        "--max-queue",
-        "256",
-    ]
-    quiet = subprocess.DEVNULL
-    return subprocess.Popen(command, cwd=ROOT, stdout=quiet, stderr=quiet, env=os.environ | {"OMP_NUM_THREADS": "1"})
-
-
-async def until_healthy(client: httpx.AsyncClient, seconds: float = 120) -> None:
-    for _ in range(int(seconds / 0.5)):
-        try:
-            if (await client.get("/health")).status_code == 200:
-                return
-        except httpx.TransportError:
-            pass
-        await asyncio.sleep(0.5)
-    raise UserError(f"the server was not healthy within {seconds:.0f} s; start it by hand to see why")
-
-
-def processes(root: int) -> list[int]:
-    """The process ids of `root` and all its descendants."""
-    found, todo = [], [root]
-    while todo:
-        pid = todo.pop()
-        found.append(pid)
-        for task in Path(f"/proc/{pid}/task").glob("*/children"):
-            todo += map(int, task.read_text().split())
-    return found
 
 
 def footprint(root: int) -> dict[str, int]:
     """Total file descriptors and resident memory (MB) of all the server's processes."""
     fds = memory = 0
-    for pid in processes(root):
+    for pid in process_tree(root):
         fds += len(list(Path(f"/proc/{pid}/fd").iterdir()))
         memory += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
     return {"file_descriptors": fds, "memory_mb": memory}
@@ -174,14 +127,13 @@ async def rate(client: httpx.AsyncClient, model: str, clients: int, rng: random.
     return tally.tokens / (time.monotonic() - start)
 
 
-async def soak(args: argparse.Namespace, url: str, server: int) -> dict[str, Any]:
+async def soak(args: argparse.Namespace, server: Server) -> dict[str, Any]:
     rng = random.Random(args.seed)
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
-        await until_healthy(client)
+    async with httpx.AsyncClient(base_url=server.url, timeout=120, limits=limits) as client:
         model = (await client.get("/v1/models")).json()["data"][0]["id"]
         await load(client, model, args.clients, 3, rng)  # warm-up: allocations at first use are not leaks
-        before = footprint(server)
+        before = footprint(server.pid)
         speeds = {n: await rate(client, model, n, rng) for n in (1, 32)}
         loaded = await load(client, model, args.clients, args.seconds, rng)
         dropped = await drop(client, model, args.drops, rng)
@@ -189,7 +141,7 @@ async def soak(args: argparse.Namespace, url: str, server: int) -> dict[str, Any
     await asyncio.sleep(1)
     return {
         "before": before,
-        "after": footprint(server),
+        "after": footprint(server.pid),
         "load": {"tokens_per_second": loaded.tokens / args.seconds, "outcomes": dict(loaded.outcomes)},
         "dropped": dict(dropped.outcomes),
         "idle": {k: idle[k] for k in ("running", "waiting", "kv_blocks_used", "preemptions")},
@@ -246,13 +198,9 @@ def main() -> None:
     add_write_option(parser)
     args = parser.parse_args()
     folder = results_folder(args)
-    port = free_port()
-    server = start_server(args.model, args.ranks, port)
-    try:
-        result = asyncio.run(soak(args, f"http://127.0.0.1:{port}", server.pid))
-    finally:
-        server.terminate()
-        server.wait(60)
+    flags = ["--model", args.model, *LIMITS]
+    with tempfile.TemporaryDirectory() as logs, rung_server(args.ranks, flags, Path(logs) / "server.log") as server:
+        result = asyncio.run(soak(args, server))
     where = machine()
     settings = {key: value for key, value in vars(args).items() if key != "write"}
     path = write_json("soak", {"machine": where, "settings": settings, **result}, folder)

@@ -23,8 +23,9 @@ import httpx
 
 from cli import Parser, note, run
 from errors import UserError
-from scripts.bench.serving.load import server_of
-from scripts.lib.results import ROOT, machine
+from scripts.lib.machine import machine
+from scripts.lib.results import ROOT
+from scripts.lib.servers import rung_server
 
 LINE = re.compile(r"(\S+Z) info start-up: ([^,\n]+)(?:, ([\d.]+) s after the process began)?")
 CACHES = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor", "CUDA_CACHE_PATH": "cuda"}
@@ -74,9 +75,9 @@ def measure(args: argparse.Namespace, caches: Path) -> dict[str, Any]:
     for folder in environ.values():
         Path(folder).mkdir(parents=True, exist_ok=True)
     began = time.time()
-    with server_of(args.ranks, flags, log, **environ) as url:
+    with rung_server(args.ranks, flags, log, **environ) as server:
         ready = time.time() - began
-        with httpx.Client(base_url=url, timeout=120, trust_env=False) as client:
+        with httpx.Client(base_url=server.url, timeout=120, trust_env=False) as client:
             first_token(client)
         first = time.time() - began
     reached = stamps(log.read_text(errors="replace"), began)

@@ -22,7 +22,8 @@ from cli import Parser, run
 from engine.offline import Timing, generate
 from engine.sampler import SamplingParams
 from errors import UserError
-from scripts.lib.results import ROOT, add_write_option, describe, machine, results_folder, write_json, write_text
+from scripts.lib.machine import describe, machine
+from scripts.lib.results import ROOT, add_write_option, results_folder, write_json, write_text
 from tokenizer import load_tokenizer
 from tp import init_world
 

@@ -19,7 +19,8 @@ from checkpoint import model_config
 from cli import Parser, run
 from errors import UserError
 from processes import on_ranks
-from scripts.lib.results import ROOT, add_write_option, describe, machine, results_folder, write_json, write_text
+from scripts.lib.machine import describe, machine
+from scripts.lib.results import ROOT, add_write_option, results_folder, write_json, write_text
 
 MODELS = ("llama-3-8b", "llama-3-70b:16")
 VARIANTS = ("standard", "parallel", "ladder", "desync-4x", "upper-bound")

@@ -53,7 +53,8 @@ from errors import UserError
 from figures import BLUE, CYCLE, GREY
 from processes import on_ranks
 from scripts.bench.training.rank import SYSTEMS, TRACED, TUNING
-from scripts.lib.results import RESULTS, ROOT, describe, machine, made, write_json, write_text
+from scripts.lib.machine import describe, machine
+from scripts.lib.results import RESULTS, ROOT, made, write_json, write_text
 from training.data import write_tokens
 from training.planner.workload import OVERLAPS
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from errors import UserError
-from scripts.bench.serving import load as loadgen
-from scripts.bench.serving.load import Answer, Request
+from scripts.bench.serving.load import parse_range, table
+from scripts.lib.load_generator import Answer, Request, keeps, offer, plan, summary
 from scripts.lib.sse_client import StreamClient, in_event_loop
 from tests import MODELS
 from tests.support import quick_start
@@ -26,7 +26,7 @@ from tests.support.server_process import ServerProcess, free_port
 def test_arrivals_are_poisson(seed: int) -> None:
     """Gaps of a Poisson process have mean and standard deviation 1 / rate, and exceed t with probability exp(-rate t)."""
     rate, count = 5.0, 20_000
-    arrivals = np.array([r.arrival for r in loadgen.plan(rate, count, (1, 1), (1, 1), 10, seed)])
+    arrivals = np.array([r.arrival for r in plan(rate, count, (1, 1), (1, 1), 10, seed)])
     gaps = np.diff(arrivals, prepend=0.0) * rate
     assert gaps.min() >= 0
     assert abs(gaps.mean() - 1) < 6 / count**0.5
@@ -37,9 +37,9 @@ def test_arrivals_are_poisson(seed: int) -> None:
 
 
 def test_a_plan_repeats_and_rates_share_its_shape(seed: int) -> None:
-    one, again = (loadgen.plan(4.0, 50, (3, 9), (2, 5), 100, seed) for _ in range(2))
-    assert one == again != loadgen.plan(4.0, 50, (3, 9), (2, 5), 100, seed + 1)
-    faster = loadgen.plan(8.0, 50, (3, 9), (2, 5), 100, seed)
+    one, again = (plan(4.0, 50, (3, 9), (2, 5), 100, seed) for _ in range(2))
+    assert one == again != plan(4.0, 50, (3, 9), (2, 5), 100, seed + 1)
+    faster = plan(8.0, 50, (3, 9), (2, 5), 100, seed)
     assert [r.arrival for r in one] == pytest.approx([2 * r.arrival for r in faster])
     assert [(len(r.prompt), r.new_tokens) for r in one] == [(len(r.prompt), r.new_tokens) for r in faster]
     assert all(a.prompt != b.prompt for a, b in zip(one, faster, strict=True) if len(a.prompt) > 5)
@@ -48,11 +48,11 @@ def test_a_plan_repeats_and_rates_share_its_shape(seed: int) -> None:
 
 
 def test_ranges() -> None:
-    assert loadgen.parse_range("64") == (64, 64)
-    assert loadgen.parse_range("16-128") == (16, 128)
+    assert parse_range("64") == (64, 64)
+    assert parse_range("16-128") == (16, 128)
     for bad in ("", "0", "8-4", "a", "3-", "-3"):
         with pytest.raises(UserError):
-            loadgen.parse_range(bad)
+            parse_range(bad)
 
 
 # --- sending -------------------------------------------------------------------------------------------------------------
@@ -76,7 +76,7 @@ class FakeServer:
         """Send `requests` to this server with the load generator, and return the answers."""
         server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
         async with server, StreamClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", 60) as client:
-            return await loadgen.offer(client, requests, "test", drain)
+            return await offer(client, requests, "test", drain)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
@@ -101,7 +101,7 @@ def offered(server: FakeServer, requests: list[Request]) -> list[Answer]:
 
 def test_slow_answers_delay_no_arrival(seed: int) -> None:
     """The server answers only when all requests have arrived. A client that waited for answers before it sends would hang."""
-    requests = loadgen.plan(200.0, 40, (1, 4), (2, 2), 50, seed)
+    requests = plan(200.0, 40, (1, 4), (2, 2), 50, seed)
     everyone = asyncio.Event()
 
     async def chunks(_: dict[str, Any]) -> AsyncIterator[Any]:
@@ -166,8 +166,8 @@ def test_failures_have_names(ending: Any, after: Callable[[], Awaitable[None]], 
 
     (answer,) = offered(FakeServer(chunks, status), [Request(0.0, [1], 3)])
     assert answer.outcome == outcome
-    assert loadgen.summary([answer], 1e9, 1e9)["failed"] == {outcome: 1}
-    assert loadgen.summary([answer], 1e9, 1e9)["goodput"] == 0
+    assert summary([answer], 1e9, 1e9)["failed"] == {outcome: 1}
+    assert summary([answer], 1e9, 1e9)["goodput"] == 0
 
 
 def test_events_arrive_in_any_pieces(seed: int) -> None:
@@ -216,7 +216,7 @@ def test_a_silent_server_times_out() -> None:
     async def run() -> list[Answer]:
         server = await asyncio.start_server(FakeServer(chunks)._serve, "127.0.0.1", 0)
         async with server, StreamClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", 1.5) as client:
-            return await loadgen.offer(client, [Request(0.0, [1], 2)], "test")
+            return await offer(client, [Request(0.0, [1], 2)], "test")
 
     (answer,) = asyncio.run(run())
     assert (answer.outcome, answer.tokens) == ("TimeoutError", 1)
@@ -225,7 +225,7 @@ def test_a_silent_server_times_out() -> None:
 def test_no_server_and_no_url() -> None:
     async def run() -> list[Answer]:
         async with StreamClient(f"http://127.0.0.1:{free_port()}", 5) as client:
-            return await loadgen.offer(client, [Request(0.0, [1], 2)], "test")
+            return await offer(client, [Request(0.0, [1], 2)], "test")
 
     (answer,) = asyncio.run(run())
     assert answer.outcome == "ConnectionRefusedError"
@@ -245,7 +245,7 @@ def test_figures_of_known_answers(seed: int) -> None:
         answers.append(Answer(i / 10, 0.0, i / 1e3, gaps, i / 1e3 + sum(gaps), 5, "complete"))
     rng.shuffle(answers)
     answers.append(Answer(11.0, outcome="status 503"))
-    found = loadgen.summary(answers, ttft_limit=40, itl_limit=1e9)
+    found = summary(answers, ttft_limit=40, itl_limit=1e9)
     seconds = max(a.arrival + a.end for a in answers if a.end is not None)
     assert found["ttft_ms"] == {"p50": 50.0, "p90": 90.0, "p99": 99.0}
     assert found["requests"] == 102 and found["failed"] == {"status 503": 1}
@@ -254,24 +254,24 @@ def test_figures_of_known_answers(seed: int) -> None:
     assert found["goodput"] == pytest.approx(41 / seconds, abs=1e-3)
     gaps = sorted(gap * 1e3 for a in answers for gap in a.gaps)
     assert found["itl_ms"]["p50"] == pytest.approx((gaps[201] + gaps[202]) / 2, abs=1e-3)
-    assert loadgen.summary([], 1, 1)["ttft_ms"] is None
+    assert summary([], 1, 1)["ttft_ms"] is None
 
 
 def test_goodput_needs_both_limits_and_the_mean_gap() -> None:
     answer = Answer(0.0, 0.0, 0.1, [0.01, 0.05], 0.16, 3, "complete")
-    assert loadgen.keeps(answer, 100, 30.001)
-    assert not loadgen.keeps(answer, 99, 1000)
-    assert not loadgen.keeps(answer, 1000, 29)
-    assert not loadgen.keeps(Answer(0.0, 0.0, 0.1, [], None, 1, "cut off"), 1000, 1000)
+    assert keeps(answer, 100, 30.001)
+    assert not keeps(answer, 99, 1000)
+    assert not keeps(answer, 1000, 29)
+    assert not keeps(Answer(0.0, 0.0, 0.1, [], None, 1, "cut off"), 1000, 1000)
 
 
 def test_against_the_server(seed: int) -> None:
     """The real server answers every request completely."""
-    requests = loadgen.plan(20.0, 6, (3, 20), (2, 6), 512, seed)
+    requests = plan(20.0, 6, (3, 20), (2, 6), 512, seed)
 
     async def run(url: str) -> list[Answer]:
         async with StreamClient(url, 60) as client:
-            return await loadgen.offer(client, requests, "test")
+            return await offer(client, requests, "test")
 
     with ServerProcess("--model", MODELS / "tiny-ladder") as server:
         server.ready()
@@ -279,8 +279,8 @@ def test_against_the_server(seed: int) -> None:
     assert [a.outcome for a in answers] == ["complete"] * 6
     assert [a.tokens for a in answers] == [r.new_tokens for r in requests]
     assert all(len(a.gaps) == a.tokens - 1 and a.first and a.end and a.first <= a.end for a in answers)
-    one = {"rate": 20.0, "summary": loadgen.summary(answers, 1e9, 1e9)}
-    lines = loadgen.table({"settings": {"ttft_limit": 1e9, "itl_limit": 1e9}, "rates": [one]}).splitlines()
+    one = {"rate": 20.0, "summary": summary(answers, 1e9, 1e9)}
+    lines = table({"settings": {"ttft_limit": 1e9, "itl_limit": 1e9}, "rates": [one]}).splitlines()
     assert len(lines) == 3 and lines[2].endswith("| 0 of 6 |")
     assert lines[0].count("|") == lines[1].count("|") == lines[2].count("|")
 

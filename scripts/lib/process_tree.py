@@ -1,0 +1,25 @@
+"""A process and its descendants, found in /proc."""
+
+import os
+import signal
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+
+def process_tree(root: int) -> list[int]:
+    """The process ids of `root` and all its descendants."""
+    found, todo = [], [root]
+    while todo:
+        pid = todo.pop()
+        found.append(pid)
+        for task in Path(f"/proc/{pid}/task").glob("*/children"):
+            todo += map(int, task.read_text().split())
+    return found
+
+
+def kill(pids: Iterable[int]) -> None:
+    """Kill those of the processes that still run."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
