@@ -25,7 +25,7 @@ from scripts.bench.serving.load import table as load_table
 from scripts.lib.results import ROOT, check_output, write_text
 from scripts.report import paper_tables
 from scripts.report.plots import FIGURES
-from scripts.sweep import __main__ as sweep
+from scripts.sweep import tables
 from scripts.sweep.rows import Row, column, finished, ratio, read_rows
 
 STYLE = """
@@ -128,7 +128,7 @@ def facts(rows: Sequence[Row]) -> str:
 
 
 def latency(rows: Sequence[Row]) -> str:
-    text = sweep.latency_table(rows)
+    text = tables.latency_table(rows)
     about = "ms of a decode step at batch 1: the median of the runs' median steps, in brackets the lowest and the highest run."
     return section("Latency", paragraph(about, "soft"), html_table(text)) if text else ""
 
@@ -146,7 +146,7 @@ def everything(rows: Sequence[Row]) -> str:
         f"Medians of {', '.join(map(str, column(rows, 'runs')))} runs behind one that warms up. tokens/s counts generated tokens "
         "over prefill and decode together; weights and memory are a rank's."
     )
-    parts = [paragraph(about, "soft"), html_table(sweep.table(rows))] if finished(rows) else []
+    parts = [paragraph(about, "soft"), html_table(tables.table(rows))] if finished(rows) else []
     failed = [f"| {r.setting.label} | {(r.error or '').replace('|', '/')} |" for r in rows if r.error]
     if failed:
         parts += [

@@ -22,7 +22,7 @@ from scripts.lib.load_generator import Answer, summary
 from scripts.lib.results import ROOT
 from scripts.report import page as report
 from scripts.report import paper_tables, plots
-from scripts.sweep import __main__ as sweep
+from scripts.sweep import tables
 from scripts.sweep.rows import Interconnect, Row, Setting, baseline, finished, interconnect, ratio, read_rows, row_line
 
 MACHINE = {"cpu": "a CPU", "cores": 2, "gpus": "8 x a GPU", "torch": "2.13", "python": "3.12"}
@@ -448,13 +448,13 @@ def test_a_page_of_one_part_alone() -> None:
 
 def test_tables_name_every_variant_once() -> None:
     rows = [steady(10, ms, variant=v) for v, ms in (("ladder", 2), ("standard", 3))]
-    text = sweep.latency_table(rows)
+    text = tables.latency_table(rows)
     assert text is not None
     head, _, line = text.splitlines()
     assert head.endswith("| standard | ladder |")
     assert line.endswith("| 3.00 (3.00 to 3.00) | 2.00 (2.00 to 2.00) |")
-    assert sweep.latency_table([steady(1, 1, batch=2)]) is None
-    assert sweep.table(rows).count("\n") == 3
+    assert tables.latency_table([steady(1, 1, batch=2)]) is None
+    assert tables.table(rows).count("\n") == 3
 
 
 def test_the_makefile_names_the_scripts() -> None:

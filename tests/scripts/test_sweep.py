@@ -23,8 +23,7 @@ from scripts.lib import results
 from scripts.report import page as report
 from scripts.report import plots
 from scripts.sweep import __main__ as sweep
-from scripts.sweep import vllm_worker as sweep_vllm
-from scripts.sweep import worker as sweep_worker
+from scripts.sweep import grids, launches, tables, vllm_worker, worker
 from scripts.sweep.rows import Row, Setting, finished, read_rows, row_line
 from tests import ROOT
 from tests.support import quick_start
@@ -48,7 +47,7 @@ def arguments(*argv: object) -> argparse.Namespace:
 
 def test_settings_are_the_product_with_variants_next_to_each_other() -> None:
     axes = "--models tiny llama-3-8b --variants standard ladder --tp 2 4 --batch-sizes 1 8 --interconnects default 1ms,1GB/s"
-    settings = sweep.settings_of(arguments(*axes.split(), "--prompt-lengths", 7, "--new-tokens", 5, "--runs", 4))
+    settings = grids.settings_of(arguments(*axes.split(), "--prompt-lengths", 7, "--new-tokens", 5, "--runs", 4))
     assert len(settings) == len(set(settings)) == 32
     assert all((s.prompt_length, s.new_tokens, s.runs, s.device, s.dtype) == (7, 5, 4, "cpu", "float32") for s in settings)
     for first, second in zip(settings[::2], settings[1::2], strict=True):
@@ -56,7 +55,7 @@ def test_settings_are_the_product_with_variants_next_to_each_other() -> None:
 
 
 def test_a_grid_gives_way_to_flags() -> None:
-    settings = sweep.settings_of(arguments("--grid", "table-6", "--tp", 2, "--interconnects", "default"))
+    settings = grids.settings_of(arguments("--grid", "table-6", "--tp", 2, "--interconnects", "default"))
     assert {s.variant for s in settings} == {"standard", "ladder", "desync-2x", "desync-4x", "upper-bound"}
     assert {(s.model, s.batch, s.tp, s.prompt_length, s.new_tokens) for s in settings} == {("llama-3-8b", 64, 2, 1024, 512)}
 
@@ -75,15 +74,15 @@ def test_a_grid_gives_way_to_flags() -> None:
 )
 def test_bad_axes(flags: str) -> None:
     with pytest.raises(UserError):
-        sweep.settings_of(arguments(*flags.split()))
+        grids.settings_of(arguments(*flags.split()))
 
 
 def test_one_launch_for_all_that_share_ranks_hosts_and_environment() -> None:
     axes = "--tp 4 2 --interconnects no-p2p default two-hosts 1ms,1GB/s NCCL_ALGO=Ring --batch-sizes 1 2"
-    settings = sweep.settings_of(arguments(*axes.split()))
-    found = list(sweep.launches(settings))
+    settings = grids.settings_of(arguments(*axes.split()))
+    found = list(launches.by_launch(settings))
     between = [(1, ()), (2, ()), (1, (("NCCL_ALGO", "Ring"),)), (1, (("NCCL_P2P_DISABLE", "1"),))]
-    expected = [sweep.Start(tp, hosts, settings[0].device, environment) for tp in (2, 4) for hosts, environment in between]
+    expected = [launches.Start(tp, hosts, settings[0].device, environment) for tp in (2, 4) for hosts, environment in between]
     assert sorted((start for start, _ in found), key=str) == sorted(expected, key=str)
     assert sorted((s.key for _, part in found for s in part)) == sorted(s.key for s in settings)
     plain = {s.interconnect for start, part in found for s in part if start.hosts == 1 and not start.environment}
@@ -93,7 +92,7 @@ def test_one_launch_for_all_that_share_ranks_hosts_and_environment() -> None:
 
 def test_two_hosts_need_an_even_number_of_ranks() -> None:
     with pytest.raises(UserError, match="even"):
-        sweep.settings_of(arguments("--tp", 4, 3, "--interconnects", "two-hosts"))
+        grids.settings_of(arguments("--tp", 4, 3, "--interconnects", "two-hosts"))
 
 
 # --- the order of runs ---------------------------------------------------------------------------------------------------
@@ -101,25 +100,25 @@ def test_two_hosts_need_an_even_number_of_ranks() -> None:
 
 def test_variants_take_turns_if_they_fit_together() -> None:
     group = [Setting("tiny", v, 1, 1, 4, 3, runs=2, profile=True) for v in ("standard", "ladder")]
-    assert [(n, s.variant[0]) for n, s in sweep_worker.turns(group, True)] == [(n, v) for n in range(4) for v in "sl"]
-    assert [(n, s.variant[0]) for n, s in sweep_worker.turns(group, False)] == [(n, v) for v in "sl" for n in range(4)]
+    assert [(n, s.variant[0]) for n, s in worker.turns(group, True)] == [(n, v) for n in range(4) for v in "sl"]
+    assert [(n, s.variant[0]) for n, s in worker.turns(group, False)] == [(n, v) for v in "sl" for n in range(4)]
 
 
-def worker(capsys: pytest.CaptureFixture[str], group: list[Setting], together: bool) -> list[Any]:
+def messages(capsys: pytest.CaptureFixture[str], group: list[Setting], together: bool) -> list[Any]:
     """The messages that a group prints on one rank, which is this process."""
-    models = sweep_worker.Models(World(0, 1, CPU, Local()))
+    models = worker.Models(World(0, 1, CPU, Local()))
     capsys.readouterr()
-    sweep_worker.run_group(models, group, together)
+    worker.run_group(models, group, together)
     lines = capsys.readouterr().out.splitlines()
-    assert all(line.startswith(sweep_worker.MARK) for line in lines)
-    return [json.loads(line[len(sweep_worker.MARK) :]) for line in lines]
+    assert all(line.startswith(worker.MARK) for line in lines)
+    return [json.loads(line[len(worker.MARK) :]) for line in lines]
 
 
 @pytest.mark.parametrize("together", [True, False])
 def test_a_group_on_one_rank(capsys: pytest.CaptureFixture[str], together: bool) -> None:
     """An impossible variant fails alone; the others have all their samples."""
     group = [Setting("tiny", v, 1, 2, 4, 3, runs=2) for v in ("standard", "bogus", "ladder")]
-    said = worker(capsys, group, together)
+    said = messages(capsys, group, together)
     (failed,) = [one for one in said if "failed" in one]
     assert failed["failed"]["variant"] == "bogus" and "unknown variant" in failed["error"]
     done = {one["done"]["variant"]: one for one in said if "done" in one}
@@ -140,23 +139,23 @@ def test_memory_that_is_short_for_all_suffices_for_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Out of memory with several models loaded raises `Shortage`. With one model loaded it is that configuration's error."""
-    real, group = sweep_worker.one_run, [Setting("tiny", v, 1, 1, 4, 3, runs=1) for v in ("standard", "ladder")]
+    real, group = worker.one_run, [Setting("tiny", v, 1, 1, 4, 3, runs=1) for v in ("standard", "ladder")]
 
     def one_run(model: Any, comm: Any, s: Setting, world: World) -> Any:
         if s.variant == "ladder":
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate\nmore")
         return real(model, comm, s, world)
 
-    monkeypatch.setattr(sweep_worker, "one_run", one_run)
-    with pytest.raises(sweep_worker.Shortage):
-        worker(capsys, group, together=True)
-    said = worker(capsys, group, together=False)
+    monkeypatch.setattr(worker, "one_run", one_run)
+    with pytest.raises(worker.Shortage):
+        messages(capsys, group, together=True)
+    said = messages(capsys, group, together=False)
     assert [one["error"] for one in said if "failed" in one] == ["out of memory: CUDA out of memory. Tried to allocate"]
     assert [one["done"]["variant"] for one in said if "done" in one] == ["standard"]
 
 
 def test_models_are_freed_when_their_group_is_over() -> None:
-    models = sweep_worker.Models(World(0, 1, CPU, Local()))
+    models = worker.Models(World(0, 1, CPU, Local()))
     first, second = TINY, TINY.twin("ladder")
     kept = models.get(first)[0]
     models.get(second)
@@ -173,7 +172,7 @@ def test_one_model_at_a_time_means_one(
     group = [Setting("tiny:2", v, 1, 1, 4, 3, runs=1) for v in ("standard", "parallel", "ladder")]
     built: list[weakref.ref[Any]] = []
     alive_before: list[int] = []
-    real_load, real_run = sweep_worker.load_model, sweep_worker.one_run
+    real_load, real_run = worker.load_model, worker.one_run
     shortages = [True] if short else []
 
     def load(*args: Any) -> Any:
@@ -187,16 +186,16 @@ def test_one_model_at_a_time_means_one(
             raise torch.OutOfMemoryError("CUDA out of memory")
         return real_run(model, comm, s, world)
 
-    monkeypatch.setattr(sweep_worker, "load_model", load)
-    monkeypatch.setattr(sweep_worker, "one_run", one_run)
-    monkeypatch.setattr(sweep_worker.Models, "fit_together", lambda *_: short)
-    models = sweep_worker.Models(World(0, 1, CPU, Local()))
-    monkeypatch.setattr(sweep_worker, "init_world", lambda *_: models.world)
-    monkeypatch.setattr(sweep_worker, "Models", lambda _: models)
+    monkeypatch.setattr(worker, "load_model", load)
+    monkeypatch.setattr(worker, "one_run", one_run)
+    monkeypatch.setattr(worker.Models, "fit_together", lambda *_: short)
+    models = worker.Models(World(0, 1, CPU, Local()))
+    monkeypatch.setattr(worker, "init_world", lambda *_: models.world)
+    monkeypatch.setattr(worker, "Models", lambda _: models)
     job = json.dumps([asdict(s) for s in group])
-    monkeypatch.setattr(sweep_worker.Path, "read_text", lambda _: job)
-    monkeypatch.setattr(sys, "argv", ["sweep_worker.py", "job.json"])
-    sweep_worker.main()
+    monkeypatch.setattr(worker.Path, "read_text", lambda _: job)
+    monkeypatch.setattr(sys, "argv", ["worker.py", "job.json"])
+    worker.main()
     assert capsys.readouterr().out.count('"done"') == 3
     assert alive_before == [*([0, 1, 2] if short else []), 0, 0, 0]
 
@@ -218,7 +217,7 @@ def test_a_metered_link_adds_up_what_its_sums_take() -> None:
         nonlocal now
         now += seconds
 
-    link = sweep_worker.MeteredLink(TwoRanks(), parse_link("1ms,1MB/s"), clock=lambda: now, sleep=sleep)
+    link = worker.MeteredLink(TwoRanks(), parse_link("1ms,1MB/s"), clock=lambda: now, sleep=sleep)
     each = 1e-3 + 2 * (1 / 2) * 500 * 4 / 1e6
     for busy in (0.0, 1e-3, 1e-3):
         handle = link.start(torch.ones(500))
@@ -233,9 +232,9 @@ def test_the_parts_of_a_step_on_a_link() -> None:
         {"step_ms": [10.0, 14.0], "exposed_ms": 3.0, "link_ms": 5.0},
         {"step_ms": [12.0], "exposed_ms": 1.0, "link_ms": 5.0},
     ]
-    split = sweep_worker.link_split(samples)
+    split = worker.link_split(samples)
     assert split == {"compute": 7.0, "hidden": 3.0, "exposed": 2.0, "idle": 0.0, "source": "simulated link"}
-    assert sweep_worker.link_split([samples[0] | {"link_ms": None}]) is None
+    assert worker.link_split([samples[0] | {"link_ms": None}]) is None
 
 
 # --- the results file ----------------------------------------------------------------------------------------------------
@@ -243,13 +242,13 @@ def test_the_parts_of_a_step_on_a_link() -> None:
 
 def test_what_is_in_the_file_is_done(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    file = sweep.File(path)
+    file = launches.RowsFile(path)
     failed = TINY.twin("ladder")
     file.add(TINY, samples=[{"prefill_ms": 1.0, "step_ms": []}])
     file.add(failed, error="out of memory")
     with path.open("a") as torn:
         torn.write('{"setting": {"mod')
-    again = sweep.File(path)
+    again = launches.RowsFile(path)
     assert path.read_text().endswith("}\n")
     assert [again.is_done(s, False) for s in (TINY, failed, TINY.twin("parallel"))] == [True, True, False]
     assert not again.is_done(failed, retry=True) and again.is_done(TINY, retry=True)
@@ -262,7 +261,7 @@ def test_another_machines_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(row_line(Row(TINY, {"cpu": "another"}, {}, error="x")))
     with pytest.raises(UserError, match="another machine"):
-        sweep.File(path)
+        launches.RowsFile(path)
 
 
 # --- crashes -------------------------------------------------------------------------------------------------------------
@@ -283,17 +282,17 @@ def test_a_crash_takes_its_own_configuration_alone(tmp_path: Path, monkeypatch: 
     program = tmp_path / "fake.py"
     program.write_text(textwrap.dedent(FAKE))
     started: list[int] = []
-    real = sweep.launch
+    real = launches.launch
 
     def launch(command: Any, *more: Any) -> str | None:
         started.append(len(json.loads(Path(command[-1]).read_text())))
         return real([sys.executable, "-I", "-S", str(program), command[-1]], *more)
 
-    monkeypatch.setattr(sweep, "launch", launch)
-    file = sweep.File(tmp_path / "rows.jsonl")
+    monkeypatch.setattr(launches, "launch", launch)
+    file = launches.RowsFile(tmp_path / "rows.jsonl")
     todo = [TINY.twin(v) for v in ("a", "oom", "crash", "b", "hang", "c")]
     with tqdm(disable=True) as bar:
-        sweep.run_all(file, sweep.Start(1, 1, "cpu", ()), list(todo), 5.0, bar)
+        launches.run_all(file, launches.Start(1, 1, "cpu", ()), list(todo), 5.0, bar)
     found = {row.setting.variant: row.error for row in read_rows(file.path)}
     assert found == {
         "a": None,
@@ -307,17 +306,17 @@ def test_a_crash_takes_its_own_configuration_alone(tmp_path: Path, monkeypatch: 
 
 
 def test_ranks_that_never_start_fail_every_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweep, "launch", lambda *_: "exit code 2: error: no GPU")
-    file = sweep.File(tmp_path / "rows.jsonl")
+    monkeypatch.setattr(launches, "launch", lambda *_: "exit code 2: error: no GPU")
+    file = launches.RowsFile(tmp_path / "rows.jsonl")
     with tqdm(disable=True) as bar:
-        sweep.run_all(file, sweep.Start(1, 1, "cpu", ()), [TINY, TINY.twin("ladder")], 1.0, bar)
+        launches.run_all(file, launches.Start(1, 1, "cpu", ()), [TINY, TINY.twin("ladder")], 1.0, bar)
     assert [row.error for row in read_rows(file.path)] == ["exit code 2: error: no GPU"] * 2
 
 
 def test_the_cause_is_the_ranks_own_line() -> None:
     said = "W1 warning\nerror: --device cuda, but this machine shows no GPU\nE1 failed\nChildFailedError: \n ====\nroot cause\n"
-    assert sweep.cause(said) == "error: --device cuda, but this machine shows no GPU"
-    assert sweep.cause("") == "no message"
+    assert launches.cause(said) == "error: --device cuda, but this machine shows no GPU"
+    assert launches.cause("") == "no message"
 
 
 # --- real ranks ----------------------------------------------------------------------------------------------------------
@@ -391,23 +390,23 @@ def test_vllm_is_measured_on_the_same_settings(tmp_path: Path) -> None:
     settings = [
         replace(TINY, variant="vllm", tp=2, batch=b, prompt_length=6, new_tokens=n, runs=2) for b, n in ((3, 3), (1, 1))
     ]
-    ((start, found),) = sweep.launches(settings, sys.executable)
-    file = sweep.File(tmp_path / "rows.jsonl")
+    ((start, found),) = launches.by_launch(settings, sys.executable)
+    file = launches.RowsFile(tmp_path / "rows.jsonl")
     with pytest.MonkeyPatch.context() as patch, tqdm(disable=True) as bar:
         patch.setenv("PYTHONPATH", str(tmp_path))
-        sweep.run_all(file, start, found, 60.0, bar)
+        launches.run_all(file, start, found, 60.0, bar)
     three, one = read_rows(file.path)
     assert (three.error, one.error) == (None, None) and three.variant == "vLLM 0.0.stub"
     assert len(three.samples) == len(one.samples) == 2 and one.median("decode_ms_per_token") is None
-    assert "vLLM 0.0.stub" in sweep.table([three, one])
+    assert "vLLM 0.0.stub" in tables.table([three, one])
 
 
 def test_vllms_steps_are_what_its_prefill_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = iter(
         [9.0, 9.0, 0.10, 0.50, 0.14, 0.54, 0.12, 0.52]
     )  # seconds of a prefill and of a whole run, in turn; the first pair is the warm-up
-    monkeypatch.setattr(sweep_vllm, "seconds", lambda *_: next(calls))
-    samples = sweep_vllm.measure(None, asdict(replace(TINY, variant="vllm", batch=2, new_tokens=5)), 100)
+    monkeypatch.setattr(vllm_worker, "seconds", lambda *_: next(calls))
+    samples = vllm_worker.measure(None, asdict(replace(TINY, variant="vllm", batch=2, new_tokens=5)), 100)
     row = Row(TINY, {}, {}, samples=samples)
     assert row.values("prefill_ms") == [100, 140, 120]
     assert row.values("decode_ms_per_token") == pytest.approx([95, 105, 100])  # (500, 540, 520 - 120) / 4
@@ -427,7 +426,7 @@ def test_vllms_steps_are_what_its_prefill_leaves(monkeypatch: pytest.MonkeyPatch
 )
 def test_vllm_is_refused_where_it_cannot_run(flags: str, said: str) -> None:
     with pytest.raises(UserError, match=said):
-        sweep.settings_of(arguments(*flags.split()))
+        grids.settings_of(arguments(*flags.split()))
 
 
 # --- refused before anything starts --------------------------------------------------------------------------------------
@@ -461,7 +460,7 @@ def command(module: str, *args: object) -> tuple[int, str, str]:
 def test_unknown_models_and_variants_are_refused_before_ranks_start(
     flags: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(sweep.subprocess, "Popen", lambda *_, **__: pytest.fail("ranks were started"))
+    monkeypatch.setattr(launches.subprocess, "Popen", lambda *_, **__: pytest.fail("ranks were started"))
     monkeypatch.setattr(sys, "argv", ["sweep.py", "--device", "cpu", *flags.split(), "--out", str(tmp_path / "rows.jsonl")])
     with pytest.raises(UserError, match=re.escape(said)):
         sweep.main()
@@ -526,8 +525,8 @@ def test_scripts_refuse_outputs_that_cannot_be(
         report: ["--sweep", str(rows)],
     }[script]
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("something was started"))
-    monkeypatch.setattr(sweep, "machine", dict)
-    monkeypatch.setattr(sweep, "versions", dict)
+    monkeypatch.setattr(launches, "machine", dict)
+    monkeypatch.setattr(launches, "versions", dict)
     for drawing in ("throughput", "pareto"):
         monkeypatch.setitem(plots.FIGURES, drawing, lambda _: pytest.fail("a figure was drawn"))
     monkeypatch.setattr(sys, "argv", ["script.py", *flags, "--out", str(path)])
@@ -538,7 +537,7 @@ def test_scripts_refuse_outputs_that_cannot_be(
 def test_an_interrupted_sweep_says_how_to_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupted(file: sweep.File, start: sweep.Start, todo: list[Setting], *_: Any) -> None:
+    def interrupted(file: launches.RowsFile, start: launches.Start, todo: list[Setting], *_: Any) -> None:
         file.add(todo[0], samples=[])
         raise KeyboardInterrupt
 
@@ -585,7 +584,7 @@ def test_the_default_folder_is_not_tracked() -> None:
 
 
 def test_a_sweep_over_seeds_pools_their_runs() -> None:
-    settings = sweep.settings_of(arguments("--models", "tiny", "--variants", "standard", "ladder", "--seeds", 3, 5, 5))
+    settings = grids.settings_of(arguments("--models", "tiny", "--variants", "standard", "ladder", "--seeds", 3, 5, 5))
     assert len(settings) == len(set(settings)) == 8 and {s.seed for s in settings} == {3, 5}  # 2 batch sizes
     rows = [
         Row(
@@ -609,7 +608,7 @@ def test_a_table_has_quality_beside_speed() -> None:
     ]
     settings = [replace(TINY, model="llama-3-70b", tp=8, variant=v) for v in ("standard", "ladder", "upper-bound", "hybrid:3")]
     settings.append(replace(TINY, variant="ladder", tp=2, comm="int4"))
-    text = sweep.table([Row(s, {}, {}, samples=samples) for s in settings])
+    text = tables.table([Row(s, {}, {}, samples=samples) for s in settings])
     head, _, *lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
     at = head.index("twin's perplexity")
     exact = {r["model"]: r for r in json.loads((ROOT / "docs/results/accuracy.json").read_text())["rows"] if r["tp"] == 4}
@@ -635,6 +634,6 @@ def test_a_worker_started_by_hand_says_who_starts_it(tmp_path: Path, content: st
     if content is not None:
         file.write_text(content)
     with pytest.raises(UserError, match=r"python -m scripts\.sweep"):
-        sweep_worker.read_settings([str(file)])
+        worker.read_settings([str(file)])
     with pytest.raises(UserError, match=r"python -m scripts\.sweep"):
-        sweep_worker.read_settings([])
+        worker.read_settings([])

@@ -1,0 +1,199 @@
+"""Run the configurations of a sweep: start ranks, read the results that they print, and append them to the sweep's file."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import astuple, dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from checkpoint import model_config
+from config import config_to_hf
+from errors import UserError
+from processes import on_ranks
+from scripts.lib.machine import machine
+from scripts.lib.results import ROOT, check_output, unwritable
+from scripts.sweep.rows import VLLM, Row, Setting, interconnect, read_rows, row_line
+from scripts.sweep.worker import MARK
+
+
+@dataclass(frozen=True)
+class Start:
+    """How one launch starts its ranks. All settings of a launch share these values."""
+
+    ranks: int
+    hosts: int
+    device: str
+    environment: tuple[tuple[str, str], ...]
+    vllm: str = ""  # the model that vLLM measures (one per launch); empty: Rung is measured
+    vllm_python: str = ""  # the Python of the environment with vLLM
+
+    def command(self, job: Path) -> list[str]:
+        """The command that measures the settings in the file `job`. For vLLM, the model's config.json is in the same folder."""
+        if self.vllm:
+            return [self.vllm_python, str(Path(__file__).with_name("vllm_worker.py")), str(job), str(job.parent)]
+        worker = ["-m", "scripts.sweep.worker", str(job)]
+        if self.hosts > 1:
+            two_hosts = [sys.executable, "-m", "scripts.two_hosts", "--ranks", str(self.ranks), "--device", self.device]
+            return [*two_hosts, *worker]
+        return [*on_ranks(self.ranks), *worker]
+
+
+def by_launch(settings: Iterable[Setting], vllm_python: str = "") -> Iterator[tuple[Start, list[Setting]]]:
+    """Group the settings into launches: pairs of a `Start` and the settings that it measures."""
+
+    def start(s: Setting) -> Start:
+        between = interconnect(s.interconnect)
+        environment = tuple(sorted(between.environment.items()))
+        if s.variant == VLLM:
+            return Start(s.tp, between.hosts, s.device, environment, s.model, vllm_python)
+        return Start(s.tp, between.hosts, s.device, environment)
+
+    for found, same in groupby(sorted(settings, key=lambda s: astuple(start(s))), key=start):
+        yield found, list(same)
+
+
+def versions() -> dict[str, str]:
+    """Versions of the software, and the environment variables that influence a measurement."""
+    git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False)
+    found = {"rung": git.stdout.strip() or "unknown", "torch": torch.__version__, "python": platform.python_version()}
+    if torch.version.cuda:
+        found |= {"cuda": torch.version.cuda, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+    steering = ("NCCL_", "TORCH_NCCL_", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+    return found | {name: value for name, value in sorted(os.environ.items()) if name.startswith(steering)}
+
+
+class RowsFile:
+    """The sweep's JSON-lines file: its existing rows, and appending new ones."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.machine, self.versions = path, machine(), versions()
+        check_output(path)
+        if path.exists():
+            text = path.read_text()
+            path.write_text(text[: text.rfind("\n") + 1])  # drop an incomplete last line of a killed sweep
+        self.rows = read_rows(path) if path.exists() else []
+        if any(row.machine != self.machine for row in self.rows):
+            raise UserError(f"{path} was made on another machine or torch; name another file with --out")
+
+    def add(self, setting: Setting, **found: Any) -> None:
+        row = Row(setting, self.machine, self.versions, **found)
+        self.rows.append(row)
+        try:
+            with self.path.open("a") as file:
+                file.write(row_line(row))
+        except OSError as e:
+            raise unwritable(self.path, e) from None
+
+    def is_done(self, setting: Setting, retry: bool) -> bool:
+        return any(row.setting == setting and not (row.error and retry) for row in self.rows)
+
+
+def launch(
+    command: Sequence[str], environment: dict[str, str], timeout: float, heard: Callable[[dict[str, Any]], None]
+) -> str | None:
+    """Run `command`, pass each marked line of its stdout to `heard`, and terminate it after `timeout` seconds without such a line.
+
+    Returns None if it succeeded, else an error message: the timeout, or the exit code and the `cause` from stderr.
+    """
+    late = threading.Event()
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=os.environ | environment, stdout=subprocess.PIPE, stderr=errors, text=True
+        )
+        assert process.stdout is not None
+
+        def stop() -> None:
+            late.set()
+            process.terminate()  # the launcher then terminates its ranks
+
+        watch = threading.Timer(timeout, stop)
+        watch.start()
+        try:
+            for line in process.stdout:
+                if line.startswith(MARK):
+                    watch.cancel()
+                    heard(json.loads(line[len(MARK) :]))
+                    watch = threading.Timer(timeout, stop)
+                    watch.start()
+            code = process.wait()
+        finally:
+            watch.cancel()
+            if process.poll() is None:
+                process.terminate()
+                process.wait()
+        errors.seek(0)
+        said = errors.read()
+    if late.is_set():
+        return f"nothing happened for {timeout:.0f} s"
+    return None if code == 0 else f"exit code {code}: {cause(said)}"
+
+
+def cause(said: str) -> str:
+    """The most informative line of a failed launch's stderr: a rank's own error rather than the launcher's report."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    telling = [
+        line for line in lines if line.partition(":")[0].endswith(("error", "Error", "Exception")) and "ChildFailed" not in line
+    ]
+    return (telling or lines or ["no message"])[-1][:500]
+
+
+def one_launch(
+    file: RowsFile, start: Start, todo: list[Setting], timeout: float, bar: Any
+) -> tuple[Setting | None, str | None]:
+    """Start the ranks on the settings in `todo`. Each result is written to the file and its setting removed from `todo`.
+
+    Returns the setting that was begun last, and the error with which the ranks ended (None if there was none).
+    """
+    current: Setting | None = None
+
+    def heard(event: dict[str, Any]) -> None:
+        nonlocal current
+        kind = next(iter(event))
+        setting = Setting(**event.pop(kind))
+        if kind == "begin":
+            current = setting
+            bar.set_postfix_str(setting.label)
+        elif setting in todo:
+            todo.remove(setting)
+            file.add(setting, **event)
+            bar.update()
+
+    with tempfile.TemporaryDirectory() as folder:
+        job = Path(folder) / "settings.json"
+        job.write_text(json.dumps([json.loads(s.key) for s in todo]))
+        if start.vllm:
+            config = config_to_hf(model_config(start.vllm, None, start.ranks))
+            (Path(folder) / "config.json").write_text(json.dumps(config))
+        error = launch(start.command(job), dict(start.environment), timeout, heard)
+    if error is None and todo:
+        error = "the ranks ended without a result"
+    return current, error
+
+
+def run_all(file: RowsFile, start: Start, todo: list[Setting], timeout: float, bar: Any) -> None:
+    """Launch ranks until each setting has a row.
+
+    After a crash, the setting that was running gets the error and the others are launched again. If the ranks crash before any
+    setting began, all settings get the error.
+    """
+    while todo:
+        before = len(todo)
+        current, error = one_launch(file, start, todo, timeout, bar)
+        if error is None:
+            return
+        blamed = [current] if current is not None and current in todo else []
+        if not blamed and len(todo) == before:
+            blamed = list(todo)
+        for setting in blamed:
+            todo.remove(setting)
+            file.add(setting, error=error)
+            bar.update()
