@@ -3,11 +3,16 @@
     make sweep ARGS="--models llama-3-70b --tp 4 --out docs/results/gpu-4/sweep-70b.jsonl"       # and others; then
     python -m scripts.report.performance --raw docs/results/gpu-4
 
-Reads those of the following files that exist in --raw: sweep*.jsonl, comm.json (bench_comm.py), linear*.json (bench_linear.py),
-kernels.json and decode.json (bench_kernels.py), quantized*.json (bench_comm.py --parts "nccl|quantized"), push.json
-(bench_push.py), gemm-overlap.json (overlap.py), startup.json and load*.json. Writes a table of each as
-NAME-{decode,comm,linear,…}.md, and the plots NAME-comm.png, NAME-comm-no-p2p.png, NAME-grid.png (from sweep-grid*.jsonl) and
-NAME-overlap.png. NAME is the name of the --raw folder. The outputs go into out, or with --write into docs/results.
+Reads those of the following files that exist in --raw. Writes a table of each as NAME-{decode,comm,linear,…}.md, and the plots
+NAME-comm.png, NAME-comm-no-p2p.png, NAME-grid.png (from sweep-grid*.jsonl) and NAME-overlap.png. NAME is the name of the --raw
+folder. The outputs go into out, or with --write into docs/results.
+
+    sweep*.jsonl                        make sweep
+    load*.json, startup.json            make throughput, make startup
+    comm.json, quantized*.json          make bench-comm, the latter with --parts "nccl|quantized"
+    gemm-overlap.json, push.json        make bench-fused, make bench-push
+    linear*.json                        make bench-linear
+    kernels.json, decode.json           make bench-kernels
 """
 
 import argparse
@@ -31,7 +36,7 @@ from scripts.sweep.rows import ORDER, VLLM, Row, Setting, finished, read_rows
 
 NCCL = "µs nccl"
 EXACT = ("µs one-shot", "µs two-shot")
-WAYS = {  # names in bench_comm.py's report: names in tables and plots
+WAYS = {  # names in comm.json: names in tables and plots
     "µs nccl": "NCCL",
     "µs torch one_shot_all_reduce": "torch one-shot",
     "µs torch two_shot_all_reduce_": "torch two-shot",
@@ -45,7 +50,7 @@ QUANTIZED = {
     **{f"µs quantized {width}": width for width in WIDTHS},
     **{f"µs portable quantized {width}": f"{width}, over NCCL" for width in WIDTHS},
 }
-PUSHED = {"o": "wo", "down": "w_down", "o and down": "both in turn"}  # layer names of bench_push.py: names in the table
+PUSHED = {"o": "wo", "down": "w_down", "o and down": "both in turn"}  # layer names in push.json: names in the table
 
 NOT_A_CASE = {"kernel", "us", "peer_us", "gb_per_second", "tflop_per_second", "error", "peer_error", "right", "config"}
 
@@ -170,13 +175,13 @@ def push(folder: Path) -> str | None:
 
 
 def overlap(folder: Path) -> str | None:
-    """The table of `make bench-fused`: GEMMs fused with their collectives."""
+    """The table of gemm-overlap.json: GEMMs fused with their collectives."""
     found = read(folder / "gemm-overlap.json")
     return None if found is None else overlap_table(*overlap_rows(found))
 
 
 def kind_of(name: str) -> str:
-    """The plot panel of one of bench_comm.py's names."""
+    """The plot panel of one of the names in comm.json."""
     return "exact" if name in WAYS or name in EXACT else "carried by NCCL" if "portable" in name else "quantized"
 
 

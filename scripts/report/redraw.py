@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cli import Parser, note, run
-from scripts.bench.training import __main__ as bench_training
+from scripts.bench.training.tables import plot, table
 from scripts.lib.results import RESULTS, add_write_option, made, results_folder
 from scripts.report import performance
 from training.metrics import draw_losses
@@ -36,11 +36,11 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def training(path: Path, folder: Path) -> None:
-    """Draw the figure and write the table of one of bench_training.py's result files."""
+    """Draw the figure and write the table of a result file of `make bench-training`."""
     found, out = read(path), folder / f"{path.stem}.png"
     args = argparse.Namespace(**found["settings"])
-    bench_training.plot(found["rows"], args, out)
-    out.with_suffix(".md").write_text(bench_training.table(found["rows"], args))
+    plot(found["rows"], args, out)
+    out.with_suffix(".md").write_text(table(found["rows"], args))
     for shown in (out, out.with_suffix(".md")):
         made(shown, path)
     note(f"drew {out}")

@@ -9,7 +9,7 @@ from scripts.sweep.rows import Row, finished, ratio
 def table(rows: Sequence[Row]) -> str:
     """A Markdown table with one line per configuration and variant. Ratios are relative to the standard model.
 
-    Quality is that of the embedded model of the same variant (`quality.py`). Runs of all seeds are pooled.
+    Quality is that of the embedded model of the same variant (`scripts/quality/embedded.py`). Runs of all seeds are pooled.
     """
     head = (
         "| model | tp | batch | tokens | sums | variant | prefill, ms | decode, ms a token | tokens/s | over standard | "

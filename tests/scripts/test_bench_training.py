@@ -17,8 +17,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from config import preset, with_variant
 from errors import UserError
 from scripts.bench.training import __main__ as bench_training
-from scripts.bench.training import rank as bench_training_rank
+from scripts.bench.training import launches, tables
 from scripts.bench.training.fsdp2 import Fsdp2Trainer, prefetch, shard
+from scripts.bench.training.rank import copies, covered, planned, separate_hosts
+from scripts.bench.training.rank import parse_args as parse_rank_args
 from tests.support.ranks import Ranks
 from tp import World
 from training.data import GlobalBatches, open_tokens, write_tokens
@@ -102,14 +104,14 @@ def test_fsdp2_refuses_blocks_that_hand_over_more_than_a_tensor() -> None:
 def rank_arguments(system: str, *more: str) -> argparse.Namespace:
     fixed = ["--model", "llama-7b", "--data", "x.bin", "--system", system, "--result", "x.json", "--steps", "9"]
     fixed += ["--unmeasured", "2", "--global-batch", "16", "--gpus-per-node", "4", "--dtype", "bfloat16"]
-    return bench_training_rank.parse_args([*fixed, *more])
+    return parse_rank_args([*fixed, *more])
 
 
 def test_systems_are_what_their_names_say() -> None:
     config, mesh, cpu = preset("llama-7b"), Mesh(4, 2), torch.device("cpu")
     definitions = {"zero-1": "1,1,4x2", "zero-2": "1,4x2,4x2", "zero-3": "4x2,4x2,4x2"}
     for system, meshes in definitions.items():
-        how = bench_training_rank.planned(rank_arguments(system), config, mesh, cpu)
+        how = planned(rank_arguments(system), config, mesh, cpu)
         assert how.sharding == Sharding.parse(meshes)
         assert how.step_seconds is None  # nobody knows this CPU's figures
     workload = workload_of(rank_arguments("mics", "--cluster", "a800"), config, mesh, cpu)
@@ -118,12 +120,12 @@ def test_systems_are_what_their_names_say() -> None:
     mics = next(a for a in alternatives(workload, memory, "communication") if a.name == "MiCS").plan
     papers = choose(workload, memory, "communication")[0]
     for system, plan in (("mics", mics), ("planner-paper", papers), ("planner", choice(workload, memory))):
-        how = bench_training_rank.planned(rank_arguments(system, "--cluster", "a800"), config, mesh, cpu)
+        how = planned(rank_arguments(system, "--cluster", "a800"), config, mesh, cpu)
         assert (how.sharding, how.step_seconds) == (plan.sharding, plan.step_seconds)
         assert how.step_seconds >= choice(workload, memory).step_seconds / 1.01
-    assert bench_training_rank.copies("fsdp2", mesh) == (8,)
-    assert bench_training_rank.copies("fsdp2-hsdp", mesh) == (2, 4)
-    assert bench_training_rank.copies("fsdp2-hsdp", Mesh(8)) == (2, 4)
+    assert copies("fsdp2", mesh) == (8,)
+    assert copies("fsdp2-hsdp", mesh) == (2, 4)
+    assert copies("fsdp2-hsdp", Mesh(8)) == (2, 4)
 
 
 def test_covered_time_is_that_of_the_definition(seed: int) -> None:
@@ -131,11 +133,11 @@ def test_covered_time_is_that_of_the_definition(seed: int) -> None:
     for _ in range(200):
         spans, by = ([(a, a + dice.randrange(5)) for a in (dice.randrange(30) for _ in range(dice.randrange(6)))] for _ in "ab")
         ticks = [{t for a, b in some for t in range(a, b)} for some in (spans, by)]
-        assert bench_training_rank.covered(spans, by) == len(ticks[0] & ticks[1]), (spans, by)
+        assert covered(spans, by) == len(ticks[0] & ticks[1]), (spans, by)
 
 
 def hosts(_: World, rank: int) -> str:
-    bench_training_rank.separate_hosts(rank, 4)
+    separate_hosts(rank, 4)
     return os.environ["NCCL_HOSTID"]
 
 
@@ -160,8 +162,8 @@ def measured(step_ms: list[float], **more: Any) -> dict[str, Any]:
 
 def sweep(argv: list[str], monkeypatch: pytest.MonkeyPatch, answer: Any) -> list[dict[str, Any]]:
     """The sweep's rows with `answer(settings)` in place of launches."""
-    monkeypatch.setattr(bench_training, "measure", lambda settings, *_: answer(settings))
-    return bench_training.sweep(bench_training.parse_args(argv), {"gpus": "none", "cores": 2, "cpu": "some", "torch": "2"})
+    monkeypatch.setattr(launches, "measure", lambda settings, *_: answer(settings))
+    return launches.measure_all(bench_training.parse_args(argv), {"gpus": "none", "cores": 2, "cpu": "some", "torch": "2"})
 
 
 def test_a_sweep_goes_on_after_failures_and_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,14 +202,14 @@ def test_the_table_shows_medians_ratios_and_errors(tmp_path: Path, monkeypatch: 
     }
     argv = arguments(tmp_path, "--systems", *answers)
     rows = sweep(argv, monkeypatch, lambda settings: answers[settings["system"]])
-    lines = bench_training.table(rows, bench_training.parse_args(argv)).splitlines()
+    lines = tables.table(rows, bench_training.parse_args(argv)).splitlines()
     cells = [cell.strip() for cell in lines[2].split("|")][1:-1]
     # 1000 tokens / 2 ranks / 30 ms; 4e9 FLOP / 2 / 1e12 / 30 ms; 15 / 30 ms
     expected = ["tiny", "ZeRO-1", "2", "P 1x1", "16,667", "6.7%", "30.0", "20.0 to 40.0", "12.3", "1.5", "", "15.0", "0.50"]
     assert cells == expected
     assert "CUDA out of memory" in lines[3]
     assert {line.count("|") for line in lines[:4]} == {len(expected) + 1}
-    middle, down, up = bench_training.figure_of(rows[0])
+    middle, down, up = tables.figure_of(rows[0])
     assert (middle, down, up) == pytest.approx(
         (100 * 2e-3 / 0.030, 100 * (2e-3 / 0.03 - 2e-3 / 0.04), 100 * (0.1 - 2e-3 / 0.03))
     )
@@ -223,7 +225,7 @@ def test_the_ablation_is_written_with_its_plot(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr("scripts.lib.results.RESULTS", tmp_path)
     monkeypatch.setattr("scripts.bench.training.__main__.note", lambda text: None)
     args = bench_training.parse_args(argv)
-    bench_training.write(rows, args, rows[0]["machine"], bench_training.table(rows, args))
+    bench_training.write(rows, args, rows[0]["machine"], tables.table(rows, args))
     assert json.loads((tmp_path / "training-2-ablation.json").read_text())["rows"] == rows
     assert "nothing overlapped" in (tmp_path / "training-2-ablation.md").read_text()
     assert (tmp_path / "training-2-ablation.png").stat().st_size > 5000
@@ -231,7 +233,7 @@ def test_the_ablation_is_written_with_its_plot(tmp_path: Path, monkeypatch: pyte
 
 def test_a_launch_end_to_end(tmp_path: Path) -> None:
     argv = arguments(tmp_path, "--sequence-length", 8, "--two-nodes", "--systems", "fsdp2-hsdp", "--models", "tiny:1")
-    (row,) = bench_training.sweep(bench_training.parse_args(argv), {})
+    (row,) = launches.measure_all(bench_training.parse_args(argv), {})
     assert "error" not in row, row
     assert len(row["step_ms"]) == 3
     assert row["sharding"] == "2 x 1"
@@ -239,7 +241,7 @@ def test_a_launch_end_to_end(tmp_path: Path) -> None:
 
 def test_a_launch_that_fails_or_hangs_says_so() -> None:
     def launch(code: str, timeout: float = 60.0) -> str | None:
-        return bench_training.launch([sys.executable, "-c", code], timeout)
+        return launches.launch([sys.executable, "-c", code], timeout)
 
     assert launch("pass") is None
     assert launch("raise RuntimeError('broken')") == "RuntimeError: broken"
@@ -250,8 +252,8 @@ def test_the_reason_of_a_failure_is_found() -> None:
     output = "W1 x\n[rank3]: Traceback\n[rank1]: torch.distributed.DistBackendError: gone\n"
     output += "[rank3]: torch.OutOfMemoryError: CUDA out of memory. Tried\n"
     output += "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n"
-    assert bench_training.reason(output) == "torch.OutOfMemoryError: CUDA out of memory. Tried"
-    assert bench_training.reason("error: --sharding: give three\nChildFailedError: x") == "error: --sharding: give three"
+    assert launches.reason(output) == "torch.OutOfMemoryError: CUDA out of memory. Tried"
+    assert launches.reason("error: --sharding: give three\nChildFailedError: x") == "error: --sharding: give three"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Several configurations in one launch of bench_training.py's ranks, and pretraining that leaves metrics alone."""
+"""Several configurations in one launch of the training benchmark's ranks, and pretraining that leaves metrics alone."""
 
 import json
 import sys
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from scripts.bench.training import __main__ as bench_training
+from scripts.bench.training import launches
 from scripts.lib.results import ROOT
 from tests.support import quick_start
 from training.metrics import read_metrics
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("forked_commands")
 
 def sweep(out: Path, *more: object) -> list[dict[str, Any]]:
     fixed = ("--device", "cpu", "--models", "tiny:1", "--ranks", 2, "--steps", 2, "--sequence-length", 8, "--one-launch")
-    return bench_training.sweep(bench_training.parse_args([str(word) for word in (*fixed, "--out", out, *more)]), {})
+    return launches.measure_all(bench_training.parse_args([str(word) for word in (*fixed, "--out", out, *more)]), {})
 
 
 def test_one_launch_measures_all_configurations_and_goes_on_behind_errors(tmp_path: Path) -> None:
@@ -46,10 +47,10 @@ def test_a_crash_costs_one_row_and_the_rest_has_another_launch(tmp_path: Path, m
         )
         launched.append([wanted["row"]["settings"]["system"] for wanted in listed])
         for wanted in listed[: 1 if len(launched) == 1 else None]:
-            bench_training.append(rows, wanted["row"] | {"step_ms": [float(len(launched))]})
+            launches.append(rows, wanted["row"] | {"step_ms": [float(len(launched))]})
         return "torch.OutOfMemoryError: broken" if len(launched) == 1 else None
 
-    monkeypatch.setattr(bench_training, "launch", launch)
+    monkeypatch.setattr(launches, "launch", launch)
     rows = sweep(tmp_path, "--traced", 0, "--systems", "zero-1", "zero-2", "zero-3", "mics")
     assert launched == [["zero-1", "zero-2", "zero-3", "mics"], ["zero-3", "mics"]]
     assert [row.get("error", row.get("step_ms")) for row in rows] == [[1.0], "torch.OutOfMemoryError: broken", [2.0], [2.0]]

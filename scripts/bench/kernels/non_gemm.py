@@ -369,7 +369,7 @@ def main() -> None:
     add("--prefill-configs", type=config_of("PrefillConfig"), help=f"time only attention, paged_prefill with these {fields}")
     args = parser.parse_args()
     if not torch.cuda.is_available():
-        raise UserError("bench_kernels.py needs a GPU")
+        raise UserError("measuring needs a GPU, and this machine shows none")
     torch.manual_seed(0)
     with torch.no_grad():
         rows = list(trials(args) if args.decode_configs or args.prefill_configs else measured(args.ranks, args.only))

@@ -1,4 +1,4 @@
-"""The same training with torch's FSDP2 (`fully_shard`), with which bench_training.py compares our executor.
+"""The same training with torch's FSDP2 (`fully_shard`), with which `make bench-training` compares our executor.
 
 Equal in both: model.py's Transformer and its initial values, the loss, the data, activation recomputation by layer, compiled
 modules, weights and their all-gathers in `dtype`, gradients reduced in `dtype`, fp32 master weights with fused AdamW, and clipping

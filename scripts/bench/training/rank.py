@@ -1,4 +1,4 @@
-"""One rank of bench_training.py: it trains a few steps with one system, and rank 0 writes the measurements as JSON.
+"""One rank of `make bench-training`: it trains a few steps with one system, and rank 0 writes the measurements as JSON.
 
     python launch.py --ranks 2 -m scripts.bench.training.rank --model tiny --data random.bin --system zero-3 \
         --steps 8 --unmeasured 3 --sequence-length 128 --global-batch 4 --result row.json

@@ -1,8 +1,8 @@
-"""The ranks of bench_training.py --one-launch: they measure several configurations, one after the other.
+"""The ranks of `make bench-training` with --one-launch: they measure several configurations, one after the other.
 
     python launch.py --ranks 2 -m scripts.bench.training.session list.json --device cpu --gpus-per-node 2
 
-list.json: a list of {"arguments": the command line of bench_training_rank.py as a list, "row": the first fields of its row,
+list.json: a list of {"arguments": the command line of rank.py as a list, "row": the first fields of its row,
 "into": a file of JSON lines}. Rank 0 appends each configuration's row to its file as soon as it is measured. A configuration
 that cannot be trained gets a row with the error. One that crashes or runs out of memory ends the launch.
 """
