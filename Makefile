@@ -96,7 +96,7 @@ bench-kernels: setup #+ Measure: norms, RoPE, attention and sampling on one GPU 
 bench-linear: setup #+ Measure: linear layers of few rows on one GPU compared with cuBLAS, into out/linear.json, the source of kernels/linear_configs.json
 	@$(PY) -m scripts.bench.kernels.linear --device 0 --part 0/1 --out out/linear.json $(ARGS)
 
-sanitize: setup-dev #+ Test: compute-sanitizer's memcheck, of CUDA's toolkit, over the GPU tests of the kernels and all sums on one rank
+sanitize: setup-dev #+ Test: compute-sanitizer's memcheck, of CUDA's toolkit, over the GPU tests of the kernels and all all-reduce algorithms on one rank
 	@compute-sanitizer --tool memcheck --error-exitcode 9 $(PY) -m pytest -x -k "gpu or captured or entry_points or fusion" tests/kernels
 	@compute-sanitizer --tool memcheck $(PY) -m scripts.bench.comm.sanitize
 

@@ -97,7 +97,7 @@ def serving(args: argparse.Namespace) -> Iterator[Step]:
         yield sweep("offline vllm", 100, args, "sweep-offline.jsonl", flags)
 
 
-def sums(args: argparse.Namespace) -> Iterator[Step]:
+def all_reduces(args: argparse.Namespace) -> Iterator[Step]:
     """All-reduces by algorithm and size, GEMMs fused with collectives, and prefill by communicator."""
     _, cut, _ = args.models
     for name, seconds, command, out in (
@@ -124,7 +124,7 @@ def others(args: argparse.Namespace) -> Iterator[Step]:
 
 
 def steps(args: argparse.Namespace) -> list[Step]:
-    return [*models(args), *serving(args), *sums(args), *others(args)]
+    return [*models(args), *serving(args), *all_reduces(args), *others(args)]
 
 
 def perform(step: Step, args: argparse.Namespace, seconds: float) -> str | None:
@@ -154,15 +154,17 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 def parse_args() -> argparse.Namespace:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, required=True, help="one GPU each")
+    parser.add_argument("--ranks", type=int, required=True, help="number of ranks, with one GPU each")
     parser.add_argument(
-        "--raw", type=Path, default=ROOT / "out" / "gpus", metavar="DIR", help="for the raw files (default: out/gpus)"
+        "--raw", type=Path, default=ROOT / "out" / "gpus", metavar="DIR", help="folder of the raw files (default: out/gpus)"
     )
-    parser.add_argument("--models", nargs=3, default=MODELS, metavar="MODEL", help=f"default: {' '.join(MODELS)}")
-    parser.add_argument("--vllm-python", metavar="PYTHON", help="of an environment that holds vLLM")
-    parser.add_argument("--only", nargs="+", metavar="TEXT", help="the steps whose names hold one of these")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="for everything (default: as long as it takes)")
-    parser.add_argument("--list", action="store_true", help="print the steps and what each takes about, and measure nothing")
+    parser.add_argument(
+        "--models", nargs=3, default=MODELS, metavar="MODEL", help=f"three models, see above (default: {' '.join(MODELS)})"
+    )
+    parser.add_argument("--vllm-python", metavar="PYTHON", help="Python of an environment with vLLM")
+    parser.add_argument("--only", nargs="+", metavar="TEXT", help="run only steps whose names contain one of these texts")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="time limit for all steps (default: none)")
+    parser.add_argument("--list", action="store_true", help="print the steps and their expected seconds, and measure nothing")
     args = parser.parse_args()
     if args.ranks < 2 or args.minutes <= 0:
         raise UserError("--ranks must be at least 2, and --minutes above 0")

@@ -148,7 +148,7 @@ def timeline(events: list[Event], kernel: str = KERNEL) -> Timeline:
         thread = next((e["tid"] for e in marks or computing if not e["name"].startswith("aten::")), None)
         computing = [e for e in computing if thread is None or e["tid"] == thread]
     if not computing:
-        raise UserError("the trace holds neither GPU kernels nor torch operators; record it with scripts/trace.py")
+        raise UserError("the trace holds neither GPU kernels nor torch operators; record it with make trace")
     spans = [union([_span(e) for e in chosen]) for chosen in (computing, communicating)]
     steps = [(e["name"], _span(e)) for e in sorted(marks, key=lambda e: e["ts"])]
     whole = [edge for part in spans for span in part for edge in span]
@@ -269,22 +269,31 @@ def record_model(args: argparse.Namespace) -> bool:
 
 def main() -> None:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--read", type=Path, metavar="FILE", help="analyse this trace (.json or .json.gz) and record none")
+    parser.add_argument(
+        "--read", type=Path, metavar="FILE", help="analyse this trace (.json or .json.gz) instead of recording one"
+    )
     parser.add_argument(
         "--kernels", default=KERNEL, metavar="REGEX", help="names of GPU kernels that communicate (default: %(default)s)"
     )
     parser.add_argument("--model", metavar="DIR|PRESET", help=f"a checkpoint, or one of {', '.join(PRESETS)}")
-    parser.add_argument("--variant", help="another residual variant than the checkpoint's")
-    parser.add_argument("--prompt-length", type=int, default=128, help="random tokens (default: 128)")
-    parser.add_argument("--new-tokens", type=int, default=8, help="the prefill and so many decode steps less one (default: 8)")
+    parser.add_argument("--variant", help="residual variant (default: the checkpoint's)")
+    parser.add_argument("--prompt-length", type=int, default=128, help="random prompt tokens (default: 128)")
+    parser.add_argument(
+        "--new-tokens",
+        type=int,
+        default=8,
+        help="tokens to profile: a prefill and this many decode steps less one (default: 8)",
+    )
     parser.add_argument("--batch-size", type=int, default=1, help="sequences (default: 1)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA if there is any")
     parser.add_argument("--dtype", choices=DTYPES)
-    parser.add_argument("--comm", metavar="NAME", help=f"how ranks sum: {KNOWN}")
-    parser.add_argument("--simulate-link", metavar="LATENCY,BANDWIDTH", help="on CPU; its waiting shows as idle time")
+    parser.add_argument("--comm", metavar="NAME", help=f"all-reduce algorithm: {KNOWN}")
+    parser.add_argument(
+        "--simulate-link", metavar="LATENCY,BANDWIDTH", help="simulate a link on a CPU; waiting for it shows as idle time"
+    )
     parser.add_argument("--compile", action="store_true", help="compile the modules with torch.compile")
-    parser.add_argument("--seed", type=int, default=0, help="of the prompts (default: 0)")
-    parser.add_argument("--out", type=Path, default=Path("out/trace.json"), help="default: out/trace.json")
+    parser.add_argument("--seed", type=int, default=0, help="random seed of the prompts (default: 0)")
+    parser.add_argument("--out", type=Path, default=Path("out/trace.json"), help="trace to write (default: out/trace.json)")
     args = parser.parse_args()
     if (args.read is None) == (args.model is None):
         raise UserError("give --model to record a trace, or --read to analyse one")

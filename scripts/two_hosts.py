@@ -32,8 +32,8 @@ GRACE = 35.0  # seconds that a torchrun gets to end; it gives its ranks 30
 def torchrun(host: int, ranks: int, port: int) -> list[str]:
     """The command line that starts `ranks` ranks on one of the hosts."""
     nodes = ["--nnodes", str(HOSTS), "--node_rank", str(host), "--nproc_per_node", str(ranks)]
-    meeting = ["--master_addr", "127.0.0.1", "--master_port", str(port)]
-    return [sys.executable, "-m", "torch.distributed.run", *nodes, *meeting]
+    rendezvous = ["--master_addr", "127.0.0.1", "--master_port", str(port)]
+    return [sys.executable, "-m", "torch.distributed.run", *nodes, *rendezvous]
 
 
 def environment(host: int, ranks: int, gpus: int) -> dict[str, str]:
@@ -88,11 +88,11 @@ def start(ranks: int, command: list[str], device: str | None) -> int:
 
 def main() -> None:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=4, help="of both hosts together (default: 4)")
+    parser.add_argument("--ranks", type=int, default=4, help="ranks of both hosts together (default: 4)")
     parser.add_argument(
-        "--device", choices=("cpu", "cuda"), help="of the ranks; a CPU's need no GPU (default: CUDA if there is any)"
+        "--device", choices=("cpu", "cuda"), help="device of the ranks; on cpu they need no GPU (default: CUDA if there is any)"
     )
-    parser.add_argument("-m", dest="module", action="store_true", help="the program is a module, as for python")
+    parser.add_argument("-m", dest="module", action="store_true", help="the program is a module")
     parser.add_argument("program", nargs=argparse.REMAINDER, help="script or module, and its arguments")
     args = parser.parse_args()
     if not args.program:

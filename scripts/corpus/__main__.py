@@ -32,16 +32,16 @@ def parse_args() -> argparse.Namespace:
         ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--seed", type=int, default=1, help="number that fixes the whole corpus (default 1)")
+    parser.add_argument("--seed", type=int, default=1, help="random seed of the whole corpus (default 1)")
     parser.add_argument("--documents", type=int, default=10, metavar="N", help="how many documents (default 10)")
     parser.add_argument("--start", type=int, default=0, metavar="I", help="number of the first document (default 0)")
     parser.add_argument("--split", default="train", help="train or heldout (default train)")
-    parser.add_argument("--kind", help="write one kind only; all kinds, mixed, when left out")
+    parser.add_argument("--kind", help="write only this kind (default: all kinds, mixed)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="file to write (default: standard output)")
-    parser.add_argument("--json", action="store_true", help="one JSON object a line instead of the rendered text")
+    parser.add_argument("--json", action="store_true", help="write one JSON object per line instead of the rendered text")
     parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="train the tokenizer into this folder; with "
-                        "--stats, count tokens with the one that is there")  # fmt: skip
-    parser.add_argument("--vocab-size", type=int, default=1024, metavar="N", help="tokens in all (default 1024)")
+                        "--stats, count tokens with the one in it")  # fmt: skip
+    parser.add_argument("--vocab-size", type=int, default=1024, metavar="N", help="size of the vocabulary (default 1024)")
     parser.add_argument("--sample", type=int, default=20000, metavar="N",
                         help="documents to train the tokenizer on (default 20000)")  # fmt: skip
     parser.add_argument("--stats", action="store_true", help="print documents, words, tokens and distinct share by kind")

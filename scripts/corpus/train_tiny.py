@@ -102,14 +102,14 @@ def main() -> None:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variant", choices=VARIANTS, help="train only this one (default: all)")
     parser.add_argument("--tokens", type=float, default=300e6, help="training tokens (default: 300e6)")
-    parser.add_argument("--seed", type=int, default=1, help="of corpus, initial weights and order (default: 1)")
+    parser.add_argument("--seed", type=int, default=1, help="random seed of corpus, initial weights and order (default: 1)")
     parser.add_argument(
         "--batch", type=int, default=64, help=f"windows of {WINDOW} tokens a step, over all ranks (default: 64)"
     )
-    parser.add_argument("--micro-batch", type=int, help="windows that a rank computes at once (default: its whole share)")
+    parser.add_argument("--micro-batch", type=int, help="windows in a micro-batch of a rank (default: all of its windows)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA if there is any")
     parser.add_argument("--compile", action="store_true", help="compile the modules with torch.compile")
-    parser.add_argument("--resume", action="store_true", help="go on where a run of the same settings stopped")
+    parser.add_argument("--resume", action="store_true", help="continue a stopped run with the same settings")
     parser.add_argument("--out", type=Path, default=Path("models"), help="folder for tiny-VARIANT (default: models)")
     parser.add_argument("--prepare", action="store_true", help="write the tokenizer and the token file, then stop")
     parser.add_argument("--data", type=Path, help="token file, made if missing (default: OUT/tokens-SEED-TOKENS.bin)")

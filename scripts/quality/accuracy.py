@@ -171,9 +171,13 @@ def main() -> None:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=Path, nargs="+", default=found, help="checkpoints (default: models/tiny-*)")
     parser.add_argument("--tp", type=int, nargs="+", default=[1, 2, 4], help="numbers of ranks (default: 1 2 4)")
-    parser.add_argument("--items", type=int, default=200, help="held-out documents a task (default: 200)")
+    parser.add_argument("--items", type=int, default=200, help="held-out documents per task (default: 200)")
     parser.add_argument(
-        "--comm", nargs="+", default=[EXACT], metavar="NAME", help=f"{EXACT}, {', '.join(WIDTHS)} (default: {EXACT})"
+        "--comm",
+        nargs="+",
+        default=[EXACT],
+        metavar="NAME",
+        help=f"all-reduce algorithms: {EXACT}, {', '.join(WIDTHS)} (default: {EXACT})",
     )
     parser.add_argument("--dry-run", action="store_true", help="print the tables and write nothing")
     add_write_option(parser)
@@ -188,7 +192,7 @@ def main() -> None:
     for comm in args.comm:
         choose("cpu", comm)  # refuse a bad name now instead of hours later
     if args.comm != [EXACT] and max(args.tp) == 1:
-        raise UserError("one rank sums nothing, so quantized sums change nothing; give --tp 2")
+        raise UserError("one rank does no all-reduce, so --comm changes nothing; give --tp 2")
     if EXACT not in args.comm:
         raise UserError(f"--comm {' '.join(args.comm)} lacks {EXACT}, which the others are compared with; add it")
     runs = [(ranks, comm) for ranks in args.tp for comm in args.comm if ranks > 1 or comm == EXACT]

@@ -83,14 +83,21 @@ def main() -> None:
     parser.add_argument(
         "--model", type=Path, default=results.ROOT / "models" / "tiny-standard", help="default: models/tiny-standard"
     )
-    parser.add_argument("--ladder-layers", type=int, nargs="+", default=[4, 5], metavar="K", help="of its 8 (default: 4 5)")
-    parser.add_argument("--steps", type=int, default=120, help=f"of {BATCH} x {SEQUENCE} tokens (default: 120)")
-    parser.add_argument("--learning-rate", type=float, default=1e-3, help="its peak (default: 1e-3)")
-    parser.add_argument("--distill", type=float, default=0.5, help="share of the loss (default: 0.5)")
-    parser.add_argument("--ranks", type=int, default=2, help="default: 2")
-    parser.add_argument("--items", type=int, default=200, help="held-out documents a task (default: 200)")
+    parser.add_argument(
+        "--ladder-layers",
+        type=int,
+        nargs="+",
+        default=[4, 5],
+        metavar="K",
+        help="how many of its 8 layers become ladder layers (default: 4 5)",
+    )
+    parser.add_argument("--steps", type=int, default=120, help=f"training steps of {BATCH} x {SEQUENCE} tokens (default: 120)")
+    parser.add_argument("--learning-rate", type=float, default=1e-3, help="peak of the learning rate (default: 1e-3)")
+    parser.add_argument("--distill", type=float, default=0.5, help="weight of the distillation loss (default: 0.5)")
+    parser.add_argument("--ranks", type=int, default=2, help="number of ranks (default: 2)")
+    parser.add_argument("--items", type=int, default=200, help="held-out documents per task (default: 200)")
     parser.add_argument("--out", type=Path, default=results.ROOT / "out" / "adapt", help="default: out/adapt")
-    parser.add_argument("--dry-run", action="store_true", help="print the table and write nothing but --out")
+    parser.add_argument("--dry-run", action="store_true", help="print the table and write only to --out")
     results.add_write_option(parser)
     args = parser.parse_args()
     results.check_folder(args.out)

@@ -226,9 +226,11 @@ def main() -> None:
         help="the harness's command, or its environment (default: lm_eval on PATH)",
     )
     parser.add_argument("--model", type=Path, default=ROOT / "models" / "tiny-hybrid", help="default: models/tiny-hybrid")
-    parser.add_argument("--ranks", type=int, default=2, help="of the server (default: 2)")
-    parser.add_argument("--items", type=int, default=40, help="held-out documents a task (default: 40)")
-    parser.add_argument("--tolerance", type=float, default=1e-3, help="nats a candidate's score may differ (default: 1e-3)")
+    parser.add_argument("--ranks", type=int, default=2, help="ranks of the server (default: 2)")
+    parser.add_argument("--items", type=int, default=40, help="held-out documents per task (default: 40)")
+    parser.add_argument(
+        "--tolerance", type=float, default=1e-3, help="largest difference of a candidate's scores, in nats (default: 1e-3)"
+    )
     add_write_option(parser)
     args = parser.parse_args()
     folder = results_folder(args)

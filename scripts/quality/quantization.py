@@ -173,7 +173,13 @@ def main() -> None:
     found = [ROOT / "models" / f"tiny-{name}" for name in ("standard", "hybrid")]
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=Path, nargs="+", default=found, help="default: tiny-standard and tiny-hybrid")
-    parser.add_argument("--schemes", nargs="+", default=SCHEMES, metavar="NAME", help="as --comm takes them (default: many)")
+    parser.add_argument(
+        "--schemes",
+        nargs="+",
+        default=SCHEMES,
+        metavar="NAME",
+        help="quantization schemes, as --comm takes them (default: many)",
+    )
     parser.add_argument("--tp", type=int, default=4, help="number of ranks (default: 4)")
     parser.add_argument("--items", type=int, default=50, help="held-out stories for the perplexity (default: 50)")
     parser.add_argument("--dry-run", action="store_true", help="print the table and write nothing")

@@ -229,10 +229,16 @@ def read_load(path: Path) -> dict[str, Any] | None:
 
 def main() -> None:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sweep", type=Path, default=ROOT / "out" / "sweep.jsonl", help="default: out/sweep.jsonl")
-    parser.add_argument("--load", type=Path, default=ROOT / "out" / "load.json", help="default: out/load.json")
-    parser.add_argument("--title", default="Rung: measured", help="of the page")
-    parser.add_argument("--out", type=Path, default=ROOT / "out" / "report.html", help="default: out/report.html")
+    parser.add_argument(
+        "--sweep", type=Path, default=ROOT / "out" / "sweep.jsonl", help="rows of make sweep (default: out/sweep.jsonl)"
+    )
+    parser.add_argument(
+        "--load", type=Path, default=ROOT / "out" / "load.json", help="result of make throughput (default: out/load.json)"
+    )
+    parser.add_argument("--title", default="Rung: measured", help="title of the page")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "out" / "report.html", help="HTML file to write (default: out/report.html)"
+    )
     args = parser.parse_args()
     rows = read_rows(args.sweep) if args.sweep.exists() else []
     loaded = read_load(args.load)

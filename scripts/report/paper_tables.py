@@ -86,10 +86,14 @@ def markdown(rows: Sequence[Row], **ours: int) -> str:
 
 def main() -> None:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sweep", type=Path, default=ROOT / "out" / "sweep.jsonl", help="default: out/sweep.jsonl")
-    parser.add_argument("--tp", type=int, metavar="N", help="take ours on so many ranks (default: the paper's 8)")
-    parser.add_argument("--new-tokens", type=int, metavar="N", help="take ours of so many tokens (default: the paper's 512)")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the Markdown there, too")
+    parser.add_argument(
+        "--sweep", type=Path, default=ROOT / "out" / "sweep.jsonl", help="rows of make sweep (default: out/sweep.jsonl)"
+    )
+    parser.add_argument("--tp", type=int, metavar="N", help="show our rows with N ranks (default: 8, as the paper)")
+    parser.add_argument(
+        "--new-tokens", type=int, metavar="N", help="show our rows with N generated tokens (default: 512, as the paper)"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="also write the Markdown to this file")
     args = parser.parse_args()
     ours = {name: value for name in ("tp", "new_tokens") if (value := getattr(args, name)) is not None}
     text = markdown(read_rows(args.sweep), **ours)

@@ -36,7 +36,7 @@ from scripts.sweep.rows import ORDER, VLLM, Row, Setting, finished, read_rows
 
 NCCL = "µs nccl"
 EXACT = ("µs one-shot", "µs two-shot")
-WAYS = {  # names in comm.json: names in tables and plots
+ALGORITHMS = {  # names in comm.json: names in tables and plots
     "µs nccl": "NCCL",
     "µs torch one_shot_all_reduce": "torch one-shot",
     "µs torch two_shot_all_reduce_": "torch two-shot",
@@ -84,7 +84,7 @@ def decode(folder: Path) -> str | None:
     ]
     made = describe(rows[0].machine, "cuda")
     caption = f"ms of a decode step and of the prefill, medians of so many runs; 1 is a single run. Made on {made}."
-    return markdown(["model", "tp", "batch", "tokens", "sums", "interconnect", "runs", "", *variants], lines, caption)
+    return markdown(["model", "tp", "batch", "tokens", "all-reduce", "interconnect", "runs", "", *variants], lines, caption)
 
 
 def _place(variant: str) -> tuple[int, str]:
@@ -116,14 +116,14 @@ def comm(folder: Path) -> str | None:
     found = read(folder / "comm.json")
     if found is None:
         return None
-    times = {way: found["found"][name] for name, way in WAYS.items() if name in found["found"]}
-    sizes = sorted({int(size) for way in times.values() for size in way})
+    times = {algorithm: found["found"][name] for name, algorithm in ALGORITHMS.items() if name in found["found"]}
+    sizes = sorted({int(size) for by_size in times.values() for size in by_size})
     lines = [[size_text(size), *(f"{t[str(size)]:.1f}" if str(size) in t else "" for t in times.values())] for size in sizes]
     with_norm = found["found"]["µs with norm"]
     shown = ("nccl, then add_rms_norm", "one-shot, then add_rms_norm", "one-shot, fused", "two-shot, then add_rms_norm")
     fused = [f"{name}: {', '.join(f'{us:.1f} ({rows} rows)' for rows, us in with_norm[name].items())}" for name in shown]
     caption = (
-        f"µs of an all-reduce of bf16 over {found['ranks']} ranks, medians in CUDA graphs of 20. Sum, residual addition and norm of "
+        f"µs of an all-reduce of bf16 over {found['ranks']} ranks, medians in CUDA graphs of 20. All-reduce, residual addition and norm of "
         f"rows of 8,192: {'; '.join(fused)}. Made on {found['ranks']} x {found['gpu']}, torch {found['torch']}."
     )
     return markdown(["message", *times], lines, caption)
@@ -163,10 +163,10 @@ def push(folder: Path) -> str | None:
         name.removeprefix("µs, ").removesuffix(" rows"): times for name, times in found["found"].items() if "µs, " in name
     }
     lines = [
-        [rows, *(f"{times[f'{layer}: {way}']:.1f}" for layer in PUSHED for way in ("linear, then one-shot", "pushed"))]
+        [rows, *(f"{times[f'{layer}: {how}']:.1f}" for layer in PUSHED for how in ("linear, then one-shot", "pushed"))]
         for rows, times in by_rows.items()
     ]
-    head = ["rows", *(f"{layer}, {way}" for layer in PUSHED.values() for way in ("then one-shot", "pushed"))]
+    head = ["rows", *(f"{layer}, {how}" for layer in PUSHED.values() for how in ("then one-shot", "pushed"))]
     caption = (
         "µs of a layer, its sum over ranks, residual addition and norm, in CUDA graphs of 20 with weights that no cache holds. Made on "
         f"{found['ranks']} x {found['gpu']}, torch {found['torch']}."
@@ -182,7 +182,7 @@ def overlap(folder: Path) -> str | None:
 
 def kind_of(name: str) -> str:
     """The plot panel of one of the names in comm.json."""
-    return "exact" if name in WAYS or name in EXACT else "carried by NCCL" if "portable" in name else "quantized"
+    return "exact" if name in ALGORITHMS or name in EXACT else "carried by NCCL" if "portable" in name else "quantized"
 
 
 def plot_comm(files: list[Any], where: str, out: Path) -> None:
@@ -192,7 +192,7 @@ def plot_comm(files: list[Any], where: str, out: Path) -> None:
     """
     from matplotlib.figure import Figure
 
-    times = {name: found["found"][name] for found in files for name in (*WAYS, *QUANTIZED) if name in found["found"]}
+    times = {name: found["found"][name] for found in files for name in (*ALGORITHMS, *QUANTIZED) if name in found["found"]}
     groups = [[name for name in times if kind_of(name) == kind] for kind in ("exact", "quantized", "carried by NCCL")]
     panels = [list(dict.fromkeys([NCCL, *names])) for names in groups if set(names) - {NCCL}]
     if not times:
@@ -201,7 +201,7 @@ def plot_comm(files: list[Any], where: str, out: Path) -> None:
     for axes, names in zip(figure.subplots(len(panels), 1, squeeze=False).flat, panels, strict=True):
         for name in (name for name in names if name in times):
             points = sorted((int(size), us) for size, us in times[name].items())
-            label = WAYS.get(name) or QUANTIZED[name]
+            label = ALGORITHMS.get(name) or QUANTIZED[name]
             look = {"color": communicator_colour(label), "linestyle": "--" if "over NCCL" in label else "-", "label": label}
             axes.plot(*zip(*points, strict=True), marker="o", markersize=3, **look)
         byte_axis(axes)
@@ -246,7 +246,7 @@ def kernels(folder: Path) -> str | None:
         for row in found["rows"]
         if not row["kernel"].startswith("paged")  # see `attention`
     ]
-    caption = f"Inside CUDA graphs, beside what PyTorch offers for the same. Made on {describe(found['machine'], 'cuda')}."
+    caption = f"Inside CUDA graphs, compared with PyTorch's own operations. Made on {describe(found['machine'], 'cuda')}."
     return markdown(["kernel", "case", "µs", "PyTorch, µs", "GB/s"], lines, caption)
 
 
@@ -353,19 +353,19 @@ def points(panel: Any, rows: list[Row], metric: str) -> None:
     instead of bars, because the axis does not begin at 0.
     """
     variants = list(dict.fromkeys(row.setting.variant for row in rows))
-    ways = sorted({row.communicator for row in rows})
+    communicators = sorted({row.communicator for row in rows})
     base = next(row.median(metric) for row in rows if (row.setting.variant, row.communicator) == ("standard", "nccl"))
     assert base is not None
-    for i, way in enumerate(ways):
+    for i, communicator in enumerate(communicators):
         for v, variant in enumerate(variants):
-            for row in (row for row in rows if (row.setting.variant, row.communicator) == (variant, way)):
+            for row in (row for row in rows if (row.setting.variant, row.communicator) == (variant, communicator)):
                 middle, values = row.median(metric), row.values(metric)
                 if middle is None:
                     continue
                 error = [[(middle - min(values)) / base], [(max(values) - middle) / base]]
-                look = {"color": communicator_colour(way), "markersize": 5, "capsize": 2, "elinewidth": 1}
-                place = v + (i - (len(ways) - 1) / 2) * 0.6 / len(ways)
-                panel.errorbar(place, middle / base, yerr=error, fmt="o", label="" if v else way, **look)
+                look = {"color": communicator_colour(communicator), "markersize": 5, "capsize": 2, "elinewidth": 1}
+                place = v + (i - (len(communicators) - 1) / 2) * 0.6 / len(communicators)
+                panel.errorbar(place, middle / base, yerr=error, fmt="o", label="" if v else communicator, **look)
     panel.axhline(1, color=GREY, linewidth=0.8)
     panel.set_xticks(range(len(variants)), variants, fontsize=9)
     panel.set_ylabel(f"time over {base:.3g} ms", fontsize=9)
@@ -426,7 +426,13 @@ def _made(path: Path, raw: Path) -> None:
 
 def main() -> None:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--raw", type=Path, default=RESULTS / "gpu-4", metavar="DIR", help="default: docs/results/gpu-4")
+    parser.add_argument(
+        "--raw",
+        type=Path,
+        default=RESULTS / "gpu-4",
+        metavar="DIR",
+        help="folder of the raw files (default: docs/results/gpu-4)",
+    )
     add_write_option(parser)
     args = parser.parse_args()
     if not args.raw.is_dir():

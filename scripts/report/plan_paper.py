@@ -395,7 +395,7 @@ def predicted_mfu(name: str, cluster: Cluster) -> dict[str, list[tuple[int, floa
 
 def main() -> None:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--fit", action="store_true", help="only fit the open figures of the A800 cluster to table V")
+    parser.add_argument("--fit", action="store_true", help="only fit the unknown figures of the A800 cluster to table V")
     add_write_option(parser)
     args = parser.parse_args()
     folder = results_folder(args)

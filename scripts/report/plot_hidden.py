@@ -46,25 +46,25 @@ def prefill_spans(events: list[dict[str, Any]]) -> tuple[list[Span], list[tuple[
     modules = sorted((e["ts"], e["ts"] + e["dur"], e["name"]) for e in events if e["name"].startswith("layer "))
     modules = modules[: len(modules) // 2]  # the other half is the decode step
     origin, end = modules[0][0], modules[-1][1]
-    sums = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e["name"] == "gloo:all_reduce")
-    ms = [((a - origin) / 1e3, (b - origin) / 1e3) for a, b in sums if origin < a <= end + 1000]
+    all_reduces = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e["name"] == "gloo:all_reduce")
+    ms = [((a - origin) / 1e3, (b - origin) / 1e3) for a, b in all_reduces if origin < a <= end + 1000]
     return ms[: len(modules)], [(name, ((a - origin) / 1e3, (b - origin) / 1e3)) for a, b, name in modules]
 
 
-def exposed(sums: list[Span], modules: list[tuple[str, Span]]) -> float:
+def exposed(all_reduces: list[Span], modules: list[tuple[str, Span]]) -> float:
     """ms of the all-reduces' time during which no module computes."""
-    hidden = sum(max(0.0, min(b, d) - max(a, c)) for a, b in sums for _, (c, d) in modules)
-    return sum(b - a for a, b in sums) - hidden
+    hidden = sum(max(0.0, min(b, d) - max(a, c)) for a, b in all_reduces for _, (c, d) in modules)
+    return sum(b - a for a, b in all_reduces) - hidden
 
 
-def draw(axis: Any, title: str, sums: list[Span], modules: list[tuple[str, Span]]) -> None:
+def draw(axis: Any, title: str, all_reduces: list[Span], modules: list[tuple[str, Span]]) -> None:
     """Draw LAYERS_SHOWN layers after the first. The first one is left out, because first calls dominate its time."""
     shown = slice(2, 2 + 2 * LAYERS_SHOWN)
     origin = modules[shown][0][1][0]
     for i, (name, (a, b)) in enumerate(modules[shown]):
         axis.broken_barh([(a - origin, b - a)], (1.1, 0.8), color=BLUE if "attention" in name else GREEN)
         axis.text((a + b) / 2 - origin, 1.5, f"h{i + 3}", ha="center", va="center", color="white", fontsize=9)
-    for i, (a, b) in enumerate(sums[shown]):
+    for i, (a, b) in enumerate(all_reduces[shown]):
         axis.broken_barh([(a - origin, b - a)], (0.1, 0.8), color=VERMILION)
         axis.text((a + b) / 2 - origin, 0.02, f"AR{i + 3}", ha="center", va="top", fontsize=7)
     axis.set_ylim(-0.35, 2)
@@ -82,11 +82,11 @@ def main() -> None:
     figure, axes = plt.subplots(2, 1, figsize=(9, 4), sharex=True, layout="constrained")
     rows = []
     for axis, model in zip(axes, ("tiny-standard", "tiny-ladder"), strict=True):
-        sums, modules = prefill_spans(trace(model, args.ranks, args.prompt_length))
-        total, open_ms = sum(b - a for a, b in sums), exposed(sums, modules)
-        rows.append({"model": model, "sums": len(sums), "all_reduce_ms": total, "exposed_ms": open_ms})
+        all_reduces, modules = prefill_spans(trace(model, args.ranks, args.prompt_length))
+        total, open_ms = sum(b - a for a, b in all_reduces), exposed(all_reduces, modules)
+        rows.append({"model": model, "sums": len(all_reduces), "all_reduce_ms": total, "exposed_ms": open_ms})
         title = f"{model}: {open_ms:.1f} of {total:.1f} ms of all-reduce exposed ({open_ms / total:.0%})"
-        draw(axis, title, sums, modules)
+        draw(axis, title, all_reduces, modules)
         print(title)
     axes[-1].set_xlabel(f"ms of a prefill of {args.prompt_length} tokens, layers 1 to {LAYERS_SHOWN}, {args.ranks} ranks")
     where = machine()
@@ -94,7 +94,7 @@ def main() -> None:
     path = write_json("overlap", {"machine": where, "settings": settings, "rows": rows}, folder)
     figure.savefig(folder / "overlap.svg")
     made(folder / "overlap.svg", path)
-    print(f"{describe(where, 'cpu')}; wrote {path.relative_to(ROOT)} and overlap.svg beside it")
+    print(f"{describe(where, 'cpu')}; wrote {path.relative_to(ROOT)} and overlap.svg")
 
 
 if __name__ == "__main__":

@@ -284,8 +284,12 @@ FIGURES: dict[str, Callable[[Sequence[Row]], Figure | None]] = {
 
 def main() -> None:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sweep", type=Path, default=ROOT / "out" / "sweep.jsonl", help="default: out/sweep.jsonl")
-    parser.add_argument("--out", type=Path, default=ROOT / "out" / "plots", metavar="FOLDER", help="default: out/plots")
+    parser.add_argument(
+        "--sweep", type=Path, default=ROOT / "out" / "sweep.jsonl", help="rows of make sweep (default: out/sweep.jsonl)"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "out" / "plots", metavar="FOLDER", help="folder of the plots (default: out/plots)"
+    )
     args = parser.parse_args()
     rows = read_rows(args.sweep)
     check_folder(args.out)

@@ -40,37 +40,49 @@ from scripts.sweep.tables import latency_table, table
 def parse_args() -> argparse.Namespace:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     axes = parser.add_argument_group("axes, each with one value or several")
-    axes.add_argument("--grid", choices=GRIDS, help="a named set of axes; what else is given here replaces its values")
+    axes.add_argument("--grid", choices=GRIDS, help="a named set of axes; other axes given here replace its values")
     axes.add_argument(
         "--models",
         nargs="+",
         metavar="MODEL",
         help=f"presets ({', '.join(PRESETS)}; PRESET:LAYERS), checkpoints, or a config.json alone",
     )
-    axes.add_argument("--variants", nargs="+", metavar="NAME", help="as generate.py --variant takes them, or vllm")
+    axes.add_argument(
+        "--variants", nargs="+", metavar="NAME", help="residual variants, as generate.py --variant takes them, or vllm"
+    )
     axes.add_argument("--tp", nargs="+", type=int, metavar="N", help="tensor-parallel ranks (default: all GPUs)")
-    axes.add_argument("--batch-sizes", nargs="+", type=int, metavar="N", help="sequences (default: 1 4 16 64)")
-    axes.add_argument("--comms", nargs="+", metavar="NAME", help=f"{KNOWN} (default: the device's)")
+    axes.add_argument("--batch-sizes", nargs="+", type=int, metavar="N", help="sequences in a batch (default: 1 4 16 64)")
+    axes.add_argument("--comms", nargs="+", metavar="NAME", help=f"all-reduce algorithms: {KNOWN} (default: the device's)")
     axes.add_argument("--interconnects", nargs="+", metavar="NAME", help="see above (default: default)")
-    axes.add_argument("--prompt-lengths", nargs="+", type=int, metavar="N", help="tokens (default: 1024)")
-    axes.add_argument("--new-tokens", nargs="+", type=int, metavar="N", help="default: 512")
+    axes.add_argument("--prompt-lengths", nargs="+", type=int, metavar="N", help="prompt tokens (default: 1024)")
+    axes.add_argument("--new-tokens", nargs="+", type=int, metavar="N", help="generated tokens (default: 512)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA if there is any")
     parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 on CUDA, float32 on CPU")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=False, help="compile the modules")
-    parser.add_argument("--runs", type=int, default=3, help="measured, behind one that warms up (default: 3)")
-    parser.add_argument("--profile", action="store_true", help="one more run under the profiler: what of the sums is hidden")
+    parser.add_argument("--runs", type=int, default=3, help="measured runs, after one warm-up run (default: 3)")
     parser.add_argument(
-        "--seeds", "--seed", nargs="+", type=int, default=[0], metavar="N", help="of weights and prompts (default: 0)"
+        "--profile", action="store_true", help="one more run under the profiler, to see how much communication is hidden"
     )
-    parser.add_argument("--out", type=Path, default=ROOT / "out" / "sweep.jsonl", help="default: out/sweep.jsonl")
-    parser.add_argument("--retry", action="store_true", help="run again what failed before")
+    parser.add_argument(
+        "--seeds",
+        "--seed",
+        nargs="+",
+        type=int,
+        default=[0],
+        metavar="N",
+        help="random seeds of weights and prompts (default: 0)",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "out" / "sweep.jsonl", help="file of the rows (default: out/sweep.jsonl)"
+    )
+    parser.add_argument("--retry", action="store_true", help="run failed configurations again")
     parser.add_argument(
         "--vllm-python",
         default=sys.executable,
         metavar="PYTHON",
-        help="of an environment that holds vLLM (default: this one's)",
+        help="Python of an environment with vLLM (default: this one)",
     )
-    parser.add_argument("--timeout", type=float, default=600, help="seconds for one run, loading included (default: 600)")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds for one run, including loading (default: 600)")
     return parser.parse_args()
 
 

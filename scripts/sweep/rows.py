@@ -47,7 +47,7 @@ class Setting:
         link = "" if self.interconnect == "default" else f" {self.interconnect}"
         return f"{self.model} {self.variant} tp{self.tp} b{self.batch} {self.prompt_length}+{self.new_tokens}{sums}{link}{seed}"
 
-    def twin(self, variant: str) -> "Setting":
+    def of_variant(self, variant: str) -> "Setting":
         """The same configuration of another variant."""
         return replace(self, variant=variant)
 
@@ -163,8 +163,8 @@ def finished(rows: Iterable[Row]) -> list[Row]:
 
 def baseline(row: Row, rows: Sequence[Row]) -> Row | None:
     """The standard model's row of the same configuration."""
-    twin = row.setting.twin("standard")
-    return next((other for other in rows if other.setting == twin and other.samples), None)
+    standard = row.setting.of_variant("standard")
+    return next((other for other in rows if other.setting == standard and other.samples), None)
 
 
 def ratio(row: Row, rows: Sequence[Row], name: str) -> float | None:

@@ -12,8 +12,8 @@ def table(rows: Sequence[Row]) -> str:
     Quality is that of the embedded model of the same variant (`scripts/quality/embedded.py`). Runs of all seeds are pooled.
     """
     head = (
-        "| model | tp | batch | tokens | sums | variant | prefill, ms | decode, ms a token | tokens/s | over standard | "
-        "twin's perplexity | twin's exact match, % | weights, GB/s | memory, GB | runs |"
+        "| model | tp | batch | tokens | all-reduce | variant | prefill, ms | decode, ms a token | tokens/s | over standard | "
+        "perplexity of the embedded model | its exact match, % | weights, GB/s | memory, GB | runs |"
     )
     lines = [head, "|" + "---|" * head.count(" | ") + "---|"]
     done = finished(rows)
@@ -21,21 +21,21 @@ def table(rows: Sequence[Row]) -> str:
         s, gain = row.setting, ratio(row, done, "throughput")
         figures = [("prefill_ms", ".2f"), ("decode_ms_per_token", ".3f"), ("throughput", ".1f")]
         shown = [_shown(row.median(name), form) for name, form in figures]
-        twin = quality(s)
+        embedded = quality(s)
         shown += [
             _shown(gain, ".2f"),
-            _shown(twin.perplexity if twin else None, ".4f"),
-            _shown(twin.exact_match * 100 if twin else None, ".1f"),
+            _shown(embedded.perplexity if embedded else None, ".4f"),
+            _shown(embedded.exact_match * 100 if embedded else None, ".1f"),
             _shown(row.median("weight_gb_per_second"), ".1f"),
             _shown(row.median("peak_memory_gb"), ".2f"),
             str(len(row.samples)),
         ]
-        sums = (
+        all_reduce = (
             row.communicator
             if s.interconnect == "default" or s.interconnect in row.communicator
             else f"{row.communicator}, {s.interconnect}"
         )
-        where = [s.model, str(s.tp), str(s.batch), f"{s.prompt_length} + {s.new_tokens}", sums, row.variant]
+        where = [s.model, str(s.tp), str(s.batch), f"{s.prompt_length} + {s.new_tokens}", all_reduce, row.variant]
         lines.append(f"| {' | '.join(where + shown)} |")
     return "\n".join(lines)
 
@@ -55,7 +55,7 @@ def latency_table(rows: Sequence[Row]) -> str | None:
         where = (s.model, str(s.tp), f"{s.prompt_length} + {s.new_tokens}", s.comm or "default", s.interconnect)
         text = f"{row.median('decode_ms_per_token'):.2f} ({min(values):.2f} to {max(values):.2f})"
         cells.setdefault(where, {})[s.variant] = text
-    lines = [f"| model | tp | tokens | sums | interconnect | {' | '.join(names)} |", "|---" * (5 + len(names)) + "|"]
+    lines = [f"| model | tp | tokens | all-reduce | interconnect | {' | '.join(names)} |", "|---" * (5 + len(names)) + "|"]
     lines += [f"| {' | '.join(where)} | {' | '.join(by.get(name, '') for name in names)} |" for where, by in cells.items()]
     return "\n".join(lines)
 

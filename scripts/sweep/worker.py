@@ -278,7 +278,7 @@ def main() -> None:
     settings = read_settings(sys.argv[1:])
     world = init_world(settings[0].device)
     models = Models(world)
-    for _, found in groupby(settings, key=lambda s: s.twin("")):
+    for _, found in groupby(settings, key=lambda s: s.of_variant("")):
         run_together_or_in_turn(models, list(found))
 
 

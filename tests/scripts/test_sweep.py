@@ -51,7 +51,7 @@ def test_settings_are_the_product_with_variants_next_to_each_other() -> None:
     assert len(settings) == len(set(settings)) == 32
     assert all((s.prompt_length, s.new_tokens, s.runs, s.device, s.dtype) == (7, 5, 4, "cpu", "float32") for s in settings)
     for first, second in zip(settings[::2], settings[1::2], strict=True):
-        assert first.twin("ladder") == second and first.variant == "standard"
+        assert first.of_variant("ladder") == second and first.variant == "standard"
 
 
 def test_a_grid_gives_way_to_flags() -> None:
@@ -156,7 +156,7 @@ def test_memory_that_is_short_for_all_suffices_for_one(
 
 def test_models_are_freed_when_their_group_is_over() -> None:
     models = worker.Models(World(0, 1, CPU, Local()))
-    first, second = TINY, TINY.twin("ladder")
+    first, second = TINY, TINY.of_variant("ladder")
     kept = models.get(first)[0]
     models.get(second)
     assert models.fit_together([first]) and len(models.loaded) == 1
@@ -243,14 +243,14 @@ def test_the_parts_of_a_step_on_a_link() -> None:
 def test_what_is_in_the_file_is_done(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     file = launches.RowsFile(path)
-    failed = TINY.twin("ladder")
+    failed = TINY.of_variant("ladder")
     file.add(TINY, samples=[{"prefill_ms": 1.0, "step_ms": []}])
     file.add(failed, error="out of memory")
     with path.open("a") as torn:
         torn.write('{"setting": {"mod')
     again = launches.RowsFile(path)
     assert path.read_text().endswith("}\n")
-    assert [again.is_done(s, False) for s in (TINY, failed, TINY.twin("parallel"))] == [True, True, False]
+    assert [again.is_done(s, False) for s in (TINY, failed, TINY.of_variant("parallel"))] == [True, True, False]
     assert not again.is_done(failed, retry=True) and again.is_done(TINY, retry=True)
     for name, value in asdict(TINY).items():  # a configuration with any other value is a different one
         other = "x" if value is None else value + "x" if isinstance(value, str) else value + 1
@@ -290,7 +290,7 @@ def test_a_crash_takes_its_own_configuration_alone(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(launches, "launch", launch)
     file = launches.RowsFile(tmp_path / "rows.jsonl")
-    todo = [TINY.twin(v) for v in ("a", "oom", "crash", "b", "hang", "c")]
+    todo = [TINY.of_variant(v) for v in ("a", "oom", "crash", "b", "hang", "c")]
     with tqdm(disable=True) as bar:
         launches.run_all(file, launches.Start(1, 1, "cpu", ()), list(todo), 5.0, bar)
     found = {row.setting.variant: row.error for row in read_rows(file.path)}
@@ -309,7 +309,7 @@ def test_ranks_that_never_start_fail_every_configuration(tmp_path: Path, monkeyp
     monkeypatch.setattr(launches, "launch", lambda *_: "exit code 2: error: no GPU")
     file = launches.RowsFile(tmp_path / "rows.jsonl")
     with tqdm(disable=True) as bar:
-        launches.run_all(file, launches.Start(1, 1, "cpu", ()), [TINY, TINY.twin("ladder")], 1.0, bar)
+        launches.run_all(file, launches.Start(1, 1, "cpu", ()), [TINY, TINY.of_variant("ladder")], 1.0, bar)
     assert [row.error for row in read_rows(file.path)] == ["exit code 2: error: no GPU"] * 2
 
 
@@ -610,7 +610,7 @@ def test_a_table_has_quality_beside_speed() -> None:
     settings.append(replace(TINY, variant="ladder", tp=2, comm="int4"))
     text = tables.table([Row(s, {}, {}, samples=samples) for s in settings])
     head, _, *lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
-    at = head.index("twin's perplexity")
+    at = head.index("perplexity of the embedded model")
     exact = {r["model"]: r for r in json.loads((ROOT / "docs/results/accuracy.json").read_text())["rows"] if r["tp"] == 4}
     quantized = json.loads((ROOT / "docs/results/accuracy-quantized.json").read_text())["rows"]
     (int4,) = [r for r in quantized if (r["model"], r["comm"], r["tp"]) == ("tiny-ladder", "int4", 2)]

@@ -474,13 +474,15 @@ def run_quantized(bench: Bench, replays: int) -> None:
 
 def main() -> None:
     parser = Parser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, help="JSON file")
-    parser.add_argument("--replays", type=int, default=10_000, help="of the graph of sums (default 10000)")
-    parser.add_argument("--seconds", type=float, default=70.0, help="after which no more times are taken (default 70)")
+    parser.add_argument("--out", type=Path, help="write the report to this JSON file")
+    parser.add_argument("--replays", type=int, default=10_000, help="replays of the CUDA graph of all-reduces (default 10000)")
+    parser.add_argument(
+        "--seconds", type=float, default=70.0, help="start no further timing after this many seconds (default 70)"
+    )
     parser.add_argument(
         "--parts",
         default=r"^(?!.*quantized)",
-        help="regular expression: only parts in whose names it is found (default: all but quantized sums; '.' for all)",
+        help="run only the parts whose names match this regular expression (default: all but quantized all-reduces; '.' for all)",
     )
     arguments = parser.parse_args()
     try:

@@ -199,9 +199,11 @@ class Bench(Parts):
 
 def main() -> None:
     parser = Parser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, help="JSON file")
-    parser.add_argument("--replays", type=int, default=2000, help="of the graph of sums (default 2000)")
-    parser.add_argument("--seconds", type=float, default=35.0, help="after which no more times are taken (default 35)")
+    parser.add_argument("--out", type=Path, help="write the report to this JSON file")
+    parser.add_argument("--replays", type=int, default=2000, help="replays of the CUDA graph of all-reduces (default 2000)")
+    parser.add_argument(
+        "--seconds", type=float, default=35.0, help="start no further timing after this many seconds (default 35)"
+    )
     arguments = parser.parse_args()
     world = init_world("cuda", "nccl")
     seeds = [random.SystemRandom().randrange(2**31)]

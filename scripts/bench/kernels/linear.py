@@ -317,12 +317,12 @@ def main() -> None:
     parser.add_argument("--device", type=int, help="the GPU's index (default: LOCAL_RANK)")
     parser.add_argument("--part", type=a_part, help="I/N: the I-th of N parts of the shapes (default: LOCAL_RANK's)")
     parser.add_argument(
-        "--shapes", nargs="+", default=[], help="shapes whose name has one of these words, 70b-tp4 or down, say"
+        "--shapes", nargs="+", default=[], help="only shapes whose name contains one of these words, such as 70b-tp4 or down"
     )
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS), choices=ROWS, help="input rows (default: all)")
-    parser.add_argument("--seconds", type=float, default=55, help="after which no further case begins (default: 55)")
-    parser.add_argument("--threads", type=int, default=16, help="that compile (default: 16)")
-    parser.add_argument("--merge", type=Path, nargs="+", help="files of earlier runs, whose configs --out shall have")
+    parser.add_argument("--seconds", type=float, default=55, help="start no further case after this many seconds (default: 55)")
+    parser.add_argument("--threads", type=int, default=16, help="threads that compile (default: 16)")
+    parser.add_argument("--merge", type=Path, nargs="+", help="merge the configs of these files of earlier runs into --out")
     args = parser.parse_args()
     if args.merge:
         merge(args.merge, args.out)

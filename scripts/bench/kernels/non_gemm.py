@@ -359,9 +359,16 @@ def show(row: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = Parser(description=(__doc__ or "").splitlines()[0], formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="a JSON file for the rows")
+    parser.add_argument("--out", type=Path, help="write the rows to this JSON file")
     parser.add_argument("--only", nargs="+", choices=FAMILIES, default=list(FAMILIES), help="kernels to measure")
-    parser.add_argument("--ranks", nargs="+", type=int, choices=(4, 8), default=[4, 8], help="of which shards are measured")
+    parser.add_argument(
+        "--ranks",
+        nargs="+",
+        type=int,
+        choices=(4, 8),
+        default=[4, 8],
+        help="measure the shards of these numbers of ranks (default: 4 8)",
+    )
     add = partial(parser.add_argument, nargs="+", default=[], metavar="N,N,…")
     fields = "keys of a tile, warps, stages, programs an SM and most splits"
     add("--decode-configs", type=config_of("DecodeConfig"), help=f"time only attention, paged_decode with these {fields}")

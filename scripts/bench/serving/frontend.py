@@ -123,11 +123,15 @@ async def measure(url: str, pid: int, args: argparse.Namespace) -> dict[str, Any
 
 def parse_args() -> argparse.Namespace:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--streams", type=int, default=64, metavar="N", help="requests (default: 64)")
-    parser.add_argument("--rate", type=float, default=200.0, metavar="R", help="at which they arrive, a second (default: 200)")
-    parser.add_argument("--step", type=float, default=5.0, metavar="MS", help="of the engine that there is not (default: 5)")
-    parser.add_argument("--new-tokens", type=int, default=256, metavar="N", help="of each request (default: 256)")
-    parser.add_argument("--prompt-length", type=int, default=1024, metavar="N", help="token ids (default: 1024)")
+    parser.add_argument("--streams", type=int, default=64, metavar="N", help="number of requests (default: 64)")
+    parser.add_argument("--rate", type=float, default=200.0, metavar="R", help="requests that arrive per second (default: 200)")
+    parser.add_argument(
+        "--step", type=float, default=5.0, metavar="MS", help="milliseconds between the tokens of a request (default: 5)"
+    )
+    parser.add_argument(
+        "--new-tokens", type=int, default=256, metavar="N", help="tokens generated for each request (default: 256)"
+    )
+    parser.add_argument("--prompt-length", type=int, default=1024, metavar="N", help="token ids of each prompt (default: 1024)")
     return parser.parse_args()
 
 

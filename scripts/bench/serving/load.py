@@ -146,46 +146,65 @@ async def offer_all(args: argparse.Namespace, url: str, vocab_size: int) -> list
 def parse_args() -> argparse.Namespace:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_argument_group("the server")
-    what.add_argument("--url", help="of one that runs already; else one is started")
-    what.add_argument("--vocab-size", type=int, metavar="N", help="with --url: prompts are of ids below N")
+    what.add_argument("--url", help="URL of a server that is running (default: start one)")
+    what.add_argument("--vocab-size", type=int, metavar="N", help="draw the ids of prompts below N; needed with --url")
     what.add_argument("--model", metavar="DIR|PRESET", help="the checkpoint to serve, or a preset with random weights")
     what.add_argument(
-        "--vllm-python", metavar="PYTHON", help="serve MODEL by vLLM instead, of this Python's environment, with random weights"
+        "--vllm-python",
+        metavar="PYTHON",
+        help="serve --model with vLLM and random weights; PYTHON is the interpreter of an environment with vLLM",
     )
-    what.add_argument("--ranks", type=int, default=2, help="default: 2")
-    what.add_argument("--variant", help="another residual variant than the checkpoint's")
+    what.add_argument("--ranks", type=int, default=2, help="tensor-parallel ranks (default: 2)")
+    what.add_argument("--variant", help="residual variant (default: the checkpoint's)")
     what.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA if there is any")
     what.add_argument("--dtype", help="default: bfloat16 on CUDA, float32 on CPU")
-    what.add_argument("--comm", metavar="NAME", help="how ranks sum")
-    what.add_argument("--simulate-link", metavar="LATENCY,BANDWIDTH", help="on CPU: 10ms,100MB/s")
-    what.add_argument("--max-num-seqs", type=int, metavar="N", help="sequences in a step")
+    what.add_argument("--comm", metavar="NAME", help="all-reduce algorithm, as the server takes it")
+    what.add_argument("--simulate-link", metavar="LATENCY,BANDWIDTH", help="simulate a link on a CPU, such as 10ms,100MB/s")
+    what.add_argument("--max-num-seqs", type=int, metavar="N", help="most sequences in a step")
     load = parser.add_argument_group("the load")
     load.add_argument(
-        "--rates", nargs="+", type=float, default=[1.0, 2.0, 4.0], metavar="R", help="requests/s (default: 1 2 4)"
+        "--rates",
+        nargs="+",
+        type=float,
+        default=[1.0, 2.0, 4.0],
+        metavar="R",
+        help="arrival rates in requests/s (default: 1 2 4)",
     )
     load.add_argument(
-        "--requests", type=int, metavar="N", help="at each rate, at most (default: 64; with --seconds, what arrives in them)"
+        "--requests", type=int, metavar="N", help="most requests at each rate (default: 64; with --seconds, all that arrive)"
     )
     load.add_argument(
-        "--seconds", type=float, default=math.inf, metavar="S", help="of arrivals at each rate, at most (default: no limit)"
+        "--seconds",
+        type=float,
+        default=math.inf,
+        metavar="S",
+        help="end the arrivals of each rate after S seconds (default: no limit)",
     )
     load.add_argument(
         "--drain",
         type=float,
         metavar="S",
-        help="cut off what still runs so long behind the last arrival (default: wait for all)",
+        help="cut off requests that still run S seconds after the last arrival (default: wait for all)",
     )
-    load.add_argument("--prompt-length", default="64", metavar="N|A-B", help="tokens, one number or a range (default: 64)")
-    load.add_argument("--new-tokens", default="32", metavar="N|A-B", help="tokens, one number or a range (default: 32)")
-    load.add_argument("--seed", type=int, default=0, help="of arrivals, prompts and lengths (default: 0)")
-    load.add_argument("--timeout", type=float, default=600, help="seconds without a byte that fail a request (default: 600)")
+    load.add_argument(
+        "--prompt-length", default="64", metavar="N|A-B", help="prompt tokens, one number or a range (default: 64)"
+    )
+    load.add_argument(
+        "--new-tokens", default="32", metavar="N|A-B", help="generated tokens, one number or a range (default: 32)"
+    )
+    load.add_argument("--seed", type=int, default=0, help="random seed of arrivals, prompts and lengths (default: 0)")
+    load.add_argument(
+        "--timeout", type=float, default=600, help="a request fails after this many seconds without a byte (default: 600)"
+    )
     out = parser.add_argument_group("what to report")
-    out.add_argument("--ttft-limit", type=float, default=1000, metavar="MS", help="for goodput: first token (default: 1000)")
     out.add_argument(
-        "--itl-limit", type=float, default=100, metavar="MS", help="for goodput: mean time between tokens (default: 100)"
+        "--ttft-limit", type=float, default=1000, metavar="MS", help="goodput: longest time to the first token (default: 1000)"
     )
-    out.add_argument("--offline", action="store_true", help="run engine.bench first, on the same lengths")
-    out.add_argument("--out", type=Path, default=ROOT / "out" / "load.json", help="default: out/load.json")
+    out.add_argument(
+        "--itl-limit", type=float, default=100, metavar="MS", help="goodput: longest mean time between tokens (default: 100)"
+    )
+    out.add_argument("--offline", action="store_true", help="run engine.bench first, with the same lengths")
+    out.add_argument("--out", type=Path, default=ROOT / "out" / "load.json", help="JSON file to write (default: out/load.json)")
     args = parser.parse_args()
     args.prompt_length, args.new_tokens = parse_range(args.prompt_length), parse_range(args.new_tokens)
     if (args.url is None) == (args.model is None):
@@ -197,7 +216,7 @@ def parse_args() -> argparse.Namespace:
             "--vllm-python serves a --model with random weights, and goes without --url, --variant, --comm and --offline"
         )
     if args.offline and args.requests is None and args.seconds < math.inf:
-        raise UserError("--offline needs --requests beside --seconds: it sends all of them at once")
+        raise UserError("--offline with --seconds also needs --requests, because it sends all requests at once")
     if min(args.rates) <= 0 or args.seconds <= 0 or (args.drain is not None and args.drain < 0):
         raise UserError("--rates and --seconds must be above 0, and --drain not below")
     if args.requests is None:

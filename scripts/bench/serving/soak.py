@@ -189,12 +189,17 @@ def verdict(result: dict[str, Any], memory_mb: int) -> list[str]:
 def main() -> None:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="models/tiny-hybrid", help="a checkpoint (default: models/tiny-hybrid)")
-    parser.add_argument("--ranks", type=int, default=2, help="default: 2")
-    parser.add_argument("--clients", type=int, default=64, help="at the same time (default: 64)")
-    parser.add_argument("--seconds", type=float, default=60, help="of load (default: 60)")
+    parser.add_argument("--ranks", type=int, default=2, help="tensor-parallel ranks (default: 2)")
+    parser.add_argument("--clients", type=int, default=64, help="concurrent clients (default: 64)")
+    parser.add_argument("--seconds", type=float, default=60, help="seconds of load (default: 60)")
     parser.add_argument("--drops", type=int, default=1000, help="connections opened and dropped (default: 1000)")
-    parser.add_argument("--memory-mb", type=int, default=100, help="growth that is no leak, all processes (default: 100)")
-    parser.add_argument("--seed", type=int, default=0, help="of prompts and moments (default: 0)")
+    parser.add_argument(
+        "--memory-mb",
+        type=int,
+        default=100,
+        help="growth of all processes together that is not taken for a leak (default: 100)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="random seed of prompts and times (default: 0)")
     add_write_option(parser)
     args = parser.parse_args()
     folder = results_folder(args)

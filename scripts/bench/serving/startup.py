@@ -100,12 +100,18 @@ def table(runs: list[dict[str, Any]]) -> str:
 def parse_args() -> argparse.Namespace:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, metavar="DIR|PRESET", help="a checkpoint, or a preset with random weights")
-    parser.add_argument("--ranks", type=int, default=2, help="default: 2")
+    parser.add_argument("--ranks", type=int, default=2, help="tensor-parallel ranks (default: 2)")
     parser.add_argument(
-        "--runs", nargs="+", choices=("cold", "warm"), default=["cold", "warm"], help="in this order (default: cold warm)"
+        "--runs",
+        nargs="+",
+        choices=("cold", "warm"),
+        default=["cold", "warm"],
+        help="kernel cache of each run, in this order (default: cold warm)",
     )
-    parser.add_argument("--out", type=Path, default=ROOT / "out" / "startup.json", help="default: out/startup.json")
-    parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help="the server's")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "out" / "startup.json", help="JSON file to write (default: out/startup.json)"
+    )
+    parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help="flags of the server")
     args = parser.parse_args()
     if args.ranks < 1:
         raise UserError("--ranks must be at least 1")

@@ -67,11 +67,11 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=8, help="tensor-parallel ranks (default: 8)")
     parser.add_argument("--models", nargs="+", default=MODELS, help=f"presets (default: {' '.join(MODELS)})")
     parser.add_argument("--variants", nargs="+", default=VARIANTS, help=f"default: {' '.join(VARIANTS)}")
-    parser.add_argument("--prompt-length", type=int, default=1024, help="tokens (default: 1024)")
-    parser.add_argument("--new-tokens", type=int, default=512, help="tokens (default: 512)")
-    parser.add_argument("--name", help="of the result files (default: baseline-RANKS)")
+    parser.add_argument("--prompt-length", type=int, default=1024, help="prompt tokens (default: 1024)")
+    parser.add_argument("--new-tokens", type=int, default=512, help="generated tokens (default: 512)")
+    parser.add_argument("--name", help="name of the result files (default: baseline-RANKS)")
     add_write_option(parser)
-    parser.add_argument("flags", nargs="*", help="further flags of generate.py, behind --: -- --compile")
+    parser.add_argument("flags", nargs="*", help="further flags of generate.py, after --: -- --compile")
     args = parser.parse_args()
     cases = [(model, variant) for model in args.models for variant in args.variants]
     for model, variant in cases:

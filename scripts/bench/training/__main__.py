@@ -51,28 +51,32 @@ MODELS = ("ladder-1b", "ladder-3b", "llama-7b")
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(MODELS), help=f"presets (default: {' '.join(MODELS)})")
-    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, help="default: all; with --ablation the planner's choice")
-    parser.add_argument("--ranks", type=int, default=8, help="one GPU each (default: 8)")
-    parser.add_argument("--two-nodes", action="store_true", help="two groups of half the ranks with a slow link between them")
-    parser.add_argument("--ablation", action="store_true", help="what each overlap is worth, instead of comparing systems")
+    parser.add_argument(
+        "--systems", nargs="+", choices=SYSTEMS, help="systems to measure (default: all; with --ablation the planner's choice)"
+    )
+    parser.add_argument("--ranks", type=int, default=8, help="number of ranks, with one GPU each (default: 8)")
+    parser.add_argument(
+        "--two-nodes", action="store_true", help="simulate two hosts with half of the ranks each and a slow link between them"
+    )
+    parser.add_argument("--ablation", action="store_true", help="measure what each overlap gains, instead of comparing systems")
     parser.add_argument(
         "--micro-batch",
         type=int,
         nargs="+",
         default=[1],
         metavar="WINDOWS",
-        help="that a rank computes at once: one number for all models, or one for each (default: 1)",
+        help="windows in a micro-batch of a rank: one number for all models, or one for each (default: 1)",
     )
     parser.add_argument(
         "--micro-batches",
         type=int,
         nargs="+",
         metavar="N",
-        help="of a rank's step (default: 4, on a CPU 2; with --ablation 1 2 4 8)",
+        help="micro-batches of a rank in a step (default: 4, on a CPU 2; with --ablation 1 2 4 8)",
     )
-    parser.add_argument("--sequence-length", type=int, metavar="TOKENS", help="of a window (default: 2048, on a CPU 64)")
+    parser.add_argument("--sequence-length", type=int, metavar="TOKENS", help="length of a window (default: 2048, on a CPU 64)")
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="measured steps (default: 20)")
-    parser.add_argument("--unmeasured", type=int, metavar="N", help="steps before them (default: 5, on a CPU 1)")
+    parser.add_argument("--unmeasured", type=int, metavar="N", help="steps before the measured ones (default: 5, on a CPU 1)")
     parser.add_argument(
         "--traced", type=int, default=TRACED, metavar="N", help=f"steps in a trace (default: {TRACED}; 0: none)"
     )
@@ -81,19 +85,31 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         type=int,
         default=TUNING,
         metavar="N",
-        help=f"steps of FSDP2 with each depth of prefetching before the fastest is measured (default: {TUNING}; 0: its own order)",
+        help=f"steps of FSDP2 with each prefetching depth, to choose the fastest (default: {TUNING}; 0: FSDP2's default order)",
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA if there is any")
-    parser.add_argument("--links", type=Path, metavar="FILE", help="what make profile-collectives measured, for the planner")
-    parser.add_argument("--out", type=Path, default=ROOT / "out" / "bench-training", metavar="DIR", help="for rows.jsonl")
+    parser.add_argument(
+        "--links", type=Path, metavar="FILE", help="times of collectives for the planner, from make profile-collectives"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=ROOT / "out" / "bench-training",
+        metavar="DIR",
+        help="folder of rows.jsonl (default: out/bench-training)",
+    )
     parser.add_argument("--one-launch", action="store_true", help="measure all configurations in the same processes")
     parser.add_argument(
-        "--timeout", type=float, default=1200, metavar="SECONDS", help="of a launch, or of --one-launch in all (default: 1200)"
+        "--timeout",
+        type=float,
+        default=1200,
+        metavar="SECONDS",
+        help="time limit of each launch, or of all with --one-launch (default: 1200)",
     )
-    parser.add_argument("--retry", action="store_true", help="launch again what failed before")
+    parser.add_argument("--retry", action="store_true", help="measure again configurations that failed")
     parser.add_argument("--write", action="store_true", help="write docs/results/training-*.md, .png and .json")
     parser.add_argument(
-        "more", nargs="*", help="behind --: execution options of python -m training.train, such as --recompute --compile"
+        "more", nargs="*", help="after --: execution options of python -m training.train, such as --recompute --compile"
     )
     args = parser.parse_args(argv)
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -74,23 +74,25 @@ Span = tuple[float, float]  # begin and end, any unit
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, metavar="PRESET", help="random weights")
+    parser.add_argument("--model", required=True, metavar="PRESET", help="the model, with random weights")
     parser.add_argument("--data", type=Path, required=True, metavar="FILE.bin", help="a token file")
-    parser.add_argument("--system", choices=SYSTEMS, required=True, help="--sharding is read by `planner` alone")
-    parser.add_argument("--result", type=Path, required=True, metavar="FILE", help="where the JSON goes")
-    parser.add_argument("--unmeasured", type=int, required=True, metavar="N", help="first steps of --steps, not measured")
-    parser.add_argument("--two-nodes", action="store_true", help="make NCCL take the halves of the ranks for two hosts")
-    parser.add_argument("--links", action="store_true", help="measure collectives into --result, and train nothing")
+    parser.add_argument("--system", choices=SYSTEMS, required=True, help="what to measure; only `planner` reads --sharding")
+    parser.add_argument("--result", type=Path, required=True, metavar="FILE", help="JSON file to write")
     parser.add_argument(
-        "--only-trace", action="store_true", help="no times, which belong into a process that has not seen a profiler"
+        "--unmeasured", type=int, required=True, metavar="N", help="how many of the first --steps are not measured"
     )
-    parser.add_argument("--traced", type=int, default=TRACED, metavar="STEPS", help=f"default: {TRACED}; 0: no trace")
+    parser.add_argument("--two-nodes", action="store_true", help="make NCCL treat the two halves of the ranks as two hosts")
+    parser.add_argument("--links", action="store_true", help="measure the collectives instead of training")
+    parser.add_argument("--only-trace", action="store_true", help="record a trace and measure no times")
+    parser.add_argument(
+        "--traced", type=int, default=TRACED, metavar="STEPS", help=f"steps in the trace (default: {TRACED}; 0: no trace)"
+    )
     parser.add_argument(
         "--tuning",
         type=int,
         default=TUNING,
         metavar="STEPS",
-        help=f"of FSDP2 with each depth of prefetching (default: {TUNING})",
+        help=f"steps of FSDP2 with each prefetching depth (default: {TUNING})",
     )
     add_batch_options(parser, learning_rate=1e-5)
     add_execution_options(parser)

@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("list", type=Path, metavar="LIST.json")
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     parser.add_argument("--gpus-per-node", type=int, required=True, metavar="N")
-    parser.add_argument("--two-nodes", action="store_true", help="make NCCL take the halves of the ranks for two hosts")
+    parser.add_argument("--two-nodes", action="store_true", help="make NCCL treat the two halves of the ranks as two hosts")
     args = parser.parse_args()
     world = join(args.device, args.gpus_per_node, args.two_nodes)
     for wanted in json.loads(args.list.read_text()):
