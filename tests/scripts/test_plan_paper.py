@@ -1,4 +1,4 @@
-"""scripts/report/plan_paper.py: the cluster's figures fitted to the paper's table V, and what docs/results has of its table IV."""
+"""scripts/report/plan_{fit,paper}.py: the cluster's figures fitted to the paper's table V, and what docs/results has of its table IV."""
 
 import itertools
 import json
@@ -14,19 +14,8 @@ from config import preset
 from scripts.lib import results
 from scripts.lib.results import RESULTS
 from scripts.report import plan_paper
-from scripts.report.plan_paper import (
-    FITTED,
-    MOST_MEMORY,
-    NARROW_30B,
-    TABLE_IV,
-    candidates,
-    choices,
-    compare,
-    count_plans,
-    judge,
-    misfit,
-    paper_workload,
-)
+from scripts.report.plan_fit import FITTED, NARROW_30B, TABLE_IV, misfit
+from scripts.report.plan_paper import MOST_MEMORY, candidates, choices, compare, count_plans, judge, paper_workload
 from training.planner.cluster import load_cluster
 from training.planner.collectives import synthesize
 from training.planner.cost import predict
