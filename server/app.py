@@ -14,6 +14,7 @@ from server.chat import Chat, chat_ids, conversation
 from server.completions import Completion, read_prompts
 from server.docs import render_docs
 from server.engine_client import EngineClient
+from server.http import json_response, to_json, unless_gone
 from server.middleware import ApiKey, BodyLimit, RequestScope
 from server.openapi import describe, stream_of
 from server.problems import ApiError, bad
@@ -21,7 +22,7 @@ from server.prompts import SLOW_TEXT, detokenize_reply, tokenize_reply
 from server.schemas import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from server.service import Service, read_chat_template
 from server.settings import VERSION, Settings
-from server.sse import EventStream, to_json, unless_gone
+from server.sse import EventStream
 from tokenizer import Tokenizer
 
 STATIC = Path(__file__).parent / "static"
@@ -77,11 +78,7 @@ def _check(service: Service, request: Request, body: Body) -> None:
 
 
 def _json(value: Any, status: int = 200) -> Response:
-    return _as_json(to_json(value), status)
-
-
-def _as_json(data: bytes, status: int = 200) -> Response:
-    return Response(data, status, media_type="application/json")
+    return json_response(to_json(value), status)
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:
@@ -138,7 +135,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
         options = (body.add_special_tokens is not False, ready and ready.max_model_len, bool(body.return_token_strs))
         slow = len(await request.body()) > SLOW_TEXT or body.chat_template is not None
         work = service.workers.run(tokenize_reply, given, *options, slow=slow)
-        return _as_json(await unless_gone(request.receive, work))
+        return json_response(await unless_gone(request.receive, work))
 
     @app.post(
         "/detokenize", response_model=replies.DetokenizeReply, responses=errors, tags=["tokens"], summary="Token ids to text"
@@ -147,7 +144,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
         _check(service, request, body)
         slow = len(body.tokens) > SLOW_TEXT
         work = service.workers.run(detokenize_reply, body.tokens, bool(body.skip_special_tokens), slow=slow)
-        return _as_json(await unless_gone(request.receive, work))
+        return json_response(await unless_gone(request.receive, work))
 
 
 def _add_models(app: FastAPI, service: Service) -> None:

@@ -12,9 +12,9 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
 from server.bounds import MAX_VALUES, Bounds, parse
+from server.http import unless_gone
 from server.prompts import SLOW_TEXT
 from server.service import Service
-from server.sse import unless_gone
 
 INLINE = 16384  # bytes, about 2,000 token ids or a few pages of text; larger bodies are checked in a worker
 

@@ -7,8 +7,9 @@ import socket
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from server.http import to_json
 from server.problems import ApiError
-from server.sse import PIECE, to_json
+from server.sse import PIECE
 
 MAX_HEAD = 65536  # bytes of a request line and headers, or of trailers; a head that arrives in one read may be larger
 

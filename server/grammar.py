@@ -9,11 +9,11 @@ from typing import Any
 from starlette.types import Receive
 
 from engine.grammars import MAX_TEXT
+from server.http import unless_gone
 from server.json_schema import Compiled, ForcedTool, SchemaError, compile_calls, compile_schema
 from server.problems import bad
 from server.schemas import ChatBody, GenerationBody, JsonSchemaResponseFormat
 from server.service import Service
-from server.sse import unless_gone
 
 TAGGED_CALL = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
 CUT_CALL = re.compile(r'\s*\{ ?"name" ?: ?"([A-Za-z0-9_.-]+)" ?, ?"arguments" ?: ?(.*)', re.DOTALL)

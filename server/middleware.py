@@ -13,10 +13,10 @@ from urllib.parse import quote
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from server.http import ClientGone
 from server.logs import access_line, log
-from server.problems import ApiError
+from server.problems import ApiError, internal_error
 from server.service import Service
-from server.sse import ClientGone
 
 OPEN_PATHS = frozenset({"/", "/health", "/version", "/docs", "/openapi.json", "/favicon.ico"})
 METRIC_PATHS = frozenset({"/metrics", "/stats"})
@@ -70,8 +70,7 @@ class RequestScope:
         except Exception:
             log.exception("request %s failed", request_id)
             if not status:
-                error = ApiError(500, "internal error; the server's log has the details")
-                await error.response()(scope, receive, send_with_id)
+                await internal_error().response()(scope, receive, send_with_id)
             status = 500
         finally:
             self.service.open_requests -= 1
@@ -173,8 +172,6 @@ class BodyLimit:
         )
 
     def _too_large(self) -> ApiError:
-        error = ApiError(
-            413, f"the body is larger than {self.limit} bytes, this server's --max-body-mb", None, "body_too_large"
-        )
-        error.headers = {"connection": "close"}  # the rest of the body is not read
-        return error
+        message = f"the body is larger than {self.limit} bytes, this server's --max-body-mb"
+        close = {"connection": "close"}  # the rest of the body is not read
+        return ApiError(413, message, None, "body_too_large", close)

@@ -1,7 +1,7 @@
 """Errors in the format of OpenAI's clients: `{"error": {"message", "type", "param", "code"}}`, never a 422 or a stack trace."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pydantic_core import PydanticCustomError
@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from errors import UserError
-from server.sse import to_json
+from server.http import json_response, to_json
 
 if TYPE_CHECKING:  # worker processes raise these errors, too, and start faster without FastAPI
     from fastapi import FastAPI
@@ -37,10 +37,17 @@ SHOWN = 20  # characters quoted of a body that is not JSON
 class ApiError(HTTPException):
     """An error of one request, with its HTTP status. Sent as a response, or as an event if a stream has started."""
 
-    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None):
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         if len(message) > MAX_MESSAGE:  # it may quote what a client sent
             message = f"{message[: MAX_MESSAGE // 2]} … {message[-MAX_MESSAGE // 2 :]}"
-        super().__init__(status, message)
+        super().__init__(status, message, headers)
         self.message, self.param, self.code = message, param, code
 
     @property
@@ -54,12 +61,16 @@ class ApiError(HTTPException):
             headers["retry-after"] = RETRY_SECONDS[self.status_code]
         if self.status_code == 401:
             headers["www-authenticate"] = "Bearer"
-        return Response(to_json(self.body), self.status_code, headers, media_type="application/json")
+        return json_response(to_json(self.body), self.status_code, headers)
 
 
 def bad(param: str | None, message: str, code: str | None = None) -> ApiError:
     """A 400 that names the field."""
     return ApiError(400, f"{param}: {message}" if param else message, param, code)
+
+
+def internal_error() -> ApiError:
+    return ApiError(500, "internal error; the server's log has the details")
 
 
 def field_error(param: str, message: str) -> PydanticCustomError:
@@ -166,8 +177,7 @@ def install(app: "FastAPI") -> None:
             headers = {**(e.headers or {})}
             if headers.get("Allow") == "GET":
                 headers["Allow"] = "GET, HEAD"  # RequestScope answers HEAD as GET
-            e = ApiError(e.status_code, message)
-            e.headers = headers
+            e = ApiError(e.status_code, message, headers=headers)
         return e.response()
 
     async def on_user_error(request: Request, e: Exception) -> Response:

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from errors import UserError
+from server.http import to_json
 from server.problems import bad, context_error
-from server.sse import to_json
 from server.workers import worker_tokenizer
 from tokenizer import Tokenizer
 

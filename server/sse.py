@@ -1,77 +1,24 @@
-"""Encode and send responses as JSON or server-sent events, and cancel requests whose client has disconnected."""
+"""Send a response as server-sent events, no faster than the client reads them."""
 
 import asyncio
-import json
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
-import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-T = TypeVar("T")
-
-_encoder = msgspec.json.Encoder()
-
-
-class ClientGone(Exception):
-    """The client closed its connection, so that no response can be sent."""
-
-
-def to_json(value: Any) -> bytes:
-    try:
-        return _encoder.encode(value)
-    except UnicodeEncodeError:  # a lone surrogate: a model can generate one as a JSON escape
-        return json.dumps(value).encode()
-
-
-class JsonLists:
-    """An object of growing lists, kept as encoded JSON, which takes a tenth of the memory of their values."""
-
-    def __init__(self) -> None:
-        self._parts: dict[str, bytearray | None] = {}
-
-    def extend(self, more: dict[str, list[Any] | None]) -> None:
-        """Append to each list. A None stays None."""
-        for name, values in more.items():
-            part = self._parts.setdefault(name, None if values is None else bytearray())
-            if values and part is not None:
-                part += b"," * bool(part) + to_json(values)[1:-1]
-
-    def finish(self) -> dict[str, msgspec.Raw | None]:
-        """Return the object, for `to_json`, and reset this one."""
-        parts, self._parts = self._parts, {}
-        return {name: None if part is None else msgspec.Raw(b"[" + part + b"]") for name, part in parts.items()}
-
-
-def event(value: Any) -> bytes:
-    return b"data: " + to_json(value) + b"\n\n"
-
+from server.http import ClientGone, to_json, unless_gone
+from server.logs import log
+from server.problems import ApiError, internal_error
 
 DONE = b"data: [DONE]\n\n"
 PIECE = 65536  # bytes passed to the connection at once; the next ones wait until most of its buffer has been read
 
 
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Wait for the result of `work`. If the client disconnects first, cancel `work` and raise ClientGone."""
-    task = asyncio.ensure_future(work)
-    watcher = asyncio.ensure_future(_disconnected(receive))
-    try:
-        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGone
-        return task.result()
-    finally:
-        for one in (task, watcher):
-            one.cancel()
-        await asyncio.gather(task, watcher, return_exceptions=True)
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+def event(value: Any) -> bytes:
+    return b"data: " + to_json(value) + b"\n\n"
 
 
 class EventStream(Response):
@@ -92,8 +39,6 @@ class EventStream(Response):
         await unless_gone(receive, self._run(scope, receive, send))
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
-        from server.problems import ApiError  # not at the top: server.problems imports this module
-
         async with aclosing(self.events):
             try:
                 first = await anext(self.events)
@@ -166,10 +111,7 @@ class _Writer:
 
 
 def _error_of(e: Exception) -> dict[str, Any]:
-    from server.logs import log
-    from server.problems import ApiError  # not at the top: server.problems imports this module
-
     if not isinstance(e, ApiError):
         log.error("a stream failed", exc_info=e)
-        e = ApiError(500, "internal error; the server's log has the details")
+        e = internal_error()
     return e.body

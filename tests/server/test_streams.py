@@ -15,9 +15,10 @@ import pytest
 from engine.protocol import Outputs, RequestParams, Submit, TokenOutput
 from server.engine_client import SLICE, EngineClient
 from server.generation import Chunks, Usage
+from server.http import ClientGone, to_json
 from server.metrics import Metrics
 from server.problems import ApiError
-from server.sse import PIECE, ClientGone, EventStream, event, to_json
+from server.sse import PIECE, EventStream, event
 from server.text import TextStream
 from tests.support.server_thread import STORY, TOKENIZER, Site, raw_request, ready, wait_for
 
