@@ -8,7 +8,7 @@ from typing import Any
 from errors import UserError
 from server.http import to_json
 from server.problems import bad, context_error
-from server.workers import worker_tokenizer
+from server.worker_process import worker_tokenizer
 from tokenizer import Tokenizer
 
 LONG_TEXT = 4096  # characters; longer texts are tokenized in a worker, others in the event loop

@@ -15,6 +15,8 @@ from server.text import token_bytes
 from server.workers import Workers
 from tokenizer import Tokenizer
 
+WORKER_MODULES = ("server.bounds", "server.json_schema", "server.prompts", "server.schemas")  # with the jobs of workers
+
 
 class Service:
     def __init__(self, settings: Settings, client: EngineClient, tokenizer: Tokenizer) -> None:
@@ -22,7 +24,7 @@ class Service:
         self.chat_template = settings.chat_template
         self.metrics: Metrics = client.metrics
         room = settings.max_num_seqs + settings.max_queue
-        self.workers = Workers(settings.model, settings.workers, settings.worker_seconds, room)
+        self.workers = Workers(settings.model, settings.workers, settings.worker_seconds, room, WORKER_MODULES)
         self.grammars: OrderedDict[tuple[str, str], Compiled] = OrderedDict()  # see grammar.py
         self.draining = False
         self.open_requests = 0  # HTTP requests whose answer is not complete

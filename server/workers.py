@@ -7,10 +7,10 @@ How to add a job: write a function at the top level of a module that does not im
 
     result = await service.workers.run(function, *arguments, slow=True)
 
-Function, arguments and result are pickled. In the worker, `worker_tokenizer()` returns the server's tokenizer. An ApiError or
-a UserError that the function raises reaches the caller unchanged. Set `slow` if a request can make the job long, as with a
-schema, a template or a long text from a client. Leave it out for jobs of a few milliseconds. If there are two or more
-workers, slow jobs never occupy all of them.
+Function, arguments and result are pickled. In the worker (worker_process.py), `worker_tokenizer()` returns the server's
+tokenizer. An ApiError or a UserError that the function raises reaches the caller unchanged. Set `slow` if a request can make
+the job long, as with a schema, a template or a long text from a client. Leave it out for jobs of a few milliseconds. If there
+are two or more workers, slow jobs never occupy all of them.
 
 Process pools of libraries, such as pebble's, are not used: they hand jobs over in threads, and with a busy event loop these
 threads wait for the GIL.
@@ -20,23 +20,17 @@ import asyncio
 import contextlib
 import os
 import pickle
-import resource
-import signal
 import socket
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-from errors import UserError
-from processes import die_with_parent
 from server.logs import log
 from server.problems import ApiError
-
-if TYPE_CHECKING:
-    from tokenizer import Tokenizer
+from server.worker_process import HEADER, needs_memory
 
 T = TypeVar("T")
 
@@ -45,11 +39,8 @@ WAIT_SECONDS = 10.0  # longest time in the queue
 MAX_SLOW = 64  # most slow jobs in the queue
 LAST_RESORT_SECONDS = 5.0  # a worker ends itself this long after its job's limit: the frontend, which should kill it, has gone
 GRACE_SECONDS = 0.25  # a job whose client has left may still end: waiting for it costs less than a new worker
-MEMORY = 1 << 30  # bytes of address space, added to those that a worker has when it starts
-RESULT_LIMIT = 32 << 20  # bytes
 NICENESS = 10  # of the workers for slow jobs, so that the ranks have precedence
 ONE_THREAD = ("OMP_NUM_THREADS", "RAYON_NUM_THREADS")
-HEADER = 8  # bytes of a message's length, which precedes the message
 
 
 class _Job:
@@ -62,12 +53,15 @@ class _Job:
 class Workers:
     """`count` worker processes with the tokenizer of `model`. To be used from one event loop.
 
-    `seconds`: time limit of each job. `max_queue`: most quick jobs in the queue. If there are two or more workers, the first
-    one takes only quick jobs. The first worker starts in `start`, each other one with the first slow job that it can take.
+    `seconds`: time limit of each job. `max_queue`: most quick jobs in the queue. `modules`: names of the modules that have most
+    jobs, which a worker imports when it starts. If there are two or more workers, the first one takes only quick jobs. The
+    first worker starts in `start`, each other one with the first slow job that it can take.
     """
 
-    def __init__(self, model: str, count: int = 2, seconds: float = 10.0, max_queue: int = 1024) -> None:
-        self._model, self._count, self._seconds = model, count, seconds
+    def __init__(
+        self, model: str, count: int = 2, seconds: float = 10.0, max_queue: int = 1024, modules: Sequence[str] = ()
+    ) -> None:
+        self._model, self._modules, self._count, self._seconds = model, modules, count, seconds
         self._quick, self._slow = deque[_Job](), deque[_Job]()
         self._limits = {id(self._quick): max_queue, id(self._slow): MAX_SLOW}
         self._idle: dict[int, asyncio.Future[None]] = {}  # worker: the future with which it waits for a job
@@ -94,12 +88,12 @@ class Workers:
         job exceeds the limit of time or memory; a 503 if too many jobs wait, or this one waits too long.
         """
         self.start()
-        lane = self._slow if slow and self._count > 1 else self._quick
-        if len(lane) >= self._limits[id(lane)]:
+        queue = self._slow if slow and self._count > 1 else self._quick
+        if len(queue) >= self._limits[id(queue)]:
             raise _busy("too many requests wait to be prepared")
         job = _Job(pickle.dumps((function, arguments), pickle.HIGHEST_PROTOCOL), function.__name__)
-        lane.append(job)
-        self._wake(lane)
+        queue.append(job)
+        self._wake(queue)
         timer = asyncio.get_running_loop().call_later(WAIT_SECONDS, _expire, job)
         try:
             result: T = await job.result
@@ -108,9 +102,9 @@ class Workers:
             timer.cancel()
             if not job.began:
                 with contextlib.suppress(ValueError):
-                    lane.remove(job)
+                    queue.remove(job)
 
-    def _lanes(self, index: int, started: bool) -> tuple[deque[_Job], ...]:
+    def _queues(self, index: int, started: bool) -> tuple[deque[_Job], ...]:
         """The queues from which a worker may take jobs, slow ones first.
 
         The first worker takes only quick jobs. Another one takes none before it has started, because that would delay them.
@@ -119,17 +113,17 @@ class Workers:
             return (self._quick,)
         return (self._slow, self._quick) if started else (self._slow,)
 
-    def _wake(self, lane: deque[_Job]) -> None:
+    def _wake(self, queue: deque[_Job]) -> None:
         for index in sorted(self._idle):
-            if any(one is lane for one in self._lanes(index, index in self.pids)):
+            if any(one is queue for one in self._queues(index, index in self.pids)):
                 self._idle.pop(index).set_result(None)
                 return
 
     async def _next(self, index: int) -> _Job:
         while True:
-            for lane in self._lanes(index, index in self.pids):
-                while lane:
-                    job = lane.popleft()
+            for queue in self._queues(index, index in self.pids):
+                while queue:
+                    job = queue.popleft()
                     if not job.result.done():
                         job.began = True
                         return job
@@ -152,7 +146,8 @@ class Workers:
                     process = None
                 if process is None:
                     try:
-                        process = await _Process.start(self._model, self._seconds, NICENESS * (index > 0))
+                        niceness = NICENESS * (index > 0)
+                        process = await _Process.start(self._model, self._modules, self._seconds, niceness)
                     except Exception as e:
                         log.error("a worker process does not start: %s", e)
                         _fail(job, _busy("the server cannot prepare requests now"))
@@ -184,7 +179,7 @@ class Workers:
             good, value, usable = exchange.result()
         except (EOFError, OSError):
             log.warning("a worker ended in a job: %s, %d bytes", job.function, len(job.data))
-            _fail(job, _needs_memory())
+            _fail(job, needs_memory())
             return False
         except asyncio.CancelledError:
             _fail(job, _ending())
@@ -216,10 +211,6 @@ def _ending() -> ApiError:
     return ApiError(503, "the server is shutting down", None, "draining")
 
 
-def _needs_memory() -> ApiError:
-    return ApiError(400, f"the request needs more than {MEMORY >> 20} MiB to prepare", None, "too_complex")
-
-
 class _Process:
     """One worker process and the socket to it. A message is a length of HEADER bytes, little-endian, and a pickle."""
 
@@ -228,11 +219,11 @@ class _Process:
         self.pid = process.pid
 
     @classmethod
-    async def start(cls, model: str, seconds: float, niceness: int) -> "_Process":
+    async def start(cls, model: str, modules: Sequence[str], seconds: float, niceness: int) -> "_Process":
         ours, theirs = socket.socketpair()
-        program = "import sys; from server.workers import main; main(*sys.argv[1:])"
+        program = "import sys; from server.worker_process import main; main(*sys.argv[1:])"
         numbers = (theirs.fileno(), os.getpid(), round(seconds + LAST_RESORT_SECONDS), niceness)
-        command = [sys.executable, "-c", program, *map(str, numbers), model]
+        command = [sys.executable, "-c", program, *map(str, numbers), model, *modules]
         variables = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "MALLOC_ARENA_MAX": "1"} | dict.fromkeys(ONE_THREAD, "1")
         folder = str(Path(__file__).parent.parent)
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, (folder, variables.get("PYTHONPATH"))))
@@ -283,74 +274,3 @@ class _Process:
         if self._process.poll() is None:
             with contextlib.suppress(RuntimeError):  # the event loop is closing
                 asyncio.get_running_loop().call_later(0.05, self._reap)
-
-
-# ---------------------------------------------------------------------------------------------------- in the worker
-
-_tokenizer: "Tokenizer | None" = None
-
-
-def worker_tokenizer() -> "Tokenizer":
-    """The server's tokenizer, in a worker process."""
-    assert _tokenizer is not None, "this runs in a worker process only"
-    return _tokenizer
-
-
-def main(descriptor: str, parent: str, seconds: str, niceness: str, model: str) -> None:
-    """Run jobs in a worker process, one after another, until the frontend closes the socket."""
-    global _tokenizer
-    die_with_parent(int(parent))
-    for number in (signal.SIGINT, signal.SIGTERM):  # the frontend ends this process
-        signal.signal(number, signal.SIG_IGN)
-    import server.grammar
-    import server.prompts  # noqa: F401  # the functions of most jobs are in these modules
-    from tokenizer import tokenizer_of
-
-    _tokenizer = tokenizer_of(model)
-    _limit_memory()
-    os.nice(int(niceness))
-    with socket.socket(fileno=int(descriptor)) as connection:
-        files = connection.makefile("rb"), connection.makefile("wb")
-        _send(files[1], b"")
-        while header := files[0].read(HEADER):
-            data = files[0].read(int.from_bytes(header, "little"))
-            signal.alarm(int(seconds))  # without a handler it ends the process, even inside a library's code
-            _send(files[1], _do(data))
-            signal.alarm(0)
-
-
-def _limit_memory() -> None:
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-    except OSError:  # not Linux
-        return
-    limit = pages * resource.getpagesize() + MEMORY
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-
-
-def _send(file: Any, data: bytes) -> None:
-    file.write(len(data).to_bytes(HEADER, "little"))
-    file.write(data)
-    file.flush()
-
-
-def _do(data: bytes) -> bytes:
-    """Run a pickled job. Returns, pickled: (success, result or exception, whether this process can take another job)."""
-    import traceback
-
-    try:
-        function, arguments = pickle.loads(data)
-        reply = pickle.dumps((True, function(*arguments), True), pickle.HIGHEST_PROTOCOL)
-        if len(reply) <= RESULT_LIMIT:
-            return reply
-        found: tuple[Exception, bool] = (_needs_memory(), True)
-    except (ApiError, UserError) as e:
-        found = (e.with_traceback(None), True)
-    except MemoryError:
-        found = (_needs_memory(), False)
-    except RecursionError:
-        found = (ApiError(400, "the request is nested too deeply", None, "too_complex"), True)
-    except Exception:
-        found = (RuntimeError(f"in a worker:\n{traceback.format_exc()}"), True)
-    return pickle.dumps((False, *found), pickle.HIGHEST_PROTOCOL)

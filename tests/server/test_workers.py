@@ -150,7 +150,7 @@ def test_a_worker_that_cannot_be_talked_to_leaves_nothing(monkeypatch: pytest.Mo
 
     async def body() -> None:
         with pytest.raises(OSError, match="no more"):
-            await workers._Process.start(MODEL, 1, 0)
+            await workers._Process.start(MODEL, (), 1, 0)
 
     before = len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(workers, "subprocess", SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL))

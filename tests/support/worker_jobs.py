@@ -5,7 +5,7 @@ import sys
 
 from errors import UserError
 from server.problems import ApiError
-from server.workers import worker_tokenizer
+from server.worker_process import worker_tokenizer
 
 
 def encode(text: str) -> list[int]:
