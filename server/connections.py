@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import http
 import socket
+from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -27,10 +28,13 @@ class Connection(HttpToolsProtocol):
     (RFC 9112, section 9.3.2). uvicorn would queue them, but then it stops reading and does not notice when the client leaves.
     """
 
-    idle_timeout = 30.0
-    _header_timer: asyncio.TimerHandle | None = None
-    _head = 0  # bytes received since the last complete head or part of a body
-    _deaf = False  # further data is ignored
+    def __init__(self, *args: Any, idle_timeout: float, **options: Any) -> None:
+        """`idle_timeout`: seconds for a request line and headers to arrive. The other arguments are uvicorn's."""
+        super().__init__(*args, **options)
+        self.idle_timeout = idle_timeout
+        self._header_timer: asyncio.TimerHandle | None = None
+        self._head = 0  # bytes received since the last complete head or part of a body
+        self._refused = False  # further data is ignored
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -38,11 +42,11 @@ class Connection(HttpToolsProtocol):
         self._start_timer()
 
     def data_received(self, data: bytes) -> None:
-        if self._deaf:
+        if self._refused:
             return
         self._head += len(data)
         super().data_received(data)
-        if self._head > MAX_HEAD and not self._deaf:
+        if self._head > MAX_HEAD and not self._refused:
             self._refuse(ApiError(431, f"the request line and headers are larger than {MAX_HEAD} bytes"))
 
     def on_message_begin(self) -> None:
@@ -81,7 +85,7 @@ class Connection(HttpToolsProtocol):
 
     def _refuse(self, error: ApiError) -> None:
         """Stop reading, and close the connection. Send `error` unless it would be mixed into a response in progress."""
-        self._deaf = True
+        self._refused = True
         if self._answering and not self.cycle.more_body:
             self.cycle.keep_alive = False  # the connection closes after that response
             return

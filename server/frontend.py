@@ -11,6 +11,7 @@ import os
 import shlex
 import sys
 import time
+from functools import partial
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -154,12 +155,11 @@ def curl(url: str, body: dict[str, Any], with_key: bool) -> str:
 def make_server(settings: Settings, tokenizer: Tokenizer, to_engine: str, from_engine: str) -> FrontendServer:
     client = EngineClient(to_engine, from_engine, Metrics(settings.model_names[0]))
     app = create_app(settings, client, tokenizer)
-    Connection.idle_timeout = settings.idle_timeout
     config = uvicorn.Config(
         app,
         host=settings.host,
         port=settings.port,
-        http=Connection,
+        http=partial(Connection, idle_timeout=settings.idle_timeout),  # type: ignore[arg-type]  # uvicorn only calls it
         ws="none",
         lifespan="off",
         log_config=None,
