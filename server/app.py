@@ -1,7 +1,8 @@
 """The HTTP application: its routes and their descriptions in /openapi.json."""
 
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from starlette.middleware.cors import CORSMiddleware
@@ -9,21 +10,26 @@ from starlette.responses import FileResponse, HTMLResponse, Response
 from starlette.staticfiles import StaticFiles
 
 from server import grammar, problems, replies
+from server.answers import GenerationRequest
 from server.bodies import BoundedRoute
-from server.chat import Chat, chat_ids, conversation
-from server.completions import Completion, read_prompts
+from server.chat import ChatRequest, conversation, read_conversation
+from server.completions import CompletionRequest, read_prompts
 from server.docs import render_docs
 from server.engine_client import EngineClient
+from server.generation import Prompt
 from server.http import json_response, to_json, unless_gone
+from server.json_schema import Compiled
 from server.middleware import ApiKey, BodyLimit, RequestScope
 from server.openapi import describe, stream_of
 from server.problems import ApiError, bad
 from server.prompts import SLOW_TEXT, detokenize_reply, tokenize_reply
-from server.schemas import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from server.schemas import Body, ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody
 from server.service import Service, read_chat_template
 from server.settings import VERSION, Settings
 from server.sse import EventStream
 from tokenizer import Tokenizer
+
+B = TypeVar("B", bound=GenerationBody)
 
 STATIC = Path(__file__).parent / "static"
 
@@ -84,15 +90,27 @@ def _json(value: Any, status: int = 200) -> Response:
 def _add_generation(app: FastAPI, service: Service) -> None:
     errors = _errors(400, 401, 404, 413, 429, 500, 503)
 
-    async def respond(request: Request, job: Completion | Chat) -> Response:
+    async def generate(
+        body: B,
+        request: Request,
+        read: Callable[[Service, B, int], Coroutine[Any, Any, list[Prompt]]],
+        make: Callable[[Service, B, list[Prompt], Compiled], GenerationRequest],
+    ) -> Response:
+        """`read`: tokenizes the prompts of a body with so many bytes. `make`: makes the endpoint's request of them."""
+        _check(service, request, body)
+        service.check_ready()
+        size = len(await request.body())
+        prompts = await unless_gone(request.receive, read(service, body, size))
+        compiled = await grammar.for_request(service, body, request.receive)
+        generation = make(service, body, prompts, compiled)
         note = request.state.note
-        if job.body.user:
-            note["user"] = job.body.user
-        if left_out := grammar.name_left_out(job.compiled):
+        if body.user:
+            note["user"] = body.user
+        if left_out := grammar.name_left_out(compiled):
             note["not_enforced"] = left_out
-        if job.body.stream:
-            return EventStream(job.events(note), service.settings.idle_timeout)
-        return _json(await unless_gone(request.receive, job.answer(note)))
+        if body.stream:
+            return EventStream(generation.events(note), service.settings.idle_timeout)
+        return _json(await unless_gone(request.receive, generation.answer(note)))
 
     @app.post(
         "/v1/completions",
@@ -102,11 +120,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         summary="Continue a prompt",
     )
     async def completions(body: CompletionBody, request: Request) -> Response:
-        _check(service, request, body)
-        service.check_ready()
-        prompts, echoes = await unless_gone(request.receive, read_prompts(service, body))
-        compiled = await grammar.for_request(service, body, request.receive)
-        return await respond(request, Completion(service, body, prompts, echoes, compiled))
+        return await generate(body, request, read_prompts, CompletionRequest)
 
     @app.post(
         "/v1/chat/completions",
@@ -116,12 +130,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         summary="Answer a conversation",
     )
     async def chat_completions(body: ChatBody, request: Request) -> Response:
-        _check(service, request, body)
-        service.check_ready()
-        size = len(await request.body())
-        ids = await unless_gone(request.receive, chat_ids(service, body, size))
-        compiled = await grammar.for_request(service, body, request.receive)
-        return await respond(request, Chat(service, body, ids, compiled))
+        return await generate(body, request, read_conversation, ChatRequest)
 
 
 def _add_tokens(app: FastAPI, service: Service) -> None:

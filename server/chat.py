@@ -1,41 +1,32 @@
-"""POST /v1/chat/completions: convert a conversation to a `Plan`, and `Delta`s to messages, tool calls and chunks."""
+"""POST /v1/chat/completions: apply the chat template, and lay answers out as messages, tool calls and chunks."""
 
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from server import grammar
-from server.generation import (
-    Chunks,
-    Delta,
-    Plan,
-    Prompt,
-    Run,
-    Usage,
-    Whole,
-    check_answers,
-    collect,
-    fit_answer,
-    fit_prompt,
-    make_params,
-    merge,
-    new_id,
-    prompt_logprobs_by_id,
-    room_for,
-    stream,
-)
+from server import tool_calls
+from server.answers import Chunks, GenerationRequest, WholeChoice, make_plan
+from server.generation import Delta, Prompt
 from server.json_schema import Compiled
+from server.limits import Limits, fit_answer, fit_prompt
 from server.logprobs import chat_layout
 from server.problems import bad
-from server.prompts import SLOW_TEXT, Conversation, Room, chat_prompt
+from server.prompts import SLOW_TEXT, Conversation, chat_prompt
 from server.schemas import ChatBody, ChatMessage, TokenizeBody
 from server.service import Service
 
 # Arguments that the server sets itself. In a client's chat_template_kwargs they would be ignored or break the call.
-RESERVED = {
-    *("self", "messages", "conversation", "tools", "documents", "add_generation_prompt", "continue_final_message"),
-    *("parse_special", "check"),
-    *(
+RESERVED = frozenset(
+    [
+        "self",
+        "messages",
+        "conversation",
+        "tools",
+        "documents",
+        "add_generation_prompt",
+        "continue_final_message",
+        "parse_special",
+        "check",
         "chat_template",
         "tokenize",
         "add_special_tokens",
@@ -44,8 +35,8 @@ RESERVED = {
         "max_length",
         "return_tensors",
         "return_dict",
-    ),
-}
+    ]
+)
 
 
 def conversation(service: Service, body: ChatBody | TokenizeBody) -> Conversation:
@@ -71,7 +62,7 @@ def conversation(service: Service, body: ChatBody | TokenizeBody) -> Conversatio
     return Conversation(
         messages=[_for_template(message) for message in body.messages or []],
         tools=tools or None,
-        chat_template=service.pick_template(body.chat_template),
+        chat_template=service.chat_template if body.chat_template is None else body.chat_template,
         add_generation_prompt=not continued if body.add_generation_prompt is None else body.add_generation_prompt,
         continue_final_message=continued,
         variables=variables,
@@ -81,14 +72,15 @@ def conversation(service: Service, body: ChatBody | TokenizeBody) -> Conversatio
     )
 
 
-async def chat_ids(service: Service, body: ChatBody, size: int) -> list[int]:
-    """The token ids of the conversation, computed in a worker. `size`: bytes of the request's body.
+async def read_conversation(service: Service, body: ChatBody, size: int) -> list[Prompt]:
+    """The conversation as one prompt, tokenized in a worker. `size`: bytes of the request's body.
 
-    Raises a 400 as `conversation` and `prompts.chat_prompt` do.
+    Raises a 400 as `conversation` and `prompts.chat_prompt` do, and for a prompt that is too long.
     """
     chat = conversation(service, body)
-    room = room_for(service, body.truncate_prompt_tokens, body.limit)
-    return await service.workers.run(chat_prompt, chat, room, slow=chat.own_template or size > SLOW_TEXT)
+    limits = Limits.of_request(service.max_model_len, body.truncate_prompt_tokens, body.limit)
+    ids = await service.workers.run(chat_prompt, chat, limits, slow=chat.own_template or size > SLOW_TEXT)
+    return [Prompt(fit_prompt(ids, limits, service.vocab_size, "messages"))]
 
 
 def _for_template(message: ChatMessage) -> dict[str, Any]:
@@ -106,58 +98,49 @@ def _for_template(message: ChatMessage) -> dict[str, Any]:
     return plain
 
 
-class Chat:
-    """One request. `ids`: the token ids of its conversation."""
+class ChatRequest(GenerationRequest):
+    id_prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, service: Service, body: ChatBody, ids: list[int], compiled: Compiled) -> None:
-        self.service, self.body, self.compiled = service, body, compiled
+    def __init__(self, service: Service, body: ChatBody, prompts: list[Prompt], compiled: Compiled) -> None:
+        self.body = body
         self.forced = bool(body.forced_tools)
         self.may_call = bool(body.tools) and body.tool_choice != "none"
-        ids = fit_prompt(service, ids, body.truncate_prompt_tokens, body.limit, "messages")
         name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        context, logprobs, choices = service.max_model_len, body.listed_logprobs, body.n or 1
         default = None  # all that is left of the context
         if logprobs is not None and not body.stream:  # the answer's log-probabilities must also fit into memory
-            default = Room(service.max_model_len).logprobs // ((1 + logprobs) * (body.n or 1))
-        limit = fit_answer(service, len(ids), body.limit, default, name, "messages")
-        self.plan = Plan(
-            id=new_id("chatcmpl", body),
-            prompts=[Prompt(ids)],
-            params=[make_params(service, body, limit, logprobs, body.prompt_logprobs, compiled.grammar or None)],
-            choices=body.n or 1,
-            stop=body.stops,
-            include_stop=bool(body.include_stop_str_in_output),
-            skip_special=body.skip_special_tokens is not False,
+            default = Limits(context).logprobs // ((1 + logprobs) * choices)
+        limit = fit_answer(context, len(prompts[0].ids), body.limit, default, name, "messages")
+        plan = make_plan(
+            service,
+            body,
+            compiled,
+            prompts,
+            [limit],
+            choices=choices,
+            logprobs=logprobs,
+            prompt_logprobs=body.prompt_logprobs,
         )
-        self.usage = Usage(self.plan)
-        self.include_usage, self.continuous_usage = body.usage_options
+        super().__init__(service, body, plan)
 
-    # ------------------------------------------------------------------------------------------------ one answer
+    def logprobs(self, delta: Delta) -> dict[str, Any] | None:
+        if self.top_logprobs is None:
+            return None
+        return chat_layout(self.service.tokenizer, delta.logprobs or [], self.top_logprobs, self.tokens_as_ids)
 
-    async def answer(self, note: dict[str, Any]) -> dict[str, Any]:
-        body = self.body
-        if body.logprobs:
-            check_answers(self.service, self.plan)
+    def prompt_logprobs(self, delta: Delta) -> list[dict[str, Any] | None] | None:
+        return None if delta.index else super().prompt_logprobs(delta)  # an answer has them once
 
-        def take(choice: Whole, delta: Delta) -> None:
-            scores = None if body.prompt_logprobs is None or delta.index else delta.prompt_logprobs
-            by_id = prompt_logprobs_by_id(self.service, scores, body.prompt_logprobs or 0)
-            choice.add(delta, self.logprobs(delta), bool(body.return_token_ids), by_id)
-
-        choices = await collect(self.service, self.plan, self.usage, note, take)
-        reply = {
-            **self._head("chat.completion"),
-            "choices": [self._choice(i, choice) for i, choice in enumerate(choices)],
-            "usage": self.usage.report(),
-        }
-        if body.prompt_logprobs is not None:
+    def reply(self, choices: Sequence[WholeChoice]) -> dict[str, Any]:
+        reply: dict[str, Any] = {"choices": [self._choice(i, choice) for i, choice in enumerate(choices)]}
+        reply["usage"] = self.usage.report()
+        if self.top_prompt_logprobs is not None:
             reply["prompt_logprobs"] = choices[0].prompt_logprobs
-        if body.return_token_ids:
+        if self.with_ids:
             reply["prompt_token_ids"] = self.plan.prompts[0].ids
         return reply
 
-    def _choice(self, index: int, whole: Whole) -> dict[str, Any]:
-        assert whole.last is not None
+    def _choice(self, index: int, whole: WholeChoice) -> dict[str, Any]:
         text = whole.text
         calls, complete = self.calls(text) if self.may_call else (None, False)
         message: dict[str, Any] = {"role": "assistant", "content": None if calls else text, "refusal": None}
@@ -167,43 +150,32 @@ class Chat:
             "index": index,
             "message": message,
             "logprobs": whole.logprobs.finish() or None,
-            "finish_reason": "tool_calls" if complete else whole.last.finish_reason,
-            "stop_reason": whole.last.stop_reason,
+            "finish_reason": "tool_calls" if complete else whole.finish_reason,
+            "stop_reason": whole.stop_reason,
         }
         return choice | whole.ids.finish()
 
     def calls(self, text: str) -> tuple[list[dict[str, Any]] | None, bool]:
         """The tool calls of a whole answer, and whether they are complete: max_tokens, for one, can cut off a forced call."""
-        calls = grammar.parse_calls(text, self.body)
+        calls = tool_calls.parse_calls(text, self.body)
         if calls is None and self.forced:
-            return grammar.parse_cut_call(text, self.body), False
+            return tool_calls.parse_cut_call(text, self.body), False
         return calls, calls is not None
 
-    def logprobs(self, delta: Delta) -> dict[str, Any] | None:
-        if delta.logprobs is None:
-            return None
-        as_ids = bool(self.body.return_tokens_as_token_ids)
-        return chat_layout(self.service.tokenizer, delta.logprobs, self.body.top_logprobs or 0, as_ids)
-
-    def _head(self, kind: str) -> dict[str, Any]:
-        name = self.body.model or self.service.model_name
-        return {"id": self.plan.id, "object": kind, "created": self.plan.created, "model": name}
-
-    # ------------------------------------------------------------------------------------------------ a stream
-
-    def events(self, note: dict[str, Any]) -> AsyncGenerator[bytes, None]:
-        chunks = Chunks(self._head("chat.completion.chunk"), self.usage, self.include_usage, self.continuous_usage)
+    def chunk_writer(self, chunks: Chunks) -> Callable[[Delta], bytes]:
         streams = [_ChoiceStream(self) for _ in range(self.plan.total)]
+        # the prompt's token ids are in the chunk with the role
+        with_role = {"prompt_token_ids": self.plan.prompts[0].ids} if self.with_ids else None
 
-        def events_of(delta: Delta) -> bytes:
-            return b"".join([chunks.event(choice, self._beside(choice)) for choice in streams[delta.index].push(delta)])
+        def write(delta: Delta) -> bytes:
+            return b"".join(
+                [
+                    chunks.event(choice, with_role if "role" in choice["delta"] else None)
+                    for choice in streams[delta.index].push(delta)
+                ]
+            )
 
-        return stream(Run(self.service, self.plan, self.usage, note), events_of, chunks.last)
-
-    def _beside(self, choice: dict[str, Any]) -> dict[str, Any] | None:
-        """The other fields of a chunk: the prompt's token ids, in the chunk with the role."""
-        given = self.body.return_token_ids and "role" in choice["delta"]
-        return {"prompt_token_ids": self.plan.prompts[0].ids} if given else None
+        return write
 
 
 class _ChoiceStream:
@@ -212,7 +184,7 @@ class _ChoiceStream:
     Text that may be a tool call is held back until this is certain.
     """
 
-    def __init__(self, chat: Chat) -> None:
+    def __init__(self, chat: ChatRequest) -> None:
         self.chat = chat
         self.undecided = chat.may_call
         self.held: list[Delta] = []
@@ -223,16 +195,15 @@ class _ChoiceStream:
         role = [self._chunk(delta.index, {"role": "assistant", "content": ""})] if delta.first else []
         if self.undecided and not delta.finish_reason:
             self.text += delta.text
-            self.undecided = self.chat.forced or grammar.may_become_call(self.text)
+            self.undecided = self.chat.forced or tool_calls.may_become_call(self.text)
         if not delta.finish_reason and (self.undecided or not self._says_something(delta)):
             return role
-        whole = merge(self.held)
+        whole = _merge(self.held)
         self.held = []
         return [*role, self._content(whole)]
 
     def _says_something(self, delta: Delta) -> bool:
-        body = self.chat.body
-        return bool(delta.text or delta.logprobs or body.return_token_ids or self.chat.continuous_usage)
+        return bool(delta.text or delta.logprobs or self.chat.with_ids or self.chat.continuous_usage)
 
     def _content(self, whole: Delta) -> dict[str, Any]:
         calls, complete = self.chat.calls(whole.text) if self.undecided else (None, False)
@@ -241,12 +212,27 @@ class _ChoiceStream:
             new = {"tool_calls": [{"index": i, **call} for i, call in enumerate(calls)]}
         choice = self._chunk(whole.index, new, "tool_calls" if complete else whole.finish_reason)
         choice["logprobs"] = self.chat.logprobs(whole)
-        if whole.finish_reason:
-            choice["stop_reason"] = whole.stop_reason
-        if self.chat.body.return_token_ids:
-            choice["token_ids"] = whole.token_ids
-        return choice
+        return self.chat.end_chunk(choice, whole)
 
     @staticmethod
     def _chunk(index: int, delta: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+
+
+def _merge(parts: Sequence[Delta]) -> Delta:
+    """Merge successive deltas of one choice into one."""
+    first, last = parts[0], parts[-1]
+    if first is last:
+        return first
+    logprobs = None if first.logprobs is None else [one for part in parts for one in part.logprobs or []]
+    return Delta(
+        index=first.index,
+        first=first.first,
+        text="".join(part.text for part in parts),
+        token_ids=[one for part in parts for one in part.token_ids],
+        logprobs=logprobs,
+        offsets=[one for part in parts for one in part.offsets],
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        prompt_logprobs=first.prompt_logprobs,
+    )

@@ -1,12 +1,16 @@
-"""Log-probabilities in the two layouts of OpenAI's API."""
+"""Log-probabilities in the two layouts of OpenAI's API, and in that of the `prompt_logprobs` extension."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from engine.protocol import Logprob, TokenLogprobs
-from server.generation import finite
 from server.text import token_bytes
 from tokenizer import Tokenizer
+
+
+def finite(logprob: float) -> float:
+    """`logprob` for JSON, which has no -inf: an excluded token gets -9999, as in OpenAI's API."""
+    return max(logprob, -9999.0)
 
 
 def token_name(tokenizer: Tokenizer, token_id: int, as_ids: bool) -> str:
@@ -55,3 +59,13 @@ def chat_layout(tokenizer: Tokenizer, values: Sequence[TokenLogprobs], limit: in
 
     content = [entry(v.chosen) | {"top_logprobs": [entry(one) for one in v.top[:limit]]} for v in values]
     return {"content": content, "refusal": None}
+
+
+def by_id_layout(tokenizer: Tokenizer, values: Sequence[TokenLogprobs | None], limit: int) -> list[dict[str, Any] | None]:
+    """A dict by token id for each position, the prompt's token first; None for a position without log-probabilities."""
+
+    def entry(one: Logprob) -> dict[str, Any]:
+        text = token_bytes(tokenizer, one.token_id).decode("utf-8", "replace")
+        return {"logprob": finite(one.logprob), "rank": one.rank, "decoded_token": text}
+
+    return [v if v is None else {str(one.token_id): entry(one) for one in (v.chosen, *v.top[:limit])} for v in values]

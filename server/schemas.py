@@ -269,6 +269,11 @@ class GenerationBody(Body):
         return None if isinstance(self.response_format, TextFormat) else self.response_format
 
     @property
+    def listed_logprobs(self) -> int | None:
+        """How many of the likeliest tokens are listed with each token of the answer; None: no log-probabilities."""
+        raise NotImplementedError
+
+    @property
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
@@ -299,6 +304,10 @@ class CompletionBody(GenerationBody):
     best_of: int | None = Field(
         None, ge=1, le=MAX_CHOICES, description="Generate so many and return the n likeliest; not with stream. Default: n."
     )
+
+    @property
+    def listed_logprobs(self) -> int | None:
+        return self.logprobs
 
     @model_validator(mode="after")
     def _check_completion(self) -> "CompletionBody":
@@ -426,6 +435,10 @@ class ChatBody(GenerationBody):
             raise field_error("response_format", "cannot be combined with tools, unless tool_choice is none")
         if self.ignore_eos and self.forced_tools:
             raise field_error("ignore_eos", "cannot be combined with a forced tool call, whose end is EOS")
+
+    @property
+    def listed_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def limit(self) -> int | None:

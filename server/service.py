@@ -11,7 +11,6 @@ from server.json_schema import Compiled
 from server.metrics import Metrics
 from server.problems import ApiError, bad
 from server.settings import Settings
-from server.text import token_bytes
 from server.workers import Workers
 from tokenizer import Tokenizer
 
@@ -75,12 +74,6 @@ class Service:
             raise bad(None, message, "too_many_choices")
         if self.client.active + sequences > room:
             raise ApiError(429, f"the queue is full ({self.client.active} of {room}); try again later", None, "queue_full")
-
-    def token_text(self, token_id: int) -> str:
-        return token_bytes(self.tokenizer, token_id).decode("utf-8", "replace")
-
-    def pick_template(self, wanted: str | None) -> str | None:
-        return self.chat_template if wanted is None else wanted
 
     def snapshot(self) -> dict[str, Any]:
         """The response of /stats."""

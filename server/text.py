@@ -1,8 +1,19 @@
 """Convert ids to text as they arrive, with stop strings, special tokens, and the position of each token in the text."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from tokenizer import IncrementalDetokenizer, Tokenizer
+
+
+@dataclass(frozen=True)
+class TextRules:
+    """Where the text of an answer ends, and what it contains."""
+
+    stop: tuple[str, ...]
+    stop_ids: frozenset[int]
+    include_stop: bool  # the stop string or token that ends the text is a part of it
+    skip_special: bool
 
 
 class TextStream:
@@ -11,21 +22,11 @@ class TextStream:
     The text does not depend on how the ids are grouped into messages, so that a streamed answer equals a whole one.
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        prompt_ids: Sequence[int],
-        *,
-        stop: Sequence[str] = (),
-        stop_ids: frozenset[int] = frozenset(),
-        include_stop: bool = False,
-        skip_special: bool = True,
-        min_tokens: int = 0,
-    ) -> None:
-        self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special, prompt_ids)
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], rules: TextRules, min_tokens: int) -> None:
+        self._detokenizer = IncrementalDetokenizer(tokenizer, rules.skip_special, prompt_ids)
         self._text_ids = range(tokenizer.vocab_size)  # a model may pad its vocabulary with ids that have no text
-        self._stop, self._stop_ids = tuple(stop), stop_ids
-        self._include_stop, self._min_tokens = include_stop, min_tokens
+        self._stop, self._stop_ids, self._include_stop = rules.stop, rules.stop_ids, rules.include_stop
+        self._min_tokens = min_tokens
         self._held = ""  # text that might be the start of a stop string
         self.count = 0  # tokens
         self.decoded = 0  # characters, held ones included

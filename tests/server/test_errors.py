@@ -17,8 +17,8 @@ import openai
 import pytest
 
 from server import replies
+from server.limits import MAX_LOGPROBS
 from server.problems import MAX_MESSAGE
-from server.prompts import MAX_LOGPROBS
 from tests.support.quiet_clock import quiet_seconds
 from tests.support.server_thread import CHAT, CONTEXT, TOKENIZER, TOOL, Site, wait_for
 

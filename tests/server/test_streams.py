@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from engine.protocol import Outputs, RequestParams, Submit, TokenOutput
+from server.answers import Chunks
 from server.engine_client import SLICE, EngineClient
-from server.generation import Chunks, Usage
+from server.generation import Usage
 from server.http import ClientGone, to_json
 from server.metrics import Metrics
 from server.problems import ApiError

@@ -1,0 +1,209 @@
+"""What both generating endpoints share: run a request, collect whole answers, and encode the chunks of a stream.
+
+An endpoint adds how it lays out a choice. It reads the same `Delta`s with and without streaming, so that a streamed answer
+equals a whole one.
+"""
+
+import io
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any, ClassVar
+
+import msgspec
+
+from server.generation import Delta, Plan, Prompt, Run, Usage
+from server.http import to_json
+from server.json_schema import Compiled
+from server.limits import Limits, check_answers
+from server.logprobs import by_id_layout
+from server.params import make_params, text_rules
+from server.schemas import GenerationBody
+from server.service import Service
+
+
+class GenerationRequest(ABC):
+    """One request of a generating endpoint. `note` collects fields of the access log."""
+
+    id_prefix: ClassVar[str]
+    kind: ClassVar[str]  # `object` of an answer
+    chunk_kind: ClassVar[str]  # `object` of a chunk
+
+    def __init__(self, service: Service, body: GenerationBody, plan: Plan) -> None:
+        self.service, self.plan = service, plan
+        self.usage = Usage(plan)
+        self.with_ids, self.tokens_as_ids = bool(body.return_token_ids), bool(body.return_tokens_as_token_ids)
+        self.include_usage, self.continuous_usage = body.usage_options
+        self.top_logprobs = body.listed_logprobs
+        self.top_prompt_logprobs = body.prompt_logprobs
+        self._id = f"{self.id_prefix}-{body.request_id or uuid.uuid4().hex}"
+        self._created, self._model = int(time.time()), body.model or service.model_name
+
+    # ------------------------------------------------------------------------------------------------ of an endpoint
+
+    @abstractmethod
+    def logprobs(self, delta: Delta) -> dict[str, list[Any] | None] | None:
+        """The log-probabilities of `delta` in the endpoint's layout; None if the request does not ask for them."""
+
+    @abstractmethod
+    def reply(self, choices: Sequence["WholeChoice"]) -> dict[str, Any]:
+        """The fields of a whole answer from `choices` on."""
+
+    @abstractmethod
+    def chunk_writer(self, chunks: "Chunks") -> Callable[[Delta], bytes]:
+        """A function that converts each delta of a stream to events, perhaps none."""
+
+    # ------------------------------------------------------------------------------------------------ of both
+
+    async def answer(self, note: dict[str, Any]) -> dict[str, Any]:
+        """Run the request and return its whole answer."""
+        plan = self.plan
+        if self.top_logprobs is not None:
+            tokens = plan.choices * sum(params.max_tokens for params in plan.params)
+            check_answers(tokens, Limits(self.service.max_model_len), self.top_logprobs)
+        choices = [WholeChoice() for _ in range(plan.total)]
+        with Run(self.service, plan, self.usage, note) as run:
+            while run.unfinished:
+                for delta in await run.next():
+                    choices[delta.index].add(delta, self.logprobs(delta), self.prompt_logprobs(delta), self.with_ids)
+        return {**self._head(self.kind), **self.reply(choices)}
+
+    async def events(self, note: dict[str, Any]) -> AsyncGenerator[bytes, None]:
+        """Run the request and yield the events of its stream.
+
+        Events of outputs that arrived together are yielded together. If one fails, the events before it are yielded before the
+        exception is raised.
+        """
+        chunks = Chunks(self._head(self.chunk_kind), self.usage, self.include_usage, self.continuous_usage)
+        write = self.chunk_writer(chunks)
+        with Run(self.service, self.plan, self.usage, note) as run:
+            while run.unfinished:
+                events: list[bytes] = []
+                failure: Exception | None = None
+                try:
+                    for delta in await run.next():
+                        events.append(write(delta))
+                except Exception as e:
+                    failure = e
+                if data := b"".join(events):
+                    yield data
+                if failure is not None:
+                    raise failure
+        if data := chunks.last():
+            yield data
+
+    def prompt_logprobs(self, delta: Delta) -> list[dict[str, Any] | None] | None:
+        """Those of the `prompt_logprobs` extension: a dict by token id for each position."""
+        if self.top_prompt_logprobs is None or delta.prompt_logprobs is None:
+            return None
+        return by_id_layout(self.service.tokenizer, delta.prompt_logprobs, self.top_prompt_logprobs)
+
+    def end_chunk(self, choice: dict[str, Any], delta: Delta) -> dict[str, Any]:
+        """`choice` with the fields that end a chunk at both endpoints."""
+        if delta.finish_reason:
+            choice["stop_reason"] = delta.stop_reason
+        if self.with_ids:
+            choice["token_ids"] = delta.token_ids
+        return choice
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
+
+
+def make_plan(
+    service: Service,
+    body: GenerationBody,
+    compiled: Compiled,
+    prompts: list[Prompt],
+    max_tokens: Sequence[int],
+    *,
+    choices: int,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+) -> Plan:
+    """`max_tokens`: of each prompt's answers. Raises a 400 for an unknown token id in `body`."""
+    params = make_params(
+        body,
+        service.tokenizer,
+        service.vocab_size,
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        grammar=compiled.grammar or None,
+    )
+    rules = text_rules(body, params[0].stop_token_ids)
+    return Plan(prompts, params, choices, rules, hidden=body.max_tokens == 0)
+
+
+class WholeChoice:
+    """Collects one choice until it is complete. Does not keep its deltas, which take hundreds of bytes for each token."""
+
+    def __init__(self) -> None:
+        self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None
+        self.prompt_logprobs: msgspec.Raw | None = None  # in the answer's layout
+        self.logprobs, self.ids = JsonLists(), JsonLists()
+        self._text = io.StringIO()
+        self._tokens, self._likelihood = 0, 0.0
+
+    def add(self, delta: Delta, logprobs: dict[str, list[Any] | None] | None, prompt_logprobs: Any, with_ids: bool) -> None:
+        """Append `delta`. `logprobs`, `prompt_logprobs`: those of `delta` in the answer's layout."""
+        self._text.write(delta.text)
+        self._tokens += len(delta.token_ids)
+        self._likelihood += sum(one.chosen.logprob for one in delta.logprobs or [])
+        if logprobs is not None:
+            self.logprobs.extend(logprobs)
+        if with_ids:
+            self.ids.extend({"token_ids": delta.token_ids})
+        if prompt_logprobs is not None:
+            self.prompt_logprobs = msgspec.Raw(to_json(prompt_logprobs))
+        self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+
+    @property
+    def text(self) -> str:
+        return self._text.getvalue()
+
+    @property
+    def mean_logprob(self) -> float:
+        return self._likelihood / max(self._tokens, 1)
+
+
+class JsonLists:
+    """An object of growing lists, kept as encoded JSON, which takes a tenth of the memory of their values."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, bytearray | None] = {}
+
+    def extend(self, more: dict[str, list[Any] | None]) -> None:
+        """Append to each list. A None stays None."""
+        for name, values in more.items():
+            part = self._parts.setdefault(name, None if values is None else bytearray())
+            if values and part is not None:
+                part += b"," * bool(part) + to_json(values)[1:-1]
+
+    def finish(self) -> dict[str, msgspec.Raw | None]:
+        """Return the object, for `to_json`, and reset this one."""
+        parts, self._parts = self._parts, {}
+        return {name: None if part is None else msgspec.Raw(b"[" + part + b"]") for name, part in parts.items()}
+
+
+class Chunks:
+    """Encodes the chunks of one stream as events, the fields that they share only once. `head`: fields before `choices`."""
+
+    def __init__(self, head: dict[str, Any], usage: Usage, include_usage: bool, continuous_usage: bool) -> None:
+        self._head = b"data: " + to_json(head)[:-1] + b',"choices":['
+        self._usage, self._include_usage, self._continuous_usage = usage, include_usage, continuous_usage
+        self._end = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
+
+    def event(self, choice: dict[str, Any], more: dict[str, Any] | None = None) -> bytes:
+        """The event of one chunk. `more`: other fields of this chunk."""
+        if self._continuous_usage:
+            more = {**(more or {}), "usage": self._usage.report()}
+        elif more and self._include_usage:
+            more = {**more, "usage": None}
+        return self._head + to_json(choice) + (b"]," + to_json(more)[1:] + b"\n\n" if more else self._end)
+
+    def last(self) -> bytes:
+        """The event of the last chunk, which has the usage; empty without `include_usage`."""
+        return self._head + b"]," + to_json({"usage": self._usage.report()})[1:] + b"\n\n" if self._include_usage else b""

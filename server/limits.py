@@ -1,0 +1,119 @@
+"""Limits of a request: the lengths of its prompts and answers, and its number of log-probabilities. Raises 400s."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from server.problems import bad, context_error
+from tokenizer import Tokenizer
+
+MAX_PROMPT_TOKENS = 1 << 20  # of one request; raised if the context holds more
+MAX_LOGPROBS = 1 << 17  # of a request's prompts, and of its answers; raised to two for each token of a full context
+TOO_MANY = "too_many_tokens"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits in tokens.
+
+    `context`: of a prompt and its answer together; a prompt of that many tokens or more is refused. `keep`: a prompt is cut at
+    its start to this many; None: not cut. `answer`: requested tokens of the answer, for the text of an error.
+    """
+
+    context: int
+    keep: int | None = None
+    answer: int = 1
+
+    @classmethod
+    def of_request(cls, context: int, truncate: int | None, max_tokens: int | None) -> "Limits":
+        """`truncate`: truncate_prompt_tokens; -1 keeps what the context can hold with the answer."""
+        answer = max(max_tokens or 1, 1)
+        return cls(context, max(0, context - answer) if truncate == -1 else truncate, answer)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """The most tokens of all prompts of a request. A prompt counts once for each of its answers."""
+        return max(MAX_PROMPT_TOKENS, self.context)
+
+    @property
+    def logprobs(self) -> int:
+        """The most log-probabilities of all prompts of a request, or of all its answers if they are kept until complete."""
+        return max(MAX_LOGPROBS, 2 * self.context)
+
+
+def check_characters(tokenizer: Tokenizer, text: str, limits: Limits, field: str) -> None:
+    """Refuse a text that cannot fit, because a token covers at most `tokenizer.covers` characters.
+
+    This is far cheaper than tokenizing the text.
+    """
+    if tokenizer.covers is not None and limits.keep is None:
+        at_least = math.ceil(len(text) / tokenizer.covers)
+        if at_least >= limits.context:
+            raise context_error(limits.context, at_least, limits.answer, field, part=field, at_least=True)
+
+
+def cut_prompt(ids: list[int], limits: Limits) -> list[int]:
+    """The last `limits.keep` ids."""
+    return ids if limits.keep is None else ids[max(0, len(ids) - limits.keep) :]
+
+
+def check_prompt(ids: list[int], limits: Limits, field: str) -> None:
+    """Refuse a prompt that leaves no room for an answer. `field`: the request's field, "prompt" or "messages"."""
+    if len(ids) >= limits.context:
+        raise context_error(limits.context, len(ids), limits.answer, field, part=field)
+
+
+def fit_prompt(ids: list[int], limits: Limits, vocab_size: int, field: str) -> list[int]:
+    """The prompt's ids, cut at the start to `limits.keep`. Refuses a prompt that is empty, too long or has an unknown id."""
+    ids = cut_prompt(ids, limits)
+    if not ids:
+        raise bad(field, "has no tokens; give at least one")
+    check_ids(ids, vocab_size, field)
+    check_prompt(ids, limits, field)
+    return ids
+
+
+def fit_answer(context: int, prompt: int, max_tokens: int | None, default: int | None, name: str, field: str) -> int:
+    """The most tokens that the answer may have, after `prompt` tokens of the prompt.
+
+    `default` is reduced to what is left of the context; None takes all of it. Refuses a `max_tokens` that exceeds it. `name`,
+    `field`: the request's fields of `max_tokens` and of the prompt.
+    """
+    left = context - prompt
+    if max_tokens is None:
+        return left if default is None else min(default, left)
+    if max_tokens > left:
+        raise context_error(context, prompt, max_tokens, name, part=field)
+    return max_tokens
+
+
+def check_ids(ids: Sequence[int], vocab_size: int, field: str) -> None:
+    if ids and (highest := max(ids)) >= vocab_size:
+        raise bad(field, f"has the token id {highest}, but ids run from 0 to {vocab_size - 1}")
+
+
+def check_prompts(tokens: int, limits: Limits, prompt_logprobs: int | None = None) -> None:
+    """Refuse a request whose prompts are too long together or have too many log-probabilities.
+
+    `tokens`: of all prompts; a prompt counts once for each of its answers.
+    """
+    advice = "send fewer prompts at once, or lower n"
+    if tokens > limits.prompt_tokens:
+        message = f"has {tokens} tokens or more in all prompts, each counted for every answer; at most {limits.prompt_tokens}"
+        raise bad("prompt", f"{message}; {advice}", TOO_MANY)
+    if prompt_logprobs is not None and (values := tokens * (1 + prompt_logprobs)) > limits.logprobs:
+        message = f"asks for {values} log-probabilities of prompts, counted for every answer; at most {limits.logprobs}"
+        raise bad("prompt", f"{message}; {advice}", TOO_MANY)
+
+
+def check_answers(tokens: int, limits: Limits, logprobs: int) -> None:
+    """Refuse answers that may have more log-probabilities than can be kept until the answers are complete.
+
+    `tokens`: the most tokens of all answers. `logprobs`: the likeliest tokens that are listed with each.
+    """
+    if (values := tokens * (1 + logprobs)) > limits.logprobs:
+        message = (
+            f"asks for {values} log-probabilities in all answers; at most {limits.logprobs}, unless they are streamed; lower "
+            "max_tokens, n, the number of prompts, or that of the likeliest tokens"
+        )
+        raise bad("logprobs", message, TOO_MANY)
