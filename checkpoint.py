@@ -26,6 +26,7 @@ from errors import UserError
 from files import INDEX_BYTES, check_regular, read_json
 from memory import check_memory, free_bytes, shortage, weight_bytes
 from model import RMSNorm, Transformer
+from options import DTYPE_NAMES
 from tp import SPLITS, Shard, ShardedLinear, World, agree_on_error
 
 INDEX, SINGLE, PTH = "model.safetensors.index.json", "model.safetensors", "model.pth"
@@ -37,7 +38,7 @@ MAX_FILE_BYTES = 4 * 10**9  # of one written safetensors file
 MANY_LAYERS = 256
 READERS = 8  # threads that read weights for a GPU
 MAX_TOUCHED_BYTES = 256 * 2**20  # of a mapped `.pth` that may be resident in addition to the model
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {name: getattr(torch, name) for name in DTYPE_NAMES}
 
 
 # --- where a checkpoint has each tensor of the model ---------------------------------------------------------------------

@@ -34,6 +34,7 @@ from rope_scaling import (
 )
 
 VARIANTS = ("standard", "parallel", "ladder", "desync", "upper-bound")
+VARIANT_NAMES = "standard, parallel, ladder, hybrid[:LAYERS], desync-2x[:STREAMS], desync-4x[:STREAMS], upper-bound"
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 # Far above any published model. A larger value means a broken file, and checking such a model would take long.
@@ -279,10 +280,7 @@ def with_variant(config: ModelConfig, name: str) -> ModelConfig:
         pattern = desync_pattern(layers, int(kind[len("desync-")]))
         streams = int(number) if number else config.desync_streams
         return replace(plain, variant="desync", desync_streams=streams, desync_pattern=pattern)
-    raise UserError(
-        f"unknown variant {name!r}; known: standard, parallel, ladder, hybrid[:LAYERS], desync-2x[:STREAMS], "
-        "desync-4x[:STREAMS], upper-bound"
-    )
+    raise UserError(f"unknown variant {name!r}; known: {VARIANT_NAMES}")
 
 
 # --- the names that `--model` takes --------------------------------------------------------------------------------------

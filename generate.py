@@ -29,13 +29,13 @@ import torch.distributed as dist
 
 from checkpoint import DTYPES, load_model, model_config
 from cli import Parser, check_ranks, leave, note, run
-from comm import KNOWN
-from config import PRESETS, ModelConfig, has_random_weights, is_shape, limit_context
+from config import ModelConfig, has_random_weights, is_shape, limit_context
 from engine.offline import Timing, check_prompts, generate, score
 from engine.sampler import SamplingParams
 from engine.stopping import OutputStream
 from errors import UserError
 from model import Transformer
+from options import ModelOptions, add_options, dtype_name
 from processes import is_rank
 from profiling import annotate, profiled
 from tokenizer import Tokenizer, check_fits, find_tokenizer, load_tokenizer
@@ -53,52 +53,7 @@ NO_TOKENIZER = (
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    what = parser.add_argument_group("the model")
-    what.add_argument(
-        "--model",
-        required=True,
-        metavar="DIR|PRESET|config.json",
-        help=f"a checkpoint directory; or, with random weights, a config.json or one of {', '.join(PRESETS)}",
-    )
-    what.add_argument(
-        "--tp",
-        type=int,
-        metavar="N",
-        help="start N tensor-parallel ranks on this host, a GPU each if there are any (default: one; under torchrun, its number)",
-    )
-    what.add_argument(
-        "--variant",
-        help="compute another residual variant than the checkpoint's: standard, parallel, ladder, hybrid[:LAYERS], desync-2x[:STREAMS], "
-        "desync-4x[:STREAMS], upper-bound. For benchmarks: the text will be wrong",
-    )
-    what.add_argument("--dtype", choices=DTYPES, help="of weights and activations (default: bfloat16 on CUDA, float32 on CPU)")
-    what.add_argument(
-        "--max-model-len",
-        type=int,
-        metavar="N",
-        help="prompt and answer together, in tokens (default: what the model was made for); RoPE scaling by length depends on it",
-    )
-    what.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA if there is any")
-    what.add_argument("--comm", metavar="NAME", help=f"how ranks sum: {KNOWN} (default: auto on CUDA, gloo on CPU)")
-    what.add_argument(
-        "--comm-error-budget",
-        type=float,
-        default=0.0,
-        metavar="E",
-        help="relative error of a sum that --comm auto may make for speed, by quantizing it: 0.01 admits int8 (default: 0, exact)",
-    )
-    what.add_argument(
-        "--simulate-link",
-        metavar="LATENCY,BANDWIDTH",
-        help="on CPU, let sums take as long as such a link would need: 10us,100GB/s",
-    )
-    what.add_argument(
-        "--compile",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="compile the modules with torch.compile; sums are then not fused with GEMMs",
-    )
-
+    add_options(parser, ModelOptions, "the model")
     prompt = parser.add_argument_group("the prompt, one of").add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="TEXT")
     prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="the file's text; - reads standard input")
@@ -150,8 +105,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     modes.add_argument("--json", action="store_true", help="one JSON line for each sample on stdout")
     modes.add_argument("--profile", type=Path, metavar="FILE", help="write a trace of the first batch for ui.perfetto.dev")
     args = parser.parse_args(argv)
-    for name in ("tp", "max_model_len", "max_new_tokens", "num_samples", "batch_size"):
-        if (value := getattr(args, name)) is not None and value < 1:
+    for name in ("max_new_tokens", "num_samples", "batch_size"):
+        if (value := getattr(args, name)) < 1:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
     if args.tp is not None:
         check_ranks(args.tp, "--tp")
@@ -441,7 +396,7 @@ def main() -> None:
         )
     if is_shape(job.args.model):
         note(f"warning: {job.args.model} is a config.json alone: the weights are random and the text is noise")
-    dtype = DTYPES[job.args.dtype or ("bfloat16" if world.device.type == "cuda" else "float32")]
+    dtype = DTYPES[dtype_name(job.args.dtype, world.device.type)]
     began = time.perf_counter()
     model = load_model(job.args.model, job.config, world, dtype, job.args.seed, job.cache_tokens)
     note(

@@ -21,11 +21,10 @@ from tqdm import tqdm
 
 from checkpoint import DTYPES, load_model, model_config
 from cli import Parser, run
-from comm import KNOWN
-from config import PRESETS
 from engine.core import Engine, EngineLimits
 from engine.protocol import RequestParams, Submit
 from errors import UserError
+from options import ModelOptions, add_options, dtype_name
 from tp import World, init_world
 
 
@@ -116,8 +115,7 @@ def host_overhead(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, metavar="DIR|PRESET", help=f"a checkpoint, or one of {', '.join(PRESETS)}")
-    parser.add_argument("--variant", help="another residual variant than the checkpoint's")
+    add_options(parser, ModelOptions, "the model", without=("tp", "max_model_len", "compile"))
     parser.add_argument("--requests", type=int, default=64, help="all submitted at once (default: 64)")
     parser.add_argument("--prompt-length", type=int, default=64, help="tokens (default: 64)")
     parser.add_argument("--new-tokens", type=int, default=64, help="tokens a request (default: 64)")
@@ -125,25 +123,12 @@ def main() -> None:
     parser.add_argument("--max-num-seqs", type=int, default=256, help="sequences in a step (default: 256)")
     parser.add_argument("--max-batch-tokens", type=int, default=2048, help="tokens in a step (default: 2048)")
     parser.add_argument("--block-size", type=int, default=16, help="tokens of a KV-cache block (default: 16)")
-    parser.add_argument("--device", choices=("cpu", "cuda"))
-    parser.add_argument("--dtype", choices=DTYPES)
-    parser.add_argument("--comm", metavar="NAME", help=f"how ranks sum: {KNOWN} (default: auto on CUDA, gloo on CPU)")
-    parser.add_argument(
-        "--comm-error-budget",
-        type=float,
-        default=0.0,
-        metavar="E",
-        help="relative error of a sum that --comm auto may make for speed, by quantizing it: 0.01 admits int8 (default: 0, exact)",
-    )
-    parser.add_argument(
-        "--simulate-link", metavar="LATENCY,BANDWIDTH", help="on CPU, let sums take as long as such a link would: 10us,100GB/s"
-    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--host", action="store_true", help="print the host's share of a decode step")
     args = parser.parse_args()
     world = init_world(args.device, args.comm, args.simulate_link, args.comm_error_budget)
     config = model_config(args.model, args.variant, world.world_size)
-    dtype = DTYPES[args.dtype or ("bfloat16" if world.device.type == "cuda" else "float32")]
+    dtype = DTYPES[dtype_name(args.dtype, world.device.type)]
     model = load_model(args.model, config, world, dtype)
     limits = EngineLimits(max_num_seqs=args.max_num_seqs, max_batch_tokens=args.max_batch_tokens, block_size=args.block_size)
     engine = Engine(model, None, limits, world)

@@ -15,6 +15,7 @@ from engine.core import Engine, EngineLimits
 from engine.protocol import Fatal, Ready
 from engine.worker import FrontendLink, serve
 from errors import UserError
+from options import dtype_name
 from processes import LAUNCHER
 from server import logs
 from server.address import check_port
@@ -57,7 +58,7 @@ def describe(settings: Settings, engine: Engine, config: ModelConfig, world: Wor
 
 
 def build_engine(settings: Settings, config: ModelConfig, tokenizer: Tokenizer, world: World) -> tuple[Engine, str]:
-    dtype = settings.dtype or ("bfloat16" if world.device.type == "cuda" else "float32")
+    dtype = dtype_name(settings.dtype, world.device.type)
     model = load_model(settings.model, config, world, DTYPES[dtype])
     reached("weights")
     if settings.compile:

@@ -5,6 +5,7 @@ import random
 import re
 import shutil
 from collections import defaultdict
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from engine.sampler import SamplingParams
 from engine.stopping import OutputStream
 from errors import UserError
 from model import Transformer
+from options import ModelOptions
 from scripts.corpus.documents import documents
 from server import launch as launch_server
 from server.settings import load_settings
@@ -122,7 +124,8 @@ def test_help_names_every_flag() -> None:
     assert (done.code, done.err) == (0, "")
     source = Path(command_module.__file__).read_text()
     flags = set(re.findall(r'add_argument\(\s*"(--[a-z-]+)"', source))
-    assert len(flags) > 20
+    flags |= {"--" + one.name.replace("_", "-") for one in fields(ModelOptions)}
+    assert len(flags) > 25
     assert flags <= set(re.findall(r"--[a-z-]+", done.out))
 
 

@@ -10,6 +10,7 @@ import torch
 from checkpoint import DTYPES
 from config import ModelConfig
 from errors import UserError
+from options import dtype_name
 from training.executor import BUCKET_BYTES, Execution, Overlap
 from training.optimizer import AdamSettings, Schedule
 from training.planner.cluster import Cluster, load_cluster, shipped_clusters
@@ -117,7 +118,7 @@ def execution_of(args: argparse.Namespace, planned: "Planned") -> Execution:
 
 
 def dtype_of(args: argparse.Namespace, device: torch.device) -> torch.dtype:
-    return DTYPES[args.dtype or ("bfloat16" if device.type == "cuda" else "float32")]
+    return DTYPES[dtype_name(args.dtype, device.type)]
 
 
 def ranks_mesh(args: argparse.Namespace, world_size: int) -> Mesh:

@@ -1,0 +1,112 @@
+"""Options that several programs share, as dataclasses whose fields are also command-line flags. Needs no torch."""
+
+import argparse
+from collections.abc import Callable, Collection
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any
+
+from config import VARIANT_NAMES
+
+DTYPE_NAMES = ("float32", "bfloat16", "float16")
+
+
+def option(*, default: Any = MISSING, repr: bool = True, **flag: Any) -> Any:
+    """A field that is also a flag. `flag`: arguments of `add_argument`. Without `default` the flag is required."""
+    return field(default=default, repr=repr, metadata=flag)
+
+
+def add_options(parser: argparse.ArgumentParser, kind: type, title: str, *, without: Collection[str] = ()) -> None:
+    """Add the options that class `kind` itself declares as a group of flags.
+
+    A bool becomes --name and --no-name. A tuple becomes a flag that may be repeated. If the parser suppresses defaults, so does
+    each flag, and none is required.
+    """
+    group = parser.add_argument_group(title)
+    suppressed = parser.argument_default == argparse.SUPPRESS
+    for one in fields(kind):
+        if one.name in without or one.name not in kind.__annotations__ or not one.metadata:
+            continue
+        flag = dict(one.metadata)
+        if isinstance(one.default, bool):
+            flag["action"] = argparse.BooleanOptionalAction
+        elif isinstance(one.default, tuple):
+            flag["action"] = "append"
+        if one.default is MISSING:
+            flag["required"] = not suppressed
+        elif not suppressed:
+            flag["default"] = one.default
+        group.add_argument("--" + one.name.replace("_", "-"), **flag)
+
+
+def whole_number(low: int, high: int | None = None) -> Callable[[str], int]:
+    """A type of flags: whole numbers from `low`, to `high` if there is one."""
+
+    def parse(text: str) -> int:
+        value = int(text)
+        if value < low or (high is not None and value > high):
+            raise argparse.ArgumentTypeError(f"{text} is not {f'at least {low}' if high is None else f'from {low} to {high}'}")
+        return value
+
+    parse.__name__ = "int"  # argparse says "invalid int value"
+    return parse
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """The model, its device, and how its ranks communicate."""
+
+    model: str = option(
+        metavar="DIR|PRESET",
+        help="a checkpoint directory: HF safetensors, or gpt-fast's model.pth with its config.json. For benchmarks also a preset "
+        "such as llama-3-70b or llama-3-70b:16 (16 of its layers), or a config.json alone: the weights are then random",
+    )
+    tp: int | None = option(
+        default=None,
+        type=whole_number(1),
+        metavar="N",
+        help="start N tensor-parallel ranks on this host, each on a GPU of its own if there are GPUs (default: 1; under torchrun, "
+        "the number of its ranks)",
+    )
+    variant: str | None = option(
+        default=None,
+        help=f"compute another residual variant than the checkpoint's: {VARIANT_NAMES}. For benchmarks: the text will be wrong",
+    )
+    dtype: str | None = option(
+        default=None,
+        choices=DTYPE_NAMES,
+        help="data type of weights and activations (default: bfloat16 on CUDA, float32 on CPU)",
+    )
+    max_model_len: int | None = option(
+        default=None,
+        type=whole_number(1),
+        metavar="N",
+        help="most tokens of prompt and answer together (default: what the model allows). RoPE scaling by length depends on it",
+    )
+    device: str | None = option(default=None, choices=("cpu", "cuda"), help="default: cuda if there is a GPU")
+    comm: str | None = option(
+        default=None,
+        metavar="NAME",
+        help="algorithm of the all-reduces: auto, gloo, nccl or another one of docs/communication.md (default: auto on CUDA, which "
+        "takes the fastest exact one, and gloo on CPU)",
+    )
+    comm_error_budget: float = option(
+        default=0.0,
+        type=float,
+        metavar="E",
+        help="largest relative error of an all-reduce that --comm auto may accept to be faster, by quantizing it; 0.01 allows int8 "
+        "(default: 0, exact)",
+    )
+    simulate_link: str | None = option(
+        default=None,
+        metavar="LATENCY,BANDWIDTH",
+        help="on CPU, make all-reduces take as long as over such a link: 10us,100GB/s (default: no delay)",
+    )
+    compile: bool = option(
+        default=False,
+        help="compile the modules with torch.compile; all-reduces are then not fused with GEMMs (default: off)",
+    )
+
+
+def dtype_name(dtype: str | None, device: str) -> str:
+    """The name of --dtype, or of the default for `device`: cpu or cuda."""
+    return dtype or ("bfloat16" if device == "cuda" else "float32")

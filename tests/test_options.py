@@ -1,0 +1,75 @@
+"""Options that are fields of a dataclass and flags at the same time, and the model's options, which several programs share."""
+
+import argparse
+from dataclasses import dataclass, fields
+
+import pytest
+
+from config import PRESETS, VARIANT_NAMES, with_variant
+from errors import UserError
+from flags import Parser
+from generate import parse_args
+from options import ModelOptions, add_options, option, whole_number
+from server.settings import Settings, load_settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Base:
+    inherited: int = option(default=1, help="of another group")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example(Base):
+    name: str = option(help="required")
+    count: int = option(default=3, type=whole_number(2, 5), help="a number")
+    fast_one: bool = option(default=False, help="a switch")
+    word: tuple[str, ...] = option(default=(), help="may be repeated")
+    plain: int = 0  # no flag
+
+
+def parser(**options: object) -> argparse.ArgumentParser:
+    made = Parser(allow_abbrev=False, **options)  # type: ignore[arg-type]
+    add_options(made, Example, "the example", without=("word",) if "argument_default" not in options else ())
+    return made
+
+
+def test_fields_become_flags() -> None:
+    assert vars(parser().parse_args(["--name", "x"])) == {"name": "x", "count": 3, "fast_one": False}
+    assert vars(parser().parse_args(["--name=x", "--fast-one", "--count", "5"])) == {"name": "x", "count": 5, "fast_one": True}
+    given = parser(argument_default=argparse.SUPPRESS)
+    assert vars(given.parse_args([])) == {}
+    assert vars(given.parse_args(["--no-fast-one", "--word", "a", "--word", "b"])) == {"fast_one": False, "word": ["a", "b"]}
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "--name"),
+        (["--name", "x", "--plain", "1"], "--plain"),
+        (["--name", "x", "--inherited", "1"], "--inherited"),
+        (["--name", "x", "--word", "1"], "--word"),
+        (["--name", "x", "--count", "1"], "1 is not from 2 to 5"),
+        (["--name", "x", "--count", "many"], "invalid int value: 'many'"),
+    ],
+)
+def test_wrong_flags(argv: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        parser().parse_args(argv)
+
+
+def test_programs_have_the_same_options_of_the_model() -> None:
+    argv = ["--model", "m", "--variant", "ladder", "--comm", "gloo", "--comm-error-budget", "0.5", "--no-compile", "--tp", "1"]
+    for given in (argv[:2], argv):
+        server = load_settings(given, {})
+        command = parse_args([*given, "--prompt", "x"])
+        for one in fields(ModelOptions):
+            assert getattr(server, one.name) == getattr(command, one.name), one.name
+    assert Settings(model="m") == load_settings(["--model", "m"], {})
+
+
+def test_every_variant_that_is_named_is_known() -> None:
+    names = [name.partition("[")[0] for name in VARIANT_NAMES.split(", ")]
+    assert len(names) == 7
+    config = next(iter(PRESETS.values()))
+    for name in names:
+        with_variant(config, name)
