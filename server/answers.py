@@ -24,7 +24,7 @@ from server.service import Service
 
 
 class GenerationRequest(ABC):
-    """One request of a generating endpoint. `note` collects fields of the access log."""
+    """One request of a generating endpoint. `log_fields` collects fields of the access log."""
 
     id_prefix: ClassVar[str]
     kind: ClassVar[str]  # `object` of an answer
@@ -56,20 +56,20 @@ class GenerationRequest(ABC):
 
     # ------------------------------------------------------------------------------------------------ of both
 
-    async def answer(self, note: dict[str, Any]) -> dict[str, Any]:
+    async def answer(self, log_fields: dict[str, Any]) -> dict[str, Any]:
         """Run the request and return its whole answer."""
         plan = self.plan
         if self.top_logprobs is not None:
             tokens = plan.choices * sum(params.max_tokens for params in plan.params)
             check_answers(tokens, Limits(self.service.max_model_len), self.top_logprobs)
         choices = [WholeChoice() for _ in range(plan.total)]
-        with Run(self.service, plan, self.usage, note) as run:
+        with Run(self.service, plan, self.usage, log_fields) as run:
             while run.unfinished:
                 for delta in await run.next():
                     choices[delta.index].add(delta, self.logprobs(delta), self.prompt_logprobs(delta), self.with_ids)
         return {**self._head(self.kind), **self.reply(choices)}
 
-    async def events(self, note: dict[str, Any]) -> AsyncGenerator[bytes, None]:
+    async def events(self, log_fields: dict[str, Any]) -> AsyncGenerator[bytes, None]:
         """Run the request and yield the events of its stream.
 
         Events of outputs that arrived together are yielded together. If one fails, the events before it are yielded before the
@@ -77,7 +77,7 @@ class GenerationRequest(ABC):
         """
         chunks = Chunks(self._head(self.chunk_kind), self.usage, self.include_usage, self.continuous_usage)
         write = self.chunk_writer(chunks)
-        with Run(self.service, self.plan, self.usage, note) as run:
+        with Run(self.service, self.plan, self.usage, log_fields) as run:
             while run.unfinished:
                 events: list[bytes] = []
                 failure: Exception | None = None

@@ -79,7 +79,7 @@ def _check(service: Service, request: Request, body: Body) -> None:
     if body.ignored:
         if service.settings.strict_requests:
             raise bad(body.ignored[0], "unknown parameter; it is not in the API that /docs describes")
-        request.state.note["ignored"] = ", ".join(body.ignored)
+        request.state.log_fields["ignored"] = ", ".join(body.ignored)
     service.check_model(body.model)
 
 
@@ -103,14 +103,14 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         prompts = await unless_gone(request.receive, read(service, body, size))
         compiled = await grammar.for_request(service, body, request.receive)
         generation = make(service, body, prompts, compiled)
-        note = request.state.note
+        log_fields = request.state.log_fields
         if body.user:
-            note["user"] = body.user
+            log_fields["user"] = body.user
         if left_out := grammar.name_left_out(compiled):
-            note["not_enforced"] = left_out
+            log_fields["not_enforced"] = left_out
         if body.stream:
-            return EventStream(generation.events(note), service.settings.idle_timeout)
-        return _json(await unless_gone(request.receive, generation.answer(note)))
+            return EventStream(generation.events(log_fields), service.settings.idle_timeout)
+        return _json(await unless_gone(request.receive, generation.answer(log_fields)))
 
     @app.post(
         "/v1/completions",

@@ -102,7 +102,7 @@ async def read_prompts(service: Service, body: CompletionBody, size: int) -> lis
 
     `size`: bytes of the request's body.
     """
-    given = _split(body.prompt)
+    given = _as_list(body.prompt)
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     limits = Limits.of_request(service.max_model_len, body.truncate_prompt_tokens, max_tokens)
     texts = [one for one in given if isinstance(one, str)]
@@ -140,7 +140,7 @@ async def _add_texts(service: Service, prompts: list[Prompt], skip_special: bool
         prompt.text = text
 
 
-def _split(prompt: Any) -> list[str | list[int]]:
+def _as_list(prompt: Any) -> list[str | list[int]]:
     """Convert a prompt in any of its four forms to a list. Each item is a text or a list of token ids."""
     if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
         return [prompt]

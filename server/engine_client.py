@@ -34,7 +34,7 @@ from server.problems import ApiError
 SLICE = 64  # most outputs that `next` returns at once: the backlog of a slow reader is converted to text only as it reads
 
 
-class Generation:
+class OutputQueue:
     """The sequences of one HTTP request. A context manager, which aborts unfinished sequences at its end."""
 
     def __init__(self, client: "EngineClient", submits: Sequence[Submit]) -> None:
@@ -46,7 +46,7 @@ class Generation:
         self._waiter: asyncio.Future[None] | None = None  # what `next` waits for
         self._times = {s.request_id: SequenceTimes(client.metrics, len(s.prompt_ids)) for s in submits}
 
-    def __enter__(self) -> "Generation":
+    def __enter__(self) -> "OutputQueue":
         self._client.add(self._submits, self)
         return self
 
@@ -119,7 +119,7 @@ class EngineClient:
         self.on_ready: Callable[[Ready], None] = lambda ready: None
         self.on_fatal: Callable[[str], None] = lambda message: None
         self.started = time.monotonic()
-        self._active: dict[str, Generation] = {}
+        self._active: dict[str, OutputQueue] = {}
         self._addresses = to_engine, from_engine
         self._task: asyncio.Task[None] | None = None
 
@@ -149,13 +149,13 @@ class EngineClient:
         """The number of sequences that the engine has not finished."""
         return len(self._active)
 
-    def generate(self, submits: Sequence[Submit]) -> Generation:
-        return Generation(self, submits)
+    def generate(self, submits: Sequence[Submit]) -> OutputQueue:
+        return OutputQueue(self, submits)
 
-    def add(self, submits: Sequence[Submit], generation: Generation) -> None:
+    def add(self, submits: Sequence[Submit], queue: OutputQueue) -> None:
         if self.fatal:
             raise broken()
-        self._active |= {submit.request_id: generation for submit in submits}
+        self._active |= {submit.request_id: queue for submit in submits}
         self._send(submits[0] if len(submits) == 1 else joined(submits))
 
     def abort(self, request_id: str) -> None:
@@ -167,8 +167,8 @@ class EngineClient:
 
     def fail_all(self, error: ApiError) -> None:
         """End every request with `error`: a response, or an event in a stream that has started."""
-        for generation in set(self._active.values()):
-            generation.on_error(error)
+        for queue in set(self._active.values()):
+            queue.on_error(error)
         self._active.clear()
 
     def die(self, message: str) -> None:
@@ -195,10 +195,10 @@ class EngineClient:
     def _deliver(self, outputs: Sequence[TokenOutput]) -> None:
         now, tokens = time.monotonic(), 0
         for output in outputs:
-            if generation := self._active.get(output.request_id):
+            if queue := self._active.get(output.request_id):
                 if output.finish_reason:
                     del self._active[output.request_id]
-                tokens += generation.on_output(output, now)
+                tokens += queue.on_output(output, now)
         if tokens:
             self.metrics.on_tokens(now, tokens)
 
@@ -206,9 +206,9 @@ class EngineClient:
         if isinstance(message, Outputs):
             self._deliver(message.outputs)
         elif isinstance(message, Refused):
-            if generation := self._active.pop(message.request_id, None):
+            if queue := self._active.pop(message.request_id, None):
                 status = 429 if message.code == "grammars_busy" else 400
-                generation.on_error(ApiError(status, message.message, None, message.code))
+                queue.on_error(ApiError(status, message.message, None, message.code))
         elif isinstance(message, Stats):
             self.metrics.on_stats(message)
         elif isinstance(message, Ready):

@@ -43,7 +43,7 @@ class FrontendServer(uvicorn.Server):
         self.exit_code = 0
         self._ending: asyncio.Task[None] | None = None
         self._signals = 0
-        self._patience_over = asyncio.Event()  # set at a second signal: wait no longer for requests
+        self._second_signal = asyncio.Event()  # set at a second signal, which ends the wait for requests
 
     async def serve(self, sockets: Any = None) -> None:
         self._loop = asyncio.get_running_loop()
@@ -65,7 +65,7 @@ class FrontendServer(uvicorn.Server):
             self._loop.call_soon_threadsafe(self.drain)
         elif self._signals == 2:
             self.exit_code = 128 + sig
-            self._loop.call_soon_threadsafe(self._patience_over.set)
+            self._loop.call_soon_threadsafe(self._second_signal.set)
         else:
             self.client.shutdown()
             time.sleep(0.05)  # time for ZeroMQ's I/O thread to send it
@@ -80,16 +80,16 @@ class FrontendServer(uvicorn.Server):
         limit = self.service.settings.drain_timeout
         log.info("draining: %d requests have up to %g s; a second signal ends at once", self.service.open_requests, limit)
         if not await self._wait_for_requests(limit):
-            reason = "a second signal came" if self._patience_over.is_set() else "the drain timeout is over"
+            reason = "a second signal came" if self._second_signal.is_set() else "the drain timeout is over"
             log.warning("%s; ending %d requests", reason, self.service.open_requests)
-            self._patience_over.clear()
+            self._second_signal.clear()
             self.client.fail_all(ApiError(503, "the server is shutting down", None, "draining"))
             await self._wait_for_requests(FLUSH_SECONDS)
         self.should_exit = True
 
     async def _wait_for_requests(self, seconds: float) -> bool:
         end = time.monotonic() + seconds
-        while self.service.open_requests and time.monotonic() < end and not self._patience_over.is_set():
+        while self.service.open_requests and time.monotonic() < end and not self._second_signal.is_set():
             await asyncio.sleep(0.05)
         return not self.service.open_requests
 

@@ -121,31 +121,31 @@ class _Choice:
 class Run:
     """Runs a plan. A context manager, which aborts unfinished sequences at its end.
 
-    `note` collects fields of the access log. Raises ApiError: 400, 429, 503.
+    `log_fields` collects fields of the access log. Raises ApiError: 400, 429, 503.
     """
 
-    def __init__(self, service: Service, plan: Plan, usage: Usage, note: dict[str, Any]) -> None:
+    def __init__(self, service: Service, plan: Plan, usage: Usage, log_fields: dict[str, Any]) -> None:
         self.unfinished = plan.total
-        self._service, self._plan, self._usage, self._note = service, plan, usage, note
+        self._service, self._plan, self._usage, self._log_fields = service, plan, usage, log_fields
 
     def __enter__(self) -> "Run":
         service, plan = self._service, self._plan
         service.admit(plan.total)
         check_prompts(plan.prompt_tokens, Limits(service.max_model_len), plan.params[0].prompt_logprobs)
         self._choices = [_Choice(service, plan, i) for i in range(plan.total)]
-        self._note |= {"prompt_tokens": self._usage.prompt, "completion_tokens": 0}
+        self._log_fields |= {"prompt_tokens": self._usage.prompt, "completion_tokens": 0}
         self._started = time.monotonic()
-        self._generation = service.client.generate(make_submits([one.ids for one in plan.prompts], plan.params, plan.choices))
-        self._generation.__enter__()
+        self._outputs = service.client.generate(make_submits([one.ids for one in plan.prompts], plan.params, plan.choices))
+        self._outputs.__enter__()
         # One timer for the whole request: a timeout around each wait would need a timer for every token.
         seconds = service.settings.request_timeout
         error = ApiError(503, f"the request took longer than {seconds:g} s and was ended", None, "timeout")
-        self._deadline = asyncio.get_running_loop().call_later(seconds, self._generation.on_error, error)
+        self._deadline = asyncio.get_running_loop().call_later(seconds, self._outputs.on_error, error)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._deadline.cancel()
-        self._generation.__exit__(kind, error, trace)
+        self._outputs.__exit__(kind, error, trace)
 
     async def next(self) -> Iterator[Delta]:
         """Wait for outputs and return an iterator over their deltas, perhaps an empty one.
@@ -153,7 +153,7 @@ class Run:
         The caller must exhaust the iterator. It processes each output only when the caller gets to it. So the usage includes
         exactly the deltas up to the current one, and an output that fails does not discard the deltas before it.
         """
-        arrived = await self._generation.next()
+        arrived = await self._outputs.next()
         return filter(None, starmap(self._take, arrived))
 
     def _take(self, index: int, output: TokenOutput) -> Delta | None:
@@ -165,11 +165,11 @@ class Run:
         if (delta := choice.push(output)) is None:
             return None
         usage.completion += len(delta.token_ids)
-        self._note["completion_tokens"] = usage.completion
-        if "ttft" not in self._note:
-            self._note["ttft"] = round(time.monotonic() - self._started, 4)
+        self._log_fields["completion_tokens"] = usage.completion
+        if "ttft" not in self._log_fields:
+            self._log_fields["ttft"] = round(time.monotonic() - self._started, 4)
         if delta.finish_reason:
             self.unfinished -= 1
-            self._note["finish"] = delta.finish_reason
-            self._generation.stop(index)
+            self._log_fields["finish"] = delta.finish_reason
+            self._outputs.stop(index)
         return delta

@@ -15,8 +15,8 @@ from server.service import Service
 
 UNCONSTRAINED = Compiled("")
 MAX_NAMED = 10  # most keywords in the response header of those that are not enforced
-KEPT = 64  # most cached grammars of earlier requests
-KEPT_TEXT = 4 << 20  # most characters of cached grammars and their schemas
+MAX_CACHED = 64  # most cached grammars of earlier requests
+MAX_CACHED_TEXT = 4 << 20  # most characters of cached grammars and their schemas
 
 
 async def for_request(service: Service, body: GenerationBody, receive: Receive) -> Compiled:
@@ -42,8 +42,8 @@ async def for_request(service: Service, body: GenerationBody, receive: Receive) 
 def _forced(body: ChatBody) -> list[ForcedTool]:
     forced = {tool.function.name for tool in body.forced_tools}
     return [
-        ForcedTool(place, tool.function.name, tool.function.parameters, tool.function.strict is True)
-        for place, tool in enumerate(body.tools or [])
+        ForcedTool(position, tool.function.name, tool.function.parameters, tool.function.strict is True)
+        for position, tool in enumerate(body.tools or [])
         if tool.function.name in forced
     ]
 
@@ -56,12 +56,14 @@ async def _compiled(service: Service, compiler: Callable[..., Compiled], *argume
         raise SchemaError("it is nested too deeply") from e
     if len(key[1]) > MAX_TEXT:
         raise SchemaError(f"it is longer than {MAX_TEXT} characters")
-    kept = service.grammars
-    compiled = kept[key] if key in kept else await service.workers.run(compiler, *arguments, slow=True)
-    kept[key] = compiled
-    kept.move_to_end(key)
-    while len(kept) > KEPT or sum(len(asked) + len(found.grammar) for (_, asked), found in kept.items()) > KEPT_TEXT:
-        kept.popitem(last=False)
+    cache = service.grammars
+    compiled = cache[key] if key in cache else await service.workers.run(compiler, *arguments, slow=True)
+    cache[key] = compiled
+    cache.move_to_end(key)
+    while (
+        len(cache) > MAX_CACHED or sum(len(asked) + len(found.grammar) for (_, asked), found in cache.items()) > MAX_CACHED_TEXT
+    ):
+        cache.popitem(last=False)
     return compiled
 
 

@@ -50,7 +50,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 SPELLED_OUT = re.compile(r"\^(?:\((?:\?:)?([\w-]+(?:\|[\w-]+)*)\)|([\w-]+))\$", re.ASCII)  # ^name$ or ^(one|two)$
 # Words in llguidance's errors about patterns and formats that are valid but not supported. With any other error they are
 # invalid or too complex.
-BEYOND = ("not supported", "Unknown format", "not disjoint")
+UNSUPPORTED_ERRORS = ("not supported", "Unknown format", "not disjoint")
 
 
 class SchemaError(UserError):
@@ -68,9 +68,9 @@ class Compiled:
 
 
 class ForcedTool(NamedTuple):
-    """A tool that a request forces. `place`: index in the request's tools. `strict`: all of `parameters` must be enforced."""
+    """A tool that a request forces. `position`: in the request's tools. `strict`: all of `parameters` must be enforced."""
 
-    place: int
+    position: int
     name: str
     parameters: dict[str, Any] | None
     strict: bool
@@ -111,7 +111,7 @@ def compile_calls(tools: list[ForcedTool]) -> Compiled:
         return _compile(calls, rewriter, any(tool.strict for tool in tools))
     except SchemaError as e:
         if len(tools) == 1:
-            raise SchemaError(str(e), tools[0].place) from e
+            raise SchemaError(str(e), tools[0].position) from e
         for tool in tools:
             compile_calls([tool])  # raises an error that names the wrong tool
         raise
@@ -119,10 +119,10 @@ def compile_calls(tools: list[ForcedTool]) -> Compiled:
 
 def _call(rewriter: "Rewriter", tool: ForcedTool) -> dict[str, Any]:
     parameters = tool.parameters
-    says = set(parameters or {}) - {"type", "title", "description", "$schema"}
-    if not parameters or not says or (says == {"required"} and not parameters["required"]):
+    keywords = set(parameters or {}) - {"type", "title", "description", "$schema"}
+    if not parameters or not keywords or (keywords == {"required"} and not parameters["required"]):
         parameters = {"type": "object", "properties": {}}
-    arguments = rewriter.document(parameters, f"tools.{tool.place}.function.parameters#", tool.strict)
+    arguments = rewriter.document(parameters, f"tools.{tool.position}.function.parameters#", tool.strict)
     return {
         "type": "object",
         "properties": {"name": {"const": tool.name}, "arguments": arguments},
@@ -152,13 +152,13 @@ def _line(text: str) -> str:
     return " ".join(text.split())[:300]
 
 
-def _beyond(probe: dict[str, Any]) -> bool:
+def _is_unsupported(probe: dict[str, Any]) -> bool:
     """Whether llguidance refuses `probe` as valid but not supported."""
     try:
         problem = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(probe), limits=limits())
     except (ValueError, TypeError, RecursionError) as e:
         problem = str(e)
-    return any(words in problem for words in BEYOND)
+    return any(words in problem for words in UNSUPPORTED_ERRORS)
 
 
 @dataclass
@@ -172,18 +172,18 @@ class Rewriter:
     not_enforced: list[str] = field(default_factory=list)
     nodes: int = 0
 
-    def document(self, schema: dict[str, Any], place: str, strict: bool) -> Any:
-        cleaned = _Cleaner(self, strict).clean(schema, place)
-        return _Document(self, cleaned, place, strict).rewrite(cleaned, place, NO_NAMES)
+    def document(self, schema: dict[str, Any], path: str, strict: bool) -> Any:
+        cleaned = _Cleaner(self, strict).clean(schema, path)
+        return _Document(self, cleaned, path, strict).rewrite(cleaned, path, NO_NAMES)
 
     def count(self, nodes: int = 1) -> None:
         self.nodes += nodes
         if self.nodes > MAX_NODES:
             raise SchemaError(f"it has more than {MAX_NODES} parts")
 
-    def leave_out(self, place: str) -> None:
-        if place not in self.not_enforced and len(self.not_enforced) < MAX_NOTED:
-            self.not_enforced.append(place)
+    def leave_out(self, path: str) -> None:
+        if path not in self.not_enforced and len(self.not_enforced) < MAX_NOTED:
+            self.not_enforced.append(path)
 
 
 class _Cleaner:
@@ -194,26 +194,26 @@ class _Cleaner:
 
     def __init__(self, rewriter: Rewriter, strict: bool) -> None:
         self.rewriter, self.strict = rewriter, strict
-        self.known: dict[str, bool] = {}
+        self.checked: dict[str, bool] = {}
 
-    def clean(self, schema: Any, place: str) -> Any:
+    def clean(self, schema: Any, path: str) -> Any:
         self.rewriter.count()
         if not isinstance(schema, dict):
             return schema
         new = {}
         for key, value in schema.items():
             if key in NAMED and isinstance(value, dict):
-                value = {name: self.clean(one, f"{place}/{key}/{_escape(name)}") for name, one in value.items()}
+                value = {name: self.clean(one, f"{path}/{key}/{_escape(name)}") for name, one in value.items()}
             elif key in MANY and isinstance(value, list):
-                value = [self.clean(one, f"{place}/{key}/{i}") for i, one in enumerate(value)]
+                value = [self.clean(one, f"{path}/{key}/{i}") for i, one in enumerate(value)]
             elif key in ONE:
-                value = self.clean(value, f"{place}/{key}")
+                value = self.clean(value, f"{path}/{key}")
             elif not self.strict and self._cannot(schema, key, value):
-                self.rewriter.leave_out(f"{place}/{_escape(key)}")
+                self.rewriter.leave_out(f"{path}/{_escape(key)}")
                 if key != "unevaluatedProperties":  # `_Document.rewrite` needs it to close the object
                     continue
             new[key] = value
-        self._clean_patterns(new, place)
+        self._clean_patterns(new, path)
         return new
 
     def _cannot(self, schema: dict[str, Any], key: str, value: Any) -> bool:
@@ -222,10 +222,10 @@ class _Cleaner:
         return (
             key in ("pattern", "format")
             and isinstance(value, str)
-            and self._beyond({"type": schema.get("type", "string"), key: value})
+            and self._is_unsupported({"type": schema.get("type", "string"), key: value})
         )
 
-    def _clean_patterns(self, new: dict[str, Any], place: str) -> None:
+    def _clean_patterns(self, new: dict[str, Any], path: str) -> None:
         """Replace patterns by listed names if they spell them out.
 
         Without strict, patterns that llguidance does not support become any name whose value fits one of their schemas. Raises
@@ -241,34 +241,34 @@ class _Cleaner:
             return
         if self.strict and any(value is not False for value in patterns.values()):
             raise SchemaError(
-                f"{place}/patternProperties: that no name comes twice can only be enforced of names in `properties`"
+                f"{path}/patternProperties: that no name comes twice can only be enforced of names in `properties`"
             )
-        beyond = self._beyond({"type": "object", "patternProperties": dict.fromkeys(patterns, True)})
-        if beyond and not self.strict:
+        unsupported = self._is_unsupported({"type": "object", "patternProperties": dict.fromkeys(patterns, True)})
+        if unsupported and not self.strict:
             del new["patternProperties"]
             values = [*patterns.values(), new.get("additionalProperties", False)]
             values = [one for one in values if one is not False]
             new["additionalProperties"] = values[0] if len(values) == 1 else {"anyOf": values} if values else False
-        if beyond or any(value is not False for value in patterns.values()):
-            self.rewriter.leave_out(f"{place}/patternProperties")
+        if unsupported or any(value is not False for value in patterns.values()):
+            self.rewriter.leave_out(f"{path}/patternProperties")
 
-    def _beyond(self, probe: dict[str, Any]) -> bool:
+    def _is_unsupported(self, probe: dict[str, Any]) -> bool:
         key = json.dumps(probe)
-        if key not in self.known:
-            self.known[key] = _beyond(probe)
-        return self.known[key]
+        if key not in self.checked:
+            self.checked[key] = _is_unsupported(probe)
+        return self.checked[key]
 
 
 class _Document:
     """One schema document. `#` in its references means its root."""
 
-    def __init__(self, rewriter: Rewriter, root: Any, place: str, strict: bool) -> None:
-        self.rewriter, self.root, self.place, self.strict = rewriter, root, place, strict
-        self.known: dict[tuple[str, Names], str] = {}  # definition by reference and additional names
+    def __init__(self, rewriter: Rewriter, root: Any, path: str, strict: bool) -> None:
+        self.rewriter, self.root, self.path, self.strict = rewriter, root, path, strict
+        self.defined: dict[tuple[str, Names], str] = {}  # definition by reference and additional names
 
     # ---------------------------------------------------------------------------------------------------- one schema
 
-    def rewrite(self, schema: Any, place: str, others: Names) -> Any:
+    def rewrite(self, schema: Any, path: str, others: Names) -> Any:
         """Rewrite `schema` and the schemas in it. `others`: names that other schemas of the same object allow."""
         self.rewriter.count()
         if not isinstance(schema, dict):
@@ -276,34 +276,34 @@ class _Document:
         new = {k: v for k, v in schema.items() if k not in DROPPED and not (k in UNSUPPORTED and _is_neutral(k, v))}
         if not self.strict:
             new.pop("unevaluatedProperties", None)
-        mine = _own_names(schema)
+        own = _own_names(schema)
         parts = list(_parts(schema))
         of_parts = [self._names(part, ()) for _, _, part in parts]
-        everyone = mine | others
+        all_names = own | others
         for names in of_parts:
-            everyone |= names
-        self._rewrite_values(new, place)
-        self._rewrite_parts(new, place, mine | others, parts, of_parts)
-        if _lists(schema) and "additionalProperties" not in schema and not everyone.open:
-            self._close(new, everyone)
+            all_names |= names
+        self._rewrite_values(new, path)
+        self._rewrite_parts(new, path, own | others, parts, of_parts)
+        if _lists_properties(schema) and "additionalProperties" not in schema and not all_names.open:
+            self._close(new, all_names)
         return new
 
-    def _rewrite_values(self, new: dict[str, Any], place: str) -> None:
+    def _rewrite_values(self, new: dict[str, Any], path: str) -> None:
         """Rewrite the schemas of child values: properties and items."""
         for key in ("properties", "patternProperties"):
             if isinstance(new.get(key), dict):
                 new[key] = {
-                    name: self.rewrite(one, f"{place}/{key}/{_escape(name)}", NO_NAMES) for name, one in new[key].items()
+                    name: self.rewrite(one, f"{path}/{key}/{_escape(name)}", NO_NAMES) for name, one in new[key].items()
                 }
         for key in ONE:
             if isinstance(new.get(key), dict):
-                new[key] = self.rewrite(new[key], f"{place}/{key}", NO_NAMES)
+                new[key] = self.rewrite(new[key], f"{path}/{key}", NO_NAMES)
         for key in ("prefixItems", "items"):
             if isinstance(new.get(key), list):
-                new[key] = [self.rewrite(one, f"{place}/{key}/{i}", NO_NAMES) for i, one in enumerate(new[key])]
+                new[key] = [self.rewrite(one, f"{path}/{key}/{i}", NO_NAMES) for i, one in enumerate(new[key])]
 
     def _rewrite_parts(
-        self, new: dict[str, Any], place: str, known: Names, parts: list[tuple[str, int, Any]], of_parts: list[Names]
+        self, new: dict[str, Any], path: str, own: Names, parts: list[tuple[str, int, Any]], of_parts: list[Names]
     ) -> None:
         """Rewrite the members of `allOf`, `anyOf` and `oneOf`, and the target of `$ref`.
 
@@ -313,22 +313,22 @@ class _Document:
         by_key = {key: NO_NAMES for key, _, _ in parts}
         for (key, _, _), names in zip(parts, of_parts, strict=True):
             by_key[key] |= names
-        beside = dict.fromkeys(by_key, known)
-        for key in beside:
+        others = dict.fromkeys(by_key, own)
+        for key in others:
             for other, names in by_key.items():
                 if other != key or key == "allOf":
-                    beside[key] |= names
+                    others[key] |= names
         members: dict[str, list[Any]] = {}
         for key, i, part in parts:
             if key == "$ref":
-                new["$ref"] = self._reference(part["$ref"], beside[key])
+                new["$ref"] = self._reference(part["$ref"], others[key])
             else:
-                members.setdefault(key, []).append(self.rewrite(part, f"{place}/{key}/{i}", beside[key]))
+                members.setdefault(key, []).append(self.rewrite(part, f"{path}/{key}/{i}", others[key]))
         new.update(members)
         if "oneOf" in members:
-            self._rewrite_one_of(new, [part for key, _, part in parts if key == "oneOf"], place)
+            self._rewrite_one_of(new, [part for key, _, part in parts if key == "oneOf"], path)
 
-    def _rewrite_one_of(self, new: dict[str, Any], branches: list[Any], place: str) -> None:
+    def _rewrite_one_of(self, new: dict[str, Any], branches: list[Any], path: str) -> None:
         """Replace `oneOf` by `anyOf`. They are equal if no value fits two branches.
 
         Otherwise llguidance can enforce only `anyOf`. A strict schema then keeps `oneOf`, and llguidance refuses it. Without
@@ -336,7 +336,7 @@ class _Document:
         """
         exclusive = self._exclusive(branches)
         if not exclusive and not self.strict:
-            self.rewriter.leave_out(f"{place}/oneOf")
+            self.rewriter.leave_out(f"{path}/oneOf")
         if exclusive or not self.strict:
             members = new.pop("oneOf")
             if "anyOf" in new:
@@ -346,17 +346,17 @@ class _Document:
 
     # ---------------------------------------------------------------------------------------------------- names
 
-    def _names(self, schema: Any, through: tuple[str, ...]) -> Names:
-        """All names that a schema and its parts allow for the object. `through`: references that were followed already."""
+    def _names(self, schema: Any, followed: tuple[str, ...]) -> Names:
+        """All names that a schema and its parts allow for the object. `followed`: references that were followed already."""
         self.rewriter.count()
         if not isinstance(schema, dict):
             return NO_NAMES
         found = _own_names(schema)
         for key, _, part in _parts(schema):
             if key != "$ref":
-                found |= self._names(part, through)
-            elif part["$ref"] not in through:
-                found |= self._names(self._target(part["$ref"]), (*through, part["$ref"]))
+                found |= self._names(part, followed)
+            elif part["$ref"] not in followed:
+                found |= self._names(self._target(part["$ref"]), (*followed, part["$ref"]))
         return found
 
     def _close(self, new: dict[str, Any], names: Names) -> None:
@@ -389,13 +389,13 @@ class _Document:
                 raise SchemaError(f"$ref {reference[:100]!r} leads nowhere")
         return here
 
-    def _reference(self, reference: str, beside: Names) -> str:
+    def _reference(self, reference: str, others: Names) -> str:
         target = self._target(reference)
-        name = self.known.get((reference, beside))
+        name = self.defined.get((reference, others))
         if name is None:
-            name = self.known[reference, beside] = str(len(self.rewriter.definitions))
+            name = self.defined[reference, others] = str(len(self.rewriter.definitions))
             self.rewriter.definitions[name] = True  # placeholder: the target may refer to itself
-            self.rewriter.definitions[name] = self.rewrite(target, self.place.rstrip("#") + reference, beside)
+            self.rewriter.definitions[name] = self.rewrite(target, self.path.rstrip("#") + reference, others)
         return f"#/$defs/{name}"
 
     # ---------------------------------------------------------------------------------------------------- exclusive branches
@@ -405,13 +405,15 @@ class _Document:
         schemas = [self._followed(one) for one in branches]
         if not all(isinstance(one, dict) for one in schemas):
             return False
-        if _apart([_types(one) for one in schemas]) or _apart([_constants(one) for one in schemas]):
+        if _disjoint([_types(one) for one in schemas]) or _disjoint([_constants(one) for one in schemas]):
             return True
         tags = [
             {name: _constants(self._followed(value)) for name, value in _required_properties(one).items()} for one in schemas
         ]
         shared = set.intersection(*(set(one) for one in tags)) if tags else set()
-        return all(_types(one) == {"object"} for one in schemas) and any(_apart([one[name] for one in tags]) for name in shared)
+        return all(_types(one) == {"object"} for one in schemas) and any(
+            _disjoint([one[name] for one in tags]) for name in shared
+        )
 
     def _followed(self, schema: Any) -> Any:
         for _ in range(10):
@@ -437,7 +439,7 @@ def _is_neutral(key: str, value: Any) -> bool:
     return any(type(value) is type(one) and value == one for one in UNSUPPORTED[key])
 
 
-def _lists(schema: dict[str, Any]) -> bool:
+def _lists_properties(schema: dict[str, Any]) -> bool:
     """Whether the schema says which properties exist, so that others are not allowed."""
     listed = any(isinstance(schema.get(key), dict) for key in ("properties", "patternProperties"))
     return listed or schema.get("unevaluatedProperties") is False
@@ -446,7 +448,7 @@ def _lists(schema: dict[str, Any]) -> bool:
 def _own_names(schema: dict[str, Any]) -> Names:
     listed, patterns, required = (schema.get(key) for key in ("properties", "patternProperties", "required"))
     names = set(listed) if isinstance(listed, dict) else set[str]()
-    if isinstance(required, list) and _lists(schema):
+    if isinstance(required, list) and _lists_properties(schema):
         names |= {name for name in required if isinstance(name, str)}
     open_ = schema.get("additionalProperties", schema.get("unevaluatedProperties", False)) is not False
     return Names(frozenset(names), frozenset(patterns if isinstance(patterns, dict) else ()), open_)
@@ -462,7 +464,7 @@ def _parts(schema: dict[str, Any]) -> Iterator[tuple[str, int, Any]]:
         yield "$ref", 0, {"$ref": schema["$ref"]}
 
 
-def _apart(sets: list[set[str] | None]) -> bool:
+def _disjoint(sets: list[set[str] | None]) -> bool:
     """Whether no two sets share an element. None stands for the set of all values."""
     seen: set[str] = set()
     for one in sets:
@@ -473,8 +475,8 @@ def _apart(sets: list[set[str] | None]) -> bool:
 
 
 def _types(schema: dict[str, Any]) -> set[str] | None:
-    said = schema.get("type")
-    types = {said} if isinstance(said, str) else set(said) if isinstance(said, list) else None
+    given = schema.get("type")
+    types = {given} if isinstance(given, str) else set(given) if isinstance(given, list) else None
     return types | {"integer"} if types and "number" in types else types
 
 

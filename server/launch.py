@@ -89,7 +89,7 @@ def process_age() -> float:
     return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
 
 
-def say_first(settings: Settings) -> None:
+def configure_logs(settings: Settings) -> None:
     """Configure the logs of rank 0 and log that its imports are complete."""
     logs.configure(settings.log_format, settings.log_level)
     reached(f"import, {process_age():.3f} s after the process began")
@@ -121,7 +121,7 @@ def main() -> None:
     try:
         settings = load_settings(sys.argv[1:])
         if rank() == 0:
-            say_first(settings)
+            configure_logs(settings)
             warn_of_torchrun(settings, os.environ)
             check_port(settings)
         if settings.tp is not None:

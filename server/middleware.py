@@ -40,9 +40,9 @@ class RequestScope:
         method = scope["method"]
         if method == "HEAD":  # answered as GET; uvicorn keeps the original scope and leaves the body out
             scope = {**scope, "method": "GET"}
-        note: dict[str, Any] = {}
+        log_fields: dict[str, Any] = {}
         state = scope.setdefault("state", {})
-        state.update(request_id=request_id, note=note)
+        state.update(request_id=request_id, log_fields=log_fields)
         state.setdefault("send", send)
         status = 0
 
@@ -52,9 +52,9 @@ class RequestScope:
                 status = message["status"]
                 headers = MutableHeaders(scope=message)
                 headers["x-request-id"] = request_id
-                if ignored := note.get("ignored"):
+                if ignored := log_fields.get("ignored"):
                     headers["x-rung-ignored"] = ignored
-                if left_out := note.get("not_enforced"):
+                if left_out := log_fields.get("not_enforced"):
                     headers["x-rung-not-enforced"] = left_out
             await send(message)
 
@@ -74,14 +74,16 @@ class RequestScope:
             status = 500
         finally:
             self.service.open_requests -= 1
-            self._record(scope, method, request_id, status, time.monotonic() - started, note)
+            self._record(scope, method, request_id, status, time.monotonic() - started, log_fields)
 
-    def _record(self, scope: Scope, method: str, request_id: str, status: int, seconds: float, note: dict[str, Any]) -> None:
+    def _record(
+        self, scope: Scope, method: str, request_id: str, status: int, seconds: float, log_fields: dict[str, Any]
+    ) -> None:
         path, client = scope["path"], scope.get("client")
         route = getattr(scope.get("route"), "path", "other")
         self.service.metrics.responses.labels(self.service.model_name, route, str(status)).inc()
         fields = {"request_id": request_id, "client": client[0][:64] if client else "-", "method": method}
-        fields |= {"path": quote(path), "status": status, "seconds": round(seconds, 4), **note}
+        fields |= {"path": quote(path), "status": status, "seconds": round(seconds, 4), **log_fields}
         access_line(fields)
 
 

@@ -22,8 +22,8 @@ class Service:
         self.settings, self.client, self.tokenizer = settings, client, tokenizer
         self.chat_template = settings.chat_template
         self.metrics: Metrics = client.metrics
-        room = settings.max_num_seqs + settings.max_queue
-        self.workers = Workers(settings.model, settings.workers, settings.worker_seconds, room, WORKER_MODULES)
+        self.capacity = settings.max_num_seqs + settings.max_queue  # sequences
+        self.workers = Workers(settings.model, settings.workers, settings.worker_seconds, self.capacity, WORKER_MODULES)
         self.grammars: OrderedDict[tuple[str, str], Compiled] = OrderedDict()  # see grammar.py
         self.draining = False
         self.open_requests = 0  # HTTP requests whose answer is not complete
@@ -66,14 +66,13 @@ class Service:
     def admit(self, sequences: int) -> None:
         """Raises a 503 unless requests can run, a 429 if the queue is full, and a 400 for more than an empty queue can hold."""
         self.check_ready()
-        room = self.settings.max_num_seqs + self.settings.max_queue
-        if sequences > room:
-            message = (
-                f"the request asks for {sequences} answers, but the server's queue holds {room}; send fewer prompts at once"
-            )
+        if sequences > self.capacity:
+            message = f"the request asks for {sequences} answers, but the server's queue holds {self.capacity}; send fewer prompts at once"
             raise bad(None, message, "too_many_choices")
-        if self.client.active + sequences > room:
-            raise ApiError(429, f"the queue is full ({self.client.active} of {room}); try again later", None, "queue_full")
+        if self.client.active + sequences > self.capacity:
+            raise ApiError(
+                429, f"the queue is full ({self.client.active} of {self.capacity}); try again later", None, "queue_full"
+            )
 
     def snapshot(self) -> dict[str, Any]:
         """The response of /stats."""

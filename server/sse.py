@@ -76,7 +76,7 @@ class _Writer:
         self._loop = asyncio.get_running_loop()
         self._since: float | None = None  # when the current write began
         self._limit = asyncio.timeout(None)
-        self._timer = self._loop.call_later(timeout, self._look)
+        self._timer = self._loop.call_later(timeout, self._check_time)
 
     async def __aenter__(self) -> "_Writer":
         await self._limit.__aenter__()
@@ -102,12 +102,12 @@ class _Writer:
         await self.send({"type": "http.response.body", "body": b"", "more_body": False})
         self._since = None
 
-    def _look(self) -> None:
+    def _check_time(self) -> None:
         now = self._loop.time()
         if self._since is not None and now - self._since >= self.timeout:
             self._limit.reschedule(now)
         else:
-            self._timer = self._loop.call_at((self._since or now) + self.timeout, self._look)
+            self._timer = self._loop.call_at((self._since or now) + self.timeout, self._check_time)
 
 
 def _error_of(e: Exception) -> dict[str, Any]:
