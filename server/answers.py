@@ -15,7 +15,6 @@ import msgspec
 
 from server.generation import Delta, Plan, Prompt, Run, Usage
 from server.http import to_json
-from server.json_schema import Compiled
 from server.limits import Limits, check_answers
 from server.logprobs import by_id_layout
 from server.params import make_params, text_rules
@@ -30,9 +29,25 @@ class GenerationRequest(ABC):
     kind: ClassVar[str]  # `object` of an answer
     chunk_kind: ClassVar[str]  # `object` of a chunk
 
-    def __init__(self, service: Service, body: GenerationBody, plan: Plan) -> None:
-        self.service, self.plan = service, plan
-        self.usage = Usage(plan)
+    def __init__(
+        self,
+        service: Service,
+        body: GenerationBody,
+        grammar: str,
+        prompts: list[Prompt],
+        max_tokens: Sequence[int],
+        *,
+        choices: int,
+        logprobs: int | None,
+        prompt_logprobs: int | None,
+    ) -> None:
+        """`grammar`: empty for free text. `max_tokens`: of each prompt's answers. Raises a 400 for an unknown token id."""
+        self.service = service
+        tokenizer, size = service.tokenizer, service.vocab_size
+        params = make_params(body, tokenizer, size, max_tokens, logprobs, prompt_logprobs, grammar or None)
+        rules = text_rules(body, params[0].stop_token_ids)
+        self.plan = Plan(prompts, params, choices, rules, hidden=body.max_tokens == 0)
+        self.usage = Usage(self.plan)
         self.with_ids, self.tokens_as_ids = bool(body.return_token_ids), bool(body.return_tokens_as_token_ids)
         self.include_usage, self.continuous_usage = body.usage_options
         self.top_logprobs = body.listed_logprobs
@@ -109,31 +124,6 @@ class GenerationRequest(ABC):
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
-
-
-def make_plan(
-    service: Service,
-    body: GenerationBody,
-    compiled: Compiled,
-    prompts: list[Prompt],
-    max_tokens: Sequence[int],
-    *,
-    choices: int,
-    logprobs: int | None,
-    prompt_logprobs: int | None,
-) -> Plan:
-    """`max_tokens`: of each prompt's answers. Raises a 400 for an unknown token id in `body`."""
-    params = make_params(
-        body,
-        service.tokenizer,
-        service.vocab_size,
-        max_tokens=max_tokens,
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
-        grammar=compiled.grammar or None,
-    )
-    rules = text_rules(body, params[0].stop_token_ids)
-    return Plan(prompts, params, choices, rules, hidden=body.max_tokens == 0)
 
 
 class WholeChoice:

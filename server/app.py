@@ -18,7 +18,6 @@ from server.docs import render_docs
 from server.engine_client import EngineClient
 from server.generation import Prompt
 from server.http import json_response, to_json, unless_gone
-from server.json_schema import Compiled
 from server.middleware import ApiKey, BodyLimit, RequestScope
 from server.openapi import describe, stream_of
 from server.problems import ApiError, bad
@@ -94,7 +93,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         body: B,
         request: Request,
         read: Callable[[Service, B, int], Coroutine[Any, Any, list[Prompt]]],
-        make: Callable[[Service, B, list[Prompt], Compiled], GenerationRequest],
+        make: Callable[[Service, B, list[Prompt], str], GenerationRequest],
     ) -> Response:
         """`read`: tokenizes the prompts of a body with so many bytes. `make`: makes the endpoint's request of them."""
         _check(service, request, body)
@@ -102,7 +101,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         size = len(await request.body())
         prompts = await unless_gone(request.receive, read(service, body, size))
         compiled = await grammar.for_request(service, body, request.receive)
-        generation = make(service, body, prompts, compiled)
+        generation = make(service, body, prompts, compiled.grammar)
         log_fields = request.state.log_fields
         if body.user:
             log_fields["user"] = body.user

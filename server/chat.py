@@ -5,9 +5,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from server import tool_calls
-from server.answers import Chunks, GenerationRequest, WholeChoice, make_plan
+from server.answers import Chunks, GenerationRequest, WholeChoice
 from server.generation import Delta, Prompt
-from server.json_schema import Compiled
 from server.limits import Limits, fit_answer, fit_prompt
 from server.logprobs import chat_layout
 from server.problems import bad
@@ -101,7 +100,7 @@ def _for_template(message: ChatMessage) -> dict[str, Any]:
 class ChatRequest(GenerationRequest):
     id_prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, service: Service, body: ChatBody, prompts: list[Prompt], compiled: Compiled) -> None:
+    def __init__(self, service: Service, body: ChatBody, prompts: list[Prompt], grammar: str) -> None:
         self.body = body
         self.forced = bool(body.forced_tools)
         self.may_call = bool(body.tools) and body.tool_choice != "none"
@@ -111,17 +110,8 @@ class ChatRequest(GenerationRequest):
         if logprobs is not None and not body.stream:  # the answer's log-probabilities must also fit into memory
             default = Limits(context).logprobs // ((1 + logprobs) * choices)
         limit = fit_answer(context, len(prompts[0].ids), body.limit, default, name, "messages")
-        plan = make_plan(
-            service,
-            body,
-            compiled,
-            prompts,
-            [limit],
-            choices=choices,
-            logprobs=logprobs,
-            prompt_logprobs=body.prompt_logprobs,
-        )
-        super().__init__(service, body, plan)
+        scores = body.prompt_logprobs
+        super().__init__(service, body, grammar, prompts, [limit], choices=choices, logprobs=logprobs, prompt_logprobs=scores)
 
     def logprobs(self, delta: Delta) -> dict[str, Any] | None:
         if self.top_logprobs is None:

@@ -3,9 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from server.answers import Chunks, GenerationRequest, WholeChoice, make_plan
+from server.answers import Chunks, GenerationRequest, WholeChoice
 from server.generation import Delta, Prompt
-from server.json_schema import Compiled
 from server.limits import Limits, check_characters, fit_answer, fit_prompt
 from server.logprobs import completion_layout
 from server.prompts import LONG_TEXT, SLOW_TEXT, prompt_texts, text_prompts
@@ -20,7 +19,7 @@ PROMPT_WORK = 64  # fixed cost of tokenizing a prompt, expressed in characters
 class CompletionRequest(GenerationRequest):
     id_prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, service: Service, body: CompletionBody, prompts: list[Prompt], compiled: Compiled) -> None:
+    def __init__(self, service: Service, body: CompletionBody, prompts: list[Prompt], grammar: str) -> None:
         self.n, choices = body.n or 1, max(body.best_of or 1, body.n or 1)
         self.echo = bool(body.echo)
         logprobs, prompt_logprobs = body.logprobs, body.prompt_logprobs
@@ -29,17 +28,12 @@ class CompletionRequest(GenerationRequest):
         if choices > self.n and logprobs is None:
             logprobs = 0  # best_of ranks by them
         context = service.max_model_len
-        plan = make_plan(
-            service,
-            body,
-            compiled,
-            prompts,
-            [fit_answer(context, len(one.ids), body.max_tokens, DEFAULT_MAX_TOKENS, "max_tokens", "prompt") for one in prompts],
-            choices=choices,
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
+        limits = [
+            fit_answer(context, len(one.ids), body.max_tokens, DEFAULT_MAX_TOKENS, "max_tokens", "prompt") for one in prompts
+        ]
+        super().__init__(
+            service, body, grammar, prompts, limits, choices=choices, logprobs=logprobs, prompt_logprobs=prompt_logprobs
         )
-        super().__init__(service, body, plan)
         self.every_delta = self.with_ids or self.top_logprobs is not None or self.continuous_usage
 
     def logprobs(self, delta: Delta) -> dict[str, Any] | None:

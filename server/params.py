@@ -19,7 +19,6 @@ def make_params(
     body: GenerationBody,
     tokenizer: Tokenizer,
     vocab_size: int,
-    *,
     max_tokens: Sequence[int],
     logprobs: int | None,
     prompt_logprobs: int | None,

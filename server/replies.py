@@ -46,6 +46,13 @@ class CompletionLogprobs(Reply):
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 
+class Answer(Reply):
+    id: str
+    object: str
+    created: int
+    model: str
+
+
 class CompletionChoice(Reply):
     index: int
     text: str
@@ -57,11 +64,8 @@ class CompletionChoice(Reply):
     token_ids: list[int] | None = None
 
 
-class CompletionReply(Reply):
-    id: str
+class CompletionReply(Answer):
     object: Literal["text_completion"]
-    created: int
-    model: str
     choices: list[CompletionChoice]
     usage: Usage | None = None
 
@@ -112,11 +116,8 @@ class ChatChoice(Reply):
     token_ids: list[int] | None = None
 
 
-class ChatReply(Reply):
-    id: str
+class ChatReply(Answer):
     object: Literal["chat.completion"]
-    created: int
-    model: str
     choices: list[ChatChoice]
     usage: Usage
     prompt_logprobs: list[dict[str, Any] | None] | None = None
@@ -144,13 +145,10 @@ class ChatChunkChoice(Reply):
     token_ids: list[int] | None = None
 
 
-class ChatChunk(Reply):
+class ChatChunk(Answer):
     """An event of a stream. With include_usage the last one has no choices."""
 
-    id: str
     object: Literal["chat.completion.chunk"]
-    created: int
-    model: str
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
     prompt_token_ids: list[int] | None = None
