@@ -1,12 +1,10 @@
-"""Reading and writing weights: HF safetensors directories, gpt-fast `.pth` files, random weights for presets.
+"""Reading weights: HF safetensors directories, gpt-fast `.pth` files, random weights for presets.
 
 Each rank reads only its own slices: the reader goes through the tensors of the rank's model and reads the slice of each from
-the file. Weights are written in the HF layout, which the reader can read.
+the file. `training/export.py` writes checkpoints.
 """
 
-import json
 import re
-import shutil
 import zlib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,11 +15,10 @@ from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from config import ModelConfig, config_to_hf, has_random_weights, named_config, with_variant
+from config import ModelConfig, has_random_weights, named_config, with_variant
 from errors import UserError
 from files import INDEX_BYTES, check_regular, read_json
 from memory import check_memory, free_bytes, shortage, weight_bytes
@@ -30,11 +27,6 @@ from options import DTYPE_NAMES
 from tp import SPLITS, Shard, ShardedLinear, World, agree_on_error
 
 INDEX, SINGLE, PTH = "model.safetensors.index.json", "model.safetensors", "model.pth"
-TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
-    "generation_config.json",
-)  # fmt: skip
-MAX_FILE_BYTES = 4 * 10**9  # of one written safetensors file
 MANY_LAYERS = 256
 READERS = 8  # threads that read weights for a GPU
 MAX_TOUCHED_BYTES = 256 * 2**20  # of a mapped `.pth` that may be resident in addition to the model
@@ -425,59 +417,3 @@ def fill_model(
         need = weight_bytes(config, world.world_size, dtype)
         raise UserError(shortage(name, world, need, 0, free_bytes(world.device))) from None
     return model
-
-
-# --- writing -------------------------------------------------------------------------------------------------------------
-
-
-def save_checkpoint(
-    model: Transformer, directory: Path, dtype: torch.dtype = torch.bfloat16, tokenizer_from: Path | None = None
-) -> None:
-    """Write `model` in the HF layout: config.json, safetensors (with an index above 4 GB), and a copy of a tokenizer's files.
-
-    Raises UserError if `model` is split over several ranks: a model is saved from one process that holds all of it.
-    """
-    if model.comm.world_size != 1:
-        raise UserError("a model is saved from one process that holds all of it; load it without torchrun to save it")
-    tensors: dict[str, Tensor] = {}
-    for place in places(model):
-        full = tensors.setdefault(place.name, torch.empty(place.shape, dtype=dtype))
-        stop = min(place.rows.stop, place.shape[place.dim])
-        size = stop - place.rows.start
-        full.narrow(place.dim, place.rows.start, size).copy_(place.tensor.narrow(place.dim, 0, size))
-    directory.mkdir(parents=True, exist_ok=True)
-    raw = config_to_hf(model.config) | {"torch_dtype": str(dtype).removeprefix("torch.")}
-    (directory / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
-    _save_tensors(tensors, directory)
-    if tokenizer_from is not None and tokenizer_from.resolve() != directory.resolve():
-        copy_tokenizer(tokenizer_from, directory)
-
-
-def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copy the `TOKENIZER_FILES` that exist from one folder to another."""
-    for file in TOKENIZER_FILES:
-        if (source / file).is_file():
-            shutil.copyfile(source / file, target / file)
-
-
-def _save_tensors(tensors: dict[str, Tensor], directory: Path) -> None:
-    files: list[dict[str, Tensor]] = [{}]
-    size = 0
-    for name, tensor in tensors.items():
-        if files[-1] and size + tensor.nbytes > MAX_FILE_BYTES:
-            files.append({})
-            size = 0
-        files[-1][name] = tensor
-        size += tensor.nbytes
-    for stale in (INDEX, SINGLE):  # of an earlier checkpoint in the folder: a reader might prefer it
-        (directory / stale).unlink(missing_ok=True)
-    if len(files) == 1:
-        save_file(files[0], directory / SINGLE, metadata={"format": "pt"})
-        return
-    weight_map: dict[str, str] = {}
-    for i, file in enumerate(files):
-        file_name = f"model-{i + 1:05d}-of-{len(files):05d}.safetensors"
-        save_file(file, directory / file_name, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(file, file_name)
-    index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": weight_map}
-    (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")

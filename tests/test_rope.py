@@ -22,6 +22,7 @@ from tests.engine.test_graph_runner import CalledAgain, without_cuda
 from tests.support.ranks import Ranks
 from tests.test_model import save_hf
 from tp import World
+from training.export import save_checkpoint
 
 CPU = torch.device("cpu")
 TOLERANCE = 2e-5  # of fp32 logits of size about 1
@@ -177,9 +178,7 @@ def test_a_saved_config_means_the_same_to_transformers(name: str, tmp_path: Path
     save_hf(hf_config(name, "llama"), directory)
     config = checkpoint.model_config(str(directory), None, 1)
     assert config_from_hf(config_to_hf(config)) == config
-    checkpoint.save_checkpoint(
-        checkpoint.load_model(str(directory), config, ALONE, torch.float32), tmp_path / "ours", torch.float32
-    )
+    save_checkpoint(checkpoint.load_model(str(directory), config, ALONE, torch.float32), tmp_path / "ours", torch.float32)
     tokens = random_tokens(50)
     assert (theirs(directory, tokens) - theirs(tmp_path / "ours", tokens)).abs().max() < TOLERANCE
 

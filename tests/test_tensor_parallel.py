@@ -21,6 +21,7 @@ from errors import UserError
 from model import Transformer
 from tests.support.ranks import RankError, Ranks
 from tp import World, agree_on_error, stream_shards
+from training.export import save_checkpoint
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-4  # of fp32 logits of size about 1
@@ -66,7 +67,7 @@ def save_random(config: ModelConfig, directory: Path) -> Path:
             parameter.normal_(0.0, 0.5)
         else:
             parameter.normal_(0.0, parameter.shape[1] ** -0.5)
-    checkpoint.save_checkpoint(model, directory, torch.float32)
+    save_checkpoint(model, directory, torch.float32)
     return directory
 
 

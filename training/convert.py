@@ -20,11 +20,11 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from checkpoint import INDEX, PTH, SINGLE, TOKENIZER_FILES, SafetensorsSource, copy_tokenizer, open_source
+from checkpoint import INDEX, PTH, SINGLE, SafetensorsSource, open_source
 from cli import Parser, run
 from config import ModelConfig, config_to_hf, read_config, validate
 from errors import UserError
-from training.export import MODELING, add_modeling
+from training.export import MODELING, TOKENIZER_FILES, add_modeling, copy_tokenizer
 
 
 def to_hybrid_ladder(config: ModelConfig, ladder_layers: int | Sequence[int]) -> ModelConfig:

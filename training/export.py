@@ -1,13 +1,78 @@
-"""Adds to a trained or converted checkpoint what other programs need to load it."""
+"""Writes checkpoints: a model in the HF layout, a tokenizer's files, the code with which transformers loads ladders."""
 
 import json
 import shutil
 from pathlib import Path
 
-from config import ModelConfig
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
 
+from checkpoint import INDEX, SINGLE, places
+from config import ModelConfig, config_to_hf
+from errors import UserError
+from model import Transformer
+
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
+    "generation_config.json",
+)  # fmt: skip
+MAX_FILE_BYTES = 4 * 10**9  # of one written safetensors file
 MODELING = Path(__file__).with_name("modeling_rung.py")
 CLASSES = {"llama": "LlamaLadder", "mistral": "MistralLadder", "qwen2": "Qwen2Ladder", "qwen3": "Qwen3Ladder"}  # in MODELING
+
+
+def save_checkpoint(
+    model: Transformer, directory: Path, dtype: torch.dtype = torch.bfloat16, tokenizer_from: Path | None = None
+) -> None:
+    """Write `model` in the HF layout: config.json, safetensors (with an index above 4 GB), and a copy of a tokenizer's files.
+
+    Raises UserError if `model` is split over several ranks: a model is saved from one process that holds all of it.
+    """
+    if model.comm.world_size != 1:
+        raise UserError("a model is saved from one process that holds all of it; load it without torchrun to save it")
+    tensors: dict[str, Tensor] = {}
+    for place in places(model):
+        full = tensors.setdefault(place.name, torch.empty(place.shape, dtype=dtype))
+        stop = min(place.rows.stop, place.shape[place.dim])
+        size = stop - place.rows.start
+        full.narrow(place.dim, place.rows.start, size).copy_(place.tensor.narrow(place.dim, 0, size))
+    directory.mkdir(parents=True, exist_ok=True)
+    raw = config_to_hf(model.config) | {"torch_dtype": str(dtype).removeprefix("torch.")}
+    (directory / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
+    _save_tensors(tensors, directory)
+    if tokenizer_from is not None and tokenizer_from.resolve() != directory.resolve():
+        copy_tokenizer(tokenizer_from, directory)
+
+
+def _save_tensors(tensors: dict[str, Tensor], directory: Path) -> None:
+    files: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        if files[-1] and size + tensor.nbytes > MAX_FILE_BYTES:
+            files.append({})
+            size = 0
+        files[-1][name] = tensor
+        size += tensor.nbytes
+    for stale in (INDEX, SINGLE):  # of an earlier checkpoint in the folder: a reader might prefer it
+        (directory / stale).unlink(missing_ok=True)
+    if len(files) == 1:
+        save_file(files[0], directory / SINGLE, metadata={"format": "pt"})
+        return
+    weight_map: dict[str, str] = {}
+    for i, file in enumerate(files):
+        file_name = f"model-{i + 1:05d}-of-{len(files):05d}.safetensors"
+        save_file(file, directory / file_name, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(file, file_name)
+    index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": weight_map}
+    (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """Copy the `TOKENIZER_FILES` that exist from one folder to another."""
+    for file in TOKENIZER_FILES:
+        if (source / file).is_file():
+            shutil.copyfile(source / file, target / file)
 
 
 def add_modeling(directory: Path, config: ModelConfig) -> None:

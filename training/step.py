@@ -8,13 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from checkpoint import save_checkpoint
 from comm import Local
 from errors import UserError
 from model import Transformer
 from training.data import Batch, GlobalBatches
 from training.executor import Executor
-from training.export import add_modeling
+from training.export import add_modeling, save_checkpoint
 from training.groups import Group
 from training.optimizer import Optimizer, Schedule
 from training.snapshot import Piece, Snapshots, read_manifest

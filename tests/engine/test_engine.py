@@ -31,6 +31,7 @@ from tests import MODELS
 from tests.support.ranks import Ranks
 from tokenizer import load_tokenizer
 from tp import World
+from training.export import save_checkpoint
 
 CPU = torch.device("cpu")
 ALONE = World(0, 1, CPU, comm.Local())
@@ -659,7 +660,7 @@ def rank_serves(world: World, directory: Path, submits: list[Submit], random_see
 @pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize("name", ["standard", "parallel", "hybrid:2", "desync-2x:4"])
 def test_ranks_give_the_same_tokens_as_one(name: str, n: int, ranks: Ranks, tmp_path: Path, seed: int) -> None:
-    checkpoint.save_checkpoint(random_model(config_of(name)), tmp_path, torch.float32)
+    save_checkpoint(random_model(config_of(name)), tmp_path, torch.float32)
     model = load(ALONE, tmp_path)
     submits = [
         msgspec.structs.replace(

@@ -13,7 +13,6 @@ import msgspec
 import pytest
 import torch
 
-import checkpoint
 import engine.core
 import engine.offline
 from engine.core import Engine, EngineLimits
@@ -41,6 +40,7 @@ from tests.engine.test_engine import (
 )
 from tests.support.ranks import Ranks
 from tp import World
+from training.export import save_checkpoint
 
 
 class CalledAgain(GraphRunner):
@@ -195,7 +195,7 @@ def rank_serves(world: World, directory: Path, submits: list[Submit], seed: int)
 @pytest.mark.parametrize("name", ["parallel", "hybrid:2", "desync-4x:4"])
 def test_ranks_draw_from_their_parts_of_the_vocabulary(name: str, n: int, ranks: Ranks, tmp_path: Path, seed: int) -> None:
     model = random_model(replace(config_of(name), n_kv_heads=4))
-    checkpoint.save_checkpoint(model, tmp_path, torch.float32)
+    save_checkpoint(model, tmp_path, torch.float32)
     submits = random_submits(5)
     for answers in ranks.run(n, rank_serves, tmp_path, submits, seed):
         for submit in submits:

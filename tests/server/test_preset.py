@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpoint import SafetensorsSource, fill_all, load_model, model_config, places, save_checkpoint
+from checkpoint import SafetensorsSource, fill_all, load_model, model_config, places
 from comm import Local
 from config import preset
 from engine.offline import Timing, generate
@@ -34,6 +34,7 @@ from tests.support.command_line import environment
 from tests.support.server_process import ServerProcess
 from tokenizer import ByteTokenizer, IncrementalDetokenizer, tokenizer_of
 from tp import World
+from training.export import save_checkpoint
 
 HYBRID = MODELS / "tiny-hybrid"
 CPU = torch.device("cpu")

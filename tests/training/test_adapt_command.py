@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from attention import Causal
-from checkpoint import load_model, model_config, random_weights, save_checkpoint
+from checkpoint import load_model, model_config, random_weights
 from comm import Local
 from config import ModelConfig, preset, read_config, with_variant
 from errors import UserError
@@ -21,6 +21,7 @@ from tests.support.ranks import Ranks
 from tp import World
 from training import adapt as command
 from training.data import GlobalBatches, open_tokens, write_tokens
+from training.export import save_checkpoint
 from training.loop import prepare, train
 
 ALONE = World(0, 1, torch.device("cpu"), Local())

@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor
 
 from attention import Causal
-from checkpoint import load_model, random_weights, save_checkpoint
+from checkpoint import load_model, random_weights
 from comm import Local
 from config import FAMILIES, ModelConfig, config_from_hf, preset, read_config, with_variant
 from model import Transformer
@@ -24,7 +24,7 @@ from tokenizer import load_tokenizer
 from tp import World
 from training import tokenize_data, train
 from training.convert import convert
-from training.export import add_modeling
+from training.export import add_modeling, save_checkpoint
 
 CPU = torch.device("cpu")
 STANDARD = MODELS / "tiny-standard"

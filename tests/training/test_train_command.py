@@ -18,7 +18,7 @@ import torch
 
 import cli
 from attention import Causal
-from checkpoint import load_model, random_weights, save_checkpoint
+from checkpoint import load_model, random_weights
 from comm import Local
 from config import preset, read_config, with_variant
 from errors import UserError
@@ -31,6 +31,7 @@ from tests.support.ranks import Ranks
 from tp import World
 from training import train as command
 from training.data import write_tokens
+from training.export import save_checkpoint
 from training.loop import prepare, train
 from training.snapshot import read_manifest
 
