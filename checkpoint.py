@@ -18,12 +18,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from config import ModelConfig, has_random_weights, named_config, with_variant
+from config import ModelConfig
 from errors import UserError
 from files import INDEX_BYTES, check_regular, read_json
 from memory import check_memory, free_bytes, shortage, weight_bytes
 from model import RMSNorm, Transformer
 from options import DTYPE_NAMES
+from presets import has_random_weights
 from tp import SPLITS, Shard, ShardedLinear, World, agree_on_error
 
 INDEX, SINGLE, PTH = "model.safetensors.index.json", "model.safetensors", "model.pth"
@@ -316,19 +317,6 @@ def randomize(place: Place, seed: int) -> None:
         generator = torch.Generator(place.tensor.device)
         generator.manual_seed(zlib.crc32(f"{seed} {place.name} {place.rows.start}".encode()))
         place.tensor.normal_(0.0, 0.02, generator=generator)
-
-
-def model_config(name: str, variant: str | None, world_size: int) -> ModelConfig:
-    """The config of a checkpoint (directory or `.pth` file), preset or `config.json`, with another variant if one is given.
-
-    A desync variant of a model that is not desync has one stream for each rank, unless it gives a number: `desync-2x:8`.
-    """
-    config = named_config(name)
-    if variant is None:
-        return config
-    if variant in ("desync-2x", "desync-4x") and config.variant != "desync":
-        variant = f"{variant}:{world_size}"
-    return with_variant(config, variant)
 
 
 def open_source(name: str, config: ModelConfig) -> Source:

@@ -27,15 +27,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from checkpoint import DTYPES, load_model, model_config
+from checkpoint import DTYPES, load_model
 from cli import Parser, check_ranks, leave, note, run
-from config import ModelConfig, has_random_weights, is_shape, limit_context
+from config import ModelConfig, limit_context
 from engine.offline import Timing, check_prompts, generate, score
 from engine.sampler import SamplingParams
 from engine.stopping import OutputStream
 from errors import UserError
 from model import Transformer
 from options import ModelOptions, add_options, dtype_name
+from presets import has_random_weights, is_shape, model_config
 from processes import is_rank
 from profiling import annotate, profiled
 from tokenizer import Tokenizer, check_fits, find_tokenizer, load_tokenizer

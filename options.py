@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
-from config import VARIANT_NAMES
+from variants import usage
 
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
 
@@ -69,7 +69,7 @@ class ModelOptions:
     )
     variant: str | None = option(
         default=None,
-        help=f"compute another residual variant than the checkpoint's: {VARIANT_NAMES}. For benchmarks: the text will be wrong",
+        help=f"compute another residual variant than the checkpoint's: {usage()}. For benchmarks: the text will be wrong",
     )
     dtype: str | None = option(
         default=None,

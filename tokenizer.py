@@ -30,10 +30,10 @@ import jinja2
 import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from config import is_shape, named_config
 from control_tokens import Guard, Spellings
 from errors import UserError
 from files import CONFIG_BYTES, TOKENIZER_BYTES, read_file, read_json
+from presets import is_shape, named_config
 
 Message = Mapping[str, Any]
 

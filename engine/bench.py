@@ -19,12 +19,13 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from checkpoint import DTYPES, load_model, model_config
+from checkpoint import DTYPES, load_model
 from cli import Parser, run
 from engine.core import Engine, EngineLimits
 from engine.protocol import RequestParams, Submit
 from errors import UserError
 from options import ModelOptions, add_options, dtype_name
+from presets import model_config
 from tp import World, init_world
 
 

@@ -21,14 +21,14 @@ from typing import Any
 
 from torch.profiler import record_function
 
-from checkpoint import DTYPES, load_model, model_config
+from checkpoint import DTYPES, load_model
 from cli import Parser, note, run
 from comm import KNOWN
-from config import PRESETS
 from engine.offline import Timing, generate
 from engine.sampler import SamplingParams
 from errors import UserError
 from model import Transformer
+from presets import PRESETS, model_config
 from profiling import annotate, profiled
 from tp import World, init_world
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
 
-from checkpoint import DTYPES, load_model, model_config
+from checkpoint import DTYPES, load_model
 from cli import USER_ERROR, check_ranks, leave, note, rank
 from config import ModelConfig, limit_context
 from engine.core import Engine, EngineLimits
@@ -16,6 +16,7 @@ from engine.protocol import Fatal, Ready
 from engine.worker import FrontendLink, serve
 from errors import UserError
 from options import dtype_name
+from presets import model_config
 from processes import LAUNCHER
 from server import logs
 from server.address import check_port
@@ -33,8 +34,10 @@ AGENT_SECONDS = 30  # torchrun's default for the time that its ranks have to end
 def prepare(settings: Settings, world_size: int) -> tuple[ModelConfig, Tokenizer]:
     """Read config and tokenizer. Raises UserError if the model cannot be served."""
     config = limit_context(model_config(settings.model, settings.variant, world_size), settings.max_model_len)
-    if config.variant == "upper-bound" and world_size > 1 and not settings.random_weights:
-        raise UserError("upper-bound writes wrong text on several ranks and is for benchmarks only; serve another variant")
+    if config.kind.speed_limit and world_size > 1 and not settings.random_weights:
+        raise UserError(
+            f"{config.variant} writes wrong text on several ranks and is for benchmarks only; serve another variant"
+        )
     stream_shards(config, 0, world_size)
     tokenizer = tokenizer_of(settings.model)
     check_fits(tokenizer, config.vocab_size)

@@ -17,8 +17,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import cli
-from checkpoint import load_model, model_config
+from checkpoint import load_model
 from errors import UserError
+from presets import model_config
 from tests import ROOT
 from tests.support import quick_start
 from tests.support.command_line import HYBRID, MODELS, Finished, Here, command, environment, launch

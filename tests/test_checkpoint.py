@@ -17,11 +17,13 @@ from torch import Tensor
 
 import checkpoint
 from attention import Causal
-from checkpoint import INDEX, PTH, SINGLE, build_model, load_model, model_config, places
+from checkpoint import INDEX, PTH, SINGLE, build_model, load_model, places
 from comm import Communicator, Local, NoCommunication
-from config import ModelConfig, config_from_hf, config_to_hf, preset, with_variant
+from config import ModelConfig, with_variant
 from errors import UserError
+from hf_config import config_from_hf, config_to_hf
 from model import Transformer
+from presets import model_config, preset
 from tests import ROOT
 from tp import SPLITS, ShardedLinear, World
 from training import export
@@ -516,6 +518,7 @@ import sys, torch
 sys.path.insert(0, sys.argv[1])
 import checkpoint
 from comm import NoCommunication
+from presets import model_config
 from tp import World
 
 def memory(key):
@@ -525,7 +528,7 @@ def memory(key):
 path, n = sys.argv[2], int(sys.argv[3])
 checkpoint.MAX_TOUCHED_BYTES = int(sys.argv[4]) or checkpoint.MAX_TOUCHED_BYTES
 torch.ones(64, 64) @ torch.ones(64, 64)
-config = checkpoint.model_config(path, None, n)
+config = model_config(path, None, n)
 before = memory("VmRSS")
 comm = NoCommunication(0, n)
 model = checkpoint.build_model(path, config, World(0, n, torch.device("cpu"), comm), torch.bfloat16, 0)

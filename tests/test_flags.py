@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from config import PRESETS, preset
 from errors import UserError
 from flags import Parser
+from presets import PRESETS, preset
 from tests import ROOT
 
 GUARD = 'if __name__ == "__main__":'

@@ -15,7 +15,7 @@ import transformers
 
 import generate as command_module
 from attention import Causal
-from checkpoint import build_model, model_config
+from checkpoint import build_model
 from comm import Local
 from engine.offline import Timing, generate, score
 from engine.sampler import SamplingParams
@@ -23,6 +23,7 @@ from engine.stopping import OutputStream
 from errors import UserError
 from model import Transformer
 from options import ModelOptions
+from presets import model_config
 from scripts.corpus.documents import documents
 from server import launch as launch_server
 from server.settings import load_settings

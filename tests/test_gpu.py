@@ -11,7 +11,8 @@ import torch
 from attention import Causal
 from checkpoint import load_model
 from comm import Local
-from config import PRESETS, with_variant
+from config import with_variant
+from presets import PRESETS
 from tests import ROOT
 from tp import World
 

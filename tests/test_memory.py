@@ -8,12 +8,14 @@ import pytest
 import torch
 
 import memory
-from checkpoint import load_model, model_config
+from checkpoint import load_model
 from comm import Local
-from config import PRESETS, config_to_hf, has_random_weights, preset, with_variant
+from config import with_variant
 from errors import UserError
+from hf_config import config_to_hf
 from memory import check_memory, weight_bytes
 from model import Transformer
+from presets import PRESETS, has_random_weights, model_config, preset
 from server.launch import prepare
 from server.settings import Settings
 from tests.support.command_line import MODELS, Here

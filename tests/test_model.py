@@ -17,8 +17,10 @@ from torch import Tensor
 import checkpoint
 import comm
 from attention import Causal, ContiguousCache
-from config import ModelConfig, Reduces, config_to_hf, desync_pattern, with_variant
+from config import ModelConfig, Reduces, desync_pattern, with_variant
+from hf_config import config_to_hf
 from model import Transformer
+from presets import model_config
 from tp import World
 
 CPU = torch.device("cpu")
@@ -27,7 +29,7 @@ BATCH = 3
 
 
 def load(directory: Path) -> Transformer:
-    config = checkpoint.model_config(str(directory), None, 1)
+    config = model_config(str(directory), None, 1)
     return checkpoint.load_model(str(directory), config, World(0, 1, CPU, comm.Local()), torch.float32)
 
 

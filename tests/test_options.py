@@ -5,12 +5,14 @@ from dataclasses import dataclass, fields
 
 import pytest
 
-from config import PRESETS, VARIANT_NAMES, with_variant
+from config import with_variant
 from errors import UserError
 from flags import Parser
 from generate import parse_args
 from options import ModelOptions, add_options, option, whole_number
+from presets import PRESETS
 from server.settings import Settings, load_settings
+from variants import usage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +70,7 @@ def test_programs_have_the_same_options_of_the_model() -> None:
 
 
 def test_every_variant_that_is_named_is_known() -> None:
-    names = [name.partition("[")[0] for name in VARIANT_NAMES.split(", ")]
+    names = [name.partition("[")[0] for name in usage().split(", ")]
     assert len(names) == 7
     config = next(iter(PRESETS.values()))
     for name in names:

@@ -12,10 +12,12 @@ from torch import Tensor
 
 import checkpoint
 from attention import Causal, ContiguousCache
-from config import config_from_hf, config_to_hf, limit_context
+from config import limit_context
 from engine.core import Engine, EngineLimits
 from engine.protocol import RequestParams, Submit
 from engine.step_inputs import Capacity
+from hf_config import config_from_hf, config_to_hf
+from presets import model_config
 from rope import rope_frequencies
 from tests.engine.test_engine import ALONE, serve
 from tests.engine.test_graph_runner import CalledAgain, without_cuda
@@ -85,7 +87,7 @@ def ours(world: World, directory: Path, prompts: list[tuple[Tensor, int | None]]
     """For each (prompt (B, T), context length): logits of one forward pass, and of chunks and single tokens through a cache."""
     found = []
     for tokens, context in prompts:
-        config = limit_context(checkpoint.model_config(str(directory), None, world.world_size), context)
+        config = limit_context(model_config(str(directory), None, world.world_size), context)
         model = checkpoint.load_model(str(directory), config, world, torch.float32)
         whole = model(tokens, Causal(tokens.shape[1], CPU))
         cache = ContiguousCache(model.attention_slots, len(tokens), model.n_kv_heads, 128, HEAD_DIM, CPU, torch.float32)
@@ -120,7 +122,7 @@ def test_logits_are_those_of_transformers(name: str, family: str, tmp_path: Path
         assert expected.abs().max() > 0.5
         for logits in found:
             assert (logits - expected).abs().max() < TOLERANCE, tokens.shape
-    unscaled = replace(checkpoint.model_config(str(tmp_path), None, 1), rope_scaling=None)
+    unscaled = replace(model_config(str(tmp_path), None, 1), rope_scaling=None)
     plain = checkpoint.load_model(str(tmp_path), unscaled, ALONE, torch.float32)
     with torch.inference_mode():
         assert (plain(tokens, Causal(57, CPU)) - expected).abs().max() > 1000 * TOLERANCE, "scaling makes no difference"
@@ -149,7 +151,7 @@ def test_served_tokens_past_the_original_context(name: str, runner: tuple[str, s
     device, family = runner
     save_hf(hf_config(name, family), tmp_path)
     context = 60
-    config = limit_context(checkpoint.model_config(str(tmp_path), None, 1), context)
+    config = limit_context(model_config(str(tmp_path), None, 1), context)
     model = checkpoint.load_model(str(tmp_path), config, ALONE, torch.float32)
     prompts = {"crosses": (20, 40), "short": (5, 10), "long": (50, 9)}
     submits = [
@@ -176,7 +178,7 @@ def test_served_tokens_past_the_original_context(name: str, runner: tuple[str, s
 def test_a_saved_config_means_the_same_to_transformers(name: str, tmp_path: Path, seed: int) -> None:
     directory = tmp_path / "theirs"
     save_hf(hf_config(name, "llama"), directory)
-    config = checkpoint.model_config(str(directory), None, 1)
+    config = model_config(str(directory), None, 1)
     assert config_from_hf(config_to_hf(config)) == config
     save_checkpoint(checkpoint.load_model(str(directory), config, ALONE, torch.float32), tmp_path / "ours", torch.float32)
     tokens = random_tokens(50)

@@ -19,6 +19,7 @@ from attention import Causal, ContiguousCache
 from config import ModelConfig, Reduces, with_variant
 from errors import UserError
 from model import Transformer
+from presets import model_config
 from tests.support.ranks import RankError, Ranks
 from tp import World, agree_on_error, stream_shards
 from training.export import save_checkpoint
@@ -72,7 +73,7 @@ def save_random(config: ModelConfig, directory: Path) -> Path:
 
 
 def load(world: World, directory: Path) -> Transformer:
-    config = checkpoint.model_config(str(directory), None, world.world_size)
+    config = model_config(str(directory), None, world.world_size)
     return checkpoint.load_model(str(directory), config, world, torch.float32)
 
 

@@ -19,12 +19,13 @@ from attention import Causal
 from checkpoint import build_model, open_source
 from cli import Parser, run
 from comm import Local
-from config import ModelConfig, read_config
+from config import ModelConfig
 from errors import UserError
+from hf_config import read_config
 from model import Transformer
 from tp import World, init_world
+from training.batches import Batch
 from training.convert import parse_layers, to_hybrid_ladder
-from training.data import Batch
 from training.loop import Setup, prepare, together, train
 from training.losses import cross_entropy, distillation
 from training.options import add_batch_options, add_execution_options, add_run_options, check_numbers, dtype_of

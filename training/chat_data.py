@@ -13,7 +13,7 @@ import numpy as np
 
 from errors import UserError
 from tokenizer import Message, Tokenizer
-from training.data import TokenFile
+from training.token_file import TokenFile
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "ipython")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "system": "system"}  # `from` of `conversations`

@@ -22,8 +22,9 @@ from tqdm import tqdm
 
 from checkpoint import INDEX, PTH, SINGLE, SafetensorsSource, open_source
 from cli import Parser, run
-from config import ModelConfig, config_to_hf, read_config, validate
+from config import ModelConfig, validate
 from errors import UserError
+from hf_config import config_to_hf, read_config
 from training.export import MODELING, TOKENIZER_FILES, add_modeling, copy_tokenizer
 
 

@@ -9,8 +9,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from checkpoint import INDEX, SINGLE, places
-from config import ModelConfig, config_to_hf
+from config import ModelConfig
 from errors import UserError
+from hf_config import config_to_hf
 from model import Transformer
 
 TOKENIZER_FILES = (

@@ -17,7 +17,7 @@ from rope import rope_frequencies
 def empty_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Transformer:
     """The whole model with its parameters on the meta device.
 
-    Raises UserError for an upper-bound model, and for a desync model with copies of weights that training would let drift
+    Raises UserError for a variant that is only a limit of speed, and for a desync model with copies of weights that training would let drift
     apart.
     """
     copied = config.qk_norm or config.o_bias or config.mlp_bias
@@ -28,8 +28,8 @@ def empty_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) -
             "keeps copies of weights that training would let drift apart; "
             "train with at most as many streams as KV heads, and without QK norm, attention_bias and mlp_bias"
         )
-    if config.variant == "upper-bound":
-        raise UserError("upper-bound is a speed limit and cannot be trained; choose another --variant")
+    if config.kind.speed_limit:
+        raise UserError(f"{config.variant} is a speed limit and cannot be trained; choose another --variant")
     model = Transformer(config, Local(), torch.device("meta"), dtype)
     model.frequencies = rope_frequencies(config).to(device)
     return model

@@ -14,11 +14,12 @@ import torch.distributed as dist
 
 from checkpoint import Source
 from cli import note
-from config import ModelConfig, config_to_hf
+from config import ModelConfig
 from errors import UserError
+from hf_config import config_to_hf
 from tokenizer import find_tokenizer
 from tp import World, agree_on_error
-from training.data import GlobalBatches, open_tokens
+from training.batches import GlobalBatches
 from training.executor import Executor
 from training.initialize import empty_model, materializer
 from training.metrics import Meter, plot_losses
@@ -27,6 +28,7 @@ from training.options import Planned, adam_of, dtype_of, execution_of, plan, ran
 from training.planner.cost import forward_flops
 from training.snapshot import Snapshots, check_fits, read_manifest
 from training.step import Loss, Trainer, check_batch
+from training.token_file import open_tokens
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model import Transformer
-from training.data import IGNORED, Batch
+from training.batches import IGNORED, Batch
 
 CHUNK = 2048  # positions
 

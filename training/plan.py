@@ -22,10 +22,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from checkpoint import model_config
 from cli import Parser, run
-from config import PRESETS
 from errors import UserError
+from presets import PRESETS, model_config
 from training.planner.cluster import load_cluster, shipped_clusters
 from training.planner.collectives import profile_for, synthesize
 from training.planner.cost import Prediction, predict

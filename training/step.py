@@ -11,7 +11,7 @@ from torch import Tensor
 from comm import Local
 from errors import UserError
 from model import Transformer
-from training.data import Batch, GlobalBatches
+from training.batches import Batch, GlobalBatches
 from training.executor import Executor
 from training.export import add_modeling, save_checkpoint
 from training.groups import Group

@@ -37,8 +37,8 @@ from cli import Parser, run
 from errors import UserError
 from tokenizer import Tokenizer, load_tokenizer
 from training.chat_data import encode_example, packed, read_messages
-from training.data import TokenWriter, open_tokens, tokenizer_folder
 from training.export import copy_tokenizer
+from training.token_file import TokenWriter, open_tokens, tokenizer_folder
 
 PIECE_BYTES = 1 << 20  # of input in one work item
 SUFFIXES = (".jsonl", ".txt")

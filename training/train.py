@@ -14,15 +14,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from checkpoint import model_config, open_source
+from checkpoint import open_source
 from cli import Parser, run
-from config import PRESETS, has_random_weights, named_config
 from errors import UserError
+from presets import PRESETS, has_random_weights, model_config, named_config
 from tp import init_world
-from training.data import tokenizer_folder
 from training.loop import Setup, prepare, together, train
 from training.losses import cross_entropy
 from training.options import add_batch_options, add_execution_options, add_run_options, check_numbers
+from training.token_file import tokenizer_folder
+from variants import TRAINABLE, usage
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -31,9 +32,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     what.add_argument(
         "--model", required=True, metavar="DIR|PRESET", help=f"a checkpoint directory, or one of {', '.join(PRESETS)}"
     )
-    what.add_argument(
-        "--variant", help="standard, parallel, ladder, hybrid[:LAYERS], desync-2x[:STREAMS] or desync-4x[:STREAMS]"
-    )
+    what.add_argument("--variant", help=usage(TRAINABLE))
     what.add_argument("--data", type=Path, required=True, metavar="FILE.bin", help="a token file")
     what.add_argument(
         "--tokenizer",

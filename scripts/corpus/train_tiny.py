@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 
 from cli import Parser, note, run
-from config import ModelConfig, preset, with_variant
+from config import ModelConfig, with_variant
+from presets import preset
 from scripts.corpus.tokenizer import train_tokenizer
 from scripts.corpus.tokens import TOKENS_PER_DOCUMENT, write_corpus
 from tp import World, init_world
@@ -30,8 +31,8 @@ from training import train as command
 from training.loop import Setup, prepare, train
 from training.losses import cross_entropy
 from training.metrics import read_metrics
+from variants import TRAINABLE
 
-VARIANTS = ("standard", "parallel", "ladder", "hybrid", "desync-2x", "desync-4x")
 STREAMS = 4  # of the desync variants, so that they run on 1, 2 and 4 ranks
 BOS, EOS = 0, 1
 WINDOW = 1024  # tokens
@@ -100,7 +101,7 @@ def train_variant(args: argparse.Namespace, world: World, variant: str, data: Pa
 
 def main() -> None:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--variant", choices=VARIANTS, help="train only this one (default: all)")
+    parser.add_argument("--variant", choices=TRAINABLE, help="train only this one (default: all)")
     parser.add_argument("--tokens", type=float, default=300e6, help="training tokens (default: 300e6)")
     parser.add_argument("--seed", type=int, default=1, help="random seed of corpus, initial weights and order (default: 1)")
     parser.add_argument(
@@ -125,7 +126,7 @@ def main() -> None:
     if args.prepare:
         note(f"{data} is ready")
         return
-    for variant in [args.variant] if args.variant else VARIANTS:
+    for variant in [args.variant] if args.variant else TRAINABLE:
         train_variant(args, world, variant, data, tokenizer)
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from checkpoint import load_model, model_config
+from checkpoint import load_model
 from cli import Parser, run
 from comm import choose
 from comm.quantize import WIDTHS
@@ -31,6 +31,7 @@ from engine.sampler import SamplingParams
 from engine.stopping import OutputStream
 from errors import UserError
 from model import Transformer
+from presets import model_config
 from processes import on_ranks
 from scripts.corpus.documents import documents, render
 from scripts.lib.machine import describe, machine
@@ -38,8 +39,8 @@ from scripts.lib.results import ROOT, add_write_option, results_folder, write_js
 from scripts.quality.embedded import EXACT, TASKS
 from tokenizer import Tokenizer, load_tokenizer
 from tp import World, init_world
+from variants import TRAINABLE
 
-ORDER = ("standard", "parallel", "ladder", "hybrid", "desync-2x", "desync-4x")
 SEED = 2  # of the held-out documents
 MAX_ANSWER = 64  # tokens
 BATCH = 64
@@ -167,7 +168,7 @@ def _task(row: dict[str, Any], task: str) -> float:
 
 
 def main() -> None:
-    found = [ROOT / "models" / f"tiny-{name}" for name in ORDER]
+    found = [ROOT / "models" / f"tiny-{name}" for name in TRAINABLE]
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=Path, nargs="+", default=found, help="checkpoints (default: models/tiny-*)")
     parser.add_argument("--tp", type=int, nargs="+", default=[1, 2, 4], help="numbers of ranks (default: 1 2 4)")

@@ -27,13 +27,14 @@ from typing import Any
 
 import torch
 
-from checkpoint import load_model, model_config
+from checkpoint import load_model
 from cli import Parser, run
 from engine.offline import Timing, generate, score
 from engine.sampler import SamplingParams
 from engine.stopping import OutputStream
 from errors import UserError
 from model import Transformer
+from presets import model_config
 from scripts.corpus.documents import documents
 from scripts.lib.machine import describe, machine
 from scripts.lib.results import ROOT, add_write_option, results_folder, write_json

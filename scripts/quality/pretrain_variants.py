@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from cli import Parser, note, run
-from config import preset
 from errors import UserError
+from presets import preset
 from processes import on_ranks
 from scripts.corpus.tokens import TOKENS_PER_DOCUMENT, write_corpus
 from scripts.lib import results
@@ -32,8 +32,9 @@ from training.loop import train as train_one
 from training.metrics import plot_losses, read_metrics
 from training.train import parse_args as training_args
 from training.train import setup
+from variants import TRAINABLE
 
-VARIANTS = ("standard", "parallel", "ladder", "desync-2x", "desync-4x")
+VARIANTS = tuple(name for name in TRAINABLE if name != "hybrid")  # which is converted, not trained from scratch
 TOKENIZER = results.ROOT / "models" / "tiny-standard"
 LOG_EVERY = 5  # steps
 WARMUP = 0.25  # of the steps; with fewer, the deeper variants diverge while Adam's second moments are still inaccurate

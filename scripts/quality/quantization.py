@@ -21,12 +21,13 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from checkpoint import load_model, model_config
+from checkpoint import load_model
 from cli import Parser, run
 from comm import Communicator, Handle, Scheme, choose, parse_scheme
 from comm.quantize import WIDTHS, Format, dequantize_sum, quantize, rotate
 from engine.offline import score
 from errors import UserError
+from presets import model_config
 from processes import on_ranks
 from scripts.corpus.documents import documents, render
 from scripts.lib.machine import describe, machine

@@ -20,7 +20,8 @@ import matplotlib.pyplot as plt
 from tqdm import tqdm
 
 from cli import Parser, run
-from config import ModelConfig, preset
+from config import ModelConfig
+from presets import preset
 from scripts.lib.results import add_write_option, made, results_folder, write_json, write_text
 from scripts.report.plan_fit import FITTED, TABLE_IV, flops_of_table_v, report_fit
 from training.plan import as_json, draw, parse_args, scaling

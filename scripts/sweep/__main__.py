@@ -29,7 +29,7 @@ from tqdm import tqdm
 from checkpoint import DTYPES
 from cli import Parser, note, run
 from comm import KNOWN
-from config import PRESETS
+from presets import PRESETS
 from scripts.lib.results import ROOT
 from scripts.sweep.grids import GRIDS, settings_of
 from scripts.sweep.launches import RowsFile, by_launch, run_all

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from checkpoint import model_config, open_source
+from checkpoint import open_source
 from comm import choose
-from config import has_random_weights
 from errors import UserError
+from presets import has_random_weights, model_config
 from scripts.sweep.rows import VLLM, Setting, interconnect
 
 DEFAULTS: dict[str, Any] = {

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from checkpoint import model_config
-from config import config_to_hf
 from errors import UserError
+from hf_config import config_to_hf
+from presets import model_config
 from processes import on_ranks
 from scripts.lib.machine import machine
 from scripts.lib.results import ROOT, check_output, unwritable

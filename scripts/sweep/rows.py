@@ -12,8 +12,9 @@ from typing import Any
 
 from comm import parse_link
 from errors import UserError
+from variants import VARIANTS
 
-ORDER = ("standard", "parallel", "ladder", "hybrid", "desync-2x", "desync-4x", "upper-bound")
+ORDER = tuple(VARIANTS)
 VLLM = "vllm"  # in place of a variant: vLLM was measured instead of Rung
 
 

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from checkpoint import DTYPES, load_model, model_config
+from checkpoint import DTYPES, load_model
 from cli import run
 from comm import Communicator, Handle, SimulatedLink, choose, parse_link
 from comm.simulated import sent_bytes
@@ -33,6 +33,7 @@ from errors import UserError
 from generate import measure
 from memory import SHORT, free_bytes, weight_bytes
 from model import Transformer
+from presets import model_config
 from scripts.sweep.rows import Setting, interconnect
 from scripts.trace import by_phase, random_prompts, read_trace, record, timeline
 from tp import World, agree_on_error, init_world

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from attention import Causal
 from checkpoint import load_model
 from comm import choose
-from config import PRESETS, with_variant
+from config import with_variant
 from model import Transformer, settle
+from presets import PRESETS
 from tp import World, init_world
 
 VARIANTS = ("standard", "ladder", "hybrid:2")

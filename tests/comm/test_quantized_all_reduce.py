@@ -16,9 +16,10 @@ from checkpoint import load_model
 from comm import QuantizedGlooCommunicator, parse_scheme
 from comm.quantize import rotate
 from comm.quantized import CHUNK, Worker, two_step_sum
-from config import PRESETS, with_variant
+from config import with_variant
 from errors import UserError
 from model import Transformer
+from presets import PRESETS
 from tests.kernels.test_quantize import defined
 from tests.support.command_line import HYBRID, launch
 from tests.support.ranks import Ranks

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import torch
 
-from checkpoint import load_model, model_config
+from checkpoint import load_model
 from comm import choose
 from engine.offline import Timing, generate
 from engine.sampler import SamplingParams
+from presets import model_config
 from tests import MODELS
 from tokenizer import load_tokenizer
 from tp import init_world

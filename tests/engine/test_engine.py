@@ -26,6 +26,7 @@ from engine.paged_cache import PagedCache
 from engine.protocol import Abort, Refused, RequestParams, Submit, TokenLogprobs, TokenOutput
 from engine.sampler import SamplingBatch, SamplingParams, sample
 from model import Transformer
+from presets import model_config
 from rope_scaling import YarnScaling
 from tests import MODELS
 from tests.support.ranks import Ranks
@@ -97,7 +98,7 @@ def random_model(config: ModelConfig) -> Transformer:
 
 
 def load(world: World, directory: Path) -> Transformer:
-    config = checkpoint.model_config(str(directory), None, world.world_size)
+    config = model_config(str(directory), None, world.world_size)
     return checkpoint.load_model(str(directory), config, world, torch.float32)
 
 

@@ -11,13 +11,14 @@ import pytest
 import torch
 
 import comm
-from checkpoint import load_model, model_config
-from config import PRESETS, with_variant
+from checkpoint import load_model
+from config import with_variant
 from engine.core import Engine, EngineLimits
 from engine.offline import Timing, generate
 from engine.sampler import SamplingParams
 from engine.scheduler import Chunk
 from model import Transformer
+from presets import PRESETS, model_config
 from tests import MODELS, ROOT
 from tests.engine.gpu_rank import EMBEDDED, NEW_TOKENS, PROMPT
 from tests.engine.test_engine import (

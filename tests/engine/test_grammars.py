@@ -17,6 +17,7 @@ from engine.core import Engine, EngineLimits
 from engine.grammars import CACHED, CACHED_TEXT, MAX_COMPILING, MAX_TEXT, Grammars
 from engine.protocol import Abort, Refused, RequestParams, Submit
 from errors import UserError
+from presets import model_config
 from tests import MODELS
 from tests.engine.test_logits import MODEL_VOCAB
 from tests.support.quiet_clock import quiet_seconds
@@ -49,7 +50,7 @@ WORD = grammar_of({"enum": ["hi", "ho"]})
 
 
 def engine_of(world: World = ALONE) -> Engine:
-    model = checkpoint.load_model(str(TINY), checkpoint.model_config(str(TINY), None, world.world_size), world, torch.float32)
+    model = checkpoint.load_model(str(TINY), model_config(str(TINY), None, world.world_size), world, torch.float32)
     return Engine(model, load_tokenizer(TINY), EngineLimits(kv_memory=64 << 20), world)
 
 

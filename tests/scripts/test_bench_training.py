@@ -13,9 +13,12 @@ import numpy as np
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from training.batches import GlobalBatches
+from training.token_file import open_tokens, write_tokens
 
-from config import preset, with_variant
+from config import with_variant
 from errors import UserError
+from presets import preset
 from scripts.bench.training import __main__ as bench_training
 from scripts.bench.training import launches, tables
 from scripts.bench.training.fsdp2 import Fsdp2Trainer, prefetch, shard
@@ -23,7 +26,6 @@ from scripts.bench.training.rank import copies, covered, planned, separate_hosts
 from scripts.bench.training.rank import parse_args as parse_rank_args
 from tests.support.ranks import Ranks
 from tp import World
-from training.data import GlobalBatches, open_tokens, write_tokens
 from training.executor import Execution, Executor
 from training.initialize import empty_model, materializer
 from training.losses import cross_entropy

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from config import preset
+from presets import preset
 from scripts.lib import results
 from scripts.lib.results import RESULTS
 from scripts.report import plan_paper

@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoint import build_model, model_config
+from checkpoint import build_model
 from comm import Local
 from engine.offline import Timing, generate
 from engine.sampler import SamplingParams
+from presets import model_config
 from scripts.corpus.train_tiny import EXAMPLES
 from server.examples import MAX_BYTES, read_examples
 from server.frontend import banner

@@ -15,13 +15,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpoint import SafetensorsSource, fill_all, load_model, model_config, places
+from checkpoint import SafetensorsSource, fill_all, load_model, places
 from comm import Local
-from config import preset
 from engine.offline import Timing, generate
 from engine.sampler import SamplingParams
 from errors import UserError
 from model import Transformer
+from presets import model_config, preset
 from scripts.bench.serving import startup
 from scripts.lib.load_generator import Request, plan
 from scripts.lib.servers import rung_server

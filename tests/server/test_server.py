@@ -19,10 +19,11 @@ import pytest
 import torch
 from pydantic import BaseModel, Field
 
-from checkpoint import load_model, model_config
+from checkpoint import load_model
 from comm import Local
 from engine import offline
 from engine.sampler import SamplingParams
+from presets import model_config
 from tests.support.command_line import HYBRID, MODELS
 from tests.support.server_process import ServerProcess, free_port, runs, wait_until
 from tokenizer import Tokenizer, load_tokenizer

@@ -10,17 +10,20 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from training.batches import GlobalBatches
+from training.token_file import open_tokens, write_tokens
 
 from attention import Causal
-from checkpoint import load_model, model_config, random_weights
+from checkpoint import load_model, random_weights
 from comm import Local
-from config import ModelConfig, preset, read_config, with_variant
+from config import ModelConfig, with_variant
 from errors import UserError
+from hf_config import read_config
 from model import Transformer
+from presets import model_config, preset
 from tests.support.ranks import Ranks
 from tp import World
 from training import adapt as command
-from training.data import GlobalBatches, open_tokens, write_tokens
 from training.export import save_checkpoint
 from training.loop import prepare, train
 

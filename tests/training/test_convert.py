@@ -19,8 +19,9 @@ import generate
 from attention import Causal
 from checkpoint import INDEX, SINGLE, load_model
 from comm import Local
-from config import ModelConfig, config_to_hf, read_config, with_variant
+from config import ModelConfig, with_variant
 from errors import UserError
+from hf_config import config_to_hf, read_config
 from rope_scaling import Llama3Scaling
 from tests import MODELS
 from tests.support.ranks import Ranks

@@ -9,9 +9,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from training.batches import IGNORED, GlobalBatches
+from training.token_file import TokenFile, TokenWriter, open_tokens, write_tokens
 
 from errors import UserError
-from training.data import IGNORED, GlobalBatches, TokenFile, TokenWriter, open_tokens, write_tokens
 
 
 def numbered(path: Path, count: int, mask: np.ndarray | None = None, window: int | None = None) -> TokenFile:

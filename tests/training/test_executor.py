@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attention import Causal
-from config import ModelConfig, preset, with_variant
+from config import ModelConfig, with_variant
 from errors import UserError
+from presets import preset
 from tests.support.ranks import Ranks
 from tp import World
 from training.executor import Execution, Executor, Overlap

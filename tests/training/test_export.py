@@ -15,8 +15,10 @@ from torch import Tensor
 from attention import Causal
 from checkpoint import load_model, random_weights
 from comm import Local
-from config import FAMILIES, ModelConfig, config_from_hf, preset, read_config, with_variant
+from config import FAMILIES, ModelConfig, with_variant
+from hf_config import config_from_hf, read_config
 from model import Transformer
+from presets import preset
 from tests import MODELS
 from tests.support.command_line import environment
 from tests.test_model import hf_shape

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import cli
-from config import preset
 from errors import UserError
+from presets import preset
 from processes import on_ranks
 from tests import ROOT
 from tests.support import quick_start

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from attention import Causal
 from comm import Local
-from config import ModelConfig, preset, with_variant
+from config import ModelConfig, with_variant
 from errors import UserError
 from model import Transformer
+from presets import preset
 from training.planner.cluster import load_cluster
 from training.planner.collectives import Profile, synthesize
 from training.planner.cost import communication, exposed, forward_flops, model_flops, predict

@@ -15,14 +15,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from training.token_file import write_tokens
 
 import cli
 from attention import Causal
 from checkpoint import load_model, random_weights
 from comm import Local
-from config import preset, read_config, with_variant
+from config import with_variant
 from errors import UserError
+from hf_config import read_config
 from model import Transformer
+from presets import preset
 from processes import on_ranks
 from tests import ROOT
 from tests.support import quick_start
@@ -30,7 +33,6 @@ from tests.support.command_line import environment
 from tests.support.ranks import Ranks
 from tp import World
 from training import train as command
-from training.data import write_tokens
 from training.export import save_checkpoint
 from training.loop import prepare, train
 from training.snapshot import read_manifest

@@ -38,7 +38,7 @@ def layer_activations(config: ModelConfig, tokens: int, element: int) -> int:
     view of, and the output of attention (3 H D + 3 K D); gate, up, silu(gate) and their product (4 F); and in fp32 the
     log-sum-exp of attention (H).
     """
-    norms = 2 if config.variant == "parallel" else 4
+    norms = 2 if config.kind.shared_input else 4
     numbers = norms * config.hidden_size + 3 * (config.n_heads + config.n_kv_heads) * config.head_dim
     numbers += 4 * config.intermediate_size
     return tokens * (element * numbers + 4 * config.n_heads)

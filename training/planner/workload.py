@@ -80,7 +80,7 @@ def layer_matrices(config: ModelConfig) -> list[int]:
     hidden, heads = config.hidden_size, config.n_heads * config.head_dim
     qkv = hidden * (heads + 2 * config.n_kv_heads * config.head_dim)
     gate_up, out, down = 2 * hidden * config.intermediate_size, heads * hidden, config.intermediate_size * hidden
-    if config.variant == "parallel":
+    if config.kind.shared_input:
         return [qkv + gate_up, out, down]
     return [qkv, out, gate_up, down]
 

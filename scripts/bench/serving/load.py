@@ -24,10 +24,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from checkpoint import model_config
 from cli import Parser, note, run
-from config import config_to_hf, has_random_weights
 from errors import UserError
+from hf_config import config_to_hf
+from presets import has_random_weights, model_config
 from processes import on_ranks
 from scripts.lib.load_generator import Answer, Range, offer, plan, summary
 from scripts.lib.machine import machine

@@ -17,11 +17,12 @@ import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
-from checkpoint import load_model, model_config
+from checkpoint import load_model
 from cli import Parser, run
 from engine.offline import Timing, generate
 from engine.sampler import SamplingParams
 from errors import UserError
+from presets import model_config
 from scripts.lib.machine import describe, machine
 from scripts.lib.results import ROOT, add_write_option, results_folder, write_json, write_text
 from tokenizer import load_tokenizer

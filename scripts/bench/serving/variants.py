@@ -15,9 +15,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from checkpoint import model_config
 from cli import Parser, run
 from errors import UserError
+from presets import model_config
 from processes import on_ranks
 from scripts.lib.machine import describe, machine
 from scripts.lib.results import ROOT, add_write_option, results_folder, write_json, write_text

@@ -37,8 +37,8 @@ from pathlib import Path
 import torch
 
 from cli import Parser, note, run
-from config import preset
 from errors import UserError
+from presets import preset
 from scripts.bench.training.launches import Row, measure_all
 from scripts.bench.training.rank import SYSTEMS, TRACED, TUNING
 from scripts.bench.training.tables import plot, table

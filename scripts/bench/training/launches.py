@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 from tqdm import tqdm
+from training.token_file import write_tokens
 
 from cli import note
-from config import preset
 from errors import UserError
+from presets import preset
 from processes import on_ranks
 from scripts.lib.results import ROOT
-from training.data import write_tokens
 from training.planner.workload import OVERLAPS
 
 EXPOSED: dict[str, tuple[str, ...]] = {  # rows of the ablation, and what each does not overlap

@@ -24,14 +24,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile, schedule
+from training.batches import GlobalBatches
+from training.token_file import open_tokens
 
 from cli import Parser, run
-from config import ModelConfig, preset
+from config import ModelConfig
 from errors import UserError
+from presets import preset
 from scripts.bench.training.fsdp2 import PREFETCH, Fsdp2Trainer, prefetch, shard
 from tp import World, init_world
 from training import profile_collectives
-from training.data import GlobalBatches, open_tokens
 from training.executor import Executor
 from training.initialize import empty_model, materializer
 from training.loop import together

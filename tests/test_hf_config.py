@@ -1,6 +1,5 @@
-"""Configs: presets, residual variants, reading and writing `config.json`, against transformers and published checkpoints."""
+"""Reading and writing `config.json`, against transformers and published checkpoints."""
 
-import copy
 import json
 import random
 from dataclasses import replace
@@ -8,37 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from config import (
-    PRESETS,
-    ModelConfig,
-    Reduces,
-    config_from_hf,
-    config_to_hf,
-    desync_pattern,
-    preset,
-    read_config,
-    validate,
-    with_variant,
-)
-from errors import UserError
+from config import ModelConfig, Reduces, validate, with_variant
+from hf_config import config_from_hf, config_to_hf, read_config
+from presets import PRESETS, preset
 from rope_scaling import DynamicScaling, LinearScaling, Llama3Scaling, LongRopeScaling, RopeScaling, YarnScaling
+from tests.test_presets import VARIANT_NAMES, fails, transformers_config
 
-VARIANT_NAMES = [
-    "standard",
-    "parallel",
-    "ladder",
-    "hybrid",
-    "hybrid:3",
-    "desync-2x:4",
-    "desync-4x:2",
-    "desync-4x",
-    "upper-bound",
-]
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -77,137 +55,7 @@ HYBRID_LADDER: dict[str, Any] = {
 }
 
 
-def fails(call: Any, *names: str) -> None:
-    """Check that `call` raises a UserError whose message is one line and contains each of `names`."""
-    with pytest.raises(UserError) as error:
-        call()
-    message = str(error.value)
-    assert len(message.splitlines()) == 1, message
-    for name in names:
-        assert name in message
-
-
-# --- presets -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_is_valid_and_splits_over_eight_ranks_or_four(name: str) -> None:
-    config = validate(preset(name))
-    ranks = 4 if name == "llama-30b" else 8  # llama-30b has 52 heads
-    assert config.n_heads % ranks == config.intermediate_size % ranks == 0
-    assert config.hidden_size == config.n_heads * config.head_dim or name == "tiny"
-
-
-@pytest.mark.parametrize(
-    ("name", "billions", "tolerance"),
-    [
-        ("ladder-1b", 1.2, 0.03),
-        ("ladder-3b", 3.5, 0.03),
-        ("llama-3.2-1b", 1.236, 0.001),  # from here on the numbers of the model cards
-        ("llama-3.2-3b", 3.213, 0.001),
-        ("llama-3-8b", 8.030, 0.001),
-        ("llama-7b", 6.738, 0.001),
-        ("llama-13b", 13.016, 0.001),
-        ("llama-30b", 32.529, 0.001),
-        ("llama-34b", 33.74, 0.001),
-        ("llama-3-70b", 70.55, 0.001),
-        ("llama-3.1-405b", 405.85, 0.001),
-        ("bloom-176b", 176.2, 0.01),
-    ],
-)
-def test_a_preset_has_as_many_parameters_as_its_name_says(name: str, billions: float, tolerance: float) -> None:
-    assert preset(name).parameter_count() / 1e9 == pytest.approx(billions, rel=tolerance)
-
-
-@pytest.mark.parametrize("name", ["llama-3.2-1b", "llama-3-8b:2", "tiny"])
-def test_parameters_are_counted_as_transformers_allocates_them(name: str) -> None:
-    with torch.device("meta"):
-        theirs = transformers.AutoModelForCausalLM.from_config(hf_config(config_to_hf(preset(name))))
-    assert preset(name).parameter_count() == sum(p.numel() for p in theirs.parameters() if p.dim() == 2)
-
-
-def test_a_preset_can_be_cut_to_its_first_layers() -> None:
-    assert preset("llama-3-70b:16") == replace(preset("llama-3-70b"), n_layers=16)
-    assert preset("tiny:1").n_layers == 1
-    assert preset("tiny:8") == preset("tiny")
-
-
-@pytest.mark.parametrize("name", ["", "llama", "TINY", "tinyx:2", ":2"])
-def test_an_unknown_preset_is_refused(name: str) -> None:
-    fails(lambda: preset(name), "no preset", "llama-3-70b")
-
-
-@pytest.mark.parametrize("layers", ["", "0", "9", "-1", "x", "2.0", " 2", "2:3"])
-def test_a_bad_number_of_layers_is_refused(layers: str) -> None:
-    fails(lambda: preset(f"tiny:{layers}"), "from 1 to 8")
-
-
-# --- variants ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", VARIANT_NAMES)
-@pytest.mark.parametrize("base", ["tiny", "llama-3-8b:5"])
-def test_every_variant_of_a_preset_is_valid_and_keeps_its_shape(base: str, name: str) -> None:
-    config = validate(with_variant(preset(base), name))
-    assert with_variant(config, "standard") == preset(base)
-
-
-def test_variants_by_name() -> None:
-    tiny = preset("tiny:7")
-    for name in ("standard", "parallel", "upper-bound"):
-        assert with_variant(tiny, name).variant == with_variant(tiny, name).description == name
-    assert with_variant(tiny, "ladder").ladder_layers == (0, 1, 2, 3, 4, 5, 6)
-    assert with_variant(tiny, "ladder").description == "ladder"
-    assert with_variant(tiny, "hybrid").ladder_layers == (3, 4, 5, 6)
-    assert with_variant(tiny, "hybrid:2").ladder_layers == (5, 6)
-    assert with_variant(tiny, "hybrid:2").description == "hybrid ladder (layers 5-6 of 7)"
-    assert with_variant(tiny, "hybrid:7") == with_variant(tiny, "ladder")
-    assert replace(with_variant(tiny, "ladder"), ladder_layers=(1, 4)).description == "hybrid ladder (layers [1, 4] of 7)"
-    desync = with_variant(tiny, "desync-2x:4")
-    assert desync.variant == "desync" and desync.desync_streams == 4 and desync.desync_pattern == desync_pattern(7, 2)
-    assert desync.description == "desync-2x (S = 4)"
-    # A desync checkpoint was trained with its number of streams, so another pattern keeps that number.
-    assert with_variant(desync, "desync-4x").desync_streams == 4
-    assert with_variant(desync, "desync-4x").description == "desync-4x (S = 4)"
-    assert with_variant(tiny, "desync-4x").desync_streams == 1
-    assert with_variant(desync, "hybrid") == with_variant(tiny, "hybrid")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "",
-        "Ladder",
-        "desync",
-        "desync-3x",
-        "ladder:2",
-        "standard:",
-        "hybrid:",
-        "hybrid:0",
-        "hybrid:9",
-        "hybrid:x",
-        "desync-2x:-1",
-    ],
-)
-def test_an_unknown_variant_is_refused(name: str) -> None:
-    fails(lambda: with_variant(preset("tiny"), name), repr(name), "variant")
-
-
-def test_desync_patterns_by_hand() -> None:
-    all_mlps = Reduces(attention=False, mlp=True)
-    nothing = Reduces(attention=False, mlp=False)
-    assert desync_pattern(3, 2) == (all_mlps, all_mlps, all_mlps)
-    assert desync_pattern(4, 4) == (nothing, all_mlps, nothing, all_mlps)
-    assert desync_pattern(3, 4) == (nothing, all_mlps, all_mlps)  # the last module always reduces
-    assert desync_pattern(1, 4) == (all_mlps,)
-
-
 # --- config.json -----------------------------------------------------------------------------------------------------------
-
-
-def hf_config(raw: dict[str, Any]) -> Any:
-    """The config object of transformers for the content of a `config.json`."""
-    return transformers.AutoConfig.for_model(**copy.deepcopy(raw))  # a copy, because it changes its arguments
 
 
 def written(config: Any) -> dict[str, Any]:
@@ -296,7 +144,7 @@ def test_the_older_spelling_of_rope(seed: int) -> None:
     assert config_from_hf(raw).rope_theta == 10000.0
     ours = config_from_hf(raw | {"rope_theta": 500000, "rope_scaling": LLAMA3_ROPE})
     assert ours.rope_theta == 5e5 and ours.rope_scaling == Llama3Scaling(8.0, 1.0, 4.0, 8192)
-    agree(ours, hf_config(raw | {"rope_theta": 500000, "rope_scaling": LLAMA3_ROPE}))
+    agree(ours, transformers_config(raw | {"rope_theta": 500000, "rope_scaling": LLAMA3_ROPE}))
     assert config_from_hf(raw | {"rope_theta": 5e5, "rope_scaling": None}).rope_scaling is None
     oldest = {"type" if k == "rope_type" else k: v for k, v in LLAMA3_ROPE.items()}
     assert config_from_hf(raw | {"rope_theta": 5e5, "rope_scaling": oldest}) == ours
@@ -306,7 +154,7 @@ def test_the_older_spelling_of_rope(seed: int) -> None:
 def test_keys_that_may_be_absent_mean_what_they_mean_to_transformers(family: str, seed: int) -> None:
     raw = {k: v for k, v in random_shape(seed).items() if k not in ("tie_word_embeddings", "rms_norm_eps", "eos_token_id")}
     raw |= {"model_type": family, "use_sliding_window": True, "eos_token_id": None}
-    agree(config_from_hf(raw), hf_config(raw))
+    agree(config_from_hf(raw), transformers_config(raw))
 
 
 def test_the_published_hybrid_ladder() -> None:
@@ -399,7 +247,7 @@ def test_every_preset_and_variant_can_be_written_and_read(name: str, variant: st
     raw = config_to_hf(config)
     assert config_from_hf(json.loads(json.dumps(raw))) == config
     if config.variant == "standard":
-        agree(config, hf_config(raw))
+        agree(config, transformers_config(raw))
     else:  # no other library may mistake it for a standard model of the same shape
         assert raw["model_type"] in ("llamaLadder", "rung")
         assert raw["model_type"] not in transformers.CONFIG_MAPPING

@@ -1,0 +1,235 @@
+"""Reading and writing a model's description as the `config.json` of a Hugging Face checkpoint.
+
+A residual variant is a property of the checkpoint. `config.json` has it under these keys:
+
+| variant | keys |
+|---|---|
+| standard | none: a plain Llama, Mistral, Qwen2 or Qwen3 config |
+| ladder and hybrid ladder | `model_type: "llamaLadder"` and `ladder_layers`: an int k (the last k layers) or a list |
+| parallel, and ladder of another family | `model_type: "rung"`, `base_model_type`, `residual_variant` |
+| desync | these three, and `desync_streams` and `desync_pattern` |
+
+No other library has a model type `rung`. That is intended: a library that ignored the variant would load such a checkpoint
+without an error and generate nonsense.
+"""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from config import FAMILIES, ModelConfig, Reduces, validate
+from errors import UserError
+from files import CONFIG_BYTES, read_json
+from json_fields import count, get, one_or_list, positive, shown
+from rope_scaling import (
+    DynamicScaling,
+    LinearScaling,
+    read_scaling,
+    rope_of,
+    scaling_to_hf,
+)
+
+# Far above any published model. A larger value means a broken file, and checking such a model would take long.
+MOST = {
+    "vocab_size": 1 << 24,
+    "hidden_size": 1 << 20,
+    "intermediate_size": 1 << 22,
+    "num_hidden_layers": 1 << 12,
+    "num_attention_heads": 1 << 14,
+    "head_dim": 1 << 14,
+}
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "llamaLadder": "LlamaLadderForCausalLM",
+    "rung": "RungForCausalLM",
+}
+
+
+def read_config(path: Path) -> ModelConfig:
+    """Read `config.json` of an HF-layout checkpoint directory.
+
+    Raises UserError if the file is missing or not JSON, if a key is missing, or for a feature that Rung does not support.
+    """
+    try:
+        raw = read_json(path, CONFIG_BYTES)
+    except FileNotFoundError:
+        raise UserError(
+            f"{path} is missing; --model takes a preset's name, or a checkpoint with config.json beside its weights"
+        ) from None
+    try:
+        return config_from_hf(raw)
+    except UserError as e:
+        raise UserError(f"{path}: {e}") from None
+
+
+def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
+    """Translate a `config.json` that transformers (4 or 5) or Rung wrote, or that of a published hybrid ladder.
+
+    Raises UserError if a key is missing or has the wrong type, or for a feature that Rung does not support.
+    """
+    model_type = _model_type(raw)
+    family = {"llamaLadder": "llama", "rung": get(raw, "base_model_type", str, "llama")}.get(model_type, model_type)
+    if family not in FAMILIES:
+        raise UserError(f"model_type {shown(family)} is not supported; supported: {', '.join(FAMILIES)}, llamaLadder, rung")
+    rope, parameters = rope_of(raw), get(raw, "rope_parameters", dict, {})
+    _refuse_unsupported(raw, rope, parameters)
+    n_layers, hidden, heads = (
+        count(raw, key, most=MOST[key]) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads")
+    )
+    head_dim = count(raw, "head_dim", 128 if family == "qwen3" else hidden // heads, MOST["head_dim"])
+    theta = 10000.0
+    for holder in (parameters, raw, rope):  # the last one that has the key takes precedence
+        theta = positive(holder, "rope_theta", theta)
+    scaling, length = read_scaling(raw, theta, head_dim)
+    eos = one_or_list(raw, "eos_token_id")
+    config = ModelConfig(
+        vocab_size=count(raw, "vocab_size", most=MOST["vocab_size"]),
+        hidden_size=hidden,
+        n_layers=n_layers,
+        n_heads=heads,
+        n_kv_heads=count(raw, "num_key_value_heads", heads),
+        head_dim=head_dim,
+        intermediate_size=count(raw, "intermediate_size", most=MOST["intermediate_size"]),
+        max_seq_len=length,
+        family=family,
+        norm_eps=get(raw, "rms_norm_eps", float, 1e-6),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        tie_embeddings=get(raw, "tie_word_embeddings", bool, False),
+        **_biases(raw, family),
+        qk_norm=family == "qwen3",
+        windows=_windows(raw, family, n_layers),
+        eos_token_ids=(eos,) if isinstance(eos, int) else tuple(eos),
+        bos_token_id=get(raw, "bos_token_id", int, None),
+        **_variant(raw, n_layers),
+    )
+    return validate(config)
+
+
+def _model_type(raw: dict[str, Any]) -> str:
+    """The file's `model_type`. The oldest files have none; they are Llamas, unless `architectures` names another model."""
+    architectures = get(raw, "architectures", list, [])
+    unnamed = raw.get("model_type") is None
+    if unnamed and any(name != ARCHITECTURES["llama"] for name in architectures):
+        raise UserError(
+            f"model_type is missing, and architectures names {shown(architectures[0])}; add the model_type of that model"
+        )
+    return get(raw, "model_type", str, "llama")
+
+
+def _refuse_unsupported(*holders: dict[str, Any]) -> None:
+    supported: dict[str, tuple[Any, ...]] = {
+        "hidden_act": ("silu", "swish", None),
+        "quantization_config": (None,),
+        "partial_rotary_factor": (1.0, None),
+    }
+    for key, values in supported.items():
+        for holder in holders:
+            if holder.get(key) not in values:
+                raise UserError(
+                    f"{key} = {shown(holder[key])} is not supported; convert the checkpoint to a plain bf16 one of its family"
+                )
+
+
+def _biases(raw: dict[str, Any], family: str) -> dict[str, Any]:
+    """Which layers have a bias. Llama and Qwen3 have it in q, k, v and o_proj if `attention_bias` is true. Qwen2 always has
+    it in q, k and v, and never in o_proj."""
+    attention, mlp = get(raw, "attention_bias", bool, False), get(raw, "mlp_bias", bool, False)
+    for key, value, families in (("attention_bias", attention, ("llama", "qwen2", "qwen3")), ("mlp_bias", mlp, ("llama",))):
+        if value and family not in families:
+            raise UserError(f"{key} is true, but a {family} model has no such bias; set it to false if the weights have none")
+    return dict(qkv_bias=attention or family == "qwen2", o_bias=attention and family != "qwen2", mlp_bias=mlp)
+
+
+def _windows(raw: dict[str, Any], family: str, n_layers: int) -> tuple[int | None, ...]:
+    """Each layer's sliding window. A missing key has the default of transformers."""
+    if family == "llama" or (family != "mistral" and not get(raw, "use_sliding_window", bool, False)):
+        return ()
+    if raw.get("sliding_window", 4096) is None:
+        return ()
+    window = count(raw, "sliding_window", 4096)
+    kinds = get(raw, "layer_types", list, None)
+    if kinds is None:  # Qwen: the layers from max_window_layers on; Mistral: all of them
+        first = 0 if family == "mistral" else get(raw, "max_window_layers", int, 28)
+        kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(n_layers)]
+    for kind in kinds:
+        if kind not in ("sliding_attention", "full_attention"):
+            raise UserError(f"layer_types names {shown(kind)}, which is not supported; supported: full_, sliding_attention")
+    windows = tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    return windows if set(windows) != {None} or len(windows) != n_layers else ()
+
+
+def _variant(raw: dict[str, Any], n_layers: int) -> dict[str, Any]:
+    variant = get(raw, "residual_variant", str, "ladder" if "ladder_layers" in raw else "standard")
+    if variant == "ladder":
+        layers: Any = one_or_list(raw, "ladder_layers") if "ladder_layers" in raw else n_layers
+        if isinstance(layers, int):
+            if not 0 <= layers <= n_layers:
+                raise UserError(f"ladder_layers = {layers} but the model has {n_layers} layers")
+            layers = range(n_layers - layers, n_layers)
+        # no ladder layers, written as 0, an empty list or null: an ordinary Llama
+        return dict(variant="ladder", ladder_layers=tuple(sorted(layers))) if layers else {}
+    if variant == "desync":
+        pattern = []
+        for layer in get(raw, "desync_pattern", list):
+            if not isinstance(layer, dict):
+                raise UserError(f"desync_pattern must hold one object a layer, not {shown(layer)}")
+            pattern.append(Reduces(get(layer, "attention", bool), get(layer, "mlp", bool)))
+        streams = count(raw, "desync_streams")
+        return dict(variant="desync", desync_streams=streams, desync_pattern=tuple(pattern))
+    return dict(variant=variant)
+
+
+def config_to_hf(config: ModelConfig) -> dict[str, Any]:
+    """The contents of `config.json`. `config_from_hf` reads them back to an equal config; transformers reads them if the
+    variant is standard."""
+    plain = config.variant == "standard"
+    published = config.variant == "ladder" and config.family == "llama"
+    model_type = config.family if plain else "llamaLadder" if published else "rung"
+    scaling, rope = config.rope_scaling, scaling_to_hf(config.rope_scaling)
+    trained = scaling.trained if isinstance(scaling, LinearScaling | DynamicScaling) else config.max_seq_len
+    raw: dict[str, Any] = {
+        "architectures": [ARCHITECTURES[model_type]],
+        "model_type": model_type,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.n_layers,
+        "num_attention_heads": config.n_heads,
+        "num_key_value_heads": config.n_kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.intermediate_size,
+        "max_position_embeddings": trained,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.norm_eps,
+        # both forms: transformers 5 reads the first key, older readers the other two
+        "rope_parameters": {**rope, "rope_theta": config.rope_theta},
+        "rope_theta": config.rope_theta,
+        "rope_scaling": rope if scaling else None,
+        "tie_word_embeddings": config.tie_embeddings,
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": config.eos_token_ids[0] if len(config.eos_token_ids) == 1 else list(config.eos_token_ids) or None,
+        "torch_dtype": "bfloat16",
+    }
+    if config.family in ("llama", "qwen3"):
+        raw["attention_bias"] = config.o_bias
+    if config.family == "llama":
+        raw["mlp_bias"] = config.mlp_bias
+    if any(config.windows):
+        raw["sliding_window"] = next(w for w in config.windows if w)
+        raw["use_sliding_window"] = True
+        if config.family != "mistral" or not all(config.windows):  # transformers reads a Mistral with this key as another model
+            raw["layer_types"] = ["sliding_attention" if w else "full_attention" for w in config.windows]
+    elif config.family == "mistral":
+        raw["sliding_window"] = None  # a missing key would mean Mistral's default of 4096
+    if not plain:
+        raw |= {"base_model_type": config.family, "residual_variant": config.variant}
+    if config.variant == "ladder":
+        raw["ladder_layers"] = list(config.ladder_layers)
+    if config.variant == "desync":
+        raw["desync_streams"] = config.desync_streams
+        raw["desync_pattern"] = [asdict(p) for p in config.desync_pattern]
+    return raw
