@@ -7,7 +7,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from config import ModelConfig, preset
+from config import ModelConfig
+from presets import preset
 from training.planner.cluster import Cluster
 from training.planner.collectives import Profile, link_seconds
 from training.planner.cost import forward_flops, predict

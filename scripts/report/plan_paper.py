@@ -24,11 +24,13 @@ from config import ModelConfig
 from presets import preset
 from scripts.lib.results import add_write_option, made, results_folder, write_json, write_text
 from scripts.report.plan_fit import FITTED, TABLE_IV, flops_of_table_v, report_fit
-from training.plan import as_json, draw, parse_args, scaling
+from training.plan import parse_args
 from training.planner.cluster import Cluster, load_cluster
 from training.planner.collectives import Point, Profile, synthesize
 from training.planner.cost import Communication, Prediction, predict
 from training.planner.memory import activations
+from training.planner.report import as_json
+from training.planner.scaling import draw, scaling
 from training.planner.search import choose, filtered_meshes, rank, shardings, tiling_meshes
 from training.planner.workload import OVERLAPS, Workload
 from training.sharding import Mesh, Sharding

@@ -18,6 +18,7 @@ from training import plan
 from training.planner.cluster import load_cluster
 from training.planner.collectives import synthesize, write_profile
 from training.planner.cost import forward_flops
+from training.planner.scaling import draw, scaling
 from training.sharding import Mesh, Sharding
 
 PAPER = ("--model", "llama-7b", "--gpus", "1024", "--cluster", "a800")
@@ -151,7 +152,7 @@ def _last(done: Finished) -> str:
 
 def test_scaling_covers_8_to_4096_gpus(command: Command) -> None:
     args = plan.parse_args([*PAPER, "--no-overlap", "updates"])
-    lines = plan.scaling(plan.workload_of(args), args, 80e9)
+    lines = scaling(plan.workload_of(args), args, 80e9)
     assert [gpus for gpus, _ in lines["chosen"]] == [8 * 2**i for i in range(10)]
     assert {"ZeRO-1", "ZeRO-3", "MiCS", "ZeRO++"} <= set(lines)
     assert all(0 < mfu < 1 for points in lines.values() for _, mfu in points)
@@ -163,10 +164,10 @@ def test_a_measured_profile_is_plotted_as_far_as_it_reaches(command: Command, tm
     path = tmp_path / "profile.json"
     write_profile(path, synthesize(load_cluster("a800"), 4), {})
     args = plan.parse_args(["--model", "llama-7b", "--gpus", "32", "--cluster", "a800", "--profile", str(path)])
-    lines = plan.scaling(plan.workload_of(args), args, 80e9)
+    lines = scaling(plan.workload_of(args), args, 80e9)
     assert [gpus for gpus, _ in lines["chosen"]] == [8, 16, 32]
     with pytest.raises(UserError, match="leave --plot out"):
-        plan.draw({}, "", tmp_path / "mfu.png")
+        draw({}, "", tmp_path / "mfu.png")
 
 
 @pytest.mark.parametrize(
