@@ -3,10 +3,9 @@
 import os
 from pathlib import Path
 
-from training.token_file import write_tokens
-
 from scripts.corpus.encode import encode_corpus
 from tokenizer import load_tokenizer
+from training.token_file import write_tokens
 from training.tokenize_data import fingerprint
 
 TOKENS_PER_DOCUMENT = 90  # on average

@@ -13,8 +13,6 @@ import numpy as np
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from training.batches import GlobalBatches
-from training.token_file import open_tokens, write_tokens
 
 from config import with_variant
 from errors import UserError
@@ -26,6 +24,7 @@ from scripts.bench.training.rank import copies, covered, planned, separate_hosts
 from scripts.bench.training.rank import parse_args as parse_rank_args
 from tests.support.ranks import Ranks
 from tp import World
+from training.batches import GlobalBatches
 from training.executor import Execution, Executor
 from training.initialize import empty_model, materializer
 from training.losses import cross_entropy
@@ -34,6 +33,7 @@ from training.options import choice, workload_of
 from training.planner.search import alternatives, choose
 from training.sharding import Mesh, Sharding
 from training.step import Trainer
+from training.token_file import open_tokens, write_tokens
 
 pytestmark = pytest.mark.usefixtures("forked_commands")
 

@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from training.batches import GlobalBatches
-from training.token_file import open_tokens, write_tokens
 
 from attention import Causal
 from checkpoint import load_model, random_weights
@@ -24,8 +22,10 @@ from presets import model_config, preset
 from tests.support.ranks import Ranks
 from tp import World
 from training import adapt as command
+from training.batches import GlobalBatches
 from training.export import save_checkpoint
 from training.loop import prepare, train
+from training.token_file import open_tokens, write_tokens
 
 ALONE = World(0, 1, torch.device("cpu"), Local())
 LENGTH, BATCH = 16, 8

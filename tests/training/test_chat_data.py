@@ -15,15 +15,15 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
-from training.batches import GlobalBatches
-from training.token_file import TokenFile, open_tokens
 
 import cli
 from errors import UserError
 from tests import MODELS
 from tokenizer import Tokenizer, load_tokenizer
 from training import tokenize_data
+from training.batches import GlobalBatches
 from training.chat_data import best_fit, encode_example, read_messages
+from training.token_file import TokenFile, open_tokens
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"

@@ -17,12 +17,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from training.batches import Batch
 
 from attention import Causal
 from config import ModelConfig
 from presets import preset
 from scripts.bench.training.rank import covered, kernels, merged
+from training.batches import Batch
 from training.executor import Execution, Executor, Overlap
 from training.initialize import empty_model, materializer
 from training.losses import cross_entropy

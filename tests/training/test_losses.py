@@ -7,12 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from training.batches import IGNORED, Batch
 
 from comm import Local
 from model import Transformer
 from presets import preset
 from training import losses
+from training.batches import IGNORED, Batch
 
 CPU = torch.device("cpu")
 

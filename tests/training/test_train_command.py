@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from training.token_file import write_tokens
 
 import cli
 from attention import Causal
@@ -36,6 +35,7 @@ from training import train as command
 from training.export import save_checkpoint
 from training.loop import prepare, train
 from training.snapshot import read_manifest
+from training.token_file import write_tokens
 
 ALONE = World(0, 1, torch.device("cpu"), Local())
 STEPS, LENGTH = 12, 16

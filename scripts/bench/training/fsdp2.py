@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
-from training.batches import Batch, GlobalBatches
 
 from attention import Causal
 from config import ModelConfig
@@ -24,6 +23,7 @@ from errors import UserError
 from model import Transformer, settle
 from rope import rope_frequencies
 from tp import World
+from training.batches import Batch, GlobalBatches
 from training.initialize import empty_model, materializer
 from training.losses import cross_entropy
 from training.optimizer import AdamSettings, Schedule

@@ -24,8 +24,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile, schedule
-from training.batches import GlobalBatches
-from training.token_file import open_tokens
 
 from cli import Parser, run
 from config import ModelConfig
@@ -34,6 +32,7 @@ from presets import preset
 from scripts.bench.training.fsdp2 import PREFETCH, Fsdp2Trainer, prefetch, shard
 from tp import World, init_world
 from training import profile_collectives
+from training.batches import GlobalBatches
 from training.executor import Executor
 from training.initialize import empty_model, materializer
 from training.loop import together
@@ -56,6 +55,7 @@ from training.planner.cost import forward_flops, predict
 from training.planner.search import alternatives, choose
 from training.sharding import Mesh, Sharding
 from training.step import Trainer, check_batch
+from training.token_file import open_tokens
 
 SYSTEMS = {
     "planner": "planner's choice",

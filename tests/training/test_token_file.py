@@ -1,0 +1,114 @@
+"""Token files: what is written is read, and damaged files are refused."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from errors import UserError
+from training.token_file import TokenFile, TokenWriter, open_tokens, write_tokens
+
+
+def numbered(path: Path, count: int, mask: np.ndarray | None = None, window: int | None = None) -> TokenFile:
+    """A file in which token i is i, so that all tokens differ."""
+    return write_tokens(path / "tokens.bin", np.arange(count), 2**16 + 1, "none", mask, window)
+
+
+@pytest.mark.parametrize(("vocab", "bytes_each"), [(1000, 2), (2**16, 2), (2**16 + 1, 4), (128256, 4)])
+@pytest.mark.parametrize("masked", [False, True])
+def test_what_is_written_is_read(vocab: int, bytes_each: int, masked: bool, tmp_path: Path, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(vocab, size=1000)
+    tokens[0] = vocab - 1
+    mask = rng.integers(2, size=1000) if masked else None
+    path = tmp_path / "x.bin"
+    with TokenWriter(path, vocab, "abc", masked) as writer:
+        for piece in np.split(np.arange(1000), [0, 1, 400, 400, 999]):
+            writer.append(tokens[piece], None if mask is None else mask[piece])
+    found = open_tokens(path, vocab)
+    assert path.read_bytes() == tokens.astype(f"<u{bytes_each}").tobytes()
+    assert np.array_equal(found.tokens, tokens)
+    assert (found.mask is None) if mask is None else np.array_equal(found.mask, mask)
+    assert found.header.tokenizer == "abc" and found.header.tokens == 1000 and found.header.vocab_size == vocab
+
+
+def test_files_are_told_apart_and_an_equal_one_is_not(tmp_path: Path, seed: int) -> None:
+    tokens = np.random.default_rng(seed).integers(1000, size=50)
+    changed, mask = tokens.copy(), np.ones(50)
+    changed[0] ^= 1
+    (tmp_path / "again").mkdir()
+    files = [
+        write_tokens(tmp_path / "a.bin", tokens, 1000, "x"),
+        write_tokens(tmp_path / "b.bin", changed, 1000, "x"),
+        write_tokens(tmp_path / "c.bin", tokens, 1000, "y"),
+        write_tokens(tmp_path / "d.bin", tokens, 1000, "x", mask),
+        write_tokens(tmp_path / "e.bin", tokens[:-1], 1000, "x"),
+    ]
+    assert len({file.fingerprint for file in files}) == 5
+    assert write_tokens(tmp_path / "again" / "a.bin", tokens, 1000, "x").fingerprint == files[0].fingerprint
+
+
+def test_a_mask_of_an_earlier_file_does_not_stay(tmp_path: Path) -> None:
+    numbered(tmp_path, 20, np.ones(20))
+    assert numbered(tmp_path, 20).mask is None
+
+
+def test_an_interrupted_file_is_removed(tmp_path: Path) -> None:
+    def interrupted() -> None:
+        with TokenWriter(tmp_path / "x.bin", 100, "none", masked=True) as writer:
+            writer.append(np.arange(10), np.ones(10))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("ids", [[5, 100], [3, -1]])
+def test_ids_outside_the_vocabulary_are_not_written(ids: list[int], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"token id {100 if 100 in ids else -1} is outside the vocabulary of 100"):
+        write_tokens(tmp_path / "x.bin", np.array(ids), 100, "none")
+
+
+def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot be written"):
+        numbered(tmp_path / "nowhere", 10)
+
+
+def damage_header(folder: Path, **changes: object) -> None:
+    header = folder / "tokens.json"
+    header.write_text(json.dumps(json.loads(header.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda d: (d / "tokens.json").unlink(), "tokens.json is missing"),
+        (lambda d: (d / "tokens.json").write_text("{"), "no header of a token file"),
+        (lambda d: (d / "tokens.json").write_bytes(b"\xff\xfe{"), "no header of a token file"),
+        (lambda d: (d / "tokens.json").write_text("[1]"), "no header of a token file"),
+        (lambda d: damage_header(d, format=2), "format 1"),
+        (lambda d: damage_header(d, dtype="int8"), "no valid dtype"),
+        (lambda d: damage_header(d, tokens="many"), "no valid dtype and token count"),
+        (lambda d: damage_header(d, window=-5), "no valid dtype and token count"),
+        (lambda d: (d / "tokens.bin").unlink(), "tokens.bin cannot be read"),
+        (lambda d: (d / "tokens.bin").write_bytes(b"12345"), "5 bytes where its header says 400: it is torn"),
+        (lambda d: (d / "tokens.bin").write_bytes(b"1" * 401), "401 bytes where its header says 400: it is torn"),
+        (lambda d: (d / "tokens.bin").write_bytes(b"1" * 396), "396 bytes where its header says 400: it is torn"),
+        (lambda d: (d / "tokens.mask").write_bytes(b"12345"), "5 bytes where its header says 100: it is torn"),
+    ],
+)
+def test_damaged_files(damage: object, says: str, tmp_path: Path) -> None:
+    path = numbered(tmp_path, 100, np.ones(100)).path
+    damage(tmp_path)  # type: ignore[operator]
+    with pytest.raises(UserError, match=says):
+        open_tokens(path, 2**17)
+
+
+def test_a_larger_vocabulary_than_the_models(tmp_path: Path) -> None:
+    path = numbered(tmp_path, 100).path
+    with pytest.raises(UserError, match="ids below 65537, but the model knows 1024; tokenize with the model's own"):
+        open_tokens(path, 1024)
+    with pytest.raises(UserError, match=r"no token file, whose name ends in \.bin"):
+        open_tokens(tmp_path / "tokens.json", 2**17)
