@@ -26,7 +26,8 @@ from training.metrics import Meter, plot_losses
 from training.optimizer import Optimizer
 from training.options import Planned, adam_of, dtype_of, execution_of, plan, ranks_mesh, schedule_of, workload_of
 from training.planner.cost import forward_flops
-from training.snapshot import Snapshots, check_fits, read_manifest
+from training.snapshot import Snapshots
+from training.snapshot_folder import check_fits, read_manifest
 from training.step import Loss, Trainer, check_batch
 from training.token_file import open_tokens
 

@@ -12,15 +12,11 @@ of its own, so files of a killed run cannot get into a snapshot. The folders mus
 """
 
 import json
-import os
-import re
-import shutil
 import threading
 import time
 import weakref
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,10 +27,20 @@ from tqdm import tqdm
 
 from errors import UserError
 from training.flat_file import TornFile, check_size, read, write
+from training.snapshot_folder import (
+    FORMAT,
+    MANIFEST,
+    advice,
+    check_coverage,
+    checksum,
+    complete_snapshots,
+    put_in_place,
+    read_manifest,
+    remove,
+    write_json,
+)
 
-FORMAT = 1
 KEYS = ("master", "exp_avg", "exp_avg_sq")
-MANIFEST = "manifest.json"
 POLL_SECONDS = 0.05
 
 Range = tuple[str, int, int]  # elements [start, stop) of a flattened parameter
@@ -130,23 +136,23 @@ class Snapshots:
             part["file"] = f"rank-{self.rank}.safetensors"
             sizes = {_tensor_name(*piece, key): piece[2] - piece[1] for piece in ranges for key in KEYS}
             part |= write(partial / part["file"], sizes, values)
-        _write_json(partial / f"rank-{self.rank}.json", part)
+        write_json(partial / f"rank-{self.rank}.json", part)
 
     def _complete(self, partial: Path, manifest: dict[str, Any]) -> None:
         """On rank 0: wait for all parts, make them a snapshot, and only then remove snapshots that are no longer kept."""
         parts = self._wait_for_parts(partial)
         manifest["files"] = [part for part in parts if part["file"]]
-        _check_coverage(partial, manifest)
+        check_coverage(partial, manifest)
         for file in manifest["files"]:
             check_size(partial / file["file"], file)
-        _write_json(partial / MANIFEST, {"crc32": _checksum(manifest)} | manifest)
+        write_json(partial / MANIFEST, {"crc32": checksum(manifest)} | manifest)
         for rank in range(self.world_size):
             (partial / f"rank-{rank}.json").unlink()
         final = self.directory / f"step-{manifest['step']:08d}"
-        _put_in_place(partial, final)
+        put_in_place(partial, final)
         others = [path for path in complete_snapshots(self.directory) if path != final]
         for old in others[: max(0, len(others) - (self.keep - 1))]:
-            _remove(old)
+            remove(old)
         self._clear(self._saves)
 
     def _clear(self, finished: int) -> None:
@@ -159,7 +165,7 @@ class Snapshots:
             else:
                 stale = not (path / MANIFEST).exists()
             if stale:
-                _remove(path)
+                remove(path)
 
     def _wait_for_parts(self, partial: Path) -> list[dict[str, Any]]:
         """The JSON of each rank about its file, once all are written. Raises UserError if a rank failed, or if no file
@@ -200,7 +206,7 @@ class Snapshots:
         with suppress(OSError):
             (partial / f"rank-{self.rank}.safetensors").unlink(missing_ok=True)
         with suppress(OSError):  # otherwise rank 0 waits until its timeout
-            _write_json(partial / f"rank-{self.rank}.failed", {"message": str(error)})
+            write_json(partial / f"rank-{self.rank}.failed", {"message": str(error)})
         return error
 
     def _kept(self) -> str:
@@ -271,78 +277,6 @@ class _HostCopy:
         return self.flat
 
 
-# --- the folder ----------------------------------------------------------------------------------------------------------
-
-
-def complete_snapshots(directory: Path) -> list[Path]:
-    """The folders of all complete snapshots, oldest first. Raises UserError if the directory cannot be read."""
-    try:
-        names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
-    except OSError as e:
-        raise UserError(f"{directory} cannot be read ({e.strerror}); mend its permissions or name another folder") from None
-    found = [name for name in names if re.fullmatch(r"step-\d{8,}(\.old)?", name) and (directory / name / MANIFEST).exists()]
-    return [
-        directory / name for name in sorted(found, key=lambda n: (int(n.split("-")[1].split(".")[0]), not n.endswith(".old")))
-    ]
-
-
-def read_manifest(path: Path) -> dict[str, Any]:
-    """A snapshot's `step`, `meta`, `shapes` and `files`. Raises UserError if it is damaged, or is not a snapshot of this
-    format."""
-    try:
-        return _read_manifest(path)
-    except TornFile as e:
-        raise UserError(f"{e}; {_instead(path)}") from None
-
-
-def check_fits(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise UserError unless the snapshot has exactly these parameters with these shapes. Reads only the manifest."""
-    found = {name: tuple(shape) for name, shape in read_manifest(path)["shapes"].items()}
-    for name in sorted(found.keys() | shapes.keys()):
-        there, here = found.get(name), shapes.get(name)
-        if there is None or here is None or there != tuple(here):
-            raise UserError(
-                f"{path} is of another model: {name} has {f'shape {there}' if there is not None else 'no place'} there and "
-                f"{f'shape {tuple(here)}' if here is not None else 'no place'} in this model; resume with that run's own settings"
-            )
-
-
-def _read_manifest(path: Path) -> dict[str, Any]:
-    """Like `read_manifest`, but raises TornFile for a snapshot that is damaged."""
-    file = path / MANIFEST
-    if not file.is_file():
-        raise UserError(f"{path} is no complete snapshot, it has no {MANIFEST}; name a folder such as snapshots/step-00000500")
-    try:
-        manifest = json.loads(file.read_text())
-    except OSError as e:
-        raise TornFile(f"{file} cannot be read ({e.strerror})") from None
-    except ValueError:
-        raise TornFile(f"{file} is torn: it is no JSON") from None
-    if not isinstance(manifest, dict) or not {"format", "crc32"} <= manifest.keys():
-        raise UserError(f"{file} is not that of a training snapshot; name a folder that training wrote")
-    if manifest["format"] != FORMAT:
-        raise UserError(f"{file} has format {manifest['format']}, this version reads {FORMAT}; use the version that wrote it")
-    if manifest.pop("crc32") != _checksum(manifest):
-        raise TornFile(f"{file} is damaged: it does not match its checksum")
-    _check_coverage(path, manifest)
-    return manifest
-
-
-def _check_coverage(path: Path, manifest: Mapping[str, Any]) -> None:
-    """Raise UserError unless the pieces cover every parameter exactly once."""
-    ends = dict.fromkeys(manifest["shapes"], 0)
-    for name, start, stop in sorted(tuple(piece) for file in manifest["files"] for piece in file["pieces"]):
-        if ends.get(name) != start:
-            expected = f"{ends[name]} was next" if name in ends else "it is no parameter of the model"
-            raise UserError(f"{path}: a rank has {name} from element {start} on, but {expected}; report this as a bug")
-        ends[name] = stop
-    for name, shape in manifest["shapes"].items():
-        if ends[name] != torch.Size(shape).numel():
-            raise UserError(
-                f"{path}: the ranks have {name} up to element {ends[name]} of {torch.Size(shape).numel()}; report this as a bug"
-            )
-
-
 def _read_file(path: Path, file: Mapping[str, Any], wanted: Sequence[Range], found: Sequence[dict[str, Tensor]]) -> int:
     """Copy the parts of the wanted ranges that this file has into `found`. Returns the number of elements."""
     places: dict[str, list[int]] = {}
@@ -362,41 +296,8 @@ def _read_file(path: Path, file: Mapping[str, Any], wanted: Sequence[Range], fou
         if slices:
             read(path / file["file"], file, slices)
     except TornFile as e:
-        raise UserError(f"{e}; {_instead(path)}") from None
+        raise UserError(f"{e}; {advice(path)}") from None
     return count
-
-
-def _instead(path: Path) -> str:
-    """Advice for a damaged snapshot. A snapshot that it names has a valid manifest, and all files with their full sizes."""
-    for other in reversed(complete_snapshots(path.parent)):
-        with suppress(UserError, TornFile):
-            if other != path:
-                for file in _read_manifest(other)["files"]:
-                    check_size(other / file["file"], file)
-                return f"delete {path} to go on from {other.name}"
-    return "there is no other whole snapshot beside it: start again with another --out"
-
-
-def _put_in_place(partial: Path, final: Path) -> None:
-    """Give a complete folder its final name. An older snapshot of that name stays readable until then."""
-    old = final.with_suffix(".old")
-    if (final / MANIFEST).exists():
-        _remove(old)
-        final.rename(old)
-    elif final.exists():
-        _remove(final)
-    partial.rename(final)
-    _sync(final.parent)
-    _sync(final.parent.parent)
-    _remove(old)
-
-
-def _remove(path: Path) -> None:
-    """Remove a folder, its manifest first. Without a manifest it is not a snapshot, so a kill here cannot leave a
-    snapshot that lacks files."""
-    with suppress(OSError):
-        (path / MANIFEST).unlink(missing_ok=True)
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def _size(path: Path) -> int | None:
@@ -408,34 +309,3 @@ def _size(path: Path) -> int | None:
 
 def _tensor_name(name: str, start: int, stop: int, key: str) -> str:
     return f"{name}[{start}:{stop}].{key}"
-
-
-def _checksum(manifest: Mapping[str, Any]) -> int:
-    return zlib.crc32(json.dumps(manifest).encode())
-
-
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a JSON file. It appears under its name only when all of it is on disk."""
-    hidden = path.with_suffix(".tmp")
-    with hidden.open("w") as file:
-        file.write(json.dumps(value))
-        file.flush()
-        os.fsync(file.fileno())
-    with _opened(path.parent) as folder:  # opened first: rank 0 may rename the folder once it sees the file
-        hidden.rename(path)
-        os.fsync(folder)
-
-
-def _sync(directory: Path) -> None:
-    """Write the names in a directory to disk."""
-    with _opened(directory) as folder:
-        os.fsync(folder)
-
-
-@contextmanager
-def _opened(directory: Path) -> Iterator[int]:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)

@@ -16,7 +16,8 @@ from training.executor import Executor
 from training.export import add_modeling, save_checkpoint
 from training.groups import Group
 from training.optimizer import Optimizer, Schedule
-from training.snapshot import Piece, Snapshots, read_manifest
+from training.snapshot import Piece, Snapshots
+from training.snapshot_folder import read_manifest
 
 Loss = Callable[[Transformer, Tensor, Batch], Tensor]
 """(model, normed hidden states (B, T, C), batch) to the sum of the loss over the batch's supervised tokens, fp32."""

@@ -24,7 +24,8 @@ from torch import Tensor
 
 import training.flat_file
 from errors import UserError
-from training.snapshot import KEYS, Piece, Snapshots, check_fits, read_manifest
+from training.snapshot import KEYS, Piece, Snapshots
+from training.snapshot_folder import check_fits, complete_snapshots, read_manifest, write_json
 
 Shapes = dict[str, tuple[int, ...]]
 State = dict[str, dict[str, Tensor]]
@@ -273,11 +274,13 @@ def test_a_kill_between_the_two_renames_of_a_replacement(tmp_path: Path, seed: i
 
 
 def test_a_snapshot_whose_removal_was_killed_is_none(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training.snapshot.shutil, "rmtree", lambda *_, **__: None)  # as if killed before the data are deleted
+    monkeypatch.setattr(
+        training.snapshot_folder.shutil, "rmtree", lambda *_, **__: None
+    )  # as if killed before the data are deleted
     for step in (1, 2, 3):
         snapshots, _ = saved(tmp_path, step, seed, keep=1)
     assert names(tmp_path / "step-00000001") == ["rank-0.safetensors"]
-    assert training.snapshot.complete_snapshots(tmp_path) == [tmp_path / "step-00000003"] == [snapshots.latest()]
+    assert complete_snapshots(tmp_path) == [tmp_path / "step-00000003"] == [snapshots.latest()]
 
 
 def test_latest_skips_what_is_incomplete_and_a_save_clears_it_away(tmp_path: Path, seed: int) -> None:
@@ -617,5 +620,5 @@ def test_a_folder_may_be_renamed_as_soon_as_a_file_shows(tmp_path: Path, monkeyp
         rename(folder, tmp_path / "step")
 
     monkeypatch.setattr(Path, "rename", rename_both)
-    training.snapshot._write_json(folder / "rank-1.json", {"file": None})
+    write_json(folder / "rank-1.json", {"file": None})
     assert json.loads((tmp_path / "step" / "rank-1.json").read_text()) == {"file": None}

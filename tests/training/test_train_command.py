@@ -34,7 +34,7 @@ from tp import World
 from training import train as command
 from training.export import save_checkpoint
 from training.loop import prepare, train
-from training.snapshot import read_manifest
+from training.snapshot_folder import read_manifest
 from training.token_file import write_tokens
 
 ALONE = World(0, 1, torch.device("cpu"), Local())

@@ -1,0 +1,156 @@
+"""The folder of a snapshot: its manifest, its name, and how it becomes complete in one step.
+
+Only a folder with a manifest and its final name is a snapshot. So a run that is killed while it writes or removes one never
+leaves a folder that could be mistaken for a complete snapshot.
+"""
+
+import json
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from errors import UserError
+from training.flat_file import TornFile, check_size
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+
+
+def complete_snapshots(directory: Path) -> list[Path]:
+    """The folders of all complete snapshots, oldest first. Raises UserError if the directory cannot be read."""
+    try:
+        names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
+    except OSError as e:
+        raise UserError(f"{directory} cannot be read ({e.strerror}); mend its permissions or name another folder") from None
+    found = [name for name in names if re.fullmatch(r"step-\d{8,}(\.old)?", name) and (directory / name / MANIFEST).exists()]
+    return [
+        directory / name for name in sorted(found, key=lambda n: (int(n.split("-")[1].split(".")[0]), not n.endswith(".old")))
+    ]
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """A snapshot's `step`, `meta`, `shapes` and `files`. Raises UserError if it is damaged, or is not a snapshot of this
+    format."""
+    try:
+        return _read_manifest(path)
+    except TornFile as e:
+        raise UserError(f"{e}; {advice(path)}") from None
+
+
+def check_fits(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise UserError unless the snapshot has exactly these parameters with these shapes. Reads only the manifest."""
+    found = {name: tuple(shape) for name, shape in read_manifest(path)["shapes"].items()}
+    for name in sorted(found.keys() | shapes.keys()):
+        there, here = found.get(name), shapes.get(name)
+        if there is None or here is None or there != tuple(here):
+            raise UserError(
+                f"{path} is of another model: {name} has {f'shape {there}' if there is not None else 'no place'} there and "
+                f"{f'shape {tuple(here)}' if here is not None else 'no place'} in this model; resume with that run's own settings"
+            )
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    """Like `read_manifest`, but raises TornFile for a snapshot that is damaged."""
+    file = path / MANIFEST
+    if not file.is_file():
+        raise UserError(f"{path} is no complete snapshot, it has no {MANIFEST}; name a folder such as snapshots/step-00000500")
+    try:
+        manifest = json.loads(file.read_text())
+    except OSError as e:
+        raise TornFile(f"{file} cannot be read ({e.strerror})") from None
+    except ValueError:
+        raise TornFile(f"{file} is torn: it is no JSON") from None
+    if not isinstance(manifest, dict) or not {"format", "crc32"} <= manifest.keys():
+        raise UserError(f"{file} is not that of a training snapshot; name a folder that training wrote")
+    if manifest["format"] != FORMAT:
+        raise UserError(f"{file} has format {manifest['format']}, this version reads {FORMAT}; use the version that wrote it")
+    if manifest.pop("crc32") != checksum(manifest):
+        raise TornFile(f"{file} is damaged: it does not match its checksum")
+    check_coverage(path, manifest)
+    return manifest
+
+
+def check_coverage(path: Path, manifest: Mapping[str, Any]) -> None:
+    """Raise UserError unless the pieces cover every parameter exactly once."""
+    ends = dict.fromkeys(manifest["shapes"], 0)
+    for name, start, stop in sorted(tuple(piece) for file in manifest["files"] for piece in file["pieces"]):
+        if ends.get(name) != start:
+            expected = f"{ends[name]} was next" if name in ends else "it is no parameter of the model"
+            raise UserError(f"{path}: a rank has {name} from element {start} on, but {expected}; report this as a bug")
+        ends[name] = stop
+    for name, shape in manifest["shapes"].items():
+        if ends[name] != torch.Size(shape).numel():
+            raise UserError(
+                f"{path}: the ranks have {name} up to element {ends[name]} of {torch.Size(shape).numel()}; report this as a bug"
+            )
+
+
+def advice(path: Path) -> str:
+    """Advice for a damaged snapshot. A snapshot that it names has a valid manifest, and all files with their full sizes."""
+    for other in reversed(complete_snapshots(path.parent)):
+        with suppress(UserError, TornFile):
+            if other != path:
+                for file in _read_manifest(other)["files"]:
+                    check_size(other / file["file"], file)
+                return f"delete {path} to go on from {other.name}"
+    return "there is no other whole snapshot beside it: start again with another --out"
+
+
+def put_in_place(partial: Path, final: Path) -> None:
+    """Give a complete folder its final name. An older snapshot of that name stays readable until then."""
+    old = final.with_suffix(".old")
+    if (final / MANIFEST).exists():
+        remove(old)
+        final.rename(old)
+    elif final.exists():
+        remove(final)
+    partial.rename(final)
+    _sync(final.parent)
+    _sync(final.parent.parent)
+    remove(old)
+
+
+def remove(path: Path) -> None:
+    """Remove a folder, its manifest first. Without a manifest it is not a snapshot, so a kill here cannot leave a
+    snapshot that lacks files."""
+    with suppress(OSError):
+        (path / MANIFEST).unlink(missing_ok=True)
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def checksum(manifest: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(manifest).encode())
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a JSON file. It appears under its name only when all of it is on disk."""
+    hidden = path.with_suffix(".tmp")
+    with hidden.open("w") as file:
+        file.write(json.dumps(value))
+        file.flush()
+        os.fsync(file.fileno())
+    with _opened(path.parent) as folder:  # opened first: rank 0 may rename the folder once it sees the file
+        hidden.rename(path)
+        os.fsync(folder)
+
+
+def _sync(directory: Path) -> None:
+    """Write the names in a directory to disk."""
+    with _opened(directory) as folder:
+        os.fsync(folder)
+
+
+@contextmanager
+def _opened(directory: Path) -> Iterator[int]:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
