@@ -20,7 +20,7 @@ import cli
 from errors import UserError
 from tests import MODELS
 from tokenizer import Tokenizer, load_tokenizer
-from training import tokenize_data
+from training import encode, tokenize_data
 from training.batches import GlobalBatches
 from training.chat_data import best_fit, encode_example, read_messages
 from training.token_file import TokenFile, open_tokens
@@ -330,7 +330,7 @@ def test_processes_change_nothing(command: Command, tmp_path: Path, monkeypatch:
     data = write_lines(
         tmp_path / "c.jsonl", [{"messages": some_messages(rng)} if rng.random() < 0.9 else "" for _ in range(90)]
     )
-    monkeypatch.setattr(tokenize_data, "PIECE_BYTES", 997)
+    monkeypatch.setattr(encode, "PIECE_BYTES", 997)
     found = []
     for processes in (1, 2):
         out = tmp_path / f"{processes}.bin"
@@ -359,7 +359,7 @@ def test_documents_lie_one_after_the_other(
     ]
     assert expected.count(tokenizer.eos_ids[0]) == 40
     for size in (1, rng.randint(2, 300), 10**6):
-        monkeypatch.setattr(tokenize_data, "PIECE_BYTES", size)
+        monkeypatch.setattr(encode, "PIECE_BYTES", size)
         code, said = command("--model", EMBEDDED, "--out", tmp_path / "t.bin", tmp_path, "--processes", 1, "--force")
         assert code == 0 and "40 documents" in said, said
         file = open_tokens(tmp_path / "t.bin", 1024)
@@ -383,7 +383,7 @@ def test_documents_lie_one_after_the_other(
 def test_errors_name_file_and_line(
     lines: list[str], chat: bool, says: str, piece_bytes: int, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokenize_data, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(encode, "PIECE_BYTES", piece_bytes)
     data, options = write_lines(tmp_path / "d.jsonl", lines), ["--chat", "--sequence-length", "20"] if chat else []
     code, said = command("--model", EMBEDDED, "--out", tmp_path / "t.bin", data, *options, "--processes", 1)
     errors = [line for line in said.splitlines() if "error:" in line]
@@ -421,7 +421,7 @@ def test_errors_of_the_command_line(command: Command, tmp_path: Path, checkpoint
 
 def test_an_error_of_another_process_is_one_line(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = write_lines(tmp_path / "d.jsonl", [{"text": "a" * 50}] * 8 + ["{"])
-    monkeypatch.setattr(tokenize_data, "PIECE_BYTES", 300)
+    monkeypatch.setattr(encode, "PIECE_BYTES", 300)
     code, said = command("--model", EMBEDDED, "--out", tmp_path / "t.bin", data, "--processes", 2)
     assert code == 2 and "d.jsonl, line 9: this is no JSON" in said and "Traceback" not in said
 

@@ -1,0 +1,213 @@
+"""Encodes text and conversations as token ids, in as many processes as there are cores.
+
+Inputs are cut into pieces of about equal size. The result does not depend on the number of processes.
+"""
+
+import json
+import multiprocessing
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from errors import UserError
+from tokenizer import load_tokenizer
+from training.chat_data import encode_example, read_messages
+
+PIECE_BYTES = 1 << 20  # of input in one work item
+SUFFIXES = (".jsonl", ".txt")
+
+
+# --- the work of one process ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Task:
+    """The settings of the encoding."""
+
+    model: Path
+    chat: bool
+    window: int = 0  # with --chat: the most tokens that an example may have
+    last_answer: bool = False
+    truncate: bool = False  # truncate examples that are longer than a window; otherwise they are left out
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Bytes start … stop - 1 of a file. For JSON lines: the lines that begin there."""
+
+    path: Path
+    start: int
+    stop: int
+
+
+@dataclass
+class Encoded:
+    """The examples of a piece, one after the other."""
+
+    ids: np.ndarray  # uint32
+    mask: np.ndarray  # uint8
+    lengths: np.ndarray  # int64, of the examples
+    truncated: int = 0
+    skipped: int = 0
+
+
+class Encoder:
+    """Encodes pieces; each process has one."""
+
+    def __init__(self, task: Task) -> None:
+        self.task, self.tokenizer = task, load_tokenizer(task.model)
+
+    def encode(self, piece: Piece) -> Encoded:
+        """Encode a piece. Raises UserError that names file and line."""
+        ids: list[int] = []
+        mask: list[int] = []
+        lengths: list[int] = []
+        truncated = skipped = 0
+        for offset, text in _documents(piece):
+            try:
+                example_ids, example_mask = self._example(text, piece.path.suffix == ".txt")
+            except UserError as e:
+                raise UserError(f"{_where(piece.path, offset)}: {e}") from None
+            if self.task.chat and len(example_ids) > self.task.window:
+                example_ids, example_mask = example_ids[: self.task.window], example_mask[: self.task.window]
+                if not self.task.truncate or not any(example_mask):
+                    skipped += 1
+                    continue
+                truncated += 1
+            ids += example_ids
+            mask += example_mask
+            lengths.append(len(example_ids))
+        arrays = np.array(ids, np.uint32), np.array(mask, np.uint8), np.array(lengths, np.int64)
+        return Encoded(*arrays, truncated, skipped)
+
+    def _example(self, text: bytes, is_document: bool) -> tuple[list[int], list[int]]:
+        decoded = _decode(text)
+        if is_document:
+            return self._document(decoded), []
+        record = _record(decoded)
+        if self.task.chat:
+            example = encode_example(self.tokenizer, read_messages(record), _tools(record), self.task.last_answer)
+            return example.ids, example.mask
+        if not isinstance(record.get("text"), str):
+            raise UserError('there is no "text"; for conversations ("messages") add --chat')
+        return self._document(record["text"]), []
+
+    def _document(self, text: str) -> list[int]:
+        if not text.strip():
+            raise UserError("the document is empty; leave it out")
+        end = self.tokenizer.eos_ids[0]
+        ids = self.tokenizer.encode(text, parse_special=False)
+        return ids if ids[-1] == end else [*ids, end]
+
+
+def _documents(piece: Piece) -> Iterator[tuple[int, bytes]]:
+    """Offset and bytes of each document or line; blank lines are left out."""
+    try:
+        with piece.path.open("rb") as file:
+            if piece.path.suffix == ".txt":
+                yield 0, file.read()
+                return
+            file.seek(max(0, piece.start - 1))
+            if piece.start:
+                file.readline()  # the rest of a line that began in the previous piece, or only that line's end
+            while (offset := file.tell()) < piece.stop and (line := file.readline()):
+                if line.strip():
+                    yield offset, line
+    except OSError as e:
+        raise UserError(f"{piece.path} cannot be read ({e.strerror}); check the path and its permissions") from None
+
+
+def _where(path: Path, offset: int) -> str:
+    """The file, and the number of the line that begins at `offset`, for an error message."""
+    if path.suffix == ".txt":
+        return str(path)
+    line = 1
+    with path.open("rb") as file:
+        while offset and (block := file.read(min(offset, PIECE_BYTES))):
+            line += block.count(b"\n")
+            offset -= len(block)
+    return f"{path}, line {line}"
+
+
+def _decode(text: bytes) -> str:
+    try:
+        return text.decode("utf-8")
+    except UnicodeDecodeError as e:
+        raise UserError(f"this is no UTF-8 text ({e.reason}); convert the file") from None
+
+
+def _record(line: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as e:
+        raise UserError(f"this is no JSON ({e}); every line must be one JSON object") from None
+    if not isinstance(record, dict):
+        raise UserError("this is no JSON object; every line must be one")
+    return record
+
+
+def _tools(record: dict[str, Any]) -> list[dict[str, Any]] | None:
+    tools = record.get("tools") or None
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise UserError("tools must be a list of objects")
+    return tools
+
+
+# --- many processes ------------------------------------------------------------------------------------------------------
+
+_encoder: Encoder  # of this process
+
+
+def _start_process(task: Task) -> None:
+    global _encoder
+    _encoder = Encoder(task)
+
+
+def _encode_piece(piece: Piece) -> Encoded:
+    return _encoder.encode(piece)
+
+
+def find_pieces(inputs: Sequence[Path], chat: bool) -> list[Piece]:
+    """The work items of the inputs, in the order of the output. Raises UserError if an input is missing or has an unknown
+    suffix."""
+    files: list[Path] = []
+    for path in inputs:
+        found = [path] if path.is_file() else sorted(f for f in path.rglob("*") if f.suffix in SUFFIXES and f.is_file())
+        if not found:
+            raise UserError(f"{path} is no file and no folder with {' or '.join(SUFFIXES)} files; name the data to tokenize")
+        files += found
+    for file in files:
+        if file.suffix not in SUFFIXES or (chat and file.suffix != ".jsonl"):
+            wanted = ".jsonl" if chat else " or ".join(SUFFIXES)
+            raise UserError(f"{file} is of no kind that is read here; give {wanted} files")
+    return [piece for file in files for piece in _cut(file, file.stat().st_size)]
+
+
+def _cut(file: Path, size: int) -> Iterator[Piece]:
+    step = PIECE_BYTES if file.suffix == ".jsonl" else max(size, 1)
+    for start in range(0, size, step):
+        yield Piece(file, start, min(start + step, size))
+
+
+def encode_all(task: Task, pieces: Sequence[Piece], processes: int) -> Iterator[Encoded]:
+    """Encode the pieces. Yields each piece's examples in order, for any number of processes."""
+    total = sum(piece.stop - piece.start for piece in pieces)
+    with _results(task, pieces, processes) as results, tqdm(total=total, desc="tokenizing", unit="B", unit_scale=True) as bar:
+        for piece, encoded in zip(pieces, results, strict=True):
+            yield encoded
+            bar.update(piece.stop - piece.start)
+
+
+@contextmanager
+def _results(task: Task, pieces: Sequence[Piece], processes: int) -> Iterator[Iterator[Encoded]]:
+    if processes == 1 or len(pieces) == 1:
+        yield map(Encoder(task).encode, pieces)
+        return
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(min(processes, len(pieces)), _start_process, (task,)) as pool:
+        yield pool.imap(_encode_piece, pieces)
