@@ -39,7 +39,8 @@ from options import ModelOptions, add_options, dtype_name
 from presets import has_random_weights, is_shape, model_config
 from processes import is_rank
 from profiling import annotate, profiled
-from tokenizer import Tokenizer, check_fits, find_tokenizer, load_tokenizer
+from tokenizer import Tokenizer, check_fits
+from tokenizer_files import find_tokenizer, load_tokenizer
 from tp import World, agree_on_error, init_world, stream_shards
 
 if TYPE_CHECKING:

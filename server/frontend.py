@@ -28,7 +28,8 @@ from server.metrics import Metrics
 from server.problems import ApiError
 from server.service import Service
 from server.settings import Settings
-from tokenizer import Tokenizer, tokenizer_of
+from tokenizer import Tokenizer
+from tokenizer_files import tokenizer_of
 
 FAILED = 1
 FLUSH_SECONDS = 2.0  # time to send the last responses after their requests were ended

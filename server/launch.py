@@ -23,7 +23,8 @@ from server.address import check_port
 from server.logs import log
 from server.process import Frontend
 from server.settings import Settings, load_settings
-from tokenizer import Tokenizer, check_fits, tokenizer_of
+from tokenizer import Tokenizer, check_fits
+from tokenizer_files import tokenizer_of
 from tp import World, agree_on_error, init_world, stream_shards
 
 FAILED = 1  # exit code

@@ -16,7 +16,8 @@ from typing import Any
 from errors import UserError
 from processes import die_with_parent
 from server.problems import ApiError
-from tokenizer import Tokenizer, tokenizer_of
+from tokenizer import Tokenizer
+from tokenizer_files import tokenizer_of
 
 HEADER = 8  # bytes of a message's length, which precedes the message
 MEMORY = 1 << 30  # bytes of address space, added to those that a worker has when it starts

@@ -25,7 +25,7 @@ from tests.support import quick_start
 from tests.support.command_line import HYBRID, MODELS, Finished, Here, command, environment, launch
 from tests.support.ranks import Ranks
 from tests.support.server_process import rank_pids, runs
-from tokenizer import load_tokenizer
+from tokenizer_files import load_tokenizer
 from tp import World, agree_on_error, stream_shards
 
 TENSORS = "model.safetensors"

@@ -28,7 +28,8 @@ from scripts.corpus.documents import documents
 from server import launch as launch_server
 from server.settings import load_settings
 from tests.support.command_line import HYBRID, MODELS, Here, launch
-from tokenizer import Tokenizer, load_tokenizer
+from tokenizer import Tokenizer
+from tokenizer_files import load_tokenizer
 from tp import World
 
 KEYS = [

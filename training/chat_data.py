@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from chat_template import Message
 from errors import UserError
-from tokenizer import Message, Tokenizer
+from tokenizer import Tokenizer
 from training.token_file import TokenFile
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "ipython")

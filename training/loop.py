@@ -17,7 +17,7 @@ from cli import note
 from config import ModelConfig
 from errors import UserError
 from hf_config import config_to_hf
-from tokenizer import find_tokenizer
+from tokenizer_files import find_tokenizer
 from tp import World, agree_on_error
 from training.batches import GlobalBatches
 from training.executor import Executor

@@ -31,7 +31,8 @@ from tqdm import tqdm
 
 from cli import Parser, run
 from errors import UserError
-from tokenizer import Tokenizer, load_tokenizer
+from tokenizer import Tokenizer
+from tokenizer_files import load_tokenizer
 from training.chat_data import packed
 from training.encode import Encoded, Piece, Task, encode_all, find_pieces
 from training.export import copy_tokenizer

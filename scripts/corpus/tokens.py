@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from scripts.corpus.encode import encode_corpus
-from tokenizer import load_tokenizer
+from tokenizer_files import load_tokenizer
 from training.token_file import write_tokens
 from training.tokenize_data import fingerprint
 

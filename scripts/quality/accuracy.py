@@ -37,7 +37,8 @@ from scripts.corpus.documents import documents, render
 from scripts.lib.machine import describe, machine
 from scripts.lib.results import ROOT, add_write_option, results_folder, write_json, write_text
 from scripts.quality.embedded import EXACT, TASKS
-from tokenizer import Tokenizer, load_tokenizer
+from tokenizer import Tokenizer
+from tokenizer_files import load_tokenizer
 from tp import World, init_world
 from variants import TRAINABLE
 

@@ -39,7 +39,8 @@ from scripts.corpus.documents import documents
 from scripts.lib.machine import describe, machine
 from scripts.lib.results import ROOT, add_write_option, results_folder, write_json
 from scripts.lib.servers import rung_server
-from tokenizer import Tokenizer, load_tokenizer
+from tokenizer import Tokenizer
+from tokenizer_files import load_tokenizer
 from tp import init_world
 
 SEED = 2  # of the held-out documents

@@ -33,7 +33,7 @@ from scripts.corpus.documents import documents, render
 from scripts.lib.machine import describe, machine
 from scripts.lib.results import ROOT, add_write_option, results_folder, write_json, write_text
 from scripts.quality.accuracy import SEED, perplexity
-from tokenizer import load_tokenizer
+from tokenizer_files import load_tokenizer
 from tp import World, init_world
 
 GROUPS = ("32", "64", "128", "token")

@@ -12,7 +12,7 @@ from engine.offline import Timing, generate
 from engine.sampler import SamplingParams
 from presets import model_config
 from tests import MODELS
-from tokenizer import load_tokenizer
+from tokenizer_files import load_tokenizer
 from tp import init_world
 
 EMBEDDED = ("standard", "parallel", "ladder", "hybrid", "desync-2x", "desync-4x")

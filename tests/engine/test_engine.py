@@ -30,7 +30,7 @@ from presets import model_config
 from rope_scaling import YarnScaling
 from tests import MODELS
 from tests.support.ranks import Ranks
-from tokenizer import load_tokenizer
+from tokenizer_files import load_tokenizer
 from tp import World
 from training.export import save_checkpoint
 

@@ -31,7 +31,7 @@ from tests.engine.test_engine import (
     serve,
 )
 from tests.engine.test_graph_runner import assert_all_logprobs, submits_with_logprobs
-from tokenizer import load_tokenizer
+from tokenizer_files import load_tokenizer
 from tp import World
 
 GPUS = torch.cuda.device_count()

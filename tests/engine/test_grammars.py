@@ -22,7 +22,7 @@ from tests import MODELS
 from tests.engine.test_logits import MODEL_VOCAB
 from tests.support.quiet_clock import quiet_seconds
 from tests.support.ranks import Ranks
-from tokenizer import load_tokenizer
+from tokenizer_files import load_tokenizer
 from tp import World
 
 TINY = MODELS / "tiny-hybrid"

@@ -19,7 +19,7 @@ from engine.protocol import RequestParams
 from engine.scheduler import Sequence
 from errors import UserError
 from tests import MODELS
-from tokenizer import load_tokenizer
+from tokenizer_files import load_tokenizer
 
 try:
     import jsonschema_rs

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from engine.stopping import OutputStream
 from tests import MODELS
-from tokenizer import Tokenizer, load_tokenizer
+from tokenizer import Tokenizer
+from tokenizer_files import load_tokenizer
 
 FOLDER = MODELS / "tiny-hybrid"
 TOKENIZER = load_tokenizer(FOLDER)

@@ -16,7 +16,7 @@ from server.examples import MAX_BYTES, read_examples
 from server.frontend import banner
 from tests.support.command_line import MODELS
 from tests.support.server_thread import Site, ready
-from tokenizer import load_tokenizer
+from tokenizer_files import load_tokenizer
 from tp import World
 
 RIGHT = dict(zip(EXAMPLES["chat"], ["42", "7, 23, 41, 88", "lamp lamp lamp", "Tom"], strict=False))

@@ -26,7 +26,8 @@ from engine.sampler import SamplingParams
 from presets import model_config
 from tests.support.command_line import HYBRID, MODELS
 from tests.support.server_process import ServerProcess, free_port, runs, wait_until
-from tokenizer import Tokenizer, load_tokenizer
+from tokenizer import Tokenizer
+from tokenizer_files import load_tokenizer
 from tp import World
 
 NAME = "tiny-hybrid"

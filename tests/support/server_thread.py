@@ -33,7 +33,7 @@ from server import replies
 from server.frontend import FrontendServer, make_server
 from server.settings import Settings
 from tests import MODELS
-from tokenizer import load_tokenizer
+from tokenizer_files import load_tokenizer
 
 MODEL = MODELS / "tiny-hybrid"
 TOKENIZER = load_tokenizer(MODEL)

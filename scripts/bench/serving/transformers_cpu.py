@@ -25,7 +25,7 @@ from errors import UserError
 from presets import model_config
 from scripts.lib.machine import describe, machine
 from scripts.lib.results import ROOT, add_write_option, results_folder, write_json, write_text
-from tokenizer import load_tokenizer
+from tokenizer_files import load_tokenizer
 from tp import init_world
 
 

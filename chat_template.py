@@ -1,0 +1,109 @@
+"""Renders a conversation with a chat template, as transformers does."""
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import jinja2
+import jinja2.ext
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from errors import UserError
+
+Message = Mapping[str, Any]
+
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # as in transformers; the trailing space shows whether the template strips
+
+
+def render(
+    template: str,
+    messages: Sequence[Message],
+    variables: Mapping[str, Any],
+    add_generation_prompt: bool,
+    continue_final_message: bool,
+) -> str:
+    """The conversation as one text. continue_final_message: it ends directly after the last message's content.
+
+    Raises UserError for a failing template and for invalid messages.
+    """
+    chat = [_plain_message(message) for message in messages]
+    if continue_final_message:
+        final = _tag_final_message(chat, template)
+    try:
+        text = _compile_template(template).render(
+            {**variables, "messages": chat, "add_generation_prompt": add_generation_prompt}
+        )
+    except MemoryError:
+        raise
+    except Exception as e:  # a template can raise any exception, and none of them is an error of the server
+        reason = " ".join(str(e).split()) or type(e).__name__
+        raise UserError(f"the chat template failed: {reason}; mend the messages or pass chat_template") from e
+    return _cut_after_final_message(text, final) if continue_final_message else text
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}`, with which templates mark a model's answers for training. Here it is replaced by its body."""
+
+    tags = frozenset({"generation"})  # type: ignore[assignment]
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+@functools.lru_cache(maxsize=64)
+def _compile_template(template: str) -> jinja2.Template:
+    """Compile a template with transformers' filters and functions, in a sandbox, because it is untrusted code."""
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def tojson(
+        x: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+    ) -> str:  # jinja's own `tojson` escapes HTML
+        return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
+    return environment.from_string(template)
+
+
+def _plain_message(message: Message) -> dict[str, Any]:
+    """A copy without None values, which templates would print, and with reasoning as `reasoning_content` and `thinking`."""
+    if not isinstance(message, Mapping):
+        raise UserError(f"a chat message is a {type(message).__name__}; pass objects with role and content")
+    plain = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((plain[key] for key in REASONING_KEYS if key in plain), None)
+    return plain if reasoning is None else {"thinking": reasoning, **plain, "reasoning_content": reasoning}
+
+
+def _tag_final_message(chat: list[dict[str, Any]], template: str) -> str:
+    """Append CONTINUE_TAG to the last message's text, in place in `chat`. Returns that text without the tag."""
+    content = chat[-1].get("content")
+    if "content" not in template:
+        raise UserError("continue_final_message needs a chat template that renders the content of messages")
+    if isinstance(content, str):
+        chat[-1]["content"] = content + CONTINUE_TAG
+        return content
+    blocks = [dict(block) for block in content] if isinstance(content, list) else []
+    for block in reversed(blocks):
+        if isinstance(text := block.get("text"), str):
+            block["text"] = text + CONTINUE_TAG
+            chat[-1]["content"] = blocks
+            return text
+    raise UserError("continue_final_message is set but the final message has no text; give it content to continue")
+
+
+def _cut_after_final_message(text: str, final: str) -> str:
+    tag = text.rfind(CONTINUE_TAG.strip())
+    if tag < 0 or final.strip() not in text:
+        raise UserError("the chat template drops or alters the final message; do not set continue_final_message")
+    kept = text[tag:].startswith(CONTINUE_TAG)  # if not, the template strips contents, so the result is stripped, too
+    return text[:tag] if kept else text[:tag].rstrip()

@@ -1,0 +1,274 @@
+"""The three kinds of tokenizer files, each read with its own library: sentencepiece, tiktoken, and `tokenizer.json`."""
+
+import base64
+import importlib
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from errors import UserError
+from tokenizer import Pieces, Settings, Tokenizer
+
+# Llama 3's split pattern and special tokens, from llama_models 0.3 (models/llama3/tokenizer.py). A checkpoint of the HF
+# layout has other names for some reserved tokens in `added_tokens_decoder`; those take precedence.
+LLAMA3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+LLAMA3_NAMES = (
+    "begin_of_text,end_of_text,reserved_special_token_0,reserved_special_token_1,finetune_right_pad_id,step_id,"
+    "start_header_id,end_header_id,eom_id,eot_id,python_tag,image,"
+    + ",".join(f"reserved_special_token_{i}" for i in range(2, 246))
+)
+LLAMA3_SPECIALS = [f"<|{name}|>" for name in LLAMA3_NAMES.split(",")]
+MAX_RUN = 25_000  # characters; tiktoken's regex engine fails on longer runs of whitespace; Llama 3's own code cuts here, too
+MAX_ID = 1 << 24  # far above any vocabulary; a larger id in a corrupt file would fill the memory with empty pieces
+DROPPED = " \u200b\x01\u0301"  # characters that a normalizer may drop
+PROBE = 4096  # characters, far more than the longest token has
+MOST_COMPOSED = 4  # most characters that canonical composition turns into one
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """`tokenizer.model` of Llama 2 and Mistral, with the sentencepiece library. Decodes as that library does."""
+
+    def __init__(self, blob: bytes, path: Path, settings: Settings):
+        # Protobuf merges appended fields into the message: these bytes set normalizer_spec.add_dummy_prefix to false.
+        without_prefix = blob + b"\x1a\x02\x18\x00"
+        sp = _load(path, lambda: _library("sentencepiece").SentencePieceProcessor(model_proto=blob))
+        bare = _load(path, lambda: _library("sentencepiece").SentencePieceProcessor(model_proto=without_prefix))
+        size = sp.get_piece_size()
+        if not size:
+            raise UserError(f"{path} is not a sentencepiece model; download the file again")
+        self._sp, self._bare, self._legacy = sp, bare, settings.legacy
+        data = [sp.id_to_piece(i).replace("▁", " ").encode() for i in range(size)]
+        byte_ids = frozenset(i for i in range(size) if sp.is_byte(i))
+        for i in byte_ids:
+            data[i] = bytes([int(sp.id_to_piece(i)[3:5], 16)])
+        data[sp.unk_id()] = sp.decode([sp.unk_id()]).encode()
+        byte_ids |= {sp.unk_id()}  # " ⁇ ": keeps its space at the start of a text, as a byte token does
+        added = {i: token for i, token in settings.added.items() if i >= size}
+        data += _added_pieces(size, added)
+        special = {i for i in range(size) if sp.is_control(i)} | {i for i, token in added.items() if token[1]}
+        texts = {data[i].decode(): i for i in sorted({*special, *added})}
+        self._ids_of_specials, self._split = texts, _alternatives(texts)
+        pieces = Pieces(data, byte_ids, stream=False, lead=self._probe_lead(size))
+        bos = texts.get(settings.names.get("bos_token", ""), sp.bos_id())
+        eos = texts.get(settings.names.get("eos_token", ""), sp.eos_id())
+        super().__init__(pieces, frozenset(special), None if bos < 0 else bos, [eos] if eos >= 0 else [], settings)
+        dropped = any(len(bare.encode(c * PROBE)) * max(map(len, data)) < PROBE for c in DROPPED)
+        if dropped or len(byte_ids) <= 256:  # 257 if complete: the 256 bytes and the unknown token
+            self.covers = None
+
+    def _probe_lead(self, size: int) -> str:
+        """The model's rule for the start of a text, found by decoding samples: the library does not export the flags."""
+        word = next((i for i in range(size) if re.fullmatch("▁[^▁]+", self._sp.id_to_piece(i))), None)
+        if word is None or self._sp.decode([word]).startswith(" "):
+            return "keep"
+        space = self._sp.piece_to_id("▁")
+        return "piece" if self._sp.decode([space, word]).startswith(" ") else "pieces"
+
+    def _encode(self, text: str, add_special_tokens: bool, parse_special: bool) -> list[int]:
+        ids = [self.bos_id] if add_special_tokens and self.add_bos and self.bos_id is not None else []
+        parts = self._split.split(text) if parse_special and self._split else [text]
+        return ids + self._ids_of_parts(parts)
+
+    def _encode_parts(self, parts: Sequence[str], add_special_tokens: bool) -> list[int]:
+        return self._encode("", add_special_tokens, False) + self._ids_of_parts(parts)
+
+    def _ids_of_parts(self, parts: Sequence[str]) -> list[int]:
+        ids: list[int] = []
+        for i, part in enumerate(parts):  # even index: plain text; odd: a special token
+            if i % 2:
+                ids.append(self._ids_of_specials[part])
+            elif part:
+                ids += (self._sp if self._legacy or i == 0 else self._bare).encode(part)
+        return ids
+
+
+class TiktokenTokenizer(Tokenizer):
+    """Llama 3's `tokenizer.model`, with the tiktoken library. Each line has a base64 token and its rank, which is its id.
+    256 special tokens have the ids after the last rank."""
+
+    def __init__(self, blob: bytes, path: Path, settings: Settings):
+        try:
+            lines = [line.split() for line in blob.splitlines() if line.strip()]
+            ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
+        except ValueError as e:
+            raise UserError(f"{path} has a line that is not a base64 token and a rank; download the file again") from e
+        if sorted(ranks.values()) != list(range(len(lines))) or any(bytes([i]) not in ranks for i in range(256)):
+            raise UserError(f"{path} lacks ranks or single bytes; download the file again")
+        names = dict(enumerate(LLAMA3_SPECIALS, len(ranks)))
+        names |= {i: text for i, (text, _) in settings.added.items() if i >= len(ranks)}  # Llama 3.0 has other names
+        specials = {text: i for i, text in names.items()}
+        self._encoding = _library("tiktoken").Encoding(
+            name=str(path), pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=specials
+        )
+        added = {i: (text, True) for i, text in names.items()}
+        data = sorted(ranks, key=ranks.__getitem__) + _added_pieces(len(ranks), added)
+        bos = specials.get(settings.names.get("bos_token", "<|begin_of_text|>"))
+        ends = [settings.names.get("eos_token", ""), "<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"]
+        eos = [specials[end] for end in ends if end in specials]
+        super().__init__(Pieces(data), frozenset(names), bos, eos, settings)
+
+    def _encode(self, text: str, add_special_tokens: bool, parse_special: bool) -> list[int]:
+        ids = [self.bos_id] if add_special_tokens and self.add_bos and self.bos_id is not None else []
+        allowed: Any = "all" if parse_special else set()
+        for part in _cut_long_runs(text):
+            ids += self._encoding.encode(part, allowed_special=allowed, disallowed_special=())
+        return ids
+
+
+def _cut_long_runs(text: str) -> Iterator[str]:
+    """Split `text` only inside runs of more than MAX_RUN characters that are all whitespace or all not whitespace."""
+    start = 0
+    for run in re.finditer(rf"\s{{1,{MAX_RUN}}}|\S{{1,{MAX_RUN}}}", text) if len(text) > MAX_RUN else ():
+        if len(run[0]) == MAX_RUN:
+            yield text[start : run.end()]
+            start = run.end()
+    yield text[start:]
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """`tokenizer.json`, either byte-level BPE or a converted sentencepiece model, with the tokenizers library."""
+
+    def __init__(self, blob: bytes, path: Path, settings: Settings):
+        library = _library("tokenizers")
+        self._parsing = _load(path, lambda: library.Tokenizer.from_str(blob.decode()))
+        self._plain = _load(path, lambda: library.Tokenizer.from_str(blob.decode()))
+        inner = re.sub(rb'("prepend_scheme"\s*:\s*)"first"', rb'\1"never"', blob)  # for text after a special token
+        self._inner = _load(path, lambda: library.Tokenizer.from_str(inner.decode())) if inner != blob else self._plain
+        for tokenizer in (self._plain, self._inner):
+            tokenizer.encode_special_tokens = True  # a setting, not an argument: threads that change it would conflict
+        for tokenizer in (self._parsing, self._plain, *([] if self._inner is self._plain else [self._inner])):
+            tokenizer.no_truncation()
+            tokenizer.no_padding()
+            # The config may name tokens, often EOS, that the file does not mark as special; the library reuses their ids.
+            named = sorted(set(settings.names.values()))
+            tokenizer.add_special_tokens([name for name in named if tokenizer.token_to_id(name) is not None])
+        added = self._parsing.get_added_tokens_decoder()
+        special = frozenset(i for i, token in added.items() if token.special)
+        self._strips_left = {token.content for token in added.values() if token.lstrip}
+        self._strips_right = {token.content for token in added.values() if token.rstrip}
+        vocab = {i: token for token, i in self._parsing.get_vocab(with_added_tokens=True).items()}
+        pieces = _json_pieces(vocab, {i: token.content for i, token in added.items()}, json.loads(blob), path)
+        bos, eos = (self._parsing.token_to_id(settings.names.get(name, "")) for name in ("bos_token", "eos_token"))
+        if bos is None and settings.bos_id in vocab:
+            bos = settings.bos_id
+        self._override_bos = settings.add_bos  # None: the file's post-processor decides
+        super().__init__(pieces, special, bos, [] if eos is None else [eos], settings)
+        self.add_bos = bos is not None and self.encode("")[:1] == [bos]
+        keeps_all = kept_by_normalizer(json.loads(blob)) and not any(token.lstrip or token.rstrip for token in added.values())
+        self.covers = self.covers * MOST_COMPOSED if keeps_all and self.covers else None
+
+    def _encode(self, text: str, add_special_tokens: bool, parse_special: bool) -> list[int]:
+        return self._encode_with(self._parsing if parse_special else self._plain, text, add_special_tokens)
+
+    def _encode_parts(self, parts: Sequence[str], add_special_tokens: bool) -> list[int]:
+        """The ids of `parts`. As in the library, a special token removes adjacent spaces if the file says so, and only
+        text at the very start gets the space that some vocabularies put in front."""
+        ids = self._encode("", add_special_tokens, False) if add_special_tokens else []
+        for i, part in enumerate(parts):
+            if i % 2:
+                ids.append(self._parsing.token_to_id(part))
+                continue
+            if i and parts[i - 1] in self._strips_right:
+                part = part.lstrip()
+            if i + 1 < len(parts) and parts[i + 1] in self._strips_left:
+                part = part.rstrip()
+            if part:
+                ids += self._encode_with(self._plain if i == 0 else self._inner, part, False)
+        return ids
+
+    def _encode_with(self, tokenizer: Any, text: str, add_special_tokens: bool) -> list[int]:
+        override = self._override_bos if add_special_tokens and self.bos_id is not None else None
+        ids = list(tokenizer.encode(text, add_special_tokens=add_special_tokens and override is not False).ids)
+        return [self.bos_id, *ids] if override and ids[:1] != [self.bos_id] else ids  # type: ignore[list-item]
+
+
+def kept_by_normalizer(content: dict[str, Any]) -> bool:
+    """Whether every character of a text is in some token: none is dropped, and unknown ones become byte tokens."""
+    root = content.get("normalizer") or {"type": "Sequence", "normalizers": []}
+    steps = root["normalizers"] if root.get("type") == "Sequence" else [root]
+    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+    known = all(step.get("type") in ("NFC", "NFD", "Prepend") or step == spaces for step in steps)
+    model = content.get("model") or {}
+    vocab = model.get("vocab") or {}
+    tokens = set(vocab) if isinstance(vocab, dict) else {token for token, _ in vocab}
+    if "ByteLevel" in json.dumps(content.get("pre_tokenizer")):
+        return known and tokens >= _byte_level_alphabet().keys()
+    all_bytes = {
+        f"<0x{byte:02X}>" for byte in range(256)
+    }  # if a byte has no token, several characters with that byte become one unknown id
+    return known and bool(model.get("byte_fallback")) and tokens >= all_bytes
+
+
+def _json_pieces(vocab: dict[int, str], added: dict[int, str], content: dict[str, Any], path: Path) -> Pieces:
+    """The pieces of a `tokenizer.json` with a byte-level or sentencepiece-like decoder. Raises UserError for others."""
+    root = content.get("decoder") or {}
+    steps = root["decoders"] if root.get("type") == "Sequence" else [root]
+    kinds = [step.get("type") for step in steps]
+    size = _checked_size(max(vocab, default=-1))
+    raw = [added.get(i, vocab.get(i, "")) for i in range(size)]
+    if kinds == ["ByteLevel"]:
+        table = _byte_level_alphabet()
+        whole = [i in added or any(c not in table for c in token) for i, token in enumerate(raw)]
+        return Pieces([t.encode() if w else bytes(table[c] for c in t) for t, w in zip(raw, whole, strict=True)])
+    strip = next((step for step in steps if step.get("type") == "Strip"), {"content": " ", "start": 0, "stop": 0})
+    plain_strip = strip["content"] == " " and strip["start"] in (0, 1) and strip["stop"] == 0
+    if not kinds == ["Metaspace"] and not (set(kinds) <= {"Replace", "ByteFallback", "Fuse", "Strip"} and plain_strip):
+        raise UserError(f"{path} has an unsupported decoder {kinds}; use a byte-level or sentencepiece-like one")
+    if any(s["pattern"] != {"String": "▁"} or s["content"] != " " for s in steps if s["type"] == "Replace"):
+        raise UserError(f"{path} has a decoder that replaces more than ▁; use a byte-level or sentencepiece-like one")
+    is_byte = re.compile("<0x[0-9A-F]{2}>").fullmatch
+    byte_ids = frozenset(i for i, token in enumerate(raw) if "ByteFallback" in kinds and is_byte(token))
+    data = [bytes([int(t[3:5], 16)]) if i in byte_ids else t.replace("▁", " ").encode() for i, t in enumerate(raw)]
+    if kinds == ["Metaspace"]:
+        lead = "keep" if root.get("prepend_scheme") == "never" else "metaspace"
+    else:
+        lead = "strip" if strip["start"] else "keep"
+    return Pieces(data, byte_ids, stream=False, lead=lead)
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """The byte for each of GPT-2's printable characters. Visible Latin-1 characters are their own byte; those from U+0100
+    on are the other bytes, in order."""
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in visible]
+    return {chr(byte): byte for byte in visible} | {chr(0x100 + i): byte for i, byte in enumerate(hidden)}
+
+
+def _added_pieces(first: int, added: Mapping[int, tuple[str, bool]]) -> list[bytes]:
+    """The pieces from id `first` on; unused ids between added ones are empty."""
+    return [added.get(i, ("", False))[0].encode() for i in range(first, _checked_size(max(added, default=first - 1)))]
+
+
+def _checked_size(last_id: int) -> int:
+    if last_id > MAX_ID:
+        raise UserError(f"the tokenizer's files give a token the id {last_id}; download them again")
+    return last_id + 1
+
+
+def _alternatives(texts: Mapping[str, int]) -> re.Pattern[str] | None:
+    """A pattern with one group that splits at any of `texts`, longest first; None if there are no texts."""
+    longest_first = sorted(filter(None, texts), key=len, reverse=True)
+    return re.compile(f"({'|'.join(map(re.escape, longest_first))})") if longest_first else None
+
+
+def _library(name: str) -> Any:
+    """The library for one kind of tokenizer, imported when such a file is read. Raises UserError if it is missing."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as e:
+        raise UserError(f"this tokenizer needs the {name} library; install it with: pip install {name}") from e
+
+
+def _load(path: Path, build: Callable[[], Any]) -> Any:
+    try:
+        return build()
+    except UserError:
+        raise
+    except Exception as e:  # the libraries raise bare Exception and RuntimeError for a corrupt file
+        reason = " ".join(str(e).split())[:120]
+        raise UserError(f"{path} cannot be read as a tokenizer ({reason}); download the file again") from e
