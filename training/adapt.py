@@ -36,13 +36,15 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     what = parser.add_argument_group("what becomes what")
     what.add_argument("--model", type=Path, required=True, metavar="DIR", help="a standard checkpoint")
     what.add_argument("--ladder-layers", required=True, metavar="K|LIST", help="the last K layers, or a list such as 12-31")
-    what.add_argument("--data", type=Path, required=True, metavar="FILE.bin", help="of python -m training.tokenize_data")
+    what.add_argument(
+        "--data", type=Path, required=True, metavar="FILE.bin", help="token file, written by python -m training.tokenize_data"
+    )
     what.add_argument(
         "--distill",
         type=float,
         default=0.0,
         metavar="SHARE",
-        help="of the loss that is the KL divergence from the original's predictions, 0 to 1 (default: 0)",
+        help="share of the loss that is the KL divergence from the predictions of the original model, 0 to 1 (default: 0)",
     )
     add_batch_options(parser, learning_rate=1e-5)
     add_execution_options(parser)

@@ -23,20 +23,32 @@ from training.sharding import Mesh, Sharding
 
 def add_batch_options(parser: argparse.ArgumentParser, learning_rate: float) -> None:
     batch = parser.add_argument_group("the batch and the optimizer")
-    batch.add_argument("--sequence-length", type=int, default=1024, metavar="TOKENS", help="of a window (default: 1024)")
     batch.add_argument(
-        "--global-batch", type=int, default=64, metavar="WINDOWS", help="of a step, over all ranks (default: 64)"
+        "--sequence-length", type=int, default=1024, metavar="TOKENS", help="length of a window of the data (default: 1024)"
     )
     batch.add_argument(
-        "--micro-batch", type=int, default=1, metavar="WINDOWS", help="that a rank computes at once (default: 1)"
+        "--global-batch", type=int, default=64, metavar="WINDOWS", help="windows in a step, over all ranks (default: 64)"
     )
-    batch.add_argument("--steps", type=int, required=True, metavar="N", help="optimizer steps of the whole run")
-    batch.add_argument("--learning-rate", type=float, default=learning_rate, help=f"its peak (default: {learning_rate:g})")
-    batch.add_argument("--warmup", type=int, default=20, metavar="STEPS", help="linear warm-up before the cosine (default: 20)")
-    batch.add_argument("--final-rate", type=float, default=0.1, help="where the cosine ends, of the peak (default: 0.1)")
-    batch.add_argument("--weight-decay", type=float, default=0.1, help="of the matrices (default: 0.1)")
-    batch.add_argument("--clip", type=float, default=1.0, help="largest global norm of the gradient (default: 1)")
-    batch.add_argument("--seed", type=int, default=0, help="of the order of the data and of random weights (default: 0)")
+    batch.add_argument(
+        "--micro-batch", type=int, default=1, metavar="WINDOWS", help="windows that a rank computes at once (default: 1)"
+    )
+    batch.add_argument("--steps", type=int, required=True, metavar="N", help="number of optimizer steps of the whole run")
+    batch.add_argument(
+        "--learning-rate", type=float, default=learning_rate, help=f"peak learning rate (default: {learning_rate:g})"
+    )
+    batch.add_argument(
+        "--warmup",
+        type=int,
+        default=20,
+        metavar="STEPS",
+        help="steps of linear warm-up before the cosine schedule (default: 20)",
+    )
+    batch.add_argument(
+        "--final-rate", type=float, default=0.1, help="learning rate at the end, as a share of the peak (default: 0.1)"
+    )
+    batch.add_argument("--weight-decay", type=float, default=0.1, help="weight decay of the matrices (default: 0.1)")
+    batch.add_argument("--clip", type=float, default=1.0, help="clip the gradient to this global norm (default: 1)")
+    batch.add_argument("--seed", type=int, default=0, help="seed of the order of the data and of random weights (default: 0)")
 
 
 def add_execution_options(parser: argparse.ArgumentParser) -> None:
@@ -45,50 +57,78 @@ def add_execution_options(parser: argparse.ArgumentParser) -> None:
         "--sharding",
         default="auto",
         metavar="P,G,OS|auto",
-        help="meshes of parameters, gradients and optimizer states, GPUs a node x nodes: 1,1,8 or 8,8,8x4. auto asks the planner "
-        "(python -m training.plan) on GPUs, and shards the optimizer states alone on a CPU (default: auto)",
+        help="meshes of parameters, gradients and optimizer states, each GPUs per node x nodes: 1,1,8 or 8,8,8x4. auto: the "
+        "planner's choice (python -m training.plan) on GPUs, optimizer states over a node on a CPU (default: auto)",
     )
-    how.add_argument("--gpus-per-node", type=int, metavar="N", help="default: the ranks that were started on this host")
+    how.add_argument(
+        "--gpus-per-node", type=int, metavar="N", help="ranks on each host (default: as many as were started on this host)"
+    )
     how.add_argument(
         "--cluster",
         metavar="NAME|FILE",
-        help=f"for auto: {', '.join(shipped_clusters())} or a .json (default: by the GPU's name)",
+        help=f"for --sharding auto: {', '.join(shipped_clusters())} or a .json file (default: by the GPU's name)",
     )
     how.add_argument(
-        "--profile-collectives", type=Path, metavar="FILE", help="for auto: what make profile-collectives measured"
+        "--profile-collectives",
+        type=Path,
+        metavar="FILE",
+        help="for --sharding auto: times of collectives, measured by make profile-collectives",
     )
-    how.add_argument("--dtype", choices=("float32", "bfloat16"), help="of weights and gradients (default: bfloat16 on CUDA)")
     how.add_argument(
-        "--recompute", action="store_true", help="keep each layer's input only and compute the layer again in backward"
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        help="dtype of weights and gradients (default: bfloat16 on CUDA, float32 on a CPU)",
+    )
+    how.add_argument(
+        "--recompute",
+        action="store_true",
+        help="save memory: keep only the input of each layer, and compute the layer again in the backward pass",
     )
     how.add_argument("--compile", action="store_true", help="compile the modules with torch.compile")
     how.add_argument(
-        "--intra-tensor", action="store_true", help="cut every tensor's optimizer states, instead of one owner a tensor"
+        "--intra-tensor",
+        action="store_true",
+        help="cut the optimizer states of every tensor evenly, instead of giving each tensor one owner",
     )
     how.add_argument(
-        "--bucket-mb", type=float, default=BUCKET_BYTES / 2**20, metavar="MIB", help="of summed gradients (default: 64)"
+        "--bucket-mb",
+        type=float,
+        default=BUCKET_BYTES / 2**20,
+        metavar="MIB",
+        help="size of the buckets in which gradients are all-reduced (default: 64)",
     )
     how.add_argument(
-        "--no-overlap", nargs="+", choices=OVERLAPS, default=[], metavar="WHAT", help=f"expose some of {', '.join(OVERLAPS)}"
+        "--no-overlap",
+        nargs="+",
+        choices=OVERLAPS,
+        default=[],
+        metavar="WHAT",
+        help="do not overlap this communication with computation",
     )
-    how.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA if there is any")
+    how.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA if there is a GPU")
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
     run = parser.add_argument_group("the run")
     run.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help="for snapshots/, metrics.jsonl, loss.png and model/"
+        "--out", type=Path, required=True, metavar="DIR", help="folder for snapshots/, metrics.jsonl, loss.png and model/"
     )
-    run.add_argument("--save-every", type=int, default=500, metavar="STEPS", help="write a snapshot so often (default: 500)")
-    run.add_argument("--keep", type=int, default=2, metavar="N", help="snapshots that are kept (default: 2)")
+    run.add_argument("--save-every", type=int, default=500, metavar="STEPS", help="steps between two snapshots (default: 500)")
+    run.add_argument("--keep", type=int, default=2, metavar="N", help="number of snapshots to keep (default: 2)")
     run.add_argument(
-        "--resume", action="store_true", help="go on from the newest snapshot in DIR, on any plan and number of ranks"
+        "--resume",
+        action="store_true",
+        help="continue from the newest snapshot in --out, with any sharding and number of ranks",
     )
-    run.add_argument("--stop-after", type=int, metavar="STEP", help="save and leave there, to go on another day with --resume")
     run.add_argument(
-        "--metrics-only", action="store_true", help="write neither snapshots nor the model: only to see how the loss falls"
+        "--stop-after", type=int, metavar="STEP", help="write a snapshot after this step and exit; --resume continues"
     )
-    run.add_argument("--log-every", type=int, default=10, metavar="STEPS", help="measure and log so often (default: 10)")
+    run.add_argument(
+        "--metrics-only",
+        action="store_true",
+        help="write neither snapshots nor the model, only metrics and the plot of the loss",
+    )
+    run.add_argument("--log-every", type=int, default=10, metavar="STEPS", help="steps between two log lines (default: 10)")
 
 
 def check_numbers(args: argparse.Namespace) -> None:

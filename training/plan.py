@@ -60,39 +60,73 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     what.add_argument(
         "--model", required=True, metavar="DIR|PRESET", help=f"a checkpoint directory, or one of {', '.join(PRESETS)}"
     )
-    what.add_argument("--gpus", type=count, required=True, metavar="N", help="all of them; whole nodes")
-    what.add_argument("--gpus-per-node", type=count, metavar="N", help="default: the cluster's")
-    what.add_argument("--gpu-memory", type=amount, metavar="GB", help="of one GPU, 1e9 bytes each (default: the cluster's)")
+    what.add_argument("--gpus", type=count, required=True, metavar="N", help="number of GPUs, in whole nodes")
+    what.add_argument("--gpus-per-node", type=count, metavar="N", help="GPUs in a node (default: the cluster's)")
     what.add_argument(
-        "--cluster", default="h100", metavar="NAME|FILE", help=f"{', '.join(shipped_clusters())} or a .json (default: h100)"
+        "--gpu-memory", type=amount, metavar="GB", help="memory of a GPU in units of 1e9 bytes (default: the cluster's)"
     )
     what.add_argument(
-        "--profile", type=Path, metavar="FILE", help="measured times of collectives, in place of the cluster's links"
+        "--cluster",
+        default="h100",
+        metavar="NAME|FILE",
+        help=f"{', '.join(shipped_clusters())} or a .json file (default: h100)",
+    )
+    what.add_argument(
+        "--profile",
+        type=Path,
+        metavar="FILE",
+        help="measured times of collectives, instead of times computed from the cluster's links",
     )
 
     batch = parser.add_argument_group("the batch; k, M and G are 2**10, 2**20 and 2**30")
-    batch.add_argument("--sequence-length", type=count, default=4096, metavar="TOKENS", help="default: 4096")
-    batch.add_argument("--micro-batch", type=count, default=1, metavar="SEQUENCES", help="of a GPU at once (default: 1)")
-    batch.add_argument("--global-batch", type=count, default=2**22, metavar="TOKENS", help="of a step (default: 4M)")
+    batch.add_argument(
+        "--sequence-length", type=count, default=4096, metavar="TOKENS", help="length of a sequence (default: 4096)"
+    )
+    batch.add_argument(
+        "--micro-batch", type=count, default=1, metavar="SEQUENCES", help="sequences that a GPU computes at once (default: 1)"
+    )
+    batch.add_argument(
+        "--global-batch", type=count, default=2**22, metavar="TOKENS", help="tokens in a step, over all GPUs (default: 4M)"
+    )
 
     how = parser.add_argument_group("how it is trained")
     how.add_argument(
-        "--recompute", action="store_true", help="keep the layers' inputs only, compute the layers again in backward"
+        "--recompute",
+        action="store_true",
+        help="keep only the input of each layer, and compute the layer again in the backward pass",
     )
     how.add_argument(
-        "--precision", choices=PRECISIONS, default="bfloat16", help="bfloat16: 2 + 2 + 12 bytes a parameter; float32: 4 + 4 + 8"
+        "--precision",
+        choices=PRECISIONS,
+        default="bfloat16",
+        help="parameter, gradient and optimizer states take 2 + 2 + 12 bytes in bfloat16 (default), 4 + 4 + 8 in float32",
     )
-    how.add_argument("--intra-tensor", action="store_true", help="spread updates by all-gather instead of broadcasts")
-    how.add_argument("--bucket-mb", type=amount, default=64.0, metavar="MIB", help="of summed gradients (default: 64)")
     how.add_argument(
-        "--no-overlap", nargs="+", choices=OVERLAPS, default=[], metavar="WHAT", help=f"expose some of {', '.join(OVERLAPS)}"
+        "--intra-tensor",
+        action="store_true",
+        help="cut the optimizer states of every tensor evenly: all-gathers instead of broadcasts send the updates",
+    )
+    how.add_argument(
+        "--bucket-mb",
+        type=amount,
+        default=64.0,
+        metavar="MIB",
+        help="size of the buckets in which gradients are all-reduced (default: 64)",
+    )
+    how.add_argument(
+        "--no-overlap",
+        nargs="+",
+        choices=OVERLAPS,
+        default=[],
+        metavar="WHAT",
+        help="do not overlap this communication with computation",
     )
     how.add_argument(
         "--reserve",
         type=amount,
         default=2.0,
         metavar="GB",
-        help="for CUDA, NCCL and fragmentation, which no formula gives (default: 2)",
+        help="memory for CUDA, NCCL and fragmentation, for which there is no formula (default: 2)",
     )
 
     search = parser.add_argument_group("the choice")
@@ -100,24 +134,25 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--objective",
         choices=OBJECTIVES,
         default=OBJECTIVE,
-        help="shortest step (the default), or least communication, as the paper",
+        help="what to minimize: the step time (default), or the communication, as in the paper",
     )
     search.add_argument(
         "--tolerance",
         type=amount,
         default=TOLERANCE,
-        help=f"plans this close count as equal; then communication, G = P and less memory decide (default: {TOLERANCE})",
+        help=f"plans within this share of the best count as equal; of these, the one with the least communication, G = P and "
+        f"the least memory is chosen (default: {TOLERANCE})",
     )
-    search.add_argument("--sharding", metavar="P,G,OS", help="judge these meshes, such as 8,8,8x4, instead of choosing")
+    search.add_argument("--sharding", metavar="P,G,OS", help="predict this sharding, such as 8,8,8x4, instead of choosing one")
     search.add_argument(
         "--leaves",
         type=Path,
         metavar="FILE",
-        help="lines NODE LEAF: also print the order of nodes that spans the fewest leaf switches",
+        help="file with a line NODE LEAF for each node: also print the order of nodes whose groups span the fewest leaf switches",
     )
 
     out = parser.add_argument_group("output")
-    out.add_argument("--json", action="store_true", help="one JSON object on stdout instead of text")
+    out.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     out.add_argument(
         "--plot", type=Path, metavar="FILE", help=f"draw predicted MFU from one node to {MOST_GPUS} GPUs (png, svg or pdf)"
     )

@@ -45,19 +45,27 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(
         prog="python -m training.profile_collectives", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the profile, JSON")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA with NCCL if there is any, else CPU with gloo")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the profile that is written, as JSON")
     parser.add_argument(
-        "--gpus-per-node", type=count, metavar="N", help="ranks of a node (default: those that were started on this one)"
+        "--device", choices=("cpu", "cuda"), help="default: CUDA with NCCL if there is a GPU, else CPU with gloo"
     )
-    parser.add_argument("--smallest", type=count, default=2**14, metavar="BYTES", help="default: 16k")
-    parser.add_argument("--largest", type=count, default=2**28, metavar="BYTES", help="in steps of 4 (default: 256M)")
+    parser.add_argument(
+        "--gpus-per-node", type=count, metavar="N", help="ranks on each node (default: as many as were started on this one)"
+    )
+    parser.add_argument("--smallest", type=count, default=2**14, metavar="BYTES", help="smallest message (default: 16k)")
+    parser.add_argument(
+        "--largest",
+        type=count,
+        default=2**28,
+        metavar="BYTES",
+        help="largest message; each size is 4 times the one before (default: 256M)",
+    )
     parser.add_argument(
         "--repeats",
         type=count,
         default=10,
         metavar="N",
-        help="timed runs, after two that warm up; fewer of what is slow (default: 10)",
+        help="timed runs after two for warm-up; fewer if they are slow (default: 10)",
     )
     args = parser.parse_args(argv)
     if args.smallest > args.largest:
@@ -72,7 +80,7 @@ def cluster_mesh(gpus_per_node: int | None, world_size: int) -> Mesh:
     per_node = gpus_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     if world_size < 2:
         raise UserError(
-            "a single rank has nobody to talk to; start some: python launch.py --ranks 2 -m training.profile_collectives …"
+            "a single rank has no other to communicate with; start several: python launch.py --ranks 2 -m training.profile_collectives …"
         )
     if world_size % per_node:
         raise UserError(f"{world_size} ranks are no whole nodes of {per_node}; give a --gpus-per-node that divides them")

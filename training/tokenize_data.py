@@ -119,15 +119,24 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(
         prog="python -m training.tokenize_data", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("inputs", nargs="+", type=Path, metavar="FILE|FOLDER", help="the data")
+    parser.add_argument("inputs", nargs="+", type=Path, metavar="FILE|FOLDER", help="texts or conversations")
     parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="checkpoint whose tokenizer is used")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.bin", help="token file to write")
     parser.add_argument("--force", action="store_true", help="overwrite FILE.bin")
-    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, metavar="N", help="default: one a core")
+    parser.add_argument(
+        "--processes", type=int, default=os.cpu_count() or 1, metavar="N", help="number of processes (default: one per core)"
+    )
     chat = parser.add_argument_group("conversations")
-    chat.add_argument("--chat", action="store_true", help="inputs are conversations; count only what the assistant says")
-    chat.add_argument("--sequence-length", type=int, metavar="TOKENS", help="of the training that follows; required by --chat")
-    chat.add_argument("--last-answer", action="store_true", help="count only the last answer of each conversation")
+    chat.add_argument(
+        "--chat", action="store_true", help="inputs are conversations; the loss counts only the assistant's messages"
+    )
+    chat.add_argument(
+        "--sequence-length",
+        type=int,
+        metavar="TOKENS",
+        help="--sequence-length of the training that follows; required by --chat",
+    )
+    chat.add_argument("--last-answer", action="store_true", help="the loss counts only the last answer of each conversation")
     chat.add_argument(
         "--too-long", choices=("skip", "truncate"), default="skip", help="what to do with longer conversations (default: skip)"
     )

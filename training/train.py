@@ -32,13 +32,17 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     what.add_argument(
         "--model", required=True, metavar="DIR|PRESET", help=f"a checkpoint directory, or one of {', '.join(PRESETS)}"
     )
-    what.add_argument("--variant", help=usage(TRAINABLE))
-    what.add_argument("--data", type=Path, required=True, metavar="FILE.bin", help="a token file")
+    what.add_argument(
+        "--variant", help=f"residual variant: {usage(TRAINABLE)} (default: the checkpoint's, standard for a preset)"
+    )
+    what.add_argument(
+        "--data", type=Path, required=True, metavar="FILE.bin", help="token file, written by python -m training.tokenize_data"
+    )
     what.add_argument(
         "--tokenizer",
         type=Path,
         metavar="DIR",
-        help="whose tokenizer to put beside the result (default: --model's, for a preset that of the token file)",
+        help="folder whose tokenizer is copied to the result (default: that of --model, or that of the token file for a preset)",
     )
     add_batch_options(parser, learning_rate=3e-4)
     add_execution_options(parser)
