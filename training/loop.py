@@ -63,9 +63,7 @@ def prepare(args: argparse.Namespace, world: World, setup: Setup) -> tuple[Train
     """Check everything, build the trainer, and resume if asked. Collective. Raises UserError."""
     batches, planned = together(world, lambda: _check(args, world, setup))
     if not args.metrics_only and (setup.tokenizer_from is None or find_tokenizer(setup.tokenizer_from) is None):
-        note(
-            "warning: no tokenizer will lie beside the result, which then runs with token ids only; name one with --tokenizer DIR"
-        )
+        note("warning: the result will have no tokenizer, so it can only be used with token ids; name one with --tokenizer DIR")
     size = f"{setup.config.parameter_count() / 1e6:,.1f}M parameters"
     note(f"{setup.config.description}, {size}, {world.world_size} ranks; {planned.sharding} ({planned.why})")
     if planned.step_seconds is not None:

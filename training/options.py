@@ -165,7 +165,9 @@ def ranks_mesh(args: argparse.Namespace, world_size: int) -> Mesh:
     """The ranks as a mesh, GPUs per node x nodes. Raises UserError if they do not fill whole nodes."""
     per_node = args.gpus_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     if world_size % per_node:
-        raise UserError(f"{world_size} ranks are no whole nodes of {per_node}; change --gpus-per-node or the number of ranks")
+        raise UserError(
+            f"{world_size} ranks do not fill whole nodes of {per_node}; change --gpus-per-node or the number of ranks"
+        )
     return Mesh(per_node, world_size // per_node)
 
 
@@ -187,15 +189,15 @@ def plan(args: argparse.Namespace, config: ModelConfig, mesh: Mesh, device: torc
         sharding = Sharding.parse(args.sharding)
         sharding.check(mesh)
         if workload is None:
-            return Planned(sharding, "as asked")
+            return Planned(sharding, "as given")
         found = predict(workload, sharding)
         free = _memory(device)
         if free is not None and found.memory.total > free:
             raise UserError(
                 f"--sharding {args.sharding} needs about {found.memory.total / 1e9:.1f} GB a GPU of {free / 1e9:.1f}; "
-                "take --sharding auto, larger meshes, --recompute or a smaller --micro-batch"
+                "use --sharding auto, larger meshes, --recompute or a smaller --micro-batch"
             )
-        return Planned(sharding, "as asked", found.step_seconds)
+        return Planned(sharding, "as given", found.step_seconds)
     if workload is None:
         return Planned(Sharding(Mesh(), Mesh(), Mesh(mesh.gpus)), "auto without a --cluster: optimizer states over a node")
     return choice(workload, _memory(device) or workload.cluster.memory_gb * 1e9)

@@ -83,7 +83,7 @@ def cluster_mesh(gpus_per_node: int | None, world_size: int) -> Mesh:
             "a single rank has no other to communicate with; start several: python launch.py --ranks 2 -m training.profile_collectives …"
         )
     if world_size % per_node:
-        raise UserError(f"{world_size} ranks are no whole nodes of {per_node}; give a --gpus-per-node that divides them")
+        raise UserError(f"{world_size} ranks do not fill whole nodes of {per_node}; give a --gpus-per-node that divides them")
     return Mesh(per_node, world_size // per_node)
 
 

@@ -38,7 +38,9 @@ class Mesh:
         except ValueError:
             mesh = Mesh(0, 0)
         if mesh.gpus < 1 or mesh.nodes < 1:
-            raise UserError(f"{text!r} is no mesh; write GPUs a node x nodes, such as 8x4, or 8 for eight GPUs of one node")
+            raise UserError(
+                f"{text!r} is not a mesh; write GPUs per node x nodes, such as 8x4, or 8 for eight GPUs of one node"
+            )
         return mesh
 
 
@@ -65,7 +67,7 @@ class Sharding:
             if not inner.inside(outer):
                 raise UserError(
                     f"the mesh of {inner_name} ({inner}) does not divide that of {outer_name} ({outer}): P must lie inside G, "
-                    "G inside OS, and OS must tile the cluster, in GPUs a node and in nodes alike"
+                    "G inside OS, and OS must tile the cluster, both in GPUs per node and in nodes"
                 )
 
     @staticmethod
@@ -73,5 +75,5 @@ class Sharding:
         """Three meshes, `P,G,OS`: `1,1,8` or `8,8,8x4`. Raises UserError."""
         meshes = text.split(",")
         if len(meshes) != 3:
-            raise UserError(f"{text!r} is no sharding; give the meshes of P, G and OS, such as 1,1,8x1 or 8,8,8x4")
+            raise UserError(f"{text!r} is not a sharding; give the meshes of P, G and OS, such as 1,1,8x1 or 8,8,8x4")
         return Sharding(*(Mesh.parse(m) for m in meshes))

@@ -139,4 +139,4 @@ def test_what_a_preset_s_training_wrote_is_complete(
     for file in (tmp_path / "text.tokenizer").iterdir():
         file.unlink()
     said = run(train.main, *options, "--out", tmp_path / "without")
-    assert "warning: no tokenizer will lie beside the result" in said and "--tokenizer DIR" in said
+    assert "warning: the result will have no tokenizer" in said and "--tokenizer DIR" in said

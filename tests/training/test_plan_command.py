@@ -178,7 +178,7 @@ def test_a_measured_profile_is_plotted_as_far_as_it_reaches(command: Command, tm
         ((*PAPER[:1], "no/such", *PAPER[2:]), ("config.json is missing",)),
         ((*PAPER, "--sharding", "1,1,1"), ("needs 1", "of 80.0 a GPU", "--sharding 1x1,1x1,8x1 does")),
         ((*PAPER, "--sharding", "2,1,8"), ("P must lie inside G",)),
-        ((*PAPER, "--sharding", "1,8"), ("no sharding", "1,1,8x1")),
+        ((*PAPER, "--sharding", "1,8"), ("is not a sharding", "1,1,8x1")),
         ((*PAPER, "--sharding", "1,1,8x3"), ("does not divide that of the cluster",)),
         ((*PAPER, "--gpu-memory", "10"), ("no plan fits", "--recompute")),
         ((*PAPER, "--gpu-memory", "-1"), ("no number of at least 0",)),

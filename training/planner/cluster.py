@@ -61,7 +61,7 @@ def load_cluster(name: str) -> Cluster:
     path = Path(name) if name.endswith(".json") else CLUSTERS / f"{name}.json"
     if not path.exists():
         raise UserError(
-            f"no cluster {name!r}; shipped: {', '.join(shipped_clusters())}; or give the path of a .json like theirs"
+            f"no cluster {name!r}; shipped: {', '.join(shipped_clusters())}; or give the path of a .json file of the same form"
         )
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
