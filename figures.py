@@ -12,7 +12,7 @@ BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, VERMILION, PURPLE = (
 )  # fmt: skip
 WINE, GREY = "#882255", "#bbbbbb"
 
-VARIANTS = {
+VARIANT_COLOURS = {
     "standard": BLACK,
     "parallel": ORANGE,
     "ladder": BLUE,
@@ -47,7 +47,7 @@ UNITS = ("B", "KiB", "MiB", "GiB")
 
 def variant_colour(name: str) -> str:
     """The colour of a variant: `ladder`, `hybrid:16`, `desync-2x:8`."""
-    return VARIANTS.get(name.partition(":")[0], VERMILION)
+    return VARIANT_COLOURS.get(name.partition(":")[0], VERMILION)
 
 
 def communicator_colour(name: str) -> str:

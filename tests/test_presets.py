@@ -162,7 +162,7 @@ def test_desync_patterns_by_hand() -> None:
 
 def test_every_variant_is_known_everywhere() -> None:
     assert BLOCKS.keys() == KINDS.keys() == {variant.kind for variant in VARIANTS.values()}
-    assert figures.VARIANTS.keys() == VARIANTS.keys()
+    assert figures.VARIANT_COLOURS.keys() == VARIANTS.keys()
     page = (ROOT / "docs" / "variants.md").read_text()
     assert all(f"`{name}" in page for name in VARIANTS)
     assert usage() == f"{usage(TRAINABLE)}, upper-bound"

@@ -13,7 +13,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from errors import UserError
-from figures import CYCLE, VARIANTS
+from figures import CYCLE, VARIANT_COLOURS
 from training.step import Trainer, total
 
 
@@ -136,7 +136,7 @@ def draw_losses(runs: Sequence[tuple[str, Sequence[dict[str, Any]]]], out: Path)
     axes = figure.subplots()
     for i, (label, lines) in enumerate(runs):
         look: dict[str, Any] = {
-            "color": VARIANTS.get(label.partition(":")[0], CYCLE[i % len(CYCLE)]),
+            "color": VARIANT_COLOURS.get(label.partition(":")[0], CYCLE[i % len(CYCLE)]),
             "linewidth": 1.2,
             "label": label,
         }

@@ -44,7 +44,7 @@ class Item:
         return self.noun
 
 
-class Place:
+class Location:
     """Somewhere outdoors: `at` "in the park", `to` "to the park"."""
 
     def __init__(self, preposition: str, noun: str) -> None:
@@ -90,7 +90,7 @@ def draw_cast(rng: random.Random, species: str | None = None, noun: str | None =
     shared = rng.randint(1, picked - 1)
     roles = {
         "hero": people[0], "friend": people[1], "helper": people[2], "item": item, "other": other,
-        "place": Place(*rng.choice(words.PLACES)), "spot": spots[0], "wrong": spots[1], "wrong2": spots[2],
+        "place": Location(*rng.choice(words.PLACES)), "spot": spots[0], "wrong": spots[1], "wrong2": spots[2],
         "indoors": indoors[0], "indoors2": indoors[1], "high": rng.choice(words.HIGH_SPOTS),
         "day": rng.choice(words.DAYS), "time": rng.choice(words.TIMES), "home": rng.choice(words.HOMES),
     }  # fmt: skip
@@ -206,7 +206,7 @@ class World:
         self.holder[item] = who
         return self.lying.pop(item)
 
-    def _go(self, who: Character, place: Place) -> None:
+    def _go(self, who: Character, place: Location) -> None:
         self.fact("went", who, answer=place.to)
 
     def _win(self, who: Character) -> None:

@@ -348,7 +348,7 @@ def test_colours_are_told_apart_by_the_colour_blind() -> None:
     measured = {name for name in figures.COMMUNICATORS if name != "gloo"}  # no figure shows both gloo and nccl
     quantized = {"nccl", "auto", "int8", "int6", "int4", "fp8"}
     exact = measured - quantized | {"nccl"}
-    for palette in (figures.VARIANTS, *({n: figures.COMMUNICATORS[n] for n in group} for group in (exact, quantized))):
+    for palette in (figures.VARIANT_COLOURS, *({n: figures.COMMUNICATORS[n] for n in group} for group in (exact, quantized))):
         colours = [np.array(matplotlib.colors.to_rgb(colour)) ** 2.2 for colour in palette.values()]
         for matrix in deficiencies:
             seen = [np.clip(matrix @ colour, 0, 1) ** (1 / 2.2) for colour in colours]
