@@ -42,7 +42,7 @@ codecs.register_error("replace-each-byte", lambda e: ("\ufffd" * (e.end - e.star
 
 
 @dataclass
-class Settings:
+class TokenizerSettings:
     """Settings from the JSON files in a tokenizer's folder. Tokens are given by their texts. `None`: not in the files."""
 
     names: dict[str, str] = field(default_factory=dict)  # texts of bos_token, eos_token, pad_token, ...
@@ -67,7 +67,7 @@ class Pieces:
 class Tokenizer(ABC):
     """One vocabulary. Immutable after loading, so that threads may share it."""
 
-    def __init__(self, pieces: Pieces, special_ids: frozenset[int], bos: int | None, eos: Sequence[int], s: Settings):
+    def __init__(self, pieces: Pieces, special_ids: frozenset[int], bos: int | None, eos: Sequence[int], s: TokenizerSettings):
         self.pieces = pieces
         self.vocab_size = len(pieces.data)  # ids run from 0 to vocab_size - 1, specials included
         self.special_ids = special_ids
@@ -275,7 +275,7 @@ class ByteTokenizer(Tokenizer):
                 f"{vocab_size} ids are too few for the stand-in tokenizer, which needs one for each of the 256 bytes"
             )
         data = [bytes([i]) for i in range(256)] + [f"⟨{i}⟩ ".encode() for i in range(256, vocab_size)]
-        super().__init__(Pieces(data), frozenset(), None, [], Settings(templates={"default": PLAIN_CHAT}))
+        super().__init__(Pieces(data), frozenset(), None, [], TokenizerSettings(templates={"default": PLAIN_CHAT}))
 
     def _encode(self, text: str, add_special_tokens: bool, parse_special: bool) -> list[int]:
         return list(text.encode())

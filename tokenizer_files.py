@@ -8,7 +8,7 @@ from typing import Any
 from errors import UserError
 from files import CONFIG_BYTES, TOKENIZER_BYTES, read_file, read_json
 from presets import is_shape, named_config
-from tokenizer import ByteTokenizer, Settings, Tokenizer
+from tokenizer import ByteTokenizer, Tokenizer, TokenizerSettings
 from tokenizer_formats import HuggingFaceTokenizer, SentencePieceTokenizer, TiktokenTokenizer
 
 TOKENIZER_NAMES = ("tokenizer.json", "tokenizer.model")  # the first one that exists is used
@@ -55,10 +55,10 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
     return SentencePieceTokenizer(blob, file, settings)
 
 
-def _read_settings(folder: Path) -> Settings:
+def _read_settings(folder: Path) -> TokenizerSettings:
     config = _read_json(folder / "tokenizer_config.json")
     names = _read_json(folder / "special_tokens_map.json") | config  # the former is older and has less
-    settings = Settings(add_bos=config.get("add_bos_token"), legacy=config.get("legacy") is not False)
+    settings = TokenizerSettings(add_bos=config.get("add_bos_token"), legacy=config.get("legacy") is not False)
     for name, value in names.items():
         text = value.get("content") if isinstance(value, dict) else value
         if name.endswith("_token") and isinstance(text, str):

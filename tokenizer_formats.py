@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from errors import UserError
-from tokenizer import Pieces, Settings, Tokenizer
+from tokenizer import Pieces, Tokenizer, TokenizerSettings
 
 # Llama 3's split pattern and special tokens, from llama_models 0.3 (models/llama3/tokenizer.py). A checkpoint of the HF
 # layout has other names for some reserved tokens in `added_tokens_decoder`; those take precedence.
@@ -33,7 +33,7 @@ MOST_COMPOSED = 4  # most characters that canonical composition turns into one
 class SentencePieceTokenizer(Tokenizer):
     """`tokenizer.model` of Llama 2 and Mistral, with the sentencepiece library. Decodes as that library does."""
 
-    def __init__(self, blob: bytes, path: Path, settings: Settings):
+    def __init__(self, blob: bytes, path: Path, settings: TokenizerSettings):
         # Protobuf merges appended fields into the message: these bytes set normalizer_spec.add_dummy_prefix to false.
         without_prefix = blob + b"\x1a\x02\x18\x00"
         sp = _load(path, lambda: _library("sentencepiece").SentencePieceProcessor(model_proto=blob))
@@ -91,7 +91,7 @@ class TiktokenTokenizer(Tokenizer):
     """Llama 3's `tokenizer.model`, with the tiktoken library. Each line has a base64 token and its rank, which is its id.
     256 special tokens have the ids after the last rank."""
 
-    def __init__(self, blob: bytes, path: Path, settings: Settings):
+    def __init__(self, blob: bytes, path: Path, settings: TokenizerSettings):
         try:
             lines = [line.split() for line in blob.splitlines() if line.strip()]
             ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
@@ -133,7 +133,7 @@ def _cut_long_runs(text: str) -> Iterator[str]:
 class HuggingFaceTokenizer(Tokenizer):
     """`tokenizer.json`, either byte-level BPE or a converted sentencepiece model, with the tokenizers library."""
 
-    def __init__(self, blob: bytes, path: Path, settings: Settings):
+    def __init__(self, blob: bytes, path: Path, settings: TokenizerSettings):
         library = _library("tokenizers")
         self._parsing = _load(path, lambda: library.Tokenizer.from_str(blob.decode()))
         self._plain = _load(path, lambda: library.Tokenizer.from_str(blob.decode()))

@@ -1,6 +1,6 @@
 """Encodes text and conversations as token ids, in as many processes as there are cores.
 
-Inputs are cut into pieces of about equal size. The result does not depend on the number of processes.
+Inputs are cut into work items of about equal size. The result does not depend on the number of processes.
 """
 
 import json
@@ -18,7 +18,7 @@ from errors import UserError
 from tokenizer_files import load_tokenizer
 from training.chat_data import encode_example, read_messages
 
-PIECE_BYTES = 1 << 20  # of input in one work item
+ITEM_BYTES = 1 << 20  # of input in one work item
 SUFFIXES = (".jsonl", ".txt")
 
 
@@ -37,7 +37,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Piece:
+class WorkItem:
     """Bytes start … stop - 1 of a file. For JSON lines: the lines that begin there."""
 
     path: Path
@@ -47,7 +47,7 @@ class Piece:
 
 @dataclass
 class Encoded:
-    """The examples of a piece, one after the other."""
+    """The examples of a work item, one after the other."""
 
     ids: np.ndarray  # uint32
     mask: np.ndarray  # uint8
@@ -57,22 +57,22 @@ class Encoded:
 
 
 class Encoder:
-    """Encodes pieces; each process has one."""
+    """Encodes work items; each process has one."""
 
     def __init__(self, task: Task) -> None:
         self.task, self.tokenizer = task, load_tokenizer(task.model)
 
-    def encode(self, piece: Piece) -> Encoded:
-        """Encode a piece. Raises UserError that names file and line."""
+    def encode(self, item: WorkItem) -> Encoded:
+        """Encode a work item. Raises UserError that names file and line."""
         ids: list[int] = []
         mask: list[int] = []
         lengths: list[int] = []
         truncated = skipped = 0
-        for offset, text in _documents(piece):
+        for offset, text in _documents(item):
             try:
-                example_ids, example_mask = self._example(text, piece.path.suffix == ".txt")
+                example_ids, example_mask = self._example(text, item.path.suffix == ".txt")
             except UserError as e:
-                raise UserError(f"{_where(piece.path, offset)}: {e}") from None
+                raise UserError(f"{_where(item.path, offset)}: {e}") from None
             if self.task.chat and len(example_ids) > self.task.window:
                 example_ids, example_mask = example_ids[: self.task.window], example_mask[: self.task.window]
                 if not self.task.truncate or not any(example_mask):
@@ -105,21 +105,21 @@ class Encoder:
         return ids if ids[-1] == end else [*ids, end]
 
 
-def _documents(piece: Piece) -> Iterator[tuple[int, bytes]]:
+def _documents(item: WorkItem) -> Iterator[tuple[int, bytes]]:
     """Offset and bytes of each document or line; blank lines are left out."""
     try:
-        with piece.path.open("rb") as file:
-            if piece.path.suffix == ".txt":
+        with item.path.open("rb") as file:
+            if item.path.suffix == ".txt":
                 yield 0, file.read()
                 return
-            file.seek(max(0, piece.start - 1))
-            if piece.start:
-                file.readline()  # the rest of a line that began in the previous piece, or only that line's end
-            while (offset := file.tell()) < piece.stop and (line := file.readline()):
+            file.seek(max(0, item.start - 1))
+            if item.start:
+                file.readline()  # the rest of a line that began in the previous item, or only that line's end
+            while (offset := file.tell()) < item.stop and (line := file.readline()):
                 if line.strip():
                     yield offset, line
     except OSError as e:
-        raise UserError(f"{piece.path} cannot be read ({e.strerror}); check the path and its permissions") from None
+        raise UserError(f"{item.path} cannot be read ({e.strerror}); check the path and its permissions") from None
 
 
 def _where(path: Path, offset: int) -> str:
@@ -128,7 +128,7 @@ def _where(path: Path, offset: int) -> str:
         return str(path)
     line = 1
     with path.open("rb") as file:
-        while offset and (block := file.read(min(offset, PIECE_BYTES))):
+        while offset and (block := file.read(min(offset, ITEM_BYTES))):
             line += block.count(b"\n")
             offset -= len(block)
     return f"{path}, line {line}"
@@ -168,11 +168,11 @@ def _start_process(task: Task) -> None:
     _encoder = Encoder(task)
 
 
-def _encode_piece(piece: Piece) -> Encoded:
-    return _encoder.encode(piece)
+def _encode_item(item: WorkItem) -> Encoded:
+    return _encoder.encode(item)
 
 
-def find_pieces(inputs: Sequence[Path], chat: bool) -> list[Piece]:
+def work_items(inputs: Sequence[Path], chat: bool) -> list[WorkItem]:
     """The work items of the inputs, in the order of the output. Raises UserError if an input is missing or has an unknown
     suffix."""
     files: list[Path] = []
@@ -185,29 +185,29 @@ def find_pieces(inputs: Sequence[Path], chat: bool) -> list[Piece]:
         if file.suffix not in SUFFIXES or (chat and file.suffix != ".jsonl"):
             wanted = ".jsonl" if chat else " or ".join(SUFFIXES)
             raise UserError(f"{file} is of no kind that is read here; give {wanted} files")
-    return [piece for file in files for piece in _cut(file, file.stat().st_size)]
+    return [item for file in files for item in _cut(file, file.stat().st_size)]
 
 
-def _cut(file: Path, size: int) -> Iterator[Piece]:
-    step = PIECE_BYTES if file.suffix == ".jsonl" else max(size, 1)
+def _cut(file: Path, size: int) -> Iterator[WorkItem]:
+    step = ITEM_BYTES if file.suffix == ".jsonl" else max(size, 1)
     for start in range(0, size, step):
-        yield Piece(file, start, min(start + step, size))
+        yield WorkItem(file, start, min(start + step, size))
 
 
-def encode_all(task: Task, pieces: Sequence[Piece], processes: int) -> Iterator[Encoded]:
-    """Encode the pieces. Yields each piece's examples in order, for any number of processes."""
-    total = sum(piece.stop - piece.start for piece in pieces)
-    with _results(task, pieces, processes) as results, tqdm(total=total, desc="tokenizing", unit="B", unit_scale=True) as bar:
-        for piece, encoded in zip(pieces, results, strict=True):
+def encode_all(task: Task, items: Sequence[WorkItem], processes: int) -> Iterator[Encoded]:
+    """Encode the work items. Yields each item's examples in order, for any number of processes."""
+    total = sum(item.stop - item.start for item in items)
+    with _results(task, items, processes) as results, tqdm(total=total, desc="tokenizing", unit="B", unit_scale=True) as bar:
+        for item, encoded in zip(items, results, strict=True):
             yield encoded
-            bar.update(piece.stop - piece.start)
+            bar.update(item.stop - item.start)
 
 
 @contextmanager
-def _results(task: Task, pieces: Sequence[Piece], processes: int) -> Iterator[Iterator[Encoded]]:
-    if processes == 1 or len(pieces) == 1:
-        yield map(Encoder(task).encode, pieces)
+def _results(task: Task, items: Sequence[WorkItem], processes: int) -> Iterator[Iterator[Encoded]]:
+    if processes == 1 or len(items) == 1:
+        yield map(Encoder(task).encode, items)
         return
     context = multiprocessing.get_context("spawn")
-    with context.Pool(min(processes, len(pieces)), _start_process, (task,)) as pool:
-        yield pool.imap(_encode_piece, pieces)
+    with context.Pool(min(processes, len(items)), _start_process, (task,)) as pool:
+        yield pool.imap(_encode_item, items)

@@ -34,7 +34,7 @@ from errors import UserError
 from tokenizer import Tokenizer
 from tokenizer_files import load_tokenizer
 from training.chat_data import packed
-from training.encode import Encoded, Piece, Task, encode_all, find_pieces
+from training.encode import Encoded, Task, WorkItem, encode_all, work_items
 from training.export import copy_tokenizer
 from training.token_file import TokenWriter, open_tokens, tokenizer_folder
 
@@ -60,12 +60,12 @@ class Counts:
         self.skipped += encoded.skipped
 
 
-def write_text(path: Path, task: Task, pieces: Sequence[Piece], processes: int) -> Counts:
+def write_text(path: Path, task: Task, items: Sequence[WorkItem], processes: int) -> Counts:
     """Tokenize documents into the token file `path`."""
     tokenizer, counts = load_tokenizer(task.model), Counts()
     _require_end(tokenizer, task.model)
     with TokenWriter(path, tokenizer.vocab_size, fingerprint(task.model)) as writer:
-        for encoded in encode_all(task, pieces, processes):
+        for encoded in encode_all(task, items, processes):
             writer.append(encoded.ids)
             counts.add(encoded)
         if not counts.examples:
@@ -73,7 +73,7 @@ def write_text(path: Path, task: Task, pieces: Sequence[Piece], processes: int) 
     return counts
 
 
-def write_chat(path: Path, task: Task, pieces: Sequence[Piece], processes: int) -> Counts:
+def write_chat(path: Path, task: Task, items: Sequence[WorkItem], processes: int) -> Counts:
     """Tokenize conversations and pack them into the token file `path`. Unpacked, they are stored in a temporary file next
     to it."""
     tokenizer, counts = load_tokenizer(task.model), Counts()
@@ -81,7 +81,7 @@ def write_chat(path: Path, task: Task, pieces: Sequence[Piece], processes: int) 
     spool, lengths = path.with_suffix(".unpacked.bin"), []
     try:
         with TokenWriter(spool, tokenizer.vocab_size, fingerprint(task.model), masked=True) as writer:
-            for encoded in encode_all(task, pieces, processes):
+            for encoded in encode_all(task, items, processes):
                 writer.append(encoded.ids, encoded.mask)
                 lengths.append(encoded.lengths)
                 counts.add(encoded)
@@ -159,8 +159,8 @@ def main() -> None:
     args = parse_args()
     # a window is one token longer than the model's input: its last token is only a target
     task = Task(args.model, args.chat, (args.sequence_length or 0) + 1, args.last_answer, args.too_long == "truncate")
-    pieces = find_pieces(args.inputs, args.chat)
-    counts = (write_chat if args.chat else write_text)(args.out, task, pieces, args.processes)
+    items = work_items(args.inputs, args.chat)
+    counts = (write_chat if args.chat else write_text)(args.out, task, items, args.processes)
     tokenizer_folder(args.out).mkdir(exist_ok=True)
     copy_tokenizer(args.model, tokenizer_folder(args.out))
     print(f"{args.out}: {counts.tokens:,} tokens of {counts.examples:,} {'conversations' if args.chat else 'documents'}")

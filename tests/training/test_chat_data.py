@@ -331,7 +331,7 @@ def test_processes_change_nothing(command: Command, tmp_path: Path, monkeypatch:
     data = write_lines(
         tmp_path / "c.jsonl", [{"messages": some_messages(rng)} if rng.random() < 0.9 else "" for _ in range(90)]
     )
-    monkeypatch.setattr(encode, "PIECE_BYTES", 997)
+    monkeypatch.setattr(encode, "ITEM_BYTES", 997)
     found = []
     for processes in (1, 2):
         out = tmp_path / f"{processes}.bin"
@@ -346,7 +346,7 @@ def test_processes_change_nothing(command: Command, tmp_path: Path, monkeypatch:
 def test_documents_lie_one_after_the_other(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    """For every size of the pieces that the file is cut into, also within a line. Special tokens in a text stay text."""
+    """For every size of the items that the file is cut into, also within a line. Special tokens in a text stay text."""
     rng, tokenizer = random.Random(seed), load_tokenizer(EMBEDDED)
     texts = [some_text(rng) + rng.choice(["", "<|end|> no end", "\n\nmore"]) for _ in range(40)]
     write_lines(tmp_path / "b.jsonl", [{"text": text} for text in texts[:20]] + [""])
@@ -360,7 +360,7 @@ def test_documents_lie_one_after_the_other(
     ]
     assert expected.count(tokenizer.eos_ids[0]) == 40
     for size in (1, rng.randint(2, 300), 10**6):
-        monkeypatch.setattr(encode, "PIECE_BYTES", size)
+        monkeypatch.setattr(encode, "ITEM_BYTES", size)
         code, said = command("--model", EMBEDDED, "--out", tmp_path / "t.bin", tmp_path, "--processes", 1, "--force")
         assert code == 0 and "40 documents" in said, said
         file = open_tokens(tmp_path / "t.bin", 1024)
@@ -380,11 +380,11 @@ def test_documents_lie_one_after_the_other(
         ([json.dumps({"messages": [USER, ANSWER | {"content": "b" * 100}]})], True, "all 1 are longer than --sequence-length"),
     ],
 )
-@pytest.mark.parametrize("piece_bytes", [20, 10**6])
+@pytest.mark.parametrize("item_bytes", [20, 10**6])
 def test_errors_name_file_and_line(
-    lines: list[str], chat: bool, says: str, piece_bytes: int, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lines: list[str], chat: bool, says: str, item_bytes: int, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(encode, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(encode, "ITEM_BYTES", item_bytes)
     data, options = write_lines(tmp_path / "d.jsonl", lines), ["--chat", "--sequence-length", "20"] if chat else []
     code, said = command("--model", EMBEDDED, "--out", tmp_path / "t.bin", data, *options, "--processes", 1)
     errors = [line for line in said.splitlines() if "error:" in line]
@@ -422,7 +422,7 @@ def test_errors_of_the_command_line(command: Command, tmp_path: Path, checkpoint
 
 def test_an_error_of_another_process_is_one_line(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = write_lines(tmp_path / "d.jsonl", [{"text": "a" * 50}] * 8 + ["{"])
-    monkeypatch.setattr(encode, "PIECE_BYTES", 300)
+    monkeypatch.setattr(encode, "ITEM_BYTES", 300)
     code, said = command("--model", EMBEDDED, "--out", tmp_path / "t.bin", data, "--processes", 2)
     assert code == 2 and "d.jsonl, line 9: this is no JSON" in said and "Traceback" not in said
 

@@ -42,7 +42,7 @@ class Communication:
 
 
 @dataclass(frozen=True)
-class Exposed:
+class ExposedSeconds:
     """Seconds per step in which the GPU waits for communication, by what it waits for."""
 
     parameters: float
@@ -64,7 +64,7 @@ class Prediction:
     compute_seconds: float
     optimizer_seconds: float  # Adam reads and writes its states
     communication: Communication
-    exposed: Exposed
+    exposed: ExposedSeconds
     step_seconds: float
     mfu: float  # model FLOPs utilization, 0 to 1
     tokens_per_gpu_second: float
@@ -153,7 +153,7 @@ def communication(workload: Workload, sharding: Sharding, secondary: Mesh | None
 # --- overlapping ---------------------------------------------------------------------------------------------------------
 
 
-def exposed(workload: Workload, sharding: Sharding, spent: Communication) -> Exposed:
+def exposed(workload: Workload, sharding: Sharding, spent: Communication) -> ExposedSeconds:
     """The communication that computation does not hide (section V.C).
 
     Only the share `overlap_share` of the computing time hides communication, because collectives and kernels compete for
@@ -178,7 +178,7 @@ def exposed(workload: Workload, sharding: Sharding, spent: Communication) -> Exp
 
     between = spent.gradients / (count - 1) if count > 1 else 0.0
     left = forward - hidden_forward if "updates" in workload.overlap else 0.0
-    return Exposed(
+    return ExposedSeconds(
         parameters=count * (in_forward - hidden_forward + in_backward - hidden_backward),
         gradients=(count - 1) * waits(between) + waits(spent.all_reduce),
         updates=max(0.0, spent.updates - left),
