@@ -141,7 +141,7 @@ def draw_losses(runs: Sequence[tuple[str, Sequence[dict[str, Any]]]], out: Path)
             "label": label,
         }
         axes.plot([line["step"] for line in lines], [line["loss"] for line in lines], **look)
-    axes.set(xlabel="step", ylabel="loss, nats a token")
+    axes.set(xlabel="step", ylabel="loss, nats per token")
     axes.grid(alpha=0.3)
     if len(runs) > 1:
         axes.legend()

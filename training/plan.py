@@ -236,7 +236,7 @@ def main() -> None:
         size = ranked[0].sharding.optimizer.nodes
         before, after = spans(switches, size), spans([switches[node] for node in order], size)
         text += f"\n\nstart ranks in this order of nodes: {' '.join(record['node_order'])}"
-        text += f"\n(groups of {size} nodes touch {after} leaf switches in all, {before} in the order of the file)"
+        text += f"\n(groups of {size} nodes span {after} leaf switches in all, {before} in the order of the file)"
     print(json.dumps(record) if args.json else text)
     if args.plot:
         title = (

@@ -132,7 +132,7 @@ def test_nodes_are_put_in_order(command: Command, tmp_path: Path) -> None:
     halves = [{int(name[4:]) % 2 for name in order[half : half + 4]} for half in (0, 4)]
     assert [len(half) for half in halves] == [1, 1] and len(set(order)) == 8
     text = command(*args).out
-    assert "node0" in text and "touch 2 leaf switches in all, 4 in the order of the file" in text
+    assert "node0" in text and "span 2 leaf switches in all, 4 in the order of the file" in text
     leaves.write_text("node0 leaf0\n")
     assert "the plan needs 8" in command.refuses(*args)
 
@@ -255,7 +255,7 @@ def test_a_choice_that_is_not_the_shortest_says_why(command: Command) -> None:
     longer = shown["chosen"]["step_seconds"] / shown["ranked"][1]["step_seconds"] - 1
     assert 0 < longer <= 0.01
     assert (
-        f"the chosen plan's step is {longer:.2%} longer than the next one's, which counts as equal (--tolerance 0.01)"
+        f"the step of the chosen plan is {longer:.2%} longer than that of the next plan; this counts as equal (--tolerance 0.01)"
         in command(*asked).out
     )
     assert "counts as equal" not in command(*asked, "--tolerance", "0").out

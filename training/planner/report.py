@@ -34,18 +34,19 @@ def listed(values: dict[str, float], scale: float, unit: str) -> str:
 
 def describe(workload: Workload, plan: Prediction, memory_bytes: float) -> str:
     """The chosen plan as text."""
-    batch = f"{workload.micro_batches} x {workload.micro_batch} x {workload.sequence_length} tokens a GPU"
+    w = workload
+    batch = f"{w.micro_batches} x {w.micro_batch} x {w.sequence_length} tokens per GPU (micro-batches x sequences x length)"
     return "\n".join(
         [
-            f"{workload.parameters / 1e6:,.0f}M parameters on {workload.mesh.nodes} x {workload.mesh.gpus} GPUs, {batch}"
-            + (", recomputing" if workload.recompute else ""),
-            f"collectives: {workload.profile.name}",
+            f"{w.parameters / 1e6:,.0f}M parameters on {w.mesh.nodes} nodes of {w.mesh.gpus} GPUs, {batch}"
+            + (", with recomputation" if w.recompute else ""),
+            f"times of collectives: {w.profile.name}",
             "",
             f"plan     {plan.sharding}",
-            f"memory   {plan.memory.total / 1e9:.1f} of {memory_bytes / 1e9:.1f} GB a GPU: {listed(asdict(plan.memory), 1e9, 'GB')}",
+            f"memory   {plan.memory.total / 1e9:.1f} of {memory_bytes / 1e9:.1f} GB per GPU: {listed(asdict(plan.memory), 1e9, 'GB')}",
             f"step     {plan.step_seconds:.3f} s: compute {plan.compute_seconds:.3f}, optimizer {plan.optimizer_seconds:.3f}, exposed communication {plan.exposed.total:.3f} s",
-            f"         communication in all {plan.communication.total:.3f} s: {listed(asdict(plan.communication), 1, 's') if plan.communication.total else 'none'}",
-            f"MFU      {plan.mfu:.1%}, {plan.tokens_per_gpu_second:.0f} tokens a GPU and second",
+            f"         all communication {plan.communication.total:.3f} s: {listed(asdict(plan.communication), 1, 's') if plan.communication.total else 'none'}",
+            f"MFU      {plan.mfu:.1%}, {plan.tokens_per_gpu_second:.0f} tokens per GPU and second",
         ]
     )
 
@@ -71,12 +72,12 @@ def why_chosen(ranked: Sequence[Prediction], objective: str, tolerance: float) -
     more = cost(ranked[0]) / cost(ranked[1]) - 1
     preferred = "the least communication" if objective == "step" else "G = P, then the least memory"
     return (
-        f"\n\nthe chosen plan's {objective} is {more:.2%} longer than the next one's, which counts as equal (--tolerance {tolerance:g}); "
-        f"of equal plans the one with {preferred} is chosen"
+        f"\n\nthe {objective} of the chosen plan is {more:.2%} longer than that of the next plan; this counts as equal "
+        f"(--tolerance {tolerance:g}), and of equal plans the one with {preferred} is chosen"
     )
 
 
 def rows(ranked: Sequence[Prediction], others: Sequence[Alternative]) -> list[tuple[str, Prediction, bool]]:
     """The rows of the table: the chosen plan, the next two, and the plans of other systems."""
-    names = ["chosen", "next", "then"]
+    names = ["chosen", "second", "third"]
     return [(n, p, True) for n, p in zip(names, ranked, strict=False)] + [(a.name, a.plan, a.fits) for a in others]
