@@ -24,8 +24,9 @@ from training.executor import Executor
 from training.initialize import empty_model, materializer
 from training.metrics import Meter, plot_losses
 from training.optimizer import Optimizer
-from training.options import Planned, adam_of, dtype_of, execution_of, plan, ranks_mesh, schedule_of, workload_of
+from training.options import adam_of, dtype_of, ranks_mesh, schedule_of
 from training.planner.cost import forward_flops
+from training.sharding_choice import Planned, execution_of, plan, workload_of
 from training.snapshot import Snapshots
 from training.snapshot_folder import check_fits, read_manifest
 from training.step import Loss, Trainer, check_batch

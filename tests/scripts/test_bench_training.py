@@ -29,9 +29,9 @@ from training.executor import Execution, Executor
 from training.initialize import empty_model, materializer
 from training.losses import cross_entropy
 from training.optimizer import AdamSettings, Optimizer, Schedule
-from training.options import choice, workload_of
 from training.planner.search import alternatives, choose
 from training.sharding import Mesh, Sharding
+from training.sharding_choice import choice, workload_of
 from training.step import Trainer
 from training.token_file import open_tokens, write_tokens
 

@@ -38,22 +38,12 @@ from training.initialize import empty_model, materializer
 from training.loop import together
 from training.losses import cross_entropy
 from training.optimizer import Optimizer
-from training.options import (
-    Planned,
-    adam_of,
-    add_batch_options,
-    add_execution_options,
-    dtype_of,
-    execution_of,
-    plan,
-    ranks_mesh,
-    schedule_of,
-    workload_of,
-)
+from training.options import adam_of, add_batch_options, add_execution_options, dtype_of, ranks_mesh, schedule_of
 from training.planner.collectives import write_profile
 from training.planner.cost import forward_flops, predict
 from training.planner.search import alternatives, choose
 from training.sharding import Mesh, Sharding
+from training.sharding_choice import Planned, execution_of, plan, workload_of
 from training.step import Trainer, check_batch
 from training.token_file import open_tokens
 
