@@ -343,4 +343,4 @@ def test_a_busy_port_is_noticed_before_anything_is_loaded() -> None:
 @pytest.mark.parametrize(("host", "words"), [("no.such.host.invalid", "is no address"), ("203.0.113.1", "cannot listen on")])
 def test_a_host_that_is_not_this_machine(host: str, words: str) -> None:
     with pytest.raises(UserError, match=words):
-        check_port(Settings(host=host))
+        check_port(Settings(model="any", host=host))

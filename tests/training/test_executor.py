@@ -290,8 +290,8 @@ def test_without_overlap_every_transfer_stands_alone(ranks: Ranks) -> None:
         ("2,1,2", "P (2x1)"),
         ("1,2,1", "G (2x1)"),
         ("1,1,4", "OS (4x1)"),
-        ("1,1,0", "no mesh"),
-        ("a,1,1", "no mesh"),
+        ("1,1,0", "is not a mesh"),
+        ("a,1,1", "is not a mesh"),
     ],
 )
 def test_a_sharding_that_does_not_nest_says_so(text: str, part: str) -> None:
