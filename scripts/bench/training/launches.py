@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 from tqdm import tqdm
-from training.token_file import write_tokens
 
 from cli import note
 from errors import UserError
@@ -22,6 +21,7 @@ from presets import preset
 from processes import on_ranks
 from scripts.lib.results import ROOT
 from training.planner.workload import OVERLAPS
+from training.token_file import write_tokens
 
 EXPOSED: dict[str, tuple[str, ...]] = {  # rows of the ablation, and what each does not overlap
     "all overlapped": (),
