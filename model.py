@@ -12,12 +12,10 @@ partial sum of h_i; AR is the all-reduce, the sum over ranks.
     desync        x^r += h_i^r(x^r) on every stream r, or, where it reduces, x = AR(h_i^r(x^r) + x^r / S)
     upper-bound   standard without AR: wrong on more than one rank
 
-Each module passes on a tensor `x` and the all-reduces in flight, oldest first. The residual stream is `x` plus their results.
-A module reads the stream when all but the newest `lag` all-reduces have finished: `lag` is 0 for standard and 1 for a ladder.
-So standard and ladder blocks can be mixed, and the rule x_{i-2} also holds where a hybrid changes from one to the other.
+Blocks pass on a `Residual` stream (`comm/residual.py`). A module reads it when all of its all-reduces but the newest `lag` have
+been added: 0 is standard, 1 a ladder. So the two mix freely, and the rule x_{i-2} holds at the seam of a hybrid.
 """
 
-from collections.abc import Callable
 from typing import Any, TypedDict
 
 import torch
@@ -25,14 +23,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attention import AttentionContext
-from comm import Communicator, Done, Handle, NoCommunication, Product, Scattered
+from comm import Communicator, Local, NoCommunication, Residual
 from config import ModelConfig
 from kernels.activation import swiglu
 from kernels.embedding import embedding_shard
-from kernels.linear import linear
 from kernels.norm import rms_norm
 from rope import rope_frequencies, rotate
-from tp import Project, Shard, ShardedLinear, stream_shards
+from tp import Shard, ShardedLinear, stream_shards
 
 
 class Factory(TypedDict):
@@ -54,7 +51,7 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
 
-# --- the modules h_i without their pre-norm; each returns this shard's partial sum ---------------------------------------
+# --- the modules h_i: each reads the stream, and adds the all-reduce of this shard's partial sum -------------------------------
 
 
 class Heads(nn.Module):
@@ -85,112 +82,58 @@ class Heads(nn.Module):
 
 
 class Attention(nn.Module):
-    """h(x) = O · attend(QKV · n(x)). Takes n(x), (B, T, C); returns this shard's partial sum, (B, T, C)."""
+    """h(x) = O · attend(QKV · n(x))."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        layer: int,
-        slot: int,
-        shard: Shard,
-        norm: RMSNorm,
-        factory: Factory,
-        project: Project = linear,
-    ) -> None:
+    def __init__(self, config: ModelConfig, layer: int, slot: int, shard: Shard, norm: RMSNorm, factory: Factory) -> None:
         super().__init__()
         self.norm = norm
         self.wqkv = ShardedLinear(config, shard, ("q_proj", "k_proj", "v_proj"), **factory)
         self.heads = Heads(config, layer, slot, shard, factory)
-        self.wo = ShardedLinear(config, shard, ("o_proj",), project=project, **factory)
+        self.wo = ShardedLinear(config, shard, ("o_proj",), **factory)
 
-    def forward(self, normed: Tensor | Scattered, frequencies: Tensor, context: AttentionContext) -> Tensor | Product:
-        return self.wo(self.heads(self.wqkv(normed), frequencies, context))
+    def forward(self, stream: Residual, frequencies: Tensor, context: AttentionContext, lag: int = 0) -> Residual:
+        stream, qkv = stream.read(self.norm, self.wqkv, lag)
+        return stream.add(self.heads(qkv, frequencies, context), self.wo, lag)
 
 
 class MLP(nn.Module):
-    """h(x) = down · (silu(gate · n(x)) * (up · n(x))). Takes n(x), (B, T, C); returns this shard's partial sum, (B, T, C)."""
+    """h(x) = down · (silu(gate · n(x)) * (up · n(x)))."""
 
-    def __init__(self, config: ModelConfig, shard: Shard, norm: RMSNorm, factory: Factory, project: Project = linear) -> None:
+    def __init__(self, config: ModelConfig, shard: Shard, norm: RMSNorm, factory: Factory) -> None:
         super().__init__()
         self.norm = norm
-        self.w_gate_up = ShardedLinear(config, shard, ("gate_proj", "up_proj"), **factory)
-        self.w_down = ShardedLinear(config, shard, ("down_proj",), project=project, **factory)
+        self.w_gate_up = ShardedLinear(config, shard, ("gate_proj", "up_proj"), gated=True, **factory)
+        self.w_down = ShardedLinear(config, shard, ("down_proj",), **factory)
 
-    def forward(self, normed: Tensor | Scattered) -> Tensor | Product:
-        return self.w_down(self.w_gate_up.with_swiglu(normed))
+    def forward(self, stream: Residual, lag: int = 0) -> Residual:
+        stream, hidden = stream.read(self.norm, self.w_gate_up, lag)
+        return stream.add(hidden, self.w_down, lag)
 
 
 # --- the residual variants: one block class each -------------------------------------------------------------------------
 
 
-Pending = tuple[Handle, ...]  # all-reduces in flight, oldest first
-
-
-def settle(x: Tensor, pending: Pending) -> Tensor:
-    """Wait for every all-reduce in flight and add its result to x: the whole residual stream."""
-    for total in pending:
-        x = total.settle(x)
-    return x
-
-
-def read(x: Tensor, pending: Pending, norm: RMSNorm, lag: int) -> tuple[Tensor, Tensor | Scattered, Pending]:
-    """Read a module's input: wait for all but the newest `lag` all-reduces. Returns (x, norm(x), those still in flight)."""
-    arrived = max(0, len(pending) - lag)
-    if not arrived:
-        return x, norm(x), pending
-    x = settle(x, pending[: arrived - 1])
-    return *pending[arrived - 1].add_norm(x, norm.weight, norm.eps), pending[arrived:]
-
-
 class StandardBlock(nn.Module):
-    """x_i = x_{i-1} + AR(h_i(x_{i-1})): attention, then MLP; each waits for the previous module's all-reduce."""
+    """x_i = x_{i-1} + AR(h_i(x_{i-1})): attention, then MLP, each waiting for the all-reduce of the one before. The upper bound is
+    the same on a stream that sends nothing."""
 
     lag = 0
 
     def __init__(self, config: ModelConfig, layer: int, shards: list[Shard], comm: Communicator, factory: Factory) -> None:
         super().__init__()
-        self.start: Callable[[Any], Handle] = comm.start if self.lag else comm.defer
-        # A ladder's all-reduce runs while the next module computes, so its partial sum must be computed first, unfused.
-        # A projection with a bias is not fused either. Then no module is: a fused all-reduce may leave each rank only some
-        # rows of the stream, and only the same communicator's next fused all-reduce can continue with them.
-        project: Project = linear if self.lag or config.o_bias or config.mlp_bias else comm.project
         norms = [RMSNorm(config.hidden_size, config.norm_eps, factory) for _ in range(2)]
-        self.attention = Attention(config, layer, layer, shards[0], norms[0], factory, project)
-        self.mlp = MLP(config, shards[0], norms[1], factory, project)
+        self.attention = Attention(config, layer, layer, shards[0], norms[0], factory)
+        self.mlp = MLP(config, shards[0], norms[1], factory)
 
-    def forward(self, x: Tensor, pending: Pending, frequencies: Tensor, context: AttentionContext) -> tuple[Tensor, Pending]:
-        x, normed, pending = read(x, pending, self.attention.norm, self.lag)
-        pending += (self.start(self.attention(normed, frequencies, context)),)
-        x, normed, pending = read(x, pending, self.mlp.norm, self.lag)
-        return x, (*pending, self.start(self.mlp(normed)))
-
-
-class SeamBlock(StandardBlock):
-    """The standard block directly before a ladder block, which needs all rows of the stream on every rank.
-
-    It makes its input whole, and its all-reduces use `comm.whole`, whose results are whole.
-    """
-
-    def __init__(self, config: ModelConfig, layer: int, shards: list[Shard], comm: Communicator, factory: Factory) -> None:
-        super().__init__(config, layer, shards, comm, factory)
-        if not (config.o_bias or config.mlp_bias):
-            self.attention.wo.project = self.mlp.w_down.project = comm.whole.project
-
-    def forward(self, x: Tensor, pending: Pending, frequencies: Tensor, context: AttentionContext) -> tuple[Tensor, Pending]:
-        return super().forward(settle(x, pending), (), frequencies, context)
+    def forward(self, stream: Residual, frequencies: Tensor, context: AttentionContext) -> Residual:
+        stream = self.attention(stream, frequencies, context, self.lag)
+        return self.mlp(stream, self.lag)
 
 
 class LadderBlock(StandardBlock):
-    """x_i = x_{i-1} + AR(h_i(x_{i-2})): while one module's all-reduce is in flight, the next module computes (Algorithm 1)."""
+    """x_i = x_{i-1} + AR(h_i(x_{i-2})): while one module's all-reduce is in flight, the next computes (Algorithm 1)."""
 
     lag = 1
-
-
-class UpperBoundBlock(StandardBlock):
-    """Standard without communication, the upper bound of speed. For benchmarks only: on several ranks its text is wrong."""
-
-    def __init__(self, config: ModelConfig, layer: int, shards: list[Shard], comm: Communicator, factory: Factory) -> None:
-        super().__init__(config, layer, shards, NoCommunication(comm.rank, comm.world_size), factory)
 
 
 class ParallelBlock(nn.Module):
@@ -199,7 +142,7 @@ class ParallelBlock(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int, shards: list[Shard], comm: Communicator, factory: Factory) -> None:
         super().__init__()
-        self.comm, shard = comm, shards[0]
+        shard = shards[0]
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, factory)
         inputs = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
         self.w_in = ShardedLinear(config, shard, inputs, **factory)
@@ -207,25 +150,24 @@ class ParallelBlock(nn.Module):
         self.wo = ShardedLinear(config, shard, ("o_proj",), **factory)
         self.w_down = ShardedLinear(config, shard, ("down_proj",), **factory)
 
-    def forward(self, x: Tensor, pending: Pending, frequencies: Tensor, context: AttentionContext) -> tuple[Tensor, Pending]:
-        x, normed, pending = read(x, pending, self.norm, lag=0)
+    def forward(self, stream: Residual, frequencies: Tensor, context: AttentionContext) -> Residual:
+        stream, both = stream.read(self.norm, self.w_in)
         q_size, k_size, v_size, gate_size, up_size = self.w_in.sizes
-        qkv, gate_up = self.w_in(normed).split((q_size + k_size + v_size, gate_size + up_size), dim=-1)
+        qkv, gate_up = both.split((q_size + k_size + v_size, gate_size + up_size), dim=-1)
         attended = self.heads(qkv, frequencies, context)
-        return x, (self.comm.defer(self.wo(attended) + self.w_down(swiglu(gate_up))),)
+        return stream.add(self.wo(attended) + self.w_down(swiglu(gate_up)))
 
 
 class DesyncBlock(nn.Module):
     """Each stream r advances separately, x^r += h^r(x^r), until a module reduces: x = AR(h^r(x^r) + x^r / S).
 
-    A checkpoint with S streams runs on every number of ranks N that divides S. A rank carries S / N streams, each with its own
-    shard of the weights; the norms are shared. `x` is a list of this rank's streams, each (B, T, C). `pending` has one update
-    for each stream; directly after a reduction it is empty.
+    A checkpoint with S streams runs on every number of ranks N that divides S: a rank carries S / N streams, each with its own
+    shard of the weights; the norms are shared. A stream's own all-reduces stay on this rank (`Local`).
     """
 
     def __init__(self, config: ModelConfig, layer: int, shards: list[Shard], comm: Communicator, factory: Factory) -> None:
         super().__init__()
-        self.comm, self.streams, self.reduces = comm, config.desync_streams, config.desync_pattern[layer]
+        self.comm, self.count, self.reduces = comm, config.desync_streams, config.desync_pattern[layer]
         self.norms = norms = tuple(RMSNorm(config.hidden_size, config.norm_eps, factory) for _ in range(2))
         slots = range(layer * len(shards), (layer + 1) * len(shards))
         self.attention = nn.ModuleList(
@@ -233,27 +175,15 @@ class DesyncBlock(nn.Module):
         )
         self.mlp = nn.ModuleList(MLP(config, shard, norms[1], factory) for shard in shards)
 
-    def forward(
-        self, x: list[Tensor], pending: Pending, frequencies: Tensor, context: AttentionContext
-    ) -> tuple[list[Tensor], Pending]:
-        x, normed = self.read(x, pending, self.norms[0])
-        updates = [h(y, frequencies, context) for h, y in zip(self.attention, normed, strict=True)]
-        x, pending = self.advance(x, updates, self.reduces.attention)
-        x, normed = self.read(x, pending, self.norms[1])
-        return self.advance(x, [h(y) for h, y in zip(self.mlp, normed, strict=True)], self.reduces.mlp)
+    def forward(self, streams: list[Residual], frequencies: Tensor, context: AttentionContext) -> list[Residual]:
+        streams = [h(stream, frequencies, context) for h, stream in zip(self.attention, streams, strict=True)]
+        streams = self.reduce(streams) if self.reduces.attention else streams
+        streams = [h(stream) for h, stream in zip(self.mlp, streams, strict=True)]
+        return self.reduce(streams) if self.reduces.mlp else streams
 
-    @staticmethod
-    def read(x: list[Tensor], pending: Pending, norm: RMSNorm) -> tuple[list[Tensor], list[Tensor | Scattered]]:
-        if not pending:  # after a reduction all streams are equal
-            return x, [norm(x[0])] * len(x)
-        both = [update.add_norm(x_r, norm.weight, norm.eps) for x_r, update in zip(x, pending, strict=True)]
-        return [x_r for x_r, _ in both], [normed for _, normed in both]
-
-    def advance(self, x: list[Tensor], updates: list[Tensor], reduce: bool) -> tuple[list[Tensor], Pending]:
-        if not reduce:
-            return x, tuple(Done(update) for update in updates)
-        partial = torch.stack([update + x_r / self.streams for x_r, update in zip(x, updates, strict=True)]).sum(0)
-        return [self.comm.all_reduce(partial)] * len(x), ()
+    def reduce(self, streams: list[Residual]) -> list[Residual]:
+        partial = torch.stack([stream.sums[-1].wait() + stream.x / self.count for stream in streams]).sum(0)
+        return [Residual(self.comm.all_reduce(partial), Local())] * len(streams)
 
 
 BLOCKS = {
@@ -261,7 +191,7 @@ BLOCKS = {
     "parallel": ParallelBlock,
     "ladder": LadderBlock,
     "desync": DesyncBlock,
-    "upper-bound": UpperBoundBlock,
+    "upper-bound": StandardBlock,
 }
 
 
@@ -285,16 +215,16 @@ class Transformer(nn.Module):
         self.vocab = rank.range(config, "vocab")
         self.embedding = ShardedLinear(config, rank, ("embed_tokens",), **factory)
         self.layers = nn.ModuleList(
-            self.block_class(layer, comm)(config, layer, self.shards, comm, factory) for layer in range(config.n_layers)
+            self._block_class(layer)(config, layer, self.shards, self.comm, factory) for layer in range(config.n_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, factory)
         self.head = self.embedding if config.tie_embeddings else ShardedLinear(config, rank, ("lm_head",), **factory)
         self.frequencies: Tensor
         self.register_buffer("frequencies", rope_frequencies(config).to(device), persistent=False)
 
-    def block_class(self, layer: int, comm: Communicator) -> type[nn.Module]:
+    def _block_class(self, layer: int) -> type[nn.Module]:
         if self.config.variant == "ladder" and layer not in self.config.ladder_layers:
-            return SeamBlock if comm.whole is not comm and layer + 1 in self.config.ladder_layers else StandardBlock
+            return StandardBlock
         return BLOCKS[self.config.variant]
 
     @property
@@ -313,9 +243,7 @@ class Transformer(nn.Module):
         The collectives are not compiled: Inductor would move the wait for a collective directly after its start.
         """
         for module in self.modules():
-            if isinstance(module, ShardedLinear):
-                module.project = linear  # a compiled module returns its partial sum itself, not a `Product`
-            if isinstance(module, MLP):
+            if isinstance(module, ShardedLinear) and module.gated:
                 module.forward = torch.compile(module.forward)  # type: ignore[method-assign]
             elif isinstance(module, Heads):
                 module.split = torch.compile(module.split)  # type: ignore[method-assign]
@@ -332,14 +260,13 @@ class Transformer(nn.Module):
 
     def hidden(self, tokens: Tensor, context: AttentionContext) -> Tensor:
         """(B, T) ids to the last residual stream (B, T, C), before the final norm."""
-        x: Any = self.embed(tokens)
+        x = self.embed(tokens)
+        # desync: the streams begin equal; the last module of all reduces, so they end equal
         desync = self.config.variant == "desync"
-        if desync:  # the streams start equal; the model's last module reduces, so they end equal
-            x = [x] * len(self.shards)
-        pending: Pending = ()
+        stream: Any = [Residual(x, Local())] * len(self.shards) if desync else Residual(x, self.comm)
         for layer in self.layers:
-            x, pending = layer(x, pending, self.frequencies, context)
-        return x[0] if desync else settle(x, pending)
+            stream = layer(stream, self.frequencies, context)
+        return stream[0].x if desync else stream.finish()
 
     def forward(self, tokens: Tensor, context: AttentionContext) -> Tensor:
         """(B, T) int64 ids to (B, T, vocab_size) fp32 logits."""

@@ -11,17 +11,23 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from errors import UserError
 from model import MLP, Attention, ParallelBlock, Transformer
+from tp import ShardedLinear
 
 
 def annotate(model: Transformer) -> None:
-    """Name each module's computation in traces: `layer 3 attention`, `layer 3 mlp`."""
+    """Name each module's computation in traces: `layer 3 attention`, `layer 3 mlp`.
+
+    A name spans a module's linear layers and what lies between them, but no wait for an all-reduce. A layer that is fused with an
+    all-reduce is not called: without the first one there is no name, without the last one the name ends with the module.
+    """
     for path, module in model.named_modules():
         if isinstance(module, (Attention, MLP, ParallelBlock)):
             _, layer, *rest = path.split(".")
-            _annotate(module, " ".join(["layer", layer, *rest]))
+            first, *_, last = (child for child in module.children() if isinstance(child, ShardedLinear))
+            _annotate(module, first, last, " ".join(["layer", layer, *rest]))
 
 
-def _annotate(module: nn.Module, name: str) -> None:
+def _annotate(module: nn.Module, first: nn.Module, last: nn.Module, name: str) -> None:
     spans: list[Any] = []
 
     def enter(*_: object) -> None:
@@ -30,9 +36,11 @@ def _annotate(module: nn.Module, name: str) -> None:
         spans.append(span)
 
     def leave(*_: object) -> None:
-        spans.pop().__exit__(None, None, None)
+        while spans:
+            spans.pop().__exit__(None, None, None)
 
-    module.register_forward_pre_hook(enter)
+    first.register_forward_pre_hook(enter)
+    last.register_forward_hook(leave)
     module.register_forward_hook(leave)
 
 

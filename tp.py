@@ -6,7 +6,7 @@ disk.
 
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from comm import Communicator, Local, Product, Scattered, choose
+from comm import Communicator, Local, choose
 from config import ModelConfig
 from errors import UserError
 from kernels.activation import swiglu
@@ -101,14 +101,11 @@ def stream_shards(config: ModelConfig, rank: int, world_size: int) -> list[Shard
     return [Shard(rank * per_rank + i, count) for i in range(per_rank)]
 
 
-Project = Callable[[Tensor, Tensor, Tensor | None], Tensor | Product]  # linear, or a `Communicator.project`
-
-
 class ShardedLinear(nn.Module):
     """This shard's part of one linear layer, or of several layers with the same input, fused into one weight.
 
-    `weight` has shape (sum of the parts' local out_features, local in_features). A row-split layer (`Split.dim` 0) returns this
-    shard's features. A column-split layer (`Split.dim` 1) returns a partial sum over shards, computed by `project`.
+    `weight` (sum of the parts' local out_features, local in_features). A row-split layer returns this shard's features; a
+    column-split one returns a partial sum over shards. gated: the parts are (gate, up), and the layer returns silu(gate) * up.
 
     `bias` is None unless a part has a bias. A row-split layer holds the entries of its features, for the parts with a bias. A
     column-split layer holds all entries, and each of the S shards adds 1 / S of them: the sum over shards then has the bias
@@ -120,12 +117,12 @@ class ShardedLinear(nn.Module):
         config: ModelConfig,
         shard: Shard,
         parts: tuple[str, ...],
-        project: Project = linear,
+        gated: bool = False,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.parts, self.shard, self.project = parts, shard, project
+        self.parts, self.shard, self.gated = parts, shard, gated
         self.sizes = [len(shard.range(config, SPLITS[p].axis)) for p in parts]
         if SPLITS[parts[0]].dim == 0:
             shape = (sum(self.sizes), config.hidden_size)
@@ -141,11 +138,15 @@ class ShardedLinear(nn.Module):
         self.padding = (0, unbiased) if has[0] else (unbiased, 0)
         self.bias = nn.Parameter(torch.zeros(sum(self.lengths), device=device, dtype=dtype)) if self.biased else None
 
-    def forward(self, x: Tensor | Scattered) -> Tensor | Product:
-        bias = self.whole_bias()
-        if isinstance(x, Scattered):
-            return x.linear(self.weight, bias)
-        return self.project(x, self.weight, bias)
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in_features) to (..., out_features), half of them in a gated layer."""
+        if self.gated and on_gpu(x):
+            return linear_swiglu(x, self.weight, self.whole_bias())
+        return self.finish(linear(x, self.weight, self.whole_bias()))
+
+    def finish(self, out: Tensor) -> Tensor:
+        """What follows the product."""
+        return swiglu(out) if self.gated else out
 
     def whole_bias(self) -> Tensor | None:
         """The bias that this shard adds to its features or to its partial sum; None without one."""
@@ -154,12 +155,6 @@ class ShardedLinear(nn.Module):
         if SPLITS[self.parts[0]].dim == 1:
             return self.bias if self.shard.count == 1 else self.bias / self.shard.count
         return F.pad(self.bias, self.padding) if any(self.padding) else self.bias
-
-    def with_swiglu(self, x: Tensor | Scattered) -> Tensor:
-        """silu(gate) * up of a fused layer that returns (gate, up): (..., in_features) to (..., out_features / 2)."""
-        if isinstance(x, Tensor) and on_gpu(x):
-            return linear_swiglu(x, self.weight, self.whole_bias())
-        return swiglu(self(x))
 
     def pieces(self) -> Iterator[tuple[str, Tensor]]:
         """The fused parts with their checkpoint names (`q_proj.weight`, `q_proj.bias`, …), as views of this layer's tensors."""

@@ -8,6 +8,7 @@ from comm.interface import Communicator, Done, Handle, Local, NoCommunication, P
 from comm.process_group import GlooCommunicator, NcclCommunicator
 from comm.quantize import Scheme, parse_scheme
 from comm.quantized import QuantizedGlooCommunicator, QuantizedNcclCommunicator
+from comm.residual import Residual
 from comm.simulated import Link, SimulatedLink, parse_link
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "Product",
     "QuantizedGlooCommunicator",
     "QuantizedNcclCommunicator",
+    "Residual",
     "Scattered",
     "Scheme",
     "SimulatedLink",

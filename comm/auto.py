@@ -59,8 +59,8 @@ class AutoCommunicator(Communicator):
     def defer(self, partial: Tensor | Product) -> Handle:
         return self.way(partial.nbytes).defer(partial)
 
-    def project(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | Product:
-        return self.way(Product(x, weight).nbytes).project(x, weight, bias)
+    def takes_product(self, x: Tensor, weight: Tensor) -> bool:
+        return self.way(Product(x, weight).nbytes).takes_product(x, weight)
 
     def all_gather(self, shard: Tensor) -> Tensor:
         return self.ways["one-shot"].all_gather(shard)

@@ -45,6 +45,7 @@ from torch import Tensor
 
 from comm.fused_table import UNFUSED, Pair, PairTable, PairTimes, bucket, machine_key, open_table
 from comm.interface import Communicator, Handle, Product, Scattered
+from comm.process_group import all_gather
 from comm.table import graph_microseconds
 from comm.workspace import SharedBuffer, open_shared
 from kernels import fused_rows
@@ -384,7 +385,7 @@ class _Met(NamedTuple):
 
 
 class FusedCommunicator(Communicator):
-    """`inner`, but sums of many rows behind a row-parallel layer (`project`) are fused with it and the layers behind, where that is
+    """`inner`, but sums of many rows behind a row-parallel layer (a `Product`) are fused with it and the layers behind, where that is
     faster.
 
     Which way, and whether at all, is decided by rows (rounded up to a power of two), features and dtype: the first step of such a
@@ -426,10 +427,6 @@ class FusedCommunicator(Communicator):
         self.decided: set[str] = set()  # pairs, by `Pair.key`
         self.met: dict[str, _Met] = {}  # pairs to decide about
 
-    @property
-    def whole(self) -> Communicator:
-        return self.inner
-
     # --- what is inner's -------------------------------------------------------------------------------------------------------
 
     def start(self, partial: Tensor) -> Handle:
@@ -444,8 +441,8 @@ class FusedCommunicator(Communicator):
 
     # --- what is fused ---------------------------------------------------------------------------------------------------------
 
-    def project(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | Product:
-        return Product(x, weight) if bias is None and self.fuses(x, weight) else self.inner.project(x, weight, bias)
+    def takes_product(self, x: Tensor, weight: Tensor) -> bool:
+        return self.fuses(x, weight) or self.inner.takes_product(x, weight)
 
     def fuses(self, x: Tensor, weight: Tensor) -> bool:
         """Whether this product's sum is fused: possible, and not known to be slower."""
@@ -505,6 +502,8 @@ class FusedCommunicator(Communicator):
 
 class _Sum(Handle):
     """The sum of a Product, which is computed when the sum is asked for."""
+
+    takes_rows = True
 
     def __init__(self, comm: FusedCommunicator, partial: Product, way: Way) -> None:
         self.comm, self.partial, self.way = comm, partial, way
@@ -566,6 +565,11 @@ class _Rows(Scattered):
         else:
             out = linear(comm.meeting.rows(comm.rank, share), weight, bias)
         return out.view(*self.sum.shape[:-1], len(weight))
+
+    def whole(self, rows: Tensor) -> Tensor:
+        everyones = rows.new_empty(self.comm.world_size * len(rows), rows.shape[1])
+        all_gather(everyones, rows.contiguous(), group=self.comm.group)
+        return everyones.view(self.sum.shape)
 
     def gather(self) -> None:
         """Nobody has asked for these rows: the ranks exchange them all the same."""

@@ -21,6 +21,10 @@ class Scattered(ABC):
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """linear(all rows, weight, bias): (B, T, C) of all ranks together and (N, C) to (B, T, N)."""
 
+    @abstractmethod
+    def whole(self, rows: Tensor) -> Tensor:
+        """All rows (B, T, C) of a stream of which this rank has `rows` (R, C). Collective."""
+
 
 @dataclass(frozen=True)
 class Product:
@@ -44,7 +48,12 @@ def computed(partial: Tensor | Product) -> Tensor:
 
 
 class Handle(ABC):
-    """A sum in flight. Ask for it once, by `wait`, `settle` or `add_norm`."""
+    """A sum in flight. Ask for it once, by `wait`, `settle` or `add_norm`.
+
+    takes_rows: whether `settle` and `add_norm` accept this rank's rows (R, C) of the stream in place of all of it.
+    """
+
+    takes_rows = False
 
     @abstractmethod
     def wait(self) -> Tensor:
@@ -109,11 +118,6 @@ class Communicator(ABC):
     world_size: int
     waited: float | None = None  # seconds this host has waited for other ranks; None where only the device knows
 
-    @property
-    def whole(self) -> "Communicator":
-        """Whose `add_norm` leaves the stream whole on every rank. This one, unless its own may leave each rank some rows only."""
-        return self
-
     @abstractmethod
     def start(self, partial: Tensor) -> Handle:
         """Begin to sum `partial` (any shape, floating point) over all ranks. The communicator may overwrite `partial`."""
@@ -122,10 +126,9 @@ class Communicator(ABC):
         """The same for a caller that computes nothing before it asks for the sum: it may begin only then."""
         return self.start(computed(partial))
 
-    def project(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | Product:
-        """linear(x, weight, bias), a partial sum that goes to `defer`; or a promise of it, from a communicator that computes
-        and sums in one."""
-        return linear(x, weight, bias)
+    def takes_product(self, x: Tensor, weight: Tensor) -> bool:
+        """Whether `defer` takes Product(x, weight), which this communicator computes and sums in one."""
+        return False
 
     @abstractmethod
     def all_gather(self, shard: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 from comm.interface import Beside, Communicator, Handle
 
 # torch 2.13 renamed it and warns of the old name, the only one in 2.11
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class _Pending(Beside):
@@ -46,7 +46,7 @@ class _ProcessGroupCommunicator(Communicator):
 
     def all_gather(self, shard: Tensor) -> Tensor:
         gathered = shard.new_empty(self.world_size * shard.shape[0], *shard.shape[1:])
-        _all_gather(gathered, shard.contiguous(), group=self.group)
+        all_gather(gathered, shard.contiguous(), group=self.group)
         by_rank = gathered.unflatten(0, (self.world_size, -1))  # (N, ..., n)
         return by_rank.movedim(0, -2).flatten(-2)  # (..., N, n) to (..., N * n)
 

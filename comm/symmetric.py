@@ -3,7 +3,7 @@
 
 `start` sums on a stream of its own, beside what the caller computes; `defer` sums on the caller's stream once it is asked for, and
 then together with the residual addition and the norm that follow. The two have buffers of their own, for they may overlap. Where a few
-rows follow a linear layer (`project`), that layer's kernel sends them itself (`kernels/linear_push.py`).
+rows follow a linear layer (a `Product`), that layer's kernel sends them itself (`kernels/linear_push.py`).
 """
 
 import math
@@ -20,7 +20,6 @@ from comm.workspace import Memory, Workspace, open_workspace
 from kernels import all_reduce, linear_push
 from kernels.all_reduce import Tiling
 from kernels.dispatch import on_gpu
-from kernels.linear import linear
 from kernels.norm import add_rms_norm
 
 Kind = Literal["one-shot", "two-shot"]
@@ -153,13 +152,8 @@ class SymmetricCommunicator(_ProcessGroupCommunicator):
             return Done(self.beside.sum(partial))
         return start_beside(self.stream, partial, lambda: self.beside.sum(partial))
 
-    def project(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | Product:
+    def takes_product(self, x: Tensor, weight: Tensor) -> bool:
         """Small messages of one-shot sums are the linear layer's to send."""
-        if bias is None and self._pushes(x, weight):
-            return Product(x, weight)
-        return linear(x, weight, bias)
-
-    def _pushes(self, x: Tensor, weight: Tensor) -> bool:
         rows = math.prod(x.shape[:-1])
         if self.name != "one-shot":
             return False
@@ -167,7 +161,7 @@ class SymmetricCommunicator(_ProcessGroupCommunicator):
         return wanted and linear_push.fits(x, weight, self.here.workspace.exchange)
 
     def defer(self, partial: Tensor | Product) -> Handle:
-        if isinstance(partial, Product) and self._pushes(partial.x, partial.weight):
+        if isinstance(partial, Product) and self.takes_product(partial.x, partial.weight):
             return _Pushed(self.here, partial)
         partial = computed(partial).contiguous()
         if not partial.numel():

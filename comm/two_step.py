@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from comm.process_group import _all_gather
+from comm.process_group import all_gather
 from comm.quantize import Scheme, dequantize_sum, quantize, rotate
 
 EXACT_GROUP = 64  # values: bytes that copy engines like
@@ -99,7 +99,7 @@ class ProcessGroupTransport(Transport):
 
     def all_gather(self, sent: Tensor) -> Callable[[], Tensor]:
         received = sent.new_empty(self.world_size * sent.shape[0], sent.shape[1])
-        return self._waiting(_all_gather(received, sent, group=self.group, async_op=True), received)
+        return self._waiting(all_gather(received, sent, group=self.group, async_op=True), received)
 
     @staticmethod
     def _waiting(work: dist.Work, received: Tensor) -> Callable[[], Tensor]:

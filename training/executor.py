@@ -9,9 +9,9 @@ The schedule (AMSP, arXiv:2311.00257, section V.C) is carried out by hooks:
     backward, a module's hook          free its weights
     recomputation, a layer's pre-hook  begin to gather the previous layer; keep this layer's weights for its gradients
 
-A module is an `Attention` or `MLP` (of each desync stream), or a linear layer outside of both. The embedding and the head
-are gathered separately, before and after the layers. Norms and biases, a ten-thousandth of the parameters, are not
-sharded for P: they form one more weight with P = 1x1.
+A module is a linear layer: PyTorch's backward hooks take tensors, and an `Attention` passes on a stream. The embedding and the head
+are gathered around them. Norms and biases, a ten-thousandth of the parameters, are never cut: they are one more weight with
+P = 1x1.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from attention import Causal
-from model import MLP, Attention, Transformer
+from model import Transformer
 from tp import ShardedLinear
 from training.groups import Groups, make_groups
 from training.reducer import Reducer
@@ -266,7 +266,7 @@ class Executor:
 def _modules_with_weights(layer: nn.Module) -> Iterator[nn.Module]:
     """The modules of a layer that each become a `Unit`, in the order of forward."""
     for child in layer.children():
-        if isinstance(child, (Attention, MLP, ShardedLinear)):
+        if isinstance(child, ShardedLinear):
             yield child
         else:
             yield from _modules_with_weights(child)
@@ -291,4 +291,4 @@ class _WeightFirst(torch.autograd.Function):
 
 
 def _weight_first_linear(linear: ShardedLinear, ready: Callable[[Tensor], None], x: Tensor) -> Tensor:
-    return _WeightFirst.apply(x, linear.weight, linear.whole_bias(), ready)
+    return linear.finish(_WeightFirst.apply(x, linear.weight, linear.whole_bias(), ready))

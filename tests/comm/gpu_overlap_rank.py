@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from attention import Causal
 from checkpoint import load_model
-from comm import choose
+from comm import Residual, choose
 from config import with_variant
-from model import Transformer, settle
+from model import Transformer
 from presets import PRESETS
 from tp import World, init_world
 
@@ -31,7 +31,7 @@ def alone(model: Transformer, layer: int, x: torch.Tensor, world: World, togethe
     if world.rank and not together:
         dist.barrier(world.control)
     done = torch.cuda.Event()
-    x, pending = model.layers[layer](x, (), model.frequencies, Causal(ROWS, world.device))
+    stream = model.layers[layer](Residual(x, model.comm), model.frequencies, Causal(ROWS, world.device))
     done.record()
     over = False
     if not world.rank and not together:
@@ -40,7 +40,7 @@ def alone(model: Transformer, layer: int, x: torch.Tensor, world: World, togethe
         while not over and time.monotonic() < deadline:
             over = done.query()
         dist.barrier(world.control)
-    return over, settle(x, pending)
+    return over, stream.finish()
 
 
 @torch.inference_mode()

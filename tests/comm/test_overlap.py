@@ -20,7 +20,7 @@ from comm import Communicator, GlooCommunicator, Handle, Local
 from config import ModelConfig, Reduces, with_variant
 from model import MLP, Attention, ParallelBlock, Transformer
 from tests.support.ranks import Ranks
-from tp import World
+from tp import ShardedLinear, World
 
 CPU = torch.device("cpu")
 LAYERS = 4
@@ -51,12 +51,15 @@ class Recorder(Communicator):
         return shard
 
     def watch(self, module: nn.Module, number: int) -> None:
+        """From the first of the module's linear layers to the last."""
+        first, *_, last = (child for child in module.children() if isinstance(child, ShardedLinear))
+
         def enter(*_: object) -> None:
             self.current = number
             self.events.append(("begin", number))
 
-        module.register_forward_pre_hook(enter)
-        module.register_forward_hook(lambda *_: self.events.append(("end", number)))
+        first.register_forward_pre_hook(enter)
+        last.register_forward_hook(lambda *_: self.events.append(("end", number)))
 
 
 class RecordedSum(Handle):
@@ -83,7 +86,7 @@ def recorded(config: ModelConfig) -> list[list[Event]]:
     twin.load_state_dict(model.state_dict())
     for i, layer in enumerate(model.layers):
         if isinstance(layer, ParallelBlock):
-            recorder.watch(layer.w_in, i + 1)
+            recorder.watch(layer, i + 1)
             continue
         for module, number in ((layer.attention, 2 * i + 1), (layer.mlp, 2 * i + 2)):
             recorder.watch(module[-1] if isinstance(module, nn.ModuleList) else module, number)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attention import Causal
-from comm import Local
+from comm import Done, Local, Residual
 from config import ModelConfig, with_variant
 from errors import UserError
 from model import Transformer
@@ -112,7 +112,7 @@ def test_activations_are_what_autograd_keeps(
 
     x, before = (torch.randn(1, tokens, config.hidden_size, dtype=dtype, requires_grad=True) for _ in range(2))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        model.layers[1](x, (Local().start(before),), model.frequencies, context)
+        model.layers[1](Residual(x, Local(), (Done(before),)), model.frequencies, context)
     found = sum(t.untyped_storage().nbytes() for address, t in kept.items() if address not in known)
     assert found == layer_activations(config, tokens, element)
 

@@ -18,9 +18,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from attention import Causal
+from comm import Residual
 from config import ModelConfig
 from errors import UserError
-from model import Transformer, settle
+from model import Transformer
 from rope import rope_frequencies
 from tp import World
 from training.batches import Batch, GlobalBatches
@@ -60,10 +61,10 @@ class Whole(nn.Module):
         return self.end(hidden, batch)
 
 
-def _settled(layer: Any, x: Tensor, _: Any, frequencies: Tensor, context: Any) -> tuple[Tensor, tuple[()]]:
-    """A block's result with its pending all-reduce completed. FSDP2's hooks would not see a tensor inside a pending handle."""
-    y, pending = layer(x, (), frequencies, context)
-    return settle(y, pending), ()
+def _finished(layer: Any, stream: Residual, frequencies: Tensor, context: Any) -> Residual:
+    """A block's result with its all-reduces completed. FSDP2's hooks would not see a tensor inside an all-reduce in flight."""
+    stream = layer(stream, frequencies, context)
+    return Residual(stream.finish(), stream.comm)
 
 
 def shard(
@@ -78,7 +79,7 @@ def shard(
         raise UserError(f"FSDP2 runs the standard and the parallel variant here, not {config.variant}")
     model = empty_model(config, device, torch.float32)
     for layer in model.layers:
-        forward: Any = partial(_settled, layer.forward)
+        forward: Any = partial(_finished, layer.forward)
         layer.forward = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False) if recompute else forward
     if compiled:
         model.compile_modules()
