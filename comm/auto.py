@@ -1,14 +1,10 @@
 """The communicator that measures how this machine sums fastest, and chooses by message size; fused with GEMMs where that is
 faster still (`comm/fused.py`)."""
 
-import hashlib
 import sys
-from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import triton
 from torch import Tensor
 
 from comm.fused import FusedCommunicator
@@ -18,9 +14,22 @@ from comm.quantize import WIDTHS, Scheme, parse_scheme, relative_error
 from comm.quantized_symmetric import quantized_symmetric
 from comm.relay import RelayCommunicator
 from comm.symmetric import CAPACITY, Kind, SymmetricCommunicator
-from comm.table import SIZES, Table, Times, _from_first, agreed, graph_microseconds
+from comm.table import SIZES, Table, Times, _from_first, agreed, graph_microseconds, machine
 from comm.workspace import Memory, check_reachable, memory_between
 from errors import UserError
+
+CODE = (
+    "kernels/*all_reduce.py",
+    "kernels/quantize.py",
+    "kernels/relay.py",
+    "comm/*symmetric.py",
+    "comm/quantized.py",
+    "comm/two_step.py",
+    "comm/relay.py",
+    "comm/workspace.py",
+    "comm/interface.py",
+    "comm/table.py",
+)
 
 # Sizes that each way is measured at. Beyond them it would take NCCL, or leave most of its ranks' slices empty.
 SERVED: dict[str, tuple[int, ...]] = {
@@ -123,7 +132,7 @@ def by_message_size(
     short = one_shot if memory == "host" else None
     ways |= {scheme.name: quantized_symmetric(scheme, device, group, short) for scheme in schemes_within(error_budget, group)}
     kinds = " ".join(f"{name}={type(way).__name__}" for name, way in ways.items())
-    key = machine(device, dist.get_world_size(group), torch.bfloat16) | {"ways": kinds, "memory": memory}
+    key = machine(device, dist.get_world_size(group), torch.bfloat16, CODE) | {"ways": kinds, "memory": memory}
     served = {name: SERVED[name] for name in ways}
     return AutoCommunicator(ways, agreed(key, served, lambda: measured(ways, device, torch.bfloat16, group), group, rebuild))
 
@@ -145,48 +154,6 @@ def schemes_within(error_budget: float, group: dist.ProcessGroup | None = None) 
     ranks, first = dist.get_world_size(group), dist.get_rank(group) == 0
     names = [name for name in WIDTHS if first and relative_error(parse_scheme(name), ranks) <= error_budget]
     return [parse_scheme(name) for name in _from_first(names, group)]
-
-
-CODE = (
-    "kernels/*all_reduce.py",
-    "kernels/quantize.py",
-    "kernels/relay.py",
-    "comm/*symmetric.py",
-    "comm/quantized.py",
-    "comm/two_step.py",
-    "comm/relay.py",
-    "comm/workspace.py",
-    "comm/interface.py",
-    "comm/table.py",
-)
-
-
-def machine(device: torch.device, world_size: int, dtype: torch.dtype) -> dict[str, str]:
-    """All that the times depend on: another GPU, driver, library or kernel asks for another table."""
-    return {
-        "gpu": torch.cuda.get_device_name(device),
-        "ranks": str(world_size),
-        "dtype": str(dtype).removeprefix("torch."),
-        "driver": _driver(),
-        "torch": torch.__version__,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-        "triton": triton.__version__,
-        "code": digest(CODE),
-    }
-
-
-def _driver() -> str:
-    try:
-        return Path("/proc/driver/nvidia/version").read_text().partition("\n")[0]
-    except OSError:
-        return "unknown"
-
-
-def digest(patterns: Sequence[str]) -> str:
-    """Of the files that the patterns name."""
-    root = Path(__file__).resolve().parents[1]
-    paths = sorted(path for pattern in patterns for path in root.glob(pattern))
-    return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:12]
 
 
 def measured(

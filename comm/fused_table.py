@@ -10,10 +10,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from comm.table import PLAUSIBLE, Table, _from_first, _keep, path_of
+from comm.table import PLAUSIBLE, Table, _from_first, _keep, machine, path_of
 
 UNFUSED = "unfused"
-CODE = ("comm/fused*.py", "kernels/fused_rows.py", "kernels/tile_gemm*.py", "kernels/*_scatter.py", "kernels/*_gemm.py")
+CODE = (
+    "comm/fused*.py",
+    "comm/row_buffers.py",
+    "comm/table.py",
+    "kernels/fused_rows.py",
+    "kernels/tile_gemm*.py",
+    "kernels/*_scatter.py",
+    "kernels/*_gemm.py",
+)
 
 PairTimes = dict[str, float]  # way: µs
 
@@ -87,6 +95,4 @@ def read(table: PairTable, names_of: Callable[[Pair], set[str]]) -> dict[str, Pa
 
 def machine_key(device: torch.device, world_size: int, beside: str) -> dict[str, str]:
     """All that the times depend on, but for the shapes. beside: what unfused pairs sum with."""
-    from comm.auto import digest, machine  # which chooses this communicator
-
-    return machine(device, world_size, torch.bfloat16) | {"fused": digest(CODE), "beside": beside}
+    return machine(device, world_size, torch.bfloat16, CODE) | {"beside": beside}

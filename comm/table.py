@@ -8,8 +8,9 @@ import sys
 import tempfile
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,38 @@ def _neighbours(size: int) -> tuple[int, int]:
     index = bisect_right(SIZES, size)
     low = SIZES[max(0, index - 1)]
     return low, low if size <= low else SIZES[min(index, len(SIZES) - 1)]
+
+
+# --- what a table is for -----------------------------------------------------------------------------------------------------
+
+
+def machine(device: torch.device, world_size: int, dtype: torch.dtype, code: Sequence[str]) -> dict[str, str]:
+    """What measured times depend on: with another GPU, driver, library or code another table is needed. code: patterns of files whose
+    content decides."""
+    return {
+        "gpu": torch.cuda.get_device_name(device),
+        "ranks": str(world_size),
+        "dtype": str(dtype).removeprefix("torch."),
+        "driver": _driver(),
+        "torch": torch.__version__,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "triton": version("triton"),
+        "code": digest(code),
+    }
+
+
+def _driver() -> str:
+    try:
+        return Path("/proc/driver/nvidia/version").read_text().partition("\n")[0]
+    except OSError:
+        return "unknown"
+
+
+def digest(patterns: Sequence[str]) -> str:
+    """Of the files that the patterns name."""
+    root = Path(__file__).resolve().parents[1]
+    paths = sorted(path for pattern in patterns for path in root.glob(pattern))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:12]
 
 
 # --- the file ----------------------------------------------------------------------------------------------------------------

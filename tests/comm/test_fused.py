@@ -92,9 +92,9 @@ def wrong_pairs(
 ) -> list[str]:
     """Streams (batch, length) through some pairs, as a model would: sums, norms, layers behind them, and at last the whole stream."""
     from comm import Product, Scattered
-    from comm.fused import Gather, Way
+    from comm.fused_strategies import Gather, Strategy
 
-    comm, draw, found = fused(world, way=Way(scatter, Gather(*gather))), random.Random(seed), []
+    comm, draw, found = fused(world, strategy=Strategy(scatter, Gather(*gather))), random.Random(seed), []
     tiled = "tiles" in scatter + gather[0]
     for number, (b, t) in enumerate(shapes):
         dtype = draw.choice(
@@ -183,7 +183,7 @@ def late_copies(world: World, rows: list[int], seed: int) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "chunks_of", slowly)
         for number, t in enumerate(rows):
-            comm.default = module.Way(draw.choice(module.SCATTERS), draw.choice(gathers))
+            comm.default = module.Strategy(draw.choice(module.SCATTERS), draw.choice(gathers))
             x, inputs = layers.random(1, t, len(layers.scale)), layers.inputs(1, t)
             exact = x.double() + layers.sum(inputs)
             x, scattered = comm.defer(layers.product(comm, inputs)).add_norm(x, layers.scale, EPS)
@@ -205,10 +205,10 @@ def flags_by_chunk(world: World, pull: bool, seed: int) -> list[int]:
     import comm.fused as module
     from kernels.fused_rows import BLOCKS, advance
 
-    meeting, split, counts = fused(world, capacity=1 << 18).meeting, module.chunks_of, []
-    places, other = meeting.places, 1 - world.rank
+    buffers, split, counts = fused(world, capacity=1 << 18).buffers, module.chunks_of, []
+    places, other = buffers.places, 1 - world.rank
     here, source = (world.rank, other) if pull else (other, world.rank)
-    flags = meeting.shared.view(here, places.row_flags, (2, BLOCKS), torch.int64)[source]
+    flags = buffers.shared.view(here, places.row_flags, (2, BLOCKS), torch.int64)[source]
 
     def watched(rows: int, count: int) -> Iterator[slice]:
         for chunk in split(rows, count):
@@ -219,9 +219,9 @@ def flags_by_chunk(world: World, pull: bool, seed: int) -> list[int]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "chunks_of", watched)
         rows = layers.random(2, 500, 40)
-        meeting.my_rows(world.rank, share).copy_(rows[world.rank])
+        buffers.my_rows(world.rank, share).copy_(rows[world.rank])
         advance(places)
-        out = meeting.gather_linear(share, layers.second[world.rank], None, module.Gather("owners", pull, 3))
+        out = buffers.gather_linear(share, layers.second[world.rank], None, module.Gather("owners", pull, 3))
     counts.append(int((flags == places.epochs[0]).sum()))
     assert layers.close(out, F.linear(rows.view(1000, 40).double(), layers.second[world.rank].double())), f"seed {seed}"
     return counts
@@ -234,7 +234,7 @@ def test_a_chunk_is_announced_when_it_is_there(interpreters: Ranks, pull: bool, 
 
 def test_chunks_are_whole_blocks(seed: int) -> None:
     """All rows once, in order; no chunk is empty, and no block is announced in two."""
-    from comm.fused import chunks_of
+    from comm.row_buffers import chunks_of
     from kernels.fused_rows import BLOCK_ROWS
 
     for _ in range(200):
@@ -295,7 +295,7 @@ def refusals(world: World, seed: int) -> list[str]:
     for rows, capacity, minimum in ((5, 1 << 16, 1), (8, 256, 1), (8, 1 << 16, 6)):
         layers = Layers(world, seed)
         comm = fused(world, min_rows=minimum)
-        comm.meeting.places = replace(comm.meeting.places, capacity=capacity)
+        comm.buffers.places = replace(comm.buffers.places, capacity=capacity)
         inputs = layers.inputs(1, rows)
         partial, exact = layers.product(comm, inputs), layers.sum(inputs)
         if not isinstance(partial, Tensor) or not layers.close(comm.defer(partial).settle(torch.zeros(1, rows, 40)), exact):
@@ -332,7 +332,7 @@ def test_a_stream_of_another_shape_is_refused(interpreters: Ranks, seed: int) ->
 def lone_wait(world: World, seed: int) -> list[str]:
     """One rank does not come; the other gives up."""
     comm, layers = fused(world), Layers(world, seed)
-    comm.meeting.places = replace(comm.meeting.places, patience=20)
+    comm.buffers.places = replace(comm.buffers.places, patience=20)
     if world.rank == 0:
         comm.defer(layers.product(comm, layers.inputs(1, 8))).wait()
         with pytest.raises(RuntimeError, match="rank 0 waited in vain"):
@@ -345,14 +345,14 @@ def lone_offer(world: World, seed: int) -> list[str]:
     """Nor does one come to the meeting of a pull."""
     from kernels.fused_rows import offer_rows
 
-    meeting = fused(world).meeting
-    offered = [meeting.shared.view(rank, meeting.places.offers, (world.world_size, 64), torch.int64) for rank in range(2)]
+    buffers = fused(world).buffers
+    offered = [buffers.shared.view(rank, buffers.places.offers, (world.world_size, 64), torch.int64) for rank in range(2)]
     if world.rank == 0:
-        meeting.places.epochs.fill_(seed)
-        offer_rows(replace(meeting.places, patience=20))
+        buffers.places.epochs.fill_(seed)
+        offer_rows(replace(buffers.places, patience=20))
         assert [bool((flags[0] == seed).all()) for flags in offered] == [True, True]
         with pytest.raises(RuntimeError, match=r"rank 0 waited in vain .* \(place 7\)"):
-            meeting.check()
+            buffers.check()
     return []
 
 
@@ -369,7 +369,7 @@ CALLS: list[str] = []  # pairs that `invented_times` was asked for
 
 def invented_times(comm: Any, pair: Any, first: Tensor, second: Tensor) -> dict[str, float]:
     """Fused is slower below 16 rows, and `owners` the fastest at both ends, where it pulls to gather."""
-    from comm.fused import names_of
+    from comm.fused_strategies import names_of
 
     CALLS.append(pair.key)
     times = dict.fromkeys(names_of(pair), 40.0) | {
@@ -454,16 +454,16 @@ def test_a_bad_table_is_measured_again(
 
 def test_the_best_of_random_times(seed: int) -> None:
     """Each end's fastest, among all that are measured."""
-    from comm.fused import SCATTERS, Gather, Way, best_way, names_of
+    from comm.fused_strategies import SCATTERS, Gather, Strategy, best_strategy, names_of
     from comm.fused_table import Pair
 
     pair = Pair(random.choice([1000, 2048]), 64, 128, 32, torch.bfloat16)
     times = {name: random.uniform(10, 100) for name in sorted(names_of(pair))}
     gathers = [Gather(split, pull) for split in SCATTERS for pull in (False, True)]
     gathers += [Gather("tiles0", False, 2), Gather("tiles0", False, 4), Gather("tiles0", True, 4)]
-    ways = [Way(scatter, gather) for scatter in SCATTERS for gather in gathers]
+    ways = [Strategy(scatter, gather) for scatter in SCATTERS for gather in gathers]
     expected = {way: times[f"{way.scatter}+spans"] + times[f"spans+{way.gather}"] - times["spans+spans"] for way in ways}
-    way, fused = best_way(times)
+    way, fused = best_strategy(times)
     assert fused == pytest.approx(min(expected.values())) == pytest.approx(expected[way]), f"seed {seed}"
     assert len(times) == 1 + len(SCATTERS) + len(gathers) - 1  # and nothing else: unfused, and the default once
     few, single = (names_of(replace(pair, **change)) for change in ({"rows": 256}, {"dtype": torch.float32}))

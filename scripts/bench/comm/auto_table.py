@@ -12,7 +12,8 @@ import torch
 from cli import Parser, run
 from comm import choose
 from comm.auto import AutoCommunicator, auto
-from comm.fused import FusedCommunicator, best_way
+from comm.fused import FusedCommunicator
+from comm.fused_strategies import best_strategy
 from comm.fused_table import UNFUSED, PairTable
 from comm.table import SIZES, Table, path_of
 from tp import init_world
@@ -44,8 +45,8 @@ def pair_lines(table: PairTable) -> list[str]:
     """The measured pairs of layers as text. A model's pairs are fused if the sum of their gains is positive."""
     rows = [["rows, K, C, M, dtype", "unfused, µs", "fused, µs", "gain, µs", "scatter + gather"]]
     for key, times in sorted(table.times.items()):
-        way, fused = best_way(times)
-        rows.append([key, f"{times[UNFUSED]:.1f}", f"{fused:.1f}", f"{times[UNFUSED] - fused:+.1f}", str(way)])
+        strategy, fused = best_strategy(times)
+        rows.append([key, f"{times[UNFUSED]:.1f}", f"{fused:.1f}", f"{times[UNFUSED] - fused:+.1f}", str(strategy)])
     known = aligned(rows) if table.times else ["no model has met many rows yet: run one"]
     return ["", f"{table.path}: a sum of many rows between the layers (K to C) and (C to M) of a rank", "", *known]
 

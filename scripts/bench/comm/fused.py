@@ -28,8 +28,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from cli import Parser, note, run
-from comm.fused import GATHERS, TILED, UNTILED, FusedCommunicator, Gather, Share, Split, Way
+from comm.fused import FusedCommunicator
+from comm.fused_strategies import GATHERS, TILED, UNTILED, Gather, Split, Strategy
 from comm.interface import Product, Scattered
+from comm.row_buffers import Share
 from comm.table import graph_microseconds
 from errors import UserError
 from figures import BLACK, CYCLE, MOST_LINES
@@ -111,7 +113,7 @@ class Bench(Parts):
         self.gpu = world.device.type == "cuda"
         self.dtype = torch.bfloat16 if self.gpu else torch.float32
         capacity = CAPACITY if self.gpu else 1 << 18
-        self.comm = FusedCommunicator(world.comm, world.device, capacity=capacity, min_rows=1, way=Way())
+        self.comm = FusedCommunicator(world.comm, world.device, capacity=capacity, min_rows=1, strategy=Strategy())
         self.scatters: list[Split] = [*UNTILED, *TILED] if self.gpu else list(UNTILED)
         others = [Gather(split) for split in self.scatters if split not in GATHERS]
         self.gathers = [gather for gather in (*GATHERS.values(), *others) if gather.split in self.scatters]
@@ -164,23 +166,23 @@ class Bench(Parts):
         return lambda: ops.fused_all_gather_matmul(x, [weight.t()], 0, group, return_A=True)[1][0]
 
     def _fused_scatter(self, x: Tensor, weight: Tensor, split: Split) -> Call:
-        meeting, share = self.comm.meeting, Share(len(x) // self.n, len(weight), x.dtype)
+        buffers, share = self.comm.buffers, Share(len(x) // self.n, len(weight), x.dtype)
 
         def call() -> Tensor:
-            meeting.scatter(x, weight, split)
-            fused_rows.reduce_rows(meeting.places, share.rows, share.size, share.dtype, None)
-            meeting.join()
-            return meeting.my_rows(self.rank, share)
+            buffers.scatter(x, weight, split)
+            fused_rows.reduce_rows(buffers.places, share.rows, share.size, share.dtype, None)
+            buffers.join()
+            return buffers.my_rows(self.rank, share)
 
         return call
 
     def _fused_gather(self, x: Tensor, weight: Tensor, way: Gather) -> Call:
         """The fused all-gather + GEMM of rows that are in the buffer already, where the norm before the layer writes them."""
-        meeting, share = self.comm.meeting, Share(len(x), x.shape[1], x.dtype)
+        buffers, share = self.comm.buffers, Share(len(x), x.shape[1], x.dtype)
 
         def call() -> Tensor:
-            fused_rows.advance(meeting.places)
-            return meeting.gather_linear(share, weight, None, way)
+            fused_rows.advance(buffers.places)
+            return buffers.gather_linear(share, weight, None, way)
 
         return call
 
@@ -223,10 +225,10 @@ class Bench(Parts):
 
         A gather's own input rows x are written into the buffer again.
         """
-        meeting = self.comm.meeting
-        meeting.shared.views[self.rank][meeting.places.partials :].fill_(255)
+        buffers = self.comm.buffers
+        buffers.shared.views[self.rank][buffers.places.partials :].fill_(255)
         if not layer.scatter:
-            meeting.my_rows(self.rank, Share(len(x), x.shape[1], x.dtype)).copy_(x)
+            buffers.my_rows(self.rank, Share(len(x), x.shape[1], x.dtype)).copy_(x)
 
     def _rows(self, layer: Layer, m: int, times: dict[str, float]) -> list[Row]:
         gemms = [t for name, t in times.items() if name.startswith(GEMM)]
@@ -289,7 +291,7 @@ class Bench(Parts):
         def body() -> None:
             step.add_(1)
             for i, gather in enumerate(self.gathers):
-                wrong.add_(pair.wrong(Way(self.scatters[i % len(self.scatters)], gather), salt=i))
+                wrong.add_(pair.wrong(Strategy(self.scatters[i % len(self.scatters)], gather), salt=i))
 
         body()
         if self.gpu:
@@ -322,10 +324,10 @@ class _IntegerPair:
     def inputs(self, rank: int, salt: int) -> Tensor:
         return ((self.index * 3 + self.index // self.k + self.step * 7 + rank * 5 + salt) % 5 < 2).to(self.bench.dtype)[None]
 
-    def wrong(self, way: Way, salt: int) -> Tensor:
+    def wrong(self, strategy: Strategy, salt: int) -> Tensor:
         """Number of wrong values in the output of a fused pair, and in the whole residual stream of a second all-reduce."""
         comm, rank = self.bench.comm, self.bench.rank
-        comm.default = way
+        comm.default = strategy
         inputs = [self.inputs(r, salt) for r in range(self.bench.n)]
         parts = [x @ first.t() for x, first in zip(inputs, self.firsts, strict=True)]
         total = torch.stack(parts).sum(0)

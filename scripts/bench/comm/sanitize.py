@@ -11,11 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cli import Parser, run
-from comm.fused import UNTILED, Gather, Meeting, Share
+from comm.fused_strategies import UNTILED, Gather
 from comm.interface import Communicator
 from comm.quantize import WIDTHS, parse_scheme
 from comm.quantized_symmetric import QuantizedSymmetricCommunicator
 from comm.relay import RelayCommunicator
+from comm.row_buffers import RowBuffers, Share
 from comm.symmetric import KINDS, SymmetricCommunicator
 from kernels import fused_rows, linear_push
 
@@ -46,13 +47,13 @@ def pushes(comm: SymmetricCommunicator) -> None:
 
 
 def pairs() -> None:
-    meeting, share = Meeting(DEVICE, None, 1 << 22), Share(300, 768, torch.bfloat16)
+    buffers, share = RowBuffers(DEVICE, None, 1 << 22), Share(300, 768, torch.bfloat16)
     for split in (*UNTILED, "tiles0"):
         for pull in (False, True):
-            meeting.scatter(random(300, 512), random(768, 512), split)
-            fused_rows.reduce_norm_rows(meeting.places, random(300, 768), random(768), 1e-5)
-            meeting.gather_linear(share, random(256, 768), None, Gather(split, pull, 2))
-    meeting.check()
+            buffers.scatter(random(300, 512), random(768, 512), split)
+            fused_rows.reduce_norm_rows(buffers.places, random(300, 768), random(768), 1e-5)
+            buffers.gather_linear(share, random(256, 768), None, Gather(split, pull, 2))
+    buffers.check()
 
 
 def main() -> None:
