@@ -58,12 +58,13 @@ class Execution:
 
 @dataclass(eq=False)
 class Unit:
-    """A module whose weights are gathered and freed together."""
+    """A linear layer, whose weight is gathered for it and freed after it."""
 
     module: nn.Module
-    weights: list[Weight]
+    weight: Weight
     index: int  # in the order of forward
     layer: int
+    parent: nn.Module  # the attention, MLP or block that it belongs to: in backward a parent's weights are gathered together
 
 
 class Executor:
@@ -120,9 +121,8 @@ class Executor:
         self.head = self._by_parameter[self.model.head.weight]
         self.units: list[Unit] = []
         for number, layer in enumerate(self.model.layers):
-            for module in _modules_with_weights(layer):
-                weights = [self._by_parameter[p] for p in module.parameters() if p in self._by_parameter]
-                self.units.append(Unit(module, weights, len(self.units), number))
+            for module, parent in _linear_layers(layer):
+                self.units.append(Unit(module, self._by_parameter[module.weight], len(self.units), number, parent))
 
     def _add_hooks(self) -> None:
         hooks: list[Any] = []
@@ -199,8 +199,7 @@ class Executor:
                 weight.gather()
             for weight in self._of_layer(unit.layer - 1 if self._in_backward else unit.layer + 1):
                 weight.gather()
-        for weight in unit.weights:
-            self._have(weight)
+        self._have(unit.weight)
 
     def _of_layer(self, layer: int) -> Iterator[Weight]:
         """A layer's weights. The index after the last layer stands for the head."""
@@ -208,23 +207,25 @@ class Executor:
             yield self.head
         for unit in self.units:
             if unit.layer == layer:
-                yield from unit.weights
+                yield unit.weight
 
     def _after_forward(self, unit: Unit, *_: object) -> None:
-        if not self._in_backward and unit is not self.units[-1]:
-            for weight in unit.weights:
-                weight.release()
+        if not self._in_backward and unit.parent is not self.units[-1].parent:
+            unit.weight.release()
 
     def _before_backward(self, unit: Unit, *_: object) -> None:
-        for weight in unit.weights:
-            self._have(weight)
-        if self.overlap.parameters and not self.execution.recompute and unit.index > 0:
-            for weight in self.units[unit.index - 1].weights:
-                weight.gather()
+        self._have(unit.weight)
+        if self.overlap.parameters and not self.execution.recompute:
+            for before in self._previous_parent(unit):
+                before.weight.gather()
+
+    def _previous_parent(self, unit: Unit) -> Iterator[Unit]:
+        """The linear layers of the parent that forward computes before this unit's."""
+        others = [one for one in self.units[: unit.index] if one.parent is not unit.parent]
+        return (one for one in others if one.parent is others[-1].parent)
 
     def _after_backward(self, unit: Unit, *_: object) -> None:
-        for weight in unit.weights:
-            weight.release()
+        unit.weight.release()
 
     def _matrix_ready(self, weight: Weight, parameter: nn.Parameter) -> None:
         assert parameter.grad is not None
@@ -263,13 +264,13 @@ class Executor:
                 weight.wait()
 
 
-def _modules_with_weights(layer: nn.Module) -> Iterator[nn.Module]:
-    """The modules of a layer that each become a `Unit`, in the order of forward."""
+def _linear_layers(layer: nn.Module) -> Iterator[tuple[ShardedLinear, nn.Module]]:
+    """The linear layers in the order of forward, and the module that each belongs to."""
     for child in layer.children():
         if isinstance(child, ShardedLinear):
-            yield child
+            yield child, layer
         else:
-            yield from _modules_with_weights(child)
+            yield from _linear_layers(child)
 
 
 class _WeightFirst(torch.autograd.Function):

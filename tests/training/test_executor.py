@@ -255,16 +255,21 @@ def test_communication_starts_before_what_hides_it(ranks: Ranks) -> None:
     log = ranks.run(2, log_order, sharding, Execution())[0]
     at = log.index
     # forward: weights are gathered one layer ahead, before the current layer computes
-    assert at("gather 1.attention.wqkv") < at("gather 1.mlp.w_down") < at("forward 0.attention")
-    assert at("forward 0.mlp") < at("gather 2.attention.wqkv") < at("forward 1.attention")
-    assert at("gather embedding") < at("forward 0.attention")
-    assert at("gather head") < at("forward 2.attention")
+    assert at("gather 1.attention.wqkv") < at("gather 1.mlp.w_down") < at("forward 0.attention.wqkv")
+    assert at("forward 0.mlp.w_down") < at("gather 2.attention.wqkv") < at("forward 1.attention.wqkv")
+    assert at("gather embedding") < at("forward 0.attention.wqkv")
+    assert at("gather head") < at("forward 2.attention.wqkv")
     # backward: one module ahead; the scatter of a gradient starts before the gradient of the input is computed
     again = log[at("scatter head") :]
     at = again.index
-    assert at("gather 2.attention.wqkv") < at("scatter 2.mlp.w_down") < at("input gradient 2.mlp") < at("backward 2.attention")
+    assert (
+        at("gather 2.attention.wqkv")
+        < at("scatter 2.mlp.w_down")
+        < at("input gradient 2.mlp.w_gate_up")
+        < at("backward 2.attention.wo")
+    )
     assert at("scatter 2.mlp.w_gate_up") < at("gather 1.mlp.w_down") < at("scatter 2.attention.wo")
-    assert at("input gradient 2.attention") < at("gather 1.attention.wqkv")  # and not two modules ahead
+    assert at("input gradient 2.attention.wqkv") < at("gather 1.attention.wqkv")  # and not more than one
     # no weight is gathered twice in one pass
     assert log.count("gather 1.mlp.w_down") == 2
     assert log.count("gather 2.mlp.w_down") == 1
@@ -272,7 +277,7 @@ def test_communication_starts_before_what_hides_it(ranks: Ranks) -> None:
 
 def test_recomputation_keeps_what_it_gathered(ranks: Ranks) -> None:
     log = ranks.run(2, log_order, Sharding.parse("2,2,2"), Execution(recompute=True))[0]
-    again = log[log.index("backward 2.mlp") :]
+    again = log[log.index("backward 2.mlp.w_down") :]
     at = again.index
     assert at("gather 1.attention.wqkv") < at("scatter 2.attention.wo")  # recomputation gathers a layer ahead
     assert log.count("gather 1.mlp.w_down") == 2
@@ -280,7 +285,7 @@ def test_recomputation_keeps_what_it_gathered(ranks: Ranks) -> None:
 
 def test_without_overlap_every_transfer_stands_alone(ranks: Ranks) -> None:
     log = ranks.run(2, log_order, Sharding.parse("2,2,2"), Execution(overlap=Overlap(False, False, False)))[0]
-    assert log.index("forward 0.mlp") < log.index("gather 1.attention.wqkv")
+    assert log.index("forward 0.mlp.w_down") < log.index("gather 1.attention.wqkv")
 
 
 @pytest.mark.parametrize(
