@@ -169,7 +169,8 @@ def test_rows_of_several_flags(interpreters: Ranks, scatter: str, gather: tuple[
 @torch.inference_mode()
 def late_copies(world: World, rows: list[int], seed: int) -> list[str]:
     """Pair after pair of random ways, whose copies each rank begins late: behind the meeting of a pull, and chunk by chunk."""
-    import comm.fused as module
+    import comm.fused_strategies as strategies
+    import comm.row_buffers as module
 
     draw, late, found, split = random.Random(seed), random.Random(f"{seed} {world.rank}"), [], module.chunks_of
 
@@ -178,12 +179,12 @@ def late_copies(world: World, rows: list[int], seed: int) -> list[str]:
             time.sleep(late.choice([0, 0, 0.01, 0.03]))
             yield chunk
 
-    gathers = list(module.GATHERS.values())
+    gathers = list(strategies.GATHERS.values())
     comm, layers = fused(world, capacity=1 << 18), Layers(world, seed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "chunks_of", slowly)
         for number, t in enumerate(rows):
-            comm.default = module.Strategy(draw.choice(module.SCATTERS), draw.choice(gathers))
+            comm.default = strategies.Strategy(draw.choice(strategies.SCATTERS), draw.choice(gathers))
             x, inputs = layers.random(1, t, len(layers.scale)), layers.inputs(1, t)
             exact = x.double() + layers.sum(inputs)
             x, scattered = comm.defer(layers.product(comm, inputs)).add_norm(x, layers.scale, EPS)
@@ -202,7 +203,8 @@ def test_late_copies_lose_no_rows(interpreters: Ranks, n: int, rows: list[int], 
 @torch.inference_mode()
 def flags_by_chunk(world: World, pull: bool, seed: int) -> list[int]:
     """How many blocks are announced between two chunks of 500 rows, at the rank that wants them, and once all have travelled."""
-    import comm.fused as module
+    import comm.fused_strategies as strategies
+    import comm.row_buffers as module
     from kernels.fused_rows import BLOCKS, advance
 
     buffers, split, counts = fused(world, capacity=1 << 18).buffers, module.chunks_of, []
@@ -221,7 +223,7 @@ def flags_by_chunk(world: World, pull: bool, seed: int) -> list[int]:
         rows = layers.random(2, 500, 40)
         buffers.my_rows(world.rank, share).copy_(rows[world.rank])
         advance(places)
-        out = buffers.gather_linear(share, layers.second[world.rank], None, module.Gather("owners", pull, 3))
+        out = buffers.gather_linear(share, layers.second[world.rank], None, strategies.Gather("owners", pull, 3))
     counts.append(int((flags == places.epochs[0]).sum()))
     assert layers.close(out, F.linear(rows.view(1000, 40).double(), layers.second[world.rank].double())), f"seed {seed}"
     return counts
