@@ -182,7 +182,7 @@ class DesyncBlock(nn.Module):
         return self.reduce(streams) if self.reduces.mlp else streams
 
     def reduce(self, streams: list[Residual]) -> list[Residual]:
-        partial = torch.stack([stream.sums[-1].wait() + stream.x / self.count for stream in streams]).sum(0)
+        partial = torch.stack([stream.pending[-1].wait() + stream.x / self.count for stream in streams]).sum(0)
         return [Residual(self.comm.all_reduce(partial), Local())] * len(streams)
 
 

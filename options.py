@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
+from communicators import KNOWN
 from variants import usage
 
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
@@ -86,8 +87,7 @@ class ModelOptions:
     comm: str | None = option(
         default=None,
         metavar="NAME",
-        help="algorithm of the all-reduces: auto, gloo, nccl or another one of docs/communication.md (default: auto on CUDA, which "
-        "takes the fastest exact one, and gloo on CPU)",
+        help=f"algorithm of the all-reduces: {KNOWN} (default: auto on CUDA, gloo on CPU)",
     )
     comm_error_budget: float = option(
         default=0.0,

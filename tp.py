@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from comm import Communicator, Local, choose
+from comm import Communicator, Local
+from communicators import choose
 from config import ModelConfig
 from errors import UserError
 from kernels.activation import swiglu

@@ -1,10 +1,9 @@
-"""How partial sums become whole: one interface, several ways of summing.
+"""All-reduces and all-gathers between tensor-parallel ranks: one interface (`comm/interface.py`) and several communicators.
 
-`start(partial) -> Handle`, `handle.wait() -> sum`. Blocking variants wait at once, the ladder one module later.
+`communicators.py` builds them by name. `comm/residual.py` is what the model uses.
 """
 
-from comm.choice import KNOWN, Choice, choose
-from comm.interface import Communicator, Done, Handle, Local, NoCommunication, Product, Scattered
+from comm.interface import Communicator, Done, Local, NoCommunication, PendingAllReduce
 from comm.process_group import GlooCommunicator, NcclCommunicator
 from comm.quantize import Scheme, parse_scheme
 from comm.quantized import QuantizedGlooCommunicator, QuantizedNcclCommunicator
@@ -12,24 +11,19 @@ from comm.residual import Residual
 from comm.simulated import Link, SimulatedLink, parse_link
 
 __all__ = [
-    "KNOWN",
-    "Choice",
     "Communicator",
     "Done",
     "GlooCommunicator",
-    "Handle",
     "Link",
     "Local",
     "NcclCommunicator",
     "NoCommunication",
-    "Product",
+    "PendingAllReduce",
     "QuantizedGlooCommunicator",
     "QuantizedNcclCommunicator",
     "Residual",
-    "Scattered",
     "Scheme",
     "SimulatedLink",
-    "choose",
     "parse_link",
     "parse_scheme",
 ]

@@ -1,24 +1,20 @@
-"""The communicator that measures how this machine sums fastest, and chooses by message size; fused with GEMMs where that is
-faster still (`comm/fused.py`)."""
+"""The communicator of `--comm auto`: it measures how long all-reduces take on this machine, and chooses by message size."""
 
-import sys
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from comm.fused import FusedCommunicator
-from comm.interface import Communicator, Handle, Product
-from comm.process_group import GlooCommunicator, NcclCommunicator
-from comm.quantize import WIDTHS, Scheme, parse_scheme, relative_error
-from comm.quantized_symmetric import quantized_symmetric
+from comm.interface import Communicator, Linear, PendingAllReduce
+from comm.quantize import WIDTHS
 from comm.relay import RelayCommunicator
-from comm.symmetric import CAPACITY, Kind, SymmetricCommunicator
-from comm.table import SIZES, Table, Times, _from_first, agreed, graph_microseconds, machine
-from comm.workspace import Memory, check_reachable, memory_between
-from errors import UserError
+from comm.symmetric import CAPACITY
+from comm.table import Table, Times, from_first, graph_microseconds, load, plausible, save
 
-CODE = (
+CODE = (  # files that decide how long an all-reduce takes
     "kernels/*all_reduce.py",
     "kernels/quantize.py",
     "kernels/relay.py",
@@ -30,8 +26,10 @@ CODE = (
     "comm/interface.py",
     "comm/table.py",
 )
+SIZES = tuple(1 << i for i in range(10, 27))  # bytes of a message: 1 KiB to 64 MiB
+TOLERANCE = 1.03  # a choice takes at most so many times as long as nccl
 
-# Sizes that each way is measured at. Beyond them it would take NCCL, or leave most of its ranks' slices empty.
+# Sizes at which each algorithm is measured. For others it would use NCCL, or leave most ranks' slices empty.
 SERVED: dict[str, tuple[int, ...]] = {
     "nccl": SIZES,
     "one-shot": tuple(n for n in SIZES if n <= CAPACITY["one-shot"]),
@@ -41,130 +39,116 @@ SERVED: dict[str, tuple[int, ...]] = {
 
 
 class AutoCommunicator(Communicator):
-    """Each sum by the way that the table says is fastest for its size, which all ranks read alike. The table knows blocking sums
-    only. Those beside computation are exact, and none is relayed: each of a relay's kernels would wait for SMs that a GEMM has."""
+    """Each all-reduce by the algorithm that is fastest for its size.
+
+    The table has the times of blocking all-reduces. Overlapped ones are exact and do not use a relay, whose kernels would
+    each wait for SMs that a GEMM occupies.
+    """
 
     name = "auto"
 
-    def __init__(self, ways: dict[str, Communicator], table: Table) -> None:
-        """ways: a communicator for each name in the table. table: the same on all ranks."""
-        self.ways, self.table = ways, table
-        self.rank, self.world_size = ways["nccl"].rank, ways["nccl"].world_size
+    def __init__(self, algorithms: dict[str, Communicator], table: Table) -> None:
+        """algorithms: a communicator for each name in the table, `nccl` and `one-shot` among them."""
+        self.algorithms, self.table = algorithms, table
+        self.rank, self.world_size = algorithms["nccl"].rank, algorithms["nccl"].world_size
         self._chosen: dict[tuple[int, bool], Communicator] = {}
 
-    def way(self, size: int, beside: bool = False) -> Communicator:
-        """For a message of `size` bytes, blocking or beside computation."""
-        if (size, beside) not in self._chosen:
-            names = [name for name in self.ways if not (beside and self._blocking_only(name))]
-            self._chosen[size, beside] = self.ways[self.table.choose(size, names)]
-        return self._chosen[size, beside]
+    def choose(self, size: int, overlap: bool = False) -> Communicator:
+        """For a message of `size` bytes."""
+        if (size, overlap) not in self._chosen:
+            names = [name for name in self.algorithms if not (overlap and self._blocking_only(name))]
+            self._chosen[size, overlap] = self.algorithms[fastest(self.table, size, names)]
+        return self._chosen[size, overlap]
 
     def _blocking_only(self, name: str) -> bool:
-        return name in WIDTHS or isinstance(self.ways[name], RelayCommunicator)
+        return name in WIDTHS or isinstance(self.algorithms[name], RelayCommunicator)
 
-    def start(self, partial: Tensor) -> Handle:
-        return self.way(partial.nbytes, beside=True).start(partial)
+    def begin_all_reduce(self, partial: Tensor, overlap: bool = False) -> PendingAllReduce:
+        return self.choose(partial.nbytes, overlap).begin_all_reduce(partial, overlap)
 
-    def defer(self, partial: Tensor | Product) -> Handle:
-        return self.way(partial.nbytes).defer(partial)
-
-    def takes_product(self, x: Tensor, weight: Tensor) -> bool:
-        return self.way(Product(x, weight).nbytes).takes_product(x, weight)
+    def begin_linear_all_reduce(self, x: Tensor, layer: Linear, overlap: bool = False) -> PendingAllReduce:
+        size = math.prod(x.shape[:-1]) * len(layer.weight) * x.element_size()
+        return self.choose(size, overlap).begin_linear_all_reduce(x, layer, overlap)
 
     def all_gather(self, shard: Tensor) -> Tensor:
-        return self.ways["one-shot"].all_gather(shard)
+        return self.algorithms["one-shot"].all_gather(shard)
 
     def check(self) -> None:
-        for way in self.ways.values():
-            way.check()
+        for communicator in self.algorithms.values():
+            communicator.check()
 
 
-def auto(
-    device: torch.device, error_budget: float = 0.0, group: dist.ProcessGroup | None = None, rebuild: bool = False
-) -> Communicator:
-    """What sums fastest on `device`: gloo on CPU; nccl between hosts; else the fastest by message size and, between GPUs that reach
-    each other, fused with GEMMs where that is faster still. Collective.
-
-    error_budget: the relative error (see `relative_error`) up to which quantized sums may be taken. rebuild: measure anew even if
-    there is a table."""
-    if device.type == "cpu":
-        return GlooCommunicator(group)
-    try:
-        by_size = by_message_size(device, error_budget, group, rebuild)
-    except UserError as error:
-        budget = ", whatever the error budget" if error_budget else ""
-        _tell(f"{error}: auto takes nccl{budget}", group)
-        return NcclCommunicator(group)
-    if memory_between(device, group) == "host":
-        return by_size
-    try:
-        chosen = FusedCommunicator(by_size, device, group, rebuild=rebuild)
-    except UserError as error:
-        _tell(f"{error}: auto fuses no sums with GEMMs", group)
-        return by_size
-    chosen.name = by_size.name
-    return chosen
+# --- the choice --------------------------------------------------------------------------------------------------------------
 
 
-def _tell(text: str, group: dist.ProcessGroup | None) -> None:
-    if dist.get_rank(group) == 0:
-        print(text, file=sys.stderr, flush=True)
+def fastest(table: Table, size: int, names: Iterable[str]) -> str:
+    """The fastest algorithm for a message of `size` bytes, of those that are not slower than nccl at the measured sizes
+    around it. names: those to choose from, `nccl` among them."""
+    around = [table.times[str(n)] for n in _neighbours(size)]
+    sound = [name for name in names if all(name in t and t[name] <= TOLERANCE * t["nccl"] for t in around)]
+    return min(sound, key=lambda name: microseconds(table, name, size))
 
 
-def fused(device: torch.device, group: dist.ProcessGroup | None = None) -> Communicator:
-    """Sums of many rows fused with the GEMMs around them, whether or not that is faster than what `auto` takes; the others as
-    `auto`. Collective. Raises UserError on every rank if the GPUs do not reach each other."""
-    check_reachable(device, group)
-    return FusedCommunicator(by_message_size(device, 0.0, group), device, group, compare=False)
+def microseconds(table: Table, name: str, size: int) -> float:
+    """Interpolated in the size. Below the measured sizes the first time, above them the last bandwidth. Infinity where the
+    algorithm was not measured."""
+    low, high = _neighbours(size)
+    first, last = (table.times[str(n)].get(name, math.inf) for n in (low, high))
+    if math.inf in (first, last):
+        return math.inf
+    if size > SIZES[-1]:
+        return last * size / high
+    return first + (last - first) * max(0, size - low) / max(1, high - low)
 
 
-def by_message_size(
-    device: torch.device, error_budget: float, group: dist.ProcessGroup | None = None, rebuild: bool = False
-) -> AutoCommunicator:
-    """Every way within the budget, and the table that chooses. Collective. Raises UserError as `open_workspace` does."""
-    memory = memory_between(device, group)
-    one_shot = SymmetricCommunicator("one-shot", device, group, memory)
-    ways: dict[str, Communicator] = {"nccl": NcclCommunicator(group), "one-shot": one_shot}
-    try:
-        ways["two-shot"] = over_shared_memory("two-shot", device, group, memory)
-    except UserError as error:  # /dev/shm may be enough for short messages
-        _tell(f"{error}: auto goes without two-shot", group)
-    short = one_shot if memory == "host" else None
-    ways |= {scheme.name: quantized_symmetric(scheme, device, group, short) for scheme in schemes_within(error_budget, group)}
-    kinds = " ".join(f"{name}={type(way).__name__}" for name, way in ways.items())
-    key = machine(device, dist.get_world_size(group), torch.bfloat16, CODE) | {"ways": kinds, "memory": memory}
-    served = {name: SERVED[name] for name in ways}
-    return AutoCommunicator(ways, agreed(key, served, lambda: measured(ways, device, torch.bfloat16, group), group, rebuild))
+def _neighbours(size: int) -> tuple[int, int]:
+    """The measured sizes around `size`: the largest that is not above it, and the next one. Twice the same at and beyond
+    the ends."""
+    index = bisect_right(SIZES, size)
+    low = SIZES[max(0, index - 1)]
+    return low, low if size <= low else SIZES[min(index, len(SIZES) - 1)]
 
 
-def over_shared_memory(
-    kind: Kind, device: torch.device, group: dist.ProcessGroup | None = None, memory: Memory | None = None
-) -> Communicator:
-    """Sums of a kind in the memory that ranks of one host have in common. Collective. Raises UserError as `open_workspace` does."""
-    memory = memory or memory_between(device, group)
-    if kind == "two-shot" and memory == "host":
-        return RelayCommunicator(None, device, group)
-    return SymmetricCommunicator(kind, device, group, memory)
+# --- the table ---------------------------------------------------------------------------------------------------------------
 
 
-def schemes_within(error_budget: float, group: dist.ProcessGroup | None = None) -> list[Scheme]:
-    """The widths whose sums of all ranks have at most this relative error, as the first rank finds it. Collective."""
-    if not error_budget:
-        return []
-    ranks, first = dist.get_world_size(group), dist.get_rank(group) == 0
-    names = [name for name in WIDTHS if first and relative_error(parse_scheme(name), ranks) <= error_budget]
-    return [parse_scheme(name) for name in _from_first(names, group)]
+def size_table(
+    key: dict[str, str],
+    names: Iterable[str],
+    measure: Callable[[], Times],
+    group: dist.ProcessGroup | None = None,
+    rebuild: bool = False,
+) -> Table:
+    """Times of the algorithms `names` at all SIZES: from rank 0's file if all of it is plausible, else measured by all
+    ranks. Collective. Raises RuntimeError on every rank if the measured times are not plausible."""
+    names = tuple(names)
+
+    def algorithms(case: str) -> set[str]:
+        return {name for name in names if int(case) in SERVED[name]}
+
+    def is_sound(times: Times) -> bool:
+        """Whether all sizes are plausible, and the longest message takes longer than the shortest."""
+        complete = set(plausible(times, algorithms)) == {str(n) for n in SIZES}
+        return complete and times[str(SIZES[-1])]["nccl"] > times[str(SIZES[0])]["nccl"]
+
+    table = load("comm", key, algorithms, group, rebuild)
+    if not is_sound(table.times):
+        table = from_first(Table("comm", key, measure()), group)
+        if not is_sound(table.times):
+            raise RuntimeError(f"all-reduces took implausible times, so none can be chosen by them: {table.times}")
+        save(table, group)
+    return table
 
 
 def measured(
-    ways: dict[str, Communicator], device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup | None = None
+    algorithms: dict[str, Communicator], device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup | None = None
 ) -> Times:
-    """Blocking sums of each way at the sizes it serves, inside CUDA graphs. Collective."""
-    times: Times = {}
+    """Of blocking all-reduces by size and algorithm, in CUDA graphs. Collective."""
+    times: Times = {str(size): {} for size in SIZES}
     with torch.inference_mode():
-        for name, way in ways.items():
-            times[name] = {}
+        for name, communicator in algorithms.items():
             for size in SERVED[name]:
                 partial = torch.zeros(size // dtype.itemsize, dtype=dtype, device=device)
-                times[name][size] = graph_microseconds(lambda way=way, partial=partial: way.all_reduce(partial), group=group)  # type: ignore[misc]
+                call = lambda c=communicator, partial=partial: c.all_reduce(partial)  # noqa: E731
+                times[str(size)][name] = graph_microseconds(call, group=group)
     return times

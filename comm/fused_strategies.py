@@ -1,28 +1,60 @@
-"""Strategies of all-reduces that are fused with the GEMMs around them (`comm/fused.py`): which there are, and which is the fastest.
+"""Strategies of all-reduces that are fused with the GEMMs around them (`comm/fused.py`), and the choice of the fastest.
 
-A row-parallel layer, the all-reduce of its partial sums, residual addition, norm, and the next column-parallel layer become
-GEMM + reduce-scatter over token rows, addition and norm of this rank's rows, and all-gather + GEMM (Chang et al., Flux,
-arXiv:2406.06858).
+Sections and algorithms are those of Flux (Chang et al., arXiv:2406.06858).
 
 Scatter (GEMM + reduce-scatter):
-  owners  one GEMM for each rank's rows, this rank's last; it writes into the owner's buffer
-  spans   one GEMM for all ranks before this one, one for all behind; copy engines copy the rows to their owners meanwhile
-  tilesI  one kernel that announces each block of rows when it is written (the paper's algorithm 1), with the I-th likeliest tiling
+  owners  one GEMM for the rows of each rank, this rank's last; it writes to the owner's buffer
+  spans   one GEMM for the rows of later ranks, one for earlier ranks; copy engines send them during the next GEMM
+  tilesI  one kernel that announces each block of rows when it is written (algorithm 1), with tiling I of the candidates
 Gather (all-gather + GEMM):
   owners  this rank's rows first, then those of each other rank when they have arrived
-  spans   this rank's rows first, then all before them and all behind
+  spans   this rank's rows first, then those of later ranks, then those of earlier ranks
   tilesI  one kernel whose tiles wait for their rows (algorithm 2)
 
-Rows of a gather are pushed by their owner into all buffers, or pulled by each reader out of the owner's buffer (section 4.3, algorithm 3).
-A rank's rows may travel in several chunks, the paper's communication tiles. `owners` and `spans` wait for all chunks of a rank, so
-chunks are measured with `tiles` only.
+In a gather, rows are pushed by their owner to all buffers, or pulled by each reader from the owner's buffer (section 4.3,
+algorithm 3). A rank's rows may be sent in several chunks, the paper's communication tiles. `owners` and `spans` wait for
+all chunks of a rank, so chunks are measured with `tiles` only.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from comm.fused_table import UNFUSED, Pair, PairTimes, bucket
+import torch
+
 from kernels.fused_rows import BLOCK_ROWS
 from kernels.tile_gemm import Tiling, candidates
+
+UNFUSED = "unfused"
+
+
+def bucket(rows: int) -> int:
+    """Rounded up to a power of two."""
+    return 1 << (rows - 1).bit_length()
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two layers with an all-reduce between them, on one rank: (rows, k) x (c, k), the all-reduce, then (rows, c) x (m, c)."""
+
+    rows: int
+    k: int
+    c: int
+    m: int
+    dtype: torch.dtype
+
+    @property
+    def key(self) -> str:
+        return f"{bucket(self.rows)},{self.k},{self.c},{self.m},{str(self.dtype).removeprefix('torch.')}"
+
+    @classmethod
+    def parse(cls, key: str) -> "Pair":
+        """A pair with that key. Raises ValueError, or AttributeError for an unknown dtype."""
+        *sizes, dtype = key.split(",")
+        rows, k, c, m = map(int, sizes)
+        return cls(rows, k, c, m, getattr(torch, dtype))
+
+
+# --- strategies -----------------------------------------------------------------------------------------------------------
 
 Split = str  # of a GEMM: owners, spans, or tilesI
 UNTILED: tuple[Split, ...] = ("spans", "owners")
@@ -50,7 +82,7 @@ class Strategy(NamedTuple):
         return f"{self.scatter}+{self.gather}"
 
 
-# what is measured for each pair of layers; another tiling costs seconds of compiling
+# what is measured for each pair of layers; each tiling takes seconds to compile
 SCATTERS: tuple[Split, ...] = (*UNTILED, TILED[0])
 GATHERS: dict[str, Gather] = {
     str(gather): gather
@@ -70,7 +102,7 @@ def scatters(pair: Pair) -> list[Split]:
 
 
 def gathers(pair: Pair) -> list[Gather]:
-    """The gathers to measure, with no more chunks than two ranks' shares have blocks."""
+    """The gathers to measure, with at most as many chunks as a rank of two has blocks of rows."""
     blocks = bucket(pair.rows) // 2 // BLOCK_ROWS
     return [gather for gather in GATHERS.values() if gather.split in scatters(pair) and gather.chunks <= max(1, blocks)]
 
@@ -82,7 +114,7 @@ def strategies(pair: Pair) -> list[Strategy]:
     return [default, *(strategy for strategy in ends if strategy != default)]
 
 
-def best_strategy(times: PairTimes) -> tuple[Strategy, float]:
+def best_strategy(times: dict[str, float]) -> tuple[Strategy, float]:
     """The fastest scatter with the fastest gather, and the µs that a pair should take with both."""
     default = Strategy()
     first = {name.partition("+")[0]: t for name, t in times.items() if name.endswith(f"+{default.gather}")}
@@ -92,11 +124,11 @@ def best_strategy(times: PairTimes) -> tuple[Strategy, float]:
 
 
 def tiling_of(split: Split, m: int, n: int, k: int, world_size: int) -> Tiling:
-    """The tiling that one of TILED means for (m, k) x (n, k)."""
+    """The tiling of one of TILED for (m, k) x (n, k)."""
     found = candidates(m, n, k, world_size)
     return found[min(TILED.index(split), len(found) - 1)]
 
 
-def names_of(pair: Pair) -> set[str]:
-    """The names for which a valid entry of the table has times."""
-    return {str(strategy) for strategy in strategies(pair)} | {UNFUSED}
+def names_of(key: str) -> set[str]:
+    """What is measured for the pairs with that key. Raises as `Pair.parse`."""
+    return {str(strategy) for strategy in strategies(Pair.parse(key))} | {UNFUSED}

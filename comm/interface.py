@@ -1,150 +1,82 @@
-"""The communicator's interface, and the two that send nothing."""
+"""What a communicator offers to the model, and the two communicators that send nothing."""
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.dispatch import rejoin
-from kernels.linear import linear
 from kernels.norm import add_rms_norm
 
 
-class Scattered(ABC):
-    """A normed stream of which every rank has some rows only, for the column-parallel layer that reads all of them."""
+class Norm(Protocol):
+    """An RMSNorm layer."""
 
-    @abstractmethod
-    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """linear(all rows, weight, bias): (B, T, C) of all ranks together and (N, C) to (B, T, N)."""
-
-    @abstractmethod
-    def whole(self, rows: Tensor) -> Tensor:
-        """All rows (B, T, C) of a stream of which this rank has `rows` (R, C). Collective."""
-
-
-@dataclass(frozen=True)
-class Product:
-    """A partial sum that is not computed yet: x (B, T, K) times the transpose of weight (C, K)."""
-
-    x: Tensor
-    weight: Tensor
+    eps: float
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        return (*self.x.shape[:-1], len(self.weight))
+    def weight(self) -> Tensor: ...
+
+    def __call__(self, x: Tensor, /) -> Tensor: ...
+
+
+class Linear(Protocol):
+    """A linear layer, which a communicator may fuse with an all-reduce: see `tp.ShardedLinear`."""
 
     @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.x.element_size()
+    def weight(self) -> Tensor: ...
+
+    @property
+    def bias(self) -> Tensor | None: ...
+
+    def __call__(self, x: Tensor, /) -> Tensor:
+        """finish(x @ weight.T + whole_bias())."""
+        ...
+
+    def whole_bias(self) -> Tensor | None: ...
+
+    def finish(self, out: Tensor) -> Tensor:
+        """What follows the product: SwiGLU in a gated layer, else nothing."""
+        ...
 
 
-def computed(partial: Tensor | Product) -> Tensor:
-    """The partial sum itself."""
-    return linear(partial.x, partial.weight) if isinstance(partial, Product) else partial
+# --- all-reduces whose result is read later -------------------------------------------------------------------------------
 
 
-class Handle(ABC):
-    """A sum in flight. Ask for it once, by `wait`, `settle` or `add_norm`.
+class PendingAllReduce(ABC):
+    """An all-reduce that has begun, or that begins when its result is read. Read it once, by one of these methods.
 
-    takes_rows: whether `settle` and `add_norm` accept this rank's rows (R, C) of the stream in place of all of it.
+    scatters: whether `add_norm_linear` leaves each rank only its own rows (R, C) of the residual stream. If so, `add` and
+    `add_norm_linear` also take these rows as x.
     """
 
-    takes_rows = False
+    scatters = False
 
     @abstractmethod
     def wait(self) -> Tensor:
-        """The sum over all ranks, same shape and dtype as the partial."""
+        """The sum over all ranks, with the partial sum's shape and dtype. On CUDA the current stream waits for it, not the
+        host."""
 
-    def settle(self, x: Tensor) -> Tensor:
-        """x + sum, whole on every rank. x: whole, or the rows that an `add_norm` of the same communicator returned."""
+    def add(self, x: Tensor) -> Tensor:
+        """x + sum, all rows on every rank."""
         return x + self.wait()
 
-    def add_norm(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor | Scattered]:
-        """What nearly always follows: (x + sum, rms_norm(x + sum) * weight), which some communicators compute in the kernel
-        that sums. A communicator that makes sums of Products may return this rank's rows of both."""
+    def add_norm(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """(x + sum, rms_norm(x + sum) * weight), all rows on every rank. Some communicators compute it in the all-reduce's
+        kernel."""
         return add_rms_norm(x, self.wait(), weight, eps)
 
-
-class Beside(Handle):
-    """A sum on another stream or thread, which the current stream joins."""
-
-    @abstractmethod
-    def arrive(self) -> Tensor:
-        """Make the current stream wait for the sum."""
-
-    def wait(self) -> Tensor:
-        total = self.arrive()
-        rejoin(total)
-        return total
-
-    def add_norm(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        return add_rms_norm(x, self.arrive(), weight, eps, early=False)
+    def add_norm_linear(self, x: Tensor, norm: Norm, layer: Linear) -> tuple[Tensor, Tensor]:
+        """(x + sum, layer(norm(x + sum))). All rows of the second on every rank."""
+        total, normed = self.add_norm(x, norm.weight, norm.eps)
+        return total, layer(normed)
 
 
-class OtherStream(Beside):
-    """A sum on another CUDA stream. It holds the partial, whose memory the current stream must not give to others before."""
-
-    def __init__(self, done: torch.cuda.Event, partial: Tensor, total: Tensor) -> None:
-        self.done, self.partial, self.total = done, partial, total
-
-    def arrive(self) -> Tensor:
-        torch.cuda.current_stream().wait_event(self.done)
-        return self.total
-
-
-def start_beside(stream: torch.cuda.Stream, partial: Tensor, sum: Callable[[], Tensor]) -> Handle:
-    """`sum`, which reads `partial`, on `stream`, while the current one goes on. What that stream allocates needs no `record_stream`,
-    with which a graph's capture would use no memory twice: it may use the memory again only in a later sum, before which it waits
-    for all that the current stream has been given, readers of this sum included."""
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        total = sum()
-        return OtherStream(stream.record_event(), partial, total)
-
-
-class Communicator(ABC):
-    """Sums and gathers over the ranks of one tensor-parallel group.
-
-    All ranks call the same methods in the same order, and all of them receive bitwise the same result, so that every
-    rank samples the same token.
-    """
-
-    name: str
-    rank: int
-    world_size: int
-    waited: float | None = None  # seconds this host has waited for other ranks; None where only the device knows
-
-    @abstractmethod
-    def start(self, partial: Tensor) -> Handle:
-        """Begin to sum `partial` (any shape, floating point) over all ranks. The communicator may overwrite `partial`."""
-
-    def defer(self, partial: Tensor | Product) -> Handle:
-        """The same for a caller that computes nothing before it asks for the sum: it may begin only then."""
-        return self.start(computed(partial))
-
-    def takes_product(self, x: Tensor, weight: Tensor) -> bool:
-        """Whether `defer` takes Product(x, weight), which this communicator computes and sums in one."""
-        return False
-
-    @abstractmethod
-    def all_gather(self, shard: Tensor) -> Tensor:
-        """Concatenate the ranks' `shard`s (..., n) along the last dim, in rank order: (..., n * world_size)."""
-
-    def check(self) -> None:  # noqa: B027
-        """Raise RuntimeError if a sum went wrong without a word, as a kernel's may that gives up waiting for another rank. Waits
-        for the device."""
-
-    def all_reduce(self, partial: Tensor) -> Tensor:
-        """Sum and wait."""
-        return self.defer(partial).wait()
-
-
-class Done(Handle):
-    """The handle of a sum that needed no waiting."""
+class Done(PendingAllReduce):
+    """An all-reduce that needs no waiting."""
 
     def __init__(self, total: Tensor) -> None:
         self.total = total
@@ -153,12 +85,98 @@ class Done(Handle):
         return self.total
 
 
+class OverlappedAllReduce(PendingAllReduce):
+    """An all-reduce on another CUDA stream, which the current stream joins."""
+
+    @abstractmethod
+    def join(self) -> Tensor:
+        """Make the current stream wait for the result, and return it."""
+
+    def wait(self) -> Tensor:
+        total = self.join()
+        rejoin(total)
+        return total
+
+    def add_norm(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return add_rms_norm(x, self.join(), weight, eps, early=False)
+
+
+class SideStreamAllReduce(OverlappedAllReduce):
+    """An all-reduce on a side stream. It holds `partial`, so that the current stream cannot reuse its memory too early."""
+
+    def __init__(self, done: torch.cuda.Event, partial: Tensor, total: Tensor) -> None:
+        self.done, self.partial, self.total = done, partial, total
+
+    def join(self) -> Tensor:
+        torch.cuda.current_stream().wait_event(self.done)
+        return self.total
+
+
+def on_side_stream(stream: torch.cuda.Stream | None, partial: Tensor, all_reduce: Callable[[], Tensor]) -> PendingAllReduce:
+    """Run `all_reduce`, which reads `partial`, on `stream`, while the current stream goes on. stream None (CPU): run it now.
+
+    Tensors allocated on `stream` need no `record_stream`, with which a graph capture would never reuse memory. `stream` can
+    reuse their memory only in a later all-reduce. Before that one, it waits for everything that has been queued on the
+    current stream, which includes the readers of this result.
+    """
+    if stream is None:
+        return Done(all_reduce())
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        total = all_reduce()
+        return SideStreamAllReduce(stream.record_event(), partial, total)
+
+
+# --- communicators --------------------------------------------------------------------------------------------------------
+
+
+class Communicator(ABC):
+    """All-reduces and all-gathers over the ranks of one tensor-parallel group.
+
+    All ranks call the same methods in the same order, and all of them get bitwise the same results, so that every rank
+    samples the same token.
+    """
+
+    name: str
+    rank: int
+    world_size: int
+    waited: float | None = None  # seconds for which this host has waited for other ranks; None if only the device waits
+
+    @abstractmethod
+    def begin_all_reduce(self, partial: Tensor, overlap: bool = False) -> PendingAllReduce:
+        """Add `partial` (any shape, floating point) over all ranks. The communicator may overwrite `partial`.
+
+        overlap: begin now, on a side stream, because the caller computes something before it reads the result. Otherwise the
+        all-reduce may begin when the result is read, on the current stream and in one kernel with what follows.
+        """
+
+    def begin_linear_all_reduce(self, x: Tensor, layer: Linear, overlap: bool = False) -> PendingAllReduce:
+        """The same for layer(x), x (..., K). Some communicators compute the layer and its all-reduce together."""
+        return self.begin_all_reduce(layer(x), overlap)
+
+    def all_reduce(self, partial: Tensor) -> Tensor:
+        """`partial` added over all ranks."""
+        return self.begin_all_reduce(partial).wait()
+
+    @abstractmethod
+    def all_gather(self, shard: Tensor) -> Tensor:
+        """The ranks' `shard`s (..., n), concatenated along the last dim in rank order: (..., n * world_size)."""
+
+    def gather_rows(self, rows: Tensor) -> Tensor:
+        """The ranks' rows (R, C), in rank order: (R * world_size, C). For communicators whose all-reduces scatter rows."""
+        raise NotImplementedError(f"{self.name} leaves all rows on every rank")
+
+    def check(self) -> None:  # noqa: B027
+        """Raise RuntimeError if an all-reduce failed, because a kernel timed out waiting for another rank. Waits for the
+        device."""
+
+
 class Local(Communicator):
-    """One rank: a partial sum is already whole."""
+    """One rank: its partial sums are complete."""
 
     name, rank, world_size, waited = "local", 0, 1, 0.0
 
-    def start(self, partial: Tensor) -> Handle:
+    def begin_all_reduce(self, partial: Tensor, overlap: bool = False) -> PendingAllReduce:
         return Done(partial)
 
     def all_gather(self, shard: Tensor) -> Tensor:
@@ -166,9 +184,9 @@ class Local(Communicator):
 
 
 class NoCommunication(Communicator):
-    """The `upper-bound` variant: every rank goes on with its own partial sums, so the text is wrong on more than one rank.
+    """The `upper-bound` variant: every rank continues with its own partial sums, so the text is wrong on more than one rank.
 
-    A gather returns this rank's shard in its place and the least value elsewhere, so that a sampled token is still a token.
+    An all-gather returns this rank's shard in its place and the lowest value elsewhere, so that a sampled token is a valid id.
     """
 
     name = "none"
@@ -176,7 +194,7 @@ class NoCommunication(Communicator):
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
 
-    def start(self, partial: Tensor) -> Handle:
+    def begin_all_reduce(self, partial: Tensor, overlap: bool = False) -> PendingAllReduce:
         return Done(partial)
 
     def all_gather(self, shard: Tensor) -> Tensor:

@@ -1,44 +1,20 @@
 """Communicators over torch.distributed process groups: gloo on CPU, NCCL on any topology of GPUs."""
 
 import time
+from collections.abc import Callable
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from comm.interface import Beside, Communicator, Handle
+from comm.interface import Communicator, OverlappedAllReduce, PendingAllReduce
 
-# torch 2.13 renamed it and warns of the old name, the only one in 2.11
+# torch 2.13 renamed this function and warns about the old name; torch 2.11 has only the old name
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class _Pending(Beside):
-    """An all-reduce of a process group; `arrive` also casts back to the caller's dtype."""
+class ProcessGroupCommunicator(Communicator):
+    """Rank, world size and all-gather of a process group."""
 
-    def __init__(self, work: dist.Work, total: Tensor, dtype: torch.dtype) -> None:
-        self.work, self.total, self.dtype = work, total, dtype
-
-    def arrive(self) -> Tensor:
-        self.work.wait()
-        return self.total.to(self.dtype)
-
-
-class _MeasuredPending(_Pending):
-    """The same, where waiting blocks the host: adds the time to the communicator's `waited`."""
-
-    def __init__(self, communicator: "GlooCommunicator", work: dist.Work, total: Tensor, dtype: torch.dtype) -> None:
-        super().__init__(work, total, dtype)
-        self.communicator = communicator
-
-    def arrive(self) -> Tensor:
-        start = time.perf_counter()
-        try:
-            return super().arrive()
-        finally:
-            self.communicator.waited += time.perf_counter() - start
-
-
-class _ProcessGroupCommunicator(Communicator):
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         """`group`: an initialized process group; None takes the default one."""
         self.group = group
@@ -51,23 +27,52 @@ class _ProcessGroupCommunicator(Communicator):
         return by_rank.movedim(0, -2).flatten(-2)  # (..., N, n) to (..., N * n)
 
 
-class GlooCommunicator(_ProcessGroupCommunicator):
-    """CPU ranks. Sums in fp32 whatever the dtype; gloo's threads sum while the caller computes on."""
+class HostAllReduce(PendingAllReduce):
+    """An all-reduce for which the host waits. It adds the time to the communicator's `waited`."""
+
+    def __init__(self, communicator: Communicator, result: Callable[[], Tensor]) -> None:
+        """result: waits for the all-reduce and returns its result."""
+        self.communicator, self.result = communicator, result
+
+    def wait(self) -> Tensor:
+        start = time.perf_counter()
+        try:
+            return self.result()
+        finally:
+            self.communicator.waited = (self.communicator.waited or 0.0) + time.perf_counter() - start
+
+
+class GlooCommunicator(ProcessGroupCommunicator):
+    """CPU ranks. Adds in fp32 for every dtype. gloo's threads do it while the caller computes."""
 
     name = "gloo"
-    waited: float = 0.0
+    waited = 0.0
 
-    def start(self, partial: Tensor) -> Handle:
-        total = partial.float().contiguous()  # a no-op for fp32: the partial itself is overwritten
-        return _MeasuredPending(self, dist.all_reduce(total, group=self.group, async_op=True), total, partial.dtype)
+    def begin_all_reduce(self, partial: Tensor, overlap: bool = False) -> PendingAllReduce:
+        dtype, total = partial.dtype, partial.float().contiguous()  # of fp32 no copy: `partial` is overwritten
+        work = dist.all_reduce(total, group=self.group, async_op=True)
+
+        def result() -> Tensor:
+            work.wait()
+            return total.to(dtype)
+
+        return HostAllReduce(self, result)
 
 
-class NcclCommunicator(_ProcessGroupCommunicator):
-    """GPU ranks of one host or several. Sums in the partial's dtype, on NCCL's own stream; `wait` makes the current stream
-    wait for it and does not block the host."""
+class NcclCommunicator(ProcessGroupCommunicator):
+    """GPUs of one host or several. Adds in the partial sum's dtype, on NCCL's own stream."""
 
     name = "nccl"
 
-    def start(self, partial: Tensor) -> Handle:
+    def begin_all_reduce(self, partial: Tensor, overlap: bool = False) -> PendingAllReduce:
         total = partial.contiguous()
-        return _Pending(dist.all_reduce(total, group=self.group, async_op=True), total, partial.dtype)
+        return _NcclAllReduce(dist.all_reduce(total, group=self.group, async_op=True), total)
+
+
+class _NcclAllReduce(OverlappedAllReduce):
+    def __init__(self, work: dist.Work, total: Tensor) -> None:
+        self.work, self.total = work, total
+
+    def join(self) -> Tensor:
+        self.work.wait()
+        return self.total

@@ -2,7 +2,6 @@
 steps of `comm/two_step.py`, with records of quantized groups."""
 
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -12,77 +11,65 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from comm.interface import Done, Handle, start_beside
-from comm.process_group import _ProcessGroupCommunicator
+from comm.interface import Done, PendingAllReduce, on_side_stream
+from comm.process_group import HostAllReduce, ProcessGroupCommunicator
 from comm.quantize import Scheme
-from comm.two_step import ProcessGroupTransport, quantized, two_steps
+from comm.two_step import ProcessGroupTransport, coding_of, two_step_all_reduce
 
 CHUNK = 1 << 20  # values of a chunk, at most
-NCCL_CHUNK = 1 << 24  # each collective of NCCL's costs tens of µs
+NCCL_CHUNK = 1 << 24  # larger, because each NCCL collective costs tens of µs
 
 
-def two_step_sum(partial: Tensor, scheme: Scheme, group: dist.ProcessGroup | None, chunk: int = CHUNK) -> Tensor:
-    """The sum of all ranks' `partial` (any shape, floating point), same shape and dtype. Collective; it waits for the ranks:
-    the host under gloo, the current stream under NCCL."""
-    return two_steps(partial, quantized(scheme, partial), ProcessGroupTransport(group), chunk)
+def quantized_all_reduce(partial: Tensor, scheme: Scheme, group: dist.ProcessGroup | None, chunk: int = CHUNK) -> Tensor:
+    """`partial` (any shape, floating point) added over all ranks, same shape and dtype. Collective. The host waits for the
+    other ranks with gloo, the current stream with NCCL."""
+    return two_step_all_reduce(partial, coding_of(scheme, partial), ProcessGroupTransport(group), chunk)
 
 
-class QuantizedCommunicator(_ProcessGroupCommunicator):
-    """What the two below share. Only sums are quantized: `all_gather`, which brings logits together, is exact."""
+class QuantizedCommunicator(ProcessGroupCommunicator):
+    """What the two classes below share. Only all-reduces are quantized. `all_gather`, which gathers logits, is exact."""
 
     def __init__(self, scheme: Scheme, group: dist.ProcessGroup | None = None) -> None:
-        """All ranks of `group` must construct it together, since its sums get a process group of their own: they run beside
-        whatever the caller sends over `group` meanwhile, and the order of collectives must not differ between ranks."""
+        """Collective over `group`. The all-reduces get a process group of their own: they run at the same time as the caller's
+        collectives over `group`, and the order of collectives in a group must be the same on all ranks."""
         super().__init__(group)
         self.scheme, self.name = scheme, scheme.name
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-        self.sums = dist.new_group(ranks, use_local_synchronization=True)
+        self.own_group = dist.new_group(ranks, use_local_synchronization=True)
 
 
 class QuantizedGlooCommunicator(QuantizedCommunicator):
-    """CPU ranks. The two exchanges of a sum run in a thread of the communicator's: gloo can start a collective and go on, but
-    what lies between the two needs someone to wait for the first, sum, and start the second while the caller computes."""
+    """CPU ranks. All-reduces run in a thread. gloo can run one collective in the background, but between the two
+    collectives of an all-reduce something must wait for the first, add, and start the second, while the caller computes."""
 
-    waited: float = 0.0
+    waited = 0.0
 
     def __init__(self, scheme: Scheme, group: dist.ProcessGroup | None = None) -> None:
         super().__init__(scheme, group)
         self.worker = Worker()
 
-    def start(self, partial: Tensor) -> Handle:
+    def begin_all_reduce(self, partial: Tensor, overlap: bool = False) -> PendingAllReduce:
         if not partial.numel():
             return Done(partial)
-        return _FutureSum(self, self.worker.submit(lambda: two_step_sum(partial, self.scheme, self.sums)))
-
-
-class _FutureSum(Handle):
-    """A sum in the worker's hands; `wait` adds its time to the communicator's `waited`."""
-
-    def __init__(self, communicator: QuantizedGlooCommunicator, total: "Future[Tensor]") -> None:
-        self.communicator, self.total = communicator, total
-
-    def wait(self) -> Tensor:
-        start = time.perf_counter()
-        try:
-            return self.total.result()
-        finally:
-            self.communicator.waited += time.perf_counter() - start
+        return HostAllReduce(
+            self, self.worker.submit(lambda: quantized_all_reduce(partial, self.scheme, self.own_group)).result
+        )
 
 
 class Worker:
-    """One thread that makes calls in the order in which they are submitted, and ends when nobody can submit any more.
+    """A thread that makes calls in the order in which they are submitted. It ends when the Worker is garbage-collected.
 
-    A daemon, unlike the threads of an executor: a process that ends on an error does not wait for a sum that the other ranks
-    may never complete.
+    Unlike an executor's threads it is a daemon: a process that ends with an error must not wait for an all-reduce that the
+    other ranks may never complete.
     """
 
     def __init__(self) -> None:
         self.calls: SimpleQueue[tuple[Future[Tensor], Callable[[], Tensor]] | None] = SimpleQueue()
-        threading.Thread(target=_serve, args=(self.calls,), daemon=True, name="quantized sums").start()
+        threading.Thread(target=_serve, args=(self.calls,), daemon=True, name="quantized all-reduces").start()
         weakref.finalize(self, self.calls.put, None)
 
     def submit(self, call: Callable[[], Tensor]) -> "Future[Tensor]":
-        """The result to come, or the exception that the call raises."""
+        """A future of the call's result, or of the exception that it raises."""
         future: Future[Tensor] = Future()
         self.calls.put((future, call))
         return future
@@ -100,14 +87,15 @@ def _serve(calls: "SimpleQueue[tuple[Future[Tensor], Callable[[], Tensor]] | Non
 
 
 class QuantizedNcclCommunicator(QuantizedCommunicator):
-    """GPU ranks. Quantization and both exchanges are queued on a side stream, so they go on while the current stream computes;
-    `wait` makes the current stream wait for them and does not block the host."""
+    """GPU ranks. Quantization and both exchanges are queued on a side stream at once."""
 
     def __init__(self, scheme: Scheme, group: dist.ProcessGroup | None = None) -> None:
         super().__init__(scheme, group)
         self.stream = torch.cuda.Stream(priority=-1)
 
-    def start(self, partial: Tensor) -> Handle:
+    def begin_all_reduce(self, partial: Tensor, overlap: bool = False) -> PendingAllReduce:
         if not partial.numel():
             return Done(partial)
-        return start_beside(self.stream, partial, lambda: two_step_sum(partial, self.scheme, self.sums, NCCL_CHUNK))
+        return on_side_stream(
+            self.stream, partial, lambda: quantized_all_reduce(partial, self.scheme, self.own_group, NCCL_CHUNK)
+        )

@@ -1,107 +1,73 @@
-"""The residual stream as a block sees it: read it through a norm, add a module's output. Which all-reduces are in flight, on which
-stream, fused with which GEMM, and which rows of the stream this rank has, is decided here and by the communicator."""
+"""The residual stream as a block uses it: read it through a norm and a layer, add a module's output. This file decides
+which all-reduces are in flight and overlapped. The communicator decides whether they are fused with the layers before and
+after them."""
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from comm.interface import Communicator, Handle, Product, Scattered
-
-
-class Norm(Protocol):
-    """An RMSNorm layer."""
-
-    eps: float
-
-    @property
-    def weight(self) -> Tensor: ...
-
-    def __call__(self, x: Tensor, /) -> Tensor: ...
-
-
-class Linear(Protocol):
-    """A linear layer, as a communicator may fuse it with an all-reduce: see `tp.ShardedLinear`."""
-
-    @property
-    def weight(self) -> Tensor: ...
-
-    def __call__(self, x: Tensor, /) -> Tensor:
-        """finish(x @ weight.T + whole_bias())."""
-        ...
-
-    def whole_bias(self) -> Tensor | None: ...
-
-    def finish(self, out: Tensor) -> Tensor:
-        """What follows the product: SwiGLU in a gated layer, else nothing."""
-        ...
+from comm.interface import Communicator, Linear, Norm, PendingAllReduce
 
 
 class Residual(NamedTuple):
-    """The stream is `x` plus the results of all-reduces in flight. An immutable value: each method returns a new stream, so a layer's
-    forward can be computed again from its inputs, and PyTorch finds the tensors in it (pytree).
+    """The stream is `x` plus the results of the pending all-reduces. An immutable value: each method returns a new stream, so a
+    layer's forward can be computed again from its inputs, and PyTorch finds the tensors in it (pytree).
 
-    x: (B, T, C); while `rows` is set, the rows of it that this rank owns. sums: in flight, oldest first.
+    x: (B, T, C), or only this rank's rows (R, C) of it. pending: oldest first. scattered: (B, T, C) if x has only this
+    rank's rows.
     """
 
     x: Tensor
     comm: Communicator
-    sums: tuple[Handle, ...] = ()
-    rows: Scattered | None = None
+    pending: tuple[PendingAllReduce, ...] = ()
+    scattered: torch.Size | None = None
 
     def read(self, norm: Norm, layer: Linear, lag: int = 0) -> tuple["Residual", Tensor]:
-        """(the stream, layer(norm(stream))), where all sums but the newest `lag` have been added to the stream."""
-        ready = max(0, len(self.sums) - lag)
-        stream = self._whole() if lag else self
-        for total in self.sums[: ready - 1] if ready else ():
-            stream = stream._add(total)
-        if ready:
-            stream, normed = stream._add_norm(self.sums[ready - 1], norm, whole=lag > 0)
-        else:
-            normed = norm(stream.x)
-        stream = stream._replace(sums=self.sums[ready:])
-        if isinstance(normed, Scattered):
-            return stream, layer.finish(normed.linear(layer.weight, layer.whole_bias()))
-        return stream, layer(normed)
+        """(the stream, layer(norm(stream))), when all pending all-reduces but the newest `lag` have been added to the
+        stream."""
+        ready = max(0, len(self.pending) - lag)
+        stream = self._gathered() if lag or not ready else self
+        stream = stream._replace(pending=self.pending[ready:])
+        if not ready:
+            return stream, layer(norm(stream.x))
+        for pending in self.pending[: ready - 1]:
+            stream = stream._added(pending)
+        last = self.pending[ready - 1]
+        if lag:  # later reads need all rows
+            x, normed = last.add_norm(stream.x, norm.weight, norm.eps)
+            return stream._replace(x=x), layer(normed)
+        stream = stream if last.scatters else stream._gathered()
+        scattered = (stream.scattered or stream.x.shape) if last.scatters else None
+        x, out = last.add_norm_linear(stream.x, norm, layer)
+        return stream._replace(x=x, scattered=scattered), out
 
     def add(self, x: Tensor, layer: Linear | None = None, lag: int = 0) -> "Residual":
-        """The stream plus the all-reduce of layer(x), a partial sum (B, T, C), or of `x` itself without a layer.
+        """The stream plus the all-reduce of layer(x), a partial sum (B, T, C). Without a layer, x is the partial sum.
 
-        lag: of the reads that follow. With 0 the next read needs the sum, so it begins only then, and may be computed together with
-        the layer, the residual addition and the norm. Otherwise it begins now, on a side stream.
+        lag: that of the reads that follow. With 0 the next read needs the result, so the all-reduce may begin then,
+        together with the addition, the norm and the layers around it. Otherwise it begins now, on a side stream.
         """
         if layer is None:
-            return self._append(self.comm.start(x) if lag else self.comm.defer(x))
-        if lag:
-            return self._append(self.comm.start(layer(x)))
-        if layer.whole_bias() is None and self.comm.takes_product(x, layer.weight):
-            return self._append(self.comm.defer(Product(x, layer.weight)))
-        return self._append(self.comm.defer(layer(x)))
+            pending = self.comm.begin_all_reduce(x, overlap=lag > 0)
+        else:
+            pending = self.comm.begin_linear_all_reduce(x, layer, overlap=lag > 0)
+        return self._replace(pending=(*self.pending, pending))
 
     def finish(self) -> Tensor:
-        """The whole stream (B, T, C), once all sums have been added."""
+        """The whole stream (B, T, C), when all pending all-reduces have been added."""
         stream = self
-        for total in self.sums:
-            stream = stream._add(total)
-        return stream._whole().x
+        for pending in self.pending:
+            stream = stream._added(pending)
+        return stream._gathered().x
 
-    # --- private: rows and sums ---------------------------------------------------------------------------------------------
-
-    def _append(self, total: Handle) -> "Residual":
-        return self._replace(sums=(*self.sums, total))
-
-    def _whole(self) -> "Residual":
+    def _gathered(self) -> "Residual":
         """All rows of x on every rank."""
-        return self if self.rows is None else self._replace(x=self.rows.whole(self.x), rows=None)
+        if self.scattered is None:
+            return self
+        return self._replace(x=self.comm.gather_rows(self.x).view(self.scattered), scattered=None)
 
-    def _add(self, total: Handle) -> "Residual":
-        stream = self if total.takes_rows else self._whole()
-        return stream._replace(x=total.settle(stream.x), rows=None)
-
-    def _add_norm(self, total: Handle, norm: Norm, whole: bool) -> tuple["Residual", Tensor | Scattered]:
-        """(stream plus sum, its norm). whole: both on every rank; else perhaps this rank's rows of both."""
-        if whole and total.takes_rows:
-            stream = self._add(total)
-            return stream, norm(stream.x)
-        stream = self if total.takes_rows else self._whole()
-        x, normed = total.add_norm(stream.x, norm.weight, norm.eps)
-        return stream._replace(x=x, rows=normed if isinstance(normed, Scattered) else None), normed
+    def _added(self, pending: PendingAllReduce) -> "Residual":
+        """`pending` added to all rows of x."""
+        stream = self if pending.scatters else self._gathered()
+        return stream._replace(x=pending.add(stream.x), scattered=None)

@@ -1,10 +1,10 @@
 """Buffers for all-reduces that are fused with GEMMs: each of N ranks owns R token rows, and all ranks address all buffers.
 
-The launches of a rank come in pairs, a scatter and a gather, over one symmetric buffer a rank (`kernels/fused_rows.py` has its layout),
-reached over NVLink or PCIe. Copies between ranks run on the copy engines, so they take no SM from the GEMM that runs meanwhile.
-`comm/fused_strategies.py` lists the strategies, docs/communication.md shows why one place each for partial sums and for rows is enough.
-What that requires of the caller: one gather after each scatter, before the next scatter, with the same strategy on all ranks. A CUDA
-graph must capture whole pairs.
+The launches of a rank come in pairs, a scatter and a gather. They use one symmetric buffer per rank, over NVLink or PCIe
+(`kernels/fused_rows.py` has its layout). Copies between ranks run on the copy engines, so they take no SM from the GEMM
+that runs at the same time. `comm/fused_strategies.py` lists the strategies. docs/communication.md shows why one place for
+partial sums and one for rows are enough. This requires one gather after each scatter, before the next scatter, with the
+same strategy on all ranks. A CUDA graph must capture whole pairs.
 """
 
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ def multiply(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None)
 
 
 class Share(NamedTuple):
-    """What a rank owns of a stream: R rows of C values."""
+    """The part of a stream that a rank owns: R rows of C values."""
 
     rows: int
     size: int
@@ -44,8 +44,8 @@ class Share(NamedTuple):
 
 
 def chunks_of(rows: int, count: int) -> Iterator[slice]:
-    """A rank's rows in up to `count` chunks, in order: each of as many whole blocks as the others or one more, but for the last
-    block, which may be short."""
+    """A rank's rows in up to `count` chunks, in order. Chunks are whole blocks, except that the last block may be short,
+    and differ by at most one block."""
     blocks = fused_rows.blocks_of(rows)
     count = min(count, blocks)
     for i in range(count):
@@ -55,11 +55,11 @@ def chunks_of(rows: int, count: int) -> Iterator[slice]:
 class RowBuffers:
     """The buffers of all ranks, and pairs of a scatter and a gather over them, on one stream at a time.
 
-    R rows a rank, N ranks; x, rows and partial sums of one dtype: bf16, fp16 or fp32.
+    N ranks with R rows each. x, rows and partial sums have one dtype: bf16, fp16 or fp32.
     """
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup | None, capacity: int) -> None:
-        """Collective. Raises UserError on every rank if the GPUs cannot reach each other."""
+        """Collective. Raises UserError on every rank if the GPUs have no peer access."""
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.shared: SharedBuffer = open_shared(fused_rows.buffer_bytes(self.world_size, capacity), device, group)
         self.places = Places(
@@ -70,29 +70,29 @@ class RowBuffers:
             capacity=capacity,
         )
         self.copies = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
-        self.copying = False  # whether there are copies that the current stream has not joined
-        self.held: list[Tensor] = []  # what they read
+        self.copying = False  # whether the current stream has yet to join copies
+        self.held: list[Tensor] = []  # what these copies read
 
     @property
     def capturing(self) -> bool:
         return self.copies is not None and torch.cuda.is_current_stream_capturing()
 
     def check(self) -> None:
-        """Raise RuntimeError if a kernel has given up waiting for a rank. Waits for the device."""
+        """Raise RuntimeError if a kernel timed out waiting for a rank. Waits for the device."""
         fault = int(self.places.fault)
         if fault:
-            raise RuntimeError(f"rank {self.rank} waited in vain for another rank's rows (place {fault})")
+            raise RuntimeError(f"rank {self.rank} timed out waiting for another rank's rows (place {fault})")
 
     def others(self) -> Iterator[int]:
-        """The next rank first, so that no rank is everyone's first."""
+        """The other ranks, the next one first, so that the ranks begin with different ones."""
         return (owner % self.world_size for owner in range(self.rank + 1, self.rank + self.world_size))
 
     def sources(self) -> list[int]:
-        """The other ranks in the order in which their rows arrive: the rank before this one sends to it first."""
+        """The other ranks in the order in which their rows arrive: the previous rank sends to this one first."""
         return list(self.others())[::-1]
 
     def spans(self) -> list[tuple[int, int]]:
-        """Runs of consecutive ranks behind this one and before it: (first, last + 1), either may be empty."""
+        """The consecutive ranks after this one, and those before it: (first, last + 1). Either may be empty."""
         return [(self.rank + 1, self.world_size), (0, self.rank)]
 
     def rows(self, peer: int, share: Share) -> Tensor:
@@ -104,7 +104,7 @@ class RowBuffers:
         return self.rows(peer, share)[source * share.rows :][: share.rows]
 
     def my_rows(self, peer: int, share: Share) -> Tensor:
-        """This rank's place there, (R, C)."""
+        """The place of this rank's rows at `peer`, (R, C)."""
         return self.rows_of(self.rank, peer, share)
 
     def partial(self, peer: int, share: Share) -> Tensor:
@@ -113,12 +113,13 @@ class RowBuffers:
         return self.shared.view(peer, offset, (share.rows, share.size), share.dtype)
 
     def _flags(self, peer: int, first: int, source: int, rows: slice) -> Tensor:
-        """The flags at `peer` of those rows of `source`: of partial sums from byte 0, of rows from `row_flags`, offers from `offers`."""
+        """The flags at `peer` for these rows of `source`. first: 0 for partial sums, `places.row_flags` for rows,
+        `places.offers` for offers."""
         blocks = slice(rows.start // BLOCK_ROWS, fused_rows.blocks_of(rows.stop))
         return self.shared.view(peer, first, (self.world_size, BLOCKS), torch.int64)[source, blocks]
 
-    def _beside(self) -> AbstractContextManager[object]:
-        """The stream of copies, once it has waited for what the current stream has been given."""
+    def _on_copy_stream(self) -> AbstractContextManager[object]:
+        """Use the stream of copies, after it has waited for the current stream."""
         if self.copies is None:
             return nullcontext()
         self.copying = True
@@ -126,14 +127,14 @@ class RowBuffers:
         return torch.cuda.stream(self.copies)
 
     def _announce(self, peer: int, first: int, rows: slice) -> None:
-        """Behind a copy of those of this rank's rows to `peer`: in the stream's order the flags arrive after the data."""
+        """Set the flags of this rank's `rows` at `peer`, after their copy: copies of one stream arrive in order."""
         flags = self._flags(peer, first, self.rank, rows)
         flags.copy_(self.places.epochs[: len(flags)])
 
-    # --- scatter ---------------------------------------------------------------------------------------------------------------
+    # --- scatter ----------------------------------------------------------------------------------------------------------
 
     def scatter(self, x: Tensor, weight: Tensor, split: Split) -> None:
-        """Begin a pair: x (N * R, K) @ weight (C, K).T, the rows of each owner to its owner."""
+        """Begin a pair: x (N * R, K) @ weight (C, K).T, each row sent to its owner."""
         share = Share(len(x) // self.world_size, len(weight), x.dtype)
         if split in TILED:
             self._scatter_tiles(x, weight, share, tiling_of(split, len(x), len(weight), x.shape[1], self.world_size))
@@ -153,7 +154,7 @@ class RowBuffers:
         for first, last in self.spans():
             span = slice(first * share.rows, last * share.rows)
             multiply(x[span], weight, products[span])
-            with self._beside():
+            with self._on_copy_stream():
                 for owner in range(first, last):
                     self.partial(owner, share).copy_(products[owner * share.rows :][: share.rows])
                     self._announce(owner, 0, slice(0, share.rows))
@@ -166,10 +167,10 @@ class RowBuffers:
         flags = tuple(buffer + self.rank * BLOCKS * 8 for buffer in places.buffers)
         gemm_reduce_scatter(x.contiguous(), weight, destinations, flags, places.epochs[:1], self.rank, tiling)
 
-    # --- gather ----------------------------------------------------------------------------------------------------------------
+    # --- gather -----------------------------------------------------------------------------------------------------------
 
     def gather_linear(self, share: Share, weight: Tensor, bias: Tensor | None, strategy: Gather) -> Tensor:
-        """End a pair: all ranks' rows, of which this rank's (R, C) are in their place, times weight (M, C).T: (N * R, M)."""
+        """End a pair: all ranks' rows times weight (M, C).T, (N * R, M). This rank's rows (R, C) must be in their place."""
         (self._pull if strategy.pull else self._push)(share, strategy.chunks)
         rows = self.rows(self.rank, share)
         if strategy.split in TILED:
@@ -179,7 +180,7 @@ class RowBuffers:
         return out
 
     def gather(self, share: Share) -> Tensor:
-        """End a pair: all ranks' rows (N * R, C), in this rank's buffer."""
+        """End a pair: all ranks' rows (N * R, C), as a view of this rank's buffer."""
         self._push(share, 1)
         self.join()
         fused_rows.await_rows(self.places, 0, self.world_size, share.rows)
@@ -187,7 +188,7 @@ class RowBuffers:
 
     def _push(self, share: Share, chunks: int) -> None:
         mine = self.my_rows(self.rank, share)
-        with self._beside():
+        with self._on_copy_stream():
             for peer in self.others():
                 place = self.my_rows(peer, share)
                 for chunk in chunks_of(share.rows, chunks):
@@ -197,17 +198,17 @@ class RowBuffers:
     def _pull(self, share: Share, chunks: int) -> None:
         places, rank = self.places, self.rank
         fused_rows.offer_rows(places)
-        with self._beside():
+        with self._on_copy_stream():
             for source in self.sources():
                 theirs, place = (self.rows_of(source, peer, share) for peer in (source, rank))
                 for chunk in chunks_of(share.rows, chunks):
                     place[chunk].copy_(theirs[chunk])
-                    offers = self._flags(source, places.offers, rank, chunk)  # of this rank there: its epoch
+                    offers = self._flags(source, places.offers, rank, chunk)  # what this rank wrote there: the epoch
                     self._flags(rank, places.row_flags, source, chunk).copy_(offers)
 
     def join(self) -> None:
-        """Have all copies behind the current stream, before the last GEMM of a pair: what comes after it may then start early
-        (see `kernels.dispatch.rejoin`)."""
+        """Make the current stream wait for all copies, before the last GEMM of a pair. So the kernel after that GEMM may
+        start early (see `kernels.dispatch.rejoin`)."""
         if self.copies is not None and self.copying:
             torch.cuda.current_stream().wait_stream(self.copies)
         self.copying = False

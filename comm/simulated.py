@@ -1,11 +1,11 @@
 """A slow link for ranks of one CPU host, so that overlap can be studied without GPUs.
 
-An all-reduce is over no earlier than `latency + bytes / bandwidth` after it started, `bytes` being what one rank sends: for
-a plain sum what a ring sends, 2 (N - 1) / N of the message in its own dtype; for a quantized one its records. Transfers share
-the link: one that starts while another is under way has its bytes queue behind the other's. The caller sleeps only for what
-is left when it waits, so time that it spent computing is not waited for again.
+An all-reduce ends no earlier than `latency + bytes / bandwidth` after it began. `bytes` is what one rank sends: for a plain
+all-reduce what a ring sends, 2 (N - 1) / N of the message in its own dtype; for a quantized one its records. All-reduces
+share the link: the bytes of one wait until those of the previous one are sent. The waiting rank sleeps only for the
+remaining time, so it does not wait for time that it spent computing.
 
-The real sum runs underneath, so a transfer also takes at least as long as gloo does, and sleeping is exact to about 0.1 ms.
+The real all-reduce still runs, so one also takes at least as long as with gloo. Sleeping is exact to about 0.1 ms.
 """
 
 import re
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from comm.interface import Communicator, Handle
+from comm.interface import Communicator, PendingAllReduce
 from comm.quantized import QuantizedCommunicator
 from errors import UserError
 
@@ -45,7 +45,7 @@ def parse_link(text: str) -> Link:
 
 
 def sent_bytes(communicator: Communicator, partial: Tensor) -> float:
-    """Bytes that one rank sends to sum `partial`."""
+    """Bytes that one rank sends in an all-reduce of `partial`."""
     ranks = communicator.world_size
     if isinstance(communicator, QuantizedCommunicator):
         scheme = communicator.scheme
@@ -54,7 +54,7 @@ def sent_bytes(communicator: Communicator, partial: Tensor) -> float:
 
 
 class SimulatedLink(Communicator):
-    """`inner`, with sums that take as long as `link` would need. Gathers are not slowed down."""
+    """`inner`, with all-reduces that take as long as on `link`. All-gathers are not slowed down."""
 
     waited: float = 0.0
 
@@ -65,28 +65,28 @@ class SimulatedLink(Communicator):
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """clock and sleep: seconds; tests bring their own."""
+        """clock and sleep: in seconds; tests replace them."""
         self.inner, self.link, self.clock, self.sleep = inner, link, clock, sleep
         self.rank, self.world_size = inner.rank, inner.world_size
         self.name = f"{inner.name} on a simulated link of {link.text}" if link.text else f"{inner.name} on a simulated link"
-        self.busy_until = 0.0  # when the link has sent all bytes that it was given
+        self.busy_until = 0.0  # when the link has sent all bytes so far
 
-    def start(self, partial: Tensor) -> Handle:
+    def begin_all_reduce(self, partial: Tensor, overlap: bool = False) -> PendingAllReduce:
         sending = sent_bytes(self.inner, partial) / self.link.bandwidth
         self.busy_until = max(self.clock(), self.busy_until) + sending
         deadline = self.busy_until + self.link.latency
-        return _Transfer(self, self.inner.start(partial), deadline)
+        return _SimulatedAllReduce(self, self.inner.begin_all_reduce(partial, overlap), deadline)
 
     def all_gather(self, shard: Tensor) -> Tensor:
         return self.inner.all_gather(shard)
 
 
-class _Transfer(Handle):
-    def __init__(self, link: SimulatedLink, pending: Handle, deadline: float) -> None:
+class _SimulatedAllReduce(PendingAllReduce):
+    def __init__(self, link: SimulatedLink, pending: PendingAllReduce, deadline: float) -> None:
         self.link, self.pending, self.deadline = link, pending, deadline
 
     def wait(self) -> Tensor:
-        """The sum, and not before its deadline; the whole wait is counted as `waited`."""
+        """The result, not before the deadline. All of the waiting counts as `waited`."""
         begin = self.link.clock()
         total = self.pending.wait()
         left = self.deadline - self.link.clock()

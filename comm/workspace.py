@@ -1,7 +1,8 @@
-"""Memory that every rank of a group can address: the buffers through which the kernels of `kernels/all_reduce.py` meet.
+"""Memory that every rank of a group can address: the buffers of the kernels in `kernels/all_reduce.py`.
 
-On GPUs that reach each other it is PyTorch's symmetric memory, over NVLink or PCIe. On others of one host it is page-locked host
-memory, a file that all ranks map. So it is on CPU, where the kernels run in Triton's interpreter. NVLink multicast is not used.
+Between GPUs with peer access it is PyTorch's symmetric memory, over NVLink or PCIe. Between other GPUs of one host it is
+page-locked host memory: a file that all ranks map. CPU ranks, whose kernels run in Triton's interpreter, use such a file,
+too. NVLink multicast is not used.
 """
 
 import math
@@ -23,27 +24,30 @@ from torch import Tensor
 from errors import UserError
 from kernels.all_reduce import MAX_PROGRAMS, Exchange
 
-# Where what other ranks send to a rank arrives: in its GPU's own memory, which all reach, or in the host's.
+# Where a rank receives data from other ranks: in its GPU's memory, which all ranks address, or in host memory.
 Memory = Literal["peer", "host"]
 
 
 @dataclass
 class Workspace:
-    """A buffer on each rank, and what keeps it mapped. Launches on it must follow each other on one stream."""
+    """A buffer on each rank. Launches on it must follow each other on one stream. owner: keeps the memory mapped."""
 
     exchange: Exchange
     owner: Any
 
     def check(self) -> None:
-        """Raise RuntimeError if a kernel has given up waiting for a rank. Waits for the device."""
+        """Raise RuntimeError if a kernel timed out waiting for a rank. Waits for the device."""
         fault = int(self.exchange.fault)
         if fault:
-            raise RuntimeError(f"rank {self.exchange.rank} waited in vain for another rank's part of a sum (place {fault})")
+            raise RuntimeError(
+                f"rank {self.exchange.rank} timed out waiting for another rank's part of an all-reduce (place {fault})"
+            )
 
 
 @dataclass
 class SharedBuffer:
-    """A buffer of every rank, by rank, as this process addresses it: addresses, and views (bytes,) uint8 of the same memory."""
+    """A buffer of every rank, by rank, as this process addresses it. views: (bytes,) uint8 at the addresses. owner: keeps
+    it mapped."""
 
     addresses: tuple[int, ...]
     views: tuple[Tensor, ...]
@@ -57,7 +61,7 @@ class SharedBuffer:
 def open_shared(size: int, device: torch.device, group: dist.ProcessGroup | None = None) -> SharedBuffer:
     """`size` zeroed bytes of every rank. Collective, and not during graph capture.
 
-    Raises UserError on every rank if the group's GPUs cannot reach each other.
+    Raises UserError on every rank if the group's GPUs have no peer access.
     """
     group = group or dist.group.WORLD
     assert group is not None
@@ -73,10 +77,10 @@ def open_shared(size: int, device: torch.device, group: dist.ProcessGroup | None
 
 
 def open_host(size: int, device: torch.device, group: dist.ProcessGroup | None = None) -> SharedBuffer:
-    """`size` zeroed bytes of every rank in the host's memory, which all GPUs of the host address and copy engines reach. Collective,
-    and not during graph capture.
+    """`size` zeroed bytes of every rank in host memory, which all GPUs of the host and their copy engines can address.
+    Collective, and not during graph capture.
 
-    Raises UserError on every rank if they are on several hosts, or if the host has not enough memory to share and to lock.
+    Raises UserError on every rank if the ranks are on several hosts, or if the host has too little memory to share or to lock.
     """
     group = group or dist.group.WORLD
     assert group is not None
@@ -96,7 +100,7 @@ def _views_of_file(size: int, group: dist.ProcessGroup) -> SharedBuffer:
 
 
 def _view_of_peer(handle: Any, rank: int, address: int, size: int) -> Tensor:
-    """The bytes from `address` on of a rank's buffer: the handle counts from the begin of an allocation."""
+    """The `size` bytes at `address` in a rank's buffer. The handle's offsets count from the begin of an allocation."""
     offset = address - handle.get_buffer(rank, (1,), torch.uint8).data_ptr()
     view: Tensor = handle.get_buffer(rank, (size,), torch.uint8, offset)
     assert view.data_ptr() == address
@@ -112,8 +116,8 @@ def open_workspace(
 ) -> Workspace:
     """A workspace for messages of up to `capacity` bytes (a multiple of 64). Collective, and not during graph capture.
 
-    size_of: (world_size, capacity) to the buffer's bytes, `one_shot_bytes` or `two_shot_bytes`. memory: the host's serves one-shot
-    kernels only. Raises UserError on every rank if the ranks' GPUs do not reach each other, or for host memory as `open_host` does.
+    size_of: (world_size, capacity) to the buffer's bytes, such as `one_shot_bytes`. memory: host memory is for one-shot
+    kernels only. Raises UserError on every rank if the GPUs have no peer access, or for host memory as `open_host` does.
     """
     group = group or dist.group.WORLD
     assert group is not None
@@ -135,13 +139,13 @@ def open_workspace(
 
 
 def memory_between(device: torch.device, group: dist.ProcessGroup | None = None) -> Memory:
-    """Where ranks of one host meet: in host memory if their GPUs do not reach each other. Collective."""
+    """What ranks of one host can use: host memory if their GPUs have no peer access. Collective."""
     return "peer" if device.type == "cpu" or not _obstacles(device, group) else "host"
 
 
 def _map(size: int, device: torch.device, group: dist.ProcessGroup, memory: Memory) -> tuple[list[int], Any, int | None]:
-    """Every rank's buffer of `size` zeroed bytes as this rank addresses it, what keeps them, and where others send to if that is not
-    this rank's own."""
+    """(addresses of every rank's buffer of `size` zeroed bytes, their owner, this rank's inbox). inbox: where other ranks
+    send to; None if it is this rank's own buffer."""
     if memory == "host":
         host, rank = open_host(size, device, group), dist.get_rank(group)
         mine = torch.zeros(size, dtype=torch.uint8, device=device)
@@ -152,7 +156,7 @@ def _map(size: int, device: torch.device, group: dist.ProcessGroup, memory: Memo
 
 
 def check_reachable(device: torch.device, group: dist.ProcessGroup | None = None) -> None:
-    """Raise UserError on every rank unless each GPU of the group can address every other, and may. Collective."""
+    """Raise UserError on every rank unless all GPUs of the group can and may address each other. Collective."""
     if obstacles := _obstacles(device, group):
         raise UserError(f"these GPUs cannot address each other's memory: {min(obstacles)}; use --comm auto")
 
@@ -161,14 +165,14 @@ _SEVERAL_HOSTS = "they are on several hosts"
 
 
 def _several_hosts(group: dist.ProcessGroup | None) -> bool:
-    """Ranks with different NCCL_HOSTIDs count as on different hosts, as they do for NCCL. Collective."""
+    """Whether the ranks are on several hosts. As in NCCL, different NCCL_HOSTIDs count as different hosts. Collective."""
     mine = os.environ.get("NCCL_HOSTID", socket.gethostname()), _boot_id()
     return len(set(_gather_objects(mine, group))) > 1
 
 
 def _obstacles(device: torch.device, group: dist.ProcessGroup | None) -> set[str]:
-    """Why GPUs of the group cannot address each other's memory, or may not: NCCL_P2P_DISABLE=1 forbids it to all of us. The same on
-    every rank. Collective."""
+    """Why GPUs of the group cannot or may not address each other's memory. NCCL_P2P_DISABLE=1 on one rank forbids it to
+    all. The same on every rank. Collective."""
     found = {_SEVERAL_HOSTS} if _several_hosts(group) else set()
     if any(_gather_objects(os.environ.get("NCCL_P2P_DISABLE") == "1", group)):
         found.add("NCCL_P2P_DISABLE=1 forbids it")
@@ -186,7 +190,7 @@ def _reaches(device: torch.device, index: int) -> bool:
 
 
 def _boot_id() -> str:
-    """Containers of different hosts may share a name."""
+    """Tells hosts apart whose containers have the same name."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -215,13 +219,13 @@ def _map_gpus(size: int, device: torch.device, group: dist.ProcessGroup) -> tupl
     problem = next(filter(None, _gather_objects(problem, group)), "")
     if problem or handle is None:
         raise UserError(f"these GPUs cannot map each other's memory ({problem}); use --comm nccl")
-    # the handle knows allocations, of which the buffer may be a part
+    # the handle has the addresses of allocations; the buffer may be a part of one
     offsets = _gather_objects(buffer.data_ptr() - handle.buffer_ptrs[handle.rank], group)
     return [base + offset for base, offset in zip(handle.buffer_ptrs, offsets, strict=True)], (buffer, handle)
 
 
 def _map_file(size: int, group: dist.ProcessGroup) -> tuple[list[int], Tensor]:
-    """The same in host memory, for ranks of one host: one file that all of them map, a part for each rank."""
+    """The same in host memory, for ranks of one host: they map one file, with a part for each rank."""
     size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     name, problem = _shared_file(size * world_size) if rank == 0 else ("", "")
@@ -236,7 +240,7 @@ def _map_file(size: int, group: dist.ProcessGroup) -> tuple[list[int], Tensor]:
         problem = f"rank {rank} cannot map {name} ({error.strerror}); if the ranks are in several containers, use --comm nccl"
     problem = next(filter(None, _gather_objects(problem, group)), "")
     if rank == 0:
-        os.unlink(name)  # the memory lives as long as someone maps it
+        os.unlink(name)  # the memory exists as long as a process maps it
     if problem or mapped is None:
         raise UserError(problem)
     whole = torch.frombuffer(mapped, dtype=torch.uint8)
@@ -244,8 +248,8 @@ def _map_file(size: int, group: dist.ProcessGroup) -> tuple[list[int], Tensor]:
 
 
 def _shared_file(size: int) -> tuple[str, str]:
-    """(name of a file of `size` zeroed bytes, ""), or ("", why there is none). Its pages are reserved: to touch one that is not there
-    would kill the process."""
+    """(name of a file of `size` zeroed bytes, ""), or ("", why there is none). Its pages are reserved, because access to a
+    page that does not fit into memory would kill the process."""
     folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
     name = ""
     try:
@@ -261,22 +265,22 @@ def _shared_file(size: int) -> tuple[str, str]:
 
 
 def _lock_pages(mapped: Tensor, group: dist.ProcessGroup) -> None:
-    """Let GPUs address host memory, at the addresses that the process has. Raises UserError on every rank if it cannot be locked."""
+    """Let GPUs use this host memory at the process's addresses. Raises UserError on every rank if it cannot be locked."""
     runtime, problem = torch.cuda.cudart(), ""
     error = runtime.cudaHostRegister(mapped.data_ptr(), mapped.nbytes, _PORTABLE | _MAPPED)
     if int(error) == 0:
-        weakref.finalize(mapped, _unlock_pages, mapped.data_ptr()).atexit = False  # the driver does it then
+        weakref.finalize(mapped, _unlock_pages, mapped.data_ptr()).atexit = False  # at exit the driver does it
     else:
         problem = runtime.cudaGetErrorString(error)
-        with suppress(RuntimeError):  # CUDA remembers the error until some launch has asked for it
+        with suppress(RuntimeError):  # CUDA keeps the error until a launch reports it
             torch.zeros(1, device="cuda")
     if problem := next(filter(None, _gather_objects(problem, group)), ""):
         raise UserError(f"{mapped.nbytes >> 20} MiB of host memory cannot be locked ({problem}); use --comm nccl")
 
 
 def _unlock_pages(address: int) -> None:
-    torch.cuda.synchronize()  # no copy is on its way
+    torch.cuda.synchronize()  # until no copy uses the memory
     torch.cuda.cudart().cudaHostUnregister(address)
 
 
-_PORTABLE, _MAPPED = 1, 2  # of cudaHostRegister
+_PORTABLE, _MAPPED = 1, 2  # flags of cudaHostRegister

@@ -23,7 +23,7 @@ from torch.profiler import record_function
 
 from checkpoint import DTYPES, load_model
 from cli import Parser, note, run
-from comm import KNOWN
+from communicators import KNOWN
 from engine.offline import Timing, generate
 from engine.sampler import SamplingParams
 from errors import UserError

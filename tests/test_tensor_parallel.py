@@ -321,9 +321,9 @@ def test_padding_of_the_vocabulary_is_zero(ranks: Ranks, tmp_path: Path, seed: i
 
 
 def sums_of(world: World, partials: list[Tensor]) -> list[Tensor]:
-    """All-reduces of this rank's partials (row r of each). All are started before the first wait."""
-    handles = [world.comm.start(p[world.rank].clone()) for p in partials]
-    return [handle.wait() for handle in handles]
+    """All-reduces of this rank's partials (row r of each). All have begun before the first wait."""
+    pending = [world.comm.begin_all_reduce(p[world.rank].clone()) for p in partials]
+    return [each.wait() for each in pending]
 
 
 def wide_range(n: int, size: int) -> Tensor:

@@ -24,8 +24,8 @@ from tqdm import tqdm
 
 from checkpoint import load_model
 from cli import Parser, run
-from comm import choose
 from comm.quantize import WIDTHS
+from communicators import choose
 from engine.offline import Timing, generate, score
 from engine.sampler import SamplingParams
 from engine.stopping import OutputStream

@@ -23,8 +23,9 @@ from tqdm import tqdm
 
 from checkpoint import load_model
 from cli import Parser, run
-from comm import Communicator, Handle, Scheme, choose, parse_scheme
+from comm import Communicator, PendingAllReduce, Scheme, parse_scheme
 from comm.quantize import WIDTHS, Format, dequantize_sum, quantize, rotate
+from communicators import choose
 from engine.offline import score
 from errors import UserError
 from presets import model_config
@@ -52,9 +53,9 @@ class Recorder(Communicator):
         self.inner, self.rank, self.world_size, self.name = inner, inner.rank, inner.world_size, inner.name
         self.partials: list[Tensor] = []
 
-    def start(self, partial: Tensor) -> Handle:
+    def begin_all_reduce(self, partial: Tensor, overlap: bool = False) -> PendingAllReduce:
         self.partials.append(partial.clone())
-        return self.inner.start(partial)
+        return self.inner.begin_all_reduce(partial, overlap)
 
     def all_gather(self, shard: Tensor) -> Tensor:
         return self.inner.all_gather(shard)

@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from checkpoint import DTYPES
 from cli import Parser, note, run
-from comm import KNOWN
+from communicators import KNOWN
 from presets import PRESETS
 from scripts.lib.results import ROOT
 from scripts.sweep.grids import GRIDS, settings_of

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from checkpoint import open_source
-from comm import choose
+from communicators import choose
 from errors import UserError
 from presets import has_random_weights, model_config
 from scripts.sweep.rows import VLLM, Setting, interconnect

@@ -25,8 +25,9 @@ from torch import Tensor
 
 from checkpoint import DTYPES, load_model
 from cli import run
-from comm import Communicator, Handle, SimulatedLink, choose, parse_link
+from comm import Communicator, PendingAllReduce, SimulatedLink, parse_link
 from comm.simulated import sent_bytes
+from communicators import choose
 from engine.offline import Timing, generate
 from engine.sampler import SamplingParams
 from errors import UserError
@@ -50,9 +51,9 @@ class MeteredLink(SimulatedLink):
 
     link_seconds = 0.0
 
-    def start(self, partial: Tensor) -> Handle:
+    def begin_all_reduce(self, partial: Tensor, overlap: bool = False) -> PendingAllReduce:
         self.link_seconds += self.link.latency + sent_bytes(self.inner, partial) / self.link.bandwidth
-        return super().start(partial)
+        return super().begin_all_reduce(partial, overlap)
 
 
 def say(world: World, **content: Any) -> None:

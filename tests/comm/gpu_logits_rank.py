@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attention import Causal
 from checkpoint import load_model
-from comm import choose
+from communicators import choose
 from model import Transformer
 from presets import model_config
 from tp import World, init_world
@@ -41,10 +41,10 @@ def logits(model: Transformer, ids: Tensor) -> tuple[Tensor, int]:
     """(T, vocab) and how many sums were fused. Of two passes the second: the first may measure how sums go best."""
     context = Causal(ids.shape[1], ids.device)
     model(ids, context)
-    before = getattr(model.comm, "scatters", 0)
+    before = getattr(model.comm, "fused", 0)
     found = model(ids, context)[0]
     model.comm.check()
-    return found, getattr(model.comm, "scatters", 0) - before
+    return found, getattr(model.comm, "fused", 0) - before
 
 
 def main() -> None:

@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from attention import Causal
 from checkpoint import load_model
-from comm import Residual, choose
+from comm import Residual
+from communicators import choose
 from config import with_variant
 from model import Transformer
 from presets import PRESETS

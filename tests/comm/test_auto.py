@@ -13,27 +13,32 @@ from typing import Any
 import pytest
 import torch
 
-from comm import choose
-from comm.table import SIZES, TOLERANCE, Table, Times, agreed, path_of, read, write
-from errors import UserError
 from tests.support.ranks import RankError, Ranks
 from tp import World
 
+pytest.importorskip("triton", reason="Triton is not installed; pip install triton")
+
+from comm.auto import SERVED, SIZES, TOLERANCE, fastest, microseconds, size_table
+from comm.table import Table, read, write
+
 KEY = {"gpu": "test", "ranks": "8"}
-SERVED = {"nccl": SIZES, "one-shot": SIZES[:9], "two-shot": SIZES[3:], "int8": SIZES[6:]}
 EXACT = ["nccl", "one-shot", "two-shot"]
+NAMES = [*EXACT, "int8"]
+Times = dict[str, dict[str, float]]
 
 
 def random_times(seed: int) -> Times:
-    draw = random.Random(seed)
-    return {
-        name: {n: draw.uniform(5, 20) + n / draw.uniform(1e5, 4e5) for n in sizes}  # µs: latency, then 100 to 400 GB/s
-        for name, sizes in SERVED.items()
-    }
+    draw = random.Random(seed)  # µs: latency, then 100 to 400 GB/s
+    sizes = {n: [name for name in NAMES if n in SERVED[name]] for n in SIZES}
+    return {str(n): {name: draw.uniform(5, 20) + n / draw.uniform(1e5, 4e5) for name in names} for n, names in sizes.items()}
 
 
 def table_of(seed: int) -> Table:
-    return Table(KEY, time.time() - 100, random_times(seed))
+    return Table("comm", KEY, random_times(seed), time.time() - 100)
+
+
+def algorithms(case: str) -> set[str]:
+    return {name for name in NAMES if int(case) in SERVED[name]}
 
 
 # --- the choice --------------------------------------------------------------------------------------------------------------
@@ -43,98 +48,118 @@ def test_the_choice_is_the_fastest_and_never_slower_than_nccl(seed: int) -> None
     draw = random.Random(seed)
     for _ in range(200):
         times = random_times(draw.randrange(2**31))
-        table = Table(KEY, 1.0, times)
+        table = Table("comm", KEY, times)
         for size in SIZES:
-            chosen = times[table.choose(size)][size]
-            assert chosen <= TOLERANCE * times["nccl"][size], f"seed {seed}: {size} bytes"
-            assert chosen == min(t[size] for t in times.values() if size in t), f"seed {seed}: {size} bytes"
+            by_name = times[str(size)]
+            chosen = by_name[fastest(table, size, NAMES)]
+            assert chosen <= TOLERANCE * by_name["nccl"], f"seed {seed}: {size} bytes"
+            assert chosen == min(by_name.values()), f"seed {seed}: {size} bytes"
         for size in (int(2 ** draw.uniform(0, 30)) for _ in range(50)):
-            name = table.choose(size)
-            assert math.isfinite(table.microseconds(name, size))
-            assert table.microseconds(name, size) <= TOLERANCE * table.microseconds("nccl", size), f"seed {seed}: {size} bytes"
+            found, nccl = (microseconds(table, name, size) for name in (fastest(table, size, NAMES), "nccl"))
+            assert math.isfinite(found)
+            assert found <= TOLERANCE * nccl, f"seed {seed}: {size} bytes"
 
 
 def test_between_two_sizes_nothing_slower_at_either_is_taken() -> None:
-    times: Times = {"nccl": {n: 20.0 + n / 1e6 for n in SIZES}, "one-shot": dict.fromkeys(SIZES[:4], 5.0), "two-shot": {}}
-    times["one-shot"][SIZES[3]] = 30.0
-    table = Table(KEY, 1.0, times)
-    assert table.choose(SIZES[2]) == "one-shot"
-    assert table.choose(SIZES[2] + 2) == "nccl"  # one-shot is faster at the size below but slower at the size above
-    assert table.choose(1) == "one-shot" and table.choose(1 << 30) == "nccl"
+    times: Times = {str(n): {"nccl": 20.0 + n / 1e6} for n in SIZES}
+    for n, t in zip(SIZES[:4], (5.0, 5.0, 5.0, 30.0), strict=True):
+        times[str(n)]["one-shot"] = t
+    table = Table("comm", KEY, times)
+    assert fastest(table, SIZES[2], EXACT) == "one-shot"
+    assert fastest(table, SIZES[2] + 2, EXACT) == "nccl"  # one-shot is faster at the size below but slower at the size above
+    assert fastest(table, 1, EXACT) == "one-shot" and fastest(table, 1 << 30, EXACT) == "nccl"
 
 
 def test_times_are_interpolated() -> None:
-    table = Table(KEY, 1.0, {"nccl": {n: n / 100 for n in SIZES}, "one-shot": {1024: 3.0, 2048: 5.0}})
-    assert table.microseconds("one-shot", 1536) == pytest.approx(4.0)
-    assert table.microseconds("one-shot", 10) == pytest.approx(3.0)
-    assert table.microseconds("one-shot", 3000) == math.inf
-    assert table.microseconds("nccl", 4 * SIZES[-1]) == pytest.approx(4 * SIZES[-1] / 100)
+    times: Times = {str(n): {"nccl": n / 100} for n in SIZES}
+    times["1024"]["one-shot"], times["2048"]["one-shot"] = 3.0, 5.0
+    table = Table("comm", KEY, times)
+    assert microseconds(table, "one-shot", 1536) == pytest.approx(4.0)
+    assert microseconds(table, "one-shot", 10) == pytest.approx(3.0)
+    assert microseconds(table, "one-shot", 3000) == math.inf
+    assert microseconds(table, "nccl", 4 * SIZES[-1]) == pytest.approx(4 * SIZES[-1] / 100)
 
 
 # --- the file ----------------------------------------------------------------------------------------------------------------
 
 
-def test_a_table_survives_the_disk(tmp_path: Path, seed: int) -> None:
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seed: int) -> Table:
+    """A table and its file, in a new folder."""
+    monkeypatch.setenv("RUNG_CACHE", str(tmp_path / "new folder"))
     table = table_of(seed)
-    write(tmp_path / "new folder" / "table.json", table)
-    assert read(tmp_path / "new folder" / "table.json", KEY, SERVED) == table
-    assert os.listdir(tmp_path / "new folder") == ["table.json"]
+    write(table)
+    return table
+
+
+def found(table: Table) -> Times:
+    return read(Table("comm", table.key), algorithms).times
+
+
+def test_a_table_survives_the_disk(kept: Table) -> None:
+    assert read(Table("comm", KEY), algorithms) == kept
+    assert os.listdir(kept.path.parent) == [kept.path.name]
 
 
 def spoil(name: str) -> Callable[[dict[str, Any]], Any]:
     """A function that makes the content of a table's file invalid in the named way."""
 
     def change(content: dict[str, Any]) -> Any:
-        nccl = content["times"]["nccl"]
         if name == "another machine":
             content["key"]["gpu"] = "other"
         elif name == "from the future":
             content["made"] = time.time() + 1e6
         elif name == "no times":
             del content["times"]
-        elif name == "a way missing":
-            del content["times"]["two-shot"]
-        elif name == "a size missing":
-            del nccl[str(SIZES[5])]
-        elif name == "larger is faster":
-            nccl[str(SIZES[-1])] = nccl[str(SIZES[0])] / 2
+        elif name == "text":
+            content["times"][str(SIZES[5])]["nccl"] = "fast"
         elif name == "a list":
             return [content]
-        else:
-            nccl[str(SIZES[5])] = {"negative": -1.0, "zero": 0.0, "nan": math.nan, "infinite": math.inf, "text": "fast"}[name]
         return content
 
     return change
 
 
-SPOILED = ("another machine", "from the future", "no times", "a way missing", "a size missing", "larger is faster", "a list")
-SPOILED += ("negative", "zero", "nan", "infinite", "text")
+@pytest.mark.parametrize("name", ["another machine", "from the future", "no times", "text", "a list"])
+def test_a_spoiled_table_is_empty(kept: Table, name: str) -> None:
+    kept.path.write_text(json.dumps(spoil(name)(json.loads(kept.path.read_text()))))
+    assert found(kept) == {}
 
 
-@pytest.mark.parametrize("name", SPOILED)
-def test_a_spoiled_table_is_none(tmp_path: Path, name: str, seed: int) -> None:
-    path = tmp_path / "table.json"
-    write(path, table_of(seed))
-    path.write_text(json.dumps(spoil(name)(json.loads(path.read_text()))))
-    assert read(path, KEY, SERVED) is None
+BAD_TIMES = {"negative": -1.0, "zero": 0.0, "nan": math.nan, "infinite": math.inf}
 
 
-def test_a_torn_table_is_none(tmp_path: Path, seed: int) -> None:
-    path = tmp_path / "table.json"
-    assert read(path, KEY, SERVED) is None
-    write(path, table_of(seed))
-    whole = path.read_bytes()
+@pytest.mark.parametrize("name", [*BAD_TIMES, "an algorithm missing", "another algorithm", "no such size"])
+def test_an_implausible_case_is_left_out(kept: Table, name: str) -> None:
+    content, expected = json.loads(kept.path.read_text()), dict(kept.times)
+    case = str(random.choice(SIZES[3:]))
+    if name == "no such size":
+        content["times"]["1 KiB"] = content["times"][case]
+    else:
+        del expected[case]
+        if name == "an algorithm missing":
+            del content["times"][case]["two-shot"]
+        else:
+            content["times"][case]["int2" if name == "another algorithm" else "nccl"] = BAD_TIMES.get(name, 5.0)
+    kept.path.write_text(json.dumps(content))
+    assert found(kept) == expected
+
+
+def test_a_torn_table_is_empty(kept: Table, seed: int) -> None:
+    whole = kept.path.read_bytes()
     for end in random.Random(seed).sample(range(len(whole)), 30):
-        path.write_bytes(whole[:end])
-        assert read(path, KEY, SERVED) is None, f"seed {seed}: {end} of {len(whole)} bytes"
-    path.write_bytes(b"\xff\xfe" + whole)
-    assert read(path, KEY, SERVED) is None
+        kept.path.write_bytes(whole[:end])
+        assert found(kept) == {}, f"seed {seed}: {end} of {len(whole)} bytes"
+    kept.path.write_bytes(b"\xff\xfe" + whole)
+    assert found(kept) == {}
+    kept.path.unlink()
+    assert found(kept) == {}
 
 
 # --- the ranks ---------------------------------------------------------------------------------------------------------------
 
 
-def agree(world: World, folder: str, seed: int, rebuild: bool = False, spoiled: bool = False) -> tuple[Times, bool]:
+def agree(world: World, folder: str, seed: int, rebuild: bool = False, spoiled: str = "") -> tuple[Times, bool]:
     """(the table's times, whether this rank measured). Each rank has its own cache folder and measures different times."""
     os.environ["RUNG_CACHE"] = f"{folder}/{world.rank}"
     measured = []
@@ -142,10 +167,16 @@ def agree(world: World, folder: str, seed: int, rebuild: bool = False, spoiled: 
     def measure() -> Times:
         measured.append(True)
         times = random_times(seed + world.rank)
-        return times | {"nccl": dict.fromkeys(SIZES, -1.0)} if spoiled else times
+        if spoiled == "negative":
+            times[str(SIZES[5])]["nccl"] = -1.0
+        elif spoiled == "larger is faster":
+            times[str(SIZES[-1])]["nccl"] = times[str(SIZES[0])]["nccl"] / 2
+        elif spoiled == "a size missing":
+            del times[str(SIZES[5])]
+        return times
 
     try:
-        return agreed(KEY, SERVED, measure, rebuild=rebuild).times, bool(measured)
+        return size_table(KEY, NAMES, measure, rebuild=rebuild).times, bool(measured)
     finally:
         del os.environ["RUNG_CACHE"]
 
@@ -157,8 +188,19 @@ def test_all_ranks_have_rank_0s_table(ranks: Ranks, tmp_path: Path, seed: int) -
     assert ranks.run(2, agree, str(tmp_path), seed + 5) == [(times, False)] * 2  # read from the file
     assert ranks.run(2, agree, str(tmp_path), seed + 5, True) == [(random_times(seed + 5), True)] * 2  # rebuilt
     (file,) = (tmp_path / "0").iterdir()
+    whole = json.loads(file.read_text())
     file.write_text(file.read_text()[:-20])
     assert ranks.run(2, agree, str(tmp_path), seed + 9) == [(random_times(seed + 9), True)] * 2  # cut off, so measured again
+    times = whole["times"]
+    spoiled = [
+        {n: t for n, t in times.items() if n != str(SIZES[5])},  # a size is missing
+        times | {str(SIZES[5]): times[str(SIZES[5])] | {"nccl": -1.0}},  # an impossible time
+        times
+        | {str(SIZES[-1]): times[str(SIZES[-1])] | {"nccl": times[str(SIZES[0])]["nccl"] / 2}},  # 64 MiB faster than 1 KiB
+    ]
+    for change in spoiled:
+        file.write_text(json.dumps(whole | {"times": change}))
+        assert ranks.run(2, agree, str(tmp_path), seed + 12) == [(random_times(seed + 12), True)] * 2
 
 
 def test_a_cache_that_cannot_be_written_does_no_harm(ranks: Ranks, tmp_path: Path, seed: int) -> None:
@@ -166,59 +208,61 @@ def test_a_cache_that_cannot_be_written_does_no_harm(ranks: Ranks, tmp_path: Pat
     assert ranks.run(2, agree, str(tmp_path), seed) == [(random_times(seed), True)] * 2
 
 
-def test_implausible_times_are_an_error_on_all_ranks(ranks: Ranks, tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize("spoiled", ["negative", "larger is faster", "a size missing"])
+def test_implausible_times_are_an_error_on_all_ranks(ranks: Ranks, tmp_path: Path, spoiled: str, seed: int) -> None:
     with pytest.raises(RankError, match="implausible") as failed:
-        ranks.run(2, agree, str(tmp_path), seed, False, True)
+        ranks.run(2, agree, str(tmp_path), seed, False, spoiled)
     assert "rank 0 of 2" in str(failed.value) and "rank 1 of 2" in str(failed.value)
     assert not (tmp_path / "0").exists()
 
 
 def test_another_machine_has_another_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("RUNG_CACHE", str(tmp_path))
-    assert path_of(KEY).parent == tmp_path and path_of(KEY) != path_of(KEY | {"ranks": "4"})
+    here, other = Table("comm", KEY).path, Table("comm", KEY | {"ranks": "4"}).path
+    assert here.parent == other.parent == tmp_path and here != other != Table("fused", KEY).path != here
     monkeypatch.delenv("RUNG_CACHE")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert path_of(KEY).parent == tmp_path / ".cache" / "rung"
+    assert Table("comm", KEY).path.parent == tmp_path / ".cache" / "rung"
 
 
 # --- the communicator --------------------------------------------------------------------------------------------------------
 
 
 def chosen(world: World, seed: int) -> list[str]:
-    from comm.auto import AutoCommunicator, auto
-
-    assert auto(torch.device("cpu")).name == "gloo"
+    from comm.auto import AutoCommunicator
 
     class Named(type(world.comm)):  # type: ignore[misc]
         def __init__(self, name: str) -> None:
             super().__init__()
             self.name = name
 
-        def start(self, partial: torch.Tensor) -> Any:
+        def begin_all_reduce(self, partial: torch.Tensor, overlap: bool = False) -> Any:
             started.append(self.name)
-            return super().start(partial)
+            return super().begin_all_reduce(partial, overlap)
 
     started: list[str] = []
     table = table_of(seed)
-    comm = AutoCommunicator({name: Named(name) for name in SERVED}, table)
+    comm = AutoCommunicator({name: Named(name) for name in NAMES}, table)
     for size in (4, 1024, 8192, 1 << 20):
         total = comm.all_reduce(torch.full((size // 4,), 2.0 + world.rank))
         assert total.eq(sum(2.0 + rank for rank in range(world.world_size))).all()
-        assert started.pop() == table.choose(size)
-        comm.start(torch.zeros(size // 4)).wait()
-        assert started[-1] == table.choose(size, EXACT)
+        assert started.pop() == fastest(table, size, NAMES)
+        layer = torch.nn.Linear(3, size // 4, bias=False)
+        comm.begin_linear_all_reduce(torch.zeros(1, 3), layer).wait()  # type: ignore[arg-type]
+        assert started.pop() == fastest(table, size, NAMES)
+        comm.begin_all_reduce(torch.zeros(size // 4), overlap=True).wait()
+        assert started[-1] == fastest(table, size, EXACT)
     return started
 
 
 def test_the_communicator_follows_the_table(ranks: Ranks, seed: int) -> None:
-    pytest.importorskip("triton", reason="Triton is not installed; pip install triton")
     first, second = ranks.run(2, chosen, seed)
     table = table_of(seed)
-    assert first == second == [table.choose(size, EXACT) for size in (4, 1024, 8192, 1 << 20)]
+    assert first == second == [fastest(table, size, EXACT) for size in (4, 1024, 8192, 1 << 20)]
 
 
 def within(world: World, budget: float) -> list[str]:
-    from comm.auto import schemes_within
+    from comm.build import schemes_within
 
     return [scheme.name for scheme in schemes_within(budget)]
 
@@ -228,39 +272,27 @@ def within(world: World, budget: float) -> list[str]:
     [(0.0, []), (0.001, []), (0.01, ["int8"]), (0.05, ["int8", "fp8"]), (0.12, ["int8", "int6", "fp8"])],
 )
 def test_widths_within_an_error_budget(ranks: Ranks, budget: float, names: list[str]) -> None:
-    pytest.importorskip("triton", reason="Triton is not installed; pip install triton")
     assert ranks.run(2, within, budget) == [names] * 2
 
 
-def test_a_budget_is_for_auto() -> None:
-    assert choose("cuda", "auto", error_budget=0.01).error_budget == 0.01
-    for name, budget in (("nccl", 0.01), ("int8", 0.01), ("auto", -0.1), ("auto", 1.0), ("auto", float("nan"))):
-        with pytest.raises(UserError, match="comm-error-budget"):
-            choose("cuda", name, error_budget=budget)
-    with pytest.raises(UserError, match="comm-error-budget"):
-        choose("cpu", error_budget=0.01)
-
-
 def test_the_table_as_text(seed: int) -> None:
-    pytest.importorskip("triton", reason="Triton is not installed; pip install triton")
     from scripts.bench.comm.auto_table import lines
 
     table = replace(table_of(seed), made=1000.0)
     text = lines(table, 1000.0 + 3 * 86400)
     assert "3 days old" in text[0] and "gpu test" in text[1]
     rows = [line.split() for line in text[4:]]
-    assert [row[-1] for row in rows] == [table.choose(size) for size in SIZES]
+    assert [row[-1] for row in rows] == [fastest(table, size, NAMES) for size in SIZES]
     assert rows[0][:2] == ["1", "KiB"] and rows[-1][:2] == ["64", "MiB"] and rows[-1][3] == "–"
 
 
 def test_pairs_of_layers_as_text() -> None:
-    pytest.importorskip("triton", reason="Triton is not installed; pip install triton")
-    from comm.fused_table import PairTable
+
     from scripts.bench.comm.auto_table import pair_lines
 
     times = {"unfused": 100.0, "spans+spans": 90.0, "owners+spans": 80.0, "spans+owners": 95.0}
     slow = {name: 200.0 - t for name, t in times.items()}
-    text = pair_lines(PairTable({}, {"1024,8,8,8,bfloat16": times, "64,8,8,8,bfloat16": slow}))
+    text = pair_lines(Table("fused", {}, {"1024,8,8,8,bfloat16": times, "64,8,8,8,bfloat16": slow}))
     assert text[-2].split() == ["1024,8,8,8,bfloat16", "100.0", "80.0", "+20.0", "owners+spans"]
     assert text[-1].split() == ["64,8,8,8,bfloat16", "100.0", "105.0", "-5.0", "spans+owners"]
-    assert "no model" in pair_lines(PairTable({}))[-1]
+    assert "no model" in pair_lines(Table("fused", {}))[-1]

@@ -1,5 +1,5 @@
-"""Sums fused with the GEMMs around them: the kernels in Triton's interpreter on gloo ranks that meet in real shared memory, and on
-GPUs."""
+"""All-reduces fused with the GEMMs around them: the kernels in Triton's interpreter on gloo ranks with real shared memory,
+and on GPUs."""
 
 import json
 import os
@@ -10,13 +10,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests import MODELS, ROOT
 from tests.support.ranks import Ranks
@@ -33,6 +33,22 @@ def fused(world: World, **options: Any) -> Any:
     from comm.fused import FusedCommunicator
 
     return FusedCommunicator(world.comm, world.device, **({"capacity": 1 << 17, "min_rows": 1} | options))
+
+
+class Layer(NamedTuple):
+    """A linear layer as a communicator sees it."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+    def whole_bias(self) -> Tensor | None:
+        return self.bias
+
+    def finish(self, out: Tensor) -> Tensor:
+        return out
 
 
 class Layers:
@@ -55,11 +71,18 @@ class Layers:
         """In fp64."""
         return torch.einsum("nbtk,nck->btc", inputs.double(), self.first.double())
 
-    def product(self, comm: Any, inputs: Tensor) -> Any:
-        from comm import Product
+    def begin(self, comm: Any, inputs: Tensor) -> Any:
+        """The pending all-reduce of the first layer."""
+        return comm.begin_linear_all_reduce(inputs[self.world.rank], Layer(self.first[self.world.rank]))
 
-        x, weight = inputs[self.world.rank], self.first[self.world.rank]
-        return Product(x, weight) if comm.takes_product(x, weight) else F.linear(x, weight)
+    def norm(self) -> nn.Module:
+        norm = nn.RMSNorm(len(self.scale), EPS, dtype=self.dtype).requires_grad_(False)
+        norm.weight.copy_(self.scale)
+        return norm
+
+    def behind(self, bias: bool = False) -> "Layer":
+        """The second layer."""
+        return Layer(self.second[self.world.rank], self.bias[self.world.rank] if bias else None)
 
     def close(self, got: Tensor, exact: Tensor) -> bool:
         error = (got.double() - exact).abs().max().item()
@@ -90,8 +113,8 @@ PUSH = (False, 1)  # of a `Gather`, behind its split: whether it pulls, and chun
 def wrong_pairs(
     world: World, scatter: str, gather: tuple[str, bool, int], shapes: list[tuple[int, int]], pairs: int, seed: int
 ) -> list[str]:
-    """Streams (batch, length) through some pairs, as a model would: sums, norms, layers behind them, and at last the whole stream."""
-    from comm import Product, Scattered
+    """Streams (batch, length) through some pairs, as a model would: sums, norms, layers behind them, and at last the whole
+    stream."""
     from comm.fused_strategies import Gather, Strategy
 
     comm, draw, found = fused(world, strategy=Strategy(scatter, Gather(*gather))), random.Random(seed), []
@@ -109,21 +132,19 @@ def wrong_pairs(
             inputs = layers.inputs(b, t)
             exact = exact + layers.sum(inputs)
             time.sleep(draw.random() * 0.03 * ((world.rank + pair) % 2))
-            partial = layers.product(comm, inputs)
-            handle = comm.defer(partial)
+            pending = layers.begin(comm, inputs)
             if pair == pairs - 1:
-                whole = handle.settle(x)
+                whole = pending.add(x)
                 if not layers.close(whole, exact) or not same_everywhere(whole):
-                    found.append(f"settle {b} {t} {dtype}")
+                    found.append(f"add {b} {t} {dtype}")
                 break
-            x, scattered = handle.add_norm(x, layers.scale, EPS)
-            if not isinstance(partial, Product) or not isinstance(scattered, Scattered) or len(x) * world.world_size != b * t:
+            layer = layers.behind(bias=pair > 0)
+            x, out = pending.add_norm_linear(x, layers.norm(), layer)
+            if not pending.scatters or len(x) * world.world_size != b * t:
                 found.append(f"not fused: {b} {t}")
             mine = exact.view(world.world_size, -1, exact.shape[-1])[world.rank]
-            bias = layers.bias[world.rank] if pair else None
-            out = scattered.linear(layers.second[world.rank], bias)
             expected = F.linear(
-                normed(exact, layers), layers.second[world.rank].double(), None if bias is None else bias.double()
+                normed(exact, layers), layer.weight.double(), None if layer.bias is None else layer.bias.double()
             )
             if not layers.close(x, mine) or not layers.close(out, expected):
                 found.append(f"pair {pair} of {b} {t} {dtype}")
@@ -168,7 +189,8 @@ def test_rows_of_several_flags(interpreters: Ranks, scatter: str, gather: tuple[
 
 @torch.inference_mode()
 def late_copies(world: World, rows: list[int], seed: int) -> list[str]:
-    """Pair after pair of random ways, whose copies each rank begins late: behind the meeting of a pull, and chunk by chunk."""
+    """Pair after pair of random strategies, whose copies each rank begins late: after the offers of a pull, and chunk by
+    chunk."""
     import comm.fused_strategies as strategies
     import comm.row_buffers as module
 
@@ -187,8 +209,7 @@ def late_copies(world: World, rows: list[int], seed: int) -> list[str]:
             comm.default = strategies.Strategy(draw.choice(strategies.SCATTERS), draw.choice(gathers))
             x, inputs = layers.random(1, t, len(layers.scale)), layers.inputs(1, t)
             exact = x.double() + layers.sum(inputs)
-            x, scattered = comm.defer(layers.product(comm, inputs)).add_norm(x, layers.scale, EPS)
-            out = scattered.linear(layers.second[world.rank])
+            x, out = layers.begin(comm, inputs).add_norm_linear(x, layers.norm(), layers.behind())
             if not layers.close(out, F.linear(normed(exact, layers), layers.second[world.rank].double())):
                 found.append(f"pair {number} of {t} rows: {comm.default}")
     comm.check()
@@ -202,15 +223,16 @@ def test_late_copies_lose_no_rows(interpreters: Ranks, n: int, rows: list[int], 
 
 @torch.inference_mode()
 def flags_by_chunk(world: World, pull: bool, seed: int) -> list[int]:
-    """How many blocks are announced between two chunks of 500 rows, at the rank that wants them, and once all have travelled."""
+    """How many blocks are announced between two chunks of 500 rows, at the rank that wants them, and once all have
+    travelled."""
     import comm.fused_strategies as strategies
     import comm.row_buffers as module
     from kernels.fused_rows import BLOCKS, advance
 
     buffers, split, counts = fused(world, capacity=1 << 18).buffers, module.chunks_of, []
     places, other = buffers.places, 1 - world.rank
-    here, source = (world.rank, other) if pull else (other, world.rank)
-    flags = buffers.shared.view(here, places.row_flags, (2, BLOCKS), torch.int64)[source]
+    reader, source = (world.rank, other) if pull else (other, world.rank)
+    flags = buffers.shared.view(reader, places.row_flags, (2, BLOCKS), torch.int64)[source]
 
     def watched(rows: int, count: int) -> Iterator[slice]:
         for chunk in split(rows, count):
@@ -249,63 +271,69 @@ def test_chunks_are_whole_blocks(seed: int) -> None:
 
 
 @torch.inference_mode()
-def wrong_sums(world: World, seed: int) -> list[str]:
-    """`wait`; rows that nobody asks for; rows that two layers ask for; rows that are gone."""
+def wrong_results(world: World, seed: int) -> list[str]:
+    """Each way to read a fused all-reduce, in random order, and all-reduces that are not fused between them."""
     comm, layers, draw, found = fused(world), Layers(world, seed), random.Random(seed), []
     for step in range(12):
         b, t = draw.choice([(1, 4), (1, 8), (2, 8), (1, 16)])
-        kind = draw.choice(["wait", "unused", "twice", "gone", "inner"])
+        kind = draw.choice(["wait", "add", "add_norm", "add_norm_linear", "rows", "inner"])
         inputs, x = layers.inputs(b, t), layers.random(b, t, len(layers.scale))
-        exact = layers.sum(inputs)
+        exact, pending, layer = layers.sum(inputs), layers.begin(comm, inputs), layers.behind()
         if kind == "inner":
             good = layers.close(comm.all_reduce(layers.random(3) * 0 + 1), torch.full((3,), float(world.world_size)).double())
         elif kind == "wait":
-            total = comm.defer(layers.product(comm, inputs)).wait()
+            total = pending.wait()
             good = layers.close(total, exact) and same_everywhere(total)
+        elif kind == "add":
+            total = pending.add(x)
+            good = layers.close(total, x.double() + exact) and same_everywhere(total)
+        elif kind == "add_norm":
+            total, out = pending.add_norm(x, layers.scale, EPS)
+            good = layers.close(total, x.double() + exact) and layers.close(out, normed(x.double() + exact, layers))
         else:
-            _, rows = comm.defer(layers.product(comm, inputs)).add_norm(x, layers.scale, EPS)
-            good = kind == "unused" or asked(comm, layers, rows, normed(exact + x.double(), layers), kind)
+            rows, out = pending.add_norm_linear(x, layers.norm(), layer)
+            good = layers.close(out, F.linear(normed(x.double() + exact, layers), layer.weight.double()))
+            if kind == "rows":  # of a stream that the next reader needs whole
+                whole = comm.gather_rows(rows).view(x.shape)
+                good = good and layers.close(whole, x.double() + exact) and same_everywhere(whole)
         if not good:
             found.append(f"step {step}: {kind} {b} {t}")
     comm.check()
     return found
 
 
-def asked(comm: Any, layers: Layers, rows: Any, exact: Tensor, kind: str) -> bool:
-    second = layers.second[layers.world.rank]
-    expected = F.linear(exact, second.double())
-    if kind == "twice":
-        return all(layers.close(rows.linear(second), expected) for _ in range(2))
-    inputs = layers.inputs(1, 4)
-    comm.defer(layers.product(comm, inputs)).wait()
-    try:
-        rows.linear(second)
-    except RuntimeError as error:
-        return "another sum" in str(error)
-    return False
-
-
 @pytest.mark.parametrize("n", [2, 4])
-def test_every_pair_is_completed(interpreters: Ranks, n: int, seed: int) -> None:
-    assert interpreters.run(n, wrong_sums, seed) == [[]] * n, f"seed {seed}"
+def test_each_way_to_read_the_result(interpreters: Ranks, n: int, seed: int) -> None:
+    assert interpreters.run(n, wrong_results, seed) == [[]] * n, f"seed {seed}"
 
 
 @torch.inference_mode()
 def refusals(world: World, seed: int) -> list[str]:
-    """What cannot be scattered is a plain tensor, and right."""
+    """What cannot be scattered is left to `inner`, and right."""
     found = []
     for rows, capacity, minimum in ((5, 1 << 16, 1), (8, 256, 1), (8, 1 << 16, 6)):
         layers = Layers(world, seed)
         comm = fused(world, min_rows=minimum)
         comm.buffers.places = replace(comm.buffers.places, capacity=capacity)
         inputs = layers.inputs(1, rows)
-        partial, exact = layers.product(comm, inputs), layers.sum(inputs)
-        if not isinstance(partial, Tensor) or not layers.close(comm.defer(partial).settle(torch.zeros(1, rows, 40)), exact):
+        pending, exact = layers.begin(comm, inputs), layers.sum(inputs)
+        if pending.scatters or not layers.close(pending.add(torch.zeros(1, rows, 40)), exact):
             found.append(f"{rows} {capacity} {minimum}")
-    with torch.enable_grad():
-        layers = Layers(world, seed)
-        if not isinstance(layers.product(fused(world), layers.inputs(1, 8)), Tensor):
-            found.append("with autograd")
+    comm, layers = fused(world), Layers(world, seed)
+    x, weight, bias = layers.inputs(1, 8)[world.rank], layers.first[world.rank], layers.random(40)
+    fine = world.world_size > 1
+    for what, layer, overlap, grad, expected in (
+        ("plain", Layer(weight), False, False, fine),
+        ("overlapped", Layer(weight), True, False, False),
+        ("with a bias", Layer(weight, bias), False, False, False),
+        ("with autograd", Layer(weight), False, True, False),
+    ):
+        with torch.set_grad_enabled(grad):
+            pending = comm.begin_linear_all_reduce(x, layer, overlap)
+        if pending.scatters != expected:
+            found.append(what)
+        if not expected:
+            pending.wait()
     return found
 
 
@@ -318,9 +346,9 @@ def test_what_is_not_worth_it_stays_unfused(interpreters: Ranks, n: int, seed: i
 def bad_stream(world: World, seed: int) -> list[str]:
     comm, layers, said = fused(world), Layers(world, seed), []
     for shape, dtype in (((1, 7, 40), torch.float32), ((1, 8, 39), torch.float32), ((1, 8, 40), torch.bfloat16)):
-        handle = comm.defer(layers.product(comm, layers.inputs(1, 8)))
-        with pytest.raises(ValueError, match="does not match a sum") as error:
-            handle.add_norm(torch.zeros(shape, dtype=dtype), layers.scale, EPS)
+        pending = layers.begin(comm, layers.inputs(1, 8))
+        with pytest.raises(ValueError, match="does not match an all-reduce") as error:
+            pending.add_norm_linear(torch.zeros(shape, dtype=dtype), layers.norm(), layers.behind())
         said.append(str(error.value))
     return said
 
@@ -336,15 +364,15 @@ def lone_wait(world: World, seed: int) -> list[str]:
     comm, layers = fused(world), Layers(world, seed)
     comm.buffers.places = replace(comm.buffers.places, patience=20)
     if world.rank == 0:
-        comm.defer(layers.product(comm, layers.inputs(1, 8))).wait()
-        with pytest.raises(RuntimeError, match="rank 0 waited in vain"):
+        layers.begin(comm, layers.inputs(1, 8)).wait()
+        with pytest.raises(RuntimeError, match="rank 0 timed out"):
             comm.check()
     return []
 
 
 @torch.inference_mode()
 def lone_offer(world: World, seed: int) -> list[str]:
-    """Nor does one come to the meeting of a pull."""
+    """One rank does not offer its rows; the other gives up."""
     from kernels.fused_rows import offer_rows
 
     buffers = fused(world).buffers
@@ -353,13 +381,13 @@ def lone_offer(world: World, seed: int) -> list[str]:
         buffers.places.epochs.fill_(seed)
         offer_rows(replace(buffers.places, patience=20))
         assert [bool((flags[0] == seed).all()) for flags in offered] == [True, True]
-        with pytest.raises(RuntimeError, match=r"rank 0 waited in vain .* \(place 7\)"):
+        with pytest.raises(RuntimeError, match=r"rank 0 timed out .* \(place 7\)"):
             buffers.check()
     return []
 
 
 @pytest.mark.parametrize("alone", [lone_wait, lone_offer])
-def test_a_rank_that_waits_in_vain_says_so(interpreters: Ranks, alone: Any, seed: int) -> None:
+def test_a_rank_that_times_out_says_so(interpreters: Ranks, alone: Any, seed: int) -> None:
     assert interpreters.run(2, alone, seed) == [[], []]
 
 
@@ -374,7 +402,7 @@ def invented_times(comm: Any, pair: Any, first: Tensor, second: Tensor) -> dict[
     from comm.fused_strategies import names_of
 
     CALLS.append(pair.key)
-    times = dict.fromkeys(names_of(pair), 40.0) | {
+    times = dict.fromkeys(names_of(pair.key), 40.0) | {
         "unfused": 50.0,
         "owners+spans": 21.0,
         "spans+spans": 25.0,
@@ -385,28 +413,26 @@ def invented_times(comm: Any, pair: Any, first: Tensor, second: Tensor) -> dict[
 
 
 def step(comm: Any, layers: Layers, rows: int) -> bool:
-    """Two sums with a layer behind the first, as a model of one layer has them: whether they were fused."""
+    """Two all-reduces with a layer after the first, as a model of one layer has them: whether they were fused."""
     x, inputs = layers.random(1, rows, len(layers.scale)), layers.inputs(1, rows)
-    partial, exact = layers.product(comm, inputs), x.double() + layers.sum(inputs)
-    x, rows_of_all = comm.defer(partial).add_norm(x, layers.scale, EPS)
-    second = layers.second[layers.world.rank]
-    out = F.linear(rows_of_all, second) if isinstance(rows_of_all, Tensor) else rows_of_all.linear(second)
+    pending, exact, second = layers.begin(comm, inputs), x.double() + layers.sum(inputs), layers.behind()
+    x, out = pending.add_norm_linear(x, layers.norm(), second)
     more = layers.inputs(1, rows)
-    whole = comm.defer(layers.product(comm, more)).settle(x)
-    assert layers.close(out, F.linear(normed(exact, layers), second.double())), f"rows {rows}"
+    whole = layers.begin(comm, more).add(x)
+    assert layers.close(out, F.linear(normed(exact, layers), second.weight.double())), f"rows {rows}"
     assert layers.close(whole, exact + layers.sum(more)), f"rows {rows}"
-    return not isinstance(partial, Tensor)
+    return bool(pending.scatters)
 
 
 @torch.inference_mode()
 def choices(world: World, folder: str, rows: tuple[int, ...], seed: int) -> tuple[list[bool], list[str], list[str]]:
-    """Whether steps of so many rows were fused; what was measured; the ways chosen."""
+    """Whether steps of so many rows were fused; what was measured; the strategies chosen."""
     os.environ["RUNG_CACHE"] = folder
     CALLS.clear()
     comm, layers = fused(world, measure=invented_times), Layers(world, seed)
     fused_steps = [step(comm, layers, number) for number in rows]
     comm.check()
-    return fused_steps, list(CALLS), sorted({str(way) for way in comm.chosen.values()})
+    return fused_steps, list(CALLS), sorted({str(strategy) for strategy in comm.chosen.values()})
 
 
 def test_a_step_that_is_faster_unfused_is_so_from_then_on(interpreters: Ranks, tmp_path: Path, seed: int) -> None:
@@ -456,11 +482,11 @@ def test_a_bad_table_is_measured_again(
 
 def test_the_best_of_random_times(seed: int) -> None:
     """Each end's fastest, among all that are measured."""
-    from comm.fused_strategies import SCATTERS, Gather, Strategy, best_strategy, names_of
-    from comm.fused_table import Pair
+
+    from comm.fused_strategies import SCATTERS, Gather, Pair, Strategy, best_strategy, names_of
 
     pair = Pair(random.choice([1000, 2048]), 64, 128, 32, torch.bfloat16)
-    times = {name: random.uniform(10, 100) for name in sorted(names_of(pair))}
+    times = {name: random.uniform(10, 100) for name in sorted(names_of(pair.key))}
     gathers = [Gather(split, pull) for split in SCATTERS for pull in (False, True)]
     gathers += [Gather("tiles0", False, 2), Gather("tiles0", False, 4), Gather("tiles0", True, 4)]
     ways = [Strategy(scatter, gather) for scatter in SCATTERS for gather in gathers]
@@ -468,7 +494,7 @@ def test_the_best_of_random_times(seed: int) -> None:
     way, fused = best_strategy(times)
     assert fused == pytest.approx(min(expected.values())) == pytest.approx(expected[way]), f"seed {seed}"
     assert len(times) == 1 + len(SCATTERS) + len(gathers) - 1  # and nothing else: unfused, and the default once
-    few, single = (names_of(replace(pair, **change)) for change in ({"rows": 256}, {"dtype": torch.float32}))
+    few, single = (names_of(replace(pair, **change).key) for change in ({"rows": 256}, {"dtype": torch.float32}))
     assert set(times) - few == {"spans+tiles0/2", "spans+tiles0/4", "spans+tiles0-pull/4"}
     assert single == {"unfused", "spans+spans", "owners+spans", "spans+owners", "spans+spans-pull", "spans+owners-pull"}
 
@@ -478,7 +504,8 @@ def test_the_best_of_random_times(seed: int) -> None:
 
 @torch.inference_mode()
 def model_beside_one_rank(world: World, name: str, ids: list[int]) -> tuple[float, int]:
-    """The largest difference of an embedded model's logits from those of one rank, and how many of its sums were fused."""
+    """The largest difference of an embedded model's logits from those of one rank, and how many of its all-reduces were
+    fused."""
     from attention import Causal
     from checkpoint import load_model
     from comm import Local
@@ -491,14 +518,15 @@ def model_beside_one_rank(world: World, name: str, ids: list[int]) -> tuple[floa
         load_model(path, model_config(path, None, there.world_size), there, torch.float32)(tokens, context)
         for there in (World(0, 1, world.device, Local()), replace(world, comm=comm))
     ]
-    return (logits[1] - logits[0]).abs().max().item(), comm.scatters
+    return (logits[1] - logits[0]).abs().max().item(), comm.fused
 
 
 @pytest.mark.parametrize(
     ("name", "sums"), [("tiny-standard", 16), ("tiny-hybrid", 8), ("tiny-ladder", 0), ("tiny-parallel", 0)]
 )
 def test_models_with_fused_sums(interpreters: Ranks, name: str, sums: int, seed: int) -> None:
-    """All sums of standard layers. A ladder layer takes the stream whole, so the ranks exchange its rows ahead of the first one."""
+    """All sums of standard layers. A ladder layer takes the stream whole, so the ranks exchange its rows ahead of the first
+    one."""
     ids = [random.Random(seed).randrange(300) for _ in range(12)]
     for error, scatters in interpreters.run(2, model_beside_one_rank, name, ids):
         assert error < 1e-3, (name, seed)

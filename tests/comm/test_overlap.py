@@ -1,4 +1,4 @@
-"""When sums start and when they are waited for: hidden behind the next module in a ladder, never in a standard model."""
+"""When all-reduces begin and when they are waited for: hidden behind the next module in a ladder, never in a standard model."""
 
 import json
 import random
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import profiling
 from attention import Causal, ContiguousCache
 from checkpoint import random_weights
-from comm import Communicator, GlooCommunicator, Handle, Local
+from comm import Communicator, GlooCommunicator, Local, PendingAllReduce
 from config import ModelConfig, Reduces, with_variant
 from model import MLP, Attention, ParallelBlock, Transformer
 from tests.support.ranks import Ranks
@@ -30,7 +30,7 @@ Event = tuple[str, int]  # what happened, and to which module of 1 … 2L (or la
 
 
 class Recorder(Communicator):
-    """One rank that writes down when a sum starts and when it is waited for.
+    """One rank that records when an all-reduce begins, whether it is overlapped, and when it is waited for.
 
     It keeps the partial sum to itself until then and leaves NaNs in its place, as a real communicator may.
     """
@@ -41,11 +41,11 @@ class Recorder(Communicator):
         self.events: list[Event] = []
         self.current = 0  # the module that computed last
 
-    def start(self, partial: Tensor) -> "RecordedSum":
+    def begin_all_reduce(self, partial: Tensor, overlap: bool = False) -> "RecordedAllReduce":
         total = partial.clone()
         partial.fill_(torch.nan)
-        self.events.append(("start", self.current))
-        return RecordedSum(self, self.current, total)
+        self.events += [("start", self.current), ("overlapped" if overlap else "blocking", self.current)]
+        return RecordedAllReduce(self, self.current, total)
 
     def all_gather(self, shard: Tensor) -> Tensor:
         return shard
@@ -62,7 +62,7 @@ class Recorder(Communicator):
         last.register_forward_hook(lambda *_: self.events.append(("end", number)))
 
 
-class RecordedSum(Handle):
+class RecordedAllReduce(PendingAllReduce):
     def __init__(self, recorder: Recorder, number: int, total: Tensor) -> None:
         self.recorder, self.number, self.total = recorder, number, total
 
@@ -116,8 +116,13 @@ def assert_each_once(events: list[Event], sums: list[int]) -> None:
         assert events.index(("end", number)) < events.index(("start", number)) < events.index(("wait", number))
 
 
+def overlapped(events: list[Event]) -> list[int]:
+    """The modules whose all-reduces begin at once on a side stream. The others may begin when they are waited for."""
+    return [number for kind, number in events if kind == "overlapped"]
+
+
 def overlaps_next(events: list[Event], i: int) -> bool:
-    """Whether module i + 1 computes while the sum of module i is in flight."""
+    """Whether module i + 1 computes while the all-reduce of module i is in flight."""
     start, wait = events.index(("start", i)), events.index(("wait", i))
     begin, end = events.index(("begin", i + 1)), events.index(("end", i + 1))
     assert start < begin, "a module computes before the sum of the one before has begun"
@@ -129,12 +134,14 @@ def test_standard_waits_at_once(seed: int) -> None:
     for events in recorded(tiny("standard")):
         assert_each_once(events, list(range(1, MODULES + 1)))
         assert [overlaps_next(events, i) for i in range(1, MODULES)] == [False] * (MODULES - 1)
+        assert overlapped(events) == []
 
 
 def test_ladder_waits_one_module_later(seed: int) -> None:
     for events in recorded(tiny("ladder")):
         assert_each_once(events, list(range(1, MODULES + 1)))
         assert [overlaps_next(events, i) for i in range(1, MODULES)] == [True] * (MODULES - 1)
+        assert overlapped(events) == list(range(1, MODULES + 1))
         for i in range(1, MODULES - 1):  # and not two modules later: h_{i+2} reads x_i
             assert events.index(("wait", i)) < events.index(("begin", i + 2))
 
@@ -143,6 +150,7 @@ def test_ladder_waits_one_module_later(seed: int) -> None:
 def test_hybrid_overlaps_what_its_ladder_layers_compute(layers: tuple[int, ...], seed: int) -> None:
     for events in recorded(replace(tiny("ladder"), ladder_layers=layers)):
         assert_each_once(events, list(range(1, MODULES + 1)))
+        assert overlapped(events) == [i for i in range(1, MODULES + 1) if (i - 1) // 2 in layers]
         for i in range(1, MODULES):
             assert overlaps_next(events, i) == (i // 2 in layers), f"module {i + 1} of layer {i // 2}"
 
@@ -151,6 +159,7 @@ def test_parallel_has_one_sum_a_layer(seed: int) -> None:
     for events in recorded(tiny("parallel")):
         assert_each_once(events, list(range(1, LAYERS + 1)))
         assert [overlaps_next(events, i) for i in range(1, LAYERS)] == [False] * (LAYERS - 1)
+        assert overlapped(events) == []
 
 
 @pytest.mark.parametrize("streams", [1, 2, 4])
@@ -166,6 +175,7 @@ def test_desync_sums_where_its_pattern_says(streams: int, seed: int) -> None:
     ):
         for events in recorded(config):
             assert_each_once(events, sums)
+            assert overlapped(events) == []
             for i in sums:
                 assert i == MODULES or not overlaps_next(events, i)
 
@@ -192,16 +202,16 @@ class Late(GlooCommunicator):
         super().__init__()
         self.thread = ThreadPoolExecutor(1)  # one: the sums leave in order
 
-    def start(self, partial: Tensor) -> "LateSum":
-        return LateSum(self.thread.submit(self.later, partial))
+    def begin_all_reduce(self, partial: Tensor, overlap: bool = False) -> "LateAllReduce":
+        return LateAllReduce(self.thread.submit(self.later, partial))
 
     @torch.inference_mode()
     def later(self, partial: Tensor) -> Tensor:
         time.sleep(DELAY)
-        return super().start(partial).wait()
+        return super().begin_all_reduce(partial).wait()
 
 
-class LateSum(Handle):
+class LateAllReduce(PendingAllReduce):
     def __init__(self, total: "Future[Tensor]") -> None:
         self.total = total
 

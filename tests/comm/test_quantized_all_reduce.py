@@ -2,7 +2,6 @@
 
 import random
 import threading
-from concurrent.futures import wait
 from functools import reduce
 
 import pytest
@@ -10,14 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import comm
 from attention import Causal
 from checkpoint import load_model
 from comm import QuantizedGlooCommunicator, parse_scheme
 from comm.quantize import rotate
-from comm.quantized import CHUNK, Worker, two_step_sum
+from comm.quantized import CHUNK, Worker, quantized_all_reduce
+from communicators import choose
 from config import with_variant
-from errors import UserError
 from model import Transformer
 from presets import PRESETS
 from tests.kernels.test_quantize import defined
@@ -47,10 +45,10 @@ def by_hand(partials: Tensor, name: str) -> Tensor:
 
 
 def sums_of(world: World, name: str, partials: list[Tensor]) -> list[Tensor]:
-    """All-reduces of this rank's partials (row r of each). All are started before the first wait."""
+    """All-reduces of this rank's partials (row r of each). All have begun before the first wait."""
     communicator = QuantizedGlooCommunicator(parse_scheme(name))
-    handles = [communicator.start(p[world.rank].clone()) for p in partials]
-    return [handle.wait() for handle in handles]
+    pending = [communicator.begin_all_reduce(p[world.rank].clone()) for p in partials]
+    return [each.wait() for each in pending]
 
 
 def assert_sums(ranks: Ranks, n: int, name: str, partials: list[Tensor]) -> None:
@@ -95,7 +93,7 @@ def test_one_ranks_nan_or_infinity_is_seen_by_all(bad: float, ranks: Ranks, seed
 
 def chunked(world: World, partials: Tensor, chunks: list[int]) -> list[Tensor]:
     scheme = parse_scheme("int6:32")
-    return [two_step_sum(partials[world.rank], scheme, None, chunk) for chunk in chunks]
+    return [quantized_all_reduce(partials[world.rank], scheme, None, chunk) for chunk in chunks]
 
 
 def test_chunks_change_nothing(ranks: Ranks, seed: int) -> None:
@@ -120,33 +118,33 @@ def test_gathers_are_exact_and_an_empty_sum_is_empty(ranks: Ranks) -> None:
 # --- overlap and waiting -----------------------------------------------------------------------------------------------------
 
 
-def start_before_the_other(world: World) -> Tensor:
-    """Rank 1 starts its all-reduce after a barrier, which rank 0 enters after its `start`. If `start` waited, this would
-    deadlock."""
+def begin_before_the_other(world: World) -> Tensor:
+    """Rank 1 begins its all-reduce after a barrier, which rank 0 enters after it has begun its own. If `begin_all_reduce`
+    waited, this would deadlock."""
     communicator = QuantizedGlooCommunicator(parse_scheme("int8"))
     partial = torch.ones(500)
     if world.rank == 0:
-        handle = communicator.start(partial)
+        pending = communicator.begin_all_reduce(partial)
         dist.barrier()
     else:
         dist.barrier()
-        handle = communicator.start(partial)
-    return handle.wait()
+        pending = communicator.begin_all_reduce(partial)
+    return pending.wait()
 
 
-def test_start_does_not_wait_for_the_other_ranks(ranks: Ranks) -> None:
-    for total in ranks.run(2, start_before_the_other):
+def test_beginning_does_not_wait_for_the_other_ranks(ranks: Ranks) -> None:
+    for total in ranks.run(2, begin_before_the_other):
         assert (total - 2).abs().max() < 1e-3
 
 
 def finished_elsewhere(world: World) -> bool:
     """Rank 1 completes three all-reduces before rank 0 waits for any, so both of rank 0's phases ran without a wait there."""
     communicator = QuantizedGlooCommunicator(parse_scheme("int4"))
-    handles = [communicator.start(torch.ones(500)) for _ in range(3)]
+    pending = [communicator.begin_all_reduce(torch.ones(500)) for _ in range(3)]
     if world.rank == 1:
-        assert all(handle.wait().isfinite().all() for handle in handles)
+        assert all(each.wait().isfinite().all() for each in pending)
     dist.barrier()
-    return world.rank == 1 or all(handle.wait().isfinite().all() for handle in handles)
+    return world.rank == 1 or all(each.wait().isfinite().all() for each in pending)
 
 
 def test_both_phases_run_before_the_wait(ranks: Ranks) -> None:
@@ -159,10 +157,10 @@ def waited_for_a_late_rank(world: World) -> tuple[float, float]:
         threading.Event().wait(1.0)
     communicator.all_reduce(torch.ones(10))
     first = communicator.waited
-    handle = communicator.start(torch.ones(10))
+    pending = communicator.begin_all_reduce(torch.ones(10))
     dist.barrier()
-    wait([handle.total])  # the all-reduce has finished before `handle.wait()`
-    handle.wait()
+    communicator.worker.submit(lambda: torch.ones(1)).result()  # the all-reduce has finished before `pending.wait()`
+    pending.wait()
     return first, communicator.waited - first
 
 
@@ -199,7 +197,7 @@ def test_the_thread_ends_with_its_communicator() -> None:
 
 @torch.inference_mode()
 def logits_of(world: World, variant: str, name: str, seed: int) -> Tensor:
-    communicator = comm.choose("cpu", name).build()
+    communicator = choose("cpu", name).build()
     quantized = World(world.rank, world.world_size, CPU, communicator)
     config = with_variant(PRESETS["tiny"], variant)
     model: Transformer = load_model("tiny", config, quantized, torch.float32, seed)
@@ -217,28 +215,6 @@ def test_every_variant_stays_near_its_exact_logits(variant: str, ranks: Ranks, s
         errors[name] = ((first - exact).norm() / exact.norm()).item()
     assert 0 < errors["int8"] < 0.03
     assert errors["int8"] < errors["int4"] < 0.5
-
-
-@pytest.mark.parametrize("name", ["int5", "int", "", "gloo:64", "INT8", "int8x"])
-def test_an_unknown_name_lists_all(name: str) -> None:
-    with pytest.raises(UserError) as error:
-        comm.choose("cpu", name)
-    message = str(error.value)
-    assert message.startswith(f"unknown communicator {name!r}")
-    assert all(known in message for known in ("gloo (CPU)", "nccl (CUDA", "one-shot", "two-shot", "auto", *WIDTHS, "int8:64"))
-
-
-def test_what_serves_which_device() -> None:
-    assert comm.choose("cpu").backend == comm.choose("cpu", "int4").backend == "gloo"
-    assert comm.choose("cuda").backend == comm.choose("cuda", "int6:64").backend == "nccl"
-    assert comm.choose("cuda").name == "auto"
-    assert comm.choose("cpu", "auto").backend == "gloo"
-    wrong = [("cpu", name, "gloo") for name in ("nccl", "one-shot", "two-shot")]
-    for device, name, other in (*wrong, ("cuda", "gloo", "auto")):
-        with pytest.raises(UserError, match=f"--comm {name} does not serve --device {device}; use {other}"):
-            comm.choose(device, name)
-    with pytest.raises(UserError, match="power of two"):
-        comm.choose("cuda", "int8:100")
 
 
 def test_generate_on_two_ranks() -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from comm.quantize import parse_scheme
-from comm.quantized import two_step_sum
+from comm.quantized import quantized_all_reduce
 from comm.relay import ALIGNMENT, CHUNKS, Relay, RelayCommunicator
 from errors import UserError
 from tests import ROOT
@@ -51,7 +51,7 @@ def wrong_sums(world: World, name: str | None, sizes: list[int], area: int, seed
                 expected = expected + part
             same = torch.equal(total, expected.to(dtype))
         else:
-            same = torch.equal(total, two_step_sum(everyones[world.rank], scheme, None))
+            same = torch.equal(total, quantized_all_reduce(everyones[world.rank], scheme, None))
         if not same or total.dtype != dtype or len(everyones_bytes(total)) != 1:
             found.append(f"{size} {dtype}")
     ours.check()
@@ -72,14 +72,14 @@ def wrong_with_short_messages(world: World, seed: int) -> list[str]:
     short = symmetric("one-shot", "host")
     scheme, generator, found = parse_scheme("int4"), torch.Generator().manual_seed(seed), []
     ours = RelayCommunicator(scheme, CPU, area=1 << 18, short=short)
-    for size, start in [(1000, False), (1 << 15, True), (128, True), (1 << 15, False), (7, False)]:
+    for size, overlap in [(1000, False), (1 << 15, True), (128, True), (1 << 15, False), (7, False)]:
         everyones = torch.randn(world.world_size, size, generator=generator)
         mine = everyones[world.rank]
-        total = (ours.start if start else ours.defer)(mine.clone()).wait()
+        total = ours.begin_all_reduce(mine.clone(), overlap).wait()
         exact = everyones.sum(0)
         near = bool(((total - exact).abs() <= 1e-5).all())
-        if near != (4 * size <= SHORT) or not (near or torch.equal(total, two_step_sum(mine, scheme, None))):
-            found.append(f"{size} {start=}")
+        if near != (4 * size <= SHORT) or not (near or torch.equal(total, quantized_all_reduce(mine, scheme, None))):
+            found.append(f"{size} {overlap=}")
     gathered = ours.all_gather(torch.full((2, 3), float(world.rank)))
     if gathered.shape != (2, 3 * world.world_size) or gathered[1, -1] != world.world_size - 1:
         found.append("gather")
@@ -104,7 +104,7 @@ def lone_wait(world: World) -> str:
     """The error of rank 0, which times out because rank 1 does not take part."""
     import comm.relay
 
-    comm.relay.SECONDS = 0.1
+    comm.relay.TIMEOUT = 0.1
     ours = RelayCommunicator(None, CPU, area=1 << 14)
     if world.rank == 1:
         return ""
@@ -116,8 +116,8 @@ def lone_wait(world: World) -> str:
     return "no error"
 
 
-def test_a_rank_that_waits_in_vain_says_so(ranks: Ranks) -> None:
-    assert "rank 0 waited in vain" in ranks.run(2, lone_wait)[0]
+def test_a_rank_that_times_out_says_so(ranks: Ranks) -> None:
+    assert "rank 0 timed out" in ranks.run(2, lone_wait)[0]
 
 
 def full(world: World) -> str:

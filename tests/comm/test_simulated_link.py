@@ -6,9 +6,18 @@ import pytest
 import torch
 from torch import Tensor
 
-import comm
-from comm import Communicator, GlooCommunicator, Link, QuantizedGlooCommunicator, SimulatedLink, parse_link, parse_scheme
+from comm import (
+    Communicator,
+    GlooCommunicator,
+    Link,
+    PendingAllReduce,
+    QuantizedGlooCommunicator,
+    SimulatedLink,
+    parse_link,
+    parse_scheme,
+)
 from comm.simulated import sent_bytes
+from communicators import choose
 from errors import UserError
 from tests.support.command_line import HYBRID, Here
 from tests.support.ranks import Ranks
@@ -39,14 +48,14 @@ class Slow(Communicator):
     def __init__(self, clock: Clock, seconds: float = 0.0) -> None:
         self.clock, self.seconds = clock, seconds
 
-    def start(self, partial: Tensor) -> "SlowSum":
-        return SlowSum(self, partial)
+    def begin_all_reduce(self, partial: Tensor, overlap: bool = False) -> "SlowAllReduce":
+        return SlowAllReduce(self, partial)
 
     def all_gather(self, shard: Tensor) -> Tensor:
         return shard.repeat(4)
 
 
-class SlowSum:
+class SlowAllReduce(PendingAllReduce):
     def __init__(self, owner: Slow, total: Tensor) -> None:
         self.owner, self.total = owner, total
 
@@ -74,9 +83,9 @@ def test_a_sum_takes_latency_and_bytes() -> None:
 @pytest.mark.parametrize("computed", [0.0, 3.0, 7.9, 8.0, 20.0])
 def test_what_computation_hides_is_not_waited_for_again(computed: float) -> None:
     link, clock = simulated()
-    handle = link.start(PARTIAL)
+    pending = link.begin_all_reduce(PARTIAL)
     clock.now += computed
-    handle.wait()
+    pending.wait()
     assert clock.now == pytest.approx(50 + max(SECONDS, computed))
     assert link.waited == pytest.approx(max(0.0, SECONDS - computed))
 
@@ -90,7 +99,7 @@ def test_a_sum_that_takes_longer_underneath_is_waited_for_but_not_slept_for() ->
 
 def test_two_sums_share_the_link() -> None:
     link, clock = simulated()
-    first, second = link.start(PARTIAL), link.start(PARTIAL)
+    first, second = link.begin_all_reduce(PARTIAL), link.begin_all_reduce(PARTIAL)
     first.wait()
     assert clock.now == 50 + 8  # 6 s to send, 2 s of latency
     second.wait()
@@ -156,7 +165,7 @@ def test_what_is_no_link(text: str) -> None:
 
 def test_only_gloo_ranks_have_a_simulated_link(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="--device cpu"):
-        comm.choose("cuda", None, "10us,100GB/s")
+        choose("cuda", None, "10us,100GB/s")
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     assert init_world("cpu", "int4", "10us,100GB/s").comm.name == "local"
@@ -179,7 +188,7 @@ def here_run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str])
 
 def on_a_slow_link(world: World, name: str) -> tuple[float, float, float, Tensor, str]:
     """Seconds of a blocking all-reduce; `waited`; CPU seconds used meanwhile; the total; the communicator's name."""
-    link = comm.choose("cpu", name, "400ms,1GB/s").build()
+    link = choose("cpu", name, "400ms,1GB/s").build()
     wall, cpu = time.perf_counter(), time.thread_time()
     total = link.all_reduce(torch.ones(300))
     wall, cpu = time.perf_counter() - wall, time.thread_time() - cpu

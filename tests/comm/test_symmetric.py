@@ -50,7 +50,7 @@ def symmetric(kind: Any, memory: Any = "peer") -> Any:
     capacities = {"one-shot": SHORT, "two-shot": SHORT}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "CAPACITY", capacities)
-        patch.setattr(module, "BESIDE_CAPACITY", capacities)
+        patch.setattr(module, "OVERLAP_CAPACITY", capacities)
         return module.SymmetricCommunicator(kind, CPU, memory=memory)
 
 
@@ -61,20 +61,20 @@ def everyones_bits(x: Tensor) -> list[bytes]:
 
 
 def wrong_sums(world: World, kind: Any, memory: Any, seed: int) -> list[str]:
-    """Messages whose all-reduce is wrong. Sizes come in random order; half of the messages use `start`, half `defer`."""
+    """Messages whose all-reduce is wrong. Sizes come in random order; half of the all-reduces are overlapped."""
     comm, draw = symmetric(kind, memory), random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     sizes = [1, 2, 511, 2048, draw.randrange(3, 5000), draw.randrange(3, 5000)]
     jobs = [(n, dtype, (i + j) % 2 == 0) for i, n in enumerate(sizes) for j, dtype in enumerate(STEPS)]
     draw.shuffle(jobs)
     found = []
-    for n, dtype, start in jobs:
+    for n, dtype, overlap in jobs:
         partial, exact = partials(world, generator, n, dtype=dtype)
         if draw.random() < 0.3:  # not aligned to 4 bytes for 16-bit values
             partial = torch.cat((partial[:1], partial))[1:]
-        total = (comm.start if start else comm.defer)(partial).wait()
+        total = comm.begin_all_reduce(partial, overlap).wait()
         if not close(total, exact, STEPS[dtype]) or total.dtype != dtype or len(set(everyones_bits(total))) != 1:
-            found.append(f"{n} {dtype} {start=}")
+            found.append(f"{n} {dtype} {overlap=}")
     comm.check()
     return found
 
@@ -98,7 +98,7 @@ def wrong_norms(world: World, kind: Any, memory: Any, seed: int) -> list[str]:
             torch.randn(1, rows, width, generator=generator).to(dtype),
             torch.randn(width, generator=generator).to(dtype),
         )
-        total, normed = comm.defer(partial).add_norm(x, weight, 1e-5)
+        total, normed = comm.begin_all_reduce(partial).add_norm(x, weight, 1e-5)
         expected = F.rms_norm(total.double(), (width,), weight.double(), 1e-5)
         # the two-shot kernel rounds the sum before the addition
         sums_close = close(total, x.double() + exact, STEPS[dtype], x.abs() + exact.abs())
@@ -135,12 +135,13 @@ def test_gathers(interpreters: Ranks, n: int, memory: str, seed: int) -> None:
 
 def sums_of_long_messages(world: World, kind: Any, seed: int) -> bool:
     comm = symmetric(kind)
-    for lane in (comm.here, comm.beside):
-        lane.workspace.exchange = replace(lane.workspace.exchange, capacity=1024)
+    for kernel in (comm.blocking, comm.overlapped):
+        kernel.workspace.exchange = replace(kernel.workspace.exchange, capacity=1024)
     generator = torch.Generator().manual_seed(seed)
     partial, exact = partials(world, generator, 1717, dtype=torch.float32)
-    blocking, beside = comm.all_reduce(partial.clone()), comm.start(partial).wait()  # `start` may overwrite its argument
-    return close(blocking, exact, 4) and close(beside, exact, 4)
+    blocking = comm.all_reduce(partial.clone())  # it may overwrite its argument
+    overlapped = comm.begin_all_reduce(partial, overlap=True).wait()
+    return close(blocking, exact, 4) and close(overlapped, exact, 4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -185,10 +186,10 @@ def test_flags_wrap_around(interpreters: Ranks, epoch: int, memory: str, seed: i
 def lone_wait(world: World, kind: Any, memory: Any) -> list[str]:
     """Rank 1 does not take part; rank 0 times out."""
     comm = symmetric(kind, memory)
-    comm.here.workspace.exchange = replace(comm.here.workspace.exchange, patience=20)
+    comm.blocking.workspace.exchange = replace(comm.blocking.workspace.exchange, patience=20)
     if world.rank == 0:
         comm.all_reduce(torch.ones(100))
-        with pytest.raises(RuntimeError, match="rank 0 waited in vain"):
+        with pytest.raises(RuntimeError, match="rank 0 timed out"):
             comm.check()
     else:
         comm.check()
@@ -196,7 +197,7 @@ def lone_wait(world: World, kind: Any, memory: Any) -> list[str]:
 
 
 @pytest.mark.parametrize(("kind", "memory"), [("one-shot", "peer"), ("two-shot", "peer"), ("one-shot", "host")])
-def test_a_rank_that_waits_in_vain_says_so(interpreters: Ranks, kind: str, memory: str) -> None:
+def test_a_rank_that_times_out_says_so(interpreters: Ranks, kind: str, memory: str) -> None:
     assert interpreters.run(2, lone_wait, kind, memory) == [[], []]
 
 

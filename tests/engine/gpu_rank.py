@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from checkpoint import load_model
-from comm import choose
+from communicators import choose
 from engine.offline import Timing, generate
 from engine.sampler import SamplingParams
 from presets import model_config

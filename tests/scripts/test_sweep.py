@@ -220,9 +220,9 @@ def test_a_metered_link_adds_up_what_its_sums_take() -> None:
     link = worker.MeteredLink(TwoRanks(), parse_link("1ms,1MB/s"), clock=lambda: now, sleep=sleep)
     each = 1e-3 + 2 * (1 / 2) * 500 * 4 / 1e6
     for busy in (0.0, 1e-3, 1e-3):
-        handle = link.start(torch.ones(500))
+        pending = link.begin_all_reduce(torch.ones(500))
         now += busy
-        handle.wait()
+        pending.wait()
     assert link.link_seconds == pytest.approx(3 * each)
     assert link.waited == pytest.approx(3 * each - 2e-3)
 

@@ -22,14 +22,14 @@ from torch import Tensor
 
 from cli import Parser
 from cli import run as run_command
-from comm.auto import over_shared_memory
+from comm.build import exact
 from comm.interface import Communicator
 from comm.process_group import NcclCommunicator
 from comm.quantize import WIDTHS, parse_scheme
-from comm.quantized import QuantizedNcclCommunicator, two_step_sum
-from comm.quantized_symmetric import QuantizedLane, QuantizedSymmetricCommunicator
+from comm.quantized import QuantizedNcclCommunicator, quantized_all_reduce
+from comm.quantized_symmetric import QuantizedKernel, QuantizedSymmetricCommunicator
 from comm.relay import RelayCommunicator
-from comm.symmetric import BESIDE_CAPACITY, CAPACITY, KINDS, Kind, SymmetricCommunicator
+from comm.symmetric import CAPACITY, KINDS, OVERLAP_CAPACITY, KernelCommunicator, Kind, SymmetricCommunicator
 from comm.table import graph_microseconds
 from errors import UserError
 from kernels import all_reduce
@@ -56,8 +56,8 @@ def impatient(ours: Communicator) -> None:
     """Lower the communicator's patience, so that its kernels give up waiting before the part's time limit."""
     if isinstance(ours, RelayCommunicator):
         ours.relay.patience = PATIENCE
-    if isinstance(ours, SymmetricCommunicator):
-        for workspace in (ours.here.workspace, ours.beside.workspace, ours.gathers):
+    if isinstance(ours, KernelCommunicator):
+        for workspace in (ours.blocking.workspace, ours.overlapped.workspace, ours.gathers):
             workspace.exchange = replace(workspace.exchange, patience=PATIENCE)
 
 
@@ -74,7 +74,7 @@ class Bench(Parts):
     def _over_shared_memory(self) -> dict[Kind, Communicator]:
         """The communicators over shared memory. Empty if the ranks are on several hosts."""
         try:
-            return {kind: over_shared_memory(kind, self.world.device) for kind in KINDS}
+            return {kind: exact(kind, self.world.device) for kind in KINDS}
         except UserError as error:
             if self.world.rank == 0:
                 print(f"nccl and portable forms only: {error}", file=sys.stderr)
@@ -97,12 +97,12 @@ class Bench(Parts):
     def exchange(self, kind: Kind) -> Exchange:
         ours = self.ours[kind]
         assert isinstance(ours, SymmetricCommunicator)
-        return ours.here.workspace.exchange
+        return ours.blocking.workspace.exchange
 
-    def quantized_lane(self, name: str) -> QuantizedLane:
+    def quantized_kernel(self, name: str) -> QuantizedKernel:
         ours = self.quantized[name]
-        assert isinstance(ours, QuantizedSymmetricCommunicator) and isinstance(ours.here, QuantizedLane)
-        return ours.here
+        assert isinstance(ours, QuantizedSymmetricCommunicator) and isinstance(ours.blocking, QuantizedKernel)
+        return ours.blocking
 
     def check(self) -> None:
         torch.cuda.synchronize()
@@ -133,7 +133,7 @@ class Bench(Parts):
         self.draw.shuffle(jobs)
         for kind, n, beside in jobs:
             mine, ours = self.random(n, dtype=dtype), self.ours[kind]
-            handle = (ours.start if beside else ours.defer)(mine.clone())
+            handle = ours.begin_all_reduce(mine.clone(), overlap=beside)
             self.check_sum(f"{kind} {n} {dtype} {beside=}", handle.wait(), mine, dtype)
         return len(jobs)
 
@@ -142,8 +142,7 @@ class Bench(Parts):
         for kind, rows, width in jobs:
             partial, x, weight = self.random(rows, width, dtype=dtype), self.common(rows, width, dtype=dtype), None
             weight = self.common(width, dtype=dtype)
-            total, normed = self.ours[kind].defer(partial.clone()).add_norm(x, weight, 1e-5)
-            assert isinstance(normed, Tensor)
+            total, normed = self.ours[kind].begin_all_reduce(partial.clone()).add_norm(x, weight, 1e-5)
             self.check_sum(f"{kind} add {rows} {width}", total, partial, dtype, x)
             exact = torch.nn.functional.rms_norm(total.float(), (width,), weight.float(), 1e-5)
             plain = torch.nn.functional.rms_norm(total, (width,), weight, 1e-5)
@@ -179,8 +178,8 @@ class Bench(Parts):
         def body() -> None:
             step.add_(1)
             for i, ours in enumerate(self.ours.values()):
-                beside = [ours.start(values(self.world.rank, i)), ours.start(values(self.world.rank, i + 10))]
-                total, _ = ours.defer(values(self.world.rank, i + 3)).add_norm(x, weight, 1e-5)
+                beside = [ours.begin_all_reduce(values(self.world.rank, i + salt), overlap=True) for salt in (0, 10)]
+                total, _ = ours.begin_all_reduce(values(self.world.rank, i + 3)).add_norm(x, weight, 1e-5)
                 wrong.add_((total != expected(i + 3)).sum())
                 wrong.add_((ours.all_reduce(values(self.world.rank, i + 6)) != expected(i + 6)).sum())
                 gathered = ours.all_gather(step.view(1, 1) * 10 + self.world.rank)
@@ -217,8 +216,8 @@ class Bench(Parts):
         for name, n, beside in jobs:
             mine, ours = self.random(n), self.quantized[name]
             mine[self.draw.randrange(n) // 128 * 128 :][:128] = self.draw.choice((0.0, -0.0, 3.25, 1e-30))
-            total = (ours.start if beside else ours.defer)(mine).wait()
-            self.check_same(f"{name} {n} {beside=}", total, two_step_sum(mine, parse_scheme(name), None))
+            total = ours.begin_all_reduce(mine, overlap=beside).wait()
+            self.check_same(f"{name} {n} {beside=}", total, quantized_all_reduce(mine, parse_scheme(name), None))
         return len(jobs)
 
     def check_same(self, what: str, got: Tensor, expected: Tensor) -> None:
@@ -230,9 +229,8 @@ class Bench(Parts):
         weight = self.common(WIDTH)
         for name, rows in jobs:
             ours, mine, x = self.quantized[name], self.random(rows, WIDTH), self.common(rows, WIDTH)
-            total, normed = ours.defer(mine).add_norm(x, weight, 1e-5)
-            assert isinstance(normed, Tensor)
-            self.check_same(f"{name} add {rows}", total, x + two_step_sum(mine, parse_scheme(name), None))
+            total, normed = ours.begin_all_reduce(mine).add_norm(x, weight, 1e-5)
+            self.check_same(f"{name} add {rows}", total, x + quantized_all_reduce(mine, parse_scheme(name), None))
             exact = torch.nn.functional.rms_norm(total.float(), (WIDTH,), weight.float(), 1e-5)
             plain = torch.nn.functional.rms_norm(total, (WIDTH,), weight, 1e-5)
             self.check_close(f"{name} norm {rows}", normed, exact, plain, torch.bfloat16)
@@ -248,7 +246,8 @@ class Bench(Parts):
         step, wrong = (torch.zeros((), dtype=torch.int64, device=self.world.device) for _ in range(2))
         tables = {name: self.random(3, 3 * WIDTH) for name in self.quantized}
         expected = {
-            name: torch.stack([two_step_sum(x, parse_scheme(name), None) for x in tables[name]]) for name in self.quantized
+            name: torch.stack([quantized_all_reduce(x, parse_scheme(name), None) for x in tables[name]])
+            for name in self.quantized
         }
 
         def body() -> None:
@@ -256,7 +255,7 @@ class Bench(Parts):
             turns = [(step + i) % 3 for i in range(2)]
             for name, ours in self.quantized.items():
                 inputs = [tables[name].index_select(0, turn.view(1)).view(-1) for turn in turns]
-                other = ours.start(inputs[1]) if name in WIDTHS_BESIDE else ours.defer(inputs[1])
+                other = ours.begin_all_reduce(inputs[1], overlap=name in WIDTHS_BESIDE)
                 sums = (ours.all_reduce(inputs[0]), other.wait())
                 for total, turn in zip(sums, turns, strict=True):
                     wrong.add_((total != expected[name].index_select(0, turn.view(1)).view(-1)).sum())
@@ -283,14 +282,14 @@ class Bench(Parts):
 
     def quantized_beside(self, name: str) -> dict[int, float]:
         way = self.quantized[name]
-        return self.by_size(lambda x: lambda: way.start(x).wait(), (1 << 20, 1 << 24, 1 << 26))
+        return self.by_size(lambda x: lambda: way.begin_all_reduce(x, overlap=True).wait(), (1 << 20, 1 << 24, 1 << 26))
 
     def quantized_tilings(self, name: str) -> dict[str, dict[int, float]]:
-        lane = self.quantized_lane(name)
-        exchange = lane.workspace.exchange
+        kernel = self.quantized_kernel(name)
+        exchange = kernel.workspace.exchange
         return {
             f"{t.block}x{t.warps}x{t.programs}x{t.rounds}": self.by_size(
-                lambda x, t=t: lambda: quantized_sum(x, lane.wire, exchange, t),  # type: ignore[misc]
+                lambda x, t=t: lambda: quantized_sum(x, kernel.wire, exchange, t),  # type: ignore[misc]
                 (1 << 20, 1 << 24, 1 << 26),
             )
             for t in QUANTIZED_TILINGS
@@ -298,15 +297,15 @@ class Bench(Parts):
 
     def quantized_with_norm(self) -> dict[str, dict[int, float]]:
         """µs of all-reduce, residual addition and norm by rows of WIDTH: in two kernels, in one, and in one with other tilings."""
-        weight, lane = self.common(WIDTH), self.quantized_lane("int8")
+        weight, kernel = self.common(WIDTH), self.quantized_kernel("int8")
         calls: dict[str, Callable[[Tensor, Tensor], object]] = {
-            "nccl, then add_rms_norm": lambda p, x: self.nccl.defer(p).add_norm(x, weight, 1e-5),
-            "int8, then add_rms_norm": lambda p, x: add_rms_norm(x, lane.sum(p), weight, 1e-5),
+            "nccl, then add_rms_norm": lambda p, x: self.nccl.begin_all_reduce(p).add_norm(x, weight, 1e-5),
+            "int8, then add_rms_norm": lambda p, x: add_rms_norm(x, kernel.all_reduce(p), weight, 1e-5),
         }
         for programs, rounds in ((132, 4), (84, 1), (84, 4), (84, 8), (42, 4)):
             calls[f"int8, fused, {programs} programs, {rounds} rounds"] = partial(
-                lambda tiling, p, x: quantized_add_norm(p, x, weight, 1e-5, lane.wire, lane.workspace.exchange, tiling),
-                replace(lane.norm, programs=programs, rounds=rounds),
+                lambda tiling, p, x: quantized_add_norm(p, x, weight, 1e-5, kernel.wire, kernel.workspace.exchange, tiling),
+                replace(kernel.norm, programs=programs, rounds=rounds),
             )
         found: dict[str, dict[int, float]] = {}
         for name, call in calls.items():
@@ -326,8 +325,8 @@ class Bench(Parts):
 
         def body() -> None:
             for kind, ours in self.ours.items():
-                ones = torch.ones(BESIDE_CAPACITY[kind] // 2, dtype=torch.bfloat16, device=self.world.device)
-                handles = [ours.start(ones.clone()) for _ in range(16)]
+                ones = torch.ones(OVERLAP_CAPACITY[kind] // 2, dtype=torch.bfloat16, device=self.world.device)
+                handles = [ours.begin_all_reduce(ones.clone(), overlap=True) for _ in range(16)]
                 for _ in range(4):
                     torch.mm(x, weight)
                 for handle in handles:
@@ -387,12 +386,12 @@ class Bench(Parts):
         weight = self.common(WIDTH)
         found: dict[str, dict[int, float]] = {}
         calls: dict[str, Callable[[Tensor, Tensor], object]] = {
-            "nccl, then add_rms_norm": lambda p, x: self.nccl.defer(p).add_norm(x, weight, 1e-5),
+            "nccl, then add_rms_norm": lambda p, x: self.nccl.begin_all_reduce(p).add_norm(x, weight, 1e-5),
             "add_rms_norm alone": lambda p, x: add_rms_norm(x, p, weight, 1e-5),
         }
         for kind, ours in self.ours.items():
             calls[f"{kind}, then add_rms_norm"] = lambda p, x, ours=ours: add_rms_norm(x, ours.all_reduce(p), weight, 1e-5)  # type: ignore[misc]
-            calls[f"{kind}, fused"] = lambda p, x, ours=ours: ours.defer(p).add_norm(x, weight, 1e-5)  # type: ignore[misc]
+            calls[f"{kind}, fused"] = lambda p, x, ours=ours: ours.begin_all_reduce(p).add_norm(x, weight, 1e-5)  # type: ignore[misc]
         for t in ONE_SHOT_TILINGS:
             calls[f"one-shot, fused {t.block}x{t.warps}"] = lambda p, x, t=t: all_reduce.one_shot_add_norm(  # type: ignore[misc]
                 p, x, weight, 1e-5, self.exchange("one-shot"), t
@@ -425,7 +424,7 @@ class Bench(Parts):
             for name, way in ways.items():
 
                 def both(x: Tensor = x, partial: Tensor = partial, way: Communicator = way) -> None:
-                    handle = way.start(partial)
+                    handle = way.begin_all_reduce(partial, overlap=True)
                     torch.nn.functional.linear(x, weight)
                     handle.wait()
 

@@ -10,12 +10,12 @@ import time
 import torch
 
 from cli import Parser, run
-from comm import choose
-from comm.auto import AutoCommunicator, auto
+from comm.auto import SIZES, AutoCommunicator, fastest
+from comm.build import auto
 from comm.fused import FusedCommunicator
-from comm.fused_strategies import best_strategy
-from comm.fused_table import UNFUSED, PairTable
-from comm.table import SIZES, Table, path_of
+from comm.fused_strategies import UNFUSED, best_strategy
+from comm.table import Table
+from communicators import choose
 from tp import init_world
 
 
@@ -32,16 +32,18 @@ def age_text(seconds: float) -> str:
 
 def lines(table: Table, now: float) -> list[str]:
     """The table as text: one row per message size, one column per algorithm, and the choice of `auto`."""
-    head = f"{path_of(table.key)}, {age_text(now - table.made)} old"
+    head = f"{table.path}, {age_text(now - table.made)} old"
     key = ", ".join(f"{name} {value}" for name, value in table.key.items())
-    rows = [["message", *(f"{name}, µs" for name in table.times), "auto takes"]]
+    names = list(dict.fromkeys(name for by_name in table.times.values() for name in by_name))
+    rows = [["message", *(f"{name}, µs" for name in names), "auto takes"]]
     for size in SIZES:
-        times = [f"{t[size]:.1f}" if size in t else "–" for t in table.times.values()]
-        rows.append([size_text(size), *times, table.choose(size)])
+        by_name = table.times[str(size)]
+        times = [f"{by_name[name]:.1f}" if name in by_name else "–" for name in names]
+        rows.append([size_text(size), *times, fastest(table, size, names)])
     return [head, key, "", *aligned(rows)]
 
 
-def pair_lines(table: PairTable) -> list[str]:
+def pair_lines(table: Table) -> list[str]:
     """The measured pairs of layers as text. A model's pairs are fused if the sum of their gains is positive."""
     rows = [["rows, K, C, M, dtype", "unfused, µs", "fused, µs", "gain, µs", "scatter + gather"]]
     for key, times in sorted(table.times.items()):
@@ -73,7 +75,8 @@ def main() -> None:
     if world.world_size == 1:
         print("one rank has nothing to sum: start several, as python launch.py --ranks 8 does")
         return
-    communicator = auto(world.device, arguments.comm_error_budget, rebuild=arguments.rebuild)
+    on_gpu = world.device.type == "cuda"
+    communicator = auto(world.device, arguments.comm_error_budget, rebuild=arguments.rebuild) if on_gpu else world.comm
     if world.rank == 0:
         if isinstance(communicator, FusedCommunicator) and isinstance(communicator.inner, AutoCommunicator):
             print("\n".join([*lines(communicator.inner.table, time.time()), *pair_lines(communicator.table)]))

@@ -28,9 +28,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from cli import Parser, note, run
-from comm.fused import FusedCommunicator
+from comm.fused import FusedAllReduce, FusedCommunicator
 from comm.fused_strategies import GATHERS, TILED, UNTILED, Gather, Split, Strategy
-from comm.interface import Product, Scattered
 from comm.row_buffers import Share
 from comm.table import graph_microseconds
 from errors import UserError
@@ -327,15 +326,13 @@ class _IntegerPair:
     def wrong(self, strategy: Strategy, salt: int) -> Tensor:
         """Number of wrong values in the output of a fused pair, and in the whole residual stream of a second all-reduce."""
         comm, rank = self.bench.comm, self.bench.rank
-        comm.default = strategy
         inputs = [self.inputs(r, salt) for r in range(self.bench.n)]
         parts = [x @ first.t() for x, first in zip(inputs, self.firsts, strict=True)]
         total = torch.stack(parts).sum(0)
-        handle = comm.defer(Product(inputs[rank], self.firsts[rank]))
-        x, rows = handle.add_norm(self.stream, self.scale, 1e-5)
-        assert isinstance(rows, Scattered)
-        out = rows.linear(self.second)
-        whole = comm.defer(Product(inputs[rank], self.firsts[rank])).settle(x)
+        pair, last = (FusedAllReduce(comm, inputs[rank], self.firsts[rank], strategy) for _ in range(2))
+        rows = pair.scatter_add_norm(self.stream, self.scale, 1e-5)
+        out = pair.gather_linear(self.second)
+        whole = last.add(rows)
         normed = torch.nn.functional.rms_norm(total, self.scale.shape, self.scale, 1e-5)
         expected = (normed @ self.second.t()).float()
         far = (out.float() - expected).abs() > 0.02 * expected.abs().max()  # norms may round differently

@@ -31,15 +31,15 @@ def random(*shape: int) -> Tensor:
 def sums(comm: Communicator) -> None:
     for rows, width in SHAPES:
         partial, x = random(rows, width), random(rows, width)
-        comm.defer(partial.clone()).add_norm(x, random(width), 1e-5)
-        comm.start(partial.clone()).wait()
+        comm.begin_all_reduce(partial.clone()).add_norm(x, random(width), 1e-5)
+        comm.begin_all_reduce(partial.clone(), overlap=True).wait()
         comm.all_reduce(partial)
         comm.all_gather(x)
     comm.check()
 
 
 def pushes(comm: SymmetricCommunicator) -> None:
-    exchange = comm.here.workspace.exchange
+    exchange = comm.blocking.workspace.exchange
     for rows in (1, 4, 16):
         linear_push.linear_push(random(rows, 2048), random(8192, 2048), exchange)
         linear_push.receive_add_norm(random(rows, 8192), random(8192), 1e-5, exchange)

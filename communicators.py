@@ -1,0 +1,137 @@
+"""The communicators by name: where each runs, how it is built, and what `--help` says about it.
+
+A name is checked before the ranks meet, and the communicator is built when all of them have joined. torch and `comm/` are
+imported only when they are needed, so that `--help` is fast, and Triton only on GPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+    from comm import Communicator, Link
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A communicator that runs on its device."""
+
+    name: str
+    device: str
+    link: Link | None = None  # simulated; None: as fast as it is
+    error_budget: float = 0.0  # relative error up to which `auto` may quantize an all-reduce
+
+    @property
+    def backend(self) -> str:
+        """Of torch.distributed."""
+        return "nccl" if self.device == "cuda" else "gloo"
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether all-reduces have no error but rounding."""
+        return not _entry(self.name).quantized
+
+    def build(self) -> Communicator:
+        """The communicator over the default process group. Collective. Raises UserError if these GPUs do not support it."""
+        import torch
+
+        from comm import SimulatedLink
+
+        device = torch.device("cuda", torch.cuda.current_device()) if self.device == "cuda" else torch.device("cpu")
+        communicator = _entry(self.name).builders[self.device](self, device)
+        return SimulatedLink(communicator, self.link) if self.link else communicator
+
+
+def choose(device: str, name: str | None = None, link: str | None = None, error_budget: float = 0.0) -> Choice:
+    """device: `cpu` or `cuda`. name: of COMMUNICATORS; None takes the device's default. link: of `--simulate-link`, on CPU
+    only. error_budget: of `--comm-error-budget`, for `auto` only.
+
+    Raises UserError for a name that is unknown or does not run on the device, and for a wrong group, link or budget.
+    """
+    from comm import parse_link, parse_scheme
+
+    name = DEFAULT[device] if name is None else name
+    entry = _entry(name)
+    if entry.quantized:
+        parse_scheme(name)
+    if device not in entry.builders:
+        raise UserError(f"--comm {name} does not run on --device {device}; use {DEFAULT[device]}")
+    if link is not None and device != "cpu":
+        raise UserError("--simulate-link slows down gloo ranks only; use it with --device cpu")
+    if not 0 <= error_budget < 1:
+        raise UserError(
+            f"--comm-error-budget is {error_budget}; give the relative error of an all-reduce (0.01), or 0 for exact ones"
+        )
+    if error_budget and (name != "auto" or device != "cuda"):
+        raise UserError("--comm-error-budget is for --comm auto on GPUs, which chooses within it; leave it out")
+    return Choice(name, device, None if link is None else parse_link(link), error_budget)
+
+
+# --- the registry ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A communicator's help text, and how it is built over the default process group on each kind of device that it runs
+    on. quantized: all-reduces are quantized, and options may follow the name (`comm.parse_scheme`)."""
+
+    help: str
+    builders: dict[str, Callable[[Choice, torch.device], Communicator]]
+    quantized: bool = False
+
+
+def _comm() -> Any:
+    import comm
+
+    return comm
+
+
+def _build() -> Any:
+    from comm import build
+
+    return build
+
+
+_WIDTH = Entry(
+    "quantized, on both; a group may follow, as in int8:64",
+    {
+        "cpu": lambda choice, device: _comm().QuantizedGlooCommunicator(_comm().parse_scheme(choice.name)),
+        "cuda": lambda choice, device: _build().quantized(_comm().parse_scheme(choice.name), device),
+    },
+    quantized=True,
+)
+COMMUNICATORS: dict[str, Entry] = {
+    "gloo": Entry("CPU", {"cpu": lambda choice, device: _comm().GlooCommunicator()}),
+    "nccl": Entry("CUDA, any topology", {"cuda": lambda choice, device: _comm().NcclCommunicator()}),
+    "one-shot": Entry("CUDA, one host", {"cuda": lambda choice, device: _build().exact("one-shot", device)}),
+    "two-shot": Entry("CUDA, one host", {"cuda": lambda choice, device: _build().exact("two-shot", device)}),
+    "fused": Entry("with GEMMs; CUDA, one host", {"cuda": lambda choice, device: _build().fused(device)}),
+    "auto": Entry(
+        "the fastest of these",
+        {
+            "cpu": lambda choice, device: _comm().GlooCommunicator(),
+            "cuda": lambda choice, device: _build().auto(device, choice.error_budget),
+        },
+    ),
+    **dict.fromkeys(("int8", "int6", "int4", "fp8"), _WIDTH),
+}
+DEFAULT = {"cpu": "gloo", "cuda": "auto"}
+KNOWN = ", ".join(
+    f"{', '.join(names)} ({text})" for text, names in groupby(COMMUNICATORS, lambda name: COMMUNICATORS[name].help)
+)
+
+
+def _entry(name: str) -> Entry:
+    """Raises UserError for an unknown name."""
+    base = name.partition(":")[0]
+    entry = COMMUNICATORS.get(base)
+    if entry is None or (name != base and not entry.quantized):
+        raise UserError(f"unknown communicator {name!r}; known: {KNOWN}")
+    return entry
