@@ -1,6 +1,6 @@
 """The quantizers of the quantized all-reduce, defined in PyTorch (Li et al., "Flash Communication", arXiv:2412.04964).
 
-A message is cut into groups of consecutive values; each group becomes one record of bytes, which is what travels:
+A message is cut into groups of consecutive values; each group becomes one record of bytes, which is sent:
 
     scale bf16 (2 bytes) | zero point int16 (2 bytes, asymmetric formats only) | codes, one byte a value, or two values a byte
 
@@ -11,7 +11,7 @@ What the paper's appendix A.3 is taken to say, with n bits and L = 2^n - 1:
 
 Its brackets print as ceilings. They are read as rounding to nearest (ties to even): the text speaks of rounding errors, and
 a ceiling would raise every value by half a step on average. Two choices are ours. The scale is rounded up to bf16 before it
-is used, so that the codes still cover the group, and |x - x'| <= s / 2 holds for the scale that travels. And s is at least
+is used, so that the codes still cover the group, and |x - x'| <= s / 2 holds for the scale that is sent. And s is at least
 max|x| / 32767, so that the zero point of a group far from zero fits its 16 bits; such a step is still finer than bf16.
 A group that holds a NaN or an infinity gets the scale NaN, and so is NaN throughout when it is read.
 
@@ -63,7 +63,7 @@ def quantize(x: Tensor, width: Format) -> Tensor:
     """
     assert x.shape[-1] % 4 == 0, f"groups of {x.shape[-1]} values, not a multiple of 4"
     if x.is_cuda:
-        from kernels import quantize as kernel  # Triton, which a CPU machine need not have
+        from kernels import quantize as kernel  # needs Triton, which a CPU machine may lack
 
         return kernel.quantize(x, width.bits, width.symmetric, width.floating)
     return quantize_reference(x, width)
@@ -82,7 +82,7 @@ def quantize_reference(x: Tensor, width: Format) -> Tensor:
     else:  # divided first: the range of finite values may overflow
         step = torch.maximum(high / levels - low / levels, largest / ZERO_POINT_MAX)
     step = _round_up_to_bf16(step).where(step.isfinite(), torch.nan)
-    ratio = torch.where(step > 0, x / step, 0.0)  # of zeros only, or NaN: the codes say nothing
+    ratio = torch.where(step > 0, x / step, 0.0)  # for a group of zeros or with a NaN the codes do not matter
     header = [(step.view(torch.int32) >> 16).to(torch.int16)]  # the bits of a bf16
     if width.floating:
         codes = ratio.to(torch.float8_e4m3fn).view(torch.uint8)
@@ -129,8 +129,8 @@ def _dequantize(records: Tensor, width: Format) -> Tensor:
 
 
 def _round_up_to_bf16(x: Tensor) -> Tensor:
-    """Finite fp32 values, not negative, to the next bf16 value, as fp32: clears the low 16 bits, having carried them into the
-    rest. The sign goes too, since zero may come with one."""
+    """Finite fp32 values, not negative, to the next bf16 value, as fp32: carries the low 16 bits into the high ones, then
+    clears them. Removes the sign, which zero may have."""
     return ((x.abs().view(torch.int32) + 0xFFFF) & ~0xFFFF).view(torch.float32)
 
 
@@ -140,13 +140,13 @@ def _round_up_to_bf16(x: Tensor) -> Tensor:
 def rotate(x: Tensor) -> Tensor:
     """(G, group) fp32 times an orthonormal Hadamard matrix, its own inverse (the paper's table 5, after QuaRot).
 
-    The matrix is as large as the largest power of two that divides `group`; a longer group is turned in blocks of it. It
-    commutes with the sum over ranks, so one rotation before the first quantizer is undone behind the last one.
+    The matrix is as large as the largest power of two that divides `group`; a longer group is rotated in blocks of that
+    size. The rotation commutes with the sum over ranks, so one before the first quantizer is undone after the last one.
     """
     size = x.shape[-1] & -x.shape[-1]
     blocks = x.unflatten(-1, (-1, size))
     span = 1
-    while span < size:  # butterflies of additions: bitwise the same on every machine
+    while span < size:  # only additions, in a fixed order: bitwise the same on every machine
         a, b = blocks.unflatten(-1, (-1, 2, span)).unbind(-2)
         blocks = torch.stack((a + b, a - b), dim=-2).flatten(-3)
         span *= 2
@@ -155,14 +155,14 @@ def rotate(x: Tensor) -> Tensor:
 
 # --- which formats an all-reduce uses ------------------------------------------------------------------------------------
 
-WIDTHS = {  # what travels before the reduction and before the gather (the paper's section 3.2.3 for int6)
+WIDTHS = {  # the formats before the reduction and before the gather (int6: the paper's section 3.2.3)
     "int8": (Format(8), Format(8)),
     "int6": (Format(4), Format(8)),
     "int4": (Format(4), Format(4)),
     "fp8": (Format(8, floating=True), Format(8, floating=True)),
 }
 DEFAULT_GROUP = 128
-SAMPLE = 1 << 16  # values that `relative_error` sums
+SAMPLE = 1 << 16  # values of a rank in `relative_error`
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,8 @@ def _parse_group(text: str, scheme: str) -> int | None:
 
 
 def relative_error(scheme: Scheme, world_size: int) -> float:
-    """Root mean square of the error of a sum over that of the sum, for normally distributed partial sums of `world_size` ranks."""
+    """Root mean square of an all-reduce's error, divided by that of its result, for normally distributed partial sums of
+    `world_size` ranks."""
     generator, group = torch.Generator().manual_seed(0), scheme.group or 4096
     partials = torch.randn(world_size, SAMPLE // group, group, generator=generator)
     turned = torch.stack([rotate(partial) for partial in partials]) if scheme.hadamard else partials
