@@ -31,7 +31,7 @@ MAX_PROGRAMS = 512
 PATIENCE = 1 << 27  # polls, each at least half a microsecond: more than a minute
 
 _MAX_PROGRAMS = tl.constexpr(MAX_PROGRAMS)
-_SWEEP = tl.constexpr((1 << 30) - 1)
+_SWEEP = tl.constexpr((1 << 30) - 1)  # of an epoch's bits: where it lies between two sweeps
 
 
 @dataclass(frozen=True)
@@ -150,26 +150,32 @@ def _flag_of(epoch):
 
 
 @triton.jit
-def _sweep(mine, inbox, squares, fault, epoch, SLOT: tl.constexpr, BLOCK: tl.constexpr):
-    """Twice in 2^30 launches, zero the slot of the launches before and after this one, so that no word is as old as a flag's
-    period. Nobody writes there meanwhile: a rank that began the next launch would have this one's words from this program, which
-    come after."""
-    if (epoch & _SWEEP) < 2:
-        program, programs = tl.program_id(0), tl.num_programs(0)
+def _sweep(
+    mine, inbox, squares, fault, epoch, begin, size, program, programs, SLOT: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """In the last two of each 2^30 launches, zero words of the other slot, that of the launches before and after this one: so no
+    word gets as old as a flag's period. The first launches find a buffer that is zeroed already.
+
+    This is program number `program` of the `programs` that zero words `begin` to `begin` + `size` of the slot together. Nobody
+    writes there meanwhile: whoever writes there in the next launch must have received something from each of these programs in this
+    one, and a program sends behind its sweep. In an all-reduce each program sends to all ranks, so all programs share all words. A
+    program of a gather sends to one rank; see `_one_shot_gather`."""
+    if (epoch & _SWEEP) >= _SWEEP - 1:
         other = (epoch + 1) & 1
         words = tl.arange(0, BLOCK)
         nothing = tl.zeros([BLOCK], tl.int64)
         start = program * BLOCK
-        while start < SLOT:
-            place = other * SLOT + start + words
-            tl.store(_at(mine, tl.int64) + place, nothing, mask=start + words < SLOT)
+        while start < size:
+            place = other * SLOT + begin + start + words
+            tl.store(_at(mine, tl.int64) + place, nothing, mask=start + words < size)
             if inbox is not None:
-                tl.store(_at(inbox, tl.int64) + place, nothing, mask=start + words < SLOT)
+                tl.store(_at(inbox, tl.int64) + place, nothing, mask=start + words < size)
             start += programs * BLOCK
-        start = program * BLOCK
+        # only this rank's own launches write here, one after the other: any share of the programs will do
+        start = tl.program_id(0) * BLOCK
         while start < _MAX_PROGRAMS:
             tl.store(squares + other * _MAX_PROGRAMS + start + words, nothing, mask=start + words < _MAX_PROGRAMS)
-            start += programs * BLOCK
+            start += tl.num_programs(0) * BLOCK
         tl.debug_barrier()
         tl.atomic_add(fault, 0, sem="acq_rel", scope="sys")  # a fence
         tl.debug_barrier()
@@ -227,7 +233,9 @@ def _one_shot(
     inside = offset < words
     payload = tl.load(partial.to(tl.pointer_type(tl.uint32)) + offset, mask=inside, other=0)
     epoch = _this_epoch(epochs)
-    _sweep(peers[N - 1], inbox, squares, fault, epoch, N * CAPACITY, BLOCK)
+    _sweep(
+        peers[N - 1], inbox, squares, fault, epoch, 0, N * CAPACITY, tl.program_id(0), tl.num_programs(0), N * CAPACITY, BLOCK
+    )  # fmt: skip
     flag, slot = _flag_of(epoch), (epoch & 1) * (N * CAPACITY)
     _push(peers, slot + rank * CAPACITY + offset, payload.to(tl.int64) | flag, inside, N)
     _count(epochs, epoch)
@@ -292,7 +300,9 @@ def _one_shot_norm(
     payload = tl.load(partial.to(tl.pointer_type(tl.uint32)) + offset, mask=inside, other=0)
     before = tl.load(x.to(tl.pointer_type(tl.int32)) + offset, mask=inside, other=0)
     epoch = _this_epoch(epochs)
-    _sweep(peers[N - 1], inbox, squares, fault, epoch, N * CAPACITY, BLOCK)
+    _sweep(
+        peers[N - 1], inbox, squares, fault, epoch, 0, N * CAPACITY, tl.program_id(0), tl.num_programs(0), N * CAPACITY, BLOCK
+    )  # fmt: skip
     flag, slot = _flag_of(epoch), (epoch & 1) * (N * CAPACITY)
     _push(peers, slot + rank * CAPACITY + offset, payload.to(tl.int64) | flag, inside, N)
     _count(epochs, epoch)
@@ -311,8 +321,12 @@ def _one_shot_gather(
     shard, out, peers, inbox, epochs, squares, fault, row, words, rank, patience,
     N: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (block, i) sends a block of this rank's words to rank + 1 + i and receives that of rank - 1 - i, which its twin
-    there sends: int32 shard (rows, row words) to out (rows, N, row words)."""
+    """Program (block, i) sends a block of this rank's words to rank + 1 + i and receives that of rank - 1 - i, which program
+    (block, i) there sends: int32 shard (rows, row words) to out (rows, N, row words).
+
+    When the other slot is due to be zeroed, the programs (·, i) together zero the words that rank + 1 + i writes, and no others.
+    That rank begins the next launch, and writes there, only when it has received this launch's blocks from all of them. For any
+    other rank's words this would not hold: that rank receives nothing from these programs, and may be one launch ahead of them."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -321,9 +335,13 @@ def _one_shot_gather(
     inside = offset < words
     payload = tl.load(shard.to(tl.pointer_type(tl.uint32)) + offset, mask=inside, other=0)
     epoch = _this_epoch(epochs)
-    _sweep(peers[N - 1], inbox, squares, fault, epoch, N * CAPACITY, BLOCK)
+    source, target = (rank + N - 1 - program % N) % N, (rank + 1 + program % N) % N
+    _sweep(
+        peers[N - 1], inbox, squares, fault, epoch, target * CAPACITY, CAPACITY, program // N, tl.num_programs(0) // N,
+        N * CAPACITY, BLOCK,
+    )  # fmt: skip
     flag, slot = _flag_of(epoch), (epoch & 1) * (N * CAPACITY)
-    source, theirs = (rank + N - 1 - program % N) % N, peers[N - 1]
+    theirs = peers[N - 1]
     for i in tl.static_range(N - 1):
         theirs = tl.where(program % N == i, peers[i], theirs)
     there = _at(theirs, tl.int64) + slot + rank * CAPACITY

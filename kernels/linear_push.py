@@ -94,7 +94,10 @@ def _gemv_push(
         tl.extra.cuda.gdc_launch_dependents()  # not before: the receiver relies on what is complete by now
     epoch = tl.load(epochs, volatile=True) + 1
     sums = _gemv_sums(w, w_pointers, x_pointers, rows, K, DTYPE, ROWS, BLOCK_N, BLOCK_K, EVEN)
-    _sweep(peers[N - 1], None, squares, fault, epoch, N * CAPACITY, _SWEEP_BLOCK)
+    _sweep(
+        peers[N - 1], None, squares, fault, epoch, 0, N * CAPACITY, tl.program_id(0), tl.num_programs(0), N * CAPACITY,
+        _SWEEP_BLOCK,
+    )  # fmt: skip
     _push_tile(sums, rows, C, peers, epoch, rank, N, CAPACITY, DTYPE)
 
 
@@ -112,7 +115,10 @@ def _mma_push(
         tl.extra.cuda.gdc_launch_dependents()  # not before: the receiver relies on what is complete by now
     epoch = tl.load(epochs, volatile=True) + 1
     sums = _mma_sums(early, w_pointers, x_pointers, rows, K, ROWS, BLOCK_N, BLOCK_K, SPLIT, STAGES, EARLY, EVEN, PDL)
-    _sweep(peers[N - 1], None, squares, fault, epoch, N * CAPACITY, _SWEEP_BLOCK)
+    _sweep(
+        peers[N - 1], None, squares, fault, epoch, 0, N * CAPACITY, tl.program_id(0), tl.num_programs(0), N * CAPACITY,
+        _SWEEP_BLOCK,
+    )  # fmt: skip
     if SPLIT == 1:
         _push_tile(sums, rows, C, peers, epoch, rank, N, CAPACITY, DTYPE)
     else:

@@ -1,11 +1,13 @@
 """All-reduces over shared memory: the kernels in Triton's interpreter on gloo ranks that poll shared memory, and on GPUs."""
 
+import ctypes
 import json
 import os
 import random
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -117,8 +119,6 @@ def test_a_sum_with_addition_and_norm(interpreters: Ranks, kind: str, n: int, me
 
 def wrong_gathers(world: World, memory: Any, seed: int) -> list[str]:
     comm, generator = symmetric("one-shot", memory), torch.Generator().manual_seed(seed)
-    # The first two launches zero a workspace that is zero already. Skip them: on 3 ranks one may zero a word that has just arrived.
-    comm.gathers.exchange.epochs.fill_(2)
     found = []
     for shape, dtype in (((1, 1), torch.int64), ((7, 3), torch.int64), ((3, 2, 50), torch.float16), ((2, 3), torch.int8)):
         shards = torch.randint(-100, 100, (world.world_size, *shape), generator=generator).to(dtype)
@@ -163,10 +163,10 @@ def sums_around(world: World, epoch: int, memory: Any, seed: int) -> list[str]:
     generator, found = torch.Generator().manual_seed(seed), []
     # 2^31 launches earlier, a longer message left words with the flags of the launches after the sweep
     before = epoch - 2**31
-    if before > 0:
+    if before >= 0:
         for stale in (before + 1, before + 2):  # leave such words in each slot
             exchange.epochs.fill_(stale - 1)
-            one_shot(torch.full((900,), 1e6), exchange)
+            one_shot(torch.full((1000,), 1e6), exchange)
     exchange.epochs.fill_(epoch - 3)
     for n in (10, 20, 10, 900, 900, 7):
         partial, exact = partials(world, generator, n, dtype=torch.float32)
@@ -174,13 +174,102 @@ def sums_around(world: World, epoch: int, memory: Any, seed: int) -> list[str]:
             found.append(f"{n} values at {int(exchange.epochs[0])}")
     if set(exchange.epochs.tolist()) != {epoch + 3}:
         found.append(f"counters {set(exchange.epochs.tolist())}")
+    dist.barrier()  # the other rank has sent everything
+    for name, words in boxes(exchange).items():
+        values = words.view(torch.float32)[::2]
+        if bool((values == 1e6).any()):
+            found.append(f"old words in the {name}")
     return found
+
+
+def boxes(exchange: Any) -> dict[str, Tensor]:
+    """The memory in which words arrive at this rank, as int64: its own buffer and, if it has one, its inbox."""
+    from kernels.all_reduce import one_shot_bytes
+
+    size = one_shot_bytes(exchange.world_size, exchange.capacity) // 8
+    addresses = {"buffer": exchange.peers[-1]} | ({} if exchange.inbox is None else {"inbox": exchange.inbox})
+    return {
+        name: torch.frombuffer((ctypes.c_int64 * size).from_address(address), dtype=torch.int64)
+        for name, address in addresses.items()
+    }
+
+
+def flags(words: Tensor) -> set[int]:
+    """The upper halves of the words, unsigned."""
+    return {flag & 0xFFFFFFFF for flag in (words >> 32).unique().tolist()}
+
+
+def flag_of(launch: int) -> int:
+    return launch & 0x7FFFFFFF | 0x80000000
 
 
 @pytest.mark.parametrize("memory", ["peer", "host"])
 @pytest.mark.parametrize("epoch", [2**30, 2**31, 2**32, 5 * 2**31], ids=["2^30", "2^31", "2^32", "5*2^31"])
 def test_flags_wrap_around(interpreters: Ranks, epoch: int, memory: str, seed: int) -> None:
     assert interpreters.run(2, sums_around, epoch, memory, seed) == [[], []], f"seed {seed}"
+
+
+def wrong_gathers_behind_a_late_program(world: World, memory: Any, blocks: int, first: int, seed: int) -> list[str]:
+    """Gathers with a wrong result, of six launches from number `first` on, for workspaces of several sizes.
+
+    Rank 0's last program sends to rank 0 itself, so no other rank waits for it. It begins only when the last rank has sent its first
+    block of the next launch to rank 0. It must not zero that block. But words of much earlier launches must be gone in the end."""
+    from triton.runtime import interpreter
+
+    from comm.workspace import open_workspace
+    from kernels.all_reduce import Tiling, one_shot_bytes, one_shot_gather
+
+    block, launches, builder = 64, range(first, first + 6), interpreter.interpreter_builder
+    generator, found = torch.Generator().manual_seed(seed), []
+    late: list[Any] = []  # (launch, its exchange) whose last program is late
+
+    def begin(x: int, y: int, z: int) -> None:
+        if late and x == builder.grid_dim[0] - 1:
+            await_first_block(*late.pop())
+        type(builder).set_grid_idx(builder, x, y, z)
+
+    def await_first_block(launch: int, exchange: Any) -> None:
+        slot, source = (launch + 1) & 1, world.world_size - 1
+        *_, words = boxes(exchange).values()
+        arrived = words.view(2, world.world_size, -1)[slot, source, :1]
+        deadline = time.monotonic() + 100.0
+        while flags(arrived) != {flag_of(launch + 1)}:
+            assert time.monotonic() < deadline, f"nothing of launch {launch + 1} has come"
+            time.sleep(1e-3)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank == 0:
+            patch.setattr(builder, "set_grid_idx", begin, raising=False)
+        for capacity in range(blocks, blocks + 2 * world.world_size):  # in blocks
+            workspace = open_workspace(one_shot_bytes, 4 * block * capacity, CPU, memory=memory)
+            # rank 0 gives up, and fails, long before the other ranks do
+            exchange = replace(workspace.exchange, patience=100_000) if world.rank == 0 else workspace.exchange
+            exchange.epochs.fill_(first - 1)
+            for words in boxes(exchange).values() if first > 1 else ():
+                words.fill_((flag_of(first - 1000) - 2**32) << 32)
+            dist.barrier()
+            for launch in launches:
+                shards = torch.randint(-100, 100, (world.world_size, block * blocks), dtype=torch.int32, generator=generator)
+                if world.rank == 0 and launch != launches[-1]:
+                    late.append((launch, exchange))
+                gathered = one_shot_gather(shards[world.rank], exchange, Tiling(block, 4))
+                assert not int(exchange.fault), f"a word of launch {launch} was lost, in a workspace of {capacity} blocks"
+                if not torch.equal(gathered, shards.flatten()):
+                    found.append(f"launch {launch}, {capacity} blocks")
+            dist.barrier()
+            for name, words in boxes(exchange).items():
+                if flags(words) - {0} - {flag_of(launch) for launch in launches}:
+                    found.append(f"old words in the {name} of {capacity} blocks")
+    return found
+
+
+@pytest.mark.parametrize(("n", "blocks", "memory"), [(3, 1, "peer"), (3, 1, "host"), (2, 3, "peer")])
+@pytest.mark.parametrize("first", [1, 2**30 - 3, 2**31 - 3], ids=["1", "2^30", "2^31"])
+def test_no_late_program_of_a_gather_zeroes_words_of_the_next(
+    interpreters: Ranks, n: int, blocks: int, memory: str, first: int, seed: int
+) -> None:
+    found = interpreters.run(n, wrong_gathers_behind_a_late_program, memory, blocks, first, seed)
+    assert found == [[]] * n, f"seed {seed}"
 
 
 def lone_wait(world: World, kind: Any, memory: Any) -> list[str]:
