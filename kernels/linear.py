@@ -1,15 +1,22 @@
-"""Linear layers of few input rows: at decoding, the time of a layer is that of reading its weight once.
+"""Linear layers of few input rows: when decoding, a layer takes the time of reading its weight once.
 
-PyTorch defines the layers. On a GPU, up to MAX_ROWS rows go to the Triton kernels of `kernels/linear_triton.py` wherever they
-are expected to beat cuBLAS: `linear_configs.json`, which `make bench-linear` measures, says it of the shapes it knows,
-a heuristic of the others.
+PyTorch defines the layers. On a GPU, up to MAX_ROWS rows go to Triton kernels wherever these are expected to be faster than cuBLAS
+(`kernels/linear_config.py`). There are two designs, both with fp32 accumulation and a fixed order of additions, so that a replay
+gives the same bits:
+
+    gemv    each program holds a few whole rows of the weight and adds products in registers (1 to 4 input rows)
+    mma     tensor cores with the weight as the M side, since the input has too few rows for it:
+            out^T (BLOCK_N, ROWS) = weight (BLOCK_N, BLOCK_K) @ x^T (BLOCK_K, ROWS); K may be split over programs. The last
+            program of a tile to finish adds the partial sums (split-K of Osama et al., *Stream-K*, arXiv:2301.03598)
+
+SwiGLU is an epilogue: a program has the gate's and the up projection's rows of its results. The functions without an underscore are
+also the parts of `kernels/linear_push.py`.
+
+With programmatic dependent launch a program starts before the previous kernel has finished. It asks for its weights, which no kernel
+writes, before it waits for that kernel.
 """
 
-import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,39 +24,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.activation import swiglu
-from kernels.dispatch import on_gpu
+from kernels.dispatch import on_gpu, pdl_options
+from kernels.linear_config import DTYPES, Config, Gemv, Mma, config
+from kernels.optional_triton import tl, triton
 
-MAX_ROWS = 64
-GEMV_ROWS = 4  # more cost the FMA units longer than the memory
-SMS = 132  # of an H100 or H200; the heuristic wants at least two programs on each
-SHARED_BYTES = 212 << 10  # of an SM's 227 KB, shared by its programs
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-CONFIGS = Path(__file__).with_name("linear_configs.json")
-
-
-@dataclass(frozen=True)
-class Gemv:
-    """Each program has `block_n` rows of the weight, `block_k` columns at a time."""
-
-    block_n: int
-    block_k: int
-    warps: int
-    prefetch: bool = True  # whether to ask L2 for columns beyond the first tile before the input is there
-
-
-@dataclass(frozen=True)
-class Mma:
-    """Tensor cores; each program has `block_n` rows of the weight and 1 / `split` of their columns, `block_k` at a time."""
-
-    block_n: int
-    block_k: int
-    split: int
-    stages: int
-    warps: int = 4
-    early: bool = True  # whether to load a tile before the input is there
-
-
-Config = Gemv | Mma
+TILES = 16384  # of one layer, that may split K: arrival counters of a device
+PREFETCHED = 24 << 20  # bytes of a weight, of 60 MB of L2, that are asked for before the input is there
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -59,7 +39,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     outside a CUDA graph's capture.
     """
     chosen = _chosen(x, weight, bias, swiglu=False)
-    return F.linear(x, weight, bias) if chosen is None else _run(x, weight, bias, chosen, swiglu=False)
+    return F.linear(x, weight, bias) if chosen is None else linear_with(x, weight, bias, chosen, swiglu=False)
 
 
 def linear_swiglu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -69,83 +49,7 @@ def linear_swiglu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     `linear` rounds them before `kernels.activation.swiglu`. The conditions are those of `linear`.
     """
     chosen = _chosen(x, weight, bias, swiglu=True)
-    return swiglu(linear(x, weight, bias)) if chosen is None else _run(x, weight, bias, chosen, swiglu=True)
-
-
-@cache
-def config(rows: int, n: int, k: int, dtype: torch.dtype, swiglu: bool = False) -> Config | None:
-    """How to multiply `rows` rows with an (n, k) weight; None where F.linear, and a kernel for `swiglu`, should be as fast."""
-    if not 0 < rows <= MAX_ROWS:
-        return None
-    for key in (table_key(rows, n, k, swiglu), table_key(rows, n, k)):  # the layer alone is a good guess
-        if dtype.itemsize == 2 and key in measured():
-            return _with_pairs(measured()[key]) if swiglu else measured()[key]
-    return default_config(rows, n, k, dtype, swiglu)
-
-
-def default_config(rows: int, n: int, k: int, dtype: torch.dtype, swiglu: bool = False) -> Config | None:
-    """The heuristic for shapes that nobody measured: 1 to MAX_ROWS rows."""
-    rows = _bucket(rows)
-    if rows <= GEMV_ROWS:
-        chosen = _default_gemv(rows, n, k, 16 // dtype.itemsize)
-        return _with_pairs(chosen) if swiglu else chosen
-    return _default_mma(rows, n, k) if dtype.itemsize == 2 else None  # fp32 on tensor cores would be rounded to TF32
-
-
-def _with_pairs(chosen: Config | None) -> Config | None:
-    """The config of programs that have a row of the gate with each row of `up`."""
-    if isinstance(chosen, Gemv) and chosen.block_n == 1:
-        return replace(chosen, block_n=2, block_k=max(chosen.block_k // 2, 128 * chosen.warps))
-    return chosen
-
-
-def pipeline_stages(rows: int, block_n: int, block_k: int, programs: int = 2) -> int:
-    """The most that let `programs` programs of `Mma` share an SM's memory."""
-    return max(2, min(8, SHARED_BYTES // programs // (2 * block_k * (block_n + max(16, rows)))))
-
-
-def table_key(rows: int, n: int, k: int, swiglu: bool = False) -> str:
-    """What `linear_configs.json` calls these rows, rounded up to a power of two, and this shape."""
-    return f"{_bucket(rows)},{n},{k}" + (",swiglu" if swiglu else "")
-
-
-def _bucket(rows: int) -> int:
-    return 1 << (rows - 1).bit_length()
-
-
-@cache
-def measured() -> Mapping[str, Config | None]:
-    """The configs that were measured, by `table_key`; empty without a table."""
-    if not CONFIGS.exists():
-        return {}
-    return {key: parse_config(fields) for key, fields in json.loads(CONFIGS.read_text())["configs"].items()}
-
-
-def parse_config(fields: Mapping[str, Any] | None) -> Config | None:
-    """A config as `linear_configs.json` has it: `kind`, `gemv` or `mma`, and the dataclass's fields; null for F.linear."""
-    if fields is None:
-        return None
-    kinds: dict[str, type[Gemv] | type[Mma]] = {"gemv": Gemv, "mma": Mma}
-    return kinds[fields["kind"]](**{name: value for name, value in fields.items() if name != "kind"})
-
-
-def format_config(config: Config | None) -> dict[str, Any] | None:
-    """What `parse_config` reads."""
-    return None if config is None else {"kind": type(config).__name__.lower(), **asdict(config)}
-
-
-def _default_gemv(rows: int, n: int, k: int, vector: int) -> Gemv:
-    """vector: values in 16 bytes, of which each thread takes one piece of a row at a time, or more where rows are few."""
-    block_n = max(b for b in (1, 2, 4) if b == 1 or n // b >= 8 * SMS)
-    block_k = min(512 * vector // max(block_n, rows), max(k & -k, 32 * vector), 1 << (k - 1).bit_length())
-    return Gemv(block_n, block_k, warps=min(4, max(1, block_k // (32 * vector))))
-
-
-def _default_mma(rows: int, n: int, k: int) -> Mma:
-    block_n, block_k = 64, min(128 if rows <= 32 else 64, max(16, 1 << (k - 1).bit_length()))
-    programs, steps = -(-n // block_n), -(-k // block_k)
-    split = max(1, min(round(2 * SMS / programs), steps // 4, 16))
-    return Mma(block_n, block_k, split, pipeline_stages(rows, block_n, block_k))
+    return swiglu(linear(x, weight, bias)) if chosen is None else linear_with(x, weight, bias, chosen, swiglu=True)
 
 
 def _chosen(x: Tensor, weight: Tensor, bias: Tensor | None, swiglu: bool) -> Config | None:
@@ -154,20 +58,412 @@ def _chosen(x: Tensor, weight: Tensor, bias: Tensor | None, swiglu: bool) -> Con
     if not on_gpu(x) or torch.compiler.is_compiling() or x.shape[-1] != k or not x.numel() or (swiglu and n % 2):
         return None
     same = x.dtype == weight.dtype and x.device == weight.device and (bias is None or bias.dtype == x.dtype)
-    if not same or x.dtype not in DTYPES or not (weight.is_contiguous() and _aligned(x) and _aligned(weight)):
+    if not same or x.dtype not in DTYPES or not (weight.is_contiguous() and aligned(x) and aligned(weight)):
         return None
     return config(x.numel() // k, n, k, x.dtype, swiglu)
 
 
-def _aligned(x: Tensor) -> bool:
+def aligned(x: Tensor) -> bool:
     """Whether each row is contiguous and begins at a multiple of 16 bytes."""
     unit = 16 // x.element_size()
-    aligned = x.shape[-1] % unit == 0 and all(stride % unit == 0 for stride in x.stride()[:-1])
-    return aligned and x.stride(-1) == 1 and x.data_ptr() % 16 == 0
+    whole = x.shape[-1] % unit == 0 and all(stride % unit == 0 for stride in x.stride()[:-1])
+    return whole and x.stride(-1) == 1 and x.data_ptr() % 16 == 0
 
 
-def _run(x: Tensor, weight: Tensor, bias: Tensor | None, chosen: Config, swiglu: bool) -> Tensor:
-    from kernels import linear_triton  # a machine without a GPU may have no Triton
+# --- launches -------------------------------------------------------------------------------------------------------------------
 
-    out = linear_triton.run(x.reshape(-1, x.shape[-1]), weight, bias, chosen, swiglu)
-    return out.view(*x.shape[:-1], out.shape[-1])
+
+def linear_with(x: Tensor, weight: Tensor, bias: Tensor | None, chosen: Config, swiglu: bool) -> Tensor:
+    """`linear` or, with swiglu, `linear_swiglu` by a kernel.
+
+    x (..., K) and weight (N, K), `aligned`, the weight contiguous; bias (N,) or None. Returns (..., N), or (..., N / 2) with swiglu, of
+    x's dtype. Raises RuntimeError if the first call for a device is inside a CUDA graph's capture.
+    """
+    features = len(weight) // 2 if swiglu else len(weight)
+    out = torch.empty(*x.shape[:-1], features, dtype=x.dtype, device=x.device)
+    x = x.reshape(-1, x.shape[-1])
+    counters(x.device)  # also where the first layer needs none: later ones may be captured
+    if isinstance(chosen, Gemv):
+        grid, sizes, constants = gemv_launch(x, weight, chosen)
+        _gemv[grid](x, weight, bias, out, *sizes, SWIGLU=swiglu, **constants)
+    else:
+        grid, buffers, sizes, constants = mma_launch(x, weight, chosen)
+        _mma[grid](x, weight, bias, out, *buffers, *sizes, SWIGLU=swiglu, **constants)
+    return out
+
+
+def gemv_launch(x: Tensor, weight: Tensor, chosen: Gemv) -> tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]:
+    """The grid; rows, N, K, x_stride, prefetch; and the constants."""
+    n, k = weight.shape
+    constants = {
+        "ROWS": triton.next_power_of_2(len(x)),
+        "BLOCK_N": chosen.block_n,
+        "BLOCK_K": chosen.block_k,
+        "EVEN": k % chosen.block_k == 0,
+        "WARPS": chosen.warps,
+        "num_warps": chosen.warps,
+        **pdl_options(x.device),
+    }
+    prefetch = _prefetched(weight, chosen.prefetch)
+    return (triton.cdiv(n, chosen.block_n),), (len(x), n, k, x.stride(0), prefetch), constants
+
+
+def mma_launch(
+    x: Tensor, weight: Tensor, chosen: Mma
+) -> tuple[tuple[int, ...], tuple[Tensor, Tensor], tuple[int, ...], dict[str, Any]]:
+    """The grid, tiles and parts of K; partials and counters; rows, N, K, x_stride; and the constants."""
+    n, k = weight.shape
+    tiles = triton.cdiv(n, chosen.block_n)
+    # no program without a step, and no split without counters
+    split = min(chosen.split, triton.cdiv(k, chosen.block_k)) if tiles <= TILES else 1
+    partials = torch.empty(split * len(x) * n if split > 1 else 0, dtype=torch.float32, device=x.device)
+    constants = {
+        "ROWS": max(16, triton.next_power_of_2(len(x))),
+        "BLOCK_N": chosen.block_n,
+        "BLOCK_K": chosen.block_k,
+        "SPLIT": split,
+        "STAGES": chosen.stages,
+        "EARLY": chosen.early,
+        "EVEN": k % chosen.block_k == 0,
+        "num_warps": chosen.warps,
+        **pdl_options(x.device),
+    }
+    return (tiles, split), (partials, counters(x.device)), (len(x), n, k, x.stride(0)), constants
+
+
+@cache
+def counters(device: torch.device) -> Tensor:
+    """Arrival counters of the layers of a device, all zero between two kernels.
+
+    Layers of one device share them, and so must not run at the same time. Raises RuntimeError while a CUDA graph is captured:
+    the zeros would be written by that graph only.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(f"a first linear layer on {device} inside a CUDA graph; run it once before the capture")
+    return torch.zeros(TILES, dtype=torch.int32, device=device)
+
+
+def _prefetched(weight: Tensor, wanted: bool) -> int:
+    """The columns of each row to ask for."""
+    unit = 16 // weight.element_size()
+    return max(256, PREFETCHED // weight.element_size() // len(weight)) // unit * unit if wanted else 0
+
+
+# --- gemv ---------------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["rows", "prefetch"])
+def _gemv(
+    x,  # (rows, K)
+    weight,  # (N, K)
+    bias,  # (N,) or None
+    out,  # (rows, N), or (rows, N / 2) with SWIGLU
+    rows, N, K, x_stride,
+    prefetch,  # columns to ask for after the first tile
+    ROWS: tl.constexpr,  # rows, rounded up to a power of two
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr,  # BLOCK_K divides K
+    SWIGLU: tl.constexpr, PDL: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    w, w_pointers, x_pointers = gemv_begin(
+        x, weight, N, K, x_stride, prefetch, ROWS, BLOCK_N, BLOCK_K, EVEN, SWIGLU, PDL, WARPS
+    )
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    sums = gemv_sums(w, w_pointers, x_pointers, rows, K, x.dtype.element_ty, ROWS, BLOCK_N, BLOCK_K, EVEN)
+    _finish(sums, bias, out, tl.program_id(0), rows, N, SWIGLU)
+
+
+@triton.jit
+def gemv_begin(
+    x, weight, N, K, x_stride, prefetch,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, SWIGLU: tl.constexpr,
+    PDL: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """What may be asked for before the input is there: the first tile of words of the weight. Also where its words and the
+    input's lie.
+
+    Rows are read as 32-bit words: 16-bit values that wait in registers would be unpacked, twice as large, when they arrive.
+    """
+    PER_WORD: tl.constexpr = 32 // x.dtype.element_ty.primitive_bitwidth
+    words = K // PER_WORD
+    tile = tl.program_id(0)
+    row = _rows(tile * BLOCK_N + tl.arange(0, BLOCK_N), N, SWIGLU)
+    # all tiles are 3D, though x has no rows of the weight: so they share one layout and nothing moves between threads
+    k = tl.arange(0, BLOCK_K // PER_WORD)[None, None, :]
+    m = tl.arange(0, ROWS)[:, None, None]
+    w_pointers = _word(weight) + (row.to(tl.int64) * words)[None, :, None] + k
+    x_pointers = _word(x) + m * (x_stride // PER_WORD) + k
+    w = _weights(w_pointers, k, words, EVEN)
+    if PDL:
+        _prefetch_tile(weight, N, K, tile, BLOCK_K, prefetch, BLOCK_N, SWIGLU, WARPS)
+    return w, w_pointers, x_pointers
+
+
+@triton.jit
+def gemv_sums(
+    w, w_pointers, x_pointers, rows, K, dtype: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """(BLOCK_N, ROWS) fp32 sums of what `gemv_begin` began."""
+    PER_WORD: tl.constexpr = 32 // dtype.primitive_bitwidth
+    WORDS: tl.constexpr = BLOCK_K // PER_WORD
+    words = K // PER_WORD
+    k = tl.arange(0, WORDS)[None, None, :]
+    m = tl.arange(0, ROWS)[:, None, None]
+    sums = tl.zeros((ROWS, BLOCK_N, WORDS // 4), tl.float32)
+    for start in range(WORDS, words, WORDS):
+        ahead = _weights(w_pointers + start, k + start, words, EVEN)  # in flight while the tile before is used
+        sums += _products(w, x_pointers + (start - WORDS), m < rows, dtype)
+        w = ahead
+    last = (tl.cdiv(words, WORDS) - 1) * WORDS
+    sums += _products(w, x_pointers + last, (m < rows) & (k + last < words), dtype)
+    return tl.trans(tl.sum(sums, axis=2))
+
+
+@triton.jit
+def _products(w, pointers, mask, dtype: tl.constexpr):
+    """(1, BLOCK_N, WORDS) times the input at the (ROWS, 1, WORDS) pointers, summed over the four words that one thread holds."""
+    x = tl.load(pointers, mask=mask, other=0, eviction_policy="evict_last")
+    p = _first(w, dtype) * _first(x, dtype)
+    if dtype != tl.float32:
+        p += _second(w, dtype) * _second(x, dtype)
+    return tl.sum(tl.reshape(p, (p.shape[0], p.shape[1], p.shape[2] // 4, 4)), axis=3)
+
+
+@triton.jit
+def _word(pointer):
+    return pointer.to(tl.pointer_type(tl.int32), bitcast=True)
+
+
+@triton.jit
+def _first(word, dtype: tl.constexpr):
+    """The only value of a 32-bit word, or the first of two, in fp32."""
+    if dtype == tl.bfloat16:
+        return (word << 16).to(tl.float32, bitcast=True)
+    if dtype == tl.float16:
+        return (word & 0xFFFF).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+    return word.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _second(word, dtype: tl.constexpr):
+    """The second value of a 32-bit word of two 16-bit values, in fp32."""
+    if dtype == tl.bfloat16:
+        return (word & -65536).to(tl.float32, bitcast=True)
+    return ((word >> 16) & 0xFFFF).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _prefetch_tile(weight, N, K, tile, first, count, BLOCK_N: tl.constexpr, SWIGLU: tl.constexpr, WARPS: tl.constexpr):
+    """Ask L2 for columns first to first + count of all rows of the weight that a program has."""
+    if count > 0:
+        FUSED: tl.constexpr = 2 if SWIGLU else 1
+        first_row, features = tile * (BLOCK_N // FUSED), N // FUSED
+        for part in tl.static_range(FUSED):
+            place = first_row + part * features
+            _prefetch(weight, K, place, features - first_row, first, count, BLOCK_N // FUSED, WARPS)
+
+
+@triton.jit
+def _prefetch(weight, K, place, rows_left, first, count, BLOCK_N: tl.constexpr, WARPS: tl.constexpr):
+    """Ask L2 for columns first to first + count of the BLOCK_N rows at `place`, of which rows_left exist.
+
+    The row pitch K, first and count must be multiples of 16 bytes. The instruction takes its operands from uniform registers, so
+    that lanes of a warp issue it in turn: each warp gets some pieces, as few and as large as possible.
+    """
+    PER_WARP: tl.constexpr = BLOCK_N // WARPS if BLOCK_N > WARPS else 1
+    PIECES: tl.constexpr = WARPS // BLOCK_N if WARPS > BLOCK_N else 1
+    SIZE: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
+    size = tl.minimum(count, K - first) * SIZE // PIECES // 16 * 16
+    address = (weight + place.to(tl.int64) * K + first).to(tl.int64)
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred p;
+        .reg .u32 lane, piece, row;
+        .reg .u64 from, part;
+        mov.u32 lane, %tid.x;
+        shr.u32 piece, lane, 5;
+        and.b32 lane, lane, 31;
+        mad.lo.u32 piece, piece, $4, lane;
+        div.u32 row, piece, $5;
+        rem.u32 piece, piece, $5;
+        setp.lt.u32 p, lane, $4;
+        setp.lt.and.u32 p, row, $6, p;
+        setp.gt.and.s32 p, $3, 0, p;
+        mad.wide.u32 from, row, $2, $1;
+        mul.wide.u32 part, piece, $3;
+        add.u64 from, from, part;
+        @p cp.async.bulk.prefetch.L2.global [from], $3;
+        mov.u32 $0, 0;
+        }""",
+        "=r,l,r,r,r,r,r",
+        [address, K * SIZE, size, PER_WARP, PIECES, rows_left],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+# --- mma ----------------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _mma(
+    x,  # (rows, K)
+    weight,  # (N, K)
+    bias,  # (N,) or None
+    out,  # (rows, N), or (rows, N / 2) with SWIGLU
+    partials,  # (SPLIT, rows, N) fp32
+    counters,  # one for each tile of N, zero before and after
+    rows, N, K, x_stride,
+    ROWS: tl.constexpr,  # rows, rounded up to a power of two, at least 16
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+    EVEN: tl.constexpr,  # BLOCK_K divides K
+    SWIGLU: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    early, w_pointers, x_pointers = mma_begin(x, weight, N, K, x_stride, ROWS, BLOCK_N, BLOCK_K, SPLIT, EARLY, EVEN, SWIGLU)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    sums = mma_sums(early, w_pointers, x_pointers, rows, K, ROWS, BLOCK_N, BLOCK_K, SPLIT, STAGES, EARLY, EVEN, PDL)
+    tile = tl.program_id(0)
+    if SPLIT == 1:
+        _finish(sums, bias, out, tile, rows, N, SWIGLU)
+    else:
+        if arrive(sums, partials, counters, rows, N, SPLIT):
+            _finish(total(sums, partials, counters, rows, N, SPLIT), bias, out, tile, rows, N, SWIGLU)
+
+
+@triton.jit
+def mma_begin(
+    x, weight, N, K, x_stride,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr, EARLY: tl.constexpr,
+    EVEN: tl.constexpr, SWIGLU: tl.constexpr,
+):  # fmt: skip
+    """With EARLY the last tile of this program's weights, which may be asked for before the input is there. Also where the
+    weight's values and the input's lie."""
+    k = tl.arange(0, BLOCK_K)
+    m = tl.arange(0, ROWS)[None, :]
+    place = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    w_pointers = weight + _rows(place, N, SWIGLU).to(tl.int64)[:, None] * K + k[None, :]
+    x_pointers = x + m * x_stride + k[:, None]
+    if EARLY:
+        last = (_steps_end(tl.program_id(1), K, BLOCK_K, SPLIT) - 1) * BLOCK_K
+        early = _weights(w_pointers + last, k[None, :] + last, K, EVEN)
+    else:
+        early = tl.zeros((1, 1), weight.dtype.element_ty)
+    return early, w_pointers, x_pointers
+
+
+@triton.jit
+def mma_sums(
+    early, w_pointers, x_pointers, rows, K,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
+    EARLY: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """(BLOCK_N, ROWS) fp32 sums over this program's columns of what `mma_begin` began."""
+    split = tl.program_id(1)
+    first, end = _steps_end(split - 1, K, BLOCK_K, SPLIT), _steps_end(split, K, BLOCK_K, SPLIT)
+    k = tl.arange(0, BLOCK_K)
+    m = tl.arange(0, ROWS)[None, :]
+    if EARLY:
+        end -= 1
+        early_x = _inputs(x_pointers, end * BLOCK_K, m, k[:, None], rows, K, EVEN)
+    sums = tl.zeros((BLOCK_N, ROWS), tl.float32)
+    for step in tl.range(first, end, num_stages=STAGES):
+        start = step * BLOCK_K
+        w = _weights(w_pointers + start, k[None, :] + start, K, EVEN)
+        sums = tl.dot(w, _inputs(x_pointers, start, m, k[:, None], rows, K, EVEN), sums)
+    if EARLY:  # used last, so that the loop asks for its first tiles right after the wait
+        if PDL:
+            early, early_x = _only_here(early), _only_here(early_x)
+        sums = tl.dot(early, early_x, sums)
+    return sums
+
+
+@triton.jit
+def _steps_end(split, K, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr):
+    """The steps of BLOCK_K columns up to and with those of part `split`."""
+    return (split + 1) * tl.cdiv(K, BLOCK_K) // SPLIT
+
+
+@triton.jit
+def _inputs(pointers, start, m, k, rows, K, EVEN: tl.constexpr):
+    inside = m < rows if EVEN else (m < rows) & (k + start < K)
+    return tl.load(pointers + start, mask=inside, other=0.0, eviction_policy="evict_last")
+
+
+@triton.jit
+def _only_here(values):
+    """The same 16-bit values, not used before this place: Triton stores a dot's operand in shared memory as soon as it is loaded,
+    and would wait there for the load."""
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [values], dtype=values.dtype, is_pure=False, pack=2)
+
+
+@triton.jit
+def arrive(sums, partials, counters, rows, N, SPLIT: tl.constexpr):
+    """Store this program's partial sums; whether it is the last of its tile to do so."""
+    tile, split = tl.program_id(0), tl.program_id(1)
+    where, inside = _places(sums, rows, N)
+    tl.store(partials + split * rows * N + where, sums, mask=inside)
+    tl.debug_barrier()  # all threads have stored before one of them says so
+    return tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu") == SPLIT - 1
+
+
+@triton.jit
+def total(sums, partials, counters, rows, N, SPLIT: tl.constexpr):
+    """The last to arrive adds all partial sums of its tile, in a fixed order, and leaves the counter as it was."""
+    where, inside = _places(sums, rows, N)
+    total = tl.zeros_like(sums)
+    for part in tl.static_range(SPLIT):
+        # from L2: the partial sums are other programs'
+        total += tl.load(partials + part * rows * N + where, mask=inside, other=0.0, cache_modifier=".cg")
+    tl.store(counters + tl.program_id(0), 0)
+    return total
+
+
+@triton.jit
+def _places(sums, rows, N):
+    """Where a tile of (BLOCK_N, ROWS) sums lies in (rows, N), and which of it exists."""
+    place = (tl.program_id(0) * sums.shape[0] + tl.arange(0, sums.shape[0]))[:, None]
+    m = tl.arange(0, sums.shape[1])[None, :]
+    return m * N + place, (m < rows) & (place < N)
+
+
+# --- both ---------------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _weights(pointers, k, K, EVEN: tl.constexpr):
+    if EVEN:
+        return tl.load(pointers, eviction_policy="evict_first")
+    return tl.load(pointers, mask=k < K, other=0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _rows(place, N, SWIGLU: tl.constexpr):
+    """The weight's rows of the places of a tile: with SWIGLU the gate's and the up projection's alternate."""
+    place = tl.minimum(place, N - 1)
+    return place // 2 + place % 2 * (N // 2) if SWIGLU else place
+
+
+@triton.jit
+def _finish(sums, bias, out, tile, rows, N, SWIGLU: tl.constexpr):
+    """Store (BLOCK_N, ROWS) sums plus bias as out (rows, N), or, with SWIGLU, silu(gate) * up as (rows, N / 2)."""
+    BLOCK_N: tl.constexpr = sums.shape[0]
+    ROWS: tl.constexpr = sums.shape[1]
+    FUSED: tl.constexpr = 2 if SWIGLU else 1
+    if bias is not None:
+        row = _rows(tile * BLOCK_N + tl.arange(0, BLOCK_N), N, SWIGLU)
+        sums += tl.load(bias + row).to(tl.float32)[:, None]
+    if SWIGLU:
+        gate, up = tl.split(tl.permute(tl.reshape(sums, (BLOCK_N // 2, 2, ROWS)), (0, 2, 1)))
+        sums = gate / (1.0 + tl.exp(-gate)) * up
+    place = (tile * (BLOCK_N // FUSED) + tl.arange(0, BLOCK_N // FUSED))[:, None]
+    m = tl.arange(0, ROWS)[None, :]
+    features = N // FUSED
+    tl.store(out + m * features + place, sums.to(out.dtype.element_ty), mask=(m < rows) & (place < features))

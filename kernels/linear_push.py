@@ -1,6 +1,6 @@
 """A row-parallel linear layer of few rows and the sum over ranks that follows it, without the partial sum's way through memory.
 
-`linear_push` multiplies as `kernels/linear_triton.py` does, and each program, once it has a tile of the result, pushes it to every
+`linear_push` multiplies as `kernels/linear.py` does, and each program, once it has a tile of the result, pushes it to every
 rank as words of the one-shot protocol (`kernels/all_reduce.py`); with K split over programs it is the last to arrive that does.
 `receive` or `receive_add_norm`, which must follow on the same stream, polls for all ranks' words and sums them. So the link's
 latency passes while other programs still read weights. Results are bit for bit those of the layer followed by `one_shot` or
@@ -29,7 +29,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels import linear_triton
 from kernels.all_reduce import (
     MAX_PROGRAMS,
     ONE_SHOT,
@@ -51,8 +50,8 @@ from kernels.all_reduce import (
     fits_norm,
     norm_programs,
 )
-from kernels.linear import SMS, Config, Gemv, Mma, _aligned, config, pipeline_stages
-from kernels.linear_triton import _arrive, _gemv_begin, _gemv_sums, _mma_begin, _mma_sums, _total
+from kernels.linear import aligned, arrive, gemv_begin, gemv_launch, gemv_sums, mma_begin, mma_launch, mma_sums, total
+from kernels.linear_config import SMS, Config, Gemv, Mma, config, pipeline_stages
 from kernels.norm import add_rms_norm
 
 MAX_ROWS = 16  # more are more bytes than one-shot sums are good for
@@ -86,14 +85,12 @@ def _gemv_push(
 ):  # fmt: skip
     """x (rows, K) times weight (C, K), transposed."""
     DTYPE: tl.constexpr = x.dtype.element_ty
-    w, w_pointers, x_pointers = _gemv_begin(
-        x, weight, C, K, x_stride, prefetch, ROWS, BLOCK_N, BLOCK_K, EVEN, False, PDL, WARPS
-    )
+    w, w_pointers, x_pointers = gemv_begin(x, weight, C, K, x_stride, prefetch, ROWS, BLOCK_N, BLOCK_K, EVEN, False, PDL, WARPS)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()  # not before: the receiver relies on what is complete by now
     epoch = tl.load(epochs, volatile=True) + 1
-    sums = _gemv_sums(w, w_pointers, x_pointers, rows, K, DTYPE, ROWS, BLOCK_N, BLOCK_K, EVEN)
+    sums = gemv_sums(w, w_pointers, x_pointers, rows, K, DTYPE, ROWS, BLOCK_N, BLOCK_K, EVEN)
     _sweep(
         peers[N - 1], None, squares, fault, epoch, 0, N * CAPACITY, tl.program_id(0), tl.num_programs(0), N * CAPACITY,
         _SWEEP_BLOCK,
@@ -107,14 +104,14 @@ def _mma_push(
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
     EARLY: tl.constexpr, EVEN: tl.constexpr, N: tl.constexpr, CAPACITY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """x (rows, K) times weight (C, K), transposed; partials (SPLIT, rows, C) fp32 and counters as in `linear_triton`."""
+    """x (rows, K) times weight (C, K), transposed; partials (SPLIT, rows, C) fp32 and counters as in `linear.py`."""
     DTYPE: tl.constexpr = x.dtype.element_ty
-    early, w_pointers, x_pointers = _mma_begin(x, weight, C, K, x_stride, ROWS, BLOCK_N, BLOCK_K, SPLIT, EARLY, EVEN, False)
+    early, w_pointers, x_pointers = mma_begin(x, weight, C, K, x_stride, ROWS, BLOCK_N, BLOCK_K, SPLIT, EARLY, EVEN, False)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()  # not before: the receiver relies on what is complete by now
     epoch = tl.load(epochs, volatile=True) + 1
-    sums = _mma_sums(early, w_pointers, x_pointers, rows, K, ROWS, BLOCK_N, BLOCK_K, SPLIT, STAGES, EARLY, EVEN, PDL)
+    sums = mma_sums(early, w_pointers, x_pointers, rows, K, ROWS, BLOCK_N, BLOCK_K, SPLIT, STAGES, EARLY, EVEN, PDL)
     _sweep(
         peers[N - 1], None, squares, fault, epoch, 0, N * CAPACITY, tl.program_id(0), tl.num_programs(0), N * CAPACITY,
         _SWEEP_BLOCK,
@@ -122,9 +119,8 @@ def _mma_push(
     if SPLIT == 1:
         _push_tile(sums, rows, C, peers, epoch, rank, N, CAPACITY, DTYPE)
     else:
-        if _arrive(sums, partials, counters, rows, C, SPLIT):
-            total = _total(sums, partials, counters, rows, C, SPLIT)
-            _push_tile(total, rows, C, peers, epoch, rank, N, CAPACITY, DTYPE)
+        if arrive(sums, partials, counters, rows, C, SPLIT):
+            _push_tile(total(sums, partials, counters, rows, C, SPLIT), rows, C, peers, epoch, rank, N, CAPACITY, DTYPE)
 
 
 # --- receive --------------------------------------------------------------------------------------------------------------------
@@ -209,7 +205,7 @@ def _receive_norm(
 def push_config(rows: int, n: int, k: int, dtype: torch.dtype) -> Config | None:
     """The config of a layer whose programs push pairs of neighbours; None where there is no kernel.
 
-    Where `kernels.linear.config` prefers cuBLAS it is by a percent or two (docs/performance.md), less than a push may save.
+    Where `kernels.linear_config.config` prefers cuBLAS it is by a percent or two (docs/performance.md), less than a push may save.
     """
     if not 0 < rows <= MAX_ROWS or dtype not in DTYPES or n % 2:
         return None
@@ -238,7 +234,7 @@ def fits(x: Tensor, weight: Tensor, exchange: Exchange) -> bool:
     rows = x.numel() // max(1, k)
     if exchange.inbox is not None or x.dtype != weight.dtype or x.device != weight.device or x.shape[-1] != k:
         return False
-    if not (weight.is_contiguous() and _aligned(x) and _aligned(weight)):
+    if not (weight.is_contiguous() and aligned(x) and aligned(weight)):
         return False
     size = rows * n * x.element_size()
     if size > min(exchange.capacity, 4 * ONE_SHOT.block * MAX_PROGRAMS):
@@ -262,15 +258,12 @@ def linear_push(x: Tensor, weight: Tensor, exchange: Exchange, chosen: Config | 
     chosen = chosen or push_config(len(x), *weight.shape, x.dtype)
     more: dict[str, Any] = {"CAPACITY": exchange.capacity // 4, **_common(exchange, x, pdl)}
     if isinstance(chosen, Gemv):
-        sizes, constants = linear_triton._gemv_arguments(x, weight, chosen)
-        _gemv_push[linear_triton._gemv_grid(weight, chosen)](
-            x, weight, *sizes, *_places(exchange), exchange.rank, **(constants | more)
-        )
+        grid, sizes, constants = gemv_launch(x, weight, chosen)
+        _gemv_push[grid](x, weight, *sizes, *_places(exchange), exchange.rank, **(constants | more))
     else:
         assert chosen is not None
-        grid, (sizes, constants) = linear_triton._mma_grid(weight, chosen), linear_triton._mma_arguments(x, weight, chosen)
-        partials, counters = linear_triton._partials(x, weight, grid[1]), linear_triton._counters(x.device)
-        _mma_push[grid](x, weight, partials, counters, *sizes, *_places(exchange), exchange.rank, **(constants | more))
+        grid, buffers, sizes, constants = mma_launch(x, weight, chosen)
+        _mma_push[grid](x, weight, *buffers, *sizes, *_places(exchange), exchange.rank, **(constants | more))
 
 
 def receive(

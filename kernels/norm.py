@@ -1,12 +1,18 @@
-"""RMSNorm, alone and behind the residual addition that feeds it (Zhang & Sennrich, arXiv:1910.07467).
+"""RMSNorm, alone and after the residual addition (Zhang & Sennrich, arXiv:1910.07467).
 
-The functions ending in `_reference` define the arithmetic; on a GPU without autograd a Triton kernel does the same in one pass.
+The functions ending in `_reference` define the arithmetic. On a GPU without autograd one Triton kernel computes the same in one pass.
 """
 
+from typing import Any
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.dispatch import on_gpu
+from kernels.dispatch import as_rows, on_gpu, pdl_options
+from kernels.optional_triton import tl, triton
+
+MAX_SIZE = 65536
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -15,21 +21,27 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     The kernel raises ValueError where C exceeds 65,536."""
     if not on_gpu(x):
         return rms_norm_reference(x, weight, eps)
-    from kernels import norm_triton
-
-    return norm_triton.rms_norm(x, weight, eps)
+    rows, out = as_rows(x), torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if len(rows):
+        options = _options(rows.shape[1]) | pdl_options(x.device)
+        _rms_norm[(len(rows),)](rows, None, weight.contiguous(), None, out, rows.stride(0), None, eps, **options)
+    return out
 
 
 def add_rms_norm(x: Tensor, update: Tensor, weight: Tensor, eps: float, early: bool = True) -> tuple[Tensor, Tensor]:
     """(x + update, rms_norm(x + update)), both (..., C) in x's dtype; neither input is overwritten.
 
     The sum is rounded to x's dtype before its norm is taken, as if the two had been computed one after the other. early: the
-    kernel may start while the one before it drains; False behind a wait for another stream (see `dispatch.rejoin`)."""
+    kernel may start before the previous one has finished; False after a wait for another stream (see `dispatch.rejoin`)."""
     if not on_gpu(x):
         return add_rms_norm_reference(x, update, weight, eps)
-    from kernels import norm_triton
-
-    return norm_triton.add_rms_norm(x, update, weight, eps, early)
+    rows, updates = as_rows(x), as_rows(update.expand_as(x))
+    total, out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    if len(rows):
+        strides, pdl = (rows.stride(0), updates.stride(0)), pdl_options(x.device)
+        options = _options(rows.shape[1]) | pdl | {"launch_pdl": pdl["PDL"] and early}
+        _rms_norm[(len(rows),)](rows, updates, weight.contiguous(), total, out, *strides, eps, **options)
+    return total, out
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -39,3 +51,33 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm_reference(x: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     total = x + update
     return total, rms_norm_reference(total, weight, eps)
+
+
+@triton.jit
+def _rms_norm(
+    x, update, weight, total, out, x_stride, update_stride, eps, C: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """One program a row, which it holds in registers. With an update (None: none), total = x + update is normalized."""
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    inside = column < C
+    # no kernel writes weights, so they are loaded before the wait for the previous kernel
+    scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    values = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    if update is not None:
+        values += tl.load(update + row * update_stride + column, mask=inside, other=0.0).to(tl.float32)
+        rounded = values.to(total.dtype.element_ty)
+        tl.store(total + row * C + column, rounded, mask=inside)
+        values = rounded.to(tl.float32)
+    normed = values * tl.rsqrt(tl.sum(values * values, axis=0) / C + eps) * scale
+    tl.store(out + row * C + column, normed.to(out.dtype.element_ty), mask=inside)
+
+
+def _options(size: int) -> dict[str, Any]:
+    if size > MAX_SIZE:
+        raise ValueError(f"a row of {size} values does not fit a program of {MAX_SIZE}")
+    block = triton.next_power_of_2(size)
+    # Two 16-byte loads of bf16 a thread: enough in flight for a lone row, and registers for two programs on an SM.
+    return {"C": size, "BLOCK": block, "num_warps": min(max(block // 512, 1), 16)}

@@ -3,14 +3,61 @@
 Shapes: a cache of N blocks of P tokens, K key-value heads, H query heads, D head_dim; B or S sequences, whose blocks a table of
 width W lists in order. A query at position i sees the keys at positions 0 … i, or the last `window` of them. Scores are scaled by
 1 / sqrt(D); the softmax is computed in fp32.
+
+The functions ending in `_reference` define the results. The Triton kernels keep a running maximum and sum of the softmax while they
+go through the keys (Dao et al., arXiv:2205.14135). The G query heads that share a key-value head are the rows of one matrix, so that
+keys and values are read once for all of them.
+
+Decode splits a sequence over several programs, so that short batches use all SMs (flash-decoding, Dao et al. 2023). Split s of S
+takes every S-th tile of keys from tile s on: the place of its first tile does not depend on the length, so the lookup in the table
+need not wait for the length. A second launch averages the results of the splits in their order: the same bits each time.
 """
 
 import math
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kernels.dispatch import on_gpu
+from kernels.dispatch import on_gpu, pdl_options
+from kernels.optional_triton import tl, triton
+
+
+class DecodeConfig(NamedTuple):
+    """How decode is launched. Results are right with any."""
+
+    block_n: int  # keys of a tile; fewer where registers or shared memory hold fewer
+    warps: int
+    stages: int  # of the pipeline: stages - 1 tiles are loaded ahead
+    programs: int  # an SM, at most: what it holds at once
+    max_splits: int  # of a sequence: more would make the averaging the slow part
+
+
+# (most pairs of a sequence and a key-value head, config): the first row that fits is used
+DECODE_CONFIGS: tuple[tuple[float, DecodeConfig], ...] = (
+    (16, DecodeConfig(block_n=64, warps=4, stages=3, programs=3, max_splits=64)),
+    (math.inf, DecodeConfig(block_n=64, warps=4, stages=3, programs=3, max_splits=32)),
+)
+
+
+class PrefillConfig(NamedTuple):
+    """How prefill is launched. Results are right with any. Rows and keys are fewer where they would not fit."""
+
+    block_m: int  # rows of a program: tokens times query heads of a key-value head
+    block_n: int  # keys of a tile
+    warps: int
+    stages: int
+
+
+# (most tokens of the longest span, config): the first row that fits is used. An SM holds two programs of 64 rows, or one of 128:
+# two hide each other's starts, ends and softmax; one reads keys and values half as often
+PREFILL_CONFIGS: tuple[tuple[float, PrefillConfig], ...] = (
+    (4096, PrefillConfig(block_m=64, block_n=64, warps=4, stages=3)),
+    (math.inf, PrefillConfig(block_m=128, block_n=64, warps=8, stages=3)),
+)
+AVERAGED_VALUES = 1024  # fp32 of a warp that averages splits: 32 a thread
+NO_WINDOW = 2**30
 
 
 def paged_decode(
@@ -21,12 +68,30 @@ def paged_decode(
     q (B, H, D); keys and values (N, P, K, D), P a power of two; tables (B, W) int32; lengths (B,) int32, 0 for padding, whose
     output is zero. Returns (B, H, D) in q's dtype. `max_length` bounds the lengths and decides how finely the GPU splits a
     sequence; shorter ones are not slowed by it."""
-    arguments = q, keys, values, tables, lengths, window, max_length
     if not on_gpu(q):
-        return paged_decode_reference(*arguments)
-    from kernels import paged_attention_triton
-
-    return paged_attention_triton.paged_decode(*arguments)
+        return paged_decode_reference(q, keys, values, tables, lengths, window, max_length)
+    batch, n_heads, head_dim = q.shape
+    shape = _shape(q, keys, values)
+    pairs, device = batch * shape["K"], q.device
+    out = torch.empty(q.shape, dtype=q.dtype, device=device)
+    if not out.numel():
+        return out
+    launch = decode_launch(q.dtype, shape["G"], head_dim, pairs) | pdl_options(device)
+    splits = decode_splits(pairs, min(max_length, window or max_length), launch["BLOCK_N"], sm_count(device))
+    rows = batch * n_heads * splits if splits > 1 else 0
+    partials = torch.empty(rows * head_dim, dtype=torch.float32, device=device)
+    weights = torch.empty(rows, dtype=torch.float32, device=device)
+    _paged_decode[(pairs, splits)](
+        q.contiguous(), keys, values, tables, lengths, out, partials, weights, splits, tables.stride(0), tables.shape[1],
+        window or NO_WINDOW, math.log2(math.e) / math.sqrt(head_dim), WHOLE=splits == 1, WINDOWED=window is not None,
+        **shape, **launch,
+    )  # fmt: skip
+    if splits > 1:
+        _average[(batch * n_heads,)](
+            partials, weights, lengths, out, splits, window or NO_WINDOW, K=shape["K"], G=shape["G"], D=head_dim,
+            BLOCK_N=launch["BLOCK_N"], **average_launch(splits, head_dim), **pdl_options(device),
+        )  # fmt: skip
+    return out
 
 
 def paged_prefill(
@@ -39,18 +104,27 @@ def paged_prefill(
     window: int | None,
     max_span: int,
 ) -> Tensor:
-    """Causal attention of S spans of queries that lie one behind the other in q.
+    """Causal attention of S spans of queries that follow each other in q.
 
     q (T, H, D); keys and values (N, P, K, D), P a power of two; tables (S, W) int32; starts (S + 1,) int32: span s is rows
     starts[s] … starts[s + 1] - 1, may be empty, and the rows from starts[S] on are padding, whose output is zero; lengths (S,)
     int32: the tokens that a span's last row sees, itself among them. Returns (T, H, D) in q's dtype. `max_span` is at least the
     longest span's number of rows."""
-    arguments = q, keys, values, tables, starts, lengths, window, max_span
     if not on_gpu(q):
-        return paged_prefill_reference(*arguments)
-    from kernels import paged_attention_triton
-
-    return paged_attention_triton.paged_prefill(*arguments)
+        return paged_prefill_reference(q, keys, values, tables, starts, lengths, window, max_span)
+    (rows, _, head_dim), spans = q.shape, len(lengths)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if not out.numel():
+        return out
+    shape = _shape(q, keys, values)
+    launch = prefill_launch(q.dtype, shape["G"], head_dim, min(max_span, rows))
+    tiles = rows // launch["TOKENS"] + spans + 1  # each span, and the padding, may leave a tile unfilled
+    _paged_prefill[(shape["K"], tiles)](
+        q.contiguous(), keys, values, tables, starts, lengths, out, rows, spans, tables.stride(0), tables.shape[1],
+        window or NO_WINDOW, math.log2(math.e) / math.sqrt(head_dim), SPANS=triton.next_power_of_2(spans + 1),
+        WINDOWED=window is not None, **shape, **launch, **pdl_options(q.device),
+    )  # fmt: skip
+    return out
 
 
 def paged_decode_reference(
@@ -93,3 +167,273 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, length: int,
     seen = ages >= 0 if window is None else (ages >= 0) & (ages < window)
     weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
     return torch.einsum("kgnl,lkd->nkgd", weights, v).flatten(1, 2).to(q.dtype)
+
+
+# --- kernels ------------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _walk(
+    q, acc, peak, total, keys, values, table, width, begin, end, position, window, scale,
+    step,  # tokens from one tile of BLOCK_N to the next
+    K: tl.constexpr, D: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr, WINDOWED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Let q (M, BLOCK_D) see the keys and values of the tiles from token `begin` to `end`; position (M,) is the last token that a row
+    sees. keys and values point to this head of the first token.
+
+    acc (M, BLOCK_D) and total (M,) are sums relative to 2^peak (M,). A row that has seen nothing yet has the peak -1e30, so what
+    it adds for masked keys vanishes with the first key that is not masked."""
+    feature = tl.arange(0, q.shape[1])
+    block = _blocks(table, begin + tl.arange(0, BLOCK_N), width, P)
+    for start in range(begin, end, step):
+        token = start + tl.arange(0, BLOCK_N)
+        place = (block.to(tl.int64) * P + token % P)[:, None] * (K * D) + feature[None, :]
+        block = _blocks(table, token + step, width, P)  # the next tile's, loaded while this one is used
+        inside = (token < end)[:, None] & (feature < D)[None, :]
+        k = tl.load(keys + place, mask=inside, other=0.0)
+        v = tl.load(values + place, mask=inside, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        if MASKED:
+            seen = token[None, :] <= position[:, None]
+            if WINDOWED:
+                seen = seen & (token[None, :] > position[:, None] - window)
+            scores = tl.where(seen, scores, -1e30)
+        new_peak = tl.maximum(peak, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - new_peak[:, None])
+        fade = tl.exp2(peak - new_peak)
+        peak, total = new_peak, total * fade + tl.sum(weights, axis=1)
+        acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
+    return acc, peak, total
+
+
+@triton.jit
+def _blocks(table, token, width, P: tl.constexpr):
+    """The blocks, int32, of tokens that need not exist, from a table of `width` entries."""
+    entry = token // P
+    return tl.load(table + entry, mask=entry < width, other=0)
+
+
+@triton.jit
+def _nothing_seen(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+    """acc, peak and total of `_walk` before the first key."""
+    return tl.zeros((BLOCK_M, BLOCK_D), tl.float32), tl.full((BLOCK_M,), -1e30, tl.float32), tl.zeros((BLOCK_M,), tl.float32)
+
+
+@triton.jit
+def _mean(acc, total):
+    """The average of the values; zero where there were none."""
+    return acc / tl.where(total == 0.0, 1.0, total)[:, None]
+
+
+@triton.jit(do_not_specialize=["splits", "width", "window"])
+def _paged_decode(
+    q, keys, values, tables, lengths, out,
+    partials,  # (B * K, splits, G, D) fp32: the splits' results
+    weights,  # (B * K, splits, G) fp32: binary logarithms of the sums of their exponentials
+    splits, table_stride,
+    width,  # of the tables
+    window,
+    scale,  # of scores whose exponential is a power of two
+    K: tl.constexpr,
+    G: tl.constexpr,  # query heads of a key-value head
+    D: tl.constexpr, P: tl.constexpr,
+    BLOCK_M: tl.constexpr,  # G, rounded up to what a matrix product takes
+    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    WHOLE: tl.constexpr,  # one split, which needs no average
+    WINDOWED: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    pair, split = tl.program_id(0), tl.program_id(1)
+    head, feature = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    inside = (head < G)[:, None] & (feature < D)[None, :]
+    place = head[:, None] * D + feature[None, :]
+    first_query = pair.to(tl.int64) * (G * D)  # of (B, K, G, D)
+    table = tables + (pair // K).to(tl.int64) * table_stride
+    first_feature = (pair % K) * D
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()  # after the wait: `_average` reads the lengths before its own wait
+    length = tl.load(lengths + pair // K)
+    queries = tl.load(q + first_query + place, mask=inside, other=0.0)
+    begin = split * BLOCK_N
+    if WINDOWED:
+        begin += tl.maximum(length - window, 0)
+    acc, peak, total = _nothing_seen(BLOCK_M, BLOCK_D)
+    acc, peak, total = _walk(
+        queries, acc, peak, total, keys + first_feature, values + first_feature, table, width, begin, length,
+        tl.zeros((BLOCK_M,), tl.int32) + length - 1, window, scale, splits * BLOCK_N, K, D, P, BLOCK_N, True, False, PRECISION,
+    )  # fmt: skip
+    mean = _mean(acc, total)
+    if WHOLE:
+        tl.store(out + first_query + place, mean.to(out.dtype.element_ty), mask=inside)
+    elif begin < length:
+        slot = pair.to(tl.int64) * splits + split
+        tl.store(partials + slot * (G * D) + place, mean, mask=inside)
+        tl.store(weights + slot * G + head, peak + tl.log2(total), mask=head < G)
+
+
+@triton.jit(do_not_specialize=["splits", "window"])
+def _average(
+    partials, weights, lengths, out, splits, window,
+    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_S: tl.constexpr,  # `splits`, rounded up to a power of two
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Average what the splits of `_paged_decode` stored for one query head. A sequence without tokens has none: the result is zero.
+
+    Each value is read once, and not through this SM's cache."""
+    pair, head = tl.program_id(0) // G, tl.program_id(0) % G
+    split, feature = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
+    slot = (pair.to(tl.int64) * splits + split) * G + head
+    tokens = tl.minimum(tl.load(lengths + pair // K, cache_modifier=".cg"), window)  # written before `_paged_decode` began
+    used = (split < splits) & (split * BLOCK_N < tokens)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    there = used[:, None] & (feature < D)[None, :]
+    part = tl.load(partials + slot[:, None] * D + feature[None, :], mask=there, other=0.0, cache_modifier=".cg")
+    weight = tl.load(weights + slot, mask=used, other=-1e30, cache_modifier=".cg")
+    weight = tl.exp2(weight - tl.max(weight, axis=0))
+    mean = tl.sum(part * weight[:, None], axis=0) / tl.sum(weight, axis=0)
+    place = tl.program_id(0).to(tl.int64) * D + feature
+    tl.store(out + place, mean.to(out.dtype.element_ty), mask=feature < D)
+
+
+@triton.jit(do_not_specialize=["rows", "spans", "width", "window"])
+def _paged_prefill(
+    q, keys, values, tables, starts, lengths, out, rows, spans, table_stride, width, window, scale,
+    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    TOKENS: tl.constexpr,  # of a tile: G rows of BLOCK_M each
+    SPANS: tl.constexpr,  # a power of two above the number of spans
+    WINDOWED: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    kv_head = tl.program_id(0)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    span, first_row, count, first_token = _find_tile(starts, tl.program_id(1), spans, rows, TOKENS, SPANS)
+    if span > spans:
+        return
+    length = tl.load(lengths + span, mask=span < spans, other=0)
+    table = tables + tl.where(span < spans, span, 0).to(tl.int64) * table_stride
+
+    row, feature = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    token = first_token + row // G
+    inside = ((row < TOKENS * G) & (token < count))[:, None] & (feature < D)[None, :]
+    place = ((first_row + token).to(tl.int64) * K + kv_head) * G + row % G
+    place = place[:, None] * D + feature[None, :]
+    queries = tl.load(q + place, mask=inside, other=0.0)
+    acc, peak, total = _nothing_seen(BLOCK_M, BLOCK_D)
+
+    first_position = length - count + first_token
+    position = length - count + token
+    stop = tl.minimum(first_position + TOKENS, length)  # 0 or less for padding, which lies before position 0
+    if WINDOWED:
+        diagonal = tl.maximum(first_position - window + 1, 0)
+    else:
+        diagonal = tl.maximum(first_position + 1, 0) // BLOCK_N * BLOCK_N  # all rows see all keys before it
+    keys, values = keys + kv_head * D, values + kv_head * D
+    if not WINDOWED:
+        acc, peak, total = _walk(
+            queries, acc, peak, total, keys, values, table, width, 0, diagonal, position, window, scale, BLOCK_N,
+            K, D, P, BLOCK_N, False, False, PRECISION,
+        )  # fmt: skip
+    acc, peak, total = _walk(
+        queries, acc, peak, total, keys, values, table, width, diagonal, stop, position, window, scale, BLOCK_N,
+        K, D, P, BLOCK_N, True, WINDOWED, PRECISION,
+    )  # fmt: skip
+    mean = _mean(acc, total)
+    tl.store(out + place, mean.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _find_tile(starts, number, spans, rows, TOKENS: tl.constexpr, SPANS: tl.constexpr):
+    """Number the tiles of TOKENS rows of all spans, from the last to the first. Returns the span of tile `number`, its first row
+    and number of rows, and the tile's first row within it. Span number `spans` is the padding; beyond it there is no tile."""
+    span = tl.arange(0, SPANS)
+    first = tl.load(starts + span, mask=span <= spans, other=rows)
+    counts = tl.load(starts + span + 1, mask=span < spans, other=rows) - first
+    tiles = tl.cdiv(counts, TOKENS)
+    ends = tl.cumsum(tiles, axis=0)
+    number = tl.sum(tiles, axis=0) - 1 - number
+    found = tl.where(number < 0, spans + 1, tl.sum((ends <= number).to(tl.int32), axis=0))
+    here = span == found
+    before = tl.sum(tl.where(here, ends - tiles, 0), axis=0)
+    return found, tl.sum(tl.where(here, first, 0)), tl.sum(tl.where(here, counts, 0)), (number - before) * TOKENS
+
+
+# --- how they are launched ----------------------------------------------------------------------------------------------------
+
+
+def _shape(q: Tensor, keys: Tensor, values: Tensor) -> dict[str, int]:
+    """K, G, D and P. Raises ValueError for what the kernels cannot read."""
+    block_size, n_kv_heads, head_dim = keys.shape[1:]
+    if block_size & (block_size - 1):
+        raise ValueError(f"a block must hold a power of two of tokens, not {block_size}")
+    if not (keys.is_contiguous() and values.is_contiguous()):
+        raise ValueError("keys and values must be contiguous")
+    if q.dtype != keys.dtype or q.dtype != values.dtype:
+        raise ValueError(f"queries of {q.dtype} cannot attend to a cache of {keys.dtype} and {values.dtype}")
+    return {"K": n_kv_heads, "G": q.shape[1] // n_kv_heads, "D": head_dim, "P": block_size}
+
+
+def _precision(dtype: torch.dtype) -> str:
+    return "ieee" if dtype == torch.float32 else "tf32"  # of 16-bit inputs it says nothing
+
+
+def _block_n(dtype: torch.dtype, block_d: int, wanted: int) -> int:
+    """Keys of one tile: as many as wanted, or as fit. Products of fp32 hold them in registers."""
+    if dtype == torch.float32:
+        return min(wanted, 16)
+    return wanted if block_d <= 128 else min(wanted, 32)
+
+
+def decode_config(pairs: int) -> DecodeConfig:
+    return next(config for most, config in DECODE_CONFIGS if pairs <= most)
+
+
+def decode_splits(pairs: int, longest: int, block_n: int, sms: int) -> int:
+    """Programs a sequence and key-value head: in all no more than the SMs hold at once, and each has a tile."""
+    config = decode_config(pairs)
+    return max(min(config.programs * sms // pairs, triton.cdiv(longest, block_n), config.max_splits), 1)
+
+
+def decode_launch(dtype: torch.dtype, group: int, head_dim: int, pairs: int) -> dict[str, Any]:
+    config, block_d = decode_config(pairs), triton.next_power_of_2(head_dim)
+    return {
+        "BLOCK_M": max(triton.next_power_of_2(group), 16),
+        "BLOCK_D": max(block_d, 16),
+        "BLOCK_N": _block_n(dtype, block_d, config.block_n),
+        "PRECISION": _precision(dtype),
+        "num_warps": config.warps if dtype.itemsize == 2 and group <= 16 else 8,  # fewer would spill registers
+        "num_stages": config.stages,
+    }
+
+
+def average_launch(splits: int, head_dim: int) -> dict[str, Any]:
+    block_s, block_d = triton.next_power_of_2(splits), max(triton.next_power_of_2(head_dim), 16)
+    return {"BLOCK_S": block_s, "BLOCK_D": block_d, "num_warps": min(max(block_s * block_d // AVERAGED_VALUES, 1), 8)}
+
+
+def prefill_launch(dtype: torch.dtype, group: int, head_dim: int, span: int) -> dict[str, Any]:
+    """span: tokens of the longest."""
+    config = next(config for most, config in PREFILL_CONFIGS if span <= most)
+    block_d, smallest = triton.next_power_of_2(head_dim), max(triton.next_power_of_2(group), 16)
+    small = dtype.itemsize == 2 and block_d <= 128  # what a row and a key take of registers and shared memory
+    largest = config.block_m if small else 16 if dtype == torch.float32 else min(config.block_m, 64)
+    block_m = max(min(triton.next_power_of_2(span * group), largest), smallest)
+    return {
+        "BLOCK_M": block_m,
+        "BLOCK_D": max(block_d, 16),
+        "BLOCK_N": _block_n(dtype, block_d, config.block_n),
+        "TOKENS": block_m // group,
+        "PRECISION": _precision(dtype),
+        "num_warps": config.warps if small and block_m <= config.block_m else 8,  # fewer would spill registers
+        "num_stages": config.stages,
+    }
+
+
+@lru_cache
+def sm_count(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132

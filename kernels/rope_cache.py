@@ -1,4 +1,4 @@
-"""From a fused QKV projection to rotated queries and a filled KV cache: split, QK norm, RoPE, and the write, in one launch.
+"""From a fused QKV projection to rotated queries and a filled KV cache: split, QK norm, RoPE and the write, in one kernel.
 
 RoPE is Su et al., arXiv:2104.09864, in the layout of HF weights: feature i pairs with i + D / 2.
 Shapes: T tokens, H query heads, K key-value heads, D head_dim; a cache of N blocks of P tokens has N * P rows.
@@ -7,8 +7,9 @@ Shapes: T tokens, H query heads, K key-value heads, D head_dim; a cache of N blo
 import torch
 from torch import Tensor
 
-from kernels.dispatch import on_gpu
+from kernels.dispatch import as_rows, on_gpu, pdl_options
 from kernels.norm import rms_norm_reference
+from kernels.optional_triton import tl, triton
 
 
 def rope_store(
@@ -22,16 +23,30 @@ def rope_store(
     k_norm: Tensor | None,
     eps: float,
 ) -> Tensor:
-    """Write the keys and values of T tokens into the cache and return their queries, (T, H, D) in qkv's dtype.
+    """Write the keys and values of T tokens to the cache and return their queries, (T, H, D) in qkv's dtype.
 
     qkv (T, (H + 2K) * D); positions (T,) int64; frequencies (D / 2,) fp32, radians a token; places (T,) int64, the cache row of
     each token, negative for padding, which is not stored; keys and values (N * P, K, D), written in place. q_norm and k_norm are
     the (D,) weights of an RMSNorm over each head before the rotation, with epsilon `eps`; or both None. Angles are fp32."""
     if not on_gpu(qkv):
         return rope_store_reference(qkv, positions, frequencies, places, keys, values, q_norm, k_norm, eps)
-    from kernels import rope_cache_triton
-
-    return rope_cache_triton.rope_store(qkv, positions, frequencies, places, keys, values, q_norm, k_norm, eps)
+    rows, (n_kv_heads, head_dim) = as_rows(qkv), keys.shape[1:]
+    tokens, n_heads = rows.shape[0], rows.shape[1] // head_dim - 2 * n_kv_heads
+    if keys[0].stride() != (head_dim, 1) or values[0].stride() != (head_dim, 1):
+        raise ValueError("a row of the cache must be contiguous")
+    queries = torch.empty(tokens, n_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
+    if not tokens:
+        return queries
+    half, all_heads = triton.next_power_of_2(head_dim // 2), n_heads + 2 * n_kv_heads
+    # Few tokens: spread over the SMs. Many: programs large enough that the cost of starting them is small.
+    block_h = min(4 if tokens <= 64 else 16, triton.next_power_of_2(all_heads))
+    _rope_store[(tokens, triton.cdiv(all_heads, block_h))](
+        rows, positions, frequencies, places, keys, values, q_norm, k_norm, queries,
+        rows.stride(0), keys.stride(0), values.stride(0), eps,
+        H=n_heads, K=n_kv_heads, D=head_dim, HALF=half, BLOCK_H=block_h,
+        num_warps=min(max(block_h * half // 128, 1), 4), **pdl_options(qkv.device),
+    )  # fmt: skip
+    return queries
 
 
 def rope_store_reference(
@@ -61,3 +76,64 @@ def rope_store_reference(
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
+
+
+@triton.jit
+def _rope_store(
+    qkv, positions, frequencies, places, keys, values,
+    q_norm, k_norm,  # both None without norms
+    queries, qkv_stride, keys_stride, values_stride, eps,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
+    HALF: tl.constexpr,  # D / 2, rounded up to a power of two
+    BLOCK_H: tl.constexpr,  # heads of one program
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """A program takes BLOCK_H heads of one token: queries, keys and values."""
+    token = tl.program_id(0).to(tl.int64)
+    head, column = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H), tl.arange(0, HALF)
+    is_query, is_key = head < H, (head >= H) & (head < H + K)
+    is_value = (head >= H + K) & (head < H + 2 * K)
+    inside = column < D // 2
+    frequency = tl.load(frequencies + column, mask=inside, other=0.0)
+    if q_norm is not None:
+        first_weight = _norm_weight(q_norm, k_norm, column, is_query, inside)
+        second_weight = _norm_weight(q_norm, k_norm, column + D // 2, is_query, inside)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+    cells = (head < H + 2 * K)[:, None] & inside[None, :]
+    source = qkv + token * qkv_stride + head[:, None] * D + column[None, :]
+    first_raw = tl.load(source, mask=cells, other=0.0)
+    second_raw = tl.load(source + D // 2, mask=cells, other=0.0)
+    position, place = tl.load(positions + token), tl.load(places + token)
+    a, b = first_raw.to(tl.float32), second_raw.to(tl.float32)
+    if q_norm is not None:
+        inverse = tl.rsqrt((tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / D + eps)[:, None]
+        a = (a * inverse * first_weight).to(first_raw.dtype).to(tl.float32)  # rounded, as by a separate norm
+        b = (b * inverse * second_weight).to(first_raw.dtype).to(tl.float32)
+    angle = position.to(tl.float32) * frequency
+    cos, sin = tl.cos(angle)[None, :], tl.sin(angle)[None, :]
+    first, second = (a * cos - b * sin).to(first_raw.dtype), (b * cos + a * sin).to(first_raw.dtype)
+
+    out = queries + (token * H + head[:, None]) * D + column[None, :]
+    out_mask = is_query[:, None] & inside[None, :]
+    tl.store(out, first, mask=out_mask)
+    tl.store(out + D // 2, second, mask=out_mask)
+    kept = place >= 0
+    key = keys + place * keys_stride + (head - H)[:, None] * D + column[None, :]
+    key_mask = (is_key & kept)[:, None] & inside[None, :]
+    tl.store(key, first.to(keys.dtype.element_ty), mask=key_mask)
+    tl.store(key + D // 2, second.to(keys.dtype.element_ty), mask=key_mask)
+    value = values + place * values_stride + (head - H - K)[:, None] * D + column[None, :]
+    value_mask = (is_value & kept)[:, None] & inside[None, :]
+    tl.store(value, first_raw.to(values.dtype.element_ty), mask=value_mask)
+    tl.store(value + D // 2, second_raw.to(values.dtype.element_ty), mask=value_mask)
+
+
+@triton.jit
+def _norm_weight(q_norm, k_norm, column, is_query, inside):
+    """(BLOCK_H, HALF) fp32: each head's weights of the features `column`."""
+    of_query = tl.load(q_norm + column, mask=inside, other=0.0).to(tl.float32)
+    of_key = tl.load(k_norm + column, mask=inside, other=0.0).to(tl.float32)
+    return tl.where(is_query[:, None], of_query[None, :], of_key[None, :])

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.dispatch import on_gpu
+from kernels.dispatch import as_rows, on_gpu, pdl_options
+from kernels.optional_triton import tl, triton
 
 SLICE = 1024  # consecutive ids that share a key
 NEVER = -(2**63)  # the key of no id at all
@@ -23,21 +24,31 @@ def local_best(logits: Tensor, temperature: Tensor, seed: Tensor, positions: Ten
     logits (B, V) of any float dtype, of the ids first_id … first_id + V - 1; temperature (B,) fp32, 0 for greedy; seed and
     positions (B,) int64. The score is the logit where temperature is 0, otherwise logit / temperature - log(noise), in fp32.
     Ids from `limit` on score -inf: they are the padding of the vocabulary."""
-    arguments = logits, temperature, seed, positions, first_id, limit
     if not on_gpu(logits):
-        return local_best_reference(*arguments)
-    from kernels import sampling_triton
-
-    return sampling_triton.local_best(*arguments)
+        return local_best_reference(logits, temperature, seed, positions, first_id, limit)
+    rows, slices = as_rows(logits), triton.cdiv(logits.shape[-1], SLICE)
+    keys = torch.empty(rows.shape[0], slices, dtype=torch.int64, device=logits.device)
+    if keys.numel():
+        per_row = (x.contiguous() for x in (temperature, seed, positions))
+        numbers = rows.stride(0), rows.shape[1], first_id, limit, slices
+        options = pdl_options(logits.device)
+        _local_best[(rows.shape[0], slices)](rows, *per_row, keys, *numbers, SLICE=SLICE, num_warps=4, **options)
+    return keys
 
 
 def combine_best(keys: Tensor) -> Tensor:
     """The drawn tokens, (B,) int64, of the ranks' keys side by side, (B, n) int64."""
     if not on_gpu(keys):
         return combine_best_reference(keys)
-    from kernels import sampling_triton
-
-    return sampling_triton.combine_best(keys)
+    rows = as_rows(keys)
+    tokens = torch.empty(rows.shape[0], dtype=torch.int64, device=keys.device)
+    if tokens.numel():
+        block = triton.next_power_of_2(rows.shape[1])
+        warps = min(max(block // 128, 1), 8)
+        _combine_best[(rows.shape[0],)](
+            rows, tokens, rows.stride(0), rows.shape[1], BLOCK=block, num_warps=warps, **pdl_options(keys.device)
+        )
+    return tokens
 
 
 def local_best_reference(
@@ -84,3 +95,70 @@ def _signed(constant: int) -> int:
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)  # logical: torch's int64 shift copies the sign
+
+
+# --- kernels ------------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["first_id", "limit", "slices"])
+def _local_best(
+    logits, temperatures, seeds, positions, keys, row_stride, size, first_id, limit, slices,
+    SLICE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A program takes a slice of one row's vocabulary."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * SLICE + tl.arange(0, SLICE)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    scores = tl.load(logits + row * row_stride + column, mask=column < size, other=0.0).to(tl.float32)
+    temperature = tl.load(temperatures + row)
+    seed = tl.load(seeds + row).to(tl.uint64, bitcast=True)
+    position = tl.load(positions + row).to(tl.uint64, bitcast=True)
+    ids = column.to(tl.int64) + first_id
+    if temperature != 0:
+        mixed = _hash64(_hash64(_hash64(seed) ^ position) ^ ids.to(tl.uint64, bitcast=True))
+        divisor = tl.maximum(temperature, 1e-6) + tl.zeros_like(scores)
+        scores = tl.math.div_rn(scores, divisor) - tl.log(_exponential(mixed))
+    scores = tl.where(ids < limit, scores, -float("inf"))
+    best = tl.where(column < size, _pack(scores, ids), -0x7FFFFFFFFFFFFFFF - 1)
+    tl.store(keys + row * slices + tl.program_id(1), tl.max(best, axis=0))
+
+
+@triton.jit(do_not_specialize=["count"])
+def _combine_best(keys, tokens, row_stride, count, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    found = tl.load(keys + row * row_stride + column, mask=column < count, other=-0x7FFFFFFFFFFFFFFF - 1)
+    tl.store(tokens + row, ~tl.max(found, axis=0) & 0xFFFFFFFF)
+
+
+@triton.jit
+def _hash64(x):
+    """SplitMix64's finalizer on uint64."""
+    x = x + 0x9E3779B97F4A7C15
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def _exponential(mixed):
+    """Exp(1) noise of hashes, uint64: -log1p(-u), where log1p(x) = log(w) * x / (w - 1) with w = 1 + x rounded loses nothing
+    (Kahan)."""
+    uniform = (mixed >> 32).to(tl.uint32).to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10
+    uniform = tl.minimum(uniform, 0.999999940395355224609375)
+    rest = 1.0 - uniform
+    nothing = rest == 1.0
+    return tl.where(nothing, uniform, -tl.log(rest) * tl.math.div_rn(uniform, tl.where(nothing, 1.0, 1.0 - rest)))
+
+
+@triton.jit
+def _pack(scores, ids):
+    """Keys of fp32 scores and int64 ids."""
+    scores = tl.where(scores == 0.0, 0.0, scores)
+    bits = tl.where(scores != scores, 0x7FC00000, scores.to(tl.int32, bitcast=True))
+    upper = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32
+    return upper | (~ids & 0xFFFFFFFF)

@@ -12,7 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels import paged_attention
 from kernels.paged_attention import paged_decode_reference, paged_prefill_reference
+from tests.support.kernels import kernels_always
 from tests.support.ranks import Ranks
 
 
@@ -132,17 +134,16 @@ def test_the_references(shape: Shape, dtype: torch.dtype, seed: int) -> None:
 
 def faults(seed: int, device: str, cases: list[tuple[torch.dtype, Shape]], longest: int) -> list[str]:
     """The cases in which the error of the Triton kernels is too large."""
-    from kernels import paged_attention_triton as kernels
-
     torch.manual_seed(seed)
     random.seed(seed)
-    found, usual = [], kernels.DECODE_CONFIGS
-    for dtype, shape in cases:
-        kernels.DECODE_CONFIGS = random.choice([usual, ((math.inf, some_config(kernels.DecodeConfig)),)])
-        faults = decode_faults(kernels.paged_decode, shape, longest, device, dtype)
-        found += [f"{fault}, {kernels.DECODE_CONFIGS}" for fault in faults]
-        found += prefill_faults(kernels.paged_prefill, shape, longest // 2, device, dtype)
-    kernels.DECODE_CONFIGS = usual
+    found, usual = [], paged_attention.DECODE_CONFIGS
+    with kernels_always(paged_attention):
+        for dtype, shape in cases:
+            paged_attention.DECODE_CONFIGS = random.choice([usual, ((math.inf, some_config(paged_attention.DecodeConfig)),)])
+            faults = decode_faults(paged_attention.paged_decode, shape, longest, device, dtype)
+            found += [f"{fault}, {paged_attention.DECODE_CONFIGS}" for fault in faults]
+            found += prefill_faults(paged_attention.paged_prefill, shape, longest // 2, device, dtype)
+    paged_attention.DECODE_CONFIGS = usual
     return found
 
 
@@ -161,7 +162,7 @@ def test_kernels_in_the_interpreter(interpreters: Ranks, seed: int) -> None:
 
 def test_splits_fill_the_gpu_but_never_fall_below_a_tile() -> None:
     pytest.importorskip("triton", reason="Triton is not installed; pip install triton")
-    from kernels.paged_attention_triton import decode_config, decode_splits
+    from kernels.paged_attention import decode_config, decode_splits
 
     for pairs in (1, 2, 8, 33, 128, 1000):
         config = decode_config(pairs)

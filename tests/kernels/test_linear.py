@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import linear as kernel
-from kernels.linear import MAX_ROWS, Config, Gemv, Mma, config, format_config, linear, linear_swiglu, parse_config
+from kernels import linear_config as kernel
+from kernels.linear import linear, linear_swiglu, linear_with
+from kernels.linear_config import MAX_ROWS, Config, Gemv, Mma, config, format_config, parse_config
 from tests.support.ranks import Ranks
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -32,13 +33,11 @@ def too_far(got: Tensor, exact: Tensor, plain: Tensor, times: float = 2) -> str 
 
 
 def mismatches(seed: int, device: str) -> list[str]:
-    """The cases in which `linear_triton.run` has more than twice PyTorch's error against fp64, or other bits in a second run.
+    """The cases in which `linear_with` has more than twice PyTorch's error against fp64, or other bits in a second run.
 
     In the interpreter, 8 times PyTorch's error is allowed for bf16. It truncates fp32 to bf16, where a GPU rounds: its error is
     up to one unit in the last place, and PyTorch's is 0.29 units on average.
     """
-    from kernels import linear_triton
-
     generator = torch.Generator().manual_seed(seed)
     found = []
     for rows, n, k, dtype, swiglu, biased, chosen in cases(device):
@@ -48,12 +47,12 @@ def mismatches(seed: int, device: str) -> list[str]:
         exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
         plain = F.linear(x, weight, bias)
         exact, plain = (swiglu_of(exact), swiglu_of(plain)) if swiglu else (exact, plain)
-        got = linear_triton.run(x, weight, bias, chosen, swiglu)
+        got = linear_with(x, weight, bias, chosen, swiglu)
         name = f"{rows} x {n} x {k} {dtype} swiglu={swiglu} bias={biased} {chosen}"
         times = 8 if device == "cpu" and dtype == torch.bfloat16 else 2
         if complaint := too_far(got, exact, plain, times):
             found.append(f"{name}: {complaint}")
-        if not torch.equal(linear_triton.run(x, weight, bias, chosen, swiglu), got):
+        if not torch.equal(linear_with(x, weight, bias, chosen, swiglu), got):
             found.append(f"{name}: other bits the second time")
     return found
 
@@ -160,8 +159,6 @@ def test_entry_points_on_a_gpu(n: int, k: int, rows: int, seed: int) -> None:
 def test_replays_of_a_cuda_graph_see_their_inputs_and_repeat_their_bits(chosen: Config, seed: int) -> None:
     """A chain of layers, each of which starts before the previous one ends. A stale read or a counter that is not reset would
     change the result."""
-    from kernels import linear_triton
-
     k = 2048
     weights = [torch.randn(k, k, device="cuda", dtype=torch.bfloat16) / k**0.5 for _ in range(12)]
     x = torch.randn(2, k, device="cuda", dtype=torch.bfloat16)
@@ -169,7 +166,7 @@ def test_replays_of_a_cuda_graph_see_their_inputs_and_repeat_their_bits(chosen: 
     def chain() -> Tensor:
         y = x
         for weight in weights:
-            y = linear_triton.run(y, weight, None, chosen, False)
+            y = linear_with(y, weight, None, chosen, False)
         return y
 
     chain()

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kernels.linear import Config, Gemv, Mma
+from kernels.linear_config import Config, Gemv, Mma
 from tests import ROOT
 from tests.comm.test_symmetric import CPU, everyones_bits, run_programs_in_threads
 from tests.support.ranks import Ranks
@@ -55,8 +55,8 @@ def wrong_sums(world: World, cases: list[tuple[int, int, int, torch.dtype, Confi
     """Pushed sums, with and without a norm, and one-shot sums between them on the same workspace."""
     from comm.workspace import open_workspace
     from kernels.all_reduce import one_shot, one_shot_add_norm, one_shot_bytes
+    from kernels.linear import linear_with
     from kernels.linear_push import linear_push, push_config, receive, receive_add_norm
-    from kernels.linear_triton import run
 
     workspaces = [open_workspace(one_shot_bytes, 8192, CPU) for _ in range(2)]  # the mappings last as long as these objects
     ours, other = (workspace.exchange for workspace in workspaces)
@@ -65,7 +65,7 @@ def wrong_sums(world: World, cases: list[tuple[int, int, int, torch.dtype, Confi
         (x, weight), (residual, scale) = layer(world, seed + i, rows, n, k, dtype), stream(seed + i, rows, n, dtype)
         config = chosen or push_config(rows, n, k, dtype)
         assert config is not None
-        partial = run(x, weight, None, config, False)
+        partial = linear_with(x, weight, None, config, False)
         expected = *one_shot_add_norm(partial, residual, scale, 1e-5, other), one_shot(partial, other)
         linear_push(x, weight, ours, chosen)
         total, normed = receive_add_norm(residual, scale, 1e-5, ours)
@@ -103,8 +103,8 @@ def sums_around(world: World, epoch: int, seed: int) -> list[str]:
     """Check sums while the launch counters pass `epoch`. The buffers contain old words with the flags of launches to come."""
     from comm.workspace import open_workspace
     from kernels.all_reduce import one_shot, one_shot_bytes
+    from kernels.linear import linear_with
     from kernels.linear_push import linear_push, receive
-    from kernels.linear_triton import run
 
     workspaces = [open_workspace(one_shot_bytes, 4096, CPU) for _ in range(2)]  # the mappings last as long as these objects
     ours, other = (workspace.exchange for workspace in workspaces)
@@ -118,7 +118,7 @@ def sums_around(world: World, epoch: int, seed: int) -> list[str]:
     for i, chosen in enumerate((Gemv(4, 64, 1), Mma(32, 32, 2, 2), Gemv(4, 64, 1), Mma(64, 32, 2, 2), Gemv(32, 64, 1))):
         x, weight = layer(world, seed + i, 3, 300 if i > 2 else 10, 64, FP16)
         linear_push(x, weight, ours, chosen)
-        if not torch.equal(receive((3, len(weight)), FP16, ours), one_shot(run(x, weight, None, chosen, False), other)):
+        if not torch.equal(receive((3, len(weight)), FP16, ours), one_shot(linear_with(x, weight, None, chosen, False), other)):
             found.append(f"launch {int(ours.epochs[0])}")
     if set(ours.epochs.tolist()) != {epoch + 2}:
         found.append(f"counters {set(ours.epochs.tolist())}")
@@ -152,8 +152,8 @@ def wrong_split_rows(world: World, seed: int) -> list[str]:
     """Check rows that several programs share. The programs exchange their sums of squares."""
     from comm.workspace import open_workspace
     from kernels.all_reduce import Tiling, one_shot_add_norm, one_shot_bytes
+    from kernels.linear import linear_with
     from kernels.linear_push import linear_push, receive_add_norm
-    from kernels.linear_triton import run
 
     run_programs_in_threads()
     workspaces = [open_workspace(one_shot_bytes, 8192, CPU) for _ in range(2)]  # the mappings last as long as these objects
@@ -163,7 +163,9 @@ def wrong_split_rows(world: World, seed: int) -> list[str]:
         (x, weight), (residual, scale) = layer(world, seed + i, rows, n, 64, FP16), stream(seed + i, rows, n, FP16)
         linear_push(x, weight, ours, chosen)
         got = receive_add_norm(residual, scale, 1e-5, ours, Tiling(block, 4))
-        expected = one_shot_add_norm(run(x, weight, None, chosen, False), residual, scale, 1e-5, other, Tiling(block, 4))
+        expected = one_shot_add_norm(
+            linear_with(x, weight, None, chosen, False), residual, scale, 1e-5, other, Tiling(block, 4)
+        )
         if not all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)):
             found.append(f"{rows} {n} {block}")
     return found + ([f"fault {int(ours.fault)}"] if int(ours.fault) else [])

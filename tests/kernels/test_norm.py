@@ -8,9 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels import activation, norm, rope_cache
 from kernels.activation import swiglu_reference
 from kernels.norm import add_rms_norm_reference, rms_norm_reference
 from kernels.rope_cache import rope_store_reference
+from tests.support.kernels import kernels_always
 from tests.support.ranks import Ranks
 
 EPS = 1e-5
@@ -127,15 +129,14 @@ def test_the_references(dtype: torch.dtype, seed: int) -> None:
 
 def faults(seed: int, device: str, dtypes: list[torch.dtype]) -> list[str]:
     """The cases in which the Triton kernels are wrong or their error is too large."""
-    from kernels import activation_triton, norm_triton, rope_cache_triton
-
     torch.manual_seed(seed)
     random.seed(seed)
     found = []
-    for dtype in dtypes:
-        found += norm_faults(norm_triton.rms_norm, norm_triton.add_rms_norm, device, dtype)
-        found += swiglu_faults(activation_triton.swiglu, device, dtype)
-        found += rope_faults(rope_cache_triton.rope_store, device, dtype)
+    with kernels_always(norm, activation, rope_cache):
+        for dtype in dtypes:
+            found += norm_faults(norm.rms_norm, norm.add_rms_norm, device, dtype)
+            found += swiglu_faults(activation.swiglu, device, dtype)
+            found += rope_faults(rope_cache.rope_store, device, dtype)
     return found
 
 

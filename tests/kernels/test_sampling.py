@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.sampler import SamplingBatch, SamplingParams, exponential_noise, sample
+from kernels import sampling
 from kernels.sampling import SLICE, combine_best_reference, local_best_reference, pack
+from tests.support.kernels import kernels_always
 from tests.support.ranks import Ranks
 
 
@@ -94,17 +96,16 @@ def test_nothing_but_padding_draws_nothing_below_the_limit(seed: int) -> None:
 
 
 def faults(seed: int, device: str, rounds: int) -> list[str]:
-    from kernels import sampling_triton as kernels
-
     torch.manual_seed(seed)
     random.seed(seed)
     found = []
-    for _ in range(rounds):
-        for dtype in (torch.float32, torch.bfloat16):
-            found += faults_of(kernels.local_best, kernels.combine_best, device, dtype, exact=False)
     special = torch.tensor([[0.0, -0.0], [-torch.inf, -torch.inf], [1.0, torch.nan], [torch.inf, torch.nan]], device=device)
     zeros = torch.zeros(4, dtype=torch.int64, device=device)
-    got = kernels.local_best(special, torch.zeros(4, device=device), zeros, zeros, 0, 2)
+    with kernels_always(sampling):
+        for _ in range(rounds):
+            for dtype in (torch.float32, torch.bfloat16):
+                found += faults_of(sampling.local_best, sampling.combine_best, device, dtype, exact=False)
+        got = sampling.local_best(special, torch.zeros(4, device=device), zeros, zeros, 0, 2)
     if not torch.equal(got, local_best_reference(special, torch.zeros(4, device=device), zeros, zeros, 0, 2)):
         found.append("zeros, infinities or NaN")
     return found

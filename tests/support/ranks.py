@@ -14,6 +14,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -39,7 +40,7 @@ class Ranks:
     """
 
     def __init__(self, count: int = 4, environ: dict[str, str] | None = None) -> None:
-        """environ: environment variables of the processes, set before they import anything except this module."""
+        """environ: environment variables of the processes."""
         self.count, self.environ = count, environ or {}
         self.origin: multiprocessing.process.BaseProcess | None = None
         self.connections: list[Connection] = []
@@ -77,7 +78,8 @@ class Ranks:
         self.origin = context.Process(
             target=_fork_ranks, args=(ends, theirs, self.environ), daemon=False, name="origin of ranks"
         )
-        self.origin.start()
+        with mock.patch.dict(os.environ, self.environ):  # Triton reads its variables when kernels are defined
+            self.origin.start()
         for end in (ends, *theirs):
             end.close()
         self.alive.recv_bytes()  # wait for the imports here, so that they do not count towards a run's timeout
@@ -197,7 +199,7 @@ def _without_world(_: World, function: Callable[..., Any], *args: Any) -> Any:
 
 def _fork_ranks(alive: Connection, connections: list[Connection], environ: dict[str, str]) -> None:
     """Import what ranks need, fork them, and kill them once the other end of `alive` is closed."""
-    os.environ.update(environ, GLOO_SOCKET_IFNAME="lo")
+    os.environ.update(GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)
     if "TRITON_INTERPRET" in environ:
         _mend_the_interpreter()

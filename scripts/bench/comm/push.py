@@ -21,9 +21,9 @@ from torch import Tensor
 from cli import Parser, run
 from comm.table import graph_microseconds
 from comm.workspace import open_workspace
-from kernels import linear_triton
 from kernels.all_reduce import one_shot, one_shot_add_norm, one_shot_bytes
-from kernels.linear import Config, Gemv, Mma, format_config, linear
+from kernels.linear import linear, linear_with
+from kernels.linear_config import Config, Gemv, Mma, format_config
 from kernels.linear_push import linear_push, push_config, receive, receive_add_norm
 from scripts.bench.comm.parts import Parts
 from tp import World, init_world
@@ -89,7 +89,7 @@ class Bench(Parts):
         total, normed = receive_add_norm(residual, norm, 1e-5, self.pushed)
         linear_push(x, weight, self.pushed, chosen)
         alone = receive((rows, n), dtype, self.pushed)
-        partial = linear_triton.run(x, weight, None, config, False)
+        partial = linear_with(x, weight, None, config, False)
         expected = one_shot_add_norm(partial, residual, norm, 1e-5, self.other)
         assert torch.equal(total, expected[0]) and torch.equal(normed, expected[1]), f"{what}: other bits"
         assert torch.equal(alone, one_shot(partial, self.other)), f"{what}: other bits without the norm"
@@ -114,7 +114,7 @@ class Bench(Parts):
             y = inputs[name] * (step % 13 + 1)
             linear_push(y, weight, self.pushed, chosen)
             total, _ = receive_add_norm(x, self.norm, 1e-5, self.pushed)
-            partial = linear_triton.run(y, weight, None, chosen, False)
+            partial = linear_with(y, weight, None, chosen, False)
             expected, _ = one_shot_add_norm(partial, x, self.norm, 1e-5, self.other)
             again = one_shot(partial, self.pushed)  # the same workspace
             wrong.add_((total != expected).sum() + (again != one_shot(partial, self.other)).sum())
@@ -155,7 +155,7 @@ class Bench(Parts):
         def same(y: Tensor, weight: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
             config = push_config(rows, *weight.shape, weight.dtype)
             assert config is not None
-            return sum_of(linear_triton.run(y, weight, None, config, False), x)
+            return sum_of(linear_with(y, weight, None, config, False), x)
 
         def push(chosen: Config | None) -> AddNorm:
             def call(y: Tensor, weight: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -31,7 +31,8 @@ from torch import Tensor
 from cli import Parser, run
 from errors import UserError
 from kernels.activation import swiglu
-from kernels.linear import (
+from kernels.linear import linear_with
+from kernels.linear_config import (
     GEMV_ROWS,
     SMS,
     Config,
@@ -147,9 +148,7 @@ class Problem:
     weights: list[Tensor]
 
     def ours(self, config: Config) -> Callable[[Tensor], Tensor]:
-        from kernels import linear_triton
-
-        return lambda weight: linear_triton.run(self.x, weight, None, config, self.shape.swiglu)
+        return lambda weight: linear_with(self.x, weight, None, config, self.shape.swiglu)
 
     def plain(self, weight: Tensor) -> Tensor:
         return self.activation(F.linear(self.x, weight))

@@ -6,7 +6,7 @@
 The shapes are those of Llama-3-70B on 4 and on 8 ranks. A graph holds at least 20 launches, which cycle through several inputs.
 The inputs together exceed the L2 cache, so that none is still cached when it is used again. Prints a table; --out writes the
 rows as JSON. With --decode-configs or --prefill-configs only attention is timed, once with each of these launch configurations.
-This is how the tables at the top of kernels/paged_attention_triton.py are found.
+This is how the tables at the top of kernels/paged_attention.py are found.
 """
 
 import argparse
@@ -299,7 +299,7 @@ def tried(table: str, configs: Sequence[Any], cases: Iterable[Case]) -> Iterator
     """Time the cases with each of `configs` in place of the kernels' whole `table`. All configs get the same inputs."""
     from triton.runtime.errors import OutOfResources
 
-    from kernels import paged_attention_triton as kernels
+    from kernels import paged_attention as kernels
 
     usual = getattr(kernels, table)
     for case in cases:
@@ -341,7 +341,7 @@ def measured(ranks: list[int], families: list[str]) -> Iterator[dict[str, Any]]:
 
 def config_of(kind: str) -> Callable[[str], Any]:
     def parse(text: str) -> Any:
-        from kernels import paged_attention_triton as kernels
+        from kernels import paged_attention as kernels
 
         return getattr(kernels, kind)(*map(int, text.split(",")))
 

@@ -1,0 +1,122 @@
+"""How linear layers of few rows are cut into programs.
+
+`linear_configs.json`, which `scripts/bench_linear.py` measures, lists the fastest configs of the shapes that were measured; a heuristic
+chooses for the others.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+MAX_ROWS = 64
+GEMV_ROWS = 4  # with more, the FMA units take longer than the memory
+SMS = 132  # of an H100 or H200; the heuristic wants at least two programs on each
+SHARED_BYTES = 212 << 10  # of an SM's 227 KB, shared by its programs
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+CONFIGS = Path(__file__).with_name("linear_configs.json")
+
+
+@dataclass(frozen=True)
+class Gemv:
+    """Products in registers. Each program has `block_n` rows of the weight, `block_k` columns at a time."""
+
+    block_n: int
+    block_k: int
+    warps: int
+    prefetch: bool = True  # whether to ask L2 for columns after the first tile before the input is there
+
+
+@dataclass(frozen=True)
+class Mma:
+    """Tensor cores; each program has `block_n` rows of the weight and 1 / `split` of their columns, `block_k` at a time."""
+
+    block_n: int
+    block_k: int
+    split: int
+    stages: int
+    warps: int = 4
+    early: bool = True  # whether to load a tile before the input is there
+
+
+Config = Gemv | Mma
+
+
+@cache
+def config(rows: int, n: int, k: int, dtype: torch.dtype, swiglu: bool = False) -> Config | None:
+    """How to multiply `rows` rows with an (n, k) weight; None where F.linear, and a kernel for `swiglu`, should be as fast."""
+    if not 0 < rows <= MAX_ROWS:
+        return None
+    for key in (table_key(rows, n, k, swiglu), table_key(rows, n, k)):  # the layer alone is a good guess
+        if dtype.itemsize == 2 and key in measured():
+            return _with_pairs(measured()[key]) if swiglu else measured()[key]
+    return default_config(rows, n, k, dtype, swiglu)
+
+
+def default_config(rows: int, n: int, k: int, dtype: torch.dtype, swiglu: bool = False) -> Config | None:
+    """The heuristic for shapes that were not measured: 1 to MAX_ROWS rows."""
+    rows = _bucket(rows)
+    if rows <= GEMV_ROWS:
+        chosen = _default_gemv(rows, n, k, 16 // dtype.itemsize)
+        return _with_pairs(chosen) if swiglu else chosen
+    return _default_mma(rows, n, k) if dtype.itemsize == 2 else None  # fp32 on tensor cores would be rounded to TF32
+
+
+def _with_pairs(chosen: Config | None) -> Config | None:
+    """The config of programs that have a row of the gate with each row of `up`."""
+    if isinstance(chosen, Gemv) and chosen.block_n == 1:
+        return replace(chosen, block_n=2, block_k=max(chosen.block_k // 2, 128 * chosen.warps))
+    return chosen
+
+
+def pipeline_stages(rows: int, block_n: int, block_k: int, programs: int = 2) -> int:
+    """The most that let `programs` programs of `Mma` share an SM's memory."""
+    return max(2, min(8, SHARED_BYTES // programs // (2 * block_k * (block_n + max(16, rows)))))
+
+
+def table_key(rows: int, n: int, k: int, swiglu: bool = False) -> str:
+    """What `linear_configs.json` calls these rows, rounded up to a power of two, and this shape."""
+    return f"{_bucket(rows)},{n},{k}" + (",swiglu" if swiglu else "")
+
+
+def _bucket(rows: int) -> int:
+    return 1 << (rows - 1).bit_length()
+
+
+@cache
+def measured() -> Mapping[str, Config | None]:
+    """The configs that were measured, by `table_key`; empty without a table."""
+    if not CONFIGS.exists():
+        return {}
+    return {key: parse_config(fields) for key, fields in json.loads(CONFIGS.read_text())["configs"].items()}
+
+
+def parse_config(fields: Mapping[str, Any] | None) -> Config | None:
+    """A config as `linear_configs.json` has it: `kind`, `gemv` or `mma`, and the dataclass's fields; null for F.linear."""
+    if fields is None:
+        return None
+    kinds: dict[str, type[Gemv] | type[Mma]] = {"gemv": Gemv, "mma": Mma}
+    return kinds[fields["kind"]](**{name: value for name, value in fields.items() if name != "kind"})
+
+
+def format_config(config: Config | None) -> dict[str, Any] | None:
+    """What `parse_config` reads."""
+    return None if config is None else {"kind": type(config).__name__.lower(), **asdict(config)}
+
+
+def _default_gemv(rows: int, n: int, k: int, vector: int) -> Gemv:
+    """vector: values in 16 bytes, of which each thread takes one piece of a row at a time, or more where rows are few."""
+    block_n = max(b for b in (1, 2, 4) if b == 1 or n // b >= 8 * SMS)
+    block_k = min(512 * vector // max(block_n, rows), max(k & -k, 32 * vector), 1 << (k - 1).bit_length())
+    return Gemv(block_n, block_k, warps=min(4, max(1, block_k // (32 * vector))))
+
+
+def _default_mma(rows: int, n: int, k: int) -> Mma:
+    block_n, block_k = 64, min(128 if rows <= 32 else 64, max(16, 1 << (k - 1).bit_length()))
+    programs, steps = -(-n // block_n), -(-k // block_k)
+    split = max(1, min(round(2 * SMS / programs), steps // 4, 16))
+    return Mma(block_n, block_k, split, pipeline_stages(rows, block_n, block_k))
