@@ -12,7 +12,7 @@ from comm.quantize import Scheme
 from comm.symmetric import AllReduceKernel, KernelCommunicator, Kind
 from comm.workspace import open_workspace
 from errors import UserError
-from kernels.all_reduce import MAX_PROGRAMS
+from kernels.device import MAX_PROGRAMS
 from kernels.norm import add_rms_norm
 from kernels.quantized_all_reduce import BESIDE, NORM, SUM, Rounds, Wire, fits_norm, quantized_add_norm, quantized_sum
 

@@ -18,6 +18,7 @@ from comm.process_group import GlooCommunicator, NcclCommunicator, ProcessGroupC
 from comm.workspace import Memory, Workspace, open_workspace
 from kernels import all_reduce, linear_push
 from kernels.all_reduce import Tiling
+from kernels.device import MAX_PROGRAMS
 from kernels.dispatch import on_gpu
 from kernels.norm import add_rms_norm
 
@@ -76,7 +77,7 @@ class AllReduceKernel:
             return False
         ranks, rows = self.workspace.exchange.world_size, x.numel() // x.shape[-1]
         if self.kind == "one-shot":
-            return partial.nbytes <= self.workspace.exchange.capacity and all_reduce.norm_programs(x) <= all_reduce.MAX_PROGRAMS
+            return partial.nbytes <= self.workspace.exchange.capacity and all_reduce.norm_programs(x) <= MAX_PROGRAMS
         # a rank adds up whole rows, so there must be one for each
         needed = -(-rows // ranks) * ranks * x.shape[-1] * x.element_size()
         return rows >= ranks and needed <= self.workspace.exchange.capacity

@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from errors import UserError
-from kernels.all_reduce import MAX_PROGRAMS, Exchange
+from kernels.all_reduce import Exchange
+from kernels.device import MAX_PROGRAMS
 
 # Where a rank receives data from other ranks: in its GPU's memory, which all ranks address, or in host memory.
 Memory = Literal["peer", "host"]

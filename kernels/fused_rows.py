@@ -1,11 +1,11 @@
-"""Triton kernels around GEMMs whose partial sums meet in memory that all GPUs can address: each rank owns some token rows.
+"""Triton kernels for all-reduces that are fused with GEMMs: each rank owns some token rows, in memory that all GPUs can address.
 
 The buffer of a rank holds, in this order, arrival flags of partial sums (N sources, BLOCKS) int64, arrival flags of rows (N,
 BLOCKS) int64, `offers` (N, BLOCKS) int64, `partials` (N, R, C) and `rows` (N * R, C), where R rows belong to each of N ranks. A flag
-is the epoch for which a block of BLOCK_ROWS rows of its source is there; an offer is the epoch for which its source's rows are
-there to be fetched from the source, BLOCKS times. Epochs only grow, so a reader waits until the flag is at least the epoch. The
-epoch lives in device memory and is advanced by `advance`, so that a CUDA graph may replay all of it any number of times. What writes
-the partials and rows, and when a place may be written again, is `comm/fused.py`'s affair.
+is the epoch in which a block of BLOCK_ROWS rows of its source has arrived. An offer is the epoch in which the rows of its source may
+be fetched from the source; it is stored BLOCKS times. Epochs only grow, so a reader waits until the flag is at least the epoch. The
+epoch lies in device memory and is advanced by `advance`, so that a CUDA graph may replay all of it any number of times.
+`comm/row_buffers.py` has what writes the partial sums and rows, and docs/communication.md says when a place may be written again.
 """
 
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.all_reduce import PATIENCE
-from kernels.dispatch import pdl_supported
+from kernels.device import PATIENCE, pointer_to
+from kernels.dispatch import pdl_options
 
 BLOCK_ROWS = 128  # rows that one flag announces
 BLOCKS = 64  # flags of a source: rows a rank / BLOCK_ROWS, at most
@@ -29,7 +29,7 @@ _BLOCKS = tl.constexpr(BLOCKS)
 
 @dataclass(frozen=True)
 class Places:
-    """Where the kernels find things.
+    """Where the kernels find the buffers and their parts.
 
     buffers: address of each rank's buffer, by rank, zeroed before the first launch. epochs (BLOCKS,) int64: the number of this
     pair of launches, BLOCKS times, so that copies of it set several flags. fault (1,) int32: not 0 once a program has given up
@@ -82,14 +82,8 @@ def blocks_of(rows: int) -> int:
 
 
 @triton.jit
-def _at(address, dtype: tl.constexpr):
-    """A pointer to a place in a rank's buffer that is a multiple of 16 bytes from its begin."""
-    return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
-
-
-@triton.jit
 def _flags(base, offset, source):
-    """Pointers to the flags of `source`, the first of them BLOCKS times `source` behind `offset` bytes."""
+    """Pointers to the flags of `source`, the first of them BLOCKS times `source` after `offset` bytes."""
     return (base + offset).to(tl.pointer_type(tl.int64)) + source * _BLOCKS
 
 
@@ -123,9 +117,7 @@ def _advance(buffers, epochs, rank, announced, N: tl.constexpr, ROW_FLAGS: tl.co
 
 
 @triton.jit(do_not_specialize=["first", "last", "blocks"])
-def _await(
-    flags, epochs, first, last, blocks, patience, fault, N: tl.constexpr, LANES: tl.constexpr
-):  # fmt: skip
+def _await(flags, epochs, first, last, blocks, patience, fault, LANES: tl.constexpr):
     """One program: wait until ranks `first` to `last` - 1 have announced `blocks` blocks of rows."""
     lane = tl.arange(0, LANES)
     source, block = lane // _BLOCKS, lane % _BLOCKS
@@ -148,12 +140,24 @@ def _offer(
     _poll(_flags(mine, OFFERS, source), source < N, tl.load(epochs), patience, fault, 7)
 
 
-@triton.jit
-def _sum_row(
-    mine, epochs, x, total, row, lane, inside, rank, patience, fault,
-    share, C: tl.constexpr, N: tl.constexpr, LANES: tl.constexpr, PARTIALS: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr,
+@triton.jit(do_not_specialize=["rank", "share"])
+def _reduce(
+    mine, epochs, x, weight, total, rank, patience, fault, share, eps,
+    C: tl.constexpr, N: tl.constexpr, LANES: tl.constexpr, PARTIALS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    DTYPE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """x[row] (None: 0) + the partial sums of all ranks, added in fp32 in rank order; rounded once, it is stored to total[row]."""
+    """x (None: 0) + the partial sums of all ranks, added in fp32 in rank order and rounded once; a program a row.
+
+    Without a weight (None) the result goes to this rank's place of `rows`; with one to total, and its RMSNorm to that place."""
+    row, lane = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    inside = lane < C
+    if weight is not None:
+        scale = tl.load(weight + lane, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    if weight is None:
+        total = pointer_to(mine + ROWS, DTYPE) + rank * share * C
     source = tl.arange(0, LANES)
     flags = mine.to(tl.pointer_type(tl.int64)) + source * _BLOCKS + row // _BLOCK_ROWS
     sum = tl.zeros([BLOCK], tl.float32)
@@ -161,83 +165,16 @@ def _sum_row(
     if x is not None:
         before = tl.load(x + row * C + lane, mask=inside, other=0.0).to(tl.float32)
     _poll(flags, source < N, tl.load(epochs), patience, fault, 6)
-    partials = _at(mine + PARTIALS, DTYPE) + row * C
+    partials = pointer_to(mine + PARTIALS, DTYPE) + row * C
     for r in tl.static_range(N):
-        sum += tl.load(partials + r * share * C + lane, mask=inside, other=0.0).to(tl.float32)
+        sum += tl.load(partials + r * share.to(tl.int64) * C + lane, mask=inside, other=0.0).to(tl.float32)
     rounded = (before + sum).to(DTYPE)
     tl.store(total + row * C + lane, rounded, mask=inside)
-    return rounded.to(tl.float32)
-
-
-@triton.jit(do_not_specialize=["rank", "share"])
-def _reduce(
-    mine, epochs, x, rank, patience, fault, share,
-    C: tl.constexpr, N: tl.constexpr, LANES: tl.constexpr, PARTIALS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    DTYPE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """The sums into this rank's place of `rows`, a program a row."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    row, lane = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    place = _at(mine + ROWS, DTYPE) + rank * share * C
-    _sum_row(
-        mine,
-        epochs,
-        x,
-        place,
-        row,
-        lane,
-        lane < C,
-        rank,
-        patience,
-        fault,
-        share.to(tl.int64),
-        C,
-        N,
-        LANES,
-        PARTIALS,
-        BLOCK,
-        DTYPE,
-    )
-
-
-@triton.jit(do_not_specialize=["rank", "share"])
-def _reduce_norm(
-    mine, epochs, x, weight, total, rank, patience, fault, share, eps,
-    C: tl.constexpr, N: tl.constexpr, LANES: tl.constexpr, PARTIALS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """total = x + sum, and its RMSNorm into this rank's place of `rows`; a program a row."""
-    DTYPE: tl.constexpr = total.dtype.element_ty
-    row, lane = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    inside = lane < C
-    scale = tl.load(weight + lane, mask=inside, other=0.0).to(tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    values = _sum_row(
-        mine,
-        epochs,
-        x,
-        total,
-        row,
-        lane,
-        inside,
-        rank,
-        patience,
-        fault,
-        share.to(tl.int64),
-        C,
-        N,
-        LANES,
-        PARTIALS,
-        BLOCK,
-        DTYPE,
-    )
-    normed = values * tl.rsqrt(tl.sum(values * values, axis=0) / C + eps) * scale
-    place = _at(mine + ROWS, DTYPE) + (rank * share + row) * C
-    tl.store(place + lane, normed.to(DTYPE), mask=inside)
+    if weight is not None:
+        values = rounded.to(tl.float32)
+        normed = values * tl.rsqrt(tl.sum(values * values, axis=0) / C + eps) * scale
+        place = pointer_to(mine + ROWS, DTYPE) + (rank * share + row) * C
+        tl.store(place + lane, normed.to(DTYPE), mask=inside)
 
 
 # --- launches --------------------------------------------------------------------------------------------------------------------
@@ -247,10 +184,9 @@ def advance(places: Places, announced: int = 0) -> None:
     """Begin the next epoch, and tell all ranks that `announced` blocks of this rank's partial sums for them are there: all that
     the current stream has been given is complete by then. Its own flags are set at once, since it reads what it wrote itself in
     the stream's order."""
-    pdl = pdl_supported(places.epochs.device)
     _advance[(1,)](
-        places.buffers, places.epochs, places.rank, announced, N=places.world_size, ROW_FLAGS=places.row_flags, PDL=pdl,
-        launch_pdl=pdl, num_warps=2,
+        places.buffers, places.epochs, places.rank, announced, N=places.world_size, ROW_FLAGS=places.row_flags, num_warps=2,
+        **pdl_options(places.epochs.device),
     )  # fmt: skip
 
 
@@ -258,28 +194,30 @@ def offer_rows(places: Places) -> None:
     """Tell all ranks that this rank's rows are in their place of its own buffer, since all that the current stream has been given is
     complete, and let the stream wait until every rank has said so. At every rank, this rank's offers hold its epoch from then on
     until it offers rows again."""
-    pdl, n = pdl_supported(places.epochs.device), places.world_size
+    n = places.world_size
     _offer[(1,)](
         places.buffers, places.buffers[places.rank], places.epochs, places.rank, places.patience, places.fault, N=n,
-        LANES=_lanes(n), OFFERS=places.offers, PDL=pdl, launch_pdl=pdl, num_warps=2,
+        LANES=_lanes(n), OFFERS=places.offers, num_warps=2, **pdl_options(places.epochs.device),
     )  # fmt: skip
 
 
 def await_rows(places: Places, first: int, last: int, rows: int) -> None:
     """Let the current stream wait until ranks `first` to `last` - 1 have sent their `rows` rows each."""
-    n = places.world_size
+    lanes = triton.next_power_of_2(places.world_size) * BLOCKS
     _await[(1,)](
         places.buffers[places.rank] + places.row_flags, places.epochs, first, last, blocks_of(rows), places.patience,
-        places.fault, N=n, LANES=triton.next_power_of_2(n) * BLOCKS, num_warps=4,
+        places.fault, LANES=lanes, num_warps=4,
     )  # fmt: skip
 
 
 def reduce_rows(places: Places, rows: int, size: int, dtype: torch.dtype, x: Tensor | None) -> None:
     """Wait for all partial sums of this rank's `rows` rows of `size` values; x (rows, size), or 0, plus their sum goes to this
     rank's place of `rows`."""
-    options: dict[str, Any] = _options(places, size) | {"DTYPE": _TRITON[dtype]}
     mine = places.buffers[places.rank]
-    _reduce[(rows,)](mine, places.epochs, x, places.rank, places.patience, places.fault, rows, **options)
+    _reduce[(rows,)](
+        mine, places.epochs, x, None, None, places.rank, places.patience, places.fault, rows, None,
+        **_options(places, size, dtype),
+    )  # fmt: skip
 
 
 def reduce_norm_rows(places: Places, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -287,10 +225,10 @@ def reduce_norm_rows(places: Places, x: Tensor, weight: Tensor, eps: float) -> T
     rank's place of `rows`. x (rows, C) contiguous, of the partial sums' dtype.
 
     The sum is rounded once, from fp32, and its rounded value is normalized (Zhang & Sennrich, arXiv:1910.07467)."""
-    total = torch.empty_like(x)
-    _reduce_norm[(x.shape[0],)](
-        places.buffers[places.rank], places.epochs, x, weight, total, places.rank, places.patience, places.fault, x.shape[0],
-        eps, **_options(places, x.shape[1]),
+    (rows, size), total, mine = x.shape, torch.empty_like(x), places.buffers[places.rank]
+    _reduce[(rows,)](
+        mine, places.epochs, x, weight, total, places.rank, places.patience, places.fault, rows, eps,
+        **_options(places, size, x.dtype),
     )  # fmt: skip
     return total
 
@@ -303,9 +241,8 @@ def _lanes(world_size: int) -> int:
     return max(2, triton.next_power_of_2(world_size))
 
 
-def _options(places: Places, size: int) -> dict[str, Any]:
-    pdl, block, n = pdl_supported(places.epochs.device), triton.next_power_of_2(size), places.world_size
-    warps = min(max(block // 512, 1), 16)  # as for kernels/norm_triton.py
+def _options(places: Places, size: int, dtype: torch.dtype) -> dict[str, Any]:
+    block, n = triton.next_power_of_2(size), places.world_size
     return {
         "C": size,
         "N": n,
@@ -313,7 +250,7 @@ def _options(places: Places, size: int) -> dict[str, Any]:
         "PARTIALS": places.partials,
         "ROWS": places.rows,
         "BLOCK": block,
-        "PDL": pdl,
-        "launch_pdl": pdl,
-        "num_warps": warps,
+        "DTYPE": _TRITON[dtype],
+        "num_warps": min(max(block // 512, 1), 16),  # as in kernels/norm.py
+        **pdl_options(places.epochs.device),
     }

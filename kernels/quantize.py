@@ -1,8 +1,9 @@
 """Triton kernels of the quantized all-reduce: quantize and pack, unpack and dequantize and sum.
 
 `comm/quantize.py` defines the records and their arithmetic in PyTorch; these kernels give the same bytes and the same sums,
-bit for bit. Formats are said as (bits, symmetric, floating), so that nothing is imported from there. Import this module only
-where Triton is needed; it also runs in Triton's interpreter (TRITON_INTERPRET=1).
+bit for bit. Formats are passed as (bits, symmetric, floating), so that nothing is imported from there. Import this module only
+where Triton is needed; it also runs in Triton's interpreter (TRITON_INTERPRET=1). `kernels/quantized_all_reduce.py` uses the same device
+functions.
 """
 
 import torch
@@ -15,7 +16,7 @@ VALUES = 4096  # that one program handles: as many whole groups as fit
 
 # The interpreter's fma rounds twice.
 _HAS_FMA = tl.constexpr(not triton.knobs.runtime.interpret)
-_WHOLE = tl.constexpr(12582912.0)  # 1.5 * 2^23: behind it fp32 has no fractions, and an integer's bits come last
+_WHOLE = tl.constexpr(12582912.0)  # 1.5 * 2^23: added to it, fp32 has no fractions, and the last bits are the integer
 
 
 @triton.jit
@@ -29,9 +30,9 @@ def _divide(minus, divisor, reciprocal):
     """The IEEE quotient -minus / divisor, by a correction of -minus * (1 / divisor); reciprocal: -1 / divisor, off by a unit in the
     last place at most. The signs spare a negation, and give zero the right one.
 
-    Right for divisors of up to 15 significant bits: the rest, quotient * divisor - x, then is exact, and x / divisor lies no nearer
-    to the middle of two floats than 2^-16 units in the last place, where the corrected quotient is off by 2^-22 before it is rounded.
-    That nothing underflows is the caller's care."""
+    Right for divisors of up to 15 significant bits: then the rest, quotient * divisor - x, is exact, and x / divisor is at least 2^-16
+    units in the last place away from the middle of two floats, while the corrected quotient is off by 2^-22 before it is rounded.
+    The caller must prevent underflow."""
     if _HAS_FMA:
         quotient = minus * reciprocal
         return tl.fma(tl.fma(quotient, divisor, minus), reciprocal, quotient)
@@ -40,7 +41,7 @@ def _divide(minus, divisor, reciprocal):
 
 @triton.jit
 def _divide_by(x, DIVISOR: tl.constexpr):
-    """The same for a small odd number: even of fp32's least values."""
+    """The same for a small odd number, also of fp32's smallest values."""
     return _divide(-x, tl.full(x.shape, DIVISOR, tl.float32), tl.full(x.shape, -1.0 / DIVISOR, tl.float32))
 
 
@@ -64,8 +65,8 @@ def _from_e4m3(bits):
 
 
 @triton.jit
-def _scale(low, high, unknown, LEVELS: tl.constexpr, SYMMETRIC: tl.constexpr, FLOATING: tl.constexpr):
-    """(R,) least and greatest values of R groups, and whether a value of theirs is not finite, to the bits of a bf16 scale."""
+def scale_of(low, high, unknown, LEVELS: tl.constexpr, SYMMETRIC: tl.constexpr, FLOATING: tl.constexpr):
+    """(R,) least and greatest values of R groups, and whether one of their values is not finite, to the bits of a bf16 scale."""
     high, low = tl.where(unknown, 0.0, high), tl.where(unknown, 0.0, low)
     largest = tl.maximum(high, -low)
     if FLOATING:
@@ -79,15 +80,15 @@ def _scale(low, high, unknown, LEVELS: tl.constexpr, SYMMETRIC: tl.constexpr, FL
 
 
 @triton.jit
-def _step(scale):
+def step_of(scale):
     """fp32 of a bf16's bits."""
     return (scale << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _divisor(step):
-    """(factor, divisor, reciprocal): x / step is `_divide(x * factor, divisor, reciprocal)`, which does not underflow before its
-    result does. 0 for a step of 0; anything for NaN."""
+    """(factor, divisor, reciprocal): x / step is `_divide(x * factor, divisor, reciprocal)`, which underflows only if its result
+    does. 0 for a step of 0; anything for NaN."""
     factor = tl.where(step < 8.67e-19, -1.2379400392853803e27, -1.0)  # -2^90
     divisor = step * -factor
     reciprocal = tl.where(
@@ -97,15 +98,15 @@ def _divisor(step):
 
 
 @triton.jit
-def _zero_point(low, step):
+def zero_point(low, step):
     """Of R groups, fp32; 0 where the scale is 0 or NaN."""
     factor, divisor, reciprocal = _divisor(step)
     return tl.where(step > 0, -_round(_divide(low * factor, divisor, reciprocal)), 0.0)
 
 
 @triton.jit
-def _codes(x, step, zero, LEVELS: tl.constexpr, SYMMETRIC: tl.constexpr, FLOATING: tl.constexpr, E4M3: tl.constexpr):
-    """(R, H) fp32 values of R groups to uint8 codes; step and zero (R,). E4M3: whether the GPU converts to it by itself."""
+def encode(x, step, zero, LEVELS: tl.constexpr, SYMMETRIC: tl.constexpr, FLOATING: tl.constexpr, E4M3: tl.constexpr):
+    """(R, H) fp32 values of R groups to uint8 codes; step and zero (R,). E4M3: whether the GPU has an instruction for the conversion."""
     factor, divisor, reciprocal = _divisor(step)
     ratio = _divide(x * factor[:, None], divisor[:, None], reciprocal[:, None])
     if FLOATING or SYMMETRIC:
@@ -114,7 +115,7 @@ def _codes(x, step, zero, LEVELS: tl.constexpr, SYMMETRIC: tl.constexpr, FLOATIN
         if E4M3:
             return ratio.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
         return _to_e4m3(ratio).to(tl.uint8)
-    # clamped behind _WHOLE, where the last byte is the code
+    # clamped after adding _WHOLE: the last byte is the code
     if SYMMETRIC:
         code = (ratio + _WHOLE) + (LEVELS // 2 + 1)
     else:
@@ -124,7 +125,7 @@ def _codes(x, step, zero, LEVELS: tl.constexpr, SYMMETRIC: tl.constexpr, FLOATIN
 
 
 @triton.jit
-def _extremes(first, second, inside):
+def extremes(first, second, inside):
     """(least, greatest, whether one is not finite) of each row of two (R, H) tensors, where `inside`; (R,)."""
     infinity: tl.constexpr = float("inf")
     high = tl.max(tl.where(inside, tl.maximum(first, second), -infinity), axis=1)
@@ -154,20 +155,20 @@ def _quantize(
     first = tl.load(values + where, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(values + where + GROUP // 2, mask=inside, other=0.0).to(tl.float32)
 
-    low, high, unknown = _extremes(first, second, inside)
+    low, high, unknown = extremes(first, second, inside)
     unknown |= row >= groups
     levels: tl.constexpr = 2**BITS - 1
-    scale = _scale(low, high, unknown, levels, SYMMETRIC, FLOATING)
-    step = _step(scale)
+    scale = scale_of(low, high, unknown, levels, SYMMETRIC, FLOATING)
+    step = step_of(scale)
     zero = tl.zeros_like(step)
     tl.store(halfwords + row * (RECORD // 2), scale.to(tl.int16), mask=row < groups)
     header: tl.constexpr = 2 if SYMMETRIC or FLOATING else 4
     if header == 4:
-        zero = _zero_point(low, step)
+        zero = zero_point(low, step)
         tl.store(halfwords + row * (RECORD // 2) + 1, zero.to(tl.int16), mask=row < groups)
     known = (step > 0)[:, None]
-    a = _codes(tl.where(known, first, 0.0), step, zero, levels, SYMMETRIC, FLOATING, False)
-    b = _codes(tl.where(known, second, 0.0), step, zero, levels, SYMMETRIC, FLOATING, False)
+    a = encode(tl.where(known, first, 0.0), step, zero, levels, SYMMETRIC, FLOATING, False)
+    b = encode(tl.where(known, second, 0.0), step, zero, levels, SYMMETRIC, FLOATING, False)
     place = records + row[:, None] * RECORD + header + column[None, :]
     if BITS == 4:
         tl.store(place, a | (b << 4), mask=inside)
@@ -177,21 +178,21 @@ def _quantize(
 
 
 @triton.jit
-def _values(codes, zero, step, FLOATING: tl.constexpr, E4M3: tl.constexpr):
+def decode(codes, zero, step, FLOATING: tl.constexpr, E4M3: tl.constexpr):
     """(R, H) uint8 codes to what they stand for, fp32; zero and step (R,)."""
     if FLOATING:
         if E4M3:
             value = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
         else:
             value = _from_e4m3(codes.to(tl.int32))
-    else:  # behind 2^23, where the last bits are the code
+    else:  # added to 2^23, the last bits are the code
         value = (codes.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - (zero[:, None] + 8388608.0)
     return value * step[:, None]
 
 
 @triton.jit
-def _negative_zeros(R: tl.constexpr, H: tl.constexpr):
-    """To begin a sum with: the first summand keeps its sign, if it is a zero."""
+def negative_zeros(R: tl.constexpr, H: tl.constexpr):
+    """The start of a sum: so a first summand of zero keeps its sign."""
     return tl.zeros((R, H), tl.float32) * -1.0
 
 
@@ -214,11 +215,11 @@ def _dequantize_sum(
     column = tl.arange(0, HALF)
     inside = (row < groups)[:, None] & (column < GROUP // 2)[None, :]
     header: tl.constexpr = 2 if SYMMETRIC or FLOATING else 4
-    first, second = _negative_zeros(ROWS, HALF), _negative_zeros(ROWS, HALF)
+    first, second = negative_zeros(ROWS, HALF), negative_zeros(ROWS, HALF)
     for rank in range(RANKS):
         record = rank * groups + row
         scale = tl.load(halfwords + record * (RECORD // 2), mask=row < groups, other=0)
-        step = _step(scale.to(tl.int32))
+        step = step_of(scale.to(tl.int32))
         if header == 4:
             zero = tl.load(halfwords + record * (RECORD // 2) + 1, mask=row < groups, other=0).to(tl.float32)
         else:
@@ -230,8 +231,8 @@ def _dequantize_sum(
             a = a & 15
         else:
             b = tl.load(place + GROUP // 2, mask=inside, other=0)
-        first += _values(a, zero, step, FLOATING, False)
-        second += _values(b, zero, step, FLOATING, False)
+        first += decode(a, zero, step, FLOATING, False)
+        second += decode(b, zero, step, FLOATING, False)
     where = row[:, None] * GROUP + column[None, :]
     tl.store(sums + where, first, mask=inside)
     tl.store(sums + where + GROUP // 2, second, mask=inside)
