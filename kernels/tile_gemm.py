@@ -1,8 +1,8 @@
 """How matrix products that exchange rows with other GPUs are cut into tiles: what `kernels/gemm_reduce_scatter.py` and
 `kernels/all_gather_gemm.py` share on the host.
 
-Rows of tokens are dealt to N ranks in equal runs of `share` rows. Blocks of BLOCK rows of a run are announced from GPU to GPU by
-flags, one int64 each: coarser than a flag for each tile (Flux, section 4.3, decouples the two) and finer than one for each run.
+Each of N ranks owns a run of `share` consecutive rows of tokens. Blocks of BLOCK rows of a run are announced from GPU to GPU by flags,
+one int64 each: coarser than a flag for each tile (Flux, section 4.3, decouples the two) and finer than one for each run.
 """
 
 from dataclasses import dataclass
@@ -22,10 +22,10 @@ DTYPES = (torch.bfloat16, torch.float16)
 class Tiling:
     """Tiles of block_m rows by block_n columns, summed block_k columns of the operands at a time.
 
-    stages: steps of operands in shared memory. group: tiles of rows that take turns before the next column of tiles, so that what
-    is in flight at a time shares operands in L2. specialized: whether warps have different jobs, so that loads and stores go on
+    stages: steps of operands in shared memory. group: tiles of rows that are computed before the next column of tiles, so that tiles
+    computed at the same time share operands in L2. specialized: whether warps have different jobs, so that loads and stores go on
     while a tile begins or ends (`kernels/tile_gemm_hopper.py`: needs Hopper and runs of at least block_m rows; elsewhere the
-    same tiles without it). spare: SMs left to kernels that carry rows.
+    same tiles are computed without it). spare: SMs left to kernels that transfer rows.
     """
 
     block_m: int
@@ -45,12 +45,12 @@ class Tiling:
         """Bytes of a tile of results."""
         return self.block_m * self.block_n * itemsize
 
-    def stages_beside(self, bytes: int) -> int:
-        """How many of `stages` fit an SM's shared memory beside `bytes`."""
+    def stages_with(self, bytes: int) -> int:
+        """How many of `stages` fit an SM's shared memory together with `bytes`."""
         return min(self.stages, (SHARED_BYTES - 2048 - bytes) // self.step_bytes())
 
     def programs_per_sm(self) -> int:
-        """How many programs an SM holds: by shared memory, and by registers, of which half go to 4 warps."""
+        """How many programs an SM holds: by shared memory, and by registers: 4 warps take half of them."""
         shared = max(self.stages * self.step_bytes(), self.result_bytes()) + 2048
         return max(1, min(8 // self.warps, SHARED_BYTES // shared))
 
@@ -64,14 +64,14 @@ TILINGS = (
     Tiling(64, 128, stages=4, warps=4),
     Tiling(64, 64, block_k=128, stages=3, warps=4),
 )
-# results an SM adds to in a unit of time, by the results of a tile: larger ones reuse more of what they load
+# relative speed of an SM, by the number of results of a tile: larger tiles reuse more of what they load
 RATES = {128 * 256: 1.0, 128 * 128: 0.85, 64 * 256: 0.8, 64 * 128: 0.65, 64 * 64: 0.45}
-EDGE = 256  # columns of K that could be summed while a tile begins and ends
+EDGE = 256  # the time in which a tile begins and ends, in columns of K that could be summed meanwhile
 
 
 @cache
 def candidates(m: int, n: int, k: int, world_size: int, sms: int = 132) -> tuple[Tiling, ...]:
-    """The tilings worth measuring for (m, k) x (n, k) with the m rows dealt to `world_size` ranks, the likeliest first."""
+    """The tilings worth measuring for (m, k) x (n, k) with the m rows split over `world_size` ranks, the likeliest first."""
     return tuple(sorted(TILINGS, key=lambda tiling: _cost(tiling, m, n, k, world_size, sms)))
 
 
@@ -88,7 +88,7 @@ def row_tiles(share: int, world_size: int, block_m: int) -> int:
 
 
 def specialized(tiling: Tiling, rows: int, world_size: int, device: torch.device) -> bool:
-    """Whether the tiling's wish for specialized warps can be granted."""
+    """Whether the tiling wants specialized warps, and the rows and the GPU allow them."""
     fits = tiling.specialized and tiling.block_m <= rows // world_size and world_size <= MAX_SPECIALIZED
     return fits and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 

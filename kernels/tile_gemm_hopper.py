@@ -1,8 +1,8 @@
 """The products of `kernels/tile_gemm_triton.py` for Hopper, with warps that have different jobs (written in Gluon).
 
-One warp loads operands by TMA into a ring of buffers, as far ahead as there is room and into the tiles to come; eight warps
-multiply (wgmma); in the reduce-scatter one more warp stores results by TMA and announces them, so that neither the link nor the
-fences hold up the tensor cores. It needs rows of a rank that fill a tile, and no interpreter runs it.
+One warp loads operands by TMA into a ring of buffers, as far ahead as there is room, also for the next tiles. Eight warps multiply
+(wgmma). In the reduce-scatter one more warp stores results by TMA and announces them, so that neither the link nor the fences delay the
+tensor cores. A rank's rows must fill a tile. No interpreter runs these kernels.
 
 Memory order. All-gather: the loading warp acquires a block's flag and passes a fence from the generic to the async proxy before
 it asks TMA for the rows. Reduce-scatter: the thread that issued a tile's stores waits for their completion, not only for
@@ -27,15 +27,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.tile_gemm import BLOCK, MAX_SPECIALIZED, Tiling
-from kernels.tile_gemm_triton import _place, _select, counters, grid
+from kernels.tile_gemm_triton import counters, grid, place_of, select
 
-REGISTERS = 168  # of a thread at launch: 12 warps share an SM's, and then trade them
+REGISTERS = 168  # of a thread at launch, when 12 warps share an SM's equally; then they are redistributed
 _BLOCK = gl.constexpr(BLOCK)
 
 
 @gluon.jit
 def _ring(x, weight, STAGES: gl.constexpr):
-    """Buffers for STAGES steps of operands, and barriers that say which are full and which free."""
+    """Buffers for STAGES steps of operands, and barriers for full and for free ones."""
     a = gl.allocate_shared_memory(x.dtype, [STAGES, x.block_type.shape[0], x.block_type.shape[1]], x.layout)
     b = gl.allocate_shared_memory(weight.dtype, [STAGES, weight.block_type.shape[0], weight.block_type.shape[1]], weight.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -104,7 +104,7 @@ def _scatter_load(x, weight, ring, rank, share, tiles, columns, steps, N: gl.con
     BLOCK_N: gl.constexpr = weight.block_type.shape[0]
     step = 0
     for turn in range(_turns(tiles)):
-        row, _end, column_tile = _place(_tile(turn), (rank + 1) % N, 1, share, columns, N, BLOCK_M, GROUP, False)
+        row, _end, column_tile = place_of(_tile(turn), (rank + 1) % N, 1, share, columns, N, BLOCK_M, GROUP, False)
         step = _load(x, weight, ring, row, column_tile * BLOCK_N, step, steps)
 
 
@@ -121,7 +121,7 @@ def _scatter_multiply(ring, result, ready, taken, tiles, steps):
 
 @gluon.jit
 def _complete():
-    """Wait until what this thread stored by TMA is stored, for whoever this thread tells."""
+    """Wait until this thread's TMA stores are complete, so that a GPU to which it announces them afterwards sees them."""
     gl.inline_asm_elementwise(
         "cp.async.bulk.wait_group 0; fence.proxy.async; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -135,7 +135,7 @@ def _scatter_store(areas, flags, epoch, counters, result, ready, taken, rank, sh
     BLOCK_N: gl.constexpr = result.type.shape[1]
     now = gl.load(epoch)
     for turn in range(_turns(tiles)):
-        row, _end, column_tile = _place(_tile(turn), (rank + 1) % N, 1, share, columns, N, BLOCK_M, GROUP, False)
+        row, _end, column_tile = place_of(_tile(turn), (rank + 1) % N, 1, share, columns, N, BLOCK_M, GROUP, False)
         owner = row // share
         mbarrier.wait(ready, turn & 1)
         for i in gl.static_range(N):
@@ -151,7 +151,7 @@ def _scatter_store(areas, flags, epoch, counters, result, ready, taken, rank, sh
         counter = counters + owner * gl.cdiv(share, _BLOCK) + block
         if gl.atomic_add(counter, 1, sem="acq_rel", scope="sys") == stored_in - 1:
             gl.store(counter, 0)
-            flag = _select(flags, owner, N).to(gl.pointer_type(gl.int64)) + block
+            flag = select(flags, owner, N).to(gl.pointer_type(gl.int64)) + block
             gl.atomic_xchg(flag, now, sem="release", scope="sys")
 
 
@@ -222,7 +222,7 @@ def _gather_load(x, weight, ring, flags, epoch, fault, stride, rank, patience, s
     now = gl.load(epoch)
     step = 0
     for turn in range(_turns(tiles)):
-        row, _end, column_tile = _place(_tile(turn), rank, N - 1, share, columns, N, BLOCK_M, GROUP, False)
+        row, _end, column_tile = place_of(_tile(turn), rank, N - 1, share, columns, N, BLOCK_M, GROUP, False)
         source = row // share
         if source != rank:
             _await(flags + source * stride + (row - source * share) // _BLOCK, now, patience, fault)
@@ -237,7 +237,7 @@ def _gather_multiply(ring, out, rank, share, tiles, columns, steps, C, N: gl.con
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [gl.num_warps(), 1], [1, 0])
     step = 0
     for turn in range(_turns(tiles)):
-        row, end, column_tile = _place(_tile(turn), rank, N - 1, share, columns, N, BLOCK_M, GROUP, False)
+        row, end, column_tile = place_of(_tile(turn), rank, N - 1, share, columns, N, BLOCK_M, GROUP, False)
         sums, step = _multiply(ring, step, steps)
         result = gl.convert_layout(sums.to(out.dtype.element_ty), LAYOUT)
         m = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, LAYOUT))[:, None]
@@ -289,7 +289,7 @@ def _all_gather_gemm(
 
 @dataclass(frozen=True)
 class _Area:
-    """Memory of another GPU, as far as a descriptor wants a tensor."""
+    """Memory of another GPU, with what a descriptor needs of a tensor."""
 
     address: int
     dtype: torch.dtype
@@ -311,7 +311,7 @@ def gemm_reduce_scatter(
     _gemm_reduce_scatter[grid(x, weight, len(destinations), tiling)](
         *(*_operands(x, weight, tiling), *areas),
         *(flags, epoch, counters(x.device), share, features, x.shape[1], rank),
-        **_constants(len(destinations), tiling, tiling.stages_beside(tiling.result_bytes())),
+        **_constants(len(destinations), tiling, tiling.stages_with(tiling.result_bytes())),
     )
 
 
@@ -324,9 +324,7 @@ def all_gather_gemm(
     _all_gather_gemm[grid(rows, weight, len(flags), tiling)](
         *_operands(rows, weight, tiling),
         *(out, flags, epoch, fault, flags.stride(0), share, features, rows.shape[1], rank, patience),
-        **_constants(
-            len(flags), tiling, tiling.stages_beside(tiling.result_bytes() // 2)
-        ),  # halves change their layout in turn
+        **_constants(len(flags), tiling, tiling.stages_with(tiling.result_bytes() // 2)),  # halves change their layout in turn
     )
     return out
 

@@ -1,16 +1,16 @@
 """Triton kernels that multiply matrices tile by tile and exchange rows with other GPUs over NVLink meanwhile: no multicast.
 
-Both are persistent: a program does tiles p, p + programs, … Operands come by TMA through descriptors that the host makes, tensor
+Both are persistent: program p does tiles p, p + programs, … TMA loads operands through descriptors that the host makes; tensor
 cores add in fp32. The order of tiles follows the rank (Flux, arXiv:2406.06858, section 4.1: tile coordinate swizzling).
 
-Memory order, reduce-scatter. A tile is stored by ordinary stores, not by TMA: TMA stores belong to the async proxy, and nothing
+Memory order, reduce-scatter. A tile is stored by ordinary stores, not by TMA: TMA stores belong to the async proxy, and nothing that
 Triton emits makes their completion at another GPU come before a flag. The barrier after the stores, the tile's count (acquire and
-release at system scope) and the flag's exchange (release at system scope) form a chain, so that who has seen the flag sees the
-tiles of all programs.
+release at system scope) and the flag's exchange (release at system scope) form a chain: a GPU that has seen the flag sees the tiles
+of all programs.
 
 Memory order, all-gather. The rows that TMA loads, in the async proxy, were stored in the generic proxy by other GPUs or by a copy
-engine. All threads pass a barrier behind the polls that acquired the flag, and then a fence between the proxies, so whichever
-thread issues the load has both behind it. L1 is out of the way of TMA, and L2 is where NVLink's stores arrive.
+engine. After the polls that acquired the flag all threads pass a barrier, and then a fence between the proxies. So both precede the
+load, whichever thread issues it. TMA does not read through L1, and stores over NVLink arrive in L2.
 
 Import this module only where Triton is needed; it also runs in Triton's interpreter (TRITON_INTERPRET=1), without the fences.
 """
@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels.dispatch import pdl_supported
+from kernels.dispatch import pdl_options
 from kernels.tile_gemm import BLOCK, COUNTERS, Tiling, row_tiles
 
 _BLOCK = tl.constexpr(BLOCK)
@@ -60,10 +60,10 @@ def _tile_rows(turn, row_tile, first_owner, step, share, N: tl.constexpr, BLOCK_
 
 
 @triton.jit
-def _place(tile, first_owner, step, share, columns,
+def place_of(tile, first_owner, step, share, columns,
     N: tl.constexpr, BLOCK_M: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """First row, row behind the last, and column, in tiles, of a tile; the owners take turns as `_tile_rows` says."""
+    """First row, row after the last, and column, in tiles, of a tile; the order of the owners is that of `_tile_rows`."""
     rows = tl.cdiv(N * share, BLOCK_M) if SPAN else tl.cdiv(share, BLOCK_M)
     turn = tile // (rows * columns)
     row_tile, column_tile = _grouped(tile % (rows * columns), rows, columns, GROUP)
@@ -75,7 +75,7 @@ def _place(tile, first_owner, step, share, columns,
 def _product(
     x, weight, row, column, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr
 ):
-    """x[row : row + BLOCK_M] @ weight[column : column + BLOCK_N].T in fp32, of matrices behind descriptors."""
+    """x[row : row + BLOCK_M] @ weight[column : column + BLOCK_N].T in fp32, of matrices given by descriptors."""
     sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for step in tl.range(0, tl.cdiv(K, BLOCK_K), num_stages=STAGES):
         a = x.load([row, step * BLOCK_K])
@@ -85,7 +85,7 @@ def _product(
 
 
 @triton.jit
-def _select(values, index, N: tl.constexpr):
+def select(values, index, N: tl.constexpr):
     """values[index] of a tuple of N int64, for an index or a tensor of them."""
     chosen = (index * 0).to(tl.int64)
     for i in tl.static_range(N):
@@ -98,7 +98,7 @@ def _select(values, index, N: tl.constexpr):
 
 @triton.jit
 def _blocks(row, end, share, N: tl.constexpr, LANES: tl.constexpr):
-    """For each owner (LANES,): which block of its rows the tile's rows, row to end, are of, and whether there are any."""
+    """For each owner (LANES,): which block of its rows the tile's rows, row to end, belong to, and whether any do."""
     owner = tl.arange(0, LANES)
     touched = (owner < N) & (owner * share < end) & ((owner + 1) * share > row)
     return owner, tl.maximum(row - owner * share, 0) // _BLOCK, touched
@@ -120,7 +120,8 @@ def _row_tiles_of(owner, block, share, BLOCK_M: tl.constexpr, SPAN: tl.constexpr
 def _arrive(counters, flags, epoch, row, end, share, columns,
     N: tl.constexpr, LANES: tl.constexpr, BLOCK_M: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """Count a stored tile; whoever counts a block's last zeroes the counter for the next launch and tells the block's owner."""
+    """Count a stored tile. The program that counts a block's last tile zeroes the counter for the next launch and sets the flag of
+    the block's owner."""
     owner, block, touched = _blocks(row, end, share, N, LANES)
     tiles = _row_tiles_of(owner, block, share, BLOCK_M, SPAN) * columns
     counter = counters + owner * tl.cdiv(share, _BLOCK) + block
@@ -128,7 +129,7 @@ def _arrive(counters, flags, epoch, row, end, share, columns,
     before = tl.atomic_add(counter, 1, mask=touched, sem="acq_rel", scope="sys")
     complete = touched & (before == tiles - 1)
     tl.store(counter, tl.zeros([LANES], tl.int32), mask=complete)
-    flag = _select(flags, owner, N).to(tl.pointer_type(tl.int64)) + block
+    flag = select(flags, owner, N).to(tl.pointer_type(tl.int64)) + block
     tl.atomic_xchg(flag, tl.zeros([LANES], tl.int64) + epoch, mask=complete, sem="release", scope="sys")
 
 
@@ -136,7 +137,7 @@ def _arrive(counters, flags, epoch, row, end, share, columns,
 def _await(
     flags, stride, epoch, patience, fault, row, end, share, rank, N: tl.constexpr, LANES: tl.constexpr, FENCE: tl.constexpr
 ):
-    """Wait for the blocks of other ranks' rows that a tile's rows are of."""
+    """Wait for the blocks of other ranks' rows that a tile's rows belong to."""
     source, block, touched = _blocks(row, end, share, N, LANES)
     needed = touched & (source != rank)
     missing = tl.max(needed.to(tl.int32), axis=0)
@@ -189,12 +190,12 @@ def _gemm_reduce_scatter(
     columns = tl.cdiv(C, BLOCK_N)
     tiles = (tl.cdiv(N * share, BLOCK_M) if SPAN else N * tl.cdiv(share, BLOCK_M)) * columns
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        row, end, column_tile = _place(tile, (rank + 1) % N, 1, share, columns, N, BLOCK_M, GROUP, SPAN)
+        row, end, column_tile = place_of(tile, (rank + 1) % N, 1, share, columns, N, BLOCK_M, GROUP, SPAN)
         sums = _product(x, weight, row, column_tile * BLOCK_N, K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES)
         m = row + tl.arange(0, BLOCK_M)[:, None]
         n = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
         owner = m // share if SPAN else row // share
-        there = _select(destinations, owner, N).to(tl.pointer_type(DTYPE))
+        there = select(destinations, owner, N).to(tl.pointer_type(DTYPE))
         there = tl.multiple_of(there, [16, 16] if SPAN else 16)
         place = (m - owner * share).to(tl.int64) * C + n
         tl.store(there + place, sums.to(DTYPE), mask=(m < end) & (n < C))
@@ -233,13 +234,13 @@ def _all_gather_gemm(
     columns = tl.cdiv(C, BLOCK_N)
     tiles = (tl.cdiv(N * share, BLOCK_M) if SPAN else N * tl.cdiv(share, BLOCK_M)) * columns
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        row, end, column_tile = _place(tile, rank, N - 1, share, columns, N, BLOCK_M, GROUP, SPAN)
+        row, end, column_tile = place_of(tile, rank, N - 1, share, columns, N, BLOCK_M, GROUP, SPAN)
         _await(flags, stride, now, patience, fault, row, end, share, rank, N, LANES, PDL)
         sums = _product(x, weight, row, column_tile * BLOCK_N, K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES)
         m = row + tl.arange(0, BLOCK_M)[:, None]
         n = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
         tl.store(out + m.to(tl.int64) * C + n, sums.to(out.dtype.element_ty), mask=(m < end) & (n < C))
-    if PDL:  # not before all waiting is over: what starts early may take the place of a kernel that carries rows
+    if PDL:  # not before all waits are over: a kernel that starts early may take the place of one that transfers rows
         tl.extra.cuda.gdc_launch_dependents()
 
 
@@ -301,12 +302,11 @@ def grid(x: Tensor, weight: Tensor, world_size: int, tiling: Tiling) -> tuple[in
 
 @cache
 def _sms(device: torch.device) -> int:
-    """Multiprocessors of a GPU; a few programs suffice Triton's interpreter."""
+    """Multiprocessors of a GPU; for Triton's interpreter a few programs are enough."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
 def _constants(share: int, world_size: int, tiling: Tiling, device: torch.device) -> dict[str, int | bool]:
-    pdl = pdl_supported(device)
     return {
         "N": world_size,
         "LANES": triton.next_power_of_2(world_size),
@@ -316,7 +316,6 @@ def _constants(share: int, world_size: int, tiling: Tiling, device: torch.device
         "STAGES": tiling.stages,
         "GROUP": tiling.group,
         "SPAN": share < tiling.block_m,
-        "PDL": pdl,
         "num_warps": tiling.warps,
-        "launch_pdl": pdl,
+        **pdl_options(device),
     }

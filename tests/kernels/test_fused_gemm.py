@@ -235,7 +235,7 @@ def test_tilings_fit_an_sm_and_the_flags() -> None:
         assert BLOCK % tiling.block_m == 0, tiling
         assert tiling.programs_per_sm() * tiling.warps <= 8, tiling
         if tiling.specialized:
-            assert tiling.stages_beside(tiling.result_bytes()) >= 3, tiling
+            assert tiling.stages_with(tiling.result_bytes()) >= 3, tiling
             assert tiling.block_m == 16 * tiling.warps, tiling  # each warp of the tensor cores has 16 rows
 
 
