@@ -237,19 +237,23 @@ def announce(peers, phase: tl.constexpr, rank, epoch, N: tl.constexpr, LANES: tl
 def await_all(state, phase: tl.constexpr, epoch, N: tl.constexpr, LANES: tl.constexpr):
     """Wait until the program of this number on each rank has announced."""
     lane = tl.arange(0, LANES)
-    missing = 1
-    polls = 0
-    while (missing != 0) & (polls < state.patience):
-        seen = tl.atomic_add(
-            _program_flags(state.peers[N - 1], phase, lane, N), tl.zeros([LANES], tl.int64), mask=lane < N, sem="acquire", scope="sys"
-        )  # fmt: skip
-        missing = tl.max(((lane < N) & (seen < epoch)).to(tl.int32), axis=0)
-        polls += 1
-    if missing != 0:
-        tl.store(state.fault, 4)
-    tl.debug_barrier()  # all warps' loads come after the acquire
+    poll(_program_flags(state.peers[N - 1], phase, lane, N), lane < N, epoch, state.patience, state.fault, 4)
 
 
 @triton.jit
 def _program_flags(base, phase: tl.constexpr, rank, N: tl.constexpr):
     return base.to(tl.pointer_type(tl.int64)) + (phase * N + rank) * _MAX_PROGRAMS + tl.program_id(0)
+
+
+@triton.jit
+def poll(flags, mask, epoch, patience, fault, CODE: tl.constexpr):
+    """Wait until all flags where `mask` is set are at least `epoch`; after `patience` polls give up, with CODE in `fault`."""
+    missing = 1
+    polls = 0
+    while (missing != 0) & (polls < patience):
+        seen = tl.atomic_add(flags, tl.zeros(flags.shape, tl.int64), mask=mask, sem="acquire", scope="sys")
+        missing = tl.max((mask & (seen < epoch)).to(tl.int32), axis=0)
+        polls += 1
+    if missing != 0:
+        tl.store(fault, CODE)
+    tl.debug_barrier()  # all warps' loads come after the acquire

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.device import PATIENCE, pointer_to
+from kernels.device import PATIENCE, pointer_to, poll
 from kernels.dispatch import pdl_options
 
 BLOCK_ROWS = 128  # rows that one flag announces
@@ -87,20 +87,6 @@ def _flags(base, offset, source):
     return (base + offset).to(tl.pointer_type(tl.int64)) + source * _BLOCKS
 
 
-@triton.jit
-def _poll(flags, mask, epoch, patience, fault, CODE: tl.constexpr):
-    """Wait until all flags where `mask` is set have arrived at `epoch`."""
-    missing = 1
-    polls = 0
-    while (missing != 0) & (polls < patience):
-        seen = tl.atomic_add(flags, tl.zeros(flags.shape, tl.int64), mask=mask, sem="acquire", scope="sys")
-        missing = tl.max((mask & (seen < epoch)).to(tl.int32), axis=0)
-        polls += 1
-    if missing != 0:
-        tl.store(fault, CODE)
-    tl.debug_barrier()  # all warps' loads come after the acquire
-
-
 @triton.jit(do_not_specialize=["rank", "announced"])
 def _advance(buffers, epochs, rank, announced, N: tl.constexpr, ROW_FLAGS: tl.constexpr, PDL: tl.constexpr):
     """One program: the next epoch, this rank's own flags, and `announced` flags of its partial sums at every rank."""
@@ -122,7 +108,7 @@ def _await(flags, epochs, first, last, blocks, patience, fault, LANES: tl.conste
     lane = tl.arange(0, LANES)
     source, block = lane // _BLOCKS, lane % _BLOCKS
     mask = (source >= first) & (source < last) & (block < blocks)
-    _poll(flags.to(tl.pointer_type(tl.int64)) + lane, mask, tl.load(epochs), patience, fault, 5)
+    poll(flags.to(tl.pointer_type(tl.int64)) + lane, mask, tl.load(epochs), patience, fault, 5)
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -137,7 +123,7 @@ def _offer(
     for peer in tl.static_range(N):
         tl.atomic_xchg(_flags(buffers[peer], OFFERS, rank) + lane, epoch, sem="release", scope="sys")
     source = tl.arange(0, LANES)
-    _poll(_flags(mine, OFFERS, source), source < N, tl.load(epochs), patience, fault, 7)
+    poll(_flags(mine, OFFERS, source), source < N, tl.load(epochs), patience, fault, 7)
 
 
 @triton.jit(do_not_specialize=["rank", "share"])
@@ -164,7 +150,7 @@ def _reduce(
     before = tl.zeros([BLOCK], tl.float32)
     if x is not None:
         before = tl.load(x + row * C + lane, mask=inside, other=0.0).to(tl.float32)
-    _poll(flags, source < N, tl.load(epochs), patience, fault, 6)
+    poll(flags, source < N, tl.load(epochs), patience, fault, 6)
     partials = pointer_to(mine + PARTIALS, DTYPE) + row * C
     for r in tl.static_range(N):
         sum += tl.load(partials + r * share.to(tl.int64) * C + lane, mask=inside, other=0.0).to(tl.float32)
