@@ -1,7 +1,7 @@
-"""A linear layer of rows that other GPUs are still sending: all-gather + GEMM. The kernel waits for the rows, but does not copy them.
+"""A linear layer of rows that other GPUs are still sending: all-gather + GEMM. The kernel waits for rows, but copies none.
 
-Chang et al., *Flux: Fast Software-based Communication Overlap On GPUs Through Kernel Fusion*, arXiv:2406.06858, section 3.2: the
-prologue of a tile waits for the flags of its rows.
+Chang et al., *Flux: Fast Software-based Communication Overlap On GPUs Through Kernel Fusion*, arXiv:2406.06858, section 3.2:
+the prologue of a tile waits for the flags of its rows.
 """
 
 from importlib import import_module
@@ -23,13 +23,13 @@ def all_gather_gemm(
     tiling: Tiling | None = None,
     patience: int = PATIENCE,
 ) -> Tensor:
-    """rows @ weight.T, (T, M) of the same dtype, where rows s * T / N to (s + 1) * T / N may arrive from source s during the call.
+    """rows @ weight.T, (T, M) of the same dtype, where rows s * T / N to (s + 1) * T / N may arrive from source s meanwhile.
 
     rows (T, K) and weight (M, K): contiguous, bf16 or fp16; T a multiple of N. flags (N, blocks) int64, its rows contiguous:
-    flags[s, b] reaches the number in `epoch` (1,) int64 when rows 128 b to 128 (b + 1) of source s are there (stored before, by a
-    release at system scope or by a copy engine in stream order). rank: this GPU's place; its own rows must be there already, their
-    flags do not matter, and they come first, then those of rank - 1, rank - 2, …. fault (1,) int32 gets 5 if a block has not come
-    after `patience` polls, and the result is wrong then. epoch, flags and fault lie on the device. tiling: None for
+    flags[s, b] reaches the number in `epoch` (1,) int64 when rows 128 b to 128 (b + 1) of source s are there (stored before, by
+    a release at system scope or by a copy engine in stream order). rank: this GPU's place; its own rows must be there already,
+    their flags do not matter, and they come first, then those of rank - 1, rank - 2, …. fault (1,) int32 gets 5 if a block has
+    not come after `patience` polls, and the result is wrong then. epoch, flags and fault lie on the device. tiling: None for
     `default_tiling`; if a kernel of this GPU transfers rows, it needs SMs, which `Tiling.spare` leaves.
 
     Sums are fp32, rounded once: the same bits whatever N. Raises ValueError for operands that do not fit.

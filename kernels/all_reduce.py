@@ -1,21 +1,22 @@
 """Triton kernels that sum over GPUs through memory that all of them can address: stores over NVLink or PCIe, no multicast.
 
 One-shot (`one_shot_*`): every rank pushes its whole message to every rank, and each rank sums all messages. As in NCCL's LL
-protocol, each 8-byte word carries 4 bytes of the message and a 4-byte flag of this launch. The flag shows that the word has arrived,
-so the all-reduce takes the link's latency once. Two-shot (`two_shot_*`): rank s sums the s-th slice of the message and pushes the
-sum to all ranks (reduce-scatter and all-gather by stores). Each program announces what it has stored by one flag. This takes the
-link's latency twice, but sends 2 (N - 1) / N messages instead of N - 1.
+protocol, each 8-byte word carries 4 bytes of the message and a 4-byte flag of this launch. The flag shows that the word has
+arrived, so the all-reduce takes the link's latency once. Two-shot (`two_shot_*`): rank s sums the s-th slice of the message and
+pushes the sum to all ranks (reduce-scatter and all-gather by stores). Each program announces what it has stored by one flag.
+This takes the link's latency twice, but sends 2 (N - 1) / N messages instead of N - 1.
 
-A launch number, `epoch`, lies in device memory, and the kernels themselves advance it, so a CUDA graph may replay them any number of
-times. Launch e uses slot e mod 2 of every buffer. That is all the protection that the buffers need: a rank that has begun launch e
-has completed launch e - 1. To that launch every other rank contributed only after it had completed launch e - 2, and with it all
-reading of that slot. So all ranks must make the same launches on a workspace in the same order, on one stream at a time.
+A launch number, `epoch`, lies in device memory, and the kernels themselves advance it, so a CUDA graph may replay them any
+number of times. Launch e uses slot e mod 2 of every buffer. That is all the protection that the buffers need: a rank that has
+begun launch e has completed launch e - 1. To that launch every other rank contributed only after it had completed launch e - 2,
+and with it all reading of that slot. So all ranks must make the same launches on a workspace in the same order, on one stream
+at a time.
 
 The sum of a value is taken in fp32 in rank order and rounded once: every rank gets the same bits.
 
-Where GPUs do not reach each other, one-shot all-reduces use host memory that both GPUs address for what a rank sends to another one
-(`Exchange.inbox`), and the rank's own memory for what it keeps. Two-shot all-reduces do not: a program's flag would need a fence
-after its stores. Over PCIe such a fence takes µs, and the fences of the programs follow one after the other.
+Where GPUs do not reach each other, one-shot all-reduces use host memory that both GPUs address for what a rank sends to another
+one (`Exchange.inbox`), and the rank's own memory for what it keeps. Two-shot all-reduces do not: a program's flag would need a
+fence after its stores. Over PCIe such a fence takes µs, and the fences of the programs follow one after the other.
 """
 
 from dataclasses import dataclass
@@ -111,7 +112,7 @@ def flag_bytes(world_size: int) -> int:
     return 2 * world_size * MAX_PROGRAMS * 8
 
 
-# --- one-shot -------------------------------------------------------------------------------------------------------------------
+# --- one-shot -----------------------------------------------------------------------------------------------------------------
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -122,8 +123,8 @@ def _one_shot(
     ROW: tl.constexpr, PARTS: tl.constexpr, LANES: tl.constexpr,
     N: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out = sum. With x (else None): out = x + sum and normed = rms_norm(out) * weight, for rows of ROW words that PARTS programs
-    share."""
+    """out = sum. With x (else None): out = x + sum and normed = rms_norm(out) * weight, for rows of ROW words that PARTS
+    programs share."""
     DTYPE: tl.constexpr = out.dtype.element_ty
     if x is None:
         offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -161,9 +162,10 @@ def _one_shot_gather(
     """Program (block, i) sends a block of this rank's words to rank + 1 + i and receives that of rank - 1 - i, which program
     (block, i) there sends: int32 shard (rows, row words) to out (rows, N, row words).
 
-    When the other slot is due to be zeroed, the programs (·, i) together zero the words that rank + 1 + i writes, and no others.
-    That rank begins the next launch, and writes there, only when it has received this launch's blocks from all of them. For any
-    other rank's words this would not hold: that rank receives nothing from these programs, and may be one launch ahead of them."""
+    When the other slot is due to be zeroed, the programs (·, i) together zero the words that rank + 1 + i writes, and no
+    others. That rank begins the next launch, and writes there, only when it has received this launch's blocks from all of them.
+    For any other rank's words this would not hold: that rank receives nothing from these programs, and may be one launch ahead
+    of them."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -195,7 +197,7 @@ def _one_shot_gather(
     tl.store(out + (offset // row * N + source) * row + offset % row, word.to(tl.int32), mask=inside)
 
 
-# --- two-shot -------------------------------------------------------------------------------------------------------------------
+# --- two-shot -----------------------------------------------------------------------------------------------------------------
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -237,8 +239,8 @@ def _reduce_scatter_gather(
     TILE: tl.constexpr, N: tl.constexpr, LANES: tl.constexpr, FLAGS: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr,
     DTYPE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Both shots: program p does tiles p, p + programs, … of every slice of `share` values. Returns the place of the sums of the
-    whole message. This program may read its own tiles of each slice there."""
+    """Both shots: program p does tiles p, p + programs, … of every slice of `share` values. Returns the place of the sums of
+    the whole message. This program may read its own tiles of each slice there."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -275,14 +277,14 @@ def _reduce_scatter_gather(
     return pointer_to(state.peers[N - 1] + gathered, DTYPE)
 
 
-# --- launches -------------------------------------------------------------------------------------------------------------------
+# --- launches -----------------------------------------------------------------------------------------------------------------
 
 
 def one_shot(partial: Tensor, exchange: Exchange, tiling: Tiling = ONE_SHOT, pdl: bool = True) -> Tensor:
     """The sum over ranks of `partial`: contiguous, fp32, bf16 or fp16, at most `exchange.capacity` bytes; same shape and dtype.
 
-    Returns at once; the sum is complete in the current stream's order. Any number of values: an odd number of 16-bit ones is padded.
-    Raises ValueError for a message that does not fit."""
+    Returns at once; the sum is complete in the current stream's order. Any number of values: an odd number of 16-bit ones is
+    padded. Raises ValueError for a message that does not fit."""
     padded = _whole_words(partial)
     words = _words(padded, exchange)
     out = torch.empty_like(padded)
@@ -362,7 +364,8 @@ def two_shot_add_norm(
     tiling: Tiling = TWO_SHOT_NORM,
     pdl: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """As `one_shot_add_norm`, for many rows; the sum is rounded before it is added, as by `two_shot` and a separate addition."""
+    """As `one_shot_add_norm`, for many rows; the sum is rounded before it is added, as by `two_shot` and a separate
+    addition."""
     if not fits_norm(partial, x, weight):
         raise ValueError(f"partial {_shape(partial)}, x {_shape(x)} and weight {_shape(weight)} have no kernel in common")
     count, size, (total, normed) = x.numel(), x.shape[-1], (torch.empty_like(x) for _ in range(2))
@@ -376,7 +379,8 @@ def two_shot_add_norm(
 
 
 def fits_norm(partial: Tensor, x: Tensor, weight: Tensor) -> bool:
-    """Whether the kernels with a norm serve these: contiguous, aligned, of one dtype, rows of whole 4-byte words, at most 32 KiB."""
+    """Whether the kernels with a norm serve these: contiguous, aligned, of one dtype, rows of whole 4-byte words, at most 32
+    KiB."""
     row = x.shape[-1] * x.element_size()
     same = partial.dtype == x.dtype == weight.dtype and partial.shape == x.shape and weight.shape == x.shape[-1:]
     plain = all(t.is_contiguous() and t.data_ptr() % 4 == 0 for t in (partial, x, weight))

@@ -17,8 +17,8 @@ _SWEEP = tl.constexpr((1 << 30) - 1)  # of an epoch's bits: where it lies betwee
 
 
 class State(NamedTuple):
-    """The fields of an `Exchange` that its kernels get. The rank is a separate argument, not specialized: in a tuple, a rank of 1
-    would become a constant, and rank 1 would compile kernels of its own."""
+    """The fields of an `Exchange` that its kernels get. The rank is a separate argument, not specialized: in a tuple, a rank of
+    1 would become a constant, and rank 1 would compile kernels of its own."""
 
     peers: tuple[int, ...]
     inbox: int | None
@@ -28,7 +28,7 @@ class State(NamedTuple):
     patience: int
 
 
-# --- words of two 16-bit values or one of 32 bits -------------------------------------------------------------------------------
+# --- words of two 16-bit values or one of 32 bits -----------------------------------------------------------------------------
 
 
 @triton.jit
@@ -62,7 +62,7 @@ def pack(first, second, DTYPE: tl.constexpr):
     return word
 
 
-# --- places and epochs ----------------------------------------------------------------------------------------------------------
+# --- places and epochs --------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -96,7 +96,7 @@ def count_launch(epochs, epoch):
     tl.store(epochs + counters, tl.zeros([_MAX_PROGRAMS], tl.int64) + epoch, mask=counters % programs == program)
 
 
-# --- words with flags: one-shot -------------------------------------------------------------------------------------------------
+# --- words with flags: one-shot -----------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -114,13 +114,13 @@ def lacks(word, flag):
 
 @triton.jit
 def sweep(state, epoch, begin, size, program, programs, N: tl.constexpr, SLOT: tl.constexpr, BLOCK: tl.constexpr):
-    """In the last two of each 2^30 launches, zero words of the other slot, that of the launches before and after this one: so no
-    word gets as old as a flag's period. The first launches find a buffer that is zeroed already.
+    """In the last two of each 2^30 launches, zero words of the other slot, that of the launches before and after this one: so
+    no word gets as old as a flag's period. The first launches find a buffer that is zeroed already.
 
     This is program number `program` of the `programs` that zero words `begin` to `begin` + `size` of the slot together. No rank
-    writes there until they have: a rank that writes there does so in the next launch, which it begins when it has received words of
-    this one from each of these programs, and a program sends after its sweep. In an all-reduce each program sends to all ranks, so
-    all programs share all words. A program of a gather sends to one rank; see `_one_shot_gather`."""
+    writes there until they have: a rank that writes there does so in the next launch, which it begins when it has received
+    words of this one from each of these programs, and a program sends after its sweep. In an all-reduce each program sends to
+    all ranks, so all programs share all words. A program of a gather sends to one rank; see `_one_shot_gather`."""
     if (epoch & _SWEEP) >= _SWEEP - 1:
         other = (epoch + 1) & 1
         words = tl.arange(0, BLOCK)
@@ -159,8 +159,8 @@ def push(peers, place, words, inside, N: tl.constexpr):
 def receive_sum(
     state, rank, place, inside, flag, N: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr
 ):  # fmt: skip
-    """Poll all ranks' words at `place` (BLOCK,) of this rank's boxes, CAPACITY words apart, until each has its flag; the sums of
-    their first and second values. Each poll reads and sums everything, so that all loads are in flight together."""
+    """Poll all ranks' words at `place` (BLOCK,) of this rank's boxes, CAPACITY words apart, until each has its flag; the sums
+    of their first and second values. Each poll reads and sums everything, so that all loads are in flight together."""
     first = tl.zeros([BLOCK], tl.float32)
     second = tl.zeros([BLOCK], tl.float32)
     missing = 1
@@ -185,7 +185,8 @@ def receive_sum(
 
 @triton.jit
 def normalize_words(
-    words, scale, inside, state, epoch, flag, eps, ROW: tl.constexpr, PARTS: tl.constexpr, LANES: tl.constexpr, DTYPE: tl.constexpr
+    words, scale, inside, state, epoch, flag, eps,
+    ROW: tl.constexpr, PARTS: tl.constexpr, LANES: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """The RMSNorm of a row of ROW words, of which this program has some, rounded; times `scale`. All are words."""
     VALUES: tl.constexpr = 32 // DTYPE.primitive_bitwidth
@@ -219,7 +220,7 @@ def _sum_over_row(square, state, epoch, flag, PARTS: tl.constexpr, LANES: tl.con
     return total
 
 
-# --- flags of programs: two-shot ------------------------------------------------------------------------------------------------
+# --- flags of programs: two-shot ----------------------------------------------------------------------------------------------
 
 
 @triton.jit

@@ -20,8 +20,9 @@ def as_rows(x: Tensor) -> Tensor:
 def rejoin(x: Tensor) -> None:
     """Delay what follows on `x`'s current stream until the other streams that it waits for have finished.
 
-    A kernel that may start early (programmatic dependent launch) can occupy the place on the GPU that a kernel of another stream
-    needs, while it waits for that kernel: a deadlock. An ordinary launch in between starts only when all before it has finished.
+    A kernel that may start early (programmatic dependent launch) can occupy the place on the GPU that a kernel of another
+    stream needs, while it waits for that kernel: a deadlock. An ordinary launch in between starts only when all before it has
+    finished.
     """
     if x.is_cuda:
         _spot(x.device).zero_()
@@ -34,7 +35,8 @@ def _spot(device: torch.device) -> Tensor:
 
 @lru_cache
 def pdl_supported(device: torch.device) -> bool:
-    """Whether kernels on `device` may start before the previous one has finished (programmatic dependent launch: Hopper and later)."""
+    """Whether kernels on `device` may start before the previous one has finished (programmatic dependent launch: Hopper and
+    later)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 

@@ -1,11 +1,13 @@
-"""Triton kernels for all-reduces that are fused with GEMMs: each rank owns some token rows, in memory that all GPUs can address.
+"""Triton kernels for all-reduces that are fused with GEMMs: each rank owns some token rows, in memory that all GPUs can
+address.
 
 The buffer of a rank holds, in this order, arrival flags of partial sums (N sources, BLOCKS) int64, arrival flags of rows (N,
-BLOCKS) int64, `offers` (N, BLOCKS) int64, `partials` (N, R, C) and `rows` (N * R, C), where R rows belong to each of N ranks. A flag
-is the epoch in which a block of BLOCK_ROWS rows of its source has arrived. An offer is the epoch in which the rows of its source may
-be fetched from the source; it is stored BLOCKS times. Epochs only grow, so a reader waits until the flag is at least the epoch. The
-epoch lies in device memory and is advanced by `advance`, so that a CUDA graph may replay all of it any number of times.
-`comm/row_buffers.py` has what writes the partial sums and rows, and docs/communication.md says when a place may be written again.
+BLOCKS) int64, `offers` (N, BLOCKS) int64, `partials` (N, R, C) and `rows` (N * R, C), where R rows belong to each of N ranks. A
+flag is the epoch in which a block of BLOCK_ROWS rows of its source has arrived. An offer is the epoch in which the rows of its
+source may be fetched from the source; it is stored BLOCKS times. Epochs only grow, so a reader waits until the flag is at least
+the epoch. The epoch lies in device memory and is advanced by `advance`, so that a CUDA graph may replay all of it any number of
+times. `comm/row_buffers.py` has what writes the partial sums and rows, and docs/communication.md says when a place may be
+written again.
 """
 
 from dataclasses import dataclass
@@ -78,7 +80,7 @@ def blocks_of(rows: int) -> int:
     return triton.cdiv(rows, BLOCK_ROWS)
 
 
-# --- device code -----------------------------------------------------------------------------------------------------------------
+# --- device code --------------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -163,7 +165,7 @@ def _reduce(
         tl.store(place + lane, normed.to(DTYPE), mask=inside)
 
 
-# --- launches --------------------------------------------------------------------------------------------------------------------
+# --- launches -----------------------------------------------------------------------------------------------------------------
 
 
 def advance(places: Places, announced: int = 0) -> None:
@@ -177,9 +179,9 @@ def advance(places: Places, announced: int = 0) -> None:
 
 
 def offer_rows(places: Places) -> None:
-    """Tell all ranks that this rank's rows are in their place of its own buffer, since all that the current stream has been given is
-    complete, and let the stream wait until every rank has said so. At every rank, this rank's offers hold its epoch from then on
-    until it offers rows again."""
+    """Tell all ranks that this rank's rows are in their place of its own buffer, since all that the current stream has been
+    given is complete, and let the stream wait until every rank has said so. At every rank, this rank's offers hold its epoch
+    from then on until it offers rows again."""
     n = places.world_size
     _offer[(1,)](
         places.buffers, places.buffers[places.rank], places.epochs, places.rank, places.patience, places.fault, N=n,

@@ -1,19 +1,19 @@
 """Linear layers of few input rows: when decoding, a layer takes the time of reading its weight once.
 
-PyTorch defines the layers. On a GPU, up to MAX_ROWS rows go to Triton kernels wherever these are expected to be faster than cuBLAS
-(`kernels/linear_config.py`). There are two designs, both with fp32 accumulation and a fixed order of additions, so that a replay
-gives the same bits:
+PyTorch defines the layers. On a GPU, up to MAX_ROWS rows go to Triton kernels wherever these are expected to be faster than
+cuBLAS (`kernels/linear_config.py`). There are two designs, both with fp32 accumulation and a fixed order of additions, so that
+a replay gives the same bits:
 
     gemv    each program holds a few whole rows of the weight and adds products in registers (1 to 4 input rows)
     mma     tensor cores with the weight as the M side, since the input has too few rows for it:
             out^T (BLOCK_N, ROWS) = weight (BLOCK_N, BLOCK_K) @ x^T (BLOCK_K, ROWS); K may be split over programs. The last
             program of a tile to finish adds the partial sums (split-K of Osama et al., *Stream-K*, arXiv:2301.03598)
 
-SwiGLU is an epilogue: a program has the gate's and the up projection's rows of its results. The functions without an underscore are
-also the parts of `kernels/linear_push.py`.
+SwiGLU is an epilogue: a program has the gate's and the up projection's rows of its results. The functions without an underscore
+are also the parts of `kernels/linear_push.py`.
 
-With programmatic dependent launch a program starts before the previous kernel has finished. It asks for its weights, which no kernel
-writes, before it waits for that kernel.
+With programmatic dependent launch a program starts before the previous kernel has finished. It asks for its weights, which no
+kernel writes, before it waits for that kernel.
 """
 
 from functools import cache
@@ -70,14 +70,14 @@ def aligned(x: Tensor) -> bool:
     return whole and x.stride(-1) == 1 and x.data_ptr() % 16 == 0
 
 
-# --- launches -------------------------------------------------------------------------------------------------------------------
+# --- launches -----------------------------------------------------------------------------------------------------------------
 
 
 def linear_with(x: Tensor, weight: Tensor, bias: Tensor | None, chosen: Config, swiglu: bool) -> Tensor:
     """`linear` or, with swiglu, `linear_swiglu` by a kernel.
 
-    x (..., K) and weight (N, K), `aligned`, the weight contiguous; bias (N,) or None. Returns (..., N), or (..., N / 2) with swiglu, of
-    x's dtype. Raises RuntimeError if the first call for a device is inside a CUDA graph's capture.
+    x (..., K) and weight (N, K), `aligned`, the weight contiguous; bias (N,) or None. Returns (..., N), or (..., N / 2) with
+    swiglu, of x's dtype. Raises RuntimeError if the first call for a device is inside a CUDA graph's capture.
     """
     features = len(weight) // 2 if swiglu else len(weight)
     out = torch.empty(*x.shape[:-1], features, dtype=x.dtype, device=x.device)
@@ -225,7 +225,8 @@ def gemv_sums(
 
 @triton.jit
 def _products(w, pointers, mask, dtype: tl.constexpr):
-    """(1, BLOCK_N, WORDS) times the input at the (ROWS, 1, WORDS) pointers, summed over the four words that one thread holds."""
+    """(1, BLOCK_N, WORDS) times the input at the (ROWS, 1, WORDS) pointers, summed over the four words that one thread
+    holds."""
     x = tl.load(pointers, mask=mask, other=0, eviction_policy="evict_last")
     p = _first(w, dtype) * _first(x, dtype)
     if dtype != tl.float32:
@@ -271,8 +272,8 @@ def _prefetch_tile(weight, N, K, tile, first, count, BLOCK_N: tl.constexpr, SWIG
 def _prefetch(weight, K, place, rows_left, first, count, BLOCK_N: tl.constexpr, WARPS: tl.constexpr):
     """Ask L2 for columns first to first + count of the BLOCK_N rows at `place`, of which rows_left exist.
 
-    The row pitch K, first and count must be multiples of 16 bytes. The instruction takes its operands from uniform registers, so
-    that lanes of a warp issue it in turn: each warp gets some pieces, as few and as large as possible.
+    The row pitch K, first and count must be multiples of 16 bytes. The instruction takes its operands from uniform registers,
+    so that lanes of a warp issue it in turn: each warp gets some pieces, as few and as large as possible.
     """
     PER_WARP: tl.constexpr = BLOCK_N // WARPS if BLOCK_N > WARPS else 1
     PIECES: tl.constexpr = WARPS // BLOCK_N if WARPS > BLOCK_N else 1
@@ -399,8 +400,8 @@ def _inputs(pointers, start, m, k, rows, K, EVEN: tl.constexpr):
 
 @triton.jit
 def _only_here(values):
-    """The same 16-bit values, not used before this place: Triton stores a dot's operand in shared memory as soon as it is loaded,
-    and would wait there for the load."""
+    """The same 16-bit values, not used before this place: Triton stores a dot's operand in shared memory as soon as it is
+    loaded, and would wait there for the load."""
     return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [values], dtype=values.dtype, is_pure=False, pack=2)
 
 

@@ -1,7 +1,7 @@
 """How linear layers of few rows are cut into programs.
 
-`linear_configs.json`, which `scripts/bench_linear.py` measures, lists the fastest configs of the shapes that were measured; a heuristic
-chooses for the others.
+`linear_configs.json`, which `scripts/bench_linear.py` measures, lists the fastest configs of the shapes that were measured; a
+heuristic chooses for the others.
 """
 
 import json

@@ -1,26 +1,27 @@
 """A row-parallel linear layer of few rows and the all-reduce that follows it; the partial sum does not pass through memory.
 
-`linear_push` multiplies as `kernels/linear.py` does. Each program, once it has a tile of the result, pushes it to every rank as words
-of the one-shot protocol (`kernels/all_reduce.py`); with K split over programs, the last one to arrive does. `receive` or
-`receive_add_norm`, which must follow on the same stream, polls for all ranks' words and sums them. So the link's latency passes while
-other programs still read weights. Results are bit for bit those of the layer followed by `one_shot` or `one_shot_add_norm`, given the
-same config.
+`linear_push` multiplies as `kernels/linear.py` does. Each program, once it has a tile of the result, pushes it to every rank as
+words of the one-shot protocol (`kernels/all_reduce.py`); with K split over programs, the last one to arrive does. `receive` or
+`receive_add_norm`, which must follow on the same stream, polls for all ranks' words and sums them. So the link's latency passes
+while other programs still read weights. Results are bit for bit those of the layer followed by `one_shot` or
+`one_shot_add_norm`, given the same config.
 
-**Launch numbers.** A push and the receiver after it are one launch of the workspace, which one-shot all-reduces may share. The push
-reads the number after its `gdc_wait`. By then the receiver of the launch before is complete, which advanced the counters. The receiver
-advances the counters after its own wait, when every push program has read them. All push programs let the receiver start
-(`gdc_launch_dependents`) only after their wait. So when the receiver starts, all that came before the push is complete, including the
-counters and the residual stream. It reads both past L1, and polls, before it waits for the push. Before that wait, it stores nothing
-that others may still read.
+**Launch numbers.** A push and the receiver after it are one launch of the workspace, which one-shot all-reduces may share. The
+push reads the number after its `gdc_wait`. By then the receiver of the launch before is complete, which advanced the counters.
+The receiver advances the counters after its own wait, when every push program has read them. All push programs let the receiver
+start (`gdc_launch_dependents`) only after their wait. So when the receiver starts, all that came before the push is complete,
+including the counters and the residual stream. It reads both past L1, and polls, before it waits for the push. Before that
+wait, it stores nothing that others may still read.
 
-**Slots.** Launch e uses slot e mod 2. A rank pushes launch e only when its receiver of e - 1 is complete. That receiver had words from
-every rank. Each rank pushed them after the completion of its receiver of e - 2, and thus after all reading of the slot that e is
-written to. `sweep_all` zeroes the other slot before this program's words are pushed: a rank that pushes e + 1 there has received all
-words of e, and each of them was pushed after all programs of its tile had swept. Every tile has words for every rank.
+**Slots.** Launch e uses slot e mod 2. A rank pushes launch e only when its receiver of e - 1 is complete. That receiver had
+words from every rank. Each rank pushed them after the completion of its receiver of e - 2, and thus after all reading of the
+slot that e is written to. `sweep_all` zeroes the other slot before this program's words are pushed: a rank that pushes e + 1
+there has received all words of e, and each of them was pushed after all programs of its tile had swept. Every tile has words
+for every rank.
 
-**No starvation.** The receiver's programs spin, and keep their places on the SMs. But the GPU starts none of them before each program
-of the push has started or ended: those have their places. Other ranks' words depend on nothing of this rank except its earlier
-launches.
+**No starvation.** The receiver's programs spin, and keep their places on the SMs. But the GPU starts none of them before each
+program of the push has started or ended: those have their places. Other ranks' words depend on nothing of this rank except its
+earlier launches.
 """
 
 from functools import cache
@@ -66,7 +67,7 @@ DTYPES = (torch.bfloat16, torch.float16)  # two values a word
 _SWEEP_BLOCK = tl.constexpr(128)  # few: more would take registers from the multiplication
 
 
-# --- push -----------------------------------------------------------------------------------------------------------------------
+# --- push ---------------------------------------------------------------------------------------------------------------------
 
 
 @triton.jit(do_not_specialize=["rows", "prefetch", "rank"])
@@ -124,7 +125,7 @@ def _push_tile(sums, rows, C, peers, epoch, rank, N: tl.constexpr, CAPACITY: tl.
     push(peers, slot + rank * CAPACITY + m * (C // 2) + column, words, inside, N)
 
 
-# --- receive --------------------------------------------------------------------------------------------------------------------
+# --- receive ------------------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -135,8 +136,8 @@ def _receive(
     ROW: tl.constexpr, PARTS: tl.constexpr, LANES: tl.constexpr,
     N: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out = sum. With x (else None): out = x + sum and normed = rms_norm(out) * weight, for rows of ROW words that PARTS programs
-    share. The counters and x are read past L1: this kernel has not waited for the kernels before it."""
+    """out = sum. With x (else None): out = x + sum and normed = rms_norm(out) * weight, for rows of ROW words that PARTS
+    programs share. The counters and x are read past L1: this kernel has not waited for the kernels before it."""
     DTYPE: tl.constexpr = out.dtype.element_ty
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -176,7 +177,8 @@ def _receive(
 
 @triton.jit
 def _await_word(place, flag, patience, N: tl.constexpr, CAPACITY: tl.constexpr):
-    """Poll one word of each rank, the first at `place`, or give up: while the push still reads weights, polling all words would take its bandwidth."""
+    """Poll one word of each rank, the first at `place`, or give up: while the push still reads weights, polling all words would
+    take its bandwidth."""
     missing = 1
     polls = 0
     while (missing != 0) & (polls < patience):
@@ -186,15 +188,15 @@ def _await_word(place, flag, patience, N: tl.constexpr, CAPACITY: tl.constexpr):
         polls += 1
 
 
-# --- launches -------------------------------------------------------------------------------------------------------------------
+# --- launches -----------------------------------------------------------------------------------------------------------------
 
 
 @cache
 def push_config(rows: int, n: int, k: int, dtype: torch.dtype) -> Config | None:
     """The config of a layer whose programs push pairs of neighbours; None where there is no kernel.
 
-    Where `kernels.linear_config.config` prefers cuBLAS, the difference is a percent or two (docs/performance.md): less than a push may
-    save.
+    Where `kernels.linear_config.config` prefers cuBLAS, the difference is a percent or two (docs/performance.md): less than a
+    push may save.
     """
     if not 0 < rows <= MAX_ROWS or dtype not in DTYPES or n % 2:
         return None
@@ -213,8 +215,8 @@ def _default_mma(rows: int, n: int, k: int) -> Mma:
 
 def fits(x: Tensor, weight: Tensor, exchange: Exchange) -> bool:
     """Whether `linear_push` takes x (..., K) and weight (C, K): of one 16-bit dtype, rows at multiples of 16 bytes, the weight
-    contiguous, C even, 1 to MAX_ROWS rows, and a message that the workspace, in the GPUs' memory, and the receiver's counters have
-    room for."""
+    contiguous, C even, 1 to MAX_ROWS rows, and a message that the workspace, in the GPUs' memory, and the receiver's counters
+    have room for."""
     n, k = weight.shape
     rows = x.numel() // max(1, k)
     if exchange.inbox is not None or x.dtype != weight.dtype or x.device != weight.device or x.shape[-1] != k:
@@ -230,9 +232,9 @@ def fits(x: Tensor, weight: Tensor, exchange: Exchange) -> bool:
 def linear_push(x: Tensor, weight: Tensor, exchange: Exchange, chosen: Config | None = None, pdl: bool = True) -> None:
     """Push x @ weight.T, this rank's partial sum rounded to x's dtype, to all ranks: x (..., K), weight (C, K).
 
-    chosen: the config, with a block_n of at least 2; None takes `push_config`'s. A `receive` or `receive_add_norm` must follow on
-    the same stream before anything else on this workspace. The first call for a device must be outside a CUDA graph's capture.
-    Raises ValueError unless it `fits`.
+    chosen: the config, with a block_n of at least 2; None takes `push_config`'s. A `receive` or `receive_add_norm` must follow
+    on the same stream before anything else on this workspace. The first call for a device must be outside a CUDA graph's
+    capture. Raises ValueError unless it `fits`.
     """
     if not fits(x, weight, exchange):
         raise ValueError(

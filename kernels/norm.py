@@ -1,6 +1,7 @@
 """RMSNorm, alone and after the residual addition (Zhang & Sennrich, arXiv:1910.07467).
 
-The functions ending in `_reference` define the arithmetic. On a GPU without autograd one Triton kernel computes the same in one pass.
+The functions ending in `_reference` define the arithmetic. On a GPU without autograd one Triton kernel computes the same in one
+pass.
 """
 
 from typing import Any

@@ -1,16 +1,16 @@
 """Attention over a paged KV cache: one query a sequence (decode), and spans of queries of several sequences (prefill).
 
 Shapes: a cache of N blocks of P tokens, K key-value heads, H query heads, D head_dim; B or S sequences, whose blocks a table of
-width W lists in order. A query at position i sees the keys at positions 0 … i, or the last `window` of them. Scores are scaled by
-1 / sqrt(D); the softmax is computed in fp32.
+width W lists in order. A query at position i sees the keys at positions 0 … i, or the last `window` of them. Scores are scaled
+by 1 / sqrt(D); the softmax is computed in fp32.
 
-The functions ending in `_reference` define the results. The Triton kernels keep a running maximum and sum of the softmax while they
-go through the keys (Dao et al., arXiv:2205.14135). The G query heads that share a key-value head are the rows of one matrix, so that
-keys and values are read once for all of them.
+The functions ending in `_reference` define the results. The Triton kernels keep a running maximum and sum of the softmax while
+they go through the keys (Dao et al., arXiv:2205.14135). The G query heads that share a key-value head are the rows of one
+matrix, so that keys and values are read once for all of them.
 
-Decode splits a sequence over several programs, so that short batches use all SMs (flash-decoding, Dao et al. 2023). Split s of S
-takes every S-th tile of keys from tile s on: the place of its first tile does not depend on the length, so the lookup in the table
-need not wait for the length. A second launch averages the results of the splits in their order: the same bits each time.
+Decode splits a sequence over several programs, so that short batches use all SMs (flash-decoding, Dao et al. 2023). Split s of
+S takes every S-th tile of keys from tile s on: the place of its first tile does not depend on the length, so the lookup in the
+table need not wait for the length. A second launch averages the results of the splits in their order: the same bits each time.
 """
 
 import math
@@ -50,8 +50,8 @@ class PrefillConfig(NamedTuple):
     stages: int
 
 
-# (most tokens of the longest span, config): the first row that fits is used. An SM holds two programs of 64 rows, or one of 128:
-# two hide each other's starts, ends and softmax; one reads keys and values half as often
+# (most tokens of the longest span, config): the first row that fits is used. An SM holds two programs of 64 rows, or one of
+# 128: two hide each other's starts, ends and softmax; one reads keys and values half as often
 PREFILL_CONFIGS: tuple[tuple[float, PrefillConfig], ...] = (
     (4096, PrefillConfig(block_m=64, block_n=64, warps=4, stages=3)),
     (math.inf, PrefillConfig(block_m=128, block_n=64, warps=8, stages=3)),
@@ -179,11 +179,11 @@ def _walk(
     K: tl.constexpr, D: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr, WINDOWED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Let q (M, BLOCK_D) see the keys and values of the tiles from token `begin` to `end`; position (M,) is the last token that a row
-    sees. keys and values point to this head of the first token.
+    """Let q (M, BLOCK_D) see the keys and values of the tiles from token `begin` to `end`; position (M,) is the last token that
+    a row sees. keys and values point to this head of the first token.
 
-    acc (M, BLOCK_D) and total (M,) are sums relative to 2^peak (M,). A row that has seen nothing yet has the peak -1e30, so what
-    it adds for masked keys vanishes with the first key that is not masked."""
+    acc (M, BLOCK_D) and total (M,) are sums relative to 2^peak (M,). A row that has seen nothing yet has the peak -1e30, so
+    what it adds for masked keys vanishes with the first key that is not masked."""
     feature = tl.arange(0, q.shape[1])
     block = _blocks(table, begin + tl.arange(0, BLOCK_N), width, P)
     for start in range(begin, end, step):
@@ -279,7 +279,8 @@ def _average(
     BLOCK_S: tl.constexpr,  # `splits`, rounded up to a power of two
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Average what the splits of `_paged_decode` stored for one query head. A sequence without tokens has none: the result is zero.
+    """Average what the splits of `_paged_decode` stored for one query head. A sequence without tokens has none: the result is
+    zero.
 
     Each value is read once, and not through this SM's cache."""
     pair, head = tl.program_id(0) // G, tl.program_id(0) % G
@@ -349,8 +350,9 @@ def _paged_prefill(
 
 @triton.jit
 def _find_tile(starts, number, spans, rows, TOKENS: tl.constexpr, SPANS: tl.constexpr):
-    """Number the tiles of TOKENS rows of all spans, from the last to the first. Returns the span of tile `number`, its first row
-    and number of rows, and the tile's first row within it. Span number `spans` is the padding; beyond it there is no tile."""
+    """Number the tiles of TOKENS rows of all spans, from the last to the first. Returns the span of tile `number`, its first
+    row and number of rows, and the tile's first row within it. Span number `spans` is the padding; beyond it there is no
+    tile."""
     span = tl.arange(0, SPANS)
     first = tl.load(starts + span, mask=span <= spans, other=rows)
     counts = tl.load(starts + span + 1, mask=span < spans, other=rows) - first

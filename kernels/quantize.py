@@ -1,9 +1,9 @@
 """Triton kernels of the quantized all-reduce: quantize and pack, unpack and dequantize and sum.
 
-`comm/quantize.py` defines the records and their arithmetic in PyTorch; these kernels give the same bytes and the same sums,
-bit for bit. Formats are passed as (bits, symmetric, floating), so that nothing is imported from there. Import this module only
-where Triton is needed; it also runs in Triton's interpreter (TRITON_INTERPRET=1). `kernels/quantized_all_reduce.py` uses the same device
-functions.
+`comm/quantize.py` defines the records and their arithmetic in PyTorch; these kernels give the same bytes and the same sums, bit
+for bit. Formats are passed as (bits, symmetric, floating), so that nothing is imported from there. Import this module only
+where Triton is needed; it also runs in Triton's interpreter (TRITON_INTERPRET=1). `kernels/quantized_all_reduce.py` uses the
+same device functions.
 """
 
 import torch
@@ -27,12 +27,12 @@ def _round(x):
 
 @triton.jit
 def _divide(minus, divisor, reciprocal):
-    """The IEEE quotient -minus / divisor, by a correction of -minus * (1 / divisor); reciprocal: -1 / divisor, off by a unit in the
-    last place at most. The signs spare a negation, and give zero the right one.
+    """The IEEE quotient -minus / divisor, by a correction of -minus * (1 / divisor); reciprocal: -1 / divisor, off by a unit in
+    the last place at most. The signs spare a negation, and give zero the right one.
 
-    Right for divisors of up to 15 significant bits: then the rest, quotient * divisor - x, is exact, and x / divisor is at least 2^-16
-    units in the last place away from the middle of two floats, while the corrected quotient is off by 2^-22 before it is rounded.
-    The caller must prevent underflow."""
+    Right for divisors of up to 15 significant bits: then the rest, quotient * divisor - x, is exact, and x / divisor is at
+    least 2^-16 units in the last place away from the middle of two floats, while the corrected quotient is off by 2^-22 before
+    it is rounded. The caller must prevent underflow."""
     if _HAS_FMA:
         quotient = minus * reciprocal
         return tl.fma(tl.fma(quotient, divisor, minus), reciprocal, quotient)
@@ -66,7 +66,8 @@ def _from_e4m3(bits):
 
 @triton.jit
 def scale_of(low, high, unknown, LEVELS: tl.constexpr, SYMMETRIC: tl.constexpr, FLOATING: tl.constexpr):
-    """(R,) least and greatest values of R groups, and whether one of their values is not finite, to the bits of a bf16 scale."""
+    """(R,) least and greatest values of R groups, and whether one of their values is not finite, to the bits of a bf16
+    scale."""
     high, low = tl.where(unknown, 0.0, high), tl.where(unknown, 0.0, low)
     largest = tl.maximum(high, -low)
     if FLOATING:
@@ -87,8 +88,8 @@ def step_of(scale):
 
 @triton.jit
 def _divisor(step):
-    """(factor, divisor, reciprocal): x / step is `_divide(x * factor, divisor, reciprocal)`, which underflows only if its result
-    does. 0 for a step of 0; anything for NaN."""
+    """(factor, divisor, reciprocal): x / step is `_divide(x * factor, divisor, reciprocal)`, which underflows only if its
+    result does. 0 for a step of 0; anything for NaN."""
     factor = tl.where(step < 8.67e-19, -1.2379400392853803e27, -1.0)  # -2^90
     divisor = step * -factor
     reciprocal = tl.where(
@@ -106,7 +107,8 @@ def zero_point(low, step):
 
 @triton.jit
 def encode(x, step, zero, LEVELS: tl.constexpr, SYMMETRIC: tl.constexpr, FLOATING: tl.constexpr, E4M3: tl.constexpr):
-    """(R, H) fp32 values of R groups to uint8 codes; step and zero (R,). E4M3: whether the GPU has an instruction for the conversion."""
+    """(R, H) fp32 values of R groups to uint8 codes; step and zero (R,). E4M3: whether the GPU has an instruction for the
+    conversion."""
     factor, divisor, reciprocal = _divisor(step)
     ratio = _divide(x * factor[:, None], divisor[:, None], reciprocal[:, None])
     if FLOATING or SYMMETRIC:

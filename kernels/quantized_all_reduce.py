@@ -1,22 +1,22 @@
 """The quantized all-reduce as one Triton kernel over memory that all GPUs address: stores over NVLink, no multicast.
 
-It is the fused kernel of Flash Communication (Li et al., arXiv:2412.04964, section 3.2.3 and Algorithm 1) with the protocol of the
-two-shot all-reduces of `kernels/all_reduce.py`: epochs, two slots that alternate, a flag for each phase, rank and program.
+It is the fused kernel of Flash Communication (Li et al., arXiv:2412.04964, section 3.2.3 and Algorithm 1) with the protocol of
+the two-shot all-reduces of `kernels/all_reduce.py`: epochs, two slots that alternate, a flag for each phase, rank and program.
 
 The message is cut into tiles of whole groups of values, and the tiles into units of N, one tile for each of the N ranks to sum.
-A program takes some units a round. It does the three phases of a round in three consecutive rounds, so that while the bytes of one
-round travel, another one is quantized and a third one read:
+A program takes some units a round. It does the three phases of a round in three consecutive rounds, so that while the bytes of
+one round travel, another one is quantized and a third one read:
 
     scatter   quantize each tile of mine into its owner's buffer
     reduce    read all ranks' codes of the tiles that I own, add them in fp32 in rank order, quantize the sum into every buffer
     gather    read the sums of all tiles
 
-Codes lie in one plane of a buffer and headers in another, so that both are stored in long vectors. A header is 4 bytes: the scale's
-bits (bf16) and, above them, the zero point (int16). 4-bit codes are stored two a byte: value j of a group's first half in the low bits,
-value j of its second half in the high ones.
+Codes lie in one plane of a buffer and headers in another, so that both are stored in long vectors. A header is 4 bytes: the
+scale's bits (bf16) and, above them, the zero point (int16). 4-bit codes are stored two a byte: value j of a group's first half
+in the low bits, value j of its second half in the high ones.
 
-A group's bytes depend on its own values only. So the result is that of `comm.quantized.two_step_sum` bit for bit, wherever either
-cuts the message. In particular, both fill up the last group by repeating its last value.
+A group's bytes depend on its own values only. So the result is that of `comm.quantized.two_step_sum` bit for bit, wherever
+either cuts the message. In particular, both fill up the last group by repeating its last value.
 """
 
 from dataclasses import dataclass
@@ -59,8 +59,8 @@ class Wire:
         return values * bits // 8 + values // self.group * 4
 
     def buffer_bytes(self, world_size: int, capacity: int) -> int:
-        """Size of a workspace's buffer for launches of up to `capacity` values (a multiple of four groups): flags; two slots of what
-        is to be summed and of sums."""
+        """Size of a workspace's buffer for launches of up to `capacity` values (a multiple of four groups): flags; two slots of
+        what is to be summed and of sums."""
         assert capacity % (4 * self.group) == 0, f"{capacity} values are no multiple of 4 groups of {self.group}"
         slot = self.bytes_of(self.reduce_bits, capacity) + self.bytes_of(self.gather_bits, capacity)
         return flag_bytes(world_size) + 2 * slot
@@ -93,7 +93,7 @@ class Coding(NamedTuple):
     full: bool  # whether the message ends with a full group
 
 
-# --- kernel ---------------------------------------------------------------------------------------------------------------------
+# --- kernel -------------------------------------------------------------------------------------------------------------------
 
 
 @triton.jit(do_not_specialize=["units", "per_round", "rounds", "rank"])
@@ -105,8 +105,8 @@ def _quantized_sum(
     rounds, rank, eps,
     CODING: tl.constexpr, N: tl.constexpr, LANES: tl.constexpr, CAPACITY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out = sum. With x (else None): out = x + sum and normed = rms_norm(out) * weight, for tiles that are rows; every rank adds and
-    normalizes all rows itself."""
+    """out = sum. With x (else None): out = x + sum and normed = rms_norm(out) * weight, for tiles that are rows; every rank
+    adds and normalizes all rows itself."""
     epoch, last = _begin(partial, state, count, CODING, PDL)
     planes = _planes(epoch, CODING, N, CAPACITY)
     place = _place(CODING)
@@ -172,7 +172,7 @@ def _planes(epoch, CODING: tl.constexpr, N: tl.constexpr, CAPACITY: tl.constexpr
     return codes, headers, sum_codes, sum_codes + CAPACITY * CODING.sum_bits // 8
 
 
-# --- phases ---------------------------------------------------------------------------------------------------------------------
+# --- phases -------------------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -251,7 +251,7 @@ def _reduce(peers, planes, unit, rank, CODING: tl.constexpr, N: tl.constexpr):
         _store_tile(coded, peers[i] + planes[2], peers[i] + planes[3], unit * N + rank, CODING.sum_bits, CODING)
 
 
-# --- tiles ----------------------------------------------------------------------------------------------------------------------
+# --- tiles --------------------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -337,15 +337,15 @@ def _headers_place(headers_at, tile, CODING: tl.constexpr):
     return pointer_to(headers_at, tl.int32) + tile * (CODING.tile // CODING.group) + tl.arange(0, CODING.rows)
 
 
-# --- launches -------------------------------------------------------------------------------------------------------------------
+# --- launches -----------------------------------------------------------------------------------------------------------------
 
 
 def quantized_sum(partial: Tensor, wire: Wire, exchange: Exchange, tiling: Rounds = SUM, pdl: bool = True) -> Tensor:
     """The quantized sum over ranks of `partial`: contiguous, fp32, bf16 or fp16; same shape and dtype.
 
-    exchange: of a workspace with `wire.buffer_bytes`, whose capacity counts values; a longer message takes several launches, one
-    after the other. All ranks must give the same tiling, and all its programs must fit the GPU at once. Returns at once; the sum is
-    complete in the current stream's order. Raises ValueError if the workspace does not hold a tile of every rank."""
+    exchange: of a workspace with `wire.buffer_bytes`, whose capacity counts values; a longer message takes several launches,
+    one after the other. All ranks must give the same tiling, and all its programs must fit the GPU at once. Returns at once;
+    the sum is complete in the current stream's order. Raises ValueError if the workspace does not hold a tile of every rank."""
     flat, out = partial.view(-1), torch.empty_like(partial)
     for begin, end in _pieces(flat.numel(), max(tiling.block, wire.group), exchange):
         piece = flat[begin:end]
@@ -384,7 +384,8 @@ def quantized_add_norm(
 
 
 def fits_norm(partial: Tensor, x: Tensor, weight: Tensor, wire: Wire, exchange: Exchange) -> bool:
-    """Whether `quantized_add_norm` serves these: rows of whole groups, one of which each rank can hold; and `all_reduce.fits_norm`."""
+    """Whether `quantized_add_norm` serves these: rows of whole groups, one of which each rank can hold; and
+    `all_reduce.fits_norm`."""
     row = x.shape[-1]
     whole = row % max(wire.group, 32) == 0 and row <= MAX_ROW and row * exchange.world_size <= exchange.capacity
     return whole and all_reduce.fits_norm(partial, x, weight)

@@ -25,7 +25,7 @@ def _await_flags(flags, epoch, fault, patience, N: tl.constexpr, LANES: tl.const
 
 
 def await_flags(flags: tuple[int, ...], epoch: Tensor, fault: Tensor, patience: int | None = None) -> None:
-    """Let the current stream wait until the int64 at each of these addresses is at least `epoch` (1,) int64; fault (1,) int32 is 1
-    if that has not happened after `patience` (None: PATIENCE) polls of about a microsecond."""
+    """Let the current stream wait until the int64 at each of these addresses is at least `epoch` (1,) int64; fault (1,) int32
+    is 1 if that has not happened after `patience` (None: PATIENCE) polls of about a microsecond."""
     lanes = max(2, triton.next_power_of_2(len(flags)))
     _await_flags[(1,)](flags, epoch, fault, PATIENCE if patience is None else patience, N=len(flags), LANES=lanes, num_warps=1)

@@ -26,8 +26,8 @@ def rope_store(
     """Write the keys and values of T tokens to the cache and return their queries, (T, H, D) in qkv's dtype.
 
     qkv (T, (H + 2K) * D); positions (T,) int64; frequencies (D / 2,) fp32, radians a token; places (T,) int64, the cache row of
-    each token, negative for padding, which is not stored; keys and values (N * P, K, D), written in place. q_norm and k_norm are
-    the (D,) weights of an RMSNorm over each head before the rotation, with epsilon `eps`; or both None. Angles are fp32."""
+    each token, negative for padding, which is not stored; keys and values (N * P, K, D), written in place. q_norm and k_norm
+    are the (D,) weights of an RMSNorm over each head before the rotation, with epsilon `eps`; or both None. Angles are fp32."""
     if not on_gpu(qkv):
         return rope_store_reference(qkv, positions, frequencies, places, keys, values, q_norm, k_norm, eps)
     rows, (n_kv_heads, head_dim) = as_rows(qkv), keys.shape[1:]

@@ -1,8 +1,8 @@
 """How matrix products that exchange rows with other GPUs are cut into tiles: what `kernels/gemm_reduce_scatter.py` and
 `kernels/all_gather_gemm.py` share on the host.
 
-Each of N ranks owns a run of `share` consecutive rows of tokens. Blocks of BLOCK rows of a run are announced from GPU to GPU by flags,
-one int64 each: coarser than a flag for each tile (Flux, section 4.3, decouples the two) and finer than one for each run.
+Each of N ranks owns a run of `share` consecutive rows of tokens. Blocks of BLOCK rows of a run are announced from GPU to GPU by
+flags, one int64 each: coarser than a flag for each tile (Flux, section 4.3, decouples the two) and finer than one for each run.
 """
 
 from dataclasses import dataclass
@@ -22,10 +22,10 @@ DTYPES = (torch.bfloat16, torch.float16)
 class Tiling:
     """Tiles of block_m rows by block_n columns, summed block_k columns of the operands at a time.
 
-    stages: steps of operands in shared memory. group: tiles of rows that are computed before the next column of tiles, so that tiles
-    computed at the same time share operands in L2. specialized: whether warps have different jobs, so that loads and stores go on
-    while a tile begins or ends (`kernels/tile_gemm_hopper.py`: needs Hopper and runs of at least block_m rows; elsewhere the
-    same tiles are computed without it). spare: SMs left to kernels that transfer rows.
+    stages: steps of operands in shared memory. group: tiles of rows that are computed before the next column of tiles, so that
+    tiles computed at the same time share operands in L2. specialized: whether warps have different jobs, so that loads and
+    stores go on while a tile begins or ends (`kernels/tile_gemm_hopper.py`: needs Hopper and runs of at least block_m rows;
+    elsewhere the same tiles are computed without it). spare: SMs left to kernels that transfer rows.
     """
 
     block_m: int
@@ -104,8 +104,8 @@ def _cost(tiling: Tiling, m: int, n: int, k: int, world_size: int, sms: int) -> 
 
 
 def check_operands(x: Tensor, weight: Tensor, world_size: int) -> None:
-    """Raise ValueError unless x (T, K) and weight (C, K) can be multiplied in tiles: one dtype, bf16 or fp16 (fp32 also, on CPU),
-    contiguous, T a multiple of `world_size`, rows a multiple of 16 bytes."""
+    """Raise ValueError unless x (T, K) and weight (C, K) can be multiplied in tiles: one dtype, bf16 or fp16 (fp32 also, on
+    CPU), contiguous, T a multiple of `world_size`, rows a multiple of 16 bytes."""
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
         raise ValueError(
             f"cannot multiply rows {tuple(x.shape)} with a weight {tuple(weight.shape)}: (T, K) and (C, K) are needed"

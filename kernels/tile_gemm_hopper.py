@@ -1,8 +1,8 @@
 """The products of `kernels/tile_gemm_triton.py` for Hopper, with warps that have different jobs (written in Gluon).
 
-One warp loads operands by TMA into a ring of buffers, as far ahead as there is room, also for the next tiles. Eight warps multiply
-(wgmma). In the reduce-scatter one more warp stores results by TMA and announces them, so that neither the link nor the fences delay the
-tensor cores. A rank's rows must fill a tile. No interpreter runs these kernels.
+One warp loads operands by TMA into a ring of buffers, as far ahead as there is room, also for the next tiles. Eight warps
+multiply (wgmma). In the reduce-scatter one more warp stores results by TMA and announces them, so that neither the link nor the
+fences delay the tensor cores. A rank's rows must fill a tile. No interpreter runs these kernels.
 
 Memory order. All-gather: the loading warp acquires a block's flag and passes a fence from the generic to the async proxy before
 it asks TMA for the rows. Reduce-scatter: the thread that issued a tile's stores waits for their completion, not only for
@@ -95,7 +95,7 @@ def _multiply(ring, step, steps):
     return sums, step
 
 
-# --- reduce-scatter -------------------------------------------------------------------------------------------------------------
+# --- reduce-scatter -----------------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
@@ -196,7 +196,7 @@ def _gemm_reduce_scatter(
     tl.extra.cuda.gdc_launch_dependents()
 
 
-# --- all-gather -----------------------------------------------------------------------------------------------------------------
+# --- all-gather ---------------------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
@@ -284,7 +284,7 @@ def _all_gather_gemm(
     tl.extra.cuda.gdc_launch_dependents()
 
 
-# --- launches -------------------------------------------------------------------------------------------------------------------
+# --- launches -----------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -3,14 +3,14 @@
 Both are persistent: program p does tiles p, p + programs, … TMA loads operands through descriptors that the host makes; tensor
 cores add in fp32. The order of tiles follows the rank (Flux, arXiv:2406.06858, section 4.1: tile coordinate swizzling).
 
-Memory order, reduce-scatter. A tile is stored by ordinary stores, not by TMA: TMA stores belong to the async proxy, and nothing that
-Triton emits makes their completion at another GPU come before a flag. The barrier after the stores, the tile's count (acquire and
-release at system scope) and the flag's exchange (release at system scope) form a chain: a GPU that has seen the flag sees the tiles
-of all programs.
+Memory order, reduce-scatter. A tile is stored by ordinary stores, not by TMA: TMA stores belong to the async proxy, and nothing
+that Triton emits makes their completion at another GPU come before a flag. The barrier after the stores, the tile's count
+(acquire and release at system scope) and the flag's exchange (release at system scope) form a chain: a GPU that has seen the
+flag sees the tiles of all programs.
 
-Memory order, all-gather. The rows that TMA loads, in the async proxy, were stored in the generic proxy by other GPUs or by a copy
-engine. After the polls that acquired the flag all threads pass a barrier, and then a fence between the proxies. So both precede the
-load, whichever thread issues it. TMA does not read through L1, and stores over NVLink arrive in L2.
+Memory order, all-gather. The rows that TMA loads, in the async proxy, were stored in the generic proxy by other GPUs or by a
+copy engine. After the polls that acquired the flag all threads pass a barrier, and then a fence between the proxies. So both
+precede the load, whichever thread issues it. TMA does not read through L1, and stores over NVLink arrive in L2.
 
 Import this module only where Triton is needed; it also runs in Triton's interpreter (TRITON_INTERPRET=1), without the fences.
 """
@@ -29,7 +29,7 @@ from kernels.tile_gemm import BLOCK, COUNTERS, Tiling, row_tiles
 _BLOCK = tl.constexpr(BLOCK)
 
 
-# --- tiles ----------------------------------------------------------------------------------------------------------------------
+# --- tiles --------------------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -45,8 +45,8 @@ def _grouped(tile, rows, columns, GROUP: tl.constexpr):
 def _tile_rows(turn, row_tile, first_owner, step, share, N: tl.constexpr, BLOCK_M: tl.constexpr, SPAN: tl.constexpr):
     """The rows, from and to, of a tile.
 
-    The tile is number `row_tile` of the rows of the owner whose turn it is, first_owner, first_owner + step, …; with SPAN a tile
-    has rows of several owners, there is one turn, and the tiles begin with that of first_owner's rows.
+    The tile is number `row_tile` of the rows of the owner whose turn it is, first_owner, first_owner + step, …; with SPAN a
+    tile has rows of several owners, there is one turn, and the tiles begin with that of first_owner's rows.
     """
     if SPAN:
         tiles = tl.cdiv(N * share, BLOCK_M)
@@ -93,7 +93,7 @@ def select(values, index, N: tl.constexpr):
     return chosen
 
 
-# --- blocks of rows and their flags ---------------------------------------------------------------------------------------------
+# --- blocks of rows and their flags -------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -120,8 +120,8 @@ def _row_tiles_of(owner, block, share, BLOCK_M: tl.constexpr, SPAN: tl.constexpr
 def _arrive(counters, flags, epoch, row, end, share, columns,
     N: tl.constexpr, LANES: tl.constexpr, BLOCK_M: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """Count a stored tile. The program that counts a block's last tile zeroes the counter for the next launch and sets the flag of
-    the block's owner."""
+    """Count a stored tile. The program that counts a block's last tile zeroes the counter for the next launch and sets the flag
+    of the block's owner."""
     owner, block, touched = _blocks(row, end, share, N, LANES)
     tiles = _row_tiles_of(owner, block, share, BLOCK_M, SPAN) * columns
     counter = counters + owner * tl.cdiv(share, _BLOCK) + block
@@ -158,7 +158,7 @@ def _await(
             )
 
 
-# --- kernels --------------------------------------------------------------------------------------------------------------------
+# --- kernels ------------------------------------------------------------------------------------------------------------------
 
 
 @triton.jit(do_not_specialize=["share", "rank"])
@@ -244,7 +244,7 @@ def _all_gather_gemm(
         tl.extra.cuda.gdc_launch_dependents()
 
 
-# --- launches -------------------------------------------------------------------------------------------------------------------
+# --- launches -----------------------------------------------------------------------------------------------------------------
 
 
 @cache

@@ -212,8 +212,9 @@ def test_flags_wrap_around(interpreters: Ranks, epoch: int, memory: str, seed: i
 def wrong_gathers_behind_a_late_program(world: World, memory: Any, blocks: int, first: int, seed: int) -> list[str]:
     """Gathers with a wrong result, of six launches from number `first` on, for workspaces of several sizes.
 
-    Rank 0's last program sends to rank 0 itself, so no other rank waits for it. It begins only when the last rank has sent its first
-    block of the next launch to rank 0. It must not zero that block. But words of much earlier launches must be gone in the end."""
+    Rank 0's last program sends to rank 0 itself, so no other rank waits for it. It begins only when the last rank has sent its
+    first block of the next launch to rank 0. It must not zero that block. But words of much earlier launches must be gone in
+    the end."""
     from triton.runtime import interpreter
 
     from comm.workspace import open_workspace
