@@ -19,6 +19,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -30,17 +31,15 @@ import torch.distributed as dist
 from checkpoint import DTYPES, load_model
 from cli import Parser, check_ranks, leave, note, run
 from config import ModelConfig, limit_context
-from engine.offline import Timing, check_prompts, generate, score
-from engine.sampler import SamplingParams
-from engine.stopping import OutputStream
+from engine import LLM, SamplingParams
+from engine.llm import Completion, Timing, check_prompts, read_tokenizer
 from errors import UserError
 from model import Transformer
 from options import ModelOptions, add_options, dtype_name
 from presets import has_random_weights, is_shape, model_config
 from processes import is_rank
 from profiling import annotate, profiled
-from tokenizer import Tokenizer, check_fits
-from tokenizer_files import find_tokenizer, load_tokenizer
+from tokenizer import Tokenizer
 from tp import World, agree_on_error, init_world, stream_shards
 
 if TYPE_CHECKING:
@@ -131,7 +130,6 @@ class Job:
     tokenizer: Tokenizer | None
     prompts: list[list[int]]  # one a sample; empty when interactive
     params: list[SamplingParams]  # one a sample
-    stop_ids: frozenset[int]
 
     @property
     def cache_tokens(self) -> int:
@@ -142,37 +140,32 @@ class Job:
         together = min(self.args.batch_size, self.args.num_samples)
         return together * (longest + self.args.max_new_tokens) if self.prompts else self.config.max_seq_len
 
-    def output(self, prompt: Sequence[int]) -> OutputStream:
-        return OutputStream(self.tokenizer, prompt, self.args.max_new_tokens, self.stop_ids, self.args.stop)
-
 
 def prepare(args: argparse.Namespace, world_size: int) -> Job:
     """Read config and tokenizer and encode the prompt. Raises UserError for anything wrong in them."""
     config = limit_context(model_config(args.model, args.variant, world_size), args.max_model_len)
     stream_shards(config, 0, world_size)
-    tokenizer = read_tokenizer(args, config)
+    tokenizer = read_tokenizer(args.model, config)
+    if tokenizer is None and (args.interactive or args.prompt is not None or args.prompt_file is not None):
+        raise UserError(NO_TOKENIZER.format(model=args.model))
     params = [
-        SamplingParams(args.temperature, args.top_k, args.top_p, args.min_p, args.seed + i) for i in range(args.num_samples)
+        SamplingParams(
+            max_tokens=args.max_new_tokens,
+            temperature=args.temperature,
+            top_k=args.top_k,
+            top_p=args.top_p,
+            min_p=args.min_p,
+            seed=args.seed + i,
+            stop=args.stop,
+            ignore_eos=args.ignore_eos,
+        )
+        for i in range(args.num_samples)
     ]
     if args.profile and not args.profile.parent.is_dir():
         raise UserError(f"--profile {args.profile}: there is no folder {args.profile.parent}; create it or name another")
     prompts = [] if args.interactive else read_prompts(args, config, tokenizer)
-    check_prompts(config, prompts, 0 if args.score else args.max_new_tokens)
-    eos = frozenset(config.eos_token_ids) | frozenset(tokenizer.eos_ids if tokenizer else ())
-    return Job(args, config, tokenizer, prompts, params, frozenset() if args.ignore_eos else eos)
-
-
-def read_tokenizer(args: argparse.Namespace, config: ModelConfig) -> Tokenizer | None:
-    """The checkpoint's tokenizer; None without one, as for a preset. Raises UserError if a text prompt needs it."""
-    path = Path(args.model)
-    folder = path.parent if path.is_file() else path
-    if has_random_weights(args.model) or find_tokenizer(folder) is None:
-        if args.interactive or args.prompt is not None or args.prompt_file is not None:
-            raise UserError(NO_TOKENIZER.format(model=args.model))
-        return None
-    tokenizer = load_tokenizer(folder)
-    check_fits(tokenizer, config.vocab_size)
-    return tokenizer
+    check_prompts(config, prompts, [0 if args.score else args.max_new_tokens] * len(prompts))
+    return Job(args, config, tokenizer, prompts, params)
 
 
 def read_prompts(args: argparse.Namespace, config: ModelConfig, tokenizer: Tokenizer | None) -> list[list[int]]:
@@ -218,29 +211,26 @@ def never() -> bool:
     return False
 
 
-def answer(
-    job: Job, model: Transformer, first: int, show: bool, stopped: Callable[[], bool] = never
-) -> tuple[list[OutputStream], Timing]:
+def answer(job: Job, llm: LLM, first: int, show: bool, stopped: Callable[[], bool] = never) -> tuple[list[Completion], Timing]:
     """Generate one batch of samples, from sample `first` on. With `show`, print the first one's text as it is generated.
 
-    `stopped` is called after each token, on all ranks. If it returns True, generation ends, and the `finish_reason` of
+    `stopped` is called after each step, on all ranks. If it returns True, generation ends, and the `finish_reason` of
     unfinished samples is None.
     """
     chosen = slice(first, first + job.args.batch_size)
     prompts, timing = job.prompts[chosen], Timing()
-    outputs = [job.output(prompt) for prompt in prompts]
-    for tokens in generate(model, prompts, job.params[chosen], job.args.max_new_tokens, timing):
-        for i, (output, token) in enumerate(zip(outputs, tokens, strict=True)):
-            if output.finish_reason is None:
-                text = output.push(token)
-                if show and i == 0:
-                    print(text, end="", flush=True)
-        if all(output.finish_reason for output in outputs) or stopped():
-            break
-    return outputs, timing
+    answers = [Completion(prompt) for prompt in prompts]
+    with closing(llm.stream(prompts, job.params[chosen], timing=timing, answers=answers)) as steps:
+        for updates in steps:
+            for update in updates:
+                if show and update.index == 0:
+                    print(update.text, end="", flush=True)
+            if stopped():
+                break
+    return answers, timing
 
 
-def samples(job: Job, model: Transformer, world: World) -> Iterator[dict[str, Any]]:
+def samples(job: Job, llm: LLM, world: World) -> Iterator[dict[str, Any]]:
     """Generate all samples and yield the JSON record of each."""
     streamed = job.args.batch_size == 1 and not job.args.json and world.rank == 0 and job.tokenizer is not None
     fastest = 0.0
@@ -248,10 +238,10 @@ def samples(job: Job, model: Transformer, world: World) -> Iterator[dict[str, An
         if streamed:
             show_prompt(job, job.prompts[first])
         with profiled(job.args.profile if first == 0 else None, world.rank):
-            outputs, timing = answer(job, model, first, show=streamed)
+            outputs, timing = answer(job, llm, first, show=streamed)
         if streamed:
             print()
-        speed = measure(model, timing, len(outputs), world)
+        speed = measure(llm.model, timing, len(outputs), world)
         for prompt, output in zip(job.prompts[first:], outputs, strict=False):
             yield {
                 "text": output.text,
@@ -319,14 +309,14 @@ def summary(speed: dict[str, float | None]) -> str:
     )
 
 
-def print_score(job: Job, model: Transformer, world: World) -> None:
-    logprobs, argmax = score(model, job.prompts[0])
+def print_score(job: Job, llm: LLM, world: World) -> None:
+    scores = llm.score(job.prompts[0])
     if world.rank == 0:
-        record = {"prompt_token_ids": job.prompts[0], "token_logprobs": logprobs, "logits_argmax": argmax}
+        record = {"prompt_token_ids": job.prompts[0], "token_logprobs": scores.logprobs, "logits_argmax": scores.argmax}
         print(json.dumps(record | {"variant": job.config.description, "world_size": world.world_size}))
 
 
-def interact(job: Job, model: Transformer, world: World) -> None:
+def interact(job: Job, llm: LLM, world: World) -> None:
     """Read and answer lines until Ctrl-D. With --chat they form one conversation; without, each line is a new prompt."""
     # Imported here, because other commands need no terminal and should not wait for its library.
     from console import Console
@@ -347,10 +337,10 @@ def interact(job: Job, model: Transformer, world: World) -> None:
                 messages.clear()
                 note("[the conversation starts anew]")
             elif line.strip():
-                reply(job, model, world, console, messages, line)
+                reply(job, llm, world, console, messages, line)
 
 
-def reply(job: Job, model: Transformer, world: World, console: "Console", messages: list[dict[str, str]], line: str) -> None:
+def reply(job: Job, llm: LLM, world: World, console: "Console", messages: list[dict[str, str]], line: str) -> None:
     """Answer a line, and add the line and the answer to the conversation."""
     assert job.tokenizer is not None
     asked = {"role": "user", "content": line}
@@ -361,7 +351,7 @@ def reply(job: Job, model: Transformer, world: World, console: "Console", messag
         messages.clear()
         return
     job.prompts = [prompt]
-    outputs, _ = answer(job, model, 0, show=world.rank == 0, stopped=console.stopped)
+    outputs, _ = answer(job, llm, 0, show=world.rank == 0, stopped=console.stopped)
     if outputs[0].finish_reason is None:
         note(" [stopped]", end="")
     if world.rank == 0:
@@ -409,12 +399,13 @@ def main() -> None:
         annotate(model)
     if job.args.compile:
         model.compile_modules()
+    llm = LLM(model, job.tokenizer, world)
     if job.args.score:
-        print_score(job, model, world)
+        print_score(job, llm, world)
     elif job.args.interactive:
-        interact(job, model, world)
+        interact(job, llm, world)
     else:
-        for record in samples(job, model, world):
+        for record in samples(job, llm, world):
             if world.rank == 0 and job.args.json:
                 print(json.dumps(record), flush=True)
             elif world.rank == 0 and job.args.batch_size > 1:

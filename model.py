@@ -22,13 +22,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attention import AttentionContext
+from attention import AttentionContext, Heads
 from comm import Communicator, Local, NoCommunication, Residual
 from config import ModelConfig
 from kernels.activation import swiglu
 from kernels.embedding import embedding_shard
 from kernels.norm import rms_norm
-from rope import rope_frequencies, rotate
+from rope import rope_frequencies
 from tp import Shard, ShardedLinear, stream_shards
 
 
@@ -54,31 +54,13 @@ class RMSNorm(nn.Module):
 # --- the modules h_i: each reads the stream, and adds the all-reduce of this shard's partial sum -------------------------------
 
 
-class Heads(nn.Module):
-    """The part of attention between its two projections: split into heads, QK norm, RoPE, attend."""
-
-    def __init__(self, config: ModelConfig, layer: int, slot: int, shard: Shard, factory: Factory) -> None:
-        super().__init__()
-        self.slot, self.window, self.head_dim = slot, config.window(layer), config.head_dim
-        self.rope_factor = config.rope_factor
-        self.n_heads = len(shard.range(config, "heads")) // config.head_dim
-        self.n_kv_heads = len(shard.range(config, "kv_heads")) // config.head_dim
-        self.q_norm = RMSNorm(config.head_dim, config.norm_eps, factory) if config.qk_norm else None
-        self.k_norm = RMSNorm(config.head_dim, config.norm_eps, factory) if config.qk_norm else None
-
-    def split(self, qkv: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """(B, T, (H + 2K) * D) to q (B, T, H, D), k and v (B, T, K, D), rotated."""
-        heads = qkv.unflatten(-1, (-1, self.head_dim))
-        qk, v = heads.split((self.n_heads + self.n_kv_heads, self.n_kv_heads), dim=-2)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = qk.split((self.n_heads, self.n_kv_heads), dim=-2)
-            qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=-2)
-        q, k = rotate(qk, *rope).split((self.n_heads, self.n_kv_heads), dim=-2)
-        return q, k, v
-
-    def forward(self, qkv: Tensor, frequencies: Tensor, context: AttentionContext) -> Tensor:
-        """(B, T, (H + 2K) * D) to (B, T, H * D). The context computes the attention to earlier tokens."""
-        return context.attend(self, qkv, frequencies)
+def attention_heads(config: ModelConfig, layer: int, slot: int, shard: Shard, factory: Factory) -> Heads:
+    """This shard's heads of a layer, with their norms."""
+    counts = (len(shard.range(config, axis)) // config.head_dim for axis in ("heads", "kv_heads"))
+    heads = Heads(config, layer, slot, *counts)
+    if config.qk_norm:
+        heads.q_norm, heads.k_norm = (RMSNorm(config.head_dim, config.norm_eps, factory) for _ in range(2))
+    return heads
 
 
 class Attention(nn.Module):
@@ -88,7 +70,7 @@ class Attention(nn.Module):
         super().__init__()
         self.norm = norm
         self.wqkv = ShardedLinear(config, shard, ("q_proj", "k_proj", "v_proj"), **factory)
-        self.heads = Heads(config, layer, slot, shard, factory)
+        self.heads = attention_heads(config, layer, slot, shard, factory)
         self.wo = ShardedLinear(config, shard, ("o_proj",), **factory)
 
     def forward(self, stream: Residual, frequencies: Tensor, context: AttentionContext, lag: int = 0) -> Residual:
@@ -146,7 +128,7 @@ class ParallelBlock(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, factory)
         inputs = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
         self.w_in = ShardedLinear(config, shard, inputs, **factory)
-        self.heads = Heads(config, layer, layer, shard, factory)
+        self.heads = attention_heads(config, layer, layer, shard, factory)
         self.wo = ShardedLinear(config, shard, ("o_proj",), **factory)
         self.w_down = ShardedLinear(config, shard, ("down_proj",), **factory)
 

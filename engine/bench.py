@@ -22,7 +22,7 @@ from tqdm import tqdm
 from checkpoint import DTYPES, load_model
 from cli import Parser, run
 from engine.core import Engine, EngineLimits
-from engine.protocol import RequestParams, Submit
+from engine.protocol import SamplingParams, Submit
 from errors import UserError
 from options import ModelOptions, add_options, dtype_name
 from presets import model_config
@@ -32,7 +32,7 @@ from tp import World, init_world
 def requests(args: argparse.Namespace, vocab_size: int) -> list[Submit]:
     """Random prompts, greedy, no stop tokens: every request generates all its tokens."""
     rng = random.Random(args.seed)
-    params = RequestParams(max_tokens=args.new_tokens, temperature=args.temperature)
+    params = SamplingParams(max_tokens=args.new_tokens, temperature=args.temperature)
     prompts = ([rng.randrange(vocab_size) for _ in range(args.prompt_length)] for _ in range(args.requests))
     return [Submit(str(i), prompt, params) for i, prompt in enumerate(prompts)]
 
@@ -84,7 +84,7 @@ def host_overhead(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
     """The host's time in a decode step of all requests, in ms: medians over the steps.
 
     `host` is the step without the model (layers, head) and without the drawing of tokens from logits. The entries after
-    it are parts of it.
+    it are parts of it. On a CPU only: a GPU's step is one call.
     """
     seconds: dict[str, float] = defaultdict(float)
     model, runner = engine.runner.model, engine.runner
@@ -94,7 +94,8 @@ def host_overhead(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
         (model, "logits", "head"),
         (runner, "_draw", "draw"),
         (engine.scheduler, "schedule", "scheduling"),
-        (runner.cache, "step", "batch layout"),
+        (runner.spans, "write", "batch layout"),
+        (runner.spans, "context", "batch layout"),
         (runner, "_batch", "sampling set-up"),
     ]
     for owner, name, label in parts:
@@ -133,6 +134,7 @@ def main() -> None:
     model = load_model(args.model, config, world, dtype)
     limits = EngineLimits(max_num_seqs=args.max_num_seqs, max_batch_tokens=args.max_batch_tokens, block_size=args.block_size)
     engine = Engine(model, None, limits, world)
+    engine.runner.capture()
     with torch.inference_mode():
         result = host_overhead(engine, args) if args.host else throughput(engine, args, world)
     if world.rank == 0:

@@ -13,12 +13,12 @@ import torch.distributed as dist
 
 from engine.block_manager import BlockManager
 from engine.grammars import COMPILED, MAX_COMPILING, Compilation, Grammars, error_of
-from engine.graph_runner import Capacity, build_runner
 from engine.logits import advance, check_ids, new_state, sibling
 from engine.paged_cache import PagedCache
 from engine.protocol import Abort, Refused, Stats, Submit, SubmitAll, TokenLogprobs, TokenOutput
-from engine.runner import Flight, StepResult, is_plain
+from engine.runner import InFlightStep, Runner, StepResult, is_plain
 from engine.scheduler import Scheduler, Sequence
+from engine.step_inputs import Capacity
 from errors import UserError
 from memory import free_bytes
 from model import Transformer
@@ -36,6 +36,7 @@ class EngineLimits:
     max_batch_tokens: int = 2048  # of one step
     block_size: int = 16  # tokens
     kv_memory: float | None = None  # per rank; up to 1: share of the free memory; else bytes; None: 1 GiB on CPU, 0.9 on GPU
+    whole_sequences: bool = False  # a sequence gets all blocks that it may need when it starts, and shares none: no preemption
 
 
 def cache_memory(limits: EngineLimits, device: torch.device) -> float:
@@ -57,7 +58,7 @@ def count_blocks(model: Transformer, limits: EngineLimits, world: World) -> int:
         dist.all_reduce(blocks, op=dist.ReduceOp.MIN, group=world.control)
     # all sequences at full length can use at most this many blocks
     useful = limits.max_num_seqs * -(-(limits.max_model_len or config.max_seq_len) // limits.block_size)
-    found = min(int(blocks), useful + 1)
+    found = min(int(blocks), useful)
     if found < 1:
         raise UserError(f"--kv-memory leaves room for no KV-cache block of {size / 1e6:.1f} MB; give more")
     return found
@@ -68,7 +69,9 @@ class Engine:
         config = model.config
         self.max_model_len = min(limits.max_model_len or config.max_seq_len, config.max_seq_len)
         blocks = BlockManager(count_blocks(model, limits, world), limits.block_size)
-        self.scheduler = Scheduler(blocks, limits.max_num_seqs, limits.max_batch_tokens, self.max_model_len)
+        self.scheduler = Scheduler(
+            blocks, limits.max_num_seqs, limits.max_batch_tokens, self.max_model_len, limits.whole_sequences
+        )
         cache = PagedCache(
             model.attention_slots,
             blocks.n_blocks,
@@ -80,9 +83,9 @@ class Engine:
         )
         text_ids = min(tokenizer.vocab_size if tokenizer else config.vocab_size, config.vocab_size)
         capacity = Capacity(limits.max_num_seqs, limits.max_batch_tokens, blocks.blocks_for(self.max_model_len))
-        self.look_ahead = world.device.type == "cuda"
-        self.runner = build_runner(model, cache, text_ids, capacity)
-        self._ahead: Flight | None = None
+        self.runner = Runner(model, cache, text_ids, capacity)
+        self.look_ahead = self.runner.graphs is not None
+        self._ahead: InFlightStep | None = None
         self.grammars = Grammars(tokenizer, config.vocab_size)
         # by a grammar's text: its compilation, and the requests that wait for it
         self.compiling: dict[str, tuple[Compilation, list[Sequence]]] = {}
@@ -182,25 +185,26 @@ class Engine:
         """Compute one step and return each sequence's new output. If the next step is known except for its input
         tokens, it is launched before this step's tokens are waited for."""
         start = time.perf_counter()
-        flight, self._ahead = self._ahead or self._launch(start), None
+        step, self._ahead = self._ahead or self._launch(start), None
         if self.look_ahead:
-            self._ahead = self._follow(flight)
-        outputs = [self._output(*new) for new in self._record(self.runner.collect(flight))]
-        self.meter.count(sum(c.count for c in flight.chunks), len(outputs), time.perf_counter() - start)
+            self._ahead = self._follow(step)
+        outputs = [self._output(*new) for new in self._record(self.runner.collect(step))]
+        self.meter.count(sum(c.count for c in step.chunks), len(outputs), time.perf_counter() - start)
         return outputs
 
-    def _launch(self, now: float) -> Flight:
+    def _launch(self, now: float) -> InFlightStep:
         chunks = self.scheduler.schedule()
         for chunk in chunks:
             if chunk.sequence.first_scheduled is None:
                 chunk.sequence.first_scheduled = now
         return self.runner.launch(chunks)
 
-    def _follow(self, flight: Flight) -> Flight | None:
-        if len(flight.sampling) < len(flight.chunks) or not all(map(is_plain, flight.sampling)):
+    def _follow(self, step: InFlightStep) -> InFlightStep | None:
+        """Launch the step after `step` before its tokens are known, if possible."""
+        if len(step.sampling) < len(step.chunks) or not all(map(is_plain, step.sampling)):
             return None
-        ahead = self.scheduler.look_ahead(flight.chunks)
-        return None if ahead is None else self.runner.launch(ahead, after=flight)
+        ahead = self.scheduler.look_ahead(step.chunks)
+        return None if ahead is None else self.runner.launch(ahead, after=step)
 
     def _record(self, result: StepResult) -> Iterator[tuple[Sequence, int, TokenLogprobs | None]]:
         """Append the tokens to the sequences that are still running. Yields (sequence, token, logprobs) for each."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.protocol import Logprob, RequestParams, TokenLogprobs
+from engine.protocol import Logprob, SamplingParams, TokenLogprobs
 from engine.scheduler import Sequence
 from errors import UserError
 
@@ -29,7 +29,7 @@ class SamplingState:
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
 
 
-def new_state(params: RequestParams, vocab_size: int, device: torch.device) -> SamplingState:
+def new_state(params: SamplingParams, vocab_size: int, device: torch.device) -> SamplingState:
     """A request's initial state, without its grammar. Raises UserError for ids outside the vocabulary."""
     state = SamplingState()
     check_ids([*params.logit_bias, *(params.allowed_token_ids or ()), *params.stop_token_ids], vocab_size)
@@ -81,7 +81,7 @@ def process(logits: Tensor, sequences: List[Sequence]) -> Tensor:
     return logits
 
 
-def is_penalized(params: RequestParams) -> bool:
+def is_penalized(params: SamplingParams) -> bool:
     return bool(params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty)
 
 

@@ -1,22 +1,22 @@
-"""The paged KV cache and attention over it, for a step with both prompt chunks and single new tokens.
+"""The paged KV cache, and attention over it for one step of the engine.
 
-Shapes: S attention slots, N blocks of P tokens, K key-value heads, H query heads, D head_dim. A step has T tokens of
-several sequences in one row; B of them are the single new tokens (decode) of B sequences.
+Shapes: A attention modules (slots), N blocks of P tokens, K key-value heads, H query heads, D head_dim. A step has T rows: the
+tokens of S spans, one span a sequence, one after the other.
 """
 
-from collections.abc import Sequence as List
-from dataclasses import dataclass
-
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention import SplitContext, causal_mask
-from engine.scheduler import Chunk
+from attention import AttentionContext, Heads, causal_mask
+from kernels.dispatch import on_gpu
+from kernels.paged_attention import paged_decode, paged_prefill
+from kernels.rope_cache import rope_store
 
 
 class PagedCache:
-    """Keys and values of all slots: (S, 2, N, P, K, D)."""
+    """Keys and values of all slots: (A, 2, N, P, K, D)."""
 
     def __init__(
         self,
@@ -30,94 +30,146 @@ class PagedCache:
     ) -> None:
         self.block_size = block_size
         self.keys_values = torch.zeros(slots, 2, n_blocks, block_size, n_kv_heads, head_dim, device=device, dtype=dtype)
+        self.rows = [(keys, values) for keys, values in self.keys_values.flatten(2, 3)]  # of each slot: (N * P, K, D)
 
     @staticmethod
     def bytes_per_block(slots: int, block_size: int, n_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
         return slots * 2 * block_size * n_kv_heads * head_dim * dtype.itemsize
 
-    def step(self, chunks: List[Chunk], fed: List[int] | None = None) -> "PagedStep":
-        """Lay out one step: decode chunks first, then prompt chunks (see `PagedStep.order`).
 
-        fed: one token for each chunk, if the sequences do not have them yet.
-        """
-        return PagedStep(self, chunks, fed)
+class PagedContext(AttentionContext):
+    """Attention of a step's spans to the cache, which first gets the step's own keys and values."""
+
+    def __init__(
+        self,
+        cache: PagedCache,
+        positions: Tensor,
+        places: Tensor,
+        tables: Tensor,
+        lengths: Tensor,
+        starts: Tensor | None,
+        bound: int,
+    ) -> None:
+        """positions (T,) int64; places (T,) int64: each token's row of the cache (block * P + offset), -1 for padding; tables
+        (S, W) int32: each sequence's blocks; lengths (S,) int32: the tokens that a span's last row sees, 0 for padding; starts
+        (S + 1,) int32: the first row of each span, or None if each span is one row. bound: at least the longest length if
+        `starts` is None, else at least the rows of the longest span."""
+        self.cache, self.positions, self.places = cache, positions, places
+        self.tables, self.lengths, self.starts, self.bound = tables, lengths, starts, bound
+        self._on_cpu = None if on_gpu(positions) else _Spans(self)
+
+    def attend(self, heads: Heads, qkv: Tensor, frequencies: Tensor) -> Tensor:
+        """(1, T, (H + 2K) * D) to (1, T, H * D)."""
+        if self._on_cpu is not None:
+            return self._attend_on_cpu(self._on_cpu, heads, qkv, frequencies)
+        keys, values = self.cache.keys_values[heads.slot]
+        q = self._store(heads, qkv[0], frequencies, keys, values)
+        if self.starts is None:
+            out = paged_decode(q, keys, values, self.tables, self.lengths, heads.window, self.bound)
+        else:
+            out = paged_prefill(q, keys, values, self.tables, self.starts, self.lengths, heads.window, self.bound)
+        return out.flatten(1)[None]
+
+    def _store(self, heads: Heads, qkv: Tensor, frequencies: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Rotate qkv (T, (H + 2K) * D), write its keys and values into the cache, return its queries (T, H, D)."""
+        q_norm, k_norm, eps = None, None, 0.0
+        if heads.q_norm is not None:
+            q_norm, k_norm, eps = heads.q_norm.weight, heads.k_norm.weight, heads.q_norm.eps
+        rows = keys.flatten(0, 1), values.flatten(0, 1)
+        q = rope_store(qkv.contiguous(), self.positions, frequencies, self.places, *rows, q_norm, k_norm, eps)
+        return q if heads.rope_factor == 1 else q * heads.rope_factor**2  # instead of the factor on queries and on keys
+
+    def _attend_on_cpu(self, spans: "_Spans", heads: Heads, qkv: Tensor, frequencies: Tensor) -> Tensor:
+        """The same with PyTorch. A step on a CPU has no padding."""
+        q, k, v = self.split(heads, qkv, frequencies)
+        keys, values = self.cache.rows[heads.slot]
+        keys.index_copy_(0, self.places, k[0])
+        values.index_copy_(0, self.places, v[0])
+        return spans.attend(q[0], keys, values, heads.window).flatten(1)[None]
 
 
-@dataclass(frozen=True)
-class Span:
-    """One prompt chunk: tokens first … last-1 of the step. Its last position in the sequence is stop-1."""
+class _Spans:
+    """How a step's rows read the cache on a CPU; the same for all layers. Spans of one row (decode) are computed in one batch,
+    longer ones (prefill) one by one."""
 
-    first: int
-    last: int
-    stop: int
-    blocks: Tensor  # (blocks,), those of the sequence up to `stop`
+    def __init__(self, context: PagedContext) -> None:
+        lengths, tables, size = context.lengths.tolist(), context.tables.numpy(), context.cache.block_size
+        starts = range(len(lengths) + 1) if context.starts is None else context.starts.tolist()
+        single = [s for s in range(len(lengths)) if starts[s + 1] - starts[s] == 1]
+        ends = [lengths[s] for s in single]
+        self.decode = None
+        if single:
+            self.decode = _Reader(tables if len(single) == len(lengths) else tables[single], max(ends), size)
+        self.rows, self.lengths, self.equal = [starts[s] for s in single], torch.tensor(ends), len(set(ends)) == 1
+        self.prefill = [
+            (slice(starts[s], starts[s + 1]), _Reader(tables[s : s + 1], lengths[s], size))
+            for s in range(len(lengths))
+            if starts[s + 1] - starts[s] > 1
+        ]
+        self._masks: dict[int | None, Tensor] = {}  # of the decode batch, by window
 
-
-class PagedStep(SplitContext):
-    """The inputs and the attention context of one forward pass.
-
-    `order` has the chunks in the order of the step. `tokens` (1, T) and `positions` (T,) have the same order.
-    """
-
-    def __init__(self, cache: PagedCache, chunks: List[Chunk], fed: List[int] | None = None) -> None:
-        self.cache, size = cache, cache.block_size
-        device = cache.keys_values.device
-        self.order = [c for c in chunks if c.count == 1] + [c for c in chunks if c.count > 1]
-        self.n_decode = sum(c.count == 1 for c in chunks)
-        tokens: list[int] = []
-        positions: list[int] = []
-        places: list[int] = []  # each token's index in the flattened cache
-        self.spans: list[Span] = []
-        for chunk in self.order:
-            stop, blocks = chunk.start + chunk.count, chunk.sequence.blocks
-            if chunk.count > 1:
-                table = torch.tensor(blocks[: -(-stop // size)], device=device)
-                self.spans.append(Span(len(tokens), len(tokens) + chunk.count, stop, table))
-            tokens += chunk.sequence.tokens[chunk.start : stop]  # empty if the token is in `fed`
-            positions += range(chunk.start, stop)
-            places += [blocks[i // size] * size + i % size for i in range(chunk.start, stop)]
-        self.tokens = torch.tensor([tokens if fed is None else fed], device=device)
-        self.positions = torch.tensor(positions, device=device)
-        self.places = torch.tensor(places, device=device)
-        self._lay_out_decode(size, device)
-
-    def _lay_out_decode(self, size: int, device: torch.device) -> None:
-        """Block tables of the decode chunks, padded to the longest: (B, blocks). Padding is masked."""
-        tables = [c.sequence.blocks[: c.start // size + 1] for c in self.order[: self.n_decode]]
-        width = max(map(len, tables), default=0)
-        self.tables = torch.tensor([t + [0] * (width - len(t)) for t in tables], device=device, dtype=torch.int64)
-        self.masks: dict[int | None, Tensor] = {}  # by window: all layers with the same window share one
-
-    def attend_split(self, slot: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        """q (1, T, H, D), k and v (1, T, K, D), to (1, T, H, D)."""
-        keys, values = self.cache.keys_values[slot]
-        keys.view(-1, *k.shape[2:]).index_copy_(0, self.places, k[0])
-        values.view(-1, *v.shape[2:]).index_copy_(0, self.places, v[0])
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
+        """q (T, H, D), keys and values (N * P, K, D), to (T, H, D)."""
+        if self.decode is not None and not self.prefill:
+            return self._decode(self.decode, q, keys, values, window)
         out = torch.empty_like(q)
-        if self.n_decode:
-            out[0, : self.n_decode] = self._decode(q[0, : self.n_decode], keys, values, window)
-        for span in self.spans:
-            out[0, span.first : span.last] = self._prefill(q[0, span.first : span.last], keys, values, span, window)
+        if self.decode is not None:
+            out[self.rows] = self._decode(self.decode, q[self.rows], keys, values, window)
+        for rows, read in self.prefill:
+            out[rows] = self._prefill(q[rows], read(keys), read(values), window)
         return out
 
-    def _decode(self, q: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
+    def _decode(self, read: "_Reader", q: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
+        """q (B, H, D), the last row of each sequence, to (B, H, D)."""
         batch, n_heads, head_dim = q.shape
-        k, v = (self._gather(x, self.tables).transpose(1, 2) for x in (keys, values))  # (B, K, L, D)
-        if window not in self.masks:
-            self.masks[window] = causal_mask(self.positions[:batch], k.shape[2], window)[:, None, None]  # (B, 1, 1, L)
-        grouped = q.view(batch, k.shape[1], -1, head_dim)  # a KV head's query heads in the place of tokens
-        return F.scaled_dot_product_attention(grouped, k, v, attn_mask=self.masks[window]).reshape(batch, n_heads, head_dim)
-
-    def _gather(self, x: Tensor, tables: Tensor) -> Tensor:
-        """(N, P, K, D) and block tables (B, n) to (B, n * P, K, D)."""
-        return x.index_select(0, tables.flatten()).view(len(tables), -1, *x.shape[2:])
-
-    def _prefill(self, q: Tensor, keys: Tensor, values: Tensor, span: Span, window: int | None) -> Tensor:
-        k, v = (self._gather(x, span.blocks[None])[:, : span.stop].transpose(1, 2) for x in (keys, values))
-        q = q[None].transpose(1, 2)  # (1, H, T, D)
-        if span.stop == q.shape[2] and (window is None or window >= span.stop):
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        grouped = q.view(batch, keys.shape[1], -1, head_dim)  # a KV head's query heads in the place of tokens
+        if self.equal:  # all see the same positions, so there is no mask
+            first = 0 if window is None else max(0, read.length - window)
+            out = F.scaled_dot_product_attention(grouped, read(keys, first), read(values, first))
         else:
-            mask = causal_mask(self.positions[span.first : span.last], span.stop, window)
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+            if window not in self._masks:
+                self._masks[window] = causal_mask(self.lengths - 1, read.length, window)[:, None, None]  # (B, 1, 1, L)
+            out = F.scaled_dot_product_attention(grouped, read(keys), read(values), attn_mask=self._masks[window])
+        return out.reshape(batch, n_heads, head_dim)
+
+    @staticmethod
+    def _prefill(q: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
+        """q (n, H, D), the last n of L positions; keys and values (1, K, L, D)."""
+        n, length = len(q), keys.shape[2]
+        q = q[None].transpose(1, 2)  # (1, H, n, D)
+        if n == length and (window is None or window >= length):
+            out = F.scaled_dot_product_attention(q, keys, values, is_causal=True, enable_gqa=True)
+        else:
+            mask = causal_mask(torch.arange(length - n, length), length, window)
+            out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=True)
         return out[0].transpose(0, 1)
+
+
+class _Reader:
+    """Reads keys or values of B sequences: (N * P, K, D) to (B, K, L, D), of the positions first … length-1.
+
+    Where each sequence's blocks are consecutive, and the sequences lie at equal distances, it is a view; else a copy."""
+
+    def __init__(self, tables: np.ndarray, length: int, size: int) -> None:
+        """tables (B, W): the sequences' blocks of `size` tokens."""
+        self.length = length
+        blocks = tables[:, : -(-length // size)]
+        batch, width = blocks.shape
+        begin, last = int(blocks[0, 0]), int(blocks[-1, -1])
+        distance = int(blocks[1, 0]) - begin if batch > 1 else 0
+        is_view = distance >= 0 and last == begin + (batch - 1) * distance + width - 1
+        if is_view and batch * width > 2:  # with at most two blocks, the first and the last say it all
+            is_view = bool((blocks == begin + distance * np.arange(batch)[:, None] + np.arange(width)).all())
+        self.batch, self.begin, self.distance = batch, begin * size, distance * size  # in rows
+        self.rows: Tensor | None = None  # of all positions, sequence by sequence, where it is no view
+        if not is_view:
+            rows = (blocks[:, :, None] * size + np.arange(size)).reshape(batch, -1)[:, :length]
+            self.rows = torch.from_numpy(np.ascontiguousarray(rows, dtype=np.int64))
+
+    def __call__(self, x: Tensor, first: int = 0) -> Tensor:
+        _, heads, head_dim = x.shape
+        if self.rows is not None:
+            return x[self.rows[:, first:]].transpose(1, 2)
+        row = heads * head_dim
+        shape = self.batch, heads, self.length - first, head_dim
+        return x.as_strided(shape, (self.distance * row, head_dim, row, 1), x.storage_offset() + (self.begin + first) * row)

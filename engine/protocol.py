@@ -12,6 +12,8 @@ from typing import Literal
 
 import msgspec
 
+from errors import UserError
+
 LIST_LIMIT = 20  # most top logprobs that a request may ask for
 
 
@@ -30,31 +32,53 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     top: list[Logprob]
 
 
-class RequestParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How one request is generated. Already validated. `seed` is always set, so that all ranks draw the same tokens."""
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How one sequence is generated. Raises UserError for a value out of range.
 
-    max_tokens: int
-    min_tokens: int = 0
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
+    On several ranks `seed` must be the same, so that all of them draw the same tokens. The last group concerns text only: `LLM`
+    and the server's frontend apply it, and the engine, which has ids only, ignores it.
+    """
+
+    max_tokens: int = 16
+    min_tokens: int = 0  # before these, no stop token and no stop string ends it
+    temperature: float = 1.0  # 0: greedy
+    top_k: int = 0  # keep the k likeliest tokens; 0: all
+    top_p: float = 1.0  # keep the likeliest tokens that together reach this probability
+    min_p: float = 0.0  # drop tokens less likely than this share of the likeliest one
     seed: int = 0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] = {}
     allowed_token_ids: list[int] | None = None
-    stop_token_ids: list[int] = []  # EOS included unless ignored; the token itself is output, then the request ends
+    stop_token_ids: list[int] = []  # the token itself is output, then the sequence ends. The engine adds no EOS of its own
     logprobs: int | None = None  # None: no log-probabilities; k: those of the chosen token and of the k likeliest
     prompt_logprobs: int | None = None  # the same for the prompt's tokens
     grammar: str | None = None  # in llguidance's grammar format, such as a JSON schema; None: free text
+
+    stop: list[str] = []  # end before the first of these texts
+    include_stop: bool = False  # end behind it
+    skip_special: bool = True  # leave special tokens out of the text
+    ignore_eos: bool = False  # `LLM` adds the model's EOS tokens to `stop_token_ids` unless this is set
+
+    def __post_init__(self) -> None:
+        for name, valid, rule in (
+            ("max_tokens", self.max_tokens >= 1, "at least 1"),
+            ("temperature", 0 <= self.temperature <= 100, "from 0 (greedy) to 100"),
+            ("top_k", 0 <= self.top_k < 2**63, "from 0 (all tokens) to 2^63 - 1"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("min_p", 0 <= self.min_p <= 1, "from 0 to 1"),
+            ("seed", -(2**63) <= self.seed < 2**63, "a 64-bit integer"),
+            ("stop", "" not in self.stop, "texts of at least one character"),
+        ):
+            if not valid:
+                raise UserError(f"{name} must be {rule}, not {getattr(self, name)}")
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
     request_id: str
     prompt_ids: list[int]
-    params: RequestParams
+    params: SamplingParams
 
 
 class Member(msgspec.Struct, frozen=True, array_like=True):
@@ -73,7 +97,7 @@ class SubmitAll(msgspec.Struct, frozen=True, tag=True):
     What they share is sent once: a grammar may have a megabyte, and a request a thousand answers.
     """
 
-    params: RequestParams  # except for the fields of a Member
+    params: SamplingParams  # except for the fields of a Member
     prompts: list[list[int]]
     members: list[Member]
 

@@ -1,5 +1,10 @@
 """Sampling tokens from logits: temperature, top-k, top-p, min-p, seeded per sequence, vectorized over the batch.
 
+Filters apply to the distribution after temperature: top-k, then top-p, then min-p. Every threshold is compared in fp32. min_p is
+compared as a logarithm, log p_i >= log p_max + log(min_p), because the logarithm of any positive min_p can be represented: 1e-84
+drops tokens more than 193.4 below the largest logit / temperature. A top_p that fp32 rounds to 1 filters nothing. A temperature
+above 0 and below 1e-6 counts as 1e-6, or as 0 if fp32 rounds it to 0.
+
 The noise is a hash of (seed, position, token id), not the state of a generator, so a sequence draws the same tokens
 alone, in any batch, and on every rank. Sampling uses the Gumbel-max trick, which needs one number for each token id.
 """
@@ -11,35 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from errors import UserError
+from engine.protocol import SamplingParams
 from kernels.sampling import exponential_noise
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How one sequence is sampled. Filters apply to the distribution after temperature, in the order of the fields.
-
-    Every threshold is compared in fp32. min_p is compared as a logarithm, log p_i >= log p_max + log(min_p), because
-    the logarithm of any positive min_p can be represented: 1e-84 drops tokens more than 193.4 below the largest logit /
-    temperature. A top_p that fp32 rounds to 1 filters nothing. A temperature above 0 and below 1e-6 counts as 1e-6, or
-    as 0 if fp32 rounds it to 0. Raises UserError for a value out of range."""
-
-    temperature: float = 1.0  # 0: greedy
-    top_k: int = 0  # keep the k likeliest tokens; 0: all
-    top_p: float = 1.0  # keep the likeliest tokens that together reach this probability
-    min_p: float = 0.0  # drop tokens less likely than this share of the likeliest one
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name, valid, rule in (
-            ("temperature", 0 <= self.temperature <= 100, "from 0 (greedy) to 100"),
-            ("top_k", 0 <= self.top_k < 2**63, "from 0 (all tokens) to 2^63 - 1"),
-            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
-            ("min_p", 0 <= self.min_p <= 1, "from 0 to 1"),
-            ("seed", -(2**63) <= self.seed < 2**63, "a 64-bit integer"),
-        ):
-            if not valid:
-                raise UserError(f"{name} must be {rule}, not {getattr(self, name)}")
 
 
 @dataclass(frozen=True)

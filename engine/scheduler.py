@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.block_manager import BlockManager
-from engine.protocol import RequestParams
+from engine.protocol import SamplingParams
 from errors import UserError
 
 
@@ -25,7 +25,7 @@ class Sequence:
     request_id: str
     tokens: list[int]  # the prompt, then the generated tokens
     prompt_length: int
-    params: RequestParams
+    params: SamplingParams
     arrival: float = 0.0  # seconds, on the clock of rank 0; for statistics only
     blocks: list[int] = field(default_factory=list)
     computed: int = 0  # how many of its tokens have their keys and values in the cache
@@ -60,8 +60,11 @@ class Chunk:
 
 
 class Scheduler:
-    def __init__(self, blocks: BlockManager, max_num_seqs: int, max_batch_tokens: int, max_model_len: int) -> None:
-        self.blocks = blocks
+    def __init__(
+        self, blocks: BlockManager, max_num_seqs: int, max_batch_tokens: int, max_model_len: int, whole_sequences: bool = False
+    ) -> None:
+        """whole_sequences: see `EngineLimits`."""
+        self.blocks, self.whole_sequences = blocks, whole_sequences
         self.max_num_seqs, self.max_batch_tokens, self.max_model_len = max_num_seqs, max_batch_tokens, max_model_len
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in the order of admission
@@ -140,13 +143,16 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence) -> bool:
         """Give a waiting sequence blocks for all its tokens, cached ones first; False if there are not enough."""
-        reuse = sequence.params.prompt_logprobs is None  # which need the logits of all prompt tokens; those are not cached
+        # prompt_logprobs need the logits of all prompt tokens; those are not cached
+        reuse = not self.whole_sequences and sequence.params.prompt_logprobs is None
         cached = self.blocks.match(sequence.tokens) if reuse else []
-        fresh = self.blocks.blocks_for(len(sequence.tokens) + 1) - len(cached)
+        tokens = sequence.longest if self.whole_sequences else len(sequence.tokens) + 1
+        fresh = self.blocks.blocks_for(tokens) - len(cached)
         if not self.blocks.can_take(cached, fresh):
             return False
         self.blocks.acquire(cached)
-        sequence.blocks = cached + [self.blocks.allocate() for _ in range(fresh)]
+        # sorted: a CPU reads consecutive blocks without copying them
+        sequence.blocks = cached + sorted(self.blocks.allocate() for _ in range(fresh))
         sequence.computed = len(cached) * self.blocks.block_size
         if not sequence.admitted:
             sequence.admitted = True
@@ -182,7 +188,8 @@ class Scheduler:
         for chunk in chunks:
             sequence = chunk.sequence
             before, sequence.computed = sequence.computed, chunk.start + chunk.count
-            self.blocks.publish(sequence.blocks, sequence.tokens, before // size, sequence.computed // size)
+            if not self.whole_sequences:
+                self.blocks.publish(sequence.blocks, sequence.tokens, before // size, sequence.computed // size)
             if chunk.samples:
                 token = next(drawn)
                 sequence.tokens.append(token)

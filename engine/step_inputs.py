@@ -11,11 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attention import AttentionContext, Heads
-from engine.paged_cache import PagedCache
+from engine.paged_cache import PagedCache, PagedContext
 from engine.scheduler import Chunk
-from kernels.paged_attention import paged_decode, paged_prefill
-from kernels.rope_cache import rope_store
 
 ROUND = 64
 PINNED = 3  # pinned buffers: for the running step, for the step queued after it, and for the one that the host writes
@@ -36,20 +33,23 @@ class Capacity:
 
 
 class Mirror:
-    """A device tensor and a host array of the same shape, which is written with NumPy and then copied to the device."""
+    """A device tensor and a host array of the same shape, which is written with NumPy and then copied to the device. On a CPU the
+    two share their memory."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         self.device = torch.zeros(shape, dtype=dtype, device=device)
-        self._pinned = [torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda") for _ in range(PINNED)]
+        self.host: np.ndarray = torch.zeros(shape, dtype=dtype).numpy() if device.type == "cuda" else self.device.numpy()
+        turns = PINNED if device.type == "cuda" else 0
+        self._pinned = [torch.zeros(shape, dtype=dtype, pin_memory=True) for _ in range(turns)]
         self._turn = 0
-        self.host: np.ndarray = np.zeros(shape, dtype=self._pinned[0].numpy().dtype)
 
     def send(self, rows: int | None = None) -> None:
         """Copy the host's first `rows` entries (None: all) to the device, in the order of the current stream."""
-        self._turn = (self._turn + 1) % PINNED
-        pinned = self._pinned[self._turn][:rows]
-        pinned.numpy()[...] = self.host[:rows]
-        self.device[:rows].copy_(pinned, non_blocking=True)
+        if self._pinned:
+            self._turn = (self._turn + 1) % PINNED
+            pinned = self._pinned[self._turn][:rows]
+            pinned.numpy()[...] = self.host[:rows]
+            self.device[:rows].copy_(pinned, non_blocking=True)
 
 
 class Tables:
@@ -69,14 +69,6 @@ class Tables:
                 changed = True
         if changed:
             self.mirror.send(len(tables))
-
-
-@dataclass
-class Draws:
-    """Sampling parameters of B rows, on the device."""
-
-    temperature: Tensor  # (B,) fp32
-    seed: Tensor  # (B,) int64
 
 
 class DecodeInputs:
@@ -116,38 +108,19 @@ class DecodeInputs:
         """Mark the rows on the device as out of date."""
         self._rows = []
 
-    def draws(self, rows: int) -> Draws:
-        return Draws(self._temperature.device[:rows], self.seed[:rows])
+    def temperature(self, rows: int) -> Tensor:
+        """(rows,) fp32"""
+        return self._temperature.device[:rows]
 
+    def context(self, rows: int, cache: PagedCache, longest: int) -> PagedContext:
+        """Attention of the first `rows` rows. Lengths and places are computed on the device, from what the last step left there.
 
-class DecodeContext(AttentionContext):
-    """Attention of one token each of B sequences. `lengths` and `places` are computed on the device."""
-
-    def __init__(self, inputs: DecodeInputs, rows: int, cache: PagedCache, max_length: int) -> None:
-        self.cache, self.max_length = cache, max_length
-        self.positions, self.tables = inputs.positions[:rows], inputs.tables.mirror.device[:rows]
-        self.lengths = (self.positions + 1).int()
-        held = self.positions.clamp(min=0)
-        blocks = self.tables.gather(1, (held // cache.block_size)[:, None])[:, 0]
-        self.places = torch.where(self.positions < 0, -1, blocks.long() * cache.block_size + held % cache.block_size)
-
-    def attend(self, heads: Heads, qkv: Tensor, frequencies: Tensor) -> Tensor:
-        keys, values = self.cache.keys_values[heads.slot]
-        q = stored(heads, qkv[0], self.positions, frequencies, self.places, keys, values)
-        out = paged_decode(q, keys, values, self.tables, self.lengths, heads.window, self.max_length)
-        return out.flatten(1)[None]
-
-
-def stored(
-    heads: Heads, qkv: Tensor, positions: Tensor, frequencies: Tensor, places: Tensor, keys: Tensor, values: Tensor
-) -> Tensor:
-    """Rotate qkv (T, (H + 2K) * D), write its keys and values to their places in the cache, return its queries (T, H, D)."""
-    q_norm, k_norm, eps = None, None, 0.0
-    if heads.q_norm is not None and heads.k_norm is not None:
-        q_norm, k_norm, eps = heads.q_norm.weight, heads.k_norm.weight, heads.q_norm.eps
-    rows = keys.flatten(0, 1), values.flatten(0, 1)
-    q = rope_store(qkv.contiguous(), positions, frequencies, places, *rows, q_norm, k_norm, eps)
-    return q if heads.rope_factor == 1 else q * heads.rope_factor**2  # instead of the factor on queries and on keys
+        longest: at least the tokens of the longest sequence."""
+        positions, tables = self.positions[:rows], self.tables.mirror.device[:rows]
+        held = positions.clamp(min=0)
+        blocks = tables.gather(1, (held // cache.block_size)[:, None])[:, 0]
+        places = torch.where(positions < 0, -1, blocks.long() * cache.block_size + held % cache.block_size)
+        return PagedContext(cache, positions, places, tables, (positions + 1).int(), None, longest)
 
 
 class SpanInputs:
@@ -168,11 +141,14 @@ class SpanInputs:
         self._spans.host[...], tokens[...], positions[...], places[...] = 0, 0, 0, -1
         first = 0
         for i, chunk in enumerate(chunks):
-            stop, last = chunk.start + chunk.count, first + chunk.count
-            tokens[first:last] = chunk.sequence.tokens[chunk.start : stop]
-            positions[first:last] = np.arange(chunk.start, stop)
-            blocks = np.asarray(chunk.sequence.blocks, dtype=np.int64)
-            places[first:last] = blocks[positions[first:last] // block_size] * block_size + positions[first:last] % block_size
+            stop, last, held = chunk.start + chunk.count, first + chunk.count, chunk.sequence.blocks
+            if chunk.count == 1:
+                tokens[first], positions[first] = chunk.sequence.tokens[chunk.start], chunk.start
+                places[first] = held[chunk.start // block_size] * block_size + chunk.start % block_size
+            else:
+                own = np.arange(chunk.start, stop)
+                tokens[first:last], positions[first:last] = chunk.sequence.tokens[chunk.start : stop], own
+                places[first:last] = np.asarray(held)[own // block_size] * block_size + own % block_size
             first = last
             starts[i + 1], lengths[i], ends[i] = last, stop, last - 1
             params = chunk.sequence.params
@@ -191,23 +167,13 @@ class SpanInputs:
         """The last row of each span, (S,) int64."""
         return self._spans.device[2, :spans].long()
 
-    def draws(self, spans: int) -> tuple[Draws, Tensor]:
-        """Sampling parameters, and the positions (S,) int64 of the tokens to draw."""
+    def draws(self, spans: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Temperatures (S,) fp32, seeds (S,) int64, and the positions (S,) int64 of the tokens to draw."""
         seed, positions = self._seeds.device[:, :spans]
-        return Draws(self._temperature.device[:spans], seed), positions
+        return self._temperature.device[:spans], seed, positions
 
-
-class SpanContext(AttentionContext):
-    """Attention of T tokens of S chunks. A chunk may be a single new token."""
-
-    def __init__(self, inputs: SpanInputs, rows: int, spans: int, cache: PagedCache, max_span: int) -> None:
-        self.cache, self.max_span = cache, max_span
-        self.positions, self.places = inputs._rows.device[rows : 2 * rows], inputs._rows.device[2 * rows : 3 * rows]
-        self.starts, self.lengths = inputs._spans.device[0, : spans + 1], inputs._spans.device[1, :spans]
-        self.tables = inputs.tables.mirror.device[:spans]
-
-    def attend(self, heads: Heads, qkv: Tensor, frequencies: Tensor) -> Tensor:
-        keys, values = self.cache.keys_values[heads.slot]
-        q = stored(heads, qkv[0], self.positions, frequencies, self.places, keys, values)
-        out = paged_prefill(q, keys, values, self.tables, self.starts, self.lengths, heads.window, self.max_span)
-        return out.flatten(1)[None]
+    def context(self, rows: int, spans: int, cache: PagedCache, max_span: int) -> PagedContext:
+        """Attention of the first `rows` rows. max_span: at least the rows of the longest span."""
+        positions, places = self._rows.device[rows : 2 * rows], self._rows.device[2 * rows : 3 * rows]
+        starts, lengths = self._spans.device[0, : spans + 1], self._spans.device[1, :spans]
+        return PagedContext(cache, positions, places, self.tables.mirror.device[:spans], lengths, starts, max_span)

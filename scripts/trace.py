@@ -13,7 +13,7 @@ import gzip
 import json
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, median
@@ -24,10 +24,8 @@ from torch.profiler import record_function
 from checkpoint import DTYPES, load_model
 from cli import Parser, note, run
 from communicators import KNOWN
-from engine.offline import Timing, generate
-from engine.sampler import SamplingParams
+from engine import LLM, SamplingParams
 from errors import UserError
-from model import Transformer
 from presets import PRESETS, model_config
 from profiling import annotate, profiled
 from tp import World, init_world
@@ -232,11 +230,15 @@ def marked(events: list[Event], line: Timeline) -> list[Event]:
 # --- recording a trace ---------------------------------------------------------------------------------------------------
 
 
-def record(model: Transformer, prompts: list[list[int]], new_tokens: int, path: Path, world: World) -> None:
+def benchmark_params(new_tokens: int) -> SamplingParams:
+    """Greedy, with exactly so many tokens."""
+    return SamplingParams(max_tokens=new_tokens, temperature=0, ignore_eos=True)
+
+
+def record(llm: LLM, prompts: list[list[int]], new_tokens: int, path: Path, world: World) -> None:
     """Profile one `generate` call with named steps and write rank 0's trace to `path`. Collective."""
-    greedy = [SamplingParams(temperature=0)] * len(prompts)
     with profiled(path, world.rank):
-        steps = generate(model, prompts, greedy, new_tokens, Timing())
+        steps = llm.stream(prompts, benchmark_params(new_tokens))
         for i in range(new_tokens):
             with record_function(f"decode {i}" if i else "prefill"):
                 next(steps)
@@ -257,13 +259,11 @@ def record_model(args: argparse.Namespace) -> bool:
     if args.compile:
         model.compile_modules()
     prompts = random_prompts(args.batch_size, args.prompt_length, config.vocab_size, args.seed)
-    greedy = [SamplingParams(temperature=0)] * args.batch_size
+    llm = LLM(model, world=world)
     note(f"profiling {args.model}, {config.description}, {world.world_size} rank(s) with {world.comm.name}")
-    warm_up: Iterator[list[int]] = generate(model, prompts, greedy, args.new_tokens, Timing())
-    for _ in warm_up:
-        pass
+    llm.generate(prompts, benchmark_params(args.new_tokens))
     annotate(model)
-    record(model, prompts, args.new_tokens, args.out, world)
+    record(llm, prompts, args.new_tokens, args.out, world)
     return world.rank == 0
 
 

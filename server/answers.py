@@ -13,11 +13,12 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from server.generation import Delta, Plan, Prompt, Run, Usage
+from engine.text import Delta
+from server.generation import Plan, Prompt, Run, Usage
 from server.http import to_json
 from server.limits import Limits, check_answers
 from server.logprobs import by_id_layout
-from server.params import make_params, text_rules
+from server.params import make_params
 from server.schemas import GenerationBody
 from server.service import Service
 
@@ -45,8 +46,7 @@ class GenerationRequest(ABC):
         self.service = service
         tokenizer, size = service.tokenizer, service.vocab_size
         params = make_params(body, tokenizer, size, max_tokens, logprobs, prompt_logprobs, grammar or None)
-        rules = text_rules(body, params[0].stop_token_ids)
-        self.plan = Plan(prompts, params, choices, rules, hidden=body.max_tokens == 0)
+        self.plan = Plan(prompts, params, choices, hidden=body.max_tokens == 0)
         self.usage = Usage(self.plan)
         self.with_ids, self.tokens_as_ids = bool(body.return_token_ids), bool(body.return_tokens_as_token_ids)
         self.include_usage, self.continuous_usage = body.usage_options

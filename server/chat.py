@@ -4,9 +4,10 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from engine.text import Delta
 from server import tool_calls
 from server.answers import Chunks, GenerationRequest, WholeChoice
-from server.generation import Delta, Prompt
+from server.generation import Prompt
 from server.limits import Limits, fit_answer, fit_prompt
 from server.logprobs import chat_layout
 from server.problems import bad

@@ -3,14 +3,14 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from engine.text import Delta, text_offsets
 from server.answers import Chunks, GenerationRequest, WholeChoice
-from server.generation import Delta, Prompt
+from server.generation import Prompt
 from server.limits import Limits, check_characters, fit_answer, fit_prompt
 from server.logprobs import completion_layout
 from server.prompts import LONG_TEXT, SLOW_TEXT, prompt_texts, text_prompts
 from server.schemas import CompletionBody
 from server.service import Service
-from server.text import text_offsets
 
 DEFAULT_MAX_TOKENS = 16
 PROMPT_WORK = 64  # fixed cost of tokenizing a prompt, expressed in characters
@@ -45,7 +45,7 @@ class CompletionRequest(GenerationRequest):
             length = len(prompt.text or "")
             offsets = [length + offset for offset in offsets]
             if delta.first:
-                starts = text_offsets(tokenizer, prompt.ids, self.plan.text_rules.skip_special)
+                starts = text_offsets(tokenizer, prompt.ids, self.plan.params[0].skip_special)
                 offsets = [min(start, length) for start in starts] + offsets
                 ids = prompt.ids + ids
                 values = list(delta.prompt_logprobs or [None] * len(prompt.ids)) + values

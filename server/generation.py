@@ -1,4 +1,4 @@
-"""Run a request in the engine, and convert the engine's outputs to the text, ids and log-probabilities of each choice."""
+"""Run a request in the engine, and convert the engine's outputs to the deltas of each choice."""
 
 import asyncio
 import time
@@ -8,14 +8,13 @@ from itertools import starmap
 from types import TracebackType
 from typing import Any
 
-import msgspec
-
-from engine.protocol import RequestParams, TokenLogprobs, TokenOutput
+from engine.protocol import SamplingParams, TokenOutput
+from engine.text import AnswerStream, Delta
 from server.limits import Limits, check_prompts
 from server.params import make_submits
 from server.problems import ApiError
 from server.service import Service
-from server.text import TextRules, TextStream
+from tokenizer import Tokenizer
 
 
 @dataclass
@@ -29,9 +28,8 @@ class Plan:
     """What the engine computes for one HTTP request: `choices` sequences for each prompt."""
 
     prompts: list[Prompt]
-    params: list[RequestParams]  # one for each prompt; choice i samples with seed + i
+    params: list[SamplingParams]  # one for each prompt; choice i samples with seed + i
     choices: int
-    text_rules: TextRules
     hidden: bool = False  # max_tokens 0: the engine computes one token, which is not shown
 
     @property
@@ -47,19 +45,9 @@ class Plan:
         """The prompt of the sequence at `index`."""
         return self.prompts[index // self.choices]
 
-
-class Delta(msgspec.Struct):  # made for every token; a dataclass takes twice as long to make
-    """The new part of one choice."""
-
-    index: int
-    first: bool
-    text: str
-    token_ids: list[int]
-    logprobs: list[TokenLogprobs] | None
-    offsets: list[int]  # where each token begins in the choice's text
-    finish_reason: str | None
-    stop_reason: str | int | None
-    prompt_logprobs: list[TokenLogprobs | None] | None
+    def stream(self, tokenizer: Tokenizer, index: int) -> AnswerStream:
+        params = self.params[index // self.choices]
+        return AnswerStream(index, tokenizer, self.prompt(index).ids, params, self.hidden)
 
 
 class Usage:
@@ -82,42 +70,6 @@ class Usage:
         }
 
 
-class _Choice:
-    """The state of one running sequence."""
-
-    def __init__(self, service: Service, plan: Plan, index: int) -> None:
-        params = plan.params[index // plan.choices]
-        self.index, self.hidden, self.first, self.finished = index, plan.hidden, True, False
-        self.text = TextStream(service.tokenizer, plan.prompt(index).ids, plan.text_rules, params.min_tokens)
-        self.with_logprobs = params.logprobs is not None
-        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
-
-    def push(self, output: TokenOutput) -> Delta | None:
-        """What `output` adds; None if it adds nothing, as between the parts of a long prompt."""
-        if output.prompt_logprobs is not None:
-            self.prompt_logprobs = output.prompt_logprobs
-        if not output.token_ids and not output.finish_reason:
-            return None
-        text, offsets = "", list[int]()
-        for token_id in () if self.hidden else output.token_ids:
-            offsets.append(self.text.decoded)
-            text += self.text.push(token_id)
-            if isinstance(self.text.stop_reason, str):
-                break
-        ids = output.token_ids[: len(offsets)]
-        finish_reason = "length" if self.hidden else output.finish_reason
-        if isinstance(self.text.stop_reason, str):
-            finish_reason = "stop"
-        elif finish_reason:
-            text += self.text.flush()
-            finish_reason = "stop" if isinstance(self.text.stop_reason, str) else finish_reason
-        self.finished = bool(finish_reason)
-        logprobs = (output.logprobs or [])[: len(ids)] if self.with_logprobs else None
-        first, self.first = self.first, False
-        prompt_logprobs = self.prompt_logprobs if first else None
-        return Delta(self.index, first, text, ids, logprobs, offsets, finish_reason, self.text.stop_reason, prompt_logprobs)
-
-
 class Run:
     """Runs a plan. A context manager, which aborts unfinished sequences at its end.
 
@@ -132,7 +84,7 @@ class Run:
         service, plan = self._service, self._plan
         service.admit(plan.total)
         check_prompts(plan.prompt_tokens, Limits(service.max_model_len), plan.params[0].prompt_logprobs)
-        self._choices = [_Choice(service, plan, i) for i in range(plan.total)]
+        self._choices = [plan.stream(service.tokenizer, i) for i in range(plan.total)]
         self._log_fields |= {"prompt_tokens": self._usage.prompt, "completion_tokens": 0}
         self._started = time.monotonic()
         self._outputs = service.client.generate(make_submits([one.ids for one in plan.prompts], plan.params, plan.choices))

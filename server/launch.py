@@ -75,6 +75,10 @@ def build_engine(settings: Settings, config: ModelConfig, tokenizer: Tokenizer, 
         kv_memory=settings.kv_memory,
     )
     engine = Engine(model, tokenizer, limits, world)
+    if engine.runner.graphs is not None:
+        reached("cache")
+        engine.runner.capture()
+        reached("graphs")
     reached("engine")
     return engine, dtype
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from engine.protocol import Logprob, TokenLogprobs
-from server.text import token_bytes
+from engine.text import token_bytes
 from tokenizer import Tokenizer
 
 

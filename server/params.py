@@ -1,4 +1,4 @@
-"""How the fields of a request become the engine's parameters and the rules of its text. The only place that maps them."""
+"""How the fields of a request become the engine's parameters. The only place that maps them."""
 
 import random
 import uuid
@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from engine.protocol import RequestParams, Submit
+from engine.protocol import SamplingParams, Submit
 from server.limits import check_ids
 from server.schemas import INT64, GenerationBody
-from server.text import TextRules
 from tokenizer import Tokenizer
 
 SMALLEST_TOP_P = 1e-9  # replaces top_p 0; keeps only the likeliest token
@@ -23,7 +22,7 @@ def make_params(
     logprobs: int | None,
     prompt_logprobs: int | None,
     grammar: str | None,
-) -> list[RequestParams]:
+) -> list[SamplingParams]:
     """The parameters of each prompt, whose answer has at most so many tokens. They differ in `max_tokens` and `min_tokens` only.
 
     Raises a 400 for an unknown token id.
@@ -33,7 +32,7 @@ def make_params(
     check_ids(body.allowed_token_ids or [], vocab_size, "allowed_token_ids")
     check_ids(body.stop_token_ids or [], vocab_size, "stop_token_ids")
     eos_ids = [] if body.ignore_eos else tokenizer.eos_ids
-    shared = RequestParams(
+    shared = SamplingParams(
         max_tokens=1,
         temperature=_given(body.temperature, 1.0),
         top_k=max(body.top_k or 0, 0),
@@ -49,6 +48,9 @@ def make_params(
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         grammar=grammar,
+        stop=list(body.stops),
+        include_stop=bool(body.include_stop_str_in_output),
+        skip_special=body.skip_special_tokens is not False,
     )
     return [
         msgspec.structs.replace(shared, max_tokens=max(limit, 1), min_tokens=min(body.min_tokens or 0, limit))
@@ -60,7 +62,7 @@ def _given(value: float | None, default: float) -> float:
     return default if value is None else value
 
 
-def make_submits(prompts: Sequence[list[int]], params: Sequence[RequestParams], choices: int) -> list[Submit]:
+def make_submits(prompts: Sequence[list[int]], params: Sequence[SamplingParams], choices: int) -> list[Submit]:
     """`choices` sequences for each prompt, with its `params`. Choice i samples with seed + i."""
     unique = uuid.uuid4().hex  # clients may use a request id of their own more than once
     submits = []
@@ -70,13 +72,3 @@ def make_submits(prompts: Sequence[list[int]], params: Sequence[RequestParams], 
             own = one if i == 0 else msgspec.structs.replace(one, seed=seed)
             submits.append(Submit(f"{unique}-{p * choices + i}", prompt, own))
     return submits
-
-
-def text_rules(body: GenerationBody, stop_token_ids: Sequence[int]) -> TextRules:
-    """`stop_token_ids`: those of the parameters, with EOS."""
-    return TextRules(
-        stop=tuple(body.stops),
-        stop_ids=frozenset(stop_token_ids),
-        include_stop=bool(body.include_stop_str_in_output),
-        skip_special=body.skip_special_tokens is not False,
-    )

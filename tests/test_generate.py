@@ -4,11 +4,11 @@ import json
 import random
 import re
 import shutil
-from collections import defaultdict
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import transformers
@@ -17,9 +17,7 @@ import generate as command_module
 from attention import Causal
 from checkpoint import build_model
 from comm import Local
-from engine.offline import Timing, generate, score
-from engine.sampler import SamplingParams
-from engine.stopping import OutputStream
+from engine import LLM, SamplingParams
 from errors import UserError
 from model import Transformer
 from options import ModelOptions
@@ -242,11 +240,12 @@ def test_scores_are_those_of_transformers(here: Here, seed: int) -> None:
 
 def test_scores_do_not_depend_on_the_chunk(hybrid: tuple[Transformer, Tokenizer], monkeypatch: pytest.MonkeyPatch) -> None:
     ids = [random.randrange(hybrid[0].config.vocab_size) for _ in range(50)]
-    whole = score(hybrid[0], ids)
-    monkeypatch.setattr("engine.offline.SCORE_CHUNK", 7)
-    parts = score(hybrid[0], ids)
-    assert parts[0][1:] == pytest.approx(whole[0][1:], abs=1e-5)
-    assert [len(parts[0]), len(parts[1])] == [50, 50]
+    llm = LLM(*hybrid)
+    whole = llm.score(ids)
+    monkeypatch.setattr("engine.llm.SCORE_CHUNK", 7)
+    parts = llm.score(ids)
+    assert parts.logprobs[1:] == pytest.approx(whole.logprobs[1:], abs=1e-5)
+    assert [len(parts.logprobs), len(parts.argmax)] == [50, 50]
 
 
 def test_a_checkpoint_without_a_tokenizer_runs_on_ids(
@@ -360,22 +359,15 @@ def test_compiled_modules_say_the_same(story: tuple[str, list[int]], monkeypatch
 
 
 def texts(model: Transformer, tokenizer: Tokenizer, prompts: list[list[int]], params: list[SamplingParams]) -> list[str]:
-    """The continuations of prompts of equal length."""
-    limit = 400
-    outputs = [OutputStream(tokenizer, prompt, limit, frozenset(tokenizer.eos_ids)) for prompt in prompts]
-    for tokens in generate(model, prompts, params, limit, Timing()):
-        for output, token in zip(outputs, tokens, strict=True):
-            if output.finish_reason is None:
-                output.push(token)
-        if all(output.finish_reason for output in outputs):
-            break
-    return [output.text for output in outputs]
+    """The continuations of prompts."""
+    each = [msgspec.structs.replace(one, max_tokens=400) for one in params]
+    return [answer.text for answer in LLM(model, tokenizer).generate(prompts, each)]
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_embedded_models_write_a_story_about_someone(name: str, seed: int) -> None:
     model, tokenizer = load(name)
-    (text,) = texts(model, tokenizer, [tokenizer.encode("Once upon a time")], [SamplingParams(0.7, seed=seed)])
+    (text,) = texts(model, tokenizer, [tokenizer.encode("Once upon a time")], [SamplingParams(temperature=0.7, seed=seed)])
     assert len(text.split()) > 40
     first_named = re.search(r"\b(?:named|called) (\w+)", text)
     assert first_named, text
@@ -385,12 +377,8 @@ def test_embedded_models_write_a_story_about_someone(name: str, seed: int) -> No
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_embedded_models_add(name: str, seed: int) -> None:
     model, tokenizer = load(name)
-    by_length: dict[int, list[tuple[list[int], str]]] = defaultdict(list)
-    for document in documents(seed, 20, split="heldout", kind="arithmetic"):
-        prompt = tokenizer.encode_chat(document.prompt_messages)
-        by_length[len(prompt)].append((prompt, document.answer))
-    right = 0
-    for group in by_length.values():
-        answers = texts(model, tokenizer, [prompt for prompt, _ in group], [SamplingParams(0)] * len(group))
-        right += sum(answer == expected for answer, (_, expected) in zip(answers, group, strict=True))
+    asked = list(documents(seed, 20, split="heldout", kind="arithmetic"))
+    prompts = [tokenizer.encode_chat(document.prompt_messages) for document in asked]
+    answers = texts(model, tokenizer, prompts, [SamplingParams(temperature=0)] * len(asked))
+    right = sum(answer == document.answer for answer, document in zip(answers, asked, strict=True))
     assert right > 10

@@ -16,11 +16,12 @@ from torch import Tensor
 
 import checkpoint
 import comm
-from attention import Causal, ContiguousCache
+from attention import Causal
 from config import ModelConfig, Reduces, desync_pattern, with_variant
 from hf_config import config_to_hf
 from model import Transformer
 from presets import model_config
+from tests.support.paged import CachedSequences
 from tp import World
 
 CPU = torch.device("cpu")
@@ -43,11 +44,8 @@ def cached(model: Transformer, tokens: Tensor, lengths: list[int]) -> Tensor:
     """The logits of `whole`, computed by forward passes of `lengths` tokens through one cache."""
     batch, total = tokens.shape
     assert sum(lengths) == total
-    config = model.config
-    cache = ContiguousCache(
-        model.attention_slots, batch, model.n_kv_heads, total + random.randrange(3), config.head_dim, CPU, torch.float32
-    )
-    return torch.cat([model(part, cache.append(part.shape[1])) for part in tokens.split(lengths, 1)], dim=1)
+    sequences = CachedSequences(model, batch, total + random.randrange(3))
+    return torch.cat([sequences.logits(part) for part in tokens.split(lengths, 1)], dim=1)
 
 
 def random_split(total: int) -> list[int]:

@@ -1,6 +1,7 @@
 """RoPE scaling of every type against transformers: whole and chunked prompts, decoding past the original context, one and two
 ranks, the CPU's and the GPU's runner."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,16 +12,16 @@ import transformers
 from torch import Tensor
 
 import checkpoint
-from attention import Causal, ContiguousCache
+from attention import Causal
 from config import limit_context
 from engine.core import Engine, EngineLimits
-from engine.protocol import RequestParams, Submit
-from engine.step_inputs import Capacity
+from engine.protocol import SamplingParams, Submit
 from hf_config import config_from_hf, config_to_hf
 from presets import model_config
 from rope import rope_frequencies
 from tests.engine.test_engine import ALONE, serve
-from tests.engine.test_graph_runner import CalledAgain, without_cuda
+from tests.engine.test_runner import as_on_a_gpu
+from tests.support.paged import CachedSequences
 from tests.support.ranks import Ranks
 from tests.test_model import save_hf
 from tp import World
@@ -90,12 +91,12 @@ def ours(world: World, directory: Path, prompts: list[tuple[Tensor, int | None]]
         config = limit_context(model_config(str(directory), None, world.world_size), context)
         model = checkpoint.load_model(str(directory), config, world, torch.float32)
         whole = model(tokens, Causal(tokens.shape[1], CPU))
-        cache = ContiguousCache(model.attention_slots, len(tokens), model.n_kv_heads, 128, HEAD_DIM, CPU, torch.float32)
+        sequences = CachedSequences(model, len(tokens), 128)
         sizes = [7, 1, 13, 5] + [1] * 200
         parts, first = [], 0
         while first < tokens.shape[1]:
             chunk = tokens[:, first : first + sizes.pop(0)]
-            parts.append(model(chunk, cache.append(chunk.shape[1])))
+            parts.append(sequences.logits(chunk))
             first += chunk.shape[1]
         found.append((whole, torch.cat(parts, 1)))
     return found
@@ -155,15 +156,11 @@ def test_served_tokens_past_the_original_context(name: str, runner: tuple[str, s
     model = checkpoint.load_model(str(tmp_path), config, ALONE, torch.float32)
     prompts = {"crosses": (20, 40), "short": (5, 10), "long": (50, 9)}
     submits = [
-        Submit(name, random_tokens(length)[0].tolist(), RequestParams(max_tokens=new, temperature=0.0))
+        Submit(name, random_tokens(length)[0].tolist(), SamplingParams(max_tokens=new, temperature=0.0))
         for name, (length, new) in prompts.items()
     ]
-    with without_cuda():
+    with as_on_a_gpu() if device == "gpu" else nullcontext():
         engine = Engine(model, None, EngineLimits(block_size=8, max_batch_tokens=16, max_num_seqs=4), ALONE)
-        if device == "gpu":
-            engine.runner = CalledAgain(
-                model, engine.runner.cache, 97, Capacity(4, 16, engine.scheduler.blocks.blocks_for(context))
-            )
         answers = serve(engine, submits, 3)
     for submit in submits:
         tokens = [*submit.prompt_ids, *answers[submit.request_id].tokens]

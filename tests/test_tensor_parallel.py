@@ -15,11 +15,12 @@ from torch import Tensor
 
 import checkpoint
 import comm
-from attention import Causal, ContiguousCache
+from attention import Causal
 from config import ModelConfig, Reduces, with_variant
 from errors import UserError
 from model import Transformer
 from presets import model_config
+from tests.support.paged import CachedSequences
 from tests.support.ranks import RankError, Ranks
 from tp import World, agree_on_error, stream_shards
 from training.export import save_checkpoint
@@ -81,13 +82,12 @@ def load(world: World, directory: Path) -> Transformer:
 def evaluate(world: World, directory: Path, tokens: Tensor) -> dict[str, Tensor]:
     """Logits of a whole prompt; tokens and logits of the greedy steps after it, with a cache."""
     model = load(world, directory)
-    config = model.config
     logits = model(tokens, Causal(tokens.shape[1], CPU))
     batch, length = tokens.shape
-    cache = ContiguousCache(model.attention_slots, batch, model.n_kv_heads, length + STEPS, config.head_dim, CPU, torch.float32)
+    sequences = CachedSequences(model, batch, length + STEPS)
     chosen, seen = [], []
     for _ in range(STEPS):
-        seen.append(model(tokens, cache.append(tokens.shape[1]))[:, -1])
+        seen.append(sequences.logits(tokens)[:, -1])
         tokens = seen[-1].argmax(-1, keepdim=True)
         chosen.append(tokens)
     return {"logits": logits, "tokens": torch.cat(chosen, 1), "steps": torch.stack(seen, 1)}

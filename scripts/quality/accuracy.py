@@ -15,7 +15,6 @@ import json
 import math
 import subprocess
 import tempfile
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +25,8 @@ from checkpoint import load_model
 from cli import Parser, run
 from comm.quantize import WIDTHS
 from communicators import choose
-from engine.offline import Timing, generate, score
-from engine.sampler import SamplingParams
-from engine.stopping import OutputStream
+from engine import LLM, SamplingParams
 from errors import UserError
-from model import Transformer
 from presets import model_config
 from processes import on_ranks
 from scripts.corpus.documents import documents, render
@@ -47,40 +43,25 @@ MAX_ANSWER = 64  # tokens
 BATCH = 64
 
 
-def perplexity(model: Transformer, tokenizer: Tokenizer, items: int) -> float:
+def perplexity(llm: LLM, tokenizer: Tokenizer, items: int) -> float:
     """exp of the mean negative log-likelihood (nats) per token over held-out stories, without the begin token."""
     total, count = 0.0, 0
     for document in documents(SEED, items, split="heldout", kind="story"):
-        logprobs, _ = score(model, tokenizer.encode(render(document), add_special_tokens=False))
+        logprobs = llm.score(tokenizer.encode(render(document), add_special_tokens=False)).logprobs
         total -= sum(p for p in logprobs if p is not None)
         count += len(logprobs) - 1
     return math.exp(total / count)
 
 
-def exact_match(model: Transformer, tokenizer: Tokenizer, task: str, items: int) -> float:
+def exact_match(llm: LLM, tokenizer: Tokenizer, task: str, items: int) -> float:
     """Share (0 to 1) of held-out prompts whose greedy answer equals the expected text exactly."""
-    by_length: dict[int, list[tuple[list[int], str]]] = defaultdict(list)
-    for document in documents(SEED, items, split="heldout", kind=task):
-        prompt = tokenizer.encode_chat(document.prompt_messages)
-        by_length[len(prompt)].append((prompt, document.answer))
+    asked = list(documents(SEED, items, split="heldout", kind=task))
+    prompts = [tokenizer.encode_chat(document.prompt_messages) for document in asked]
     right = 0
-    for group in by_length.values():
-        for first in range(0, len(group), BATCH):
-            right += count_right(model, tokenizer, group[first : first + BATCH])
+    for first in range(0, items, BATCH):
+        answers = llm.generate(prompts[first : first + BATCH], SamplingParams(max_tokens=MAX_ANSWER, temperature=0))
+        right += sum(answer.text == document.answer for answer, document in zip(answers, asked[first:], strict=False))
     return right / items
-
-
-def count_right(model: Transformer, tokenizer: Tokenizer, batch: list[tuple[list[int], str]]) -> int:
-    prompts = [prompt for prompt, _ in batch]
-    outputs = [OutputStream(tokenizer, prompt, MAX_ANSWER, frozenset(tokenizer.eos_ids)) for prompt in prompts]
-    greedy = [SamplingParams(temperature=0)] * len(batch)
-    for tokens in generate(model, prompts, greedy, MAX_ANSWER, Timing()):
-        for output, token in zip(outputs, tokens, strict=True):
-            if output.finish_reason is None:
-                output.push(token)
-        if all(output.finish_reason for output in outputs):
-            break
-    return sum(output.text == expected for output, (_, expected) in zip(outputs, batch, strict=True))
 
 
 def evaluate(path: Path, world: World, items: int) -> dict[str, Any]:
@@ -88,15 +69,16 @@ def evaluate(path: Path, world: World, items: int) -> dict[str, Any]:
     config = model_config(str(path), None, world.world_size)
     model = load_model(str(path), config, world, torch.float32)
     tokenizer = load_tokenizer(path)
+    llm = LLM(model, tokenizer, world)
     row: dict[str, Any] = {
         "model": path.name,
         "variant": config.description,
         "tp": world.world_size,
         "comm": world.comm.name if world.world_size > 1 else EXACT,
         "items_per_task": items,
-        "perplexity": perplexity(model, tokenizer, items),
+        "perplexity": perplexity(llm, tokenizer, items),
     }
-    return row | {task: exact_match(model, tokenizer, task, items) for task in TASKS}
+    return row | {task: exact_match(llm, tokenizer, task, items) for task in TASKS}
 
 
 def work(args: argparse.Namespace) -> None:

@@ -3,8 +3,8 @@
     python -m scripts.quality.lm_eval --lm-eval .venv-lm-eval
 
 There are two tasks, made from held-out documents. In the first, questions have four candidate answers, whose log-likelihoods
-must agree with engine.offline.score. In the second, sums are answered greedily, and the texts must equal those of
-engine.offline.generate. The harness needs its own environment, without torch:
+must agree with `LLM.score`. In the second, sums are answered greedily, and the texts must equal those of
+`LLM.generate`. The harness needs its own environment, without torch:
 
     python3 -m venv .venv-lm-eval && .venv-lm-eval/bin/pip install 'lm-eval[api]' transformers
 
@@ -25,16 +25,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from checkpoint import load_model
 from cli import Parser, run
-from engine.offline import Timing, generate, score
-from engine.sampler import SamplingParams
-from engine.stopping import OutputStream
+from engine import LLM, SamplingParams
 from errors import UserError
-from model import Transformer
-from presets import model_config
 from scripts.corpus.documents import documents
 from scripts.lib.machine import describe, machine
 from scripts.lib.results import ROOT, add_write_option, results_folder, write_json
@@ -135,22 +128,17 @@ def run_harness(command: str, model: Path, url: str, folder: Path) -> tuple[dict
 # --- our own answers ------------------------------------------------------------------------------------------------------
 
 
-def likelihood(model: Transformer, tokenizer: Tokenizer, prompt: str, answer: str) -> tuple[float, bool]:
+def likelihood(llm: LLM, tokenizer: Tokenizer, prompt: str, answer: str) -> tuple[float, bool]:
     """The log-probability (nats) of `answer` after `prompt`, and whether greedy decoding would generate it."""
     start = len(tokenizer.encode(prompt, add_special_tokens=False))
     ids = tokenizer.encode(prompt + answer, add_special_tokens=False)
-    logprobs, argmax = score(model, ids)
-    return sum(p for p in logprobs[start:] if p is not None), argmax[start - 1 : -1] == ids[start:]
+    scores = llm.score(ids)
+    return sum(p for p in scores.logprobs[start:] if p is not None), scores.argmax[start - 1 : -1] == ids[start:]
 
 
-def greedy(model: Transformer, tokenizer: Tokenizer, prompt: str) -> str:
+def greedy(llm: LLM, tokenizer: Tokenizer, prompt: str) -> str:
     ids = tokenizer.encode(prompt, add_special_tokens=False)
-    output = OutputStream(tokenizer, ids, MAX_ANSWER, frozenset(tokenizer.eos_ids))
-    for (token,) in generate(model, [ids], [SamplingParams(temperature=0)], MAX_ANSWER, Timing()):
-        output.push(token)
-        if output.finish_reason:
-            break
-    return output.text
+    return llm.generate([ids], SamplingParams(max_tokens=MAX_ANSWER, temperature=0))[0].text
 
 
 def compare_scores(
@@ -194,7 +182,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 def check(args: argparse.Namespace, command: str) -> tuple[str, list[dict[str, Any]]]:
     """Run server and harness, and compare. Returns the harness's version and one row per task."""
     tokenizer = load_tokenizer(args.model)
-    model = load_model(str(args.model), model_config(str(args.model), None, 1), init_world("cpu"), torch.float32)
+    llm = LLM(str(args.model), world=init_world("cpu"), dtype="float32")
     data = {"rung_question": questions(tokenizer, args.items), "rung_arithmetic": sums(tokenizer, args.items)}
     with tempfile.TemporaryDirectory() as name:
         write_tasks(Path(name), data)
@@ -204,11 +192,11 @@ def check(args: argparse.Namespace, command: str) -> tuple[str, list[dict[str, A
         "rung_question": compare_scores(
             data["rung_question"],
             samples["rung_question"],
-            lambda prompt, answer: likelihood(model, tokenizer, prompt, answer),
+            lambda prompt, answer: likelihood(llm, tokenizer, prompt, answer),
             args.tolerance,
         ),
         "rung_arithmetic": compare_texts(
-            data["rung_arithmetic"], samples["rung_arithmetic"], lambda prompt: greedy(model, tokenizer, prompt)
+            data["rung_arithmetic"], samples["rung_arithmetic"], lambda prompt: greedy(llm, tokenizer, prompt)
         ),
     }
     rows = []

@@ -26,7 +26,7 @@ from cli import Parser, run
 from comm import Communicator, PendingAllReduce, Scheme, parse_scheme
 from comm.quantize import WIDTHS, Format, dequantize_sum, quantize, rotate
 from communicators import choose
-from engine.offline import score
+from engine import LLM
 from errors import UserError
 from presets import model_config
 from processes import on_ranks
@@ -68,10 +68,10 @@ def record(path: Path, world: World) -> list[tuple[Tensor, Tensor]]:
     """
     recorder = Recorder(world.comm)
     model = load_model(str(path), model_config(str(path), None, world.world_size), replace(world, comm=recorder), torch.float32)
-    tokenizer, kept = load_tokenizer(path), []
+    llm, tokenizer, kept = LLM(model, world=world), load_tokenizer(path), []
     for document in documents(SEED, RECORDED, split="heldout", kind="story"):
         recorder.partials = []
-        score(model, tokenizer.encode(render(document), add_special_tokens=False))
+        llm.score(tokenizer.encode(render(document), add_special_tokens=False))
         kept += recorder.partials[1:]
     return [(partial, world.comm.all_reduce(partial.clone())) for partial in kept]
 
@@ -98,7 +98,7 @@ def evaluate(path: Path, world: World, names: list[str], items: int) -> list[dic
 
     def measure(communicator: Communicator) -> float:
         model = load_model(str(path), config, replace(world, comm=communicator), torch.float32)
-        return perplexity(model, tokenizer, items)
+        return perplexity(LLM(model, world=world), tokenizer, items)
 
     exact, rows = measure(world.comm), []
     for name in tqdm(names, desc=path.name, unit="scheme", disable=world.rank > 0):

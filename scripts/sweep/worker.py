@@ -28,15 +28,14 @@ from cli import run
 from comm import Communicator, PendingAllReduce, SimulatedLink, parse_link
 from comm.simulated import sent_bytes
 from communicators import choose
-from engine.offline import Timing, generate
-from engine.sampler import SamplingParams
+from engine import LLM
+from engine.llm import Timing
 from errors import UserError
 from generate import measure
 from memory import SHORT, free_bytes, weight_bytes
-from model import Transformer
 from presets import model_config
 from scripts.sweep.rows import Setting, interconnect
-from scripts.trace import by_phase, random_prompts, read_trace, record, timeline
+from scripts.trace import benchmark_params, by_phase, random_prompts, read_trace, record, timeline
 from tp import World, agree_on_error, init_world
 
 MARK = "@sweep "
@@ -77,7 +76,7 @@ class Models:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.loaded: dict[str, tuple[Transformer, Communicator]] = {}
+        self.loaded: dict[str, tuple[LLM, Communicator]] = {}
 
     @staticmethod
     def key(s: Setting) -> str:
@@ -91,7 +90,7 @@ class Models:
         if self.world.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def get(self, s: Setting) -> tuple[Transformer, Communicator]:
+    def get(self, s: Setting) -> tuple[LLM, Communicator]:
         """The model of a setting and its communicator; loads them if necessary. Collective. Raises UserError."""
         if self.key(s) not in self.loaded:
             comm = self._communicator(s)
@@ -101,13 +100,13 @@ class Models:
             model = load_model(s.model, config, world, DTYPES[s.dtype], s.seed, tokens)
             if s.compile:
                 model.compile_modules()
-            self.loaded[self.key(s)] = model, comm
+            self.loaded[self.key(s)] = LLM(model, world=world), comm
         return self.loaded[self.key(s)]
 
     def about(self, s: Setting) -> dict[str, str]:
         """The variant and the communicator in words."""
-        model, comm = self.loaded[self.key(s)]
-        return {"variant": model.config.description, "communicator": comm.name}
+        llm, comm = self.loaded[self.key(s)]
+        return {"variant": llm.model.config.description, "communicator": comm.name}
 
     def _communicator(self, s: Setting) -> Communicator:
         link = interconnect(s.interconnect).link
@@ -134,20 +133,20 @@ class Models:
 # --- one run -------------------------------------------------------------------------------------------------------------
 
 
-def one_run(model: Transformer, comm: Communicator, s: Setting, world: World) -> dict[str, Any]:
+def one_run(llm: LLM, comm: Communicator, s: Setting, world: World) -> dict[str, Any]:
     """One sample: prefill and decode as generate.py measures them, the time of every step, and the all-reduce time per decode step.
 
     `exposed_ms`: how long rank 0's host waited for all-reduces (None if the wait happens on the device, where the host cannot
     measure it). `link_ms`: how long the simulated link needed for them. Both are means per decode step.
     """
+    model = llm.model
     prompts = random_prompts(s.batch, s.prompt_length, model.config.vocab_size, s.seed)
-    greedy = [SamplingParams(temperature=0)] * s.batch
     cuda, before = world.device.type == "cuda", 0
     if cuda:
         torch.cuda.reset_peak_memory_stats(world.device)
         before = torch.cuda.memory_allocated(world.device)
     timing, counters = Timing(), [(0.0, 0.0)]
-    for _ in generate(model, prompts, greedy, s.new_tokens, timing):
+    for _ in llm.stream(prompts, benchmark_params(s.new_tokens), timing=timing):
         counters.append((comm.waited or 0.0, getattr(comm, "link_seconds", 0.0)))
     speed = measure(model, timing, s.batch, world)
     if cuda:  # count this model only: other models of the group may be in memory
@@ -163,12 +162,12 @@ def one_run(model: Transformer, comm: Communicator, s: Setting, world: World) ->
     }
 
 
-def profiled_split(model: Transformer, s: Setting, world: World) -> dict[str, Any] | None:
+def profiled_split(llm: LLM, s: Setting, world: World) -> dict[str, Any] | None:
     """The split of the mean decode step in rank 0's trace, in ms. None on other ranks, and without decode steps."""
-    prompts = random_prompts(s.batch, s.prompt_length, model.config.vocab_size, s.seed)
+    prompts = random_prompts(s.batch, s.prompt_length, llm.model.config.vocab_size, s.seed)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
-        record(model, prompts, min(s.new_tokens, PROFILED_TOKENS), path, world)
+        record(llm, prompts, min(s.new_tokens, PROFILED_TOKENS), path, world)
         if world.rank or s.new_tokens == 1:
             return None
         return asdict(by_phase(timeline(read_trace(path)["traceEvents"]))["decode"]) | {"source": "profiler"}
@@ -202,11 +201,11 @@ def attempt(models: Models, turn: Turn, together: bool) -> tuple[Any, str | None
     number, s = turn
     result, error = None, None
     try:
-        model, comm = models.get(s)
+        llm, comm = models.get(s)
         if number > s.runs:
-            result = profiled_split(model, s, models.world)
+            result = profiled_split(llm, s, models.world)
         else:
-            result = one_run(model, comm, s, models.world)
+            result = one_run(llm, comm, s, models.world)
     except UserError as e:
         error = str(e)
         if SHORT in error and together:

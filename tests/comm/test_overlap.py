@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 import profiling
-from attention import Causal, ContiguousCache
+from attention import Causal
 from checkpoint import random_weights
 from comm import Communicator, GlooCommunicator, Local, PendingAllReduce
 from config import ModelConfig, Reduces, with_variant
 from model import MLP, Attention, ParallelBlock, Transformer
+from tests.support.paged import CachedSequences
 from tests.support.ranks import Ranks
 from tp import ShardedLinear, World
 
@@ -92,15 +93,13 @@ def recorded(config: ModelConfig) -> list[list[Event]]:
             recorder.watch(module[-1] if isinstance(module, nn.ModuleList) else module, number)
 
     tokens = torch.randint(config.vocab_size, (2, 6))
-    caches = [
-        ContiguousCache(model.attention_slots, 2, model.n_kv_heads, 6, config.head_dim, CPU, torch.float32) for _ in range(2)
-    ]
+    both = [CachedSequences(one, 1, 6) for one in (model, twin)]
     passes = []
     with torch.inference_mode():
         for part, contexts in (
             (tokens, [Causal(6, CPU), Causal(6, CPU)]),
-            (tokens[:, :5], [cache.append(5) for cache in caches]),
-            (tokens[:, 5:], [cache.append(1) for cache in caches]),
+            (tokens[:1, :5], [one.context(5) for one in both]),
+            (tokens[:1, 5:], [one.context(1) for one in both]),
         ):
             recorder.events = []
             assert torch.equal(model(part, contexts[0]), twin(part, contexts[1])), "the sums are used wrongly"

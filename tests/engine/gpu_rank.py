@@ -8,8 +8,7 @@ import torch
 
 from checkpoint import load_model
 from communicators import choose
-from engine.offline import Timing, generate
-from engine.sampler import SamplingParams
+from engine import LLM, SamplingParams
 from presets import model_config
 from tests import MODELS
 from tokenizer_files import load_tokenizer
@@ -28,7 +27,8 @@ def main() -> None:
             path = MODELS / f"tiny-{name}"
             model = load_model(str(path), model_config(str(path), None, world.world_size), there, torch.float32)
             prompt = load_tokenizer(path).encode(PROMPT)
-            tokens = [t[0] for t in generate(model, [prompt], [SamplingParams(0.0)], NEW_TOKENS, Timing())]
+            greedy = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)
+            tokens = LLM(model, world=there).generate([prompt], greedy)[0].token_ids
             if world.rank == 0:
                 print(json.dumps({"model": name, "comm": communicator, "tokens": tokens}), flush=True)
 

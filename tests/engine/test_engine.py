@@ -21,10 +21,9 @@ import comm
 from attention import Causal
 from config import ModelConfig, Reduces, with_variant
 from engine.core import Engine, EngineLimits
-from engine.offline import Timing, generate, score
 from engine.paged_cache import PagedCache
-from engine.protocol import Abort, Refused, RequestParams, Submit, TokenLogprobs, TokenOutput
-from engine.sampler import SamplingBatch, SamplingParams, sample
+from engine.protocol import Abort, Refused, SamplingParams, Submit, TokenLogprobs, TokenOutput
+from engine.sampler import SamplingBatch, sample
 from model import Transformer
 from presets import model_config
 from rope_scaling import YarnScaling
@@ -123,7 +122,6 @@ def engine_of(
         )
         limits = replace(limits, kv_memory=n_blocks * size + random.randrange(size))
     engine = Engine(model, tokenizer, limits, world)
-    engine.look_ahead = random.random() < 0.5  # always on with a GPU
     assert n_blocks is None or engine.scheduler.blocks.n_blocks == n_blocks
     return engine
 
@@ -188,7 +186,7 @@ def serve(
     return answers
 
 
-def random_params(**fixed: Any) -> RequestParams:
+def random_params(**fixed: Any) -> SamplingParams:
     wanted: dict[str, Any] = dict(max_tokens=random.randint(1, 16), seed=random.randrange(-(2**63), 2**63))
     if random.random() < 0.4:
         wanted |= dict(temperature=0.0)
@@ -199,7 +197,7 @@ def random_params(**fixed: Any) -> RequestParams:
             top_p=random.choice([1.0, 0.9]),
             min_p=random.choice([0.0, 0.05]),
         )
-    return RequestParams(**wanted | fixed)
+    return SamplingParams(**wanted | fixed)
 
 
 def random_submits(count: int, vocab_size: int = 101, longest: int = 30, **fixed: Any) -> list[Submit]:
@@ -227,7 +225,7 @@ def plain_logits(model: Transformer, tokens: list[int]) -> Tensor:
     return model(torch.tensor([tokens]), Causal(len(tokens), CPU))[0]
 
 
-def bent(logits: Tensor, prompt: list[int], output: list[int], params: RequestParams) -> Tensor:
+def bent(logits: Tensor, prompt: list[int], output: list[int], params: SamplingParams) -> Tensor:
     """One row of logits (V,) after penalties, biases and min_tokens, applied id by id."""
     logits = logits.clone()
     for i in set(prompt + output):
@@ -242,14 +240,13 @@ def bent(logits: Tensor, prompt: list[int], output: list[int], params: RequestPa
     return logits
 
 
-def draws(logits: Tensor, position: int, params: RequestParams) -> list[int]:
+def draws(logits: Tensor, position: int, params: SamplingParams) -> list[int]:
     """One token from each row of logits (B, V), drawn with this request's parameters."""
-    one = SamplingParams(params.temperature, params.top_k, params.top_p, params.min_p, params.seed)
-    batch = SamplingBatch.of([one] * len(logits), CPU)
+    batch = SamplingBatch.of([params] * len(logits), CPU)
     return sample(logits, batch, torch.full((len(logits), 1), position)).tolist()
 
 
-def slow(model: Transformer, prompt: list[int], params: RequestParams) -> list[int]:
+def alone(model: Transformer, prompt: list[int], params: SamplingParams) -> list[int]:
     """The tokens of a request alone, without a cache: the whole text is recomputed for each token."""
     output: list[int] = []
     while len(output) < params.max_tokens:
@@ -260,10 +257,10 @@ def slow(model: Transformer, prompt: list[int], params: RequestParams) -> list[i
     return output
 
 
-def offline(model: Transformer, prompt: list[int], params: RequestParams) -> list[int]:
-    """The tokens of a request alone, from `engine.offline`."""
-    one = SamplingParams(params.temperature, params.top_k, params.top_p, params.min_p, params.seed)
-    return [t[0] for t in generate(model, [prompt], [one], params.max_tokens, Timing())]
+def score(model: Transformer, prompt: list[int]) -> list[float | None]:
+    """The log-probability of each token given those before it, None for the first."""
+    logprobs = plain_logits(model, prompt).double().log_softmax(-1)
+    return [None, *(float(row[token]) for row, token in zip(logprobs, prompt[1:], strict=False))]
 
 
 def assert_same(model: Transformer, submit: Submit, tokens: list[int], expected: list[int], rounding: float = 1e-5) -> None:
@@ -322,7 +319,7 @@ def limits_to_try(name: str) -> dict[str, tuple[dict[str, Any], int]]:
 def test_mixed_batch_equals_alone(name: str, seed: int) -> None:
     model = random_model(config_of(name))
     submits = random_submits(7)
-    expected = {s.request_id: offline(model, s.prompt_ids, s.params) for s in submits}
+    expected = {s.request_id: alone(model, s.prompt_ids, s.params) for s in submits}
     for setting, (limits, at_once) in limits_to_try(name).items():
         engine = engine_of(model, **limits)
         answers = serve(engine, submits, at_once)
@@ -347,7 +344,7 @@ def test_the_embedded_model(seed: int) -> None:
     for limits in (dict(max_batch_tokens=7, n_blocks=100), dict(n_blocks=14)):
         answers = serve(engine_of(model, tokenizer=tokenizer, **limits), submits, 2)
         for submit in submits:
-            assert_same(model, submit, answers[submit.request_id].tokens, offline(model, submit.prompt_ids, submit.params))
+            assert_same(model, submit, answers[submit.request_id].tokens, alone(model, submit.prompt_ids, submit.params))
 
 
 def test_a_full_batch_of_bent_requests_under_preemption(seed: int) -> None:
@@ -373,7 +370,7 @@ def test_a_full_batch_of_bent_requests_under_preemption(seed: int) -> None:
     reasons = set()
     for submit in submits:
         answer, params = answers[submit.request_id], submit.params
-        assert_same(model, submit, answer.tokens, slow(model, submit.prompt_ids, params))
+        assert_same(model, submit, answer.tokens, alone(model, submit.prompt_ids, params))
         stopped = answer.tokens[-1] in params.stop_token_ids
         assert answer.finish_reason == ("stop" if stopped and len(answer.tokens) > params.min_tokens else "length")
         assert not set(answer.tokens[: params.min_tokens]) & set(params.stop_token_ids)
@@ -387,7 +384,7 @@ def test_an_id_may_come_again_with_other_parameters(seed: int) -> None:
     engine, prompt = engine_of(model), [1, 2, 3]
     for params in (random_params(max_tokens=9, temperature=t, seed=s) for t, s in ((1.4, 1), (1.4, 2), (0.0, 2))):
         submit = Submit("same", prompt, params)
-        assert_same(model, submit, serve(engine, [submit])["same"].tokens, offline(model, prompt, params))
+        assert_same(model, submit, serve(engine, [submit])["same"].tokens, alone(model, prompt, params))
 
 
 def test_ids_without_text_are_never_drawn(seed: int) -> None:
@@ -399,7 +396,7 @@ def test_ids_without_text_are_never_drawn(seed: int) -> None:
         Submit(
             str(i),
             [i],
-            RequestParams(max_tokens=20, temperature=5.0 * (i % 3), seed=i, logit_bias={50: 100.0} if i == 1 else {}),
+            SamplingParams(max_tokens=20, temperature=5.0 * (i % 3), seed=i, logit_bias={50: 100.0} if i == 1 else {}),
         )
         for i in range(9)
     ]
@@ -439,7 +436,7 @@ def test_logprobs(name: str, seed: int) -> None:
             assert first is None
             for entry, row, token in zip(rest, logits, prompt[1:], strict=False):
                 assert_logprobs(entry, row, token, params.prompt_logprobs)
-            expected, _ = score(model, prompt)
+            expected = score(model, prompt)
             assert len(rest) == len(expected) - 1
             for entry, exact in zip(rest, expected[1:], strict=True):
                 assert abs(entry.chosen.logprob - exact) < TOLERANCE
@@ -449,8 +446,8 @@ def test_prompt_logprobs_of_a_prompt_preempted_half_way(seed: int) -> None:
     model = random_model(config_of("standard"))
     prompt = [random.randrange(101) for _ in range(24)]
     engine = engine_of(model, n_blocks=8, max_batch_tokens=3)
-    old = Submit("old", [5], RequestParams(max_tokens=20, seed=1))
-    scored = Submit("scored", prompt, RequestParams(max_tokens=2, seed=2, prompt_logprobs=2))
+    old = Submit("old", [5], SamplingParams(max_tokens=20, seed=1))
+    scored = Submit("scored", prompt, SamplingParams(max_tokens=2, seed=2, prompt_logprobs=2))
     answers = {s.request_id: Answer() for s in (old, scored)}
     assert engine.submit(old) is engine.submit(scored) is None
     sequence = engine.scheduler.by_id["scored"]
@@ -462,7 +459,7 @@ def test_prompt_logprobs_of_a_prompt_preempted_half_way(seed: int) -> None:
     assert 1 < len(sequence.state.prompt_logprobs) < len(prompt)
     while engine.has_work():
         step(engine, answers)
-    expected, _ = score(model, prompt)
+    expected = score(model, prompt)
     found = [e and e.chosen.logprob for e in answers["scored"].prompt_logprobs or ()]
     assert found[0] is expected[0] is None
     assert found[1:] == pytest.approx(expected[1:], abs=TOLERANCE)
@@ -495,7 +492,7 @@ def test_aborts_free_blocks_at_once_and_leave_the_others_alone(seed: int) -> Non
     assert len(gone) == 3
     assert scheduler.blocks.used == 0
     for submit in submits:
-        answer, expected = answers[submit.request_id], offline(model, submit.prompt_ids, submit.params)
+        answer, expected = answers[submit.request_id], alone(model, submit.prompt_ids, submit.params)
         if submit.request_id in gone:
             assert answer.finish_reason is None
             assert answer.tokens == gone[submit.request_id], "output behind an abort"
@@ -503,21 +500,21 @@ def test_aborts_free_blocks_at_once_and_leave_the_others_alone(seed: int) -> Non
             assert_same(model, submit, answer.tokens, expected)
     again = serve(engine, submits)  # with the blocks that aborted requests left in the cache
     for submit in submits:
-        assert_same(model, submit, again[submit.request_id].tokens, offline(model, submit.prompt_ids, submit.params))
+        assert_same(model, submit, again[submit.request_id].tokens, alone(model, submit.prompt_ids, submit.params))
 
 
 @pytest.mark.parametrize("min_tokens", [0, 5])
 def test_stop_token_ids(min_tokens: int, seed: int) -> None:
     """The stop token is part of the output. The first one after min_tokens ends it, with reason "stop" also at max_tokens."""
     model = random_model(config_of("ladder"))
-    free = RequestParams(max_tokens=12, seed=random.randrange(2**31), temperature=1.3)
+    free = SamplingParams(max_tokens=12, seed=random.randrange(2**31), temperature=1.3)
     prompt = [random.randrange(101) for _ in range(6)]
-    text = offline(model, prompt, free)
+    text = alone(model, prompt, free)
     stops = [text[2], text[-1]]
     limited = msgspec.structs.replace(free, stop_token_ids=stops, min_tokens=min_tokens)
     submit = Submit("a", prompt, limited)
     answer = serve(engine_of(model), [submit])["a"]
-    assert_same(model, submit, answer.tokens, slow(model, prompt, limited))
+    assert_same(model, submit, answer.tokens, alone(model, prompt, limited))
     if min_tokens == 0:
         assert answer.tokens == text[: min(text.index(s) for s in stops) + 1]
         assert answer.finish_reason == "stop"
@@ -529,9 +526,9 @@ def test_stop_token_ids(min_tokens: int, seed: int) -> None:
 def test_refusals(seed: int) -> None:
     model = random_model(config_of("standard"))
     engine = engine_of(model, n_blocks=10)
-    ok = RequestParams(max_tokens=4)
+    ok = SamplingParams(max_tokens=4)
 
-    def with_(**more: Any) -> RequestParams:
+    def with_(**more: Any) -> SamplingParams:
         return msgspec.structs.replace(ok, **more)
 
     outside = random.choice([101, 102, 10**6, -1, -101])
@@ -554,7 +551,7 @@ def test_refusals(seed: int) -> None:
         assert not engine.has_work()
     assert engine.stats().prompt_tokens == 0
     submit = Submit("good", [1] * 36, ok)
-    assert_same(model, submit, serve(engine, [submit])["good"].tokens, offline(model, submit.prompt_ids, ok))
+    assert_same(model, submit, serve(engine, [submit])["good"].tokens, alone(model, submit.prompt_ids, ok))
 
 
 def test_stats(seed: int) -> None:
@@ -595,7 +592,7 @@ def test_a_chat_goes_on_from_the_cache(seed: int) -> None:
         submit = Submit(str(turn), prompt, random_params(max_tokens=8))
         answer = serve(engine, [submit])[str(turn)]
         assert answer.cached_tokens == known
-        assert_same(model, submit, answer.tokens, offline(model, prompt, submit.params))
+        assert_same(model, submit, answer.tokens, alone(model, prompt, submit.params))
         prompt = prompt + answer.tokens + [random.randrange(101) for _ in range(3)]
 
 
@@ -639,7 +636,7 @@ def test_a_grammar_holds_through_preemption(seed: int) -> None:
             assert set(value) == {"name", "old", "n"}
             assert len(value["name"]) <= 9 and type(value["old"]) is bool and value["n"] in (1, 22, 333)
         texts.append([answers[s.request_id].tokens for s in submits])
-    assert_same(model, submits[2], texts[1][2], offline(model, submits[2].prompt_ids, submits[2].params))
+    assert_same(model, submits[2], texts[1][2], alone(model, submits[2].prompt_ids, submits[2].params))
     assert sum(a == b for a, b in zip(*texts, strict=True)) >= 4  # all five, unless rounding decides a tie
 
 
@@ -676,7 +673,7 @@ def test_ranks_give_the_same_tokens_as_one(name: str, n: int, ranks: Ranks, tmp_
     assert blocks == 15
     assert preemptions > 0
     for submit, answer in zip(submits, answers, strict=True):
-        expected = offline(model, submit.prompt_ids, submit.params)
+        expected = alone(model, submit.prompt_ids, submit.params)
         if submit.request_id == "r1":
             expected = expected[: len(answer.tokens)]
         assert_same(model, submit, answer.tokens, expected)

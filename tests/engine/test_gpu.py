@@ -13,9 +13,8 @@ import torch
 import comm
 from checkpoint import load_model
 from config import with_variant
+from engine import LLM, SamplingParams
 from engine.core import Engine, EngineLimits
-from engine.offline import Timing, generate
-from engine.sampler import SamplingParams
 from engine.scheduler import Chunk
 from model import Transformer
 from presets import PRESETS, model_config
@@ -23,14 +22,14 @@ from tests import MODELS, ROOT
 from tests.engine.gpu_rank import EMBEDDED, NEW_TOKENS, PROMPT
 from tests.engine.test_engine import (
     PLAIN,
+    alone,
     assert_same,
     config_of,
-    offline,
     random_model,
     random_submits,
     serve,
 )
-from tests.engine.test_graph_runner import assert_all_logprobs, submits_with_logprobs
+from tests.engine.test_runner import assert_all_logprobs, submits_with_logprobs
 from tokenizer_files import load_tokenizer
 from tp import World
 
@@ -53,7 +52,7 @@ def test_requests_of_every_kind_get_what_the_cpu_gives(name: str, seed: int) -> 
     model = random_model(replace(config_of(name), head_dim=16))
     twin = on_gpu(model)
     submits = random_submits(6)
-    expected = {s.request_id: offline(model, s.prompt_ids, s.params) for s in submits}
+    expected = {s.request_id: alone(model, s.prompt_ids, s.params) for s in submits}
     size = 16 * 2 * twin.attention_slots * twin.n_kv_heads * 16 * 4  # bytes of a block
     for limits, at_once in (
         (EngineLimits(), 1000),
@@ -116,7 +115,8 @@ def test_every_variant_and_communicator_gives_the_cpu_s_greedy_tokens(n: int) ->
         path = str(MODELS / f"tiny-{name}")
         model = load_model(path, model_config(path, None, 1), cpu, torch.float32)
         prompt = load_tokenizer(Path(path)).encode(PROMPT)
-        expected = [t[0] for t in generate(model, [prompt], [SamplingParams(0.0)], NEW_TOKENS, Timing())]
+        greedy = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)
+        expected = LLM(model, world=cpu).generate([prompt], greedy)[0].token_ids
         for line in found:
             if line["model"] == name:
                 assert line["tokens"] == expected, line

@@ -15,7 +15,7 @@ from comm import Local
 from engine import grammars as grammars_module
 from engine.core import Engine, EngineLimits
 from engine.grammars import CACHED, CACHED_TEXT, MAX_COMPILING, MAX_TEXT, Grammars
-from engine.protocol import Abort, Refused, RequestParams, Submit
+from engine.protocol import Abort, Refused, SamplingParams, Submit
 from errors import UserError
 from presets import model_config
 from tests import MODELS
@@ -67,7 +67,7 @@ def engine(shared: Engine) -> Iterator[Engine]:
 
 
 def submit(request_id: str, grammar: str | None, max_tokens: int = 40, seed: int = 0) -> Submit:
-    return Submit(request_id, [5, 6, 7], RequestParams(max_tokens=max_tokens, grammar=grammar, seed=seed, stop_token_ids=[1]))
+    return Submit(request_id, [5, 6, 7], SamplingParams(max_tokens=max_tokens, grammar=grammar, seed=seed, stop_token_ids=[1]))
 
 
 def run(engine: Engine, until: float = SECONDS) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def test_sixteen_choices_of_a_large_grammar_compile_once_and_beside(engine: Engi
     start = quiet_seconds(os.getpid())
     compile_(engine.grammars, text)
     alone = quiet_seconds(os.getpid()) - start
-    assert engine.submit(Submit("plain", [5, 6, 7], RequestParams(max_tokens=1000))) is None
+    assert engine.submit(Submit("plain", [5, 6, 7], SamplingParams(max_tokens=1000))) is None
     start = quiet_seconds(os.getpid())
     for i in range(16):
         assert engine.submit(submit(str(i), text, max_tokens=4, seed=i)) is None
@@ -214,7 +214,7 @@ def kept(grammars: Grammars, text: str, compiles: bool = True) -> None:
 
 def test_min_tokens_give_way_to_a_grammar_that_ends(engine: Engine) -> None:
     """At its end the grammar allows only a stop token, which min_tokens masks. The grammar takes precedence."""
-    params = RequestParams(max_tokens=20, min_tokens=15, grammar='start: "hi" "!"?', stop_token_ids=[1])
+    params = SamplingParams(max_tokens=20, min_tokens=15, grammar='start: "hi" "!"?', stop_token_ids=[1])
     assert engine.submit(Submit("g", [5, 6, 7], params)) is None
     tokenizer = load_tokenizer(TINY)
     assert tokenizer.decode([one for one in run(engine)["g"] if one != 1]) in ("hi", "hi!")

@@ -15,7 +15,7 @@ from transformers import MinNewTokensLengthLogitsProcessor, RepetitionPenaltyLog
 
 from engine.grammars import Grammars
 from engine.logits import advance, allowed, check_ids, new_state, process, token_logprobs
-from engine.protocol import RequestParams
+from engine.protocol import SamplingParams
 from engine.scheduler import Sequence
 from errors import UserError
 from tests import MODELS
@@ -33,7 +33,7 @@ MODEL_VOCAB = 1030  # a model's vocabulary may be padded beyond the tokenizer's 
 
 
 def sequence_of(prompt: list[int], output: list[int], vocab: int = VOCAB, **params: Any) -> Sequence:
-    wanted = RequestParams(max_tokens=100, **params)
+    wanted = SamplingParams(max_tokens=100, **params)
     sequence = Sequence("a", [*prompt, *output], len(prompt), wanted)
     check_ids(prompt, vocab)
     sequence.state = new_state(wanted, vocab, CPU)
@@ -117,7 +117,7 @@ def test_a_batch_is_its_rows(seed: int) -> None:
         assert torch.equal(logits, before)
         np.testing.assert_allclose(found.numpy(), np.stack(expected), atol=1e-5)
         for row, sequence, same in zip(found, sequences, logits, strict=True):
-            if sequence.params == RequestParams(max_tokens=100):
+            if sequence.params == SamplingParams(max_tokens=100):
                 assert torch.equal(row, same)
 
 
@@ -242,7 +242,7 @@ def generate(grammar: str, temperature: float, limit: int = 4000, **params: Any)
     """The text that random logits give under a grammar, and whether the grammar ended it."""
     tokenizer = grammars().tokenizer
     assert tokenizer is not None
-    wanted = RequestParams(max_tokens=limit, grammar=grammar, **params)
+    wanted = SamplingParams(max_tokens=limit, grammar=grammar, **params)
     sequence = Sequence("a", [5], 1, wanted)
     sequence.state = new_state(wanted, MODEL_VOCAB, CPU)
     sequence.state.matcher = grammars().compile(grammar)

@@ -2,17 +2,18 @@
 
 import math
 import random
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from torch import Tensor
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from engine.sampler import SamplingBatch, SamplingParams, keep, sample
+from engine import SamplingParams
+from engine.sampler import SamplingBatch, keep, sample
 from errors import UserError
 from kernels.sampling import exponential_noise, hash64
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.block_manager import BlockManager
-from engine.protocol import RequestParams
+from engine.protocol import SamplingParams
 from engine.scheduler import Chunk, Scheduler, Sequence
 from errors import UserError
 
@@ -26,7 +26,7 @@ def draw(tokens: List[int]) -> int:
     return zlib.crc32(bytes(tokens)) % VOCAB
 
 
-def alone(prompt: list[int], params: RequestParams) -> tuple[list[int], str]:
+def alone(prompt: list[int], params: SamplingParams) -> tuple[list[int], str]:
     """The output and the finish reason of a request that is served alone."""
     tokens = list(prompt)
     while True:
@@ -78,7 +78,7 @@ class Simulation:
         longest = sequence.prompt_length + sequence.params.max_tokens
         return -(-longest // self.budget) + sequence.params.max_tokens
 
-    def submit(self, prompt: list[int], params: RequestParams) -> bool:
+    def submit(self, prompt: list[int], params: SamplingParams) -> bool:
         """Whether the request was accepted."""
         name = f"request {len(self.requests)}"
         sequence = Sequence(name, list(prompt), len(prompt), params)
@@ -200,7 +200,7 @@ class Simulation:
 # --- random events -------------------------------------------------------------------------------------------------------
 
 params = st.builds(
-    RequestParams,
+    SamplingParams,
     max_tokens=st.integers(1, 30),
     min_tokens=st.integers(0, 4),
     stop_token_ids=st.lists(st.integers(0, VOCAB - 1), max_size=2),
@@ -224,12 +224,12 @@ class Life(RuleBasedStateMachine):
         self.simulation = Simulation(n_blocks, block_size, max_num_seqs, budget, max_model_len)
 
     @rule(prompt=prompts, params=params)
-    def submit(self, prompt: list[int], params: RequestParams) -> None:
+    def submit(self, prompt: list[int], params: SamplingParams) -> None:
         self.simulation.submit(prompt, params)
 
     @precondition(lambda self: self.simulation.requests)
     @rule(which=st.integers(0), keep=st.integers(1, 40), more=prompts | st.just([]), params=params)
-    def submit_a_known_beginning(self, which: int, keep: int, more: list[int], params: RequestParams) -> None:
+    def submit_a_known_beginning(self, which: int, keep: int, more: list[int], params: SamplingParams) -> None:
         """A prefix of another request's text, including its answer, as in a continued chat or a repeated prompt."""
         texts = [r.sequence.tokens for r in self.simulation.requests.values()]
         self.simulation.submit(texts[which % len(texts)][:keep] + more, params)
@@ -264,12 +264,12 @@ TestLife.settings = settings(
 )
 
 
-def random_request(texts: list[list[int]]) -> tuple[list[int], RequestParams]:
+def random_request(texts: list[list[int]]) -> tuple[list[int], SamplingParams]:
     prompt = [random.randrange(VOCAB) for _ in range(random.randint(1, 25))]
     if texts and random.random() < 0.6:
         shared = random.choice(texts)
         prompt = shared[: random.randint(1, len(shared))] + prompt[: random.randint(0, 8)]
-    return prompt, RequestParams(
+    return prompt, SamplingParams(
         max_tokens=random.randint(1, 25),
         min_tokens=random.choice([0, 0, 3]),
         stop_token_ids=random.sample(range(VOCAB), random.choice([0, 0, 1])),
@@ -343,10 +343,10 @@ def test_the_longest_request_that_fits_is_served_and_one_token_more_refused(seed
         fits = min(longest, max_model_len)
         length = random.randint(1, fits - 1)
         prompt = [random.randrange(VOCAB) for _ in range(length)]
-        assert simulation.submit(prompt, RequestParams(max_tokens=fits - length))
-        assert not simulation.submit(prompt, RequestParams(max_tokens=fits - length + 1))
-        assert not simulation.submit([*prompt, 0], RequestParams(max_tokens=fits - length))
-        assert simulation.submit(prompt, RequestParams(max_tokens=1))
+        assert simulation.submit(prompt, SamplingParams(max_tokens=fits - length))
+        assert not simulation.submit(prompt, SamplingParams(max_tokens=fits - length + 1))
+        assert not simulation.submit([*prompt, 0], SamplingParams(max_tokens=fits - length))
+        assert simulation.submit(prompt, SamplingParams(max_tokens=1))
         simulation.run()
         assert len(simulation.requests) == 2
 
@@ -354,11 +354,11 @@ def test_the_longest_request_that_fits_is_served_and_one_token_more_refused(seed
 def test_a_refusal_says_which_limit_in_one_line() -> None:
     scheduler = Scheduler(BlockManager(4, 4), 2, 8, 100)
     with pytest.raises(UserError, match=r"17 tokens need 5 KV-cache blocks, but there are only 4.*--kv-memory") as error:
-        scheduler.add(Sequence("a", [0] * 10, 10, RequestParams(max_tokens=7)))
+        scheduler.add(Sequence("a", [0] * 10, 10, SamplingParams(max_tokens=7)))
     assert "\n" not in str(error.value)
     scheduler = Scheduler(BlockManager(400, 4), 2, 8, 100)
     with pytest.raises(UserError, match=r"prompt's 90 tokens and max_tokens 11 exceed .* context of 100"):
-        scheduler.add(Sequence("a", [0] * 90, 90, RequestParams(max_tokens=11)))
+        scheduler.add(Sequence("a", [0] * 90, 90, SamplingParams(max_tokens=11)))
     assert not scheduler.has_work()
 
 
@@ -369,7 +369,7 @@ def test_the_youngest_is_preempted_and_comes_back_first() -> None:
     """5 blocks of 2 tokens for three prompts of 3 tokens: two sequences hold 2 blocks each, and the third must wait."""
     simulation = Simulation(n_blocks=5, block_size=2, max_num_seqs=3, max_batch_tokens=20, max_model_len=10)
     for first in range(3):
-        assert simulation.submit([first, 4, 4], RequestParams(max_tokens=7))
+        assert simulation.submit([first, 4, 4], SamplingParams(max_tokens=7))
     simulation.step()
     names = [[s.request_id for s in group] for group in (simulation.scheduler.running, simulation.scheduler.waiting)]
     assert names == [["request 0", "request 1"], ["request 2"]]
@@ -383,7 +383,7 @@ def test_the_youngest_is_preempted_and_comes_back_first() -> None:
 def test_running_sequences_go_before_waiting_ones_and_prompts_are_cut_to_the_budget() -> None:
     simulation = Simulation(n_blocks=40, block_size=4, max_num_seqs=3, max_batch_tokens=8, max_model_len=40)
     for length in (3, 20, 2, 1):
-        assert simulation.submit([length] + [0] * (length - 1), RequestParams(max_tokens=9))
+        assert simulation.submit([length] + [0] * (length - 1), SamplingParams(max_tokens=9))
 
     def layout() -> list[tuple[str, int, int]]:
         return sorted((c.sequence.request_id[-1], c.start, c.count) for c in simulation.step())
@@ -418,7 +418,7 @@ def test_hits_are_all_that_was_computed_before(data: st.DataObject, size: int, a
         for _ in range(data.draw(st.integers(1, 3)) if at_once else 1):
             base = data.draw(st.sampled_from(texts))
             prompt = base[: data.draw(st.integers(1, min(len(base), 60)))] + data.draw(st.lists(st.integers(0, 1), max_size=4))
-            assert simulation.submit(prompt, RequestParams(max_tokens=data.draw(st.integers(1, 12))))
+            assert simulation.submit(prompt, SamplingParams(max_tokens=data.draw(st.integers(1, 12))))
         for _ in range(data.draw(st.integers(1, 20)) if at_once else 1000):
             if not scheduler.has_work():
                 break
@@ -443,8 +443,8 @@ def test_hits_are_all_that_was_computed_before(data: st.DataObject, size: int, a
 def test_a_preempted_prompt_is_counted_once() -> None:
     """Its own blocks, which it reuses when it is admitted again, do not count as hits."""
     simulation = Simulation(n_blocks=7, block_size=2, max_num_seqs=2, max_batch_tokens=2, max_model_len=20)
-    assert simulation.submit([0], RequestParams(max_tokens=8))
-    assert simulation.submit([1, 2, 3, 4] * 2, RequestParams(max_tokens=1))
+    assert simulation.submit([0], SamplingParams(max_tokens=8))
+    assert simulation.submit([1, 2, 3, 4] * 2, SamplingParams(max_tokens=1))
     first, second = simulation.requests["request 0"].sequence, simulation.requests["request 1"].sequence
     while not simulation.scheduler.preemptions:
         simulation.step()
@@ -461,7 +461,7 @@ def test_prompt_logprobs_compute_the_whole_prompt() -> None:
     simulation = Simulation(50, 2, 4, 50, 50)
     prompt = [1, 2, 3, 4, 0, 1, 2]
     for wanted, start in ((None, 0), (1, 0), (0, 0), (None, 6)):
-        assert simulation.submit(prompt, RequestParams(max_tokens=2, prompt_logprobs=wanted))
+        assert simulation.submit(prompt, SamplingParams(max_tokens=2, prompt_logprobs=wanted))
         (chunk,) = simulation.step()
         assert (chunk.start, chunk.sequence.cached_tokens) == (start, start)
         simulation.run()

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.sampler import SamplingBatch, SamplingParams, exponential_noise, sample
+from engine import SamplingParams
+from engine.sampler import SamplingBatch, exponential_noise, sample
 from kernels import sampling
 from kernels.sampling import SLICE, combine_best_reference, local_best_reference, pack
 from tests.support.kernels import kernels_always

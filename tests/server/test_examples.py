@@ -8,8 +8,7 @@ import torch
 
 from checkpoint import build_model
 from comm import Local
-from engine.offline import Timing, generate
-from engine.sampler import SamplingParams
+from engine import LLM, SamplingParams
 from presets import model_config
 from scripts.corpus.train_tiny import EXAMPLES
 from server.examples import MAX_BYTES, read_examples
@@ -32,12 +31,8 @@ def test_the_embedded_models_answer_their_examples(folder: Path) -> None:
     assert round(millions) == 3
     for question, right in RIGHT.items():
         prompt = tokenizer.encode_chat([{"role": "user", "content": question}])
-        ids: list[int] = []
-        for (token,) in generate(model, [prompt], [SamplingParams(0.0, 0, 1.0, 0.0, 0)], 30, Timing()):
-            if token in tokenizer.eos_ids:
-                break
-            ids.append(token)
-        assert tokenizer.decode(ids) == right
+        (answer,) = LLM(model, tokenizer, world).generate([prompt], SamplingParams(max_tokens=30, temperature=0))
+        assert answer.text == right
 
 
 @pytest.mark.parametrize(

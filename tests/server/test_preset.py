@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 
 from checkpoint import SafetensorsSource, fill_all, load_model, places
 from comm import Local
-from engine.offline import Timing, generate
-from engine.sampler import SamplingParams
+from engine import LLM, SamplingParams
 from errors import UserError
 from model import Transformer
 from presets import model_config, preset
@@ -121,8 +120,8 @@ def test_it_computes_the_model_that_generate_computes(server: ServerProcess, see
     rng = random.Random(seed)
     prompt = [rng.randrange(1024) for _ in range(rng.randint(1, 40))]
     model = load_model("tiny", preset("tiny"), World(0, 1, CPU, Local()), torch.float32)
-    steps = generate(model, [prompt], [SamplingParams(temperature=0)], 12, Timing())
-    expected = [tokens[0] for _, tokens in zip(range(12), steps, strict=False)]
+    greedy = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+    expected = LLM(model, world=World(0, 1, CPU, Local())).generate([prompt], greedy)[0].token_ids
     more = {"temperature": 0, "max_tokens": 12, "ignore_eos": True, "return_token_ids": True}
     (choice,) = ask(server, "/v1/completions", prompt=prompt, **more)["choices"]
     assert (choice["prompt_token_ids"], choice["token_ids"]) == (prompt, expected), seed

@@ -21,8 +21,7 @@ from pydantic import BaseModel, Field
 
 from checkpoint import load_model
 from comm import Local
-from engine import offline
-from engine.sampler import SamplingParams
+from engine import LLM, SamplingParams
 from presets import model_config
 from tests.support.command_line import HYBRID, MODELS
 from tests.support.server_process import ServerProcess, free_port, runs, wait_until
@@ -61,19 +60,21 @@ PARAMETERS = {"add": ADD, "paint": PAINT}
 
 
 class Reference:
-    """The same checkpoint without a server: one rank, one prompt, a contiguous cache."""
+    """The same checkpoint without a server: one rank, one prompt."""
 
     def __init__(self, path: str) -> None:
         self.tokenizer: Tokenizer = load_tokenizer(path)
         world = World(0, 1, torch.device("cpu"), Local())
         self.model = load_model(path, model_config(path, None, 1), world, torch.float32)
+        self.llm = LLM(self.model, self.tokenizer, world)
 
     def generate(self, prompt: list[int], count: int, **params: Any) -> list[int]:
-        sampling = SamplingParams(**({"temperature": 0.0} | params))
-        return [row[0] for row in offline.generate(self.model, [prompt], [sampling], count, offline.Timing())]
+        sampling = SamplingParams(**({"max_tokens": count, "temperature": 0.0, "ignore_eos": True} | params))
+        return self.llm.generate([prompt], sampling)[0].token_ids
 
     def score(self, prompt: list[int]) -> tuple[list[float | None], list[int]]:
-        return offline.score(self.model, prompt)
+        scores = self.llm.score(prompt)
+        return scores.logprobs, scores.argmax
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text)

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from engine.protocol import Outputs, RequestParams, Submit, TokenOutput
+from engine.protocol import Outputs, SamplingParams, Submit, TokenOutput
+from engine.text import TextStream
 from server.answers import Chunks
 from server.engine_client import SLICE, EngineClient
 from server.generation import Usage
@@ -20,7 +21,6 @@ from server.http import ClientGone, to_json
 from server.metrics import Metrics
 from server.problems import ApiError
 from server.sse import PIECE, EventStream, event
-from server.text import TextStream
 from tests.support.server_thread import STORY, TOKENIZER, Site, raw_request, ready, wait_for
 
 
@@ -120,7 +120,7 @@ def lone_client() -> EngineClient:
 
 def test_a_backlog_comes_in_slices_in_order(seed: int) -> None:
     rng = random.Random(seed)
-    submits = [Submit(f"r{i}", [1], RequestParams(max_tokens=10**6)) for i in range(3)]
+    submits = [Submit(f"r{i}", [1], SamplingParams(max_tokens=10**6)) for i in range(3)]
     client = lone_client()
 
     async def run() -> None:

@@ -23,7 +23,7 @@ from comm import GlooCommunicator
 from tp import World
 
 # What most functions import on a rank. torch's optimizers import torch._dynamo.
-IMPORTS = ("numpy", "pytest", "checkpoint", "engine.offline", "training.loop", "torch._dynamo")
+IMPORTS = ("numpy", "pytest", "checkpoint", "engine.llm", "training.loop", "torch._dynamo")
 GRACE = 5.0  # seconds that the other ranks get to finish after one has failed; they may be waiting for it in a collective
 
 

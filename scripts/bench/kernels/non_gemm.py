@@ -24,7 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cli import Parser, run
-from engine.sampler import SamplingBatch, SamplingParams, sample
+from engine import SamplingParams
+from engine.sampler import SamplingBatch, sample
 from errors import UserError
 from kernels.activation import swiglu, swiglu_reference
 from kernels.norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
@@ -230,7 +231,7 @@ def sampling_cases(ranks: int) -> Iterator[Case]:
         for temperature in (0.0, 0.7):
 
             def make(batch: int = batch, temperature: float = temperature) -> Inputs:
-                params = [SamplingParams(temperature, seed=i) for i in range(batch)]
+                params = [SamplingParams(temperature=temperature, seed=i) for i in range(batch)]
                 return randn(batch, size), SamplingBatch.of(params, torch.device("cuda")), integers(8192, batch, 1)
 
             yield Case(

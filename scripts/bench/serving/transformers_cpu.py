@@ -19,8 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from checkpoint import load_model
 from cli import Parser, run
-from engine.offline import Timing, generate
-from engine.sampler import SamplingParams
+from engine import LLM, SamplingParams
 from errors import UserError
 from presets import model_config
 from scripts.lib.machine import describe, machine
@@ -44,12 +43,12 @@ def main() -> None:
     ours = load_model(str(args.model), model_config(str(args.model), None, 1), world, torch.float32)
     theirs = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
     prompt = load_tokenizer(args.model).encode("Once upon a time")
-    greedy = SamplingParams(temperature=0)
+    greedy, llm = SamplingParams(max_tokens=args.new_tokens, temperature=0, ignore_eos=True), LLM(ours, world=world)
 
     def run_ours(batch: int) -> tuple[float, list[int]]:
-        timing, start = Timing(), time.perf_counter()
-        tokens = [t[0] for t in generate(ours, [prompt] * batch, [greedy] * batch, args.new_tokens, timing)]
-        return time.perf_counter() - start, tokens
+        start = time.perf_counter()
+        answers = llm.generate([prompt] * batch, greedy)
+        return time.perf_counter() - start, answers[0].token_ids
 
     def run_theirs(batch: int) -> tuple[float, list[int]]:
         ids, start = torch.tensor([prompt] * batch), time.perf_counter()

@@ -1,37 +1,36 @@
-"""The runner for GPUs, tested on a CPU. References replace the kernels, and calling the step again replaces the replay of a
+"""The runner as on a GPU, tested on a CPU. References replace the kernels, and calling the step again replaces the replay of a
 graph. Layout, buckets, padding and the state that one step leaves for the next are the real ones."""
 
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import msgspec
 import pytest
 import torch
 
 import engine.core
-import engine.offline
+import engine.paged_cache
 from engine.core import Engine, EngineLimits
-from engine.graph_runner import LARGEST_GRAPH, Graph, GraphRunner, Output, decode_buckets, prefill_buckets
+from engine.graphs import Graphs
 from engine.paged_cache import PagedCache
 from engine.protocol import Submit
-from engine.sampler import SamplingParams
-from engine.step_inputs import Capacity
+from engine.runner import LARGEST_GRAPH, Runner, decode_buckets, prefill_buckets
+from engine.step_inputs import PINNED, Capacity
 from model import Transformer
 from tests.engine.test_engine import (
     ALONE,
     PLAIN,
     WINDOWS,
     Answer,
+    alone,
     assert_logprobs,
     assert_same,
     config_of,
     load,
-    offline,
     plain_logits,
     random_model,
     random_params,
@@ -43,10 +42,10 @@ from tp import World
 from training.export import save_checkpoint
 
 
-class CalledAgain(GraphRunner):
+class CalledAgain(Graphs):
     """Replays a graph by running the step again. The results go into the tensors that the graph would write."""
 
-    def _captured(self, step: Callable[[], Output]) -> Graph:
+    def capture(self, key: Hashable, step: Callable[[], Any]) -> None:
         step()
         output = step()
 
@@ -54,7 +53,7 @@ class CalledAgain(GraphRunner):
             for old, new in zip(vars(output).values(), vars(step()).values(), strict=True):
                 old.copy_(new)
 
-        return Graph(replay, output)
+        self._captured[key] = replay, output
 
 
 class Happened:
@@ -63,25 +62,29 @@ class Happened:
     def synchronize(self) -> None: ...
 
 
-def build(model: Transformer, cache: PagedCache, text_ids: int, capacity: Capacity) -> GraphRunner:
-    runner = CalledAgain(model, cache, text_ids, capacity)
-    if random.random() < 0.5:
-        runner.capture()
-    return runner
+class WithGraphs(Runner):
+    def __init__(self, model: Transformer, cache: PagedCache, text_ids: int, capacity: Capacity) -> None:
+        super().__init__(model, cache, text_ids, capacity)
+        self.graphs = CalledAgain(self.device)
+        self._pinned = [torch.zeros(capacity.sequences, dtype=torch.int64) for _ in range(PINNED)]
+        if random.random() < 0.5:
+            self.capture()
 
 
 @contextmanager
-def without_cuda() -> Iterator[None]:
-    """Replace the parts of `torch.cuda` that the runner uses."""
-    fakes = {"Event": Happened, "Stream": lambda device: nullcontext(), "graph_pool_handle": lambda: (0, 0)}
-    runners = patch.object(engine.core, "build_runner", build), patch.object(engine.offline, "GraphRunner", CalledAgain)
-    with patch.multiple(torch.cuda, **fakes), runners[0], runners[1]:
+def as_on_a_gpu() -> Iterator[None]:
+    """Engines get runners with graphs, and contexts call the kernels, whose references serve."""
+    with (
+        patch.object(torch.cuda, "Event", Happened),
+        patch.object(engine.core, "Runner", WithGraphs),
+        patch.object(engine.paged_cache, "on_gpu", lambda x: True),
+    ):
         yield
 
 
 @pytest.fixture(autouse=True)
 def _everywhere() -> Iterator[None]:
-    with without_cuda():
+    with as_on_a_gpu():
         yield
 
 
@@ -97,7 +100,7 @@ def engine_of(model: Transformer, blocks: int | None = None, **limits: Any) -> E
 def test_requests_of_every_kind_get_what_they_get_alone(name: str, seed: int) -> None:
     model = random_model(config_of(name))
     submits = random_submits(6)
-    expected = {s.request_id: offline(model, s.prompt_ids, s.params) for s in submits}
+    expected = {s.request_id: alone(model, s.prompt_ids, s.params) for s in submits}
     for limits, at_once in (({}, 1000), (dict(max_batch_tokens=24, max_num_seqs=5), 2), (dict(blocks=9, max_num_seqs=7), 3)):
         made = engine_of(model, **limits)
         for order in (submits, submits[::-1]):  # the second time, prompts are in the cache
@@ -124,7 +127,7 @@ def test_plain_requests_are_looked_ahead_of(seed: int) -> None:
     aborts = {4: "r0", 6: "r3"}
     answers = serve(made, submits, 3, aborts)
     for submit in submits:
-        tokens = offline(model, submit.prompt_ids, submit.params)
+        tokens = alone(model, submit.prompt_ids, submit.params)
         end = next((i + 1 for i, t in enumerate(tokens) if t in submit.params.stop_token_ids), len(tokens))
         answer = answers[submit.request_id]
         if submit.request_id in aborts.values() and answer.finish_reason is None:
@@ -155,25 +158,6 @@ def test_log_probabilities(seed: int) -> None:
     assert_all_logprobs(model, submits, serve(engine_of(model, max_batch_tokens=9), submits))
 
 
-@pytest.mark.parametrize("prefill_tokens", [1, 20, 1000])
-@pytest.mark.parametrize("filtered", [False, True])
-def test_a_batch_without_a_server(prefill_tokens: int, filtered: bool, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The code of generate.py for GPUs gives the same tokens as the one for CPUs. With filters, no step is launched ahead."""
-    model = random_model(config_of(random.choice(PLAIN)))
-    monkeypatch.setattr(engine.offline, "PREFILL_TOKENS", prefill_tokens)
-    for batch, length, new_tokens in ((1, 9, 12), (3, 9, 12), (3, 16, 1)):
-        submits = [
-            Submit(str(i), random.choices(range(101), k=length), random_params(max_tokens=new_tokens)) for i in range(batch)
-        ]
-        params = [SamplingParams(s.params.temperature, 5 if filtered else 0, 1.0, 0.0, s.params.seed) for s in submits]
-        steps = list(engine.offline._paged(model, [s.prompt_ids for s in submits], params, new_tokens))
-        assert len(steps) == new_tokens
-        for i, (submit, one) in enumerate(zip(submits, params, strict=True)):
-            alone = msgspec.structs.replace(submit.params, top_k=one.top_k, top_p=1.0, min_p=0.0)
-            known = msgspec.structs.replace(submit, params=alone)
-            assert_same(model, known, [tokens[i] for tokens in steps], offline(model, submit.prompt_ids, alone))
-
-
 @pytest.mark.parametrize("most", [1, 2, 7, 16, 64, 100, 256, 2048, 5000])
 def test_buckets_hold_every_step(most: int) -> None:
     for buckets, largest in ((decode_buckets(most), most), (prefill_buckets(most), min(most, LARGEST_GRAPH))):
@@ -184,7 +168,7 @@ def test_buckets_hold_every_step(most: int) -> None:
 
 def rank_serves(world: World, directory: Path, submits: list[Submit], seed: int) -> dict[str, Answer]:
     random.seed(seed)  # so that either all ranks capture graphs or none does
-    with without_cuda():
+    with as_on_a_gpu():
         limits = EngineLimits(max_num_seqs=5, max_batch_tokens=24, kv_memory=1e6, block_size=8)
         made = Engine(load(world, directory), None, limits, world)
         made.look_ahead = True
@@ -199,5 +183,5 @@ def test_ranks_draw_from_their_parts_of_the_vocabulary(name: str, n: int, ranks:
     submits = random_submits(5)
     for answers in ranks.run(n, rank_serves, tmp_path, submits, seed):
         for submit in submits:
-            expected = offline(model, submit.prompt_ids, submit.params)
+            expected = alone(model, submit.prompt_ids, submit.params)
             assert_same(model, submit, answers[submit.request_id].tokens, expected)

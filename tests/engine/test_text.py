@@ -1,4 +1,4 @@
-"""Output streams against their definition: decode all ids, and cut the text before the first stop string."""
+"""Answer streams against their definition: decode all ids, and cut the text before the first stop string."""
 
 import codecs
 import random
@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.stopping import OutputStream
+from engine.protocol import SamplingParams, TokenOutput
+from engine.text import AnswerStream
 from tests import MODELS
 from tokenizer import Tokenizer
 from tokenizer_files import load_tokenizer
@@ -43,9 +44,9 @@ def defined(
     for n in range(1, len(ids) + 1):
         ended = ids[n - 1] in stop_ids
         text = decoded(TOKENIZER, prompt, ids[: n - ended], final=ended or n == max_tokens)
-        starts = [text.index(s) for s in stop if s in text]
-        if starts:
-            return text[: min(starts)], list(ids[:n]), "stop"
+        ends = [(text.index(s) + len(s), text.index(s)) for s in stop if s in text]
+        if ends:
+            return text[: min(ends)[1]], list(ids[:n]), "stop"
         if ended or n == max_tokens:
             return text, list(ids[:n]), "stop" if ended else "length"
     return decoded(TOKENIZER, prompt, ids, final=False), list(ids), None
@@ -80,12 +81,39 @@ def random_stops(rng: random.Random, text: str) -> list[str]:
     return stops
 
 
+class Output:
+    """A stream that gets tokens one by one, as the engine sends them, and the answer so far. tokenizer: None for none."""
+
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        stop_ids: frozenset[int] = frozenset(),
+        stop: Sequence[str] = (),
+        tokenizer: Tokenizer | None = TOKENIZER,
+    ) -> None:
+        self.max_tokens, self.stop_ids = max_tokens, stop_ids
+        params = SamplingParams(max_tokens=max_tokens, stop_token_ids=sorted(stop_ids), stop=list(stop))
+        self.stream = AnswerStream(0, tokenizer, prompt, params)
+        self.text, self.token_ids, self.finish_reason = "", list[int](), None
+
+    def push(self, token_id: int) -> str:
+        last = len(self.token_ids) + 1 == self.max_tokens
+        reason = "stop" if token_id in self.stop_ids else "length" if last else None
+        delta = self.stream.push(TokenOutput("", [token_id], reason))
+        assert delta is not None
+        self.text += delta.text
+        self.token_ids += delta.token_ids
+        self.finish_reason = delta.finish_reason
+        return delta.text
+
+
 def check(ids: list[int], prompt: list[int], max_tokens: int, stop_ids: frozenset[int], stop: list[str]) -> str | None:
     """Push `ids` one by one and compare with the definition. Return the finish reason.
 
     Released text must never be taken back, and only text that may become a stop string may be held back."""
     text, token_ids, reason = defined(prompt, ids, max_tokens, stop_ids, stop)
-    output = OutputStream(TOKENIZER, prompt, max_tokens, stop_ids, stop)
+    output = Output(prompt, max_tokens, stop_ids, stop)
     released = ""
     for i in ids:
         released += output.push(i)
@@ -122,9 +150,9 @@ def test_the_random_cases_reach_every_end(seed: int) -> None:
     assert reasons == {"stop", "length", None}
 
 
-def stream(text: str, stop: Sequence[str], stop_ids: frozenset[int] = frozenset(), more: Sequence[int] = ()) -> OutputStream:
+def stream(text: str, stop: Sequence[str], stop_ids: frozenset[int] = frozenset(), more: Sequence[int] = ()) -> Output:
     """Push `text` byte by byte, then the ids in `more`."""
-    output = OutputStream(TOKENIZER, [], 10_000, stop_ids, stop)
+    output = Output([], 10_000, stop_ids, stop)
     single = {TOKENIZER.token_bytes(i): i for i in range(TOKENIZER.vocab_size) if i not in TOKENIZER.special_ids}
     for i in [*(single[bytes([b])] for b in text.encode()), *more]:
         if output.finish_reason is None:
@@ -138,7 +166,7 @@ def test_a_stop_string_across_token_borders_is_never_shown() -> None:
 
 
 def test_a_false_start_of_a_stop_string_is_shown_at_last() -> None:
-    output = OutputStream(TOKENIZER, [], 100, frozenset(), ["fox!"])
+    output = Output([], 100, frozenset(), ["fox!"])
     pushed = [output.push(i) for i in TOKENIZER.encode("f", False) + TOKENIZER.encode("o", False)]
     assert pushed == ["", ""]
     assert output.push(TOKENIZER.encode("g", False)[0]) == "fog"
@@ -168,7 +196,7 @@ def test_overlapping_stop_strings(text: str, stop: list[str], expected: str) -> 
 
 def test_a_stop_string_counts_from_the_first_generated_character() -> None:
     """A stop string that begins in the prompt does not count."""
-    output = OutputStream(TOKENIZER, TOKENIZER.encode("the en"), 100, frozenset(), ["end"])
+    output = Output(TOKENIZER.encode("the en"), 100, frozenset(), ["end"])
     for i in TOKENIZER.encode("d of the end", add_special_tokens=False):
         output.push(i)
     assert (output.text, output.finish_reason) == ("d of the ", "stop")
@@ -177,22 +205,22 @@ def test_a_stop_string_counts_from_the_first_generated_character() -> None:
 def test_a_broken_character_at_the_end_is_replaced_once() -> None:
     first_bytes = "🦊".encode()[:3]
     single = {TOKENIZER.token_bytes(i): i for i in range(TOKENIZER.vocab_size)}
-    output = OutputStream(TOKENIZER, [], 3)
+    output = Output([], 3)
     assert [output.push(single[bytes([b])]) for b in first_bytes] == ["", "", "\ufffd"]
     assert output.finish_reason == "length"
-    stopped = OutputStream(TOKENIZER, [], 3, frozenset(), ["\ufffd"])
+    stopped = Output([], 3, frozenset(), ["\ufffd"])
     assert [stopped.push(single[bytes([b])]) for b in first_bytes] == ["", "", ""]
     assert stopped.finish_reason == "stop"
 
 
 def test_a_stop_token_at_the_limit_is_a_stop() -> None:
-    output = OutputStream(TOKENIZER, [], 1, frozenset([5]))
+    output = Output([], 1, frozenset([5]))
     assert (output.push(5), output.finish_reason, output.token_ids) == ("", "stop", [5])
 
 
 def test_without_a_tokenizer_ids_are_counted_and_stop() -> None:
-    output = OutputStream(None, [1, 2], 3, frozenset([7]), ["never"])
+    output = Output([1, 2], 3, frozenset([7]), ["never"], None)
     assert [output.push(i) for i in (4, 5, 6)] == ["", "", ""]
     assert (output.text, output.token_ids, output.finish_reason) == ("", [4, 5, 6], "length")
-    stopped = OutputStream(None, [1, 2], 3, frozenset([7]))
+    stopped = Output([1, 2], 3, frozenset([7]), (), None)
     assert (stopped.push(7), stopped.finish_reason) == ("", "stop")

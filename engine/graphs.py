@@ -1,0 +1,37 @@
+"""CUDA graphs of the engine's steps. A CPU has none: it calls the step."""
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+
+
+class Graphs:
+    """Replays functions without arguments as CUDA graphs, which share one memory pool."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._captured: dict[Hashable, tuple[Callable[[], None], Any]] = {}
+        if device.type == "cuda":
+            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._captured
+
+    def replay(self, key: Hashable) -> Any:
+        """Run the step that was captured under `key`. Returns the tensors that it writes."""
+        replay, output = self._captured[key]
+        replay()
+        return output
+
+    def capture(self, key: Hashable, step: Callable[[], Any]) -> None:
+        """Capture `step` under `key`. `torch.cuda.graph` would first collect garbage, which takes longer than the capture."""
+        step()  # compiles kernels, opens connections
+        torch.cuda.synchronize(self.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            # other threads, such as NCCL's watchdog, may call CUDA meanwhile
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            output = step()
+            graph.capture_end()
+        self._captured[key] = graph.replay, output

@@ -1,0 +1,259 @@
+"""Rung from Python: load a model, generate, score.
+
+    from engine import LLM, SamplingParams
+
+    llm = LLM("models/tiny-hybrid")
+    for answer in llm.generate(["Once upon a time", "One day"], SamplingParams(max_tokens=60, temperature=0.7)):
+        print(answer.text)
+
+On several tensor-parallel ranks, each rank runs the same program and makes the same calls: `python launch.py --ranks 2 program.py`.
+"""
+
+import time
+from collections.abc import Generator
+from collections.abc import Sequence as List
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import torch
+
+from attention import Causal
+from checkpoint import DTYPES, load_model
+from config import ModelConfig
+from engine.core import Engine, EngineLimits
+from engine.logits import SCORE_CHUNK
+from engine.protocol import Abort, Refused, SamplingParams, Submit, TokenLogprobs
+from engine.text import AnswerStream, Delta
+from errors import UserError
+from model import Transformer
+from presets import has_random_weights, model_config
+from tokenizer import Tokenizer, check_fits
+from tokenizer_files import find_tokenizer, load_tokenizer
+from tp import World, init_world
+
+PREFILL_TOKENS = 1 << 16  # most prompt tokens of a step: enough to use a GPU fully, and the activations fit
+MAX_SEQUENCES = 256  # most sequences of a step
+COMPILING_SECONDS = 0.002  # between looks at grammars that are being compiled, while there is no other work
+
+
+@dataclass
+class Timing:
+    """Seconds of one call of `LLM.stream`, each measured until the tokens are on the host."""
+
+    prefill: float = 0.0  # of all steps until each sequence has its first token
+    steps: list[float] = field(default_factory=list)  # of each step after that
+
+
+@dataclass
+class Completion:
+    """One answer."""
+
+    prompt_ids: list[int]
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""  # empty for a model without a tokenizer
+    finish_reason: str | None = None  # `stop`, `length`; None while it goes on
+    stop_reason: str | int | None = None  # the stop string or token that ended it
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # one for each of token_ids, if requested
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # None: not requested; the first entry is None
+
+
+@dataclass
+class Scores:
+    """logprobs: the natural log-probability of each token given those before it, None for the first. argmax: for each token the
+    likeliest next one."""
+
+    logprobs: list[float | None]
+    argmax: list[int]
+
+
+class LLM:
+    """A model that generates and scores. All calls are collective: every rank makes the same ones."""
+
+    def __init__(
+        self,
+        model: str | Path | Transformer,
+        tokenizer: Tokenizer | None = None,
+        world: World | None = None,
+        *,
+        variant: str | None = None,
+        dtype: str | None = None,
+        seed: int = 0,
+        limits: EngineLimits | None = None,
+    ) -> None:
+        """model: a checkpoint's folder, a preset's name (random weights, drawn with `seed`), or a loaded model, whose `tokenizer`
+        then has to be given. world: the ranks (default: those that a launcher started, else one on the GPU, if there is any).
+        variant, dtype: as `generate.py` takes them. limits: of the engine; None makes one for each call that is just large enough
+        for its prompts, and keeps it while calls need the same. Raises UserError."""
+        self.world = world or init_world()
+        if isinstance(model, Transformer):
+            self.model, self.tokenizer = model, tokenizer
+        else:
+            config = model_config(str(model), variant, self.world.world_size)
+            self.tokenizer = tokenizer or read_tokenizer(str(model), config)
+            name = dtype or ("bfloat16" if self.world.device.type == "cuda" else "float32")
+            if name not in DTYPES:
+                raise UserError(f"unknown dtype {name!r}; known: {', '.join(DTYPES)}")
+            self.model = load_model(str(model), config, self.world, DTYPES[name], seed)
+        self.limits = limits
+        self._engine: tuple[EngineLimits, Engine] | None = None
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """The tokens that end an answer."""
+        return frozenset(self.model.config.eos_token_ids) | frozenset(self.tokenizer.eos_ids if self.tokenizer else ())
+
+    def generate(
+        self, prompts: List[str] | List[List[int]], params: SamplingParams | List[SamplingParams] | None = None
+    ) -> list[Completion]:
+        """The answers to prompts of any lengths, texts or token ids. params: one for all, or one for each; None: the defaults.
+
+        Raises UserError for a prompt that does not fit."""
+        ids = [self.encode(prompt) for prompt in prompts]
+        answers = [Completion(prompt) for prompt in ids]
+        for _ in self.stream(ids, params, answers=answers):
+            pass
+        return answers
+
+    def stream(
+        self,
+        prompts: List[str] | List[List[int]],
+        params: SamplingParams | List[SamplingParams] | None = None,
+        *,
+        timing: Timing | None = None,
+        answers: List[Completion] | None = None,
+    ) -> Generator[list[Delta]]:
+        """After each step, what it adds. A caller that stops iterating ends all answers. answers: one for each prompt, to be
+        completed; timing: to be filled."""
+        ids = [self.encode(prompt) for prompt in prompts]
+        each = [self._with_eos(one) for one in _one_each(params, len(ids))]
+        answers = [Completion(prompt) for prompt in ids] if answers is None else answers
+        if not ids:
+            return
+        check_prompts(self.model.config, ids, [one.max_tokens for one in each])
+        engine = self._engine_for(ids, each)
+        streams = [AnswerStream(i, self.tokenizer, ids[i], each[i]) for i in range(len(ids))]
+        for i, (prompt, one) in enumerate(zip(ids, each, strict=True)):
+            _raise(engine.submit(Submit(str(i), prompt, one)))
+        try:
+            yield from _run(engine, streams, answers, timing or Timing())
+        finally:
+            for i, answer in enumerate(answers):
+                if answer.finish_reason is None:
+                    engine.abort(Abort(str(i)))
+            engine.has_work()  # drops a step in flight that nobody needs
+        self.model.comm.check()
+
+    @torch.inference_mode()
+    def score(self, prompt: str | List[int]) -> Scores:
+        """Log-probabilities of a text's tokens. Raises UserError for a prompt that does not fit."""
+        ids = self.encode(prompt)
+        check_prompts(self.model.config, [ids], [0])
+        tokens = torch.tensor([ids], device=self.world.device)
+        hidden = self.model.hidden(tokens, Causal(len(ids), tokens.device))[0]
+        scores = Scores([None], [])
+        for first in range(0, len(ids), SCORE_CHUNK):
+            logits = self.model.logits(hidden[first : first + SCORE_CHUNK])
+            targets = tokens[0, first + 1 : first + 1 + len(logits)]
+            scores.argmax += logits.argmax(-1).tolist()
+            scores.logprobs += logits[: len(targets)].log_softmax(-1).gather(-1, targets[:, None])[:, 0].tolist()
+        return scores
+
+    def encode(self, prompt: str | List[int]) -> list[int]:
+        """The ids of a prompt. Raises UserError for a text if the model has no tokenizer."""
+        if not isinstance(prompt, str):
+            return list(prompt)
+        if self.tokenizer is None:
+            raise UserError("this model has no tokenizer, so it takes no text; give token ids")
+        return self.tokenizer.encode(prompt)
+
+    def _with_eos(self, params: SamplingParams) -> SamplingParams:
+        if params.ignore_eos or self.eos_ids <= set(params.stop_token_ids):
+            return params
+        return msgspec.structs.replace(params, stop_token_ids=sorted(self.eos_ids | set(params.stop_token_ids)))
+
+    def _engine_for(self, prompts: list[list[int]], params: list[SamplingParams]) -> Engine:
+        """The engine of `limits`, or one that is just large enough for these prompts. It is kept for calls that need the same."""
+        limits = self.limits
+        if limits is None:
+            sequences, tokens = min(len(prompts), MAX_SEQUENCES), list(map(len, prompts))
+            longest = max(n + one.max_tokens for n, one in zip(tokens, params, strict=True))
+            together = min(sum(tokens), max(PREFILL_TOKENS, *tokens, 0))
+            limits = EngineLimits(longest, sequences, together + sequences, kv_memory=0.9, whole_sequences=True)
+        if self._engine is None or self._engine[0] != limits:
+            self._engine = None  # frees its cache before the new one is allocated
+            self._engine = limits, Engine(self.model, self.tokenizer, limits, self.world)
+        return self._engine[1]
+
+
+def _one_each(params: SamplingParams | List[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise UserError(f"{len(params)} sampling parameters for {count} prompts; give one for each, or one for all")
+    return list(params)
+
+
+def _raise(refused: Refused | None) -> None:
+    if refused is not None:
+        raise UserError(refused.message)
+
+
+def _run(engine: Engine, streams: list[AnswerStream], answers: List[Completion], timing: Timing) -> Generator[list[Delta]]:
+    start, started = time.perf_counter(), False
+    while engine.has_work() or engine.compiling:
+        engine.admit()
+        outputs = engine.step() if engine.has_work() else []
+        for refused in engine.refused:  # a grammar that failed
+            _raise(refused)
+        if not outputs and engine.compiling:
+            time.sleep(COMPILING_SECONDS)
+        deltas = [delta for output in outputs if (delta := streams[int(output.request_id)].push(output)) is not None]
+        for delta in deltas:
+            _add(answers[delta.index], delta)
+            if delta.finish_reason == "stop":  # perhaps at a stop string, which the engine does not see
+                engine.abort(Abort(str(delta.index)))
+        seconds = time.perf_counter() - start
+        if started:
+            timing.steps.append(seconds)
+        else:
+            timing.prefill += seconds
+            started = all(answer.token_ids for answer in answers)
+        yield deltas
+        start = time.perf_counter()
+
+
+def _add(answer: Completion, delta: Delta) -> None:
+    answer.text += delta.text
+    answer.token_ids += delta.token_ids
+    answer.logprobs += delta.logprobs or []
+    answer.prompt_logprobs = delta.prompt_logprobs or answer.prompt_logprobs
+    answer.finish_reason, answer.stop_reason = delta.finish_reason, delta.stop_reason
+
+
+def check_prompts(config: ModelConfig, prompts: List[List[int]], new_tokens: List[int]) -> None:
+    """Raise UserError unless the model can continue each prompt by as many tokens."""
+    for prompt, count in zip(prompts, new_tokens, strict=True):
+        if not prompt:
+            raise UserError("the prompt is empty; give at least one token")
+        outside = next((i for i in prompt if not 0 <= i < config.vocab_size), None)
+        if outside is not None:
+            raise UserError(
+                f"token id {outside} is outside the model's vocabulary of {config.vocab_size}; use ids 0 to {config.vocab_size - 1}"
+            )
+        if len(prompt) + count > config.max_seq_len:
+            raise UserError(
+                f"the prompt's {len(prompt)} tokens and {count} new ones exceed the model's context of {config.max_seq_len}; "
+                "shorten the prompt or ask for fewer (--max-new-tokens)"
+            )
+
+
+def read_tokenizer(model: str, config: ModelConfig) -> Tokenizer | None:
+    """The tokenizer beside a checkpoint; None without one, as for a preset."""
+    path = Path(model)
+    folder = path.parent if path.is_file() else path
+    if has_random_weights(model) or find_tokenizer(folder) is None:
+        return None
+    tokenizer = load_tokenizer(folder)
+    check_fits(tokenizer, config.vocab_size)
+    return tokenizer

@@ -1,0 +1,145 @@
+"""Convert ids to text as they arrive, with stop strings, special tokens, and the position of each token in the text."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from engine.protocol import SamplingParams, TokenLogprobs, TokenOutput
+from tokenizer import IncrementalDetokenizer, Tokenizer
+
+
+class Delta(msgspec.Struct):  # made for every token; a dataclass takes twice as long to make
+    """The new part of one answer."""
+
+    index: int  # the answer's number
+    first: bool
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None  # one for each of token_ids; None: not requested
+    offsets: list[int]  # where each token begins in the answer's text, in characters
+    finish_reason: str | None  # `stop`, `length`; None while the answer goes on
+    stop_reason: str | int | None  # the stop string or token that ended it
+    prompt_logprobs: list[TokenLogprobs | None] | None  # in the first delta, if requested
+
+
+class AnswerStream:
+    """Turns the engine's outputs of one sequence into text, and ends it at a stop string."""
+
+    def __init__(
+        self,
+        index: int,
+        tokenizer: Tokenizer | None,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        hidden: bool = False,
+    ) -> None:
+        """tokenizer: None for a model without one; the text then stays empty. hidden: show no token."""
+        self.index, self.hidden, self.first, self.finished = index, hidden, True, False
+        self.text = TextStream(tokenizer, prompt_ids, params)
+        self.with_logprobs = params.logprobs is not None
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
+
+    def push(self, output: TokenOutput) -> Delta | None:
+        """What `output` adds; None if it adds nothing, as between the parts of a long prompt. Tokens behind a stop string are
+        dropped."""
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = output.prompt_logprobs
+        if not output.token_ids and not output.finish_reason:
+            return None
+        text, offsets = "", list[int]()
+        for token_id in () if self.hidden else output.token_ids:
+            offsets.append(self.text.decoded)
+            text += self.text.push(token_id)
+            if isinstance(self.text.stop_reason, str):
+                break
+        ids = output.token_ids[: len(offsets)]
+        finish_reason = "length" if self.hidden else output.finish_reason
+        if isinstance(self.text.stop_reason, str):
+            finish_reason = "stop"
+        elif finish_reason:
+            text += self.text.flush()
+            finish_reason = "stop" if isinstance(self.text.stop_reason, str) else finish_reason
+        self.finished = bool(finish_reason)
+        logprobs = (output.logprobs or [])[: len(ids)] if self.with_logprobs else None
+        first, self.first = self.first, False
+        prompt_logprobs = self.prompt_logprobs if first else None
+        return Delta(self.index, first, text, ids, logprobs, offsets, finish_reason, self.text.stop_reason, prompt_logprobs)
+
+
+class TextStream:
+    """The text of one sequence. What `push` returns is final: no later stop string can remove it.
+
+    The text does not depend on how the ids are grouped into messages, so that a streamed answer equals a whole one.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, prompt_ids: Sequence[int], params: SamplingParams) -> None:
+        self._text_ids = range(tokenizer.vocab_size if tokenizer else 0)  # a model may pad its vocabulary with ids without text
+        prompt_ids = [i for i in prompt_ids if i in self._text_ids]
+        self._detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special, prompt_ids) if tokenizer else None
+        self._stop, self._stop_ids = tuple(params.stop), frozenset(params.stop_token_ids)
+        self._include_stop, self._min_tokens = params.include_stop, params.min_tokens
+        self._held = ""  # text that might be the start of a stop string
+        self.count = 0  # tokens
+        self.decoded = 0  # characters, held ones included
+        self.stop_reason: str | int | None = None  # the stop string or token that was found
+
+    def push(self, token_id: int) -> str:
+        self.count += 1
+        is_stop = token_id in self._stop_ids
+        if self._detokenizer and token_id in self._text_ids and (self._include_stop or not is_stop):
+            self._append(self._detokenizer.push(token_id))
+        if is_stop and self.count > self._min_tokens:
+            self.stop_reason = token_id
+        return self._release()
+
+    def flush(self) -> str:
+        """The rest of the text after the last id. An incomplete character becomes U+FFFD, an incomplete stop string is text."""
+        if self._detokenizer and not isinstance(self.stop_reason, str):
+            self._append(self._detokenizer.flush())
+        released, self._held = self._find_stop(), ""
+        return released
+
+    def _append(self, text: str) -> None:
+        self._held += text
+        self.decoded += len(text)
+
+    def _release(self) -> str:
+        if not self._stop or self.count <= self._min_tokens:
+            released, self._held = self._held, ""
+            return released
+        text = self._find_stop()
+        if isinstance(self.stop_reason, str):
+            self._held = ""
+            return text
+        cut = len(text) - self._possible_stop()
+        self._held = text[cut:]
+        return text[:cut]
+
+    def _find_stop(self) -> str:
+        """The held text, cut at the stop string that ends first, if there is one. Then sets `stop_reason`."""
+        if self.count <= self._min_tokens:
+            return self._held
+        ends = [(at + len(s), at, s) for s in self._stop if (at := self._held.find(s)) >= 0]
+        if not ends:
+            return self._held
+        end, start, self.stop_reason = min(ends)
+        return self._held[: end if self._include_stop else start]
+
+    def _possible_stop(self) -> int:
+        """Length of the longest suffix of the held text that is a prefix of a stop string."""
+        longest = min(len(self._held), max(map(len, self._stop)) - 1)
+        return next((n for n in range(longest, 0, -1) if any(s.startswith(self._held[-n:]) for s in self._stop)), 0)
+
+
+def text_offsets(tokenizer: Tokenizer, ids: Sequence[int], skip_special: bool) -> list[int]:
+    """Where the text of each id of a prompt begins, in characters."""
+    detokenizer = IncrementalDetokenizer(tokenizer, skip_special)
+    offsets, length = [], 0
+    for token_id in ids:
+        offsets.append(length)
+        length += len(detokenizer.push(token_id))
+    return offsets
+
+
+def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
+    return tokenizer.token_bytes(token_id) if token_id < tokenizer.vocab_size else b""

@@ -1,0 +1,199 @@
+"""`LLM`: prompts of any lengths in one call, texts, stops, log-probabilities, scores, on one process and on ranks."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+import engine.llm
+from engine import LLM, SamplingParams
+from engine.core import EngineLimits
+from engine.llm import Completion, Timing
+from errors import UserError
+from tests import MODELS
+from tests.engine.test_engine import (
+    ALONE,
+    PLAIN,
+    WINDOWS,
+    alone,
+    assert_logprobs,
+    assert_same,
+    config_of,
+    plain_logits,
+    random_model,
+    random_submits,
+    score,
+)
+from tests.engine.test_runner import as_on_a_gpu
+from tests.support.ranks import Ranks
+from tp import World
+from training.export import save_checkpoint
+
+TINY = MODELS / "tiny-hybrid"
+
+
+@pytest.mark.parametrize("prefill_tokens", [1, 20, 1000])
+@pytest.mark.parametrize("name", PLAIN + WINDOWS)
+def test_every_prompt_gets_what_it_gets_alone(
+    name: str, prefill_tokens: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = random_model(config_of(name))
+    monkeypatch.setattr(engine.llm, "PREFILL_TOKENS", prefill_tokens)
+    monkeypatch.setattr(engine.llm, "MAX_SEQUENCES", random.choice([1, 3, 100]))
+    llm, submits = LLM(model, world=ALONE), random_submits(3)
+    for chosen in (submits, submits[:1], [submits[0]] * 3):
+        answers = llm.generate([s.prompt_ids for s in chosen], [s.params for s in chosen])
+        for submit, answer in zip(chosen, answers, strict=True):
+            assert answer.prompt_ids == submit.prompt_ids
+            assert_same(model, submit, answer.token_ids, alone(model, submit.prompt_ids, submit.params))
+            assert (answer.finish_reason, answer.text) == ("length", "")
+
+
+def test_as_on_a_gpu(seed: int) -> None:
+    model, submits = random_model(config_of(random.choice(PLAIN))), random_submits(3)
+    with as_on_a_gpu():
+        answers = LLM(model, world=ALONE).generate([s.prompt_ids for s in submits], [s.params for s in submits])
+    for submit, answer in zip(submits, answers, strict=True):
+        assert_same(model, submit, answer.token_ids, alone(model, submit.prompt_ids, submit.params))
+
+
+def test_texts_and_stops(seed: int) -> None:
+    llm = LLM(str(TINY), world=ALONE)
+    assert llm.tokenizer is not None
+    greedy = SamplingParams(max_tokens=60, temperature=0)
+    free, other = llm.generate(["Once upon a time", "One day"], greedy)
+    ids = llm.tokenizer.encode("Once upon a time")
+    assert free.token_ids == alone(llm.model, ids, greedy) and free.text.startswith(" ")
+    assert free.prompt_ids == ids and len(other.token_ids) <= 60
+    word = free.text.split()[6]
+    before = free.text[: free.text.index(word)]
+    for include in (False, True):
+        stopped = llm.generate(
+            ["Once upon a time"], msgspec.structs.replace(greedy, stop=["never", word], include_stop=include)
+        )[0]
+        assert stopped.text == before + word * include
+        assert (stopped.finish_reason, stopped.stop_reason) == ("stop", word)
+        assert stopped.token_ids == free.token_ids[: len(stopped.token_ids)]
+    end = free.token_ids[9]
+    first = free.token_ids.index(end) + 1
+    stopped = llm.generate([ids], msgspec.structs.replace(greedy, stop_token_ids=[end]))[0]
+    assert (stopped.token_ids, stopped.finish_reason, stopped.stop_reason) == (free.token_ids[:first], "stop", end)
+
+
+def test_eos_ends_unless_ignored(seed: int) -> None:
+    llm = LLM(str(TINY), world=ALONE)
+    (eos, *_) = llm.eos_ids
+    sure = SamplingParams(max_tokens=5, allowed_token_ids=[eos])
+    assert llm.generate([[5]], sure)[0].token_ids == [eos]
+    assert llm.generate([[5]], msgspec.structs.replace(sure, ignore_eos=True))[0].token_ids == [eos] * 5
+
+
+def test_log_probabilities_and_a_grammar(seed: int) -> None:
+    llm = LLM(str(TINY), world=ALONE)
+    assert llm.tokenizer is not None
+    ids = llm.tokenizer.encode("One day a fox")
+    answer = llm.generate([ids], SamplingParams(max_tokens=4, seed=seed, logprobs=2, prompt_logprobs=1))[0]
+    logits = plain_logits(llm.model, ids + answer.token_ids)
+    for entry, row, token in zip(answer.logprobs, logits[len(ids) - 1 : -1], answer.token_ids, strict=True):
+        assert_logprobs(entry, row, token, 2)
+    assert answer.prompt_logprobs is not None and answer.prompt_logprobs[0] is None
+    for entry, row, token in zip(answer.prompt_logprobs[1:], logits, ids[1:], strict=False):
+        assert entry is not None
+        assert_logprobs(entry, row, token, 1)
+    digits = llm.generate(["The number"] * 2, SamplingParams(max_tokens=20, grammar="start: /[0-9]{3}/", seed=seed))
+    assert all(len(one.text) == 3 and one.text.isdigit() for one in digits)
+    with pytest.raises(UserError, match="cannot be used"):
+        llm.generate(["The number"], SamplingParams(grammar="start: ("))
+    assert llm.generate([ids], SamplingParams(max_tokens=4, seed=seed))[0].token_ids == answer.token_ids
+
+
+def test_scores(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = random_model(config_of(random.choice(PLAIN)))
+    monkeypatch.setattr(engine.llm, "SCORE_CHUNK", random.choice([1, 7, 512]))
+    prompt = [random.randrange(101) for _ in range(30)]
+    scores, logits = LLM(model, world=ALONE).score(prompt), plain_logits(model, prompt)
+    assert scores.argmax == logits.argmax(-1).tolist()
+    assert scores.logprobs[0] is None
+    assert scores.logprobs[1:] == pytest.approx(score(model, prompt)[1:], abs=1e-5)
+
+
+def test_streams_end_when_the_caller_stops(seed: int) -> None:
+    """The updates of a stream add up to its answers, and an engine that a caller has left serves the next call."""
+    llm, params = LLM(str(TINY), world=ALONE), SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+    prompts = [[5, 6, 7], [8] * 20]
+    whole = llm.generate(prompts, params)
+    texts, ids, timing = ["", ""], [list[int](), list[int]()], Timing()
+    for updates in llm.stream(prompts, params, timing=timing):
+        for update in updates:
+            texts[update.index] += update.text
+            ids[update.index] += update.token_ids
+    assert [(one.text, one.token_ids) for one in whole] == list(zip(texts, ids, strict=True))
+    assert timing.prefill > 0 and len(timing.steps) == 11
+    answers = [Completion(prompt) for prompt in prompts]
+    steps = llm.stream(prompts, params, answers=answers)
+    for _ in range(4):
+        next(steps)
+    steps.close()
+    assert [one.finish_reason for one in answers] == [None, None]
+    assert [one.token_ids for one in answers] == [one.token_ids[:4] for one in whole]
+    assert llm.generate(prompts, params) == whole
+
+
+def test_an_engine_is_kept_while_calls_need_the_same(seed: int) -> None:
+    llm, params = LLM(str(TINY), world=ALONE), SamplingParams(max_tokens=4)
+    engines = []
+    for prompts in ([[5, 6]], [[7, 8]], [[7, 8], [9]]):
+        llm.generate(prompts, params)
+        engines.append(llm._engine)
+    assert engines[0] is engines[1] is not engines[2]
+    fixed = LLM(llm.model, llm.tokenizer, ALONE, limits=EngineLimits(max_num_seqs=2))
+    fixed.generate([[5, 6]], params)
+    kept = fixed._engine
+    fixed.generate([[5] * 50, [6], [7]], params)
+    assert fixed._engine is kept
+
+
+def test_what_cannot_run_is_refused(seed: int) -> None:
+    llm = LLM(random_model(config_of("standard")), world=ALONE)
+    for prompts, params, message in (
+        ([[]], None, "the prompt is empty"),
+        ([[1, 101]], None, "token id 101 is outside"),
+        ([[1] * 70], SamplingParams(max_tokens=11), "exceed the model's context of 80"),
+        (["text"], None, "has no tokenizer"),
+        ([[1], [2]], [SamplingParams()], "1 sampling parameters for 2 prompts"),
+    ):
+        with pytest.raises(UserError, match=message):
+            llm.generate(prompts, params)  # type: ignore[arg-type]
+    for wrong in (
+        dict(temperature=-1.0),
+        dict(top_p=0.0),
+        dict(min_p=2.0),
+        dict(top_k=-1),
+        dict(max_tokens=0),
+        dict(stop=[""]),
+    ):
+        with pytest.raises(UserError, match=f"{next(iter(wrong))} must be"):
+            SamplingParams(**wrong)  # type: ignore[arg-type]
+    assert llm.generate([], None) == []
+    with pytest.raises(UserError, match="unknown dtype 'fp8'"):
+        LLM(str(TINY), world=ALONE, dtype="fp8")
+
+
+def rank_generates(world: World, directory: Path, prompts: list[list[int]], params: list[SamplingParams]) -> list[Any]:
+    llm = LLM(str(directory), world=world, dtype="float32")
+    return [llm.generate(prompts, params), llm.score(prompts[0])]
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_ranks_say_what_one_process_says(n: int, ranks: Ranks, tmp_path: Path, seed: int) -> None:
+    model = random_model(config_of(random.choice(["ladder", "hybrid:2", "desync-4x:4"])))
+    save_checkpoint(model, tmp_path, torch.float32)
+    submits = random_submits(3)
+    prompts, params = [s.prompt_ids for s in submits], [s.params for s in submits]
+    for answers, scores in ranks.run(n, rank_generates, tmp_path, prompts, params):
+        for submit, answer in zip(submits, answers, strict=True):
+            assert_same(model, submit, answer.token_ids, alone(model, submit.prompt_ids, submit.params))
+        assert scores.logprobs[1:] == pytest.approx(score(model, prompts[0])[1:], abs=1e-4)
