@@ -16,11 +16,14 @@ def option(*, default: Any = MISSING, repr: bool = True, **flag: Any) -> Any:
     return field(default=default, repr=repr, metadata=flag)
 
 
-def add_options(parser: argparse.ArgumentParser, kind: type, title: str, *, without: Collection[str] = ()) -> None:
+def add_options(
+    parser: argparse.ArgumentParser, kind: type, title: str, *, without: Collection[str] = (), optional: Collection[str] = ()
+) -> None:
     """Add the options that class `kind` itself declares as a group of flags.
 
-    A bool becomes --name and --no-name. A tuple becomes a flag that may be repeated. If the parser suppresses defaults, so does
-    each flag, and none is required.
+    A bool becomes --name and --no-name. A tuple becomes a flag that may be repeated. A field without a default is a required
+    flag, except those of `optional`, which are then None. If the parser suppresses defaults, so does each flag, and none is
+    required.
     """
     group = parser.add_argument_group(title)
     suppressed = parser.argument_default == argparse.SUPPRESS
@@ -33,7 +36,7 @@ def add_options(parser: argparse.ArgumentParser, kind: type, title: str, *, with
         elif isinstance(one.default, tuple):
             flag["action"] = "append"
         if one.default is MISSING:
-            flag["required"] = not suppressed
+            flag["required"] = not suppressed and one.name not in optional
         elif not suppressed:
             flag["default"] = one.default
         group.add_argument("--" + one.name.replace("_", "-"), **flag)

@@ -23,10 +23,10 @@ from torch.profiler import record_function
 
 from checkpoint import DTYPES, load_model
 from cli import Parser, note, run
-from communicators import KNOWN
 from engine import LLM, SamplingParams
 from errors import UserError
-from presets import PRESETS, model_config
+from options import ModelOptions, add_options, dtype_name
+from presets import model_config
 from profiling import annotate, profiled
 from tp import World, init_world
 
@@ -252,9 +252,9 @@ def random_prompts(batch: int, tokens: int, vocab_size: int, seed: int) -> list[
 def record_model(args: argparse.Namespace) -> bool:
     """Profile the model of the command line. Returns whether this is rank 0. Collective."""
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    world = init_world(args.device, args.comm, args.simulate_link)
+    world = init_world(args.device, args.comm, args.simulate_link, args.comm_error_budget)
     config = model_config(args.model, args.variant, world.world_size)
-    dtype = DTYPES[args.dtype or ("bfloat16" if world.device.type == "cuda" else "float32")]
+    dtype = DTYPES[dtype_name(args.dtype, world.device.type)]
     model = load_model(args.model, config, world, dtype)
     if args.compile:
         model.compile_modules()
@@ -269,14 +269,13 @@ def record_model(args: argparse.Namespace) -> bool:
 
 def main() -> None:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser, ModelOptions, "the model", without=("tp", "max_model_len"), optional=("model",))
     parser.add_argument(
         "--read", type=Path, metavar="FILE", help="analyse this trace (.json or .json.gz) instead of recording one"
     )
     parser.add_argument(
         "--kernels", default=KERNEL, metavar="REGEX", help="names of GPU kernels that communicate (default: %(default)s)"
     )
-    parser.add_argument("--model", metavar="DIR|PRESET", help=f"a checkpoint, or one of {', '.join(PRESETS)}")
-    parser.add_argument("--variant", help="residual variant (default: the checkpoint's)")
     parser.add_argument("--prompt-length", type=int, default=128, help="random prompt tokens (default: 128)")
     parser.add_argument(
         "--new-tokens",
@@ -285,13 +284,6 @@ def main() -> None:
         help="tokens to profile: a prefill and this many decode steps less one (default: 8)",
     )
     parser.add_argument("--batch-size", type=int, default=1, help="sequences (default: 1)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA if there is any")
-    parser.add_argument("--dtype", choices=DTYPES)
-    parser.add_argument("--comm", metavar="NAME", help=f"all-reduce algorithm: {KNOWN}")
-    parser.add_argument(
-        "--simulate-link", metavar="LATENCY,BANDWIDTH", help="simulate a link on a CPU; waiting for it shows as idle time"
-    )
-    parser.add_argument("--compile", action="store_true", help="compile the modules with torch.compile")
     parser.add_argument("--seed", type=int, default=0, help="random seed of the prompts (default: 0)")
     parser.add_argument("--out", type=Path, default=Path("out/trace.json"), help="trace to write (default: out/trace.json)")
     args = parser.parse_args()

@@ -43,6 +43,13 @@ def test_fields_become_flags() -> None:
     assert vars(given.parse_args(["--no-fast-one", "--word", "a", "--word", "b"])) == {"fast_one": False, "word": ["a", "b"]}
 
 
+def test_a_required_flag_can_be_made_optional() -> None:
+    made = Parser()
+    add_options(made, Example, "the example", optional=("name",))
+    assert made.parse_args([]).name is None
+    assert made.parse_args(["--name", "x"]).name == "x"
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [

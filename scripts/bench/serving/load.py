@@ -20,13 +20,14 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from cli import Parser, note, run
 from errors import UserError
 from hf_config import config_to_hf
+from options import ModelOptions, add_options
 from presets import has_random_weights, model_config
 from processes import on_ranks
 from scripts.lib.load_generator import Answer, Range, offer, plan, summary
@@ -35,6 +36,7 @@ from scripts.lib.results import ROOT, check_output, write_text
 from scripts.lib.servers import Server, free_port, is_healthy, rung_server, running
 from scripts.lib.sse_client import StreamClient, in_event_loop, parse_url
 
+UNSHARED = ("tp", "max_model_len", "compile")  # model options that `engine.bench` does not take
 HEALTHY_SECONDS = 120.0  # time limit for the server of --url to answer
 
 
@@ -65,8 +67,8 @@ def table(result: dict[str, Any]) -> str:
 
 def shared_flags(args: argparse.Namespace) -> list[str]:
     """The flags that the server and `engine.bench` both take."""
-    chosen = {"--variant": args.variant, "--device": args.device, "--dtype": args.dtype, "--comm": args.comm}
-    chosen |= {"--simulate-link": args.simulate_link, "--max-num-seqs": args.max_num_seqs}
+    names = [one.name for one in fields(ModelOptions) if one.name not in UNSHARED] + ["max_num_seqs"]
+    chosen = {"--" + name.replace("_", "-"): getattr(args, name) for name in names}
     return [str(part) for flag, value in chosen.items() if value is not None for part in (flag, value)]
 
 
@@ -102,7 +104,7 @@ def serving(args: argparse.Namespace) -> Iterator[str]:
         with vllm_server(args, log) as server:
             yield server.url
     else:
-        flags = ["--model", args.model, *shared_flags(args), "--max-queue", str(args.requests)]
+        flags = [*shared_flags(args), "--max-queue", str(args.requests)]
         with rung_server(args.ranks, flags, log) as server:
             yield server.url
 
@@ -110,7 +112,7 @@ def serving(args: argparse.Namespace) -> Iterator[str]:
 def offline(args: argparse.Namespace) -> dict[str, Any]:
     """The result of `engine.bench` with the same number of requests, all of the mean lengths. Raises UserError."""
     lengths = [sum(bounds) // 2 for bounds in (args.prompt_length, args.new_tokens)]
-    command = [*on_ranks(args.ranks), "-m", "engine.bench", "--model", args.model, "--requests", str(args.requests)]
+    command = [*on_ranks(args.ranks), "-m", "engine.bench", "--requests", str(args.requests)]
     command += ["--prompt-length", str(lengths[0]), "--new-tokens", str(lengths[1]), *shared_flags(args)]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
@@ -145,21 +147,16 @@ async def offer_all(args: argparse.Namespace, url: str, vocab_size: int) -> list
 
 def parse_args() -> argparse.Namespace:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser, ModelOptions, "the model", without=UNSHARED, optional=("model",))
     what = parser.add_argument_group("the server")
     what.add_argument("--url", help="URL of a server that is running (default: start one)")
     what.add_argument("--vocab-size", type=int, metavar="N", help="draw the ids of prompts below N; needed with --url")
-    what.add_argument("--model", metavar="DIR|PRESET", help="the checkpoint to serve, or a preset with random weights")
     what.add_argument(
         "--vllm-python",
         metavar="PYTHON",
         help="serve --model with vLLM and random weights; PYTHON is the interpreter of an environment with vLLM",
     )
     what.add_argument("--ranks", type=int, default=2, help="tensor-parallel ranks (default: 2)")
-    what.add_argument("--variant", help="residual variant (default: the checkpoint's)")
-    what.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA if there is any")
-    what.add_argument("--dtype", help="default: bfloat16 on CUDA, float32 on CPU")
-    what.add_argument("--comm", metavar="NAME", help="all-reduce algorithm, as the server takes it")
-    what.add_argument("--simulate-link", metavar="LATENCY,BANDWIDTH", help="simulate a link on a CPU, such as 10ms,100MB/s")
     what.add_argument("--max-num-seqs", type=int, metavar="N", help="most sequences in a step")
     load = parser.add_argument_group("the load")
     load.add_argument(
