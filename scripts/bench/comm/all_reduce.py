@@ -6,15 +6,11 @@ Parts are independent: a failed part is reported, and the others still run. A pa
 `--parts quantized` runs only the quantized all-reduces. With NCCL_P2P_DISABLE=1 all of them use host memory.
 """
 
-import json
-import random
 import re
 import sys
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cached_property, partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -36,8 +32,8 @@ from kernels import all_reduce
 from kernels.all_reduce import Exchange, Tiling
 from kernels.norm import add_rms_norm
 from kernels.quantized_all_reduce import Rounds, quantized_add_norm, quantized_sum
-from scripts.bench.comm.parts import Parts
-from tp import World, init_world
+from scripts.bench.comm.parts import Parts, Replays, add_gpu_options, join_ranks
+from tp import World
 
 WIDTH = 8192  # of a residual stream
 PATIENCE = 1 << 25  # polls before a kernel gives up: enough for another rank to compile, but less than LONGEST_PART
@@ -64,8 +60,8 @@ def impatient(ours: Communicator) -> None:
 class Bench(Parts):
     """The communicators under test, the checks and the timings."""
 
-    def __init__(self, world: World, seed: int, seconds: float, parts: str) -> None:
-        super().__init__(world, seed, seconds, parts)
+    def __init__(self, world: World, seconds: float, parts: str) -> None:
+        super().__init__(world, seconds, parts)
         self.nccl = NcclCommunicator()
         self.ours = self._over_shared_memory()
         for ours in self.ours.values():
@@ -163,12 +159,11 @@ class Bench(Parts):
         Each replay has other inputs. They are small integers, whose sums are exact, and the graph itself counts wrong values.
         Returns the number of replays and the µs per replay.
         """
-        device, n = self.world.device, self.world.world_size
-        step, wrong = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(2))
+        device, n, test = self.world.device, self.world.world_size, Replays(self.world.device)
         index = torch.arange(3 * WIDTH, device=device).view(3, WIDTH)
 
         def values(rank: int, salt: int) -> Tensor:
-            return ((index + step * 7 + rank * 5 + salt) % 16).bfloat16()
+            return ((index + test.step * 7 + rank * 5 + salt) % 16).bfloat16()
 
         def expected(salt: int) -> Tensor:
             return sum((values(rank, salt) for rank in range(n)), torch.zeros_like(values(0, 0)))
@@ -176,31 +171,20 @@ class Bench(Parts):
         x, weight = torch.zeros(3, WIDTH, dtype=torch.bfloat16, device=device), torch.ones(WIDTH, device=device).bfloat16()
 
         def body() -> None:
-            step.add_(1)
             for i, ours in enumerate(self.ours.values()):
                 beside = [ours.begin_all_reduce(values(self.world.rank, i + salt), overlap=True) for salt in (0, 10)]
                 total, _ = ours.begin_all_reduce(values(self.world.rank, i + 3)).add_norm(x, weight, 1e-5)
-                wrong.add_((total != expected(i + 3)).sum())
-                wrong.add_((ours.all_reduce(values(self.world.rank, i + 6)) != expected(i + 6)).sum())
-                gathered = ours.all_gather(step.view(1, 1) * 10 + self.world.rank)
-                wrong.add_((gathered.flatten() != step * 10 + torch.arange(n, device=device)).sum())
+                test.wrong.add_((total != expected(i + 3)).sum())
+                test.wrong.add_((ours.all_reduce(values(self.world.rank, i + 6)) != expected(i + 6)).sum())
+                gathered = ours.all_gather(test.step.view(1, 1) * 10 + self.world.rank)
+                test.wrong.add_((gathered.flatten() != test.step * 10 + torch.arange(n, device=device)).sum())
                 for handle, salt in zip(beside, (i, i + 10), strict=True):
-                    wrong.add_((handle.wait() != expected(salt)).sum())
+                    test.wrong.add_((handle.wait() != expected(salt)).sum())
 
-        body()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            body()
-        begin = time.monotonic()
-        for i in range(count):
-            graph.replay()
-            if i % 1000 == 0:  # an all-reduce outside of the graph between replays
-                wrong.add_((self.ours["two-shot"].all_reduce(values(self.world.rank, 1)) != expected(1)).sum())
-        torch.cuda.synchronize()
-        assert int(wrong) == 0, f"{int(wrong)} wrong values in {int(step)} steps"
-        assert int(step) == count + 1, f"{int(step)} steps"
-        return {"replays": count, "microseconds": (time.monotonic() - begin) / count * 1e6}
+        def between() -> None:
+            test.wrong.add_((self.ours["two-shot"].all_reduce(values(self.world.rank, 1)) != expected(1)).sum())
+
+        return {"replays": count, "microseconds": test.run(body, count, between)}
 
     # --- quantized all-reduces -----------------------------------------------------------------------------------------------
 
@@ -243,7 +227,7 @@ class Bench(Parts):
         graph itself counts the values that differ from the two-step algorithm over NCCL. Returns the number of replays and the
         µs per replay.
         """
-        step, wrong = (torch.zeros((), dtype=torch.int64, device=self.world.device) for _ in range(2))
+        test = Replays(self.world.device)
         tables = {name: self.random(3, 3 * WIDTH) for name in self.quantized}
         expected = {
             name: torch.stack([quantized_all_reduce(x, parse_scheme(name), None) for x in tables[name]])
@@ -251,29 +235,18 @@ class Bench(Parts):
         }
 
         def body() -> None:
-            step.add_(1)
-            turns = [(step + i) % 3 for i in range(2)]
+            turns = [(test.step + i) % 3 for i in range(2)]
             for name, ours in self.quantized.items():
                 inputs = [tables[name].index_select(0, turn.view(1)).view(-1) for turn in turns]
                 other = ours.begin_all_reduce(inputs[1], overlap=name in WIDTHS_BESIDE)
                 sums = (ours.all_reduce(inputs[0]), other.wait())
                 for total, turn in zip(sums, turns, strict=True):
-                    wrong.add_((total != expected[name].index_select(0, turn.view(1)).view(-1)).sum())
+                    test.wrong.add_((total != expected[name].index_select(0, turn.view(1)).view(-1)).sum())
 
-        body()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            body()
-        begin = time.monotonic()
-        for i in range(count):
-            graph.replay()
-            if i % 500 == 0:  # a long all-reduce outside of the graph between replays
-                self.quantized["int8"].all_reduce(self.random(1 << 20))
-        torch.cuda.synchronize()
-        assert int(wrong) == 0, f"{int(wrong)} wrong values in {int(step)} steps"
-        assert int(step) == count + 1, f"{int(step)} steps"
-        return {"replays": count, "microseconds": (time.monotonic() - begin) / count * 1e6}
+        def between() -> None:  # a long all-reduce
+            self.quantized["int8"].all_reduce(self.random(1 << 20))
+
+        return {"replays": count, "microseconds": test.run(body, count, between, every=500)}
 
     def portable(self, name: str) -> dict[int, float]:
         way, sizes = QuantizedNcclCommunicator(parse_scheme(name)), (1 << 20, 1 << 24, 1 << 26)
@@ -321,7 +294,7 @@ class Bench(Parts):
         The programs of such an all-reduce start late and at different times. Returns the number of replays.
         """
         x, weight = self.random(1024, WIDTH), self.random(WIDTH, WIDTH)
-        wrong = torch.zeros((), dtype=torch.int64, device=self.world.device)
+        test = Replays(self.world.device)
 
         def body() -> None:
             for kind, ours in self.ours.items():
@@ -330,17 +303,9 @@ class Bench(Parts):
                 for _ in range(4):
                     torch.mm(x, weight)
                 for handle in handles:
-                    wrong.add_((handle.wait() != self.world.world_size).sum())
+                    test.wrong.add_((handle.wait() != self.world.world_size).sum())
 
-        body()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            body()
-        for _ in range(count):
-            graph.replay()
-        torch.cuda.synchronize()
-        assert int(wrong) == 0, f"{int(wrong)} wrong values"
+        test.run(body, count)
         return count
 
     # --- times ---------------------------------------------------------------------------------------------------------------
@@ -473,11 +438,7 @@ def run_quantized(bench: Bench, replays: int) -> None:
 
 def main() -> None:
     parser = Parser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, help="write the report to this JSON file")
-    parser.add_argument("--replays", type=int, default=10_000, help="replays of the CUDA graph of all-reduces (default 10000)")
-    parser.add_argument(
-        "--seconds", type=float, default=70.0, help="start no further timing after this many seconds (default 70)"
-    )
+    add_gpu_options(parser, replays=10_000, seconds=70.0)
     parser.add_argument(
         "--parts",
         default=r"^(?!.*quantized)",
@@ -488,29 +449,11 @@ def main() -> None:
         re.compile(arguments.parts)
     except re.error as error:
         raise UserError(f"--parts {arguments.parts} is no regular expression: {error}") from None
-    world = init_world("cuda", "nccl")
-    if world.world_size == 1:
-        raise UserError("one rank has nothing to sum: start several, as python launch.py --ranks 4 does")
-    seeds = [random.SystemRandom().randrange(2**31)]
-    dist.broadcast_object_list(seeds, group=world.control)
+    world = join_ranks("cuda")
     with torch.inference_mode():
-        bench = Bench(world, seeds[0], arguments.seconds, arguments.parts)
+        bench = Bench(world, arguments.seconds, arguments.parts)
         run(bench, arguments.replays)
-    if world.rank == 0:
-        report = {
-            "gpu": torch.cuda.get_device_name(),
-            "ranks": world.world_size,
-            "torch": torch.__version__,
-            "p2p": bench.peers,
-            "seed": seeds[0],
-            "found": bench.found,
-            "errors": bench.errors,
-        }
-        text = json.dumps(report, indent=1, ensure_ascii=False)
-        print(text)
-        if arguments.out:
-            arguments.out.parent.mkdir(parents=True, exist_ok=True)
-            arguments.out.write_text(text + "\n")
+    bench.write_gpu_report(arguments.out, p2p=bench.peers)
     dist.destroy_process_group()
 
 

@@ -16,7 +16,7 @@ from comm.fused import FusedCommunicator
 from comm.fused_strategies import UNFUSED, best_strategy
 from comm.table import Table
 from communicators import choose
-from tp import init_world
+from scripts.bench.comm.parts import join_ranks
 
 
 def size_text(size: int) -> str:
@@ -71,10 +71,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is any")
     arguments = parser.parse_args()
     choose(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"), None, None, arguments.comm_error_budget)
-    world = init_world(arguments.device, "nccl" if arguments.device != "cpu" and torch.cuda.is_available() else None)
-    if world.world_size == 1:
-        print("one rank has nothing to sum: start several, as python launch.py --ranks 8 does")
-        return
+    world = join_ranks(arguments.device)
     on_gpu = world.device.type == "cuda"
     communicator = auto(world.device, arguments.comm_error_budget, rebuild=arguments.rebuild) if on_gpu else world.comm
     if world.rank == 0:

@@ -14,7 +14,6 @@ rows are sent in four chunks (figures 9 and 10). Writes gemm-overlap.json, .md a
 
 import json
 import os
-import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -36,9 +35,9 @@ from errors import UserError
 from figures import BLACK, CYCLE, MOST_LINES
 from kernels import fused_rows
 from kernels.linear import linear
-from scripts.bench.comm.parts import Parts
+from scripts.bench.comm.parts import Parts, Replays, join_ranks
 from scripts.lib.machine import describe, machine
-from tp import World, init_world
+from tp import World
 
 NAME = "gemm-overlap"
 MOST_ROWS = 64  # most rows of each owner that are checked
@@ -106,8 +105,8 @@ Call = Callable[[], Tensor]
 class Bench(Parts):
     """The layers' operands, and the algorithms that compute the layers."""
 
-    def __init__(self, world: World, seed: int, seconds: float) -> None:
-        super().__init__(world, seed, seconds)
+    def __init__(self, world: World, seconds: float) -> None:
+        super().__init__(world, seconds)
         self.n, self.rank = world.world_size, world.rank
         self.gpu = world.device.type == "cuda"
         self.dtype = torch.bfloat16 if self.gpu else torch.float32
@@ -284,24 +283,14 @@ class Bench(Parts):
 
         Each replay has other inputs. They are small integers, whose sums are exact, and the graph itself counts wrong values.
         """
-        step, wrong = (torch.zeros((), dtype=torch.int64, device=self.world.device) for _ in range(2))
-        pair = _IntegerPair(self, step)
+        test = Replays(self.world.device)
+        pair = _IntegerPair(self, test.step)
 
         def body() -> None:
-            step.add_(1)
             for i, gather in enumerate(self.gathers):
-                wrong.add_(pair.wrong(Strategy(self.scatters[i % len(self.scatters)], gather), salt=i))
+                test.wrong.add_(pair.wrong(Strategy(self.scatters[i % len(self.scatters)], gather), salt=i))
 
-        body()
-        if self.gpu:
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                body()
-        for _ in range(count):
-            graph.replay() if self.gpu else body()
-        assert int(wrong) == 0, f"{int(wrong)} wrong values in {int(step)} steps"
-        assert int(step) == count + 1, f"{int(step)} steps"
+        test.run(body, count)
         return count
 
 
@@ -474,17 +463,15 @@ def jobs(bench: Bench, layers: list[Layer], sizes: list[int]) -> Iterator[list[R
 
 
 def measure(world: World, layers: list[Layer], sizes: list[int], seconds: float, replays: int) -> dict[str, Any]:
-    seeds = [random.SystemRandom().randrange(2**31)]
-    dist.broadcast_object_list(seeds, group=world.control)
     with torch.inference_mode():
-        bench = Bench(world, seeds[0], seconds)
+        bench = Bench(world, seconds)
         replayed = bench.part("replays", lambda: bench.replays(replays)) if replays else 0
         rows = [row for found in jobs(bench, layers, sizes) for row in found]
     return {
         "where": describe(machine(), world.device.type),
         "ranks": world.world_size,
         "dtype": str(bench.dtype).removeprefix("torch."),
-        "seed": seeds[0],
+        "seed": bench.seed,
         "replays": replayed,
         "rows": [asdict(row) | {"ect": row.ect, "efficiency": row.efficiency} for row in rows],
         "errors": bench.errors,
@@ -504,9 +491,7 @@ def main() -> None:
     if arguments.report:
         return write(json.loads(arguments.report.read_text()), arguments.out)
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast stays off unless the user turns it on
-    world = init_world(arguments.device, None if arguments.device == "cpu" or not torch.cuda.is_available() else "nccl")
-    if world.world_size == 1:
-        raise UserError("one rank has nothing to exchange: start several, as python launch.py --ranks 4 does")
+    world = join_ranks(arguments.device)
     on_gpu = world.device.type == "cuda"
     names = arguments.shapes or (["llama", "gpt3"] if on_gpu else ["tiny"])
     sizes = arguments.rows or (list(ROWS) if on_gpu else [16, 8])

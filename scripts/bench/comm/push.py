@@ -6,12 +6,8 @@ Both must give the same bits. The layers are Llama-70B's output and down project
 has its own weight.
 """
 
-import json
-import random
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,8 +21,8 @@ from kernels.all_reduce import one_shot, one_shot_add_norm, one_shot_bytes
 from kernels.linear import linear, linear_with
 from kernels.linear_config import Config, Gemv, Mma, format_config
 from kernels.linear_push import linear_push, push_config, receive, receive_add_norm
-from scripts.bench.comm.parts import Parts
-from tp import World, init_world
+from scripts.bench.comm.parts import Parts, Replays, add_gpu_options, join_ranks
+from tp import World
 
 WIDTH = 8192  # of a residual stream
 CAPACITY = 256 << 10  # bytes of a message: 16 rows
@@ -46,8 +42,8 @@ AddNorm = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # of (input
 class Bench(Parts):
     """The checks and timings, with two workspaces: one for pushed sums, one for the one-shot all-reduces to compare with."""
 
-    def __init__(self, world: World, seed: int, seconds: float) -> None:
-        super().__init__(world, seed, seconds)
+    def __init__(self, world: World, seconds: float) -> None:
+        super().__init__(world, seconds)
         self.opened = [open_workspace(one_shot_bytes, CAPACITY, world.device) for _ in range(2)]
         for workspace in self.opened:
             workspace.exchange = replace(workspace.exchange, patience=PATIENCE)
@@ -105,41 +101,32 @@ class Bench(Parts):
 
         The graph itself counts the values that differ from those of the one-shot all-reduce.
         """
-        device, rows = self.world.device, 3
-        step, wrong = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(2))
+        rows, test = 3, Replays(self.world.device)
         inputs = {name: self.random(rows, k) for name, k in COLUMNS.items()}
         residual = self.common(rows, WIDTH)
 
         def layer(name: str, weight: Tensor, x: Tensor, chosen: Config) -> Tensor:
-            y = inputs[name] * (step % 13 + 1)
+            y = inputs[name] * (test.step % 13 + 1)
             linear_push(y, weight, self.pushed, chosen)
             total, _ = receive_add_norm(x, self.norm, 1e-5, self.pushed)
             partial = linear_with(y, weight, None, chosen, False)
             expected, _ = one_shot_add_norm(partial, x, self.norm, 1e-5, self.other)
             again = one_shot(partial, self.pushed)  # the same workspace
-            wrong.add_((total != expected).sum() + (again != one_shot(partial, self.other)).sum())
+            test.wrong.add_((total != expected).sum() + (again != one_shot(partial, self.other)).sum())
             return total
 
         def body() -> None:
-            step.add_(1)
             x = residual
             configs: list[Config] = [Gemv(4, 1024, 4), Mma(32, 128, 1, 8), Mma(64, 128, 3, 3)]
             for i, chosen in enumerate(configs):
                 x = layer("o", self.weights["o"][i], x, chosen)
                 x = layer("down", self.weights["down"][i], x, chosen)
 
-        body()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            body()
-        for i in range(count):
-            graph.replay()
-            if i % 500 == 0:  # a layer outside of the graph between replays
-                layer("o", self.weights["o"][0], residual, Gemv(4, 1024, 4))
-        torch.cuda.synchronize()
-        assert int(wrong) == 0, f"{int(wrong)} wrong values in {int(step)} steps"
-        return int(step) - 1
+        def between() -> None:
+            layer("o", self.weights["o"][0], residual, Gemv(4, 1024, 4))
+
+        test.run(body, count, between, every=500)
+        return count
 
     # --- times ---------------------------------------------------------------------------------------------------------------
 
@@ -199,39 +186,19 @@ class Bench(Parts):
 
 def main() -> None:
     parser = Parser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, help="write the report to this JSON file")
-    parser.add_argument("--replays", type=int, default=2000, help="replays of the CUDA graph of all-reduces (default 2000)")
-    parser.add_argument(
-        "--seconds", type=float, default=35.0, help="start no further timing after this many seconds (default 35)"
-    )
+    add_gpu_options(parser, replays=2000, seconds=35.0)
     arguments = parser.parse_args()
-    world = init_world("cuda", "nccl")
-    seeds = [random.SystemRandom().randrange(2**31)]
-    dist.broadcast_object_list(seeds, group=world.control)
+    world = join_ranks("cuda")
     with torch.inference_mode():
-        bench = Bench(world, seeds[0], arguments.seconds)
+        bench = Bench(world, arguments.seconds)
         bench.part("correct", bench.correct)
         bench.part("replays", lambda: bench.replays(arguments.replays))
         for rows in ROWS:
             bench.part(f"µs, {rows} rows", lambda rows=rows: bench.microseconds(rows))  # type: ignore[misc]
-    if world.rank == 0:
-        report: dict[str, Any] = {
-            "gpu": torch.cuda.get_device_name(),
-            "ranks": world.world_size,
-            "torch": torch.__version__,
-            "seed": seeds[0],
-            "configs": {
-                name: {rows: format_config(push_config(rows, WIDTH, k, torch.bfloat16)) for rows in ROWS}
-                for name, k in COLUMNS.items()
-            },
-            "found": bench.found,
-            "errors": bench.errors,
-        }
-        text = json.dumps(report, indent=1, ensure_ascii=False)
-        print(text)
-        if arguments.out:
-            arguments.out.parent.mkdir(parents=True, exist_ok=True)
-            arguments.out.write_text(text + "\n")
+    configs = {
+        name: {rows: format_config(push_config(rows, WIDTH, k, torch.bfloat16)) for rows in ROWS} for name, k in COLUMNS.items()
+    }
+    bench.write_gpu_report(arguments.out, configs=configs)
     dist.destroy_process_group()
 
 
