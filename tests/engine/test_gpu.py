@@ -22,7 +22,6 @@ from tests import MODELS, ROOT
 from tests.engine.gpu_rank import EMBEDDED, NEW_TOKENS, PROMPT
 from tests.engine.test_engine import (
     PLAIN,
-    alone,
     assert_same,
     config_of,
     random_model,
@@ -52,7 +51,6 @@ def test_requests_of_every_kind_get_what_the_cpu_gives(name: str, seed: int) -> 
     model = random_model(replace(config_of(name), head_dim=16))
     twin = on_gpu(model)
     submits = random_submits(6)
-    expected = {s.request_id: alone(model, s.prompt_ids, s.params) for s in submits}
     size = 16 * 2 * twin.attention_slots * twin.n_kv_heads * 16 * 4  # bytes of a block
     for limits, at_once in (
         (EngineLimits(), 1000),
@@ -62,7 +60,7 @@ def test_requests_of_every_kind_get_what_the_cpu_gives(name: str, seed: int) -> 
         for order in (submits, submits[::-1]):  # the second time, prompts are in the cache
             answers = serve(engine, order, at_once)
             for submit in submits:
-                assert_same(model, submit, answers[submit.request_id].tokens, expected[submit.request_id], ROUNDING)
+                assert_same(model, submit, answers[submit.request_id].tokens, ROUNDING)
 
 
 def test_log_probabilities(seed: int) -> None:

@@ -48,7 +48,7 @@ def test_every_prompt_gets_what_it_gets_alone(
         answers = llm.generate([s.prompt_ids for s in chosen], [s.params for s in chosen])
         for submit, answer in zip(chosen, answers, strict=True):
             assert answer.prompt_ids == submit.prompt_ids
-            assert_same(model, submit, answer.token_ids, alone(model, submit.prompt_ids, submit.params))
+            assert_same(model, submit, answer.token_ids)
             assert (answer.finish_reason, answer.text) == ("length", "")
 
 
@@ -57,7 +57,7 @@ def test_as_on_a_gpu(seed: int) -> None:
     with as_on_a_gpu():
         answers = LLM(model, world=ALONE).generate([s.prompt_ids for s in submits], [s.params for s in submits])
     for submit, answer in zip(submits, answers, strict=True):
-        assert_same(model, submit, answer.token_ids, alone(model, submit.prompt_ids, submit.params))
+        assert_same(model, submit, answer.token_ids)
 
 
 def test_texts_and_stops(seed: int) -> None:
@@ -195,5 +195,5 @@ def test_ranks_say_what_one_process_says(n: int, ranks: Ranks, tmp_path: Path, s
     prompts, params = [s.prompt_ids for s in submits], [s.params for s in submits]
     for answers, scores in ranks.run(n, rank_generates, tmp_path, prompts, params):
         for submit, answer in zip(submits, answers, strict=True):
-            assert_same(model, submit, answer.token_ids, alone(model, submit.prompt_ids, submit.params))
+            assert_same(model, submit, answer.token_ids)
         assert scores.logprobs[1:] == pytest.approx(score(model, prompts[0])[1:], abs=1e-4)
