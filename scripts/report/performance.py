@@ -25,9 +25,9 @@ from cli import Parser, note, run
 from comm.quantize import WIDTHS
 from errors import UserError
 from figures import GREY, byte_axis, communicator_colour, plain_log_axis, size_text
-from scripts.bench.comm.fused import markdown as overlap_table
-from scripts.bench.comm.fused import plot as plot_overlap
-from scripts.bench.comm.fused import rows_of as overlap_rows
+from scripts.bench.comm.fused.plot import plot as plot_overlap
+from scripts.bench.comm.fused.tables import markdown as overlap_table
+from scripts.bench.comm.fused.tables import rows_of as overlap_rows
 from scripts.bench.serving.load import table as load_table
 from scripts.lib.machine import describe
 from scripts.lib.results import RESULTS, add_write_option, made, results_folder, write_text

@@ -1,4 +1,4 @@
-"""scripts/bench/comm/fused.py: the paper's efficiency, the tables and plots, and the whole command on CPU ranks."""
+"""scripts/bench/comm/fused: the paper's efficiency, the tables and plots, and the whole command on CPU ranks."""
 
 import json
 import os
@@ -13,7 +13,8 @@ from tests import ROOT
 pytest.importorskip("triton", reason="Triton is not installed; pip install triton")
 
 from processes import on_ranks
-from scripts.bench.comm.fused import Row, by_shape, line_styles, markdown
+from scripts.bench.comm.fused.plot import line_styles
+from scripts.bench.comm.fused.tables import Row, by_shape, markdown
 
 
 def test_efficiency(seed: int) -> None:
