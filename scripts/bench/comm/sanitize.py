@@ -1,6 +1,6 @@
 """Run every kernel that sums over ranks on a single rank, under compute-sanitizer. `make sanitize` starts this.
 
-It does not check results, which tests and all_reduce.py do. compute-sanitizer checks that the kernels make no invalid memory
+It does not check results, which tests and `make bench-comm` do. compute-sanitizer checks that the kernels make no invalid memory
 accesses.
 """
 
