@@ -54,8 +54,7 @@ def amount(text: str) -> float:
     return value
 
 
-def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def _add_model_and_cluster_options(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what is trained, on what")
     what.add_argument(
         "--model", required=True, metavar="DIR|PRESET", help=f"a checkpoint directory, or one of {', '.join(PRESETS)}"
@@ -78,6 +77,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="measured times of collectives, instead of times computed from the cluster's links",
     )
 
+
+def _add_batch_options(parser: argparse.ArgumentParser) -> None:
     batch = parser.add_argument_group("the batch; k, M and G are 2**10, 2**20 and 2**30")
     batch.add_argument(
         "--sequence-length", type=count, default=4096, metavar="TOKENS", help="length of a sequence (default: 4096)"
@@ -89,6 +90,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--global-batch", type=count, default=2**22, metavar="TOKENS", help="tokens in a step, over all GPUs (default: 4M)"
     )
 
+
+def _add_execution_options(parser: argparse.ArgumentParser) -> None:
     how = parser.add_argument_group("how it is trained")
     how.add_argument(
         "--recompute",
@@ -129,6 +132,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="memory for CUDA, NCCL and fragmentation, for which there is no formula (default: 2)",
     )
 
+
+def _add_choice_options(parser: argparse.ArgumentParser) -> None:
     search = parser.add_argument_group("the choice")
     search.add_argument(
         "--objective",
@@ -151,11 +156,22 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="file with a line NODE LEAF for each node: also print the order of nodes whose groups span the fewest leaf switches",
     )
 
+
+def _add_output_options(parser: argparse.ArgumentParser) -> None:
     out = parser.add_argument_group("output")
     out.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     out.add_argument(
         "--plot", type=Path, metavar="FILE", help=f"draw predicted MFU from one node to {MOST_GPUS} GPUs (png, svg or pdf)"
     )
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    _add_model_and_cluster_options(parser)
+    _add_batch_options(parser)
+    _add_execution_options(parser)
+    _add_choice_options(parser)
+    _add_output_options(parser)
     args = parser.parse_args(argv)
     if args.bucket_mb == 0:
         raise UserError("--bucket-mb must be above 0; 64 is the executor's")

@@ -145,8 +145,7 @@ async def offer_all(args: argparse.Namespace, url: str, vocab_size: int) -> list
     return rates
 
 
-def parse_args() -> argparse.Namespace:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_server_options(parser: argparse.ArgumentParser) -> None:
     add_options(parser, ModelOptions, "the model", without=UNSHARED, optional=("model",))
     what = parser.add_argument_group("the server")
     what.add_argument("--url", help="URL of a server that is running (default: start one)")
@@ -158,6 +157,9 @@ def parse_args() -> argparse.Namespace:
     )
     what.add_argument("--ranks", type=int, default=2, help="tensor-parallel ranks (default: 2)")
     what.add_argument("--max-num-seqs", type=int, metavar="N", help="most sequences in a step")
+
+
+def add_load_options(parser: argparse.ArgumentParser) -> None:
     load = parser.add_argument_group("the load")
     load.add_argument(
         "--rates",
@@ -193,6 +195,9 @@ def parse_args() -> argparse.Namespace:
     load.add_argument(
         "--timeout", type=float, default=600, help="a request fails after this many seconds without a byte (default: 600)"
     )
+
+
+def add_report_options(parser: argparse.ArgumentParser) -> None:
     out = parser.add_argument_group("what to report")
     out.add_argument(
         "--ttft-limit", type=float, default=1000, metavar="MS", help="goodput: longest time to the first token (default: 1000)"
@@ -202,8 +207,10 @@ def parse_args() -> argparse.Namespace:
     )
     out.add_argument("--offline", action="store_true", help="run engine.bench first, with the same lengths")
     out.add_argument("--out", type=Path, default=ROOT / "out" / "load.json", help="JSON file to write (default: out/load.json)")
-    args = parser.parse_args()
-    args.prompt_length, args.new_tokens = parse_range(args.prompt_length), parse_range(args.new_tokens)
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raise UserError for flags that contradict each other, or a number outside its range."""
     if (args.url is None) == (args.model is None):
         raise UserError("give --model to start a server, or --url of one that runs")
     if args.url and (args.vocab_size is None or args.offline):
@@ -216,10 +223,20 @@ def parse_args() -> argparse.Namespace:
         raise UserError("--offline with --seconds also needs --requests, because it sends all requests at once")
     if min(args.rates) <= 0 or args.seconds <= 0 or (args.drain is not None and args.drain < 0):
         raise UserError("--rates and --seconds must be above 0, and --drain not below")
+    if args.ranks < 1 or (args.requests is not None and args.requests < 1):
+        raise UserError("--requests and --ranks must be at least 1")
+
+
+def parse_args() -> argparse.Namespace:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_server_options(parser)
+    add_load_options(parser)
+    add_report_options(parser)
+    args = parser.parse_args()
+    args.prompt_length, args.new_tokens = parse_range(args.prompt_length), parse_range(args.new_tokens)
+    check(args)
     if args.requests is None:
         args.requests = 64 if args.seconds == math.inf else math.ceil(2 * max(args.rates) * args.seconds) + 16
-    if min(args.requests, args.ranks) < 1:
-        raise UserError("--requests and --ranks must be at least 1")
     return args
 
 
