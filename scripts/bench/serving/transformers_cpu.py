@@ -9,6 +9,7 @@ greedily in fp32 with a KV cache, uncompiled, and must produce the same tokens. 
 
 import argparse
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,32 +28,22 @@ from scripts.lib.results import ROOT, add_write_option, results_folder, write_js
 from tokenizer_files import load_tokenizer
 from tp import init_world
 
+Decode = Callable[[int], list[int]]  # of a batch size: decodes, and returns the tokens of the first sequence
 
-def main() -> None:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=ROOT / "models" / "tiny-standard", help="a standard checkpoint")
-    parser.add_argument("--threads", type=int, default=1, help="threads of both programs (default: 1)")
-    parser.add_argument("--batch-size", type=int, nargs="+", default=[1, 8], help="batch sizes (default: 1 8)")
-    parser.add_argument("--new-tokens", type=int, default=256, help="tokens to decode (default: 256)")
-    parser.add_argument("--repeats", type=int, default=5, help="measured runs of each program (default: 5)")
-    add_write_option(parser)
-    args = parser.parse_args()
-    folder = results_folder(args)
-    torch.set_num_threads(args.threads)
+
+def load_rung(args: argparse.Namespace, prompt: list[int]) -> Decode:
     world = init_world("cpu")
-    ours = load_model(str(args.model), model_config(str(args.model), None, 1), world, torch.float32)
-    theirs = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
-    prompt = load_tokenizer(args.model).encode("Once upon a time")
-    greedy, llm = SamplingParams(max_tokens=args.new_tokens, temperature=0, ignore_eos=True), LLM(ours, world=world)
+    model = load_model(str(args.model), model_config(str(args.model), None, 1), world, torch.float32)
+    greedy, llm = SamplingParams(max_tokens=args.new_tokens, temperature=0, ignore_eos=True), LLM(model, world=world)
+    return lambda batch: llm.generate([prompt] * batch, greedy)[0].token_ids
 
-    def run_ours(batch: int) -> tuple[float, list[int]]:
-        start = time.perf_counter()
-        answers = llm.generate([prompt] * batch, greedy)
-        return time.perf_counter() - start, answers[0].token_ids
 
-    def run_theirs(batch: int) -> tuple[float, list[int]]:
-        ids, start = torch.tensor([prompt] * batch), time.perf_counter()
-        out = theirs.generate(
+def load_transformers(args: argparse.Namespace, prompt: list[int]) -> Decode:
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
+
+    def decode(batch: int) -> list[int]:
+        ids = torch.tensor([prompt] * batch)
+        out = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=args.new_tokens,
@@ -61,25 +52,37 @@ def main() -> None:
             eos_token_id=None,
             pad_token_id=0,
         )
-        return time.perf_counter() - start, out[0, len(prompt) :].tolist()
+        tokens: list[int] = out[0, len(prompt) :].tolist()
+        return tokens
 
-    rows: list[dict[str, Any]] = []
-    for batch in args.batch_size:
-        run_ours(batch), run_theirs(batch)
-        seconds: dict[str, list[float]] = {"rung": [], "transformers": []}
-        for _ in tqdm(range(args.repeats), desc=f"batch {batch}", unit="turn"):
-            for name, measured in (("rung", run_ours(batch)), ("transformers", run_theirs(batch))):
-                seconds[name].append(measured[0])
-        if run_ours(batch)[1] != run_theirs(batch)[1]:
-            raise UserError("the two did not decode the same tokens, so their times cannot be compared")
-        speed = {name: batch * args.new_tokens / median(s) for name, s in seconds.items()}
-        rows.append({"batch": batch, "tokens_per_second": speed, "seconds": seconds})
-    where = machine()
-    settings = {"model": args.model.name, "threads": args.threads, "new_tokens": args.new_tokens}
-    path = write_json("bench-cpu", {"machine": where, "settings": settings, "rows": rows}, folder)
-    text = table(rows, f"{args.threads} thread(s), median of {args.repeats} runs. Made on {describe(where, 'cpu')}.")
-    write_text(path.with_suffix(".md"), text, path)
-    print(f"{text}\nwrote {path.relative_to(ROOT)}")
+    return decode
+
+
+def compare(programs: dict[str, Decode], batch: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Times of a batch size, after a warm-up. Raises UserError if the programs decode different tokens."""
+    first, *others = [decode(batch) for decode in programs.values()]
+    if any(tokens != first for tokens in others):
+        raise UserError("the two did not decode the same tokens, so their times cannot be compared")
+    seconds: dict[str, list[float]] = {name: [] for name in programs}
+    for _ in tqdm(range(args.repeats), desc=f"batch {batch}", unit="turn"):
+        for name, decode in programs.items():
+            start = time.perf_counter()
+            decode(batch)
+            seconds[name].append(time.perf_counter() - start)
+    speed = {name: batch * args.new_tokens / median(s) for name, s in seconds.items()}
+    return {"batch": batch, "tokens_per_second": speed, "seconds": seconds}
+
+
+def parse_args() -> argparse.Namespace:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=ROOT / "models" / "tiny-standard", help="a standard checkpoint")
+    parser.add_argument("--threads", type=int, default=1, help="threads of both programs (default: 1)")
+    parser.add_argument("--batch-size", type=int, nargs="+", default=[1, 8], help="batch sizes (default: 1 8)")
+    parser.add_argument("--new-tokens", type=int, default=256, help="tokens to decode (default: 256)")
+    parser.add_argument("--repeats", type=int, default=5, help="measured runs of each program (default: 5)")
+    add_write_option(parser)
+    args: argparse.Namespace = parser.parse_args()
+    return args
 
 
 def table(rows: list[dict[str, Any]], caption: str) -> str:
@@ -88,6 +91,21 @@ def table(rows: list[dict[str, Any]], caption: str) -> str:
         ours, theirs = row["tokens_per_second"]["rung"], row["tokens_per_second"]["transformers"]
         lines.append(f"| {row['batch']} | {ours:.0f} | {theirs:.0f} | {ours / theirs:.2f} |")
     return "\n".join([*lines, "", caption, ""])
+
+
+def main() -> None:
+    args = parse_args()
+    folder = results_folder(args)
+    torch.set_num_threads(args.threads)
+    prompt = load_tokenizer(args.model).encode("Once upon a time")
+    programs = {"rung": load_rung(args, prompt), "transformers": load_transformers(args, prompt)}
+    rows = [compare(programs, batch, args) for batch in args.batch_size]
+    where = machine()
+    settings = {"model": args.model.name, "threads": args.threads, "new_tokens": args.new_tokens}
+    path = write_json("bench-cpu", {"machine": where, "settings": settings, "rows": rows}, folder)
+    text = table(rows, f"{args.threads} thread(s), median of {args.repeats} runs. Made on {describe(where, 'cpu')}.")
+    write_text(path.with_suffix(".md"), text, path)
+    print(f"{text}\nwrote {path.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":
