@@ -187,19 +187,23 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 class Stats(msgspec.Struct, frozen=True, tag=True):
     """The engine's state, sent after a step, at most every 0.25 s, and while the engine is idle."""
 
-    running: int
-    waiting: int
-    kv_blocks_used: int
-    kv_blocks_total: int
-    prefix_queries: int  # tokens, since start
-    prefix_hits: int
-    preemptions: int
-    prompt_tokens: int
-    generation_tokens: int
-    steps: int
-    step_seconds: float  # the mean since the last Stats
-    batch_tokens: list[int]  # tokens of each step since the last Stats
+    running: int = 0
+    waiting: int = 0
+    kv_blocks_used: int = 0
+    kv_blocks_total: int = 0
+    prefix_queries: int = 0  # tokens, since start
+    prefix_hits: int = 0
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    steps: int = 0
+    step_seconds: float = 0.0  # the mean since the last Stats
+    batch_tokens: list[int] = []  # tokens of each step since the last Stats
     all_reduce_share: float | None = None  # of these steps' time, spent waiting for all-reduces; None: not known on the host
+
+    @property
+    def kv_cache_usage(self) -> float:
+        return self.kv_blocks_used / max(self.kv_blocks_total, 1)
 
 
 class Fatal(msgspec.Struct, frozen=True, tag=True):

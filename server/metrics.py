@@ -80,8 +80,7 @@ class Metrics:
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
         self._model_name = model_name
-        self._last: Stats | None = None
-        self.stats: Stats | None = None
+        self.stats = Stats()  # the newest; this one until the engine sends its first
         self.ttft, self.inter_token, self.tokens, self.prompts = Window(), Window(), Window(), Window()
 
         self.running = self._gauge("num_requests_running", "Sequences that share the steps")
@@ -141,20 +140,19 @@ class Metrics:
         self.tokens.add(now, count)
 
     def on_stats(self, stats: Stats) -> None:
-        last = self._last
+        last, self.stats = self.stats, stats
         self.running.set(stats.running)
         self.waiting.set(stats.waiting)
-        self.kv_usage.set(stats.kv_blocks_used / max(stats.kv_blocks_total, 1))
+        self.kv_usage.set(stats.kv_cache_usage)
         self.step_seconds.set(stats.step_seconds)
-        if stats.steps != (last.steps if last else 0):
+        if stats.steps != last.steps:
             self.all_reduce_share.set(math.nan if stats.all_reduce_share is None else stats.all_reduce_share)
-        self.prefix_queries.inc(max(0, stats.prefix_queries - (last.prefix_queries if last else 0)))
-        self.prefix_hits.inc(max(0, stats.prefix_hits - (last.prefix_hits if last else 0)))
-        self.preemptions.inc(max(0, stats.preemptions - (last.preemptions if last else 0)))
-        self.steps.inc(max(0, stats.steps - (last.steps if last else 0)))
+        self.prefix_queries.inc(max(0, stats.prefix_queries - last.prefix_queries))
+        self.prefix_hits.inc(max(0, stats.prefix_hits - last.prefix_hits))
+        self.preemptions.inc(max(0, stats.preemptions - last.preemptions))
+        self.steps.inc(max(0, stats.steps - last.steps))
         for tokens in stats.batch_tokens:
             self.step_tokens.observe(tokens)
-        self._last = self.stats = stats
 
 
 class SequenceTimes:

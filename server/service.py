@@ -2,14 +2,18 @@
 
 import time
 from collections import OrderedDict
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
+
+from msgspec.structs import asdict
 
 from errors import UserError
 from server.engine_client import EngineClient, broken
 from server.examples import read_examples
 from server.json_schema import Compiled
-from server.metrics import Metrics
 from server.problems import ApiError, bad
+from server.replies import StatsReply
 from server.settings import Settings
 from server.workers import Workers
 from tokenizer import Tokenizer
@@ -21,7 +25,7 @@ class Service:
     def __init__(self, settings: Settings, client: EngineClient, tokenizer: Tokenizer) -> None:
         self.settings, self.client, self.tokenizer = settings, client, tokenizer
         self.chat_template = settings.chat_template
-        self.metrics: Metrics = client.metrics
+        self.metrics = client.metrics
         self.capacity = settings.max_num_seqs + settings.max_queue  # sequences
         self.workers = Workers(settings.model, settings.workers, settings.worker_seconds, self.capacity, WORKER_MODULES)
         self.grammars: OrderedDict[tuple[str, str], Compiled] = OrderedDict()  # see grammar.py
@@ -75,41 +79,26 @@ class Service:
             )
 
     def snapshot(self) -> dict[str, Any]:
-        """The response of /stats."""
-        ready, stats, m = self.client.ready, self.metrics.stats, self.metrics
-        return {
+        """The response of /stats. The fields of `StatsReply` that are not computed here are those of `Ready` and `Stats`."""
+        ready, stats, metrics = self.client.ready, self.metrics.stats, self.metrics
+        values = (asdict(ready) if ready else {}) | asdict(stats)
+        values |= {
             "status": self.status,
             "model": self.model_name,
-            "variant": ready and ready.variant,
-            "communicator": ready and ready.communicator,
-            "world_size": ready and ready.world_size,
-            "device": ready and ready.device,
-            "dtype": ready and ready.dtype,
-            "max_model_len": ready and ready.max_model_len,
-            "running": stats.running if stats else 0,
-            "waiting": stats.waiting if stats else 0,
-            "kv_cache_usage": stats.kv_blocks_used / max(stats.kv_blocks_total, 1) if stats else 0.0,
-            "kv_blocks_used": stats.kv_blocks_used if stats else 0,
-            "kv_blocks_total": stats.kv_blocks_total if stats else ready.kv_blocks if ready else 0,
-            "generation_tokens_per_second": m.tokens.rate(),
-            "prompt_tokens_per_second": m.prompts.rate(),
-            "prompt_tokens": stats.prompt_tokens if stats else 0,
-            "generation_tokens": stats.generation_tokens if stats else 0,
-            "prefix_hit_rate": stats.prefix_hits / max(stats.prefix_queries, 1) if stats else 0.0,
-            "preemptions": stats.preemptions if stats else 0,
-            "step_seconds": stats.step_seconds if stats else 0.0,
-            "all_reduce_share": stats.all_reduce_share if stats else None,
-            "ttft_seconds": m.ttft.quantiles(),
-            "inter_token_seconds": m.inter_token.quantiles(),
+            "kv_cache_usage": stats.kv_cache_usage,
+            "kv_blocks_total": stats.kv_blocks_total or (ready.kv_blocks if ready else 0),
+            "generation_tokens_per_second": metrics.tokens.rate(),
+            "prompt_tokens_per_second": metrics.prompts.rate(),
+            "prefix_hit_rate": stats.prefix_hits / max(stats.prefix_queries, 1),
+            "ttft_seconds": metrics.ttft.quantiles(),
+            "inter_token_seconds": metrics.inter_token.quantiles(),
             "uptime_seconds": time.monotonic() - self.started,
         }
+        return {name: values.get(name) for name in StatsReply.model_fields}  # None: not known before the engine is ready
 
 
 def read_chat_template(settings: Settings, tokenizer: Tokenizer) -> Settings:
     """Resolve `--chat-template`: to a file's text, or unchanged if it names one of the checkpoint's. Raises UserError."""
-    from dataclasses import replace
-    from pathlib import Path
-
     wanted = settings.chat_template
     if wanted is None or wanted in tokenizer.chat_templates:
         return settings
