@@ -14,11 +14,10 @@ from typing import Any, ClassVar
 import msgspec
 
 from engine.text import Delta
-from server.generation import Plan, Prompt, Run, Usage
+from server.generation import Plan, Prompt, Usage, make_params, run
 from server.http import to_json
 from server.limits import Limits, check_answers
 from server.logprobs import by_id_layout
-from server.params import make_params
 from server.schemas import GenerationBody
 from server.service import Service
 
@@ -78,9 +77,9 @@ class GenerationRequest(ABC):
             tokens = plan.choices * sum(params.max_tokens for params in plan.params)
             check_answers(tokens, Limits(self.service.max_model_len), self.top_logprobs)
         choices = [WholeChoice() for _ in range(plan.total)]
-        with Run(self.service, plan, self.usage, log_fields) as run:
-            while run.unfinished:
-                for delta in await run.next():
+        with run(self.service, plan, self.usage, log_fields) as running:
+            while running.unfinished:
+                for delta in await running.next():
                     choices[delta.index].add(delta, self.logprobs(delta), self.prompt_logprobs(delta), self.with_ids)
         return {**self._head(self.kind), **self.reply(choices)}
 
@@ -92,12 +91,12 @@ class GenerationRequest(ABC):
         """
         chunks = Chunks(self._head(self.chunk_kind), self.usage, self.include_usage, self.continuous_usage)
         write = self.chunk_writer(chunks)
-        with Run(self.service, self.plan, self.usage, log_fields) as run:
-            while run.unfinished:
+        with run(self.service, self.plan, self.usage, log_fields) as running:
+            while running.unfinished:
                 events: list[bytes] = []
                 failure: Exception | None = None
                 try:
-                    for delta in await run.next():
+                    for delta in await running.next():
                         events.append(write(delta))
                 except Exception as e:
                     failure = e

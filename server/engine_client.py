@@ -6,8 +6,8 @@ One task reads the socket and never waits for clients, so that a slow reader del
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from types import TracebackType
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import zmq
 import zmq.asyncio
@@ -35,7 +35,7 @@ SLICE = 64  # most outputs that `next` returns at once: the backlog of a slow re
 
 
 class OutputQueue:
-    """The sequences of one HTTP request. A context manager, which aborts unfinished sequences at its end."""
+    """The outputs of one HTTP request's sequences. Made by `EngineClient.generate`."""
 
     def __init__(self, client: "EngineClient", submits: Sequence[Submit]) -> None:
         self._client = client
@@ -45,16 +45,6 @@ class OutputQueue:
         self._error: ApiError | None = None  # raised once `_arrived` is empty
         self._waiter: asyncio.Future[None] | None = None  # what `next` waits for
         self._times = {s.request_id: SequenceTimes(client.metrics, len(s.prompt_ids)) for s in submits}
-
-    def __enter__(self) -> "OutputQueue":
-        self._client.add(self._submits, self)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        reason = "error" if isinstance(error, ApiError) else "abort"
-        for request_id in list(self._times):
-            self._end(request_id, reason)
-            self._client.abort(request_id)
 
     async def next(self) -> list[tuple[int, TokenOutput]]:
         """Wait for outputs and return the oldest, at least one and at most SLICE, each with its sequence's index in `submits`.
@@ -76,8 +66,12 @@ class OutputQueue:
         """End the sequence at `index`, as when a stop string was found. No effect if it has ended already."""
         request_id = self._submits[index].request_id
         if request_id in self._times:
-            self._end(request_id, "stop")
-            self._client.abort(request_id)
+            self._abort(request_id, "stop")
+
+    def close(self, reason: str) -> None:
+        """Abort the unfinished sequences. `reason`: for the metrics."""
+        for request_id in list(self._times):
+            self._abort(request_id, reason)
 
     def on_output(self, output: TokenOutput, now: float) -> int:
         """Queue what the engine sent; `now` is time.monotonic().
@@ -104,6 +98,10 @@ class OutputQueue:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
+    def _abort(self, request_id: str, reason: str) -> None:
+        self._end(request_id, reason)
+        self._client.abort(request_id)
+
     def _end(self, request_id: str, reason: str) -> None:
         if times := self._times.pop(request_id, None):
             times.on_end(reason)
@@ -118,7 +116,6 @@ class EngineClient:
         self.fatal: str | None = None
         self.on_ready: Callable[[Ready], None] = lambda ready: None
         self.on_fatal: Callable[[str], None] = lambda message: None
-        self.started = time.monotonic()
         self._active: dict[str, OutputQueue] = {}
         self._addresses = to_engine, from_engine
         self._task: asyncio.Task[None] | None = None
@@ -149,14 +146,22 @@ class EngineClient:
         """The number of sequences that the engine has not finished."""
         return len(self._active)
 
-    def generate(self, submits: Sequence[Submit]) -> OutputQueue:
-        return OutputQueue(self, submits)
-
-    def add(self, submits: Sequence[Submit], queue: OutputQueue) -> None:
+    @contextmanager
+    def generate(self, submits: Sequence[Submit]) -> Iterator[OutputQueue]:
+        """Run one HTTP request's sequences. At the end of the `with` block, unfinished ones are aborted."""
         if self.fatal:
             raise broken()
+        queue = OutputQueue(self, submits)
         self._active |= {submit.request_id: queue for submit in submits}
         self._send(submits[0] if len(submits) == 1 else joined(submits))
+        reason = "abort"
+        try:
+            yield queue
+        except ApiError:
+            reason = "error"
+            raise
+        finally:
+            queue.close(reason)
 
     def abort(self, request_id: str) -> None:
         if self._active.pop(request_id, None) and not self.fatal:

@@ -1,20 +1,27 @@
-"""Run a request in the engine, and convert the engine's outputs to the deltas of each choice."""
+"""What the engine computes for a request, and its outputs as the deltas of each choice."""
 
 import asyncio
+import random
 import time
-from collections.abc import Iterator
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import starmap
-from types import TracebackType
 from typing import Any
 
-from engine.protocol import SamplingParams, TokenOutput
+import msgspec
+
+from engine.protocol import SamplingParams, Submit, TokenOutput
 from engine.text import AnswerStream, Delta
-from server.limits import Limits, check_prompts
-from server.params import make_submits
+from server.engine_client import OutputQueue
+from server.limits import Limits, check_ids, check_prompts
 from server.problems import ApiError
+from server.schemas import INT64, GenerationBody
 from server.service import Service
 from tokenizer import Tokenizer
+
+SMALLEST_TOP_P = 1e-9  # replaces top_p 0; keeps only the likeliest token
 
 
 @dataclass
@@ -49,6 +56,64 @@ class Plan:
         params = self.params[index // self.choices]
         return AnswerStream(index, tokenizer, self.prompt(index).ids, params, self.hidden)
 
+    def submits(self) -> list[Submit]:
+        unique = uuid.uuid4().hex  # clients may use a request id of their own more than once
+        submits = list[Submit]()
+        for prompt, params in zip(self.prompts, self.params, strict=True):
+            for i in range(self.choices):
+                seed = (params.seed + i + INT64) % (2 * INT64) - INT64  # wraps around as a signed 64-bit number
+                own = params if i == 0 else msgspec.structs.replace(params, seed=seed)
+                submits.append(Submit(f"{unique}-{len(submits)}", prompt.ids, own))
+        return submits
+
+
+def make_params(
+    body: GenerationBody,
+    tokenizer: Tokenizer,
+    vocab_size: int,
+    max_tokens: Sequence[int],
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+    grammar: str | None,
+) -> list[SamplingParams]:
+    """The engine's parameters for each prompt, whose answer has at most so many tokens. They differ in `max_tokens` and `min_tokens` only.
+
+    Raises a 400 for an unknown token id.
+    """
+    bias = {int(key): value for key, value in (body.logit_bias or {}).items()}
+    check_ids(list(bias), vocab_size, "logit_bias")
+    check_ids(body.allowed_token_ids or [], vocab_size, "allowed_token_ids")
+    check_ids(body.stop_token_ids or [], vocab_size, "stop_token_ids")
+    eos_ids = [] if body.ignore_eos else tokenizer.eos_ids
+    shared = SamplingParams(
+        max_tokens=1,
+        temperature=_given(body.temperature, 1.0),
+        top_k=max(body.top_k or 0, 0),
+        top_p=max(_given(body.top_p, 1.0), SMALLEST_TOP_P),
+        min_p=body.min_p or 0.0,
+        seed=random.getrandbits(62) if body.seed is None else body.seed,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        repetition_penalty=_given(body.repetition_penalty, 1.0),
+        logit_bias=bias,
+        allowed_token_ids=body.allowed_token_ids,
+        stop_token_ids=sorted({*(body.stop_token_ids or []), *eos_ids}),
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        grammar=grammar,
+        stop=list(body.stops),
+        include_stop=bool(body.include_stop_str_in_output),
+        skip_special=body.skip_special_tokens is not False,
+    )
+    return [
+        msgspec.structs.replace(shared, max_tokens=max(limit, 1), min_tokens=min(body.min_tokens or 0, limit))
+        for limit in max_tokens
+    ]
+
+
+def _given(value: float | None, default: float) -> float:
+    return default if value is None else value
+
 
 class Usage:
     """Token counts so far. A prompt counts once, regardless of its number of choices."""
@@ -70,34 +135,36 @@ class Usage:
         }
 
 
-class Run:
-    """Runs a plan. A context manager, which aborts unfinished sequences at its end.
+@contextmanager
+def run(service: Service, plan: Plan, usage: Usage, log_fields: dict[str, Any]) -> Iterator["Run"]:
+    """Run a plan. At the end of the `with` block, unfinished sequences are aborted.
 
     `log_fields` collects fields of the access log. Raises ApiError: 400, 429, 503.
     """
-
-    def __init__(self, service: Service, plan: Plan, usage: Usage, log_fields: dict[str, Any]) -> None:
-        self.unfinished = plan.total
-        self._service, self._plan, self._usage, self._log_fields = service, plan, usage, log_fields
-
-    def __enter__(self) -> "Run":
-        service, plan = self._service, self._plan
-        service.admit(plan.total)
-        check_prompts(plan.prompt_tokens, Limits(service.max_model_len), plan.params[0].prompt_logprobs)
-        self._choices = [plan.stream(service.tokenizer, i) for i in range(plan.total)]
-        self._log_fields |= {"prompt_tokens": self._usage.prompt, "completion_tokens": 0}
-        self._started = time.monotonic()
-        self._outputs = service.client.generate(make_submits([one.ids for one in plan.prompts], plan.params, plan.choices))
-        self._outputs.__enter__()
+    service.admit(plan.total)
+    check_prompts(plan.prompt_tokens, Limits(service.max_model_len), plan.params[0].prompt_logprobs)
+    choices = [plan.stream(service.tokenizer, i) for i in range(plan.total)]
+    log_fields |= {"prompt_tokens": usage.prompt, "completion_tokens": 0}
+    with service.client.generate(plan.submits()) as outputs:
         # One timer for the whole request: a timeout around each wait would need a timer for every token.
         seconds = service.settings.request_timeout
         error = ApiError(503, f"the request took longer than {seconds:g} s and was ended", None, "timeout")
-        self._deadline = asyncio.get_running_loop().call_later(seconds, self._outputs.on_error, error)
-        return self
+        deadline = asyncio.get_running_loop().call_later(seconds, outputs.on_error, error)
+        try:
+            yield Run(plan, choices, outputs, usage, log_fields)
+        finally:
+            deadline.cancel()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._deadline.cancel()
-        self._outputs.__exit__(kind, error, trace)
+
+class Run:
+    """A plan that runs. Made by `run`."""
+
+    def __init__(
+        self, plan: Plan, choices: list[AnswerStream], outputs: OutputQueue, usage: Usage, log_fields: dict[str, Any]
+    ) -> None:
+        self.unfinished = plan.total
+        self._plan, self._choices, self._outputs, self._usage, self._log_fields = plan, choices, outputs, usage, log_fields
+        self._started = time.monotonic()
 
     async def next(self) -> Iterator[Delta]:
         """Wait for outputs and return an iterator over their deltas, perhaps an empty one.

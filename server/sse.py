@@ -2,8 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
-from types import TracebackType
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 from starlette.responses import Response
@@ -47,7 +46,7 @@ class EventStream(Response):
                 return
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             # The middleware looks at the start of a response only, so the events bypass it.
-            async with _Writer(scope["state"]["send"], self.write_timeout) as writer:
+            async with _writing(scope["state"]["send"], self.write_timeout) as writer:
                 await writer.write(first)
                 while True:
                     try:
@@ -67,29 +66,15 @@ class _Writer:
     A client that has stopped reading must not keep its KV-cache blocks, so the time of each piece is limited. The total time is
     not, so a slow client may read for any time.
 
-    A context manager around all writes of one task, which raises ClientGone after a timeout. It has a single timer, which
-    checks now and then whether a piece takes too long. A timeout for each piece would cost more than the write.
+    One timer checks now and then whether a piece takes too long, and ends `limit`, which surrounds all writes. A timeout for each
+    piece would cost more than the write.
     """
 
-    def __init__(self, send: Send, timeout: float) -> None:
-        self.send, self.timeout = send, timeout
+    def __init__(self, send: Send, timeout: float, limit: asyncio.Timeout) -> None:
+        self.send, self.timeout, self.limit = send, timeout, limit
         self._loop = asyncio.get_running_loop()
         self._since: float | None = None  # when the current write began
-        self._limit = asyncio.timeout(None)
-        self._timer = self._loop.call_later(timeout, self._check_time)
-
-    async def __aenter__(self) -> "_Writer":
-        await self._limit.__aenter__()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._timer.cancel()
-        try:
-            await self._limit.__aexit__(kind, error, trace)
-        except TimeoutError as e:
-            raise ClientGone from e
+        self.timer = self._loop.call_later(timeout, self._check_time)
 
     async def write(self, data: bytes) -> None:
         for at in range(0, len(data), PIECE):
@@ -105,9 +90,23 @@ class _Writer:
     def _check_time(self) -> None:
         now = self._loop.time()
         if self._since is not None and now - self._since >= self.timeout:
-            self._limit.reschedule(now)
+            self.limit.reschedule(now)
         else:
-            self._timer = self._loop.call_at((self._since or now) + self.timeout, self._check_time)
+            self.timer = self._loop.call_at((self._since or now) + self.timeout, self._check_time)
+
+
+@asynccontextmanager
+async def _writing(send: Send, timeout: float) -> AsyncGenerator[_Writer, None]:
+    """A writer for the `async with` block. Raises ClientGone if the client takes longer than `timeout` seconds for a piece."""
+    try:
+        async with asyncio.timeout(None) as limit:
+            writer = _Writer(send, timeout, limit)
+            try:
+                yield writer
+            finally:
+                writer.timer.cancel()
+    except TimeoutError as e:
+        raise ClientGone from e
 
 
 def _error_of(e: Exception) -> dict[str, Any]:
