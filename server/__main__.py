@@ -17,7 +17,7 @@ STOP_SECONDS = 30.0  # time for all ranks to end, added to --drain-timeout
 def main() -> None:
     """Run one rank. With `--tp` above 1 and outside of a launcher, start the ranks instead and exit with their exit code."""
     if not is_rank():
-        from server.address import check_port
+        from server.process import check_port
         from server.settings import load_settings
 
         settings = load_settings(sys.argv[1:])

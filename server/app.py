@@ -1,23 +1,26 @@
 """The HTTP application: its routes and their descriptions in /openapi.json."""
 
+import inspect
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import FileResponse, HTMLResponse, Response
 from starlette.staticfiles import StaticFiles
 
 from server import grammar, problems, replies
 from server.answers import GenerationRequest
-from server.bodies import BoundedRoute
+from server.bounds import MAX_VALUES, Bounds, parse
 from server.chat import ChatRequest, conversation, read_conversation
 from server.completions import CompletionRequest, read_prompts
 from server.docs import render_docs
 from server.engine_client import EngineClient
 from server.generation import Prompt
-from server.http import json_response, to_json, unless_gone
+from server.http import JsonResponse, unless_gone
 from server.middleware import ApiKey, BodyLimit, RequestScope
 from server.openapi import describe, stream_of
 from server.problems import ApiError, bad
@@ -31,6 +34,7 @@ from tokenizer import Tokenizer
 B = TypeVar("B", bound=GenerationBody)
 
 STATIC = Path(__file__).parent / "static"
+INLINE = 16384  # bytes, about 2,000 token ids or a few pages of text; larger bodies are checked in a worker
 
 
 def create_app(settings: Settings, client: EngineClient, tokenizer: Tokenizer) -> FastAPI:
@@ -55,6 +59,39 @@ def create_app(settings: Settings, client: EngineClient, tokenizer: Tokenizer) -
         )
     app.add_middleware(RequestScope, service=service)
     return app
+
+
+class BoundedRoute(APIRoute):
+    """A route that parses its parameter `body`, if it has one, within bounds, as the model of the parameter's annotation.
+
+    FastAPI would parse bodies of any length in the event loop.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handler = super().get_route_handler()
+        parameter = inspect.signature(self.endpoint).parameters.get("body")
+        if parameter is None:
+            return handler
+        model: type[BaseModel] = parameter.annotation
+
+        async def handle(request: Request) -> Response:
+            raw = await request.body()
+            if raw and "json" in request.headers.get("content-type", "").partition(";")[0].lower():
+                # FastAPI uses this as the parsed body and does not check it again
+                request._json = await _read_body(request, raw, model)
+            return await handler(request)
+
+        return handle
+
+
+async def _read_body(request: Request, raw: bytes, model: type[BaseModel]) -> BaseModel:
+    """Parse the body as `model`. Raises a 400 that says what is wrong, or ClientGone if the client leaves."""
+    service: Service = request.app.state.service
+    ready = service.client.ready
+    bounds = Bounds(max(MAX_VALUES, 2 * ready.max_model_len)) if ready else Bounds()
+    if len(raw) <= INLINE:
+        return parse(raw, model, bounds)
+    return await unless_gone(request.receive, service.workers.run(parse, raw, model, bounds, slow=len(raw) > SLOW_TEXT))
 
 
 def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -82,10 +119,6 @@ def _check(service: Service, request: Request, body: Body) -> None:
     service.check_model(body.model)
 
 
-def _json(value: Any, status: int = 200) -> Response:
-    return json_response(to_json(value), status)
-
-
 def _add_generation(app: FastAPI, service: Service) -> None:
     errors = _errors(400, 401, 404, 413, 429, 500, 503)
 
@@ -109,7 +142,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
             log_fields["not_enforced"] = left_out
         if body.stream:
             return EventStream(generation.events(log_fields), service.settings.idle_timeout)
-        return _json(await unless_gone(request.receive, generation.answer(log_fields)))
+        return JsonResponse(await unless_gone(request.receive, generation.answer(log_fields)))
 
     @app.post(
         "/v1/completions",
@@ -143,7 +176,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
         options = (body.add_special_tokens is not False, ready and ready.max_model_len, bool(body.return_token_strs))
         slow = len(await request.body()) > SLOW_TEXT or body.chat_template is not None
         work = service.workers.run(tokenize_reply, given, *options, slow=slow)
-        return json_response(await unless_gone(request.receive, work))
+        return JsonResponse(await unless_gone(request.receive, work))
 
     @app.post(
         "/detokenize", response_model=replies.DetokenizeReply, responses=errors, tags=["tokens"], summary="Token ids to text"
@@ -152,7 +185,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
         _check(service, request, body)
         slow = len(body.tokens) > SLOW_TEXT
         work = service.workers.run(detokenize_reply, body.tokens, bool(body.skip_special_tokens), slow=slow)
-        return json_response(await unless_gone(request.receive, work))
+        return JsonResponse(await unless_gone(request.receive, work))
 
 
 def _add_models(app: FastAPI, service: Service) -> None:
@@ -175,7 +208,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models", response_model=replies.ModelList, responses=_errors(401), tags=["models"], summary="Served models")
     async def models() -> Response:
-        return _json({"object": "list", "data": [card(name) for name in service.settings.model_names]})
+        return JsonResponse({"object": "list", "data": [card(name) for name in service.settings.model_names]})
 
     @app.get(
         "/v1/models/{model_id:path}",
@@ -186,7 +219,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
     )
     async def model(model_id: str) -> Response:
         service.check_model(model_id)
-        return _json(card(model_id))
+        return JsonResponse(card(model_id))
 
 
 def _add_state(app: FastAPI, service: Service) -> None:
@@ -198,15 +231,15 @@ def _add_state(app: FastAPI, service: Service) -> None:
         summary="Whether requests can run",
     )
     async def health() -> Response:
-        return _json({"status": service.status}, 200 if service.status == "ready" else 503)
+        return JsonResponse({"status": service.status}, 200 if service.status == "ready" else 503)
 
     @app.get("/version", response_model=replies.Version, tags=["state"], summary="The server's version")
     async def version() -> Response:
-        return _json({"version": VERSION})
+        return JsonResponse({"version": VERSION})
 
     @app.get("/stats", response_model=replies.StatsReply, responses=_errors(401), tags=["state"], summary="For the dashboard")
     async def stats() -> Response:
-        return _json(service.snapshot())
+        return JsonResponse(service.snapshot())
 
     @app.get(
         "/metrics",

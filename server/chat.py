@@ -59,17 +59,16 @@ def conversation(service: Service, body: ChatBody | TokenizeBody) -> Conversatio
     if body.documents is not None:
         variables["documents"] = body.documents
     continued = bool(body.continue_final_message)
-    return Conversation(
-        messages=[_for_template(message) for message in body.messages or []],
-        tools=tools or None,
-        chat_template=service.chat_template if body.chat_template is None else body.chat_template,
-        add_generation_prompt=not continued if body.add_generation_prompt is None else body.add_generation_prompt,
-        continue_final_message=continued,
-        variables=variables,
-        add_special_tokens=bool(body.add_special_tokens),
-        parse_special=service.settings.parse_control_tokens,
-        own_template=own_template,
-    )
+    options = {
+        "tools": tools or None,
+        "add_generation_prompt": not continued if body.add_generation_prompt is None else body.add_generation_prompt,
+        "continue_final_message": continued,
+        "chat_template": service.chat_template if body.chat_template is None else body.chat_template,
+        "add_special_tokens": bool(body.add_special_tokens),
+        "parse_special": service.settings.parse_control_tokens,
+        **variables,
+    }
+    return Conversation([_for_template(message) for message in body.messages or []], options, own_template)
 
 
 async def read_conversation(service: Service, body: ChatBody, size: int) -> list[Prompt]:

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 import msgspec
@@ -25,8 +25,13 @@ def to_json(value: Any) -> bytes:
         return json.dumps(value).encode()
 
 
-def json_response(body: bytes, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    return Response(body, status, headers, media_type="application/json")
+class JsonResponse(Response):
+    """A response of a value, or of bytes that are JSON already."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return content if isinstance(content, bytes) else to_json(content)
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

@@ -19,9 +19,8 @@ from options import dtype_name
 from presets import model_config
 from processes import LAUNCHER
 from server import logs
-from server.address import check_port
 from server.logs import log
-from server.process import Frontend
+from server.process import Frontend, check_port
 from server.settings import Settings, load_settings
 from tokenizer import Tokenizer, check_fits
 from tokenizer_files import tokenizer_of

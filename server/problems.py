@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from errors import UserError
-from server.http import json_response, to_json
+from server.http import JsonResponse
 
 if TYPE_CHECKING:  # worker processes raise these errors, too, and start faster without FastAPI
     from fastapi import FastAPI
@@ -61,7 +61,7 @@ class ApiError(HTTPException):
             headers["retry-after"] = RETRY_SECONDS[self.status_code]
         if self.status_code == 401:
             headers["www-authenticate"] = "Bearer"
-        return json_response(to_json(self.body), self.status_code, headers)
+        return JsonResponse(self.body, self.status_code, headers)
 
 
 def bad(param: str | None, message: str, code: str | None = None) -> ApiError:

@@ -1,12 +1,14 @@
-"""Rank 0's frontend process: start it, forward signals to it, and detect when either side ends.
+"""Rank 0's frontend process: check its address, start it, forward signals to it, and detect when either side ends.
 
 Imports nothing heavy: the new process imports this module, and must answer /health while the model is still loading.
 """
 
 import contextlib
+import errno
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import time
 from types import FrameType
@@ -14,11 +16,35 @@ from types import FrameType
 import zmq
 
 from engine.protocol import Fatal, encode
+from errors import UserError
 from processes import name_process, parent_pid, run_folder, when_ended
 from server.settings import Settings
 
 JOIN_SECONDS = 10.0  # time for the frontend to end after the engine
 ORPHAN_SECONDS = 5.0  # time for the frontend to send errors to its clients after the engine has ended
+
+
+def check_port(settings: Settings) -> None:
+    """Raises UserError if `settings.host` and `settings.port` cannot be bound now. The frontend binds them later."""
+    where = f"port {settings.port} of {settings.host}"
+    try:
+        found = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as e:
+        raise UserError(f"--host {settings.host} is no address ({e.strerror}); give one of this machine's") from None
+    for family, kind, protocol, _, address in found:
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the frontend does
+            if family == socket.AF_INET6:
+                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            try:
+                probe.bind(address)
+            except OSError as e:
+                if e.errno == errno.EADDRINUSE:
+                    raise UserError(
+                        f"{where} is taken by another program; end that, or choose another one with --port"
+                    ) from None
+                reason = os.strerror(e.errno or 0)
+                raise UserError(f"cannot listen on {where} ({reason}); choose others with --host and --port") from None
 
 
 class Frontend:
@@ -72,8 +98,8 @@ def report_engine_death(from_engine: str) -> None:
 
     Exit the process here if it has not ended after ORPHAN_SECONDS.
     """
-    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
-    socket.connect(from_engine)
-    socket.send(encode(Fatal("the engine process ended")))
+    push: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
+    push.connect(from_engine)
+    push.send(encode(Fatal("the engine process ended")))
     time.sleep(ORPHAN_SECONDS)
     os._exit(1)

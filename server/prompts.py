@@ -1,7 +1,7 @@
 """Convert texts and conversations to token ids and back. These functions run in worker processes."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from errors import UserError
@@ -16,17 +16,11 @@ SLOW_TEXT = 65536  # characters; longer requests are slow jobs
 
 @dataclass(frozen=True)
 class Conversation:
-    """The input of a chat template. Fields are as in `Tokenizer.render_chat` and `Tokenizer.encode_chat`."""
+    """The input of a chat template: `messages` and `options` are arguments of `Tokenizer.encode_chat`."""
 
     messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] | None
-    chat_template: str | None
-    add_generation_prompt: bool
-    continue_final_message: bool
-    variables: dict[str, Any] = field(default_factory=dict)
-    add_special_tokens: bool = False
-    parse_special: bool = False  # --parse-control-tokens
-    own_template: bool = False  # the request brings its own template
+    options: dict[str, Any]
+    own_template: bool  # the request brings its own template
 
 
 def chat_prompt(chat: Conversation, limits: Limits | None) -> list[int]:
@@ -37,17 +31,7 @@ def chat_prompt(chat: Conversation, limits: Limits | None) -> list[int]:
     tokenizer = worker_tokenizer()
     check = None if limits is None else lambda text: check_characters(tokenizer, text, limits, "messages")
     try:
-        ids = tokenizer.encode_chat(
-            chat.messages,
-            tools=chat.tools,
-            add_generation_prompt=chat.add_generation_prompt,
-            continue_final_message=chat.continue_final_message,
-            chat_template=chat.chat_template,
-            add_special_tokens=chat.add_special_tokens,
-            parse_special=chat.parse_special,
-            check=check,
-            **chat.variables,
-        )
+        ids = tokenizer.encode_chat(chat.messages, check=check, **chat.options)
     except UserError as e:
         raise bad("chat_template" if chat.own_template else "messages", str(e)) from e
     return ids if limits is None else _cut(ids, limits, "messages")

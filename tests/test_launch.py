@@ -16,7 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 import launch as launcher
 from errors import UserError
 from processes import on_ranks
-from server.address import check_port
+from server.process import check_port
 from server.settings import Settings
 from tests import ROOT
 from tests.support import quick_start
