@@ -1,18 +1,21 @@
-"""Shared by all command-line programs: one-line errors, and the same exit code on every rank. `Parser` is from flags.py."""
+"""Shared by all command-line programs: their parser, one-line errors, and the same exit code on every rank. Loads no torch."""
 
+import argparse
 import os
+import re
 import sys
-from collections.abc import Callable
-from typing import NoReturn
-
-import torch.distributed as dist
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from typing import Any, NoReturn
 
 from errors import UserError
-from flags import Parser as Parser
-from flags import rank as rank
 from processes import is_rank, join_launcher
 
 USER_ERROR, LOST_RANK, INTERRUPTED = 2, 1, 130  # exit codes
+
+
+def rank() -> int:
+    return int(os.environ.get("RANK", 0))
 
 
 def note(text: str = "", end: str = "\n") -> None:
@@ -42,12 +45,17 @@ def run(main: Callable[[], None]) -> NoReturn:
     except BrokenPipeError:  # the reader of our output has ended, as in `… | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except RuntimeError as e:
-        if not (dist.is_initialized() and _lost_connection(str(e))):
+        if not (_in_process_group() and _lost_connection(str(e))):
             raise
         what = f"rank {rank()} lost the connection to another rank, which ended or was killed"
         print(f"error: {what} ({str(e).splitlines()[0]})", file=sys.stderr)
         code = LOST_RANK
     leave(code)
+
+
+def _in_process_group() -> bool:
+    distributed = sys.modules.get("torch.distributed")  # not imported here: wrong flags are reported without waiting for torch
+    return distributed is not None and distributed.is_initialized()
 
 
 def _lost_connection(message: str) -> bool:
@@ -59,6 +67,65 @@ def leave(code: int) -> NoReturn:
     """Exit now. Skip the destructors of a process group, since those of a broken one may wait for ranks that ended."""
     sys.stdout.flush()
     sys.stderr.flush()
-    if dist.is_initialized():
+    if _in_process_group():
         os._exit(code)
     sys.exit(code)
+
+
+def program() -> str:
+    """How this program was started: `python -m MODULE`, or the name of the script."""
+    spec = sys.modules["__main__"].__spec__
+    if spec is not None and spec.origin == sys.argv[0]:
+        return f"python -m {spec.name.removesuffix('.__main__')}"
+    return os.path.basename(sys.argv[0])
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that raises UserError, so that N ranks do not print N usage texts.
+
+    Unknown flags are reported first: for a misspelt required flag, argparse itself would only report that it is missing.
+    """
+
+    def __init__(self, prog: str | None = None, **options: Any) -> None:
+        super().__init__(prog or program(), **options)
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see {self.prog} --help")
+
+    def print_help(self, file: Any = None) -> None:
+        if rank() == 0:
+            super().print_help(file)
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]  # fewer overloads
+        given = sys.argv[1:] if args is None else list(args)
+        if unknown := self._unknown(given):
+            self.error(f"unknown flag{'s' if len(unknown) > 1 else ''} {', '.join(map(self._with_match, unknown))}")
+        return super().parse_args(given, namespace)
+
+    def _unknown(self, given: Sequence[str]) -> list[str]:
+        """The words that look like flags but are not."""
+        known = self._option_string_actions
+        before = given[: given.index("--")] if "--" in given else given
+        if any(action.nargs in (argparse.REMAINDER, argparse.PARSER) for action in self._actions):
+            before = self._before_program(before)
+        words = [text.partition("=")[0] for text in before if re.match(r"--?[a-zA-Z]", text) and " " not in text]
+        return [word for word in words if not self._is_known(word, list(known))]
+
+    def _before_program(self, given: Sequence[str]) -> list[str]:
+        """The flags before the program to start, whose own flags follow."""
+        rest, flags = list(given), []
+        while rest and rest[0].startswith("-"):
+            flags.append(rest.pop(0))
+            action = self._option_string_actions.get(flags[-1])
+            if action is not None and action.nargs is None:
+                rest[:1] = []  # its value
+        return flags
+
+    def _is_known(self, word: str, known: list[str]) -> bool:
+        if word.startswith("--"):
+            return word in known or (self.allow_abbrev and any(flag.startswith(word) for flag in known))
+        return word in known or word[:2] in known  # -n5 is -n 5
+
+    def _with_match(self, word: str) -> str:
+        close = get_close_matches(word, self._option_string_actions, n=1, cutoff=0.7)
+        return f"{word} (did you mean {close[0]}?)" if close else word

@@ -9,7 +9,10 @@ and converts between text and token ids, so that this work does not delay the en
 
 import sys
 
-from processes import is_rank, join_launcher
+from cli import leave, run
+from processes import is_rank
+from server.process import check_port
+from server.settings import load_settings
 
 STOP_SECONDS = 30.0  # time for all ranks to end, added to --drain-timeout
 
@@ -17,14 +20,10 @@ STOP_SECONDS = 30.0  # time for all ranks to end, added to --drain-timeout
 def main() -> None:
     """Run one rank. With `--tp` above 1 and outside of a launcher, start the ranks instead and exit with their exit code."""
     if not is_rank():
-        from server.process import check_port
-        from server.settings import load_settings
-
         settings = load_settings(sys.argv[1:])
         check_port(settings)
         if settings.tp is not None and settings.tp > 1:
-            from cli import leave
-            from launch import start_ranks
+            from launch import start_ranks  # imported here, because wrong flags need not wait for torch
 
             leave(start_ranks(settings.tp, ["-m", "server", *sys.argv[1:]], settings.drain_timeout + STOP_SECONDS))
     from server.launch import main as serve
@@ -32,8 +31,5 @@ def main() -> None:
     serve()
 
 
-if __name__ == "__main__":  # the frontend process imports this file, too, and must not wait for torch
-    join_launcher()
-    from cli import run
-
+if __name__ == "__main__":
     run(main)

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from cli import Parser
 from errors import UserError
-from flags import Parser
 from options import ModelOptions, add_options, option, whole_number
 from presets import has_random_weights
 from server.config_sources import parse_environment, parse_file

@@ -5,9 +5,9 @@ from dataclasses import dataclass, fields
 
 import pytest
 
+from cli import Parser
 from config import with_variant
 from errors import UserError
-from flags import Parser
 from generate import parse_args
 from options import ModelOptions, add_options, option, whole_number
 from presets import PRESETS

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from cli import Parser
 from errors import UserError
-from flags import Parser
 from presets import PRESETS, preset
 from tests import ROOT
 
