@@ -21,6 +21,7 @@ from server.docs import render_docs
 from server.engine_client import EngineClient
 from server.generation import Prompt
 from server.http import JsonResponse, unless_gone
+from server.json_schema import Compiled
 from server.middleware import ApiKey, BodyLimit, RequestScope
 from server.openapi import describe, stream_of
 from server.problems import ApiError, bad
@@ -132,8 +133,11 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         _check(service, request, body)
         service.check_ready()
         size = len(await request.body())
-        prompts = await unless_gone(request.receive, read(service, body, size))
-        compiled = await grammar.for_request(service, body, request.receive)
+
+        async def prepare() -> tuple[list[Prompt], Compiled]:
+            return await read(service, body, size), await grammar.for_request(service, body)
+
+        prompts, compiled = await unless_gone(request.receive, prepare())
         generation = make(service, body, prompts, compiled.grammar)
         log_fields = request.state.log_fields
         if body.user:

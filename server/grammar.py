@@ -4,10 +4,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from starlette.types import Receive
-
 from engine.grammars import MAX_TEXT
-from server.http import unless_gone
 from server.json_schema import Compiled, ForcedTool, SchemaError, compile_calls, compile_schema
 from server.problems import bad
 from server.schemas import ChatBody, GenerationBody, JsonSchemaResponseFormat
@@ -19,20 +16,19 @@ MAX_CACHED = 64  # most cached grammars of earlier requests
 MAX_CACHED_TEXT = 4 << 20  # most characters of cached grammars and their schemas
 
 
-async def for_request(service: Service, body: GenerationBody, receive: Receive) -> Compiled:
+async def for_request(service: Service, body: GenerationBody) -> Compiled:
     """The grammar of a forced tool call or of a JSON format; UNCONSTRAINED if the request has neither.
 
-    Raises a 400 that names the field for a schema that is wrong, or strict and not enforceable. Raises ClientGone if the client
-    leaves.
+    Raises a 400 that names the field for a schema that is wrong, or strict and not enforceable.
     """
     tools = _forced(body) if isinstance(body, ChatBody) else []
     chosen = body.json_format
     try:
         if tools:
-            return await unless_gone(receive, _compiled(service, compile_calls, tools))
+            return await _compiled(service, compile_calls, tools)
         if isinstance(chosen, JsonSchemaResponseFormat):
             schema, strict = chosen.json_schema.schema_, chosen.json_schema.strict is True
-            return await unless_gone(receive, _compiled(service, compile_schema, schema, strict))
+            return await _compiled(service, compile_schema, schema, strict)
         return await _compiled(service, compile_schema, {"type": "object"}, True) if chosen else UNCONSTRAINED
     except SchemaError as e:
         param = "response_format" if not tools else "tools" if e.tool is None else f"tools.{e.tool}.function.parameters"
