@@ -28,6 +28,7 @@ from errors import UserError
 from options import ModelOptions, add_options, dtype_name
 from presets import model_config
 from profiling import annotate, profiled
+from scripts.lib.markdown import table_lines
 from tp import World, init_world
 
 Span = tuple[float, float]  # begin and end, µs
@@ -180,14 +181,14 @@ def by_phase(line: Timeline) -> dict[str, Split]:
 
 
 def table(phases: dict[str, Split]) -> str:
-    head = "| ms | step | compute | hidden communication | exposed communication | idle | hidden share |"
-    lines = [head, "|---|---|---|---|---|---|---|"]
+    head = ["ms", "step", "compute", "hidden communication", "exposed communication", "idle", "hidden share"]
+    lines: list[list[str]] = []
     for name, one in phases.items():
         total = one.hidden + one.exposed
         share = f"{one.hidden / total:.0%}" if total else "none sent"
-        parts = " | ".join(f"{ms:.3f}" for ms in (one.step, one.compute, one.hidden, one.exposed, one.idle))
-        lines.append(f"| {name} | {parts} | {share} |")
-    return "\n".join(lines)
+        parts = (f"{ms:.3f}" for ms in (one.step, one.compute, one.hidden, one.exposed, one.idle))
+        lines.append([name, *parts, share])
+    return "\n".join(table_lines(head, lines))
 
 
 def kernels(events: Sequence[Event], line: Timeline) -> str | None:
@@ -204,11 +205,11 @@ def kernels(events: Sequence[Event], line: Timeline) -> str | None:
     if not found:
         return None
     rows = sorted(found.items(), key=lambda item: -sum(item[1]))
-    lines = ["| kernel | launches a step | µs each, median | µs a step |", "|---|---|---|---|"]
+    lines: list[list[str]] = []
     for name, spans in rows[:SHOWN_KERNELS]:
         each, step = median(spans), sum(spans) / len(windows)
-        lines.append(f"| `{name.replace('|', ' ')[:70]}` | {len(spans) / len(windows):.1f} | {each:.2f} | {step:.1f} |")
-    return "\n".join(lines)
+        lines.append([f"`{name.replace('|', ' ')[:70]}`", f"{len(spans) / len(windows):.1f}", f"{each:.2f}", f"{step:.1f}"])
+    return "\n".join(table_lines(["kernel", "launches a step", "µs each, median", "µs a step"], lines))
 
 
 def marked(events: list[Event], line: Timeline) -> list[Event]:

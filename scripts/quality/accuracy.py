@@ -31,6 +31,7 @@ from presets import model_config
 from processes import on_ranks
 from scripts.corpus.documents import documents, render
 from scripts.lib.machine import describe, machine
+from scripts.lib.markdown import table_lines
 from scripts.lib.results import ROOT, add_write_option, results_folder, write_json, write_text
 from scripts.quality.embedded import EXACT, TASKS
 from tokenizer import Tokenizer
@@ -109,7 +110,7 @@ def table(rows: list[dict[str, Any]], where: dict[str, Any]) -> str:
     rows = [row for row in rows if row["comm"] == EXACT]
     sizes = sorted({row["tp"] for row in rows})
     head = ["model", "variant", *(f"perplexity, tp {n}" for n in sizes), *TASKS, "mean"]
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    lines: list[list[str]] = []
     for name in dict.fromkeys(row["model"] for row in rows):
         mine = {row["tp"]: row for row in rows if row["model"] == name}
         cells = [f"`{name}`", mine[sizes[0]]["variant"], *(f"{mine[n]['perplexity']:.4f}" for n in sizes)]
@@ -117,12 +118,12 @@ def table(rows: list[dict[str, Any]], where: dict[str, Any]) -> str:
             values = [_task(mine[n], task) * 100 for n in sizes]
             same = max(values) - min(values) < 0.05
             cells.append(f"{values[0]:.1f}" if same else f"{min(values):.1f} to {max(values):.1f}")
-        lines.append("| " + " | ".join(cells) + " |")
+        lines.append(cells)
     caption = (
         f"Exact match in %, {rows[0]['items_per_task']} held-out items a task, greedy, fp32; a single figure is the same at "
         f"tp {', '.join(map(str, sizes))}. Made on {describe(where, 'cpu')}."
     )
-    return "\n".join([*lines, "", caption, ""])
+    return "\n".join([*table_lines(head, lines), "", caption, ""])
 
 
 def quantized_table(rows: list[dict[str, Any]], where: dict[str, Any]) -> str:
@@ -130,7 +131,7 @@ def quantized_table(rows: list[dict[str, Any]], where: dict[str, Any]) -> str:
     exact = {(row["model"], row["tp"]): row for row in rows if row["comm"] == EXACT}
     pairs = list(dict.fromkeys((row["comm"], row["tp"]) for row in rows if row["comm"] != EXACT))
     head = ["model", *(f"{comm}, tp {tp}" for comm, tp in pairs)]
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    lines: list[list[str]] = []
     for name in dict.fromkeys(row["model"] for row in rows):
         cells = [f"`{name}`"]
         for pair in pairs:
@@ -138,12 +139,12 @@ def quantized_table(rows: list[dict[str, Any]], where: dict[str, Any]) -> str:
             same = exact[name, row["tp"]]
             change = row["perplexity"] / same["perplexity"] - 1
             cells.append(f"{change:+.3%}; {(_task(row, 'mean') - _task(same, 'mean')) * 100:+.1f}")
-        lines.append("| " + " | ".join(cells) + " |")
+        lines.append(cells)
     caption = (
         f"Change against exact fp32 sums: of perplexity in %; of the mean exact match in points, {rows[0]['items_per_task']} "
         f"held-out items a task, greedy, fp32. Groups of 128 values unless named. Made on {describe(where, 'cpu')}."
     )
-    return "\n".join([*lines, "", caption, ""])
+    return "\n".join([*table_lines(head, lines), "", caption, ""])
 
 
 def _task(row: dict[str, Any], task: str) -> float:

@@ -24,6 +24,7 @@ from processes import on_ranks
 from scripts.corpus.tokens import TOKENS_PER_DOCUMENT, write_corpus
 from scripts.lib import results
 from scripts.lib.machine import describe, machine
+from scripts.lib.markdown import table_lines
 from scripts.quality.accuracy import evaluate
 from scripts.quality.embedded import TASKS
 from tp import World
@@ -65,17 +66,17 @@ def retrain(args: argparse.Namespace, layers: int, data: Path) -> Path:
 
 def table(rows: list[dict[str, Any]], about: dict[str, Any]) -> str:
     head = ["model", "perplexity", *TASKS, "mean"]
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    lines: list[list[str]] = []
     for row in rows:
         scores = [row[task] * 100 for task in TASKS]
-        cells = [row["what"], f"{row['perplexity']:.4f}", *(f"{s:.1f}" for s in (*scores, sum(scores) / len(scores)))]
-        lines.append("| " + " | ".join(cells) + " |")
+        mean = sum(scores) / len(scores)
+        lines.append([row["what"], f"{row['perplexity']:.4f}", *(f"{s:.1f}" for s in (*scores, mean))])
     caption = (
         f"Exact match in %, {rows[0]['items_per_task']} held-out items a task. Retrained for {about['steps']} steps of "
         f"{BATCH} x {SEQUENCE} tokens, {about['distill']:.0%} of the loss by distillation, peak learning rate "
         f"{about['learning_rate']:g}. Made on {describe(about['machine'], 'cpu')}."
     )
-    return "\n".join([*lines, "", caption, ""])
+    return "\n".join([*table_lines(head, lines), "", caption, ""])
 
 
 def main() -> None:

@@ -32,6 +32,7 @@ from presets import model_config
 from processes import on_ranks
 from scripts.corpus.documents import documents, render
 from scripts.lib.machine import describe, machine
+from scripts.lib.markdown import table_lines
 from scripts.lib.results import ROOT, add_write_option, results_folder, write_json, write_text
 from scripts.quality.accuracy import SEED, perplexity
 from tokenizer_files import load_tokenizer
@@ -160,8 +161,8 @@ def table(rows: list[dict[str, Any]], where: dict[str, Any]) -> str:
     for model in dict.fromkeys(row["model"] for row in rows):
         mine = [row for row in rows if row["model"] == model]
         lines += [f"`{model}`, exact perplexity {mine[0]['exact_perplexity']:.4f}", ""]
-        lines += ["| `--comm` | " + " | ".join(columns) + " |", "|" + "---|" * (len(columns) + 1)]
-        lines += [f"| `{row['scheme']}` | " + " | ".join(cell(row) for cell in columns.values()) + " |" for row in mine]
+        cells = [[f"`{row['scheme']}`", *(cell(row) for cell in columns.values())] for row in mine]
+        lines += table_lines(["`--comm`", *columns], cells)
         lines.append("")
     caption = (
         f"{rows[0]['tp']} ranks, fp32 weights. Errors: squared, relative to the squares of the exact values, over the sums of "

@@ -22,6 +22,7 @@ from tqdm import tqdm
 from cli import Parser, run
 from config import ModelConfig
 from presets import preset
+from scripts.lib.markdown import table_lines
 from scripts.lib.results import add_write_option, made, results_folder, write_json, write_text
 from scripts.report.plan_fit import FITTED, TABLE_IV, flops_of_table_v, report_fit
 from training.plan import parse_args
@@ -178,24 +179,24 @@ def gb(intervals: list[Interval]) -> str:
     return ", ".join(f"{a:g} to {b:g}" for a, b in intervals) or "never"
 
 
-def nearest_settings(found: list[dict[str, Any]], link_efficiency: float) -> list[str]:
-    """Markdown lines: for each model and rule, the settings of `vary` that change the fewest figures.
+def nearest_settings(found: list[dict[str, Any]], link_efficiency: float) -> list[list[str]]:
+    """Cells of table lines: for each model and rule, the settings of `vary` that change the fewest figures.
 
     If a row is chosen without any change, the settings that change one figure are listed too.
     """
     shipped = {"link_efficiency": link_efficiency, "part_of_node": 1.0, "nodes_per_leaf": 0}
-    lines = []
+    lines: list[list[str]] = []
     for name, rule in itertools.product(TABLE_IV, RULES):
         mine = [(f, [k for k in shipped if f[k] != shipped[k]]) for f in found if (f["model"], f["rule"]) == (name, rule)]
         fewest = max(1, min((len(changed) for _, changed in mine), default=1))
         if not mine:
-            lines.append(f"| {name} | {rule} | none of the settings | never |")
+            lines.append([name, rule, "none of the settings", "never"])
         by_memory: dict[str, list[str]] = {}
         for setting, changed in mine:
             if len(changed) <= fewest:
                 text = " and ".join(_changed(setting, key) for key in changed) or "as shipped"
                 by_memory.setdefault(gb(setting["gb_beside_states"]), []).append(text)
-        lines += [f"| {name} | {rule} | {'; '.join(texts)} | {memory} |" for memory, texts in by_memory.items()]
+        lines += [[name, rule, "; ".join(texts), memory] for memory, texts in by_memory.items()]
     return lines
 
 
@@ -217,57 +218,82 @@ def joint(found: list[dict[str, Any]]) -> dict[str, int]:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    rows, bar = result["rows"], "|---" * (len(RULES) + 2) + "|"
-    rules = " | ".join(RULES)
-    lines = [f"| model | table IV | {' | '.join(f'chosen, {rule}' for rule in RULES)} |", bar]
-    lines += [f"| {name} | {row['table_iv']} | {' | '.join(row['chosen'].values())} |" for name, row in rows.items()]
+    tried = result["settings_tried"]
+    sections = [
+        _choices(result),
+        ["Table IV's row on 1,024 GPUs:", "", *_rows_of_table_iv(result["rows"])],
+        [
+            "GB of a GPU besides model states and the executor's buffers (activations and reserve) for which the row is chosen:",
+            "",
+            *_memory_ranges(result["rows"]),
+        ],
+        ["ZeRO-3's memory for the 30B, GB a GPU (section VI.B.2):", "", *_zero3(result["zero3_30b_gb"])],
+        [
+            "GB besides model states for which the row is chosen with other bandwidths, changing the fewest figures:",
+            "",
+            *table_lines(
+                ["model", "judged by", "changed figures", "GB besides model states"],
+                nearest_settings(result["varied"], result["link_efficiency"]),
+            ),
+        ],
+        [
+            f"Rows that are the optimum at once, of {tried} settings of the bandwidths:",
+            "",
+            *table_lines(["judged by: rows", "settings"], result["joint"].items()),
+        ],
+        ["Fit of the open figures to the throughputs of table V (16 a model):", "", *_fit(result["fit"])],
+        ["FLOPs a token, forward and backward, in 1e11:", "", *_flops(result["flops_per_token"])],
+    ]
+    caption = "1,024 A800s (all sizes: 8 to 1,024, 30B from 32), 4M tokens a step, sequences of 4,096, micro-batches of one, 80 GB a GPU"
+    source = f"{caption}; bandwidths synthesized from training/planner/clusters/a800.json."
+    return "\n\n".join(["\n".join(lines) for lines in sections] + [source + "\n"])
+
+
+def _choices(result: dict[str, Any]) -> list[str]:
     plans = result["plans"]
-    lines += [
+    return [
+        *table_lines(
+            ["model", "table IV", *(f"chosen, {rule}" for rule in RULES)],
+            [[name, row["table_iv"], *row["chosen"].values()] for name, row in result["rows"].items()],
+        ),
         "",
         f"Plans for 1,024 GPUs: {plans['first_filter']} behind the first filter, {plans['both_filters']} behind both.",
     ]
-    lines += ["", "Table IV's row on 1,024 GPUs:", ""]
-    lines += ["| model | communication above the chosen plan's | predicted MFU, % | stated MFU, % |", "|---|---|---|---|"]
+
+
+def _rows_of_table_iv(rows: dict[str, Any]) -> list[str]:
+    lines = []
     for name, row in rows.items():
         more, mfu = row["communication_above_the_choice"], 100 * row["of_table_iv"]["mfu"]
-        lines.append(f"| {name} | {more:.1%} | {mfu:.1f} | {row['stated_mfu_percent']} |")
-    lines += [
-        "",
-        "GB of a GPU besides model states and the executor's buffers (activations and reserve) for which the row is chosen:",
-        "",
-    ]
-    lines += [f"| model | computed here | {rules} |", bar]
+        lines.append([name, f"{more:.1%}", f"{mfu:.1f}", row["stated_mfu_percent"]])
+    return table_lines(["model", "communication above the chosen plan's", "predicted MFU, %", "stated MFU, %"], lines)
+
+
+def _memory_ranges(rows: dict[str, Any]) -> list[str]:
+    lines = []
     for name, row in rows.items():
-        ranges = " | ".join(gb(intervals) for intervals in row["gb_beside_states_for_table_iv"].values())
-        lines.append(f"| {name} | {row['gb_beside_states_here']} | {ranges} |")
-    lines += ["", "ZeRO-3's memory for the 30B, GB a GPU (section VI.B.2):", ""]
-    lines += ["| GPUs | stated | of it besides model states | computed here |", "|---|---|---|---|"]
-    for row in result["zero3_30b_gb"]:
-        lines.append(f"| {row['gpus']} | {row['stated']} | {row['stated_beside_states']:.1f} | {row['here']:.1f} |")
-    lines += ["", "GB besides model states for which the row is chosen with other bandwidths, changing the fewest figures:", ""]
-    lines += [
-        "| model | judged by | changed figures | GB besides model states |",
-        "|---|---|---|---|",
-        *nearest_settings(result["varied"], result["link_efficiency"]),
+        ranges = (gb(intervals) for intervals in row["gb_beside_states_for_table_iv"].values())
+        lines.append([name, row["gb_beside_states_here"], *ranges])
+    return table_lines(["model", "computed here", *RULES], lines)
+
+
+def _zero3(rows: list[dict[str, Any]]) -> list[str]:
+    lines = [[row["gpus"], row["stated"], f"{row['stated_beside_states']:.1f}", f"{row['here']:.1f}"] for row in rows]
+    return table_lines(["GPUs", "stated", "of it besides model states", "computed here"], lines)
+
+
+def _fit(fit: dict[str, Any]) -> list[str]:
+    lines = [[name, *(f"{figures[f]:.3f}" for f in FITTED), f"{figures['rms_error']:.1%}"] for name, figures in fit.items()]
+    return table_lines(["models", *(f.replace("_", " ") for f in FITTED), "RMS error"], lines)
+
+
+def _flops(by_model: dict[str, Any]) -> list[str]:
+    columns = {"from table V": "table V", "Llama 1's shape": "Llama 1", "6144 features": "6144 features"}
+    lines = [
+        [name, *(f"{flops[key] / 1e11:.3f}" if key in flops else "" for key in columns.values())]
+        for name, flops in by_model.items()
     ]
-    lines += ["", f"Rows that are the optimum at once, of {result['settings_tried']} settings of the bandwidths:", ""]
-    lines += ["| judged by: rows | settings |", "|---|---|", *(f"| {name} | {n} |" for name, n in result["joint"].items())]
-    lines += ["", "Fit of the open figures to the throughputs of table V (16 a model):", ""]
-    lines += ["| models | " + " | ".join(f.replace("_", " ") for f in FITTED) + " | RMS error |", "|---|---|---|---|---|---|"]
-    for name, figures in result["fit"].items():
-        lines.append(f"| {name} | " + " | ".join(f"{figures[f]:.3f}" for f in FITTED) + f" | {figures['rms_error']:.1%} |")
-    lines += [
-        "",
-        "FLOPs a token, forward and backward, in 1e11:",
-        "",
-        "| model | from table V | Llama 1's shape | 6144 features |",
-    ]
-    lines.append("|---|---|---|---|")
-    for name, flops in result["flops_per_token"].items():
-        cells = [f"{flops[key] / 1e11:.3f}" if key in flops else "" for key in ("table V", "Llama 1", "6144 features")]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    caption = "1,024 A800s (all sizes: 8 to 1,024, 30B from 32), 4M tokens a step, sequences of 4,096, micro-batches of one, 80 GB a GPU"
-    return "\n".join([*lines, "", f"{caption}; bandwidths synthesized from training/planner/clusters/a800.json.", ""])
+    return table_lines(["model", *columns], lines)
 
 
 def draw_choices(cluster: Cluster, path: Path) -> None:

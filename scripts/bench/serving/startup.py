@@ -24,6 +24,7 @@ import httpx
 from cli import Parser, note, run
 from errors import UserError
 from scripts.lib.machine import machine
+from scripts.lib.markdown import table_lines
 from scripts.lib.results import ROOT
 from scripts.lib.servers import rung_server
 
@@ -90,11 +91,10 @@ def measure(args: argparse.Namespace, caches: Path) -> dict[str, Any]:
 def table(runs: list[dict[str, Any]]) -> str:
     """A Markdown table with one line per run, in seconds."""
     names = list(dict.fromkeys(name for one in runs for name in one["phases"]))
-    lines = [f"| kernel cache | {' | '.join(names)} | command to first token |", "|" + "---|" * (len(names) + 2)]
-    for one in runs:
-        cells = [f"{one['phases'].get(name, 0.0):.2f}" for name in names]
-        lines.append(f"| {one['cache']} | {' | '.join(cells)} | {one['first_token']:.2f} |")
-    return "\n".join([*lines, "", "Seconds."])
+    rows = [
+        [one["cache"], *(f"{one['phases'].get(name, 0.0):.2f}" for name in names), f"{one['first_token']:.2f}"] for one in runs
+    ]
+    return "\n".join([*table_lines(["kernel cache", *names, "command to first token"], rows), "", "Seconds."])
 
 
 def parse_args() -> argparse.Namespace:

@@ -24,6 +24,7 @@ from engine import LLM, SamplingParams
 from errors import UserError
 from presets import model_config
 from scripts.lib.machine import describe, machine
+from scripts.lib.markdown import table_lines
 from scripts.lib.results import ROOT, add_write_option, results_folder, write_json, write_text
 from tokenizer_files import load_tokenizer
 from tp import init_world
@@ -86,11 +87,12 @@ def parse_args() -> argparse.Namespace:
 
 
 def table(rows: list[dict[str, Any]], caption: str) -> str:
-    lines = ["| batch | Rung, tokens/s | transformers, tokens/s | ratio |", "|---|---|---|---|"]
+    lines: list[list[object]] = []
     for row in rows:
         ours, theirs = row["tokens_per_second"]["rung"], row["tokens_per_second"]["transformers"]
-        lines.append(f"| {row['batch']} | {ours:.0f} | {theirs:.0f} | {ours / theirs:.2f} |")
-    return "\n".join([*lines, "", caption, ""])
+        lines.append([row["batch"], f"{ours:.0f}", f"{theirs:.0f}", f"{ours / theirs:.2f}"])
+    head = ["batch", "Rung, tokens/s", "transformers, tokens/s", "ratio"]
+    return "\n".join([*table_lines(head, lines), "", caption, ""])
 
 
 def main() -> None:

@@ -1,0 +1,13 @@
+"""Tables in Markdown."""
+
+from collections.abc import Iterable, Sequence
+
+
+def table_lines(head: Sequence[str], rows: Iterable[Iterable[object]]) -> list[str]:
+    """The lines of a table. head: the titles of its columns. rows: the cells of each further line."""
+    lines = [_line(head), "|" + "---|" * len(head)]
+    return lines + [_line(row) for row in rows]
+
+
+def _line(cells: Iterable[object]) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
