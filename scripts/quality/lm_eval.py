@@ -30,6 +30,7 @@ from engine import LLM, SamplingParams
 from errors import UserError
 from scripts.corpus.documents import documents
 from scripts.lib.machine import describe, machine
+from scripts.lib.markdown import table_lines
 from scripts.lib.results import ROOT, add_write_option, results_folder, write_json
 from scripts.lib.servers import rung_server
 from tokenizer import Tokenizer
@@ -169,14 +170,13 @@ def compare_texts(rows: list[Item], samples: list[Any], ours: Callable[[str], st
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    lines = ["| task | metric | items | harness | ours | compared | mismatches | largest difference, nats |", "|" + "---|" * 8]
+    head = ["task", "metric", "items", "harness", "ours", "compared", "mismatches", "largest difference, nats"]
+    lines: list[list[object]] = []
     for row in rows:
         apart = f"{row['largest_difference']:.1e}" if "largest_difference" in row else "-"
-        shares = f"{row['harness']:.3f} | {row['ours']:.3f}"
-        lines.append(
-            f"| {row['task']} | {row['metric']} | {row['items']} | {shares} | {row['compared']} | {len(row['mismatches'])} | {apart} |"
-        )
-    return "\n".join(lines)
+        found = [f"{row['harness']:.3f}", f"{row['ours']:.3f}", row["compared"], len(row["mismatches"]), apart]
+        lines.append([row["task"], row["metric"], row["items"], *found])
+    return "\n".join(table_lines(head, lines))
 
 
 def check(args: argparse.Namespace, command: str) -> tuple[str, list[dict[str, Any]]]:

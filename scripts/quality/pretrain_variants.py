@@ -26,6 +26,7 @@ from processes import on_ranks
 from scripts.corpus.tokens import TOKENS_PER_DOCUMENT, write_corpus
 from scripts.lib import results
 from scripts.lib.machine import describe, machine
+from scripts.lib.markdown import table_lines
 from tp import World, init_world
 from training.loop import prepare, together
 from training.loop import train as train_one
@@ -128,16 +129,16 @@ def launch(args: argparse.Namespace, todo: list[list[str]]) -> str | None:
 
 def table(args: argparse.Namespace, found: dict[str, list[dict[str, Any]]], where: dict[str, Any]) -> str:
     """A Markdown table of each variant's last loss and median speed, with a caption."""
-    head = "| variant | steps | loss, nats a token | step, ms | tokens a GPU and second |\n|---|---|---|---|---|"
-    rows = []
+    head = ["variant", "steps", "loss, nats a token", "step, ms", "tokens a GPU and second"]
+    rows: list[list[object]] = []
     for variant, lines in found.items():
         last, steady = lines[-1], sorted(lines, key=lambda line: line["step_ms"])[len(lines) // 2]
-        speed = f"{steady['step_ms']:,.0f} | {steady['tokens_per_gpu_second']:,.0f}"
-        rows.append(f"| {variant} | {last['step']} | {last['loss']:.4f} | {speed} |")
+        speed = [f"{steady['step_ms']:,.0f}", f"{steady['tokens_per_gpu_second']:,.0f}"]
+        rows.append([variant, last["step"], f"{last['loss']:.4f}", *speed])
     batch = f"{args.global_batch} windows of {args.sequence_length} tokens a step, {args.streams} desync streams"
     device = "cuda" if torch.cuda.is_available() else "cpu"
     caption = f"{args.model} on {args.ranks} ranks, {batch}, synthetic corpus; medians of step times. Made on {describe(where, device)}."
-    return "\n".join([head, *rows, "", caption, ""])
+    return "\n".join([*table_lines(head, rows), "", caption, ""])
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from scripts.lib.markdown import table_lines
 from scripts.quality.embedded import quality
 from scripts.sweep.rows import Row, finished, ratio
 
@@ -11,11 +12,9 @@ def table(rows: Sequence[Row]) -> str:
 
     Quality is that of the embedded model of the same variant (`scripts/quality/embedded.py`). Runs of all seeds are pooled.
     """
-    head = (
-        "| model | tp | batch | tokens | all-reduce | variant | prefill, ms | decode, ms a token | tokens/s | over standard | "
-        "perplexity of the embedded model | its exact match, % | weights, GB/s | memory, GB | runs |"
-    )
-    lines = [head, "|" + "---|" * head.count(" | ") + "---|"]
+    head = ["model", "tp", "batch", "tokens", "all-reduce", "variant", "prefill, ms", "decode, ms a token", "tokens/s"]
+    head += ["over standard", "perplexity of the embedded model", "its exact match, %", "weights, GB/s", "memory, GB", "runs"]
+    lines: list[list[str]] = []
     done = finished(rows)
     for row in done:
         s, gain = row.setting, ratio(row, done, "throughput")
@@ -36,8 +35,8 @@ def table(rows: Sequence[Row]) -> str:
             else f"{row.communicator}, {s.interconnect}"
         )
         where = [s.model, str(s.tp), str(s.batch), f"{s.prompt_length} + {s.new_tokens}", all_reduce, row.variant]
-        lines.append(f"| {' | '.join(where + shown)} |")
-    return "\n".join(lines)
+        lines.append(where + shown)
+    return "\n".join(table_lines(head, lines))
 
 
 def latency_table(rows: Sequence[Row]) -> str | None:
@@ -55,9 +54,8 @@ def latency_table(rows: Sequence[Row]) -> str | None:
         where = (s.model, str(s.tp), f"{s.prompt_length} + {s.new_tokens}", s.comm or "default", s.interconnect)
         text = f"{row.median('decode_ms_per_token'):.2f} ({min(values):.2f} to {max(values):.2f})"
         cells.setdefault(where, {})[s.variant] = text
-    lines = [f"| model | tp | tokens | all-reduce | interconnect | {' | '.join(names)} |", "|---" * (5 + len(names)) + "|"]
-    lines += [f"| {' | '.join(where)} | {' | '.join(by.get(name, '') for name in names)} |" for where, by in cells.items()]
-    return "\n".join(lines)
+    lines = [[*where, *(by.get(name, "") for name in names)] for where, by in cells.items()]
+    return "\n".join(table_lines(["model", "tp", "tokens", "all-reduce", "interconnect", *names], lines))
 
 
 def _shown(value: float | None, form: str) -> str:

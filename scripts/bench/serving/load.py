@@ -32,6 +32,7 @@ from presets import has_random_weights, model_config
 from processes import on_ranks
 from scripts.lib.load_generator import Answer, Range, offer, plan, summary
 from scripts.lib.machine import machine
+from scripts.lib.markdown import table_lines
 from scripts.lib.results import ROOT, check_output, write_text
 from scripts.lib.servers import Server, free_port, is_healthy, rung_server, running
 from scripts.lib.sse_client import StreamClient, in_event_loop, parse_url
@@ -51,15 +52,15 @@ def parse_range(text: str) -> Range:
 def table(result: dict[str, Any]) -> str:
     """A Markdown table with one line per rate. Cells with three figures hold p50, p90 and p99."""
     limits = f"goodput, TTFT ≤ {result['settings']['ttft_limit']:g} ms, ITL ≤ {result['settings']['itl_limit']:g} ms"
-    spreads = " | ".join(f"{name}, ms: p50 / p90 / p99" for name in ("TTFT", "ITL", "end to end"))
-    head = f"| offered, requests/s | served, requests/s | tokens/s | {spreads} | {limits} | failed |"
-    lines = [head, "|---|---|---|---|---|---|---|---|"]
+    spreads = [f"{name}, ms: p50 / p90 / p99" for name in ("TTFT", "ITL", "end to end")]
+    head = ["offered, requests/s", "served, requests/s", "tokens/s", *spreads, limits, "failed"]
+    lines: list[list[str]] = []
     for one in result["rates"]:
         s = one["summary"]
         spread = [" / ".join(f"{ms:.1f}" for ms in (s[name] or {}).values()) for name in ("ttft_ms", "itl_ms", "end_to_end_ms")]
         figures = [f"{one['rate']:g}", f"{s['requests_per_second']:.2f}", f"{s['tokens_per_second']:.1f}", *spread]
-        lines.append(f"| {' | '.join(figures)} | {s['goodput']:.2f} | {sum(s['failed'].values())} of {s['requests']} |")
-    return "\n".join(lines)
+        lines.append([*figures, f"{s['goodput']:.2f}", f"{sum(s['failed'].values())} of {s['requests']}"])
+    return "\n".join(table_lines(head, lines))
 
 
 # --- the server, and the engine without it -------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from tqdm import tqdm
 from cli import Parser, run
 from errors import UserError
 from scripts.lib.machine import describe, machine
+from scripts.lib.markdown import table_lines
 from scripts.lib.process_tree import process_tree
 from scripts.lib.results import ROOT, add_write_option, results_folder, write_json, write_text
 from scripts.lib.servers import Server, rung_server
@@ -163,10 +164,8 @@ def table(result: dict[str, Any], args: argparse.Namespace, where: str) -> str:
         "file descriptors before and after": f"{before['file_descriptors']}, {after['file_descriptors']}",
         "resident memory of all processes, before and after": f"{before['memory_mb']} MB, {after['memory_mb']} MB",
     }
-    lines = ["| what | seen |", "|---|---|", *(f"| {what} | {seen} |" for what, seen in rows.items())]
-    return "\n".join(
-        [*lines, "", f"{Path(args.model).name} on {args.ranks} ranks, clients on the same machine. Made on {where}.", ""]
-    )
+    caption = f"{Path(args.model).name} on {args.ranks} ranks, clients on the same machine. Made on {where}."
+    return "\n".join([*table_lines(["what", "seen"], rows.items()), "", caption, ""])
 
 
 def verdict(result: dict[str, Any], memory_mb: int) -> list[str]:

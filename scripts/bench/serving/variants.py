@@ -20,6 +20,7 @@ from errors import UserError
 from presets import model_config
 from processes import on_ranks
 from scripts.lib.machine import describe, machine
+from scripts.lib.markdown import table_lines
 from scripts.lib.results import ROOT, add_write_option, results_folder, write_json, write_text
 
 MODELS = ("llama-3-8b", "llama-3-70b:16")
@@ -48,18 +49,22 @@ def measure(model: str, variant: str, args: argparse.Namespace) -> dict[str, Any
 
 
 def table(rows: list[dict[str, Any]], where: dict[str, Any], args: argparse.Namespace) -> str:
-    head = "| model | variant | prefill, ms | decode, ms a token | weights read, GB/s a rank |\n|---|---|---|---|---|"
-    lines = [
-        f"| {row['model']} | {row['variant']} | {row['median']['prefill_ms']:.2f} | {row['median']['decode_ms_per_token']:.3f} | "
-        f"{row['median']['weight_gb_per_second']:.0f} |"
-        for row in rows
-    ]
+    head = ["model", "variant", "prefill, ms", "decode, ms a token", "weights read, GB/s a rank"]
+    lines: list[list[str]] = []
+    for row in rows:
+        middle = row["median"]
+        figures = [
+            f"{middle['prefill_ms']:.2f}",
+            f"{middle['decode_ms_per_token']:.3f}",
+            f"{middle['weight_gb_per_second']:.0f}",
+        ]
+        lines.append([row["model"], row["variant"], *figures])
     flags = f", {' '.join(args.flags)}" if args.flags else ""
     caption = (
         f"Batch 1, {args.prompt_length} + {args.new_tokens} tokens, random weights, {args.ranks} rank(s){flags}, median of "
         f"{SAMPLES}. Made on {describe(where, 'cpu' if where['gpus'] == 'none' else 'cuda')}."
     )
-    return "\n".join([head, *lines, "", caption, ""])
+    return "\n".join([*table_lines(head, lines), "", caption, ""])
 
 
 def main() -> None:
