@@ -7,6 +7,7 @@ import shutil
 import threading
 from collections.abc import Callable
 from datetime import datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -349,13 +350,23 @@ def stream(tokenizer: Tokenizer, ids: list[int], skip: bool, prompt: list[int]) 
     return [detokenizer.push(i) for i in ids], detokenizer.flush()
 
 
-def some_ids(data: st.DataObject, tokenizer: Tokenizer) -> list[int]:
+@cache
+def lists_of_ids(tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
     """Ids of any kind. Those that split UTF-8 characters are more frequent than in a uniform draw."""
     whole = [b"\xf0\x9f\xa6\x8a"[i : i + 1] for i in range(4)]
     parts = [i for i in range(tokenizer.vocab_size) if tokenizer.token_bytes(i) in [*whole, b" ", b"\xe2", b"\x96"]]
     special = sorted(tokenizer.special_ids)[:12]
     one = st.sampled_from(parts or special) | st.sampled_from(special) | st.integers(0, tokenizer.vocab_size - 1)
-    return data.draw(st.lists(one, max_size=12))
+    return st.lists(one, max_size=12)
+
+
+def some_ids(data: st.DataObject, tokenizer: Tokenizer) -> list[int]:
+    return data.draw(lists_of_ids(tokenizer))
+
+
+@cache
+def sentencepiece_of(file: Path) -> sentencepiece.SentencePieceProcessor:
+    return sentencepiece.SentencePieceProcessor(model_file=str(file))
 
 
 PROPERTY = settings(max_examples=120, deadline=None, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -379,8 +390,7 @@ def test_pushed_text_is_the_decoded_text(kind: str, loaded: Any, folders: Any, h
     if kind == "json-llama" and "\ufffd" not in text:
         assert text == hf[kind].decode(ids, skip, clean_up_tokenization_spaces=False)
     if kind.startswith("sp") and skip:
-        sp = sentencepiece.SentencePieceProcessor(model_file=str(folders[kind] / "tokenizer.model"))
-        assert text == sp.decode(ids)
+        assert text == sentencepiece_of(folders[kind] / "tokenizer.model").decode(ids)
 
 
 @pytest.mark.parametrize("kind", KINDS)
