@@ -74,13 +74,8 @@ class Generating:
     """`generate.py --tp 2` while it generates text."""
 
     def __init__(self, *args: object, text: int = 100) -> None:
-        self.process = subprocess.Popen(
-            command([*STORY, *args], ranks=2),
-            cwd=ROOT,
-            env=environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs ignore it
+        self.process = quick_start.Popen(
+            command([*STORY, *args], ranks=2), cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
         assert self.process.stdout
         self.process.stdout.read(text)
@@ -122,7 +117,7 @@ def test_a_killed_process_leaves_nothing_behind(victim: str, tmp_path: Path) -> 
         ranks=2,
         torchrun=victim == "torchrun",
         environ=own_folder,
-        forked=victim in ("rank 0", "frontend"),
+        forked=victim != "launcher",
     ) as server:
         server.ready()
         pids = {pid: command_line(pid) for pid in tree(server.process.pid)}
@@ -144,7 +139,7 @@ def test_a_killed_process_leaves_nothing_behind(victim: str, tmp_path: Path) -> 
     if victim == "rank 1":
         assert "ZMQError" not in log and "Traceback" not in log
         assert "error: rank 1 was killed by SIGKILL" in log
-    subprocess.run(
+    quick_start.run(
         [sys.executable, "-c", "import processes; processes.remove_abandoned()"],
         cwd=ROOT,
         env=environment(**own_folder),
@@ -225,7 +220,7 @@ def test_a_program_on_ranks(tmp_path: Path) -> None:
     given = ["a$b", "$$", "${local_rank}", "", "two words", "--ranks", "-m"]
     ours, theirs = pty.openpty()
     said = b""
-    with subprocess.Popen(
+    with quick_start.Popen(
         [*on_ranks(2), str(script), *given], cwd=ROOT, env=environment(), stdin=theirs, stdout=theirs, stderr=theirs
     ) as process:
         os.close(theirs)
