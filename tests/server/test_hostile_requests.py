@@ -90,7 +90,7 @@ MANY: dict[str, tuple[str, str]] = {
 KEPT_LOGPROBS: dict[str, tuple[str, str]] = {
     "131,000 log-probabilities": (
         COMPLETIONS,
-        json.dumps({"prompt": ["a"] * 16, "max_tokens": 390, "logprobs": 20, "ignore_eos": True}),
+        json.dumps({"prompt": ["a"] * 48, "max_tokens": 130, "logprobs": 20, "ignore_eos": True}),
     ),
     "131,000 log-probabilities of prompts": (
         COMPLETIONS,
