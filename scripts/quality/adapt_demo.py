@@ -79,7 +79,7 @@ def table(rows: list[dict[str, Any]], about: dict[str, Any]) -> str:
     return "\n".join([*table_lines(head, lines), "", caption, ""])
 
 
-def main() -> None:
+def parse_args() -> argparse.Namespace:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--model", type=Path, default=results.ROOT / "models" / "tiny-standard", help="default: models/tiny-standard"
@@ -100,7 +100,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=results.ROOT / "out" / "adapt", help="default: out/adapt")
     parser.add_argument("--dry-run", action="store_true", help="print the table and write only to --out")
     results.add_write_option(parser)
-    args = parser.parse_args()
+    args: argparse.Namespace = parser.parse_args()
+    return args
+
+
+def main() -> None:
+    args = parse_args()
     results.check_folder(args.out)
     folder = None if args.dry_run else results.results_folder(args)
     data = prepare_tokens(args.out, args.model, args.steps * BATCH * SEQUENCE)

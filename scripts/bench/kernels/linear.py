@@ -43,6 +43,7 @@ from kernels.linear_config import (
     pipeline_stages,
     table_key,
 )
+from scripts.bench.kernels.graph_times import replay_seconds
 from scripts.lib.machine import machine
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
@@ -174,15 +175,7 @@ def seconds_per_layer(layer: Callable[[Tensor], Tensor], weights: list[Tensor]) 
         kept = [layer(weight) for weight in weights]
     for _ in range(WARM_UPS):
         graph.replay()
-    times = []
-    for _ in range(REPLAYS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3 / len(kept))
-    return median(times)
+    return median(replay_seconds(graph, REPLAYS)) / len(kept)
 
 
 def is_right(task: Problem, config: Config, exact: Tensor) -> bool:

@@ -32,6 +32,7 @@ from kernels.norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_nor
 from kernels.paged_attention import paged_decode, paged_decode_reference, paged_prefill, paged_prefill_reference
 from kernels.rope_cache import rope_store, rope_store_reference
 from kernels.sampling import combine_best, local_best
+from scripts.bench.kernels.graph_times import replay_seconds
 from scripts.lib.machine import machine
 
 LAUNCHES, REPLAYS = 20, 15
@@ -265,15 +266,7 @@ def microseconds(call: Callable[..., Any], inputs: list[Inputs]) -> float:
         for i in range(count):
             call(*inputs[i % len(inputs)])
     graph.replay()
-    times = []
-    for _ in range(REPLAYS):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop) * 1e3 / count)
-    return median(times)
+    return median(replay_seconds(graph, REPLAYS)) * 1e6 / count
 
 
 def measure(case: Case) -> dict[str, Any]:
