@@ -40,7 +40,7 @@ from cli import Parser, note, run
 from errors import UserError
 from presets import preset
 from scripts.bench.training.launches import Row, measure_all
-from scripts.bench.training.rank import SYSTEMS, TRACED, TUNING
+from scripts.bench.training.rank import SYSTEMS, add_trace_and_tuning_options
 from scripts.bench.training.tables import plot, table
 from scripts.lib.machine import machine
 from scripts.lib.results import RESULTS, ROOT, made, write_json, write_text
@@ -48,8 +48,7 @@ from scripts.lib.results import RESULTS, ROOT, made, write_json, write_text
 MODELS = ("ladder-1b", "ladder-3b", "llama-7b")
 
 
-def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def _add_comparison_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", nargs="+", default=list(MODELS), help=f"presets (default: {' '.join(MODELS)})")
     parser.add_argument(
         "--systems", nargs="+", choices=SYSTEMS, help="systems to measure (default: all; with --ablation the planner's choice)"
@@ -59,6 +58,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--two-nodes", action="store_true", help="simulate two hosts with half of the ranks each and a slow link between them"
     )
     parser.add_argument("--ablation", action="store_true", help="measure what each overlap gains, instead of comparing systems")
+
+
+def _add_step_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--micro-batch",
         type=int,
@@ -77,20 +79,14 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sequence-length", type=int, metavar="TOKENS", help="length of a window (default: 2048, on a CPU 64)")
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="measured steps (default: 20)")
     parser.add_argument("--unmeasured", type=int, metavar="N", help="steps before the measured ones (default: 5, on a CPU 1)")
-    parser.add_argument(
-        "--traced", type=int, default=TRACED, metavar="N", help=f"steps in a trace (default: {TRACED}; 0: none)"
-    )
-    parser.add_argument(
-        "--tuning",
-        type=int,
-        default=TUNING,
-        metavar="N",
-        help=f"steps of FSDP2 with each prefetching depth, to choose the fastest (default: {TUNING}; 0: FSDP2's default order)",
-    )
+    add_trace_and_tuning_options(parser)
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA if there is any")
     parser.add_argument(
         "--links", type=Path, metavar="FILE", help="times of collectives for the planner, from make profile-collectives"
     )
+
+
+def _add_launch_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out",
         type=Path,
@@ -111,6 +107,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "more", nargs="*", help="after --: execution options of python -m training.train, such as --recompute --compile"
     )
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    _add_comparison_options(parser)
+    _add_step_options(parser)
+    _add_launch_options(parser)
     args = parser.parse_args(argv)
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     cuda = args.device == "cuda"  # defaults: for a measurement on GPUs, for a short test on a CPU

@@ -64,6 +64,20 @@ TUNING = 3  # steps with each depth of prefetching; the first one is not counted
 Span = tuple[float, float]  # begin and end, any unit
 
 
+def add_trace_and_tuning_options(parser: argparse.ArgumentParser) -> None:
+    """Add the numbers of steps in a trace and for tuning, which are in addition to --steps."""
+    parser.add_argument(
+        "--traced", type=int, default=TRACED, metavar="STEPS", help=f"steps in a trace (default: {TRACED}; 0: no trace)"
+    )
+    parser.add_argument(
+        "--tuning",
+        type=int,
+        default=TUNING,
+        metavar="STEPS",
+        help=f"steps of FSDP2 with each prefetching depth, to choose the fastest (default: {TUNING}; 0: FSDP2's default order)",
+    )
+
+
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, metavar="PRESET", help="the model, with random weights")
@@ -76,16 +90,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--two-nodes", action="store_true", help="make NCCL treat the two halves of the ranks as two hosts")
     parser.add_argument("--links", action="store_true", help="measure the collectives instead of training")
     parser.add_argument("--only-trace", action="store_true", help="record a trace and measure no times")
-    parser.add_argument(
-        "--traced", type=int, default=TRACED, metavar="STEPS", help=f"steps in the trace (default: {TRACED}; 0: no trace)"
-    )
-    parser.add_argument(
-        "--tuning",
-        type=int,
-        default=TUNING,
-        metavar="STEPS",
-        help=f"steps of FSDP2 with each prefetching depth (default: {TUNING})",
-    )
+    add_trace_and_tuning_options(parser)
     add_batch_options(parser, learning_rate=1e-5)
     add_execution_options(parser)
     args = parser.parse_args(argv)
