@@ -23,6 +23,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -200,6 +201,7 @@ def become(start: Start, files: Sequence[int]) -> NoReturn:
     os.chdir(start.folder)
     os.environ.clear()
     os.environ.update(start.environ)
+    tempfile.tempdir = None  # read TMPDIR again
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
