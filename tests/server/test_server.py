@@ -197,7 +197,8 @@ def test_stop_across_tokens(complete: Complete, reference: Reference, greedy: li
     ends = list(itertools.accumulate(len(reference.tokenizer.decode([one])) for one in greedy))
     across = next(text[end - 3 : end + 3] for end in ends if end > 20)
     wide = next(text[i - 2 : i + 2] for i in range(len(text)) if ord(text[i]) > 127)
-    for stop in (across, across[2:4], wide, ["never said", across]):
+
+    def check(stop: Any) -> None:
         found = stop if isinstance(stop, str) else stop[1]
         before = text[: text.index(found)]
         reply = complete(max_tokens=40, stop=stop)
@@ -207,6 +208,9 @@ def test_stop_across_tokens(complete: Complete, reference: Reference, greedy: li
         assert joined(list(complete(max_tokens=40, stop=stop, stream=True))) == before
         kept = complete(max_tokens=40, stop=stop, include_stop_str_in_output=True)
         assert kept.choices[0].text == before + found
+
+    with ThreadPoolExecutor(4) as pool:  # at once, so that they share the engine's steps
+        list(pool.map(check, (across, across[2:4], wide, ["never said", across])))
     half = text[10:16] + "#"
     unstopped = complete(max_tokens=40, stop=[half])
     assert (unstopped.choices[0].text, unstopped.choices[0].finish_reason) == (text, "length")
@@ -270,21 +274,26 @@ def test_logit_bias(complete: Complete, greedy: list[int]) -> None:
 def test_penalties(complete: Complete, greedy: list[int]) -> None:
     """A bias makes the model repeat a token until a penalty outweighs the bias."""
     pushed = {"logit_bias": {"300": 24}, "max_tokens": 16, "return_token_ids": True}
-    plain = ids_of(complete(**pushed))
-    assert plain == [300] * 16
-    frequency = ids_of(complete(**pushed, frequency_penalty=2))
-    assert 0 < frequency.count(300) < 16 and frequency[0] == 300
-    less = ids_of(complete(**pushed, frequency_penalty=1))
-    assert less.count(300) > frequency.count(300)
-    assert ids_of(complete(**pushed, presence_penalty=2)) != frequency
-
     free = {"max_tokens": 40, "return_token_ids": True}
-    present = ids_of(complete(**free, presence_penalty=2))
+    asked: list[dict[str, Any]] = [
+        pushed,
+        {**pushed, "frequency_penalty": 2},
+        {**pushed, "frequency_penalty": 1},
+        {**pushed, "presence_penalty": 2},
+        {**free, "presence_penalty": 2},
+        {**free, "repetition_penalty": 2.0},
+        {**free, "frequency_penalty": -2},
+    ]
+    with ThreadPoolExecutor(len(asked)) as pool:  # at once, so that they share the engine's steps
+        answers = list(pool.map(lambda params: ids_of(complete(**params)), asked))
+    plain, frequency, less, presence, present, repeated, encouraged = answers
+    assert plain == [300] * 16
+    assert 0 < frequency.count(300) < 16 and frequency[0] == 300
+    assert less.count(300) > frequency.count(300)
+    assert presence != frequency
     assert present[0] == greedy[0] and present != greedy
     assert len(set(present)) > len(set(greedy))
-    repeated = ids_of(complete(**free, repetition_penalty=2.0))
     assert repeated != greedy and len(set(repeated)) > len(set(greedy))
-    encouraged = ids_of(complete(**free, frequency_penalty=-2))
     assert len(set(encouraged)) < len(set(greedy))
 
 
