@@ -1,7 +1,7 @@
 """The communicators by name: where each runs, how it is built, and what `--help` says about it.
 
-A name is checked before the ranks meet, and the communicator is built when all of them have joined. torch and `comm/` are
-imported only when they are needed, so that `--help` is fast, and Triton only on GPUs.
+A name is checked before the process group exists, and the communicator is built afterwards. torch and `comm/` are imported only
+when they are needed, so that `--help` is fast, and Triton only on GPUs.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Choice:
-    """A communicator that runs on its device."""
+    """A communicator, checked to run on its device, that is not built yet."""
 
     name: str
     device: str
-    link: Link | None = None  # simulated; None: as fast as it is
+    link: Link | None = None  # to simulate; None: no simulation
     error_budget: float = 0.0  # relative error up to which `auto` may quantize an all-reduce
 
     @property
     def backend(self) -> str:
-        """Of torch.distributed."""
+        """The backend of torch.distributed."""
         return "nccl" if self.device == "cuda" else "gloo"
 
     @property
     def is_exact(self) -> bool:
-        """Whether all-reduces have no error but rounding."""
+        """Whether all-reduces are not quantized: their only error is rounding."""
         return not _entry(self.name).quantized
 
     def build(self) -> Communicator:
@@ -50,8 +50,8 @@ class Choice:
 
 
 def choose(device: str, name: str | None = None, link: str | None = None, error_budget: float = 0.0) -> Choice:
-    """device: `cpu` or `cuda`. name: of COMMUNICATORS; None takes the device's default. link: of `--simulate-link`, on CPU
-    only. error_budget: of `--comm-error-budget`, for `auto` only.
+    """The communicator with this name, checked. device: `cpu` or `cuda`. name: a key of COMMUNICATORS, with options if it is
+    quantized; None for the device's default. link: as in `--simulate-link`, on CPU only. error_budget: for `auto` on GPUs only.
 
     Raises UserError for a name that is unknown or does not run on the device, and for a wrong group, link or budget.
     """
@@ -70,7 +70,7 @@ def choose(device: str, name: str | None = None, link: str | None = None, error_
             f"--comm-error-budget is {error_budget}; give the relative error of an all-reduce (0.01), or 0 for exact ones"
         )
     if error_budget and (name != "auto" or device != "cuda"):
-        raise UserError("--comm-error-budget is for --comm auto on GPUs, which chooses within it; leave it out")
+        raise UserError("--comm-error-budget applies to --comm auto on GPUs only; leave it out")
     return Choice(name, device, None if link is None else parse_link(link), error_budget)
 
 

@@ -12,7 +12,7 @@ from comm.interface import Communicator, Linear, PendingAllReduce
 from comm.quantize import WIDTHS
 from comm.relay import RelayCommunicator
 from comm.symmetric import CAPACITY
-from comm.table import Table, Times, from_first, graph_microseconds, load, plausible, save
+from comm.table import Table, Times, from_rank_0, graph_microseconds, load, plausible, save
 
 CODE = (  # files that decide how long an all-reduce takes
     "kernels/*all_reduce.py",
@@ -27,10 +27,10 @@ CODE = (  # files that decide how long an all-reduce takes
     "comm/table.py",
 )
 SIZES = tuple(1 << i for i in range(10, 27))  # bytes of a message: 1 KiB to 64 MiB
-TOLERANCE = 1.03  # a choice takes at most so many times as long as nccl
+TOLERANCE = 1.03  # the longest time of a choice, relative to nccl
 
-# Sizes at which each algorithm is measured. For others it would use NCCL, or leave most ranks' slices empty.
-SERVED: dict[str, tuple[int, ...]] = {
+# Message sizes at which each algorithm is measured. At others it would use NCCL, or most ranks would have empty slices.
+MEASURED_SIZES: dict[str, tuple[int, ...]] = {
     "nccl": SIZES,
     "one-shot": tuple(n for n in SIZES if n <= CAPACITY["one-shot"]),
     "two-shot": tuple(n for n in SIZES if n >= 8 << 10),
@@ -54,7 +54,7 @@ class AutoCommunicator(Communicator):
         self._chosen: dict[tuple[int, bool], Communicator] = {}
 
     def choose(self, size: int, overlap: bool = False) -> Communicator:
-        """For a message of `size` bytes."""
+        """The fastest communicator for a message of `size` bytes."""
         if (size, overlap) not in self._chosen:
             names = [name for name in self.algorithms if not (overlap and self._blocking_only(name))]
             self._chosen[size, overlap] = self.algorithms[fastest(self.table, size, names)]
@@ -85,13 +85,13 @@ def fastest(table: Table, size: int, names: Iterable[str]) -> str:
     """The fastest algorithm for a message of `size` bytes, of those that are not slower than nccl at the measured sizes
     around it. names: those to choose from, `nccl` among them."""
     around = [table.times[str(n)] for n in _neighbours(size)]
-    sound = [name for name in names if all(name in t and t[name] <= TOLERANCE * t["nccl"] for t in around)]
-    return min(sound, key=lambda name: microseconds(table, name, size))
+    eligible = [name for name in names if all(name in t and t[name] <= TOLERANCE * t["nccl"] for t in around)]
+    return min(eligible, key=lambda name: microseconds(table, name, size))
 
 
 def microseconds(table: Table, name: str, size: int) -> float:
-    """Interpolated in the size. Below the measured sizes the first time, above them the last bandwidth. Infinity where the
-    algorithm was not measured."""
+    """The time of a message of `size` bytes, interpolated linearly. Below the measured sizes it is the first time; above them
+    it is computed with the last bandwidth. Infinity if the algorithm was not measured there."""
     low, high = _neighbours(size)
     first, last = (table.times[str(n)].get(name, math.inf) for n in (low, high))
     if math.inf in (first, last):
@@ -102,8 +102,7 @@ def microseconds(table: Table, name: str, size: int) -> float:
 
 
 def _neighbours(size: int) -> tuple[int, int]:
-    """The measured sizes around `size`: the largest that is not above it, and the next one. Twice the same at and beyond
-    the ends."""
+    """The largest measured size that is not above `size`, and the next one. Both are the same at and beyond the ends."""
     index = bisect_right(SIZES, size)
     low = SIZES[max(0, index - 1)]
     return low, low if size <= low else SIZES[min(index, len(SIZES) - 1)]
@@ -119,35 +118,35 @@ def size_table(
     group: dist.ProcessGroup | None = None,
     rebuild: bool = False,
 ) -> Table:
-    """Times of the algorithms `names` at all SIZES: from rank 0's file if all of it is plausible, else measured by all
+    """Times of the algorithms `names` at all SIZES: read from rank 0's file if they are plausible, else measured by all
     ranks. Collective. Raises RuntimeError on every rank if the measured times are not plausible."""
     names = tuple(names)
 
     def algorithms(case: str) -> set[str]:
-        return {name for name in names if int(case) in SERVED[name]}
+        return {name for name in names if int(case) in MEASURED_SIZES[name]}
 
-    def is_sound(times: Times) -> bool:
+    def is_plausible(times: Times) -> bool:
         """Whether all sizes are plausible, and the longest message takes longer than the shortest."""
         complete = set(plausible(times, algorithms)) == {str(n) for n in SIZES}
         return complete and times[str(SIZES[-1])]["nccl"] > times[str(SIZES[0])]["nccl"]
 
     table = load("comm", key, algorithms, group, rebuild)
-    if not is_sound(table.times):
-        table = from_first(Table("comm", key, measure()), group)
-        if not is_sound(table.times):
-            raise RuntimeError(f"all-reduces took implausible times, so none can be chosen by them: {table.times}")
+    if not is_plausible(table.times):
+        table = from_rank_0(Table("comm", key, measure()), group)
+        if not is_plausible(table.times):
+            raise RuntimeError(f"all-reduces took implausible times, so auto cannot choose: {table.times}")
         save(table, group)
     return table
 
 
-def measured(
+def measure_times(
     algorithms: dict[str, Communicator], device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup | None = None
 ) -> Times:
-    """Of blocking all-reduces by size and algorithm, in CUDA graphs. Collective."""
+    """µs of blocking all-reduces by size and algorithm, in CUDA graphs. Collective."""
     times: Times = {str(size): {} for size in SIZES}
     with torch.inference_mode():
         for name, communicator in algorithms.items():
-            for size in SERVED[name]:
+            for size in MEASURED_SIZES[name]:
                 partial = torch.zeros(size // dtype.itemsize, dtype=dtype, device=device)
                 call = lambda c=communicator, partial=partial: c.all_reduce(partial)  # noqa: E731
                 times[str(size)][name] = graph_microseconds(call, group=group)

@@ -1,8 +1,8 @@
 """All-reduces of many token rows, fused with the GEMMs around them (Chang et al., Flux, arXiv:2406.06858).
 
 A row-parallel layer, the all-reduce of its partial sums, residual addition, norm, and the next column-parallel layer become
-GEMM + reduce-scatter over token rows, addition and norm of this rank's rows, and all-gather + GEMM. Of T rows each of N
-ranks owns R = T / N, and only the owner of a row has its sum before the gather. `comm/fused_strategies.py` lists the
+GEMM + reduce-scatter over token rows, addition and norm of this rank's rows, and all-gather + GEMM. Each of N ranks owns
+R = T / N of T rows, and only the owner of a row has its sum before the gather. `comm/fused_strategies.py` lists the
 strategies for both GEMMs, `comm/row_buffers.py` runs them.
 """
 
@@ -18,8 +18,8 @@ from comm.auto import AutoCommunicator
 from comm.fused_strategies import UNFUSED, Pair, Strategy, best_strategy, bucket, names_of, strategies
 from comm.interface import Communicator, Linear, Norm, PendingAllReduce
 from comm.process_group import all_gather
-from comm.row_buffers import RowBuffers, Share
-from comm.table import Table, graph_microseconds, load, machine, save
+from comm.row_buffers import RowBuffers, RowShard
+from comm.table import Table, graph_microseconds, load, machine_key, save
 from kernels import fused_rows
 from kernels.fused_rows import BLOCK_ROWS, BLOCKS
 from kernels.linear import linear
@@ -35,8 +35,8 @@ CODE = (  # files that decide how long a pair of layers takes
     "kernels/*_gemm.py",
 )
 CAPACITY = 128 << 20  # bytes of a residual stream: 8,192 tokens of 8,192 features in 16 bits
-MIN_ROWS = 32  # a rank; a GEMM with fewer rows is bound by reading the weights, so it should read them once
-CHAIN, REPLAYS = 4, 5  # pairs in a graph, and how often it is timed
+MIN_ROWS = 32  # per rank; with fewer rows, reading the weight is the limit, so it should be read only once
+CHAIN, REPLAYS = 4, 5  # pairs in a CUDA graph, and its timed replays
 
 StreamKey = tuple[int, int, torch.dtype]  # rows rounded up to a power of two, C
 LayerKey = tuple[int, int, torch.dtype, int]  # the same, and K
@@ -86,10 +86,10 @@ class FusedCommunicator(Communicator):
         min_rows: int = MIN_ROWS,
         strategy: Strategy | None = None,
     ) -> None:
-        """Collective. capacity: bytes of a residual stream, a multiple of 256; longer ones are `inner`'s. compare: do not
+        """Collective. capacity: bytes of a residual stream, a multiple of 256; longer ones use `inner`. compare: do not
         fuse what is faster unfused. rebuild: ignore earlier measurements. measure: µs of a pair of layers by strategy, the
-        same on all ranks; None takes `measured_pair` on a GPU and measures nothing on a CPU. min_rows: of the shortest
-        stream that is fused, a rank. strategy: for everything, without measurements; None measures and chooses. Raises
+        same on all ranks; None for `measured_pair` on a GPU and no measurements on a CPU. min_rows: per rank, of the
+        shortest stream that is fused. strategy: used for all shapes, without measurements; None measures and chooses. Raises
         UserError on every rank if the GPUs of `group` have no peer access."""
         self.inner, self.group, self.compare = inner, group, compare
         self.rank, self.world_size = inner.rank, inner.world_size
@@ -100,14 +100,14 @@ class FusedCommunicator(Communicator):
         key = {"device": "cpu"}
         if device.type == "cuda":
             unfused = inner.algorithms if isinstance(inner, AutoCommunicator) else [inner.name]
-            key = machine(device, self.world_size, torch.bfloat16, CODE) | {"unfused": " ".join(unfused)}
+            key = machine_key(device, self.world_size, torch.bfloat16, CODE) | {"unfused": " ".join(unfused)}
         self.table = Table("fused", key) if self.measure is None else load("fused", key, names_of, group, rebuild)
         self.chosen: dict[LayerKey, Strategy] = {}
         self.unfused: set[StreamKey] = set()
         self.decided: set[str] = set()  # pairs, by `Pair.key`
         self.undecided: dict[str, _Layers] = {}  # pairs of this step
 
-    # --- what inner does --------------------------------------------------------------------------------------------------
+    # --- passed on to inner -----------------------------------------------------------------------------------------------
 
     def begin_all_reduce(self, partial: Tensor, overlap: bool = False) -> PendingAllReduce:
         return self.inner.begin_all_reduce(partial, overlap)
@@ -119,7 +119,7 @@ class FusedCommunicator(Communicator):
         self.inner.check()
         self.buffers.check()
 
-    # --- what is fused ----------------------------------------------------------------------------------------------------
+    # --- fused all-reduces ------------------------------------------------------------------------------------------------
 
     def begin_linear_all_reduce(self, x: Tensor, layer: Linear, overlap: bool = False) -> PendingAllReduce:
         if overlap or layer.bias is not None or not self.fuses(x, layer.weight):
@@ -128,32 +128,32 @@ class FusedCommunicator(Communicator):
         return FusedAllReduce(self, x, layer.weight, strategy)
 
     def fuses(self, x: Tensor, weight: Tensor) -> bool:
-        """Whether the all-reduce after this layer is fused: possible, and not known to be slower."""
+        """Whether the all-reduce after this layer is fused: if that is possible, and not known to be slower."""
         return self.supports(x, weight) and _stream_key(_rows(x), weight) not in self.unfused
 
     def supports(self, x: Tensor, weight: Tensor) -> bool:
-        """Whether x (..., T, K) @ weight (C, K).T can be scattered: the same number of rows for every rank, within the
-        limits."""
+        """Whether the all-reduce of x (..., T, K) @ weight (C, K).T can be fused: the same number of rows for every rank,
+        within the limits, without autograd."""
         rows, n = _rows(x), self.world_size
-        fits = rows * len(weight) * x.element_size() <= self.buffers.places.capacity and rows <= n * BLOCKS * BLOCK_ROWS
+        fits = rows * len(weight) * x.element_size() <= self.buffers.layout.capacity and rows <= n * BLOCKS * BLOCK_ROWS
         plain = not torch.is_grad_enabled() and x.dtype == weight.dtype and weight.is_contiguous()
         return n > 1 and rows % n == 0 and rows >= n * self.min_rows and fits and plain
 
     def gather_rows(self, rows: Tensor) -> Tensor:
-        everyones = rows.new_empty(self.world_size * len(rows), rows.shape[1])
-        all_gather(everyones, rows.contiguous(), group=self.group)
-        return everyones
+        gathered = rows.new_empty(self.world_size * len(rows), rows.shape[1])
+        all_gather(gathered, rows.contiguous(), group=self.group)
+        return gathered
 
     # --- choosing ---------------------------------------------------------------------------------------------------------
 
     def remember(self, pair: Pair, first: Tensor, second: Tensor) -> None:
-        """Note a pair of layers, to decide about it at the end of the step."""
+        """Remember a pair of layers, for `decide` at the end of the step."""
         if self.measure is not None and pair.key not in self.decided:
             self.undecided.setdefault(pair.key, _Layers(pair, first, second))
 
     def decide(self) -> None:
-        """Choose strategies for the pairs of this step. Measures those that the table does not have, so it is collective,
-        and every rank must have the whole stream."""
+        """Choose strategies for the pairs of this step. Measures those that are not in the table. Collective; every rank must
+        have the whole stream."""
         if self.measure is None or not self.undecided or self.buffers.capturing:
             return
         pairs, self.undecided = self.undecided, {}
@@ -168,31 +168,31 @@ class FusedCommunicator(Communicator):
             times = self.table.times[key]
             strategy, fused = best_strategy(times)
             layer = _layer_key(pair.rows, first)
-            if self.chosen.setdefault(layer, strategy) != strategy:  # another pair begins with this layer and needs another one
+            if self.chosen.setdefault(layer, strategy) != strategy:  # another pair with this first layer needs another one
                 self.chosen[layer] = self.default
-            if key not in missing:  # compile what a measurement would have compiled, before a graph is captured
-                for taken in (strategy, None):
-                    pair_call(self, pair, first, second, taken)()
+            if key not in missing:  # compile before a graph is captured, as a measurement would
+                for choice in (strategy, None):
+                    pair_call(self, pair, first, second, choice)()
             stream = _stream_key(pair.rows, first)
             gains[stream] = gains.get(stream, 0.0) + times[UNFUSED] - fused
         self.unfused |= {stream for stream, gain in gains.items() if gain <= 0 and self.compare}
 
 
 class FusedAllReduce(PendingAllReduce):
-    """The all-reduce of x (..., T, K) @ weight (C, K).T. Everything is computed when it is read."""
+    """The all-reduce of x (..., T, K) @ weight (C, K).T. The layer is also computed when the result is read."""
 
     scatters = True
 
     def __init__(self, comm: FusedCommunicator, x: Tensor, weight: Tensor, strategy: Strategy) -> None:
         self.comm, self.x, self.weight, self.strategy = comm, x, weight, strategy
         self.shape = (*x.shape[:-1], len(weight))
-        self.share = Share(_rows(x) // comm.world_size, len(weight), x.dtype)
+        self.shard = RowShard(_rows(x) // comm.world_size, len(weight), x.dtype)
 
     def wait(self) -> Tensor:
-        return self._whole(None)
+        return self._all_rows(None)
 
     def add(self, x: Tensor) -> Tensor:
-        total = self._whole(self._my_rows(x))
+        total = self._all_rows(self._own_rows(x))
         self.comm.decide()
         return total
 
@@ -202,39 +202,39 @@ class FusedAllReduce(PendingAllReduce):
 
     def add_norm_linear(self, x: Tensor, norm: Norm, layer: Linear) -> tuple[Tensor, Tensor]:
         """(this rank's rows (R, C) of x + sum, layer(norm(x + sum)))."""
-        pair = Pair(_rows(self.x), self.x.shape[-1], self.share.size, len(layer.weight), self.share.dtype)
+        pair = Pair(_rows(self.x), self.x.shape[-1], self.shard.size, len(layer.weight), self.shard.dtype)
         rows = self.scatter_add_norm(x, norm.weight, norm.eps)
         self.comm.remember(pair, self.weight, layer.weight)
         return rows, layer.finish(self.gather_linear(layer.weight, layer.whole_bias()))
 
     def scatter_add_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """This rank's rows (R, C) of x + sum. Their norm is in the buffers, for `gather_linear`, which must follow."""
-        before = self._my_rows(x)
+        """This rank's rows (R, C) of x + sum. Their norm is stored in the buffers. `gather_linear` must follow."""
+        x_rows = self._own_rows(x)
         self._scatter()
-        return fused_rows.reduce_norm_rows(self.comm.buffers.places, before, weight, eps)
+        return fused_rows.reduce_norm_rows(self.comm.buffers.layout, x_rows, weight, eps)
 
     def gather_linear(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """The normed rows of all ranks times weight (M, C).T, + bias: (..., T, M)."""
-        out = self.comm.buffers.gather_linear(self.share, weight, bias, self.strategy.gather)
+        out = self.comm.buffers.gather_linear(self.shard, weight, bias, self.strategy.gather)
         return out.view(*self.shape[:-1], len(weight))
 
-    def _my_rows(self, x: Tensor) -> Tensor:
-        """This rank's rows (R, C) of the stream x, which has all rows or just those."""
-        rows, rank, share = x.reshape(-1, x.shape[-1]), self.comm.rank, self.share
-        if rows.shape[1] != share.size or len(rows) not in (share.rows, _rows(self.x)) or x.dtype != share.dtype:
-            raise ValueError(f"a stream {tuple(x.shape)} {x.dtype} does not match an all-reduce {self.shape} {share.dtype}")
-        return (rows if len(rows) == share.rows else rows[rank * share.rows :][: share.rows]).contiguous()
+    def _own_rows(self, x: Tensor) -> Tensor:
+        """This rank's rows (R, C) of the stream x, which has all rows or only those. Raises ValueError for other shapes."""
+        rows, rank, shard = x.reshape(-1, x.shape[-1]), self.comm.rank, self.shard
+        if rows.shape[1] != shard.size or len(rows) not in (shard.rows, _rows(self.x)) or x.dtype != shard.dtype:
+            raise ValueError(f"a stream {tuple(x.shape)} {x.dtype} does not match an all-reduce {self.shape} {shard.dtype}")
+        return (rows if len(rows) == shard.rows else rows[rank * shard.rows :][: shard.rows]).contiguous()
 
     def _scatter(self) -> None:
         self.comm.fused += 1
         self.comm.buffers.scatter(self.x.reshape(-1, self.x.shape[-1]), self.weight, self.strategy.scatter)
 
-    def _whole(self, before: Tensor | None) -> Tensor:
-        """before (R, C), or 0, + the sum: all rows, on every rank."""
-        buffers, share = self.comm.buffers, self.share
+    def _all_rows(self, x_rows: Tensor | None) -> Tensor:
+        """x_rows (R, C), or 0, + the sum: all rows on every rank."""
+        buffers, shard = self.comm.buffers, self.shard
         self._scatter()
-        fused_rows.reduce_rows(buffers.places, share.rows, share.size, share.dtype, before)
-        return buffers.gather(share).clone().view(self.shape)
+        fused_rows.reduce_rows(buffers.layout, shard.rows, shard.size, shard.dtype, x_rows)
+        return buffers.gather(shard).clone().view(self.shape)
 
 
 # --- measuring ------------------------------------------------------------------------------------------------------------
@@ -242,7 +242,7 @@ class FusedAllReduce(PendingAllReduce):
 
 def measured_pair(comm: FusedCommunicator, pair: Pair, first: Tensor, second: Tensor) -> dict[str, float]:
     """µs of two layers, first (C, K) and second (M, C), with an all-reduce between them, by each strategy and unfused, in
-    CUDA graphs. The slowest rank's. Collective."""
+    CUDA graphs, on the slowest rank. Collective."""
     calls: dict[str, Callable[[], object]] = {UNFUSED: pair_call(comm, pair, first, second, None)}
     calls |= {str(strategy): pair_call(comm, pair, first, second, strategy) for strategy in strategies(pair)}
     return {name: graph_microseconds(call, CHAIN, REPLAYS, comm.group) for name, call in calls.items()}
@@ -251,8 +251,8 @@ def measured_pair(comm: FusedCommunicator, pair: Pair, first: Tensor, second: Te
 def pair_call(
     comm: FusedCommunicator, pair: Pair, first: Tensor, second: Tensor, strategy: Strategy | None
 ) -> Callable[[], Tensor]:
-    """Computes the second layer of norm(stream + all-reduce of the first layer of x), for random x (1, T, K) and stream (1,
-    T, C), by `strategy` or unfused."""
+    """A function that computes second_layer(norm(stream + all_reduce(first_layer(x)))) for random x (1, T, K) and stream (1, T,
+    C), by `strategy`, or unfused if it is None."""
     generator = torch.Generator(first.device).manual_seed(comm.rank)
     shapes = (1, pair.rows, pair.k), (1, pair.rows, pair.c), (pair.c,)
     x, stream, scale = (torch.randn(s, generator=generator, device=first.device, dtype=first.dtype) for s in shapes)

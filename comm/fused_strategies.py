@@ -5,7 +5,7 @@ Sections and algorithms are those of Flux (Chang et al., arXiv:2406.06858).
 Scatter (GEMM + reduce-scatter):
   owners  one GEMM for the rows of each rank, this rank's last; it writes to the owner's buffer
   spans   one GEMM for the rows of later ranks, one for earlier ranks; copy engines send them during the next GEMM
-  tilesI  one kernel that announces each block of rows when it is written (algorithm 1), with tiling I of the candidates
+  tilesI  one kernel that sets the flag of each block of rows when it is written (algorithm 1), with tiling I of the candidates
 Gather (all-gather + GEMM):
   owners  this rank's rows first, then those of each other rank when they have arrived
   spans   this rank's rows first, then those of later ranks, then those of earlier ranks
@@ -28,7 +28,7 @@ UNFUSED = "unfused"
 
 
 def bucket(rows: int) -> int:
-    """Rounded up to a power of two."""
+    """`rows` rounded up to a power of two."""
     return 1 << (rows - 1).bit_length()
 
 
@@ -56,13 +56,13 @@ class Pair:
 
 # --- strategies -----------------------------------------------------------------------------------------------------------
 
-Split = str  # of a GEMM: owners, spans, or tilesI
+Split = str  # how a GEMM is split: owners, spans, or tilesI
 UNTILED: tuple[Split, ...] = ("spans", "owners")
 TILED: tuple[Split, ...] = ("tiles0", "tiles1")
 
 
 class Gather(NamedTuple):
-    """All-gather + GEMM. chunks: copies of a rank's rows; fewer if there are few rows."""
+    """All-gather + GEMM. chunks: number of copies of a rank's rows, at most."""
 
     split: Split = "spans"
     pull: bool = False
@@ -102,20 +102,20 @@ def scatters(pair: Pair) -> list[Split]:
 
 
 def gathers(pair: Pair) -> list[Gather]:
-    """The gathers to measure, with at most as many chunks as a rank of two has blocks of rows."""
+    """The gathers to measure. With two ranks, a rank has at least as many blocks of rows as chunks."""
     blocks = bucket(pair.rows) // 2 // BLOCK_ROWS
     return [gather for gather in GATHERS.values() if gather.split in scatters(pair) and gather.chunks <= max(1, blocks)]
 
 
 def strategies(pair: Pair) -> list[Strategy]:
-    """What is measured for a pair of layers: each scatter with the default gather, and each gather with the default scatter."""
+    """The strategies to measure: each scatter with the default gather, and each gather with the default scatter."""
     default = Strategy()
     ends = [Strategy(scatter=split) for split in scatters(pair)] + [Strategy(gather=gather) for gather in gathers(pair)]
     return [default, *(strategy for strategy in ends if strategy != default)]
 
 
 def best_strategy(times: dict[str, float]) -> tuple[Strategy, float]:
-    """The fastest scatter with the fastest gather, and the µs that a pair should take with both."""
+    """The fastest scatter combined with the fastest gather, and the expected µs of a pair with both."""
     default = Strategy()
     first = {name.partition("+")[0]: t for name, t in times.items() if name.endswith(f"+{default.gather}")}
     second = {name.partition("+")[2]: t for name, t in times.items() if name.startswith(f"{default.scatter}+")}
@@ -125,10 +125,10 @@ def best_strategy(times: dict[str, float]) -> tuple[Strategy, float]:
 
 def tiling_of(split: Split, m: int, n: int, k: int, world_size: int) -> Tiling:
     """The tiling of one of TILED for (m, k) x (n, k)."""
-    found = candidates(m, n, k, world_size)
-    return found[min(TILED.index(split), len(found) - 1)]
+    tilings = candidates(m, n, k, world_size)
+    return tilings[min(TILED.index(split), len(tilings) - 1)]
 
 
 def names_of(key: str) -> set[str]:
-    """What is measured for the pairs with that key. Raises as `Pair.parse`."""
+    """The names in the table for pairs with this key. Raises ValueError or AttributeError as `Pair.parse`."""
     return {str(strategy) for strategy in strategies(Pair.parse(key))} | {UNFUSED}

@@ -1,4 +1,4 @@
-"""What a communicator offers to the model, and the two communicators that send nothing."""
+"""The communicator interface that the model uses, and the two communicators that send nothing."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -39,7 +39,7 @@ class Linear(Protocol):
     def whole_bias(self) -> Tensor | None: ...
 
     def finish(self, out: Tensor) -> Tensor:
-        """What follows the product: SwiGLU in a gated layer, else nothing."""
+        """Apply what follows the matrix product: SwiGLU in a gated layer, else nothing."""
         ...
 
 
@@ -57,7 +57,7 @@ class PendingAllReduce(ABC):
 
     @abstractmethod
     def wait(self) -> Tensor:
-        """The sum over all ranks, with the partial sum's shape and dtype. On CUDA the current stream waits for it, not the
+        """The sum over all ranks, with the partial sum's shape and dtype. On CUDA only the current stream waits, not the
         host."""
 
     def add(self, x: Tensor) -> Tensor:
@@ -70,13 +70,13 @@ class PendingAllReduce(ABC):
         return add_rms_norm(x, self.wait(), weight, eps)
 
     def add_norm_linear(self, x: Tensor, norm: Norm, layer: Linear) -> tuple[Tensor, Tensor]:
-        """(x + sum, layer(norm(x + sum))). All rows of the second on every rank."""
+        """(x + sum, layer(norm(x + sum))). The second has all rows on every rank."""
         total, normed = self.add_norm(x, norm.weight, norm.eps)
         return total, layer(normed)
 
 
 class Done(PendingAllReduce):
-    """An all-reduce that needs no waiting."""
+    """An all-reduce that has finished."""
 
     def __init__(self, total: Tensor) -> None:
         self.total = total
@@ -115,9 +115,9 @@ class SideStreamAllReduce(OverlappedAllReduce):
 def on_side_stream(stream: torch.cuda.Stream | None, partial: Tensor, all_reduce: Callable[[], Tensor]) -> PendingAllReduce:
     """Run `all_reduce`, which reads `partial`, on `stream`, while the current stream goes on. stream None (CPU): run it now.
 
-    Tensors allocated on `stream` need no `record_stream`, with which a graph capture would never reuse memory. `stream` can
-    reuse their memory only in a later all-reduce. Before that one, it waits for everything that has been queued on the
-    current stream, which includes the readers of this result.
+    Tensors allocated on `stream` need no `record_stream`, which would prevent the reuse of memory in a graph capture. `stream`
+    can reuse their memory only in a later all-reduce. Before that, it waits for all work queued on the current stream, which
+    includes the kernels that read this result.
     """
     if stream is None:
         return Done(all_reduce())
@@ -151,7 +151,7 @@ class Communicator(ABC):
         """
 
     def begin_linear_all_reduce(self, x: Tensor, layer: Linear, overlap: bool = False) -> PendingAllReduce:
-        """The same for layer(x), x (..., K). Some communicators compute the layer and its all-reduce together."""
+        """As `begin_all_reduce` of layer(x), x (..., K). Some communicators fuse the layer with its all-reduce."""
         return self.begin_all_reduce(layer(x), overlap)
 
     def all_reduce(self, partial: Tensor) -> Tensor:
@@ -186,7 +186,7 @@ class Local(Communicator):
 class NoCommunication(Communicator):
     """The `upper-bound` variant: every rank continues with its own partial sums, so the text is wrong on more than one rank.
 
-    An all-gather returns this rank's shard in its place and the lowest value elsewhere, so that a sampled token is a valid id.
+    An all-gather returns this rank's shard at its position, padded with the lowest value, so that a sampled token is a valid id.
     """
 
     name = "none"

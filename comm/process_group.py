@@ -43,13 +43,13 @@ class HostAllReduce(PendingAllReduce):
 
 
 class GlooCommunicator(ProcessGroupCommunicator):
-    """CPU ranks. Adds in fp32 for every dtype. gloo's threads do it while the caller computes."""
+    """CPU ranks. Adds in fp32 for every dtype, in gloo's threads, while the caller computes."""
 
     name = "gloo"
     waited = 0.0
 
     def begin_all_reduce(self, partial: Tensor, overlap: bool = False) -> PendingAllReduce:
-        dtype, total = partial.dtype, partial.float().contiguous()  # of fp32 no copy: `partial` is overwritten
+        dtype, total = partial.dtype, partial.float().contiguous()  # fp32 is not copied, so `partial` is overwritten
         work = dist.all_reduce(total, group=self.group, async_op=True)
 
         def result() -> Tensor:

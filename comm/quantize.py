@@ -1,21 +1,21 @@
 """The quantizers of the quantized all-reduce, defined in PyTorch (Li et al., "Flash Communication", arXiv:2412.04964).
 
-A message is cut into groups of consecutive values; each group becomes one record of bytes, which is sent:
+A message is cut into groups of consecutive values. Each group is sent as one record of bytes:
 
     scale bf16 (2 bytes) | zero point int16 (2 bytes, asymmetric formats only) | codes, one byte a value, or two values a byte
 
-What the paper's appendix A.3 is taken to say, with n bits and L = 2^n - 1:
+This implements the paper's appendix A.3 as follows, with n bits and L = 2^n - 1:
 
     asymmetric   s = (max - min) / L,           z = round(-min / s),   q = clamp(round(x / s) + z, 0, L),   x' = (q - z) * s
     symmetric    s = max|x| / (2^(n-1) - 1),    q = clamp(round(x / s), -2^(n-1), 2^(n-1) - 1),             x' = q * s
 
-Its brackets print as ceilings. They are read as rounding to nearest (ties to even): the text speaks of rounding errors, and
-a ceiling would raise every value by half a step on average. Two choices are ours. The scale is rounded up to bf16 before it
-is used, so that the codes still cover the group, and |x - x'| <= s / 2 holds for the scale that is sent. And s is at least
-max|x| / 32767, so that the zero point of a group far from zero fits its 16 bits; such a step is still finer than bf16.
-A group that holds a NaN or an infinity gets the scale NaN, and so is NaN throughout when it is read.
+The paper prints ceilings. They are implemented as rounding to nearest (ties to even), because the text speaks of rounding
+errors, and a ceiling would raise every value by half a step on average. Two choices are not the paper's. The scale is rounded
+up to bf16 before it is used, so that the codes still cover the group, and |x - x'| <= s / 2 holds for the scale that is sent.
+And s is at least max|x| / 32767, so that the zero point of a group far from zero fits in 16 bits; this step is finer than
+bf16. A group with a NaN or an infinity gets the scale NaN, so all its values are NaN after dequantization.
 
-(q - z) * s has at most 16 + 8 significant bits, so it is exact in fp32, whether or not a compiler fuses it with the sum.
+(q - z) * s has at most 16 + 8 significant bits, so it is exact in fp32, whether or not a compiler fuses it with the addition.
 """
 
 from dataclasses import dataclass
@@ -27,12 +27,12 @@ from errors import UserError
 
 E4M3_MAX = 448.0  # the largest value of torch.float8_e4m3fn
 ZERO_POINT_MAX = 32767
-COARSE = "token"  # a group a token: the values of the last dim
+PER_TOKEN = "token"  # one group for each token: the values of the last dim
 
 
 @dataclass(frozen=True)
 class Format:
-    """How the values of a group are coded. A floating format is e4m3 with a scale and without a zero point."""
+    """The encoding of a group's values. A floating format is e4m3 with a scale and without a zero point."""
 
     bits: int  # of a code: 4 or 8
     symmetric: bool = False
@@ -48,15 +48,15 @@ class Format:
 
 
 def wire_bytes(elements: int, width: Format, group: int) -> int:
-    """Bytes of `elements` values on the wire: whole records, scales and zero points counted, the last group filled up."""
+    """Bytes sent for `elements` values: whole records with scales and zero points, the last group padded."""
     return -(-elements // group) * width.record_bytes(group)
 
 
-# --- one group, one record ---------------------------------------------------------------------------------------------
+# --- groups to records and back ----------------------------------------------------------------------------------------
 
 
 def quantize(x: Tensor, width: Format) -> Tensor:
-    """(G, group) floating point to (G, record_bytes) uint8 records; on CUDA by the Triton kernel, with the same bytes.
+    """(G, group) floating point to (G, record_bytes) uint8 records. On CUDA the Triton kernel gives the same bytes.
 
     `group` must be divisible by 4. Two 4-bit codes share a byte: value j of the first half in its low bits, value j of the
     second half in its high bits.
@@ -70,19 +70,19 @@ def quantize(x: Tensor, width: Format) -> Tensor:
 
 
 def quantize_reference(x: Tensor, width: Format) -> Tensor:
-    """`quantize` by its definition."""
+    """The PyTorch definition of `quantize`."""
     x = x.float()
-    low, high = x.aminmax(dim=-1, keepdim=True)  # (G, 1); a NaN goes through
+    low, high = x.aminmax(dim=-1, keepdim=True)  # (G, 1); NaN propagates
     largest = torch.maximum(high, -low)
     levels = 2**width.bits - 1
     if width.floating:
         step = largest / E4M3_MAX
     elif width.symmetric:
         step = largest / (levels // 2)
-    else:  # divided first: the range of finite values may overflow
+    else:  # divided before the subtraction, because high - low may overflow
         step = torch.maximum(high / levels - low / levels, largest / ZERO_POINT_MAX)
     step = _round_up_to_bf16(step).where(step.isfinite(), torch.nan)
-    ratio = torch.where(step > 0, x / step, 0.0)  # for a group of zeros or with a NaN the codes do not matter
+    ratio = torch.where(step > 0, x / step, 0.0)  # the codes of a group of zeros or with a NaN do not matter
     header = [(step.view(torch.int32) >> 16).to(torch.int16)]  # the bits of a bf16
     if width.floating:
         codes = ratio.to(torch.float8_e4m3fn).view(torch.uint8)
@@ -100,7 +100,7 @@ def quantize_reference(x: Tensor, width: Format) -> Tensor:
 
 
 def dequantize_sum(records: Tensor, width: Format) -> Tensor:
-    """(N, G, record_bytes) records of N ranks to their sum (G, group) fp32, added in rank order."""
+    """Dequantize the (N, G, record_bytes) records of N ranks and add them in rank order: (G, group) fp32."""
     if records.is_cuda:
         from kernels import quantize as kernel
 
@@ -109,7 +109,7 @@ def dequantize_sum(records: Tensor, width: Format) -> Tensor:
 
 
 def dequantize_sum_reference(records: Tensor, width: Format) -> Tensor:
-    """`dequantize_sum` by its definition."""
+    """The PyTorch definition of `dequantize_sum`."""
     total = _dequantize(records[0], width)
     for rank in records[1:]:
         total += _dequantize(rank, width)
@@ -129,31 +129,31 @@ def _dequantize(records: Tensor, width: Format) -> Tensor:
 
 
 def _round_up_to_bf16(x: Tensor) -> Tensor:
-    """Finite fp32 values, not negative, to the next bf16 value, as fp32: carries the low 16 bits into the high ones, then
-    clears them. Removes the sign, which zero may have."""
+    """Round nonnegative finite fp32 values up to bf16 values, as fp32: carry the low 16 bits into the high ones, then clear
+    them. -0 becomes 0."""
     return ((x.abs().view(torch.int32) + 0xFFFF) & ~0xFFFF).view(torch.float32)
 
 
-# --- the rotation ------------------------------------------------------------------------------------------------------
+# --- Hadamard transform ------------------------------------------------------------------------------------------------
 
 
-def rotate(x: Tensor) -> Tensor:
-    """(G, group) fp32 times an orthonormal Hadamard matrix, its own inverse (the paper's table 5, after QuaRot).
+def hadamard_transform(x: Tensor) -> Tensor:
+    """(G, group) fp32 times an orthonormal Hadamard matrix, which is its own inverse (the paper's table 5, after QuaRot).
 
-    The matrix is as large as the largest power of two that divides `group`; a longer group is rotated in blocks of that
-    size. The rotation commutes with the sum over ranks, so one before the first quantizer is undone after the last one.
+    The size of the matrix is the largest power of two that divides `group`; larger groups are transformed in blocks of this
+    size. The transform is linear, so it may be applied before the first quantization and inverted after the last one.
     """
     size = x.shape[-1] & -x.shape[-1]
     blocks = x.unflatten(-1, (-1, size))
     span = 1
-    while span < size:  # only additions, in a fixed order: bitwise the same on every machine
+    while span < size:  # additions in a fixed order, so the bits are the same on every machine
         a, b = blocks.unflatten(-1, (-1, 2, span)).unbind(-2)
         blocks = torch.stack((a + b, a - b), dim=-2).flatten(-3)
         span *= 2
     return blocks.flatten(-2) * size**-0.5
 
 
-# --- which formats an all-reduce uses ------------------------------------------------------------------------------------
+# --- quantization schemes of all-reduces ---------------------------------------------------------------------------------
 
 WIDTHS = {  # the formats before the reduction and before the gather (int6: the paper's section 3.2.3)
     "int8": (Format(8), Format(8)),
@@ -162,21 +162,21 @@ WIDTHS = {  # the formats before the reduction and before the gather (int6: the 
     "fp8": (Format(8, floating=True), Format(8, floating=True)),
 }
 DEFAULT_GROUP = 128
-SAMPLE = 1 << 16  # values of a rank in `relative_error`
+ERROR_SAMPLE = 1 << 16  # values of a rank in `relative_error`
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """A quantized all-reduce: the formats of its two exchanges, and how values are grouped."""
+    """The formats of a quantized all-reduce's two exchanges, and how values are grouped."""
 
     name: str
     reduce: Format
     gather: Format
-    group: int | None = DEFAULT_GROUP  # None: one group a token
+    group: int | None = DEFAULT_GROUP  # None: one group for each token
     hadamard: bool = False
 
     def group_of(self, tensor: Tensor) -> int:
-        """Values in a group of this message."""
+        """Values in each group of this message."""
         return self.group or tensor.shape[-1]
 
     def sent_bytes(self, elements: int, group: int, world_size: int) -> int:
@@ -200,15 +200,15 @@ def parse_scheme(text: str) -> Scheme:
         raise UserError(f"--comm {text}: after the group come symmetric, hadamard or both, as in {width}:128:hadamard")
     if "symmetric" in options:
         reduce, gather = (Format(f.bits, symmetric=True, floating=f.floating) for f in (reduce, gather))
-    shown = [] if group == DEFAULT_GROUP else [str(group or COARSE)]
+    shown = [] if group == DEFAULT_GROUP else [str(group or PER_TOKEN)]
     return Scheme(":".join([width, *shown, *sorted(options)]), reduce, gather, group, "hadamard" in options)
 
 
 def _parse_group(text: str, scheme: str) -> int | None:
-    if text == COARSE:
+    if text == PER_TOKEN:
         return None
     if not text.isascii() or not text.isdigit() or (group := int(text)) & (group - 1) or not 16 <= group <= 4096:
-        raise UserError(f"--comm {scheme}: the group is {text!r}; use a power of two from 16 to 4096, or {COARSE}")
+        raise UserError(f"--comm {scheme}: the group is {text!r}; use a power of two from 16 to 4096, or {PER_TOKEN}")
     return group
 
 
@@ -216,11 +216,11 @@ def relative_error(scheme: Scheme, world_size: int) -> float:
     """Root mean square of an all-reduce's error, divided by that of its result, for normally distributed partial sums of
     `world_size` ranks."""
     generator, group = torch.Generator().manual_seed(0), scheme.group or 4096
-    partials = torch.randn(world_size, SAMPLE // group, group, generator=generator)
-    turned = torch.stack([rotate(partial) for partial in partials]) if scheme.hadamard else partials
-    records = torch.stack([quantize_reference(partial, scheme.reduce) for partial in turned])
+    partials = torch.randn(world_size, ERROR_SAMPLE // group, group, generator=generator)
+    transformed = torch.stack([hadamard_transform(partial) for partial in partials]) if scheme.hadamard else partials
+    records = torch.stack([quantize_reference(partial, scheme.reduce) for partial in transformed])
     total = quantize_reference(dequantize_sum_reference(records, scheme.reduce), scheme.gather)
-    got = dequantize_sum_reference(total[None], scheme.gather)
+    result = dequantize_sum_reference(total[None], scheme.gather)
     exact = partials.sum(0)
-    error = (rotate(got) if scheme.hadamard else got) - exact
+    error = (hadamard_transform(result) if scheme.hadamard else result) - exact
     return float((error.square().mean() / exact.square().mean()).sqrt())

@@ -1,5 +1,5 @@
-"""Quantized two-step all-reduce (Li et al., "Flash Communication", arXiv:2412.04964, Algorithm 1) over a process group: the two
-steps of `comm/two_step.py`, with records of quantized groups."""
+"""Quantized two-step all-reduce (Li et al., "Flash Communication", arXiv:2412.04964, Algorithm 1) over a process group. The
+steps are those of `comm/two_step.py`."""
 
 import threading
 import weakref
@@ -14,7 +14,7 @@ from torch import Tensor
 from comm.interface import Done, PendingAllReduce, on_side_stream
 from comm.process_group import HostAllReduce, ProcessGroupCommunicator
 from comm.quantize import Scheme
-from comm.two_step import ProcessGroupTransport, coding_of, two_step_all_reduce
+from comm.two_step import ProcessGroupTransport, codec_of, two_step_all_reduce
 
 CHUNK = 1 << 20  # values of a chunk, at most
 NCCL_CHUNK = 1 << 24  # larger, because each NCCL collective costs tens of µs
@@ -23,15 +23,15 @@ NCCL_CHUNK = 1 << 24  # larger, because each NCCL collective costs tens of µs
 def quantized_all_reduce(partial: Tensor, scheme: Scheme, group: dist.ProcessGroup | None, chunk: int = CHUNK) -> Tensor:
     """`partial` (any shape, floating point) added over all ranks, same shape and dtype. Collective. The host waits for the
     other ranks with gloo, the current stream with NCCL."""
-    return two_step_all_reduce(partial, coding_of(scheme, partial), ProcessGroupTransport(group), chunk)
+    return two_step_all_reduce(partial, codec_of(scheme, partial), ProcessGroupTransport(group), chunk)
 
 
 class QuantizedCommunicator(ProcessGroupCommunicator):
-    """What the two classes below share. Only all-reduces are quantized. `all_gather`, which gathers logits, is exact."""
+    """The base of the two classes below. Only all-reduces are quantized: `all_gather`, which gathers logits, is exact."""
 
     def __init__(self, scheme: Scheme, group: dist.ProcessGroup | None = None) -> None:
-        """Collective over `group`. The all-reduces get a process group of their own: they run at the same time as the caller's
-        collectives over `group`, and the order of collectives in a group must be the same on all ranks."""
+        """Collective over `group`. The all-reduces use their own process group: they overlap with the caller's collectives over
+        `group`, and the order of collectives in a group must be the same on all ranks."""
         super().__init__(group)
         self.scheme, self.name = scheme, scheme.name
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
@@ -39,8 +39,8 @@ class QuantizedCommunicator(ProcessGroupCommunicator):
 
 
 class QuantizedGlooCommunicator(QuantizedCommunicator):
-    """CPU ranks. All-reduces run in a thread. gloo can run one collective in the background, but between the two
-    collectives of an all-reduce something must wait for the first, add, and start the second, while the caller computes."""
+    """CPU ranks. All-reduces run in a thread, because gloo runs only single collectives in the background: between the two
+    collectives of an all-reduce, the thread waits for the first, adds, and starts the second while the caller computes."""
 
     waited = 0.0
 

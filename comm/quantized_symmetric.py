@@ -1,5 +1,5 @@
-"""Quantized all-reduces over memory that all ranks address (`comm/workspace.py`), by the kernels of
-`kernels/quantized_all_reduce.py`: one launch, bit for bit the result of `comm/quantized.py`.
+"""Quantized all-reduces over symmetric memory (`comm/workspace.py`) with the kernels of `kernels/quantized_all_reduce.py`: one
+launch, with bitwise the result of `comm/quantized.py`.
 """
 
 from dataclasses import dataclass, replace
@@ -14,32 +14,41 @@ from comm.workspace import open_workspace
 from errors import UserError
 from kernels.device import MAX_PROGRAMS
 from kernels.norm import add_rms_norm
-from kernels.quantized_all_reduce import BESIDE, NORM, SUM, Rounds, Wire, fits_norm, quantized_add_norm, quantized_sum
+from kernels.quantized_all_reduce import (
+    BLOCKING,
+    BLOCKING_NORM,
+    OVERLAPPED,
+    RoundTiling,
+    WireFormat,
+    fits_norm,
+    quantized_add_norm,
+    quantized_sum,
+)
 
 KIND: Kind = "two-shot"
 CAPACITY = 32 << 20  # values of a launch: 64 MiB of bf16; longer messages take several launches
 OVERLAP_CAPACITY = 8 << 20
 NORM_CAPACITY = (
     4 << 20
-)  # bytes up to which the norm is computed in the all-reduce's launch; of more rows its own launch is faster
-SHORT_ROW = 4096  # values up to which a row needs half the warps
+)  # bytes up to which the norm is computed in the all-reduce's launch; with more, a separate launch is faster
+SHORT_ROW = 4096  # values of a row, at most, for which half of the warps are enough
 
 
-def wire_of(scheme: Scheme) -> Wire | None:
-    """The scheme as the kernels take it; None if they do not support it: rotations, and one group per token."""
+def wire_format_of(scheme: Scheme) -> WireFormat | None:
+    """The scheme in the kernels' form; None if they do not support it (Hadamard transforms, one group per token)."""
     if scheme.hadamard or scheme.group is None:
         return None
     reduce, gather = scheme.reduce, scheme.gather
-    return Wire(scheme.group, reduce.bits, gather.bits, reduce.symmetric, reduce.floating)
+    return WireFormat(scheme.group, reduce.bits, gather.bits, reduce.symmetric, reduce.floating)
 
 
 @dataclass(frozen=True)
 class QuantizedKernel(AllReduceKernel):
     """A quantized all-reduce kernel. norm: launch parameters with the residual addition and the norm."""
 
-    tiling: Rounds
-    wire: Wire
-    norm: Rounds
+    tiling: RoundTiling
+    wire: WireFormat
+    norm: RoundTiling
 
     def fits(self, partial: Tensor) -> bool:
         """Always: a long message takes several launches."""
@@ -63,10 +72,10 @@ class QuantizedSymmetricCommunicator(KernelCommunicator):
     def __init__(self, scheme: Scheme, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
         """Collective. Raises UserError on every rank if the GPUs of `group` (None: all ranks) have no peer access, or if no
         kernel supports the scheme."""
-        wire = wire_of(scheme)
+        wire = wire_format_of(scheme)
         if wire is None:
-            raise UserError(f"--comm {scheme.name}: no kernel over symmetric memory supports a rotation or one group per token")
-        tiling, overlap_tiling, norm = shares_of_gpu(_fewest_processors(device, group))
+            raise UserError(f"--comm {scheme.name}: the kernel supports no Hadamard transform and no group per token")
+        tiling, overlap_tiling, norm = launch_tilings(_fewest_sms(device, group))
         blocking = open_workspace(wire.buffer_bytes, CAPACITY, device, group)
         overlapped = open_workspace(wire.buffer_bytes, OVERLAP_CAPACITY, device, group)
         self.scheme = scheme
@@ -81,23 +90,23 @@ class QuantizedSymmetricCommunicator(KernelCommunicator):
         )
 
 
-def shares_of_gpu(processors: int) -> tuple[Rounds, Rounds, Rounds]:
-    """Launch parameters of blocking all-reduces, overlapped ones, and blocking ones with a norm, on a GPU with so many SMs.
+def launch_tilings(sms: int) -> tuple[RoundTiling, RoundTiling, RoundTiling]:
+    """Launch parameters of blocking all-reduces, overlapped ones, and blocking ones with a norm, for a GPU with `sms` SMs.
 
-    A blocking and an overlapped all-reduce each wait for the same all-reduce on other GPUs, where the two may have begun in
+    A blocking and an overlapped all-reduce each wait for the same all-reduce on other GPUs, which may have begun the two in
     the other order. So both must fit on a GPU at once, however the first one is distributed over the SMs. An SM holds 4
     programs of an all-reduce without a norm, or 1 with a norm."""
-    overlapped = max(1, min(BESIDE.programs, 3 * processors // 8))
+    overlapped = max(1, min(OVERLAPPED.programs, 3 * sms // 8))
     return (
-        replace(SUM, programs=min(3 * processors, MAX_PROGRAMS - 1)),
-        replace(BESIDE, programs=overlapped),
-        replace(NORM, programs=max(1, processors - overlapped)),
+        replace(BLOCKING, programs=min(3 * sms, MAX_PROGRAMS - 1)),
+        replace(OVERLAPPED, programs=overlapped),
+        replace(BLOCKING_NORM, programs=max(1, sms - overlapped)),
     )
 
 
-def _fewest_processors(device: torch.device, group: dist.ProcessGroup | None) -> int:
+def _fewest_sms(device: torch.device, group: dist.ProcessGroup | None) -> int:
     """SMs of the group's smallest GPU, because all ranks must cut messages in the same way."""
     mine = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-    everyones = [0] * dist.get_world_size(group)
-    dist.all_gather_object(everyones, mine, group=group)
-    return min(everyones)
+    counts = [0] * dist.get_world_size(group)
+    dist.all_gather_object(counts, mine, group=group)
+    return min(counts)

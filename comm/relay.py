@@ -1,12 +1,12 @@
-"""Two-step all-reduces between GPUs of one host without peer access: through page-locked host memory, by the copy engines.
+"""Two-step all-reduces between GPUs of one host without peer access: copy engines send through page-locked host memory.
 
-Each rank has an outbox in host memory, with three parts: flags, the partial sums that it sends, and the results that it
-sends. A rank copies bytes to its outbox, and then the number of this all-reduce, the epoch, to their flag. The other ranks
-wait for the flag and copy the bytes in. Copies out, copies in and arithmetic have a stream each, so that both directions of
-PCIe and the SMs work at the same time. A flag needs no fence and no SM, because the copies of one stream arrive in order.
-The epoch is in device memory, so that a CUDA graph may replay an all-reduce any number of times.
+Each rank has a send buffer in host memory, with three parts: flags, the partial sums that it sends, and the results that it
+sends. A rank copies bytes to its send buffer, and then the number of this all-reduce, the epoch, to their flag. The other
+ranks wait for the flag and copy the bytes. Copies to host memory, copies from it, and arithmetic run on three streams, so
+that both directions of PCIe and the SMs work at the same time. A flag needs no fence and no SM, because the copies of one
+stream arrive in order. The epoch is in device memory, so that a CUDA graph may replay an all-reduce any number of times.
 
-One place for partial sums and one for results are enough, even if ranks are fast and slow:
+No double buffering is needed, however far ranks are apart in time:
 
 - *Partial sums.* A rank overwrites those of epoch e with those of e + 1 when it has received all results of e. Each result
   was sent after its sender had read all partial sums of e.
@@ -26,34 +26,34 @@ from torch import Tensor
 from comm.interface import Done, PendingAllReduce, on_side_stream
 from comm.process_group import ProcessGroupCommunicator
 from comm.quantize import Scheme
-from comm.two_step import Coding, Transport, coding_of, two_step_all_reduce
+from comm.two_step import Codec, Transport, codec_of, two_step_all_reduce
 from comm.workspace import open_host
 
 if TYPE_CHECKING:
     from comm.symmetric import SymmetricCommunicator  # needs Triton
 
-CHUNKS = 4  # of a message, at most: while one is added up, others are copied
-# values; the launches of a chunk take 30 µs, so copying it must take longer
-LEAST_CHUNK, LONGEST_CHUNK = 1 << 20, 1 << 23
-ALIGNMENT = 256  # bytes; also the size of all flags together
+CHUNKS = 4  # of a message, at most; one is reduced while others are copied
+# values of a chunk; its launches take 30 µs, so copying it must take longer
+MIN_CHUNK, MAX_CHUNK = 1 << 20, 1 << 23
+ALIGNMENT = 256  # bytes; also the size of the flags
 TIMEOUT = 60.0  # seconds for which a CPU rank waits
 
 
 class Relay(Transport):
-    """Exchanges over outboxes in host memory. Call `begin` before and `end` after each all-reduce. All ranks make the same
-    exchanges in the same order."""
+    """All-to-all and all-gather through send buffers in host memory. Call `begin` before and `end` after each all-reduce. All
+    ranks make the same calls in the same order."""
 
-    def __init__(self, device: torch.device, group: dist.ProcessGroup | None, area: int) -> None:
-        """Collective. area: bytes of an encoded message. Raises UserError as `open_host` does."""
-        self.rank, self.world_size, self.area = dist.get_rank(group), dist.get_world_size(group), area
-        self.starts = ALIGNMENT, ALIGNMENT + area  # where the two areas of an outbox begin, after the flags
-        self.shared = open_host(self.starts[1] + area // self.world_size + CHUNKS * ALIGNMENT, device, group)
+    def __init__(self, device: torch.device, group: dist.ProcessGroup | None, capacity: int) -> None:
+        """Collective. capacity: bytes of an encoded message, at most. Raises UserError as `open_host`."""
+        self.rank, self.world_size, self.capacity = dist.get_rank(group), dist.get_world_size(group), capacity
+        self.starts = ALIGNMENT, ALIGNMENT + capacity  # offsets of partial sums and of results, after the flags
+        self.shared = open_host(self.starts[1] + capacity // self.world_size + CHUNKS * ALIGNMENT, device, group)
         self.epoch, self.fault = (torch.zeros(1, dtype=kind, device=device) for kind in (torch.int64, torch.int32))
-        self.outward, self.inward = (
+        self.send_stream, self.receive_stream = (
             torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None for _ in range(2)
         )
-        self.patience: int | None = None  # polls before a kernel gives up; None for the kernel's default
-        self.held: list[Tensor] = []  # what pending copies read and write
+        self.max_polls: int | None = None  # polls before a kernel gives up; None for the kernel's default
+        self.keep_alive: list[Tensor] = []  # tensors that pending copies read or write
         self.used, self.exchanges = [0, 0], [0, 0]  # bytes and exchanges of each step since `begin`
 
     def begin(self) -> None:
@@ -63,10 +63,10 @@ class Relay(Transport):
 
     def end(self) -> None:
         """Make the current stream wait for all copies."""
-        for stream in (self.outward, self.inward):
+        for stream in (self.send_stream, self.receive_stream):
             if stream is not None:
                 torch.cuda.current_stream().wait_stream(stream)
-        self.held.clear()
+        self.keep_alive.clear()
 
     def check(self) -> None:
         """Raise RuntimeError if a wait for another rank timed out. Waits for the current stream."""
@@ -76,64 +76,62 @@ class Relay(Transport):
     def all_to_all(self, sent: Tensor) -> Callable[[], Tensor]:
         parts = sent.view(self.world_size, -1)  # bytes
         begin, number = self._reserve(0, sent.nbytes)
-        outbox = self._place(self.rank, begin, sent.nbytes).view(parts.shape)
-        with self._on(self.outward):
+        send_buffer = self._bytes_of(self.rank, begin, sent.nbytes).view(parts.shape)
+        with self._copying_on(self.send_stream):
             for others in (slice(0, self.rank), slice(self.rank + 1, None)):
-                outbox[others].copy_(parts[others], non_blocking=True)
-            self._announce(0, number)
-        mine = begin + self.rank * parts.shape[1]
-        return self._receive(0, number, mine, torch.empty_like(sent), parts[self.rank])
+                send_buffer[others].copy_(parts[others], non_blocking=True)
+            self._set_flag(0, number)
+        offset = begin + self.rank * parts.shape[1]
+        return self._receive(0, number, offset, torch.empty_like(sent), parts[self.rank])
 
     def all_gather(self, sent: Tensor) -> Callable[[], Tensor]:
         begin, number = self._reserve(1, sent.nbytes)
-        with self._on(self.outward):
-            self._place(self.rank, begin, sent.nbytes).copy_(sent.view(-1), non_blocking=True)
-            self._announce(1, number)
+        with self._copying_on(self.send_stream):
+            self._bytes_of(self.rank, begin, sent.nbytes).copy_(sent.view(-1), non_blocking=True)
+            self._set_flag(1, number)
         received = sent.new_empty(self.world_size * sent.shape[0], sent.shape[1])
         return self._receive(1, number, begin, received, sent.view(-1))
 
     def _reserve(self, step: int, size: int) -> tuple[int, int]:
-        """(offset in an outbox for these bytes, number of the exchange in its step)."""
+        """(offset in a send buffer for these bytes, number of the exchange in its step)."""
         begin, number = self.used[step], self.exchanges[step]
         self.used[step] += -(-size // ALIGNMENT) * ALIGNMENT
         self.exchanges[step] += 1
-        assert number < CHUNKS and self.used[0] <= self.area, f"exchange {number}, {self.used} bytes of {self.area}"
+        assert number < CHUNKS and self.used[0] <= self.capacity, f"exchange {number}, {self.used} bytes of {self.capacity}"
         return self.starts[step] + begin, number
 
-    def _place(self, rank: int, begin: int, size: int) -> Tensor:
+    def _bytes_of(self, rank: int, begin: int, size: int) -> Tensor:
         return self.shared.view(rank, begin, (size,), torch.uint8)
 
-    def _on(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
-        """Use a stream of copies, after it has waited for the current stream."""
+    def _copying_on(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+        """A context that uses `stream`, after it has waited for the current stream. None (CPU): no effect."""
         if stream is None:
             return nullcontext()
         stream.wait_stream(torch.cuda.current_stream())
         return torch.cuda.stream(stream)
 
-    def _announce(self, step: int, number: int) -> None:
-        self.shared.view(self.rank, self._flag(step, number), (1,), torch.int64).copy_(self.epoch, non_blocking=True)
+    def _set_flag(self, step: int, number: int) -> None:
+        self.shared.view(self.rank, self._flag_offset(step, number), (1,), torch.int64).copy_(self.epoch, non_blocking=True)
 
     @staticmethod
-    def _flag(step: int, number: int) -> int:
-        return (
-            step * CHUNKS + number
-        ) * 16  # bytes; all addresses are multiples of 16, so that Triton compiles one kernel for them
+    def _flag_offset(step: int, number: int) -> int:
+        return (step * CHUNKS + number) * 16  # a multiple of 16 bytes, so that Triton specializes all addresses alike
 
     def _receive(self, step: int, number: int, begin: int, received: Tensor, own: Tensor) -> Callable[[], Tensor]:
-        """Copy the bytes at `begin` of every rank's outbox to `received`; this rank's are `own`."""
+        """Copy the bytes at `begin` of every rank's send buffer to `received`; this rank's bytes are `own`."""
         parts, done = received.view(self.world_size, -1), None
-        self.held += [own, received]
-        with self._on(self.inward):
-            if self.inward is not None and self.outward is not None:
-                # a graph may run its branches in any order: this rank must have sent before it waits for others
-                self.inward.wait_stream(self.outward)
+        self.keep_alive += [own, received]
+        with self._copying_on(self.receive_stream):
+            if self.receive_stream is not None and self.send_stream is not None:
+                # a graph may run its branches in any order; this rank must send before it waits for others
+                self.receive_stream.wait_stream(self.send_stream)
             parts[self.rank].copy_(own)
-            self._await(self._flag(step, number))
+            self._wait_flag(self._flag_offset(step, number))
             for i in range(1, self.world_size):
                 source = (self.rank + i) % self.world_size
-                parts[source].copy_(self._place(source, begin, parts.shape[1]), non_blocking=True)
-            if self.inward is not None:
-                done = self.inward.record_event()
+                parts[source].copy_(self._bytes_of(source, begin, parts.shape[1]), non_blocking=True)
+            if self.receive_stream is not None:
+                done = self.receive_stream.record_event()
 
         def wait() -> Tensor:
             if done is not None:
@@ -142,14 +140,14 @@ class Relay(Transport):
 
         return wait
 
-    def _await(self, flag: int) -> None:
+    def _wait_flag(self, flag: int) -> None:
         if self.world_size == 1:
             return
-        if self.inward is not None:
-            from kernels.relay import await_flags  # needs Triton, which a CPU machine may lack
+        if self.receive_stream is not None:
+            from kernels.relay import wait_flags  # needs Triton, which a CPU machine may lack
 
             addresses = (address + flag for rank, address in enumerate(self.shared.addresses) if rank != self.rank)
-            await_flags(tuple(addresses), self.epoch, self.fault, self.patience)
+            wait_flags(tuple(addresses), self.epoch, self.fault, self.max_polls)
             return
         deadline, epoch = time.monotonic() + TIMEOUT, int(self.epoch)
         flags = [self.shared.view(rank, flag, (1,), torch.int64) for rank in range(self.world_size) if rank != self.rank]
@@ -168,58 +166,58 @@ class RelayCommunicator(ProcessGroupCommunicator):
         scheme: Scheme | None,
         device: torch.device,
         group: dist.ProcessGroup | None = None,
-        area: int | None = None,
-        short: "SymmetricCommunicator | None" = None,
+        capacity: int | None = None,
+        one_shot: "SymmetricCommunicator | None" = None,
     ) -> None:
-        """Collective. scheme: None for exact all-reduces. area: see `Relay`; None for the size of a long message. short:
-        takes the gathers, and the messages that fit into its workspaces, for which a relay's launches would take longer
-        than the copies. Raises UserError as `open_host` does."""
+        """Collective. scheme: None for exact all-reduces. capacity: see `Relay`; None for the longest chunks. one_shot: used for
+        all-gathers and for messages that fit its workspaces, for which a relay's launches would take longer than the
+        copies. Raises UserError as `open_host`."""
         super().__init__(group)
-        self.name, self.scheme, self.short = "two-shot" if scheme is None else scheme.name, scheme, short
-        self.relay = Relay(device, group, area or self._area())
+        self.name, self.scheme, self.one_shot = "two-shot" if scheme is None else scheme.name, scheme, one_shot
+        self.relay = Relay(device, group, capacity or self._default_capacity())
         self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
     def begin_all_reduce(self, partial: Tensor, overlap: bool = False) -> PendingAllReduce:
         if not partial.numel():
             return Done(partial)
-        if self.short is not None and self.short.fits(partial, overlap):
-            return self.short.begin_all_reduce(partial, overlap)
+        if self.one_shot is not None and self.one_shot.fits(partial, overlap):
+            return self.one_shot.begin_all_reduce(partial, overlap)
         return on_side_stream(self.stream, partial, lambda: self._sum(partial))
 
     def all_gather(self, shard: Tensor) -> Tensor:
-        return super().all_gather(shard) if self.short is None else self.short.all_gather(shard)
+        return super().all_gather(shard) if self.one_shot is None else self.one_shot.all_gather(shard)
 
     def _sum(self, partial: Tensor) -> Tensor:
-        coding = coding_of(self.scheme, partial)
-        totals = [self._piece(piece, coding) for piece in partial.flatten().split(self._longest(coding))]
+        codec = codec_of(self.scheme, partial)
+        totals = [self._reduce_piece(piece, codec) for piece in partial.flatten().split(self._max_piece(codec))]
         return (torch.cat(totals) if len(totals) > 1 else totals[0]).view(partial.shape)
 
-    def _area(self) -> int:
+    def _default_capacity(self) -> int:
         """Bytes for CHUNKS of the longest chunks of 16-bit values. Messages that need more are cut into pieces."""
-        coding = coding_of(self.scheme, torch.empty(0, 4096, dtype=torch.bfloat16))
-        return (CHUNKS * LONGEST_CHUNK // coding.group + self.world_size * CHUNKS) * coding.size + CHUNKS * ALIGNMENT
+        codec = codec_of(self.scheme, torch.empty(0, 4096, dtype=torch.bfloat16))
+        return (CHUNKS * MAX_CHUNK // codec.group + self.world_size * CHUNKS) * codec.size + CHUNKS * ALIGNMENT
 
-    def _longest(self, coding: Coding) -> int:
-        """How many values an outbox holds, if their last group and chunk are padded."""
-        groups = (self.relay.area - CHUNKS * ALIGNMENT) // coding.size - self.world_size * CHUNKS
-        assert groups > 0, f"groups of {coding.size} bytes for an outbox of {self.relay.area}"
-        return min(groups, max(1, CHUNKS * LONGEST_CHUNK // coding.group)) * coding.group
+    def _max_piece(self, codec: Codec) -> int:
+        """Values that a send buffer holds, with the padding of the last group and chunk."""
+        groups = (self.relay.capacity - CHUNKS * ALIGNMENT) // codec.size - self.world_size * CHUNKS
+        assert groups > 0, f"groups of {codec.size} bytes for a send buffer of {self.relay.capacity}"
+        return min(groups, max(1, CHUNKS * MAX_CHUNK // codec.group)) * codec.group
 
-    def _piece(self, piece: Tensor, coding: Coding) -> Tensor:
+    def _reduce_piece(self, piece: Tensor, codec: Codec) -> Tensor:
         self.relay.begin()
-        total = two_step_all_reduce(piece, coding, self.relay, self._chunk(len(piece), coding.group * self.world_size))
+        total = two_step_all_reduce(piece, codec, self.relay, self._chunk(len(piece), codec.group * self.world_size))
         self.relay.end()
         return total
 
     @staticmethod
     def _chunk(size: int, slices: int) -> int:
-        """Values of a chunk, whole slices: half of a message of `size` values, within the limits for chunks."""
-        chunk = min(max(-(-size // 2), LEAST_CHUNK), LONGEST_CHUNK)
+        """Values of a chunk, a multiple of `slices`: half of a message of `size` values, from MIN_CHUNK to MAX_CHUNK."""
+        chunk = min(max(-(-size // 2), MIN_CHUNK), MAX_CHUNK)
         return -(-chunk // slices) * slices
 
     def check(self) -> None:
         if self.stream is not None:
             self.stream.synchronize()
         self.relay.check()
-        if self.short is not None:
-            self.short.check()
+        if self.one_shot is not None:
+            self.one_shot.check()

@@ -1,6 +1,5 @@
-"""The residual stream as a block uses it: read it through a norm and a layer, add a module's output. This file decides
-which all-reduces are in flight and overlapped. The communicator decides whether they are fused with the layers before and
-after them."""
+"""The residual stream: blocks read it through a norm and a layer, and add a module's output to it. This file decides which
+all-reduces are in flight and overlapped. The communicator decides whether they are fused with the layers before and after."""
 
 from typing import NamedTuple
 
@@ -24,7 +23,7 @@ class Residual(NamedTuple):
     scattered: torch.Size | None = None
 
     def read(self, norm: Norm, layer: Linear, lag: int = 0) -> tuple["Residual", Tensor]:
-        """(the stream, layer(norm(stream))), when all pending all-reduces but the newest `lag` have been added to the
+        """(the stream, layer(norm(stream))), after all pending all-reduces except the newest `lag` have been added to the
         stream."""
         ready = max(0, len(self.pending) - lag)
         stream = self._gathered() if lag or not ready else self
@@ -55,7 +54,7 @@ class Residual(NamedTuple):
         return self._replace(pending=(*self.pending, pending))
 
     def finish(self) -> Tensor:
-        """The whole stream (B, T, C), when all pending all-reduces have been added."""
+        """The whole stream (B, T, C), after all pending all-reduces have been added."""
         stream = self
         for pending in self.pending:
             stream = stream._added(pending)

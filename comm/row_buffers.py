@@ -1,10 +1,10 @@
 """Buffers for all-reduces that are fused with GEMMs: each of N ranks owns R token rows, and all ranks address all buffers.
 
 The launches of a rank come in pairs, a scatter and a gather. They use one symmetric buffer per rank, over NVLink or PCIe
-(`kernels/fused_rows.py` has its layout). Copies between ranks run on the copy engines, so they take no SM from the GEMM
-that runs at the same time. `comm/fused_strategies.py` lists the strategies. docs/communication.md shows why one place for
-partial sums and one for rows are enough. This requires one gather after each scatter, before the next scatter, with the
-same strategy on all ranks. A CUDA graph must capture whole pairs.
+(`kernels/fused_rows.py` has its layout). Copies between ranks run on the copy engines, so they use no SMs, which the concurrent
+GEMM needs. `comm/fused_strategies.py` lists the strategies. docs/communication.md shows why no double buffering is needed.
+This requires one gather after each scatter, before the next scatter, with the same strategy on all ranks. A CUDA graph must
+capture whole pairs.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from comm.workspace import SharedBuffer, open_shared
 from kernels import fused_rows
 from kernels.all_gather_gemm import all_gather_gemm
 from kernels.dispatch import rejoin
-from kernels.fused_rows import BLOCK_ROWS, BLOCKS, Places
+from kernels.fused_rows import BLOCK_ROWS, BLOCKS, BufferLayout
 from kernels.gemm_reduce_scatter import gemm_reduce_scatter
 from kernels.tile_gemm import Tiling
 
@@ -35,8 +35,8 @@ def multiply(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None)
         torch.addmm(bias, x, weight.t(), out=out)
 
 
-class Share(NamedTuple):
-    """The part of a stream that a rank owns: R rows of C values."""
+class RowShard(NamedTuple):
+    """The shape and dtype of the part of a residual stream that a rank owns: R = `rows` rows of C = `size` values."""
 
     rows: int
     size: int
@@ -44,8 +44,8 @@ class Share(NamedTuple):
 
 
 def chunks_of(rows: int, count: int) -> Iterator[slice]:
-    """A rank's rows in up to `count` chunks, in order. Chunks are whole blocks, except that the last block may be short,
-    and differ by at most one block."""
+    """A rank's rows in up to `count` chunks, in order. Chunks are whole blocks, of which the last may be short, and differ
+    by at most one block."""
     blocks = fused_rows.blocks_of(rows)
     count = min(count, blocks)
     for i in range(count):
@@ -62,29 +62,29 @@ class RowBuffers:
         """Collective. Raises UserError on every rank if the GPUs have no peer access."""
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.shared: SharedBuffer = open_shared(fused_rows.buffer_bytes(self.world_size, capacity), device, group)
-        self.places = Places(
+        self.layout = BufferLayout(
             rank=self.rank,
             buffers=self.shared.addresses,
             epochs=torch.zeros(BLOCKS, dtype=torch.int64, device=device),
             fault=torch.zeros(1, dtype=torch.int32, device=device),
             capacity=capacity,
         )
-        self.copies = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
-        self.copying = False  # whether the current stream has yet to join copies
-        self.held: list[Tensor] = []  # what these copies read
+        self.copy_stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        self.must_join = False  # whether the current stream must still join copy_stream
+        self.keep_alive: list[Tensor] = []  # tensors that these copies read
 
     @property
     def capturing(self) -> bool:
-        return self.copies is not None and torch.cuda.is_current_stream_capturing()
+        return self.copy_stream is not None and torch.cuda.is_current_stream_capturing()
 
     def check(self) -> None:
         """Raise RuntimeError if a kernel timed out waiting for a rank. Waits for the device."""
-        fault = int(self.places.fault)
+        fault = int(self.layout.fault)
         if fault:
-            raise RuntimeError(f"rank {self.rank} timed out waiting for another rank's rows (place {fault})")
+            raise RuntimeError(f"rank {self.rank} timed out waiting for another rank's rows (fault code {fault})")
 
     def others(self) -> Iterator[int]:
-        """The other ranks, the next one first, so that the ranks begin with different ones."""
+        """The other ranks, the next one first, so that each rank begins with a different one."""
         return (owner % self.world_size for owner in range(self.rank + 1, self.rank + self.world_size))
 
     def sources(self) -> list[int]:
@@ -95,149 +95,149 @@ class RowBuffers:
         """The consecutive ranks after this one, and those before it: (first, last + 1). Either may be empty."""
         return [(self.rank + 1, self.world_size), (0, self.rank)]
 
-    def rows(self, peer: int, share: Share) -> Tensor:
-        """The place of all ranks' rows at `peer`: (N * R, C)."""
-        return self.shared.view(peer, self.places.rows, (self.world_size * share.rows, share.size), share.dtype)
+    def rows(self, peer: int, shard: RowShard) -> Tensor:
+        """The rows of all ranks in the buffer of `peer`: (N * R, C)."""
+        return self.shared.view(peer, self.layout.rows, (self.world_size * shard.rows, shard.size), shard.dtype)
 
-    def rows_of(self, source: int, peer: int, share: Share) -> Tensor:
-        """The place of the rows of `source` at `peer`, (R, C)."""
-        return self.rows(peer, share)[source * share.rows :][: share.rows]
+    def rows_of(self, source: int, peer: int, shard: RowShard) -> Tensor:
+        """The rows of `source` in the buffer of `peer`: (R, C)."""
+        return self.rows(peer, shard)[source * shard.rows :][: shard.rows]
 
-    def my_rows(self, peer: int, share: Share) -> Tensor:
-        """The place of this rank's rows at `peer`, (R, C)."""
-        return self.rows_of(self.rank, peer, share)
+    def my_rows(self, peer: int, shard: RowShard) -> Tensor:
+        """This rank's rows in the buffer of `peer`: (R, C)."""
+        return self.rows_of(self.rank, peer, shard)
 
-    def partial(self, peer: int, share: Share) -> Tensor:
-        """The place of this rank's partial sums of `peer`'s rows, at `peer`: (R, C)."""
-        offset = self.places.partials + self.rank * share.rows * share.size * share.dtype.itemsize
-        return self.shared.view(peer, offset, (share.rows, share.size), share.dtype)
+    def partial(self, peer: int, shard: RowShard) -> Tensor:
+        """This rank's partial sums of the rows of `peer`, in the buffer of `peer`: (R, C)."""
+        offset = self.layout.partials + self.rank * shard.rows * shard.size * shard.dtype.itemsize
+        return self.shared.view(peer, offset, (shard.rows, shard.size), shard.dtype)
 
     def _flags(self, peer: int, first: int, source: int, rows: slice) -> Tensor:
-        """The flags at `peer` for these rows of `source`. first: 0 for partial sums, `places.row_flags` for rows,
-        `places.offers` for offers."""
+        """The flags for these rows of `source` in the buffer of `peer`. first: offset of the kind of flags: 0 for partial
+        sums, `layout.row_flags` for rows, `layout.ready_flags`."""
         blocks = slice(rows.start // BLOCK_ROWS, fused_rows.blocks_of(rows.stop))
         return self.shared.view(peer, first, (self.world_size, BLOCKS), torch.int64)[source, blocks]
 
-    def _on_copy_stream(self) -> AbstractContextManager[object]:
-        """Use the stream of copies, after it has waited for the current stream."""
-        if self.copies is None:
+    def _copying(self) -> AbstractContextManager[object]:
+        """A context that uses copy_stream, after it has waited for the current stream. On CPU: no effect."""
+        if self.copy_stream is None:
             return nullcontext()
-        self.copying = True
-        self.copies.wait_stream(torch.cuda.current_stream())
-        return torch.cuda.stream(self.copies)
+        self.must_join = True
+        self.copy_stream.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(self.copy_stream)
 
-    def _announce(self, peer: int, first: int, rows: slice) -> None:
-        """Set the flags of this rank's `rows` at `peer`, after their copy: copies of one stream arrive in order."""
+    def _set_flags(self, peer: int, first: int, rows: slice) -> None:
+        """Set the flags of this rank's `rows` at `peer` after their copy, because copies of one stream arrive in order."""
         flags = self._flags(peer, first, self.rank, rows)
-        flags.copy_(self.places.epochs[: len(flags)])
+        flags.copy_(self.layout.epochs[: len(flags)])
 
     # --- scatter ----------------------------------------------------------------------------------------------------------
 
     def scatter(self, x: Tensor, weight: Tensor, split: Split) -> None:
-        """Begin a pair: x (N * R, K) @ weight (C, K).T, each row sent to its owner."""
-        share = Share(len(x) // self.world_size, len(weight), x.dtype)
+        """Begin a pair: send each row of x (N * R, K) @ weight (C, K).T to its owner."""
+        shard = RowShard(len(x) // self.world_size, len(weight), x.dtype)
         if split in TILED:
-            self._scatter_tiles(x, weight, share, tiling_of(split, len(x), len(weight), x.shape[1], self.world_size))
+            self._scatter_tiles(x, weight, shard, tiling_of(split, len(x), len(weight), x.shape[1], self.world_size))
         else:
-            {"owners": self._scatter_owners, "spans": self._scatter_spans}[split](x, weight, share)
+            {"owners": self._scatter_owners, "spans": self._scatter_spans}[split](x, weight, shard)
 
-    def _scatter_owners(self, x: Tensor, weight: Tensor, share: Share) -> None:
+    def _scatter_owners(self, x: Tensor, weight: Tensor, shard: RowShard) -> None:
         for owner in self.others():
-            multiply(x[owner * share.rows :][: share.rows], weight, self.partial(owner, share))
-        fused_rows.advance(self.places, announced=fused_rows.blocks_of(share.rows))
-        multiply(x[self.rank * share.rows :][: share.rows], weight, self.partial(self.rank, share))
+            multiply(x[owner * shard.rows :][: shard.rows], weight, self.partial(owner, shard))
+        fused_rows.advance(self.layout, ready_blocks=fused_rows.blocks_of(shard.rows))
+        multiply(x[self.rank * shard.rows :][: shard.rows], weight, self.partial(self.rank, shard))
 
-    def _scatter_spans(self, x: Tensor, weight: Tensor, share: Share) -> None:
-        fused_rows.advance(self.places)
+    def _scatter_spans(self, x: Tensor, weight: Tensor, shard: RowShard) -> None:
+        fused_rows.advance(self.layout)
         products = x.new_empty(len(x), len(weight))
-        self.held.append(products)
+        self.keep_alive.append(products)
         for first, last in self.spans():
-            span = slice(first * share.rows, last * share.rows)
+            span = slice(first * shard.rows, last * shard.rows)
             multiply(x[span], weight, products[span])
-            with self._on_copy_stream():
+            with self._copying():
                 for owner in range(first, last):
-                    self.partial(owner, share).copy_(products[owner * share.rows :][: share.rows])
-                    self._announce(owner, 0, slice(0, share.rows))
-        multiply(x[self.rank * share.rows :][: share.rows], weight, self.partial(self.rank, share))
+                    self.partial(owner, shard).copy_(products[owner * shard.rows :][: shard.rows])
+                    self._set_flags(owner, 0, slice(0, shard.rows))
+        multiply(x[self.rank * shard.rows :][: shard.rows], weight, self.partial(self.rank, shard))
 
-    def _scatter_tiles(self, x: Tensor, weight: Tensor, share: Share, tiling: Tiling) -> None:
-        places, mine = self.places, self.rank * share.rows * share.size * share.dtype.itemsize
-        fused_rows.advance(places)
-        destinations = tuple(buffer + places.partials + mine for buffer in places.buffers)
-        flags = tuple(buffer + self.rank * BLOCKS * 8 for buffer in places.buffers)
-        gemm_reduce_scatter(x.contiguous(), weight, destinations, flags, places.epochs[:1], self.rank, tiling)
+    def _scatter_tiles(self, x: Tensor, weight: Tensor, shard: RowShard, tiling: Tiling) -> None:
+        layout, offset = self.layout, self.rank * shard.rows * shard.size * shard.dtype.itemsize
+        fused_rows.advance(layout)
+        destinations = tuple(buffer + layout.partials + offset for buffer in layout.buffers)
+        flags = tuple(buffer + self.rank * BLOCKS * 8 for buffer in layout.buffers)
+        gemm_reduce_scatter(x.contiguous(), weight, destinations, flags, layout.epochs[:1], self.rank, tiling)
 
     # --- gather -----------------------------------------------------------------------------------------------------------
 
-    def gather_linear(self, share: Share, weight: Tensor, bias: Tensor | None, strategy: Gather) -> Tensor:
-        """End a pair: all ranks' rows times weight (M, C).T, (N * R, M). This rank's rows (R, C) must be in their place."""
-        (self._pull if strategy.pull else self._push)(share, strategy.chunks)
-        rows = self.rows(self.rank, share)
+    def gather_linear(self, shard: RowShard, weight: Tensor, bias: Tensor | None, strategy: Gather) -> Tensor:
+        """End a pair: all ranks' rows times weight (M, C).T, (N * R, M). This rank's rows must be in its buffer."""
+        (self._pull if strategy.pull else self._push)(shard, strategy.chunks)
+        rows = self.rows(self.rank, shard)
         if strategy.split in TILED:
             return self._consume_tiles(rows, weight, bias, strategy.split)
         out = rows.new_empty(len(rows), len(weight))
         {"owners": self._consume_owners, "spans": self._consume_spans}[strategy.split](rows, weight, bias, out)
         return out
 
-    def gather(self, share: Share) -> Tensor:
+    def gather(self, shard: RowShard) -> Tensor:
         """End a pair: all ranks' rows (N * R, C), as a view of this rank's buffer."""
-        self._push(share, 1)
+        self._push(shard, 1)
         self.join()
-        fused_rows.await_rows(self.places, 0, self.world_size, share.rows)
-        return self.rows(self.rank, share)
+        fused_rows.wait_rows(self.layout, 0, self.world_size, shard.rows)
+        return self.rows(self.rank, shard)
 
-    def _push(self, share: Share, chunks: int) -> None:
-        mine = self.my_rows(self.rank, share)
-        with self._on_copy_stream():
+    def _push(self, shard: RowShard, chunks: int) -> None:
+        mine = self.my_rows(self.rank, shard)
+        with self._copying():
             for peer in self.others():
-                place = self.my_rows(peer, share)
-                for chunk in chunks_of(share.rows, chunks):
-                    place[chunk].copy_(mine[chunk])
-                    self._announce(peer, self.places.row_flags, chunk)
+                destination = self.my_rows(peer, shard)
+                for chunk in chunks_of(shard.rows, chunks):
+                    destination[chunk].copy_(mine[chunk])
+                    self._set_flags(peer, self.layout.row_flags, chunk)
 
-    def _pull(self, share: Share, chunks: int) -> None:
-        places, rank = self.places, self.rank
-        fused_rows.offer_rows(places)
-        with self._on_copy_stream():
+    def _pull(self, shard: RowShard, chunks: int) -> None:
+        layout, rank = self.layout, self.rank
+        fused_rows.ready_barrier(layout)
+        with self._copying():
             for source in self.sources():
-                theirs, place = (self.rows_of(source, peer, share) for peer in (source, rank))
-                for chunk in chunks_of(share.rows, chunks):
-                    place[chunk].copy_(theirs[chunk])
-                    offers = self._flags(source, places.offers, rank, chunk)  # what this rank wrote there: the epoch
-                    self._flags(rank, places.row_flags, source, chunk).copy_(offers)
+                source_rows, destination = (self.rows_of(source, peer, shard) for peer in (source, rank))
+                for chunk in chunks_of(shard.rows, chunks):
+                    destination[chunk].copy_(source_rows[chunk])
+                    ready = self._flags(source, layout.ready_flags, rank, chunk)  # this rank set them to the epoch
+                    self._flags(rank, layout.row_flags, source, chunk).copy_(ready)
 
     def join(self) -> None:
-        """Make the current stream wait for all copies, before the last GEMM of a pair. So the kernel after that GEMM may
-        start early (see `kernels.dispatch.rejoin`)."""
-        if self.copies is not None and self.copying:
-            torch.cuda.current_stream().wait_stream(self.copies)
-        self.copying = False
-        self.held.clear()
+        """Make the current stream wait for all copies. It is called before the last GEMM of a pair, so that the kernel after
+        that GEMM may start early (see `kernels.dispatch.rejoin`)."""
+        if self.copy_stream is not None and self.must_join:
+            torch.cuda.current_stream().wait_stream(self.copy_stream)
+        self.must_join = False
+        self.keep_alive.clear()
 
     def _consume_owners(self, rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-        share = len(rows) // self.world_size
+        rank_rows = len(rows) // self.world_size
         sources = [self.rank, *self.sources()]
         for source in sources:
             if source == sources[-1]:
                 self.join()
             if source != self.rank:
-                fused_rows.await_rows(self.places, source, source + 1, share)
-            multiply(rows[source * share :][:share], weight, out[source * share :][:share], bias)
+                fused_rows.wait_rows(self.layout, source, source + 1, rank_rows)
+            multiply(rows[source * rank_rows :][:rank_rows], weight, out[source * rank_rows :][:rank_rows], bias)
 
     def _consume_spans(self, rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-        share = len(rows) // self.world_size
-        mine = slice(self.rank * share, (self.rank + 1) * share)
-        multiply(rows[mine], weight, out[mine], bias)
+        rank_rows = len(rows) // self.world_size
+        own = slice(self.rank * rank_rows, (self.rank + 1) * rank_rows)
+        multiply(rows[own], weight, out[own], bias)
         self.join()
-        fused_rows.await_rows(self.places, 0, self.world_size, share)
+        fused_rows.wait_rows(self.layout, 0, self.world_size, rank_rows)
         for first, last in self.spans():
-            multiply(rows[first * share : last * share], weight, out[first * share : last * share], bias)
+            multiply(rows[first * rank_rows : last * rank_rows], weight, out[first * rank_rows : last * rank_rows], bias)
 
     def _consume_tiles(self, rows: Tensor, weight: Tensor, bias: Tensor | None, split: Split) -> Tensor:
-        places, n = self.places, self.world_size
+        layout, n = self.layout, self.world_size
         tiling = tiling_of(split, len(rows), len(weight), rows.shape[1], n)
-        flags = self.shared.view(self.rank, places.row_flags, (n, BLOCKS), torch.int64)
-        out = all_gather_gemm(rows, weight, flags, places.epochs[:1], self.rank, places.fault, tiling, places.patience)
+        flags = self.shared.view(self.rank, layout.row_flags, (n, BLOCKS), torch.int64)
+        out = all_gather_gemm(rows, weight, flags, layout.epochs[:1], self.rank, layout.fault, tiling, layout.max_polls)
         self.join()
         rejoin(out)
         return out if bias is None else out.add_(bias)

@@ -25,7 +25,7 @@ SIZES = {"B": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 
 @dataclass(frozen=True)
 class Link:
-    """latency in seconds, bandwidth in bytes a second and direction, of one rank."""
+    """latency in seconds; bandwidth of one rank in bytes per second, in each direction."""
 
     latency: float
     bandwidth: float
@@ -33,7 +33,7 @@ class Link:
 
 
 def parse_link(text: str) -> Link:
-    """`10us,100GB/s` to a Link. Raises UserError."""
+    """A Link from a text such as `10us,100GB/s`. Raises UserError for any other form."""
     number = r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)"
     match = re.fullmatch(rf"{number}({'|'.join(TIMES)}),{number}({'|'.join(SIZES)})/s", text.replace(" ", ""))
     if not match or not float(match[3]):
@@ -54,7 +54,7 @@ def sent_bytes(communicator: Communicator, partial: Tensor) -> float:
 
 
 class SimulatedLink(Communicator):
-    """`inner`, with all-reduces that take as long as on `link`. All-gathers are not slowed down."""
+    """`inner`, whose all-reduces take at least as long as on `link`. All-gathers are not slowed down."""
 
     waited: float = 0.0
 
@@ -86,7 +86,7 @@ class _SimulatedAllReduce(PendingAllReduce):
         self.link, self.pending, self.deadline = link, pending, deadline
 
     def wait(self) -> Tensor:
-        """The result, not before the deadline. All of the waiting counts as `waited`."""
+        """The result, at the deadline or later. The whole time of this call counts as `waited`."""
         begin = self.link.clock()
         total = self.pending.wait()
         left = self.deadline - self.link.clock()

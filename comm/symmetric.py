@@ -1,4 +1,4 @@
-"""All-reduces by kernels over memory that all ranks can address (`comm/workspace.py`): the GPUs' own memory or the host's.
+"""All-reduces by kernels over symmetric memory (`comm/workspace.py`), which is in the GPUs' memory or in host memory.
 
 A blocking all-reduce is launched on the current stream when its result is read. Its kernel then also does the residual
 addition and the norm that follow. An overlapped all-reduce is launched at once on a side stream. The two have separate
@@ -25,12 +25,12 @@ from kernels.norm import add_rms_norm
 Kind = Literal["one-shot", "two-shot"]
 KINDS: tuple[Kind, ...] = ("one-shot", "two-shot")
 
-# bytes of a message; longer ones go over the process group
+# bytes of a message, at most; longer ones use the process group
 CAPACITY: dict[Kind, int] = {"one-shot": 256 << 10, "two-shot": 8 << 20}
 OVERLAP_CAPACITY: dict[Kind, int] = {"one-shot": 256 << 10, "two-shot": 1 << 20}  # a decode step of 64 rows of 70B
-GATHER_CAPACITY = 64 << 10  # logits of one row on two ranks; longer messages go over the process group
-# Rows of a linear layer that sends its own partial sums. With fewer rows the ordinary kernels read the weight as fast, and
-# only 1 µs of the all-reduce is left to hide. With more rows the message is so long that its bytes count.
+GATHER_CAPACITY = 64 << 10  # logits of one row on two ranks; longer messages use the process group
+# Least and most rows of a linear layer that sends its own partial sums. With fewer rows, the ordinary kernels read the weight
+# as fast, and only 1 µs of the all-reduce could be hidden. With more rows, the bandwidth of the link is the limit.
 PUSHED_ROWS = 3, 16
 
 # An overlapped all-reduce gets few programs: they use most of the link's bandwidth and leave the SMs to the GEMMs.
@@ -46,10 +46,10 @@ _BYTES = {"one-shot": all_reduce.one_shot_bytes, "two-shot": all_reduce.two_shot
 
 @dataclass(frozen=True)
 class AllReduceKernel:
-    """An all-reduce kernel with its workspace and launch parameters. Its launches follow each other on one stream.
+    """An all-reduce kernel with its workspace and launch parameters. Its launches run one after another on one stream.
 
-    pdl: programmatic dependent launch, which overlaps the begin of a kernel with the end of the one before it on the same
-    stream.
+    pdl: whether to use programmatic dependent launch, which overlaps the start of a kernel with the end of the previous one on
+    the stream.
     """
 
     kind: Kind
@@ -58,7 +58,7 @@ class AllReduceKernel:
     pdl: bool
 
     def fits(self, partial: Tensor) -> bool:
-        """Whether the workspace has room for a slice of a multiple of 16 values for each rank."""
+        """Whether the message fits the workspace, padded to slices of a multiple of 16 values."""
         unit = 16 * self.workspace.exchange.world_size
         return partial.numel() <= self.workspace.exchange.capacity // partial.element_size() // unit * unit
 
@@ -78,7 +78,7 @@ class AllReduceKernel:
         ranks, rows = self.workspace.exchange.world_size, x.numel() // x.shape[-1]
         if self.kind == "one-shot":
             return partial.nbytes <= self.workspace.exchange.capacity and all_reduce.norm_programs(x) <= MAX_PROGRAMS
-        # a rank adds up whole rows, so there must be one for each
+        # a rank reduces whole rows, so there must be at least one for each rank
         needed = -(-rows // ranks) * ranks * x.shape[-1] * x.element_size()
         return rows >= ranks and needed <= self.workspace.exchange.capacity
 
@@ -117,10 +117,10 @@ class _PushedAllReduce(PendingAllReduce):
 
 
 class KernelCommunicator(ProcessGroupCommunicator):
-    """All-reduces by kernels over memory that all ranks address. Messages that are too long for a workspace go over NCCL,
-    which is faster for them, too.
+    """All-reduces by kernels over symmetric memory. Messages that do not fit a workspace use NCCL, which is also faster for
+    them, or gloo on CPU.
 
-    All launches may be captured in CUDA graphs, and replayed any number of times between launches that are not captured.
+    All launches may be captured in CUDA graphs. The graphs may be replayed any number of times between other launches.
     """
 
     def __init__(
@@ -132,17 +132,17 @@ class KernelCommunicator(ProcessGroupCommunicator):
         group: dist.ProcessGroup | None,
         memory: Memory,
     ) -> None:
-        """Collective. Raises UserError as `open_workspace` does."""
+        """Collective. Raises UserError as `open_workspace`."""
         super().__init__(group)
         self.name, self.blocking, self.overlapped, self.memory = name, blocking, overlapped, memory
-        self.long = NcclCommunicator(group) if device.type == "cuda" else GlooCommunicator(group)
+        self.fallback = NcclCommunicator(group) if device.type == "cuda" else GlooCommunicator(group)
         self.gathers = open_workspace(all_reduce.one_shot_bytes, GATHER_CAPACITY, device, group, memory)
         self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         if self.stream is None:
             self.waited = 0.0
 
     def fits(self, partial: Tensor, overlap: bool) -> bool:
-        """Whether a kernel takes this message."""
+        """Whether a kernel is used for this message."""
         return (self.overlapped if overlap else self.blocking).fits(partial)
 
     def begin_all_reduce(self, partial: Tensor, overlap: bool = False) -> PendingAllReduce:
@@ -150,7 +150,7 @@ class KernelCommunicator(ProcessGroupCommunicator):
         if not partial.numel():
             return Done(partial)
         if not self.fits(partial, overlap):
-            return self.long.begin_all_reduce(partial, overlap)
+            return self.fallback.begin_all_reduce(partial, overlap)
         if not overlap:
             return _BlockingAllReduce(self.blocking, partial)
         return on_side_stream(self.stream, partial, lambda: self.overlapped.all_reduce(partial))
@@ -173,7 +173,7 @@ class SymmetricCommunicator(KernelCommunicator):
         self, kind: Kind, device: torch.device, group: dist.ProcessGroup | None = None, memory: Memory = "peer"
     ) -> None:
         """Collective. memory: see `open_workspace`, whose UserError this raises for the ranks of `group` (None: all)."""
-        assert kind == "one-shot" or memory == "peer", "over host memory, two-shot all-reduces are the relay's"
+        assert kind == "one-shot" or memory == "peer", "two-shot over host memory is RelayCommunicator"
         blocking = open_workspace(_BYTES[kind], CAPACITY[kind], device, group, memory)
         overlapped = open_workspace(_BYTES[kind], OVERLAP_CAPACITY[kind], device, group, memory)
         super().__init__(
@@ -192,8 +192,8 @@ class SymmetricCommunicator(KernelCommunicator):
         return _PushedAllReduce(self.blocking, x, layer.weight)
 
     def _pushes(self, x: Tensor, weight: Tensor) -> bool:
-        """Whether the layer's kernel sends its partial sums: few rows, one-shot only."""
-        least, most = PUSHED_ROWS
-        if self.name != "one-shot" or not least <= math.prod(x.shape[:-1]) <= most:
+        """Whether the layer's kernel sends its own partial sums: with one-shot, and PUSHED_ROWS rows."""
+        min_rows, max_rows = PUSHED_ROWS
+        if self.name != "one-shot" or not min_rows <= math.prod(x.shape[:-1]) <= max_rows:
             return False
         return on_gpu(x) and not torch.compiler.is_compiling() and linear_push.fits(x, weight, self.blocking.workspace.exchange)

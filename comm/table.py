@@ -1,5 +1,5 @@
-"""Tables of measured times: how long each algorithm takes on this machine, case by case. A table is measured once, kept as
-a JSON file, and checked when it is read."""
+"""Tables of measured times of algorithms on this machine, by case. A table is measured once, stored as a JSON file, and
+checked when it is read."""
 
 import hashlib
 import json
@@ -18,17 +18,16 @@ import torch.distributed as dist
 
 PLAUSIBLE = (0.3, 1e6)  # µs
 
-# A case to the algorithms that are measured for it. Raises ValueError or AttributeError if there is no such case.
+# The algorithms that are measured for a case. Raises ValueError or AttributeError if there is no such case.
 Algorithms = Callable[[str], set[str]]
 Times = dict[str, dict[str, float]]  # µs by case and algorithm
 
 
 @dataclass
 class Table:
-    """The same on all ranks. A case is a message size (`comm/auto.py`) or a pair of layers (`comm/fused.py`).
+    """Measured times, the same on all ranks. A case is a message size (`comm/auto.py`) or a pair of layers (`comm/fused.py`).
 
-    kind: the begin of the file's name. key: what the times depend on. times: of the slowest rank. made: seconds since the
-    epoch.
+    kind: prefix of the file's name. key: what the times depend on. times: on the slowest rank. made: Unix time, seconds.
     """
 
     kind: str
@@ -38,7 +37,7 @@ class Table:
 
     @property
     def path(self) -> Path:
-        """In $RUNG_CACHE, else in ~/.cache/rung."""
+        """The JSON file, in $RUNG_CACHE or ~/.cache/rung."""
         digest = hashlib.sha256(json.dumps(self.key, sort_keys=True).encode()).hexdigest()
         return Path(os.environ.get("RUNG_CACHE") or Path.home() / ".cache" / "rung") / f"{self.kind}-{digest[:16]}.json"
 
@@ -46,21 +45,21 @@ class Table:
 def load(
     kind: str, key: dict[str, str], algorithms: Algorithms, group: dist.ProcessGroup | None = None, rebuild: bool = False
 ) -> Table:
-    """Rank 0's plausible cases on every rank of `group`; none to `rebuild` the table. Collective."""
+    """The plausible cases of rank 0's file, on every rank of `group`; empty with `rebuild`. Collective."""
     table = Table(kind, key)
     if dist.get_rank(group) == 0 and not rebuild:
         table = read(table, algorithms)
-    return from_first(table, group)
+    return from_rank_0(table, group)
 
 
 def read(empty: Table, algorithms: Algorithms) -> Table:
-    """The plausible cases of the file of `empty`; `empty` if the file is missing, truncated, of another key or from the
-    future."""
+    """The plausible cases of the file of `empty`. Returns `empty` if the file is missing or invalid, has another key, or its
+    time is in the future."""
     try:
         content = json.loads(empty.path.read_text())
         times = {case: {name: float(t) for name, t in by_name.items()} for case, by_name in content["times"].items()}
         made = float(content["made"])
-        if content["key"] != empty.key or not 0 < made <= time.time() + 60:  # from the future: made under another clock
+        if content["key"] != empty.key or not 0 < made <= time.time() + 60:  # in the future: the clock was wrong
             return empty
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return empty
@@ -68,9 +67,9 @@ def read(empty: Table, algorithms: Algorithms) -> Table:
 
 
 def plausible(times: Times, algorithms: Algorithms) -> Times:
-    """The cases that have a time for exactly their algorithms, and none that is impossibly short or long."""
+    """The cases that have a time for exactly their algorithms, all within PLAUSIBLE."""
 
-    def holds(case: str) -> bool:
+    def is_plausible(case: str) -> bool:
         try:
             expected = algorithms(case)
         except (ValueError, AttributeError):
@@ -78,21 +77,21 @@ def plausible(times: Times, algorithms: Algorithms) -> Times:
         low, high = PLAUSIBLE
         return set(times[case]) == expected and all(low <= t <= high for t in times[case].values())  # False for NaN, too
 
-    return {case: times[case] for case in times if holds(case)}
+    return {case: times[case] for case in times if is_plausible(case)}
 
 
 def save(table: Table, group: dist.ProcessGroup | None = None) -> None:
-    """Write rank 0's table. If it cannot be written, say so and continue."""
+    """Write rank 0's table. If it cannot be written, print a warning."""
     if dist.get_rank(group) != 0:
         return
     try:
         write(table)
     except OSError as error:
-        print(f"{table.path} cannot be written, so each start measures again: {error}", file=sys.stderr, flush=True)
+        print(f"{table.path} cannot be written, so each start will measure again: {error}", file=sys.stderr, flush=True)
 
 
 def write(table: Table) -> None:
-    """Replace the table's file at once: a reader never sees half a table. Raises OSError."""
+    """Replace the table's file atomically, so that no reader sees an incomplete table. Raises OSError."""
     path = table.path
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem)
@@ -105,7 +104,7 @@ def write(table: Table) -> None:
         raise
 
 
-def from_first(value: Any, group: dist.ProcessGroup | None) -> Any:
+def from_rank_0(value: Any, group: dist.ProcessGroup | None) -> Any:
     """Rank 0's value on every rank. Collective."""
     values = [value]
     source = dist.get_global_rank(group, 0) if group else 0
@@ -116,9 +115,9 @@ def from_first(value: Any, group: dist.ProcessGroup | None) -> Any:
 # --- the key -----------------------------------------------------------------------------------------------------------------
 
 
-def machine(device: torch.device, world_size: int, dtype: torch.dtype, code: Sequence[str]) -> dict[str, str]:
-    """What measured times depend on: another GPU, driver, library or code needs another table. code: patterns of the files
-    whose content counts."""
+def machine_key(device: torch.device, world_size: int, dtype: torch.dtype, code: Sequence[str]) -> dict[str, str]:
+    """The key of a table: GPU, ranks, dtype, driver, libraries and code, on which measured times depend. code: glob patterns
+    of the source files to include."""
     return {
         "gpu": torch.cuda.get_device_name(device),
         "ranks": str(world_size),
@@ -139,7 +138,7 @@ def _driver() -> str:
 
 
 def digest(patterns: Sequence[str]) -> str:
-    """Of the content of the files that match the patterns."""
+    """A hash of the content of the files that match the patterns."""
     root = Path(__file__).resolve().parents[1]
     paths = sorted(path for pattern in patterns for path in root.glob(pattern))
     return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:12]
@@ -151,7 +150,7 @@ def digest(patterns: Sequence[str]) -> str:
 def graph_microseconds(
     call: Callable[[], object], chain: int = 20, replays: int = 7, group: dist.ProcessGroup | None = None
 ) -> float:
-    """Median time of `call` on the slowest rank, in a CUDA graph of `chain` calls. Collective."""
+    """Median time of `call` in µs, on the slowest rank, in a CUDA graph of `chain` calls. Collective."""
     call()
     torch.cuda.synchronize()
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()

@@ -1,11 +1,11 @@
-"""All-reduces in two exchanges: each rank adds up one slice of the message, then all ranks gather the sums.
+"""All-reduces in two steps: a reduce-scatter by an all-to-all and local sums, then an all-gather of the sums.
 
 The message is cut into chunks, and each chunk into N slices of whole groups of values, one for each rank:
 
-    encode -> all-to-all -> decode, add my slice in fp32 -> encode -> all-gather -> decode
+    encode -> all-to-all -> decode, add this rank's slice in fp32 -> encode -> all-gather -> decode
 
-Every rank decodes the same gathered bytes, so all of them get bitwise the same result. All chunks are sent before the first
-one is added up, so the arithmetic of one chunk runs while the next one is sent.
+Every rank decodes the same gathered bytes, so all ranks get bitwise the same result. All chunks are sent before the first one
+is added, so that the arithmetic of one chunk overlaps with the transfer of the next.
 """
 
 from abc import ABC, abstractmethod
@@ -17,17 +17,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from comm.process_group import all_gather
-from comm.quantize import Scheme, dequantize_sum, quantize, rotate
+from comm.quantize import Scheme, dequantize_sum, hadamard_transform, quantize
 
 EXACT_GROUP = 64  # values; slices are multiples of it, which copy engines copy fast
 
 
 @dataclass(frozen=True)
-class Coding:
-    """How values are encoded for the two exchanges, in groups of `group` values of at most `size` bytes.
+class Codec:
+    """The encoding of values for the two exchanges, in groups of `group` values of at most `size` bytes.
 
-    encode: (G, group) values to (G, bytes) uint8. sum: (N, G, bytes) of N ranks to (G, group) fp32. encode_sum: that to (G,
-    bytes). decode: (G, bytes) to (G, group).
+    encode: (G, group) values to (G, bytes) uint8, for the all-to-all. sum: (N, G, bytes) of N ranks to their sum (G, group)
+    fp32. encode_sum: the sum to (G, bytes) uint8, for the all-gather. decode: (G, bytes) to (G, group) values.
     """
 
     group: int
@@ -38,28 +38,28 @@ class Coding:
     decode: Callable[[Tensor], Tensor]
 
 
-def coding_of(scheme: Scheme | None, partial: Tensor) -> Coding:
-    """The coding of a message. scheme: None for exact all-reduces."""
+def codec_of(scheme: Scheme | None, partial: Tensor) -> Codec:
+    """The codec for a message. scheme: None for exact all-reduces."""
     return _exact(partial.dtype) if scheme is None else _quantized(scheme, scheme.group_of(partial))
 
 
-def _quantized(scheme: Scheme, group: int) -> Coding:
-    def turn(x: Tensor) -> Tensor:
-        return rotate(x.float()) if scheme.hadamard else x
+def _quantized(scheme: Scheme, group: int) -> Codec:
+    def transform(x: Tensor) -> Tensor:
+        return hadamard_transform(x.float()) if scheme.hadamard else x
 
-    return Coding(
+    return Codec(
         group=group,
         size=max(width.record_bytes(group) for width in (scheme.reduce, scheme.gather)),
-        encode=lambda x: quantize(turn(x), scheme.reduce),
+        encode=lambda x: quantize(transform(x), scheme.reduce),
         sum=lambda records: dequantize_sum(records, scheme.reduce),
         encode_sum=lambda total: quantize(total, scheme.gather),
-        decode=lambda records: turn(dequantize_sum(records[None], scheme.gather)),
+        decode=lambda records: transform(dequantize_sum(records[None], scheme.gather)),
     )
 
 
-def _exact(dtype: torch.dtype) -> Coding:
-    """The values themselves. A sum is rounded once, from fp32."""
-    return Coding(
+def _exact(dtype: torch.dtype) -> Codec:
+    """Values are sent as they are. A sum is rounded once, from fp32."""
+    return Codec(
         group=EXACT_GROUP,
         size=EXACT_GROUP * dtype.itemsize,
         encode=lambda x: x.view(torch.uint8),
@@ -77,8 +77,8 @@ def _sum_in_order(parts: Tensor) -> Tensor:
 
 
 class Transport(ABC):
-    """Sends bytes to other ranks. Both exchanges begin at once. The function that they return waits (the current stream, or
-    the host with gloo) and returns the received bytes."""
+    """Asynchronous collectives of bytes. Both methods return a function that waits (the current stream, or the host with
+    gloo) and returns the received bytes."""
 
     world_size: int
 
@@ -114,23 +114,23 @@ class ProcessGroupTransport(Transport):
         return wait
 
 
-def two_step_all_reduce(partial: Tensor, coding: Coding, transport: Transport, chunk: int) -> Tensor:
+def two_step_all_reduce(partial: Tensor, codec: Codec, transport: Transport, chunk: int) -> Tensor:
     """`partial` (any shape, floating point) added over all ranks, same shape and dtype. chunk: values, at most. Collective."""
-    slices = coding.group * transport.world_size
+    slices = codec.group * transport.world_size
     chunks = partial.flatten().split(max(1, chunk // slices) * slices)
-    exchanges = [transport.all_to_all(coding.encode(_to_groups(part, slices, coding.group))) for part in chunks]
-    gathers = [transport.all_gather(coding.encode_sum(_sum(exchange(), coding, transport))) for exchange in exchanges]
-    totals = [coding.decode(gather()).flatten()[: len(part)] for gather, part in zip(gathers, chunks, strict=True)]
+    exchanges = [transport.all_to_all(codec.encode(_to_groups(part, slices, codec.group))) for part in chunks]
+    gathers = [transport.all_gather(codec.encode_sum(_sum(exchange(), codec, transport))) for exchange in exchanges]
+    totals = [codec.decode(gather()).flatten()[: len(part)] for gather, part in zip(gathers, chunks, strict=True)]
     return (torch.cat(totals) if len(totals) > 1 else totals[0]).to(partial.dtype).view(partial.shape)
 
 
-def _sum(received: Tensor, coding: Coding, transport: Transport) -> Tensor:
-    return coding.sum(received.unflatten(0, (transport.world_size, -1)))
+def _sum(received: Tensor, codec: Codec, transport: Transport) -> Tensor:
+    return codec.sum(received.unflatten(0, (transport.world_size, -1)))
 
 
 def _to_groups(flat: Tensor, slices: int, group: int) -> Tensor:
-    """(M,) to (G, group), G a multiple of the world size. Padded with the last value, which widens no group's range."""
-    missing = -len(flat) % slices
-    if missing:
-        flat = torch.cat((flat, flat[-1:].expand(missing)))
+    """(M,) to (G, group), G a multiple of the world size. Padded with the last value, which extends no group's range."""
+    padding = -len(flat) % slices
+    if padding:
+        flat = torch.cat((flat, flat[-1:].expand(padding)))
     return flat.view(-1, group)

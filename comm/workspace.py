@@ -1,8 +1,8 @@
-"""Memory that every rank of a group can address: the buffers of the kernels in `kernels/all_reduce.py`.
+"""Symmetric memory: a buffer on each rank that every rank of a group can address. The kernels' workspaces are in it.
 
 Between GPUs with peer access it is PyTorch's symmetric memory, over NVLink or PCIe. Between other GPUs of one host it is
-page-locked host memory: a file that all ranks map. CPU ranks, whose kernels run in Triton's interpreter, use such a file,
-too. NVLink multicast is not used.
+page-locked host memory, a file that all ranks map. CPU ranks, whose kernels run in Triton's interpreter, also use such a file.
+NVLink multicast is not used.
 """
 
 import math
@@ -25,13 +25,13 @@ from errors import UserError
 from kernels.all_reduce import Exchange
 from kernels.device import MAX_PROGRAMS
 
-# Where a rank receives data from other ranks: in its GPU's memory, which all ranks address, or in host memory.
+# The memory in which a rank receives data from other ranks: its GPU's memory (peer access) or host memory.
 Memory = Literal["peer", "host"]
 
 
 @dataclass
 class Workspace:
-    """A buffer on each rank. Launches on it must follow each other on one stream. owner: keeps the memory mapped."""
+    """A buffer on each rank for the kernels. Launches on it must run one after another. owner: keeps the memory mapped."""
 
     exchange: Exchange
     owner: Any
@@ -41,14 +41,14 @@ class Workspace:
         fault = int(self.exchange.fault)
         if fault:
             raise RuntimeError(
-                f"rank {self.exchange.rank} timed out waiting for another rank's part of an all-reduce (place {fault})"
+                f"rank {self.exchange.rank} timed out waiting for another rank's part of an all-reduce (fault code {fault})"
             )
 
 
 @dataclass
 class SharedBuffer:
-    """A buffer of every rank, by rank, as this process addresses it. views: (bytes,) uint8 at the addresses. owner: keeps
-    it mapped."""
+    """The buffers of all ranks, by rank, in this process's address space. views: (bytes,) uint8 at the addresses. owner:
+    keeps the memory mapped."""
 
     addresses: tuple[int, ...]
     views: tuple[Tensor, ...]
@@ -60,7 +60,7 @@ class SharedBuffer:
 
 
 def open_shared(size: int, device: torch.device, group: dist.ProcessGroup | None = None) -> SharedBuffer:
-    """`size` zeroed bytes of every rank. Collective, and not during graph capture.
+    """A buffer of `size` zeroed bytes on every rank. Collective; not during graph capture.
 
     Raises UserError on every rank if the group's GPUs have no peer access.
     """
@@ -70,7 +70,7 @@ def open_shared(size: int, device: torch.device, group: dist.ProcessGroup | None
         addresses, (buffer, handle) = _map_gpus(size, device, group)
         views = tuple(_view_of_peer(handle, rank, address, size) for rank, address in enumerate(addresses))
         shared = SharedBuffer(tuple(addresses), views, (buffer, handle))
-        torch.cuda.synchronize(device)  # zeroed, before any rank writes there
+        torch.cuda.synchronize(device)  # the buffer is zeroed before any rank writes to it
     else:
         shared = _views_of_file(size, group)
     dist.barrier(group)
@@ -78,8 +78,8 @@ def open_shared(size: int, device: torch.device, group: dist.ProcessGroup | None
 
 
 def open_host(size: int, device: torch.device, group: dist.ProcessGroup | None = None) -> SharedBuffer:
-    """`size` zeroed bytes of every rank in host memory, which all GPUs of the host and their copy engines can address.
-    Collective, and not during graph capture.
+    """A buffer of `size` zeroed bytes for every rank, in host memory that all GPUs of the host and their copy engines can
+    address. Collective; not during graph capture.
 
     Raises UserError on every rank if the ranks are on several hosts, or if the host has too little memory to share or to lock.
     """
@@ -101,7 +101,7 @@ def _views_of_file(size: int, group: dist.ProcessGroup) -> SharedBuffer:
 
 
 def _view_of_peer(handle: Any, rank: int, address: int, size: int) -> Tensor:
-    """The `size` bytes at `address` in a rank's buffer. The handle's offsets count from the begin of an allocation."""
+    """The `size` bytes at `address` of a rank. The handle's offsets count from the begin of the allocation."""
     offset = address - handle.get_buffer(rank, (1,), torch.uint8).data_ptr()
     view: Tensor = handle.get_buffer(rank, (size,), torch.uint8, offset)
     assert view.data_ptr() == address
@@ -115,15 +115,15 @@ def open_workspace(
     group: dist.ProcessGroup | None = None,
     memory: Memory = "peer",
 ) -> Workspace:
-    """A workspace for messages of up to `capacity` bytes (a multiple of 64). Collective, and not during graph capture.
+    """A workspace for messages of up to `capacity` bytes (a multiple of 64). Collective; not during graph capture.
 
-    size_of: (world_size, capacity) to the buffer's bytes, such as `one_shot_bytes`. memory: host memory is for one-shot
+    size_of: the buffer's bytes for (world_size, capacity), such as `one_shot_bytes`. memory: host memory is for one-shot
     kernels only. Raises UserError on every rank if the GPUs have no peer access, or for host memory as `open_host` does.
     """
     group = group or dist.group.WORLD
     assert group is not None
     rank, size = dist.get_rank(group), size_of(dist.get_world_size(group), capacity)
-    addresses, owner, inbox = _map(size, device, group, memory)
+    addresses, owner, host_buffer = _map(size, device, group, memory)
     exchange = Exchange(
         rank=rank,
         peers=(*addresses[rank + 1 :], *addresses[: rank + 1]),
@@ -131,28 +131,28 @@ def open_workspace(
         squares=torch.zeros(2, MAX_PROGRAMS, dtype=torch.int64, device=device),
         fault=torch.zeros(1, dtype=torch.int32, device=device),
         capacity=capacity,
-        inbox=inbox,
+        host_buffer=host_buffer,
     )
     if device.type == "cuda":
-        torch.cuda.synchronize(device)  # zeroed, before any rank writes there
+        torch.cuda.synchronize(device)  # the buffer is zeroed before any rank writes to it
     dist.barrier(group)
     return Workspace(exchange, owner)
 
 
 def memory_between(device: torch.device, group: dist.ProcessGroup | None = None) -> Memory:
-    """What ranks of one host can use: host memory if their GPUs have no peer access. Collective."""
+    """The memory that the ranks can use: `peer` on CPU and between GPUs with peer access, else `host`. Collective."""
     return "peer" if device.type == "cpu" or not _obstacles(device, group) else "host"
 
 
 def _map(size: int, device: torch.device, group: dist.ProcessGroup, memory: Memory) -> tuple[list[int], Any, int | None]:
-    """(addresses of every rank's buffer of `size` zeroed bytes, their owner, this rank's inbox). inbox: where other ranks
-    send to; None if it is this rank's own buffer."""
+    """(addresses of all ranks' buffers of `size` zeroed bytes, their owner, address of this rank's host buffer). The host
+    buffer receives what other ranks send; None if this rank's own buffer does. Collective."""
     if memory == "host":
         host, rank = open_host(size, device, group), dist.get_rank(group)
-        mine = torch.zeros(size, dtype=torch.uint8, device=device)
+        own = torch.zeros(size, dtype=torch.uint8, device=device)
         addresses = [*host.addresses]
-        addresses[rank] = mine.data_ptr()
-        return addresses, (host, mine), host.addresses[rank]
+        addresses[rank] = own.data_ptr()
+        return addresses, (host, own), host.addresses[rank]
     return *(_map_gpus(size, device, group) if device.type == "cuda" else _map_file(size, group)), None
 
 
@@ -167,20 +167,20 @@ _SEVERAL_HOSTS = "they are on several hosts"
 
 def _several_hosts(group: dist.ProcessGroup | None) -> bool:
     """Whether the ranks are on several hosts. As in NCCL, different NCCL_HOSTIDs count as different hosts. Collective."""
-    mine = os.environ.get("NCCL_HOSTID", socket.gethostname()), _boot_id()
-    return len(set(_gather_objects(mine, group))) > 1
+    host = os.environ.get("NCCL_HOSTID", socket.gethostname()), _boot_id()
+    return len(set(_gather_objects(host, group))) > 1
 
 
 def _obstacles(device: torch.device, group: dist.ProcessGroup | None) -> set[str]:
-    """Why GPUs of the group cannot or may not address each other's memory. NCCL_P2P_DISABLE=1 on one rank forbids it to
-    all. The same on every rank. Collective."""
+    """The reasons why GPUs of the group cannot or may not use peer access; empty if they can. NCCL_P2P_DISABLE=1 on one rank
+    disables it for all. The same on every rank. Collective."""
     found = {_SEVERAL_HOSTS} if _several_hosts(group) else set()
     if any(_gather_objects(os.environ.get("NCCL_P2P_DISABLE") == "1", group)):
-        found.add("NCCL_P2P_DISABLE=1 forbids it")
+        found.add("NCCL_P2P_DISABLE=1 disables it")
     if not found:
         indices = _gather_objects(device.index, group)
-        everyones = _gather_objects([i for i in indices if not _reaches(device, i)], group)
-        found = {f"GPU {mine} does not reach GPU {i}" for mine, some in zip(indices, everyones, strict=True) for i in some}
+        unreachable = _gather_objects([i for i in indices if not _reaches(device, i)], group)
+        found = {f"GPU {gpu} cannot access GPU {i}" for gpu, some in zip(indices, unreachable, strict=True) for i in some}
     return found
 
 
@@ -191,21 +191,21 @@ def _reaches(device: torch.device, index: int) -> bool:
 
 
 def _boot_id() -> str:
-    """Tells hosts apart whose containers have the same name."""
+    """Distinguishes hosts whose containers have the same hostname. Empty if it is not available."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return ""
 
 
-def _gather_objects(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    everyones: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyones, mine, group=group)
-    return everyones
+def _gather_objects(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    by_rank: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(by_rank, value, group=group)
+    return by_rank
 
 
 def _map_gpus(size: int, device: torch.device, group: dist.ProcessGroup) -> tuple[list[int], Any]:
-    """Every rank's buffer of `size` zeroed bytes, as this GPU addresses it."""
+    """(addresses of all ranks' buffers of `size` zeroed bytes on this GPU, their owner). Collective."""
     import torch.distributed._symmetric_memory as symmetric_memory
 
     check_reachable(device, group)
@@ -220,13 +220,13 @@ def _map_gpus(size: int, device: torch.device, group: dist.ProcessGroup) -> tupl
     problem = next(filter(None, _gather_objects(problem, group)), "")
     if problem or handle is None:
         raise UserError(f"these GPUs cannot map each other's memory ({problem}); use --comm nccl")
-    # the handle has the addresses of allocations; the buffer may be a part of one
+    # the handle has the addresses of allocations, and the buffer may be a part of one
     offsets = _gather_objects(buffer.data_ptr() - handle.buffer_ptrs[handle.rank], group)
     return [base + offset for base, offset in zip(handle.buffer_ptrs, offsets, strict=True)], (buffer, handle)
 
 
 def _map_file(size: int, group: dist.ProcessGroup) -> tuple[list[int], Tensor]:
-    """The same in host memory, for ranks of one host: they map one file, with a part for each rank."""
+    """As `_map_gpus`, in host memory: the ranks of one host map one file, with a part for each rank. Collective."""
     size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     name, problem = _shared_file(size * world_size) if rank == 0 else ("", "")
@@ -249,8 +249,8 @@ def _map_file(size: int, group: dist.ProcessGroup) -> tuple[list[int], Tensor]:
 
 
 def _shared_file(size: int) -> tuple[str, str]:
-    """(name of a file of `size` zeroed bytes, ""), or ("", why there is none). Its pages are reserved, because access to a
-    page that does not fit into memory would kill the process."""
+    """(name of a file of `size` zeroed bytes, ""), or ("", the error). Its pages are reserved, because access to a page for
+    which there is no memory would kill the process."""
     folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
     name = ""
     try:
@@ -270,17 +270,17 @@ def _lock_pages(mapped: Tensor, group: dist.ProcessGroup) -> None:
     runtime, problem = torch.cuda.cudart(), ""
     error = runtime.cudaHostRegister(mapped.data_ptr(), mapped.nbytes, _PORTABLE | _MAPPED)
     if int(error) == 0:
-        weakref.finalize(mapped, _unlock_pages, mapped.data_ptr()).atexit = False  # at exit the driver does it
+        weakref.finalize(mapped, _unlock_pages, mapped.data_ptr()).atexit = False  # the driver does it at exit
     else:
         problem = runtime.cudaGetErrorString(error)
-        with suppress(RuntimeError):  # CUDA keeps the error until a launch reports it
+        with suppress(RuntimeError):  # this launch clears the error, which CUDA keeps until it is reported
             torch.zeros(1, device="cuda")
     if problem := next(filter(None, _gather_objects(problem, group)), ""):
         raise UserError(f"{mapped.nbytes >> 20} MiB of host memory cannot be locked ({problem}); use --comm nccl")
 
 
 def _unlock_pages(address: int) -> None:
-    torch.cuda.synchronize()  # until no copy uses the memory
+    torch.cuda.synchronize()  # no copy may still use the memory
     torch.cuda.cudart().cudaHostUnregister(address)
 
 

@@ -7,11 +7,11 @@ from torch import Tensor
 from kernels.dispatch import as_rows, on_gpu, pdl_options
 from kernels.optional_triton import tl, triton
 
-BLOCK = 1024  # values of one program: one 16-byte load of bf16 a thread from each half
+BLOCK = 1024  # values of a program: each thread loads 16 bytes of bf16 from each half
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """gate_up (..., 2I), the gate's I features first, to silu(gate) * up (..., I) in the same dtype.
+    """silu(gate) * up (..., I) of gate_up (..., 2I), in which the gate's I features are first, in the same dtype.
 
     The kernel computes in fp32 and rounds once; the reference also rounds silu(gate)."""
     if not on_gpu(gate_up):
@@ -36,8 +36,8 @@ def _swiglu(gate_up, out, row_stride, size, BLOCK: tl.constexpr, PDL: tl.constex
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    place = gate_up + row * row_stride + column
-    gate = tl.load(place, mask=column < size, other=0.0).to(tl.float32)
-    up = tl.load(place + size, mask=column < size, other=0.0).to(tl.float32)
+    pointers = gate_up + row * row_stride + column
+    gate = tl.load(pointers, mask=column < size, other=0.0).to(tl.float32)
+    up = tl.load(pointers + size, mask=column < size, other=0.0).to(tl.float32)
     product = gate * tl.sigmoid(gate) * up
     tl.store(out + row * size + column, product.to(out.dtype.element_ty), mask=column < size)

@@ -1,22 +1,21 @@
-"""Triton kernels that sum over GPUs through memory that all of them can address: stores over NVLink or PCIe, no multicast.
+"""All-reduces and all-gathers as Triton kernels over symmetric memory: stores over NVLink or PCIe, no multicast.
 
-One-shot (`one_shot_*`): every rank pushes its whole message to every rank, and each rank sums all messages. As in NCCL's LL
+One-shot (`one_shot_*`): every rank stores its whole message to every rank, and each rank adds all messages. As in NCCL's LL
 protocol, each 8-byte word carries 4 bytes of the message and a 4-byte flag of this launch. The flag shows that the word has
-arrived, so the all-reduce takes the link's latency once. Two-shot (`two_shot_*`): rank s sums the s-th slice of the message and
-pushes the sum to all ranks (reduce-scatter and all-gather by stores). Each program announces what it has stored by one flag.
-This takes the link's latency twice, but sends 2 (N - 1) / N messages instead of N - 1.
+arrived, so the all-reduce takes the link's latency once. Two-shot (`two_shot_*`): rank s adds the s-th slice of the message and
+stores the sum to all ranks (reduce-scatter, then all-gather). Each program signals with one flag that its stores are complete.
+This takes the link's latency twice, but each rank sends 2 (N - 1) / N messages instead of N - 1.
 
-A launch number, `epoch`, lies in device memory, and the kernels themselves advance it, so a CUDA graph may replay them any
-number of times. Launch e uses slot e mod 2 of every buffer. That is all the protection that the buffers need: a rank that has
-begun launch e has completed launch e - 1. To that launch every other rank contributed only after it had completed launch e - 2,
-and with it all reading of that slot. So all ranks must make the same launches on a workspace in the same order, on one stream
-at a time.
+The launch number, `epoch`, is in device memory, and the kernels advance it, so a CUDA graph may replay them any number of
+times. Launch e uses slot e mod 2 of every buffer. No other synchronization is needed: a rank that has begun launch e has
+completed launch e - 1. Every other rank sent its part of launch e - 1 after it had completed launch e - 2, and so after its
+last read of that slot. So all ranks must make the same launches on a workspace in the same order, on one stream at a time.
 
-The sum of a value is taken in fp32 in rank order and rounded once: every rank gets the same bits.
+Each value is added in fp32 in rank order and rounded once, so every rank gets the same bits.
 
-Where GPUs do not reach each other, one-shot all-reduces use host memory that both GPUs address for what a rank sends to another
-one (`Exchange.inbox`), and the rank's own memory for what it keeps. Two-shot all-reduces do not: a program's flag would need a
-fence after its stores. Over PCIe such a fence takes µs, and the fences of the programs follow one after the other.
+Without peer access between GPUs, one-shot all-reduces send to other ranks through host memory that both GPUs address
+(`Exchange.host_buffer`), and a rank keeps its own part in its GPU's memory. Two-shot all-reduces need peer access: a program's
+flag would need a fence after its stores. Over PCIe such a fence takes µs, and the fences of the programs run one after another.
 """
 
 from dataclasses import dataclass
@@ -28,39 +27,38 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.device import (
+    MAX_POLLS,
     MAX_PROGRAMS,
-    PATIENCE,
     State,
-    announce,
-    await_all,
-    box_of,
-    count_launch,
+    advance_epoch,
     first_value,
+    flag_differs,
     flag_of,
-    lacks,
+    launch_epoch,
     normalize_words,
     pack,
     pointer_to,
     push,
+    receive_address,
     receive_sum,
     second_value,
-    sweep,
-    sweep_all,
-    this_epoch,
+    signal,
+    wait_signals,
+    zero_other_slot,
+    zero_words,
 )
 from kernels.dispatch import pdl_options
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """What the kernels need of a workspace.
+    """A workspace as the kernels see it: addresses and synchronization state. The tensors are on the device.
 
     peers: addresses of the ranks' buffers, the next rank's first and this rank's own last; zeroed before the first launch.
-    inbox: the buffer for what other ranks send to this one, if that is not its own buffer but another one, in host memory. For
-    one-shot all-reduces only.
-    epochs (MAX_PROGRAMS,) int64: launches so far, as each program counts them. squares (2, MAX_PROGRAMS) int64: what the
-    programs of a row exchange. fault (1,) int32: not 0 once a program has given up waiting after `patience` polls.
-    capacity: bytes of a message, at most.
+    host_buffer: address of a buffer in host memory that receives what other ranks send; None if this rank's own buffer does.
+    For one-shot kernels only. epochs (MAX_PROGRAMS,) int64: number of launches so far, one counter for each program. squares
+    (2, MAX_PROGRAMS) int64: sums of squares that the programs of a row exchange. fault (1,) int32: 0, or the code of the wait
+    that gave up after `max_polls` polls. capacity: bytes of a message, at most; values with `quantized_all_reduce`.
     """
 
     rank: int
@@ -69,8 +67,8 @@ class Exchange:
     squares: Tensor
     fault: Tensor
     capacity: int
-    patience: int = PATIENCE
-    inbox: int | None = None
+    max_polls: int = MAX_POLLS
+    host_buffer: int | None = None
 
     @property
     def world_size(self) -> int:
@@ -78,12 +76,12 @@ class Exchange:
 
     @property
     def state(self) -> State:
-        return State(self.peers, self.inbox, self.epochs, self.squares, self.fault, self.patience)
+        return State(self.peers, self.host_buffer, self.epochs, self.squares, self.fault, self.max_polls)
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a kernel cuts its message. block: words (one-shot) or values (two-shot) of a program at a time; programs: at most."""
+    """Launch parameters. block: words (one-shot) or values (two-shot) that a program handles at a time; programs: at most."""
 
     block: int
     warps: int
@@ -93,22 +91,22 @@ class Tiling:
 ONE_SHOT = Tiling(block=512, warps=8)
 ONE_SHOT_NORM = Tiling(block=512, warps=8)
 TWO_SHOT = Tiling(block=4096, warps=8, programs=64)
-TWO_SHOT_NORM = Tiling(block=0, warps=16, programs=64)  # a program does a whole row at a time
+TWO_SHOT_NORM = Tiling(block=0, warps=16, programs=64)  # a program handles a whole row at a time
 
 
 def one_shot_bytes(world_size: int, capacity: int) -> int:
-    """Size of a one-shot workspace's buffer for messages of up to `capacity` bytes: two slots of a message in words from each
-    rank."""
+    """Bytes of a one-shot workspace's buffer for messages of up to `capacity` bytes: two slots, each with a message from each
+    rank in words of twice its size."""
     return 2 * world_size * 2 * capacity
 
 
 def two_shot_bytes(world_size: int, capacity: int) -> int:
-    """Size of a two-shot workspace's buffer: arrival flags; two slots, each with the messages and the sums."""
+    """Bytes of a two-shot workspace's buffer: arrival flags, and two slots, each with the received slices and the sums."""
     return flag_bytes(world_size) + 2 * 2 * capacity
 
 
 def flag_bytes(world_size: int) -> int:
-    """Size of the arrival flags: of two phases, each rank and each program."""
+    """Bytes of the arrival flags: one int64 for each of two phases, each rank and each program."""
     return 2 * world_size * MAX_PROGRAMS * 8
 
 
@@ -120,10 +118,10 @@ def _one_shot(
     partial, x, weight, out, normed, state,
     words,  # of the message; None with x
     rank, eps,
-    ROW: tl.constexpr, PARTS: tl.constexpr, LANES: tl.constexpr,
+    ROW: tl.constexpr, PARTS: tl.constexpr, PADDED_PARTS: tl.constexpr,
     N: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out = sum. With x (else None): out = x + sum and normed = rms_norm(out) * weight, for rows of ROW words that PARTS
+    """out = sum. If x is not None: out = x + sum and normed = rms_norm(out) * weight, for rows of ROW words that PARTS
     programs share."""
     DTYPE: tl.constexpr = out.dtype.element_ty
     if x is None:
@@ -140,18 +138,18 @@ def _one_shot(
     payload = tl.load(partial.to(tl.pointer_type(tl.uint32)) + offset, mask=inside, other=0)
     if x is not None:
         before = tl.load(x.to(tl.pointer_type(tl.int32)) + offset, mask=inside, other=0)
-    epoch = this_epoch(state.epochs)
-    sweep_all(state, epoch, N, CAPACITY, BLOCK)
+    epoch = launch_epoch(state.epochs)
+    zero_other_slot(state, epoch, N, CAPACITY, BLOCK)
     flag, slot = flag_of(epoch), (epoch & 1) * (N * CAPACITY)
     push(state.peers, slot + rank * CAPACITY + offset, payload.to(tl.int64) | flag, inside, N)
-    count_launch(state.epochs, epoch)
+    advance_epoch(state.epochs, epoch)
     first, second = receive_sum(state, rank, slot + offset, inside, flag, N, CAPACITY, BLOCK, DTYPE)
     if x is not None:
         first, second = first_value(before, DTYPE) + first, second_value(before, DTYPE) + second
     result = pack(first, second, DTYPE)
     tl.store(out.to(tl.pointer_type(tl.int32)) + offset, result, mask=inside)
     if x is not None:
-        result = normalize_words(result, scale, inside, state, epoch, flag, eps, ROW, PARTS, LANES, DTYPE)
+        result = normalize_words(result, scale, inside, state, epoch, flag, eps, ROW, PARTS, PADDED_PARTS, DTYPE)
         tl.store(normed.to(tl.pointer_type(tl.int32)) + offset, result, mask=inside)
 
 
@@ -159,13 +157,12 @@ def _one_shot(
 def _one_shot_gather(
     shard, out, state, row, words, rank, N: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """Program (block, i) sends a block of this rank's words to rank + 1 + i and receives that of rank - 1 - i, which program
-    (block, i) there sends: int32 shard (rows, row words) to out (rows, N, row words).
+    """Program (block, i) sends a block of this rank's words to rank + 1 + i, and receives the block that program (block, i) of
+    rank - 1 - i sends: int32 shard (rows, row words) to out (rows, N, row words).
 
-    When the other slot is due to be zeroed, the programs (·, i) together zero the words that rank + 1 + i writes, and no
-    others. That rank begins the next launch, and writes there, only when it has received this launch's blocks from all of them.
-    For any other rank's words this would not hold: that rank receives nothing from these programs, and may be one launch ahead
-    of them."""
+    When the other slot must be zeroed, the programs (·, i) together zero only the words that rank + 1 + i writes. That rank
+    begins the next launch, in which it writes them, after it has received this launch's blocks from all these programs. They
+    may not zero another rank's words: that rank receives nothing from them, and may be one launch ahead."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -173,24 +170,24 @@ def _one_shot_gather(
     offset = program // N * BLOCK + tl.arange(0, BLOCK)
     inside = offset < words
     payload = tl.load(shard.to(tl.pointer_type(tl.uint32)) + offset, mask=inside, other=0)
-    epoch = this_epoch(state.epochs)
+    epoch = launch_epoch(state.epochs)
     source, target = (rank + N - 1 - program % N) % N, (rank + 1 + program % N) % N
-    sweep(state, epoch, target * CAPACITY, CAPACITY, program // N, tl.num_programs(0) // N, N, N * CAPACITY, BLOCK)
+    zero_words(state, epoch, target * CAPACITY, CAPACITY, program // N, tl.num_programs(0) // N, N, N * CAPACITY, BLOCK)
     flag, slot = flag_of(epoch), (epoch & 1) * (N * CAPACITY)
-    theirs = state.peers[N - 1]
+    peer = state.peers[N - 1]
     for i in tl.static_range(N - 1):
-        theirs = tl.where(program % N == i, state.peers[i], theirs)
-    there = pointer_to(theirs, tl.int64) + slot + rank * CAPACITY
-    tl.store(there + offset, payload.to(tl.int64) | flag, mask=inside)
-    count_launch(state.epochs, epoch)
+        peer = tl.where(program % N == i, state.peers[i], peer)
+    destination = pointer_to(peer, tl.int64) + slot + rank * CAPACITY
+    tl.store(destination + offset, payload.to(tl.int64) | flag, mask=inside)
+    advance_epoch(state.epochs, epoch)
 
-    sent = pointer_to(box_of(state, source, rank, N), tl.int64) + slot + source * CAPACITY
+    received = pointer_to(receive_address(state, source, rank, N), tl.int64) + slot + source * CAPACITY
     word = tl.zeros([BLOCK], tl.int64)
     missing = 1
     polls = 0
-    while (missing != 0) & (polls < state.patience):
-        word = tl.load(sent + offset, mask=inside, other=flag, volatile=True)
-        missing = tl.max(lacks(word, flag), axis=0)
+    while (missing != 0) & (polls < state.max_polls):
+        word = tl.load(received + offset, mask=inside, other=flag, volatile=True)
+        missing = tl.max(flag_differs(word, flag), axis=0)
         polls += 1
     if missing != 0:
         tl.store(state.fault, 3)
@@ -202,78 +199,78 @@ def _one_shot_gather(
 
 @triton.jit(do_not_specialize=["rank"])
 def _two_shot(
-    partial, x, weight, out, normed, state, count, share, rank, eps,
+    partial, x, weight, out, normed, state, count, slice_size, rank, eps,
     TILE: tl.constexpr,  # values: a whole row with x
-    N: tl.constexpr, LANES: tl.constexpr, FLAGS: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    N: tl.constexpr, PADDED_N: tl.constexpr, FLAGS: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out = sum. With x (else None): out = x + sum and normed = rms_norm(out) * weight; after the gather each rank adds and
-    normalizes all rows itself, and slices are whole rows."""
+    """out = sum. If x is not None: out = x + sum and normed = rms_norm(out) * weight. Slices are then whole rows, and every
+    rank adds and normalizes all rows after the gather."""
     DTYPE: tl.constexpr = out.dtype.element_ty
-    lane = tl.arange(0, BLOCK)
+    column = tl.arange(0, BLOCK)
     if x is not None:
-        scale = tl.load(weight + lane, mask=lane < TILE, other=0.0).to(tl.float32)
-    sums = _reduce_scatter_gather(partial, state, count, share, rank, TILE, N, LANES, FLAGS, CAPACITY, BLOCK, DTYPE, PDL)
+        scale = tl.load(weight + column, mask=column < TILE, other=0.0).to(tl.float32)
+    sums = _exchange_slices(partial, state, count, slice_size, rank, TILE, N, PADDED_N, FLAGS, CAPACITY, BLOCK, DTYPE, PDL)
     start = tl.program_id(0) * TILE
-    while start < share:
+    while start < slice_size:
         if x is None:
             for owner in tl.static_range(N):
-                place = owner * share + start + lane
-                inside = (start + lane < share) & (place < count)
-                tl.store(out + place, tl.load(sums + place, mask=inside, other=0.0), mask=inside)
+                offsets = owner * slice_size + start + column
+                inside = (start + column < slice_size) & (offsets < count)
+                tl.store(out + offsets, tl.load(sums + offsets, mask=inside, other=0.0), mask=inside)
         else:
             for owner in range(N):
-                place = owner * share + start + lane
-                inside = (lane < TILE) & (place < count)
-                before = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
-                after = (before + tl.load(sums + place, mask=inside, other=0.0).to(tl.float32)).to(DTYPE)
-                tl.store(out + place, after, mask=inside)
+                offsets = owner * slice_size + start + column
+                inside = (column < TILE) & (offsets < count)
+                before = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
+                after = (before + tl.load(sums + offsets, mask=inside, other=0.0).to(tl.float32)).to(DTYPE)
+                tl.store(out + offsets, after, mask=inside)
                 rounded = after.to(tl.float32)
                 factor = tl.rsqrt(tl.sum(rounded * rounded, axis=0) / TILE + eps)
-                tl.store(normed + place, (rounded * factor * scale).to(DTYPE), mask=inside)
+                tl.store(normed + offsets, (rounded * factor * scale).to(DTYPE), mask=inside)
         start += tl.num_programs(0) * TILE
 
 
 @triton.jit
-def _reduce_scatter_gather(
-    partial, state, count, share, rank,
-    TILE: tl.constexpr, N: tl.constexpr, LANES: tl.constexpr, FLAGS: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr,
+def _exchange_slices(
+    partial, state, count, slice_size, rank,
+    TILE: tl.constexpr, N: tl.constexpr, PADDED_N: tl.constexpr, FLAGS: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr,
     DTYPE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Both shots: program p does tiles p, p + programs, … of every slice of `share` values. Returns the place of the sums of
-    the whole message. This program may read its own tiles of each slice there."""
+    """Reduce-scatter and all-gather. Program p handles tiles p, p + programs, … of every slice of `slice_size` values. Returns
+    a pointer to the sums of the whole message, of which this program may read its own tiles of each slice."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    lane = tl.arange(0, BLOCK)
+    column = tl.arange(0, BLOCK)
     begin, step = tl.program_id(0) * TILE, tl.num_programs(0) * TILE
-    epoch = this_epoch(state.epochs)
+    epoch = launch_epoch(state.epochs)
     scattered = FLAGS + (epoch & 1) * (2 * CAPACITY)
     gathered = scattered + CAPACITY
     for i in tl.static_range(N):
         owner = (rank + 1 + i) % N
-        there = pointer_to(state.peers[i] + scattered, DTYPE) + rank * share
+        destination = pointer_to(state.peers[i] + scattered, DTYPE) + rank * slice_size
         start = begin
-        while start < share:
-            inside = (lane < TILE) & (start + lane < share) & (owner * share + start + lane < count)
-            values = tl.load(partial + owner * share + start + lane, mask=inside, other=0.0)
-            tl.store(there + start + lane, values, mask=inside)
+        while start < slice_size:
+            inside = (column < TILE) & (start + column < slice_size) & (owner * slice_size + start + column < count)
+            values = tl.load(partial + owner * slice_size + start + column, mask=inside, other=0.0)
+            tl.store(destination + start + column, values, mask=inside)
             start += step
-    announce(state.peers, 0, rank, epoch, N, LANES)
-    count_launch(state.epochs, epoch)
-    await_all(state, 0, epoch, N, LANES)
-    here = pointer_to(state.peers[N - 1] + scattered, DTYPE)
+    signal(state.peers, 0, rank, epoch, N, PADDED_N)
+    advance_epoch(state.epochs, epoch)
+    wait_signals(state, 0, epoch, N, PADDED_N)
+    received = pointer_to(state.peers[N - 1] + scattered, DTYPE)
     start = begin
-    while start < share:
-        inside = (lane < TILE) & (start + lane < share) & (rank * share + start + lane < count)
+    while start < slice_size:
+        inside = (column < TILE) & (start + column < slice_size) & (rank * slice_size + start + column < count)
         sum = tl.zeros([BLOCK], tl.float32)
         for r in tl.static_range(N):
-            sum += tl.load(here + r * share + start + lane, mask=inside, other=0.0).to(tl.float32)
+            sum += tl.load(received + r * slice_size + start + column, mask=inside, other=0.0).to(tl.float32)
         for i in tl.static_range(N):
-            there = pointer_to(state.peers[i] + gathered, DTYPE) + rank * share
-            tl.store(there + start + lane, sum.to(DTYPE), mask=inside)
+            destination = pointer_to(state.peers[i] + gathered, DTYPE) + rank * slice_size
+            tl.store(destination + start + column, sum.to(DTYPE), mask=inside)
         start += step
-    announce(state.peers, 1, rank, epoch, N, LANES)
-    await_all(state, 1, epoch, N, LANES)
+    signal(state.peers, 1, rank, epoch, N, PADDED_N)
+    wait_signals(state, 1, epoch, N, PADDED_N)
     return pointer_to(state.peers[N - 1] + gathered, DTYPE)
 
 
@@ -283,8 +280,8 @@ def _reduce_scatter_gather(
 def one_shot(partial: Tensor, exchange: Exchange, tiling: Tiling = ONE_SHOT, pdl: bool = True) -> Tensor:
     """The sum over ranks of `partial`: contiguous, fp32, bf16 or fp16, at most `exchange.capacity` bytes; same shape and dtype.
 
-    Returns at once; the sum is complete in the current stream's order. Any number of values: an odd number of 16-bit ones is
-    padded. Raises ValueError for a message that does not fit."""
+    Asynchronous: the sum is complete in the current stream's order. An odd number of 16-bit values is padded. Raises ValueError
+    for a message that does not fit."""
     padded = _whole_words(partial)
     words = _words(padded, exchange)
     out = torch.empty_like(padded)
@@ -292,7 +289,7 @@ def one_shot(partial: Tensor, exchange: Exchange, tiling: Tiling = ONE_SHOT, pdl
         grid = (triton.cdiv(words, tiling.block),)
         check_programs(grid[0])
         _one_shot[grid](
-            padded, None, None, out, None, exchange.state, words, exchange.rank, None, ROW=0, PARTS=0, LANES=0,
+            padded, None, None, out, None, exchange.state, words, exchange.rank, None, ROW=0, PARTS=0, PADDED_PARTS=0,
             **one_shot_options(exchange, partial, tiling, pdl),
         )  # fmt: skip
     return out if padded is partial else out[: partial.numel()].view(partial.shape)
@@ -320,13 +317,13 @@ def one_shot_add_norm(
         check_programs(grid[0])
         _one_shot[grid](
             partial, x, weight, total, normed, exchange.state, None, exchange.rank, eps, ROW=row, PARTS=parts,
-            LANES=triton.next_power_of_2(parts), **one_shot_options(exchange, partial, tiling, pdl),
+            PADDED_PARTS=triton.next_power_of_2(parts), **one_shot_options(exchange, partial, tiling, pdl),
         )  # fmt: skip
     return total, normed
 
 
 def one_shot_gather(shard: Tensor, exchange: Exchange, tiling: Tiling = ONE_SHOT, pdl: bool = True) -> Tensor:
-    """The ranks' contiguous `shard`s (..., n), rows of whole 4-byte words, side by side: (..., N * n).
+    """The ranks' contiguous `shard`s (..., n), with rows of whole 4-byte words, concatenated along the last dim: (..., N * n).
 
     Raises ValueError for a message that does not fit."""
     n = exchange.world_size
@@ -343,14 +340,14 @@ def one_shot_gather(shard: Tensor, exchange: Exchange, tiling: Tiling = ONE_SHOT
 
 
 def two_shot(partial: Tensor, exchange: Exchange, tiling: Tiling = TWO_SHOT, pdl: bool = True) -> Tensor:
-    """As `one_shot`, for messages where bandwidth counts."""
+    """As `one_shot`, for longer messages, where bandwidth matters more than latency."""
     count, out = partial.numel(), torch.empty_like(partial)
-    share = _share(count, 16, exchange)  # a multiple of 16, so that the compiler knows of slices' alignment
+    slice_size = _slice_size(count, 16, exchange)  # a multiple of 16, so that the compiler sees that slices are aligned
     if count:
-        grid = (min(triton.cdiv(share, tiling.block), tiling.programs),)
+        grid = (min(triton.cdiv(slice_size, tiling.block), tiling.programs),)
         _two_shot[grid](
-            partial, None, None, out, None, exchange.state, count, share, exchange.rank, None, TILE=tiling.block,
-            BLOCK=tiling.block, num_warps=tiling.warps, **_two_shot_options(exchange, partial, share, pdl),
+            partial, None, None, out, None, exchange.state, count, slice_size, exchange.rank, None, TILE=tiling.block,
+            BLOCK=tiling.block, num_warps=tiling.warps, **_two_shot_options(exchange, partial, slice_size, pdl),
         )  # fmt: skip
     return out
 
@@ -364,23 +361,23 @@ def two_shot_add_norm(
     tiling: Tiling = TWO_SHOT_NORM,
     pdl: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """As `one_shot_add_norm`, for many rows; the sum is rounded before it is added, as by `two_shot` and a separate
+    """As `one_shot_add_norm`, for many rows. The sum is rounded before it is added to x, as by `two_shot` and a separate
     addition."""
     if not fits_norm(partial, x, weight):
         raise ValueError(f"partial {_shape(partial)}, x {_shape(x)} and weight {_shape(weight)} have no kernel in common")
     count, size, (total, normed) = x.numel(), x.shape[-1], (torch.empty_like(x) for _ in range(2))
     if count:
-        share = _share(count, size, exchange)
-        _two_shot[(min(share // size, tiling.programs),)](
-            partial, x, weight, total, normed, exchange.state, count, share, exchange.rank, eps, TILE=size,
-            BLOCK=triton.next_power_of_2(size), num_warps=tiling.warps, **_two_shot_options(exchange, partial, share, pdl),
+        slice_size = _slice_size(count, size, exchange)
+        _two_shot[(min(slice_size // size, tiling.programs),)](
+            partial, x, weight, total, normed, exchange.state, count, slice_size, exchange.rank, eps, TILE=size,
+            BLOCK=triton.next_power_of_2(size), num_warps=tiling.warps, **_two_shot_options(exchange, partial, slice_size, pdl),
         )  # fmt: skip
     return total, normed
 
 
 def fits_norm(partial: Tensor, x: Tensor, weight: Tensor) -> bool:
-    """Whether the kernels with a norm serve these: contiguous, aligned, of one dtype, rows of whole 4-byte words, at most 32
-    KiB."""
+    """Whether the kernels with a norm support these tensors: contiguous, 4-byte aligned, of one dtype, with rows of whole
+    4-byte words and at most 32 KiB."""
     row = x.shape[-1] * x.element_size()
     same = partial.dtype == x.dtype == weight.dtype and partial.shape == x.shape and weight.shape == x.shape[-1:]
     plain = all(t.is_contiguous() and t.data_ptr() % 4 == 0 for t in (partial, x, weight))
@@ -388,7 +385,7 @@ def fits_norm(partial: Tensor, x: Tensor, weight: Tensor) -> bool:
 
 
 def norm_programs(x: Tensor, tiling: Tiling = ONE_SHOT_NORM) -> int:
-    """Programs of `one_shot_add_norm` for x: all of them must be on the GPU at the same time, and have counters."""
+    """Number of programs of `one_shot_add_norm` for x. All of them must fit on the GPU at the same time, and have counters."""
     words = x.shape[-1] * x.element_size() // 4
     return x.numel() // x.shape[-1] * triton.cdiv(words, tiling.block) if words else 0
 
@@ -399,22 +396,22 @@ def one_shot_options(exchange: Exchange, x: Tensor, tiling: Tiling, pdl: bool) -
     return {"N": exchange.world_size, **cut, **pdl_options(x.device, pdl)}
 
 
-def _two_shot_options(exchange: Exchange, partial: Tensor, share: int, pdl: bool) -> dict[str, Any]:
+def _two_shot_options(exchange: Exchange, partial: Tensor, slice_size: int, pdl: bool) -> dict[str, Any]:
     ranks = exchange.world_size
-    needed = share * ranks * partial.element_size()
+    needed = slice_size * ranks * partial.element_size()
     if needed > exchange.capacity:
         raise ValueError(f"a message of {partial.nbytes} bytes needs {needed}, but the workspace takes {exchange.capacity}")
-    places = {"LANES": max(2, triton.next_power_of_2(ranks)), "FLAGS": flag_bytes(ranks), "CAPACITY": exchange.capacity}
-    return {"N": ranks, **places, **pdl_options(partial.device, pdl)}
+    constants = {"PADDED_N": max(2, triton.next_power_of_2(ranks)), "FLAGS": flag_bytes(ranks), "CAPACITY": exchange.capacity}
+    return {"N": ranks, **constants, **pdl_options(partial.device, pdl)}
 
 
-def _share(count: int, unit: int, exchange: Exchange) -> int:
-    """Values of a rank's slice: whole units, enough slices for all `count` values."""
+def _slice_size(count: int, unit: int, exchange: Exchange) -> int:
+    """Values of a rank's slice, a multiple of `unit`, so that the slices of all ranks hold `count` values."""
     return triton.cdiv(count, exchange.world_size * unit) * unit
 
 
 def _whole_words(x: Tensor) -> Tensor:
-    """x itself where it consists of aligned 4-byte words; else a flat copy of them, with a value more if it takes one."""
+    """x if it consists of aligned 4-byte words, else a flat copy, padded with a zero if the number of values is odd."""
     if x.nbytes % 4 == 0 and x.data_ptr() % 4 == 0:
         return x
     padded = x.new_zeros(x.numel() + x.nbytes % 4 // x.element_size())
@@ -431,7 +428,7 @@ def _words(x: Tensor, exchange: Exchange) -> int:
 def check_programs(programs: int) -> None:
     """Raise ValueError if there are more programs than counters."""
     if programs > MAX_PROGRAMS:
-        raise ValueError(f"{programs} programs, but at most {MAX_PROGRAMS} have a counter; take larger blocks")
+        raise ValueError(f"{programs} programs, but at most {MAX_PROGRAMS} have a counter; use larger blocks")
 
 
 def _shape(x: Tensor) -> str:

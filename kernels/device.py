@@ -1,6 +1,6 @@
-"""What kernels that exchange data with other GPUs have in common: device functions, and the state that they all get.
+"""Device functions shared by the kernels that exchange data with other GPUs, and the state that is passed to these kernels.
 
-The protocol and the reason why no buffer is overwritten too early are described in `kernels/all_reduce.py`.
+`kernels/all_reduce.py` describes the protocol, and why no buffer is overwritten before it has been read.
 """
 
 from typing import NamedTuple
@@ -10,22 +10,22 @@ import triton.language as tl
 from torch import Tensor
 
 MAX_PROGRAMS = 512
-PATIENCE = 1 << 27  # polls, each at least half a microsecond: more than a minute
+MAX_POLLS = 1 << 27  # polls, each at least half a microsecond: more than a minute
 
 _MAX_PROGRAMS = tl.constexpr(MAX_PROGRAMS)
-_SWEEP = tl.constexpr((1 << 30) - 1)  # of an epoch's bits: where it lies between two sweeps
+_ZERO_MASK = tl.constexpr((1 << 30) - 1)  # epoch & this: a launch's position in its period of 2^30 launches
 
 
 class State(NamedTuple):
-    """The fields of an `Exchange` that its kernels get. The rank is a separate argument, not specialized: in a tuple, a rank of
-    1 would become a constant, and rank 1 would compile kernels of its own."""
+    """The fields of an `Exchange` that its kernels read. The rank is a separate argument that Triton does not specialize: in a
+    tuple, a rank of 1 would become a constant, and rank 1 would compile its own kernels."""
 
     peers: tuple[int, ...]
-    inbox: int | None
+    host_buffer: int | None
     epochs: Tensor
     squares: Tensor
     fault: Tensor
-    patience: int
+    max_polls: int
 
 
 # --- words of two 16-bit values or one of 32 bits -----------------------------------------------------------------------------
@@ -33,7 +33,7 @@ class State(NamedTuple):
 
 @triton.jit
 def first_value(word, DTYPE: tl.constexpr):
-    """fp32 of the value, or of the first of two, in 4-byte words."""
+    """The first value of each 4-byte word, in fp32. A word has two 16-bit values or one 32-bit value."""
     if DTYPE.primitive_bitwidth == 32:
         value = word.to(DTYPE, bitcast=True)
     else:
@@ -43,7 +43,7 @@ def first_value(word, DTYPE: tl.constexpr):
 
 @triton.jit
 def second_value(word, DTYPE: tl.constexpr):
-    """fp32 of the second of two values in 4-byte words; 0 where there is one."""
+    """The second value of each 4-byte word, in fp32; 0 if a word has one value."""
     if DTYPE.primitive_bitwidth == 32:
         value = (word & 0).to(tl.float32)
     else:
@@ -53,7 +53,7 @@ def second_value(word, DTYPE: tl.constexpr):
 
 @triton.jit
 def pack(first, second, DTYPE: tl.constexpr):
-    """4-byte words of fp32 values, rounded."""
+    """Round fp32 values to DTYPE and pack them into 4-byte words. `second` is not used for a 32-bit DTYPE."""
     if DTYPE.primitive_bitwidth == 32:
         word = first.to(DTYPE).to(tl.int32, bitcast=True)
     else:
@@ -62,34 +62,34 @@ def pack(first, second, DTYPE: tl.constexpr):
     return word
 
 
-# --- places and epochs --------------------------------------------------------------------------------------------------------
+# --- addresses and epochs -----------------------------------------------------------------------------------------------------
 
 
 @triton.jit
 def pointer_to(address, dtype: tl.constexpr):
-    """A pointer to a rank's buffer, or to a place in it that is a multiple of 16 bytes away."""
+    """A pointer to a rank's buffer, or into it at an offset that is a multiple of 16 bytes."""
     return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
 
 
 @triton.jit
-def box_of(state, source, rank, N: tl.constexpr):
-    """The address of the buffer in which the words of `source` arrive; without an inbox, all come to this rank's own buffer."""
-    if state.inbox is None:
-        box = state.peers[N - 1]
+def receive_address(state, source, rank, N: tl.constexpr):
+    """The address of the buffer for words of `source`: host_buffer for other ranks, if there is one, else this rank's own."""
+    if state.host_buffer is None:
+        address = state.peers[N - 1]
     else:
-        box = tl.where(source == rank, state.peers[N - 1], state.inbox)
-    return box
+        address = tl.where(source == rank, state.peers[N - 1], state.host_buffer)
+    return address
 
 
 @triton.jit
-def this_epoch(epochs):
-    """This launch's number. A program reads its own counter, so it waits for no other program."""
+def launch_epoch(epochs):
+    """The epoch, which is the number of this launch. Each program has its own counter, so it waits for no other program."""
     return tl.load(epochs + tl.program_id(0)) + 1
 
 
 @triton.jit
-def count_launch(epochs, epoch):
-    """Program p advances the counters p, p + programs, …, so that all counters agree, whatever the number of programs."""
+def advance_epoch(epochs, epoch):
+    """Program p sets the counters p, p + programs, …, so that all counters agree after a launch of any number of programs."""
     tl.debug_barrier()  # every warp has read this program's counter
     program, programs = tl.program_id(0), tl.num_programs(0)
     counters = tl.arange(0, _MAX_PROGRAMS)
@@ -101,41 +101,40 @@ def count_launch(epochs, epoch):
 
 @triton.jit
 def flag_of(epoch):
-    """The 32-bit flag of an epoch, shifted to a word's upper half. It is never that of a zeroed word, and repeats after 2^31
-    launches."""
+    """The 32-bit flag of an epoch, in a word's upper half: never 0, as in a zeroed word. It repeats after 2^31 launches."""
     return ((epoch & 0x7FFFFFFF) | 0x80000000) << 32
 
 
 @triton.jit
-def lacks(word, flag):
-    """1 where the word does not have the flag, else 0."""
+def flag_differs(word, flag):
+    """1 where the word's flag is not `flag`, else 0."""
     return (((word ^ flag) >> 32) != 0).to(tl.int32)
 
 
 @triton.jit
-def sweep(state, epoch, begin, size, program, programs, N: tl.constexpr, SLOT: tl.constexpr, BLOCK: tl.constexpr):
-    """In the last two of each 2^30 launches, zero words of the other slot, that of the launches before and after this one: so
-    no word gets as old as a flag's period. The first launches find a buffer that is zeroed already.
+def zero_words(state, epoch, begin, size, program, programs, N: tl.constexpr, SLOT: tl.constexpr, BLOCK: tl.constexpr):
+    """In the last two of each 2^30 launches, zero words of the other slot, which the previous and the next launch use. So no
+    word survives until its flag repeats. Before the first launches the buffer is zeroed.
 
-    This is program number `program` of the `programs` that zero words `begin` to `begin` + `size` of the slot together. No rank
-    writes there until they have: a rank that writes there does so in the next launch, which it begins when it has received
-    words of this one from each of these programs, and a program sends after its sweep. In an all-reduce each program sends to
-    all ranks, so all programs share all words. A program of a gather sends to one rank; see `_one_shot_gather`."""
-    if (epoch & _SWEEP) >= _SWEEP - 1:
+    This is program number `program` of the `programs` that together zero words `begin` to `begin` + `size` of the slot. No rank
+    writes these words before they are zeroed: a rank writes them in the next launch, which it begins after it has received
+    words of this launch from each of these programs, and each program zeroes before it sends. In an all-reduce each program
+    sends to all ranks, so all programs share all words. A program of a gather sends to one rank; see `_one_shot_gather`."""
+    if (epoch & _ZERO_MASK) >= _ZERO_MASK - 1:
         other = (epoch + 1) & 1
         words = tl.arange(0, BLOCK)
-        nothing = tl.zeros([BLOCK], tl.int64)
+        zeros = tl.zeros([BLOCK], tl.int64)
         start = program * BLOCK
         while start < size:
-            place = other * SLOT + begin + start + words
-            tl.store(pointer_to(state.peers[N - 1], tl.int64) + place, nothing, mask=start + words < size)
-            if state.inbox is not None:
-                tl.store(pointer_to(state.inbox, tl.int64) + place, nothing, mask=start + words < size)
+            offset = other * SLOT + begin + start + words
+            tl.store(pointer_to(state.peers[N - 1], tl.int64) + offset, zeros, mask=start + words < size)
+            if state.host_buffer is not None:
+                tl.store(pointer_to(state.host_buffer, tl.int64) + offset, zeros, mask=start + words < size)
             start += programs * BLOCK
-        # only this rank's own launches write here, one after the other: any share of the programs will do
+        # only this rank's launches write here, one after the other, so any program may zero any part
         start = tl.program_id(0) * BLOCK
         while start < _MAX_PROGRAMS:
-            tl.store(state.squares + other * _MAX_PROGRAMS + start + words, nothing, mask=start + words < _MAX_PROGRAMS)
+            tl.store(state.squares + other * _MAX_PROGRAMS + start + words, zeros, mask=start + words < _MAX_PROGRAMS)
             start += tl.num_programs(0) * BLOCK
         tl.debug_barrier()
         tl.atomic_add(state.fault, 0, sem="acq_rel", scope="sys")  # a fence
@@ -143,36 +142,36 @@ def sweep(state, epoch, begin, size, program, programs, N: tl.constexpr, SLOT: t
 
 
 @triton.jit
-def sweep_all(state, epoch, N: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr):
-    """`sweep` of a kernel whose programs each send to all ranks."""
-    sweep(state, epoch, 0, N * CAPACITY, tl.program_id(0), tl.num_programs(0), N, N * CAPACITY, BLOCK)
+def zero_other_slot(state, epoch, N: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr):
+    """`zero_words` for a kernel in which every program sends to all ranks."""
+    zero_words(state, epoch, 0, N * CAPACITY, tl.program_id(0), tl.num_programs(0), N, N * CAPACITY, BLOCK)
 
 
 @triton.jit
-def push(peers, place, words, inside, N: tl.constexpr):
-    """Store 8-byte words at `place` of every rank's buffer, the next rank's first: so the ranks begin with different ones."""
+def push(peers, offsets, words, inside, N: tl.constexpr):
+    """Store 8-byte words at `offsets` of every rank's buffer. The next rank's is first, so that ranks begin with different ones."""
     for i in tl.static_range(N):
-        tl.store(pointer_to(peers[i], tl.int64) + place, words, mask=inside)
+        tl.store(pointer_to(peers[i], tl.int64) + offsets, words, mask=inside)
 
 
 @triton.jit
 def receive_sum(
-    state, rank, place, inside, flag, N: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr
+    state, rank, offsets, inside, flag, N: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr
 ):  # fmt: skip
-    """Poll all ranks' words at `place` (BLOCK,) of this rank's boxes, CAPACITY words apart, until each has its flag; the sums
-    of their first and second values. Each poll reads and sums everything, so that all loads are in flight together."""
+    """Poll all ranks' words at `offsets` (BLOCK,), CAPACITY words apart, until each has `flag`. Returns the sums over ranks of
+    the words' first and second values. Each poll loads and adds all words again, so that all loads are in flight together."""
     first = tl.zeros([BLOCK], tl.float32)
     second = tl.zeros([BLOCK], tl.float32)
     missing = 1
     polls = 0
-    while (missing != 0) & (polls < state.patience):
+    while (missing != 0) & (polls < state.max_polls):
         late = tl.zeros([BLOCK], tl.int32)
         first = tl.zeros([BLOCK], tl.float32)
         second = tl.zeros([BLOCK], tl.float32)
         for source in tl.static_range(N):
-            words = pointer_to(box_of(state, source, rank, N), tl.int64) + source * CAPACITY
-            word = tl.load(words + place, mask=inside, other=flag, volatile=True)
-            late |= lacks(word, flag)
+            words = pointer_to(receive_address(state, source, rank, N), tl.int64) + source * CAPACITY
+            word = tl.load(words + offsets, mask=inside, other=flag, volatile=True)
+            late |= flag_differs(word, flag)
             payload = word.to(tl.int32)
             first += first_value(payload, DTYPE)
             second += second_value(payload, DTYPE)
@@ -186,34 +185,35 @@ def receive_sum(
 @triton.jit
 def normalize_words(
     words, scale, inside, state, epoch, flag, eps,
-    ROW: tl.constexpr, PARTS: tl.constexpr, LANES: tl.constexpr, DTYPE: tl.constexpr,
+    ROW: tl.constexpr, PARTS: tl.constexpr, PADDED_PARTS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """The RMSNorm of a row of ROW words, of which this program has some, rounded; times `scale`. All are words."""
+    """The RMSNorm, times `scale`, of a row of ROW words that PARTS programs share: this program's `words`, rounded. All
+    operands and the result are 4-byte words."""
     VALUES: tl.constexpr = 32 // DTYPE.primitive_bitwidth
     first, second = first_value(words, DTYPE), second_value(words, DTYPE)
     square = tl.sum(tl.where(inside, first * first + second * second, 0.0), axis=0)
-    square = _sum_over_row(square, state, epoch, flag, PARTS, LANES)
+    square = _sum_over_row(square, state, epoch, flag, PARTS, PADDED_PARTS)
     factor = tl.rsqrt(square / (ROW * VALUES) + eps)
     return pack(first * factor * first_value(scale, DTYPE), second * factor * second_value(scale, DTYPE), DTYPE)
 
 
 @triton.jit
-def _sum_over_row(square, state, epoch, flag, PARTS: tl.constexpr, LANES: tl.constexpr):
-    """The sum of `square` over the PARTS programs of a row, which exchange words with flags in this GPU's own memory."""
+def _sum_over_row(square, state, epoch, flag, PARTS: tl.constexpr, PADDED_PARTS: tl.constexpr):
+    """The sum of `square` over the PARTS programs of a row. They exchange words with flags through this GPU's memory."""
     if PARTS == 1:
         total = square
     else:
         program = tl.program_id(0)
         base = state.squares + (epoch & 1) * _MAX_PROGRAMS
         tl.store(base + program, square.to(tl.uint32, bitcast=True).to(tl.int64) | flag)
-        part = tl.arange(0, LANES)
+        part = tl.arange(0, PADDED_PARTS)
         total = tl.zeros([1], tl.float32).sum(0)
         missing = 1
         polls = 0
-        while (missing != 0) & (polls < state.patience):
+        while (missing != 0) & (polls < state.max_polls):
             word = tl.load(base + program // PARTS * PARTS + part, mask=part < PARTS, other=flag, volatile=True)
             total = tl.sum(word.to(tl.int32).to(tl.float32, bitcast=True), axis=0)
-            missing = tl.max(lacks(word, flag), axis=0)
+            missing = tl.max(flag_differs(word, flag), axis=0)
             polls += 1
         if missing != 0:
             tl.store(state.fault, 2)
@@ -224,21 +224,21 @@ def _sum_over_row(square, state, epoch, flag, PARTS: tl.constexpr, LANES: tl.con
 
 
 @triton.jit
-def announce(peers, phase: tl.constexpr, rank, epoch, N: tl.constexpr, LANES: tl.constexpr):
-    """Tell the program of this number on each rank that what this program has stored there is complete."""
-    lane = tl.arange(0, LANES)
-    base = tl.zeros([LANES], tl.int64)
+def signal(peers, phase: tl.constexpr, rank, epoch, N: tl.constexpr, PADDED_N: tl.constexpr):
+    """Signal to the program of the same number on each rank that this program's stores to its buffer are complete."""
+    peer = tl.arange(0, PADDED_N)
+    base = tl.zeros([PADDED_N], tl.int64)
     for i in tl.static_range(N):
-        base = tl.where(lane == i, peers[i], base)
+        base = tl.where(peer == i, peers[i], base)
     tl.debug_barrier()  # all warps' stores come before the release
-    tl.atomic_xchg(_program_flags(base, phase, rank, N), epoch, mask=lane < N, sem="release", scope="sys")
+    tl.atomic_xchg(_program_flags(base, phase, rank, N), epoch, mask=peer < N, sem="release", scope="sys")
 
 
 @triton.jit
-def await_all(state, phase: tl.constexpr, epoch, N: tl.constexpr, LANES: tl.constexpr):
-    """Wait until the program of this number on each rank has announced."""
-    lane = tl.arange(0, LANES)
-    poll(_program_flags(state.peers[N - 1], phase, lane, N), lane < N, epoch, state.patience, state.fault, 4)
+def wait_signals(state, phase: tl.constexpr, epoch, N: tl.constexpr, PADDED_N: tl.constexpr):
+    """Wait for the signal of the program of the same number on each rank."""
+    source = tl.arange(0, PADDED_N)
+    poll(_program_flags(state.peers[N - 1], phase, source, N), source < N, epoch, state.max_polls, state.fault, 4)
 
 
 @triton.jit
@@ -247,11 +247,11 @@ def _program_flags(base, phase: tl.constexpr, rank, N: tl.constexpr):
 
 
 @triton.jit
-def poll(flags, mask, epoch, patience, fault, CODE: tl.constexpr):
-    """Wait until all flags where `mask` is set are at least `epoch`; after `patience` polls give up, with CODE in `fault`."""
+def poll(flags, mask, epoch, max_polls, fault, CODE: tl.constexpr):
+    """Wait until all flags selected by `mask` are at least `epoch`. Give up after `max_polls` polls and store CODE in `fault`."""
     missing = 1
     polls = 0
-    while (missing != 0) & (polls < patience):
+    while (missing != 0) & (polls < max_polls):
         seen = tl.atomic_add(flags, tl.zeros(flags.shape, tl.int64), mask=mask, sem="acquire", scope="sys")
         missing = tl.max((mask & (seen < epoch)).to(tl.int32), axis=0)
         polls += 1

@@ -1,4 +1,4 @@
-"""When the Triton kernels are used (CUDA tensors, no autograd), and what their launches have in common."""
+"""When the Triton kernels are used (CUDA tensors, no autograd), and helpers for their launches."""
 
 from functools import lru_cache
 
@@ -7,29 +7,29 @@ from torch import Tensor
 
 
 def on_gpu(x: Tensor) -> bool:
-    """Whether a kernel of this package may replace PyTorch's: they have no backward."""
+    """Whether a kernel of this package may be used instead of PyTorch's: on CUDA without autograd, as it has no backward."""
     return x.is_cuda and not torch.is_grad_enabled()
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """(..., n) as (R, n) with consecutive columns; rows may lie apart. A copy only if no view will do."""
+    """(..., n) as (R, n) with contiguous rows, which may have gaps between them. A view if possible, else a copy."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 def rejoin(x: Tensor) -> None:
-    """Delay what follows on `x`'s current stream until the other streams that it waits for have finished.
+    """Call after the current stream of `x`'s device has joined another stream: later kernels start after the join.
 
-    A kernel that may start early (programmatic dependent launch) can occupy the place on the GPU that a kernel of another
-    stream needs, while it waits for that kernel: a deadlock. An ordinary launch in between starts only when all before it has
-    finished.
+    A kernel that starts early (programmatic dependent launch) can occupy the SM that a kernel of the other stream needs, while
+    it waits for that kernel: a deadlock. This function launches an ordinary kernel, which starts only when all earlier work of
+    the stream, the join included, has finished.
     """
     if x.is_cuda:
-        _spot(x.device).zero_()
+        _scratch(x.device).zero_()
 
 
 @lru_cache
-def _spot(device: torch.device) -> Tensor:
+def _scratch(device: torch.device) -> Tensor:
     return torch.zeros(1, device=device)
 
 
@@ -41,6 +41,6 @@ def pdl_supported(device: torch.device) -> bool:
 
 
 def pdl_options(device: torch.device, wanted: bool = True) -> dict[str, bool]:
-    """A launch's options for programmatic dependent launch: the kernel's constant PDL, and Triton's own."""
+    """Launch options for programmatic dependent launch: the kernel's constant PDL, and Triton's `launch_pdl`."""
     pdl = wanted and pdl_supported(device)
     return {"PDL": pdl, "launch_pdl": pdl}

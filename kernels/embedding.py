@@ -1,4 +1,4 @@
-"""Rows of this rank's part of a vocabulary-parallel embedding, zero for the ids of other ranks."""
+"""Lookup in this rank's shard of a vocabulary-parallel embedding: zeros for other ranks' ids, so the sum is the embedding."""
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +11,7 @@ BLOCK = 2048  # values of one program
 
 
 def embedding_shard(tokens: Tensor, weight: Tensor, first_id: int) -> Tensor:
-    """tokens (...) int64; weight (V, C), of the ids first_id … first_id + V - 1. (..., C), a partial sum over ranks."""
+    """Rows (..., C) of weight (V, C), which has ids first_id … first_id + V - 1, by tokens (...) int64; zeros for other ids."""
     if not on_gpu(weight):
         return embedding_shard_reference(tokens, weight, first_id)
     rows, size = weight.shape
@@ -26,8 +26,8 @@ def embedding_shard(tokens: Tensor, weight: Tensor, first_id: int) -> Tensor:
 
 def embedding_shard_reference(tokens: Tensor, weight: Tensor, first_id: int) -> Tensor:
     local = tokens - first_id
-    foreign = (local < 0) | (local >= len(weight))
-    return F.embedding(local.masked_fill(foreign, 0), weight).masked_fill(foreign[..., None], 0.0)
+    outside = (local < 0) | (local >= len(weight))
+    return F.embedding(local.masked_fill(outside, 0), weight).masked_fill(outside[..., None], 0.0)
 
 
 @triton.jit
@@ -38,6 +38,6 @@ def _embedding_shard(tokens, weight, out, first_id, size, rows, BLOCK: tl.conste
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     local = tl.load(tokens + row) - first_id
-    mine = (local >= 0) & (local < rows)
-    values = tl.load(weight + local * size + column, mask=(column < size) & mine, other=0.0)
+    is_local = (local >= 0) & (local < rows)
+    values = tl.load(weight + local * size + column, mask=(column < size) & is_local, other=0.0)
     tl.store(out + row * size + column, values, mask=column < size)

@@ -1,13 +1,12 @@
-"""Triton kernels for all-reduces that are fused with GEMMs: each rank owns some token rows, in memory that all GPUs can
-address.
+"""Triton kernels for all-reduces that are fused with GEMMs: each rank owns some token rows, in symmetric memory.
 
 The buffer of a rank holds, in this order, arrival flags of partial sums (N sources, BLOCKS) int64, arrival flags of rows (N,
-BLOCKS) int64, `offers` (N, BLOCKS) int64, `partials` (N, R, C) and `rows` (N * R, C), where R rows belong to each of N ranks. A
-flag is the epoch in which a block of BLOCK_ROWS rows of its source has arrived. An offer is the epoch in which the rows of its
-source may be fetched from the source; it is stored BLOCKS times. Epochs only grow, so a reader waits until the flag is at least
-the epoch. The epoch lies in device memory and is advanced by `advance`, so that a CUDA graph may replay all of it any number of
-times. `comm/row_buffers.py` has what writes the partial sums and rows, and docs/communication.md says when a place may be
-written again.
+BLOCKS) int64, `ready_flags` (N, BLOCKS) int64, `partials` (N, R, C) and `rows` (N * R, C), where each of N ranks owns R rows.
+An arrival flag is the epoch in which a block of BLOCK_ROWS rows of its source has arrived. A ready flag is the epoch in which
+the rows of its source may be copied from the source; it is stored BLOCKS times. Epochs only increase, so a reader waits until
+the flag is at least the epoch. The epoch is in device memory and `advance` increments it, so a CUDA graph may replay all of
+this any number of times. `comm/row_buffers.py` writes the partial sums and rows; docs/communication.md says when they may be
+overwritten.
 """
 
 from dataclasses import dataclass
@@ -18,10 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.device import PATIENCE, pointer_to, poll
+from kernels.device import MAX_POLLS, pointer_to, poll
 from kernels.dispatch import pdl_options
 
-BLOCK_ROWS = 128  # rows that one flag announces
+BLOCK_ROWS = 128  # rows of one flag
 BLOCKS = 64  # flags of a source: rows a rank / BLOCK_ROWS, at most
 ALIGNMENT = 256  # bytes
 
@@ -30,12 +29,12 @@ _BLOCKS = tl.constexpr(BLOCKS)
 
 
 @dataclass(frozen=True)
-class Places:
-    """Where the kernels find the buffers and their parts.
+class BufferLayout:
+    """Addresses and layout of the ranks' buffers, and the synchronization state. Offsets count from the begin of a buffer.
 
     buffers: address of each rank's buffer, by rank, zeroed before the first launch. epochs (BLOCKS,) int64: the number of this
-    pair of launches, BLOCKS times, so that copies of it set several flags. fault (1,) int32: not 0 once a program has given up
-    waiting for `patience` polls. capacity: bytes of the `partials` and of the `rows` of a rank.
+    scatter and gather, BLOCKS times, so that one copy sets several flags. fault (1,) int32: 0, or the code of the wait that
+    gave up after `max_polls` polls. capacity: bytes of `partials`, and of `rows`, in each buffer.
     """
 
     rank: int
@@ -43,7 +42,7 @@ class Places:
     epochs: Tensor
     fault: Tensor
     capacity: int
-    patience: int = PATIENCE
+    max_polls: int = MAX_POLLS
 
     @property
     def world_size(self) -> int:
@@ -51,32 +50,32 @@ class Places:
 
     @property
     def row_flags(self) -> int:
-        """Bytes before the flags of rows; the flags of partial sums are first."""
+        """Byte offset of the arrival flags of rows. Those of partial sums are at offset 0."""
         return self.world_size * BLOCKS * 8
 
     @property
-    def offers(self) -> int:
-        """Bytes before the offers of rows."""
+    def ready_flags(self) -> int:
+        """Byte offset of the ready flags."""
         return 2 * self.row_flags
 
     @property
     def partials(self) -> int:
-        """Bytes before the partial sums."""
+        """Byte offset of the partial sums."""
         return 3 * self.row_flags
 
     @property
     def rows(self) -> int:
-        """Bytes before the rows."""
+        """Byte offset of the rows."""
         return self.partials + self.capacity
 
 
 def buffer_bytes(world_size: int, capacity: int) -> int:
-    """Size of a rank's buffer for residual streams of up to `capacity` bytes, a multiple of ALIGNMENT."""
+    """Bytes of a rank's buffer for residual streams of up to `capacity` bytes, a multiple of ALIGNMENT."""
     return 3 * world_size * BLOCKS * 8 + 2 * capacity
 
 
 def blocks_of(rows: int) -> int:
-    """Flags that announce `rows` rows of one rank."""
+    """Number of blocks, and so of flags, of `rows` rows of one rank."""
     return triton.cdiv(rows, BLOCK_ROWS)
 
 
@@ -85,138 +84,139 @@ def blocks_of(rows: int) -> int:
 
 @triton.jit
 def _flags(base, offset, source):
-    """Pointers to the flags of `source`, the first of them BLOCKS times `source` after `offset` bytes."""
+    """A pointer to the first of the BLOCKS flags of `source`, in the flags at byte `offset`."""
     return (base + offset).to(tl.pointer_type(tl.int64)) + source * _BLOCKS
 
 
-@triton.jit(do_not_specialize=["rank", "announced"])
-def _advance(buffers, epochs, rank, announced, N: tl.constexpr, ROW_FLAGS: tl.constexpr, PDL: tl.constexpr):
-    """One program: the next epoch, this rank's own flags, and `announced` flags of its partial sums at every rank."""
+@triton.jit(do_not_specialize=["rank", "ready_blocks"])
+def _advance(buffers, epochs, rank, ready_blocks, N: tl.constexpr, ROW_FLAGS: tl.constexpr, PDL: tl.constexpr):
+    """One program: begin the next epoch, set this rank's own flags, and `ready_blocks` flags of its partial sums at all ranks."""
     if PDL:
         tl.extra.cuda.gdc_wait()
-    lane = tl.arange(0, _BLOCKS)
-    epoch = tl.load(epochs + lane) + 1
+    block = tl.arange(0, _BLOCKS)
+    epoch = tl.load(epochs + block) + 1
     tl.debug_barrier()  # all loads come before the stores
-    tl.store(epochs + lane, epoch)
+    tl.store(epochs + block, epoch)
     for peer in tl.static_range(N):
-        reaches = (peer == rank) | (lane < announced)
-        tl.atomic_xchg(_flags(buffers[peer], 0, rank) + lane, epoch, mask=reaches, sem="release", scope="sys")
-        tl.atomic_xchg(_flags(buffers[peer], ROW_FLAGS, rank) + lane, epoch, mask=(peer == rank) & (lane >= 0), sem="relaxed")
+        ready = (peer == rank) | (block < ready_blocks)
+        tl.atomic_xchg(_flags(buffers[peer], 0, rank) + block, epoch, mask=ready, sem="release", scope="sys")
+        tl.atomic_xchg(_flags(buffers[peer], ROW_FLAGS, rank) + block, epoch, mask=(peer == rank) & (block >= 0), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["first", "last", "blocks"])
-def _await(flags, epochs, first, last, blocks, patience, fault, LANES: tl.constexpr):
-    """One program: wait until ranks `first` to `last` - 1 have announced `blocks` blocks of rows."""
-    lane = tl.arange(0, LANES)
-    source, block = lane // _BLOCKS, lane % _BLOCKS
+def _wait_rows(flags, epochs, first, last, blocks, max_polls, fault, PADDED_FLAGS: tl.constexpr):
+    """One program: wait until ranks `first` to `last` - 1 have sent `blocks` blocks of rows each."""
+    flag = tl.arange(0, PADDED_FLAGS)
+    source, block = flag // _BLOCKS, flag % _BLOCKS
     mask = (source >= first) & (source < last) & (block < blocks)
-    poll(flags.to(tl.pointer_type(tl.int64)) + lane, mask, tl.load(epochs), patience, fault, 5)
+    poll(flags.to(tl.pointer_type(tl.int64)) + flag, mask, tl.load(epochs), max_polls, fault, 5)
 
 
 @triton.jit(do_not_specialize=["rank"])
-def _offer(
-    buffers, mine, epochs, rank, patience, fault, N: tl.constexpr, LANES: tl.constexpr, OFFERS: tl.constexpr, PDL: tl.constexpr
+def _ready_barrier(
+    buffers, buffer, epochs, rank, max_polls, fault, N: tl.constexpr, PADDED_N: tl.constexpr, READY_FLAGS: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """One program: offer this rank's rows to all ranks, and wait for every rank's offer."""
+    """One program: set this rank's ready flags at all ranks, and wait for the ready flags of all ranks."""
     if PDL:
         tl.extra.cuda.gdc_wait()
-    lane = tl.arange(0, _BLOCKS)
-    epoch = tl.load(epochs + lane)
+    block = tl.arange(0, _BLOCKS)
+    epoch = tl.load(epochs + block)
     for peer in tl.static_range(N):
-        tl.atomic_xchg(_flags(buffers[peer], OFFERS, rank) + lane, epoch, sem="release", scope="sys")
-    source = tl.arange(0, LANES)
-    poll(_flags(mine, OFFERS, source), source < N, tl.load(epochs), patience, fault, 7)
+        tl.atomic_xchg(_flags(buffers[peer], READY_FLAGS, rank) + block, epoch, sem="release", scope="sys")
+    source = tl.arange(0, PADDED_N)
+    poll(_flags(buffer, READY_FLAGS, source), source < N, tl.load(epochs), max_polls, fault, 7)
 
 
-@triton.jit(do_not_specialize=["rank", "share"])
+@triton.jit(do_not_specialize=["rank", "rank_rows"])
 def _reduce(
-    mine, epochs, x, weight, total, rank, patience, fault, share, eps,
-    C: tl.constexpr, N: tl.constexpr, LANES: tl.constexpr, PARTIALS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    buffer, epochs, x, weight, total, rank, max_polls, fault, rank_rows, eps,
+    C: tl.constexpr, N: tl.constexpr, PADDED_N: tl.constexpr, PARTIALS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     DTYPE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """x (None: 0) + the partial sums of all ranks, added in fp32 in rank order and rounded once; a program a row.
+    """x (None: 0) + the partial sums of all ranks, added in fp32 in rank order and rounded once; one program for each row.
 
-    Without a weight (None) the result goes to this rank's place of `rows`; with one to total, and its RMSNorm to that place."""
-    row, lane = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    inside = lane < C
+    If weight is None, the result is stored in this rank's part of `rows`. Otherwise it is stored in `total`, and its RMSNorm in
+    this rank's part of `rows`."""
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    inside = column < C
     if weight is not None:
-        scale = tl.load(weight + lane, mask=inside, other=0.0).to(tl.float32)
+        scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     if weight is None:
-        total = pointer_to(mine + ROWS, DTYPE) + rank * share * C
-    source = tl.arange(0, LANES)
-    flags = mine.to(tl.pointer_type(tl.int64)) + source * _BLOCKS + row // _BLOCK_ROWS
+        total = pointer_to(buffer + ROWS, DTYPE) + rank * rank_rows * C
+    source = tl.arange(0, PADDED_N)
+    flags = buffer.to(tl.pointer_type(tl.int64)) + source * _BLOCKS + row // _BLOCK_ROWS
     sum = tl.zeros([BLOCK], tl.float32)
     before = tl.zeros([BLOCK], tl.float32)
     if x is not None:
-        before = tl.load(x + row * C + lane, mask=inside, other=0.0).to(tl.float32)
-    poll(flags, source < N, tl.load(epochs), patience, fault, 6)
-    partials = pointer_to(mine + PARTIALS, DTYPE) + row * C
+        before = tl.load(x + row * C + column, mask=inside, other=0.0).to(tl.float32)
+    poll(flags, source < N, tl.load(epochs), max_polls, fault, 6)
+    partials = pointer_to(buffer + PARTIALS, DTYPE) + row * C
     for r in tl.static_range(N):
-        sum += tl.load(partials + r * share.to(tl.int64) * C + lane, mask=inside, other=0.0).to(tl.float32)
+        sum += tl.load(partials + r * rank_rows.to(tl.int64) * C + column, mask=inside, other=0.0).to(tl.float32)
     rounded = (before + sum).to(DTYPE)
-    tl.store(total + row * C + lane, rounded, mask=inside)
+    tl.store(total + row * C + column, rounded, mask=inside)
     if weight is not None:
         values = rounded.to(tl.float32)
         normed = values * tl.rsqrt(tl.sum(values * values, axis=0) / C + eps) * scale
-        place = pointer_to(mine + ROWS, DTYPE) + (rank * share + row) * C
-        tl.store(place + lane, normed.to(DTYPE), mask=inside)
+        out = pointer_to(buffer + ROWS, DTYPE) + (rank * rank_rows + row) * C
+        tl.store(out + column, normed.to(DTYPE), mask=inside)
 
 
 # --- launches -----------------------------------------------------------------------------------------------------------------
 
 
-def advance(places: Places, announced: int = 0) -> None:
-    """Begin the next epoch, and tell all ranks that `announced` blocks of this rank's partial sums for them are there: all that
-    the current stream has been given is complete by then. Its own flags are set at once, since it reads what it wrote itself in
-    the stream's order."""
+def advance(layout: BufferLayout, ready_blocks: int = 0) -> None:
+    """Begin the next epoch, and signal to all ranks that the first `ready_blocks` blocks of this rank's partial sums for them
+    have arrived: earlier work of the current stream is complete by then. This rank's flags for itself are set at once, because
+    the stream orders its own reads and writes."""
     _advance[(1,)](
-        places.buffers, places.epochs, places.rank, announced, N=places.world_size, ROW_FLAGS=places.row_flags, num_warps=2,
-        **pdl_options(places.epochs.device),
+        layout.buffers, layout.epochs, layout.rank, ready_blocks, N=layout.world_size, ROW_FLAGS=layout.row_flags, num_warps=2,
+        **pdl_options(layout.epochs.device),
     )  # fmt: skip
 
 
-def offer_rows(places: Places) -> None:
-    """Tell all ranks that this rank's rows are in their place of its own buffer, since all that the current stream has been
-    given is complete, and let the stream wait until every rank has said so. At every rank, this rank's offers hold its epoch
-    from then on until it offers rows again."""
-    n = places.world_size
-    _offer[(1,)](
-        places.buffers, places.buffers[places.rank], places.epochs, places.rank, places.patience, places.fault, N=n,
-        LANES=_lanes(n), OFFERS=places.offers, num_warps=2, **pdl_options(places.epochs.device),
+def ready_barrier(layout: BufferLayout) -> None:
+    """Signal to all ranks that this rank's rows are in its own buffer, and make the current stream wait for the same signal of
+    every rank. Earlier work of the stream is complete by then. At every rank, this rank's ready flags keep its epoch until its
+    next `ready_barrier`."""
+    n = layout.world_size
+    _ready_barrier[(1,)](
+        layout.buffers, layout.buffers[layout.rank], layout.epochs, layout.rank, layout.max_polls, layout.fault, N=n,
+        PADDED_N=_padded_ranks(n), READY_FLAGS=layout.ready_flags, num_warps=2, **pdl_options(layout.epochs.device),
     )  # fmt: skip
 
 
-def await_rows(places: Places, first: int, last: int, rows: int) -> None:
-    """Let the current stream wait until ranks `first` to `last` - 1 have sent their `rows` rows each."""
-    lanes = triton.next_power_of_2(places.world_size) * BLOCKS
-    _await[(1,)](
-        places.buffers[places.rank] + places.row_flags, places.epochs, first, last, blocks_of(rows), places.patience,
-        places.fault, LANES=lanes, num_warps=4,
+def wait_rows(layout: BufferLayout, first: int, last: int, rows: int) -> None:
+    """Make the current stream wait until each of the ranks `first` to `last` - 1 has sent its `rows` rows."""
+    padded_flags = triton.next_power_of_2(layout.world_size) * BLOCKS
+    _wait_rows[(1,)](
+        layout.buffers[layout.rank] + layout.row_flags, layout.epochs, first, last, blocks_of(rows), layout.max_polls,
+        layout.fault, PADDED_FLAGS=padded_flags, num_warps=4,
     )  # fmt: skip
 
 
-def reduce_rows(places: Places, rows: int, size: int, dtype: torch.dtype, x: Tensor | None) -> None:
-    """Wait for all partial sums of this rank's `rows` rows of `size` values; x (rows, size), or 0, plus their sum goes to this
-    rank's place of `rows`."""
-    mine = places.buffers[places.rank]
+def reduce_rows(layout: BufferLayout, rows: int, size: int, dtype: torch.dtype, x: Tensor | None) -> None:
+    """Wait for all partial sums of this rank's `rows` rows of `size` values, and store x (rows, size), or 0, plus their sum in
+    this rank's part of the buffer's `rows`."""
+    buffer = layout.buffers[layout.rank]
     _reduce[(rows,)](
-        mine, places.epochs, x, None, None, places.rank, places.patience, places.fault, rows, None,
-        **_options(places, size, dtype),
+        buffer, layout.epochs, x, None, None, layout.rank, layout.max_polls, layout.fault, rows, None,
+        **_options(layout, size, dtype),
     )  # fmt: skip
 
 
-def reduce_norm_rows(places: Places, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Wait for all partial sums of this rank's rows; x + their sum (rows, C), whose RMSNorm times `weight` (C,) goes to this
-    rank's place of `rows`. x (rows, C) contiguous, of the partial sums' dtype.
+def reduce_norm_rows(layout: BufferLayout, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Wait for all partial sums of this rank's rows, and return x + their sum (rows, C). Its RMSNorm times `weight` (C,) is
+    stored in this rank's part of `rows`. x (rows, C) contiguous, of the partial sums' dtype.
 
     The sum is rounded once, from fp32, and its rounded value is normalized (Zhang & Sennrich, arXiv:1910.07467)."""
-    (rows, size), total, mine = x.shape, torch.empty_like(x), places.buffers[places.rank]
+    (rows, size), total, buffer = x.shape, torch.empty_like(x), layout.buffers[layout.rank]
     _reduce[(rows,)](
-        mine, places.epochs, x, weight, total, places.rank, places.patience, places.fault, rows, eps,
-        **_options(places, size, x.dtype),
+        buffer, layout.epochs, x, weight, total, layout.rank, layout.max_polls, layout.fault, rows, eps,
+        **_options(layout, size, x.dtype),
     )  # fmt: skip
     return total
 
@@ -224,21 +224,21 @@ def reduce_norm_rows(places: Places, x: Tensor, weight: Tensor, eps: float) -> T
 _TRITON = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-def _lanes(world_size: int) -> int:
-    """Of a flag from each rank."""
+def _padded_ranks(world_size: int) -> int:
+    """The length of a vector with one element for each rank: a power of two."""
     return max(2, triton.next_power_of_2(world_size))
 
 
-def _options(places: Places, size: int, dtype: torch.dtype) -> dict[str, Any]:
-    block, n = triton.next_power_of_2(size), places.world_size
+def _options(layout: BufferLayout, size: int, dtype: torch.dtype) -> dict[str, Any]:
+    block, n = triton.next_power_of_2(size), layout.world_size
     return {
         "C": size,
         "N": n,
-        "LANES": _lanes(n),
-        "PARTIALS": places.partials,
-        "ROWS": places.rows,
+        "PADDED_N": _padded_ranks(n),
+        "PARTIALS": layout.partials,
+        "ROWS": layout.rows,
         "BLOCK": block,
         "DTYPE": _TRITON[dtype],
         "num_warps": min(max(block // 512, 1), 16),  # as in kernels/norm.py
-        **pdl_options(places.epochs.device),
+        **pdl_options(layout.epochs.device),
     }

@@ -1,7 +1,7 @@
-"""A linear layer that stores its partial sums in their owners' memory tile by tile: GEMM + reduce-scatter without the addition.
+"""GEMM + reduce-scatter without the addition: a linear layer that stores its partial sums in their owners' memory by tiles.
 
 Chang et al., *Flux: Fast Software-based Communication Overlap On GPUs Through Kernel Fusion*, arXiv:2406.06858, section 3.1:
-the epilogue of the product stores to other GPUs, so that the link works while later tiles are multiplied.
+the epilogue of the GEMM stores to other GPUs, so that tiles are sent while later ones are multiplied.
 """
 
 from importlib import import_module
@@ -24,14 +24,14 @@ def gemm_reduce_scatter(
     """Store (x @ weight.T)[o * T / N : (o + 1) * T / N] at destinations[o], for each of N owners.
 
     x (T, K) and weight (C, K): contiguous, bf16 or fp16; T a multiple of N. destinations: addresses, as this GPU sees them, of
-    contiguous (T / N, C) areas of x's dtype in the owners' memory, multiples of 16 bytes. flags: addresses of int64; once all
-    of rows 128 b to 128 (b + 1) of owner o (fewer at the end) are stored, so that a GPU that acquires the flag sees them,
-    flags[o] + 8 b gets the number in `epoch` (1,) int64. epoch lies on the device and may be advanced by kernels before this
-    one, such as those of a CUDA graph. rank: this GPU's place among the owners; the rows of rank + 1 come first, its own last.
-    tiling: None for `default_tiling`.
+    contiguous (T / N, C) buffers of x's dtype in the owners' memory, multiples of 16 bytes. flags: addresses of int64. When
+    rows 128 b to 128 (b + 1) of owner o (fewer at the end) are stored, the int64 at flags[o] + 8 b is set to `epoch` (1,) int64
+    by a release: a GPU that acquires it sees the rows. epoch is on the device; earlier kernels, also those of the same CUDA
+    graph, may advance it. rank: of this GPU among the owners. The rows of rank + 1 are computed first, its own last. tiling:
+    None for `default_tiling`.
 
-    Sums are fp32, rounded once: the same bits whatever N. Products on one device must follow each other, and the first must
-    come before any CUDA graph's capture. Raises ValueError for operands that do not fit.
+    Sums are in fp32 and rounded once, so the bits do not depend on N. Calls on one device must run one after another, and the
+    first must be outside a CUDA graph's capture. Raises ValueError for unsupported operands.
     """
     check_operands(x, weight, len(destinations))
     if len(flags) != len(destinations) or not 0 <= rank < len(destinations):

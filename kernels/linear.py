@@ -1,19 +1,19 @@
-"""Linear layers of few input rows: when decoding, a layer takes the time of reading its weight once.
+"""Linear layers of few input rows, as in decoding, where reading the weight takes most of the time.
 
-PyTorch defines the layers. On a GPU, up to MAX_ROWS rows go to Triton kernels wherever these are expected to be faster than
-cuBLAS (`kernels/linear_config.py`). There are two designs, both with fp32 accumulation and a fixed order of additions, so that
-a replay gives the same bits:
+PyTorch defines the layers. On a GPU, inputs of up to MAX_ROWS rows use Triton kernels where these are expected to be faster
+than cuBLAS (`kernels/linear_config.py`). There are two kernels. Both accumulate in fp32 and add in a fixed order, so that a
+replay gives the same bits:
 
-    gemv    each program holds a few whole rows of the weight and adds products in registers (1 to 4 input rows)
-    mma     tensor cores with the weight as the M side, since the input has too few rows for it:
-            out^T (BLOCK_N, ROWS) = weight (BLOCK_N, BLOCK_K) @ x^T (BLOCK_K, ROWS); K may be split over programs. The last
+    gemv    each program reads a few whole rows of the weight and adds products in registers (1 to 4 input rows)
+    mma     tensor cores, with the weight as the M operand, because the input has too few rows for it:
+            out^T (BLOCK_N, ROWS) = weight (BLOCK_N, BLOCK_K) @ x^T (BLOCK_K, ROWS). K may be split over programs. The last
             program of a tile to finish adds the partial sums (split-K of Osama et al., *Stream-K*, arXiv:2301.03598)
 
-SwiGLU is an epilogue: a program has the gate's and the up projection's rows of its results. The functions without an underscore
-are also the parts of `kernels/linear_push.py`.
+SwiGLU is an epilogue: a program computes the gate and the up projection of its features. `kernels/linear_push.py` also uses the
+functions without an underscore.
 
-With programmatic dependent launch a program starts before the previous kernel has finished. It asks for its weights, which no
-kernel writes, before it waits for that kernel.
+With programmatic dependent launch, a program starts before the previous kernel has finished. It loads or prefetches weights,
+which no kernel writes, before it waits for that kernel.
 """
 
 from functools import cache
@@ -28,15 +28,15 @@ from kernels.dispatch import on_gpu, pdl_options
 from kernels.linear_config import DTYPES, Config, Gemv, Mma, config
 from kernels.optional_triton import tl, triton
 
-TILES = 16384  # of one layer, that may split K: arrival counters of a device
-PREFETCHED = 24 << 20  # bytes of a weight, of 60 MB of L2, that are asked for before the input is there
+MAX_SPLIT_TILES = 16384  # of a layer that splits K, at most: the number of counters of a device
+PREFETCH_BYTES = 24 << 20  # of a weight, at most, before the input is ready; L2 has 60 MB
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias with fp32 accumulation: (..., K), (N, K) and (N,) to (..., N). One dtype: bf16, fp16 or fp32.
 
-    With few rows on a GPU, layers of one device must run one after another (they share counters), and the first of them
-    outside a CUDA graph's capture.
+    With few rows on a GPU, layers of one device must run one after another, because they share counters. The first call for a
+    device must be outside a CUDA graph's capture, or RuntimeError is raised.
     """
     chosen = _chosen(x, weight, bias, swiglu=False)
     return F.linear(x, weight, bias) if chosen is None else linear_with(x, weight, bias, chosen, swiglu=False)
@@ -45,7 +45,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def linear_swiglu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """silu(gate) * up of (gate, up) = linear(x): (..., K), (2I, K), the gate's I rows first, and (2I,) to (..., I).
 
-    Where one kernel does it all, gate and up stay in fp32 and only the result is rounded (Shazeer, arXiv:2002.05202); elsewhere
+    If one kernel computes both, gate and up stay in fp32 and only the result is rounded (Shazeer, arXiv:2002.05202). Otherwise
     `linear` rounds them before `kernels.activation.swiglu`. The conditions are those of `linear`.
     """
     chosen = _chosen(x, weight, bias, swiglu=True)
@@ -53,7 +53,7 @@ def linear_swiglu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 
 
 def _chosen(x: Tensor, weight: Tensor, bias: Tensor | None, swiglu: bool) -> Config | None:
-    """The config of this layer; None leaves it to F.linear, which also reports shapes that do not fit."""
+    """The config of this layer; None for F.linear, which also raises the errors for wrong shapes."""
     n, k = weight.shape
     if not on_gpu(x) or torch.compiler.is_compiling() or x.shape[-1] != k or not x.numel() or (swiglu and n % 2):
         return None
@@ -74,7 +74,7 @@ def aligned(x: Tensor) -> bool:
 
 
 def linear_with(x: Tensor, weight: Tensor, bias: Tensor | None, chosen: Config, swiglu: bool) -> Tensor:
-    """`linear` or, with swiglu, `linear_swiglu` by a kernel.
+    """`linear` or, with swiglu, `linear_swiglu`, with the kernel and config that `chosen` names.
 
     x (..., K) and weight (N, K), `aligned`, the weight contiguous; bias (N,) or None. Returns (..., N), or (..., N / 2) with
     swiglu, of x's dtype. Raises RuntimeError if the first call for a device is inside a CUDA graph's capture.
@@ -82,7 +82,7 @@ def linear_with(x: Tensor, weight: Tensor, bias: Tensor | None, chosen: Config, 
     features = len(weight) // 2 if swiglu else len(weight)
     out = torch.empty(*x.shape[:-1], features, dtype=x.dtype, device=x.device)
     x = x.reshape(-1, x.shape[-1])
-    counters(x.device)  # also where the first layer needs none: later ones may be captured
+    counters(x.device)  # allocated even if this layer needs none, because later layers may be captured
     if isinstance(chosen, Gemv):
         grid, sizes, constants = gemv_launch(x, weight, chosen)
         _gemv[grid](x, weight, bias, out, *sizes, SWIGLU=swiglu, **constants)
@@ -93,7 +93,7 @@ def linear_with(x: Tensor, weight: Tensor, bias: Tensor | None, chosen: Config, 
 
 
 def gemv_launch(x: Tensor, weight: Tensor, chosen: Gemv) -> tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]:
-    """The grid; rows, N, K, x_stride, prefetch; and the constants."""
+    """(grid, (rows, N, K, x_stride, prefetch), constants) of a gemv launch."""
     n, k = weight.shape
     constants = {
         "ROWS": triton.next_power_of_2(len(x)),
@@ -104,18 +104,18 @@ def gemv_launch(x: Tensor, weight: Tensor, chosen: Gemv) -> tuple[tuple[int, ...
         "num_warps": chosen.warps,
         **pdl_options(x.device),
     }
-    prefetch = _prefetched(weight, chosen.prefetch)
+    prefetch = _prefetch_columns(weight, chosen.prefetch)
     return (triton.cdiv(n, chosen.block_n),), (len(x), n, k, x.stride(0), prefetch), constants
 
 
 def mma_launch(
     x: Tensor, weight: Tensor, chosen: Mma
 ) -> tuple[tuple[int, ...], tuple[Tensor, Tensor], tuple[int, ...], dict[str, Any]]:
-    """The grid, tiles and parts of K; partials and counters; rows, N, K, x_stride; and the constants."""
+    """(grid, (partials, counters), (rows, N, K, x_stride), constants) of an mma launch. The grid is (tiles, parts of K)."""
     n, k = weight.shape
     tiles = triton.cdiv(n, chosen.block_n)
-    # no program without a step, and no split without counters
-    split = min(chosen.split, triton.cdiv(k, chosen.block_k)) if tiles <= TILES else 1
+    # every program has at least one step of K, and a split needs counters
+    split = min(chosen.split, triton.cdiv(k, chosen.block_k)) if tiles <= MAX_SPLIT_TILES else 1
     partials = torch.empty(split * len(x) * n if split > 1 else 0, dtype=torch.float32, device=x.device)
     constants = {
         "ROWS": max(16, triton.next_power_of_2(len(x))),
@@ -133,20 +133,20 @@ def mma_launch(
 
 @cache
 def counters(device: torch.device) -> Tensor:
-    """Arrival counters of the layers of a device, all zero between two kernels.
+    """Counters of finished programs by tile, for all layers of a device. All are zero between two kernels.
 
-    Layers of one device share them, and so must not run at the same time. Raises RuntimeError while a CUDA graph is captured:
-    the zeros would be written by that graph only.
+    Layers of one device share them, so they must not run at the same time. Raises RuntimeError while a CUDA graph is captured,
+    because only that graph would write the zeros.
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(f"a first linear layer on {device} inside a CUDA graph; run it once before the capture")
-    return torch.zeros(TILES, dtype=torch.int32, device=device)
+        raise RuntimeError(f"the first linear layer on {device} is inside a CUDA graph; run it once before the capture")
+    return torch.zeros(MAX_SPLIT_TILES, dtype=torch.int32, device=device)
 
 
-def _prefetched(weight: Tensor, wanted: bool) -> int:
-    """The columns of each row to ask for."""
+def _prefetch_columns(weight: Tensor, wanted: bool) -> int:
+    """Columns of each row of the weight to prefetch, at least 256; 0 unless wanted."""
     unit = 16 // weight.element_size()
-    return max(256, PREFETCHED // weight.element_size() // len(weight)) // unit * unit if wanted else 0
+    return max(256, PREFETCH_BYTES // weight.element_size() // len(weight)) // unit * unit if wanted else 0
 
 
 # --- gemv ---------------------------------------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ def _gemv(
     bias,  # (N,) or None
     out,  # (rows, N), or (rows, N / 2) with SWIGLU
     rows, N, K, x_stride,
-    prefetch,  # columns to ask for after the first tile
+    prefetch,  # columns to prefetch after the first tile
     ROWS: tl.constexpr,  # rows, rounded up to a power of two
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     EVEN: tl.constexpr,  # BLOCK_K divides K
@@ -173,7 +173,7 @@ def _gemv(
     if PDL:
         tl.extra.cuda.gdc_wait()
     sums = gemv_sums(w, w_pointers, x_pointers, rows, K, x.dtype.element_ty, ROWS, BLOCK_N, BLOCK_K, EVEN)
-    _finish(sums, bias, out, tl.program_id(0), rows, N, SWIGLU)
+    _epilogue(sums, bias, out, tl.program_id(0), rows, N, SWIGLU)
 
 
 @triton.jit
@@ -182,16 +182,16 @@ def gemv_begin(
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, SWIGLU: tl.constexpr,
     PDL: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """What may be asked for before the input is there: the first tile of words of the weight. Also where its words and the
-    input's lie.
+    """The part before the input is ready: load the first tile of the weight, and prefetch. Returns the tile, as 32-bit words,
+    and pointers to the first words of the weight and of the input.
 
-    Rows are read as 32-bit words: 16-bit values that wait in registers would be unpacked, twice as large, when they arrive.
+    Rows are read as 32-bit words, because Triton would hold 16-bit values unpacked in registers of twice the size.
     """
     PER_WORD: tl.constexpr = 32 // x.dtype.element_ty.primitive_bitwidth
     words = K // PER_WORD
     tile = tl.program_id(0)
-    row = _rows(tile * BLOCK_N + tl.arange(0, BLOCK_N), N, SWIGLU)
-    # all tiles are 3D, though x has no rows of the weight: so they share one layout and nothing moves between threads
+    row = _weight_rows(tile * BLOCK_N + tl.arange(0, BLOCK_N), N, SWIGLU)
+    # all tiles are 3D, also those of x, so that they share one layout and no value moves between threads
     k = tl.arange(0, BLOCK_K // PER_WORD)[None, None, :]
     m = tl.arange(0, ROWS)[:, None, None]
     w_pointers = _word(weight) + (row.to(tl.int64) * words)[None, :, None] + k
@@ -207,7 +207,7 @@ def gemv_sums(
     w, w_pointers, x_pointers, rows, K, dtype: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """(BLOCK_N, ROWS) fp32 sums of what `gemv_begin` began."""
+    """The (BLOCK_N, ROWS) fp32 result of this program, from what `gemv_begin` returned."""
     PER_WORD: tl.constexpr = 32 // dtype.primitive_bitwidth
     WORDS: tl.constexpr = BLOCK_K // PER_WORD
     words = K // PER_WORD
@@ -215,9 +215,9 @@ def gemv_sums(
     m = tl.arange(0, ROWS)[:, None, None]
     sums = tl.zeros((ROWS, BLOCK_N, WORDS // 4), tl.float32)
     for start in range(WORDS, words, WORDS):
-        ahead = _weights(w_pointers + start, k + start, words, EVEN)  # in flight while the tile before is used
+        next_w = _weights(w_pointers + start, k + start, words, EVEN)  # in flight while the previous tile is used
         sums += _products(w, x_pointers + (start - WORDS), m < rows, dtype)
-        w = ahead
+        w = next_w
     last = (tl.cdiv(words, WORDS) - 1) * WORDS
     sums += _products(w, x_pointers + last, (m < rows) & (k + last < words), dtype)
     return tl.trans(tl.sum(sums, axis=2))
@@ -225,8 +225,8 @@ def gemv_sums(
 
 @triton.jit
 def _products(w, pointers, mask, dtype: tl.constexpr):
-    """(1, BLOCK_N, WORDS) times the input at the (ROWS, 1, WORDS) pointers, summed over the four words that one thread
-    holds."""
+    """(1, BLOCK_N, WORDS) of the weight times the input at the (ROWS, 1, WORDS) pointers, added over the four words that one
+    thread holds: (ROWS, BLOCK_N, WORDS / 4) fp32."""
     x = tl.load(pointers, mask=mask, other=0, eviction_policy="evict_last")
     p = _first(w, dtype) * _first(x, dtype)
     if dtype != tl.float32:
@@ -259,27 +259,27 @@ def _second(word, dtype: tl.constexpr):
 
 @triton.jit
 def _prefetch_tile(weight, N, K, tile, first, count, BLOCK_N: tl.constexpr, SWIGLU: tl.constexpr, WARPS: tl.constexpr):
-    """Ask L2 for columns first to first + count of all rows of the weight that a program has."""
+    """Prefetch columns first to first + count of all the program's rows of the weight into L2."""
     if count > 0:
         FUSED: tl.constexpr = 2 if SWIGLU else 1
         first_row, features = tile * (BLOCK_N // FUSED), N // FUSED
         for part in tl.static_range(FUSED):
-            place = first_row + part * features
-            _prefetch(weight, K, place, features - first_row, first, count, BLOCK_N // FUSED, WARPS)
+            row = first_row + part * features
+            _prefetch(weight, K, row, features - first_row, first, count, BLOCK_N // FUSED, WARPS)
 
 
 @triton.jit
-def _prefetch(weight, K, place, rows_left, first, count, BLOCK_N: tl.constexpr, WARPS: tl.constexpr):
-    """Ask L2 for columns first to first + count of the BLOCK_N rows at `place`, of which rows_left exist.
+def _prefetch(weight, K, row, rows_left, first, count, BLOCK_N: tl.constexpr, WARPS: tl.constexpr):
+    """Prefetch columns first to first + count of the BLOCK_N rows from `row` on, of which rows_left exist, into L2.
 
     The row pitch K, first and count must be multiples of 16 bytes. The instruction takes its operands from uniform registers,
-    so that lanes of a warp issue it in turn: each warp gets some pieces, as few and as large as possible.
+    so the threads of a warp issue it one after another: each warp gets few and large pieces.
     """
     PER_WARP: tl.constexpr = BLOCK_N // WARPS if BLOCK_N > WARPS else 1
     PIECES: tl.constexpr = WARPS // BLOCK_N if WARPS > BLOCK_N else 1
     SIZE: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
     size = tl.minimum(count, K - first) * SIZE // PIECES // 16 * 16
-    address = (weight + place.to(tl.int64) * K + first).to(tl.int64)
+    address = (weight + row.to(tl.int64) * K + first).to(tl.int64)
     tl.inline_asm_elementwise(
         """{
         .reg .pred p;
@@ -333,10 +333,10 @@ def _mma(
     sums = mma_sums(early, w_pointers, x_pointers, rows, K, ROWS, BLOCK_N, BLOCK_K, SPLIT, STAGES, EARLY, EVEN, PDL)
     tile = tl.program_id(0)
     if SPLIT == 1:
-        _finish(sums, bias, out, tile, rows, N, SWIGLU)
+        _epilogue(sums, bias, out, tile, rows, N, SWIGLU)
     else:
         if arrive(sums, partials, counters, rows, N, SPLIT):
-            _finish(total(sums, partials, counters, rows, N, SPLIT), bias, out, tile, rows, N, SWIGLU)
+            _epilogue(reduce_partials(sums, partials, counters, rows, N, SPLIT), bias, out, tile, rows, N, SWIGLU)
 
 
 @triton.jit
@@ -345,12 +345,12 @@ def mma_begin(
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr, EARLY: tl.constexpr,
     EVEN: tl.constexpr, SWIGLU: tl.constexpr,
 ):  # fmt: skip
-    """With EARLY the last tile of this program's weights, which may be asked for before the input is there. Also where the
-    weight's values and the input's lie."""
+    """The part before the input is ready: with EARLY, load the last tile of this program's weights. Returns this tile, and
+    pointers to the first values of the weight and of the input."""
     k = tl.arange(0, BLOCK_K)
     m = tl.arange(0, ROWS)[None, :]
-    place = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    w_pointers = weight + _rows(place, N, SWIGLU).to(tl.int64)[:, None] * K + k[None, :]
+    feature = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    w_pointers = weight + _weight_rows(feature, N, SWIGLU).to(tl.int64)[:, None] * K + k[None, :]
     x_pointers = x + m * x_stride + k[:, None]
     if EARLY:
         last = (_steps_end(tl.program_id(1), K, BLOCK_K, SPLIT) - 1) * BLOCK_K
@@ -366,7 +366,7 @@ def mma_sums(
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
     EARLY: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """(BLOCK_N, ROWS) fp32 sums over this program's columns of what `mma_begin` began."""
+    """The (BLOCK_N, ROWS) fp32 sums over this program's part of K, from what `mma_begin` returned."""
     split = tl.program_id(1)
     first, end = _steps_end(split - 1, K, BLOCK_K, SPLIT), _steps_end(split, K, BLOCK_K, SPLIT)
     k = tl.arange(0, BLOCK_K)
@@ -379,16 +379,16 @@ def mma_sums(
         start = step * BLOCK_K
         w = _weights(w_pointers + start, k[None, :] + start, K, EVEN)
         sums = tl.dot(w, _inputs(x_pointers, start, m, k[:, None], rows, K, EVEN), sums)
-    if EARLY:  # used last, so that the loop asks for its first tiles right after the wait
+    if EARLY:  # used last, so that the loop loads its first tiles right after the wait
         if PDL:
-            early, early_x = _only_here(early), _only_here(early_x)
+            early, early_x = _load_late(early), _load_late(early_x)
         sums = tl.dot(early, early_x, sums)
     return sums
 
 
 @triton.jit
 def _steps_end(split, K, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr):
-    """The steps of BLOCK_K columns up to and with those of part `split`."""
+    """The number of steps of BLOCK_K columns in parts 0 to `split` of K."""
     return (split + 1) * tl.cdiv(K, BLOCK_K) // SPLIT
 
 
@@ -399,40 +399,40 @@ def _inputs(pointers, start, m, k, rows, K, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _only_here(values):
-    """The same 16-bit values, not used before this place: Triton stores a dot's operand in shared memory as soon as it is
-    loaded, and would wait there for the load."""
+def _load_late(values):
+    """The same 16-bit values, not used before this call. Otherwise Triton stores a dot's operand in shared memory right after
+    the load, and waits there for it."""
     return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [values], dtype=values.dtype, is_pure=False, pack=2)
 
 
 @triton.jit
 def arrive(sums, partials, counters, rows, N, SPLIT: tl.constexpr):
-    """Store this program's partial sums; whether it is the last of its tile to do so."""
+    """Store this program's partial sums. Returns whether it is the last program of its tile to do so."""
     tile, split = tl.program_id(0), tl.program_id(1)
-    where, inside = _places(sums, rows, N)
-    tl.store(partials + split * rows * N + where, sums, mask=inside)
-    tl.debug_barrier()  # all threads have stored before one of them says so
+    offsets, inside = _tile_offsets(sums, rows, N)
+    tl.store(partials + split * rows * N + offsets, sums, mask=inside)
+    tl.debug_barrier()  # all threads have stored before one of them counts
     return tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu") == SPLIT - 1
 
 
 @triton.jit
-def total(sums, partials, counters, rows, N, SPLIT: tl.constexpr):
-    """The last to arrive adds all partial sums of its tile, in a fixed order, and leaves the counter as it was."""
-    where, inside = _places(sums, rows, N)
+def reduce_partials(sums, partials, counters, rows, N, SPLIT: tl.constexpr):
+    """In the last program of a tile: add all partial sums of the tile, in a fixed order, and reset the counter."""
+    offsets, inside = _tile_offsets(sums, rows, N)
     total = tl.zeros_like(sums)
     for part in tl.static_range(SPLIT):
-        # from L2: the partial sums are other programs'
-        total += tl.load(partials + part * rows * N + where, mask=inside, other=0.0, cache_modifier=".cg")
+        # from L2, because other programs wrote the partial sums
+        total += tl.load(partials + part * rows * N + offsets, mask=inside, other=0.0, cache_modifier=".cg")
     tl.store(counters + tl.program_id(0), 0)
     return total
 
 
 @triton.jit
-def _places(sums, rows, N):
-    """Where a tile of (BLOCK_N, ROWS) sums lies in (rows, N), and which of it exists."""
-    place = (tl.program_id(0) * sums.shape[0] + tl.arange(0, sums.shape[0]))[:, None]
+def _tile_offsets(sums, rows, N):
+    """Offsets of a tile of (BLOCK_N, ROWS) sums in (rows, N), and a mask of those that exist."""
+    feature = (tl.program_id(0) * sums.shape[0] + tl.arange(0, sums.shape[0]))[:, None]
     m = tl.arange(0, sums.shape[1])[None, :]
-    return m * N + place, (m < rows) & (place < N)
+    return m * N + feature, (m < rows) & (feature < N)
 
 
 # --- both ---------------------------------------------------------------------------------------------------------------------
@@ -446,25 +446,25 @@ def _weights(pointers, k, K, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _rows(place, N, SWIGLU: tl.constexpr):
-    """The weight's rows of the places of a tile: with SWIGLU the gate's and the up projection's alternate."""
-    place = tl.minimum(place, N - 1)
-    return place // 2 + place % 2 * (N // 2) if SWIGLU else place
+def _weight_rows(feature, N, SWIGLU: tl.constexpr):
+    """The weight's row for each feature of a tile. With SWIGLU, rows of the gate and of the up projection alternate."""
+    feature = tl.minimum(feature, N - 1)
+    return feature // 2 + feature % 2 * (N // 2) if SWIGLU else feature
 
 
 @triton.jit
-def _finish(sums, bias, out, tile, rows, N, SWIGLU: tl.constexpr):
+def _epilogue(sums, bias, out, tile, rows, N, SWIGLU: tl.constexpr):
     """Store (BLOCK_N, ROWS) sums plus bias as out (rows, N), or, with SWIGLU, silu(gate) * up as (rows, N / 2)."""
     BLOCK_N: tl.constexpr = sums.shape[0]
     ROWS: tl.constexpr = sums.shape[1]
     FUSED: tl.constexpr = 2 if SWIGLU else 1
     if bias is not None:
-        row = _rows(tile * BLOCK_N + tl.arange(0, BLOCK_N), N, SWIGLU)
+        row = _weight_rows(tile * BLOCK_N + tl.arange(0, BLOCK_N), N, SWIGLU)
         sums += tl.load(bias + row).to(tl.float32)[:, None]
     if SWIGLU:
         gate, up = tl.split(tl.permute(tl.reshape(sums, (BLOCK_N // 2, 2, ROWS)), (0, 2, 1)))
         sums = gate / (1.0 + tl.exp(-gate)) * up
-    place = (tile * (BLOCK_N // FUSED) + tl.arange(0, BLOCK_N // FUSED))[:, None]
+    feature = (tile * (BLOCK_N // FUSED) + tl.arange(0, BLOCK_N // FUSED))[:, None]
     m = tl.arange(0, ROWS)[None, :]
     features = N // FUSED
-    tl.store(out + m * features + place, sums.to(out.dtype.element_ty), mask=(m < rows) & (place < features))
+    tl.store(out + m * features + feature, sums.to(out.dtype.element_ty), mask=(m < rows) & (feature < features))

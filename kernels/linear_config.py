@@ -1,7 +1,7 @@
-"""How linear layers of few rows are cut into programs.
+"""Launch configurations of linear layers of few rows.
 
-`linear_configs.json`, which `scripts/bench_linear.py` measures, lists the fastest configs of the shapes that were measured; a
-heuristic chooses for the others.
+`linear_configs.json`, which `scripts/bench/kernels/linear.py` writes, has the fastest configs of the shapes that were measured.
+A heuristic chooses for all others.
 """
 
 import json
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 MAX_ROWS = 64
-GEMV_ROWS = 4  # with more, the FMA units take longer than the memory
-SMS = 132  # of an H100 or H200; the heuristic wants at least two programs on each
+GEMV_ROWS = 4  # with more rows, the FMA units are slower than the memory
+SMS = 132  # of an H100 or H200; the heuristic aims at two or more programs on each
 SHARED_BYTES = 212 << 10  # of an SM's 227 KB, shared by its programs
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 CONFIGS = Path(__file__).with_name("linear_configs.json")
@@ -23,24 +23,25 @@ CONFIGS = Path(__file__).with_name("linear_configs.json")
 
 @dataclass(frozen=True)
 class Gemv:
-    """Products in registers. Each program has `block_n` rows of the weight, `block_k` columns at a time."""
+    """Config of the gemv kernel. Each program has `block_n` rows of the weight, `block_k` columns at a time."""
 
     block_n: int
     block_k: int
     warps: int
-    prefetch: bool = True  # whether to ask L2 for columns after the first tile before the input is there
+    prefetch: bool = True  # whether to prefetch columns after the first tile into L2 before the input is ready
 
 
 @dataclass(frozen=True)
 class Mma:
-    """Tensor cores; each program has `block_n` rows of the weight and 1 / `split` of their columns, `block_k` at a time."""
+    """Config of the mma kernel. Each program has `block_n` rows of the weight and 1 / `split` of their columns, `block_k` at a
+    time."""
 
     block_n: int
     block_k: int
     split: int
     stages: int
     warps: int = 4
-    early: bool = True  # whether to load a tile before the input is there
+    early: bool = True  # whether to load a tile before the input is ready
 
 
 Config = Gemv | Mma
@@ -48,10 +49,10 @@ Config = Gemv | Mma
 
 @cache
 def config(rows: int, n: int, k: int, dtype: torch.dtype, swiglu: bool = False) -> Config | None:
-    """How to multiply `rows` rows with an (n, k) weight; None where F.linear, and a kernel for `swiglu`, should be as fast."""
+    """The config for `rows` rows and an (n, k) weight; None if F.linear, with a separate kernel for `swiglu`, is as fast."""
     if not 0 < rows <= MAX_ROWS:
         return None
-    for key in (table_key(rows, n, k, swiglu), table_key(rows, n, k)):  # the layer alone is a good guess
+    for key in (table_key(rows, n, k, swiglu), table_key(rows, n, k)):  # without swiglu if that was not measured
         if dtype.itemsize == 2 and key in measured():
             return _with_pairs(measured()[key]) if swiglu else measured()[key]
     return default_config(rows, n, k, dtype, swiglu)
@@ -67,19 +68,19 @@ def default_config(rows: int, n: int, k: int, dtype: torch.dtype, swiglu: bool =
 
 
 def _with_pairs(chosen: Config | None) -> Config | None:
-    """The config of programs that have a row of the gate with each row of `up`."""
+    """The config with at least two rows a program, so that each row of the gate is with its row of the up projection."""
     if isinstance(chosen, Gemv) and chosen.block_n == 1:
         return replace(chosen, block_n=2, block_k=max(chosen.block_k // 2, 128 * chosen.warps))
     return chosen
 
 
 def pipeline_stages(rows: int, block_n: int, block_k: int, programs: int = 2) -> int:
-    """The most that let `programs` programs of `Mma` share an SM's memory."""
+    """The largest number of stages with which `programs` programs of `Mma` fit an SM's shared memory, from 2 to 8."""
     return max(2, min(8, SHARED_BYTES // programs // (2 * block_k * (block_n + max(16, rows)))))
 
 
 def table_key(rows: int, n: int, k: int, swiglu: bool = False) -> str:
-    """What `linear_configs.json` calls these rows, rounded up to a power of two, and this shape."""
+    """The key in `linear_configs.json` of these rows, rounded up to a power of two, and this shape."""
     return f"{_bucket(rows)},{n},{k}" + (",swiglu" if swiglu else "")
 
 
@@ -96,7 +97,7 @@ def measured() -> Mapping[str, Config | None]:
 
 
 def parse_config(fields: Mapping[str, Any] | None) -> Config | None:
-    """A config as `linear_configs.json` has it: `kind`, `gemv` or `mma`, and the dataclass's fields; null for F.linear."""
+    """The config of a JSON value: `kind`, which is `gemv` or `mma`, and the dataclass's fields; null for F.linear."""
     if fields is None:
         return None
     kinds: dict[str, type[Gemv] | type[Mma]] = {"gemv": Gemv, "mma": Mma}
@@ -104,12 +105,12 @@ def parse_config(fields: Mapping[str, Any] | None) -> Config | None:
 
 
 def format_config(config: Config | None) -> dict[str, Any] | None:
-    """What `parse_config` reads."""
+    """The inverse of `parse_config`."""
     return None if config is None else {"kind": type(config).__name__.lower(), **asdict(config)}
 
 
 def _default_gemv(rows: int, n: int, k: int, vector: int) -> Gemv:
-    """vector: values in 16 bytes, of which each thread takes one piece of a row at a time, or more where rows are few."""
+    """vector: values in 16 bytes. A thread loads one such piece of a row at a time, or more if there are few rows."""
     block_n = max(b for b in (1, 2, 4) if b == 1 or n // b >= 8 * SMS)
     block_k = min(512 * vector // max(block_n, rows), max(k & -k, 32 * vector), 1 << (k - 1).bit_length())
     return Gemv(block_n, block_k, warps=min(4, max(1, block_k // (32 * vector))))

@@ -1,27 +1,26 @@
-"""A row-parallel linear layer of few rows and the all-reduce that follows it; the partial sum does not pass through memory.
+"""A row-parallel linear layer of few rows, fused with the one-shot all-reduce that follows it.
 
-`linear_push` multiplies as `kernels/linear.py` does. Each program, once it has a tile of the result, pushes it to every rank as
-words of the one-shot protocol (`kernels/all_reduce.py`); with K split over programs, the last one to arrive does. `receive` or
-`receive_add_norm`, which must follow on the same stream, polls for all ranks' words and sums them. So the link's latency passes
-while other programs still read weights. Results are bit for bit those of the layer followed by `one_shot` or
-`one_shot_add_norm`, given the same config.
+`linear_push` multiplies as `kernels/linear.py` does. When a program has a tile of the result, it stores the tile to every rank
+as words of the one-shot protocol (`kernels/all_reduce.py`). If K is split over programs, the last program of a tile does this.
+`receive` or `receive_add_norm`, which must follow on the same stream, polls for all ranks' words and adds them. So the link's
+latency is hidden while other programs still read weights. Results are bitwise those of the layer followed by `one_shot` or
+`one_shot_add_norm`, with the same config.
 
-**Launch numbers.** A push and the receiver after it are one launch of the workspace, which one-shot all-reduces may share. The
-push reads the number after its `gdc_wait`. By then the receiver of the launch before is complete, which advanced the counters.
-The receiver advances the counters after its own wait, when every push program has read them. All push programs let the receiver
-start (`gdc_launch_dependents`) only after their wait. So when the receiver starts, all that came before the push is complete,
-including the counters and the residual stream. It reads both past L1, and polls, before it waits for the push. Before that
-wait, it stores nothing that others may still read.
+**Epochs.** A push and the receiver after it are one launch of the workspace. One-shot all-reduces may use the same workspace.
+The push reads the epoch after its `gdc_wait`. By then the previous launch's receiver, which advanced the counters, is complete.
+This receiver advances the counters after its own wait, when every push program has read them. Push programs allow the receiver
+to start (`gdc_launch_dependents`) only after their wait. So when the receiver starts, everything before the push is complete,
+including the counters and the residual stream. The receiver reads both, bypassing L1, and polls, before it waits for the push.
+Before that wait, it stores nothing that other kernels may still read.
 
-**Slots.** Launch e uses slot e mod 2. A rank pushes launch e only when its receiver of e - 1 is complete. That receiver had
-words from every rank. Each rank pushed them after the completion of its receiver of e - 2, and thus after all reading of the
-slot that e is written to. `sweep_all` zeroes the other slot before this program's words are pushed: a rank that pushes e + 1
-there has received all words of e, and each of them was pushed after all programs of its tile had swept. Every tile has words
-for every rank.
+**Slots.** Launch e uses slot e mod 2. A rank pushes launch e after its receiver of e - 1 has completed, and so has received
+words from every rank. Each rank pushed these words after its receiver of e - 2 had completed, and so after its last read of the
+slot that launch e writes. `zero_other_slot` runs before this program pushes: a rank that pushes e + 1 to that slot has received
+all words of e, and each of them was pushed after all programs of its tile had zeroed their part. Every tile sends words to
+every rank.
 
-**No starvation.** The receiver's programs spin, and keep their places on the SMs. But the GPU starts none of them before each
-program of the push has started or ended: those have their places. Other ranks' words depend on nothing of this rank except its
-earlier launches.
+**No deadlock.** The receiver's programs spin and occupy SMs. But the GPU starts them only after every program of the push has
+started, so the push cannot be blocked. Other ranks' words depend only on this rank's earlier launches.
 """
 
 from functools import cache
@@ -44,27 +43,27 @@ from kernels.all_reduce import (
 )
 from kernels.device import (
     MAX_PROGRAMS,
-    count_launch,
+    advance_epoch,
     first_value,
+    flag_differs,
     flag_of,
-    lacks,
     normalize_words,
     pack,
     pointer_to,
     push,
     receive_sum,
     second_value,
-    sweep_all,
+    zero_other_slot,
 )
 from kernels.dispatch import pdl_options
-from kernels.linear import aligned, arrive, gemv_begin, gemv_launch, gemv_sums, mma_begin, mma_launch, mma_sums, total
+from kernels.linear import aligned, arrive, gemv_begin, gemv_launch, gemv_sums, mma_begin, mma_launch, mma_sums, reduce_partials
 from kernels.linear_config import SMS, Config, Gemv, Mma, config, pipeline_stages
 from kernels.norm import add_rms_norm
 
 MAX_ROWS = 16  # with more, one-shot all-reduces are not the fastest
 DTYPES = (torch.bfloat16, torch.float16)  # two values a word
 
-_SWEEP_BLOCK = tl.constexpr(128)  # few: more would take registers from the multiplication
+_ZERO_BLOCK = tl.constexpr(128)  # small: a larger block would take registers from the multiplication
 
 
 # --- push ---------------------------------------------------------------------------------------------------------------------
@@ -82,10 +81,10 @@ def _gemv_push(
     )  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()  # not before: the receiver relies on what is complete by now
+        tl.extra.cuda.gdc_launch_dependents()  # not earlier: the receiver relies on what the wait has completed
     epoch = tl.load(state.epochs, volatile=True) + 1
     sums = gemv_sums(w, w_pointers, x_pointers, rows, K, x.dtype.element_ty, ROWS, BLOCK_N, BLOCK_K, EVEN)
-    sweep_all(state, epoch, N, CAPACITY, _SWEEP_BLOCK)
+    zero_other_slot(state, epoch, N, CAPACITY, _ZERO_BLOCK)
     _push_tile(sums, rows, C, state.peers, epoch, rank, N, CAPACITY, x.dtype.element_ty)
 
 
@@ -99,21 +98,21 @@ def _mma_push(
     early, w_pointers, x_pointers = mma_begin(x, weight, C, K, x_stride, ROWS, BLOCK_N, BLOCK_K, SPLIT, EARLY, EVEN, False)
     if PDL:
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()  # not before: the receiver relies on what is complete by now
+        tl.extra.cuda.gdc_launch_dependents()  # not earlier: the receiver relies on what the wait has completed
     epoch = tl.load(state.epochs, volatile=True) + 1
     sums = mma_sums(early, w_pointers, x_pointers, rows, K, ROWS, BLOCK_N, BLOCK_K, SPLIT, STAGES, EARLY, EVEN, PDL)
-    sweep_all(state, epoch, N, CAPACITY, _SWEEP_BLOCK)
+    zero_other_slot(state, epoch, N, CAPACITY, _ZERO_BLOCK)
     if SPLIT == 1:
         _push_tile(sums, rows, C, state.peers, epoch, rank, N, CAPACITY, x.dtype.element_ty)
     else:
         if arrive(sums, partials, counters, rows, C, SPLIT):
-            complete = total(sums, partials, counters, rows, C, SPLIT)
+            complete = reduce_partials(sums, partials, counters, rows, C, SPLIT)
             _push_tile(complete, rows, C, state.peers, epoch, rank, N, CAPACITY, x.dtype.element_ty)
 
 
 @triton.jit
 def _push_tile(sums, rows, C, peers, epoch, rank, N: tl.constexpr, CAPACITY: tl.constexpr, DTYPE: tl.constexpr):
-    """Push this program's (BLOCK_N, ROWS) sums of a (rows, C) message, rounded, two neighbours of a row in a word."""
+    """Push this program's (BLOCK_N, ROWS) sums of a (rows, C) message, rounded: two adjacent values of a row in each word."""
     PAIRS: tl.constexpr = sums.shape[0] // 2
     ROWS: tl.constexpr = sums.shape[1]
     first, second = tl.split(tl.permute(tl.reshape(sums, (PAIRS, 2, ROWS)), (0, 2, 1)))
@@ -133,11 +132,11 @@ def _receive(
     x, weight, out, normed, state,
     words,  # of the message; None with x
     eps,
-    ROW: tl.constexpr, PARTS: tl.constexpr, LANES: tl.constexpr,
+    ROW: tl.constexpr, PARTS: tl.constexpr, PADDED_PARTS: tl.constexpr,
     N: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out = sum. With x (else None): out = x + sum and normed = rms_norm(out) * weight, for rows of ROW words that PARTS
-    programs share. The counters and x are read past L1: this kernel has not waited for the kernels before it."""
+    """out = sum. If x is not None: out = x + sum and normed = rms_norm(out) * weight, for rows of ROW words that PARTS
+    programs share. Reads of the counters and x bypass L1, because this kernel has not waited for the kernels before it."""
     DTYPE: tl.constexpr = out.dtype.element_ty
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -155,36 +154,36 @@ def _receive(
         before = tl.load(x.to(tl.pointer_type(tl.int32)) + offset, mask=inside, other=0, cache_modifier=".cg")
     epoch = tl.load(state.epochs + tl.program_id(0), volatile=True) + 1
     flag, slot = flag_of(epoch), (epoch & 1) * (N * CAPACITY)
-    mine = pointer_to(state.peers[N - 1], tl.int64) + slot
+    received = pointer_to(state.peers[N - 1], tl.int64) + slot
     if x is None:
-        last = mine + tl.minimum(begin + BLOCK, words) - 1
+        last = received + tl.minimum(begin + BLOCK, words) - 1
     else:
-        last = mine + row + tl.minimum(begin + BLOCK, ROW) - 1
-    _await_word(last, flag, state.patience, N, CAPACITY)
+        last = received + row + tl.minimum(begin + BLOCK, ROW) - 1
+    _wait_word(last, flag, state.max_polls, N, CAPACITY)
     first, second = receive_sum(state, 0, slot + offset, inside, flag, N, CAPACITY, BLOCK, DTYPE)
     if x is not None:
         first, second = first_value(before, DTYPE) + first, second_value(before, DTYPE) + second
     result = pack(first, second, DTYPE)
     if x is not None:
-        after_norm = normalize_words(result, scale, inside, state, epoch, flag, eps, ROW, PARTS, LANES, DTYPE)
+        after_norm = normalize_words(result, scale, inside, state, epoch, flag, eps, ROW, PARTS, PADDED_PARTS, DTYPE)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    count_launch(state.epochs, epoch)
+    advance_epoch(state.epochs, epoch)
     tl.store(out.to(tl.pointer_type(tl.int32)) + offset, result, mask=inside)
     if x is not None:
         tl.store(normed.to(tl.pointer_type(tl.int32)) + offset, after_norm, mask=inside)
 
 
 @triton.jit
-def _await_word(place, flag, patience, N: tl.constexpr, CAPACITY: tl.constexpr):
-    """Poll one word of each rank, the first at `place`, or give up: while the push still reads weights, polling all words would
-    take its bandwidth."""
+def _wait_word(pointer, flag, max_polls, N: tl.constexpr, CAPACITY: tl.constexpr):
+    """Poll one word of each rank, rank 0's at `pointer`; gives up after `max_polls` polls. While the push still reads weights,
+    polling all words would take its bandwidth."""
     missing = 1
     polls = 0
-    while (missing != 0) & (polls < patience):
+    while (missing != 0) & (polls < max_polls):
         missing = 0
         for rank in tl.static_range(N):
-            missing |= lacks(tl.load(place + rank * CAPACITY, volatile=True), flag)
+            missing |= flag_differs(tl.load(pointer + rank * CAPACITY, volatile=True), flag)
         polls += 1
 
 
@@ -193,7 +192,7 @@ def _await_word(place, flag, patience, N: tl.constexpr, CAPACITY: tl.constexpr):
 
 @cache
 def push_config(rows: int, n: int, k: int, dtype: torch.dtype) -> Config | None:
-    """The config of a layer whose programs push pairs of neighbours; None where there is no kernel.
+    """The config of a layer that pushes its result. Each program has pairs of adjacent features. None if no kernel supports it.
 
     Where `kernels.linear_config.config` prefers cuBLAS, the difference is a percent or two (docs/performance.md): less than a
     push may save.
@@ -207,19 +206,19 @@ def push_config(rows: int, n: int, k: int, dtype: torch.dtype) -> Config | None:
 
 
 def _default_mma(rows: int, n: int, k: int) -> Mma:
-    """Narrow tiles: many programs without a split of K, since the last program of a split pushes late."""
+    """Narrow tiles, so that there are many programs without a split of K: the last program of a split pushes late."""
     block_n, block_k = 32, min(128, max(16, triton.next_power_of_2(k)))
     split = max(1, min(round(2 * SMS / triton.cdiv(n, block_n)), triton.cdiv(k, block_k) // 2, 16))
     return Mma(block_n, block_k, split, pipeline_stages(rows, block_n, block_k))
 
 
 def fits(x: Tensor, weight: Tensor, exchange: Exchange) -> bool:
-    """Whether `linear_push` takes x (..., K) and weight (C, K): of one 16-bit dtype, rows at multiples of 16 bytes, the weight
-    contiguous, C even, 1 to MAX_ROWS rows, and a message that the workspace, in the GPUs' memory, and the receiver's counters
-    have room for."""
+    """Whether `linear_push` supports x (..., K) and weight (C, K): of one 16-bit dtype, rows at multiples of 16 bytes, the
+    weight contiguous, C even, 1 to MAX_ROWS rows, a workspace in the GPUs' memory, and a message that fits the workspace and
+    the receiver's counters."""
     n, k = weight.shape
     rows = x.numel() // max(1, k)
-    if exchange.inbox is not None or x.dtype != weight.dtype or x.device != weight.device or x.shape[-1] != k:
+    if exchange.host_buffer is not None or x.dtype != weight.dtype or x.device != weight.device or x.shape[-1] != k:
         return False
     if not (weight.is_contiguous() and aligned(x) and aligned(weight)):
         return False
@@ -232,9 +231,9 @@ def fits(x: Tensor, weight: Tensor, exchange: Exchange) -> bool:
 def linear_push(x: Tensor, weight: Tensor, exchange: Exchange, chosen: Config | None = None, pdl: bool = True) -> None:
     """Push x @ weight.T, this rank's partial sum rounded to x's dtype, to all ranks: x (..., K), weight (C, K).
 
-    chosen: the config, with a block_n of at least 2; None takes `push_config`'s. A `receive` or `receive_add_norm` must follow
-    on the same stream before anything else on this workspace. The first call for a device must be outside a CUDA graph's
-    capture. Raises ValueError unless it `fits`.
+    chosen: the config, with a block_n of at least 2; None takes `push_config`'s. `receive` or `receive_add_norm` must be the
+    next launch on this workspace, on the same stream. The first call for a device must be outside a CUDA graph's capture.
+    Raises ValueError unless it `fits`.
     """
     if not fits(x, weight, exchange):
         raise ValueError(
@@ -264,7 +263,7 @@ def receive(
     grid = (triton.cdiv(words, tiling.block),)
     check_programs(grid[0])
     _receive[grid](
-        None, None, out, None, exchange.state, words, None, ROW=0, PARTS=0, LANES=0,
+        None, None, out, None, exchange.state, words, None, ROW=0, PARTS=0, PADDED_PARTS=0,
         **one_shot_options(exchange, out, tiling, pdl),
     )  # fmt: skip
     return out
@@ -275,8 +274,8 @@ def receive_add_norm(
 ) -> tuple[Tensor, Tensor]:
     """(x + sum of what `linear_push` has sent, its RMSNorm times weight), both in x's dtype: x (..., C), weight (C,).
 
-    x, of the pushed message's shape and dtype, must have been computed before the push: the kernel reads it without a wait for
-    what comes between. Rounds as `one_shot_add_norm` does, or, where that has no kernel, as `receive` and `add_rms_norm` do.
+    x has the shape and dtype of the pushed message. It must have been computed before the push, because the kernel reads it
+    without waiting for later launches. Rounds as `one_shot_add_norm`, or as `receive` and `add_rms_norm` if that has no kernel.
     """
     if not fits_norm(x, x, weight) or norm_programs(x, tiling) > MAX_PROGRAMS:
         return add_rms_norm(x, receive(tuple(x.shape), x.dtype, exchange, pdl=pdl), weight, eps)
@@ -284,7 +283,7 @@ def receive_add_norm(
     row = x.shape[-1] * x.element_size() // 4
     parts = triton.cdiv(row, tiling.block)
     _receive[(norm_programs(x, tiling),)](
-        x, weight, total, normed, exchange.state, None, eps, ROW=row, PARTS=parts, LANES=triton.next_power_of_2(parts),
+        x, weight, total, normed, exchange.state, None, eps, ROW=row, PARTS=parts, PADDED_PARTS=triton.next_power_of_2(parts),
         **one_shot_options(exchange, x, tiling, pdl),
     )  # fmt: skip
     return total, normed

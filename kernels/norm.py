@@ -1,7 +1,6 @@
 """RMSNorm, alone and after the residual addition (Zhang & Sennrich, arXiv:1910.07467).
 
-The functions ending in `_reference` define the arithmetic. On a GPU without autograd one Triton kernel computes the same in one
-pass.
+The functions ending in `_reference` define the arithmetic. On a GPU without autograd, one Triton kernel does it in one pass.
 """
 
 from typing import Any
@@ -17,9 +16,9 @@ MAX_SIZE = 65536
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last dim, statistics in fp32, rounded once: x (..., C) and weight (C,) to (..., C).
+    """x / rms(x) * weight over the last dim, computed in fp32 and rounded once: x (..., C) and weight (C,) to (..., C).
 
-    The kernel raises ValueError where C exceeds 65,536."""
+    The kernel raises ValueError if C exceeds MAX_SIZE."""
     if not on_gpu(x):
         return rms_norm_reference(x, weight, eps)
     rows, out = as_rows(x), torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -32,8 +31,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm(x: Tensor, update: Tensor, weight: Tensor, eps: float, early: bool = True) -> tuple[Tensor, Tensor]:
     """(x + update, rms_norm(x + update)), both (..., C) in x's dtype; neither input is overwritten.
 
-    The sum is rounded to x's dtype before its norm is taken, as if the two had been computed one after the other. early: the
-    kernel may start before the previous one has finished; False after a wait for another stream (see `dispatch.rejoin`)."""
+    The sum is rounded to x's dtype before the norm, as by two separate operations. early: whether the kernel may start before
+    the previous one has finished; False after a join with another stream (see `dispatch.rejoin`)."""
     if not on_gpu(x):
         return add_rms_norm_reference(x, update, weight, eps)
     rows, updates = as_rows(x), as_rows(update.expand_as(x))
@@ -58,10 +57,10 @@ def add_rms_norm_reference(x: Tensor, update: Tensor, weight: Tensor, eps: float
 def _rms_norm(
     x, update, weight, total, out, x_stride, update_stride, eps, C: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """One program a row, which it holds in registers. With an update (None: none), total = x + update is normalized."""
+    """One program for each row, which it holds in registers. If update is not None, total = x + update is normalized."""
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = column < C
-    # no kernel writes weights, so they are loaded before the wait for the previous kernel
+    # loaded before the wait for the previous kernel, because no kernel writes weights
     scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -78,7 +77,7 @@ def _rms_norm(
 
 def _options(size: int) -> dict[str, Any]:
     if size > MAX_SIZE:
-        raise ValueError(f"a row of {size} values does not fit a program of {MAX_SIZE}")
+        raise ValueError(f"RMSNorm of rows of {size} values; the kernel supports at most {MAX_SIZE}")
     block = triton.next_power_of_2(size)
-    # Two 16-byte loads of bf16 a thread: enough in flight for a lone row, and registers for two programs on an SM.
+    # 16 values a thread, two 16-byte loads of bf16: enough loads in flight for one row, and two programs fit on an SM
     return {"C": size, "BLOCK": block, "num_warps": min(max(block // 512, 1), 16)}

@@ -1,4 +1,4 @@
-"""Triton where it is installed. Elsewhere stand-ins: a module that defines kernels can be imported, but launches none."""
+"""Triton if it is installed, else placeholders: a module that defines kernels can then be imported, but not launch them."""
 
 __all__ = ["tl", "triton"]
 
@@ -8,7 +8,7 @@ try:
 except ImportError:
 
     class _Missing:
-        """Stands for each module, decorator, type and kernel."""
+        """Replaces each module, decorator, type and kernel. Launching it raises ImportError."""
 
         def __getattr__(self, name: str) -> "_Missing":
             if name.startswith("__"):
@@ -19,6 +19,6 @@ except ImportError:
             return self
 
         def __getitem__(self, grid: object) -> "_Missing":
-            raise ImportError("a kernel for GPUs needs Triton; pip install triton")
+            raise ImportError("GPU kernels need Triton; pip install triton")
 
     triton = tl = _Missing()

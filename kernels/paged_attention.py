@@ -1,16 +1,16 @@
-"""Attention over a paged KV cache: one query a sequence (decode), and spans of queries of several sequences (prefill).
+"""Attention over a paged KV cache: one query for each sequence (decode), or spans of queries of several sequences (prefill).
 
-Shapes: a cache of N blocks of P tokens, K key-value heads, H query heads, D head_dim; B or S sequences, whose blocks a table of
-width W lists in order. A query at position i sees the keys at positions 0 … i, or the last `window` of them. Scores are scaled
-by 1 / sqrt(D); the softmax is computed in fp32.
+Shapes: a cache of N blocks of P tokens, K key-value heads, H query heads, D head_dim; B or S sequences. A block table of width W
+lists the blocks of each sequence in order. A query at position i attends to the keys at positions 0 … i, or the last `window`
+of them. Scores are scaled by 1 / sqrt(D); the softmax is computed in fp32.
 
-The functions ending in `_reference` define the results. The Triton kernels keep a running maximum and sum of the softmax while
-they go through the keys (Dao et al., arXiv:2205.14135). The G query heads that share a key-value head are the rows of one
+The functions ending in `_reference` define the results. The Triton kernels compute an online softmax, with a running maximum
+and sum (FlashAttention, Dao et al., arXiv:2205.14135). The G query heads that share a key-value head are the rows of one
 matrix, so that keys and values are read once for all of them.
 
-Decode splits a sequence over several programs, so that short batches use all SMs (flash-decoding, Dao et al. 2023). Split s of
-S takes every S-th tile of keys from tile s on: the place of its first tile does not depend on the length, so the lookup in the
-table need not wait for the length. A second launch averages the results of the splits in their order: the same bits each time.
+Decode splits a sequence over several programs, so that small batches use all SMs (flash-decoding, Dao et al. 2023). Split s of
+S has every S-th tile of keys from tile s on: its first tile does not depend on the length, so the lookup in the block table
+need not wait for the length. A second kernel combines the splits in a fixed order, so the bits are the same each time.
 """
 
 import math
@@ -25,16 +25,16 @@ from kernels.optional_triton import tl, triton
 
 
 class DecodeConfig(NamedTuple):
-    """How decode is launched. Results are right with any."""
+    """Launch parameters of decode. The result is correct with all of them."""
 
-    block_n: int  # keys of a tile; fewer where registers or shared memory hold fewer
+    block_n: int  # keys of a tile; fewer if they would not fit in registers or shared memory
     warps: int
     stages: int  # of the pipeline: stages - 1 tiles are loaded ahead
-    programs: int  # an SM, at most: what it holds at once
-    max_splits: int  # of a sequence: more would make the averaging the slow part
+    programs: int  # on an SM, at most: as many as run at the same time
+    max_splits: int  # of a sequence; with more, combining them would take too long
 
 
-# (most pairs of a sequence and a key-value head, config): the first row that fits is used
+# (largest number of pairs of a sequence and a key-value head, config): the first that is large enough is used
 DECODE_CONFIGS: tuple[tuple[float, DecodeConfig], ...] = (
     (16, DecodeConfig(block_n=64, warps=4, stages=3, programs=3, max_splits=64)),
     (math.inf, DecodeConfig(block_n=64, warps=4, stages=3, programs=3, max_splits=32)),
@@ -42,7 +42,7 @@ DECODE_CONFIGS: tuple[tuple[float, DecodeConfig], ...] = (
 
 
 class PrefillConfig(NamedTuple):
-    """How prefill is launched. Results are right with any. Rows and keys are fewer where they would not fit."""
+    """Launch parameters of prefill. The result is correct with all of them. Rows and keys are reduced if they would not fit."""
 
     block_m: int  # rows of a program: tokens times query heads of a key-value head
     block_n: int  # keys of a tile
@@ -50,24 +50,24 @@ class PrefillConfig(NamedTuple):
     stages: int
 
 
-# (most tokens of the longest span, config): the first row that fits is used. An SM holds two programs of 64 rows, or one of
-# 128: two hide each other's starts, ends and softmax; one reads keys and values half as often
+# (largest number of tokens of the longest span, config): the first that is large enough is used. An SM holds two programs of
+# 64 rows, which overlap their starts, ends and softmax, or one of 128, which reads keys and values half as often
 PREFILL_CONFIGS: tuple[tuple[float, PrefillConfig], ...] = (
     (4096, PrefillConfig(block_m=64, block_n=64, warps=4, stages=3)),
     (math.inf, PrefillConfig(block_m=128, block_n=64, warps=8, stages=3)),
 )
-AVERAGED_VALUES = 1024  # fp32 of a warp that averages splits: 32 a thread
+COMBINED_VALUES = 1024  # fp32 values of a warp that combines splits: 32 for each thread
 NO_WINDOW = 2**30
 
 
 def paged_decode(
     q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, window: int | None, max_length: int
 ) -> Tensor:
-    """Attention of one query a sequence, at position lengths[b] - 1, whose key and value are in the cache already.
+    """Attention of one query for each sequence, at position lengths[b] - 1. Its key and value must be in the cache.
 
     q (B, H, D); keys and values (N, P, K, D), P a power of two; tables (B, W) int32; lengths (B,) int32, 0 for padding, whose
-    output is zero. Returns (B, H, D) in q's dtype. `max_length` bounds the lengths and decides how finely the GPU splits a
-    sequence; shorter ones are not slowed by it."""
+    output is zero. Returns (B, H, D) in q's dtype. max_length: an upper bound of the lengths, which determines the number of
+    splits. Shorter sequences are not slower because of it. The kernel raises ValueError as `_shape`."""
     if not on_gpu(q):
         return paged_decode_reference(q, keys, values, tables, lengths, window, max_length)
     batch, n_heads, head_dim = q.shape
@@ -83,13 +83,13 @@ def paged_decode(
     weights = torch.empty(rows, dtype=torch.float32, device=device)
     _paged_decode[(pairs, splits)](
         q.contiguous(), keys, values, tables, lengths, out, partials, weights, splits, tables.stride(0), tables.shape[1],
-        window or NO_WINDOW, math.log2(math.e) / math.sqrt(head_dim), WHOLE=splits == 1, WINDOWED=window is not None,
+        window or NO_WINDOW, math.log2(math.e) / math.sqrt(head_dim), SINGLE_SPLIT=splits == 1, WINDOWED=window is not None,
         **shape, **launch,
     )  # fmt: skip
     if splits > 1:
-        _average[(batch * n_heads,)](
+        _combine_splits[(batch * n_heads,)](
             partials, weights, lengths, out, splits, window or NO_WINDOW, K=shape["K"], G=shape["G"], D=head_dim,
-            BLOCK_N=launch["BLOCK_N"], **average_launch(splits, head_dim), **pdl_options(device),
+            BLOCK_N=launch["BLOCK_N"], **combine_launch(splits, head_dim), **pdl_options(device),
         )  # fmt: skip
     return out
 
@@ -104,12 +104,12 @@ def paged_prefill(
     window: int | None,
     max_span: int,
 ) -> Tensor:
-    """Causal attention of S spans of queries that follow each other in q.
+    """Causal attention of S consecutive spans of queries in q, one of each sequence.
 
     q (T, H, D); keys and values (N, P, K, D), P a power of two; tables (S, W) int32; starts (S + 1,) int32: span s is rows
-    starts[s] … starts[s + 1] - 1, may be empty, and the rows from starts[S] on are padding, whose output is zero; lengths (S,)
-    int32: the tokens that a span's last row sees, itself among them. Returns (T, H, D) in q's dtype. `max_span` is at least the
-    longest span's number of rows."""
+    starts[s] … starts[s + 1] - 1 and may be empty; rows from starts[S] on are padding, whose output is zero; lengths (S,)
+    int32: tokens of the sequence up to and with the span's last row. Returns (T, H, D) in q's dtype. max_span: an upper bound
+    of the rows of a span. The kernel raises ValueError as `_shape`."""
     if not on_gpu(q):
         return paged_prefill_reference(q, keys, values, tables, starts, lengths, window, max_span)
     (rows, _, head_dim), spans = q.shape, len(lengths)
@@ -118,7 +118,7 @@ def paged_prefill(
         return out
     shape = _shape(q, keys, values)
     launch = prefill_launch(q.dtype, shape["G"], head_dim, min(max_span, rows))
-    tiles = rows // launch["TOKENS"] + spans + 1  # each span, and the padding, may leave a tile unfilled
+    tiles = rows // launch["TOKENS"] + spans + 1  # each span, and the padding, may end with a partial tile
     _paged_prefill[(shape["K"], tiles)](
         q.contiguous(), keys, values, tables, starts, lengths, out, rows, spans, tables.stride(0), tables.shape[1],
         window or NO_WINDOW, math.log2(math.e) / math.sqrt(head_dim), SPANS=triton.next_power_of_2(spans + 1),
@@ -157,15 +157,15 @@ def paged_prefill_reference(
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, length: int, window: int | None) -> Tensor:
-    """q (n, H, D), the last n of `length` positions of the sequence in `table` (W,), to (n, H, D)."""
+    """Attention of q (n, H, D), the last n of `length` positions of the sequence with block table `table` (W,): (n, H, D)."""
     n, _, head_dim = q.shape
     blocks = table[: -(-length // keys.shape[1])].long()
     k, v = (x[blocks].flatten(0, 1)[:length].float() for x in (keys, values))  # (L, K, D)
     grouped = q.float().unflatten(1, (k.shape[1], -1))  # (n, K, H / K, D)
     scores = torch.einsum("nkgd,lkd->kgnl", grouped, k) / math.sqrt(head_dim)
-    ages = torch.arange(length - n, length, device=q.device)[:, None] - torch.arange(length, device=q.device)
-    seen = ages >= 0 if window is None else (ages >= 0) & (ages < window)
-    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    distances = torch.arange(length - n, length, device=q.device)[:, None] - torch.arange(length, device=q.device)
+    visible = distances >= 0 if window is None else (distances >= 0) & (distances < window)
+    weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
     return torch.einsum("kgnl,lkd->nkgd", weights, v).flatten(1, 2).to(q.dtype)
 
 
@@ -173,116 +173,115 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, length: int,
 
 
 @triton.jit
-def _walk(
-    q, acc, peak, total, keys, values, table, width, begin, end, position, window, scale,
+def _attend_tiles(
+    q, acc, row_max, row_sum, keys, values, table, width, begin, end, position, window, scale,
     step,  # tokens from one tile of BLOCK_N to the next
     K: tl.constexpr, D: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr, WINDOWED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Let q (M, BLOCK_D) see the keys and values of the tiles from token `begin` to `end`; position (M,) is the last token that
-    a row sees. keys and values point to this head of the first token.
+    """One online-softmax pass of q (M, BLOCK_D) over the tiles of keys from token `begin` to `end`. position (M,): the last
+    token that a row attends to. keys and values: pointers to this head of the first token.
 
-    acc (M, BLOCK_D) and total (M,) are sums relative to 2^peak (M,). A row that has seen nothing yet has the peak -1e30, so
-    what it adds for masked keys vanishes with the first key that is not masked."""
+    acc (M, BLOCK_D) and row_sum (M,) are relative to 2^row_max (M,). A row without keys yet has the maximum -1e30, so its sums
+    for masked keys are rescaled to 0 at the first key that is not masked."""
     feature = tl.arange(0, q.shape[1])
     block = _blocks(table, begin + tl.arange(0, BLOCK_N), width, P)
     for start in range(begin, end, step):
         token = start + tl.arange(0, BLOCK_N)
-        place = (block.to(tl.int64) * P + token % P)[:, None] * (K * D) + feature[None, :]
+        offsets = (block.to(tl.int64) * P + token % P)[:, None] * (K * D) + feature[None, :]
         block = _blocks(table, token + step, width, P)  # the next tile's, loaded while this one is used
         inside = (token < end)[:, None] & (feature < D)[None, :]
-        k = tl.load(keys + place, mask=inside, other=0.0)
-        v = tl.load(values + place, mask=inside, other=0.0)
+        k = tl.load(keys + offsets, mask=inside, other=0.0)
+        v = tl.load(values + offsets, mask=inside, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         if MASKED:
-            seen = token[None, :] <= position[:, None]
+            visible = token[None, :] <= position[:, None]
             if WINDOWED:
-                seen = seen & (token[None, :] > position[:, None] - window)
-            scores = tl.where(seen, scores, -1e30)
-        new_peak = tl.maximum(peak, tl.max(scores, axis=1))
-        weights = tl.exp2(scores - new_peak[:, None])
-        fade = tl.exp2(peak - new_peak)
-        peak, total = new_peak, total * fade + tl.sum(weights, axis=1)
-        acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
-    return acc, peak, total
+                visible = visible & (token[None, :] > position[:, None] - window)
+            scores = tl.where(visible, scores, -1e30)
+        new_max = tl.maximum(row_max, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - new_max[:, None])
+        rescale = tl.exp2(row_max - new_max)
+        row_max, row_sum = new_max, row_sum * rescale + tl.sum(weights, axis=1)
+        acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
+    return acc, row_max, row_sum
 
 
 @triton.jit
 def _blocks(table, token, width, P: tl.constexpr):
-    """The blocks, int32, of tokens that need not exist, from a table of `width` entries."""
+    """The blocks, int32, of the tokens, from a table of `width` entries; 0 for tokens beyond the table."""
     entry = token // P
     return tl.load(table + entry, mask=entry < width, other=0)
 
 
 @triton.jit
-def _nothing_seen(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """acc, peak and total of `_walk` before the first key."""
+def _empty_softmax(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+    """acc, row_max and row_sum of `_attend_tiles` before the first key."""
     return tl.zeros((BLOCK_M, BLOCK_D), tl.float32), tl.full((BLOCK_M,), -1e30, tl.float32), tl.zeros((BLOCK_M,), tl.float32)
 
 
 @triton.jit
-def _mean(acc, total):
-    """The average of the values; zero where there were none."""
-    return acc / tl.where(total == 0.0, 1.0, total)[:, None]
+def _normalized(acc, row_sum):
+    """acc divided by the sum of the softmax; zero for rows without keys."""
+    return acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
 
 
 @triton.jit(do_not_specialize=["splits", "width", "window"])
 def _paged_decode(
     q, keys, values, tables, lengths, out,
     partials,  # (B * K, splits, G, D) fp32: the splits' results
-    weights,  # (B * K, splits, G) fp32: binary logarithms of the sums of their exponentials
+    weights,  # (B * K, splits, G) fp32: log2 of the sums of their exponentials
     splits, table_stride,
     width,  # of the tables
     window,
-    scale,  # of scores whose exponential is a power of two
+    scale,  # log2(e) / sqrt(D): the exponentials are powers of two
     K: tl.constexpr,
     G: tl.constexpr,  # query heads of a key-value head
     D: tl.constexpr, P: tl.constexpr,
-    BLOCK_M: tl.constexpr,  # G, rounded up to what a matrix product takes
+    BLOCK_M: tl.constexpr,  # G, rounded up to a power of two, at least 16
     BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    WHOLE: tl.constexpr,  # one split, which needs no average
+    SINGLE_SPLIT: tl.constexpr,  # one split: the result needs no combining
     WINDOWED: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pair, split = tl.program_id(0), tl.program_id(1)
     head, feature = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     inside = (head < G)[:, None] & (feature < D)[None, :]
-    place = head[:, None] * D + feature[None, :]
+    offsets = head[:, None] * D + feature[None, :]
     first_query = pair.to(tl.int64) * (G * D)  # of (B, K, G, D)
     table = tables + (pair // K).to(tl.int64) * table_stride
     first_feature = (pair % K) * D
     if PDL:
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()  # after the wait: `_average` reads the lengths before its own wait
+        tl.extra.cuda.gdc_launch_dependents()  # after the wait: `_combine_splits` reads the lengths before its own wait
     length = tl.load(lengths + pair // K)
-    queries = tl.load(q + first_query + place, mask=inside, other=0.0)
+    queries = tl.load(q + first_query + offsets, mask=inside, other=0.0)
     begin = split * BLOCK_N
     if WINDOWED:
         begin += tl.maximum(length - window, 0)
-    acc, peak, total = _nothing_seen(BLOCK_M, BLOCK_D)
-    acc, peak, total = _walk(
-        queries, acc, peak, total, keys + first_feature, values + first_feature, table, width, begin, length,
+    acc, row_max, row_sum = _empty_softmax(BLOCK_M, BLOCK_D)
+    acc, row_max, row_sum = _attend_tiles(
+        queries, acc, row_max, row_sum, keys + first_feature, values + first_feature, table, width, begin, length,
         tl.zeros((BLOCK_M,), tl.int32) + length - 1, window, scale, splits * BLOCK_N, K, D, P, BLOCK_N, True, False, PRECISION,
     )  # fmt: skip
-    mean = _mean(acc, total)
-    if WHOLE:
-        tl.store(out + first_query + place, mean.to(out.dtype.element_ty), mask=inside)
+    mean = _normalized(acc, row_sum)
+    if SINGLE_SPLIT:
+        tl.store(out + first_query + offsets, mean.to(out.dtype.element_ty), mask=inside)
     elif begin < length:
         slot = pair.to(tl.int64) * splits + split
-        tl.store(partials + slot * (G * D) + place, mean, mask=inside)
-        tl.store(weights + slot * G + head, peak + tl.log2(total), mask=head < G)
+        tl.store(partials + slot * (G * D) + offsets, mean, mask=inside)
+        tl.store(weights + slot * G + head, row_max + tl.log2(row_sum), mask=head < G)
 
 
 @triton.jit(do_not_specialize=["splits", "window"])
-def _average(
+def _combine_splits(
     partials, weights, lengths, out, splits, window,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_S: tl.constexpr,  # `splits`, rounded up to a power of two
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Average what the splits of `_paged_decode` stored for one query head. A sequence without tokens has none: the result is
-    zero.
+    """Combine the splits of `_paged_decode` for one query head. The result is zero for a sequence without tokens.
 
-    Each value is read once, and not through this SM's cache."""
+    Loads bypass L1, because each value is read once."""
     pair, head = tl.program_id(0) // G, tl.program_id(0) % G
     split, feature = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
     slot = (pair.to(tl.int64) * splits + split) * G + head
@@ -291,13 +290,13 @@ def _average(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    there = used[:, None] & (feature < D)[None, :]
-    part = tl.load(partials + slot[:, None] * D + feature[None, :], mask=there, other=0.0, cache_modifier=".cg")
+    mask = used[:, None] & (feature < D)[None, :]
+    part = tl.load(partials + slot[:, None] * D + feature[None, :], mask=mask, other=0.0, cache_modifier=".cg")
     weight = tl.load(weights + slot, mask=used, other=-1e30, cache_modifier=".cg")
     weight = tl.exp2(weight - tl.max(weight, axis=0))
     mean = tl.sum(part * weight[:, None], axis=0) / tl.sum(weight, axis=0)
-    place = tl.program_id(0).to(tl.int64) * D + feature
-    tl.store(out + place, mean.to(out.dtype.element_ty), mask=feature < D)
+    offsets = tl.program_id(0).to(tl.int64) * D + feature
+    tl.store(out + offsets, mean.to(out.dtype.element_ty), mask=feature < D)
 
 
 @triton.jit(do_not_specialize=["rows", "spans", "width", "window"])
@@ -305,7 +304,7 @@ def _paged_prefill(
     q, keys, values, tables, starts, lengths, out, rows, spans, table_stride, width, window, scale,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    TOKENS: tl.constexpr,  # of a tile: G rows of BLOCK_M each
+    TOKENS: tl.constexpr,  # of a tile; each has G of the BLOCK_M rows
     SPANS: tl.constexpr,  # a power of two above the number of spans
     WINDOWED: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -322,37 +321,37 @@ def _paged_prefill(
     row, feature = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     token = first_token + row // G
     inside = ((row < TOKENS * G) & (token < count))[:, None] & (feature < D)[None, :]
-    place = ((first_row + token).to(tl.int64) * K + kv_head) * G + row % G
-    place = place[:, None] * D + feature[None, :]
-    queries = tl.load(q + place, mask=inside, other=0.0)
-    acc, peak, total = _nothing_seen(BLOCK_M, BLOCK_D)
+    offsets = ((first_row + token).to(tl.int64) * K + kv_head) * G + row % G
+    offsets = offsets[:, None] * D + feature[None, :]
+    queries = tl.load(q + offsets, mask=inside, other=0.0)
+    acc, row_max, row_sum = _empty_softmax(BLOCK_M, BLOCK_D)
 
     first_position = length - count + first_token
     position = length - count + token
-    stop = tl.minimum(first_position + TOKENS, length)  # 0 or less for padding, which lies before position 0
+    stop = tl.minimum(first_position + TOKENS, length)  # 0 or less for padding, whose positions are negative
     if WINDOWED:
         diagonal = tl.maximum(first_position - window + 1, 0)
     else:
-        diagonal = tl.maximum(first_position + 1, 0) // BLOCK_N * BLOCK_N  # all rows see all keys before it
+        diagonal = tl.maximum(first_position + 1, 0) // BLOCK_N * BLOCK_N  # all rows attend to all keys before it
     keys, values = keys + kv_head * D, values + kv_head * D
     if not WINDOWED:
-        acc, peak, total = _walk(
-            queries, acc, peak, total, keys, values, table, width, 0, diagonal, position, window, scale, BLOCK_N,
+        acc, row_max, row_sum = _attend_tiles(
+            queries, acc, row_max, row_sum, keys, values, table, width, 0, diagonal, position, window, scale, BLOCK_N,
             K, D, P, BLOCK_N, False, False, PRECISION,
         )  # fmt: skip
-    acc, peak, total = _walk(
-        queries, acc, peak, total, keys, values, table, width, diagonal, stop, position, window, scale, BLOCK_N,
+    acc, row_max, row_sum = _attend_tiles(
+        queries, acc, row_max, row_sum, keys, values, table, width, diagonal, stop, position, window, scale, BLOCK_N,
         K, D, P, BLOCK_N, True, WINDOWED, PRECISION,
     )  # fmt: skip
-    mean = _mean(acc, total)
-    tl.store(out + place, mean.to(out.dtype.element_ty), mask=inside)
+    mean = _normalized(acc, row_sum)
+    tl.store(out + offsets, mean.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _find_tile(starts, number, spans, rows, TOKENS: tl.constexpr, SPANS: tl.constexpr):
-    """Number the tiles of TOKENS rows of all spans, from the last to the first. Returns the span of tile `number`, its first
-    row and number of rows, and the tile's first row within it. Span number `spans` is the padding; beyond it there is no
-    tile."""
+    """The tile with this number, of the tiles of TOKENS rows of all spans, counted from the last to the first. Returns its
+    span, the span's first row and number of rows, and the tile's first row within the span. Span number `spans` is the padding.
+    A larger span number means that there is no such tile."""
     span = tl.arange(0, SPANS)
     first = tl.load(starts + span, mask=span <= spans, other=rows)
     counts = tl.load(starts + span + 1, mask=span < spans, other=rows) - first
@@ -360,19 +359,19 @@ def _find_tile(starts, number, spans, rows, TOKENS: tl.constexpr, SPANS: tl.cons
     ends = tl.cumsum(tiles, axis=0)
     number = tl.sum(tiles, axis=0) - 1 - number
     found = tl.where(number < 0, spans + 1, tl.sum((ends <= number).to(tl.int32), axis=0))
-    here = span == found
-    before = tl.sum(tl.where(here, ends - tiles, 0), axis=0)
-    return found, tl.sum(tl.where(here, first, 0)), tl.sum(tl.where(here, counts, 0)), (number - before) * TOKENS
+    selected = span == found
+    before = tl.sum(tl.where(selected, ends - tiles, 0), axis=0)
+    return found, tl.sum(tl.where(selected, first, 0)), tl.sum(tl.where(selected, counts, 0)), (number - before) * TOKENS
 
 
 # --- how they are launched ----------------------------------------------------------------------------------------------------
 
 
 def _shape(q: Tensor, keys: Tensor, values: Tensor) -> dict[str, int]:
-    """K, G, D and P. Raises ValueError for what the kernels cannot read."""
+    """K, G, D and P. Raises ValueError if P is no power of two, the cache is not contiguous, or its dtype is not that of q."""
     block_size, n_kv_heads, head_dim = keys.shape[1:]
     if block_size & (block_size - 1):
-        raise ValueError(f"a block must hold a power of two of tokens, not {block_size}")
+        raise ValueError(f"the block size must be a power of two, not {block_size}")
     if not (keys.is_contiguous() and values.is_contiguous()):
         raise ValueError("keys and values must be contiguous")
     if q.dtype != keys.dtype or q.dtype != values.dtype:
@@ -381,11 +380,11 @@ def _shape(q: Tensor, keys: Tensor, values: Tensor) -> dict[str, int]:
 
 
 def _precision(dtype: torch.dtype) -> str:
-    return "ieee" if dtype == torch.float32 else "tf32"  # of 16-bit inputs it says nothing
+    return "ieee" if dtype == torch.float32 else "tf32"  # no effect on 16-bit inputs
 
 
 def _block_n(dtype: torch.dtype, block_d: int, wanted: int) -> int:
-    """Keys of one tile: as many as wanted, or as fit. Products of fp32 hold them in registers."""
+    """Keys of a tile, at most `wanted`, that fit. In fp32 they are in registers."""
     if dtype == torch.float32:
         return min(wanted, 16)
     return wanted if block_d <= 128 else min(wanted, 32)
@@ -396,7 +395,7 @@ def decode_config(pairs: int) -> DecodeConfig:
 
 
 def decode_splits(pairs: int, longest: int, block_n: int, sms: int) -> int:
-    """Programs a sequence and key-value head: in all no more than the SMs hold at once, and each has a tile."""
+    """Splits for each pair: all programs fit on the SMs at once, and each has at least one tile of the longest sequence."""
     config = decode_config(pairs)
     return max(min(config.programs * sms // pairs, triton.cdiv(longest, block_n), config.max_splits), 1)
 
@@ -413,16 +412,16 @@ def decode_launch(dtype: torch.dtype, group: int, head_dim: int, pairs: int) -> 
     }
 
 
-def average_launch(splits: int, head_dim: int) -> dict[str, Any]:
+def combine_launch(splits: int, head_dim: int) -> dict[str, Any]:
     block_s, block_d = triton.next_power_of_2(splits), max(triton.next_power_of_2(head_dim), 16)
-    return {"BLOCK_S": block_s, "BLOCK_D": block_d, "num_warps": min(max(block_s * block_d // AVERAGED_VALUES, 1), 8)}
+    return {"BLOCK_S": block_s, "BLOCK_D": block_d, "num_warps": min(max(block_s * block_d // COMBINED_VALUES, 1), 8)}
 
 
 def prefill_launch(dtype: torch.dtype, group: int, head_dim: int, span: int) -> dict[str, Any]:
-    """span: tokens of the longest."""
+    """Launch options of `_paged_prefill`. span: tokens of the longest span."""
     config = next(config for most, config in PREFILL_CONFIGS if span <= most)
     block_d, smallest = triton.next_power_of_2(head_dim), max(triton.next_power_of_2(group), 16)
-    small = dtype.itemsize == 2 and block_d <= 128  # what a row and a key take of registers and shared memory
+    small = dtype.itemsize == 2 and block_d <= 128  # whether rows and keys take little of registers and shared memory
     largest = config.block_m if small else 16 if dtype == torch.float32 else min(config.block_m, 64)
     block_m = max(min(triton.next_power_of_2(span * group), largest), smallest)
     return {

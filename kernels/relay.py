@@ -1,31 +1,31 @@
-"""Waiting for flags that copy engines set in host memory."""
+"""Wait for flags that copy engines set in host memory."""
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.device import PATIENCE
+from kernels.device import MAX_POLLS
 
 
 @triton.jit
-def _await_flags(flags, epoch, fault, patience, N: tl.constexpr, LANES: tl.constexpr):
-    lane = tl.arange(0, LANES)
-    address = tl.zeros([LANES], tl.int64)
+def _wait(flags, epoch, fault, max_polls, N: tl.constexpr, BLOCK: tl.constexpr):
+    source = tl.arange(0, BLOCK)
+    address = tl.zeros([BLOCK], tl.int64)
     for rank in tl.static_range(N):
-        address = tl.where(lane == rank, flags[rank], address)
+        address = tl.where(source == rank, flags[rank], address)
     target = tl.load(epoch)
     missing = 1
-    polls = tl.where(tl.load(fault) != 0, patience, 0)  # after one timeout, no launch waits again
-    while (missing != 0) & (polls < patience):
-        seen = tl.load(address.to(tl.pointer_type(tl.int64)), mask=lane < N, other=target, volatile=True)
+    polls = tl.where(tl.load(fault) != 0, max_polls, 0)  # after one timeout, no launch waits again
+    while (missing != 0) & (polls < max_polls):
+        seen = tl.load(address.to(tl.pointer_type(tl.int64)), mask=source < N, other=target, volatile=True)
         missing = tl.max((seen < target).to(tl.int32), axis=0)
         polls += 1
     if missing != 0:
         tl.store(fault, 1)
 
 
-def await_flags(flags: tuple[int, ...], epoch: Tensor, fault: Tensor, patience: int | None = None) -> None:
-    """Let the current stream wait until the int64 at each of these addresses is at least `epoch` (1,) int64; fault (1,) int32
-    is 1 if that has not happened after `patience` (None: PATIENCE) polls of about a microsecond."""
-    lanes = max(2, triton.next_power_of_2(len(flags)))
-    _await_flags[(1,)](flags, epoch, fault, PATIENCE if patience is None else patience, N=len(flags), LANES=lanes, num_warps=1)
+def wait_flags(flags: tuple[int, ...], epoch: Tensor, fault: Tensor, max_polls: int | None = None) -> None:
+    """Make the current stream wait until the int64 at each of these addresses is at least `epoch` (1,) int64. Set fault (1,)
+    int32 to 1 if it is not after `max_polls` (None: MAX_POLLS) polls of about a microsecond each."""
+    block = max(2, triton.next_power_of_2(len(flags)))
+    _wait[(1,)](flags, epoch, fault, MAX_POLLS if max_polls is None else max_polls, N=len(flags), BLOCK=block, num_warps=1)

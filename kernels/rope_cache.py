@@ -1,6 +1,6 @@
-"""From a fused QKV projection to rotated queries and a filled KV cache: split, QK norm, RoPE and the write, in one kernel.
+"""Split a fused QKV projection, apply QK norm and RoPE, and write keys and values to the KV cache, in one kernel.
 
-RoPE is Su et al., arXiv:2104.09864, in the layout of HF weights: feature i pairs with i + D / 2.
+RoPE is Su et al., arXiv:2104.09864, in the layout of Hugging Face weights: feature i is paired with feature i + D / 2.
 Shapes: T tokens, H query heads, K key-value heads, D head_dim; a cache of N blocks of P tokens has N * P rows.
 """
 
@@ -16,7 +16,7 @@ def rope_store(
     qkv: Tensor,
     positions: Tensor,
     frequencies: Tensor,
-    places: Tensor,
+    slots: Tensor,
     keys: Tensor,
     values: Tensor,
     q_norm: Tensor | None,
@@ -25,11 +25,12 @@ def rope_store(
 ) -> Tensor:
     """Write the keys and values of T tokens to the cache and return their queries, (T, H, D) in qkv's dtype.
 
-    qkv (T, (H + 2K) * D); positions (T,) int64; frequencies (D / 2,) fp32, radians a token; places (T,) int64, the cache row of
-    each token, negative for padding, which is not stored; keys and values (N * P, K, D), written in place. q_norm and k_norm
-    are the (D,) weights of an RMSNorm over each head before the rotation, with epsilon `eps`; or both None. Angles are fp32."""
+    qkv (T, (H + 2K) * D); positions (T,) int64; frequencies (D / 2,) fp32, radians a token; slots (T,) int64, the cache row of
+    each token, negative for padding, which is not stored; keys and values (N * P, K, D), written in place. q_norm and k_norm:
+    (D,) weights of an RMSNorm over each head before RoPE, with epsilon `eps`, or both None. Angles are fp32. The kernel raises
+    ValueError if a row of the cache is not contiguous."""
     if not on_gpu(qkv):
-        return rope_store_reference(qkv, positions, frequencies, places, keys, values, q_norm, k_norm, eps)
+        return rope_store_reference(qkv, positions, frequencies, slots, keys, values, q_norm, k_norm, eps)
     rows, (n_kv_heads, head_dim) = as_rows(qkv), keys.shape[1:]
     tokens, n_heads = rows.shape[0], rows.shape[1] // head_dim - 2 * n_kv_heads
     if keys[0].stride() != (head_dim, 1) or values[0].stride() != (head_dim, 1):
@@ -38,10 +39,10 @@ def rope_store(
     if not tokens:
         return queries
     half, all_heads = triton.next_power_of_2(head_dim // 2), n_heads + 2 * n_kv_heads
-    # Few tokens: spread over the SMs. Many: programs large enough that the cost of starting them is small.
+    # Few tokens: small programs, to use all SMs. Many: larger programs, so that their launch overhead is small.
     block_h = min(4 if tokens <= 64 else 16, triton.next_power_of_2(all_heads))
     _rope_store[(tokens, triton.cdiv(all_heads, block_h))](
-        rows, positions, frequencies, places, keys, values, q_norm, k_norm, queries,
+        rows, positions, frequencies, slots, keys, values, q_norm, k_norm, queries,
         rows.stride(0), keys.stride(0), values.stride(0), eps,
         H=n_heads, K=n_kv_heads, D=head_dim, HALF=half, BLOCK_H=block_h,
         num_warps=min(max(block_h * half // 128, 1), 4), **pdl_options(qkv.device),
@@ -53,7 +54,7 @@ def rope_store_reference(
     qkv: Tensor,
     positions: Tensor,
     frequencies: Tensor,
-    places: Tensor,
+    slots: Tensor,
     keys: Tensor,
     values: Tensor,
     q_norm: Tensor | None,
@@ -67,20 +68,20 @@ def rope_store_reference(
         q, k = rms_norm_reference(q, q_norm, eps), rms_norm_reference(k, k_norm, eps)
     angles = positions[:, None, None].float() * frequencies
     cos, sin = angles.cos(), angles.sin()
-    stored = places >= 0
-    keys[places[stored]] = _rotate(k, cos, sin)[stored].to(keys.dtype)
-    values[places[stored]] = v[stored].to(values.dtype)
-    return _rotate(q, cos, sin)
+    stored = slots >= 0
+    keys[slots[stored]] = _apply_rope(k, cos, sin)[stored].to(keys.dtype)
+    values[slots[stored]] = v[stored].to(values.dtype)
+    return _apply_rope(q, cos, sin)
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
 
 
 @triton.jit
 def _rope_store(
-    qkv, positions, frequencies, places, keys, values,
+    qkv, positions, frequencies, slots, keys, values,
     q_norm, k_norm,  # both None without norms
     queries, qkv_stride, keys_stride, values_stride, eps,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
@@ -88,7 +89,7 @@ def _rope_store(
     BLOCK_H: tl.constexpr,  # heads of one program
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program takes BLOCK_H heads of one token: queries, keys and values."""
+    """A program handles BLOCK_H heads of one token. Heads are ordered: queries, keys, values."""
     token = tl.program_id(0).to(tl.int64)
     head, column = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H), tl.arange(0, HALF)
     is_query, is_key = head < H, (head >= H) & (head < H + K)
@@ -102,15 +103,15 @@ def _rope_store(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
 
-    cells = (head < H + 2 * K)[:, None] & inside[None, :]
+    mask = (head < H + 2 * K)[:, None] & inside[None, :]
     source = qkv + token * qkv_stride + head[:, None] * D + column[None, :]
-    first_raw = tl.load(source, mask=cells, other=0.0)
-    second_raw = tl.load(source + D // 2, mask=cells, other=0.0)
-    position, place = tl.load(positions + token), tl.load(places + token)
+    first_raw = tl.load(source, mask=mask, other=0.0)
+    second_raw = tl.load(source + D // 2, mask=mask, other=0.0)
+    position, slot = tl.load(positions + token), tl.load(slots + token)
     a, b = first_raw.to(tl.float32), second_raw.to(tl.float32)
     if q_norm is not None:
         inverse = tl.rsqrt((tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / D + eps)[:, None]
-        a = (a * inverse * first_weight).to(first_raw.dtype).to(tl.float32)  # rounded, as by a separate norm
+        a = (a * inverse * first_weight).to(first_raw.dtype).to(tl.float32)  # rounded as by a separate norm
         b = (b * inverse * second_weight).to(first_raw.dtype).to(tl.float32)
     angle = position.to(tl.float32) * frequency
     cos, sin = tl.cos(angle)[None, :], tl.sin(angle)[None, :]
@@ -120,20 +121,20 @@ def _rope_store(
     out_mask = is_query[:, None] & inside[None, :]
     tl.store(out, first, mask=out_mask)
     tl.store(out + D // 2, second, mask=out_mask)
-    kept = place >= 0
-    key = keys + place * keys_stride + (head - H)[:, None] * D + column[None, :]
-    key_mask = (is_key & kept)[:, None] & inside[None, :]
+    is_stored = slot >= 0
+    key = keys + slot * keys_stride + (head - H)[:, None] * D + column[None, :]
+    key_mask = (is_key & is_stored)[:, None] & inside[None, :]
     tl.store(key, first.to(keys.dtype.element_ty), mask=key_mask)
     tl.store(key + D // 2, second.to(keys.dtype.element_ty), mask=key_mask)
-    value = values + place * values_stride + (head - H - K)[:, None] * D + column[None, :]
-    value_mask = (is_value & kept)[:, None] & inside[None, :]
+    value = values + slot * values_stride + (head - H - K)[:, None] * D + column[None, :]
+    value_mask = (is_value & is_stored)[:, None] & inside[None, :]
     tl.store(value, first_raw.to(values.dtype.element_ty), mask=value_mask)
     tl.store(value + D // 2, second_raw.to(values.dtype.element_ty), mask=value_mask)
 
 
 @triton.jit
 def _norm_weight(q_norm, k_norm, column, is_query, inside):
-    """(BLOCK_H, HALF) fp32: each head's weights of the features `column`."""
+    """(BLOCK_H, HALF) fp32: the norm weights of the features `column`, for each head."""
     of_query = tl.load(q_norm + column, mask=inside, other=0.0).to(tl.float32)
     of_key = tl.load(k_norm + column, mask=inside, other=0.0).to(tl.float32)
     return tl.where(is_query[:, None], of_query[None, :], of_key[None, :])

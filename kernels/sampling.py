@@ -1,10 +1,10 @@
-"""Drawing tokens without gathering logits: each rank of a vocabulary-parallel head finds its best ids, the best of all wins.
+"""Sampling without gathering logits: each rank of a vocabulary-parallel head finds its best ids, and the best of all is chosen.
 
-By the Gumbel-max trick a draw is an argmax, and an argmax of parts is the argmax of the whole, so the ranks exchange a few
-8-byte keys instead of the logits. The noise of a token is a hash of (seed, position, token id): every rank draws the same.
+With the Gumbel-max trick, sampling is an argmax, and the argmax of all logits is the best of the ranks' argmaxes. So the ranks
+exchange a few 8-byte keys instead of the logits. The noise is a hash of (seed, position, token id), the same on every rank.
 
-A key is an int64 that sorts like (score, lowest id first): the score's fp32 bits, turned so that they sort as a signed integer,
-in the upper half, and the complement of the id in the lower one. Ids are exact below 2^32.
+A key is an int64 that sorts by score and then by lowest id: the upper half has the score's fp32 bits, changed so that they sort
+as a signed integer, and the lower half the complement of the id, which must be below 2^32.
 """
 
 import torch
@@ -14,8 +14,8 @@ from torch import Tensor
 from kernels.dispatch import as_rows, on_gpu, pdl_options
 from kernels.optional_triton import tl, triton
 
-SLICE = 1024  # consecutive ids that share a key
-NEVER = -(2**63)  # the key of no id at all
+SLICE = 1024  # consecutive ids with one key
+NEVER = -(2**63)  # below every key of an id
 
 
 def local_best(logits: Tensor, temperature: Tensor, seed: Tensor, positions: Tensor, first_id: int, limit: int) -> Tensor:
@@ -37,7 +37,7 @@ def local_best(logits: Tensor, temperature: Tensor, seed: Tensor, positions: Ten
 
 
 def combine_best(keys: Tensor) -> Tensor:
-    """The drawn tokens, (B,) int64, of the ranks' keys side by side, (B, n) int64."""
+    """The sampled tokens (B,) int64, from the concatenated keys of all ranks (B, n) int64."""
     if not on_gpu(keys):
         return combine_best_reference(keys)
     rows = as_rows(keys)
@@ -55,9 +55,9 @@ def local_best_reference(
     logits: Tensor, temperature: Tensor, seed: Tensor, positions: Tensor, first_id: int, limit: int
 ) -> Tensor:
     ids = torch.arange(first_id, first_id + logits.shape[-1], device=logits.device)
-    scores, warmth = logits.float(), temperature[:, None]
-    drawn = scores / warmth.clamp(min=1e-6) - exponential_noise(seed[:, None], positions[:, None], ids).log()
-    scores = torch.where(warmth == 0, scores, drawn).masked_fill(ids >= limit, -torch.inf)
+    scores, per_row = logits.float(), temperature[:, None]
+    drawn = scores / per_row.clamp(min=1e-6) - exponential_noise(seed[:, None], positions[:, None], ids).log()
+    scores = torch.where(per_row == 0, scores, drawn).masked_fill(ids >= limit, -torch.inf)
     keys = pack(scores, ids)
     keys = F.pad(keys, (0, -keys.shape[-1] % SLICE), value=NEVER)
     return keys.unflatten(-1, (-1, SLICE)).amax(-1)
@@ -68,21 +68,21 @@ def combine_best_reference(keys: Tensor) -> Tensor:
 
 
 def pack(scores: Tensor, ids: Tensor) -> Tensor:
-    """Keys of fp32 scores and int64 ids. Both zeros are one score, and so are all NaNs: the largest, as for torch.argmax."""
+    """Keys of fp32 scores and int64 ids. 0 and -0 are equal, and so are all NaNs, which are the largest, as in torch.argmax."""
     scores = torch.where(scores == 0, 0.0, torch.where(scores.isnan(), torch.nan, scores))
     bits = scores.view(torch.int32).long()
     return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)) << 32) | (~ids & 0xFFFFFFFF)
 
 
 def exponential_noise(seed: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
-    """(B, V) fp32, Exp(1) distributed, a function of seed (B, 1), position (B, 1) and token id (V,) alone."""
+    """(B, V) fp32, Exp(1) distributed, a hash of seed (B, 1), position (B, 1) and token id (V,)."""
     mixed = hash64(hash64(hash64(seed) ^ positions) ^ ids)
     uniform = _shift_right(mixed, 32).float() * 2.0**-32 + 2.0**-33  # small values keep their relative precision
-    return -torch.log1p(-uniform.clamp(max=1 - 2.0**-24))  # finite, so that no token's score is infinite by its noise
+    return -torch.log1p(-uniform.clamp(max=1 - 2.0**-24))  # clamped, so that the noise is finite
 
 
 def hash64(x: Tensor) -> Tensor:
-    """SplitMix64's finalizer on int64 (Steele, Lea & Flood 2014); products wrap around."""
+    """SplitMix64's finalizer on int64, with overflow (Steele, Lea & Flood, *Fast Splittable PRNGs*, 2014)."""
     x = x + _signed(0x9E3779B97F4A7C15)
     x = (x ^ _shift_right(x, 30)) * _signed(0xBF58476D1CE4E5B9)
     x = (x ^ _shift_right(x, 27)) * _signed(0x94D049BB133111EB)
@@ -94,7 +94,7 @@ def _signed(constant: int) -> int:
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
-    return (x >> bits) & ((1 << (64 - bits)) - 1)  # logical: torch's int64 shift copies the sign
+    return (x >> bits) & ((1 << (64 - bits)) - 1)  # a logical shift; torch's int64 shift is arithmetic
 
 
 # --- kernels ------------------------------------------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ def _local_best(
     logits, temperatures, seeds, positions, keys, row_stride, size, first_id, limit, slices,
     SLICE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program takes a slice of one row's vocabulary."""
+    """A program handles one slice of a row's vocabulary."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * SLICE + tl.arange(0, SLICE)
     if PDL:
@@ -146,13 +146,13 @@ def _hash64(x):
 
 @triton.jit
 def _exponential(mixed):
-    """Exp(1) noise of hashes, uint64: -log1p(-u), where log1p(x) = log(w) * x / (w - 1) with w = 1 + x rounded loses nothing
-    (Kahan)."""
+    """Exp(1) noise of uint64 hashes: -log1p(-u), with log1p(x) = log(w) * x / (w - 1) for the rounded w = 1 + x, which is
+    accurate for small x (Kahan)."""
     uniform = (mixed >> 32).to(tl.uint32).to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10
     uniform = tl.minimum(uniform, 0.999999940395355224609375)
-    rest = 1.0 - uniform
-    nothing = rest == 1.0
-    return tl.where(nothing, uniform, -tl.log(rest) * tl.math.div_rn(uniform, tl.where(nothing, 1.0, 1.0 - rest)))
+    complement = 1.0 - uniform
+    is_one = complement == 1.0
+    return tl.where(is_one, uniform, -tl.log(complement) * tl.math.div_rn(uniform, tl.where(is_one, 1.0, 1.0 - complement)))
 
 
 @triton.jit

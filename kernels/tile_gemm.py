@@ -1,8 +1,8 @@
-"""How matrix products that exchange rows with other GPUs are cut into tiles: what `kernels/gemm_reduce_scatter.py` and
-`kernels/all_gather_gemm.py` share on the host.
+"""Tilings of the GEMMs that exchange rows with other GPUs: the host code that `kernels/gemm_reduce_scatter.py` and
+`kernels/all_gather_gemm.py` share.
 
-Each of N ranks owns a run of `share` consecutive rows of tokens. Blocks of BLOCK rows of a run are announced from GPU to GPU by
-flags, one int64 each: coarser than a flag for each tile (Flux, section 4.3, decouples the two) and finer than one for each run.
+Each of N ranks owns `rank_rows` consecutive token rows. One int64 flag signals that BLOCK rows of a rank have arrived: coarser
+than a flag for each tile (Flux, section 4.3, decouples the two) and finer than one for each rank.
 """
 
 from dataclasses import dataclass
@@ -11,9 +11,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-BLOCK = 128  # rows of one flag; no tile is higher
-MAX_SPECIALIZED = 8  # ranks of a product with specialized warps
-COUNTERS = 1 << 14  # blocks of one product, at most
+BLOCK = 128  # rows of one flag; no tile has more rows
+MAX_SPECIALIZED = 8  # ranks of a GEMM with specialized warps, at most
+COUNTERS = 1 << 14  # blocks of one GEMM, at most
 SHARED_BYTES = 227 << 10  # of an SM of Hopper
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -22,10 +22,10 @@ DTYPES = (torch.bfloat16, torch.float16)
 class Tiling:
     """Tiles of block_m rows by block_n columns, summed block_k columns of the operands at a time.
 
-    stages: steps of operands in shared memory. group: tiles of rows that are computed before the next column of tiles, so that
-    tiles computed at the same time share operands in L2. specialized: whether warps have different jobs, so that loads and
-    stores go on while a tile begins or ends (`kernels/tile_gemm_hopper.py`: needs Hopper and runs of at least block_m rows;
-    elsewhere the same tiles are computed without it). spare: SMs left to kernels that transfer rows.
+    stages: pipeline stages, which are steps of operands in shared memory. group: row tiles that are computed before the next
+    column of tiles, so that concurrent tiles share operands in L2. specialized: whether to use warp specialization, so that
+    loads and stores continue while a tile begins or ends (`kernels/tile_gemm_hopper.py`: needs Hopper and at least block_m rows
+    per rank; otherwise the same tiles are computed without it). free_sms: SMs left to kernels that transfer rows.
     """
 
     block_m: int
@@ -35,7 +35,7 @@ class Tiling:
     warps: int = 8
     group: int = 8
     specialized: bool = False
-    spare: int = 0
+    free_sms: int = 0
 
     def step_bytes(self, itemsize: int = 2) -> int:
         """Bytes of the operands of one step."""
@@ -46,11 +46,11 @@ class Tiling:
         return self.block_m * self.block_n * itemsize
 
     def stages_with(self, bytes: int) -> int:
-        """How many of `stages` fit an SM's shared memory together with `bytes`."""
+        """The number of stages, at most `stages`, that fit an SM's shared memory in addition to `bytes`."""
         return min(self.stages, (SHARED_BYTES - 2048 - bytes) // self.step_bytes())
 
     def programs_per_sm(self) -> int:
-        """How many programs an SM holds: by shared memory, and by registers: 4 warps take half of them."""
+        """Programs that fit on an SM, limited by shared memory and by registers, of which 4 warps take half."""
         shared = max(self.stages * self.step_bytes(), self.result_bytes()) + 2048
         return max(1, min(8 // self.warps, SHARED_BYTES // shared))
 
@@ -64,59 +64,59 @@ TILINGS = (
     Tiling(64, 128, stages=4, warps=4),
     Tiling(64, 64, block_k=128, stages=3, warps=4),
 )
-# relative speed of an SM, by the number of results of a tile: larger tiles reuse more of what they load
+# relative speed of an SM by the results of a tile: larger tiles reuse their operands more often
 RATES = {128 * 256: 1.0, 128 * 128: 0.85, 64 * 256: 0.8, 64 * 128: 0.65, 64 * 64: 0.45}
-EDGE = 256  # the time in which a tile begins and ends, in columns of K that could be summed meanwhile
+TILE_OVERHEAD = 256  # time for a tile's begin and end, in columns of K that could be multiplied in that time
 
 
 @cache
 def candidates(m: int, n: int, k: int, world_size: int, sms: int = 132) -> tuple[Tiling, ...]:
-    """The tilings worth measuring for (m, k) x (n, k) with the m rows split over `world_size` ranks, the likeliest first."""
+    """All tilings for (m, k) x (n, k) with m rows split over `world_size` ranks, by increasing estimated time."""
     return tuple(sorted(TILINGS, key=lambda tiling: _cost(tiling, m, n, k, world_size, sms)))
 
 
 def default_tiling(m: int, n: int, k: int, world_size: int, sms: int = 132) -> Tiling:
-    """The likeliest of the `candidates`."""
+    """The first of the `candidates`."""
     return candidates(m, n, k, world_size, sms)[0]
 
 
-def row_tiles(share: int, world_size: int, block_m: int) -> int:
-    """Tiles of rows. Runs shorter than a tile share it; others begin a tile of their own."""
-    if share < block_m:
-        return -(-share * world_size // block_m)
-    return world_size * -(-share // block_m)
+def row_tiles(rank_rows: int, world_size: int, block_m: int) -> int:
+    """Number of row tiles. If a rank has fewer rows than a tile, a tile has rows of several ranks; otherwise of one rank."""
+    if rank_rows < block_m:
+        return -(-rank_rows * world_size // block_m)
+    return world_size * -(-rank_rows // block_m)
 
 
 def specialized(tiling: Tiling, rows: int, world_size: int, device: torch.device) -> bool:
-    """Whether the tiling wants specialized warps, and the rows and the GPU allow them."""
+    """Whether to use specialized warps: the tiling asks for them, and the rows per rank, the ranks and the GPU support them."""
     fits = tiling.specialized and tiling.block_m <= rows // world_size and world_size <= MAX_SPECIALIZED
     return fits and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def _cost(tiling: Tiling, m: int, n: int, k: int, world_size: int, sms: int) -> float:
-    """The time of a product in units of a tile's: the SM that has the most tiles decides."""
+    """The estimated time of a GEMM, in arbitrary units: that of the SM with the most tiles."""
     tiles = row_tiles(m // world_size, world_size, tiling.block_m) * -(-n // tiling.block_n)
     per_sm = tiling.programs_per_sm()
     busiest = -(-tiles // (sms * per_sm)) * min(per_sm, -(-tiles // sms))
     results = tiling.block_m * tiling.block_n
-    edge = EDGE / 4 if tiling.specialized else EDGE / per_sm
-    return busiest * results * (k + edge) / RATES[results]
+    overhead = TILE_OVERHEAD / 4 if tiling.specialized else TILE_OVERHEAD / per_sm
+    return busiest * results * (k + overhead) / RATES[results]
 
 
 def check_operands(x: Tensor, weight: Tensor, world_size: int) -> None:
-    """Raise ValueError unless x (T, K) and weight (C, K) can be multiplied in tiles: one dtype, bf16 or fp16 (fp32 also, on
-    CPU), contiguous, T a multiple of `world_size`, rows a multiple of 16 bytes."""
+    """Raise ValueError unless the kernels support x (T, K) and weight (C, K): one dtype, bf16 or fp16 (on CPU also fp32),
+    contiguous, T a multiple of `world_size`, rows a multiple of 16 bytes."""
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
         raise ValueError(
-            f"cannot multiply rows {tuple(x.shape)} with a weight {tuple(weight.shape)}: (T, K) and (C, K) are needed"
+            f"cannot multiply rows {tuple(x.shape)} with a weight {tuple(weight.shape)}: they must be (T, K) and (C, K)"
         )
     if x.dtype != weight.dtype or x.dtype not in (*DTYPES, *(() if x.is_cuda else (torch.float32,))):
         raise ValueError(f"operands of {x.dtype} and {weight.dtype}: both must be bf16 or fp16")
     if not len(x) or len(x) % world_size:
-        raise ValueError(f"{len(x)} rows cannot be dealt to {world_size} ranks; use a multiple of {world_size}")
+        raise ValueError(f"{len(x)} rows cannot be split over {world_size} ranks; use a multiple of {world_size}")
     if not (x.is_contiguous() and weight.is_contiguous()) or x.data_ptr() % 16 or weight.data_ptr() % 16:
         raise ValueError("the operands must be contiguous and begin at multiples of 16 bytes")
     if x.shape[1] * x.element_size() % 16 or len(weight) * x.element_size() % 16:
-        raise ValueError(f"rows of {x.shape[1]} values in, {len(weight)} out: both must be multiples of 16 bytes")
+        raise ValueError(f"input rows of {x.shape[1]} values, output rows of {len(weight)}: both must be multiples of 16 bytes")
     if world_size * -(-len(x) // world_size // BLOCK) > COUNTERS:
         raise ValueError(f"{len(x)} rows are more than {COUNTERS} blocks of {BLOCK}")

@@ -1,12 +1,12 @@
-"""The products of `kernels/tile_gemm_triton.py` for Hopper, with warps that have different jobs (written in Gluon).
+"""The GEMMs of `kernels/tile_gemm_triton.py` for Hopper, with warp specialization, in Gluon.
 
-One warp loads operands by TMA into a ring of buffers, as far ahead as there is room, also for the next tiles. Eight warps
-multiply (wgmma). In the reduce-scatter one more warp stores results by TMA and announces them, so that neither the link nor the
-fences delay the tensor cores. A rank's rows must fill a tile. No interpreter runs these kernels.
+One warp loads operands by TMA into a ring of buffers, as far ahead as there are free buffers, also for the next tiles. Eight
+warps multiply (wgmma). In the reduce-scatter, one more warp stores results by TMA and sets their flags, so that neither the
+link nor the fences delay the tensor cores. A rank must have at least block_m rows. Triton's interpreter cannot run these.
 
 Memory order. All-gather: the loading warp acquires a block's flag and passes a fence from the generic to the async proxy before
-it asks TMA for the rows. Reduce-scatter: the thread that issued a tile's stores waits for their completion, not only for
-the reads from shared memory, passes a fence between the proxies, and then counts the tile and announces the block as
+it starts the TMA loads. Reduce-scatter: the thread that issued a tile's stores waits for their completion, not only for the
+reads from shared memory, and passes a fence between the proxies. It then counts the tile and sets the block's flag as
 `tile_gemm_triton` does, at system scope.
 """
 
@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.tile_gemm import BLOCK, MAX_SPECIALIZED, Tiling
-from kernels.tile_gemm_triton import counters, grid, place_of, select
+from kernels.tile_gemm_triton import counters, grid, select, tile_position
 
 REGISTERS = 168  # of a thread at launch, when 12 warps share an SM's equally; then they are redistributed
 _BLOCK = gl.constexpr(BLOCK)
@@ -35,7 +35,7 @@ _BLOCK = gl.constexpr(BLOCK)
 
 @gluon.jit
 def _ring(x, weight, STAGES: gl.constexpr):
-    """Buffers for STAGES steps of operands, and barriers for full and for free ones."""
+    """(a, b, full, free): buffers for STAGES steps of both operands, and the barriers of full and of free buffers."""
     a = gl.allocate_shared_memory(x.dtype, [STAGES, x.block_type.shape[0], x.block_type.shape[1]], x.layout)
     b = gl.allocate_shared_memory(weight.dtype, [STAGES, weight.block_type.shape[0], weight.block_type.shape[1]], weight.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -47,20 +47,20 @@ def _ring(x, weight, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _turns(tiles):
-    """How many of the tiles are this program's."""
+def _tile_count(tiles):
+    """The number of tiles of this program, of `tiles` in all."""
     return gl.cdiv(tiles - gl.program_id(0), gl.num_programs(0))
 
 
 @gluon.jit
-def _tile(turn):
-    """The number of this program's tile."""
-    return gl.program_id(0) + turn * gl.num_programs(0)
+def _tile(nth):
+    """The number of this program's nth tile."""
+    return gl.program_id(0) + nth * gl.num_programs(0)
 
 
 @gluon.jit
 def _load(x, weight, ring, row, column, step, steps):
-    """Ask for a tile's operands, step by step, as buffers get free; `step` counts those of all tiles."""
+    """Start the TMA loads of a tile's operands, when buffers are free. `step` counts the steps of all tiles; returns the next."""
     a, b, full, free = ring
     STAGES: gl.constexpr = a.type.shape[0]
     BLOCK_K: gl.constexpr = x.block_type.shape[1]
@@ -76,7 +76,7 @@ def _load(x, weight, ring, row, column, step, steps):
 
 @gluon.jit
 def _multiply(ring, step, steps):
-    """A tile's sums in fp32. One step's products are under way while the next step's begin."""
+    """(a tile's sums in fp32, next step). The wgmma of one step overlaps with the issue of the next."""
     a, b, full, free = ring
     STAGES: gl.constexpr = a.type.shape[0]
     BLOCK_M: gl.constexpr = a.type.shape[1]
@@ -88,7 +88,7 @@ def _multiply(ring, step, steps):
         mbarrier.wait(full.index(slot), step // STAGES & 1)
         sums = warpgroup_mma(a.index(slot), b.index(slot).permute((1, 0)), sums, is_async=True)
         sums = warpgroup_mma_wait(1, (sums,))
-        mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), pred=k > 0)  # the step before has been multiplied
+        mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), pred=k > 0)  # the previous step has been multiplied
         step += 1
     sums = warpgroup_mma_wait(0, (sums,))
     mbarrier.arrive(free.index((step + STAGES - 1) % STAGES))
@@ -99,71 +99,71 @@ def _multiply(ring, step, steps):
 
 
 @gluon.jit
-def _scatter_load(x, weight, ring, rank, share, tiles, columns, steps, N: gl.constexpr, GROUP: gl.constexpr):
+def _scatter_load(x, weight, ring, rank, rank_rows, tiles, columns, steps, N: gl.constexpr, GROUP: gl.constexpr):
     BLOCK_M: gl.constexpr = x.block_type.shape[0]
     BLOCK_N: gl.constexpr = weight.block_type.shape[0]
     step = 0
-    for turn in range(_turns(tiles)):
-        row, _end, column_tile = place_of(_tile(turn), (rank + 1) % N, 1, share, columns, N, BLOCK_M, GROUP, False)
+    for nth in range(_tile_count(tiles)):
+        row, _end, column_tile = tile_position(_tile(nth), (rank + 1) % N, 1, rank_rows, columns, N, BLOCK_M, GROUP, False)
         step = _load(x, weight, ring, row, column_tile * BLOCK_N, step, steps)
 
 
 @gluon.jit
 def _scatter_multiply(ring, result, ready, taken, tiles, steps):
     step = 0
-    for turn in range(_turns(tiles)):
+    for nth in range(_tile_count(tiles)):
         sums, step = _multiply(ring, step, steps)
-        mbarrier.wait(taken, (turn & 1) ^ 1)
+        mbarrier.wait(taken, (nth & 1) ^ 1)
         result.store(sums.to(result.dtype))
         fence_async_shared()
         mbarrier.arrive(ready)
 
 
 @gluon.jit
-def _complete():
-    """Wait until this thread's TMA stores are complete, so that a GPU to which it announces them afterwards sees them."""
+def _wait_stores():
+    """Wait until this thread's TMA stores are complete, so that a GPU that acquires a flag set later sees them."""
     gl.inline_asm_elementwise(
         "cp.async.bulk.wait_group 0; fence.proxy.async; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
 
 
 @gluon.jit
-def _scatter_store(areas, flags, epoch, counters, result, ready, taken, rank, share, tiles, columns,
+def _scatter_store(peers, flags, epoch, counters, result, ready, taken, rank, rank_rows, tiles, columns,
     N: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     BLOCK_M: gl.constexpr = result.type.shape[0]
     BLOCK_N: gl.constexpr = result.type.shape[1]
-    now = gl.load(epoch)
-    for turn in range(_turns(tiles)):
-        row, _end, column_tile = place_of(_tile(turn), (rank + 1) % N, 1, share, columns, N, BLOCK_M, GROUP, False)
-        owner = row // share
-        mbarrier.wait(ready, turn & 1)
+    target = gl.load(epoch)
+    for nth in range(_tile_count(tiles)):
+        row, _end, column_tile = tile_position(_tile(nth), (rank + 1) % N, 1, rank_rows, columns, N, BLOCK_M, GROUP, False)
+        owner = row // rank_rows
+        mbarrier.wait(ready, nth & 1)
         for i in gl.static_range(N):
             if owner == i:
-                tma.async_copy_shared_to_global(areas[i], [row - owner * share, column_tile * BLOCK_N], result)
+                tma.async_copy_shared_to_global(peers[i], [row - owner * rank_rows, column_tile * BLOCK_N], result)
         tma.store_wait(0)
         mbarrier.arrive(taken)
-        _complete()
+        _wait_stores()
         gl.thread_barrier()
-        block = (row - owner * share) // _BLOCK
-        last = gl.minimum((block + 1) * _BLOCK, share) - 1
-        stored_in = (last // BLOCK_M - block * _BLOCK // BLOCK_M + 1) * columns
-        counter = counters + owner * gl.cdiv(share, _BLOCK) + block
-        if gl.atomic_add(counter, 1, sem="acq_rel", scope="sys") == stored_in - 1:
+        block = (row - owner * rank_rows) // _BLOCK
+        last = gl.minimum((block + 1) * _BLOCK, rank_rows) - 1
+        tiles_of_block = (last // BLOCK_M - block * _BLOCK // BLOCK_M + 1) * columns
+        counter = counters + owner * gl.cdiv(rank_rows, _BLOCK) + block
+        if gl.atomic_add(counter, 1, sem="acq_rel", scope="sys") == tiles_of_block - 1:
             gl.store(counter, 0)
             flag = select(flags, owner, N).to(gl.pointer_type(gl.int64)) + block
-            gl.atomic_xchg(flag, now, sem="release", scope="sys")
+            gl.atomic_xchg(flag, target, sem="release", scope="sys")
 
 
-@gluon.jit(do_not_specialize=["share", "rank"])
+@gluon.jit(do_not_specialize=["rank_rows", "rank"])
 def _gemm_reduce_scatter(
-    x,  # descriptor of (N * share, K)
+    x,  # descriptor of (N * rank_rows, K)
     weight,  # descriptor of (C, K)
-    area0, area1, area2, area3, area4, area5, area6, area7,  # descriptors of (share, C), the first N of them
+    peer0, peer1, peer2, peer3, peer4, peer5, peer6, peer7,  # descriptors of (rank_rows, C), the first N of them
     flags,  # N addresses of int64, one for each block
     epoch,
     counters,  # zero before and after
-    share,
+    rank_rows,
     C,
     K,
     rank,
@@ -174,21 +174,21 @@ def _gemm_reduce_scatter(
     BLOCK_M: gl.constexpr = x.block_type.shape[0]
     BLOCK_N: gl.constexpr = weight.block_type.shape[0]
     ring = _ring(x, weight, STAGES)
-    result = gl.allocate_shared_memory(x.dtype, area0.block_type.shape, area0.layout)
-    bars = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    ready, taken = bars.index(0), bars.index(1)
+    result = gl.allocate_shared_memory(x.dtype, peer0.block_type.shape, peer0.layout)
+    barriers = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    ready, taken = barriers.index(0), barriers.index(1)
     mbarrier.init(ready, count=1)
     mbarrier.init(taken, count=1)
     tl.extra.cuda.gdc_wait()
     columns = gl.cdiv(C, BLOCK_N)
-    tiles = N * gl.cdiv(share, BLOCK_M) * columns
+    tiles = N * gl.cdiv(rank_rows, BLOCK_M) * columns
     steps = gl.cdiv(K, x.block_type.shape[1])
-    areas = (area0, area1, area2, area3, area4, area5, area6, area7)
+    peers = (peer0, peer1, peer2, peer3, peer4, peer5, peer6, peer7)
     gl.warp_specialize(
         [
             (_scatter_multiply, (ring, result, ready, taken, tiles, steps)),
-            (_scatter_load, (x, weight, ring, rank, share, tiles, columns, steps, N, GROUP)),
-            (_scatter_store, (areas, flags, epoch, counters, result, ready, taken, rank, share, tiles, columns, N, GROUP)),
+            (_scatter_load, (x, weight, ring, rank, rank_rows, tiles, columns, steps, N, GROUP)),
+            (_scatter_store, (peers, flags, epoch, counters, result, ready, taken, rank, rank_rows, tiles, columns, N, GROUP)),
         ],
         [1, 1],
         [40, 40],
@@ -200,12 +200,12 @@ def _gemm_reduce_scatter(
 
 
 @gluon.jit
-def _await(flag, now, patience, fault):
-    """Poll a block's flag until it says `now`."""
-    missing = gl.atomic_add(flag, 0, sem="acquire", scope="sys") < now
+def _wait_flag(flag, target, max_polls, fault):
+    """Poll a block's flag until it is at least `target`."""
+    missing = gl.atomic_add(flag, 0, sem="acquire", scope="sys") < target
     polls = 1
-    while missing & (polls < patience):
-        missing = gl.atomic_add(flag, 0, sem="acquire", scope="sys") < now
+    while missing & (polls < max_polls):
+        missing = gl.atomic_add(flag, 0, sem="acquire", scope="sys") < target
         polls += 1
     if missing:
         gl.store(fault, 5)
@@ -214,30 +214,30 @@ def _await(flag, now, patience, fault):
 
 
 @gluon.jit
-def _gather_load(x, weight, ring, flags, epoch, fault, stride, rank, patience, share, tiles, columns, steps,
+def _gather_load(x, weight, ring, flags, epoch, fault, stride, rank, max_polls, rank_rows, tiles, columns, steps,
     N: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     BLOCK_M: gl.constexpr = x.block_type.shape[0]
     BLOCK_N: gl.constexpr = weight.block_type.shape[0]
-    now = gl.load(epoch)
+    target = gl.load(epoch)
     step = 0
-    for turn in range(_turns(tiles)):
-        row, _end, column_tile = place_of(_tile(turn), rank, N - 1, share, columns, N, BLOCK_M, GROUP, False)
-        source = row // share
+    for nth in range(_tile_count(tiles)):
+        row, _end, column_tile = tile_position(_tile(nth), rank, N - 1, rank_rows, columns, N, BLOCK_M, GROUP, False)
+        source = row // rank_rows
         if source != rank:
-            _await(flags + source * stride + (row - source * share) // _BLOCK, now, patience, fault)
+            _wait_flag(flags + source * stride + (row - source * rank_rows) // _BLOCK, target, max_polls, fault)
         step = _load(x, weight, ring, row, column_tile * BLOCK_N, step, steps)
 
 
 @gluon.jit
-def _gather_multiply(ring, out, rank, share, tiles, columns, steps, C, N: gl.constexpr, GROUP: gl.constexpr):
+def _gather_multiply(ring, out, rank, rank_rows, tiles, columns, steps, C, N: gl.constexpr, GROUP: gl.constexpr):
     BLOCK_M: gl.constexpr = ring[0].type.shape[1]
     BLOCK_N: gl.constexpr = ring[1].type.shape[1]
-    LANES: gl.constexpr = BLOCK_N // 8 if BLOCK_N < 256 else 32  # a warp stores 16 bytes a thread, row after row
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [gl.num_warps(), 1], [1, 0])
+    ROW_THREADS: gl.constexpr = BLOCK_N // 8 if BLOCK_N < 256 else 32  # a warp stores 16 bytes a thread, row after row
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // ROW_THREADS, ROW_THREADS], [gl.num_warps(), 1], [1, 0])
     step = 0
-    for turn in range(_turns(tiles)):
-        row, end, column_tile = place_of(_tile(turn), rank, N - 1, share, columns, N, BLOCK_M, GROUP, False)
+    for nth in range(_tile_count(tiles)):
+        row, end, column_tile = tile_position(_tile(nth), rank, N - 1, rank_rows, columns, N, BLOCK_M, GROUP, False)
         sums, step = _multiply(ring, step, steps)
         result = gl.convert_layout(sums.to(out.dtype.element_ty), LAYOUT)
         m = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, LAYOUT))[:, None]
@@ -245,20 +245,20 @@ def _gather_multiply(ring, out, rank, share, tiles, columns, steps, C, N: gl.con
         gl.store(out + m.to(gl.int64) * C + n, result, mask=(m < end) & (n < C))
 
 
-@gluon.jit(do_not_specialize=["share", "rank", "stride", "patience"])
+@gluon.jit(do_not_specialize=["rank_rows", "rank", "stride", "max_polls"])
 def _all_gather_gemm(
-    x,  # descriptor of (N * share, K)
+    x,  # descriptor of (N * rank_rows, K)
     weight,  # descriptor of (C, K)
-    out,  # (N * share, C)
+    out,  # (N * rank_rows, C)
     flags,  # (N, stride) int64
     epoch,
     fault,
     stride,
-    share,
+    rank_rows,
     C,
     K,
     rank,
-    patience,
+    max_polls,
     N: gl.constexpr,
     STAGES: gl.constexpr,
     GROUP: gl.constexpr,
@@ -268,14 +268,14 @@ def _all_gather_gemm(
     ring = _ring(x, weight, STAGES)
     tl.extra.cuda.gdc_wait()
     columns = gl.cdiv(C, BLOCK_N)
-    tiles = N * gl.cdiv(share, BLOCK_M) * columns
+    tiles = N * gl.cdiv(rank_rows, BLOCK_M) * columns
     steps = gl.cdiv(K, x.block_type.shape[1])
     gl.warp_specialize(
         [
-            (_gather_multiply, (ring, out, rank, share, tiles, columns, steps, C, N, GROUP)),
+            (_gather_multiply, (ring, out, rank, rank_rows, tiles, columns, steps, C, N, GROUP)),
             (
                 _gather_load,
-                (x, weight, ring, flags, epoch, fault, stride, rank, patience, share, tiles, columns, steps, N, GROUP),
+                (x, weight, ring, flags, epoch, fault, stride, rank, max_polls, rank_rows, tiles, columns, steps, N, GROUP),
             ),
         ],
         [1],
@@ -288,8 +288,8 @@ def _all_gather_gemm(
 
 
 @dataclass(frozen=True)
-class _Area:
-    """Memory of another GPU, with what a descriptor needs of a tensor."""
+class _PeerTensor:
+    """Memory of another GPU, with the attributes of a tensor that a descriptor needs."""
 
     address: int
     dtype: torch.dtype
@@ -301,30 +301,30 @@ class _Area:
 def gemm_reduce_scatter(
     x: Tensor, weight: Tensor, destinations: tuple[int, ...], flags: tuple[int, ...], epoch: Tensor, rank: int, tiling: Tiling
 ) -> None:
-    """`kernels.gemm_reduce_scatter.gemm_reduce_scatter` of operands that were checked, runs of at least block_m rows."""
-    share, features = len(x) // len(destinations), len(weight)
+    """`kernels.gemm_reduce_scatter.gemm_reduce_scatter` with checked operands and at least block_m rows per rank."""
+    rank_rows, features = len(x) // len(destinations), len(weight)
     unused = (destinations[0],) * (MAX_SPECIALIZED - len(destinations))
-    areas = [
-        _descriptor(_Area(address, x.dtype), (share, features), (tiling.block_m, tiling.block_n))
+    peers = [
+        _descriptor(_PeerTensor(address, x.dtype), (rank_rows, features), (tiling.block_m, tiling.block_n))
         for address in destinations + unused
     ]
     _gemm_reduce_scatter[grid(x, weight, len(destinations), tiling)](
-        *(*_operands(x, weight, tiling), *areas),
-        *(flags, epoch, counters(x.device), share, features, x.shape[1], rank),
+        *(*_operands(x, weight, tiling), *peers),
+        *(flags, epoch, counters(x.device), rank_rows, features, x.shape[1], rank),
         **_constants(len(destinations), tiling, tiling.stages_with(tiling.result_bytes())),
     )
 
 
 def all_gather_gemm(
-    rows: Tensor, weight: Tensor, flags: Tensor, epoch: Tensor, rank: int, fault: Tensor, tiling: Tiling, patience: int
+    rows: Tensor, weight: Tensor, flags: Tensor, epoch: Tensor, rank: int, fault: Tensor, tiling: Tiling, max_polls: int
 ) -> Tensor:
-    """`kernels.all_gather_gemm.all_gather_gemm` of operands that were checked, runs of at least block_m rows."""
-    share, features = len(rows) // len(flags), len(weight)
+    """`kernels.all_gather_gemm.all_gather_gemm` with checked operands and at least block_m rows per rank."""
+    rank_rows, features = len(rows) // len(flags), len(weight)
     out = torch.empty(len(rows), features, dtype=rows.dtype, device=rows.device)
     _all_gather_gemm[grid(rows, weight, len(flags), tiling)](
         *_operands(rows, weight, tiling),
-        *(out, flags, epoch, fault, flags.stride(0), share, features, rows.shape[1], rank, patience),
-        **_constants(len(flags), tiling, tiling.stages_with(tiling.result_bytes() // 2)),  # halves change their layout in turn
+        *(out, flags, epoch, fault, flags.stride(0), rank_rows, features, rows.shape[1], rank, max_polls),
+        **_constants(len(flags), tiling, tiling.stages_with(tiling.result_bytes() // 2)),  # converted by halves
     )
     return out
 
@@ -336,7 +336,7 @@ def _operands(x: Tensor, weight: Tensor, tiling: Tiling) -> tuple[TensorDescript
     )
 
 
-def _descriptor(base: Tensor | _Area, shape: tuple[int, ...], block: tuple[int, int]) -> TensorDescriptor:
+def _descriptor(base: Tensor | _PeerTensor, shape: tuple[int, ...], block: tuple[int, int]) -> TensorDescriptor:
     element = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[base.dtype]
     layout = gl.NVMMASharedLayout.get_default_for(list(block), element)
     return TensorDescriptor(base, list(shape), [shape[1], 1], list(block), layout)

@@ -24,7 +24,7 @@ from tqdm import tqdm
 from checkpoint import load_model
 from cli import Parser, run
 from comm import Communicator, PendingAllReduce, Scheme, parse_scheme
-from comm.quantize import WIDTHS, Format, dequantize_sum, quantize, rotate
+from comm.quantize import WIDTHS, Format, dequantize_sum, hadamard_transform, quantize
 from communicators import choose
 from engine import LLM
 from errors import UserError
@@ -87,9 +87,9 @@ def coded(x: Tensor, width: Format, scheme: Scheme) -> Tensor:
     """`x` quantized and dequantized once, flat, in the groups of an all-reduce of `x`. Values after the last whole group are dropped."""
     size = scheme.group_of(x)
     groups = x.flatten()[: x.numel() // size * size].view(-1, size)
-    groups = rotate(groups) if scheme.hadamard else groups
+    groups = hadamard_transform(groups) if scheme.hadamard else groups
     again = dequantize_sum(quantize(groups, width)[None], width)
-    return (rotate(again) if scheme.hadamard else again).flatten()
+    return (hadamard_transform(again) if scheme.hadamard else again).flatten()
 
 
 def evaluate(path: Path, world: World, names: list[str], items: int) -> list[dict[str, Any]]:

@@ -1,5 +1,5 @@
-"""One rank of test_gpu_logits.py: the error of a prompt's logits by every communicator, in bf16, beside those of the same weights in
-fp32. One JSON line each from rank 0.
+"""One rank of test_gpu_logits.py: the error of a prompt's logits in bf16 with each communicator, compared with the same weights
+in fp32. Rank 0 prints one JSON line for each case.
 
 Arguments: communicators.
 """
@@ -20,9 +20,9 @@ from presets import model_config
 from tp import World, init_world
 
 MODEL = "llama-3-70b:3"
-BIASED = "standard, with biases"  # behind every linear layer: its sums are not fused
+BIASED = "standard, with biases"  # biases in every linear layer: its all-reduces are not fused
 VARIANTS = ("standard", "hybrid:1", "ladder", "parallel", BIASED)
-TOKENS = (8, 640)  # as many rows as a decode step has, and a prompt
+TOKENS = (8, 640)  # rows of a decode step, and of a prompt
 
 
 def loaded(world: World, communicator: str, variant: str, dtype: torch.dtype = torch.bfloat16) -> Transformer:
@@ -32,13 +32,13 @@ def loaded(world: World, communicator: str, variant: str, dtype: torch.dtype = t
     config = replace(model_config(MODEL, "standard", world.world_size), qkv_bias=True, o_bias=True, mlp_bias=True)
     model, generator = load_model(MODEL, config, there, dtype), torch.Generator(world.device).manual_seed(0)
     for name, parameter in model.named_parameters():
-        if name.endswith(".bias"):  # those behind sums are the same on all ranks
+        if name.endswith(".bias"):  # those added after an all-reduce are the same on all ranks
             parameter.normal_(0.0, 0.1, generator=generator)
     return model
 
 
 def logits(model: Transformer, ids: Tensor) -> tuple[Tensor, int]:
-    """(T, vocab) and how many sums were fused. Of two passes the second: the first may measure how sums go best."""
+    """(logits (T, vocab), number of fused all-reduces) of a second pass, because the first may measure strategies."""
     context = Causal(ids.shape[1], ids.device)
     model(ids, context)
     before = getattr(model.comm, "fused", 0)

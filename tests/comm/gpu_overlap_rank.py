@@ -1,5 +1,5 @@
-"""One rank of test_gpu_overlap.py. Rank 0 computes a layer while no other rank has begun it, so none of its sums can be complete:
-if the layer's modules get to their end all the same, they do not wait for the sums. One JSON line a case from rank 0.
+"""One rank of test_gpu_overlap.py. Rank 0 computes a layer before any other rank begins it, so none of its all-reduces can
+complete. If the layer's modules finish, they do not wait for them. Rank 0 prints one JSON line for each case.
 
 Arguments: communicators.
 """
@@ -28,7 +28,7 @@ LATE = 20.0
 
 
 def alone(model: Transformer, layer: int, x: torch.Tensor, world: World, together: bool) -> tuple[bool, torch.Tensor]:
-    """One layer; whether its modules were over, on rank 0, before the others began theirs; and the stream behind it."""
+    """Compute one layer. Returns whether rank 0 finished its modules before the others began, and the stream after it."""
     if world.rank and not together:
         dist.barrier(world.control)
     done = torch.cuda.Event()

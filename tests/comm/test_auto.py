@@ -18,7 +18,7 @@ from tp import World
 
 pytest.importorskip("triton", reason="Triton is not installed; pip install triton")
 
-from comm.auto import SERVED, SIZES, TOLERANCE, fastest, microseconds, size_table
+from comm.auto import MEASURED_SIZES, SIZES, TOLERANCE, fastest, microseconds, size_table
 from comm.table import Table, read, write
 
 KEY = {"gpu": "test", "ranks": "8"}
@@ -29,7 +29,7 @@ Times = dict[str, dict[str, float]]
 
 def random_times(seed: int) -> Times:
     draw = random.Random(seed)  # µs: latency, then 100 to 400 GB/s
-    sizes = {n: [name for name in NAMES if n in SERVED[name]] for n in SIZES}
+    sizes = {n: [name for name in NAMES if n in MEASURED_SIZES[name]] for n in SIZES}
     return {str(n): {name: draw.uniform(5, 20) + n / draw.uniform(1e5, 4e5) for name in names} for n, names in sizes.items()}
 
 
@@ -38,7 +38,7 @@ def table_of(seed: int) -> Table:
 
 
 def algorithms(case: str) -> set[str]:
-    return {name for name in NAMES if int(case) in SERVED[name]}
+    return {name for name in NAMES if int(case) in MEASURED_SIZES[name]}
 
 
 # --- the choice --------------------------------------------------------------------------------------------------------------

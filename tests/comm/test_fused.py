@@ -1,5 +1,5 @@
-"""All-reduces fused with the GEMMs around them: the kernels in Triton's interpreter on gloo ranks with real shared memory,
-and on GPUs."""
+"""All-reduces fused with the GEMMs around them: the kernels in Triton's interpreter on gloo ranks with shared memory, and on
+GPUs."""
 
 import json
 import os
@@ -25,7 +25,7 @@ from tp import World
 pytest.importorskip("triton", reason="Triton is not installed; pip install triton")
 
 EPS = 1e-5
-# of the size of a result: a GEMM's rounding, and the interpreter truncates where it should round to bf16
+# relative to the result: for a GEMM's rounding, and because the interpreter truncates where it should round to bf16
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 4e-2}
 
 
@@ -52,7 +52,7 @@ class Layer(NamedTuple):
 
 
 class Layers:
-    """Random layers of a model of width C, K features a rank before the sum, M behind it: the same numbers on all ranks."""
+    """Random layers of a model of width C, K features a rank before the all-reduce, M after it: the same on all ranks."""
 
     def __init__(self, world: World, seed: int, dtype: torch.dtype = torch.float32, k: int = 24, c: int = 40, m: int = 56):
         self.world, self.dtype, self.k = world, dtype, k
@@ -68,7 +68,7 @@ class Layers:
         return self.random(self.world.world_size, *rows, self.k)
 
     def sum(self, inputs: Tensor) -> Tensor:
-        """In fp64."""
+        """The all-reduce of the first layer, in fp64."""
         return torch.einsum("nbtk,nck->btc", inputs.double(), self.first.double())
 
     def begin(self, comm: Any, inputs: Tensor) -> Any:
@@ -80,7 +80,7 @@ class Layers:
         norm.weight.copy_(self.scale)
         return norm
 
-    def behind(self, bias: bool = False) -> "Layer":
+    def second_layer(self, bias: bool = False) -> "Layer":
         """The second layer."""
         return Layer(self.second[self.world.rank], self.bias[self.world.rank] if bias else None)
 
@@ -97,24 +97,24 @@ def normed(x: Tensor, layers: Layers) -> Tensor:
     return F.rms_norm(x, x.shape[-1:], layers.scale.double(), EPS)
 
 
-def same_everywhere(x: Tensor) -> bool:
-    everyones: list[bytes] = [b""] * dist.get_world_size()
-    dist.all_gather_object(everyones, x.contiguous().view(torch.uint8).numpy().tobytes())
-    return len(set(everyones)) == 1
+def same_on_all_ranks(x: Tensor) -> bool:
+    by_rank: list[bytes] = [b""] * dist.get_world_size()
+    dist.all_gather_object(by_rank, x.contiguous().view(torch.uint8).numpy().tobytes())
+    return len(set(by_rank)) == 1
 
 
 # --- one pair of layers ------------------------------------------------------------------------------------------------------
 
 
-PUSH = (False, 1)  # of a `Gather`, behind its split: whether it pulls, and chunks
+PUSH = (False, 1)  # of a `Gather`, after its split: whether it pulls, and chunks
 
 
 @torch.inference_mode()
 def wrong_pairs(
     world: World, scatter: str, gather: tuple[str, bool, int], shapes: list[tuple[int, int]], pairs: int, seed: int
 ) -> list[str]:
-    """Streams (batch, length) through some pairs, as a model would: sums, norms, layers behind them, and at last the whole
-    stream."""
+    """Streams (batch, length) through some pairs of layers, as in a model: all-reduce, norm and layer, and at the end the
+    whole stream. Returns the wrong results."""
     from comm.fused_strategies import Gather, Strategy
 
     comm, draw, found = fused(world, strategy=Strategy(scatter, Gather(*gather))), random.Random(seed), []
@@ -122,9 +122,9 @@ def wrong_pairs(
     for number, (b, t) in enumerate(shapes):
         dtype = draw.choice(
             [d for d in TOLERANCE if not tiled or d != torch.bfloat16]
-        )  # whose bits the interpreter's dot takes
+        )  # the interpreter's dot treats bf16 as integers
         k, c, m = (draw.randrange(1, 9) * (8 if tiled else 1) for _ in range(3))
-        c += 8  # the norm of a few values magnifies the rounding of a row that is nearly zero
+        c += 8  # the norm of few values would magnify the rounding of a row that is nearly zero
         layers = Layers(world, seed + number, dtype, k, c, m)
         x = whole = layers.random(b, t, len(layers.scale))
         exact = whole.double()
@@ -135,10 +135,10 @@ def wrong_pairs(
             pending = layers.begin(comm, inputs)
             if pair == pairs - 1:
                 whole = pending.add(x)
-                if not layers.close(whole, exact) or not same_everywhere(whole):
+                if not layers.close(whole, exact) or not same_on_all_ranks(whole):
                     found.append(f"add {b} {t} {dtype}")
                 break
-            layer = layers.behind(bias=pair > 0)
+            layer = layers.second_layer(bias=pair > 0)
             x, out = pending.add_norm_linear(x, layers.norm(), layer)
             if not pending.scatters or len(x) * world.world_size != b * t:
                 found.append(f"not fused: {b} {t}")
@@ -166,7 +166,7 @@ def wrong_pairs(
     ],
 )
 def test_pairs(interpreters: Ranks, scatter: str, gather: tuple[str, bool, int], n: int, seed: int) -> None:
-    """Each kind at either end, with random delays."""
+    """Each split of the scatter and of the gather, with random delays."""
     shapes = [(1, 4), (2, 6), (1, 16)]
     assert interpreters.run(n, wrong_pairs, scatter, gather, shapes, 3, seed) == [[]] * n, f"seed {seed}"
 
@@ -183,14 +183,14 @@ def test_pairs(interpreters: Ranks, scatter: str, gather: tuple[str, bool, int],
     ],
 )
 def test_rows_of_several_flags(interpreters: Ranks, scatter: str, gather: tuple[str, bool, int], seed: int) -> None:
-    shapes = [(1, 2 * 132), (1, 4)]  # and a short message behind the long one
+    shapes = [(1, 2 * 132), (1, 4)]  # and a short message after the long one
     assert interpreters.run(2, wrong_pairs, scatter, gather, shapes, 2, seed) == [[]] * 2, f"seed {seed}"
 
 
 @torch.inference_mode()
 def late_copies(world: World, rows: list[int], seed: int) -> list[str]:
-    """Pair after pair of random strategies, whose copies each rank begins late: after the offers of a pull, and chunk by
-    chunk."""
+    """Pairs of random strategies, one after another. Each rank starts its copies late, chunk by chunk, and in a pull after
+    the ready flags. Returns the wrong results."""
     import comm.fused_strategies as strategies
     import comm.row_buffers as module
 
@@ -209,7 +209,7 @@ def late_copies(world: World, rows: list[int], seed: int) -> list[str]:
             comm.default = strategies.Strategy(draw.choice(strategies.SCATTERS), draw.choice(gathers))
             x, inputs = layers.random(1, t, len(layers.scale)), layers.inputs(1, t)
             exact = x.double() + layers.sum(inputs)
-            x, out = layers.begin(comm, inputs).add_norm_linear(x, layers.norm(), layers.behind())
+            x, out = layers.begin(comm, inputs).add_norm_linear(x, layers.norm(), layers.second_layer())
             if not layers.close(out, F.linear(normed(exact, layers), layers.second[world.rank].double())):
                 found.append(f"pair {number} of {t} rows: {comm.default}")
     comm.check()
@@ -223,30 +223,30 @@ def test_late_copies_lose_no_rows(interpreters: Ranks, n: int, rows: list[int], 
 
 @torch.inference_mode()
 def flags_by_chunk(world: World, pull: bool, seed: int) -> list[int]:
-    """How many blocks are announced between two chunks of 500 rows, at the rank that wants them, and once all have
-    travelled."""
+    """The number of flags of 500 rows that are set at the reading rank before each chunk is copied, and after all have been
+    copied."""
     import comm.fused_strategies as strategies
     import comm.row_buffers as module
     from kernels.fused_rows import BLOCKS, advance
 
     buffers, split, counts = fused(world, capacity=1 << 18).buffers, module.chunks_of, []
-    places, other = buffers.places, 1 - world.rank
+    layout, other = buffers.layout, 1 - world.rank
     reader, source = (world.rank, other) if pull else (other, world.rank)
-    flags = buffers.shared.view(reader, places.row_flags, (2, BLOCKS), torch.int64)[source]
+    flags = buffers.shared.view(reader, layout.row_flags, (2, BLOCKS), torch.int64)[source]
 
     def watched(rows: int, count: int) -> Iterator[slice]:
         for chunk in split(rows, count):
-            counts.append(int((flags == places.epochs[0]).sum()))
+            counts.append(int((flags == layout.epochs[0]).sum()))
             yield chunk
 
-    layers, share = Layers(world, seed), module.Share(500, 40, torch.float32)
+    layers, shard = Layers(world, seed), module.RowShard(500, 40, torch.float32)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "chunks_of", watched)
         rows = layers.random(2, 500, 40)
-        buffers.my_rows(world.rank, share).copy_(rows[world.rank])
-        advance(places)
-        out = buffers.gather_linear(share, layers.second[world.rank], None, strategies.Gather("owners", pull, 3))
-    counts.append(int((flags == places.epochs[0]).sum()))
+        buffers.my_rows(world.rank, shard).copy_(rows[world.rank])
+        advance(layout)
+        out = buffers.gather_linear(shard, layers.second[world.rank], None, strategies.Gather("owners", pull, 3))
+    counts.append(int((flags == layout.epochs[0]).sum()))
     assert layers.close(out, F.linear(rows.view(1000, 40).double(), layers.second[world.rank].double())), f"seed {seed}"
     return counts
 
@@ -257,7 +257,7 @@ def test_a_chunk_is_announced_when_it_is_there(interpreters: Ranks, pull: bool, 
 
 
 def test_chunks_are_whole_blocks(seed: int) -> None:
-    """All rows once, in order; no chunk is empty, and no block is announced in two."""
+    """Every row is in one chunk, in order; no chunk is empty, and no block is in two chunks."""
     from comm.row_buffers import chunks_of
     from kernels.fused_rows import BLOCK_ROWS
 
@@ -272,30 +272,30 @@ def test_chunks_are_whole_blocks(seed: int) -> None:
 
 @torch.inference_mode()
 def wrong_results(world: World, seed: int) -> list[str]:
-    """Each way to read a fused all-reduce, in random order, and all-reduces that are not fused between them."""
+    """Fused all-reduces that are read by each method, in random order, and unfused all-reduces between them."""
     comm, layers, draw, found = fused(world), Layers(world, seed), random.Random(seed), []
     for step in range(12):
         b, t = draw.choice([(1, 4), (1, 8), (2, 8), (1, 16)])
         kind = draw.choice(["wait", "add", "add_norm", "add_norm_linear", "rows", "inner"])
         inputs, x = layers.inputs(b, t), layers.random(b, t, len(layers.scale))
-        exact, pending, layer = layers.sum(inputs), layers.begin(comm, inputs), layers.behind()
+        exact, pending, layer = layers.sum(inputs), layers.begin(comm, inputs), layers.second_layer()
         if kind == "inner":
             good = layers.close(comm.all_reduce(layers.random(3) * 0 + 1), torch.full((3,), float(world.world_size)).double())
         elif kind == "wait":
             total = pending.wait()
-            good = layers.close(total, exact) and same_everywhere(total)
+            good = layers.close(total, exact) and same_on_all_ranks(total)
         elif kind == "add":
             total = pending.add(x)
-            good = layers.close(total, x.double() + exact) and same_everywhere(total)
+            good = layers.close(total, x.double() + exact) and same_on_all_ranks(total)
         elif kind == "add_norm":
             total, out = pending.add_norm(x, layers.scale, EPS)
             good = layers.close(total, x.double() + exact) and layers.close(out, normed(x.double() + exact, layers))
         else:
             rows, out = pending.add_norm_linear(x, layers.norm(), layer)
             good = layers.close(out, F.linear(normed(x.double() + exact, layers), layer.weight.double()))
-            if kind == "rows":  # of a stream that the next reader needs whole
+            if kind == "rows":  # the next reader needs all rows
                 whole = comm.gather_rows(rows).view(x.shape)
-                good = good and layers.close(whole, x.double() + exact) and same_everywhere(whole)
+                good = good and layers.close(whole, x.double() + exact) and same_on_all_ranks(whole)
         if not good:
             found.append(f"step {step}: {kind} {b} {t}")
     comm.check()
@@ -309,12 +309,12 @@ def test_each_way_to_read_the_result(interpreters: Ranks, n: int, seed: int) -> 
 
 @torch.inference_mode()
 def refusals(world: World, seed: int) -> list[str]:
-    """What cannot be scattered is left to `inner`, and right."""
+    """All-reduces that cannot be fused use `inner`, and are right."""
     found = []
     for rows, capacity, minimum in ((5, 1 << 16, 1), (8, 256, 1), (8, 1 << 16, 6)):
         layers = Layers(world, seed)
         comm = fused(world, min_rows=minimum)
-        comm.buffers.places = replace(comm.buffers.places, capacity=capacity)
+        comm.buffers.layout = replace(comm.buffers.layout, capacity=capacity)
         inputs = layers.inputs(1, rows)
         pending, exact = layers.begin(comm, inputs), layers.sum(inputs)
         if pending.scatters or not layers.close(pending.add(torch.zeros(1, rows, 40)), exact):
@@ -338,7 +338,7 @@ def refusals(world: World, seed: int) -> list[str]:
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
-def test_what_is_not_worth_it_stays_unfused(interpreters: Ranks, n: int, seed: int) -> None:
+def test_what_cannot_be_fused_stays_unfused(interpreters: Ranks, n: int, seed: int) -> None:
     assert interpreters.run(n, refusals, seed) == [[]] * n, f"seed {seed}"
 
 
@@ -348,7 +348,7 @@ def bad_stream(world: World, seed: int) -> list[str]:
     for shape, dtype in (((1, 7, 40), torch.float32), ((1, 8, 39), torch.float32), ((1, 8, 40), torch.bfloat16)):
         pending = layers.begin(comm, layers.inputs(1, 8))
         with pytest.raises(ValueError, match="does not match an all-reduce") as error:
-            pending.add_norm_linear(torch.zeros(shape, dtype=dtype), layers.norm(), layers.behind())
+            pending.add_norm_linear(torch.zeros(shape, dtype=dtype), layers.norm(), layers.second_layer())
         said.append(str(error.value))
     return said
 
@@ -360,9 +360,9 @@ def test_a_stream_of_another_shape_is_refused(interpreters: Ranks, seed: int) ->
 
 @torch.inference_mode()
 def lone_wait(world: World, seed: int) -> list[str]:
-    """One rank does not come; the other gives up."""
+    """Rank 1 does not take part; rank 0 times out."""
     comm, layers = fused(world), Layers(world, seed)
-    comm.buffers.places = replace(comm.buffers.places, patience=20)
+    comm.buffers.layout = replace(comm.buffers.layout, max_polls=20)
     if world.rank == 0:
         layers.begin(comm, layers.inputs(1, 8)).wait()
         with pytest.raises(RuntimeError, match="rank 0 timed out"):
@@ -371,22 +371,22 @@ def lone_wait(world: World, seed: int) -> list[str]:
 
 
 @torch.inference_mode()
-def lone_offer(world: World, seed: int) -> list[str]:
-    """One rank does not offer its rows; the other gives up."""
-    from kernels.fused_rows import offer_rows
+def lone_barrier(world: World, seed: int) -> list[str]:
+    """Rank 1 does not signal that its rows are ready; rank 0 times out."""
+    from kernels.fused_rows import ready_barrier
 
     buffers = fused(world).buffers
-    offered = [buffers.shared.view(rank, buffers.places.offers, (world.world_size, 64), torch.int64) for rank in range(2)]
+    ready = [buffers.shared.view(rank, buffers.layout.ready_flags, (world.world_size, 64), torch.int64) for rank in range(2)]
     if world.rank == 0:
-        buffers.places.epochs.fill_(seed)
-        offer_rows(replace(buffers.places, patience=20))
-        assert [bool((flags[0] == seed).all()) for flags in offered] == [True, True]
-        with pytest.raises(RuntimeError, match=r"rank 0 timed out .* \(place 7\)"):
+        buffers.layout.epochs.fill_(seed)
+        ready_barrier(replace(buffers.layout, max_polls=20))
+        assert [bool((flags[0] == seed).all()) for flags in ready] == [True, True]
+        with pytest.raises(RuntimeError, match=r"rank 0 timed out .* \(fault code 7\)"):
             buffers.check()
     return []
 
 
-@pytest.mark.parametrize("alone", [lone_wait, lone_offer])
+@pytest.mark.parametrize("alone", [lone_wait, lone_barrier])
 def test_a_rank_that_times_out_says_so(interpreters: Ranks, alone: Any, seed: int) -> None:
     assert interpreters.run(2, alone, seed) == [[], []]
 
@@ -394,11 +394,11 @@ def test_a_rank_that_times_out_says_so(interpreters: Ranks, alone: Any, seed: in
 # --- choosing ----------------------------------------------------------------------------------------------------------------
 
 
-CALLS: list[str] = []  # pairs that `invented_times` was asked for
+CALLS: list[str] = []  # keys of the pairs for which `invented_times` was called
 
 
 def invented_times(comm: Any, pair: Any, first: Tensor, second: Tensor) -> dict[str, float]:
-    """Fused is slower below 16 rows, and `owners` the fastest at both ends, where it pulls to gather."""
+    """Made-up times: unfused is faster below 16 rows; the fastest scatter is `owners`, the fastest gather `owners-pull`."""
     from comm.fused_strategies import names_of
 
     CALLS.append(pair.key)
@@ -413,9 +413,9 @@ def invented_times(comm: Any, pair: Any, first: Tensor, second: Tensor) -> dict[
 
 
 def step(comm: Any, layers: Layers, rows: int) -> bool:
-    """Two all-reduces with a layer after the first, as a model of one layer has them: whether they were fused."""
+    """Two all-reduces with a layer after the first, as in a model of one layer. Returns whether they were fused."""
     x, inputs = layers.random(1, rows, len(layers.scale)), layers.inputs(1, rows)
-    pending, exact, second = layers.begin(comm, inputs), x.double() + layers.sum(inputs), layers.behind()
+    pending, exact, second = layers.begin(comm, inputs), x.double() + layers.sum(inputs), layers.second_layer()
     x, out = pending.add_norm_linear(x, layers.norm(), second)
     more = layers.inputs(1, rows)
     whole = layers.begin(comm, more).add(x)
@@ -426,7 +426,7 @@ def step(comm: Any, layers: Layers, rows: int) -> bool:
 
 @torch.inference_mode()
 def choices(world: World, folder: str, rows: tuple[int, ...], seed: int) -> tuple[list[bool], list[str], list[str]]:
-    """Whether steps of so many rows were fused; what was measured; the strategies chosen."""
+    """For steps with these numbers of rows: whether they were fused, the measured pairs, and the chosen strategies."""
     os.environ["RUNG_CACHE"] = folder
     CALLS.clear()
     comm, layers = fused(world, measure=invented_times), Layers(world, seed)
@@ -437,13 +437,13 @@ def choices(world: World, folder: str, rows: tuple[int, ...], seed: int) -> tupl
 
 def test_a_step_that_is_faster_unfused_is_so_from_then_on(interpreters: Ranks, tmp_path: Path, seed: int) -> None:
     rows = (16, 16, 8, 8, 12, 4)
-    for steps, measured, ways in interpreters.run(2, choices, str(tmp_path), rows, seed):
-        assert steps == [True, True, True, False, True, True], f"seed {seed}"  # 12 rows count as 16; 4 were not known
+    for steps, measured, strategies in interpreters.run(2, choices, str(tmp_path), rows, seed):
+        assert steps == [True, True, True, False, True, True], f"seed {seed}"  # 12 rows count as 16; 4 are measured first
         assert measured == ["16,24,40,56,float32", "8,24,40,56,float32", "4,24,40,56,float32"]
-        assert ways == ["owners+owners-pull"]
+        assert strategies == ["owners+owners-pull"]
     for steps, measured, _ in interpreters.run(2, choices, str(tmp_path), rows, seed):
         assert steps == [True, True, True, False, True, True]
-        assert measured == []  # it was kept
+        assert measured == []  # the table was stored
 
 
 def broken(content: Any, how: str) -> str:
@@ -452,7 +452,7 @@ def broken(content: Any, how: str) -> str:
         content["key"] = {"device": "another"}
     elif how == "incomplete":
         del times["spans+spans"]
-    elif how == "other ways":
+    elif how == "other strategies":
         times["spans+owners/8"] = times.pop("spans+owners-pull")
     elif how == "implausible":
         times["unfused"] = -1.0
@@ -463,14 +463,14 @@ def broken(content: Any, how: str) -> str:
 
 @pytest.fixture(scope="module")
 def good_table(interpreters: Ranks, tmp_path_factory: pytest.TempPathFactory, session_seed: int) -> tuple[str, str]:
-    """Name and content of what a step of 16 rows keeps."""
+    """Name and content of the table that a step of 16 rows stores."""
     folder = tmp_path_factory.mktemp("table")
     interpreters.run(2, choices, str(folder), (16,), session_seed)
     (path,) = folder.iterdir()
     return path.name, path.read_text()
 
 
-@pytest.mark.parametrize("how", ["torn", "another machine", "incomplete", "other ways", "implausible", "unknown"])
+@pytest.mark.parametrize("how", ["torn", "another machine", "incomplete", "other strategies", "implausible", "unknown"])
 def test_a_bad_table_is_measured_again(
     interpreters: Ranks, good_table: tuple[str, str], tmp_path: Path, how: str, seed: int
 ) -> None:
@@ -481,7 +481,7 @@ def test_a_bad_table_is_measured_again(
 
 
 def test_the_best_of_random_times(seed: int) -> None:
-    """Each end's fastest, among all that are measured."""
+    """The fastest scatter and the fastest gather, among all that are measured."""
 
     from comm.fused_strategies import SCATTERS, Gather, Pair, Strategy, best_strategy, names_of
 
@@ -489,11 +489,11 @@ def test_the_best_of_random_times(seed: int) -> None:
     times = {name: random.uniform(10, 100) for name in sorted(names_of(pair.key))}
     gathers = [Gather(split, pull) for split in SCATTERS for pull in (False, True)]
     gathers += [Gather("tiles0", False, 2), Gather("tiles0", False, 4), Gather("tiles0", True, 4)]
-    ways = [Strategy(scatter, gather) for scatter in SCATTERS for gather in gathers]
-    expected = {way: times[f"{way.scatter}+spans"] + times[f"spans+{way.gather}"] - times["spans+spans"] for way in ways}
-    way, fused = best_strategy(times)
-    assert fused == pytest.approx(min(expected.values())) == pytest.approx(expected[way]), f"seed {seed}"
-    assert len(times) == 1 + len(SCATTERS) + len(gathers) - 1  # and nothing else: unfused, and the default once
+    all_strategies = [Strategy(scatter, gather) for scatter in SCATTERS for gather in gathers]
+    expected = {s: times[f"{s.scatter}+spans"] + times[f"spans+{s.gather}"] - times["spans+spans"] for s in all_strategies}
+    strategy, fused = best_strategy(times)
+    assert fused == pytest.approx(min(expected.values())) == pytest.approx(expected[strategy]), f"seed {seed}"
+    assert len(times) == 1 + len(SCATTERS) + len(gathers) - 1  # no others: unfused, and the default counted once
     few, single = (names_of(replace(pair, **change).key) for change in ({"rows": 256}, {"dtype": torch.float32}))
     assert set(times) - few == {"spans+tiles0/2", "spans+tiles0/4", "spans+tiles0-pull/4"}
     assert single == {"unfused", "spans+spans", "owners+spans", "spans+owners", "spans+spans-pull", "spans+owners-pull"}
@@ -503,7 +503,7 @@ def test_the_best_of_random_times(seed: int) -> None:
 
 
 @torch.inference_mode()
-def model_beside_one_rank(world: World, name: str, ids: list[int]) -> tuple[float, int]:
+def difference_from_one_rank(world: World, name: str, ids: list[int]) -> tuple[float, int]:
     """The largest difference of an embedded model's logits from those of one rank, and how many of its all-reduces were
     fused."""
     from attention import Causal
@@ -522,19 +522,19 @@ def model_beside_one_rank(world: World, name: str, ids: list[int]) -> tuple[floa
 
 
 @pytest.mark.parametrize(
-    ("name", "sums"), [("tiny-standard", 16), ("tiny-hybrid", 8), ("tiny-ladder", 0), ("tiny-parallel", 0)]
+    ("name", "all_reduces"), [("tiny-standard", 16), ("tiny-hybrid", 8), ("tiny-ladder", 0), ("tiny-parallel", 0)]
 )
-def test_models_with_fused_sums(interpreters: Ranks, name: str, sums: int, seed: int) -> None:
-    """All sums of standard layers. A ladder layer takes the stream whole, so the ranks exchange its rows ahead of the first
-    one."""
+def test_models_with_fused_all_reduces(interpreters: Ranks, name: str, all_reduces: int, seed: int) -> None:
+    """All all-reduces of standard layers are fused. A ladder layer needs the whole stream, so its rows are gathered before the
+    first one."""
     ids = [random.Random(seed).randrange(300) for _ in range(12)]
-    for error, scatters in interpreters.run(2, model_beside_one_rank, name, ids):
+    for error, fused_count in interpreters.run(2, difference_from_one_rank, name, ids):
         assert error < 1e-3, (name, seed)
-        assert scatters == sums
+        assert fused_count == all_reduces
 
 
 def communicators(world: World) -> dict[str, Any]:
-    """Every kind that runs on CPU ranks and sums exactly."""
+    """Every exact communicator that runs on CPU ranks."""
     from comm.relay import RelayCommunicator
     from comm.simulated import Link, SimulatedLink
     from tests.comm.test_symmetric import symmetric
@@ -545,12 +545,12 @@ def communicators(world: World) -> dict[str, Any]:
         "fused": fused(world),
         "one-shot": symmetric("one-shot"),
         "two-shot": symmetric("two-shot"),
-        "relay": RelayCommunicator(None, world.device, area=1 << 16),
+        "relay": RelayCommunicator(None, world.device, capacity=1 << 16),
     }
 
 
 @torch.inference_mode()
-def biased_beside_one_rank(world: World, folders: list[Path], ids: list[int]) -> dict[str, float]:
+def biased_differences_from_one_rank(world: World, folders: list[Path], ids: list[int]) -> dict[str, float]:
     """The largest difference of each checkpoint's logits from one rank's, by checkpoint and communicator."""
     from attention import Causal
     from checkpoint import load_model
@@ -564,14 +564,14 @@ def biased_beside_one_rank(world: World, folders: list[Path], ids: list[int]) ->
         alone = load_model(str(folder), config, World(0, 1, world.device, Local()), torch.float32)(tokens, context)
         for kind, comm in kinds.items():
             if "mlp" in folder.name and kind != "fused":
-                continue  # a bias behind every other sum matters only where a sum may leave rows behind
+                continue  # a bias after every other all-reduce matters only if all-reduces may scatter rows
             logits = load_model(str(folder), config, replace(world, comm=comm), torch.float32)(tokens, context)
             found[f"{folder.name} {kind}"] = (logits - alone).abs().max().item()
     return found
 
 
-def test_biases_behind_sums_with_every_communicator(interpreters: Ranks, tmp_path: Path, seed: int) -> None:
-    """A hybrid has a standard block, a seam and a ladder's."""
+def test_biases_after_all_reduces_with_every_communicator(interpreters: Ranks, tmp_path: Path, seed: int) -> None:
+    """The hybrid has a standard and a ladder block."""
     from config import ModelConfig, with_variant
     from tests.test_tensor_parallel import save_random
 
@@ -579,7 +579,7 @@ def test_biases_behind_sums_with_every_communicator(interpreters: Ranks, tmp_pat
     mlp, both = replace(plain, mlp_bias=True), replace(plain, qkv_bias=True, o_bias=True, mlp_bias=True)
     folders = [save_random(mlp, tmp_path / "mlp"), save_random(with_variant(both, "hybrid:1"), tmp_path / "both")]
     ids = [random.Random(seed).randrange(96) for _ in range(4)]
-    for differences in interpreters.run(2, biased_beside_one_rank, folders, ids):
+    for differences in interpreters.run(2, biased_differences_from_one_rank, folders, ids):
         assert max(differences.values()) < 1e-4, differences
 
 
@@ -588,7 +588,7 @@ def test_biases_behind_sums_with_every_communicator(interpreters: Ranks, tmp_pat
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_on_gpus(tmp_path: Path) -> None:
-    """Every way's result is as exact as the unfused one's, also in graphs that are replayed a thousand times."""
+    """Every strategy's result is as exact as the unfused one, also in graphs that are replayed a thousand times."""
     count, out = min(4, torch.cuda.device_count()), tmp_path / "gemm-overlap.json"
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count), "-m", "scripts.bench.comm.fused"]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

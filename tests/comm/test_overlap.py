@@ -33,7 +33,7 @@ Event = tuple[str, int]  # what happened, and to which module of 1 … 2L (or la
 class Recorder(Communicator):
     """One rank that records when an all-reduce begins, whether it is overlapped, and when it is waited for.
 
-    It keeps the partial sum to itself until then and leaves NaNs in its place, as a real communicator may.
+    It keeps a copy of the partial sum until then, and overwrites the partial sum with NaN, as a communicator may.
     """
 
     name, rank, world_size = "recorder", 0, 1
@@ -102,13 +102,13 @@ def recorded(config: ModelConfig) -> list[list[Event]]:
             (tokens[:1, 5:], [one.context(1) for one in both]),
         ):
             recorder.events = []
-            assert torch.equal(model(part, contexts[0]), twin(part, contexts[1])), "the sums are used wrongly"
+            assert torch.equal(model(part, contexts[0]), twin(part, contexts[1])), "the results of all-reduces are used wrongly"
             passes.append(recorder.events)
     return passes
 
 
 def assert_each_once(events: list[Event], sums: list[int]) -> None:
-    """The modules of `sums` start exactly one sum each, behind their own computation, and each is waited for once."""
+    """Each module of `sums` starts one all-reduce, after its own computation, and each all-reduce is waited for once."""
     assert [number for kind, number in events if kind == "start"] == sums
     assert sorted(number for kind, number in events if kind == "wait") == sums
     for number in sums:
@@ -124,7 +124,7 @@ def overlaps_next(events: list[Event], i: int) -> bool:
     """Whether module i + 1 computes while the all-reduce of module i is in flight."""
     start, wait = events.index(("start", i)), events.index(("wait", i))
     begin, end = events.index(("begin", i + 1)), events.index(("end", i + 1))
-    assert start < begin, "a module computes before the sum of the one before has begun"
+    assert start < begin, "a module computes before the previous module's all-reduce has begun"
     assert wait < begin or wait > end, "the wait is inside a module"
     return wait > end
 
@@ -184,22 +184,21 @@ def test_upper_bound_starts_nothing(seed: int) -> None:
         assert [kind for kind, _ in events] == ["begin", "end"] * MODULES
 
 
-# --- the same in a trace of real sums ------------------------------------------------------------------------------------
+# --- the same in a trace of real all-reduces -----------------------------------------------------------------------------
 
-DELAY = 0.05  # seconds by which one rank is late for every sum
+DELAY = 0.05  # seconds by which one rank is late for every all-reduce
 TOKENS = 256
 Span = tuple[float, float]  # begin and end in a trace, µs
 
 
 class Late(GlooCommunicator):
-    """A rank whose part of a sum leaves late, while it computes on itself: the other ranks' sums stay in flight so long.
-
-    Without it the sums of CPU ranks are fast, and whether they overlap is up to the scheduler of the operating system.
+    """A rank that starts its all-reduces late, in a thread, while it computes. So the all-reduces of other ranks are in flight
+    for longer. Otherwise all-reduces of CPU ranks are so fast that their overlap depends on the operating system's scheduler.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.thread = ThreadPoolExecutor(1)  # one: the sums leave in order
+        self.thread = ThreadPoolExecutor(1)  # one thread, so that all-reduces start in order
 
     def begin_all_reduce(self, partial: Tensor, overlap: bool = False) -> "LateAllReduce":
         return LateAllReduce(self.thread.submit(self.later, partial))
@@ -222,7 +221,7 @@ class LateAllReduce(PendingAllReduce):
 def traced(world: World, variant: str, folder: Path) -> str:
     """Profile a forward pass in which every rank but the first is late; the trace's path."""
     communicator = world.comm if world.rank == 0 else Late()
-    # modules of milliseconds: one of gloo's threads may take most of one to wake up
+    # modules take milliseconds, because a thread of gloo may take most of a millisecond to wake up
     config = replace(tiny(variant), hidden_size=256, head_dim=64, intermediate_size=1024, max_seq_len=TOKENS)
     model = Transformer(config, communicator, CPU, torch.float32).eval()
     random_weights(model)
@@ -240,7 +239,7 @@ def spans(path: str) -> tuple[list[Span], list[Span]]:
 
     def named(beginning: str) -> list[Span]:
         found = [e for e in events if e["name"].startswith(beginning)]
-        return sorted(((e["ts"], e["ts"] + e["dur"]) for e in found), key=lambda span: span[1])  # sums end in order
+        return sorted(((e["ts"], e["ts"] + e["dur"]) for e in found), key=lambda span: span[1])  # all-reduces end in order
 
     sums, modules = named("gloo:all_reduce"), named("layer ")
     assert len(sums) == 1 + MODULES, "one for the embedding and one for each module"
@@ -249,14 +248,14 @@ def spans(path: str) -> tuple[list[Span], list[Span]]:
 
 
 def hidden(path: str) -> list[bool]:
-    """Of each sum but the last: whether it was in flight while the next module computed."""
+    """For each all-reduce but the last: whether it was in flight while the next module computed."""
     sums, modules = spans(path)
     return [a[0] < b[1] and b[0] < a[1] for a, b in zip(sums, modules[1:], strict=False)]
 
 
 def hidden_at_best(ranks: Ranks, variant: str, folder: Path, enough: Callable[[list[bool]], bool]) -> list[bool]:
-    """Of some runs the first that hides enough. A busy machine may leave one of gloo's threads asleep until the next module is
-    done; where the order of events forbids that a sum is hidden, no number of runs hides it."""
+    """`hidden` of the first run that hides enough, of up to 8. On a busy machine, a thread of gloo may sleep until the next
+    module has finished. If the order of events prevents that an all-reduce is hidden, no number of runs hides it."""
     for _ in range(8):
         found = hidden(ranks.run(2, traced, variant, folder)[0])
         if enough(found):
@@ -276,7 +275,7 @@ def test_a_trace_shows_no_overlap_in_a_standard_model(ranks: Ranks, tmp_path: Pa
 def test_a_trace_of_a_hybrid_overlaps_only_in_its_ladder_layers(ranks: Ranks, tmp_path: Path) -> None:
     found = hidden_at_best(ranks, "hybrid:2", tmp_path, lambda found: sum(found[3:]) >= 2)
     assert not any(found[:3])
-    assert sum(found[3:]) >= 2, found  # sum 4, of layer 1's MLP, is the first that a ladder layer's module hides
+    assert sum(found[3:]) >= 2, found  # all-reduce 4, of layer 1's MLP, is the first that a ladder layer's module hides
 
 
 def test_annotations_name_every_module(ranks: Ranks, tmp_path: Path) -> None:
@@ -287,6 +286,6 @@ def test_annotations_name_every_module(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def test_no_module_is_left_without_hooks() -> None:
-    """The order tests see every module that computes."""
+    """The tests of the order record every module that computes."""
     model = Transformer(tiny("desync-2x:2"), Local(), CPU, torch.float32)
     assert sum(isinstance(m, (Attention, MLP)) for m in model.modules()) == 2 * MODULES

@@ -12,7 +12,7 @@ from torch import Tensor
 from attention import Causal
 from checkpoint import load_model
 from comm import QuantizedGlooCommunicator, parse_scheme
-from comm.quantize import rotate
+from comm.quantize import hadamard_transform
 from comm.quantized import CHUNK, Worker, quantized_all_reduce
 from communicators import choose
 from config import with_variant
@@ -37,22 +37,22 @@ def by_hand(partials: Tensor, name: str) -> Tensor:
     flat = partials.flatten(1).float()
     count = flat.shape[1]
     full = torch.cat((flat, flat[:, -1:].expand(-1, -count % size)), dim=1).view(len(partials), -1, size)
-    turned = torch.stack([rotate(p) for p in full]) if scheme.hadamard else full
-    total = reduce(torch.add, [defined(p, scheme.reduce) for p in turned])
+    transformed = torch.stack([hadamard_transform(p) for p in full]) if scheme.hadamard else full
+    total = reduce(torch.add, [defined(p, scheme.reduce) for p in transformed])
     total = defined(total, scheme.gather)
-    total = rotate(total) if scheme.hadamard else total
+    total = hadamard_transform(total) if scheme.hadamard else total
     return total.flatten()[:count].view(partials.shape[1:]).to(partials.dtype)
 
 
-def sums_of(world: World, name: str, partials: list[Tensor]) -> list[Tensor]:
+def all_reduced(world: World, name: str, partials: list[Tensor]) -> list[Tensor]:
     """All-reduces of this rank's partials (row r of each). All have begun before the first wait."""
     communicator = QuantizedGlooCommunicator(parse_scheme(name))
     pending = [communicator.begin_all_reduce(p[world.rank].clone()) for p in partials]
     return [each.wait() for each in pending]
 
 
-def assert_sums(ranks: Ranks, n: int, name: str, partials: list[Tensor]) -> None:
-    results = ranks.run(n, sums_of, name, partials)
+def assert_all_reduced(ranks: Ranks, n: int, name: str, partials: list[Tensor]) -> None:
+    results = ranks.run(n, all_reduced, name, partials)
     for sums in results:
         for total, parts, first in zip(sums, partials, results[0], strict=True):
             expected = by_hand(parts, name)
@@ -65,19 +65,19 @@ def assert_sums(ranks: Ranks, n: int, name: str, partials: list[Tensor]) -> None
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", [*WIDTHS, "int4:32", "int8:64"])
 def test_sums_of_any_size(name: str, n: int, ranks: Ranks, seed: int) -> None:
-    assert_sums(ranks, n, name, [torch.randn(n, size) for size in (1, 127, 128, 129, 1000)])
+    assert_all_reduced(ranks, n, name, [torch.randn(n, size) for size in (1, 127, 128, 129, 1000)])
 
 
 @pytest.mark.parametrize(
     "name", ["int4:token", "int8:32:symmetric", "int4:hadamard", "fp8:token:hadamard", "int6:64:symmetric"]
 )
 def test_schemes_of_the_ablation(name: str, ranks: Ranks, seed: int) -> None:
-    assert_sums(ranks, 2, name, [torch.randn(2, 3, 5, 192), torch.randn(2, 1, 64)])
+    assert_all_reduced(ranks, 2, name, [torch.randn(2, 3, 5, 192), torch.randn(2, 1, 64)])
 
 
 @pytest.mark.parametrize("name", WIDTHS)
 def test_bf16_goes_in_and_comes_out(name: str, ranks: Ranks, seed: int) -> None:
-    assert_sums(ranks, 4, name, [torch.randn(4, 2, 3, 100).bfloat16()])
+    assert_all_reduced(ranks, 4, name, [torch.randn(4, 2, 3, 100).bfloat16()])
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
@@ -85,10 +85,10 @@ def test_one_ranks_nan_or_infinity_is_seen_by_all(bad: float, ranks: Ranks, seed
     for name in ("int8", "int4:32:hadamard"):
         partials = torch.randn(2, 300)
         partials[random.randrange(2), 140] = bad
-        assert_sums(ranks, 2, name, [partials])
+        assert_all_reduced(ranks, 2, name, [partials])
         group = parse_scheme(name).group or 0
         expected = torch.arange(300) // group == 140 // group
-        assert torch.equal(ranks.run(2, sums_of, name, [partials])[1][0].isnan(), expected)
+        assert torch.equal(ranks.run(2, all_reduced, name, [partials])[1][0].isnan(), expected)
 
 
 def chunked(world: World, partials: Tensor, chunks: list[int]) -> list[Tensor]:

@@ -19,7 +19,7 @@ from comm.quantized import quantized_all_reduce
 from communicators import choose
 from errors import UserError
 from tests import ROOT
-from tests.comm.test_symmetric import everyones_bits
+from tests.comm.test_symmetric import bits_by_rank
 from tests.support.ranks import Ranks
 from tp import World
 
@@ -32,8 +32,8 @@ EXACT = (torch.float32, torch.float16)
 
 def values(generator: torch.Generator, world: World, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """This rank's random values: groups of different magnitudes, some constant, some zero, some halfway between codes."""
-    everyones = torch.randn(world.world_size, *shape, generator=generator)
-    flat = everyones.view(world.world_size, -1)
+    by_rank = torch.randn(world.world_size, *shape, generator=generator)
+    flat = by_rank.view(world.world_size, -1)
     for begin in range(0, flat.shape[1], 48):
         part = flat[:, begin : begin + 48]
         part *= 10.0 ** torch.randint(-3, 4, (1, 1), generator=generator)
@@ -42,7 +42,7 @@ def values(generator: torch.Generator, world: World, *shape: int, dtype: torch.d
             part[:] = (0.0, -0.0, 3.25)[kind]
         elif kind == 3:
             part[:] = torch.arange(part.shape[1]) % 31 - 15.5
-    return everyones[world.rank].to(dtype)
+    return by_rank[world.rank].to(dtype)
 
 
 def same_bits(got: Tensor, expected: Tensor) -> bool:
@@ -76,7 +76,7 @@ def wrong_sums(world: World, names: list[str], units: list[float], seed: int) ->
                 mine[place] = bad
             expected = quantized_all_reduce(mine, scheme, None)
             total = comm.begin_all_reduce(mine.clone(), overlap).wait()
-            if not same_bits(total, expected) or len(set(everyones_bits(total.nan_to_num(7)))) != 1:
+            if not same_bits(total, expected) or len(set(bits_by_rank(total.nan_to_num(7)))) != 1:
                 found.append(f"{name} {n} {dtype} {overlap=} {bad}")
             if bool(total[place].isnan()) != (bad != 1.5):
                 found.append(f"{name}: {bad} became {total[place]}")
@@ -101,18 +101,18 @@ def test_other_groups_and_no_zero_points(interpreters: Ranks, seed: int) -> None
 
 def wrong_pieces(world: World, seed: int) -> list[str]:
     """Sizes whose all-reduce is wrong. Some take several launches, which leave old bytes in the buffers for later ones."""
-    from comm.quantized_symmetric import wire_of
+    from comm.quantized_symmetric import wire_format_of
     from comm.workspace import open_workspace
-    from kernels.quantized_all_reduce import SUM, quantized_sum
+    from kernels.quantized_all_reduce import BLOCKING, quantized_sum
 
     scheme, generator, found = parse_scheme("int6:64"), torch.Generator().manual_seed(seed), []
-    wire = wire_of(scheme)
+    wire = wire_format_of(scheme)
     assert wire is not None
     workspace = open_workspace(wire.buffer_bytes, 4096, CPU)
     exchange = workspace.exchange
     for n in (5000, 10, 0, 4096):
         mine = values(generator, world, n)
-        total = quantized_sum(mine, wire, exchange, replace(SUM, block=512, programs=3))
+        total = quantized_sum(mine, wire, exchange, replace(BLOCKING, block=512, programs=3))
         if n and not same_bits(total, quantized_all_reduce(mine, scheme, None)):
             found.append(str(n))
     launches = sum(-(-n // (4096 // (512 * world.world_size) * 512 * world.world_size)) for n in (5000, 10, 4096))
@@ -149,7 +149,7 @@ def wrong_norms(world: World, names: list[str], seed: int) -> list[str]:
             bound = 4 * torch.finfo(dtype).eps * exact.abs() + 1e-6
             if not same_bits(total, expected) or not bool(((normed.double() - exact).abs() <= bound).all()):
                 found.append(f"{name} {rows} {width} {dtype}")
-            if len(set(everyones_bits(normed))) != 1:
+            if len(set(bits_by_rank(normed))) != 1:
                 found.append(f"ranks differ: {name} {rows} {width} {dtype}")
         comm.check()
     return found
@@ -195,7 +195,7 @@ def lone_wait(world: World) -> list[str]:
     from comm.quantized_symmetric import QuantizedSymmetricCommunicator
 
     comm = QuantizedSymmetricCommunicator(parse_scheme("int8"), CPU)
-    comm.blocking.workspace.exchange = replace(comm.blocking.workspace.exchange, patience=20)
+    comm.blocking.workspace.exchange = replace(comm.blocking.workspace.exchange, max_polls=20)
     if world.rank == 0:
         comm.all_reduce(torch.ones(100))
         with pytest.raises(RuntimeError, match="rank 0 timed out"):
@@ -210,17 +210,17 @@ def test_a_rank_that_times_out_says_so(interpreters: Ranks) -> None:
 
 
 def refusals(world: World) -> list[str]:
-    from comm.quantized_symmetric import QuantizedSymmetricCommunicator, wire_of
+    from comm.quantized_symmetric import QuantizedSymmetricCommunicator, wire_format_of
     from comm.workspace import open_workspace
-    from kernels.quantized_all_reduce import SUM, quantized_add_norm, quantized_sum
+    from kernels.quantized_all_reduce import BLOCKING, quantized_add_norm, quantized_sum
 
-    wire = wire_of(parse_scheme("int8:64"))
+    wire = wire_format_of(parse_scheme("int8:64"))
     assert wire is not None
     workspace = open_workspace(wire.buffer_bytes, 1024, CPU)
     exchange = workspace.exchange
     x, said = torch.ones(2, 96), []
     for call in (
-        lambda: quantized_sum(torch.ones(9), wire, exchange, replace(SUM, block=1024)),
+        lambda: quantized_sum(torch.ones(9), wire, exchange, replace(BLOCKING, block=1024)),
         lambda: quantized_add_norm(x, x, x[0], 1e-5, wire, exchange),
         lambda: QuantizedSymmetricCommunicator(parse_scheme("int8:hadamard"), CPU),
     ):
@@ -240,14 +240,14 @@ def test_what_does_not_fit_is_refused(interpreters: Ranks) -> None:
         assert other == "QuantizedGlooCommunicator"
 
 
-def least_room(processors: int, first: int, first_warps: int, warps: int) -> int:
-    """How many programs of `warps` warps fit on a GPU of `processors` SMs together with `first` programs of `first_warps`
+def fewest_free_slots(sms: int, first: int, first_warps: int, warps: int) -> int:
+    """How many programs of `warps` warps fit on a GPU of `sms` SMs together with `first` programs of `first_warps`
     warps, if the latter are distributed over the SMs in the worst way."""
     from kernels.quantized_all_reduce import WARPS_OF_SM
 
     room = [(WARPS_OF_SM - k * first_warps) // warps for k in range(WARPS_OF_SM // first_warps + 1)]
     least = {0: 0}  # fewest places, by number of first programs on the SMs so far
-    for _ in range(processors):
+    for _ in range(sms):
         after: dict[int, int] = {}
         for placed, places in least.items():
             for k, more in enumerate(room):
@@ -257,15 +257,15 @@ def least_room(processors: int, first: int, first_warps: int, warps: int) -> int
     return least[first]
 
 
-@pytest.mark.parametrize("processors", [8, 56, 84, 108, 114, 132, 144])
-def test_what_waits_fits_a_gpu_however_it_is_spread(processors: int) -> None:
-    from comm.quantized_symmetric import shares_of_gpu
+@pytest.mark.parametrize("sms", [8, 56, 84, 108, 114, 132, 144])
+def test_kernels_that_wait_fit_a_gpu_in_any_distribution(sms: int) -> None:
+    from comm.quantized_symmetric import launch_tilings
     from kernels.quantized_all_reduce import MAX_REGISTERS, WARPS_OF_SM
 
     assert WARPS_OF_SM * 32 * MAX_REGISTERS == 65536  # the registers of an SM
-    blocking, overlapped, norm = shares_of_gpu(processors)
+    blocking, overlapped, norm = launch_tilings(sms)
     for first, second in ((blocking, overlapped), (overlapped, blocking), (norm, overlapped), (overlapped, norm)):
-        room = least_room(processors, first.programs, first.warps, second.warps)
+        room = fewest_free_slots(sms, first.programs, first.warps, second.warps)
         assert second.programs <= room, f"{second} with {first}"
 
 

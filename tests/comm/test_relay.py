@@ -26,33 +26,33 @@ CPU = torch.device("cpu")
 TOKEN = 96  # values of a token
 
 
-def everyones_bytes(x: Tensor) -> set[bytes]:
-    everyones: list[bytes] = [b""] * dist.get_world_size()
-    dist.all_gather_object(everyones, x.contiguous().view(torch.uint8).numpy().tobytes())
-    return set(everyones)
+def distinct_results(x: Tensor) -> set[bytes]:
+    by_rank: list[bytes] = [b""] * dist.get_world_size()
+    dist.all_gather_object(by_rank, x.contiguous().view(torch.uint8).numpy().tobytes())
+    return set(by_rank)
 
 
-def wrong_sums(world: World, name: str | None, sizes: list[int], area: int, seed: int) -> list[str]:
+def wrong_sums(world: World, name: str | None, sizes: list[int], capacity: int, seed: int) -> list[str]:
     """Messages whose all-reduce is wrong. Ranks start after random delays. All have several chunks, long ones several pieces."""
     import comm.relay
 
-    comm.relay.LEAST_CHUNK, comm.relay.LONGEST_CHUNK = 64, 3000
+    comm.relay.MIN_CHUNK, comm.relay.MAX_CHUNK = 64, 3000
     scheme, draw = None if name is None else parse_scheme(name), random.Random(seed + world.rank)
-    ours, generator, found = RelayCommunicator(scheme, CPU, area=area), torch.Generator().manual_seed(seed), []
+    ours, generator, found = RelayCommunicator(scheme, CPU, capacity=capacity), torch.Generator().manual_seed(seed), []
     for size in sizes:
         dtype = (torch.float32, torch.bfloat16, torch.float16)[size % 3]
         shape = (size // TOKEN + 1, TOKEN) if name and "token" in name else (size,)
-        everyones = torch.randn(world.world_size, *shape, generator=generator).to(dtype)
+        by_rank = torch.randn(world.world_size, *shape, generator=generator).to(dtype)
         time.sleep(draw.random() * 0.02)
-        total = ours.all_reduce(everyones[world.rank].clone())
+        total = ours.all_reduce(by_rank[world.rank].clone())
         if scheme is None:
-            expected = everyones[0].float()
-            for part in everyones[1:]:
+            expected = by_rank[0].float()
+            for part in by_rank[1:]:
                 expected = expected + part
             same = torch.equal(total, expected.to(dtype))
         else:
-            same = torch.equal(total, quantized_all_reduce(everyones[world.rank], scheme, None))
-        if not same or total.dtype != dtype or len(everyones_bytes(total)) != 1:
+            same = torch.equal(total, quantized_all_reduce(by_rank[world.rank], scheme, None))
+        if not same or total.dtype != dtype or len(distinct_results(total)) != 1:
             found.append(f"{size} {dtype}")
     ours.check()
     return found
@@ -62,21 +62,21 @@ def wrong_sums(world: World, name: str | None, sizes: list[int], area: int, seed
 @pytest.mark.parametrize("name", [None, "int8", "int6:64", "int4:token:hadamard"])
 def test_the_same_bits_as_the_definition(ranks: Ranks, name: str | None, n: int, seed: int) -> None:
     sizes = [1, 64, 1000, 30000, *(random.randrange(2, 30000) for _ in range(8))]
-    area = CHUNKS * ALIGNMENT + random.choice([1 << 13, 1 << 15])
-    assert ranks.run(n, wrong_sums, name, sizes, area, seed) == [[]] * n, f"seed {seed}"
+    capacity = CHUNKS * ALIGNMENT + random.choice([1 << 13, 1 << 15])
+    assert ranks.run(n, wrong_sums, name, sizes, capacity, seed) == [[]] * n, f"seed {seed}"
 
 
 def wrong_with_short_messages(world: World, seed: int) -> list[str]:
     from tests.comm.test_symmetric import SHORT, symmetric
 
-    short = symmetric("one-shot", "host")
+    one_shot = symmetric("one-shot", "host")
     scheme, generator, found = parse_scheme("int4"), torch.Generator().manual_seed(seed), []
-    ours = RelayCommunicator(scheme, CPU, area=1 << 18, short=short)
+    ours = RelayCommunicator(scheme, CPU, capacity=1 << 18, one_shot=one_shot)
     for size, overlap in [(1000, False), (1 << 15, True), (128, True), (1 << 15, False), (7, False)]:
-        everyones = torch.randn(world.world_size, size, generator=generator)
-        mine = everyones[world.rank]
+        by_rank = torch.randn(world.world_size, size, generator=generator)
+        mine = by_rank[world.rank]
         total = ours.begin_all_reduce(mine.clone(), overlap).wait()
-        exact = everyones.sum(0)
+        exact = by_rank.sum(0)
         near = bool(((total - exact).abs() <= 1e-5).all())
         if near != (4 * size <= SHORT) or not (near or torch.equal(total, quantized_all_reduce(mine, scheme, None))):
             found.append(f"{size} {overlap=}")
@@ -93,7 +93,7 @@ def test_short_messages_are_summed_as_they_are(interpreters: Ranks, seed: int) -
 
 
 def empty(world: World) -> list[int]:
-    return list(RelayCommunicator(None, CPU, area=1 << 14).all_reduce(torch.zeros(0, 5)).shape)
+    return list(RelayCommunicator(None, CPU, capacity=1 << 14).all_reduce(torch.zeros(0, 5)).shape)
 
 
 def test_an_empty_sum_is_empty(ranks: Ranks) -> None:
@@ -105,7 +105,7 @@ def lone_wait(world: World) -> str:
     import comm.relay
 
     comm.relay.TIMEOUT = 0.1
-    ours = RelayCommunicator(None, CPU, area=1 << 14)
+    ours = RelayCommunicator(None, CPU, capacity=1 << 14)
     if world.rank == 1:
         return ""
     ours.all_reduce(torch.ones(100))

@@ -34,8 +34,8 @@ STEPS = {torch.float32: 8, torch.float16: 1, torch.bfloat16: 2}
 
 def partials(world: World, generator: torch.Generator, *shape: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(This rank's random partial, the exact sum of all ranks' partials in fp64.) All ranks draw the same numbers."""
-    everyones = (torch.randn(world.world_size, *shape, generator=generator) * 3).to(dtype)
-    return everyones[world.rank].clone(), everyones.double().sum(0)
+    by_rank = (torch.randn(world.world_size, *shape, generator=generator) * 3).to(dtype)
+    return by_rank[world.rank].clone(), by_rank.double().sum(0)
 
 
 def close(got: Tensor, exact: Tensor, steps: int, scale: Tensor | None = None) -> bool:
@@ -56,10 +56,10 @@ def symmetric(kind: Any, memory: Any = "peer") -> Any:
         return module.SymmetricCommunicator(kind, CPU, memory=memory)
 
 
-def everyones_bits(x: Tensor) -> list[bytes]:
-    everyones: list[bytes] = [b""] * dist.get_world_size()
-    dist.all_gather_object(everyones, x.contiguous().view(torch.uint8).numpy().tobytes())
-    return everyones
+def bits_by_rank(x: Tensor) -> list[bytes]:
+    by_rank: list[bytes] = [b""] * dist.get_world_size()
+    dist.all_gather_object(by_rank, x.contiguous().view(torch.uint8).numpy().tobytes())
+    return by_rank
 
 
 def wrong_sums(world: World, kind: Any, memory: Any, seed: int) -> list[str]:
@@ -75,7 +75,7 @@ def wrong_sums(world: World, kind: Any, memory: Any, seed: int) -> list[str]:
         if draw.random() < 0.3:  # not aligned to 4 bytes for 16-bit values
             partial = torch.cat((partial[:1], partial))[1:]
         total = comm.begin_all_reduce(partial, overlap).wait()
-        if not close(total, exact, STEPS[dtype]) or total.dtype != dtype or len(set(everyones_bits(total))) != 1:
+        if not close(total, exact, STEPS[dtype]) or total.dtype != dtype or len(set(bits_by_rank(total))) != 1:
             found.append(f"{n} {dtype} {overlap=}")
     comm.check()
     return found
@@ -106,7 +106,7 @@ def wrong_norms(world: World, kind: Any, memory: Any, seed: int) -> list[str]:
         sums_close = close(total, x.double() + exact, STEPS[dtype], x.abs() + exact.abs())
         if not sums_close or not close(normed, expected, 2 * STEPS[dtype]):
             found.append(f"{rows} {width} {dtype}")
-        if len(set(everyones_bits(total)) | set(everyones_bits(normed))) > 2:
+        if len(set(bits_by_rank(total)) | set(bits_by_rank(normed))) > 2:
             found.append(f"ranks differ: {rows} {width} {dtype}")
     comm.check()
     return found
@@ -161,7 +161,7 @@ def sums_around(world: World, epoch: int, memory: Any, seed: int) -> list[str]:
     workspace = open_workspace(one_shot_bytes, 4096, CPU, memory=memory)
     exchange = workspace.exchange
     generator, found = torch.Generator().manual_seed(seed), []
-    # 2^31 launches earlier, a longer message left words with the flags of the launches after the sweep
+    # 2^31 launches earlier, a longer message left words with the flags of the launches after the zeroing
     before = epoch - 2**31
     if before >= 0:
         for stale in (before + 1, before + 2):  # leave such words in each slot
@@ -175,19 +175,19 @@ def sums_around(world: World, epoch: int, memory: Any, seed: int) -> list[str]:
     if set(exchange.epochs.tolist()) != {epoch + 3}:
         found.append(f"counters {set(exchange.epochs.tolist())}")
     dist.barrier()  # the other rank has sent everything
-    for name, words in boxes(exchange).items():
+    for name, words in receive_buffers(exchange).items():
         values = words.view(torch.float32)[::2]
         if bool((values == 1e6).any()):
             found.append(f"old words in the {name}")
     return found
 
 
-def boxes(exchange: Any) -> dict[str, Tensor]:
-    """The memory in which words arrive at this rank, as int64: its own buffer and, if it has one, its inbox."""
+def receive_buffers(exchange: Any) -> dict[str, Tensor]:
+    """The memory that receives words for this rank, as int64: its own buffer and, if it has one, its host buffer."""
     from kernels.all_reduce import one_shot_bytes
 
     size = one_shot_bytes(exchange.world_size, exchange.capacity) // 8
-    addresses = {"buffer": exchange.peers[-1]} | ({} if exchange.inbox is None else {"inbox": exchange.inbox})
+    addresses = {"buffer": exchange.peers[-1]} | ({} if exchange.host_buffer is None else {"host": exchange.host_buffer})
     return {
         name: torch.frombuffer((ctypes.c_int64 * size).from_address(address), dtype=torch.int64)
         for name, address in addresses.items()
@@ -209,7 +209,7 @@ def test_flags_wrap_around(interpreters: Ranks, epoch: int, memory: str, seed: i
     assert interpreters.run(2, sums_around, epoch, memory, seed) == [[], []], f"seed {seed}"
 
 
-def wrong_gathers_behind_a_late_program(world: World, memory: Any, blocks: int, first: int, seed: int) -> list[str]:
+def wrong_gathers_with_a_late_program(world: World, memory: Any, blocks: int, first: int, seed: int) -> list[str]:
     """Gathers with a wrong result, of six launches from number `first` on, for workspaces of several sizes.
 
     Rank 0's last program sends to rank 0 itself, so no other rank waits for it. It begins only when the last rank has sent its
@@ -231,7 +231,7 @@ def wrong_gathers_behind_a_late_program(world: World, memory: Any, blocks: int, 
 
     def await_first_block(launch: int, exchange: Any) -> None:
         slot, source = (launch + 1) & 1, world.world_size - 1
-        *_, words = boxes(exchange).values()
+        *_, words = receive_buffers(exchange).values()
         arrived = words.view(2, world.world_size, -1)[slot, source, :1]
         deadline = time.monotonic() + 100.0
         while flags(arrived) != {flag_of(launch + 1)}:
@@ -244,9 +244,9 @@ def wrong_gathers_behind_a_late_program(world: World, memory: Any, blocks: int, 
         for capacity in range(blocks, blocks + 2 * world.world_size):  # in blocks
             workspace = open_workspace(one_shot_bytes, 4 * block * capacity, CPU, memory=memory)
             # rank 0 gives up, and fails, long before the other ranks do
-            exchange = replace(workspace.exchange, patience=100_000) if world.rank == 0 else workspace.exchange
+            exchange = replace(workspace.exchange, max_polls=100_000) if world.rank == 0 else workspace.exchange
             exchange.epochs.fill_(first - 1)
-            for words in boxes(exchange).values() if first > 1 else ():
+            for words in receive_buffers(exchange).values() if first > 1 else ():
                 words.fill_((flag_of(first - 1000) - 2**32) << 32)
             dist.barrier()
             for launch in launches:
@@ -258,7 +258,7 @@ def wrong_gathers_behind_a_late_program(world: World, memory: Any, blocks: int, 
                 if not torch.equal(gathered, shards.flatten()):
                     found.append(f"launch {launch}, {capacity} blocks")
             dist.barrier()
-            for name, words in boxes(exchange).items():
+            for name, words in receive_buffers(exchange).items():
                 if flags(words) - {0} - {flag_of(launch) for launch in launches}:
                     found.append(f"old words in the {name} of {capacity} blocks")
     return found
@@ -269,14 +269,14 @@ def wrong_gathers_behind_a_late_program(world: World, memory: Any, blocks: int, 
 def test_no_late_program_of_a_gather_zeroes_words_of_the_next(
     interpreters: Ranks, n: int, blocks: int, memory: str, first: int, seed: int
 ) -> None:
-    found = interpreters.run(n, wrong_gathers_behind_a_late_program, memory, blocks, first, seed)
+    found = interpreters.run(n, wrong_gathers_with_a_late_program, memory, blocks, first, seed)
     assert found == [[]] * n, f"seed {seed}"
 
 
 def lone_wait(world: World, kind: Any, memory: Any) -> list[str]:
     """Rank 1 does not take part; rank 0 times out."""
     comm = symmetric(kind, memory)
-    comm.blocking.workspace.exchange = replace(comm.blocking.workspace.exchange, patience=20)
+    comm.blocking.workspace.exchange = replace(comm.blocking.workspace.exchange, max_polls=20)
     if world.rank == 0:
         comm.all_reduce(torch.ones(100))
         with pytest.raises(RuntimeError, match="rank 0 timed out"):
@@ -404,7 +404,7 @@ def dies_before_the_workspace(world: World) -> None:
     open_workspace(lambda n, capacity: capacity, 1024, CPU)
 
 
-def test_ranks_do_not_wait_for_ever_for_one_that_never_opens_its_workspace(interpreters: Ranks) -> None:
+def test_opening_a_workspace_fails_if_a_rank_has_died(interpreters: Ranks) -> None:
     with pytest.raises(RankError, match="gone"):
         interpreters.run(2, dies_before_the_workspace, timeout=100.0)
 

@@ -64,7 +64,7 @@ def plain(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
 
 @dataclass
 class Pages:
-    """Sequences of given lengths in a cache. The order of its blocks is random, and unused places contain NaN."""
+    """Sequences of given lengths in a cache. The order of its blocks is random, and unused slots contain NaN."""
 
     keys: Tensor
     values: Tensor

@@ -1,4 +1,4 @@
-"""Matrix products that exchange rows tile by tile: N ranks in one process against fp64, flags, and the order of tiles."""
+"""GEMMs that exchange rows tile by tile: N ranks in one process against fp64, flags, and the order of tiles."""
 
 import time
 from dataclasses import replace
@@ -30,8 +30,8 @@ CPU_CASES: list[Case] = [
     (4, 150, 32, 64, torch.float16, Tiling(128, 64, 32, group=8, specialized=True)),
 ]
 GPU_CASES: list[Case] = [
-    (ranks, share, k, features, dtype, tiling)
-    for ranks, share, k, features in [
+    (ranks, rank_rows, k, features, dtype, tiling)
+    for ranks, rank_rows, k, features in [
         (4, 256, 512, 1024),
         (4, 300, 264, 776),
         (2, 16, 1024, 512),
@@ -43,12 +43,12 @@ GPU_CASES: list[Case] = [
 ]
 
 
-class Board:
-    """The memory of N ranks in one process: an area and flags of each owner for each source."""
+class RankMemory:
+    """The memory of N ranks in one process: for each owner, a buffer and flags for each source."""
 
-    def __init__(self, ranks: int, share: int, features: int, dtype: torch.dtype, device: str) -> None:
-        self.blocks = -(-share // BLOCK)
-        self.areas = torch.full((ranks, ranks, share, features), torch.nan, dtype=dtype, device=device)  # [owner, source]
+    def __init__(self, ranks: int, rank_rows: int, features: int, dtype: torch.dtype, device: str) -> None:
+        self.blocks = -(-rank_rows // BLOCK)
+        self.areas = torch.full((ranks, ranks, rank_rows, features), torch.nan, dtype=dtype, device=device)  # [owner, source]
         self.flags = torch.zeros(ranks, ranks, self.blocks, dtype=torch.int64, device=device)
 
     def scatter(self, source: int, x: Tensor, weight: Tensor, epoch: Tensor, tiling: Tiling) -> None:
@@ -58,8 +58,8 @@ class Board:
 
 
 def operands(case: Case, generator: torch.Generator, device: str) -> tuple[Tensor, Tensor]:
-    ranks, share, k, features, dtype, _ = case
-    x = torch.randn(ranks * share, k, generator=generator).to(device, dtype)
+    ranks, rank_rows, k, features, dtype, _ = case
+    x = torch.randn(ranks * rank_rows, k, generator=generator).to(device, dtype)
     return x, torch.randn(features, k, generator=generator).to(device, dtype) / k**0.5
 
 
@@ -68,19 +68,19 @@ def scatter_mismatches(cases: list[Case], seed: int, device: str) -> list[str]:
     generator = torch.Generator().manual_seed(seed)
     found = []
     for case in cases:
-        ranks, share, _, features, dtype, tiling = case
-        board = Board(ranks, share, features, dtype, device)
+        ranks, rank_rows, _, features, dtype, tiling = case
+        memory = RankMemory(ranks, rank_rows, features, dtype, device)
         for number in (1, 2):
             epoch = torch.tensor([number], dtype=torch.int64, device=device)
-            board.areas.fill_(torch.nan)
+            memory.areas.fill_(torch.nan)
             for source in range(ranks):
                 x, weight = operands(case, generator, device)
-                board.scatter(source, x, weight, epoch, tiling)
-                got = board.areas[:, source].reshape(ranks * share, features)
+                memory.scatter(source, x, weight, epoch, tiling)
+                got = memory.areas[:, source].reshape(ranks * rank_rows, features)
                 if complaint := too_far(got, x.double() @ weight.double().T, x @ weight.T):
                     found.append(f"{case} source {source}: {complaint}")
-            if not torch.equal(board.flags, torch.full_like(board.flags, number)):
-                found.append(f"{case}: flags {board.flags.tolist()} at {number}")
+            if not torch.equal(memory.flags, torch.full_like(memory.flags, number)):
+                found.append(f"{case}: flags {memory.flags.tolist()} at {number}")
     return found
 
 
@@ -90,12 +90,12 @@ def gather_mismatches(cases: list[Case], seed: int, device: str) -> list[str]:
     generator = torch.Generator().manual_seed(seed)
     found = []
     for case in cases:
-        ranks, share, *_, tiling = case
+        ranks, rank_rows, *_, tiling = case
         rows, weight = operands(case, generator, device)
         epoch = torch.tensor([7], dtype=torch.int64, device=device)
         fault = torch.zeros(1, dtype=torch.int32, device=device)
         for rank in range(ranks):
-            flags = torch.full((ranks, -(-share // BLOCK) + 1), 7 + rank % 2, dtype=torch.int64, device=device)
+            flags = torch.full((ranks, -(-rank_rows // BLOCK) + 1), 7 + rank % 2, dtype=torch.int64, device=device)
             flags[rank] = 0
             got = all_gather_gemm(rows, weight, flags, epoch, rank, fault, tiling)
             if complaint := too_far(got, rows.double() @ weight.double().T, rows @ weight.T):
@@ -103,15 +103,15 @@ def gather_mismatches(cases: list[Case], seed: int, device: str) -> list[str]:
         if int(fault):
             found.append(f"{case}: fault {int(fault)}")
         if ranks > 1:
-            flags[0, (share - 1) // BLOCK] = 6
-            all_gather_gemm(rows, weight, flags, epoch, ranks - 1, fault, tiling, patience=3)
+            flags[0, (rank_rows - 1) // BLOCK] = 6
+            all_gather_gemm(rows, weight, flags, epoch, ranks - 1, fault, tiling, max_polls=3)
             if int(fault) != 5:
                 found.append(f"{case}: fault {int(fault)} though a block is missing")
     return found
 
 
 def late_rows_mismatches(tiling: Tiling, seed: int) -> list[str]:
-    """Check a product that runs while a second stream copies and then announces the rows of each source. The tiling must leave
+    """Check a product that runs while a second stream copies the rows of each source and then sets their flags. The tiling must leave
     SMs to these copies."""
     case = (4, 384, 2048, 4096, torch.bfloat16, tiling)
     source, weight = operands(case, torch.Generator().manual_seed(seed), "cuda")
@@ -135,27 +135,27 @@ def late_rows_mismatches(tiling: Tiling, seed: int) -> list[str]:
 
 
 def replay_mismatches(seed: int) -> list[str]:
-    """Check replays of a CUDA graph that advances the epoch and multiplies. Every replay must announce its own epoch."""
+    """Check replays of a CUDA graph that advances the epoch and multiplies. Every replay must set the flags to its own epoch."""
     generator = torch.Generator().manual_seed(seed)
     case = (4, 144, 512, 768, torch.bfloat16, default_tiling(576, 768, 512, 4))
     x, weight = operands(case, generator, "cuda")
-    board = Board(4, 144, 768, torch.bfloat16, "cuda")
+    memory = RankMemory(4, 144, 768, torch.bfloat16, "cuda")
     epoch = torch.zeros(1, dtype=torch.int64, device="cuda")
-    board.scatter(2, x, weight, epoch, case[-1])
+    memory.scatter(2, x, weight, epoch, case[-1])
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         epoch.add_(1)
-        board.scatter(2, x, weight, epoch, case[-1])
+        memory.scatter(2, x, weight, epoch, case[-1])
     found = []
     for number in range(1, 101):
-        board.areas.fill_(torch.nan)
+        memory.areas.fill_(torch.nan)
         x.copy_(torch.randn(x.shape, generator=generator))
         graph.replay()
-        if complaint := too_far(board.areas[:, 2].reshape(len(x), 768), x.double() @ weight.double().T, x @ weight.T):
+        if complaint := too_far(memory.areas[:, 2].reshape(len(x), 768), x.double() @ weight.double().T, x @ weight.T):
             found.append(f"replay {number}: {complaint}")
-        if not bool((board.flags[:, 2] == number).all()):
-            found.append(f"replay {number}: flags {board.flags[:, 2].tolist()}")
+        if not bool((memory.flags[:, 2] == number).all()):
+            found.append(f"replay {number}: flags {memory.flags[:, 2].tolist()}")
     return found
 
 
@@ -189,29 +189,29 @@ def wrong_orders(seed: int, rows: list[int]) -> list[str]:
     """`rows`: the list to which the first row of each computed tile is appended."""
     generator = torch.Generator().manual_seed(seed)
     found = []
-    alone = Tiling(64, 32, 32, stages=2, group=2, spare=2)  # one program: of 3 SMs in the interpreter, 2 are left free
-    for ranks, share, expected in [
+    alone = Tiling(64, 32, 32, stages=2, group=2, free_sms=2)  # one program: of 3 SMs in the interpreter, 2 are left free
+    for ranks, rank_rows, expected in [
         (4, 144, (turns(144, (2, 3, 0, 1)), turns(144, (1, 0, 3, 2)))),
         (2, 80, (turns(80, (0, 1)), turns(80, (1, 0)))),
         (4, 32, ([64, 0, 64, 0], [0, 64, 0, 64])),  # two owners share a tile
     ]:
-        case = (ranks, share, 32, 64, torch.float32, alone)
-        board, (x, weight) = Board(ranks, share, 64, torch.float32, "cpu"), operands(case, generator, "cpu")
+        case = (ranks, rank_rows, 32, 64, torch.float32, alone)
+        memory, (x, weight) = RankMemory(ranks, rank_rows, 64, torch.float32, "cpu"), operands(case, generator, "cpu")
         epoch, fault = torch.ones(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
-        board.scatter(1, x, weight, epoch, alone)
+        memory.scatter(1, x, weight, epoch, alone)
         all_gather_gemm(x, weight, torch.ones(ranks, 2, dtype=torch.int64), epoch, 1, fault, alone)
         if rows != [*expected[0], *expected[1]]:
-            found.append(f"{ranks} x {share}: the order {rows}, not {expected}")
+            found.append(f"{ranks} x {rank_rows}: the order {rows}, not {expected}")
         rows.clear()
     return found
 
 
-def turns(share: int, owners: tuple[int, ...]) -> list[int]:
+def turns(rank_rows: int, owners: tuple[int, ...]) -> list[int]:
     """The first rows of the tiles in order, for tiles of 64 rows and two columns of tiles. In each group of two row tiles, both
     are computed for one column before the next column."""
-    tiles = list(range(0, share, 64))
+    tiles = list(range(0, rank_rows, 64))
     order = [row for i in range(0, len(tiles), 2) for _ in range(2) for row in tiles[i : i + 2]]
-    return [owner * share + row for owner in owners for row in order]
+    return [owner * rank_rows + row for owner in owners for row in order]
 
 
 def test_reduce_scatter_in_the_interpreter(interpreters: Ranks, seed: int) -> None:
@@ -250,7 +250,7 @@ def test_candidates_are_all_tilings_and_small_products_get_small_tiles() -> None
 @pytest.mark.parametrize(
     ("shapes", "complaint"),
     [
-        (((6, 16), (8, 16)), "dealt"),
+        (((6, 16), (8, 16)), "split over"),
         (((8, 12), (8, 12)), "multiples of 16 bytes"),
         (((8, 16), (8, 24)), "cannot multiply"),
         (((8, 16), (12, 16)), "multiples of 16 bytes"),
@@ -287,7 +287,7 @@ def test_all_gather_on_a_gpu(tiling: Tiling, seed: int) -> None:
 @GPU
 @pytest.mark.parametrize("tiling", TILINGS, ids=str)
 def test_rows_that_arrive_late(tiling: Tiling, seed: int) -> None:
-    assert late_rows_mismatches(replace(tiling, spare=16), seed) == [], seed
+    assert late_rows_mismatches(replace(tiling, free_sms=16), seed) == [], seed
 
 
 @GPU

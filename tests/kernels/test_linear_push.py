@@ -1,5 +1,5 @@
-"""Layers that push their partial sums give the bits of the layer followed by the one-shot all-reduce, in Triton's interpreter
-and on GPUs."""
+"""Layers that push their partial sums give the same bits as the layer followed by the one-shot all-reduce, in Triton's
+interpreter and on GPUs."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kernels.linear_config import Config, Gemv, Mma
 from tests import ROOT
-from tests.comm.test_symmetric import CPU, everyones_bits, run_programs_in_threads
+from tests.comm.test_symmetric import CPU, bits_by_rank, run_programs_in_threads
 from tests.support.ranks import Ranks
 from tp import World
 
@@ -45,14 +45,14 @@ def far_from_exact(total: Tensor, x: Tensor, weight: Tensor, residual: Tensor) -
     The interpreter truncates where a GPU rounds, so a whole unit in the last place is allowed for each.
     """
     partial = x.double() @ weight.double().T
-    everyones = [torch.zeros_like(partial) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyones, partial)
-    exact, scale = sum(everyones, residual.double()), sum((part.abs() for part in everyones), residual.double().abs())
+    by_rank = [torch.zeros_like(partial) for _ in range(dist.get_world_size())]
+    dist.all_gather(by_rank, partial)
+    exact, scale = sum(by_rank, residual.double()), sum((part.abs() for part in by_rank), residual.double().abs())
     return bool(((total.double() - exact).abs() > 2 * torch.finfo(total.dtype).eps * scale + 1e-4).any())
 
 
 def wrong_sums(world: World, cases: list[tuple[int, int, int, torch.dtype, Config | None]], seed: int) -> list[str]:
-    """Pushed sums, with and without a norm, and one-shot sums between them on the same workspace."""
+    """Pushed all-reduces, with and without a norm, and one-shot all-reduces between them on the same workspace."""
     from comm.workspace import open_workspace
     from kernels.all_reduce import one_shot, one_shot_add_norm, one_shot_bytes
     from kernels.linear import linear_with
@@ -70,12 +70,12 @@ def wrong_sums(world: World, cases: list[tuple[int, int, int, torch.dtype, Confi
         linear_push(x, weight, ours, chosen)
         total, normed = receive_add_norm(residual, scale, 1e-5, ours)
         if draw.random() < 0.5 and not torch.equal(one_shot(partial, ours), expected[2]):
-            found.append(f"{rows} {n} {k} {config}: one-shot sum behind it")
+            found.append(f"{rows} {n} {k} {config}: one-shot all-reduce after it")
         linear_push(x[None], weight, ours, chosen)
         got = total, normed, receive((rows, n), dtype, ours)
         if not all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)):
             found.append(f"{rows} {n} {k} {config}: other bits")
-        if far_from_exact(total, x, weight, residual) or len(set(everyones_bits(torch.stack(got)))) != 1:
+        if far_from_exact(total, x, weight, residual) or len(set(bits_by_rank(torch.stack(got)))) != 1:
             found.append(f"{rows} {n} {k} {config}: not the sum")
     return found + ([f"fault {int(ours.fault)}"] if int(ours.fault) else [])
 
@@ -100,7 +100,7 @@ def test_what_is_pushed_is_summed_as_one_shot_sums_it(interpreters: Ranks, n: in
 
 
 def sums_around(world: World, epoch: int, seed: int) -> list[str]:
-    """Check sums while the launch counters pass `epoch`. The buffers contain old words with the flags of launches to come."""
+    """Check all-reduces while the epoch passes `epoch`. The buffers contain old words with the flags of later launches."""
     from comm.workspace import open_workspace
     from kernels.all_reduce import one_shot, one_shot_bytes
     from kernels.linear import linear_with
@@ -110,7 +110,7 @@ def sums_around(world: World, epoch: int, seed: int) -> list[str]:
     ours, other = (workspace.exchange for workspace in workspaces)
     before, found = epoch - 2**31, []
     if before > 0:
-        # 2^31 launches earlier, a longer message left words. Their flags come again after the sweep, which must zero them.
+        # 2^31 launches earlier, a longer message left words. Their flags repeat after they must have been zeroed.
         for stale in (before + 1, before + 2):
             ours.epochs.fill_(stale - 1)
             one_shot(torch.full((1000,), 1e6), ours)
@@ -137,14 +137,14 @@ def lone_wait(world: World) -> list[int]:
     from kernels.linear_push import linear_push, receive
 
     workspace = open_workspace(one_shot_bytes, 4096, CPU)
-    exchange = replace(workspace.exchange, patience=20)
+    exchange = replace(workspace.exchange, max_polls=20)
     if world.rank == 0:
         linear_push(*layer(world, 0, 1, 64, 64, FP16), exchange)
         receive((1, 64), FP16, exchange)
     return [int(exchange.fault)]
 
 
-def test_a_rank_that_waits_in_vain_says_so(interpreters: Ranks) -> None:
+def test_a_rank_that_times_out_says_so(interpreters: Ranks) -> None:
     assert interpreters.run(2, lone_wait) == [[1], [0]]
 
 

@@ -35,8 +35,8 @@ def rotate64(x: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:
     all implementations here."""
     a, b = x.double().chunk(2, dim=-1)
     angles = (positions[:, None].float() * frequencies).double()[:, None]
-    turned = torch.complex(a, b) * torch.polar(torch.ones_like(angles), angles)
-    return torch.cat((turned.real, turned.imag), dim=-1)
+    rotated = torch.complex(a, b) * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat((rotated.real, rotated.imag), dim=-1)
 
 
 def no_worse(name: str, got: Tensor, plain: Tensor, exact: Tensor) -> list[str]:
@@ -95,22 +95,22 @@ def rope_faults(rope_store: Callable, device: str, dtype: torch.dtype) -> list[s
         qkv = torch.randn(tokens, features + 8, device=device).to(dtype)[:, :features]
         positions = torch.randint(0, 20000, (tokens,), device=device)
         frequencies = (1 / 10000 ** (torch.arange(0, head_dim, 2) / head_dim)).to(device)
-        places = torch.randperm(rows, device=device)[:tokens]
+        slots = torch.randperm(rows, device=device)[:tokens]
         padding = torch.zeros(tokens, dtype=torch.bool, device=device)
         padding[tokens // 2] = tokens > 1
-        places[padding] = -1
+        slots[padding] = -1
         cache = [torch.randn(rows, n_kv_heads, head_dim, device=device).to(dtype) for _ in range(2)]
         weights = [torch.randn(head_dim, device=device).to(dtype) if normed else None for _ in range(2)]
         expected = [x.clone() for x in cache]
         plain = [x.clone() for x in cache]
-        queries = rope_store(qkv, positions, frequencies, places, *cache, *weights, EPS)
+        queries = rope_store(qkv, positions, frequencies, slots, *cache, *weights, EPS)
 
         q, k, v = qkv.unflatten(-1, (-1, head_dim)).split((n_heads, n_kv_heads, n_kv_heads), dim=1)
-        plain_q = rope_store_reference(qkv, positions, frequencies, places, *plain, *weights, EPS)
+        plain_q = rope_store_reference(qkv, positions, frequencies, slots, *plain, *weights, EPS)
         if weights[0] is not None and weights[1] is not None:
             q, k = (norm64(x, w) for x, w in zip((q, k), weights, strict=True))
         found += no_worse(f"{name} q", queries, plain_q, rotate64(q, positions, frequencies))
-        stored = places[~padding]
+        stored = slots[~padding]
         exact_k = rotate64(k, positions, frequencies)[~padding]
         found += no_worse(f"{name} k", cache[0][stored], plain[0][stored], exact_k)
         expected[1][stored] = v[~padding]

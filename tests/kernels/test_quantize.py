@@ -14,10 +14,10 @@ from comm.quantize import (
     Format,
     dequantize_sum,
     dequantize_sum_reference,
+    hadamard_transform,
     quantize,
     quantize_reference,
     relative_error,
-    rotate,
     wire_bytes,
 )
 from errors import UserError
@@ -238,7 +238,7 @@ def test_int6_lies_between_int4_and_int8(seed: int) -> None:
     assert errors[0] < 0.1 * errors[1] < 0.1 * errors[2]
 
 
-# --- the rotation ------------------------------------------------------------------------------------------------------------
+# --- the Hadamard transform --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("group", "block"), [(16, 16), (128, 128), (192, 64), (12, 4)])
@@ -248,15 +248,15 @@ def test_rotation_is_sylvesters_matrix_and_its_own_inverse(group: int, block: in
         matrix = np.kron([[1, 1], [1, -1]], matrix)
     x = torch.randn(5, group)
     expected = x.double().view(5, -1, block) @ torch.from_numpy(matrix) / block**0.5
-    assert (rotate(x) - expected.view(5, group)).abs().max() < 1e-5
-    assert (rotate(rotate(x)) - x).abs().max() < 1e-5
+    assert (hadamard_transform(x) - expected.view(5, group)).abs().max() < 1e-5
+    assert (hadamard_transform(hadamard_transform(x)) - x).abs().max() < 1e-5
 
 
 def test_rotation_helps_a_coarse_group_with_an_outlier(seed: int) -> None:
     x = torch.randn(8, 1024)
     x[:, 17] = 100
-    turned = rotate(read_again(rotate(x), INT4))
-    assert (turned - x).square().mean() < 0.5 * (read_again(x, INT4) - x).square().mean()
+    transformed = hadamard_transform(read_again(hadamard_transform(x), INT4))
+    assert (transformed - x).square().mean() < 0.5 * (read_again(x, INT4) - x).square().mean()
 
 
 # --- names -------------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Tokens drawn from parts of the vocabulary are the same as those that the sampler draws from the whole vocabulary."""
+"""Tokens sampled from shards of the vocabulary equal those that the sampler samples from the whole vocabulary."""
 
 import math
 import random

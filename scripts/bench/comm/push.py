@@ -26,7 +26,7 @@ from tp import World
 
 WIDTH = 8192  # of a residual stream
 CAPACITY = 256 << 10  # bytes of a message: 16 rows
-PATIENCE = 1 << 26  # polls before a kernel gives up: several seconds, enough for another rank to compile
+MAX_POLLS = 1 << 26  # polls before a kernel gives up: several seconds, enough for another rank to compile
 COLUMNS = {"o": 2048, "down": 7168}  # columns of a layer's weight
 EACH = 10  # number of weights per layer
 ROWS = (1, 2, 4, 8, 16)
@@ -46,7 +46,7 @@ class Bench(Parts):
         super().__init__(world, seconds)
         self.opened = [open_workspace(one_shot_bytes, CAPACITY, world.device) for _ in range(2)]
         for workspace in self.opened:
-            workspace.exchange = replace(workspace.exchange, patience=PATIENCE)
+            workspace.exchange = replace(workspace.exchange, max_polls=MAX_POLLS)
         self.pushed, self.other = (workspace.exchange for workspace in self.opened)
         self.norm = self.common(WIDTH)
         self.weights = {name: [self.weight(WIDTH, k) for _ in range(EACH)] for name, k in COLUMNS.items()}

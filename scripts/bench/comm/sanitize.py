@@ -16,7 +16,7 @@ from comm.interface import Communicator
 from comm.quantize import WIDTHS, parse_scheme
 from comm.quantized_symmetric import QuantizedSymmetricCommunicator
 from comm.relay import RelayCommunicator
-from comm.row_buffers import RowBuffers, Share
+from comm.row_buffers import RowBuffers, RowShard
 from comm.symmetric import KINDS, SymmetricCommunicator
 from kernels import fused_rows, linear_push
 
@@ -47,12 +47,12 @@ def pushes(comm: SymmetricCommunicator) -> None:
 
 
 def pairs() -> None:
-    buffers, share = RowBuffers(DEVICE, None, 1 << 22), Share(300, 768, torch.bfloat16)
+    buffers, shard = RowBuffers(DEVICE, None, 1 << 22), RowShard(300, 768, torch.bfloat16)
     for split in (*UNTILED, "tiles0"):
         for pull in (False, True):
             buffers.scatter(random(300, 512), random(768, 512), split)
-            fused_rows.reduce_norm_rows(buffers.places, random(300, 768), random(768), 1e-5)
-            buffers.gather_linear(share, random(256, 768), None, Gather(split, pull, 2))
+            fused_rows.reduce_norm_rows(buffers.layout, random(300, 768), random(768), 1e-5)
+            buffers.gather_linear(shard, random(256, 768), None, Gather(split, pull, 2))
     buffers.check()
 
 

@@ -22,17 +22,17 @@ from scripts.bench.comm.parts import Parts
 from tp import World
 
 WIDTH = 8192  # of a residual stream
-PATIENCE = 1 << 25  # polls before a kernel gives up: enough for another rank to compile, but less than LONGEST_PART
+MAX_POLLS = 1 << 25  # polls before a kernel gives up: enough for another rank to compile, but less than LONGEST_PART
 SIZES = [1 << n for n in (12, 14, 15, 16, 17, 18, 19, 20, 21, 22, 24, 26, 27)]
 
 
-def lower_patience(ours: Communicator) -> None:
+def limit_polls(ours: Communicator) -> None:
     """Make the communicator's kernels give up waiting before the part's time limit."""
     if isinstance(ours, RelayCommunicator):
-        ours.relay.patience = PATIENCE
+        ours.relay.max_polls = MAX_POLLS
     if isinstance(ours, KernelCommunicator):
         for workspace in (ours.blocking.workspace, ours.overlapped.workspace, ours.gathers):
-            workspace.exchange = replace(workspace.exchange, patience=PATIENCE)
+            workspace.exchange = replace(workspace.exchange, max_polls=MAX_POLLS)
 
 
 class Bench(Parts):
@@ -43,7 +43,7 @@ class Bench(Parts):
         self.nccl = NcclCommunicator()
         self.ours = self._over_shared_memory()
         for ours in self.ours.values():
-            lower_patience(ours)
+            limit_polls(ours)
 
     def _over_shared_memory(self) -> dict[Kind, Communicator]:
         """The communicators over shared memory. Empty if the ranks are on several hosts."""
@@ -65,7 +65,7 @@ class Bench(Parts):
         form = QuantizedSymmetricCommunicator if self.peers else RelayCommunicator
         made: dict[str, Communicator] = {name: form(parse_scheme(name), self.world.device) for name in WIDTHS}
         for ours in made.values():
-            lower_patience(ours)
+            limit_polls(ours)
         return made
 
     def exchange(self, kind: Kind) -> Exchange:

@@ -11,15 +11,15 @@ from comm.quantize import WIDTHS, parse_scheme
 from comm.quantized import QuantizedNcclCommunicator, quantized_all_reduce
 from comm.table import graph_microseconds
 from kernels.norm import add_rms_norm
-from kernels.quantized_all_reduce import Rounds, quantized_add_norm, quantized_sum
+from kernels.quantized_all_reduce import RoundTiling, quantized_add_norm, quantized_sum
 from scripts.bench.comm.all_reduce.bench import WIDTH, Bench
 from scripts.bench.comm.parts import Replays
 
 SIDE_STREAM_WIDTHS = ("int8", "int4")  # also tested on the side stream
 SIZES = [1 << n for n in (16, 18, 20, 22, 24, 26, 27)]
 TILINGS = [
-    *(Rounds(2048, 4, programs, rounds) for programs in (132, 264, 396) for rounds in (1, 4, 8)),
-    *(Rounds(4096, 8, programs, rounds) for programs in (66, 132, 264) for rounds in (2, 4)),
+    *(RoundTiling(2048, 4, programs, rounds) for programs in (132, 264, 396) for rounds in (1, 4, 8)),
+    *(RoundTiling(4096, 8, programs, rounds) for programs in (66, 132, 264) for rounds in (2, 4)),
 ]
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from comm.fused import FusedCommunicator
 from comm.fused_strategies import GATHERS, TILED, UNTILED, Gather, Split, Strategy
-from comm.row_buffers import Share
+from comm.row_buffers import RowShard
 from kernels import fused_rows
 from kernels.linear import linear
 from scripts.bench.comm.fused.tables import GEMM, TORCH, UNFUSED
@@ -105,23 +105,23 @@ class Algorithms:
         return lambda: ops.fused_all_gather_matmul(x, [weight.t()], 0, group, return_A=True)[1][0]
 
     def _fused_scatter(self, x: Tensor, weight: Tensor, split: Split) -> Call:
-        buffers, share = self.comm.buffers, Share(len(x) // self.ranks, len(weight), x.dtype)
+        buffers, shard = self.comm.buffers, RowShard(len(x) // self.ranks, len(weight), x.dtype)
 
         def call() -> Tensor:
             buffers.scatter(x, weight, split)
-            fused_rows.reduce_rows(buffers.places, share.rows, share.size, share.dtype, None)
+            fused_rows.reduce_rows(buffers.layout, shard.rows, shard.size, shard.dtype, None)
             buffers.join()
-            return buffers.my_rows(self.rank, share)
+            return buffers.my_rows(self.rank, shard)
 
         return call
 
     def _fused_gather(self, x: Tensor, weight: Tensor, gather: Gather) -> Call:
         """The fused all-gather + GEMM of rows that are in the buffer already, where the norm before the layer writes them."""
-        buffers, share = self.comm.buffers, Share(len(x), x.shape[1], x.dtype)
+        buffers, shard = self.comm.buffers, RowShard(len(x), x.shape[1], x.dtype)
 
         def call() -> Tensor:
-            fused_rows.advance(buffers.places)
-            return buffers.gather_linear(share, weight, None, gather)
+            fused_rows.advance(buffers.layout)
+            return buffers.gather_linear(shard, weight, None, gather)
 
         return call
 
@@ -129,6 +129,6 @@ class Algorithms:
         """Fill the buffers of partial sums and rows with NaNs, so that results of an earlier call cannot hide an error of a later
         one. A gather's own input rows x are written into the buffer again."""
         buffers = self.comm.buffers
-        buffers.shared.views[self.rank][buffers.places.partials :].fill_(255)
+        buffers.shared.views[self.rank][buffers.layout.partials :].fill_(255)
         if not layer.scatter:
-            buffers.my_rows(self.rank, Share(len(x), x.shape[1], x.dtype)).copy_(x)
+            buffers.my_rows(self.rank, RowShard(len(x), x.shape[1], x.dtype)).copy_(x)
