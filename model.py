@@ -87,35 +87,30 @@ class MLP(nn.Module):
         self.w_gate_up = ShardedLinear(config, shard, ("gate_proj", "up_proj"), gated=True, **factory)
         self.w_down = ShardedLinear(config, shard, ("down_proj",), **factory)
 
-    def forward(self, stream: Residual, lag: int = 0) -> Residual:
+    def forward(self, stream: Residual, lag: int = 0, next_lag: int = 0) -> Residual:
         stream, hidden = stream.read(self.norm, self.w_gate_up, lag)
-        return stream.add(hidden, self.w_down, lag)
+        return stream.add(hidden, self.w_down, next_lag)
 
 
 # --- the residual variants: one block class each -------------------------------------------------------------------------
 
 
-class StandardBlock(nn.Module):
-    """x_i = x_{i-1} + AR(h_i(x_{i-1})): attention, then MLP, each waiting for the all-reduce of the one before. The upper bound is
-    the same on a stream that sends nothing."""
-
-    lag = 0
+class SequentialBlock(nn.Module):
+    """x_i = x_{i-1} + AR(h_i(x_{i-1-lag})): attention, then MLP. With lag 0 (standard) each waits for the all-reduce of the one
+    before. With lag 1 (ladder, Algorithm 1) it computes while this all-reduce is in flight. The upper bound is standard on a
+    stream that sends nothing."""
 
     def __init__(self, config: ModelConfig, layer: int, shards: list[Shard], comm: Communicator, factory: Factory) -> None:
         super().__init__()
         norms = [RMSNorm(config.hidden_size, config.norm_eps, factory) for _ in range(2)]
         self.attention = Attention(config, layer, layer, shards[0], norms[0], factory)
         self.mlp = MLP(config, shards[0], norms[1], factory)
+        following = min(layer + 1, config.n_layers - 1)
+        self.lag, self.next_lag = (int(i in config.ladder_layers) for i in (layer, following))
 
     def forward(self, stream: Residual, frequencies: Tensor, context: AttentionContext) -> Residual:
         stream = self.attention(stream, frequencies, context, self.lag)
-        return self.mlp(stream, self.lag)
-
-
-class LadderBlock(StandardBlock):
-    """x_i = x_{i-1} + AR(h_i(x_{i-2})): while one module's all-reduce is in flight, the next computes (Algorithm 1)."""
-
-    lag = 1
+        return self.mlp(stream, self.lag, self.next_lag)
 
 
 class ParallelBlock(nn.Module):
@@ -169,11 +164,11 @@ class DesyncBlock(nn.Module):
 
 
 BLOCKS = {
-    "standard": StandardBlock,
+    "standard": SequentialBlock,
     "parallel": ParallelBlock,
-    "ladder": LadderBlock,
+    "ladder": SequentialBlock,
     "desync": DesyncBlock,
-    "upper-bound": StandardBlock,
+    "upper-bound": SequentialBlock,
 }
 
 
@@ -192,22 +187,17 @@ class Transformer(nn.Module):
         factory: Factory = {"device": device, "dtype": dtype}
         self.config = config
         self.shards = stream_shards(config, comm.rank, comm.world_size)
-        self.comm = NoCommunication(comm.rank, comm.world_size) if config.variant == "upper-bound" else comm
+        self.comm = NoCommunication(comm.rank, comm.world_size) if config.kind.speed_limit else comm
         rank = Shard(comm.rank, comm.world_size)
         self.vocab = rank.range(config, "vocab")
         self.embedding = ShardedLinear(config, rank, ("embed_tokens",), **factory)
         self.layers = nn.ModuleList(
-            self._block_class(layer)(config, layer, self.shards, self.comm, factory) for layer in range(config.n_layers)
+            BLOCKS[config.variant](config, layer, self.shards, self.comm, factory) for layer in range(config.n_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, factory)
         self.head = self.embedding if config.tie_embeddings else ShardedLinear(config, rank, ("lm_head",), **factory)
         self.frequencies: Tensor
         self.register_buffer("frequencies", rope_frequencies(config).to(device), persistent=False)
-
-    def _block_class(self, layer: int) -> type[nn.Module]:
-        if self.config.variant == "ladder" and layer not in self.config.ladder_layers:
-            return StandardBlock
-        return BLOCKS[self.config.variant]
 
     @property
     def attention_slots(self) -> int:
@@ -244,11 +234,11 @@ class Transformer(nn.Module):
         """(B, T) ids to the last residual stream (B, T, C), before the final norm."""
         x = self.embed(tokens)
         # desync: the streams begin equal; the last module of all reduces, so they end equal
-        desync = self.config.variant == "desync"
-        stream: Any = [Residual(x, Local())] * len(self.shards) if desync else Residual(x, self.comm)
+        streams = self.config.kind.streams
+        stream: Any = [Residual(x, Local())] * len(self.shards) if streams else Residual(x, self.comm)
         for layer in self.layers:
             stream = layer(stream, self.frequencies, context)
-        return stream[0].x if desync else stream.finish()
+        return stream[0].x if streams else stream.finish()
 
     def forward(self, tokens: Tensor, context: AttentionContext) -> Tensor:
         """(B, T) int64 ids to (B, T, vocab_size) fp32 logits."""

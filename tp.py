@@ -83,14 +83,14 @@ def stream_shards(config: ModelConfig, rank: int, world_size: int) -> list[Shard
 
     Raises UserError if the model cannot be split this way.
     """
-    desync = config.variant == "desync"
-    count = config.desync_streams if desync else world_size
+    streams = config.kind.streams
+    count = config.desync_streams if streams else world_size
     if count % world_size:
         raise UserError(
             f"this desync checkpoint has {count} streams, which {world_size} ranks cannot share; "
             f"start a number of ranks that divides {count}"
         )
-    what = f"{count} desync streams" if desync else f"{world_size} ranks"
+    what = f"{count} desync streams" if streams else f"{world_size} ranks"
     for name, size in (("attention heads", config.n_heads), ("intermediate features", config.intermediate_size)):
         if size % count:
             raise UserError(f"{size} {name} cannot be divided by {what}; use a divisor of {size}")

@@ -1,7 +1,7 @@
 """The residual variants: what each value of `--variant` stands for. docs/variants.md has their mathematics.
 
 To add a variant of a known kind, add it to `VARIANTS`. A new kind needs a class of blocks in model.py (`BLOCKS`), too. Every
-variant has a row in docs/variants.md and a colour in figures.py.
+variant has a row in docs/variants.md and a colour in figures.py. CONTRIBUTING.md has the whole recipe.
 """
 
 from collections.abc import Iterable
@@ -15,6 +15,7 @@ class Kind:
     """What the blocks of a model have in common, for a value of `ModelConfig.variant`."""
 
     shared_input: bool = False  # attention and MLP share a norm, and one fused matrix computes qkv, gate and up
+    streams: bool = False  # a checkpoint has several residual streams, and a rank carries some of them
     speed_limit: bool = False  # without all-reduces: for measurements only, and wrong text on several ranks
 
 
@@ -22,7 +23,7 @@ KINDS = {
     "standard": Kind(),
     "parallel": Kind(shared_input=True),
     "ladder": Kind(),  # in all layers or in some of them
-    "desync": Kind(),
+    "desync": Kind(streams=True),
     "upper-bound": Kind(speed_limit=True),
 }
 
