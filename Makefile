@@ -11,7 +11,7 @@ PROMPT ?= Once upon a time
 PROFILE ?= profile.json
 ARGS ?=
 
-.PHONY: help help-all setup setup-dev demo serve generate chat bench-offline startup bench-host soak lm-eval test lint accuracy quantization baseline bench-cpu comm-table bench-comm bench-fused bench-push bench-frontend bench-kernels bench-linear sanitize performance sweep ladder latency throughput measure-gpus plot report trace paper-tables plot-hidden redraw plan plan-paper profile-collectives test-plans adapt-demo pretrain-variants bench-training quote-tables train-tiny clean
+.PHONY: help help-all setup setup-dev demo serve generate chat bench-offline startup bench-host soak lm-eval test lint accuracy quantization baseline bench-cpu comm-table bench-comm bench-fused bench-push bench-frontend bench-kernels tune bench-linear sanitize performance sweep ladder latency throughput measure-gpus plot report trace paper-tables plot-hidden redraw plan plan-paper profile-collectives test-plans adapt-demo pretrain-variants bench-training quote-tables train-tiny clean
 
 # `make` lists the targets marked ## (scripts/targets.awk), `make help-all` also those marked #+.
 help:
@@ -93,8 +93,11 @@ bench-frontend: setup-dev #+ Measure: CPU time of the HTTP frontend and the load
 bench-kernels: setup #+ Measure: norms, RoPE, attention and sampling on one GPU compared with PyTorch, into out/kernels.json
 	@$(PY) -m scripts.bench.kernels.non_gemm --out out/kernels.json $(ARGS)
 
-bench-linear: setup #+ Measure: linear layers of few rows on one GPU compared with cuBLAS, into out/linear.json, the source of kernels/linear_configs.json
-	@$(PY) -m scripts.bench.kernels.linear --device 0 --part 0/1 --out out/linear.json $(ARGS)
+tune: setup #+ Measure: which kernels make MODEL's linear layers fastest on RANKS GPUs, kept in ~/.cache/rung (servers do this at their first start)
+	@$(ON_RANKS) $(RANKS) -m scripts.tune --model $(MODEL) $(ARGS)
+
+bench-linear: setup #+ Measure: linear layers of few rows on RANKS GPUs compared with cuBLAS, into out/linear.json.RANK, the source of kernels/linear_configs
+	@$(ON_RANKS) $(RANKS) -m scripts.bench.kernels.linear --out out/linear.json $(ARGS)
 
 sanitize: setup-dev #+ Test: compute-sanitizer's memcheck, of CUDA's toolkit, over the GPU tests of the kernels and all all-reduce algorithms on one rank
 	@compute-sanitizer --tool memcheck --error-exitcode 9 $(PY) -m pytest -x -k "gpu or captured or entry_points or fusion" tests/kernels

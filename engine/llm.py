@@ -25,6 +25,7 @@ from engine.core import Engine, EngineLimits
 from engine.logits import SCORE_CHUNK
 from engine.protocol import Abort, Refused, SamplingParams, Submit, TokenLogprobs
 from engine.text import AnswerStream, Delta
+from engine.tuning import tune
 from errors import UserError
 from model import Transformer
 from presets import has_random_weights, model_config
@@ -95,6 +96,7 @@ class LLM:
             if name not in DTYPES:
                 raise UserError(f"unknown dtype {name!r}; known: {', '.join(DTYPES)}")
             self.model = load_model(str(model), config, self.world, DTYPES[name], seed)
+        tune(self.model, self.world, MAX_SEQUENCES, seconds=0)  # uses what a server or `make tune` has measured
         self.limits = limits
         self._engine: tuple[EngineLimits, Engine] | None = None
 

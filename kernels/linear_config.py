@@ -1,7 +1,7 @@
 """Launch configurations of linear layers of few rows.
 
-`linear_configs.json`, which `scripts/bench/kernels/linear.py` writes, has the fastest configs of the shapes that were measured.
-A heuristic chooses for all others.
+The fastest config of a shape comes from what was measured on this machine (`engine/tuning.py`), else from the table of this GPU
+in `linear_configs/`, which `scripts/bench/kernels/linear.py` makes, else from that of another GPU, else from a heuristic.
 """
 
 import json
@@ -18,7 +18,8 @@ GEMV_ROWS = 4  # with more rows, the FMA units are slower than the memory
 SMS = 132  # of an H100 or H200; the heuristic aims at two or more programs on each
 SHARED_BYTES = 212 << 10  # of an SM's 227 KB, shared by its programs
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-CONFIGS = Path(__file__).with_name("linear_configs.json")
+CONFIGS = Path(__file__).with_name("linear_configs")  # a file for each GPU
+SIMILAR = "NVIDIA H200"  # whose table serves GPUs that have none
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,8 @@ def config(rows: int, n: int, k: int, dtype: torch.dtype, swiglu: bool = False) 
     if not 0 < rows <= MAX_ROWS:
         return None
     for key in (table_key(rows, n, k, swiglu), table_key(rows, n, k)):  # without swiglu if that was not measured
-        if dtype.itemsize == 2 and key in measured():
-            return _with_pairs(measured()[key]) if swiglu else measured()[key]
+        if dtype.itemsize == 2 and key in (known := measured()):
+            return _with_pairs(known[key]) if swiglu else known[key]
     return default_config(rows, n, k, dtype, swiglu)
 
 
@@ -80,7 +81,7 @@ def pipeline_stages(rows: int, block_n: int, block_k: int, programs: int = 2) ->
 
 
 def table_key(rows: int, n: int, k: int, swiglu: bool = False) -> str:
-    """The key in `linear_configs.json` of these rows, rounded up to a power of two, and this shape."""
+    """The key in a table of these rows, rounded up to a power of two, and this shape."""
     return f"{_bucket(rows)},{n},{k}" + (",swiglu" if swiglu else "")
 
 
@@ -88,12 +89,28 @@ def _bucket(rows: int) -> int:
     return 1 << (rows - 1).bit_length()
 
 
-@cache
 def measured() -> Mapping[str, Config | None]:
-    """The configs that were measured, by `table_key`; empty without a table."""
-    if not CONFIGS.exists():
+    """The configs that were measured, by `table_key`: on this machine, on such a GPU, or else on a similar one."""
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else SIMILAR
+    return {**(shipped(name) or shipped(SIMILAR)), **_tuned}
+
+
+@cache
+def shipped(gpu: str) -> Mapping[str, Config | None]:
+    """The table of GPUs with this name; empty if there is none."""
+    path = CONFIGS / f"{gpu.replace(' ', '-')}.json"
+    if not path.exists():
         return {}
-    return {key: parse_config(fields) for key, fields in json.loads(CONFIGS.read_text())["configs"].items()}
+    return {key: parse_config(fields) for key, fields in json.loads(path.read_text())["configs"].items()}
+
+
+def use(configs: Mapping[str, Config | None]) -> None:
+    """Prefer these configs, which were measured on this machine, from now on."""
+    _tuned.update(configs)
+    config.cache_clear()
+
+
+_tuned: dict[str, Config | None] = {}
 
 
 def parse_config(fields: Mapping[str, Any] | None) -> Config | None:

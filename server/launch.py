@@ -13,6 +13,7 @@ from cli import USER_ERROR, check_ranks, leave, note, rank
 from config import ModelConfig, limit_context
 from engine.core import Engine, EngineLimits
 from engine.protocol import Fatal, Ready
+from engine.tuning import Tuning, tune
 from engine.worker import FrontendLink, serve
 from errors import UserError
 from options import dtype_name
@@ -66,6 +67,7 @@ def build_engine(settings: Settings, config: ModelConfig, tokenizer: Tokenizer, 
     reached("weights")
     if settings.compile:
         model.compile_modules()
+    log_tuning(tune(model, world, settings.max_num_seqs, settings.tune_seconds), settings.tune_seconds)
     limits = EngineLimits(
         max_model_len=settings.max_model_len,
         max_num_seqs=settings.max_num_seqs,
@@ -80,6 +82,16 @@ def build_engine(settings: Settings, config: ModelConfig, tokenizer: Tokenizer, 
         reached("graphs")
     reached("engine")
     return engine, dtype
+
+
+def log_tuning(tuned: Tuning, limit: int) -> None:
+    for message in tuned.messages:
+        log.warning("%s", message)
+    if tuned.missing and limit:
+        rest = "" if len(tuned.found) == tuned.missing else "; the next start measures the others"
+        done = f"{len(tuned.found)} of {tuned.missing}"
+        log.info("linear layers: measured the fastest kernels of %s cases in %.1f s%s", done, tuned.seconds, rest)
+        reached("tuning")
 
 
 def reached(phase: str) -> None:

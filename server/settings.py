@@ -84,6 +84,13 @@ class BatchOptions:
         metavar="N",
         help="tokens in a block of the KV cache; whole blocks are reused for common prefixes (default: 16)",
     )
+    tune_seconds: int = option(
+        default=30,
+        type=whole_number(0),
+        metavar="S",
+        help="at a model's first start on a GPU, measure for at most about S seconds which kernels make its linear layers fastest. "
+        "The result is kept in $RUNG_CACHE or ~/.cache/rung; 0 measures nothing (default: 30)",
+    )
     kv_memory: float | None = option(  # up to 1: a share of the free memory; above 1: bytes
         default=None,
         type=memory_size,

@@ -118,11 +118,13 @@ def test_every_shape_has_a_config_that_fits(dtype: torch.dtype) -> None:
 def test_the_measured_table_goes_before_the_heuristic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     best: dict[str, Config | None] = {"1,48,96": Gemv(2, 64, 1, prefetch=False), "8,48,96": Mma(64, 32, 2, 3), "4,48,96": None}
     best |= {"8,48,96,swiglu": None, "2,48,96": Gemv(1, 512, 1)}
-    path = tmp_path / "configs.json"
-    path.write_text(json.dumps({"configs": {key: format_config(value) for key, value in best.items()}}))
-    monkeypatch.setattr(kernel, "CONFIGS", path)
+    table = json.dumps({"configs": {key: format_config(value) for key, value in best.items()}})
+    (tmp_path / f"{kernel.SIMILAR.replace(' ', '-')}.json").write_text(table)
+    monkeypatch.setattr(kernel, "CONFIGS", tmp_path)
+    monkeypatch.setattr(kernel, "_tuned", {})
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     try:
-        for cached in (kernel.measured, config):
+        for cached in (kernel.shipped, config):
             cached.cache_clear()
         assert config(1, 48, 96, torch.float16) == best["1,48,96"]
         assert config(5, 48, 96, torch.bfloat16) == best["8,48,96"]
@@ -131,9 +133,13 @@ def test_the_measured_table_goes_before_the_heuristic(tmp_path: Path, monkeypatc
         assert config(8, 48, 96, torch.float16, swiglu=True) is None
         assert config(1, 48, 96, torch.float16, swiglu=True) == best["1,48,96"]
         assert config(2, 48, 96, torch.float16, swiglu=True) == Gemv(2, 256, 1)
+        kernel.use({"8,48,96": None, "16,48,96": Mma(32, 32, 1, 2)})  # measured here: before the shipped table
+        assert config(5, 48, 96, torch.bfloat16) is None
+        assert config(16, 48, 96, torch.bfloat16) == Mma(32, 32, 1, 2)
+        assert config(1, 48, 96, torch.float16) == best["1,48,96"]
     finally:
         monkeypatch.undo()
-        for cached in (kernel.measured, config):
+        for cached in (kernel.shipped, config):
             cached.cache_clear()
 
 

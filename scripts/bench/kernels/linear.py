@@ -1,13 +1,11 @@
-"""Compare every candidate config of linear layers of few rows with cuBLAS on one GPU; make the table for `kernels/linear.py`.
+"""Compare every candidate config of linear layers of few rows with cuBLAS on one GPU; make a table for `kernels/linear_configs`.
 
-    python -m scripts.bench.kernels.linear --out linear.json                                     # all shapes, on GPU 0
-    python launch.py --ranks 4 -m scripts.bench.kernels.linear --out linear.json --seconds 55   # a quarter of the shapes a GPU
+    python launch.py --ranks 2 -m scripts.bench.kernels.linear --out linear.json --seconds 300   # half of the shapes a GPU
+    python -m scripts.bench.kernels.linear --merge linear.json.0 linear.json.1                   # into kernels/linear_configs
     python -m scripts.bench.kernels.linear --device 2 --part 2/4 --shapes 70b-tp4 --rows 1 16
-    python -m scripts.bench.kernels.linear --merge linear.json.0 linear.json.1 --out kernels/linear_configs.json
 
-A time is that of one layer in a CUDA graph of a chain of layers, the median of several replays. The layers have distinct
-weights, many times the size of the L2 cache, so that every weight is read from HBM. Each kernel may start while the previous one
-finishes. The shapes that end in -swiglu are measured with `linear_swiglu`, and compared with cuBLAS plus a separate kernel for
+`kernels/linear_tuning.py` says how a time is measured. Here the layers have distinct random weights, many times the size of
+the L2 cache, so that every weight is read from HBM. Shapes that end in -swiglu are compared with cuBLAS plus a separate kernel for
 silu(gate) * up. Candidates that give wrong results are dropped, with a message. Writes {"machine", "times", "configs"}; on
 several ranks each rank writes FILE.RANK.
 """
@@ -16,237 +14,108 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from cli import Parser, run
 from errors import UserError
-from kernels.activation import swiglu
-from kernels.linear import linear_with
-from kernels.linear_config import (
-    GEMV_ROWS,
-    SMS,
-    Config,
-    Gemv,
-    Mma,
-    default_config,
-    format_config,
-    pipeline_stages,
-    table_key,
-)
-from scripts.bench.kernels.graph_times import replay_seconds
+from kernels.linear_config import CONFIGS, Config, format_config
+from kernels.linear_tuning import CHAIN, ROWS, Problem, Shape, compile_kernels, measure, winner
 from scripts.lib.machine import machine
 
-ROWS = (1, 2, 4, 8, 16, 32, 64)
 POOL_BYTES = 1 << 30  # of weights; more if two layers of the largest shape need more
-CHAIN = 24  # most layers in a graph
-REPLAYS = 7
-WARM_UPS = 3
-GEMV_TILES = {  # by rows: (n, k, warps, prefetch); with more rows of x, more rows of the weight (n) reuse each tile of x
-    1: ((1, 4096, 4, True), (2, 2048, 4, False), (2, 2048, 4, True), (4, 1024, 4, False), (4, 512, 2, True)),
-    2: ((2, 2048, 4, False), (2, 2048, 4, True), (4, 1024, 4, False), (4, 512, 2, True), (8, 512, 4, False)),
-    4: ((4, 1024, 4, False), (8, 512, 4, False)),
-}
-KEPT_MARGIN = 0.98  # a kernel is kept if it takes less than this share of cuBLAS's time
+LARGEST = 140e9  # bytes of a rank's weights that a GPU can hold
+COMPILING_SHARE = 0.6  # of --seconds
 
 
 @dataclass(frozen=True)
-class Shape:
-    """A weight (n, k) of a model at a degree of tensor parallelism."""
-
+class Model:
     name: str
-    n: int
-    k: int
-    swiglu: bool = False
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    layers: int
 
-    @property
-    def bytes(self) -> int:
-        return 2 * self.n * self.k
-
-
-def shapes() -> list[Shape]:
-    """The distinct shapes of Llama-70B and Llama-8B, ordered so that each `--part` has large and small ones."""
-    found: dict[tuple[int, int, bool], Shape] = {}
-    for model, hidden, heads, kv_heads, inter, vocab, degrees in (
-        ("70b", 8192, 64, 8, 28672, 128256, (8, 4)),
-        ("8b", 4096, 32, 8, 14336, 128256, (1, 4, 8)),
-    ):
-        for tp in degrees:
-            layers = {
-                "qkv": ((heads + 2 * kv_heads) * 128 // tp, hidden),
-                "o": (hidden, heads * 128 // tp),
-                "gate_up": (2 * inter // tp, hidden),
-                "down": (hidden, inter // tp),
-                "head": (vocab // tp, hidden),
-            }
-            for name, (n, k) in layers.items():
-                found.setdefault((n, k, False), Shape(f"{model}-tp{tp}-{name}", n, k))
-            n, k = layers["gate_up"]
-            found.setdefault((n, k, True), Shape(f"{model}-tp{tp}-gate_up-swiglu", n, k, swiglu=True))
-    return list(found.values())
-
-
-def candidates(rows: int, shape: Shape) -> list[Config]:
-    """About six configs to try, starting with that of the heuristic `default_config`."""
-    default = default_config(rows, shape.n, shape.k, torch.bfloat16, shape.swiglu)
-    found: list[Config] = [default] if default else []
-    if rows <= GEMV_ROWS:
-        found += gemv_candidates(rows, shape)
-    if rows > 1:
-        found += mma_candidates(rows, shape)[: 1 if rows == 2 else None]
-    return list(dict.fromkeys(found))
-
-
-def gemv_candidates(rows: int, shape: Shape) -> list[Config]:
-    """GEMV tiles that give every SM work and pad K by at most 20 %."""
-    return [
-        Gemv(block_n, block_k, warps, prefetch)
-        for block_n, block_k, warps, prefetch in GEMV_TILES[rows]
-        if -(-shape.k // block_k) * block_k <= 1.2 * shape.k and shape.n // block_n >= 2 * SMS and block_n > shape.swiglu
-    ]
-
-
-def mma_candidates(rows: int, shape: Shape) -> list[Config]:
-    """Tiles and splits of K. One, two or three programs share an SM, and each SM runs that many or twice as many in total."""
-    tiles: list[Config] = [
-        mma_candidate(rows, shape, 64, 128, sharing=2, each=2),
-        replace(mma_candidate(rows, shape, 64, 128, sharing=2, each=2), early=False),
-        mma_candidate(rows, shape, 64, 128, sharing=3, each=3),
-    ]
-    if rows <= GEMV_ROWS:
-        return tiles
-    if rows > 16:
-        wide = mma_candidate(rows, shape, 128, 128, sharing=1, each=1)
-        return [*tiles[:2], replace(wide, warps=8, early=False)]
-    return [
-        *tiles,
-        mma_candidate(rows, shape, 64, 128, sharing=3, each=6),
-        mma_candidate(rows, shape, 64, 64 if shape.k > 2048 else 256, sharing=3, each=3),
-        mma_candidate(rows, shape, 32, 128, sharing=2, each=2),
-    ]
-
-
-def mma_candidate(rows: int, shape: Shape, block_n: int, block_k: int, sharing: int, each: int) -> Mma:
-    tiles, steps = -(-shape.n // block_n), -(-shape.k // block_k)
-    split = max(1, min(each * SMS // tiles, steps // 2, 16))
-    return Mma(block_n, block_k, split, pipeline_stages(rows, block_n, block_k, sharing))
-
-
-@dataclass(frozen=True)
-class Problem:
-    rows: int
-    shape: Shape
-    x: Tensor
-    weights: list[Tensor]
-
-    def ours(self, config: Config) -> Callable[[Tensor], Tensor]:
-        return lambda weight: linear_with(self.x, weight, None, config, self.shape.swiglu)
-
-    def plain(self, weight: Tensor) -> Tensor:
-        return self.activation(F.linear(self.x, weight))
-
-    def exact(self, weight: Tensor) -> Tensor:
-        return self.activation(F.linear(self.x.float(), weight.float()))
-
-    def activation(self, y: Tensor) -> Tensor:
-        return swiglu(y) if self.shape.swiglu else y
-
-
-def problem(rows: int, shape: Shape, pool: Tensor) -> Problem:
-    count = min(CHAIN, len(pool) // (shape.n * shape.k))
-    weights = [pool[i * shape.n * shape.k :][: shape.n * shape.k].view(shape.n, shape.k) for i in range(count)]
-    return Problem(rows, shape, torch.randn(rows, shape.k, device=pool.device, dtype=pool.dtype), weights)
-
-
-def seconds_per_layer(layer: Callable[[Tensor], Tensor], weights: list[Tensor]) -> float:
-    layer(weights[0])
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kept = [layer(weight) for weight in weights]
-    for _ in range(WARM_UPS):
-        graph.replay()
-    return median(replay_seconds(graph, REPLAYS)) / len(kept)
-
-
-def is_right(task: Problem, config: Config, exact: Tensor) -> bool:
-    """Whether the config's error against fp32 is at most twice that of the PyTorch layer."""
-    got, plain = task.ours(config)(task.weights[0]).float(), task.plain(task.weights[0]).float()
-    return bool((got - exact).norm() <= 2 * (plain - exact).norm() + 1e-6 * exact.norm())
-
-
-def warm_up(tasks: list[Problem], threads: int, deadline: float) -> None:
-    """Compile all candidates of the tasks in parallel, each distinct `kernel_key` once, until `deadline`."""
-    kernels = {kernel_key(task, config): (task, config) for task in tasks for config in candidates(task.rows, task.shape)}
-
-    def compile_one(job: tuple[Problem, Config]) -> None:
-        if time.monotonic() > deadline:
-            return
-        torch.cuda.set_device(job[0].x.device)
-        with torch.inference_mode(), suppress(Exception):  # `measure` reports failing candidates
-            job[0].ours(job[1])(job[0].weights[0])
-
-    with ThreadPoolExecutor(threads) as pool:
-        for future in [pool.submit(compile_one, job) for job in kernels.values()]:
-            future.result()
-    torch.cuda.synchronize()
-    print(f"compiled {len(kernels)} kernels", flush=True)
-
-
-def kernel_key(task: Problem, config: Config) -> tuple[Any, ...]:
-    """The values that a compiled kernel depends on. Shapes with equal keys share a kernel."""
-    rows = max(task.rows, 16 if isinstance(config, Mma) else 1)
-    same = replace(config, prefetch=True) if isinstance(config, Gemv) else config
-    return same, rows, task.shape.swiglu, task.shape.k % config.block_k == 0
-
-
-def measure(task: Problem) -> list[dict[str, Any]]:
-    """A row for each candidate and for cuBLAS, the fastest first."""
-    found: list[tuple[Config | None, float]] = [(None, seconds_per_layer(task.plain, task.weights))]
-    exact = task.exact(task.weights[0])
-    for config in candidates(task.rows, task.shape):
-        try:
-            if not is_right(task, config, exact):
-                print(f"WRONG {task.rows} rows, {task.shape.name}: {config}", flush=True)
-                continue
-            found.append((config, seconds_per_layer(task.ours(config), task.weights)))
-        except Exception as error:  # for example too much shared memory; go on with the next candidate
-            print(f"FAILED {task.rows} rows, {task.shape.name}: {config}: {error!r}", flush=True)
-    lines = [
-        {
-            "shape": task.shape.name,
-            "rows": task.rows,
-            "n": task.shape.n,
-            "k": task.shape.k,
-            "swiglu": task.shape.swiglu,
-            "config": format_config(config),
-            "us": round(1e6 * seconds, 2),
-            "gb_per_s": round(task.shape.bytes / seconds / 1e9),
+    def shapes(self, ranks: int) -> dict[str, Shape]:
+        """The layers of each of `ranks` ranks, by name."""
+        heads, kv_heads = self.heads // ranks, max(1, self.kv_heads // ranks)
+        inter, vocab = self.intermediate // ranks, -(-self.vocab // ranks)
+        return {
+            "qkv": Shape((heads + 2 * kv_heads) * self.head_dim, self.hidden),
+            "o": Shape(self.hidden, heads * self.head_dim),
+            "gate_up-swiglu": Shape(2 * inter, self.hidden, swiglu=True),
+            "down": Shape(self.hidden, inter),
+            "head": Shape(vocab, self.hidden),
         }
-        for config, seconds in found
+
+    def fits(self, ranks: int) -> bool:
+        """Whether this number of ranks can divide and hold the model."""
+        shapes = self.shapes(ranks)
+        size = self.layers * sum(shape.bytes for shape in shapes.values()) - (self.layers - 2) * shapes["head"].bytes
+        return self.heads % ranks == 0 and self.intermediate % ranks == 0 and size <= LARGEST
+
+
+MODELS = (  # the most common ones first
+    Model("llama-70b", 8192, 64, 8, 128, 28672, 128256, 80),
+    Model("llama-8b", 4096, 32, 8, 128, 14336, 128256, 32),
+    Model("llama-405b", 16384, 128, 8, 128, 53248, 128256, 126),
+    Model("llama-3b", 3072, 24, 8, 128, 8192, 128256, 28),
+    Model("llama-1b", 2048, 32, 8, 64, 8192, 128256, 16),
+    Model("qwen3-32b", 5120, 64, 8, 128, 25600, 151936, 64),
+    Model("qwen3-14b", 5120, 40, 8, 128, 17408, 151936, 40),
+    Model("qwen3-8b", 4096, 32, 8, 128, 12288, 151936, 36),
+    Model("qwen3-4b", 2560, 32, 8, 128, 9728, 151936, 36),
+    Model("qwen3-1.7b", 2048, 16, 8, 128, 6144, 151936, 28),
+    Model("qwen3-0.6b", 1024, 16, 8, 128, 3072, 151936, 28),
+    Model("qwen2.5-72b", 8192, 64, 8, 128, 29568, 152064, 80),
+    Model("qwen2.5-32b", 5120, 40, 8, 128, 27648, 152064, 64),
+    Model("qwen2.5-14b", 5120, 40, 8, 128, 13824, 152064, 48),
+    Model("qwen2.5-7b", 3584, 28, 4, 128, 18944, 152064, 28),
+    Model("qwen2.5-3b", 2048, 16, 2, 128, 11008, 151936, 36),
+    Model("qwen2.5-1.5b", 1536, 12, 2, 128, 8960, 151936, 28),
+    Model("qwen2.5-0.5b", 896, 14, 2, 64, 4864, 151936, 24),
+    Model("mistral-7b", 4096, 32, 8, 128, 14336, 32768, 32),
+    Model("mistral-24b", 5120, 32, 8, 128, 32768, 131072, 40),
+    Model("mistral-123b", 12288, 96, 8, 128, 28672, 32768, 88),
+)
+DEGREES = (1, 2, 4, 8)
+
+
+def shapes() -> dict[str, Shape]:
+    """The distinct shapes of the models on 1 to 8 ranks, by the name of the first layer that has it: llama-70b-tp8-qkv."""
+    names: dict[Shape, str] = {}
+    for model in MODELS:
+        for ranks in filter(model.fits, DEGREES):
+            for layer, shape in model.shapes(ranks).items():
+                names.setdefault(shape, f"{model.name}-tp{ranks}-{layer}")
+    return {name: shape for shape, name in names.items()}
+
+
+def problem(rows: int, shape: Shape, pool: torch.Tensor) -> Problem:
+    size = shape.n * shape.k
+    count = min(CHAIN, len(pool) // size)
+    return Problem(rows, shape, [pool[i * size :][:size].view(shape.n, shape.k) for i in range(count)])
+
+
+def lines(name: str, task: Problem, times: dict[Config | None, float]) -> list[dict[str, Any]]:
+    """A row for each candidate and for cuBLAS, the fastest first."""
+    return [
+        {"shape": name, "rows": task.rows, **asdict(task.shape), "config": format_config(config)}
+        | {"us": round(1e6 * seconds, 2), "gb_per_s": round(task.shape.bytes / seconds / 1e9)}
+        for config, seconds in sorted(times.items(), key=lambda item: item[1])
     ]
-    return sorted(lines, key=lambda line: line["us"])
 
 
-def winner(lines: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The fastest config, or None if cuBLAS is about as fast (`KEPT_MARGIN`)."""
-    plain = next(line for line in lines if line["config"] is None)
-    return lines[0]["config"] if lines[0]["us"] < KEPT_MARGIN * plain["us"] else None
-
-
-def describe(lines: list[dict[str, Any]]) -> str:
-    plain = next(line for line in lines if line["config"] is None)
-    best = lines[0]
-    text = f"{best['shape']:>22} {best['n']:>6} x {best['k']:<6} {best['rows']:>3} rows: cuBLAS {plain['us']:7.2f} us "
+def describe(found: list[dict[str, Any]]) -> str:
+    plain = next(line for line in found if line["config"] is None)
+    best = found[0]
+    text = f"{best['shape']:>26} {best['n']:>6} x {best['k']:<6} {best['rows']:>3} rows: cuBLAS {plain['us']:7.2f} us "
     text += f"{plain['gb_per_s']:>5} GB/s, best {best['us']:7.2f} us {best['gb_per_s']:>5} GB/s  "
     return text + ("cuBLAS" if best["config"] is None else " ".join(f"{k}={v}" for k, v in best["config"].items()))
 
@@ -257,32 +126,39 @@ def bench(args: argparse.Namespace) -> None:
     part, parts = args.part or (rank, ranks)
     device = torch.device("cuda", rank if args.device is None else args.device)
     torch.cuda.set_device(device)
-    chosen = [shape for shape in shapes() if not args.shapes or any(word in shape.name for word in args.shapes)][part::parts]
+    known = shapes()
+    chosen = [name for name in known if not args.shapes or any(word in name for word in args.shapes)][part::parts]
     if not chosen:
-        raise UserError(f"--shapes {' '.join(args.shapes)} names no shape; known: {' '.join(s.name for s in shapes())}")
-    largest = max(shape.bytes for shape in chosen)
+        raise UserError(f"--shapes {' '.join(args.shapes)} names no shape; known: {' '.join(known)}")
+    largest = max(known[name].bytes for name in chosen)
     pool = torch.randn(max(POOL_BYTES, 2 * largest) // 2, device=device, dtype=torch.bfloat16).mul_(0.02)
-    tasks = [problem(rows, shape, pool) for rows in args.rows for shape in chosen]
-    content: dict[str, Any] = {"machine": machine(), "times": [], "configs": {}}
+    tasks = [(name, problem(rows, known[name], pool)) for name in chosen for rows in args.rows]
+    content: dict[str, Any] = {"machine": machine(), "gpu": torch.cuda.get_device_name(), "times": [], "configs": {}}
     with torch.inference_mode():
-        warm_up(tasks[:1], 1, start + args.seconds)  # initializes what all kernels share: counters and the driver's state
-        warm_up(tasks, args.threads, start + args.seconds * 0.6)
-        for task in tasks:
+        compile_kernels([task for _, task in tasks], args.threads, start + COMPILING_SHARE * args.seconds)
+        print(f"compiled for {time.monotonic() - start:.0f} s", flush=True)
+        for name, task in tasks:
             if time.monotonic() - start > args.seconds:
-                print(f"out of time before {task.rows} rows, {task.shape.name}")
+                print(f"out of time before {task.rows} rows, {name}")
                 break
-            lines = measure(task)
-            print(describe(lines), flush=True)
-            content["times"] += lines
-            content["configs"][table_key(task.rows, task.shape.n, task.shape.k, task.shape.swiglu)] = winner(lines)
+            times, messages = measure(task)
+            found = lines(name, task, times)
+            print("\n".join((*messages, describe(found))), flush=True)
+            content["times"] += found
+            content["configs"][task.key] = format_config(winner(times))
     write(content, args.out if ranks == 1 else args.out.with_name(f"{args.out.name}.{rank}"))
 
 
-def merge(parts: list[Path], out: Path) -> None:
-    """Write the configs of several runs into one table, without their times."""
+def merge(parts: list[Path]) -> None:
+    """Write the configs of several runs into the table of their GPU, without their times. Shapes that they lack stay."""
     contents = [json.loads(path.read_text()) for path in parts]
-    configs = {key: config for content in contents for key, config in content["configs"].items()}
-    write({"machine": contents[0]["machine"], "configs": dict(sorted(configs.items()))}, out)
+    gpus = {content["gpu"] for content in contents}
+    if len(gpus) > 1:
+        raise UserError(f"these runs are of different GPUs: {', '.join(sorted(gpus))}; merge those of one at a time")
+    path = CONFIGS / f"{gpus.pop().replace(' ', '-')}.json"
+    before = json.loads(path.read_text())["configs"] if path.exists() else {}
+    configs = before | {key: config for content in contents for key, config in content["configs"].items()}
+    write({"machine": contents[0]["machine"], "configs": dict(sorted(configs.items()))}, path)
 
 
 def write(content: dict[str, Any], path: Path) -> None:
@@ -290,7 +166,8 @@ def write(content: dict[str, Any], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     times = ",\n".join(f"  {json.dumps(line)}" for line in content.get("times", []))
     configs = ",\n".join(f"  {json.dumps(key)}: {json.dumps(config)}" for key, config in content["configs"].items())
-    text = f'{{\n "machine": {json.dumps(content["machine"])},\n'
+    gpu = f' "gpu": {json.dumps(content["gpu"])},\n' if "gpu" in content else ""
+    text = f'{{\n "machine": {json.dumps(content["machine"])},\n{gpu}'
     text += f' "times": [\n{times}\n ],\n' if times else ""
     path.write_text(f'{text} "configs": {{\n{configs}\n }}\n}}\n')
     print(f"wrote {path}")
@@ -309,15 +186,20 @@ def main() -> None:
     parser.add_argument("--device", type=int, help="the GPU's index (default: LOCAL_RANK)")
     parser.add_argument("--part", type=a_part, help="I/N: the I-th of N parts of the shapes (default: LOCAL_RANK's)")
     parser.add_argument(
-        "--shapes", nargs="+", default=[], help="only shapes whose name contains one of these words, such as 70b-tp4 or down"
+        "--shapes",
+        nargs="+",
+        default=[],
+        help="only shapes whose name contains one of these words, such as llama-70b-tp4 or down",
     )
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS), choices=ROWS, help="input rows (default: all)")
     parser.add_argument("--seconds", type=float, default=55, help="start no further case after this many seconds (default: 55)")
     parser.add_argument("--threads", type=int, default=16, help="threads that compile (default: 16)")
-    parser.add_argument("--merge", type=Path, nargs="+", help="merge the configs of these files of earlier runs into --out")
+    parser.add_argument(
+        "--merge", type=Path, nargs="+", help="merge the configs of these files of earlier runs into kernels/linear_configs"
+    )
     args = parser.parse_args()
     if args.merge:
-        merge(args.merge, args.out)
+        merge(args.merge)
     elif not torch.cuda.is_available():
         raise UserError("measuring needs a GPU, and this machine shows none")
     else:

@@ -1,0 +1,122 @@
+"""Which kernel configs make this model's linear layers of few rows fastest on this machine: measured once, kept in a file.
+
+The shapes that no table of this GPU has are measured when a server starts for the first time, within a time limit. The ranks
+share the work. The file is in $RUNG_CACHE, else in ~/.cache/rung; another GPU, driver, library or kernel needs another file.
+"""
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from tqdm import tqdm
+
+from comm.table import PLAUSIBLE, Table, Times, from_rank_0, machine_key, read, write
+from kernels.linear_config import Config, format_config, parse_config, shipped, use
+from kernels.linear_tuning import ROWS, Problem, Shape, candidates, compile_kernels, measure, winner
+from model import Transformer
+from tp import ShardedLinear, World
+
+CODE = ("kernels/linear*.py", "kernels/dispatch.py", "comm/table.py")
+FAILED = PLAUSIBLE[1]  # µs in the table, of a config that cannot run
+COMPILING_SHARE = 0.5  # of the time limit; the rest is for measuring
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What `tune` did, on all ranks."""
+
+    missing: int  # shapes and numbers of rows that had not been measured on such a GPU
+    found: Times  # µs of those that were measured now, by `table_key` and config
+    messages: list[str]  # configs that failed, and a file that cannot be written
+    seconds: float
+
+
+def shapes(model: Transformer) -> dict[Shape, list[Tensor]]:
+    """This rank's linear layers: the weights of each shape."""
+    found: dict[Shape, list[Tensor]] = {}
+    for module in model.modules():
+        if isinstance(module, ShardedLinear) and (module is not model.embedding or model.head is model.embedding):
+            found.setdefault(Shape(len(module.weight), module.weight.shape[1], module.gated), []).append(module.weight)
+    return found
+
+
+def supported(model: Transformer, world: World) -> bool:
+    """Whether there are kernels to choose from."""
+    return world.device.type == "cuda" and model.norm.weight.dtype.itemsize == 2
+
+
+@torch.inference_mode()
+def tune(model: Transformer, world: World, rows: int, seconds: float, quiet: bool = True, rebuild: bool = False) -> Tuning:
+    """Use the fastest known configs, and measure the unknown ones for at most about `seconds`. Collective.
+
+    rows: most rows of a layer that decoding computes. seconds 0: only read the file. rebuild: measure all shapes again, those of
+    the shipped tables, too.
+    """
+    start = time.monotonic()
+    if not supported(model, world):
+        return Tuning(0, {}, [], 0.0)
+    table = Table("linear", machine_key(world.device, 1, model.norm.weight.dtype, CODE))
+    if world.rank == 0 and not rebuild:
+        table = read(table, names_of)
+    table = from_rank_0(table, world.control) if world.world_size > 1 else table
+    known = set() if rebuild else {*shipped(table.key["gpu"]), *table.times}
+    problems = [Problem(n, shape, weights) for shape, weights in shapes(model).items() for n in ROWS if n < 2 * rows]
+    missing = [problem for problem in problems if problem.key not in known]
+    found, messages = _measured(missing[world.rank :: world.world_size], seconds, quiet) if seconds else ({}, [])
+    if world.world_size > 1 and seconds:
+        everyones: list[tuple[Times, list[str]]] = [({}, [])] * world.world_size
+        dist.all_gather_object(everyones, (found, messages), group=world.control)
+        found = {case: times for part, _ in everyones for case, times in part.items()}
+        messages = [message for _, part in everyones for message in part]
+    table.times.update(found)
+    if found and world.rank == 0:
+        _keep(table, messages)
+    use({case: best(times) for case, times in table.times.items()})
+    return Tuning(len(missing), found, messages, time.monotonic() - start)
+
+
+def _measured(problems: Sequence[Problem], seconds: float, quiet: bool) -> tuple[Times, list[str]]:
+    start = time.monotonic()
+    compile_kernels(problems, os.cpu_count() or 1, start + COMPILING_SHARE * seconds)
+    found: Times = {}
+    messages: list[str] = []
+    for problem in tqdm(problems, desc="fastest kernels", disable=quiet):
+        if time.monotonic() > start + seconds:
+            break
+        times, failed = measure(problem)
+        names = dict.fromkeys(names_of(problem.key), FAILED)
+        found[problem.key] = names | {name_of(config): 1e6 * time for config, time in times.items()}
+        messages += failed
+    return found, messages
+
+
+def _keep(table: Table, messages: list[str]) -> None:
+    try:
+        write(table)
+    except OSError as error:
+        messages.append(f"{table.path} cannot be written, so each start measures again: {error}")
+
+
+# --- a table's names ------------------------------------------------------------------------------------------------------
+
+
+def names_of(case: str) -> set[str]:
+    """The configs that are measured for a `table_key`, and cuBLAS. Raises ValueError if there is no such key."""
+    rows, n, k, *swiglu = case.split(",")
+    if swiglu not in ([], ["swiglu"]) or int(rows) not in ROWS:
+        raise ValueError(case)
+    return {name_of(config) for config in (None, *candidates(int(rows), Shape(int(n), int(k), bool(swiglu))))}
+
+
+def name_of(config: Config | None) -> str:
+    return json.dumps(format_config(config))
+
+
+def best(times: dict[str, float]) -> Config | None:
+    """The winner among a case's times by `name_of`."""
+    return winner({parse_config(json.loads(name)): time for name, time in times.items()})

@@ -1,0 +1,200 @@
+"""Measures which configs make linear layers of few rows fastest on this GPU. `kernels/linear_config.py` says what a config is.
+
+A time is that of one layer in a CUDA graph of a chain of layers with different weights, the median of several replays. Each
+kernel may start while the previous one finishes, as in a model.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.activation import swiglu
+from kernels.linear import linear_with
+from kernels.linear_config import GEMV_ROWS, SMS, Config, Gemv, Mma, default_config, pipeline_stages, table_key
+
+ROWS = (1, 2, 4, 8, 16, 32, 64)
+CHAIN = 24  # most layers in a graph
+REPLAYS = 7
+WARM_UPS = 3
+CHECKED = 2048  # most features whose values are compared with fp32: all of them would take too much memory
+GEMV_TILES = {  # by rows: (n, k, warps, prefetch); with more rows of x, more rows of the weight (n) reuse each tile of x
+    1: ((1, 4096, 4, True), (2, 2048, 4, False), (2, 2048, 4, True), (4, 1024, 4, False), (4, 512, 2, True)),
+    2: ((2, 2048, 4, False), (2, 2048, 4, True), (4, 1024, 4, False), (4, 512, 2, True), (8, 512, 4, False)),
+    4: ((4, 1024, 4, False), (8, 512, 4, False)),
+}
+KEPT_MARGIN = 0.98  # a kernel is kept if it takes less than this share of cuBLAS's time
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A weight (n, k), and whether the layer is `linear_swiglu`."""
+
+    n: int
+    k: int
+    swiglu: bool = False
+
+    @property
+    def bytes(self) -> int:
+        return 2 * self.n * self.k
+
+
+# --- candidates -----------------------------------------------------------------------------------------------------------
+
+
+def candidates(rows: int, shape: Shape) -> list[Config]:
+    """About six configs to try, starting with that of the heuristic `default_config`."""
+    default = default_config(rows, shape.n, shape.k, torch.bfloat16, shape.swiglu)
+    found: list[Config] = [default] if default else []
+    if rows <= GEMV_ROWS:
+        found += gemv_candidates(rows, shape)
+    if rows > 1:
+        found += mma_candidates(rows, shape)[: 1 if rows == 2 else None]
+    return list(dict.fromkeys(found))
+
+
+def gemv_candidates(rows: int, shape: Shape) -> list[Config]:
+    """GEMV tiles that give every SM work and pad K by at most 20 %."""
+    return [
+        Gemv(block_n, block_k, warps, prefetch)
+        for block_n, block_k, warps, prefetch in GEMV_TILES[rows]
+        if -(-shape.k // block_k) * block_k <= 1.2 * shape.k and shape.n // block_n >= 2 * SMS and block_n > shape.swiglu
+    ]
+
+
+def mma_candidates(rows: int, shape: Shape) -> list[Config]:
+    """Tiles and splits of K. One, two or three programs share an SM, and each SM runs that many or twice as many in total."""
+    tiles: list[Config] = [
+        mma_candidate(rows, shape, 64, 128, sharing=2, each=2),
+        replace(mma_candidate(rows, shape, 64, 128, sharing=2, each=2), early=False),
+        mma_candidate(rows, shape, 64, 128, sharing=3, each=3),
+    ]
+    if rows <= GEMV_ROWS:
+        return tiles
+    if rows > 16:
+        wide = mma_candidate(rows, shape, 128, 128, sharing=1, each=1)
+        return [*tiles[:2], replace(wide, warps=8, early=False)]
+    return [
+        *tiles,
+        mma_candidate(rows, shape, 64, 128, sharing=3, each=6),
+        mma_candidate(rows, shape, 64, 64 if shape.k > 2048 else 256, sharing=3, each=3),
+        mma_candidate(rows, shape, 32, 128, sharing=2, each=2),
+    ]
+
+
+def mma_candidate(rows: int, shape: Shape, block_n: int, block_k: int, sharing: int, each: int) -> Mma:
+    tiles, steps = -(-shape.n // block_n), -(-shape.k // block_k)
+    split = max(1, min(each * SMS // tiles, steps // 2, 16))
+    return Mma(block_n, block_k, split, pipeline_stages(rows, block_n, block_k, sharing))
+
+
+# --- measuring ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Problem:
+    """`rows` rows times each of `weights` (n, k)."""
+
+    rows: int
+    shape: Shape
+    weights: Sequence[Tensor]
+
+    @property
+    def key(self) -> str:
+        return table_key(self.rows, self.shape.n, self.shape.k, self.shape.swiglu)
+
+    def input(self) -> Tensor:
+        first = self.weights[0]
+        return torch.randn(self.rows, self.shape.k, device=first.device, dtype=first.dtype)
+
+    def plain(self, x: Tensor, weight: Tensor) -> Tensor:
+        """By PyTorch, in the weight's dtype: cuBLAS, and a kernel for SwiGLU."""
+        y = F.linear(x, weight)
+        return swiglu(y) if self.shape.swiglu else y
+
+    def ours(self, x: Tensor, weight: Tensor, config: Config) -> Tensor:
+        return linear_with(x, weight, None, config, self.shape.swiglu)
+
+
+def measure(problem: Problem) -> tuple[dict[Config | None, float], list[str]]:
+    """Seconds of a layer by each candidate, and by cuBLAS (None). Also a message for each candidate that failed or was wrong."""
+    x, messages = problem.input(), []
+    times: dict[Config | None, float] = {None: seconds_per_layer(lambda w: problem.plain(x, w), problem.weights)}
+    for config in candidates(problem.rows, problem.shape):
+        try:
+            if is_right(problem, x, config):
+                times[config] = seconds_per_layer(lambda w, c=config: problem.ours(x, w, c), problem.weights)  # type: ignore[misc]
+            else:
+                messages.append(f"{config} is wrong for {problem.key}")
+        except Exception as error:  # for example too much shared memory
+            messages.append(f"{config} failed for {problem.key}: {error!r}")
+    return times, messages
+
+
+def winner(times: dict[Config | None, float]) -> Config | None:
+    """The fastest config, or None if cuBLAS is about as fast (`KEPT_MARGIN`)."""
+    best = min(times, key=times.__getitem__)
+    return best if times[best] < KEPT_MARGIN * times[None] else None
+
+
+def seconds_per_layer(layer: Callable[[Tensor], Tensor], weights: Sequence[Tensor]) -> float:
+    layer(weights[0])
+    torch.cuda.synchronize()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        kept = [layer(weight) for weight in weights[:CHAIN]]
+    for _ in range(WARM_UPS):
+        graph.replay()
+    times = []
+    for _ in range(REPLAYS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3 / len(kept))
+    return median(times)
+
+
+def is_right(problem: Problem, x: Tensor, config: Config) -> bool:
+    """Whether the config's error against fp32 is at most twice that of the PyTorch layer, in the first features."""
+    weight, parts = problem.weights[0], 2 if problem.shape.swiglu else 1
+    some = weight.view(parts, -1, problem.shape.k)[:, :CHECKED].flatten(0, 1)
+    exact = problem.plain(x.float(), some.float())
+    plain = problem.plain(x, weight)[:, : exact.shape[1]].float()
+    got = problem.ours(x, weight, config)[:, : exact.shape[1]].float()
+    return bool((got - exact).norm() <= 2 * (plain - exact).norm() + 1e-6 * exact.norm())
+
+
+def compile_kernels(problems: Sequence[Problem], threads: int, deadline: float) -> None:
+    """Compile all candidates, each distinct kernel once, on several threads, until `deadline` of `time.monotonic`."""
+    kernels = {kernel_key(problem, c): (problem, c) for problem in problems for c in candidates(problem.rows, problem.shape)}
+
+    def compile_one(job: tuple[Problem, Config]) -> None:
+        problem, config = job
+        if time.monotonic() > deadline:
+            return
+        torch.cuda.set_device(problem.weights[0].device)
+        with torch.inference_mode(), suppress(Exception):  # `measure` reports candidates that fail
+            problem.ours(problem.input(), problem.weights[0], config)
+
+    jobs = list(kernels.values())
+    for job in jobs[:1]:  # alone: it creates what all kernels share, such as counters and the driver's state
+        compile_one(job)
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(compile_one, jobs[1:]))
+    torch.cuda.synchronize()
+
+
+def kernel_key(problem: Problem, config: Config) -> tuple[Any, ...]:
+    """The values that a compiled kernel depends on. Shapes with equal keys share a kernel."""
+    rows = max(problem.rows, 16 if isinstance(config, Mma) else 1)
+    same = replace(config, prefetch=True) if isinstance(config, Gemv) else config
+    return same, rows, problem.shape.swiglu, problem.shape.k % config.block_k == 0

@@ -1,0 +1,44 @@
+"""Measure which kernels make a model's linear layers of few rows fastest on this machine, and keep the result.
+
+A server does the same at a model's first start, for at most --tune-seconds, and only for shapes that no table of this GPU has.
+Here there is no time limit. The result is in $RUNG_CACHE, else in ~/.cache/rung; server, generate.py and benchmarks use it.
+"""
+
+import argparse
+import math
+
+from checkpoint import DTYPES, load_model
+from cli import Parser, note, run
+from engine.tuning import best, name_of, supported, tune
+from errors import UserError
+from options import ModelOptions, add_options, dtype_name
+from presets import model_config
+from tp import init_world
+
+
+def main() -> None:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser, ModelOptions, "the model", without=("tp", "max_model_len", "compile", "simulate_link"))
+    parser.add_argument("--rows", type=int, default=64, help="most sequences of a decode step (default: 64)")
+    parser.add_argument("--rebuild", action="store_true", help="measure again what has been measured")
+    args = parser.parse_args()
+    world = init_world(args.device, args.comm, error_budget=args.comm_error_budget)
+    config = model_config(args.model, args.variant, world.world_size)
+    model = load_model(args.model, config, world, DTYPES[dtype_name(args.dtype, world.device.type)])
+    if not supported(model, world):
+        raise UserError("only GPUs have kernels to choose from, for bfloat16 and float16; this is a CPU or another dtype")
+    tuned = tune(model, world, args.rows, math.inf, quiet=world.rank > 0, rebuild=args.rebuild)
+    if world.rank:
+        return
+    for message in tuned.messages:
+        note(message)
+    print(f"{'rows, n, k':>28}  cuBLAS µs  fastest µs")
+    for case, times in sorted(tuned.found.items()):
+        chosen = best(times)
+        fastest = times[name_of(chosen)]
+        print(f"{case:>28} {times[name_of(None)]:>10.2f} {fastest:>11.2f}  {chosen or 'cuBLAS'}")
+    print(f"{len(tuned.found)} cases measured in {tuned.seconds:.1f} s")
+
+
+if __name__ == "__main__":
+    run(main)

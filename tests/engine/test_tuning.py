@@ -1,0 +1,190 @@
+"""Tuning of linear layers: which cases are measured, by which rank, for how long, and what is kept. Without a GPU the measuring
+itself is replaced; `test_gpu.py` tunes a model on a GPU."""
+
+import json
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from comm.table import Table, read, write
+from engine import tuning
+from engine.tuning import FAILED, best, name_of, names_of, shapes, tune
+from kernels import linear_config
+from kernels.linear_config import Config, Gemv, shipped
+from kernels.linear_tuning import KEPT_MARGIN, ROWS, Problem, Shape, candidates
+from model import Transformer
+from tests.engine.test_engine import ALONE, config_of, random_model
+from tests.support.ranks import Ranks
+from tp import ShardedLinear, World
+
+KEY = {"gpu": "a GPU without a table"}
+
+
+@pytest.fixture
+def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Pretend that this CPU is a GPU: the cases that are measured, in order, with times that do not change."""
+    seen: list[str] = []
+    pretend(monkeypatch, tmp_path, seen)
+    yield seen
+    linear_config.config.cache_clear()
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, cache: Path, seen: list[str]) -> None:
+    def measure(problem: Problem) -> tuple[dict[Config | None, float], list[str]]:
+        seen.append(problem.key)
+        dice = random.Random(problem.key)
+        return {config: dice.uniform(5e-6, 9e-6) for config in (None, *candidates(problem.rows, problem.shape))}, []
+
+    monkeypatch.setenv("RUNG_CACHE", str(cache))
+    monkeypatch.setattr(tuning, "supported", lambda model, world: True)
+    monkeypatch.setattr(tuning, "machine_key", lambda *args: KEY)
+    monkeypatch.setattr(tuning, "compile_kernels", lambda *args: None)
+    monkeypatch.setattr(tuning, "measure", measure)
+    monkeypatch.setattr(linear_config, "_tuned", {})
+
+
+def all_cases(model: Transformer, rows: int) -> set[str]:
+    """The keys of all layers, written as the tables have them."""
+    found = set()
+    for module in model.modules():
+        if isinstance(module, ShardedLinear) and not (module is model.embedding and not model.config.tie_embeddings):
+            n, k = module.weight.shape
+            found |= {f"{m},{n},{k}" + ",swiglu" * module.gated for m in (1, 2, 4, 8, 16, 32, 64) if m < 2 * rows}
+    return found
+
+
+@pytest.mark.parametrize("name", ["standard", "parallel", "hybrid:2", "desync-4x:2"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_each_layer_of_a_model_is_measured_once(name: str, tied: bool, measured: list[str], seed: int) -> None:
+    model, rows = random_model(replace(config_of(name), tie_embeddings=tied)), random.choice([1, 3, 16, 64])
+    done = tune(model, ALONE, rows, 60)
+    assert sorted(measured) == sorted(all_cases(model, rows)) == sorted(done.found)
+    assert done.missing == len(measured) and not done.messages
+    again = tune(model, ALONE, rows, 60)
+    assert again.missing == 0 and len(measured) == done.missing
+    assert tune(model, ALONE, rows, 60, rebuild=True).missing == done.missing
+
+
+def test_measured_configs_are_used_and_kept(measured: list[str], seed: int) -> None:
+    model = random_model(config_of("standard"))
+    found = tune(model, ALONE, 8, 60).found
+    expected = {}
+    for case, times in found.items():
+        fastest = min(times, key=times.__getitem__)
+        kept = times[fastest] < KEPT_MARGIN * times["null"]
+        expected[case] = linear_config.parse_config(json.loads(fastest)) if kept else None
+    assert linear_config._tuned == expected
+    weight = model.layers[0].mlp.w_down.weight
+    assert linear_config.config(7, *weight.shape, torch.bfloat16) == expected[f"8,{len(weight)},{weight.shape[1]}"]
+    linear_config._tuned.clear()
+    assert tune(model, ALONE, 8, 0).found == {}  # only reads the file
+    assert linear_config._tuned == expected
+
+
+def test_time_is_limited_and_the_next_start_goes_on(measured: list[str], monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    model, now = random_model(config_of("standard")), 0.0
+    usual = tuning.measure
+
+    def slow(problem: Problem) -> tuple[dict[Config | None, float], list[str]]:
+        nonlocal now
+        now += 1.0
+        return usual(problem)
+
+    monkeypatch.setattr(tuning, "measure", slow)
+    monkeypatch.setattr(tuning.time, "monotonic", lambda: now)
+    first = tune(model, ALONE, 64, 9.5)
+    assert len(first.found) == len(measured) == 10 < first.missing
+    second = tune(model, ALONE, 64, 1000)
+    assert second.missing == first.missing - 10
+    assert set(measured) == all_cases(model, 64)
+
+
+def test_a_file_that_cannot_be_written_is_said(measured: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("RUNG_CACHE", str(tmp_path / "file" / "folder"))
+    (message,) = tune(random_model(config_of("standard")), ALONE, 1, 60).messages
+    assert "cannot be written" in message
+    assert linear_config._tuned
+
+
+def test_a_cpu_measures_nothing(seed: int) -> None:
+    assert tune(random_model(config_of("standard")), ALONE, 64, 60).missing == 0
+
+
+def test_failed_configs_are_neither_chosen_nor_tried_again(
+    measured: list[str], monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    model = random_model(config_of("standard"))
+    monkeypatch.setattr(tuning, "measure", lambda problem: ({None: 1e-5}, [f"{problem.key} failed"]))
+    done = tune(model, ALONE, 4, 60)
+    assert done.messages == [f"{case} failed" for case in done.found]
+    assert set(linear_config._tuned.values()) == {None}
+    assert tune(model, ALONE, 4, 60).missing == 0
+
+
+def rank_tunes(world: World, cache: Path) -> tuple[list[str], set[str], dict[str, Config | None]]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        seen: list[str] = []
+        pretend(monkeypatch, cache, seen)
+        torch.manual_seed(0)
+        random.seed(0)
+        model = Transformer(config_of("standard"), world.comm, torch.device("cpu"), torch.float32)
+        done = tune(model, world, 16, 60)
+        assert tune(model, world, 16, 60).missing == 0
+        return seen, set(done.found), dict(linear_config._tuned)
+
+
+def test_ranks_share_the_work(ranks: Ranks, tmp_path: Path) -> None:
+    results = ranks.run(2, rank_tunes, tmp_path)
+    (mine, found, used), (others, *same) = results
+    assert [found, used] == same
+    assert not set(mine) & set(others) and set(mine) | set(others) == found
+    assert abs(len(mine) - len(others)) <= 1
+
+
+def test_names_of_a_table(seed: int) -> None:
+    shape = Shape(8 * random.randint(1, 4000), 8 * random.randint(1, 2000), random.random() < 0.5)
+    for rows in ROWS:
+        problem = Problem(rows, shape, [])
+        expected = [None, *candidates(rows, shape)]
+        assert names_of(problem.key) == {name_of(config) for config in expected}
+        assert [linear_config.parse_config(json.loads(name_of(config))) for config in expected] == expected
+    for wrong in ("3,8,8", "1,8", "1,8,8,gelu", "x"):
+        with pytest.raises(ValueError):  # noqa: PT011
+            names_of(wrong)
+
+
+def test_the_best_of_a_case() -> None:
+    fast, slow = Gemv(2, 256, 1), Gemv(4, 256, 1)
+    times = {name_of(None): 10.0, name_of(fast): 9.0, name_of(slow): FAILED}
+    assert best(times) == fast
+    assert best(times | {name_of(fast): 9.9}) is None  # no faster than cuBLAS, within the noise
+
+
+def test_a_table_goes_through_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    monkeypatch.setenv("RUNG_CACHE", str(tmp_path))
+    times = {"4,64,64": dict.fromkeys(names_of("4,64,64"), 3.0), "1,64,64": {name_of(None): 3.0}}  # the second lacks configs
+    write(Table("linear", KEY, times, made=time.time()))
+    assert read(Table("linear", KEY), names_of).times.keys() == {"4,64,64"}
+
+
+def test_shapes_of_a_model(seed: int) -> None:
+    model = random_model(config_of("hybrid:2"))
+    found = shapes(model)
+    assert sum(map(len, found.values())) == 4 * 4 + 1  # four layers of four, and the head
+    assert all(tuple(weight.shape) == (shape.n, shape.k) for shape, weights in found.items() for weight in weights)
+
+
+def test_shipped_tables_can_be_read() -> None:
+    tables = sorted(linear_config.CONFIGS.glob("*.json"))
+    assert tables
+    for path in tables:
+        configs = shipped(path.stem.replace("-", " "))
+        assert configs
+        for case in configs:
+            names_of(case)  # raises for a key that is none
