@@ -44,17 +44,17 @@ class PagedContext(AttentionContext):
         self,
         cache: PagedCache,
         positions: Tensor,
-        places: Tensor,
+        cache_rows: Tensor,
         tables: Tensor,
         lengths: Tensor,
         starts: Tensor | None,
         bound: int,
     ) -> None:
-        """positions (T,) int64; places (T,) int64: each token's row of the cache (block * P + offset), -1 for padding; tables
+        """positions (T,) int64; cache_rows (T,) int64: each token's row of the cache (block * P + offset), -1 for padding; tables
         (S, W) int32: each sequence's blocks; lengths (S,) int32: the tokens that a span's last row sees, 0 for padding; starts
         (S + 1,) int32: the first row of each span, or None if each span is one row. bound: at least the longest length if
         `starts` is None, else at least the rows of the longest span."""
-        self.cache, self.positions, self.places = cache, positions, places
+        self.cache, self.positions, self.cache_rows = cache, positions, cache_rows
         self.tables, self.lengths, self.starts, self.bound = tables, lengths, starts, bound
         self._on_cpu = None if on_gpu(positions) else _Spans(self)
 
@@ -76,15 +76,15 @@ class PagedContext(AttentionContext):
         if heads.q_norm is not None:
             q_norm, k_norm, eps = heads.q_norm.weight, heads.k_norm.weight, heads.q_norm.eps
         rows = keys.flatten(0, 1), values.flatten(0, 1)
-        q = rope_store(qkv.contiguous(), self.positions, frequencies, self.places, *rows, q_norm, k_norm, eps)
+        q = rope_store(qkv.contiguous(), self.positions, frequencies, self.cache_rows, *rows, q_norm, k_norm, eps)
         return q if heads.rope_factor == 1 else q * heads.rope_factor**2  # instead of the factor on queries and on keys
 
     def _attend_on_cpu(self, spans: "_Spans", heads: Heads, qkv: Tensor, frequencies: Tensor) -> Tensor:
         """The same with PyTorch. A step on a CPU has no padding."""
         q, k, v = self.split(heads, qkv, frequencies)
         keys, values = self.cache.rows[heads.slot]
-        keys.index_copy_(0, self.places, k[0])
-        values.index_copy_(0, self.places, v[0])
+        keys.index_copy_(0, self.cache_rows, k[0])
+        values.index_copy_(0, self.cache_rows, v[0])
         return spans.attend(q[0], keys, values, heads.window).flatten(1)[None]
 
 

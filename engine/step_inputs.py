@@ -113,14 +113,14 @@ class DecodeInputs:
         return self._temperature.device[:rows]
 
     def context(self, rows: int, cache: PagedCache, longest: int) -> PagedContext:
-        """Attention of the first `rows` rows. Lengths and places are computed on the device, from what the last step left there.
+        """Attention of the first `rows` rows. Lengths and cache_rows are computed on the device, from what the last step left there.
 
         longest: at least the tokens of the longest sequence."""
         positions, tables = self.positions[:rows], self.tables.mirror.device[:rows]
         held = positions.clamp(min=0)
         blocks = tables.gather(1, (held // cache.block_size)[:, None])[:, 0]
-        places = torch.where(positions < 0, -1, blocks.long() * cache.block_size + held % cache.block_size)
-        return PagedContext(cache, positions, places, tables, (positions + 1).int(), None, longest)
+        cache_rows = torch.where(positions < 0, -1, blocks.long() * cache.block_size + held % cache.block_size)
+        return PagedContext(cache, positions, cache_rows, tables, (positions + 1).int(), None, longest)
 
 
 class SpanInputs:
@@ -136,19 +136,19 @@ class SpanInputs:
 
     def write(self, chunks: List[Chunk], rows: int, block_size: int) -> None:
         """Write the inputs for `chunks`. rows: at least the chunks' number of tokens; the rest is padding."""
-        tokens, positions, places = (self._rows.host[i * rows : (i + 1) * rows] for i in range(3))
+        tokens, positions, cache_rows = (self._rows.host[i * rows : (i + 1) * rows] for i in range(3))
         starts, lengths, ends = self._spans.host
-        self._spans.host[...], tokens[...], positions[...], places[...] = 0, 0, 0, -1
+        self._spans.host[...], tokens[...], positions[...], cache_rows[...] = 0, 0, 0, -1
         first = 0
         for i, chunk in enumerate(chunks):
             stop, last, held = chunk.start + chunk.count, first + chunk.count, chunk.sequence.blocks
             if chunk.count == 1:
                 tokens[first], positions[first] = chunk.sequence.tokens[chunk.start], chunk.start
-                places[first] = held[chunk.start // block_size] * block_size + chunk.start % block_size
+                cache_rows[first] = held[chunk.start // block_size] * block_size + chunk.start % block_size
             else:
                 own = np.arange(chunk.start, stop)
                 tokens[first:last], positions[first:last] = chunk.sequence.tokens[chunk.start : stop], own
-                places[first:last] = np.asarray(held)[own // block_size] * block_size + own % block_size
+                cache_rows[first:last] = np.asarray(held)[own // block_size] * block_size + own % block_size
             first = last
             starts[i + 1], lengths[i], ends[i] = last, stop, last - 1
             params = chunk.sequence.params
@@ -174,6 +174,6 @@ class SpanInputs:
 
     def context(self, rows: int, spans: int, cache: PagedCache, max_span: int) -> PagedContext:
         """Attention of the first `rows` rows. max_span: at least the rows of the longest span."""
-        positions, places = self._rows.device[rows : 2 * rows], self._rows.device[2 * rows : 3 * rows]
+        positions, cache_rows = self._rows.device[rows : 2 * rows], self._rows.device[2 * rows : 3 * rows]
         starts, lengths = self._spans.device[0, : spans + 1], self._spans.device[1, :spans]
-        return PagedContext(cache, positions, places, self.tables.mirror.device[:spans], lengths, starts, max_span)
+        return PagedContext(cache, positions, cache_rows, self.tables.mirror.device[:spans], lengths, starts, max_span)

@@ -16,7 +16,7 @@ def rope_store(
     qkv: Tensor,
     positions: Tensor,
     frequencies: Tensor,
-    slots: Tensor,
+    cache_rows: Tensor,
     keys: Tensor,
     values: Tensor,
     q_norm: Tensor | None,
@@ -25,12 +25,12 @@ def rope_store(
 ) -> Tensor:
     """Write the keys and values of T tokens to the cache and return their queries, (T, H, D) in qkv's dtype.
 
-    qkv (T, (H + 2K) * D); positions (T,) int64; frequencies (D / 2,) fp32, radians a token; slots (T,) int64, the cache row of
+    qkv (T, (H + 2K) * D); positions (T,) int64; frequencies (D / 2,) fp32, radians a token; cache_rows (T,) int64, the cache row of
     each token, negative for padding, which is not stored; keys and values (N * P, K, D), written in place. q_norm and k_norm:
     (D,) weights of an RMSNorm over each head before RoPE, with epsilon `eps`, or both None. Angles are fp32. The kernel raises
     ValueError if a row of the cache is not contiguous."""
     if not on_gpu(qkv):
-        return rope_store_reference(qkv, positions, frequencies, slots, keys, values, q_norm, k_norm, eps)
+        return rope_store_reference(qkv, positions, frequencies, cache_rows, keys, values, q_norm, k_norm, eps)
     rows, (n_kv_heads, head_dim) = as_rows(qkv), keys.shape[1:]
     tokens, n_heads = rows.shape[0], rows.shape[1] // head_dim - 2 * n_kv_heads
     if keys[0].stride() != (head_dim, 1) or values[0].stride() != (head_dim, 1):
@@ -42,7 +42,7 @@ def rope_store(
     # Few tokens: small programs, to use all SMs. Many: larger programs, so that their launch overhead is small.
     block_h = min(4 if tokens <= 64 else 16, triton.next_power_of_2(all_heads))
     _rope_store[(tokens, triton.cdiv(all_heads, block_h))](
-        rows, positions, frequencies, slots, keys, values, q_norm, k_norm, queries,
+        rows, positions, frequencies, cache_rows, keys, values, q_norm, k_norm, queries,
         rows.stride(0), keys.stride(0), values.stride(0), eps,
         H=n_heads, K=n_kv_heads, D=head_dim, HALF=half, BLOCK_H=block_h,
         num_warps=min(max(block_h * half // 128, 1), 4), **pdl_options(qkv.device),
@@ -54,7 +54,7 @@ def rope_store_reference(
     qkv: Tensor,
     positions: Tensor,
     frequencies: Tensor,
-    slots: Tensor,
+    cache_rows: Tensor,
     keys: Tensor,
     values: Tensor,
     q_norm: Tensor | None,
@@ -68,9 +68,9 @@ def rope_store_reference(
         q, k = rms_norm_reference(q, q_norm, eps), rms_norm_reference(k, k_norm, eps)
     angles = positions[:, None, None].float() * frequencies
     cos, sin = angles.cos(), angles.sin()
-    stored = slots >= 0
-    keys[slots[stored]] = _apply_rope(k, cos, sin)[stored].to(keys.dtype)
-    values[slots[stored]] = v[stored].to(values.dtype)
+    stored = cache_rows >= 0
+    keys[cache_rows[stored]] = _apply_rope(k, cos, sin)[stored].to(keys.dtype)
+    values[cache_rows[stored]] = v[stored].to(values.dtype)
     return _apply_rope(q, cos, sin)
 
 
@@ -81,7 +81,7 @@ def _apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @triton.jit
 def _rope_store(
-    qkv, positions, frequencies, slots, keys, values,
+    qkv, positions, frequencies, cache_rows, keys, values,
     q_norm, k_norm,  # both None without norms
     queries, qkv_stride, keys_stride, values_stride, eps,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
@@ -107,7 +107,7 @@ def _rope_store(
     source = qkv + token * qkv_stride + head[:, None] * D + column[None, :]
     first_raw = tl.load(source, mask=mask, other=0.0)
     second_raw = tl.load(source + D // 2, mask=mask, other=0.0)
-    position, slot = tl.load(positions + token), tl.load(slots + token)
+    position, cache_row = tl.load(positions + token), tl.load(cache_rows + token)
     a, b = first_raw.to(tl.float32), second_raw.to(tl.float32)
     if q_norm is not None:
         inverse = tl.rsqrt((tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / D + eps)[:, None]
@@ -121,12 +121,12 @@ def _rope_store(
     out_mask = is_query[:, None] & inside[None, :]
     tl.store(out, first, mask=out_mask)
     tl.store(out + D // 2, second, mask=out_mask)
-    is_stored = slot >= 0
-    key = keys + slot * keys_stride + (head - H)[:, None] * D + column[None, :]
+    is_stored = cache_row >= 0
+    key = keys + cache_row * keys_stride + (head - H)[:, None] * D + column[None, :]
     key_mask = (is_key & is_stored)[:, None] & inside[None, :]
     tl.store(key, first.to(keys.dtype.element_ty), mask=key_mask)
     tl.store(key + D // 2, second.to(keys.dtype.element_ty), mask=key_mask)
-    value = values + slot * values_stride + (head - H - K)[:, None] * D + column[None, :]
+    value = values + cache_row * values_stride + (head - H - K)[:, None] * D + column[None, :]
     value_mask = (is_value & is_stored)[:, None] & inside[None, :]
     tl.store(value, first_raw.to(values.dtype.element_ty), mask=value_mask)
     tl.store(value + D // 2, second_raw.to(values.dtype.element_ty), mask=value_mask)

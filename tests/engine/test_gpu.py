@@ -4,11 +4,13 @@ Skipped without a GPU."""
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import comm
 from checkpoint import load_model
@@ -16,6 +18,10 @@ from config import with_variant
 from engine import LLM, SamplingParams
 from engine.core import Engine, EngineLimits
 from engine.scheduler import Chunk
+from engine.tuning import shapes, tune
+from kernels import linear_config
+from kernels.linear import linear, linear_swiglu
+from kernels.linear_tuning import Shape
 from model import Transformer
 from presets import PRESETS, model_config
 from tests import MODELS, ROOT
@@ -87,6 +93,38 @@ def test_ten_thousand_replays_give_the_same_tokens(batch: int, seed: int) -> Non
         engine.runner.decode.forget()  # type: ignore[attr-defined]
         drawn[i] = engine.runner.launch(chunks).drawn  # type: ignore[attr-defined]
     assert (drawn == torch.tensor(first, device=CUDA)).all()
+
+
+@torch.inference_mode()
+def test_tuned_layers_are_as_exact_as_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Every shape and number of rows is measured, nothing fails, and the error against fp64 is at most twice PyTorch's."""
+    monkeypatch.setenv("RUNG_CACHE", str(tmp_path))
+    monkeypatch.setattr(linear_config, "_tuned", {})
+    model = load_model("llama-3.2-1b:1", model_config("llama-3.2-1b:1", None, 1), ALONE, torch.bfloat16, seed)
+    done = tune(model, ALONE, 64, 300, rebuild=True)
+    assert (len(done.found), done.messages) == (done.missing, [])
+    assert tune(model, ALONE, 64, 0).missing == 0
+    for shape, weights in shapes(model).items():
+        weight = weights[0]
+        for rows in (1, 2, 3, 7, 16, 33, 64):
+            x = torch.randn(rows, shape.k, device=CUDA, dtype=torch.bfloat16)
+            layer = linear_swiglu if shape.swiglu else linear
+            exact, plain, got = (f(x, weight) for f in (in_fp64(shape), in_pytorch(shape), layer))
+            error, allowed = ((y.double() - exact).norm() for y in (got, plain))
+            assert error <= 2 * allowed, (rows, shape)
+    linear_config.config.cache_clear()
+
+
+def in_pytorch(shape: Shape) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    def layer(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        y = F.linear(x, weight)
+        return F.silu(y[:, : shape.n // 2]) * y[:, shape.n // 2 :] if shape.swiglu else y
+
+    return layer
+
+
+def in_fp64(shape: Shape) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    return lambda x, weight: in_pytorch(shape)(x.double(), weight.double())
 
 
 @pytest.mark.parametrize("n", [2, 4])

@@ -95,22 +95,22 @@ def rope_faults(rope_store: Callable, device: str, dtype: torch.dtype) -> list[s
         qkv = torch.randn(tokens, features + 8, device=device).to(dtype)[:, :features]
         positions = torch.randint(0, 20000, (tokens,), device=device)
         frequencies = (1 / 10000 ** (torch.arange(0, head_dim, 2) / head_dim)).to(device)
-        slots = torch.randperm(rows, device=device)[:tokens]
+        cache_rows = torch.randperm(rows, device=device)[:tokens]
         padding = torch.zeros(tokens, dtype=torch.bool, device=device)
         padding[tokens // 2] = tokens > 1
-        slots[padding] = -1
+        cache_rows[padding] = -1
         cache = [torch.randn(rows, n_kv_heads, head_dim, device=device).to(dtype) for _ in range(2)]
         weights = [torch.randn(head_dim, device=device).to(dtype) if normed else None for _ in range(2)]
         expected = [x.clone() for x in cache]
         plain = [x.clone() for x in cache]
-        queries = rope_store(qkv, positions, frequencies, slots, *cache, *weights, EPS)
+        queries = rope_store(qkv, positions, frequencies, cache_rows, *cache, *weights, EPS)
 
         q, k, v = qkv.unflatten(-1, (-1, head_dim)).split((n_heads, n_kv_heads, n_kv_heads), dim=1)
-        plain_q = rope_store_reference(qkv, positions, frequencies, slots, *plain, *weights, EPS)
+        plain_q = rope_store_reference(qkv, positions, frequencies, cache_rows, *plain, *weights, EPS)
         if weights[0] is not None and weights[1] is not None:
             q, k = (norm64(x, w) for x, w in zip((q, k), weights, strict=True))
         found += no_worse(f"{name} q", queries, plain_q, rotate64(q, positions, frequencies))
-        stored = slots[~padding]
+        stored = cache_rows[~padding]
         exact_k = rotate64(k, positions, frequencies)[~padding]
         found += no_worse(f"{name} k", cache[0][stored], plain[0][stored], exact_k)
         expected[1][stored] = v[~padding]

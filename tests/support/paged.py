@@ -32,12 +32,12 @@ class CachedSequences:
         batch, size = len(self.tables), self.cache.block_size
         own = torch.arange(self.length, self.length + count)
         self.length += count
-        places = (self.tables[:, own // size] * size + own % size).flatten()
+        cache_rows = (self.tables[:, own // size] * size + own % size).flatten()
         lengths = torch.full((batch,), self.length, dtype=torch.int32)
         starts = torch.arange(0, batch * count + 1, count, dtype=torch.int32)
         if count == 1 and random.random() < 0.5:
-            return PagedContext(self.cache, own.repeat(batch), places, self.tables.int(), lengths, None, self.length)
-        return PagedContext(self.cache, own.repeat(batch), places, self.tables.int(), lengths, starts, count)
+            return PagedContext(self.cache, own.repeat(batch), cache_rows, self.tables.int(), lengths, None, self.length)
+        return PagedContext(self.cache, own.repeat(batch), cache_rows, self.tables.int(), lengths, starts, count)
 
     def logits(self, tokens: Tensor) -> Tensor:
         """(B, T) next tokens of each sequence to (B, T, V)."""

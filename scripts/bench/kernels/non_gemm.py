@@ -116,7 +116,7 @@ def elementwise_cases(ranks: int) -> Iterator[Case]:
 
 
 def rope_by_torch(
-    qkv: Tensor, positions: Tensor, frequencies: Tensor, places: Tensor, keys: Tensor, values: Tensor, *_: Any
+    qkv: Tensor, positions: Tensor, frequencies: Tensor, cache_rows: Tensor, keys: Tensor, values: Tensor, *_: Any
 ) -> Tensor:
     """Like the reference, but stores all tokens: boolean indexing cannot be captured in a CUDA graph."""
     heads, kv_heads = qkv.unflatten(-1, (-1, HEAD_DIM)), keys.shape[1]
@@ -125,8 +125,8 @@ def rope_by_torch(
     cos, sin = angles.cos(), angles.sin()
     a, b = qk.float().chunk(2, dim=-1)
     turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(qkv)
-    keys.index_copy_(0, places, turned[:, -kv_heads:])
-    values.index_copy_(0, places, v)
+    keys.index_copy_(0, cache_rows, turned[:, -kv_heads:])
+    values.index_copy_(0, cache_rows, v)
     return turned[:, :-kv_heads]
 
 
@@ -137,9 +137,9 @@ def rope_cases(ranks: int) -> Iterator[Case]:
 
         def make(rows: int = rows) -> Inputs:
             cache = randn(2, 2 * rows, kv_heads, HEAD_DIM)
-            places = torch.randperm(2 * rows, device="cuda")[:rows]
+            cache_rows = torch.randperm(2 * rows, device="cuda")[:rows]
             qkv = randn(rows, (heads + 2 * kv_heads) * HEAD_DIM)
-            return qkv, integers(8192, rows), frequencies, places, *cache, None, None, EPS
+            return qkv, integers(8192, rows), frequencies, cache_rows, *cache, None, None, EPS
 
         yield Case(
             "rope_store",
