@@ -11,10 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from kernels.graph_times import replay_seconds
 
 PLAUSIBLE = (0.3, 1e6)  # µs
 
@@ -159,14 +162,6 @@ def graph_microseconds(
             call()
     graph.replay()
     torch.cuda.synchronize()
-    times = []
-    for _ in range(replays):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / chain)
-    slowest = torch.tensor(sorted(times)[replays // 2], device="cuda")
+    slowest = torch.tensor(median(replay_seconds(graph, replays)) * 1e6 / chain, device="cuda")
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
     return slowest.item()

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.activation import swiglu
+from kernels.graph_times import replay_seconds
 from kernels.linear import linear_with
 from kernels.linear_config import GEMV_ROWS, SMS, Config, Gemv, Mma, default_config, pipeline_stages, table_key
 
@@ -152,15 +153,7 @@ def seconds_per_layer(layer: Callable[[Tensor], Tensor], weights: Sequence[Tenso
         kept = [layer(weight) for weight in weights[:CHAIN]]
     for _ in range(WARM_UPS):
         graph.replay()
-    times = []
-    for _ in range(REPLAYS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3 / len(kept))
-    return median(times)
+    return median(replay_seconds(graph, REPLAYS)) / len(kept)
 
 
 def is_right(problem: Problem, x: Tensor, config: Config) -> bool:
