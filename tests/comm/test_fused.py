@@ -522,11 +522,11 @@ def difference_from_one_rank(world: World, name: str, ids: list[int]) -> tuple[f
 
 
 @pytest.mark.parametrize(
-    ("name", "all_reduces"), [("tiny-standard", 16), ("tiny-hybrid", 8), ("tiny-ladder", 0), ("tiny-parallel", 0)]
+    ("name", "all_reduces"), [("tiny-standard", 16), ("tiny-hybrid", 7), ("tiny-ladder", 0), ("tiny-parallel", 0)]
 )
 def test_models_with_fused_all_reduces(interpreters: Ranks, name: str, all_reduces: int, seed: int) -> None:
-    """All all-reduces of standard layers are fused. A ladder layer needs the whole stream, so its rows are gathered before the
-    first one."""
+    """All all-reduces of standard layers are fused, but the last one before a ladder layer is not: the ladder overlaps it. A ladder
+    layer needs the whole stream, so its rows are gathered before the first one."""
     ids = [random.Random(seed).randrange(300) for _ in range(12)]
     for error, fused_count in interpreters.run(2, difference_from_one_rank, name, ids):
         assert error < 1e-3, (name, seed)
