@@ -32,6 +32,7 @@ GEMV_TILES = {  # by rows: (n, k, warps, prefetch); with more rows of x, more ro
     4: ((4, 1024, 4, False), (8, 512, 4, False)),
 }
 KEPT_MARGIN = 0.98  # a kernel is kept if it takes less than this share of cuBLAS's time
+TIE = 1.01  # times of the fastest config's time: as fast, within the noise
 
 
 @dataclass(frozen=True)
@@ -140,9 +141,20 @@ def measure(problem: Problem) -> tuple[dict[Config | None, float], list[str]]:
 
 
 def winner(times: dict[Config | None, float]) -> Config | None:
-    """The fastest config, or None if cuBLAS is about as fast (`KEPT_MARGIN`)."""
-    best = min(times, key=times.__getitem__)
-    return best if times[best] < KEPT_MARGIN * times[None] else None
+    """The fastest config, or None if cuBLAS is about as fast (`KEPT_MARGIN`).
+
+    Of configs that are as fast (`TIE`), one that reads weights before its input is ready: in a model the kernel before it often
+    leaves bandwidth unused, in a chain of linear layers it does not.
+    """
+    least = min(times.values())
+    if least >= KEPT_MARGIN * times[None]:
+        return None
+    equal = [config for config, time in times.items() if config is not None and time <= TIE * least]
+    return min(equal, key=lambda config: (not _reads_early(config), times[config]))
+
+
+def _reads_early(config: Config) -> bool:
+    return config.prefetch if isinstance(config, Gemv) else config.early
 
 
 def seconds_per_layer(layer: Callable[[Tensor], Tensor], weights: Sequence[Tensor]) -> float:
