@@ -128,8 +128,8 @@ class Job:
     args: argparse.Namespace
     config: ModelConfig
     tokenizer: Tokenizer | None
-    prompts: list[list[int]]  # one a sample; empty when interactive
-    params: list[SamplingParams]  # one a sample
+    prompts: list[list[int]]  # one for each sample; empty if interactive
+    params: list[SamplingParams]  # one for each sample
 
     @property
     def cache_tokens(self) -> int:
@@ -144,7 +144,7 @@ class Job:
 def prepare(args: argparse.Namespace, world_size: int) -> Job:
     """Read config and tokenizer and encode the prompt. Raises UserError for anything wrong in them."""
     config = limit_context(model_config(args.model, args.variant, world_size), args.max_model_len)
-    stream_shards(config, 0, world_size)
+    stream_shards(config, 0, world_size)  # raises UserError if the model cannot be split over the ranks
     tokenizer = read_tokenizer(args.model, config)
     if tokenizer is None and (args.interactive or args.prompt is not None or args.prompt_file is not None):
         raise UserError(NO_TOKENIZER.format(model=args.model))
@@ -198,7 +198,7 @@ def read_text(args: argparse.Namespace) -> str:
 
 
 def encode(text: str, chat: bool, tokenizer: Tokenizer | None) -> list[int]:
-    assert tokenizer is not None  # `read_tokenizer` has refused text without one
+    assert tokenizer is not None  # `prepare` has refused text without one
     if not text:
         raise UserError("the prompt is empty; give at least one character")
     return tokenizer.encode_chat([{"role": "user", "content": text}]) if chat else tokenizer.encode(text)
@@ -383,9 +383,7 @@ def main() -> None:
         leave(start_ranks(args.tp, sys.argv))
     job, world = start()
     if job.args.variant and not has_random_weights(job.args.model):
-        note(
-            f"warning: computing {job.config.description} instead of what the checkpoint was trained as; its text will be wrong"
-        )
+        note(f"warning: computing {job.config.description}, for which the checkpoint was not trained; its text will be wrong")
     if is_shape(job.args.model):
         note(f"warning: {job.args.model} is a config.json alone: the weights are random and the text is noise")
     dtype = DTYPES[dtype_name(job.args.dtype, world.device.type)]

@@ -65,6 +65,9 @@ def count_blocks(model: Transformer, limits: EngineLimits, world: World) -> int:
 
 
 class Engine:
+    """Requests go in by `submit` and `abort`; each `step` returns new tokens. `admit` queues requests that waited for a
+    grammar."""
+
     def __init__(self, model: Transformer, tokenizer: Tokenizer | None, limits: EngineLimits, world: World) -> None:
         config = model.config
         self.max_model_len = min(limits.max_model_len or config.max_seq_len, config.max_seq_len)
@@ -84,8 +87,8 @@ class Engine:
         text_ids = min(tokenizer.vocab_size if tokenizer else config.vocab_size, config.vocab_size)
         capacity = Capacity(limits.max_num_seqs, limits.max_batch_tokens, blocks.blocks_for(self.max_model_len))
         self.runner = Runner(model, cache, text_ids, capacity)
-        self.look_ahead = self.runner.graphs is not None
-        self._ahead: InFlightStep | None = None
+        self.look_ahead = self.runner.graphs is not None  # whether steps are launched before the tokens of the last are known
+        self._ahead: InFlightStep | None = None  # the step that was launched so
         self.grammars = Grammars(tokenizer, config.vocab_size)
         # by a grammar's text: its compilation, and the requests that wait for it
         self.compiling: dict[str, tuple[Compilation, list[Sequence]]] = {}
@@ -177,6 +180,7 @@ class Engine:
             self.grammars.finished(compilation)
 
     def has_work(self) -> bool:
+        """Whether a sequence runs or waits. If none does, this drops the step that was launched ahead."""
         if not self.scheduler.has_work():
             self._ahead = None  # all sequences of the in-flight step have ended, so nobody needs its tokens
         return self.scheduler.has_work()

@@ -10,8 +10,7 @@ On several tensor-parallel ranks, each rank runs the same program and makes the 
 """
 
 import time
-from collections.abc import Generator
-from collections.abc import Sequence as List
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,7 +34,7 @@ from tp import World, init_world
 
 PREFILL_TOKENS = 1 << 16  # most prompt tokens of a step: enough to use a GPU fully, and the activations fit
 MAX_SEQUENCES = 256  # most sequences of a step
-COMPILING_SECONDS = 0.002  # between looks at grammars that are being compiled, while there is no other work
+COMPILING_SECONDS = 0.002  # between checks of grammars that are being compiled, while there is no other work
 
 
 @dataclass
@@ -106,7 +105,7 @@ class LLM:
         return frozenset(self.model.config.eos_token_ids) | frozenset(self.tokenizer.eos_ids if self.tokenizer else ())
 
     def generate(
-        self, prompts: List[str] | List[List[int]], params: SamplingParams | List[SamplingParams] | None = None
+        self, prompts: Sequence[str] | Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[Completion]:
         """The answers to prompts of any lengths, texts or token ids. params: one for all, or one for each; None: the defaults.
 
@@ -119,14 +118,14 @@ class LLM:
 
     def stream(
         self,
-        prompts: List[str] | List[List[int]],
-        params: SamplingParams | List[SamplingParams] | None = None,
+        prompts: Sequence[str] | Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         timing: Timing | None = None,
-        answers: List[Completion] | None = None,
+        answers: Sequence[Completion] | None = None,
     ) -> Generator[list[Delta]]:
-        """After each step, what it adds. A caller that stops iterating ends all answers. answers: one for each prompt, to be
-        completed; timing: to be filled."""
+        """Yields, after each step, the new part of each answer. If the caller stops iterating, all answers end. answers: one for
+        each prompt, extended in place. timing: filled in place."""
         ids = [self.encode(prompt) for prompt in prompts]
         each = [self._with_eos(one) for one in _one_each(params, len(ids))]
         answers = [Completion(prompt) for prompt in ids] if answers is None else answers
@@ -147,7 +146,7 @@ class LLM:
         self.model.comm.check()
 
     @torch.inference_mode()
-    def score(self, prompt: str | List[int]) -> Scores:
+    def score(self, prompt: str | Sequence[int]) -> Scores:
         """Log-probabilities of a text's tokens. Raises UserError for a prompt that does not fit."""
         ids = self.encode(prompt)
         check_prompts(self.model.config, [ids], [0])
@@ -161,7 +160,7 @@ class LLM:
             scores.logprobs += logits[: len(targets)].log_softmax(-1).gather(-1, targets[:, None])[:, 0].tolist()
         return scores
 
-    def encode(self, prompt: str | List[int]) -> list[int]:
+    def encode(self, prompt: str | Sequence[int]) -> list[int]:
         """The ids of a prompt. Raises UserError for a text if the model has no tokenizer."""
         if not isinstance(prompt, str):
             return list(prompt)
@@ -175,7 +174,8 @@ class LLM:
         return msgspec.structs.replace(params, stop_token_ids=sorted(self.eos_ids | set(params.stop_token_ids)))
 
     def _engine_for(self, prompts: list[list[int]], params: list[SamplingParams]) -> Engine:
-        """The engine of `limits`, or one that is just large enough for these prompts. It is kept for calls that need the same."""
+        """The engine of `limits`, or one that is just large enough for these prompts. It is kept for later calls
+        that need the same limits."""
         limits = self.limits
         if limits is None:
             sequences, tokens = min(len(prompts), MAX_SEQUENCES), list(map(len, prompts))
@@ -188,7 +188,7 @@ class LLM:
         return self._engine[1]
 
 
-def _one_each(params: SamplingParams | List[SamplingParams] | None, count: int) -> list[SamplingParams]:
+def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
     if len(params) != count:
@@ -201,7 +201,7 @@ def _raise(refused: Refused | None) -> None:
         raise UserError(refused.message)
 
 
-def _run(engine: Engine, streams: list[AnswerStream], answers: List[Completion], timing: Timing) -> Generator[list[Delta]]:
+def _run(engine: Engine, streams: list[AnswerStream], answers: Sequence[Completion], timing: Timing) -> Generator[list[Delta]]:
     start, started = time.perf_counter(), False
     while engine.has_work() or engine.compiling:
         engine.admit()
@@ -233,7 +233,7 @@ def _add(answer: Completion, delta: Delta) -> None:
     answer.finish_reason, answer.stop_reason = delta.finish_reason, delta.stop_reason
 
 
-def check_prompts(config: ModelConfig, prompts: List[List[int]], new_tokens: List[int]) -> None:
+def check_prompts(config: ModelConfig, prompts: Sequence[Sequence[int]], new_tokens: Sequence[int]) -> None:
     """Raise UserError unless the model can continue each prompt by as many tokens."""
     for prompt, count in zip(prompts, new_tokens, strict=True):
         if not prompt:
@@ -246,7 +246,7 @@ def check_prompts(config: ModelConfig, prompts: List[List[int]], new_tokens: Lis
         if len(prompt) + count > config.max_seq_len:
             raise UserError(
                 f"the prompt's {len(prompt)} tokens and {count} new ones exceed the model's context of {config.max_seq_len}; "
-                "shorten the prompt or ask for fewer (--max-new-tokens)"
+                "shorten the prompt or ask for fewer (--max-new-tokens; in Python max_tokens)"
             )
 
 

@@ -57,7 +57,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     grammar: str | None = None  # in llguidance's grammar format, such as a JSON schema; None: free text
 
     stop: list[str] = []  # end before the first of these texts
-    include_stop: bool = False  # end behind it
+    include_stop: bool = False  # end after it, so that the text has it
     skip_special: bool = True  # leave special tokens out of the text
     ignore_eos: bool = False  # `LLM` adds the model's EOS tokens to `stop_token_ids` unless this is set
 

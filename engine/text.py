@@ -40,7 +40,7 @@ class AnswerStream:
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
 
     def push(self, output: TokenOutput) -> Delta | None:
-        """What `output` adds; None if it adds nothing, as between the parts of a long prompt. Tokens behind a stop string are
+        """What `output` adds; None if it adds nothing, as between the parts of a long prompt. Tokens after a stop string are
         dropped."""
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs

@@ -1,4 +1,4 @@
-"""Which kernel configs make this model's linear layers of few rows fastest on this machine: measured once, kept in a file.
+"""Finds the fastest kernel configs for this model's linear layers of few rows: measured once on this machine, kept in a file.
 
 The shapes that no table of this GPU has are measured when a server starts for the first time, within a time limit. The ranks
 share the work. The file is in $RUNG_CACHE, else in ~/.cache/rung; another GPU, driver, library or kernel needs another file.
@@ -106,7 +106,8 @@ def _keep(table: Table, messages: list[str]) -> None:
 
 
 def names_of(case: str) -> set[str]:
-    """The configs that are measured for a `table_key`, and cuBLAS. Raises ValueError if there is no such key."""
+    """The configs that are measured for a `table_key` (`kernels/linear_config.py`), and cuBLAS. Raises ValueError if there is no such
+    key."""
     rows, n, k, *swiglu = case.split(",")
     if swiglu not in ([], ["swiglu"]) or int(rows) not in ROWS:
         raise ValueError(case)
