@@ -1,7 +1,7 @@
 """The main loop of every rank: receive events, compute a step, send new outputs. The frontend is connected to rank 0 only.
 
-Before each step rank 0 broadcasts the number of bytes of new events, 8 bytes over gloo, and the events themselves only if
-there are any. An idle rank 0 waits for the frontend, but broadcasts at least once a second, so that a dead rank is noticed
+Events are the frontend's messages, encoded. Before each step rank 0 broadcasts their total size over gloo, an integer of 8
+bytes, and the events themselves only if there are any. An idle rank 0 waits for the frontend, but broadcasts at least once a second, so that a dead rank is noticed
 within that time.
 """
 
@@ -66,7 +66,7 @@ class FrontendLink:
 
 
 def share(world: World, events: list[bytes]) -> list[bytes]:
-    """Broadcast rank 0's events, in the same order. Collective. events: ignored on other ranks."""
+    """Broadcast rank 0's events and return them in the same order. Collective. events: ignored on other ranks."""
     if world.world_size == 1:
         return events
     length = torch.tensor(sum(8 + len(e) for e in events) if world.rank == 0 else 0)

@@ -54,7 +54,7 @@ class GenerationRequest(ABC):
         self._id = f"{self.id_prefix}-{body.request_id or uuid.uuid4().hex}"
         self._created, self._model = int(time.time()), body.model or service.model_name
 
-    # ------------------------------------------------------------------------------------------------ of an endpoint
+    # --- defined by each endpoint ------------------------------------------------------------------------------------
 
     @abstractmethod
     def logprobs(self, delta: Delta) -> dict[str, list[Any] | None] | None:
@@ -68,7 +68,7 @@ class GenerationRequest(ABC):
     def chunk_writer(self, chunks: "Chunks") -> Callable[[Delta], bytes]:
         """A function that converts each delta of a stream to events, perhaps none."""
 
-    # ------------------------------------------------------------------------------------------------ of both
+    # --- shared by both endpoints ------------------------------------------------------------------------------------
 
     async def answer(self, log_fields: dict[str, Any]) -> dict[str, Any]:
         """Run the request and return its whole answer."""

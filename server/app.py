@@ -129,7 +129,11 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         read: Callable[[Service, B, int], Coroutine[Any, Any, list[Prompt]]],
         make: Callable[[Service, B, list[Prompt], str], GenerationRequest],
     ) -> Response:
-        """`read`: tokenizes the prompts of a body with so many bytes. `make`: makes the endpoint's request of them."""
+        """Run a request.
+
+        `read(service, body, size)` returns the tokenized prompts; size: bytes of the body. `make(service, body, prompts,
+        grammar)` returns the endpoint's request.
+        """
         _check(service, request, body)
         service.check_ready()
         size = len(await request.body())
@@ -219,7 +223,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
         response_model=replies.ModelCard,
         responses=_errors(401, 404),
         tags=["models"],
-        summary="One of them",
+        summary="One served model",
     )
     async def model(model_id: str) -> Response:
         service.check_model(model_id)
@@ -241,7 +245,9 @@ def _add_state(app: FastAPI, service: Service) -> None:
     async def version() -> Response:
         return JsonResponse({"version": VERSION})
 
-    @app.get("/stats", response_model=replies.StatsReply, responses=_errors(401), tags=["state"], summary="For the dashboard")
+    @app.get(
+        "/stats", response_model=replies.StatsReply, responses=_errors(401), tags=["state"], summary="The data of the dashboard"
+    )
     async def stats() -> Response:
         return JsonResponse(service.snapshot())
 

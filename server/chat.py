@@ -186,13 +186,13 @@ class _ChoiceStream:
         if self.undecided and not delta.finish_reason:
             self.text += delta.text
             self.undecided = self.chat.forced or tool_calls.may_become_call(self.text)
-        if not delta.finish_reason and (self.undecided or not self._says_something(delta)):
+        if not delta.finish_reason and (self.undecided or not self._needs_chunk(delta)):
             return role
         whole = _merge(self.held)
         self.held = []
         return [*role, self._content(whole)]
 
-    def _says_something(self, delta: Delta) -> bool:
+    def _needs_chunk(self, delta: Delta) -> bool:
         return bool(delta.text or delta.logprobs or self.chat.with_ids or self.chat.continuous_usage)
 
     def _content(self, whole: Delta) -> dict[str, Any]:

@@ -12,7 +12,7 @@ code{font:13px ui-monospace,monospace}h2{margin-top:2.5rem}h2 code{font-size:17p
 @media(prefers-color-scheme:dark){body{color:#e6e8ea;background:#16181a}td,th,tr{border-color:#3a3f44}a{color:#8ab4f8}}"""
 LARGE = 2**31 - 1  # bounds of at least this size come from the number's type and are not shown
 NULL = {"type": "null"}
-LATE = "Accepted, without effect"  # fields whose description starts so are listed last
+NO_EFFECT = "Accepted, without effect"  # fields whose description starts so are listed last
 
 Schema = dict[str, Any]
 
@@ -64,7 +64,9 @@ def _object(name: str, schema: Schema) -> str:
 def _fields(schema: Schema) -> str:
     required = schema.get("required", [])
     rows = ""
-    for name, field in sorted(schema["properties"].items(), key=lambda item: (item[0] not in required, _is_late(item[1]))):
+    for name, field in sorted(
+        schema["properties"].items(), key=lambda item: (item[0] not in required, _has_no_effect(item[1]))
+    ):
         mark = " (required)" if name in required else ""
         rows += f"<tr><td><code>{escape(name)}</code>{mark}<td>{_type(field)}<td>{_text(field.get('description', ''))}"
     return f"<table><tr><th>Field<th>Type<th>Meaning{rows}</table>"
@@ -74,8 +76,8 @@ def _text(description: str) -> str:
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(description))
 
 
-def _is_late(field: Schema) -> bool:
-    return str(field.get("description", "")).startswith(LATE)
+def _has_no_effect(field: Schema) -> bool:
+    return str(field.get("description", "")).startswith(NO_EFFECT)
 
 
 def _type(field: Schema) -> str:

@@ -76,9 +76,9 @@ def make_params(
     prompt_logprobs: int | None,
     grammar: str | None,
 ) -> list[SamplingParams]:
-    """The engine's parameters for each prompt, whose answer has at most so many tokens. They differ in `max_tokens` and `min_tokens` only.
+    """The engine's parameters for each prompt. They differ in `max_tokens` and `min_tokens` only.
 
-    Raises a 400 for an unknown token id.
+    `max_tokens`: the limit of each prompt's answers. Raises a 400 for an unknown token id.
     """
     bias = {int(key): value for key, value in (body.logit_bias or {}).items()}
     check_ids(list(bias), vocab_size, "logit_bias")

@@ -167,7 +167,7 @@ def main() -> None:
     try:
         engine, dtype = build_engine(settings, config, tokenizer, world)
         ready = describe(settings, engine, config, world, dtype)
-        serve(engine, world, link, ready, frontend.process.is_alive if frontend else bool)
+        serve(engine, world, link, ready, frontend.process.is_alive if frontend else lambda: True)
     except BaseException as e:
         if link:
             link.send(Fatal(f"{type(e).__name__}: {e}".splitlines()[0]))

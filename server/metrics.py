@@ -1,4 +1,4 @@
-"""The server's measurements: Prometheus metrics for /metrics, and values of the last minute for the page's dashboard.
+"""Metrics of the server: in Prometheus' format for /metrics, and of the last minute for the page's dashboard.
 
 After the prefix `rung:`, the names are those that dashboards for other servers query.
 """
@@ -83,24 +83,22 @@ class Metrics:
         self.stats = Stats()  # the newest; this one until the engine sends its first
         self.ttft, self.inter_token, self.tokens, self.prompts = Window(), Window(), Window(), Window()
 
-        self.running = self._gauge("num_requests_running", "Sequences that share the steps")
+        self.running = self._gauge("num_requests_running", "Sequences in the running batch")
         self.waiting = self._gauge("num_requests_waiting", "Sequences that wait for a place in the batch")
         self.kv_usage = self._gauge("kv_cache_usage_perc", "Used share of the KV cache; 1 is all of it")
         self.step_seconds = self._gauge("step_time_seconds", "Mean time of a step, since the last report of the engine")
-        self.all_reduce_share = self._gauge(
-            "all_reduce_time_share", "Share of a step that waits for all-reduces; NaN where only the device knows"
-        )
+        self.all_reduce_share = self._gauge("all_reduce_time_share", "Share of a step that waits for all-reduces; NaN on GPUs")
         self.steps = self._counter("engine_steps", "Steps of the engine")
         self.prefix_queries = self._counter("prefix_cache_queries", "Prompt tokens that were looked up in the prefix cache")
         self.prefix_hits = self._counter("prefix_cache_hits", "Prompt tokens that were found in the prefix cache")
-        self.preemptions = self._counter("num_preemptions", "Sequences whose blocks were taken away, to be computed again")
+        self.preemptions = self._counter("num_preemptions", "Preempted sequences, whose KV cache is computed again")
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of the requests that started")
         self.generation_tokens = self._counter("generation_tokens", "Generated tokens")
         help_text = "Finished sequences by reason: stop, length, abort, error"
         self.finished = Counter("rung:request_success", help_text, ["model_name", "finished_reason"], registry=self.registry)
         for reason in ("stop", "length", "abort", "error"):
             self.finished.labels(model_name, reason)
-        help_text = "Answers by path and status"
+        help_text = "Responses by path and status"
         self.responses = Counter("rung:http_responses", help_text, ["model_name", "path", "status"], registry=self.registry)
 
         self.ttft_seconds = self._histogram(

@@ -1,4 +1,4 @@
-"""/openapi.json: FastAPI's description, corrected to be true and to be valid OpenAPI 3.1, the version that it names."""
+"""/openapi.json: FastAPI's description, corrected where it is wrong or not valid OpenAPI 3.1."""
 
 from typing import Any
 

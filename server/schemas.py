@@ -185,10 +185,12 @@ class GenerationBody(Body):
     stream: bool | None = Field(None, description="Server-sent events instead of one answer. Default false.")
     stream_options: StreamOptions | None = None
     n: int | None = Field(
-        None, ge=1, le=MAX_CHOICES, description="Answers for each prompt; answer i draws with seed + i. Default 1."
+        None, ge=1, le=MAX_CHOICES, description="Answers for each prompt; answer i samples with seed + i. Default 1."
     )
     max_tokens: int | None = Field(None, ge=0, le=2**31 - 1)
-    min_tokens: int | None = Field(None, ge=0, le=2**31 - 1, description="No stop token or string counts before. Default 0.")
+    min_tokens: int | None = Field(
+        None, ge=0, le=2**31 - 1, description="Before this many tokens, nothing stops the answer. Default 0."
+    )
     temperature: float | None = Field(None, ge=0, le=2, description="0 is greedy. Default 1.")
     top_p: float | None = Field(
         None, ge=0, le=1, description="Keep the likeliest tokens that reach this probability. Default 1."
@@ -205,7 +207,7 @@ class GenerationBody(Body):
         None, max_length=1024, description="Token id to a number that is added to its logit."
     )
     allowed_token_ids: list[TokenId] | None = Field(
-        None, min_length=1, max_length=MAX_LISTED, fail_fast=True, description="Generate these tokens alone; at most 16,384."
+        None, min_length=1, max_length=MAX_LISTED, fail_fast=True, description="Generate only these tokens; at most 16,384."
     )
     stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = Field(
         None, description="Texts before which the answer ends."
@@ -213,7 +215,7 @@ class GenerationBody(Body):
     stop_token_ids: list[TokenId] | None = Field(
         None, max_length=1024, fail_fast=True, description="Tokens that end the answer, besides EOS."
     )
-    ignore_eos: bool | None = Field(None, description="Go on after EOS. Default false.")
+    ignore_eos: bool | None = Field(None, description="Continue after EOS. Default false.")
     include_stop_str_in_output: bool | None = Field(None, description="Keep the stop text in the answer. Default false.")
     skip_special_tokens: bool | None = Field(None, description="Leave special tokens out of the text. Default true.")
     spaces_between_special_tokens: bool | None = Field(
@@ -243,8 +245,8 @@ class GenerationBody(Body):
     service_tier: Any = without_effect("there is one tier")
     safety_identifier: Any = without_effect("the access log has `user`")
     prediction: Any = without_effect("a hint for speed")
-    reasoning_effort: Any = without_effect("what a template reads belongs in `chat_template_kwargs`")
-    verbosity: Any = without_effect("the models served here do not know it")
+    reasoning_effort: Any = without_effect("variables for a template belong in `chat_template_kwargs`")
+    verbosity: Any = without_effect("the models served here do not support it")
     prompt_cache_key: Any = without_effect("the prefix cache finds common prefixes by itself")
     prompt_cache_options: Any = without_effect("see `prompt_cache_key`")
     prompt_cache_retention: Any = without_effect("see `prompt_cache_key`")
@@ -302,7 +304,7 @@ class CompletionBody(GenerationBody):
         None, ge=0, le=LIST_LIMIT, description="Log-probabilities of the tokens and of the k likeliest at each position."
     )
     best_of: int | None = Field(
-        None, ge=1, le=MAX_CHOICES, description="Generate so many and return the n likeliest; not with stream. Default: n."
+        None, ge=1, le=MAX_CHOICES, description="Generate this many and return the n likeliest; not with stream. Default: n."
     )
 
     @property
@@ -395,7 +397,7 @@ class ChatBody(GenerationBody):
     max_completion_tokens: int | None = Field(None, ge=1, le=2**31 - 1, description="The newer name of max_tokens.")
     logprobs: bool | None = Field(None, description="Log-probabilities of the answer's tokens. Default false.")
     top_logprobs: int | None = Field(
-        None, ge=0, le=LIST_LIMIT, description="And of the k likeliest; above 0 it needs logprobs. Default 0."
+        None, ge=0, le=LIST_LIMIT, description="Also those of the k likeliest tokens; above 0 only with logprobs. Default 0."
     )
     tools: list[Tool] | None = Field(None, max_length=128)
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = Field(

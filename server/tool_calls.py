@@ -38,7 +38,7 @@ def parse_calls(text: str, body: ChatBody) -> list[dict[str, Any]] | None:
 def parse_cut_call(text: str, body: ChatBody) -> list[dict[str, Any]] | None:
     """The incomplete forced call that `text` begins, with the incomplete JSON of its arguments.
 
-    None if the text does not tell the tool yet.
+    None if the text does not name the tool yet.
     """
     names = [tool.function.name for tool in body.forced_tools]
     found = CUT_CALL.match(text)
