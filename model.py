@@ -13,7 +13,7 @@ partial sum of h_i; AR is the all-reduce, the sum over ranks.
     upper-bound   standard without AR: wrong on more than one rank
 
 Blocks pass on a `Residual` stream (`comm/residual.py`). A module reads it when all of its all-reduces but the newest `lag` have
-been added: 0 is standard, 1 a ladder. So the two mix freely, and the rule x_{i-2} holds at the seam of a hybrid.
+been added: 0 is standard, 1 a ladder. So a hybrid can mix the two; its first ladder layer follows the rule of a ladder, too.
 """
 
 from typing import Any, TypedDict

@@ -105,12 +105,13 @@ def stream_shards(config: ModelConfig, rank: int, world_size: int) -> list[Shard
 class ShardedLinear(nn.Module):
     """This shard's part of one linear layer, or of several layers with the same input, fused into one weight.
 
-    `weight` (sum of the parts' local out_features, local in_features). A row-split layer returns this shard's features; a
-    column-split one returns a partial sum over shards. gated: the parts are (gate, up), and the layer returns silu(gate) * up.
+    `weight` (sum of the parts' local out_features, local in_features). A column-parallel layer has some out_features and returns
+    them; a row-parallel one has some in_features and returns a partial sum over shards (Megatron-LM, arXiv:1909.08053).
+    gated: the parts are (gate, up), and the layer returns silu(gate) * up.
 
-    `bias` is None unless a part has a bias. A row-split layer holds the entries of its features, for the parts with a bias. A
-    column-split layer holds all entries, and each of the S shards adds 1 / S of them: the sum over shards then has the bias
-    once, and the streams of a desync model have equal shares of it.
+    `bias` is None unless a part has a bias. A column-parallel layer holds the entries of its features, for the parts with a
+    bias. A row-parallel layer holds all entries, and each of the S shards adds 1 / S of them: the sum over shards then has the
+    bias once, and the streams of a desync model have equal shares of it.
     """
 
     def __init__(
@@ -186,7 +187,7 @@ def init_world(
 ) -> World:
     """Join the ranks that a launcher started, or be the only rank.
 
-    device: `cpu` or `cuda`; None takes CUDA if there is a GPU. comm: a name that `comm.choose` accepts; None takes the device's
+    device: `cpu` or `cuda`; None takes CUDA if there is a GPU. comm: a name that `communicators.choose` accepts; None takes the device's
     default. simulate_link: a latency and a bandwidth, `10us,100GB/s`; all-reduces of CPU ranks then take as long as on such a
     link. error_budget: the relative error that `auto` may accept in an all-reduce to make it faster.
     Raises UserError for a device that does not exist or a communicator that does not support it.

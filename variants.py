@@ -69,7 +69,9 @@ def parse_variant(text: str) -> tuple[Variant, int | None]:
     variant = VARIANTS.get(name)
     if colon and not (variant and variant.number and number.isdecimal() and int(number) >= 1):
         *others, last = (known.name for known in VARIANTS.values() if known.number)
-        raise UserError(f"unknown variant {text!r}; a number goes only behind {', '.join(others)} and {last}: hybrid:16")
+        raise UserError(
+            f"unknown variant {text!r}; only these take a number after the name: {', '.join(others)} and {last}, as in hybrid:16"
+        )
     if variant is None:
         raise UserError(f"unknown variant {text!r}; known: {usage()}")
     return variant, int(number) if colon else None

@@ -565,6 +565,6 @@ def test_a_rank_reads_no_more_than_its_shard(layout: str, touched: int, large: P
     peak, shard = (int(word) for word in done.stdout.split())
     assert shard == pytest.approx((large / "hf" / SINGLE).stat().st_size / 4, rel=0.01)
     assert shard < peak < 1.3 * shard + 300 * MIB
-    # A reader that keeps pages mapped would need the shard, its row slices a second time, and all column-split tensors whole.
+    # A reader that keeps pages mapped would need the shard, its row slices a second time, and all row-parallel tensors whole.
     if layout == "hf" or touched:
         assert peak < 1.3 * shard + 64 * MIB
