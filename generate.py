@@ -53,8 +53,18 @@ NO_TOKENIZER = (
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Raises UserError for values that exclude each other or mean nothing."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, ModelOptions, "the model")
+    add_prompt_options(parser)
+    add_generation_options(parser)
+    add_output_options(parser)
+    args = parser.parse_args(argv)
+    check_args(args)
+    return args
+
+
+def add_prompt_options(parser: argparse.ArgumentParser) -> None:
     prompt = parser.add_argument_group("the prompt, one of").add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="TEXT")
     prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="the file's text; - reads standard input")
@@ -73,7 +83,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--chat", action="store_true", help="the prompt is a user's message: apply the checkpoint's chat template"
     )
-
     parser.add_argument(
         "--history",
         action=argparse.BooleanOptionalAction,
@@ -81,6 +90,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="with --interactive, remember prompts in ~/.local/state/rung/history ($XDG_STATE_HOME moves it; default: on)",
     )
 
+
+def add_generation_options(parser: argparse.ArgumentParser) -> None:
     out = parser.add_argument_group("generation")
     out.add_argument("--max-new-tokens", type=int, default=200, metavar="N", help="default: 200")
     out.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (default: 0.8)")
@@ -97,6 +108,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     out.add_argument("--num-samples", type=int, default=1, metavar="N", help="answers to generate (default: 1)")
     out.add_argument("--batch-size", type=int, default=1, metavar="N", help="how many of them at a time (default: 1)")
 
+
+def add_output_options(parser: argparse.ArgumentParser) -> None:
     modes = parser.add_argument_group("output")
     modes.add_argument(
         "--score",
@@ -105,7 +118,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     modes.add_argument("--json", action="store_true", help="one JSON line for each sample on stdout")
     modes.add_argument("--profile", type=Path, metavar="FILE", help="write a trace of the first batch for ui.perfetto.dev")
-    args = parser.parse_args(argv)
+
+
+def check_args(args: argparse.Namespace) -> None:
     for name in ("max_new_tokens", "num_samples", "batch_size"):
         if (value := getattr(args, name)) < 1:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
@@ -115,7 +130,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         raise UserError("--stop is empty, which would end every text at once; give at least one character")
     if args.interactive and (args.score or args.json or args.num_samples > 1):
         raise UserError("--interactive gives one answer to each line; it goes without --score, --json and --num-samples")
-    return args
 
 
 # --- resolving the command line, before any weights are read -------------------------------------------------------------
