@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.ranks import RankError, Ranks
+from tests.support.ranks import Ranks
 from tp import World
 
 pytest.importorskip("triton", reason="Triton is not installed; pip install triton")
@@ -208,11 +208,17 @@ def test_a_cache_that_cannot_be_written_does_no_harm(ranks: Ranks, tmp_path: Pat
     assert ranks.run(2, agree, str(tmp_path), seed) == [(random_times(seed), True)] * 2
 
 
+def error_of(world: World, folder: str, seed: int, spoiled: str) -> str:
+    """The message on this rank. An error that left the function would end all ranks, and new ones take seconds to start."""
+    with pytest.raises(RuntimeError) as failed:
+        agree(world, folder, seed, spoiled=spoiled)
+    return str(failed.value)
+
+
 @pytest.mark.parametrize("spoiled", ["negative", "larger is faster", "a size missing"])
 def test_implausible_times_are_an_error_on_all_ranks(ranks: Ranks, tmp_path: Path, spoiled: str, seed: int) -> None:
-    with pytest.raises(RankError, match="implausible") as failed:
-        ranks.run(2, agree, str(tmp_path), seed, False, spoiled)
-    assert "rank 0 of 2" in str(failed.value) and "rank 1 of 2" in str(failed.value)
+    messages = ranks.run(2, error_of, str(tmp_path), seed, spoiled)
+    assert all("implausible" in message for message in messages)
     assert not (tmp_path / "0").exists()
 
 
