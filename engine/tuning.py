@@ -24,6 +24,7 @@ from tp import ShardedLinear, World
 CODE = ("kernels/linear*.py", "kernels/dispatch.py", "kernels/graph_times.py")
 FAILED = PLAUSIBLE[1]  # µs in the table, of a config that cannot run
 COMPILING_SHARE = 0.5  # of the time limit; the rest is for measuring
+MAX_THREADS = 16  # of a rank that compile kernels; the ranks of a host share its cores
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,9 @@ def tune(model: Transformer, world: World, rows: int, seconds: float, quiet: boo
     known = set() if rebuild else {*shipped(table.key["gpu"]), *table.times}
     problems = [Problem(n, shape, weights) for shape, weights in shapes(model).items() for n in ROWS if n < 2 * rows]
     missing = [problem for problem in problems if problem.key not in known]
-    found, messages = _measured(missing[world.rank :: world.world_size], seconds, quiet) if seconds else ({}, [])
+    threads = max(1, min(MAX_THREADS, (os.cpu_count() or 1) // world.world_size))
+    mine = missing[world.rank :: world.world_size]
+    found, messages = _measured(mine, seconds, threads, quiet) if seconds else ({}, [])
     if world.world_size > 1 and seconds:
         everyones: list[tuple[Times, list[str]]] = [({}, [])] * world.world_size
         dist.all_gather_object(everyones, (found, messages), group=world.control)
@@ -80,9 +83,9 @@ def tune(model: Transformer, world: World, rows: int, seconds: float, quiet: boo
     return Tuning(len(missing), found, messages, time.monotonic() - start)
 
 
-def _measured(problems: Sequence[Problem], seconds: float, quiet: bool) -> tuple[Times, list[str]]:
+def _measured(problems: Sequence[Problem], seconds: float, threads: int, quiet: bool) -> tuple[Times, list[str]]:
     start = time.monotonic()
-    compile_kernels(problems, os.cpu_count() or 1, start + COMPILING_SHARE * seconds)
+    compile_kernels(problems, threads, start + COMPILING_SHARE * seconds)
     found: Times = {}
     messages: list[str] = []
     for problem in tqdm(problems, desc="fastest kernels", disable=quiet):
