@@ -232,10 +232,10 @@ class Transformer(nn.Module):
 
     def hidden(self, tokens: Tensor, context: AttentionContext) -> Tensor:
         """(B, T) ids to the last residual stream (B, T, C), before the final norm."""
-        x = self.embed(tokens)
         # desync: the streams begin equal; the last module of all reduces, so they end equal
         streams = self.config.kind.streams
-        stream: Any = [Residual(x, Local())] * len(self.shards) if streams else Residual(x, self.comm)
+        stream: Any = Residual(self.embed(tokens), Local() if streams else self.comm)
+        stream = [stream] * len(self.shards) if streams else stream
         for layer in self.layers:
             stream = layer(stream, self.frequencies, context)
         return stream[0].x if streams else stream.finish()

@@ -47,7 +47,7 @@ class Linear(Protocol):
 
 
 class PendingAllReduce(ABC):
-    """An all-reduce that has begun, or that begins when its result is read. Read it once, by one of these methods.
+    """An all-reduce that has begun, or that begins when its result is read. Read it once, by one of the first four methods.
 
     scatters: whether `add_norm_linear` leaves each rank only its own rows (R, C) of the residual stream. If so, `add` and
     `add_norm_linear` also take these rows as x.
@@ -72,7 +72,14 @@ class PendingAllReduce(ABC):
     def add_norm_linear(self, x: Tensor, norm: Norm, layer: Linear) -> tuple[Tensor, Tensor]:
         """(x + sum, layer(norm(x + sum))). The second has all rows on every rank."""
         total, normed = self.add_norm(x, norm.weight, norm.eps)
+        self.release()  # before the layer allocates its result
         return total, layer(normed)
+
+    def release(self) -> None:
+        """After the result has been read: drop all tensors, because callers may hold this object for much longer. Only in
+        inference mode, since a layer that is computed again for a backward pass reads its result again."""
+        if torch.is_inference_mode_enabled():
+            vars(self).clear()
 
 
 class Done(PendingAllReduce):

@@ -35,10 +35,12 @@ class Residual(NamedTuple):
         last = self.pending[ready - 1]
         if lag:  # later reads need all rows
             x, normed = last.add_norm(stream.x, norm.weight, norm.eps)
+            last.release()
             return stream._replace(x=x), layer(normed)
         stream = stream if last.scatters else stream._gathered()
         scattered = (stream.scattered or stream.x.shape) if last.scatters else None
         x, out = last.add_norm_linear(stream.x, norm, layer)
+        last.release()
         return stream._replace(x=x, scattered=scattered), out
 
     def add(self, x: Tensor, layer: Linear | None = None, lag: int = 0) -> "Residual":
@@ -69,4 +71,6 @@ class Residual(NamedTuple):
     def _added(self, pending: PendingAllReduce) -> "Residual":
         """`pending` added to all rows of x."""
         stream = self if pending.scatters else self._gathered()
-        return stream._replace(x=pending.add(stream.x), scattered=None)
+        x = pending.add(stream.x)
+        pending.release()
+        return stream._replace(x=x, scattered=None)

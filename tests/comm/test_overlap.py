@@ -3,6 +3,7 @@
 import json
 import random
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -182,6 +183,35 @@ def test_desync_sums_where_its_pattern_says(streams: int, seed: int) -> None:
 def test_upper_bound_starts_nothing(seed: int) -> None:
     for events in recorded(tiny("upper-bound")):
         assert [kind for kind, _ in events] == ["begin", "end"] * MODULES
+
+
+class Keeper(Recorder):
+    """A recorder that holds every all-reduce for the whole pass, as the callers of blocks hold their streams."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[tuple[PendingAllReduce, weakref.ref[Tensor]]] = []
+
+    def begin_all_reduce(self, partial: Tensor, overlap: bool = False) -> "RecordedAllReduce":
+        pending = super().begin_all_reduce(partial, overlap)
+        self.kept.append((pending, weakref.ref(pending.total)))
+        return pending
+
+
+@pytest.mark.parametrize(
+    "config", [tiny("standard"), tiny("parallel"), tiny("ladder"), replace(tiny("ladder"), ladder_layers=(2,))]
+)
+def test_a_step_frees_the_results_that_it_has_read(config: ModelConfig, seed: int) -> None:
+    """In inference mode. Otherwise a layer may be computed again for a backward pass, and read its results again."""
+    keeper = Keeper()
+    model = Transformer(config, keeper, CPU, torch.float32)
+    random_weights(model, random.randrange(1000))
+    for mode, freed in (torch.inference_mode(), True), (torch.no_grad(), False):
+        keeper.kept.clear()
+        with mode:
+            model(torch.randint(config.vocab_size, (2, 6)), Causal(6, CPU))
+        assert len(keeper.kept) in (LAYERS, MODULES)
+        assert [total() is None for _, total in keeper.kept] == [freed] * len(keeper.kept)
 
 
 # --- the same in a trace of real all-reduces -----------------------------------------------------------------------------
