@@ -153,15 +153,21 @@ def digest(patterns: Sequence[str]) -> str:
 def graph_microseconds(
     call: Callable[[], object], chain: int = 20, replays: int = 7, group: dist.ProcessGroup | None = None
 ) -> float:
-    """Median time of `call` in µs, on the slowest rank, in a CUDA graph of `chain` calls. Collective."""
+    """Median time of `call` in µs, on the slowest rank, in a CUDA graph of `chain` calls. Collective.
+
+    If `call` waits for other ranks, they end a replay together, however late the host of one of them launched it. So each
+    timed replay follows another one, and is launched while that one runs.
+    """
     call()
     torch.cuda.synchronize()
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         for _ in range(chain):
             call()
-    graph.replay()
-    torch.cuda.synchronize()
-    slowest = torch.tensor(median(replay_seconds(graph, replays)) * 1e6 / chain, device="cuda")
+    seconds = []
+    for _ in range(replays):
+        graph.replay()
+        seconds += replay_seconds(graph, 1)
+    slowest = torch.tensor(median(seconds) * 1e6 / chain, device="cuda")
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
     return slowest.item()
