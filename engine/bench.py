@@ -63,6 +63,7 @@ def throughput(engine: Engine, args: argparse.Namespace, world: World) -> dict[s
         "steps": len(steps),
         "median_step_ms": round(median(steps) * 1e3, 3),
         "preemptions": engine.scheduler.preemptions,
+        "idle_share": None if engine.runner.graphs is None else round(engine.runner.idle_seconds / seconds, 4),
     }
 
 
@@ -92,7 +93,7 @@ def host_overhead(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
         (engine, "step", "step"),
         (model, "hidden", "layers"),
         (model, "logits", "head"),
-        (runner, "_draw", "draw"),
+        (runner, "_sample", "draw"),
         (engine.scheduler, "schedule", "scheduling"),
         (runner.spans, "write", "batch layout"),
         (runner.spans, "context", "batch layout"),

@@ -16,8 +16,8 @@ from engine.grammars import COMPILED, MAX_COMPILING, Compilation, Grammars, erro
 from engine.logits import advance, check_ids, new_state, sibling
 from engine.paged_cache import PagedCache
 from engine.protocol import Abort, Refused, Stats, Submit, SubmitAll, TokenLogprobs, TokenOutput
-from engine.runner import InFlightStep, Runner, StepResult, is_plain
-from engine.scheduler import Scheduler, Sequence
+from engine.runner import InFlightStep, Runner
+from engine.scheduler import Chunk, Scheduler, Sequence
 from engine.step_inputs import Capacity
 from errors import UserError
 from memory import free_bytes
@@ -183,40 +183,40 @@ class Engine:
         """Whether a sequence runs or waits. If none does, this drops the step that was launched ahead."""
         if not self.scheduler.has_work():
             self._ahead = None  # all sequences of the in-flight step have ended, so nobody needs its tokens
+            self.runner.rest()
         return self.scheduler.has_work()
 
     def step(self) -> list[TokenOutput]:
-        """Compute one step and return each sequence's new output. If the next step is known except for its input
-        tokens, it is launched before this step's tokens are waited for."""
+        """Compute one step and return each sequence's new output. The next step is launched before this step's tokens are
+        waited for, so that the device does not wait for the host."""
         start = time.perf_counter()
-        step, self._ahead = self._ahead or self._launch(start), None
-        if self.look_ahead:
-            self._ahead = self._follow(step)
-        outputs = [self._output(*new) for new in self._record(self.runner.collect(step))]
+        step, self._ahead = self._ahead or self._launch(self.scheduler.schedule(), start), None
+        # a capture would hold up this step's tokens
+        may_follow = self.look_ahead and self.runner.is_captured(len(self.scheduler.running))
+        if may_follow and (chunks := self.scheduler.schedule(in_flight=True)):
+            self._ahead = self._launch(chunks, start, after=step)
+        outputs = [self._output(*new) for new in self._record(step)]
+        if self._ahead is not None:
+            self.runner.draw(self._ahead)
         self.meter.count(sum(c.count for c in step.chunks), len(outputs), time.perf_counter() - start)
         return outputs
 
-    def _launch(self, now: float) -> InFlightStep:
-        chunks = self.scheduler.schedule()
+    def _launch(self, chunks: list[Chunk], now: float, after: InFlightStep | None = None) -> InFlightStep:
         for chunk in chunks:
             if chunk.sequence.first_scheduled is None:
                 chunk.sequence.first_scheduled = now
-        return self.runner.launch(chunks)
+        step = self.runner.launch(chunks, after)
+        self.scheduler.launched(chunks)  # not earlier: the launch may fail
+        return step
 
-    def _follow(self, step: InFlightStep) -> InFlightStep | None:
-        """Launch the step after `step` before its tokens are known, if possible."""
-        if len(step.sampling) < len(step.chunks) or not all(map(is_plain, step.sampling)):
-            return None
-        ahead = self.scheduler.look_ahead(step.chunks)
-        return None if ahead is None else self.runner.launch(ahead, after=step)
-
-    def _record(self, result: StepResult) -> Iterator[tuple[Sequence, int, TokenLogprobs | None]]:
+    def _record(self, step: InFlightStep) -> Iterator[tuple[Sequence, int, TokenLogprobs | None]]:
         """Append the tokens to the sequences that are still running. Yields (sequence, token, logprobs) for each."""
-        chunks, tokens, logprobs = result.chunks, result.tokens, result.logprobs
-        if len(tokens) == len(chunks):  # a step that was launched ahead may include sequences that have ended since
-            kept = [i for i, chunk in enumerate(chunks) if chunk.sequence.finish_reason is None]
-            chunks, tokens, logprobs = [chunks[i] for i in kept], [tokens[i] for i in kept], [logprobs[i] for i in kept]
-        for (sequence, token), entry in zip(self.scheduler.update(chunks, tokens), logprobs, strict=True):
+        result = self.runner.collect(step)
+        for chunk, token, entry in zip(step.sampling, result.tokens, result.logprobs, strict=True):
+            sequence = chunk.sequence
+            if sequence.finish_reason is not None:  # it has ended since the step was launched
+                continue
+            self.scheduler.record(sequence, token)
             if advance(sequence, token):
                 if problem := error_of(sequence.state.matcher):
                     self._fail(sequence, problem)
@@ -266,6 +266,7 @@ class Engine:
             step_seconds=seconds / steps if steps else 0.0,
             batch_tokens=batch_tokens,
             all_reduce_share=self._all_reduce_share(seconds),
+            idle_share=self._idle_share(seconds),
         )
 
     def _all_reduce_share(self, seconds: float) -> float | None:
@@ -275,6 +276,13 @@ class Engine:
             return None
         since, self._waited = waited - self._waited, waited
         return min(1.0, since / seconds) if seconds else None
+
+    def _idle_share(self, seconds: float) -> float | None:
+        """The share of `seconds` for which the device waited for the next step."""
+        if self.runner.graphs is None:
+            return None
+        idle, self.runner.idle_seconds = self.runner.idle_seconds, 0.0
+        return min(1.0, idle / seconds) if seconds else None
 
 
 class Meter:

@@ -206,7 +206,8 @@ def _run(engine: Engine, streams: list[AnswerStream], answers: Sequence[Completi
     while engine.has_work() or engine.compiling:
         engine.admit()
         outputs = engine.step() if engine.has_work() else []
-        for refused in engine.refused:  # a grammar that failed
+        failed, engine.refused = engine.refused, []  # grammars; a later call must not find them
+        for refused in failed:
             _raise(refused)
         if not outputs and engine.compiling:
             time.sleep(COMPILING_SECONDS)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from engine.protocol import Logprob, SamplingParams, TokenLogprobs
 from engine.scheduler import Sequence
+from engine.transfers import to_device, to_host
 from errors import UserError
 
 SCORE_CHUNK = 512  # tokens whose logits are held at once while scoring
@@ -22,7 +23,7 @@ class SamplingState:
     # `prompt`, `counts` and `matcher` are created at the first draw, so that waiting requests take no memory for them
     prompt: Tensor | None = None  # bool: ids that occur in the prompt
     counts: Tensor | None = None  # fp32: how often each id was generated
-    counted: int = 0  # how many generated tokens `counts` holds
+    counted: int = 0  # how many generated tokens `counts` holds, with those that steps in flight draw
     bias: Tensor | None = None  # fp32: logit_bias, and -inf outside allowed_token_ids
     grammar: Any = None  # llguidance's matcher in its initial state, shared and never advanced; None for free text
     matcher: Any = None  # this sequence's copy of it, which may take megabytes
@@ -58,7 +59,8 @@ def check_ids(ids: List[int], vocab_size: int) -> None:
 
 
 def process(logits: Tensor, sequences: List[Sequence]) -> Tensor:
-    """Apply each sequence's parameters to its row of (B, V) fp32 logits. Returns a new tensor if any row changes."""
+    """Apply each sequence's parameters to its row of (B, V) fp32 logits. Returns a new tensor if any row changes. Sequences
+    with a grammar must have no unknown token before the one to draw."""
     rows = [i for i, s in enumerate(sequences) if needs_processing(s)]
     if not rows:
         return logits
@@ -68,13 +70,14 @@ def process(logits: Tensor, sequences: List[Sequence]) -> Tensor:
         sequence, state = sequences[i], sequences[i].state
         if state.bias is not None:
             logits[i] += state.bias
-        too_short = sequence.generated < sequence.params.min_tokens and bool(sequence.params.stop_token_ids)
+        too_short = _is_too_short(sequence)
         if too_short:
-            logits[i, torch.tensor(sequence.params.stop_token_ids, device=logits.device)] = -torch.inf
+            logits[i].index_fill_(0, to_device(sequence.params.stop_token_ids, torch.int64, logits.device), -torch.inf)
         if state.matcher is None and state.grammar is not None:
             state.matcher = state.grammar.deep_copy()
         if state.matcher is not None:
-            banned = ~allowed(state.matcher, logits.shape[-1]).to(logits.device)
+            mask = allowed(state.matcher, logits.shape[-1])
+            banned = ~(mask.pin_memory() if logits.is_cuda else mask).to(logits.device, non_blocking=True)
             if (state.bias is not None or too_short) and bool((logits[i].isneginf() | banned).all()):
                 logits[i] = raw[i]  # the other rules ban all tokens that the grammar allows: only the grammar applies
             logits[i].masked_fill_(banned, -torch.inf)
@@ -86,14 +89,19 @@ def is_penalized(params: SamplingParams) -> bool:
 
 
 def needs_processing(sequence: Sequence) -> bool:
-    state, params = sequence.state, sequence.params
-    return (
-        is_penalized(params)
-        or state.bias is not None
-        or state.grammar is not None
-        or state.matcher is not None
-        or (params.min_tokens > sequence.generated and bool(params.stop_token_ids))
-    )
+    """Whether the logits of its next token change. Nobody reads the tokens of a sequence that has ended."""
+    state = sequence.state
+    changes = is_penalized(sequence.params) or state.bias is not None or has_grammar(sequence) or _is_too_short(sequence)
+    return changes and sequence.finish_reason is None
+
+
+def has_grammar(sequence: Sequence) -> bool:
+    return sequence.state.grammar is not None or sequence.state.matcher is not None
+
+
+def _is_too_short(sequence: Sequence) -> bool:
+    """Whether it may not end with the token to draw."""
+    return sequence.drawn < sequence.params.min_tokens and bool(sequence.params.stop_token_ids)
 
 
 def _penalize(logits: Tensor, rows: list[int], sequences: List[Sequence]) -> None:
@@ -110,24 +118,34 @@ def _penalize(logits: Tensor, rows: list[int], sequences: List[Sequence]) -> Non
     seen = (counts > 0) | torch.stack([none if s.prompt is None else s.prompt for s in states])
 
     def column(name: str) -> Tensor:
-        return torch.tensor([[getattr(p, name)] for p in params], device=logits.device)
+        return to_device([[getattr(p, name)] for p in params], torch.float32, logits.device)
 
-    chosen, repetition = logits[rows], column("repetition_penalty")
+    index = to_device(rows, torch.int64, logits.device)
+    chosen, repetition = logits[index], column("repetition_penalty")
     chosen = torch.where(seen, torch.where(chosen > 0, chosen / repetition, chosen * repetition), chosen)
-    logits[rows] = chosen - column("frequency_penalty") * counts - column("presence_penalty") * (counts > 0)
+    logits[index] = chosen - column("frequency_penalty") * counts - column("presence_penalty") * (counts > 0)
 
 
 def _count(sequence: Sequence, logits: Tensor) -> None:
-    """Update the counts, usually by one token, after a preemption by none."""
+    """Create the counts. Generated tokens that they do not hold yet are known."""
     state = sequence.state
     if state.counts is None:
         state.counts = torch.zeros(logits.shape[-1], device=logits.device)
         if sequence.params.repetition_penalty != 1:
             state.prompt = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
-            state.prompt[torch.tensor(sorted(set(sequence.tokens[: sequence.prompt_length])), device=logits.device)] = True
+            ids = sorted(set(sequence.tokens[: sequence.prompt_length]))
+            state.prompt.index_fill_(0, to_device(ids, torch.int64, logits.device), True)
     for token in sequence.tokens[sequence.prompt_length + state.counted :]:
         state.counts[token] += 1
-    state.counted = sequence.generated
+    state.counted = max(state.counted, sequence.generated)
+
+
+def count_drawn(sequences: List[Sequence], tokens: Tensor) -> None:
+    """Count tokens (B,) that were drawn for penalized sequences, before the host knows them."""
+    for i, sequence in enumerate(sequences):
+        if is_penalized(sequence.params) and sequence.finish_reason is None:
+            sequence.state.counts.index_add_(0, tokens[i : i + 1], torch.ones_like(sequence.state.counts[:1]))
+            sequence.state.counted += 1
 
 
 def allowed(matcher: Any, vocab_size: int) -> Tensor:
@@ -150,15 +168,35 @@ def advance(sequence: Sequence, token: int) -> bool:
 
 def token_logprobs(logits: Tensor, chosen: List[int], tops: List[int]) -> list[TokenLogprobs]:
     """Log-probabilities of `chosen[i]` and of the `tops[i]` likeliest tokens, for each row i of raw (B, V) fp32 logits."""
-    logprobs = logits.log_softmax(-1)
-    mine = logprobs.gather(-1, torch.tensor(chosen, device=logits.device)[:, None])
-    ranks = ((logprobs > mine).sum(-1) + 1).tolist()
-    values, ids = logprobs.topk(max(1, min(max(tops), logits.shape[-1])), dim=-1)
-    rows = zip(chosen, mine[:, 0].tolist(), ranks, values.tolist(), ids.tolist(), tops, strict=True)
-    return [
-        TokenLogprobs(
-            Logprob(token, logprob, rank),
-            [Logprob(i, v, n + 1) for n, (i, v) in enumerate(zip(best_ids, best, strict=True))][:top],
-        )
-        for token, logprob, rank, best, best_ids, top in rows
-    ]
+    scores = Scores.of(logits, to_device(chosen, torch.int64, logits.device), tops)
+    if logits.is_cuda:
+        torch.cuda.current_stream().synchronize()
+    return scores.read()
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Log-probabilities of B tokens and of the likeliest ones, on their way to the host: valid as `to_host` says."""
+
+    chosen: tuple[Tensor, Tensor, Tensor]  # ids, log-probabilities and ranks, each (B,)
+    best: tuple[Tensor, Tensor]  # log-probabilities and ids of the likeliest tokens, (B, most)
+    tops: List[int]
+
+    @classmethod
+    def of(cls, logits: Tensor, chosen: Tensor, tops: List[int]) -> "Scores":
+        """logits: raw (B, V) fp32. chosen: ids (B,). tops: how many of the likeliest tokens each row needs."""
+        logprobs = logits.log_softmax(-1)
+        mine = logprobs.gather(-1, chosen[:, None])
+        ranks = (logprobs > mine).sum(-1) + 1
+        values, ids = logprobs.topk(max(1, min(max(tops), logits.shape[-1])), dim=-1)
+        return cls((to_host(chosen), to_host(mine[:, 0]), to_host(ranks)), (to_host(values), to_host(ids)), tops)
+
+    def read(self) -> list[TokenLogprobs]:
+        rows = zip(*(x.tolist() for x in (*self.chosen, *self.best)), self.tops, strict=True)
+        return [
+            TokenLogprobs(
+                Logprob(token, logprob, rank),
+                [Logprob(i, v, n + 1) for n, (i, v) in enumerate(zip(best_ids, best, strict=True))][:top],
+            )
+            for token, logprob, rank, best, best_ids, top in rows
+        ]

@@ -160,16 +160,16 @@ class _Reader:
         is_view = distance >= 0 and last == begin + (batch - 1) * distance + width - 1
         if is_view and batch * width > 2:  # with at most two blocks, the first and the last say it all
             is_view = bool((blocks == begin + distance * np.arange(batch)[:, None] + np.arange(width)).all())
-        self.batch, self.begin, self.distance = batch, begin * size, distance * size  # in rows
-        self.rows: Tensor | None = None  # of all positions, sequence by sequence, where it is no view
+        self.batch, self.size, self.begin, self.distance = batch, size, begin * size, distance * size  # the last two in rows
+        self.blocks: Tensor | None = None  # sequence by sequence, where it is no view
         if not is_view:
-            rows = (blocks[:, :, None] * size + np.arange(size)).reshape(batch, -1)[:, :length]
-            self.rows = torch.from_numpy(np.ascontiguousarray(rows, dtype=np.int64))
+            self.blocks = torch.from_numpy(np.ascontiguousarray(blocks.reshape(-1), dtype=np.int64))
 
     def __call__(self, x: Tensor, first: int = 0) -> Tensor:
         _, heads, head_dim = x.shape
-        if self.rows is not None:
-            return x[self.rows[:, first:]].transpose(1, 2)
+        if self.blocks is not None:
+            found = x.view(-1, self.size, heads, head_dim).index_select(0, self.blocks)  # a block at a time, not a row
+            return found.view(self.batch, -1, heads, head_dim)[:, first : self.length].transpose(1, 2)
         row = heads * head_dim
         shape = self.batch, heads, self.length - first, head_dim
         return x.as_strided(shape, (self.distance * row, head_dim, row, 1), x.storage_offset() + (self.begin + first) * row)

@@ -200,6 +200,7 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
     step_seconds: float = 0.0  # the mean since the last Stats
     batch_tokens: list[int] = []  # tokens of each step since the last Stats
     all_reduce_share: float | None = None  # of these steps' time, spent waiting for all-reduces; None: not known on the host
+    idle_share: float | None = None  # of these steps' time, in which the GPU had no step to compute; None on a CPU
 
     @property
     def kv_cache_usage(self) -> float:

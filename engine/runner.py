@@ -1,28 +1,31 @@
 """The engine's steps on this rank: chunks of sequences in, one token for each sequence that was computed to its end.
 
 A step is launched first, and collected when its tokens are needed. The next step can be launched before the tokens of the
-current one are known: they stay on the device.
+current one are known: they stay on the device. Only a draw with a grammar needs the token before on the host.
 
 On a GPU a decode step is one replay of a CUDA graph, and so is a step with prompt chunks of usual size. A graph contains the
 model's kernels, its collectives with their side streams, the head, the drawing of tokens, and for decode steps the copy of the
 tokens into the next step's inputs. A step is padded to the next larger bucket; padding rows do nothing. Steps of more than
-`LARGEST_GRAPH` tokens run the same code without a graph. On a CPU all steps do, without padding, and the host draws all tokens.
+`LARGEST_GRAPH` tokens run the same code without a graph. On a CPU all steps do, without padding. Tokens that depend on more than
+the logits, the temperature and the seed are drawn after the graph.
 """
 
 from collections.abc import Sequence as List
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from engine.graphs import Graphs
-from engine.logits import SCORE_CHUNK, needs_processing, process, token_logprobs
+from engine.logits import SCORE_CHUNK, Scores, count_drawn, has_grammar, needs_processing, process, token_logprobs
 from engine.paged_cache import PagedCache
 from engine.protocol import TokenLogprobs
 from engine.sampler import SamplingBatch, sample
 from engine.scheduler import Chunk, Sequence
-from engine.step_inputs import PINNED, ROUND, Capacity, DecodeInputs, SpanInputs
+from engine.step_inputs import ROUND, Capacity, DecodeInputs, SpanInputs
+from engine.transfers import to_device, to_host
 from kernels.sampling import combine_best, local_best
 from model import Transformer
 
@@ -45,9 +48,8 @@ def prefill_buckets(tokens: int) -> list[int]:
 
 @dataclass
 class StepResult:
-    """tokens and logprobs have one entry for each chunk in `chunks` that samples. logprobs are None if not requested."""
+    """A token, and its log-probabilities or None, for each chunk that samples."""
 
-    chunks: list[Chunk]
     tokens: list[int]
     logprobs: list[TokenLogprobs | None]
 
@@ -63,19 +65,21 @@ class Output:
 
 @dataclass
 class InFlightStep:
-    """A step that was launched; not yet collected while `result` is None. Without `tokens` the host draws them."""
+    """A step that was launched. `drawn` is None until its tokens are drawn."""
 
     chunks: list[Chunk]
-    sampling: list[Sequence]  # the sequences that get a token, in the same order
+    sampling: list[Chunk]  # those that sample, in the same order
     hidden: Tensor  # (len(sampling), C), of their last tokens; a later launch may overwrite it
-    drawn: Tensor | None = None  # (len(sampling),) int64 on the device
+    drawn: Tensor | None = None  # (len(sampling),) int64, on the device
     tokens: Tensor | None = None  # the same in host memory, valid after `ready`
+    scores: Scores | None = None  # of the chunks that ask for log-probabilities, valid after `ready`
+    # when the device could begin the step, and when it had the tokens; None on a CPU
+    begin: "torch.cuda.Event | None" = None
     ready: "torch.cuda.Event | None" = None
-    result: StepResult | None = field(default=None, init=False)
 
 
 def is_plain(sequence: Sequence) -> bool:
-    """Whether the next token depends only on the logits, the temperature and the seed, so that the device can draw it."""
+    """Whether the next token depends only on the logits, the temperature and the seed, so that a graph can draw it."""
     params = sequence.params
     filtered = params.top_k or params.top_p < 1 or params.min_p
     return not filtered and params.logprobs is None and not params.min_tokens and not needs_processing(sequence)
@@ -90,11 +94,9 @@ class Runner:
         self.decode, self.spans = DecodeInputs(capacity, self.device), SpanInputs(capacity, self.device)
         self.graphs = Graphs(self.device) if self.device.type == "cuda" else None
         self._decode_sizes, self._prefill_sizes = decode_buckets(capacity.sequences), prefill_buckets(capacity.rows)
-        self._pinned = (
-            [torch.zeros(capacity.sequences, dtype=torch.int64, pin_memory=True) for _ in range(PINNED)] if self.graphs else []
-        )
-        self._turn = 0
         self._last_batch: tuple[list[Sequence], SamplingBatch] | None = None
+        self.idle_seconds = 0.0  # for which the device waited for the next step
+        self._last_ready: torch.cuda.Event | None = None
 
     # --- what a graph contains -------------------------------------------------------------------------------------------
 
@@ -137,6 +139,11 @@ class Runner:
             self._capture_prefill(self.graphs, rows)
         self._try_long_steps()
 
+    def is_captured(self, sequences: int) -> bool:
+        """Whether a decode step of so many sequences needs no capture."""
+        rows = next((n for n in self._decode_sizes if n >= sequences), None)
+        return self.graphs is None or rows is None or ("decode", rows) in self.graphs
+
     def _capture_decode(self, graphs: Graphs, rows: int) -> None:
         if ("decode", rows) not in graphs:
             self.decode.forget()
@@ -165,107 +172,131 @@ class Runner:
 
     @torch.inference_mode()
     def launch(self, chunks: List[Chunk], after: InFlightStep | None = None) -> InFlightStep:
-        """Start a step. after: only on a GPU, the in-flight step that it follows, if its tokens are not collected yet. The chunks are
-        then the tokens which that step draws, one for each of its sequences in the same order."""
-        rows = list(range(len(chunks))) if after else [i for i, c in enumerate(chunks) if c.samples]
-        sampling = [chunks[i].sequence for i in rows]
+        """Start a step, and draw its tokens unless a grammar must first see the token before. after: the step before, if it is
+        still in flight; the tokens that the host does not know yet are drawn by it."""
+        chunks, begin = list(chunks), self._event()
         if self.graphs is None:
-            output = self._span_step(*self._write_spans(chunks, sum(c.count for c in chunks)))
-        elif all(c.count == 1 for c in chunks) and len(rows) == len(chunks):
+            output = self._span_step(*self._write_spans(chunks, sum(c.count for c in chunks), after))
+        elif all(c.count == 1 and c.samples for c in chunks):
             output = self._launch_decode(self.graphs, chunks, after)
         else:
-            output = self._launch_spans(self.graphs, chunks)
+            output = self._launch_spans(self.graphs, chunks, after)
         self._score_prompts(chunks, output.hidden)
-        last, drawn = output.last[: len(chunks)], output.tokens
+        rows = [i for i, c in enumerate(chunks) if c.samples]
+        last, drawn = output.last[: len(chunks)], None if output.tokens is None else output.tokens[: len(chunks)]
         if len(rows) < len(chunks):
-            index = torch.tensor(rows, dtype=torch.int64, device=self.device)
+            index = to_device(rows, torch.int64, self.device)
             last, drawn = last[index], None if drawn is None else drawn[index]
-        step = InFlightStep(list(chunks), sampling, last)
-        if drawn is not None and all(map(is_plain, sampling)):
-            self._copy_to_host(step, drawn[: len(rows)])
+        step = InFlightStep(chunks, [chunks[i] for i in rows], last, begin=begin)
+        if drawn is not None and all(is_plain(c.sequence) for c in step.sampling):
+            self._copy_to_host(step, drawn)
+        elif all(c.is_known or not has_grammar(c.sequence) for c in step.sampling):
+            self.draw(step)
         return step
 
-    def _launch_decode(self, graphs: Graphs, chunks: List[Chunk], after: InFlightStep | None) -> Output:
+    def _launch_decode(self, graphs: Graphs, chunks: list[Chunk], after: InFlightStep | None) -> Output:
         rows = next(n for n in self._decode_sizes if n >= len(chunks))
         self._capture_decode(graphs, rows)
-        if after is None or not self.decode.continues(chunks):
+        if not self.decode.continues(chunks):
             self.decode.write(chunks)
-            if after is not None:
-                assert after.drawn is not None
-                self.decode.tokens[: len(chunks)].copy_(after.drawn)
+            self._write_drawn(self.decode.tokens, chunks, after)
         self.decode.tables.update([c.sequence.blocks for c in chunks])
         output: Output = graphs.replay(("decode", rows))
         return output
 
-    def _launch_spans(self, graphs: Graphs, chunks: List[Chunk]) -> Output:
+    def _launch_spans(self, graphs: Graphs, chunks: list[Chunk], after: InFlightStep | None) -> Output:
         self.decode.forget()
         tokens = sum(c.count for c in chunks)
         rows = next((n for n in self._prefill_sizes if n >= tokens), None)
         if rows is None:
-            return self._span_step(*self._write_spans(chunks, -(-tokens // ROUND) * ROUND))
+            return self._span_step(*self._write_spans(chunks, -(-tokens // ROUND) * ROUND, after))
         self._capture_prefill(graphs, rows)
-        self._write_spans(chunks, rows)
+        self._write_spans(chunks, rows, after)
         output: Output = graphs.replay(("prefill", rows))
         return output
 
-    def _write_spans(self, chunks: List[Chunk], rows: int) -> tuple[int, int, int]:
+    def _write_spans(self, chunks: list[Chunk], rows: int, after: InFlightStep | None) -> tuple[int, int, int]:
         """Write the inputs of a step of `rows` rows, padding included. Returns the arguments of `_span_step`."""
         self.spans.write(chunks, rows, self.cache.block_size)
+        self._write_drawn(self.spans.tokens(rows), chunks, after)
         return rows, len(chunks), max(c.count for c in chunks)
+
+    def _write_drawn(self, inputs: Tensor, chunks: list[Chunk], after: InFlightStep | None) -> None:
+        """Write the tokens that the host does not know, from the step that draws them to their rows of `inputs` (T,)."""
+        ends = accumulate(c.count for c in chunks)
+        unknown = [(c.sequence, end - 1) for c, end in zip(chunks, ends, strict=True) if not c.is_known]
+        if unknown:
+            assert after is not None and after.drawn is not None
+            places = {c.sequence: i for i, c in enumerate(after.sampling)}
+            pairs = [[row for _, row in unknown], [places[sequence] for sequence, _ in unknown]]
+            rows, sources = to_device(pairs, torch.int64, self.device)
+            inputs.index_copy_(0, rows, after.drawn[sources])
 
     def _copy_to_host(self, step: InFlightStep, drawn: Tensor) -> None:
         """Start to copy the drawn tokens to the host."""
-        self._turn = (self._turn + 1) % len(self._pinned)
-        step.drawn, step.tokens = drawn, self._pinned[self._turn][: len(drawn)]
-        step.tokens.copy_(drawn, non_blocking=True)
-        step.ready = torch.cuda.Event()
-        step.ready.record()
+        step.drawn, step.tokens, step.ready = drawn, to_host(drawn), self._event()
+
+    def _event(self) -> "torch.cuda.Event | None":
+        """An event at this point of the current stream; None on a CPU."""
+        if self.graphs is None:
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def rest(self) -> None:
+        """There is no work: until the next step, the device does not wait for the host, and ended sequences are not kept."""
+        self._last_ready = self._last_batch = None
+        self.decode.forget()
 
     @torch.inference_mode()
     def collect(self, step: InFlightStep) -> StepResult:
-        """The step's tokens; waits for the device."""
-        if step.result is None and step.tokens is not None and step.ready is not None:
+        """The step's tokens, which must be drawn; waits for the device."""
+        if step.ready is not None and step.begin is not None:
             step.ready.synchronize()
-            tokens = step.tokens.tolist()
-            step.result = StepResult(step.chunks, tokens, [None] * len(tokens))
-        elif step.result is None:
-            self.decode.forget()  # its next inputs have the tokens that the device drew, not those that the host will draw
-            step.result = self._draw_on_host(step)
-        return step.result
+            if self._last_ready is not None:
+                self.idle_seconds += self._last_ready.elapsed_time(step.begin) / 1e3
+            self._last_ready = step.ready
+        tokens = [] if step.tokens is None else step.tokens.tolist()
+        found: list[TokenLogprobs | None] = [None] * len(tokens)
+        if step.scores is not None:
+            for i, entry in zip(_scored(step), step.scores.read(), strict=True):
+                found[i] = entry
+        return StepResult(tokens, found)
 
     # --- draws with parameters that need the logits ----------------------------------------------------------------------
 
-    def _draw_on_host(self, step: InFlightStep) -> StepResult:
-        """Draw the tokens with each request's parameters."""
-        if not step.sampling:
-            return StepResult(step.chunks, [], [])
+    @torch.inference_mode()
+    def draw(self, step: InFlightStep) -> None:
+        """Draw the step's tokens with each request's parameters, if they are not drawn yet. Grammars must have seen all tokens
+        of the steps before."""
+        if step.drawn is not None or not step.sampling:
+            return
+        sequences = [c.sequence for c in step.sampling]
         raw = self.model.logits(step.hidden)
-        tokens = self._draw(raw, step.sampling)
-        return StepResult(step.chunks, tokens, self._logprobs(raw, step.sampling, tokens))
+        drawn = self._sample(raw, step.sampling)
+        count_drawn(sequences, drawn)
+        if self.decode.continues(step.chunks):
+            self.decode.tokens[: len(drawn)].copy_(drawn)  # the graph has drawn others there
+        if rows := _scored(step):
+            index = to_device(rows, torch.int64, self.device)
+            step.scores = Scores.of(raw[index], drawn[index], [sequences[i].params.logprobs or 0 for i in rows])
+        self._copy_to_host(step, drawn)
 
-    def _draw(self, raw: Tensor, sequences: list[Sequence]) -> list[int]:
+    def _sample(self, raw: Tensor, chunks: list[Chunk]) -> Tensor:
+        sequences = [c.sequence for c in chunks]
         logits = process(raw, sequences)
         if self.text_ids < logits.shape[-1]:
             logits = logits.clone() if logits is raw else logits
             logits[:, self.text_ids :] = -torch.inf
-        positions = torch.tensor([[len(s.tokens)] for s in sequences], device=self.device)
-        tokens: list[int] = sample(logits, self._batch(sequences), positions).tolist()  # waits for the device
-        return tokens
+        positions = to_device([[c.stop] for c in chunks], torch.int64, self.device)
+        return sample(logits, self._batch(sequences), positions)
 
     def _batch(self, sequences: list[Sequence]) -> SamplingBatch:
         """The sequences' sampling parameters as tensors, kept for the next step, which mostly has the same sequences."""
         if self._last_batch is None or self._last_batch[0] != sequences:  # compares objects: a request id may be used again
             self._last_batch = sequences, SamplingBatch.of([s.params for s in sequences], self.device)
         return self._last_batch[1]
-
-    def _logprobs(self, raw: Tensor, sequences: list[Sequence], tokens: list[int]) -> list[TokenLogprobs | None]:
-        result: list[TokenLogprobs | None] = [None] * len(sequences)
-        rows = [i for i, s in enumerate(sequences) if s.params.logprobs is not None]
-        if rows:
-            tops = [sequences[i].params.logprobs or 0 for i in rows]
-            for i, entry in zip(rows, token_logprobs(raw[rows], [tokens[i] for i in rows], tops), strict=True):
-                result[i] = entry
-        return result
 
     def _score_prompts(self, chunks: List[Chunk], hidden: Tensor) -> None:
         """Add log-probabilities of the prompt tokens that this step's chunks predict, for sequences that request them."""
@@ -283,3 +314,8 @@ class Runner:
                 part = targets[i : i + SCORE_CHUNK]
                 logits = self.model.logits(hidden[begin + i : begin + i + len(part)])
                 known += token_logprobs(logits, part, [sequence.params.prompt_logprobs] * len(part))
+
+
+def _scored(step: InFlightStep) -> list[int]:
+    """The rows whose requests ask for log-probabilities."""
+    return [i for i, c in enumerate(step.sampling) if c.sequence.params.logprobs is not None]

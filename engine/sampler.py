@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.protocol import SamplingParams
+from engine.transfers import to_device
 from kernels.sampling import exponential_noise
 
 
@@ -35,7 +36,7 @@ class SamplingBatch:
     @classmethod
     def of(cls, params: Sequence[SamplingParams], device: torch.device) -> "SamplingBatch":
         def column(values: Iterable[float], dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.tensor([[value] for value in values], dtype=dtype, device=device)
+            return to_device([[value] for value in values], dtype, device)
 
         return cls(
             temperature=column(p.temperature for p in params),

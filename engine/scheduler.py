@@ -3,13 +3,15 @@
 The scheduler is deterministic: every rank runs its own copy on the same events and gets the same steps, so only new
 requests and aborts have to be sent.
 
+A step can be scheduled while the one before is in flight, before its tokens are known: a sequence that draws a token is expected
+to go on, unless it reaches its max_tokens. If it ends with that token after all, its chunk in the next step is useless.
+
 States of a sequence: waiting -> running (its prompt is computed in chunks, then one token a step) -> finished. When
 there are no free blocks, the most recently admitted sequence is preempted: its blocks are released, it moves to the
 front of the waiting queue, and its keys and values are computed again later.
 """
 
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +30,9 @@ class Sequence:
     params: SamplingParams
     arrival: float = 0.0  # seconds, on the clock of rank 0; for statistics only
     blocks: list[int] = field(default_factory=list)
-    computed: int = 0  # how many of its tokens have their keys and values in the cache
+    computed: int = 0  # how many of its tokens have their keys and values in the cache, after all launched steps
+    unknown: int = 0  # how many of its next tokens are drawn by steps in flight: 0 to 2
+    published: int = 0  # how many of its blocks `match` can find
     admitted: bool = False  # has run; after a preemption it may be waiting again
     cached_tokens: int = 0  # prompt tokens found in the prefix cache at the first admission
     first_scheduled: float | None = None
@@ -40,6 +44,16 @@ class Sequence:
         return len(self.tokens) - self.prompt_length
 
     @property
+    def drawn(self) -> int:
+        """How many tokens it has generated before the one that the newest step draws, if that step samples this sequence."""
+        return self.generated + max(0, self.unknown - 1)
+
+    @property
+    def length(self) -> int:
+        """Its tokens, with those that steps in flight draw."""
+        return len(self.tokens) + self.unknown
+
+    @property
     def longest(self) -> int:
         """The most tokens that it may have, prompt included."""
         return self.prompt_length + self.params.max_tokens
@@ -47,16 +61,24 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Chunk:
-    """The part of a sequence that a step computes: tokens[start : start + count]."""
+    """The part of a sequence that a step computes: tokens[start : stop]. A token may still be unknown if it is the only one.
+
+    samples: whether the chunk reaches the sequence's end, so that its logits give the next token."""
 
     sequence: Sequence
     start: int
     count: int
+    samples: bool
 
     @property
-    def samples(self) -> bool:
-        """Whether the chunk reaches the sequence's end, so that its logits give the next token."""
-        return self.start + self.count == len(self.sequence.tokens)
+    def stop(self) -> int:
+        """The end, which is the position of the token that a chunk draws."""
+        return self.start + self.count
+
+    @property
+    def is_known(self) -> bool:
+        """Whether its tokens are known."""
+        return self.stop <= len(self.sequence.tokens)
 
 
 class Scheduler:
@@ -101,45 +123,56 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.running or self.waiting)
 
-    def schedule(self) -> list[Chunk]:
-        """The next step: running sequences first, then as many waiting ones as tokens, sequences and blocks allow."""
+    def schedule(self, in_flight: bool = False) -> list[Chunk]:
+        """The next step: running sequences first, then as many waiting ones as tokens, sequences and blocks allow.
+
+        in_flight: the tokens of the step before are not recorded yet. Then there is no step ([]) if a sequence would have to be
+        preempted, because it might be one whose token is in flight.
+        """
+        going = [s for s in self.running if not s.unknown or s.length < s.longest]
+        ending = len(self.running) - len(going)  # their last token is in flight
+        if in_flight and sum(map(self._missing_blocks, going)) > len(self.blocks.free):
+            return []
         chunks: list[Chunk] = []
         budget = self.max_batch_tokens
-        for sequence in list(self.running):
+        for sequence in going:
             if budget == 0:
                 break
-            if sequence in self.running:  # an older sequence may have preempted it
-                count = min(len(sequence.tokens) - sequence.computed, budget)
+            if sequence.blocks:  # else an older sequence has preempted it
+                count = min(sequence.length - sequence.computed, budget)
                 if self._grow(sequence, sequence.computed + count):
-                    chunks.append(Chunk(sequence, sequence.computed, count))
+                    chunks.append(self._chunk(sequence, count))
                     budget -= count
-        while budget and self.waiting and len(self.running) < self.max_num_seqs and self._admit(self.waiting[0]):
+        most = self.max_num_seqs + ending
+        while budget and self.waiting and len(self.running) < most and self._admit(self.waiting[0]):
             sequence = self.waiting.popleft()
             self.running.append(sequence)
-            count = min(len(sequence.tokens) - sequence.computed, budget)
-            chunks.append(Chunk(sequence, sequence.computed, count))
-            budget -= count
+            chunks.append(self._chunk(sequence, min(sequence.length - sequence.computed, budget)))
+            budget -= chunks[-1].count
         return chunks
 
-    def look_ahead(self, chunks: list[Chunk]) -> list[Chunk] | None:
-        """The step after one in which each of `chunks` gives a token, before these tokens are known: one more token of
-        the same sequences. None if that step would depend on the tokens, on waiting requests or on a preemption.
+    def launched(self, chunks: list[Chunk]) -> None:
+        """Note that the step of `chunks` was launched: what it computes is in the cache for every later step."""
+        for chunk in chunks:
+            self._publish(chunk.sequence)
 
-        If the unknown token ends its sequence, the sequence's chunk in that step is useless; it must not be passed to
-        `update`.
-        """
-        could_admit = self.waiting and len(self.running) < self.max_num_seqs
-        if could_admit or len(chunks) != len(self.running) or len(chunks) > self.max_batch_tokens:
-            return None
-        ahead = [Chunk(c.sequence, c.start + c.count, 1) for c in chunks]
-        if any(c.sequence.finish_reason or c.start + 1 >= c.sequence.longest for c in ahead):
-            return None
-        missing = [self.blocks.blocks_for(c.start + 1) - len(c.sequence.blocks) for c in ahead]
-        if sum(max(0, n) for n in missing) > len(self.blocks.free):
-            return None
-        for chunk in ahead:
-            self._grow(chunk.sequence, chunk.start + 1)
-        return ahead
+    def _chunk(self, sequence: Sequence, count: int) -> Chunk:
+        """The next `count` tokens of the sequence, which count as computed from now on."""
+        chunk = Chunk(sequence, sequence.computed, count, sequence.computed + count == sequence.length)
+        sequence.computed += count
+        sequence.unknown += chunk.samples
+        return chunk
+
+    def _missing_blocks(self, sequence: Sequence) -> int:
+        """Blocks that a running sequence needs for its tokens, at most, beyond those that it has."""
+        return max(0, self.blocks.blocks_for(sequence.length) - len(sequence.blocks))
+
+    def _publish(self, sequence: Sequence) -> None:
+        """Let other sequences find its full blocks. A step in flight may still write them, but it ends before the next one."""
+        full = min(sequence.computed, len(sequence.tokens)) // self.blocks.block_size
+        if not self.whole_sequences and full > sequence.published:
+            self.blocks.publish(sequence.blocks, sequence.tokens, sequence.published, full)
+            sequence.published = full
 
     def _admit(self, sequence: Sequence) -> bool:
         """Give a waiting sequence blocks for all its tokens, cached ones first; False if there are not enough."""
@@ -153,7 +186,7 @@ class Scheduler:
         self.blocks.acquire(cached)
         # sorted: a CPU reads consecutive blocks without copying them
         sequence.blocks = cached + sorted(self.blocks.allocate() for _ in range(fresh))
-        sequence.computed = len(cached) * self.blocks.block_size
+        sequence.computed, sequence.published = len(cached) * self.blocks.block_size, len(cached)
         if not sequence.admitted:
             sequence.admitted = True
             self.prefix_queries += sequence.prompt_length
@@ -177,26 +210,18 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self.blocks.release(sequence.blocks)
-        sequence.blocks, sequence.computed = [], 0
+        sequence.blocks, sequence.computed, sequence.published = [], 0, 0
         self.waiting.appendleft(sequence)
         self.preemptions += 1
 
-    def update(self, chunks: list[Chunk], tokens: list[int]) -> Iterator[tuple[Sequence, int]]:
-        """Record a step's results. tokens: one for each chunk that samples, in order. Yields (sequence, token)."""
-        drawn = iter(tokens)
-        size = self.blocks.block_size
-        for chunk in chunks:
-            sequence = chunk.sequence
-            before, sequence.computed = sequence.computed, chunk.start + chunk.count
-            if not self.whole_sequences:
-                self.blocks.publish(sequence.blocks, sequence.tokens, before // size, sequence.computed // size)
-            if chunk.samples:
-                token = next(drawn)
-                sequence.tokens.append(token)
-                reason = self._finish_reason(sequence, token)
-                if reason:
-                    self.finish(sequence, reason)
-                yield sequence, token
+    def record(self, sequence: Sequence, token: int) -> None:
+        """Append the oldest token that a step drew for a running sequence, and finish the sequence if it ends there."""
+        sequence.unknown -= 1
+        sequence.tokens.append(token)
+        self._publish(sequence)
+        reason = self._finish_reason(sequence, token)
+        if reason:
+            self.finish(sequence, reason)
 
     def _finish_reason(self, sequence: Sequence, token: int) -> str | None:
         if token in sequence.params.stop_token_ids and sequence.generated > sequence.params.min_tokens:

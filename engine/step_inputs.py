@@ -89,12 +89,12 @@ class DecodeInputs:
         self._rows: list[object] = []  # the sequences whose rows on the device are up to date
 
     def write(self, chunks: List[Chunk]) -> None:
-        """Write a row for each of `chunks`. If the host does not know a token yet, the caller must write it to `tokens`."""
+        """Write a row for each of `chunks`. The caller must write tokens that the host does not know to `tokens`."""
         integers = self._integers.host
         integers[1] = -1
         for i, chunk in enumerate(chunks):
             tokens, params = chunk.sequence.tokens, chunk.sequence.params
-            integers[:, i] = tokens[chunk.start] if chunk.start < len(tokens) else 0, chunk.start, params.seed
+            integers[:, i] = tokens[chunk.start] if chunk.is_known else 0, chunk.start, params.seed
             self._temperature.host[i] = params.temperature
         self._integers.send()
         self._temperature.send()
@@ -135,7 +135,8 @@ class SpanInputs:
         self.tables = Tables(capacity, device)
 
     def write(self, chunks: List[Chunk], rows: int, block_size: int) -> None:
-        """Write the inputs for `chunks`. rows: at least the chunks' number of tokens; the rest is padding."""
+        """Write the inputs for `chunks`. rows: at least the chunks' number of tokens; the rest is padding. The caller must write
+        tokens that the host does not know to `tokens`."""
         tokens, positions, cache_rows = (self._rows.host[i * rows : (i + 1) * rows] for i in range(3))
         starts, lengths, ends = self._spans.host
         self._spans.host[...], tokens[...], positions[...], cache_rows[...] = 0, 0, 0, -1
@@ -143,7 +144,8 @@ class SpanInputs:
         for i, chunk in enumerate(chunks):
             stop, last, held = chunk.start + chunk.count, first + chunk.count, chunk.sequence.blocks
             if chunk.count == 1:
-                tokens[first], positions[first] = chunk.sequence.tokens[chunk.start], chunk.start
+                tokens[first] = chunk.sequence.tokens[chunk.start] if chunk.is_known else 0
+                positions[first] = chunk.start
                 cache_rows[first] = held[chunk.start // block_size] * block_size + chunk.start % block_size
             else:
                 own = np.arange(chunk.start, stop)

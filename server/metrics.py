@@ -88,6 +88,7 @@ class Metrics:
         self.kv_usage = self._gauge("kv_cache_usage_perc", "Used share of the KV cache; 1 is all of it")
         self.step_seconds = self._gauge("step_time_seconds", "Mean time of a step, since the last report of the engine")
         self.all_reduce_share = self._gauge("all_reduce_time_share", "Share of a step that waits for all-reduces; NaN on GPUs")
+        self.idle_share = self._gauge("gpu_idle_share", "Share of a step in which the GPU waits for the host; NaN on CPUs")
         self.steps = self._counter("engine_steps", "Steps of the engine")
         self.prefix_queries = self._counter("prefix_cache_queries", "Prompt tokens that were looked up in the prefix cache")
         self.prefix_hits = self._counter("prefix_cache_hits", "Prompt tokens that were found in the prefix cache")
@@ -145,6 +146,7 @@ class Metrics:
         self.step_seconds.set(stats.step_seconds)
         if stats.steps != last.steps:
             self.all_reduce_share.set(math.nan if stats.all_reduce_share is None else stats.all_reduce_share)
+            self.idle_share.set(math.nan if stats.idle_share is None else stats.idle_share)
         self.prefix_queries.inc(max(0, stats.prefix_queries - last.prefix_queries))
         self.prefix_hits.inc(max(0, stats.prefix_hits - last.prefix_hits))
         self.preemptions.inc(max(0, stats.preemptions - last.preemptions))

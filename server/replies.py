@@ -218,6 +218,7 @@ class StatsReply(Reply):
     preemptions: int
     step_seconds: float
     all_reduce_share: float | None
+    idle_share: float | None
     ttft_seconds: Quantiles
     inter_token_seconds: Quantiles
     uptime_seconds: float

@@ -31,7 +31,7 @@ const TILES = [
   ["KV cache", (s) => share(kvUse(s)), (s) => `${count(s.kv_blocks_used)} of ${count(s.kv_blocks_total)} blocks`],
   ["First token", (s) => seconds(s.ttft_seconds?.p50), (s) => `p95 ${seconds(s.ttft_seconds?.p95)}`],
   ["Between tokens", (s) => seconds(s.inter_token_seconds?.p50), (s) => `p95 ${seconds(s.inter_token_seconds?.p95)}`],
-  ["Step", (s) => seconds(s.step_seconds), (s) => (s.all_reduce_share == null ? "" : `${share(s.all_reduce_share)} in all-reduces`)],
+  ["Step", (s) => seconds(s.step_seconds), (s) => (s.all_reduce_share != null ? `${share(s.all_reduce_share)} in all-reduces` : s.idle_share != null ? `GPU idle ${share(s.idle_share)}` : "")],
   ["Prefix cache hits", (s) => share(s.prefix_hit_rate)],
   ["Preemptions", (s) => count(s.preemptions)],
 ];

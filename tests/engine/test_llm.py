@@ -9,9 +9,11 @@ import pytest
 import torch
 
 import engine.llm
+import engine.runner
 from engine import LLM, SamplingParams
 from engine.core import EngineLimits
 from engine.llm import Completion, Timing
+from engine.protocol import Submit
 from errors import UserError
 from tests import MODELS
 from tests.engine.test_engine import (
@@ -155,6 +157,30 @@ def test_an_engine_is_kept_while_calls_need_the_same(seed: int) -> None:
     kept = fixed._engine
     fixed.generate([[5] * 50, [6], [7]], params)
     assert fixed._engine is kept
+
+
+def test_a_step_that_fails_leaves_nothing_for_later_calls(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prompt's blocks were to be computed by the step that failed, so they are not in the prefix cache."""
+    model, prompt = random_model(config_of("standard")), [random.randrange(101) for _ in range(37)]
+    llm = LLM(model, None, ALONE, limits=EngineLimits(block_size=4, kv_memory=1e6))
+    params = SamplingParams(max_tokens=6, seed=seed % 1000)
+
+    def fail(*_: Any) -> None:
+        raise MemoryError("no memory for this step")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner.Runner, "launch", fail)
+        with pytest.raises(MemoryError):
+            llm.generate([prompt], params)
+    (answer,) = llm.generate([prompt], params)
+    assert_same(model, Submit("one", prompt, params), answer.token_ids)
+
+
+def test_a_grammar_that_is_refused_stops_no_later_call(seed: int) -> None:
+    llm = LLM(str(TINY), world=ALONE, limits=EngineLimits(kv_memory=1e7))
+    with pytest.raises(UserError):
+        llm.generate([[5, 6]], SamplingParams(max_tokens=3, grammar="start: nowhere"))
+    assert llm.generate([[5, 6]], SamplingParams(max_tokens=3, ignore_eos=True))[0].token_ids
 
 
 def test_what_cannot_run_is_refused(seed: int) -> None:

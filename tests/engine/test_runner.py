@@ -1,6 +1,7 @@
 """The runner as on a GPU, tested on a CPU. References replace the kernels, and calling the step again replaces the replay of a
 graph. Layout, buckets, padding and the state that one step leaves for the next are the real ones."""
 
+import json
 import random
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import llguidance
 import pytest
 import torch
 
@@ -17,9 +19,9 @@ import engine.paged_cache
 from engine.core import Engine, EngineLimits
 from engine.graphs import Graphs
 from engine.paged_cache import PagedCache
-from engine.protocol import Submit
+from engine.protocol import SamplingParams, Submit
 from engine.runner import LARGEST_GRAPH, Runner, decode_buckets, prefill_buckets
-from engine.step_inputs import PINNED, Capacity
+from engine.step_inputs import Capacity
 from model import Transformer
 from tests.engine.test_engine import (
     ALONE,
@@ -35,6 +37,8 @@ from tests.engine.test_engine import (
     random_params,
     random_submits,
     serve,
+    tiny,
+    tiny_tokenizer,
 )
 from tests.support.ranks import Ranks
 from tp import World
@@ -56,7 +60,12 @@ class CalledAgain(Graphs):
 
 
 class Happened:
+    def __init__(self, enable_timing: bool) -> None: ...
+
     def record(self) -> None: ...
+
+    def elapsed_time(self, end: "Happened") -> float:
+        return 2.0
 
     def synchronize(self) -> None: ...
 
@@ -65,7 +74,6 @@ class WithGraphs(Runner):
     def __init__(self, model: Transformer, cache: PagedCache, text_ids: int, capacity: Capacity) -> None:
         super().__init__(model, cache, text_ids, capacity)
         self.graphs = CalledAgain(self.device)
-        self._pinned = [torch.zeros(capacity.sequences, dtype=torch.int64) for _ in range(PINNED)]
         if random.random() < 0.5:
             self.capture()
 
@@ -109,12 +117,25 @@ def test_requests_of_every_kind_get_what_they_get_alone(name: str, seed: int) ->
                 assert answers[submit.request_id].finish_reason == "length"
 
 
-def test_plain_requests_are_looked_ahead_of(seed: int) -> None:
-    """Greedy and sampled requests that end at stop tokens, after the next step has already been launched."""
-    model = random_model(config_of("hybrid:2"))
-    submits = random_submits(8, top_k=0, top_p=1.0, min_p=0.0, stop_token_ids=list(range(0, 101, 7)), max_tokens=20)
-    made = engine_of(model, max_num_seqs=6)
-    made.look_ahead = True
+JSON = llguidance.LLMatcher.grammar_from_json_schema(
+    json.dumps({"type": "object", "properties": {"word": {"type": "string", "maxLength": 9}}, "required": ["word"]})
+)
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": dict(temperature=0.0),
+    "sampled": dict(temperature=0.9),
+    "filtered": dict(top_k=20, top_p=0.9, min_p=0.01),
+    "penalties": dict(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.4),
+    "bias": dict(logit_bias={5: 4.0, 9: -100.0}),
+    "allowed ids": dict(allowed_token_ids=list(range(3, 90))),
+    "least length": dict(min_tokens=6, stop_token_ids=list(range(3, 800))),
+    "log-probabilities": dict(logprobs=3, prompt_logprobs=2),
+    "grammar": dict(grammar=JSON),
+    "all at once": dict(top_k=200, repetition_penalty=1.1, min_tokens=3, logprobs=1, grammar=JSON, temperature=0.8),
+}
+
+
+def recorded(made: Engine) -> list[bool]:
+    """Whether each launch from now on follows a step in flight."""
     launched: list[bool] = []
     launch = made.runner.launch
 
@@ -123,13 +144,68 @@ def test_plain_requests_are_looked_ahead_of(seed: int) -> None:
         return launch(chunks, after)
 
     made.runner.launch = counted  # type: ignore[method-assign]
+    return launched
+
+
+def with_tokenizer(look_ahead: bool) -> Engine:
+    made = Engine(tiny(), tiny_tokenizer(), EngineLimits(max_num_seqs=20, max_batch_tokens=40, kv_memory=1e7), ALONE)
+    made.look_ahead = look_ahead
+    made.runner.capture()
+    return made
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_request_gets_the_same_ahead_and_in_turn(kind: str, seed: int) -> None:
+    """One request at a time, so that both compute the same steps, with the same rounding."""
+    both = [with_tokenizer(ahead) for ahead in (True, False)]
+    for _ in range(3):
+        prompt = [random.randrange(3, 300) for _ in range(random.randint(1, 60))]
+        stops = random.sample(range(3, 1000), 40)
+        submit = Submit("one", prompt, random_params(max_tokens=25, **{"stop_token_ids": stops} | KINDS[kind]))
+        ahead, in_turn = (serve(made, [submit])["one"] for made in both)
+        assert ahead == in_turn
+
+
+def test_no_step_waits_for_the_tokens_of_the_step_before(seed: int) -> None:
+    """Requests of all kinds come, end at stop tokens and are aborted beside one that lasts: only the first step follows none."""
+    made = with_tokenizer(look_ahead=True)
+    launched = recorded(made)
+    lasting = Submit("lasting", [3], SamplingParams(max_tokens=150, temperature=1.0, seed=seed % 1000, ignore_eos=True))
+    kinds = [random.choice(list(KINDS)) for _ in range(14)]
+    stops = random.sample(range(3, 1000), 30)
+    others = [
+        Submit(
+            str(i),
+            [random.randrange(3, 300) for _ in range(random.randint(1, 60))],
+            random_params(max_tokens=12, **{"stop_token_ids": stops} | KINDS[kind]),
+        )
+        for i, kind in enumerate(kinds)
+    ]
+    answers = serve(made, [lasting, *others], 2, {5: "3", 9: "7"})
+    assert len(answers["lasting"].tokens) == 150 and made.scheduler.preemptions == 0
+    assert launched.count(False) == 1, launched
+    # `Happened` says that the device was idle for 2 ms before each step but the first
+    assert made.runner.idle_seconds == pytest.approx(0.002 * (len(launched) - 1)) and made.stats().idle_share is not None
+    for i, submit in enumerate(others):
+        tokens, params = answers[submit.request_id].tokens, submit.params
+        assert tokens or i in (3, 7)
+        assert not params.allowed_token_ids or set(tokens) <= set(params.allowed_token_ids)
+
+
+def test_plain_requests_get_the_same_ahead_with_others_beside(seed: int) -> None:
+    """They end at stop tokens, after the next step has been launched, or are aborted."""
+    model = random_model(config_of("hybrid:2"))
+    submits = random_submits(8, stop_token_ids=list(range(0, 101, 7)), max_tokens=20)
+    made = engine_of(model, max_num_seqs=6)
+    made.look_ahead = True
+    launched = recorded(made)
     aborts = {4: "r0", 6: "r3"}
     answers = serve(made, submits, 3, aborts)
     for submit in submits:
         answer = answers[submit.request_id]
         aborted = submit.request_id in aborts.values() and answer.finish_reason is None
         assert_same(model, submit, answer.tokens, aborted=aborted)
-    assert 0 < sum(launched) < len(launched), seed
+    assert sum(launched) > len(launched) / 2, launched
 
 
 def assert_all_logprobs(model: Transformer, submits: list[Submit], answers: dict[str, Answer]) -> None:
