@@ -11,7 +11,7 @@ PROMPT ?= Once upon a time
 PROFILE ?= profile.json
 ARGS ?=
 
-.PHONY: help help-all setup setup-dev demo serve generate chat bench-offline startup bench-host soak lm-eval test lint accuracy quantization baseline bench-cpu comm-table bench-comm bench-fused bench-push bench-frontend bench-kernels tune bench-linear sanitize performance sweep ladder latency throughput measure-gpus plot report trace paper-tables plot-hidden redraw plan plan-paper profile-collectives test-plans adapt-demo pretrain-variants bench-training quote-tables train-tiny clean
+.PHONY: help help-all setup setup-dev demo serve generate chat bench-offline startup bench-host soak lm-eval test lint accuracy quantization baseline bench-cpu comm-table bench-comm bench-fused bench-push bench-frontend bench-kernels tune bench-linear sanitize performance sweep ladder latency throughput compare measure-gpus plot report trace paper-tables plot-hidden redraw plan plan-paper profile-collectives test-plans adapt-demo pretrain-variants bench-training quote-tables train-tiny clean
 
 # `make` lists the targets marked ## (scripts/targets.awk), `make help-all` also those marked #+.
 help:
@@ -117,6 +117,9 @@ latency: setup #+ Measure: the batch-1 part of the sweep, variants side by side
 
 throughput: setup-dev ## Measure: MODEL on RANKS ranks, offline and through the server under Poisson arrivals, into out/load.json
 	@$(PY) -m scripts.bench.serving.load --model $(MODEL) --ranks $(RANKS) --offline $(ARGS)
+
+compare: setup-dev ## Measure: Rung beside vLLM on RANKS GPUs, with ratios: make compare RANKS=2 ARGS="--models llama-3-70b:16 --vllm-python PYTHON"
+	@$(PY) -m scripts.compare --ranks $(RANKS) $(ARGS)
 
 measure-gpus: setup-dev ## Measure: every measurement of docs/results on RANKS GPUs, most important first, resumable: make measure-gpus RANKS=8 ARGS="--raw docs/results/gpu-8"
 	@$(PY) -m scripts.measure_gpus --ranks $(RANKS) $(ARGS)

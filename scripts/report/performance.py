@@ -32,6 +32,7 @@ from scripts.bench.serving.load import table as load_table
 from scripts.lib.machine import describe
 from scripts.lib.results import RESULTS, add_write_option, made, results_folder, write_text
 from scripts.report import paper_tables
+from scripts.report.compare import compare
 from scripts.sweep.rows import ORDER, VLLM, Row, Setting, finished, read_rows
 
 NCCL = "µs nccl"
@@ -312,6 +313,7 @@ TABLES: dict[str, Callable[[Path], str | None]] = {
     "attention": attention,
     "startup": startup,
     "load": load,
+    "compare": compare,
     "quantized": quantized,
     "push": push,
     "overlap": overlap,
@@ -409,6 +411,7 @@ SOURCES = {  # glob patterns of the raw files that each table and figure is made
     "attention": "decode.json",
     "startup": "startup.json",
     "load": "load*.json",
+    "compare": "sweep*.jsonl load*.json",
     "quantized": "quantized*.json",
     "push": "push.json",
     "overlap": "gemm-overlap.json",

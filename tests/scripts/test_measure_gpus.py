@@ -11,7 +11,7 @@ from errors import UserError
 from scripts import measure_gpus
 from scripts.bench.serving import load, startup
 from scripts.bench.training import __main__ as bench_training
-from scripts.measure_gpus import Step
+from scripts.lib.steps import Step, perform
 from scripts.sweep import __main__ as sweep
 
 PARSERS = {
@@ -73,4 +73,4 @@ def test_what_would_take_too_long_is_not_started(
 def test_a_step_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (step,) = steps_that(tmp_path, "import time; print('began', flush=True); time.sleep(600)")
     args = arguments(monkeypatch, "--ranks", 2, "--raw", tmp_path)
-    assert measure_gpus.perform(step, args, 2.0) == "stopped after 2 s"
+    assert perform(step, args, 2.0) == "stopped after 2 s"

@@ -1,0 +1,92 @@
+"""Compare Rung with vLLM on this machine: decode and prefill by batch size, offline throughput, and the servers under load.
+
+    python -m scripts.compare --models llama-3-8b --ranks 1 --vllm-python ~/vllm/bin/python
+    python -m scripts.compare --models llama-3-70b:16 --ranks 2 --vllm-python ~/vllm/bin/python --minutes 9 --raw out/compare-2
+
+vLLM and Rung take turns, with the same lengths and random weights. Steps that are done are not repeated, so a stopped comparison
+can be resumed. At the end it prints a table of what was measured so far, with how many times as fast Rung is, and writes it to
+compare.md in --raw. Without --vllm-python it measures Rung alone, and prints a table only if vLLM was measured before.
+"""
+
+import argparse
+from collections.abc import Iterator
+
+from cli import Parser, note, run
+from errors import UserError
+from scripts.lib.results import ROOT, write_text
+from scripts.lib.steps import Step, add_step_options, run_steps, script, sweep
+from scripts.report.compare import compare
+from scripts.sweep.rows import VLLM
+
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+RATES = (4, 16, 32)  # requests/s
+PROMPT, STEPS, ANSWER = 1024, 64, 256  # tokens: of prompts, of a sweep's answers, of answers under load and offline
+REQUESTS = 256  # offline
+
+
+def steps(args: argparse.Namespace) -> Iterator[Step]:
+    servers = [*((VLLM,) if args.vllm_python else ()), *args.variants]
+    for model in args.models:
+        batches = " ".join(map(str, args.batch_sizes))
+        lengths = f"--prompt-lengths {PROMPT} --new-tokens {STEPS}"
+        for server in servers:
+            flags = f"--models {model} --variants {server} --batch-sizes {batches} {lengths}"
+            yield sweep(f"{model} {server}", 180 if server == VLLM else 90, args, "sweep.jsonl", flags)
+        for server in servers:
+            yield _load(model, server, args)
+        if args.vllm_python:
+            flags = (
+                f"--models {model} --variants {VLLM} --batch-sizes {REQUESTS} --prompt-lengths {PROMPT} --new-tokens {ANSWER}"
+            )
+            yield sweep(f"{model} {VLLM} offline", 120, args, "sweep-offline.jsonl", flags)
+
+
+def _load(model: str, server: str, args: argparse.Namespace) -> Step:
+    """A server under load; for Rung also the engine with all requests at once."""
+    rates = " ".join(f"{rate:g}" for rate in args.rates)
+    flags = f"--model {model} --ranks {args.ranks} --rates {rates} --seconds {args.seconds:g} --requests {REQUESTS}"
+    flags += f" --max-num-seqs {REQUESTS} --prompt-length {PROMPT} --new-tokens {ANSWER}"
+    more = ("--vllm-python", args.vllm_python) if server == VLLM else ("--variant", server, "--offline")
+    out = args.raw / f"load-{model.replace(':', '-').replace('/', '-')}-{server}.json"
+    seconds = 60 + len(args.rates) * (args.seconds + 15)
+    return Step(f"load {model} {server}", round(seconds), script("bench.serving.load", flags, *more, "--out", out))
+
+
+def parse_args() -> argparse.Namespace:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=["llama-3-8b"], metavar="MODEL", help="presets (default: llama-3-8b)")
+    parser.add_argument(
+        "--variants",
+        nargs="+",
+        metavar="NAME",
+        help="Rung's residual variants (default: standard; on several ranks also ladder)",
+    )
+    parser.add_argument(
+        "--batch-sizes", nargs="+", type=int, default=BATCHES, metavar="N", help=f"default: {' '.join(map(str, BATCHES))}"
+    )
+    parser.add_argument(
+        "--rates", nargs="+", type=float, default=RATES, metavar="R", help=f"requests/s (default: {' '.join(map(str, RATES))})"
+    )
+    parser.add_argument("--seconds", type=float, default=10, metavar="S", help="of arrivals at each rate (default: 10)")
+    add_step_options(parser, ROOT / "out" / "compare")
+    args = parser.parse_args()
+    if min(args.ranks, *args.batch_sizes) < 1 or min(args.minutes, args.seconds, *args.rates) <= 0:
+        raise UserError("--ranks, --batch-sizes, --rates, --seconds and --minutes must be above 0")
+    args.variants = args.variants or (["standard"] if args.ranks == 1 else ["standard", "ladder"])
+    return args
+
+
+def main() -> None:
+    args = parse_args()
+    try:
+        run_steps(list(steps(args)), args)
+    finally:  # after Ctrl-C or a failed step, too
+        table = compare(args.raw) if args.raw.is_dir() and not args.list else None
+        if table is not None:
+            write_text(path := args.raw / "compare.md", table)
+            print(table)
+            note(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    run(main)

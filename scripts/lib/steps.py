@@ -1,0 +1,109 @@
+"""A list of measuring commands that write raw files into one folder: run in turn, resumable, within a time limit."""
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cli import note
+from errors import UserError
+from scripts.lib.results import ROOT, check_folder
+
+GRACE_SECONDS = 20  # time that a stopped step gets to end its ranks
+PATIENCE = 2.5  # a step is stopped after this multiple of its expected time
+DONE = "done.txt"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command. seconds: its expected time, a little more than on 4 H200s (for training an estimate: there it did not end
+    in 500 s).
+
+    output: file for its stdout, if the command does not write a file itself.
+    """
+
+    name: str
+    seconds: int
+    command: tuple[str, ...]
+    output: Path | None = None
+
+
+def script(module: str, flags: str, *more: object) -> tuple[str, ...]:
+    """The command of a script that starts its ranks itself. more: arguments that may contain spaces."""
+    return sys.executable, "-m", f"scripts.{module}", *flags.split(), *map(str, more)
+
+
+def sweep(name: str, seconds: int, args: argparse.Namespace, file: str, flags: str) -> Step:
+    """A step that adds rows to the sweep in `file`."""
+    vllm = ("--vllm-python", args.vllm_python) if args.vllm_python else ()
+    return Step(name, seconds, script("sweep", f"--tp {args.ranks} {flags}", "--out", args.raw / file, *vllm))
+
+
+def add_step_options(parser: argparse.ArgumentParser, raw: Path) -> None:
+    """Add the flags of `run_steps`. raw: the default folder of the raw files."""
+    parser.add_argument("--ranks", type=int, required=True, help="number of ranks, with one GPU each")
+    parser.add_argument(
+        "--raw", type=Path, default=raw, metavar="DIR", help=f"folder of the raw files (default: {raw.relative_to(ROOT)})"
+    )
+    parser.add_argument("--vllm-python", metavar="PYTHON", help="Python of an environment with vLLM")
+    parser.add_argument("--only", nargs="+", metavar="TEXT", help="run only steps whose names contain one of these texts")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="time limit for all steps (default: none)")
+    parser.add_argument("--list", action="store_true", help="print the steps and their expected seconds, and measure nothing")
+
+
+def run_steps(steps: Sequence[Step], args: argparse.Namespace) -> None:
+    """Run the steps that are not done yet, as the flags say. Raises UserError if one failed."""
+    end = time.monotonic() + args.minutes * 60
+    found = [step for step in steps if not args.only or any(text in step.name for text in args.only)]
+    if args.list:
+        print("\n".join(f"{step.seconds:4} s  {step.name}" for step in found))
+        return
+    done = check_folder(args.raw) / DONE
+    failed = False
+    for step in found:
+        if done.exists() and step.name in done.read_text().splitlines():
+            note(f"{step.name}: done before")
+            continue
+        left = end - time.monotonic()
+        if left < step.seconds + GRACE_SECONDS:
+            note(f"{step.name}: not started, {max(0, left):.0f} s are left and it takes about {step.seconds}")
+            continue
+        began = time.monotonic()
+        problem = perform(step, args, min(left - GRACE_SECONDS, PATIENCE * step.seconds))
+        note(f"{step.name}: {problem or 'done'}, {time.monotonic() - began:.0f} s")
+        failed |= problem is not None
+        if problem is None:
+            with done.open("a") as names:
+                names.write(step.name + "\n")
+    if failed:
+        raise UserError("some steps did not end well, see above; the same command tries them again")
+
+
+def perform(step: Step, args: argparse.Namespace, seconds: float) -> str | None:
+    """Run a step for at most `seconds`, with its output in NAME.log in --raw. Returns None, or why it failed."""
+    log = args.raw / f"{step.name.replace(' ', '-').replace('/', '-').replace(':', '-').replace(',', '')}.log"
+    with log.open("w") as said, (step.output or log).open("a") as output:
+        process = subprocess.Popen(step.command, cwd=ROOT, stdout=output, stderr=said, start_new_session=True)
+        try:
+            code = process.wait(seconds)
+        except (subprocess.TimeoutExpired, KeyboardInterrupt) as stopped:
+            _end(process)
+            if isinstance(stopped, KeyboardInterrupt):
+                raise
+            return f"stopped after {seconds:.0f} s"
+    return None if code == 0 else f"exit code {code}; {log} says why"
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """Send SIGTERM to a step's process group, and SIGKILL if it does not end within GRACE_SECONDS."""
+    os.killpg(process.pid, signal.SIGTERM)
+    try:
+        process.wait(GRACE_SECONDS)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

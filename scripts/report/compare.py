@@ -1,0 +1,115 @@
+"""A table of Rung beside vLLM, from the raw files of `make compare`: times, and how many times as fast Rung is.
+
+Rows and loads are compared if their models, ranks and lengths are equal. A sweep's rows are compared if they were measured
+without a choice of communicator, interconnect or seed.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from scripts.lib.machine import describe
+from scripts.sweep.rows import ORDER, VLLM, finished, read_rows
+
+PERCENTILE = "p50"
+
+
+class Case(NamedTuple):
+    """What is measured. The table is in the order of these fields."""
+
+    model: str
+    ranks: int
+    kind: int  # index in KINDS
+    tokens: str  # prompt + generated
+    size: float  # sequences, or requests/s
+
+
+class Kind(NamedTuple):
+    name: str  # with {size}
+    more_is_better: bool = False
+
+
+KINDS = (
+    Kind("decode, ms a step of {size}"),
+    Kind("prefill, ms of {size}"),
+    Kind("{size} requests at once, tokens/s", more_is_better=True),
+    Kind(f"time to first token at {{size}} requests/s, ms ({PERCENTILE})"),
+    Kind(f"time between tokens at {{size}} requests/s, ms ({PERCENTILE})"),
+)
+DECODE, PREFILL, OFFLINE, TTFT, ITL = range(len(KINDS))
+
+Figures = dict[Case, dict[str, float]]  # by variant or VLLM
+
+
+def compare(folder: Path) -> str | None:
+    """The Markdown table of the raw files in `folder`. None if nothing was measured of both vLLM and Rung."""
+    figures: Figures = {}
+    machines: dict[str, None] = {}
+    for case, whose, value, machine in (*_sweeps(folder), *_loads(folder)):
+        figures.setdefault(case, {})[whose] = value
+        machines[machine] = None
+    figures = {case: by for case, by in sorted(figures.items()) if VLLM in by and len(by) > 1}
+    if not figures:
+        return None
+    variants = sorted({name for by in figures.values() for name in by} - {VLLM}, key=ORDER.index)
+    head = ["model", "ranks", "tokens", "what", "vLLM", *(part for v in variants for part in (v, "times as fast"))]
+    lines = [head, ["---"] * len(head)]
+    for case, by in figures.items():
+        kind = KINDS[case.kind]
+        cells = [case.model, str(case.ranks), case.tokens, kind.name.format(size=f"{case.size:g}"), _number(by[VLLM])]
+        for variant in variants:
+            cells += [_number(by[variant]), f"{_ratio(kind, by, variant):.2f}"] if variant in by else ["–", "–"]
+        lines.append(cells)
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return f"{table}\n\nMedians. Made on {'; '.join(machines)}.\n"
+
+
+def _ratio(kind: Kind, by: dict[str, float], variant: str) -> float:
+    return by[variant] / by[VLLM] if kind.more_is_better else by[VLLM] / by[variant]
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.2f}"
+
+
+Found = tuple[Case, str, float, str]  # case, variant or VLLM, value, machine
+
+
+def _sweeps(folder: Path) -> Iterator[Found]:
+    for path in sorted(folder.glob("sweep*.jsonl")):
+        for row in finished(read_rows(path)):
+            s = row.setting
+            if s.variant not in (*ORDER, VLLM) or s.comm is not None or s.interconnect != "default":
+                continue
+            lengths = f"{s.prompt_length} + {s.new_tokens}"
+            machine = describe(row.machine, s.device)
+            for kind, figure in (DECODE, "decode_ms_per_token"), (PREFILL, "prefill_ms"), (OFFLINE, "throughput"):
+                value = row.median(figure)
+                if value is not None and (kind != OFFLINE or s.variant == VLLM):  # Rung's is measured by `engine.bench`
+                    yield Case(s.model, s.tp, kind, lengths, s.batch), s.variant, value, machine
+
+
+def _loads(folder: Path) -> Iterator[Found]:
+    for path in sorted(folder.glob("load*.json")):
+        found: dict[str, Any] = json.loads(path.read_text())
+        s = found["settings"]
+        whose = VLLM if s.get("server") == "vLLM" else s.get("variant") or "standard"
+        lengths = f"{_length(s['prompt_length'])} + {_length(s['new_tokens'])}"
+        machine = describe(found["machine"], "cuda")
+        offline = found.get("offline")
+        if offline:
+            case = Case(s["model"], s["ranks"], OFFLINE, lengths, offline["requests"])
+            yield case, whose, offline["generated_tokens_per_second"], machine
+        for one in found.get("rates") or ():
+            for kind, name in (TTFT, "ttft_ms"), (ITL, "itl_ms"):
+                if spread := one["summary"][name]:
+                    yield Case(s["model"], s["ranks"], kind, lengths, one["rate"]), whose, spread[PERCENTILE], machine
+
+
+def _length(value: Any) -> str:
+    """A length of the load's settings: one number, or its least and greatest."""
+    if not isinstance(value, list):
+        return str(value)
+    low, high = value
+    return str(low) if low == high else f"{low}–{high}"
