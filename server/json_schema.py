@@ -17,8 +17,10 @@ This module imports little, because it runs in worker processes.
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
 
@@ -89,6 +91,28 @@ class Names:
 
 
 NO_NAMES = Names()
+
+
+def _union(all_names: Collection[Names]) -> Names:
+    listed, patterns = (frozenset[str]().union(*sets) for sets in _sets(all_names))
+    return Names(listed, patterns, any(names.open for names in all_names))
+
+
+def _of_the_others(all_names: Collection[Names]) -> Iterator[Names]:
+    """For each of the names, the union of all others. One at a time, because together they may take much memory."""
+    union = _union(all_names)
+    listed, patterns = (Counter(chain.from_iterable(sets)) for sets in _sets(all_names))
+    opened = sum(names.open for names in all_names)
+    for names in all_names:
+        yield Names(
+            union.listed - {name for name in names.listed if listed[name] == 1},
+            union.patterns - {pattern for pattern in names.patterns if patterns[pattern] == 1},
+            opened > names.open,
+        )
+
+
+def _sets(all_names: Collection[Names]) -> tuple[list[frozenset[str]], list[frozenset[str]]]:
+    return [names.listed for names in all_names], [names.patterns for names in all_names]
 
 
 def compile_schema(schema: dict[str, Any], strict: bool) -> Compiled:
@@ -279,9 +303,7 @@ class _Document:
         own = _own_names(schema)
         parts = list(_parts(schema))
         of_parts = [self._names(part, ()) for _, _, part in parts]
-        all_names = own | others
-        for names in of_parts:
-            all_names |= names
+        all_names = own | others | _union(of_parts)
         self._rewrite_values(new, path)
         self._rewrite_parts(new, path, own | others, parts, of_parts)
         if _lists_properties(schema) and "additionalProperties" not in schema and not all_names.open:
@@ -308,22 +330,20 @@ class _Document:
         """Rewrite the members of `allOf`, `anyOf` and `oneOf`, and the target of `$ref`.
 
         Each member allows the names of all schemas that apply together with it. These are all other parts except, for a branch
-        of `anyOf` or `oneOf`, its alternatives.
+        of `anyOf` or `oneOf`, its alternatives. Its own names do not count: some of them may belong to one of its branches.
         """
-        by_key = {key: NO_NAMES for key, _, _ in parts}
+        by_key: dict[str, list[Names]] = {}
         for (key, _, _), names in zip(parts, of_parts, strict=True):
-            by_key[key] |= names
-        others = dict.fromkeys(by_key, own)
-        for key in others:
-            for other, names in by_key.items():
-                if other != key or key == "allOf":
-                    others[key] |= names
+            by_key.setdefault(key, []).append(names)
+        outside = {key: own | _union([names for other in by_key if other != key for names in by_key[other]]) for key in by_key}
+        beside = _of_the_others(by_key.get("allOf", []))  # branches and a reference have none
         members: dict[str, list[Any]] = {}
         for key, i, part in parts:
+            others = outside[key] | next(beside) if key == "allOf" else outside[key]
             if key == "$ref":
-                new["$ref"] = self._reference(part["$ref"], others[key])
+                new["$ref"] = self._reference(part["$ref"], others)
             else:
-                members.setdefault(key, []).append(self.rewrite(part, f"{path}/{key}/{i}", others[key]))
+                members.setdefault(key, []).append(self.rewrite(part, f"{path}/{key}/{i}", others))
         new.update(members)
         if "oneOf" in members:
             self._rewrite_one_of(new, [part for key, _, part in parts if key == "oneOf"], path)

@@ -3,6 +3,7 @@
 import json
 import random
 import time
+import tracemalloc
 from collections.abc import Iterator
 from functools import cache
 from itertools import permutations
@@ -161,6 +162,15 @@ def _forbidden(model: type[BaseModel], value: Any) -> None:
             ['{"n": {"n": {}}}'],
             ['{"n": {"x": 1}}'],
         ),
+        (  # a branch of a member does not allow what only its alternative lists
+            {
+                "type": "object",
+                "properties": {"a": {"type": "integer"}},
+                "allOf": [{"anyOf": [{"properties": {"c": {}, "d": {}}, "required": ["d"]}, {"properties": {"d": {}}}]}],
+            },
+            ['{"a": 1}', '{"a": 1, "d": 1}', '{"c": 1, "d": 1}'],
+            ['{"a": 1, "c": 1}', '{"c": 1}'],
+        ),
         ({"$id": "https://a/b", "$ref": "https://a/b#/definitions/n", "definitions": {"n": {"type": "null"}}}, ["null"], ["1"]),
     ],
 )
@@ -218,6 +228,18 @@ def test_schemas_of_one_object_close_it_together(seed: int) -> None:
         assert not expected or found, schema
         compared += 1
     assert compared > 5
+
+
+def test_members_do_not_multiply_their_names_in_memory() -> None:
+    """Each of 3,000 members allows the names of all others. That is refused, before it takes more than a worker should need."""
+    members = [{"properties": {f"n{i}": {"type": "integer"}}} for i in range(3000)]
+    tracemalloc.start()
+    try:
+        with pytest.raises(SchemaError, match="more than 100000 parts"):
+            compile_schema({"type": "object", "allOf": members}, strict=True)
+        assert tracemalloc.get_traced_memory()[1] < 50e6
+    finally:
+        tracemalloc.stop()
 
 
 def _members(schema: dict[str, Any], root: dict[str, Any]) -> Iterator[dict[str, Any]]:
