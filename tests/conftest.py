@@ -1,8 +1,10 @@
 """What all tests share: the repository on `sys.path`, one torch thread, a fresh seed, and fixtures for ranks and frontends."""
 
+import functools
 import os
 import random
 import signal
+import ssl
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -30,6 +32,15 @@ SEED_VARIABLE = "RUNG_TEST_SEED"
 MOST_WORKERS = 4  # each starts its own ranks and servers, which take gigabytes of memory
 
 torch.set_num_threads(1)
+
+# A thread of gloo polls its sockets while another thread of the rank holds their lock. Linux usually lets a thread that wakes up
+# preempt another one. If that holds the lock, and no core is free, gloo polls until its time slice ends: with more ranks than
+# cores most of their time. SCHED_BATCH, which all child processes inherit, does without this preemption.
+if hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_OTHER:
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+# Each HTTP client makes a context for TLS, which reads all certificates of the system for 0.05 s. The tests use no TLS.
+ssl.create_default_context = functools.cache(ssl.create_default_context)
 
 
 @pytest.hookimpl(tryfirst=True)  # before Hypothesis reads its seed
@@ -107,14 +118,12 @@ def shared_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Site"]:
 
 @pytest.fixture
 def site(shared_site: "Site") -> Iterator["Site"]:
-    """The module's frontend. After each test its fake engine is reset to the default behaviour."""
-    from tests.support.server_thread import wait_for
-
+    """The module's frontend. After each test its requests have ended, and its fake engine has the default behaviour again."""
     engine = shared_site.engine
     default = engine.reply
     yield shared_site
     engine.reply, engine.group, engine.together, engine.delay, engine.hold = default, 1, 1, 0.0, False
-    wait_for(lambda: shared_site.server.client.active == 0)
+    shared_site.settle()
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +22,7 @@ from presets import model_config
 from tests import ROOT
 from tests.support import quick_start
 from tests.support.command_line import HYBRID, MODELS, Finished, Here, command, environment, launch
+from tests.support.ports import free_port
 from tests.support.ranks import Ranks
 from tests.support.server_process import rank_pids, runs
 from tokenizer_files import load_tokenizer
@@ -334,9 +334,7 @@ class Started:
 
     def __init__(self, args_by_rank: Sequence[Sequence[object]], folder: Path) -> None:
         ranks = len(args_by_rank)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         self.processes = []
         self.outputs = [(folder / f"out{r}", folder / f"err{r}") for r in range(ranks)]
         for rank, (args, (out, err)) in enumerate(zip(args_by_rank, self.outputs, strict=True)):

@@ -427,7 +427,8 @@ def sleep(world: World, seconds: float) -> None:
     time.sleep(seconds)
 
 
-def test_ranks_report_a_failure_and_work_again(seed: int) -> None:
+def test_ranks_report_a_failure_and_work_again(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.support.ranks.GRACE", 0.5)  # rank 0 waits for rank 1 all this time
     pool = Ranks(2)
     try:
         with pytest.raises(RankError, match=r"rank 1 of 2: (.|\n)*ValueError: only here"):

@@ -357,7 +357,7 @@ def test_programs_that_share_a_row(interpreters: Ranks, seed: int) -> None:
     try:
         assert interpreters.run(2, wrong_split_rows, seed) == [[], []], f"seed {seed}"
     finally:
-        interpreters.close()  # their interpreter has been patched
+        interpreters.end()  # their interpreter has been patched
 
 
 # --- what does not fit -------------------------------------------------------------------------------------------------------
@@ -404,7 +404,8 @@ def dies_before_the_workspace(world: World) -> None:
     open_workspace(lambda n, capacity: capacity, 1024, CPU)
 
 
-def test_opening_a_workspace_fails_if_a_rank_has_died(interpreters: Ranks) -> None:
+def test_opening_a_workspace_fails_if_a_rank_has_died(interpreters: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.support.ranks.GRACE", 0.5)  # rank 0 may wait for rank 1 all this time
     with pytest.raises(RankError, match="gone"):
         interpreters.run(2, dies_before_the_workspace, timeout=100.0)
 

@@ -175,7 +175,7 @@ def test_programs_that_share_a_row(interpreters: Ranks, seed: int) -> None:
     try:
         assert interpreters.run(2, wrong_split_rows, seed) == [[], []], f"seed {seed}"
     finally:
-        interpreters.close()  # because `run_programs_in_threads` has changed their interpreter
+        interpreters.end()  # because `run_programs_in_threads` has changed their interpreter
 
 
 def refusals(world: World) -> int:

@@ -18,7 +18,8 @@ from scripts.lib.sse_client import StreamClient, in_event_loop
 from tests import MODELS
 from tests.support import quick_start
 from tests.support.command_line import environment
-from tests.support.server_process import ServerProcess, free_port
+from tests.support.ports import free_port
+from tests.support.server_process import ServerProcess
 
 # --- the plan ------------------------------------------------------------------------------------------------------------
 
@@ -123,7 +124,7 @@ def test_slow_answers_delay_no_arrival(seed: int) -> None:
 
 
 def test_tokens_of_one_chunk_come_together() -> None:
-    pause = 0.05
+    pause, least = 0.3, 0.1  # seconds; a busy machine may give the first chunk to the client late
 
     async def chunks(_: dict[str, Any]) -> AsyncIterator[Any]:
         yield [1, 2]
@@ -135,7 +136,7 @@ def test_tokens_of_one_chunk_come_together() -> None:
 
     (answer,) = offered(FakeServer(chunks), [Request(0.0, [1], 6)])
     assert answer.tokens == 6 and len(answer.gaps) == 5
-    assert [gap > 0.9 * pause for gap in answer.gaps] == [False, True, False, False, answer.gaps[4] > 0.9 * pause]
+    assert [gap > least for gap in answer.gaps] == [False, True, False, False, answer.gaps[4] > least]
     assert answer.gaps[0] == answer.gaps[2] == answer.gaps[3] == 0
     assert answer.first is not None and answer.end is not None
     assert answer.first + sum(answer.gaps) <= answer.end

@@ -40,7 +40,7 @@ def test_a_failure_on_the_hosts_ends_both_at_once() -> None:
 
 
 def test_a_signal_ends_all_ranks() -> None:
-    process = two_hosts(*GENERATE, "--max-new-tokens", "2000", "--ignore-eos")
+    process = two_hosts(*GENERATE, "--max-new-tokens", "900", "--ignore-eos", "--num-samples", "10000")
     deadline = time.monotonic() + 300
     while (
         len(ranks := process_tree(process.pid)) < 5 and time.monotonic() < deadline

@@ -107,12 +107,12 @@ def test_drain_timeout_ends_what_is_left(make_site: Callable[..., Site]) -> None
 
 def test_engine_failure_reaches_waiting_clients(make_site: Callable[..., Site]) -> None:
     site = make_site()
-    site.engine.delay = 0.05
+    site.engine.delay, site.engine.reply = 0.1, lambda submit: [300] * 200  # neither answer ends before `hold` is set
     texts: dict[str, tuple[int, str]] = {}
     begun = threading.Event()
 
     def ask(stream: bool) -> None:
-        body = {"prompt": "Hi", "max_tokens": 60, "stream": stream}
+        body = {"prompt": "Hi", "max_tokens": 200, "stream": stream}
         with (
             httpx.Client(base_url=site.url, timeout=120) as one,
             one.stream("POST", "/v1/completions", json=body) as answer,
@@ -127,7 +127,7 @@ def test_engine_failure_reaches_waiting_clients(make_site: Callable[..., Site]) 
         reader.start()
     wait_for(lambda: site.server.client.active == 2)
     assert begun.wait(60)
-    site.engine.hold = True  # neither answer ends by itself
+    site.engine.hold = True
     site.engine.send(Fatal("rank 1 was lost"))
     for reader in readers:
         reader.join(60)

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +25,9 @@ from comm import Local
 from engine import LLM, SamplingParams
 from presets import model_config
 from tests.support.command_line import HYBRID, MODELS
-from tests.support.server_process import ServerProcess, free_port, runs, wait_until
+from tests.support.ports import free_port
+from tests.support.server_process import ServerProcess, runs, wait_until
+from tests.support.server_thread import raw_request
 from tokenizer import Tokenizer
 from tokenizer_files import load_tokenizer
 from tp import World
@@ -34,6 +37,7 @@ PROMPT = "Once upon a time"
 STORY: Any = [{"role": "user", "content": "Tell me about a child."}]
 SUM = [{"role": "user", "content": "What is 27 plus 48?"}]
 EOS = 1
+PATIENT = ("--drain-timeout", 200)  # on a busy machine a stream may take longer than the default of 30 s
 GONE_SECONDS = 60.0  # clients learn within this time that a rank was lost
 LONG = {"max_tokens": 900, "temperature": 0, "extra_body": {"ignore_eos": True}}  # runs until it is stopped
 
@@ -928,7 +932,7 @@ def test_a_full_queue(narrow: ServerProcess) -> None:
 
 def test_a_second_signal_ends_at_once(narrow: ServerProcess) -> None:
     """Must be the last test of this server, because it ends it."""
-    stream = narrow.client(KEY).completions.create(model=NAME, prompt=PROMPT, stream=True, **LONG)
+    stream = narrow.client(KEY).completions.create(model=NAME, prompt=PROMPT, n=2, stream=True, **LONG)
     next(iter(stream))
     narrow.process.send_signal(signal.SIGTERM)
     wait_until(lambda: narrow.http.get("/health").json() == {"status": "draining"}, 60, "draining")
@@ -983,7 +987,7 @@ def test_desync_and_a_drain() -> None:
     """A 4-stream checkpoint gives the same text on 2 ranks as on one. After SIGTERM to rank 0 a stream still completes, and all
     ranks exit with 0."""
     path = str(MODELS / "tiny-desync-4x")
-    with ServerProcess("--model", path, "--served-model-name", "desync", ranks=2) as server:
+    with ServerProcess("--model", path, "--served-model-name", "desync", *PATIENT, ranks=2) as server:
         alone = Reference(path)
         ids = alone.encode(PROMPT)
         wanted = alone.generate(ids, 30)
@@ -994,13 +998,15 @@ def test_desync_and_a_drain() -> None:
         assert ids_of(reply) == wanted
         assert reply.choices[0].text == alone.tokenizer.decode(ids + wanted)[len(PROMPT) :]
 
-        stream = Started(server, True, max_tokens=150)
-        assert stream.begun.wait(120)
-        os.kill(server.rank_pids()[0], signal.SIGTERM)
-        wait_until(lambda: server.health() == 503, 60, "a /health that says no")
-        assert server.http.get("/health").json() == {"status": "draining"}
-        refused = server.http.post("/v1/completions", json={"prompt": PROMPT})
-        assert refused.status_code == 503 and refused.json()["error"]["code"] == "draining"
+        with socket.create_connection(("127.0.0.1", server.port)) as unfinished:
+            unfinished.sendall(raw_request({"prompt": PROMPT})[:-1])  # the drain lasts until this client leaves
+            stream = Started(server, True, max_tokens=150)
+            assert stream.begun.wait(120)
+            os.kill(server.rank_pids()[0], signal.SIGTERM)
+            wait_until(lambda: server.health() == 503, 60, "a /health that says no")
+            assert server.http.get("/health").json() == {"status": "draining"}
+            refused = server.http.post("/v1/completions", json={"prompt": PROMPT})
+            assert refused.status_code == 503 and refused.json()["error"]["code"] == "draining"
         events = stream.join(120).events
         assert events[-1]["choices"][0]["finish_reason"] == "length"
         assert server.wait(120) == 0, "the launcher ends with 0 only if all ranks do"
@@ -1012,7 +1018,7 @@ def test_ranks_that_all_get_the_signal() -> None:
     rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
     with contextlib.ExitStack() as stack:
         first, second = (
-            stack.enter_context(ServerProcess("--model", HYBRID, environ={**rendezvous, "RANK": r, "LOCAL_RANK": r}))
+            stack.enter_context(ServerProcess("--model", HYBRID, *PATIENT, environ={**rendezvous, "RANK": r, "LOCAL_RANK": r}))
             for r in (0, 1)
         )
         first.ready()

@@ -24,12 +24,6 @@ from tests.support.worker_jobs import encode, endless_in_c, hold_memory, limited
 MODEL = str(Path(ROOT) / "models" / "tiny-hybrid")
 
 
-@pytest.fixture(autouse=True)
-def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker may start slowly while other tests run."""
-    monkeypatch.setattr(workers, "WAIT_SECONDS", 300.0)
-
-
 def with_workers(body: Callable[[Workers], Awaitable[Any]], **options: Any) -> Any:
     async def main() -> Any:
         pool = Workers(MODEL, **options)
@@ -152,12 +146,13 @@ def test_a_worker_that_cannot_be_talked_to_leaves_nothing(monkeypatch: pytest.Mo
         with pytest.raises(OSError, match="no more"):
             await workers._Process.start(MODEL, (), 1, 0)
 
-    before = len(os.listdir("/proc/self/fd"))
+    before = os.listdir("/proc/self/fd")
     monkeypatch.setattr(workers, "subprocess", SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL))
     monkeypatch.setattr(asyncio, "open_unix_connection", fail)
     asyncio.run(body())
     assert [one.poll() for one in started] == [-signal.SIGKILL]
-    assert len(os.listdir("/proc/self/fd")) == before
+    # at most: meanwhile the garbage collector may close what earlier tests have left
+    assert set(os.listdir("/proc/self/fd")) <= set(before)
 
 
 def test_workers_die_with_the_frontend() -> None:

@@ -5,6 +5,9 @@ import importlib
 import multiprocessing
 import os
 import pickle
+import socket
+import subprocess
+import sys
 import tempfile
 import time
 import traceback
@@ -14,16 +17,19 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from comm import GlooCommunicator
+from tests import ROOT
+from tests.support import quick_start
 from tp import World
 
 # What most functions import on a rank. torch's optimizers import torch._dynamo.
 IMPORTS = ("numpy", "pytest", "checkpoint", "engine.llm", "training.loop", "torch._dynamo")
+PROGRAM = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.support.ranks import fork_ranks; fork_ranks()"
+MOST_RANKS = 64
 GRACE = 5.0  # seconds that the other ranks get to finish after one has failed; they may be waiting for it in a collective
 
 
@@ -36,20 +42,20 @@ class Ranks:
 
     Imports take seconds, so one process imports everything and the ranks are forked from it. Joining a group takes
     milliseconds. Each run makes its own process group over the loopback interface, with a file as the store. After a failure
-    all processes are ended, and the next run starts new ones.
+    all ranks are killed, and the next run forks new ones.
     """
 
     def __init__(self, count: int = 4, environ: dict[str, str] | None = None) -> None:
         """environ: environment variables of the processes."""
         self.count, self.environ = count, environ or {}
-        self.origin: multiprocessing.process.BaseProcess | None = None
+        self.origin: subprocess.Popen[bytes] | None = None
         self.connections: list[Connection] = []
 
     def run(self, n: int, function: Callable[..., Any], *args: Any, timeout: float = 600.0) -> list[Any]:
         """`[function(world, *args) for each of n ranks]`, in rank order. `function` must be importable, and its arguments and
         results must be picklable. Raises RankError."""
         assert 1 <= n <= self.count, f"{n} ranks asked of {self.count}"
-        if self.origin is None:
+        if not self.connections:
             self._start()
         with tempfile.TemporaryDirectory() as folder:
             job = pickle.dumps((function, args, n, str(Path(folder) / "store"), timeout))
@@ -60,7 +66,7 @@ class Ranks:
                 for connection in self.connections[:n]:  # no rank leaves the group while another may communicate with it
                     connection.send_bytes(b"leave")
             except BaseException:
-                self.close()
+                self.end()
                 raise
         return results
 
@@ -70,19 +76,22 @@ class Ranks:
         return result
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        pipes = [context.Pipe() for _ in range(self.count)]
+        if self.origin is None:
+            self.control, theirs = socket.socketpair()
+            with theirs:  # Triton reads its variables when kernels are defined
+                environ = {**os.environ, **self.environ}
+                self.origin = quick_start.Popen([sys.executable, "-c", PROGRAM], cwd=ROOT, env=environ, stdin=theirs)
+        pipes = [multiprocessing.Pipe() for _ in range(self.count)]
+        self._replace([end for _, end in pipes])
         self.connections = [ours for ours, _ in pipes]
-        self.alive, ends = context.Pipe()
-        theirs = [end for _, end in pipes]
-        self.origin = context.Process(
-            target=_fork_ranks, args=(ends, theirs, self.environ), daemon=False, name="origin of ranks"
-        )
-        with mock.patch.dict(os.environ, self.environ):  # Triton reads its variables when kernels are defined
-            self.origin.start()
-        for end in (ends, *theirs):
+
+    def _replace(self, ends: list[Connection]) -> None:
+        """Kill the ranks and fork one for each of `ends`. Waits for the imports: they do not count towards a run's timeout."""
+        socket.send_fds(self.control, [b"."], [end.fileno() for end in ends])
+        for end in ends:
             end.close()
-        self.alive.recv_bytes()  # wait for the imports here, so that they do not count towards a run's timeout
+        if not self.control.recv(1):
+            raise EOFError("the process from which ranks are forked has ended")
 
     def _gather(self, n: int, timeout: float) -> list[Any]:
         results: dict[int, Any] = {}
@@ -108,14 +117,20 @@ class Ranks:
             raise RankError("\n".join(f"rank {r} of {n}: {text}" for r, text in sorted(failures.items())))
         return [results[rank] for rank in range(n)]
 
+    def end(self) -> None:
+        """End the ranks; the next run forks new ones."""
+        self._replace([])
+        for connection in self.connections:
+            connection.close()
+        self.connections = []
+
     def close(self) -> None:
         """End the processes."""
         if self.origin is not None:
-            self.alive.close()
-            self.origin.join()
-        for connection in self.connections:
-            connection.close()
-        self.origin, self.connections = None, []
+            self.end()
+            self.control.close()
+            self.origin.wait()
+            self.origin = None
 
 
 def _mend_the_interpreter() -> None:
@@ -197,28 +212,36 @@ def _without_world(_: World, function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
 
 
-def _fork_ranks(alive: Connection, connections: list[Connection], environ: dict[str, str]) -> None:
-    """Import what ranks need, fork them, and kill them once the other end of `alive` is closed."""
+def fork_ranks() -> None:
+    """Import what ranks need. Then, for each message on the socket that is standard input, kill the ranks and fork one for each
+    connection in the message, until the other end is closed."""
+    control = socket.socket(fileno=os.dup(0))
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
     os.environ.update(GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)
-    if "TRITON_INTERPRET" in environ:
+    if "TRITON_INTERPRET" in os.environ:
         _mend_the_interpreter()
     for name in IMPORTS:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # without it, each rank's garbage collections would traverse, and so copy, everything that was imported
     context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=_serve, args=(connections, rank), daemon=True) for rank in range(len(connections))]
-    for process in processes:
-        process.start()
-    for connection in connections:
-        connection.close()
-    alive.send_bytes(b"started")
-    with suppress(EOFError):
-        alive.recv_bytes()
-    for process in processes:
-        process.kill()
-        process.join()
+    processes: list[multiprocessing.context.ForkProcess] = []
+    while True:
+        message, files, _, _ = socket.recv_fds(control, 1, MOST_RANKS)
+        for process in processes:
+            process.kill()
+            process.join()
+        if not message:
+            return
+        connections = [Connection(number) for number in files]
+        processes = [context.Process(target=_serve, args=(connections, rank), daemon=True) for rank in range(len(files))]
+        for process in processes:
+            process.start()
+        for connection in connections:
+            connection.close()
+        control.sendall(b".")
 
 
 def _serve(connections: list[Connection], rank: int) -> None:

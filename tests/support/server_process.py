@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,15 +17,9 @@ import openai
 from tests import ROOT
 from tests.support import quick_start
 from tests.support.command_line import environment
+from tests.support.ports import free_port
 
 START_SECONDS = 300.0  # importing torch is slow on a busy machine
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port: int = s.getsockname()[1]
-        return port
 
 
 def wait_until(condition: Callable[[], Any], seconds: float, what: str) -> Any:

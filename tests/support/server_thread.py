@@ -1,8 +1,9 @@
 """The HTTP frontend in a thread of the test process, on a real port, with a fake engine behind it."""
 
+import asyncio
 import contextlib
 import json
-import socket
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -33,12 +34,14 @@ from server import replies
 from server.frontend import FrontendServer, make_server
 from server.settings import Settings
 from tests import MODELS
+from tests.support.ports import free_port
 from tokenizer_files import load_tokenizer
 
 MODEL = MODELS / "tiny-hybrid"
 TOKENIZER = load_tokenizer(MODEL)
 EOS = TOKENIZER.eos_ids[0]
 CONTEXT = 256
+MARK = "mark"  # the request id of the Abort by which `Site.settle` sees that the engine has got all before it
 STORY = "Once upon a time, Zoë saw a 🐉 über the café. It was kind. END of it"
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
 TOOL: Any = {
@@ -64,23 +67,31 @@ class FakeEngine(threading.Thread):
         self.submits: list[Submit] = []
         self.aborts: list[str] = []
         self.shutdowns = 0
+        self.marked = threading.Event()
+        self._own: queue.SimpleQueue[FromEngine] = queue.SimpleQueue()
         self._alive = True
+
+    def send(self, message: FromEngine) -> None:
+        """Send a message of the test. The engine's thread does it, because a ZeroMQ socket belongs to one thread."""
+        self._own.put(message)
 
     def run(self) -> None:
         context = zmq.Context()
         inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
         inbox.bind(self.to_engine)
         outbox.connect(self.from_engine)
-        self.send: Callable[[FromEngine], None] = lambda message: outbox.send(encode(message))
-        self.send(ready())
+        self._send: Callable[[FromEngine], None] = lambda message: outbox.send(encode(message))
+        self._send(ready())
         work: dict[str, Iterator[TokenOutput]] = {}
         while self._alive:
             while inbox.poll(0 if work and not self.hold else 5):
                 self._take(decode_to_engine(inbox.recv()), work)
+            while not self._own.empty():
+                self._send(self._own.get())
             for request_id, outputs in [] if self.hold else list(work.items()):
                 time.sleep(self.delay)
                 new = list(islice(outputs, self.together))
-                self.send(Outputs(new))
+                self._send(Outputs(new))
                 if new[-1].finish_reason:
                     del work[request_id]
         context.destroy(linger=0)
@@ -96,9 +107,11 @@ class FakeEngine(threading.Thread):
         elif isinstance(message, Submit):
             self.submits.append(message)
             if message.prompt_ids[-1] == 1000:
-                self.send(Refused(message.request_id, "this can never run"))
+                self._send(Refused(message.request_id, "this can never run"))
             else:
                 work[message.request_id] = self._outputs(message)
+        elif isinstance(message, Abort) and message.request_id == MARK:
+            self.marked.set()
         elif isinstance(message, Abort):
             self.aborts.append(message.request_id)
             work.pop(message.request_id, None)
@@ -114,12 +127,13 @@ class FakeEngine(threading.Thread):
         if params.prompt_logprobs is not None:
             k = params.prompt_logprobs
             prompt_logprobs = [None, *(entry(one, k) for one in submit.prompt_ids[1:])]
-        for at in range(0, len(ids), self.group):
-            new = ids[at : at + self.group]
+        group = self.group  # a test may set another one while an aborted request still runs
+        for at in range(0, len(ids), group):
+            new = ids[at : at + group]
             yield TokenOutput(
                 request_id=submit.request_id,
                 token_ids=new,
-                finish_reason=reason if at + self.group >= len(ids) else None,
+                finish_reason=reason if at + group >= len(ids) else None,
                 logprobs=None if params.logprobs is None else [entry(one, params.logprobs) for one in new],
                 prompt_logprobs=prompt_logprobs if at == 0 else None,
                 cached_tokens=4 if at == 0 else 0,
@@ -143,9 +157,7 @@ class Site:
 
     def __init__(self, folder: Path, **settings: Any) -> None:
         self.engine = FakeEngine(folder)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self.settings = Settings(**{"model": str(MODEL), "port": self.port, "idle_timeout": 5.0, **settings})
         self.server: FrontendServer = make_server(self.settings, TOKENIZER, self.engine.to_engine, self.engine.from_engine)
         self.thread = threading.Thread(target=self.server.run, daemon=True)
@@ -166,6 +178,20 @@ class Site:
         if self.engine.is_alive():
             self.engine.stop()
         assert not self.thread.is_alive()
+
+    def settle(self) -> None:
+        """Wait until nothing of a test's requests is left: in the frontend, on the way to the engine, or in the engine."""
+        wait_for(self._is_settled)
+
+    def _is_settled(self) -> bool:
+        async def mark() -> bool:
+            client = self.server.client
+            client._send(Abort(MARK))
+            return self.server.service.open_requests == client.active == 0
+
+        self.engine.marked.clear()
+        idle = asyncio.run_coroutine_threadsafe(mark(), self.server._loop).result(60)
+        return self.engine.marked.wait(60) and idle
 
     def health(self) -> str:
         return str(self.http.get("/health").json()["status"])
