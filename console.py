@@ -99,10 +99,11 @@ class Keyboard:
             history=history, input=self.input, output=output, interrupt_exception=CtrlC, enable_open_in_editor=False
         )
         self.leaving, self.told = False, False  # told: whether the user has been told how to leave
+        self.prompting, self.terminated = False, False
         self.open = ExitStack()
 
     def __enter__(self) -> Self:
-        before = signal.signal(signal.SIGTERM, _end)  # from torchrun; the terminal must then leave raw mode, too
+        before = signal.signal(signal.SIGTERM, self._terminate)  # from the launcher; the terminal must then leave raw mode, too
         self.open.callback(signal.signal, signal.SIGTERM, before)
         self.open.enter_context(self.input.raw_mode())
         return self
@@ -115,7 +116,7 @@ class Keyboard:
         self.leaving = False
         while True:
             try:
-                line = self.session.prompt("> ", handle_sigint=False)
+                line = self._prompt()
                 return line.encode("utf-8", "replace").decode()  # what was typed need not be UTF-8
             except EOFError:
                 return None
@@ -127,6 +128,31 @@ class Keyboard:
                 note("Ctrl-C again, or Ctrl-D, ends.")
             self.told = True
 
+    def _prompt(self) -> str:
+        """A line. Raises EOFError after Ctrl-D, CtrlC, and KeyboardInterrupt after SIGTERM."""
+        self.prompting = True
+        try:
+            return self.session.prompt("> ", handle_sigint=False, pre_run=self._leave_prompt)
+        finally:
+            self.prompting = False
+            if self.terminated:
+                raise KeyboardInterrupt
+
+    def _terminate(self, number: int, frame: FrameType | None) -> None:
+        """The handler of SIGTERM. It does not raise within a prompt: the exception could come up in a callback of the prompt's event
+        loop, which would report it and go on."""
+        self.terminated = True
+        if not self.prompting:
+            raise KeyboardInterrupt
+        if self.session.app.is_running and self.session.app.loop is not None:
+            self.session.app.loop.call_soon_threadsafe(self._leave_prompt)
+
+    def _leave_prompt(self) -> None:
+        """End a prompt that runs, if SIGTERM has come. It may come before a prompt runs, too, and after its line is complete."""
+        app = self.session.app
+        if self.terminated and app.future is not None and not app.future.done():
+            app.exit(exception=EOFError)
+
     def interrupted(self) -> bool:
         """Whether Ctrl-C was pressed. If not, other keys are kept for the next line."""
         keys = self.input.read_keys() + self.input.flush_keys()
@@ -134,10 +160,6 @@ class Keyboard:
             return True
         store_typeahead(self.input, keys)
         return False
-
-
-def _end(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 # --- history -------------------------------------------------------------------------------------------------------------

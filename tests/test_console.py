@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import stat
+import sys
 import termios
 from collections.abc import Iterator
 from pathlib import Path
@@ -137,6 +138,52 @@ def test_sigterm_leaves_the_terminal_as_it_was(tmp_path: Path, sessions: list[Se
     assert session.child.exitstatus == 130
     assert "Traceback" not in (session.child.before or "")
     assert not (tmp_path / "rung").exists()
+
+
+# A program that gets SIGTERM at a moment of a prompt.
+TERMINATED = """
+import os, signal
+import cli, console
+from prompt_toolkit.history import InMemoryHistory
+from prompt_toolkit.shortcuts import PromptSession
+
+def terminate():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+class Terminating(InMemoryHistory):
+    def load_history_strings(self):  # called in a task of the prompt's event loop
+        if MOMENT == "in a callback":
+            terminate()
+        return []
+
+class Late(PromptSession):
+    def prompt(self, *args, **more):
+        if MOMENT == "before it runs":
+            terminate()
+        return super().prompt(*args, **more)
+
+def main():
+    console.PromptSession = Late
+    with console.Keyboard(Terminating()) as keyboard:
+        print("line", keyboard.line())
+
+cli.run(main)
+"""
+
+
+@pytest.mark.parametrize("moment", ["before it runs", "in a callback"])
+def test_sigterm_ends_a_prompt_at_any_moment(moment: str) -> None:
+    program = TERMINATED.replace("MOMENT", repr(moment))
+    child: Any = pexpect.spawn(
+        sys.executable, ["-c", program], cwd=str(ROOT), encoding="utf-8", timeout=PATIENCE, env=environment(TERM="xterm")
+    )
+    try:
+        child.expect(pexpect.EOF)
+        child.wait()
+    finally:
+        child.close(force=True)
+    assert child.exitstatus == 130
+    assert "Traceback" not in child.before and "line" not in child.before, child.before
 
 
 # --- the history file ----------------------------------------------------------------------------------------------------
