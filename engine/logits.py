@@ -101,7 +101,8 @@ def has_grammar(sequence: Sequence) -> bool:
 
 def _is_too_short(sequence: Sequence) -> bool:
     """Whether it may not end with the token to draw."""
-    return sequence.drawn < sequence.params.min_tokens and bool(sequence.params.stop_token_ids)
+    params = sequence.params
+    return bool(params.min_tokens and params.stop_token_ids) and sequence.drawn < params.min_tokens
 
 
 def _penalize(logits: Tensor, rows: list[int], sequences: List[Sequence]) -> None:

@@ -100,7 +100,7 @@ class _Spans:
         self.decode = None
         if single:
             self.decode = _Reader(tables if len(single) == len(lengths) else tables[single], max(ends), size)
-        self.rows, self.lengths, self.equal = [starts[s] for s in single], torch.tensor(ends), len(set(ends)) == 1
+        self.rows, self.lengths, self.equal = [starts[s] for s in single], ends, len(set(ends)) == 1
         self.prefill = [
             (slice(starts[s], starts[s + 1]), _Reader(tables[s : s + 1], lengths[s], size))
             for s in range(len(lengths))
@@ -128,7 +128,8 @@ class _Spans:
             out = F.scaled_dot_product_attention(grouped, read(keys, first), read(values, first))
         else:
             if window not in self._masks:
-                self._masks[window] = causal_mask(self.lengths - 1, read.length, window)[:, None, None]  # (B, 1, 1, L)
+                last = torch.tensor(self.lengths) - 1
+                self._masks[window] = causal_mask(last, read.length, window)[:, None, None]  # (B, 1, 1, L)
             out = F.scaled_dot_product_attention(grouped, read(keys), read(values), attn_mask=self._masks[window])
         return out.reshape(batch, n_heads, head_dim)
 

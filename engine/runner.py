@@ -116,7 +116,7 @@ class Runner:
         inputs = self.spans
         context = inputs.context(rows, spans, self.cache, max_span)
         hidden = self.model.hidden(inputs.tokens(rows)[None], context)[0]
-        last = hidden[inputs.ends(spans)]
+        last = hidden[:spans] if max_span == 1 else hidden[inputs.ends(spans)]
         return Output(hidden, last, None if self.graphs is None else self._drawn(last, *inputs.draws(spans)))
 
     def _drawn(self, hidden: Tensor, temperature: Tensor, seed: Tensor, positions: Tensor) -> Tensor:
@@ -182,12 +182,12 @@ class Runner:
         else:
             output = self._launch_spans(self.graphs, chunks, after)
         self._score_prompts(chunks, output.hidden)
-        rows = [i for i, c in enumerate(chunks) if c.samples]
+        sampling = [c for c in chunks if c.samples]
         last, drawn = output.last[: len(chunks)], None if output.tokens is None else output.tokens[: len(chunks)]
-        if len(rows) < len(chunks):
-            index = to_device(rows, torch.int64, self.device)
+        if len(sampling) < len(chunks):
+            index = to_device([i for i, c in enumerate(chunks) if c.samples], torch.int64, self.device)
             last, drawn = last[index], None if drawn is None else drawn[index]
-        step = InFlightStep(chunks, [chunks[i] for i in rows], last, begin=begin)
+        step = InFlightStep(chunks, sampling, last, begin=begin)
         if drawn is not None and all(is_plain(c.sequence) for c in step.sampling):
             self._copy_to_host(step, drawn)
         elif all(c.is_known or not has_grammar(c.sequence) for c in step.sampling):
@@ -199,7 +199,8 @@ class Runner:
         self._capture_decode(graphs, rows)
         if not self.decode.continues(chunks):
             self.decode.write(chunks)
-            self._write_drawn(self.decode.tokens, chunks, after)
+            if after is not None:
+                self._write_drawn(self.decode.tokens, chunks, after)
         self.decode.tables.update([c.sequence.blocks for c in chunks])
         output: Output = graphs.replay(("decode", rows))
         return output
@@ -218,15 +219,18 @@ class Runner:
     def _write_spans(self, chunks: list[Chunk], rows: int, after: InFlightStep | None) -> tuple[int, int, int]:
         """Write the inputs of a step of `rows` rows, padding included. Returns the arguments of `_span_step`."""
         self.spans.write(chunks, rows, self.cache.block_size)
-        self._write_drawn(self.spans.tokens(rows), chunks, after)
+        if self.graphs is not None:
+            self.spans.write_draws(chunks)
+        if after is not None:
+            self._write_drawn(self.spans.tokens(rows), chunks, after)
         return rows, len(chunks), max(c.count for c in chunks)
 
-    def _write_drawn(self, inputs: Tensor, chunks: list[Chunk], after: InFlightStep | None) -> None:
+    def _write_drawn(self, inputs: Tensor, chunks: list[Chunk], after: InFlightStep) -> None:
         """Write the tokens that the host does not know, from the step that draws them to their rows of `inputs` (T,)."""
         ends = accumulate(c.count for c in chunks)
         unknown = [(c.sequence, end - 1) for c, end in zip(chunks, ends, strict=True) if not c.is_known]
         if unknown:
-            assert after is not None and after.drawn is not None
+            assert after.drawn is not None
             places = {c.sequence: i for i, c in enumerate(after.sampling)}
             pairs = [[row for _, row in unknown], [places[sequence] for sequence, _ in unknown]]
             rows, sources = to_device(pairs, torch.int64, self.device)
@@ -289,8 +293,8 @@ class Runner:
         if self.text_ids < logits.shape[-1]:
             logits = logits.clone() if logits is raw else logits
             logits[:, self.text_ids :] = -torch.inf
-        positions = to_device([[c.stop] for c in chunks], torch.int64, self.device)
-        return sample(logits, self._batch(sequences), positions)
+        positions = to_device([c.stop for c in chunks], torch.int64, self.device)
+        return sample(logits, self._batch(sequences), positions[:, None])
 
     def _batch(self, sequences: list[Sequence]) -> SamplingBatch:
         """The sequences' sampling parameters as tensors, kept for the next step, which mostly has the same sequences."""

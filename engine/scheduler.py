@@ -59,26 +59,23 @@ class Sequence:
         return self.prompt_length + self.params.max_tokens
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen: a step creates one for each sequence, and that would take three times as long
 class Chunk:
-    """The part of a sequence that a step computes: tokens[start : stop]. A token may still be unknown if it is the only one.
+    """The part of a sequence that a step computes: tokens[start : stop]. A token may be unknown if it is the only one.
 
-    samples: whether the chunk reaches the sequence's end, so that its logits give the next token."""
+    samples: whether the chunk reaches the sequence's end, so that its logits give the next token. is_known: whether the host
+    knows its tokens when the step is launched."""
 
     sequence: Sequence
     start: int
     count: int
     samples: bool
+    is_known: bool
 
     @property
     def stop(self) -> int:
         """The end, which is the position of the token that a chunk draws."""
         return self.start + self.count
-
-    @property
-    def is_known(self) -> bool:
-        """Whether its tokens are known."""
-        return self.stop <= len(self.sequence.tokens)
 
 
 class Scheduler:
@@ -158,8 +155,9 @@ class Scheduler:
 
     def _chunk(self, sequence: Sequence, count: int) -> Chunk:
         """The next `count` tokens of the sequence, which count as computed from now on."""
-        chunk = Chunk(sequence, sequence.computed, count, sequence.computed + count == sequence.length)
-        sequence.computed += count
+        stop, known = sequence.computed + count, len(sequence.tokens)
+        chunk = Chunk(sequence, sequence.computed, count, stop == known + sequence.unknown, stop <= known)
+        sequence.computed = stop
         sequence.unknown += chunk.samples
         return chunk
 
@@ -169,6 +167,8 @@ class Scheduler:
 
     def _publish(self, sequence: Sequence) -> None:
         """Let other sequences find its full blocks. A step in flight may still write them, but it ends before the next one."""
+        if sequence.computed // self.blocks.block_size <= sequence.published:
+            return  # the usual case
         full = min(sequence.computed, len(sequence.tokens)) // self.blocks.block_size
         if not self.whole_sequences and full > sequence.published:
             self.blocks.publish(sequence.blocks, sequence.tokens, sequence.published, full)
@@ -197,7 +197,7 @@ class Scheduler:
     def _grow(self, sequence: Sequence, length: int) -> bool:
         """Give `sequence` blocks for `length` tokens. While none are free, preempt the most recently admitted sequence;
         False if that is `sequence` itself."""
-        while len(sequence.blocks) < self.blocks.blocks_for(length):
+        while len(sequence.blocks) * self.blocks.block_size < length:
             if self.blocks.free:
                 sequence.blocks.append(self.blocks.allocate())
                 continue
@@ -224,9 +224,10 @@ class Scheduler:
             self.finish(sequence, reason)
 
     def _finish_reason(self, sequence: Sequence, token: int) -> str | None:
-        if token in sequence.params.stop_token_ids and sequence.generated > sequence.params.min_tokens:
+        params, generated = sequence.params, len(sequence.tokens) - sequence.prompt_length
+        if token in params.stop_token_ids and generated > params.min_tokens:
             return "stop"
-        return "length" if sequence.generated >= sequence.params.max_tokens else None
+        return "length" if generated >= params.max_tokens else None
 
     def finish(self, sequence: Sequence, reason: str) -> None:
         """End a running or waiting sequence and free its blocks."""

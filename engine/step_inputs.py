@@ -130,6 +130,7 @@ class SpanInputs:
         self.capacity = capacity
         self._rows = Mirror((3 * capacity.rows,), torch.int64, device)
         self._spans = Mirror((3, capacity.sequences + 1), torch.int32, device)
+        self._starts, self._lengths, self._ends = self._spans.device
         self._seeds = Mirror((2, capacity.sequences), torch.int64, device)
         self._temperature = Mirror((capacity.sequences,), torch.float32, device)
         self.tables = Tables(capacity, device)
@@ -137,37 +138,52 @@ class SpanInputs:
     def write(self, chunks: List[Chunk], rows: int, block_size: int) -> None:
         """Write the inputs for `chunks`. rows: at least the chunks' number of tokens; the rest is padding. The caller must write
         tokens that the host does not know to `tokens`."""
-        tokens, positions, cache_rows = (self._rows.host[i * rows : (i + 1) * rows] for i in range(3))
-        starts, lengths, ends = self._spans.host
-        self._spans.host[...], tokens[...], positions[...], cache_rows[...] = 0, 0, 0, -1
-        first = 0
-        for i, chunk in enumerate(chunks):
-            stop, last, held = chunk.start + chunk.count, first + chunk.count, chunk.sequence.blocks
+        tokens, positions, cache_rows = self._rows.host[: 3 * rows].reshape(3, rows)
+        # row, id, position and cache row of each chunk of one token: set at once, because setting single entries is slow
+        single: list[tuple[int, int, int, int]] = []
+        ends: list[int] = []  # of the chunks in the step, and in their sequences
+        stops: list[int] = []
+        used = 0
+        for chunk in chunks:
+            start, stop, sequence = chunk.start, chunk.start + chunk.count, chunk.sequence
+            first, used = used, used + chunk.count
             if chunk.count == 1:
-                tokens[first] = chunk.sequence.tokens[chunk.start] if chunk.is_known else 0
-                positions[first] = chunk.start
-                cache_rows[first] = held[chunk.start // block_size] * block_size + chunk.start % block_size
+                known = sequence.tokens[start] if chunk.is_known else 0
+                single.append((first, known, start, sequence.blocks[start // block_size] * block_size + start % block_size))
             else:
-                own = np.arange(chunk.start, stop)
-                tokens[first:last], positions[first:last] = chunk.sequence.tokens[chunk.start : stop], own
-                cache_rows[first:last] = np.asarray(held)[own // block_size] * block_size + own % block_size
-            first = last
-            starts[i + 1], lengths[i], ends[i] = last, stop, last - 1
-            params = chunk.sequence.params
-            self._seeds.host[:, i] = params.seed, stop
-            self._temperature.host[i] = params.temperature
-        starts[len(chunks) + 1 :] = first
+                own, block = np.arange(start, stop), start // block_size
+                held = np.asarray(sequence.blocks[block : (stop - 1) // block_size + 1])
+                tokens[first:used], positions[first:used] = sequence.tokens[start:stop], own
+                cache_rows[first:used] = held[own // block_size - block] * block_size + own % block_size
+            ends.append(used)
+            stops.append(stop)
+        if single:
+            row, *values = map(list, zip(*single, strict=True))
+            tokens[row], positions[row], cache_rows[row] = values
+        tokens[used:], positions[used:], cache_rows[used:] = 0, 0, -1
         self._rows.send(3 * rows)
-        for mirror in (self._spans, self._seeds, self._temperature):
-            mirror.send()
+
+        spans = len(chunks)
+        starts, lengths, last = self._spans.host
+        starts[1 : spans + 1], lengths[:spans], last[:spans] = ends, stops, [end - 1 for end in ends]
+        starts[spans + 1 :], lengths[spans:], last[spans:] = used, 0, 0
+        self._spans.send()
         self.tables.update([c.sequence.blocks for c in chunks])
+
+    def write_draws(self, chunks: List[Chunk]) -> None:
+        """Write what `draws` returns, which a CPU's steps do not need."""
+        params = [c.sequence.params for c in chunks]
+        self._seeds.host[:, : len(chunks)] = [p.seed for p in params], [c.stop for c in chunks]
+        self._temperature.host[: len(chunks)] = [p.temperature for p in params]
+        self._seeds.send()
+        self._temperature.send()
 
     def tokens(self, rows: int) -> Tensor:
         return self._rows.device[:rows]
 
     def ends(self, spans: int) -> Tensor:
         """The last row of each span, (S,) int64."""
-        return self._spans.device[2, :spans].long()
+        return self._ends[:spans].long()
 
     def draws(self, spans: int) -> tuple[Tensor, Tensor, Tensor]:
         """Temperatures (S,) fp32, seeds (S,) int64, and the positions (S,) int64 of the tokens to draw."""
@@ -177,5 +193,5 @@ class SpanInputs:
     def context(self, rows: int, spans: int, cache: PagedCache, max_span: int) -> PagedContext:
         """Attention of the first `rows` rows. max_span: at least the rows of the longest span."""
         positions, cache_rows = self._rows.device[rows : 2 * rows], self._rows.device[2 * rows : 3 * rows]
-        starts, lengths = self._spans.device[0, : spans + 1], self._spans.device[1, :spans]
-        return PagedContext(cache, positions, cache_rows, self.tables.mirror.device[:spans], lengths, starts, max_span)
+        starts, lengths, tables = self._starts[: spans + 1], self._lengths[:spans], self.tables.mirror.device[:spans]
+        return PagedContext(cache, positions, cache_rows, tables, lengths, starts, max_span)

@@ -86,7 +86,7 @@ def test_ten_thousand_replays_give_the_same_tokens(batch: int, seed: int) -> Non
     ]:
         assert engine.submit(submit) is None
     engine.step()
-    chunks = [Chunk(s, s.computed, 1, samples=True) for s in engine.scheduler.running]
+    chunks = [Chunk(s, s.computed, 1, samples=True, is_known=True) for s in engine.scheduler.running]
     first = engine.runner.collect(engine.runner.launch(chunks)).tokens
     drawn = torch.empty(10_000, len(chunks), dtype=torch.int64, device=CUDA)
     for i in range(len(drawn)):
