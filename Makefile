@@ -11,7 +11,8 @@ PROMPT ?= Once upon a time
 PROFILE ?= profile.json
 ARGS ?=
 
-.PHONY: help help-all setup setup-dev demo serve generate chat bench-offline startup bench-host soak lm-eval test lint accuracy quantization baseline bench-cpu comm-table bench-comm bench-fused bench-push bench-frontend bench-kernels tune bench-linear sanitize performance sweep ladder latency throughput compare measure-gpus plot report trace paper-tables plot-hidden redraw plan plan-paper profile-collectives test-plans adapt-demo pretrain-variants bench-training quote-tables train-tiny clean
+# No target is a file.
+.PHONY: $(shell sed -n 's/^\([a-z-]*\):.*/\1/p' $(firstword $(MAKEFILE_LIST)))
 
 # `make` lists the targets marked ## (scripts/targets.awk), `make help-all` also those marked #+.
 help:
