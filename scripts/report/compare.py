@@ -20,24 +20,24 @@ class Case(NamedTuple):
 
     model: str
     ranks: int
-    kind: int  # index in KINDS
+    quantity: int  # index in QUANTITIES
     tokens: str  # prompt + generated
     size: float  # sequences, or requests/s
 
 
-class Kind(NamedTuple):
+class Quantity(NamedTuple):
     name: str  # with {size}
     more_is_better: bool = False
 
 
-KINDS = (
-    Kind("decode, ms a step of {size}"),
-    Kind("prefill, ms of {size}"),
-    Kind("{size} requests at once, tokens/s", more_is_better=True),
-    Kind(f"time to first token at {{size}} requests/s, ms ({PERCENTILE})"),
-    Kind(f"time between tokens at {{size}} requests/s, ms ({PERCENTILE})"),
+QUANTITIES = (
+    Quantity("decode, ms a step of {size}"),
+    Quantity("prefill, ms of {size}"),
+    Quantity("{size} requests at once, tokens/s", more_is_better=True),
+    Quantity(f"time to first token at {{size}} requests/s, ms ({PERCENTILE})"),
+    Quantity(f"time between tokens at {{size}} requests/s, ms ({PERCENTILE})"),
 )
-DECODE, PREFILL, OFFLINE, TTFT, ITL = range(len(KINDS))
+DECODE, PREFILL, OFFLINE, TTFT, ITL = range(len(QUANTITIES))
 
 Figures = dict[Case, dict[str, float]]  # by variant or VLLM
 
@@ -56,17 +56,17 @@ def compare(folder: Path) -> str | None:
     head = ["model", "ranks", "tokens", "what", "vLLM", *(part for v in variants for part in (v, "times as fast"))]
     lines = [head, ["---"] * len(head)]
     for case, by in figures.items():
-        kind = KINDS[case.kind]
-        cells = [case.model, str(case.ranks), case.tokens, kind.name.format(size=f"{case.size:g}"), _number(by[VLLM])]
+        quantity = QUANTITIES[case.quantity]
+        cells = [case.model, str(case.ranks), case.tokens, quantity.name.format(size=f"{case.size:g}"), _number(by[VLLM])]
         for variant in variants:
-            cells += [_number(by[variant]), f"{_ratio(kind, by, variant):.2f}"] if variant in by else ["–", "–"]
+            cells += [_number(by[variant]), f"{_ratio(quantity, by, variant):.2f}"] if variant in by else ["–", "–"]
         lines.append(cells)
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return f"{table}\n\nMedians. Made on {'; '.join(machines)}.\n"
 
 
-def _ratio(kind: Kind, by: dict[str, float], variant: str) -> float:
-    return by[variant] / by[VLLM] if kind.more_is_better else by[VLLM] / by[variant]
+def _ratio(quantity: Quantity, by: dict[str, float], variant: str) -> float:
+    return by[variant] / by[VLLM] if quantity.more_is_better else by[VLLM] / by[variant]
 
 
 def _number(value: float) -> str:
@@ -84,10 +84,10 @@ def _sweeps(folder: Path) -> Iterator[Found]:
                 continue
             lengths = f"{s.prompt_length} + {s.new_tokens}"
             machine = describe(row.machine, s.device)
-            for kind, figure in (DECODE, "decode_ms_per_token"), (PREFILL, "prefill_ms"), (OFFLINE, "throughput"):
+            for quantity, figure in (DECODE, "decode_ms_per_token"), (PREFILL, "prefill_ms"), (OFFLINE, "throughput"):
                 value = row.median(figure)
-                if value is not None and (kind != OFFLINE or s.variant == VLLM):  # Rung's is measured by `engine.bench`
-                    yield Case(s.model, s.tp, kind, lengths, s.batch), s.variant, value, machine
+                if value is not None and (quantity != OFFLINE or s.variant == VLLM):  # Rung's is measured by `engine.bench`
+                    yield Case(s.model, s.tp, quantity, lengths, s.batch), s.variant, value, machine
 
 
 def _loads(folder: Path) -> Iterator[Found]:
@@ -95,21 +95,19 @@ def _loads(folder: Path) -> Iterator[Found]:
         found: dict[str, Any] = json.loads(path.read_text())
         s = found["settings"]
         whose = VLLM if s.get("server") == "vLLM" else s.get("variant") or "standard"
-        lengths = f"{_length(s['prompt_length'])} + {_length(s['new_tokens'])}"
+        lengths = lengths_of(s)
         machine = describe(found["machine"], "cuda")
         offline = found.get("offline")
         if offline:
             case = Case(s["model"], s["ranks"], OFFLINE, lengths, offline["requests"])
             yield case, whose, offline["generated_tokens_per_second"], machine
         for one in found.get("rates") or ():
-            for kind, name in (TTFT, "ttft_ms"), (ITL, "itl_ms"):
+            for quantity, name in (TTFT, "ttft_ms"), (ITL, "itl_ms"):
                 if spread := one["summary"][name]:
-                    yield Case(s["model"], s["ranks"], kind, lengths, one["rate"]), whose, spread[PERCENTILE], machine
+                    yield Case(s["model"], s["ranks"], quantity, lengths, one["rate"]), whose, spread[PERCENTILE], machine
 
 
-def _length(value: Any) -> str:
-    """A length of the load's settings: one number, or its least and greatest."""
-    if not isinstance(value, list):
-        return str(value)
-    low, high = value
-    return str(low) if low == high else f"{low}–{high}"
+def lengths_of(settings: dict[str, Any]) -> str:
+    """The tokens of a load's requests, prompt + generated: each one number, or the least and the greatest."""
+    bounds = (settings[name] for name in ("prompt_length", "new_tokens"))
+    return " + ".join(str(low) if low == high else f"{low}–{high}" for low, high in bounds)

@@ -32,7 +32,7 @@ from scripts.bench.serving.load import table as load_table
 from scripts.lib.machine import describe
 from scripts.lib.results import RESULTS, add_write_option, made, results_folder, write_text
 from scripts.report import paper_tables
-from scripts.report.compare import compare
+from scripts.report.compare import compare, lengths_of
 from scripts.sweep.rows import ORDER, VLLM, Row, Setting, finished, read_rows
 
 NCCL = "µs nccl"
@@ -293,8 +293,8 @@ def load(folder: Path) -> str | None:
         variant = f", {s['variant']}" if s.get("variant") else ""
         whose = "vLLM's" if s.get("server") == "vLLM" else "the"
         caption = (
-            f"{s['model']}{variant} through {whose} HTTP server on {s['ranks']} ranks, Poisson arrivals of {s['prompt_length']} + "
-            f"{s['new_tokens']} tokens. Made on {describe(found['machine'], 'cuda')}."
+            f"{s['model']}{variant} through {whose} HTTP server on {s['ranks']} ranks, Poisson arrivals of {lengths_of(s)} tokens. "
+            f"Made on {describe(found['machine'], 'cuda')}."
         )
         tables.append(f"{load_table(found)}\n\n{caption}\n")
     return "\n".join(tables) or None
