@@ -16,6 +16,17 @@ from training.planner.workload import OVERLAPS
 from training.sharding import Mesh
 
 
+def amount(text: str) -> float:
+    """Parse a number that is not negative."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of at least 0")
+    return value
+
+
 def add_batch_options(parser: argparse.ArgumentParser, learning_rate: float) -> None:
     batch = parser.add_argument_group("the batch and the optimizer")
     batch.add_argument(
@@ -80,19 +91,26 @@ def add_execution_options(parser: argparse.ArgumentParser) -> None:
         help="save memory: keep only the input of each layer, and compute the layer again in the backward pass",
     )
     how.add_argument("--compile", action="store_true", help="compile the modules with torch.compile")
-    how.add_argument(
+    add_exchange_options(how)
+    how.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA if there is a GPU")
+
+
+def add_exchange_options(group: argparse._ArgumentGroup) -> None:
+    """Options that `training.plan` predicts and training follows."""
+    group.add_argument(
         "--intra-tensor",
         action="store_true",
-        help="cut the optimizer states of every tensor evenly, instead of giving each tensor one owner",
+        help="cut the optimizer states of every tensor evenly, instead of giving each tensor one owner: all-gathers send the "
+        "updates instead of broadcasts",
     )
-    how.add_argument(
+    group.add_argument(
         "--bucket-mb",
-        type=float,
+        type=amount,
         default=BUCKET_BYTES / 2**20,
         metavar="MIB",
         help="size of the buckets in which gradients are all-reduced (default: 64)",
     )
-    how.add_argument(
+    group.add_argument(
         "--no-overlap",
         nargs="+",
         choices=OVERLAPS,
@@ -100,7 +118,6 @@ def add_execution_options(parser: argparse.ArgumentParser) -> None:
         metavar="WHAT",
         help="do not overlap this communication with computation",
     )
-    how.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA if there is a GPU")
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:

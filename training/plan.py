@@ -22,6 +22,7 @@ from typing import Any
 from cli import Parser, run
 from errors import UserError
 from presets import PRESETS, model_config
+from training.options import add_exchange_options, amount
 from training.planner.cluster import load_cluster, shipped_clusters
 from training.planner.collectives import profile_for
 from training.planner.cost import Prediction, predict
@@ -41,17 +42,6 @@ def count(text: str) -> int:
     if not number.isdecimal() or int(number) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1; write 4194304, 4096k or 4M (4 * 2**20)")
     return int(number) * factor
-
-
-def amount(text: str) -> float:
-    """Parse a number that is not negative."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of at least 0")
-    return value
 
 
 def _add_model_and_cluster_options(parser: argparse.ArgumentParser) -> None:
@@ -104,26 +94,7 @@ def _add_execution_options(parser: argparse.ArgumentParser) -> None:
         default="bfloat16",
         help="parameter, gradient and optimizer states take 2 + 2 + 12 bytes in bfloat16 (default), 4 + 4 + 8 in float32",
     )
-    how.add_argument(
-        "--intra-tensor",
-        action="store_true",
-        help="cut the optimizer states of every tensor evenly: all-gathers instead of broadcasts send the updates",
-    )
-    how.add_argument(
-        "--bucket-mb",
-        type=amount,
-        default=64.0,
-        metavar="MIB",
-        help="size of the buckets in which gradients are all-reduced (default: 64)",
-    )
-    how.add_argument(
-        "--no-overlap",
-        nargs="+",
-        choices=OVERLAPS,
-        default=[],
-        metavar="WHAT",
-        help="do not overlap this communication with computation",
-    )
+    add_exchange_options(how)
     how.add_argument(
         "--reserve",
         type=amount,
