@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 
 from kernels.fused_rows import BLOCK_ROWS
-from kernels.tile_gemm import Tiling, candidates
+from kernels.tile_gemm import GemmTiling, candidates
 
 UNFUSED = "unfused"
 
@@ -123,7 +123,7 @@ def best_strategy(times: dict[str, float]) -> tuple[Strategy, float]:
     return Strategy(scatter, GATHERS[gather]), first[scatter] + second[gather] - times[str(default)]
 
 
-def tiling_of(split: Split, m: int, n: int, k: int, world_size: int) -> Tiling:
+def tiling_of(split: Split, m: int, n: int, k: int, world_size: int) -> GemmTiling:
     """The tiling of one of TILED for (m, k) x (n, k)."""
     tilings = candidates(m, n, k, world_size)
     return tilings[min(TILED.index(split), len(tilings) - 1)]

@@ -22,7 +22,7 @@ from kernels.all_gather_gemm import all_gather_gemm
 from kernels.dispatch import rejoin
 from kernels.fused_rows import BLOCK_ROWS, BLOCKS, BufferLayout
 from kernels.gemm_reduce_scatter import gemm_reduce_scatter
-from kernels.tile_gemm import Tiling
+from kernels.tile_gemm import GemmTiling
 
 
 def multiply(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
@@ -160,7 +160,7 @@ class RowBuffers:
                     self._set_flags(owner, 0, slice(0, shard.rows))
         multiply(x[self.rank * shard.rows :][: shard.rows], weight, self.partial(self.rank, shard))
 
-    def _scatter_tiles(self, x: Tensor, weight: Tensor, shard: RowShard, tiling: Tiling) -> None:
+    def _scatter_tiles(self, x: Tensor, weight: Tensor, shard: RowShard, tiling: GemmTiling) -> None:
         layout, offset = self.layout, self.rank * shard.rows * shard.size * shard.dtype.itemsize
         fused_rows.advance(layout)
         destinations = tuple(buffer + layout.partials + offset for buffer in layout.buffers)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.device import MAX_POLLS
-from kernels.tile_gemm import BLOCK, Tiling, check_operands, default_tiling, specialized
+from kernels.tile_gemm import BLOCK, GemmTiling, check_operands, default_tiling, specialized
 
 
 def all_gather_gemm(
@@ -20,7 +20,7 @@ def all_gather_gemm(
     epoch: Tensor,
     rank: int,
     fault: Tensor,
-    tiling: Tiling | None = None,
+    tiling: GemmTiling | None = None,
     max_polls: int = MAX_POLLS,
 ) -> Tensor:
     """rows @ weight.T, (T, M) of the same dtype. Rows s * T / N to (s + 1) * T / N may arrive from rank s during the launch.
@@ -30,7 +30,7 @@ def all_gather_gemm(
     a release at system scope or by a copy engine in stream order. rank: of this GPU. Its own rows must be present before the
     launch and need no flags. They are multiplied first, then those of rank - 1, rank - 2, …. fault (1,) int32 is set to 5 if a
     block has not arrived after `max_polls` polls; the result is then wrong. epoch, flags and fault are on the device. tiling:
-    None for `default_tiling`; if a kernel of this GPU transfers rows, `Tiling.free_sms` must leave SMs for it.
+    None for `default_tiling`; if a kernel of this GPU transfers rows, `GemmTiling.free_sms` must leave SMs for it.
 
     Sums are in fp32 and rounded once, so the bits do not depend on N. Raises ValueError for unsupported operands.
     """

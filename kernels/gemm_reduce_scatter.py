@@ -9,7 +9,7 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-from kernels.tile_gemm import Tiling, check_operands, default_tiling, specialized
+from kernels.tile_gemm import GemmTiling, check_operands, default_tiling, specialized
 
 
 def gemm_reduce_scatter(
@@ -19,7 +19,7 @@ def gemm_reduce_scatter(
     flags: tuple[int, ...],
     epoch: Tensor,
     rank: int,
-    tiling: Tiling | None = None,
+    tiling: GemmTiling | None = None,
 ) -> None:
     """Store (x @ weight.T)[o * T / N : (o + 1) * T / N] at destinations[o], for each of N owners.
 

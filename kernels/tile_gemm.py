@@ -19,7 +19,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class Tiling:
+class GemmTiling:
     """Tiles of block_m rows by block_n columns, summed block_k columns of the operands at a time.
 
     stages: pipeline stages, which are steps of operands in shared memory. group: row tiles that are computed before the next
@@ -56,13 +56,13 @@ class Tiling:
 
 
 TILINGS = (
-    Tiling(128, 256, stages=4, specialized=True),
-    Tiling(128, 256, stages=4),
-    Tiling(128, 128, stages=6, specialized=True),
-    Tiling(128, 128, stages=3, warps=4),
-    Tiling(64, 256, stages=4, warps=4),
-    Tiling(64, 128, stages=4, warps=4),
-    Tiling(64, 64, block_k=128, stages=3, warps=4),
+    GemmTiling(128, 256, stages=4, specialized=True),
+    GemmTiling(128, 256, stages=4),
+    GemmTiling(128, 128, stages=6, specialized=True),
+    GemmTiling(128, 128, stages=3, warps=4),
+    GemmTiling(64, 256, stages=4, warps=4),
+    GemmTiling(64, 128, stages=4, warps=4),
+    GemmTiling(64, 64, block_k=128, stages=3, warps=4),
 )
 # relative speed of an SM by the results of a tile: larger tiles reuse their operands more often
 RATES = {128 * 256: 1.0, 128 * 128: 0.85, 64 * 256: 0.8, 64 * 128: 0.65, 64 * 64: 0.45}
@@ -70,12 +70,12 @@ TILE_OVERHEAD = 256  # time for a tile's begin and end, in columns of K that cou
 
 
 @cache
-def candidates(m: int, n: int, k: int, world_size: int, sms: int = 132) -> tuple[Tiling, ...]:
+def candidates(m: int, n: int, k: int, world_size: int, sms: int = 132) -> tuple[GemmTiling, ...]:
     """All tilings for (m, k) x (n, k) with m rows split over `world_size` ranks, by increasing estimated time."""
     return tuple(sorted(TILINGS, key=lambda tiling: _cost(tiling, m, n, k, world_size, sms)))
 
 
-def default_tiling(m: int, n: int, k: int, world_size: int, sms: int = 132) -> Tiling:
+def default_tiling(m: int, n: int, k: int, world_size: int, sms: int = 132) -> GemmTiling:
     """The first of the `candidates`."""
     return candidates(m, n, k, world_size, sms)[0]
 
@@ -87,13 +87,13 @@ def row_tiles(rank_rows: int, world_size: int, block_m: int) -> int:
     return world_size * -(-rank_rows // block_m)
 
 
-def specialized(tiling: Tiling, rows: int, world_size: int, device: torch.device) -> bool:
+def specialized(tiling: GemmTiling, rows: int, world_size: int, device: torch.device) -> bool:
     """Whether to use specialized warps: the tiling asks for them, and the rows per rank, the ranks and the GPU support them."""
     fits = tiling.specialized and tiling.block_m <= rows // world_size and world_size <= MAX_SPECIALIZED
     return fits and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
-def _cost(tiling: Tiling, m: int, n: int, k: int, world_size: int, sms: int) -> float:
+def _cost(tiling: GemmTiling, m: int, n: int, k: int, world_size: int, sms: int) -> float:
     """The estimated time of a GEMM, in arbitrary units: that of the SM with the most tiles."""
     tiles = row_tiles(m // world_size, world_size, tiling.block_m) * -(-n // tiling.block_n)
     per_sm = tiling.programs_per_sm()

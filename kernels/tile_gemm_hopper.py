@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from kernels.tile_gemm import BLOCK, MAX_SPECIALIZED, Tiling
+from kernels.tile_gemm import BLOCK, MAX_SPECIALIZED, GemmTiling
 from kernels.tile_gemm_triton import counters, grid, select, tile_position
 
 REGISTERS = 168  # of a thread at launch, when 12 warps share an SM's equally; then they are redistributed
@@ -299,7 +299,13 @@ class _PeerTensor:
 
 
 def gemm_reduce_scatter(
-    x: Tensor, weight: Tensor, destinations: tuple[int, ...], flags: tuple[int, ...], epoch: Tensor, rank: int, tiling: Tiling
+    x: Tensor,
+    weight: Tensor,
+    destinations: tuple[int, ...],
+    flags: tuple[int, ...],
+    epoch: Tensor,
+    rank: int,
+    tiling: GemmTiling,
 ) -> None:
     """`kernels.gemm_reduce_scatter.gemm_reduce_scatter` with checked operands and at least block_m rows per rank."""
     rank_rows, features = len(x) // len(destinations), len(weight)
@@ -316,7 +322,7 @@ def gemm_reduce_scatter(
 
 
 def all_gather_gemm(
-    rows: Tensor, weight: Tensor, flags: Tensor, epoch: Tensor, rank: int, fault: Tensor, tiling: Tiling, max_polls: int
+    rows: Tensor, weight: Tensor, flags: Tensor, epoch: Tensor, rank: int, fault: Tensor, tiling: GemmTiling, max_polls: int
 ) -> Tensor:
     """`kernels.all_gather_gemm.all_gather_gemm` with checked operands and at least block_m rows per rank."""
     rank_rows, features = len(rows) // len(flags), len(weight)
@@ -329,7 +335,7 @@ def all_gather_gemm(
     return out
 
 
-def _operands(x: Tensor, weight: Tensor, tiling: Tiling) -> tuple[TensorDescriptor, TensorDescriptor]:
+def _operands(x: Tensor, weight: Tensor, tiling: GemmTiling) -> tuple[TensorDescriptor, TensorDescriptor]:
     return (
         _descriptor(x, tuple(x.shape), (tiling.block_m, tiling.block_k)),
         _descriptor(weight, tuple(weight.shape), (tiling.block_n, tiling.block_k)),
@@ -342,6 +348,6 @@ def _descriptor(base: Tensor | _PeerTensor, shape: tuple[int, ...], block: tuple
     return TensorDescriptor(base, list(shape), [shape[1], 1], list(block), layout)
 
 
-def _constants(world_size: int, tiling: Tiling, stages: int) -> dict[str, int | bool]:
+def _constants(world_size: int, tiling: GemmTiling, stages: int) -> dict[str, int | bool]:
     constants = {"N": world_size, "STAGES": stages, "GROUP": tiling.group}
     return {**constants, "num_warps": tiling.warps, "maxnreg": REGISTERS, "launch_pdl": True}

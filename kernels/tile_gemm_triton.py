@@ -24,7 +24,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.dispatch import pdl_options
-from kernels.tile_gemm import BLOCK, COUNTERS, Tiling, row_tiles
+from kernels.tile_gemm import BLOCK, COUNTERS, GemmTiling, row_tiles
 
 _BLOCK = tl.constexpr(BLOCK)
 
@@ -263,7 +263,13 @@ def counters(device: torch.device) -> Tensor:
 
 
 def gemm_reduce_scatter(
-    x: Tensor, weight: Tensor, destinations: tuple[int, ...], flags: tuple[int, ...], epoch: Tensor, rank: int, tiling: Tiling
+    x: Tensor,
+    weight: Tensor,
+    destinations: tuple[int, ...],
+    flags: tuple[int, ...],
+    epoch: Tensor,
+    rank: int,
+    tiling: GemmTiling,
 ) -> None:
     """`kernels.gemm_reduce_scatter.gemm_reduce_scatter` with checked operands."""
     rank_rows = len(x) // len(destinations)
@@ -276,7 +282,7 @@ def gemm_reduce_scatter(
 
 
 def all_gather_gemm(
-    rows: Tensor, weight: Tensor, flags: Tensor, epoch: Tensor, rank: int, fault: Tensor, tiling: Tiling, max_polls: int
+    rows: Tensor, weight: Tensor, flags: Tensor, epoch: Tensor, rank: int, fault: Tensor, tiling: GemmTiling, max_polls: int
 ) -> Tensor:
     """`kernels.all_gather_gemm.all_gather_gemm` with checked operands."""
     rank_rows = len(rows) // len(flags)
@@ -289,14 +295,14 @@ def all_gather_gemm(
     return out
 
 
-def _descriptors(x: Tensor, weight: Tensor, tiling: Tiling) -> tuple[TensorDescriptor, TensorDescriptor]:
+def _descriptors(x: Tensor, weight: Tensor, tiling: GemmTiling) -> tuple[TensorDescriptor, TensorDescriptor]:
     return (
         TensorDescriptor.from_tensor(x, [tiling.block_m, tiling.block_k]),
         TensorDescriptor.from_tensor(weight, [tiling.block_n, tiling.block_k]),
     )
 
 
-def grid(x: Tensor, weight: Tensor, world_size: int, tiling: Tiling) -> tuple[int]:
+def grid(x: Tensor, weight: Tensor, world_size: int, tiling: GemmTiling) -> tuple[int]:
     tiles = row_tiles(len(x) // world_size, world_size, tiling.block_m) * triton.cdiv(len(weight), tiling.block_n)
     return (min(tiles, max(1, _sms(x.device) - tiling.free_sms) * tiling.programs_per_sm()),)
 
@@ -307,7 +313,7 @@ def _sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
-def _constants(rank_rows: int, world_size: int, tiling: Tiling, device: torch.device) -> dict[str, int | bool]:
+def _constants(rank_rows: int, world_size: int, tiling: GemmTiling, device: torch.device) -> dict[str, int | bool]:
     return {
         "N": world_size,
         "PADDED_N": triton.next_power_of_2(world_size),

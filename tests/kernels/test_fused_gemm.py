@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels.all_gather_gemm import all_gather_gemm
 from kernels.gemm_reduce_scatter import gemm_reduce_scatter
-from kernels.tile_gemm import BLOCK, SHARED_BYTES, TILINGS, Tiling, candidates, default_tiling
+from kernels.tile_gemm import BLOCK, SHARED_BYTES, TILINGS, GemmTiling, candidates, default_tiling
 from tests.kernels.test_linear import too_far
 from tests.support.ranks import Ranks
 
@@ -18,16 +18,16 @@ GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 # ranks, rows of each rank, K, features, dtype, tiling. Tiles divide some sizes evenly and others not. In some cases ranks share
 # tiles, or have several blocks of rows.
-Case = tuple[int, int, int, int, torch.dtype, Tiling]
-SMALL = Tiling(64, 32, 32, stages=2, warps=4, group=2)
+Case = tuple[int, int, int, int, torch.dtype, GemmTiling]
+SMALL = GemmTiling(64, 32, 32, stages=2, warps=4, group=2)
 CPU_CASES: list[Case] = [
     (1, 70, 72, 40, torch.float16, SMALL),
-    (2, 130, 64, 72, torch.float32, Tiling(128, 32, 32, group=1)),
+    (2, 130, 64, 72, torch.float32, GemmTiling(128, 32, 32, group=1)),
     (2, 200, 40, 32, torch.float16, SMALL),
     (4, 64, 32, 96, torch.float32, SMALL),
     (4, 16, 96, 64, torch.float16, SMALL),
     (3, 24, 64, 48, torch.float32, SMALL),
-    (4, 150, 32, 64, torch.float16, Tiling(128, 64, 32, group=8, specialized=True)),
+    (4, 150, 32, 64, torch.float16, GemmTiling(128, 64, 32, group=8, specialized=True)),
 ]
 GPU_CASES: list[Case] = [
     (ranks, rank_rows, k, features, dtype, tiling)
@@ -51,7 +51,7 @@ class RankMemory:
         self.areas = torch.full((ranks, ranks, rank_rows, features), torch.nan, dtype=dtype, device=device)  # [owner, source]
         self.flags = torch.zeros(ranks, ranks, self.blocks, dtype=torch.int64, device=device)
 
-    def scatter(self, source: int, x: Tensor, weight: Tensor, epoch: Tensor, tiling: Tiling) -> None:
+    def scatter(self, source: int, x: Tensor, weight: Tensor, epoch: Tensor, tiling: GemmTiling) -> None:
         destinations = tuple(area[source].data_ptr() for area in self.areas)
         flags = tuple(flags[source].data_ptr() for flags in self.flags)
         gemm_reduce_scatter(x, weight, destinations, flags, epoch, source, tiling)
@@ -110,7 +110,7 @@ def gather_mismatches(cases: list[Case], seed: int, device: str) -> list[str]:
     return found
 
 
-def late_rows_mismatches(tiling: Tiling, seed: int) -> list[str]:
+def late_rows_mismatches(tiling: GemmTiling, seed: int) -> list[str]:
     """Check a product that runs while a second stream copies the rows of each source and then sets their flags. The tiling must leave
     SMs to these copies."""
     case = (4, 384, 2048, 4096, torch.bfloat16, tiling)
@@ -189,7 +189,7 @@ def wrong_orders(seed: int, rows: list[int]) -> list[str]:
     """`rows`: the list to which the first row of each computed tile is appended."""
     generator = torch.Generator().manual_seed(seed)
     found = []
-    alone = Tiling(64, 32, 32, stages=2, group=2, free_sms=2)  # one program: of 3 SMs in the interpreter, 2 are left free
+    alone = GemmTiling(64, 32, 32, stages=2, group=2, free_sms=2)  # one program: of 3 SMs in the interpreter, 2 are left free
     for ranks, rank_rows, expected in [
         (4, 144, (turns(144, (2, 3, 0, 1)), turns(144, (1, 0, 3, 2)))),
         (2, 80, (turns(80, (0, 1)), turns(80, (1, 0)))),
@@ -274,19 +274,19 @@ def test_operands_that_do_not_fit_are_refused(shapes: tuple[tuple[int, int], ...
 
 @GPU
 @pytest.mark.parametrize("tiling", TILINGS, ids=str)
-def test_reduce_scatter_on_a_gpu(tiling: Tiling, seed: int) -> None:
+def test_reduce_scatter_on_a_gpu(tiling: GemmTiling, seed: int) -> None:
     assert scatter_mismatches([case for case in GPU_CASES if case[-1] == tiling], seed, "cuda") == [], seed
 
 
 @GPU
 @pytest.mark.parametrize("tiling", TILINGS, ids=str)
-def test_all_gather_on_a_gpu(tiling: Tiling, seed: int) -> None:
+def test_all_gather_on_a_gpu(tiling: GemmTiling, seed: int) -> None:
     assert gather_mismatches([case for case in GPU_CASES if case[-1] == tiling], seed, "cuda") == [], seed
 
 
 @GPU
 @pytest.mark.parametrize("tiling", TILINGS, ids=str)
-def test_rows_that_arrive_late(tiling: Tiling, seed: int) -> None:
+def test_rows_that_arrive_late(tiling: GemmTiling, seed: int) -> None:
     assert late_rows_mismatches(replace(tiling, free_sms=16), seed) == [], seed
 
 
