@@ -155,6 +155,7 @@ class Engine:
                 self.grammars.finished(compilation)
             return
         self.scheduler.abort(message.request_id)
+        self._rest()
 
     def admit(self) -> None:
         """Queue the requests whose grammar all ranks have compiled, and refuse those whose grammar failed on any rank.
@@ -180,11 +181,14 @@ class Engine:
             self.grammars.finished(compilation)
 
     def has_work(self) -> bool:
-        """Whether a sequence runs or waits. If none does, this drops the step that was launched ahead."""
-        if not self.scheduler.has_work():
-            self._ahead = None  # all sequences of the in-flight step have ended, so nobody needs its tokens
-            self.runner.rest()
+        """Whether a sequence runs or waits."""
         return self.scheduler.has_work()
+
+    def _rest(self) -> None:
+        """If no sequence runs or waits, drop the step that was launched ahead: nobody needs its tokens."""
+        if not self.has_work():
+            self._ahead = None
+            self.runner.rest()
 
     def step(self) -> list[TokenOutput]:
         """Compute one step and return each sequence's new output. The next step is launched before this step's tokens are
@@ -196,6 +200,7 @@ class Engine:
         if may_follow and (chunks := self.scheduler.schedule(in_flight=True)):
             self._ahead = self._launch(chunks, start, after=step)
         outputs = [self._output(*new) for new in self._record(step)]
+        self._rest()
         if self._ahead is not None:
             self.runner.draw(self._ahead)
         self.meter.count(sum(c.count for c in step.chunks), len(outputs), time.perf_counter() - start)

@@ -142,7 +142,6 @@ class LLM:
             for i, answer in enumerate(answers):
                 if answer.finish_reason is None:
                     engine.abort(Abort(str(i)))
-            engine.has_work()  # drops a step in flight that nobody needs
         self.model.comm.check()
 
     @torch.inference_mode()
