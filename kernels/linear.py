@@ -1,13 +1,14 @@
 """Linear layers of few input rows, as in decoding, where reading the weight takes most of the time.
 
 PyTorch defines the layers. On a GPU, inputs of up to MAX_ROWS rows use Triton kernels where these are expected to be faster
-than cuBLAS (`kernels/linear_config.py`). There are two kernels. Both accumulate in fp32 and add in a fixed order, so that a
+than cuBLAS (`kernels/linear_config.py`). There are three kernels. All accumulate in fp32 and add in a fixed order, so that a
 replay gives the same bits:
 
     gemv    each program reads a few whole rows of the weight and adds products in registers (1 to 4 input rows)
     mma     tensor cores, with the weight as the M operand, because the input has too few rows for it:
             out^T (BLOCK_N, ROWS) = weight (BLOCK_N, BLOCK_K) @ x^T (BLOCK_K, ROWS). K may be split over programs. The last
             program of a tile to finish adds the partial sums (split-K of Osama et al., *Stream-K*, arXiv:2301.03598)
+    stream  on Hopper, `kernels/linear_stream.py`: tensor cores, and every SM has as many loads in flight as it can
 
 SwiGLU is an epilogue: a program computes the gate and the up projection of its features. `kernels/linear_push.py` also uses the
 functions without an underscore.
@@ -17,6 +18,7 @@ which no kernel writes, before it waits for that kernel.
 """
 
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -25,10 +27,9 @@ from torch import Tensor
 
 from kernels.activation import swiglu
 from kernels.dispatch import on_gpu, pdl_options
-from kernels.linear_config import DTYPES, Config, Gemv, Mma, config
+from kernels.linear_config import DTYPES, MAX_TILES, Config, Gemv, Mma, Stream, config
 from kernels.optional_triton import tl, triton
 
-MAX_SPLIT_TILES = 16384  # of a layer that splits K, at most: the number of counters of a device
 PREFETCH_BYTES = 24 << 20  # of a weight, at most, before the input is ready; L2 has 60 MB
 
 
@@ -86,6 +87,8 @@ def linear_with(x: Tensor, weight: Tensor, bias: Tensor | None, chosen: Config, 
     if isinstance(chosen, Gemv):
         grid, sizes, constants = gemv_launch(x, weight, chosen)
         _gemv[grid](x, weight, bias, out, *sizes, SWIGLU=swiglu, **constants)
+    elif isinstance(chosen, Stream):
+        import_module("kernels.linear_stream").stream(x, weight, bias, out, counters(x.device), chosen, swiglu)  # needs Gluon
     else:
         grid, buffers, sizes, constants = mma_launch(x, weight, chosen)
         _mma[grid](x, weight, bias, out, *buffers, *sizes, SWIGLU=swiglu, **constants)
@@ -115,7 +118,7 @@ def mma_launch(
     n, k = weight.shape
     tiles = triton.cdiv(n, chosen.block_n)
     # every program has at least one step of K, and a split needs counters
-    split = min(chosen.split, triton.cdiv(k, chosen.block_k)) if tiles <= MAX_SPLIT_TILES else 1
+    split = min(chosen.split, triton.cdiv(k, chosen.block_k)) if tiles <= MAX_TILES else 1
     partials = torch.empty(split * len(x) * n if split > 1 else 0, dtype=torch.float32, device=x.device)
     constants = {
         "ROWS": max(16, triton.next_power_of_2(len(x))),
@@ -140,7 +143,7 @@ def counters(device: torch.device) -> Tensor:
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(f"the first linear layer on {device} is inside a CUDA graph; run it once before the capture")
-    return torch.zeros(MAX_SPLIT_TILES, dtype=torch.int32, device=device)
+    return torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
 
 
 def _prefetch_columns(weight: Tensor, wanted: bool) -> int:
@@ -435,7 +438,7 @@ def _tile_offsets(sums, rows, N):
     return m * N + feature, (m < rows) & (feature < N)
 
 
-# --- both ---------------------------------------------------------------------------------------------------------------------
+# --- gemv and mma -------------------------------------------------------------------------------------------------------------
 
 
 @triton.jit

@@ -13,10 +13,13 @@ from typing import Any
 
 import torch
 
-MAX_ROWS = 64
+MAX_ROWS = 256
+MMA_ROWS = 64  # of the mma kernel, at most
 GEMV_ROWS = 4  # with more rows, the FMA units are slower than the memory
 SMS = 132  # of an H100 or H200; the heuristic aims at two or more programs on each
 SHARED_BYTES = 212 << 10  # of an SM's 227 KB, shared by its programs
+STREAM_BYTES = 222 << 10  # of the stream kernel's buffers, at most; a few KB are for changes of layout
+MAX_TILES = 16384  # of a layer whose programs add their sums: the number of counters of a device
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 CONFIGS = Path(__file__).with_name("linear_configs")  # a file for each GPU
 SIMILAR = "NVIDIA H200"  # whose table serves GPUs that have none
@@ -45,7 +48,49 @@ class Mma:
     early: bool = True  # whether to load a tile before the input is ready
 
 
-Config = Gemv | Mma
+@dataclass(frozen=True)
+class Stream:
+    """Config of the stream kernel: `programs` programs, each with `stages` buffers for `block_n` rows of the weight, `block_k`
+    columns of them, and the input's part. `warps` multiply, and one more loads."""
+
+    block_n: int
+    block_k: int
+    stages: int
+    warps: int = 4
+    programs: int = SMS
+
+    def shared_bytes(self, rows: int) -> int:
+        """Of the buffers and their barriers."""
+        return self.stages * (2 * self.block_k * (self.block_n + padded_rows(rows)) + 16)
+
+    def registers(self, rows: int) -> int:
+        """Registers of a thread at launch, when the loading warp, with three idle ones, has as many as the others."""
+        sums = self.block_n * padded_rows(rows) // (32 * self.warps)  # of a thread
+        if sums <= 16:
+            return 80
+        return 128 if sums <= 64 else 168 if self.warps == 8 else 232
+
+    def shares_an_sm(self, rows: int) -> bool:
+        """Whether two programs fit an SM, so that the next layer's can start before this layer's end."""
+        threads = 32 * (self.warps + 4)
+        return self.shared_bytes(rows) <= STREAM_BYTES // 2 and 2 * threads * self.registers(rows) <= 65536
+
+    def supports(self, rows: int, n: int, k: int, swiglu: bool) -> bool:
+        """Whether the kernel can compute this layer of 16-bit values."""
+        block = self.block_n // (2 if swiglu else 1)  # rows of the weight in a wgmma
+        sums = self.block_n * padded_rows(rows) // (32 * self.warps)  # of a thread
+        tiles, steps = -(-n // self.block_n), -(-k // self.block_k)
+        fits = block >= 16 * self.warps and sums <= 128 and self.stages >= 2 and self.shared_bytes(rows) <= STREAM_BYTES
+        return 0 < rows <= MAX_ROWS and fits and tiles <= MAX_TILES and tiles * steps * self.programs < 2**31
+
+
+Config = Gemv | Mma | Stream
+KINDS: dict[str, type[Gemv] | type[Mma] | type[Stream]] = {"gemv": Gemv, "mma": Mma, "stream": Stream}
+
+
+def padded_rows(rows: int) -> int:
+    """Rows of the stream kernel's tiles of the input."""
+    return max(8, 1 << (rows - 1).bit_length())
 
 
 @cache
@@ -65,7 +110,8 @@ def default_config(rows: int, n: int, k: int, dtype: torch.dtype, swiglu: bool =
     if rows <= GEMV_ROWS:
         chosen = _default_gemv(rows, n, k, 16 // dtype.itemsize)
         return _with_pairs(chosen) if swiglu else chosen
-    return _default_mma(rows, n, k) if dtype.itemsize == 2 else None  # fp32 on tensor cores would be rounded to TF32
+    # fp32 on tensor cores would be rounded to TF32
+    return _default_mma(rows, n, k) if dtype.itemsize == 2 and rows <= MMA_ROWS else None
 
 
 def _with_pairs(chosen: Config | None) -> Config | None:
@@ -92,7 +138,14 @@ def _bucket(rows: int) -> int:
 def measured() -> Mapping[str, Config | None]:
     """The configs that were measured, by `table_key`: on this machine, on such a GPU, or else on a similar one."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else SIMILAR
-    return {**(shipped(name) or shipped(SIMILAR)), **_tuned}
+    known = {**(shipped(name) or shipped(SIMILAR)), **_tuned}
+    return known if has_stream() else {key: config for key, config in known.items() if not isinstance(config, Stream)}
+
+
+@cache
+def has_stream() -> bool:
+    """Whether this machine's GPUs have what the stream kernel needs: Hopper's TMA and wgmma."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
 
 @cache
@@ -114,11 +167,10 @@ _tuned: dict[str, Config | None] = {}
 
 
 def parse_config(fields: Mapping[str, Any] | None) -> Config | None:
-    """The config of a JSON value: `kind`, which is `gemv` or `mma`, and the dataclass's fields; null for F.linear."""
+    """The config of a JSON value: `kind`, which is `gemv`, `mma` or `stream`, and the dataclass's fields; null for F.linear."""
     if fields is None:
         return None
-    kinds: dict[str, type[Gemv] | type[Mma]] = {"gemv": Gemv, "mma": Mma}
-    return kinds[fields["kind"]](**{name: value for name, value in fields.items() if name != "kind"})
+    return KINDS[fields["kind"]](**{name: value for name, value in fields.items() if name != "kind"})
 
 
 def format_config(config: Config | None) -> dict[str, Any] | None:

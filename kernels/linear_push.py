@@ -191,18 +191,18 @@ def _wait_word(pointer, flag, max_polls, N: tl.constexpr, CAPACITY: tl.constexpr
 
 
 @cache
-def push_config(rows: int, n: int, k: int, dtype: torch.dtype) -> Config | None:
+def push_config(rows: int, n: int, k: int, dtype: torch.dtype) -> Gemv | Mma | None:
     """The config of a layer that pushes its result. Each program has pairs of adjacent features. None if no kernel supports it.
 
-    Where `kernels.linear_config.config` prefers cuBLAS, the difference is a percent or two (docs/performance.md): less than a
-    push may save.
+    Where `kernels.linear_config.config` prefers cuBLAS or the stream kernel, the difference is a few percent
+    (docs/performance.md): less than a push may save.
     """
     if not 0 < rows <= MAX_ROWS or dtype not in DTYPES or n % 2:
         return None
     chosen = config(rows, n, k, dtype)
     if isinstance(chosen, Gemv) and chosen.block_n == 1:
         return Gemv(4, max(chosen.block_k // 4, 128 * chosen.warps), chosen.warps, prefetch=False)
-    return chosen or _default_mma(rows, n, k)
+    return chosen if isinstance(chosen, Gemv | Mma) else _default_mma(rows, n, k)
 
 
 def _default_mma(rows: int, n: int, k: int) -> Mma:
@@ -231,7 +231,7 @@ def fits(x: Tensor, weight: Tensor, exchange: Exchange) -> bool:
 def linear_push(x: Tensor, weight: Tensor, exchange: Exchange, chosen: Config | None = None, pdl: bool = True) -> None:
     """Push x @ weight.T, this rank's partial sum rounded to x's dtype, to all ranks: x (..., K), weight (C, K).
 
-    chosen: the config, with a block_n of at least 2; None takes `push_config`'s. `receive` or `receive_add_norm` must be the
+    chosen: a gemv or mma config with a block_n of at least 2; None takes `push_config`'s. `receive` or `receive_add_norm` must be the
     next launch on this workspace, on the same stream. The first call for a device must be outside a CUDA graph's capture.
     Raises ValueError unless it `fits`.
     """
@@ -247,7 +247,7 @@ def linear_push(x: Tensor, weight: Tensor, exchange: Exchange, chosen: Config | 
         grid, sizes, constants = gemv_launch(x, weight, chosen)
         _gemv_push[grid](x, weight, *sizes, exchange.state, exchange.rank, **(constants | more))
     else:
-        assert chosen is not None
+        assert isinstance(chosen, Mma), chosen
         grid, buffers, sizes, constants = mma_launch(x, weight, chosen)
         _mma_push[grid](x, weight, *buffers, *sizes, exchange.state, exchange.rank, **(constants | more))
 

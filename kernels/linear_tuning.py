@@ -19,9 +19,23 @@ from torch import Tensor
 from kernels.activation import swiglu
 from kernels.graph_times import replay_seconds
 from kernels.linear import linear_with
-from kernels.linear_config import GEMV_ROWS, SMS, Config, Gemv, Mma, default_config, pipeline_stages, table_key
+from kernels.linear_config import (
+    GEMV_ROWS,
+    MMA_ROWS,
+    SMS,
+    STREAM_BYTES,
+    Config,
+    Gemv,
+    Mma,
+    Stream,
+    default_config,
+    has_stream,
+    padded_rows,
+    pipeline_stages,
+    table_key,
+)
 
-ROWS = (1, 2, 4, 8, 16, 32, 64)
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CHAIN = 24  # most layers in a graph
 REPLAYS = 7
 WARM_UPS = 3
@@ -30,6 +44,14 @@ GEMV_TILES = {  # by rows: (n, k, warps, prefetch); with more rows of x, more ro
     1: ((1, 4096, 4, True), (2, 2048, 4, False), (2, 2048, 4, True), (4, 1024, 4, False), (4, 512, 2, True)),
     2: ((2, 2048, 4, False), (2, 2048, 4, True), (4, 1024, 4, False), (4, 512, 2, True), (8, 512, 4, False)),
     4: ((4, 1024, 4, False), (8, 512, 4, False)),
+}
+STREAM_TILES = {  # by padded rows: (n, k, warps); with more rows, tiles of more features reuse the input more often
+    8: ((64, 128, 4), (64, 256, 4), (128, 64, 4)),
+    16: ((64, 128, 4), (64, 256, 4), (128, 64, 4)),
+    32: ((64, 128, 4), (128, 64, 4), (128, 128, 4)),
+    64: ((128, 64, 4), (128, 128, 4), (256, 64, 8)),
+    128: ((128, 64, 4), (128, 64, 8), (256, 64, 8)),
+    256: ((128, 64, 8), (128, 128, 8)),
 }
 KEPT_MARGIN = 0.98  # a kernel is kept if it takes less than this share of cuBLAS's time
 TIE = 1.01  # times of the fastest config's time: as fast, within the noise
@@ -52,13 +74,15 @@ class Shape:
 
 
 def candidates(rows: int, shape: Shape) -> list[Config]:
-    """About six configs to try, starting with that of the heuristic `default_config`."""
+    """About six to ten configs to try, starting with that of the heuristic `default_config`."""
     default = default_config(rows, shape.n, shape.k, torch.bfloat16, shape.swiglu)
     found: list[Config] = [default] if default else []
     if rows <= GEMV_ROWS:
         found += gemv_candidates(rows, shape)
-    if rows > 1:
+    if 1 < rows <= MMA_ROWS:
         found += mma_candidates(rows, shape)[: 1 if rows == 2 else None]
+    if has_stream():
+        found += stream_candidates(rows, shape)
     return list(dict.fromkeys(found))
 
 
@@ -95,6 +119,31 @@ def mma_candidate(rows: int, shape: Shape, block_n: int, block_k: int, sharing: 
     tiles, steps = -(-shape.n // block_n), -(-shape.k // block_k)
     split = max(1, min(each * SMS // tiles, steps // 2, 16))
     return Mma(block_n, block_k, split, pipeline_stages(rows, block_n, block_k, sharing))
+
+
+def stream_candidates(rows: int, shape: Shape) -> list[Stream]:
+    """Tiles with as many buffers as an SM has room for. The first tile also with so few that two programs share an SM, and with
+    one program for each tile or each equal part of a tile, if that leaves few SMs without a program."""
+    found = []
+    for block_n, block_k, warps in STREAM_TILES[padded_rows(rows)]:
+        tile = stream_candidate(rows, max(block_n, 32 * warps) if shape.swiglu else block_n, block_k, warps)
+        found.append(tile)
+        if len(found) == 1:
+            half = stream_candidate(rows, tile.block_n, block_k, warps, STREAM_BYTES // 2)
+            found += [half] if half.shares_an_sm(rows) else []
+            found += [replace(tile, programs=whole_programs(-(-shape.n // tile.block_n)))]
+    return [config for config in dict.fromkeys(found) if config.supports(rows, shape.n, shape.k, shape.swiglu)]
+
+
+def stream_candidate(rows: int, block_n: int, block_k: int, warps: int, shared: int = STREAM_BYTES) -> Stream:
+    return Stream(block_n, block_k, max(1, shared // Stream(block_n, block_k, 1).shared_bytes(rows)), warps)
+
+
+def whole_programs(tiles: int) -> int:
+    """A number of programs, at least 0.9 SMS if there is one, that gives each the same number of tiles or each tile the same
+    number of programs; else SMS."""
+    equal = [n for n in range(round(0.9 * SMS), SMS + 1) if tiles % n == 0 or n % tiles == 0]
+    return max(equal, default=SMS)
 
 
 # --- measuring ------------------------------------------------------------------------------------------------------------
@@ -154,7 +203,7 @@ def winner(times: dict[Config | None, float]) -> Config | None:
 
 
 def _reads_early(config: Config) -> bool:
-    return config.prefetch if isinstance(config, Gemv) else config.early
+    return isinstance(config, Stream) or (config.prefetch if isinstance(config, Gemv) else config.early)
 
 
 def seconds_per_layer(layer: Callable[[Tensor], Tensor], weights: Sequence[Tensor]) -> float:
@@ -200,6 +249,10 @@ def compile_kernels(problems: Sequence[Problem], threads: int, deadline: float) 
 
 def kernel_key(problem: Problem, config: Config) -> tuple[Any, ...]:
     """The values that a compiled kernel depends on. Shapes with equal keys share a kernel."""
-    rows = max(problem.rows, 16 if isinstance(config, Mma) else 1)
-    same = replace(config, prefetch=True) if isinstance(config, Gemv) else config
-    return same, rows, problem.shape.swiglu, problem.shape.k % config.block_k == 0
+    swiglu, even = problem.shape.swiglu, problem.shape.k % config.block_k == 0
+    if isinstance(config, Stream):  # of integers, Triton compiles whether they are multiples of 16
+        features = problem.shape.n // (2 if swiglu else 1)
+        return replace(config, programs=1), padded_rows(problem.rows), swiglu, features % 16 == 0, problem.shape.k % 16 == 0
+    if isinstance(config, Mma):
+        return config, max(problem.rows, 16), swiglu, even
+    return replace(config, prefetch=True), problem.rows, swiglu, even

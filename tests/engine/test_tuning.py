@@ -54,7 +54,7 @@ def all_cases(model: Transformer, rows: int) -> set[str]:
     for module in model.modules():
         if isinstance(module, ShardedLinear) and not (module is model.embedding and not model.config.tie_embeddings):
             n, k = module.weight.shape
-            found |= {f"{m},{n},{k}" + ",swiglu" * module.gated for m in (1, 2, 4, 8, 16, 32, 64) if m < 2 * rows}
+            found |= {f"{m},{n},{k}" + ",swiglu" * module.gated for m in (1, 2, 4, 8, 16, 32, 64, 128, 256) if m < 2 * rows}
     return found
 
 

@@ -1,0 +1,229 @@
+"""The stream kernel: its source in a simulator of Gluon and on a GPU against fp64, seeded faults, resources, and its configs."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels import linear_config, linear_tuning
+from kernels.linear import counters, linear_with
+from kernels.linear_config import MAX_ROWS, SMS, STREAM_BYTES, Gemv, Stream, config, padded_rows
+from kernels.linear_tuning import ROWS, Shape, kernel_key, stream_candidates, whole_programs
+from tests.kernels.test_linear import swiglu_of, too_far
+from tests.support import gluon
+
+GPU = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
+)
+SHAPES = [Shape(6144, 4096), Shape(4096, 14336), Shape(28672, 4096, True), Shape(192, 64), Shape(128256, 8192), Shape(1000, 72)]
+
+# rows, N, K, dtype, whether with SwiGLU, whether with a bias, config
+Case = tuple[int, int, int, torch.dtype, bool, bool, Stream]
+
+
+def random_case(dice: random.Random) -> Case:
+    """Small tiles, so that there are many of them, programs with parts of a tile, with several tiles, and with nothing to wait for."""
+    swiglu = dice.random() < 0.4
+    warps = dice.choice([4, 4, 8])
+    block_n = max(dice.choice([64, 128, 256]), 16 * warps * (1 + swiglu))
+    chosen = Stream(block_n, dice.choice([64, 128]), dice.randint(2, 4), warps, dice.randint(1, 9))
+    n, k = dice.randint(1, 400), 8 * dice.randint(1, 60)
+    n += n % 2 if swiglu else 0
+    rows = dice.choice([1, 2, 3, 4, 7, 8, 9, 16, 17, 40, 64, 65, 100, 256])
+    return rows, n, k, dice.choice([torch.bfloat16, torch.float16]), swiglu, dice.random() < 0.5, chosen
+
+
+def operands(case: Case, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
+    """x with gaps between its rows, weight, bias, the exact result, and PyTorch's."""
+    rows, n, k, dtype, swiglu, biased, _ = case
+    x = torch.randn(rows, k + 8, device=device).to(dtype)[:, :-8]
+    weight = (torch.randn(n, k, device=device) / k**0.5).to(dtype)
+    bias = torch.randn(n, device=device).to(dtype) if biased else None
+    exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    plain = F.linear(x, weight, bias)
+    return x, weight, bias, *((swiglu_of(exact), swiglu_of(plain)) if swiglu else (exact, plain))
+
+
+def simulated(module: Any, simulator: gluon.Simulator, case: Case) -> str | None:
+    """What is wrong with a case: its result, that of a second run in another order, or the counters."""
+    _, n, _, _, swiglu, _, chosen = case
+    x, weight, bias, exact, plain = operands(case)
+    simulator.early = [weight]
+    counts = torch.zeros(n, dtype=torch.int32)
+    results = []
+    for _ in range(2):
+        with gluon.poisoned():
+            out = torch.empty_like(plain)
+            module.stream(x, weight, bias, out, counts, chosen, swiglu)
+        results.append(out)
+        if counts.any():
+            return "a counter is not zero"
+    if not torch.equal(*results):
+        return "other bits the second time"
+    return too_far(results[0], exact, plain)
+
+
+def test_the_kernel_in_the_simulator(seed: int) -> None:
+    dice = random.Random(seed)
+    module, simulator = gluon.load("kernels.linear_stream", seed)
+    for _ in range(12):
+        case = random_case(dice)
+        assert simulated(module, simulator, case) is None, case
+
+
+FAULTS = {
+    "the loader takes buffers that are in use": ("(nth // STAGES & 1) ^ 1", "nth // STAGES & 1"),
+    "the wait for a load has the wrong phase": (
+        "full.index(slot), nth // STAGES & 1",
+        "full.index(slot), (nth // STAGES & 1) ^ 1",
+    ),
+    "no wait for a load": ("mbarrier.wait(full.index(slot), nth // STAGES & 1)", "pass"),
+    "a buffer is free before it is read": ("free.index((nth + STAGES - 1) % STAGES), pred=step > first", "free.index(slot)"),
+    "the first step of a tile frees a buffer twice": ("pred=step > first", "pred=True"),
+    "wgmmas end late": ("warpgroup_mma_wait(PARTS", "warpgroup_mma_wait(2 * PARTS"),
+    "too few bytes are expected": ("2 * weight.block_type.nbytes + X_BYTES", "weight.block_type.nbytes + X_BYTES"),
+    "the input is read early": (
+        "_load_weight(weight, ring, begin + nth, nth",
+        "_load_input(x, ring, begin + nth, nth, steps)  #",
+    ),
+    "the loader does not wait for the previous kernel": ("    if PDL:\n        tl.extra.cuda.gdc_wait()\n    for", "    for"),
+    "the others do not wait for it": ("    if PDL:\n        tl.extra.cuda.gdc_wait()\n    nth", "    nth"),
+    "pieces of two tiles in one place": ("(_begin(program, total) < tile * steps).to(gl.int32)", "0"),
+    "the last program is not the last": ("== others", ">= others - 1"),
+    "a counter is not reset": ("gl.store(counters + tile, 0)", "pass"),
+    "a program too few": ("total) + 1):", "total)):"),
+    "own sums first": ("sums = gl.zeros_like(sums)", "pass"),
+    "up is gate": ("weight.shape[0] // 2 + row // 2", "row // 2"),
+    "stores beyond the tensor": ("(m < rows) & (feature < features)", "feature < features"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_simulator_finds_faults(fault: str, seed: int) -> None:
+    """Each in a case with several tiles a program and several programs a tile: one without and one with SwiGLU."""
+    module, simulator = gluon.load("kernels.linear_stream", seed, FAULTS[fault])
+    for programs in (2, 7, 25):
+        for swiglu in (False, True):
+            case = (5, 900, 640, torch.float16, swiglu, True, Stream(128, 64, 2, 4, programs))
+            try:
+                if simulated(module, simulator, case):
+                    return
+            except gluon.Fault:
+                return
+    pytest.fail(f"not found: {fault}")
+
+
+# --- configs ------------------------------------------------------------------------------------------------------------------
+
+
+def test_candidates_fit_an_sm() -> None:
+    """Every layer and number of rows has candidates. Buffers fit, and each warp multiplies other rows of the weight."""
+    for rows in ROWS:
+        for shape in SHAPES:
+            found = stream_candidates(rows, shape)
+            assert found or (shape.swiglu and rows > 128), (rows, shape)
+            for chosen in found:
+                buffers = 2 * chosen.block_k * (chosen.block_n + max(8, rows)) * chosen.stages
+                assert buffers <= STREAM_BYTES and chosen.stages >= 2, (rows, chosen)
+                assert chosen.block_n >= 16 * chosen.warps * (1 + shape.swiglu)
+                assert chosen.block_n * max(8, rows) <= 128 * 32 * chosen.warps
+                assert 0.9 * SMS - 1 < chosen.programs <= SMS
+                assert chosen.registers(rows) * 32 * (chosen.warps + 4) <= 65536
+
+
+def test_whole_programs() -> None:
+    assert whole_programs(64) == 128
+    assert whole_programs(96) == whole_programs(1) == SMS == 132
+    assert whole_programs(120 * 7) == 120
+
+
+def test_what_the_kernel_does_not_support() -> None:
+    chosen = Stream(64, 128, 12)
+    assert chosen.supports(8, 6144, 4096, False)
+    assert not chosen.supports(8, 6144, 4096, True)  # 32 rows of the gate are fewer than four warps multiply
+    assert not chosen.supports(16, 6144, 4096, False)  # too much shared memory
+    assert not chosen.supports(8, 64 * 20000, 4096, False)  # more tiles than counters
+    assert not Stream(64, 128, 1).supports(8, 6144, 4096, False)  # a buffer is free when the next step has begun
+    assert not Stream(128, 64, 2, 8).supports(MAX_ROWS + 1, 6144, 4096, False)
+    assert not Stream(256, 64, 2, 8).supports(256, 6144, 4096, False)  # too many sums for the registers
+
+
+def test_it_is_only_chosen_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = Stream(128, 64, 2, 8)
+    try:
+        for supported in (False, True):
+            monkeypatch.setattr(linear_config, "_tuned", {"128,48,96": chosen})
+            monkeypatch.setattr(linear_config, "has_stream", lambda supported=supported: supported)
+            config.cache_clear()
+            assert config(100, 48, 96, torch.bfloat16) == (chosen if supported else None)
+            monkeypatch.setattr(linear_tuning, "has_stream", lambda supported=supported: supported)
+            found = linear_tuning.candidates(4, Shape(6144, 4096))
+            assert any(isinstance(candidate, Stream) for candidate in found) == supported
+            assert isinstance(found[0], Gemv)
+    finally:
+        config.cache_clear()
+
+
+def test_kernels_that_are_compiled_once() -> None:
+    shape, chosen = Shape(6144, 4096), Stream(64, 128, 12)
+    keys = {kernel_key(linear_tuning.Problem(rows, shape, []), chosen) for rows in (1, 2, 4, 8)}
+    assert len(keys) == 1
+
+
+# --- GPU ----------------------------------------------------------------------------------------------------------------------
+
+GPU_CASES: list[tuple[int, int, torch.dtype, bool, bool]] = [  # N, K, dtype, SwiGLU, bias
+    (6144, 4096, torch.bfloat16, False, False),
+    (1000, 1032, torch.bfloat16, False, True),
+    (2 * 1336, 584, torch.float16, True, True),
+    (77, 64, torch.float16, False, False),
+]
+
+
+@GPU
+@pytest.mark.parametrize(("n", "k", "dtype", "swiglu", "biased"), GPU_CASES)
+def test_all_rows_on_a_gpu(n: int, k: int, dtype: torch.dtype, swiglu: bool, biased: bool, seed: int) -> None:
+    """1 to 256 rows into memory of NaN, by one of the candidates for each size of tiles."""
+    x, weight, bias, exact, plain = operands((MAX_ROWS, n, k, dtype, swiglu, biased, Stream(64, 64, 2)), "cuda")
+    chosen = {}
+    for rows in range(1, MAX_ROWS + 1):
+        size = padded_rows(rows)
+        if size not in chosen and (found := stream_candidates(size, Shape(n, k, swiglu))):
+            chosen[size] = random.choice(found)
+        if size in chosen:
+            with gluon.poisoned():
+                got = linear_with(x[:rows], weight, bias, chosen[size], swiglu)
+            assert too_far(got, exact[:rows], plain[:rows]) is None, (rows, chosen, seed)
+    assert not counters(x.device).any()
+
+
+@GPU
+@pytest.mark.parametrize(("rows", "chosen"), [(1, Stream(64, 128, 12)), (8, Stream(64, 128, 5)), (128, Stream(128, 64, 6))])
+def test_replays_on_a_gpu_repeat_their_bits(rows: int, chosen: Stream, seed: int) -> None:
+    """10,000 replays of a chain of layers, while another stream takes SMs and bandwidth at other times in each replay."""
+    weights = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) / k**0.5 for n, k in [(1536, 2048), (2048, 1536)] * 4]
+    x, noise = torch.randn(rows, 2048, device="cuda", dtype=torch.bfloat16), torch.randn(4 << 20, device="cuda")
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+
+    def chain() -> Tensor:
+        y = x
+        for weight in weights:
+            y = linear_with(y, weight, None, chosen, False)
+        return y
+
+    first, plain = chain(), x
+    for weight in weights:
+        plain = F.linear(plain, weight)
+    assert (first.float() - plain.float()).norm() < 0.05 * plain.float().norm(), seed
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.graph(graph):
+        wrong.add_((chain() != first).sum())
+    for _ in range(10_000):
+        graph.replay()
+        with torch.cuda.stream(side):
+            noise.mul_(1.0)
+    torch.cuda.synchronize()
+    assert int(wrong) == 0, seed
