@@ -16,7 +16,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from comm.table import PLAUSIBLE, Table, Times, from_rank_0, machine_key, read, write
-from kernels.linear_config import Config, format_config, parse_config, shipped, use
+from kernels.linear_config import Config, format_config, parse_config, shipped_now, use
 from kernels.linear_tuning import ROWS, Problem, Shape, candidates, compile_kernels, measure, winner
 from model import Transformer
 from tp import ShardedLinear, World
@@ -65,7 +65,7 @@ def tune(model: Transformer, world: World, rows: int, seconds: float, quiet: boo
     if world.rank == 0 and not rebuild:
         table = read(table, names_of)
     table = from_rank_0(table, world.control) if world.world_size > 1 else table
-    known = set() if rebuild else {*shipped(table.key["gpu"]), *table.times}
+    known = set() if rebuild else {*shipped_now(table.key["gpu"]), *table.times}
     problems = [Problem(n, shape, weights) for shape, weights in shapes(model).items() for n in ROWS if n < 2 * rows]
     missing = [problem for problem in problems if problem.key not in known]
     threads = max(1, min(MAX_THREADS, (os.cpu_count() or 1) // world.world_size))

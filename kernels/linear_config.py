@@ -5,7 +5,9 @@ in `linear_configs/`, which `scripts/bench/kernels/linear.py` makes, else from t
 """
 
 import json
+import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -21,6 +23,7 @@ SHARED_BYTES = 212 << 10  # of an SM's 227 KB, shared by its programs
 STREAM_BYTES = 222 << 10  # of the stream kernel's buffers, at most; a few KB are for changes of layout
 MAX_TILES = 16384  # of a layer whose programs add their sums: the number of counters of a device
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+VERSION = 2  # of the kernels; raise it when one is added or becomes faster, so that the shapes in the tables are measured again
 CONFIGS = Path(__file__).with_name("linear_configs")  # a file for each GPU
 SIMILAR = "NVIDIA H200"  # whose table serves GPUs that have none
 
@@ -148,13 +151,41 @@ def has_stream() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
 
-@cache
 def shipped(gpu: str) -> Mapping[str, Config | None]:
-    """The table of GPUs with this name; empty if there is none."""
+    """The configs of the table of GPUs with this name; empty if there is none."""
+    older, current = _shipped(gpu)
+    return {**older, **current}
+
+
+def shipped_now(gpu: str) -> Mapping[str, Config | None]:
+    """Those of `shipped` that were measured with this `VERSION` of the kernels."""
+    return _shipped(gpu)[1]
+
+
+@cache
+def _shipped(gpu: str) -> tuple[dict[str, Config | None], dict[str, Config | None]]:
     path = CONFIGS / f"{gpu.replace(' ', '-')}.json"
-    if not path.exists():
-        return {}
-    return {key: parse_config(fields) for key, fields in json.loads(path.read_text())["configs"].items()}
+    older, current = read_table(path) if path.exists() else ({}, {})
+    return _parsed(older, path), _parsed(current, path)
+
+
+def read_table(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The fields of a table's configs by key: those measured with earlier versions of the kernels, and with this one."""
+    content = json.loads(path.read_text())
+    older, configs = content.get("older", {}), content["configs"]
+    return (older, configs) if content.get("version") == VERSION else ({**older, **configs}, {})
+
+
+def _parsed(table: Mapping[str, Any], path: Path) -> dict[str, Config | None]:
+    found = {}
+    for key, fields in table.items():
+        with suppress(KeyError, TypeError):  # a kind or a field that these kernels do not have
+            found[key] = parse_config(fields)
+    if len(found) < len(table):
+        print(
+            f"{path.name}: {len(table) - len(found)} configs of other kernels ignored; measure with make tune", file=sys.stderr
+        )
+    return found
 
 
 def use(configs: Mapping[str, Config | None]) -> None:

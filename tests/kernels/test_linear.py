@@ -1,6 +1,7 @@
 """Linear layers of few rows: the Triton kernels against fp64, the choice of a kernel, and the shapes that PyTorch computes."""
 
 import json
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from kernels import linear_config as kernel
 from kernels.linear import linear, linear_swiglu, linear_with
 from kernels.linear_config import MAX_ROWS, MMA_ROWS, Config, Gemv, Mma, Stream, config, format_config, parse_config
+from scripts.bench.kernels import linear as bench
 from tests.support.ranks import Ranks
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -125,7 +127,7 @@ def test_the_measured_table_goes_before_the_heuristic(tmp_path: Path, monkeypatc
     monkeypatch.setattr(kernel, "_tuned", {})
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     try:
-        for cached in (kernel.shipped, config):
+        for cached in (kernel._shipped, config):
             cached.cache_clear()
         assert config(1, 48, 96, torch.float16) == best["1,48,96"]
         assert config(5, 48, 96, torch.bfloat16) == best["8,48,96"]
@@ -140,8 +142,38 @@ def test_the_measured_table_goes_before_the_heuristic(tmp_path: Path, monkeypatc
         assert config(1, 48, 96, torch.float16) == best["1,48,96"]
     finally:
         monkeypatch.undo()
-        for cached in (kernel.shipped, config):
+        for cached in (kernel._shipped, config):
             cached.cache_clear()
+
+
+@pytest.fixture
+def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty folder of tables."""
+    monkeypatch.setattr(kernel, "CONFIGS", tmp_path)
+    monkeypatch.setattr(bench, "CONFIGS", tmp_path)
+    kernel._shipped.cache_clear()
+    yield tmp_path
+    kernel._shipped.cache_clear()
+
+
+def test_older_tables_are_used_until_measured_again(tables: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = Gemv(4, 512, 2), Stream(64, 128, 12)
+    old = {"1,8,8": format_config(first), "2,8,8": None, "4,8,8": {"kind": "gone"}, "8,8,8": {"kind": "mma", "blocks": 3}}
+    (tables / "A-GPU.json").write_text(json.dumps({"configs": old}))  # as before there were versions
+    assert kernel.shipped("A GPU") == {"1,8,8": first, "2,8,8": None}
+    assert kernel.shipped_now("A GPU") == {}
+    assert capsys.readouterr().err == "A-GPU.json: 2 configs of other kernels ignored; measure with make tune\n"
+    run = {
+        "machine": {},
+        "gpu": "A GPU",
+        "version": kernel.VERSION,
+        "configs": {"2,8,8": format_config(second), "16,8,8": None},
+    }
+    (tables / "run.json").write_text(json.dumps(run))
+    bench.merge([tables / "run.json"])
+    kernel._shipped.cache_clear()
+    assert kernel.shipped("A GPU") == {"1,8,8": first, "2,8,8": second, "16,8,8": None}
+    assert kernel.shipped_now("A GPU") == {"2,8,8": second, "16,8,8": None}
 
 
 def test_a_config_survives_json() -> None:

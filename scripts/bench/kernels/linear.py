@@ -6,14 +6,15 @@
 
 `kernels/linear_tuning.py` says how a time is measured. Here the layers have distinct random weights, many times the size of
 the L2 cache, so that every weight is read from HBM. Shapes that end in -swiglu are compared with cuBLAS plus a separate kernel for
-silu(gate) * up. Candidates that give wrong results are dropped, with a message. Writes {"machine", "times", "configs"}; on
-several ranks each rank writes FILE.RANK.
+silu(gate) * up. Candidates that give wrong results are dropped, with a message. Writes {"machine", "version",
+"times", "configs"}; on several ranks each rank writes FILE.RANK. The version is that of the kernels.
 """
 
 import argparse
 import json
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ import torch
 
 from cli import Parser, run
 from errors import UserError
-from kernels.linear_config import CONFIGS, Config, format_config
+from kernels.linear_config import CONFIGS, VERSION, Config, format_config, read_table
 from kernels.linear_tuning import CHAIN, ROWS, Problem, Shape, compile_kernels, measure, winner
 from scripts.lib.machine import machine
 
@@ -150,27 +151,36 @@ def bench(args: argparse.Namespace) -> None:
 
 
 def merge(parts: list[Path]) -> None:
-    """Write the configs of several runs into the table of their GPU, without their times. Shapes that they lack stay."""
+    """Write the configs of several runs into the table of their GPU, without their times. Shapes that they lack stay, as older
+    ones if they were measured with an earlier version of the kernels."""
     contents = [json.loads(path.read_text()) for path in parts]
     gpus = {content["gpu"] for content in contents}
     if len(gpus) > 1:
         raise UserError(f"these runs are of different GPUs: {', '.join(sorted(gpus))}; merge those of one at a time")
+    if any(content.get("version") != VERSION for content in contents):
+        raise UserError("one of these runs measured other versions of the kernels; measure it again")
     path = CONFIGS / f"{gpus.pop().replace(' ', '-')}.json"
-    before = json.loads(path.read_text())["configs"] if path.exists() else {}
+    older, before = read_table(path) if path.exists() else ({}, {})
     configs = before | {key: config for content in contents for key, config in content["configs"].items()}
-    write({"machine": contents[0]["machine"], "configs": dict(sorted(configs.items()))}, path)
+    older = {key: config for key, config in older.items() if key not in configs}
+    write({"machine": contents[0]["machine"], "older": older, "configs": dict(sorted(configs.items()))}, path)
 
 
 def write(content: dict[str, Any], path: Path) -> None:
     """Write `content` as JSON with one line per time and per config."""
     path.parent.mkdir(parents=True, exist_ok=True)
     times = ",\n".join(f"  {json.dumps(line)}" for line in content.get("times", []))
-    configs = ",\n".join(f"  {json.dumps(key)}: {json.dumps(config)}" for key, config in content["configs"].items())
     gpu = f' "gpu": {json.dumps(content["gpu"])},\n' if "gpu" in content else ""
-    text = f'{{\n "machine": {json.dumps(content["machine"])},\n{gpu}'
+    text = f'{{\n "machine": {json.dumps(content["machine"])},\n{gpu} "version": {VERSION},\n'
     text += f' "times": [\n{times}\n ],\n' if times else ""
-    path.write_text(f'{text} "configs": {{\n{configs}\n }}\n}}\n')
+    tables = {name: content[name] for name in ("older", "configs") if content.get(name)}
+    text += ",\n".join(f' "{name}": {{\n{entries(table)}\n }}' for name, table in tables.items())
+    path.write_text(text + "\n}\n")
     print(f"wrote {path}")
+
+
+def entries(table: Mapping[str, Any]) -> str:
+    return ",\n".join(f"  {json.dumps(key)}: {json.dumps(config)}" for key, config in table.items())
 
 
 def a_part(text: str) -> tuple[int, int]:
