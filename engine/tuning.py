@@ -16,8 +16,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from comm.table import PLAUSIBLE, Table, Times, from_rank_0, machine_key, read, write
-from kernels.linear_config import Config, format_config, parse_config, shipped_now, use
-from kernels.linear_tuning import ROWS, Problem, Shape, candidates, compile_kernels, measure, winner
+from kernels.linear_config import MAX_ROWS, Config, format_config, parse_config, shipped_now, use
+from kernels.linear_tuning import Problem, Shape, candidates, compile_kernels, measure, row_counts, winner
 from model import Transformer
 from tp import ShardedLinear, World
 
@@ -66,7 +66,7 @@ def tune(model: Transformer, world: World, rows: int, seconds: float, quiet: boo
         table = read(table, names_of)
     table = from_rank_0(table, world.control) if world.world_size > 1 else table
     known = set() if rebuild else {*shipped_now(table.key["gpu"]), *table.times}
-    problems = [Problem(n, shape, weights) for shape, weights in shapes(model).items() for n in ROWS if n < 2 * rows]
+    problems = [Problem(n, shape, weights) for shape, weights in shapes(model).items() for n in row_counts(shape, rows)]
     missing = [problem for problem in problems if problem.key not in known]
     threads = max(1, min(MAX_THREADS, (os.cpu_count() or 1) // world.world_size))
     mine = missing[world.rank :: world.world_size]
@@ -112,9 +112,10 @@ def names_of(case: str) -> set[str]:
     """The configs that are measured for a `table_key` (`kernels/linear_config.py`), and cuBLAS. Raises ValueError if there is no such
     key."""
     rows, n, k, *swiglu = case.split(",")
-    if swiglu not in ([], ["swiglu"]) or int(rows) not in ROWS:
+    shape = Shape(int(n), int(k), bool(swiglu))
+    if swiglu not in ([], ["swiglu"]) or int(rows) not in row_counts(shape, MAX_ROWS):
         raise ValueError(case)
-    return {name_of(config) for config in (None, *candidates(int(rows), Shape(int(n), int(k), bool(swiglu))))}
+    return {name_of(config) for config in (None, *candidates(int(rows), shape))}
 
 
 def name_of(config: Config | None) -> str:

@@ -16,11 +16,15 @@ from typing import Any
 import torch
 
 MAX_ROWS = 256
+MAX_SWIGLU_ROWS = 8192  # with SwiGLU, for which cuBLAS takes another pass over its output
+PROMPT_ROWS = (512, 1024, 2048)  # more than MAX_ROWS, that are measured; the last also serves more rows
 MMA_ROWS = 64  # of the mma kernel, at most
 GEMV_ROWS = 4  # with more rows, the FMA units are slower than the memory
 SMS = 132  # of an H100 or H200; the heuristic aims at two or more programs on each
 SHARED_BYTES = 212 << 10  # of an SM's 227 KB, shared by its programs
 STREAM_BYTES = 222 << 10  # of the stream kernel's buffers, at most; a few KB are for changes of layout
+LOADER_REGISTERS = 40  # of a thread of the stream kernel's loading warp
+SUMS = 128  # fp32 sums of a thread of the stream kernel, at most
 MAX_TILES = 16384  # of a layer whose programs add their sums: the number of counters of a device
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 VERSION = 2  # of the kernels; raise it when one is added or becomes faster, so that the shapes in the tables are measured again
@@ -54,7 +58,7 @@ class Mma:
 @dataclass(frozen=True)
 class Stream:
     """Config of the stream kernel: `programs` programs, each with `stages` buffers for `block_n` rows of the weight, `block_k`
-    columns of them, and the input's part. `warps` multiply, and one more loads."""
+    columns of them, and the input's part. `warps` warps multiply, and one more loads."""
 
     block_n: int
     block_k: int
@@ -62,16 +66,23 @@ class Stream:
     warps: int = 4
     programs: int = SMS
 
+    def tile_rows(self, rows: int) -> int:
+        """Rows of a tile of the input: at least 8 (wgmma), and as many as there are registers for their sums."""
+        return min(_padded(rows), SUMS * 32 * self.warps // self.block_n)
+
+    def sharers(self, rows: int) -> int:
+        """Programs of each tile of rows."""
+        return self.programs // -(-rows // self.tile_rows(rows))
+
     def shared_bytes(self, rows: int) -> int:
         """Of the buffers and their barriers."""
-        return self.stages * (2 * self.block_k * (self.block_n + padded_rows(rows)) + 16)
+        return self.stages * (2 * self.block_k * (self.block_n + self.tile_rows(rows)) + 16)
 
     def registers(self, rows: int) -> int:
-        """Registers of a thread at launch, when the loading warp, with three idle ones, has as many as the others."""
-        sums = self.block_n * padded_rows(rows) // (32 * self.warps)  # of a thread
-        if sums <= 16:
-            return 80
-        return 128 if sums <= 64 else 168 if self.warps == 8 else 232
+        """Registers of a thread at launch. Then the loading warp and three idle ones give most of theirs to the others."""
+        sums = self.block_n * self.tile_rows(rows) // (32 * self.warps)  # of a thread
+        needed = 80 if sums <= 16 else 152 if sums <= 64 else 216 if self.warps == 4 else 232
+        return -(-(needed * self.warps + 4 * LOADER_REGISTERS) // (8 * (self.warps + 4))) * 8
 
     def shares_an_sm(self, rows: int) -> bool:
         """Whether two programs fit an SM, so that the next layer's can start before this layer's end."""
@@ -81,34 +92,33 @@ class Stream:
     def supports(self, rows: int, n: int, k: int, swiglu: bool) -> bool:
         """Whether the kernel can compute this layer of 16-bit values."""
         block = self.block_n // (2 if swiglu else 1)  # rows of the weight in a wgmma
-        sums = self.block_n * padded_rows(rows) // (32 * self.warps)  # of a thread
-        tiles, steps = -(-n // self.block_n), -(-k // self.block_k)
-        fits = block >= 16 * self.warps and sums <= 128 and self.stages >= 2 and self.shared_bytes(rows) <= STREAM_BYTES
-        return 0 < rows <= MAX_ROWS and fits and tiles <= MAX_TILES and tiles * steps * self.programs < 2**31
+        fits = block >= 16 * self.warps and self.stages >= 2 and self.shared_bytes(rows) <= STREAM_BYTES
+        steps = -(-n // self.block_n) * -(-k // self.block_k)
+        return fits and self.sharers(rows) > 0 and 2 * self.programs <= MAX_TILES and steps * self.programs < 2**31
+
+
+def _padded(rows: int) -> int:
+    return max(8, 1 << (rows - 1).bit_length())
 
 
 Config = Gemv | Mma | Stream
 KINDS: dict[str, type[Gemv] | type[Mma] | type[Stream]] = {"gemv": Gemv, "mma": Mma, "stream": Stream}
 
 
-def padded_rows(rows: int) -> int:
-    """Rows of the stream kernel's tiles of the input."""
-    return max(8, 1 << (rows - 1).bit_length())
-
-
 @cache
 def config(rows: int, n: int, k: int, dtype: torch.dtype, swiglu: bool = False) -> Config | None:
     """The config for `rows` rows and an (n, k) weight; None if F.linear, with a separate kernel for `swiglu`, is as fast."""
-    if not 0 < rows <= MAX_ROWS:
+    if not 0 < rows <= (MAX_SWIGLU_ROWS if swiglu else MAX_ROWS):
         return None
-    for key in (table_key(rows, n, k, swiglu), table_key(rows, n, k)):  # without swiglu if that was not measured
-        if dtype.itemsize == 2 and key in (known := measured()):
-            return _with_pairs(known[key]) if swiglu else known[key]
+    known, few = measured() if dtype.itemsize == 2 else {}, min(rows, PROMPT_ROWS[-1])
+    for key in (table_key(few, n, k, swiglu), table_key(few, n, k)):  # without swiglu if that was not measured
+        if key in known and not (isinstance(chosen := known[key], Stream) and not chosen.supports(rows, n, k, swiglu)):
+            return _with_pairs(chosen) if swiglu else chosen
     return default_config(rows, n, k, dtype, swiglu)
 
 
 def default_config(rows: int, n: int, k: int, dtype: torch.dtype, swiglu: bool = False) -> Config | None:
-    """The heuristic for shapes that were not measured: 1 to MAX_ROWS rows."""
+    """The heuristic for shapes that were not measured."""
     rows = _bucket(rows)
     if rows <= GEMV_ROWS:
         chosen = _default_gemv(rows, n, k, 16 // dtype.itemsize)

@@ -231,8 +231,8 @@ def fits(x: Tensor, weight: Tensor, exchange: Exchange) -> bool:
 def linear_push(x: Tensor, weight: Tensor, exchange: Exchange, chosen: Config | None = None, pdl: bool = True) -> None:
     """Push x @ weight.T, this rank's partial sum rounded to x's dtype, to all ranks: x (..., K), weight (C, K).
 
-    chosen: a gemv or mma config with a block_n of at least 2; None takes `push_config`'s. `receive` or `receive_add_norm` must be the
-    next launch on this workspace, on the same stream. The first call for a device must be outside a CUDA graph's capture.
+    chosen: a gemv or mma config with a block_n of at least 2; None takes `push_config`'s. `receive` or `receive_add_norm` must
+    be the next launch on this workspace, on the same stream. The first call for a device must be outside a CUDA graph's capture.
     Raises ValueError unless it `fits`.
     """
     if not fits(x, weight, exchange):

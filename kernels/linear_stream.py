@@ -1,13 +1,13 @@
-"""Linear layers of 1 to 256 rows on Hopper: the `stream` kernel of `kernels/linear.py`, in Gluon.
+"""Linear layers on Hopper: the `stream` kernel of `kernels/linear.py`, in Gluon.
 
 The time of such a layer is that of reading its weight, if enough loads are in flight all the time. One warp loads weight and
 input by TMA into a ring of buffers that takes most of an SM's shared memory. One or two warpgroups multiply (wgmma), with the
-weight as the M operand, because the input may have only 8 rows: sums^T (BLOCK_N, ROWS) += weight (BLOCK_N, BLOCK_K) @ x^T.
+weight as the M operand, because the input may have only 8 rows: sums^T (BLOCK, ROWS) += weight (BLOCK, BLOCK_K) @ x^T.
 
-Every program gets an equal, contiguous share of the steps of all tiles, so that all SMs finish together (stream-K, Osama et al.,
-arXiv:2301.03598). The pieces of a tile that several programs share are added in fp32 by the program that finishes its piece
-last, in the order of the programs, so that a replay gives the same bits. No program ever waits for another one: another
-stream's kernel may hold the SM that it would need.
+Programs first compute whole tiles, as long as each has at least two, and then equal, contiguous shares of the steps of the
+other tiles, so that all SMs finish together (stream-K, Osama et al., arXiv:2301.03598). The pieces of a shared tile are added
+in fp32 by the program that finishes its piece last, in the order of the programs, so that a replay gives the same bits. No
+program ever waits for another one: another stream's kernel may hold the SM that it would need.
 
 With programmatic dependent launch, the ring is filled with weights, which no kernel writes, before the previous kernel has
 finished. Everything else, the counters included, comes after the wait for that kernel. Triton's interpreter cannot run this;
@@ -23,78 +23,122 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.dispatch import pdl_options
-from kernels.linear_config import Stream, padded_rows
+from kernels.linear_config import LOADER_REGISTERS, Stream
 
-_LOADER_REGISTERS = gl.constexpr(40)  # of a thread of the warp that loads
+_LOADER_REGISTERS = gl.constexpr(LOADER_REGISTERS)
 
 # --- shares -------------------------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def _begin(program, total):
-    """The first of a program's steps. Steps 0 to `total` are those of all tiles, tile after tile."""
-    return program * total // gl.num_programs(0)
+def _share(rows, features, K, ROWS: gl.constexpr, BLOCK: gl.constexpr, BLOCK_K: gl.constexpr):
+    """What this program computes, for the functions below.
+
+    Every program has one tile of rows: programs that run at the same time read the same weights, all but one of them from L2.
+    The `sharers` programs of a tile of rows, of which this is the `nth`, have `whole` tiles of features each. They share the
+    others, which have `total` steps.
+    """
+    row_tiles = gl.cdiv(rows, ROWS)
+    row_tile, nth, sharers = gl.program_id(0) % row_tiles, gl.program_id(0) // row_tiles, gl.num_programs(0) // row_tiles
+    steps, columns = gl.cdiv(K, BLOCK_K), gl.cdiv(features, BLOCK)
+    whole = gl.maximum(columns // sharers - 1, 0)
+    return row_tiles, row_tile, nth, sharers, steps, whole, (columns - whole * sharers) * steps
 
 
 @gluon.jit
-def _owner(step, total):
-    """The program that has this step."""
-    return ((step + 1) * gl.num_programs(0) - 1) // total
+def _begin(share, nth):
+    """The first step of the nth sharer. The shared tiles have steps 0 to `total`, tile after tile."""
+    _row_tiles, _row_tile, _nth, sharers, _steps, _whole, total = share
+    return nth * total // sharers
+
+
+@gluon.jit
+def _owner(share, step):
+    """The sharer that has this step."""
+    _row_tiles, _row_tile, _nth, sharers, _steps, _whole, total = share
+    return ((step + 1) * sharers - 1) // total
+
+
+@gluon.jit
+def _counts(share):
+    """The numbers of tiles and of steps of this program."""
+    _row_tiles, _row_tile, nth, _sharers, steps, whole, _total = share
+    begin, end = _begin(share, nth), _begin(share, nth + 1)
+    return whole + gl.cdiv(end, steps) - begin // steps, whole * steps + end - begin
+
+
+@gluon.jit
+def _tile(share, i):
+    """This program's i-th tile: (tile of features, number among the shared ones, this program's first step, end of its steps)."""
+    _row_tiles, _row_tile, nth, sharers, steps, whole, _total = share
+    begin, end = _begin(share, nth), _begin(share, nth + 1)
+    shared = begin // steps + i - whole
+    tile = gl.where(i < whole, nth + i * sharers, whole * sharers + shared)
+    first = gl.where(i < whole, 0, gl.maximum(begin - shared * steps, 0))
+    last = gl.where(i < whole, steps, gl.minimum(end - shared * steps, steps))
+    return tile, shared, first, last
 
 
 # --- loads --------------------------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def _load_weight(weight, ring, step, slot, steps, BLOCK_N: gl.constexpr, SWIGLU: gl.constexpr):
-    """Start to load the weight of `step`. The buffer's barrier then expects these bytes and those of the input."""
+def _load_weight(weight, ring, slot, feature, column, SWIGLU: gl.constexpr):
+    """Start to load a step's weight. The buffer's barrier then expects these bytes and those of the input."""
     a, b, full, _free = ring
-    BLOCK_K: gl.constexpr = weight.block_type.shape[1]
-    X_BYTES: gl.constexpr = b.type.shape[1] * BLOCK_K * 2
-    row, column = step // steps * BLOCK_N, step % steps * BLOCK_K
+    X_BYTES: gl.constexpr = b.type.shape[1] * b.type.shape[2] * 2
     ready = full.index(slot)
     if SWIGLU:  # as many rows of the gate as of the up projection
         mbarrier.expect(ready, 2 * weight.block_type.nbytes + X_BYTES)
-        tma.async_copy_global_to_shared(weight, [row // 2, column], ready, a.index(2 * slot))
-        tma.async_copy_global_to_shared(weight, [weight.shape[0] // 2 + row // 2, column], ready, a.index(2 * slot + 1))
+        tma.async_copy_global_to_shared(weight, [feature, column], ready, a.index(2 * slot))
+        tma.async_copy_global_to_shared(weight, [weight.shape[0] // 2 + feature, column], ready, a.index(2 * slot + 1))
     else:
         mbarrier.expect(ready, weight.block_type.nbytes + X_BYTES)
-        tma.async_copy_global_to_shared(weight, [row, column], ready, a.index(slot))
+        tma.async_copy_global_to_shared(weight, [feature, column], ready, a.index(slot))
 
 
 @gluon.jit
-def _load_input(x, ring, step, slot, steps):
-    _a, b, full, _free = ring
-    tma.async_copy_global_to_shared(x, [0, step % steps * x.block_type.shape[1]], full.index(slot), b.index(slot))
-
-
-@gluon.jit
-def _load(x, weight, ring, begin, end, steps, BLOCK_N: gl.constexpr, SWIGLU: gl.constexpr, PDL: gl.constexpr):
-    """The loading warp: weights as far ahead as there are buffers, the input only after the previous kernel."""
-    _a, b, _full, free = ring
+def _load_steps(x, weight, ring, share, start, stop, SWIGLU: gl.constexpr, WEIGHT: gl.constexpr, INPUT: gl.constexpr):
+    """Start to load the weight, the input or both of this program's steps `start` to `stop`."""
+    _a, b, full, free = ring
     STAGES: gl.constexpr = b.type.shape[0]
-    ahead = gl.minimum(STAGES, end - begin)
-    for nth in range(ahead):
-        _load_weight(weight, ring, begin + nth, nth, steps, BLOCK_N, SWIGLU)
+    BLOCK_K: gl.constexpr = b.type.shape[2]
+    row = share[1] * b.type.shape[1]
+    tiles, _steps = _counts(share)
+    begin = 0  # of the tile's steps
+    for i in range(tiles):
+        tile, _shared, first, last = _tile(share, i)
+        feature = tile * weight.block_type.shape[0]
+        for nth in range(gl.maximum(start, begin), gl.minimum(stop, begin + last - first)):
+            slot = nth % STAGES
+            column = (first + nth - begin) * BLOCK_K
+            if WEIGHT and INPUT:  # the buffer has been used before
+                mbarrier.wait(free.index(slot), (nth // STAGES & 1) ^ 1)
+            if WEIGHT:
+                _load_weight(weight, ring, slot, feature, column, SWIGLU)
+            if INPUT:
+                tma.async_copy_global_to_shared(x, [row, column], full.index(slot), b.index(slot))
+        begin += last - first
+
+
+@gluon.jit
+def _load(x, weight, ring, share, SWIGLU: gl.constexpr, PDL: gl.constexpr):
+    """The loading warp: weights as far ahead as there are buffers, the input only after the previous kernel."""
+    _tiles, steps = _counts(share)
+    ahead = gl.minimum(ring[1].type.shape[0], steps)
+    _load_steps(x, weight, ring, share, 0, ahead, SWIGLU, True, False)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    for nth in range(ahead):
-        _load_input(x, ring, begin + nth, nth, steps)
-    for nth in range(ahead, end - begin):
-        slot = nth % STAGES
-        mbarrier.wait(free.index(slot), (nth // STAGES & 1) ^ 1)
-        _load_weight(weight, ring, begin + nth, slot, steps, BLOCK_N, SWIGLU)
-        _load_input(x, ring, begin + nth, slot, steps)
+    _load_steps(x, weight, ring, share, 0, ahead, SWIGLU, False, True)
+    _load_steps(x, weight, ring, share, ahead, steps, SWIGLU, True, True)
 
 
 # --- products -----------------------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def _multiply(
-    ring, bias, out, partials, counters, rows, features, begin, end, steps, total, SWIGLU: gl.constexpr, PDL: gl.constexpr
-):
-    """The multiplying warps: for each tile in the share, the products of its steps, then the tile's result or its piece's sums.
+def _multiply(ring, bias, out, partials, counters, rows, features, share, SWIGLU: gl.constexpr, PDL: gl.constexpr):
+    """The multiplying warps: for each tile, the products of this program's steps, then the tile's result or its piece's sums.
 
     With SWIGLU, `sums` are those of the gate and `up` are those of the up projection.
     """
@@ -104,11 +148,13 @@ def _multiply(
     BLOCK: gl.constexpr = a.type.shape[1]
     ROWS: gl.constexpr = b.type.shape[1]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, ROWS, 16])
+    _row_tiles, row_tile, _nth, _sharers, steps, _whole, _total = share
+    tiles, _steps = _counts(share)
     if PDL:
         tl.extra.cuda.gdc_wait()
     nth = 0
-    for tile in range(begin // steps, gl.cdiv(end, steps)):
-        first, last = gl.maximum(begin, tile * steps), gl.minimum(end, (tile + 1) * steps)
+    for i in range(tiles):
+        tile, shared, first, last = _tile(share, i)
         sums = gl.zeros((BLOCK, ROWS), gl.float32, LAYOUT)
         up = gl.zeros((BLOCK, ROWS), gl.float32, LAYOUT)
         for step in range(first, last):
@@ -128,11 +174,11 @@ def _multiply(
         mbarrier.arrive(free.index((nth + STAGES - 1) % STAGES))
         complete = last - first == steps
         if not complete:
-            complete = _arrive(sums, up, partials, counters, tile, steps, total, SWIGLU)
+            complete = _arrive(sums, up, partials, counters, share, shared, SWIGLU)
             if complete:
-                sums, up = _add_pieces(sums, up, partials, counters, tile, steps, total, SWIGLU)
+                sums, up = _add_pieces(sums, up, partials, counters, share, shared, SWIGLU)
         if complete:
-            _store(sums, up, bias, out, tile, rows, features, SWIGLU)
+            _store(sums, up, bias, out, row_tile * ROWS, tile * BLOCK, rows, features, SWIGLU)
 
 
 @gluon.jit
@@ -144,35 +190,50 @@ def _offsets(sums):
 
 
 @gluon.jit
-def _piece(partials, program, tile, steps, total, SIZE: gl.constexpr):
-    """Where a program stores the sums of its piece of a tile. It may have two: of its first tile, and of its last one."""
-    return partials + (2 * program + (_begin(program, total) < tile * steps).to(gl.int32)) * SIZE
+def _sharers(share, shared):
+    """The first and the last sharer of a shared tile."""
+    steps = share[4]
+    return _owner(share, shared * steps), _owner(share, (shared + 1) * steps - 1)
 
 
 @gluon.jit
-def _arrive(sums, up, partials, counters, tile, steps, total, SWIGLU: gl.constexpr):
+def _counter(counters, share, shared):
+    """A shared tile's counter. A tile of rows has fewer than two shared tiles for each sharer."""
+    _row_tiles, row_tile, _nth, sharers, _steps, _whole, _total = share
+    return counters + row_tile * 2 * sharers + shared
+
+
+@gluon.jit
+def _piece(partials, share, nth, shared, SIZE: gl.constexpr):
+    """Where a sharer stores the sums of its piece of a tile. It may have two: of its first tile, and of its last one."""
+    row_tiles, row_tile, _nth, _sharers, steps, _whole, _total = share
+    second = (_begin(share, nth) < shared * steps).to(gl.int32)
+    return partials + (2 * (nth * row_tiles + row_tile) + second) * SIZE
+
+
+@gluon.jit
+def _arrive(sums, up, partials, counters, share, shared, SWIGLU: gl.constexpr):
     """Store a piece's sums. Returns whether all other pieces of the tile are stored."""
     BLOCK_SIZE: gl.constexpr = sums.shape[0] * sums.shape[1]
-    SIZE: gl.constexpr = 2 * BLOCK_SIZE if SWIGLU else BLOCK_SIZE
-    pointers = _piece(partials, gl.program_id(0), tile, steps, total, SIZE) + _offsets(sums)
+    pointers = _piece(partials, share, share[2], shared, 2 * BLOCK_SIZE if SWIGLU else BLOCK_SIZE) + _offsets(sums)
     gl.store(pointers, sums)
     if SWIGLU:
         gl.store(pointers + BLOCK_SIZE, up)
     gl.thread_barrier()  # all threads have stored before one of them counts
-    others = _owner((tile + 1) * steps - 1, total) - _owner(tile * steps, total)
-    return gl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu") == others
+    first, last = _sharers(share, shared)
+    return gl.atomic_add(_counter(counters, share, shared), 1, sem="acq_rel", scope="gpu") == last - first
 
 
 @gluon.jit
-def _add_pieces(sums, up, partials, counters, tile, steps, total, SWIGLU: gl.constexpr):
+def _add_pieces(sums, up, partials, counters, share, shared, SWIGLU: gl.constexpr):
     """The sums of all pieces of a tile, added in the order of the programs. Resets the tile's counter."""
     BLOCK_SIZE: gl.constexpr = sums.shape[0] * sums.shape[1]
-    SIZE: gl.constexpr = 2 * BLOCK_SIZE if SWIGLU else BLOCK_SIZE
-    gl.store(counters + tile, 0)
+    gl.store(_counter(counters, share, shared), 0)
     sums = gl.zeros_like(sums)
     up = gl.zeros_like(up)
-    for program in range(_owner(tile * steps, total), _owner((tile + 1) * steps - 1, total) + 1):
-        pointers = _piece(partials, program, tile, steps, total, SIZE) + _offsets(sums)
+    first, last = _sharers(share, shared)
+    for nth in range(first, last + 1):
+        pointers = _piece(partials, share, nth, shared, 2 * BLOCK_SIZE if SWIGLU else BLOCK_SIZE) + _offsets(sums)
         sums += gl.load(pointers, cache_modifier=".cg")  # from L2, because other SMs wrote them
         if SWIGLU:
             up += gl.load(pointers + BLOCK_SIZE, cache_modifier=".cg")
@@ -180,13 +241,13 @@ def _add_pieces(sums, up, partials, counters, tile, steps, total, SWIGLU: gl.con
 
 
 @gluon.jit
-def _store(sums, up, bias, out, tile, rows, features, SWIGLU: gl.constexpr):
-    """Store a tile's sums plus bias, or silu(gate) * up, as part of out (rows, features)."""
+def _store(sums, up, bias, out, row, column, rows, features, SWIGLU: gl.constexpr):
+    """Store a tile's sums plus bias, or silu(gate) * up, in out (rows, features), from this row and column on."""
     BLOCK: gl.constexpr = sums.shape[0]
     ROWS: gl.constexpr = sums.shape[1]
     SUMS: gl.constexpr = sums.type.layout
     if bias is not None:
-        feature = tile * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, SUMS))
+        feature = column + gl.arange(0, BLOCK, gl.SliceLayout(1, SUMS))
         sums += gl.load(bias + feature, mask=feature < features, other=0).to(gl.float32)[:, None]
         if SWIGLU:
             up += gl.load(bias + features + feature, mask=feature < features, other=0).to(gl.float32)[:, None]
@@ -197,9 +258,9 @@ def _store(sums, up, bias, out, tile, rows, features, SWIGLU: gl.constexpr):
         LANES: gl.constexpr = BLOCK // 8 if BLOCK < 256 else 32
         result = gl.convert_layout(result, gl.BlockedLayout([8, 1], [LANES, 32 // LANES], [1, gl.num_warps()], [0, 1]))
     LAYOUT: gl.constexpr = result.type.layout
-    feature = tile * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, LAYOUT))[:, None]
-    m = gl.arange(0, ROWS, gl.SliceLayout(0, LAYOUT))[None, :]
-    gl.store(out + m * features + feature, result, mask=(m < rows) & (feature < features))
+    feature = column + gl.arange(0, BLOCK, gl.SliceLayout(1, LAYOUT))[:, None]
+    m = row + gl.arange(0, ROWS, gl.SliceLayout(0, LAYOUT))[None, :]
+    gl.store(out + m.to(gl.int64) * features + feature, result, mask=(m < rows) & (feature < features))
 
 
 # --- the kernel ---------------------------------------------------------------------------------------------------------------
@@ -212,7 +273,7 @@ def _stream(
     bias,  # (N,) or None
     out,  # (rows, features)
     partials,  # for each program, the fp32 sums of two tiles
-    counters,  # one for each tile, zero before and after
+    counters,  # one for each shared tile, fewer than two for each program; zero before and after
     rows,
     features,  # N, or N / 2 with SWIGLU
     K,
@@ -233,13 +294,11 @@ def _stream(
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(free.index(i), count=1)
     ring = (a, b, full, free)
-    steps = gl.cdiv(K, BLOCK_K)
-    total = steps * gl.cdiv(features, BLOCK)
-    begin, end = _begin(gl.program_id(0), total), _begin(gl.program_id(0) + 1, total)
+    share = _share(rows, features, K, b.type.shape[1], BLOCK, BLOCK_K)
     gl.warp_specialize(
         [
-            (_multiply, (ring, bias, out, partials, counters, rows, features, begin, end, steps, total, SWIGLU, PDL)),
-            (_load, (x, weight, ring, begin, end, steps, BLOCK * PARTS, SWIGLU, PDL)),
+            (_multiply, (ring, bias, out, partials, counters, rows, features, share, SWIGLU, PDL)),
+            (_load, (x, weight, ring, share, SWIGLU, PDL)),
         ],
         [1],
         [_LOADER_REGISTERS],
@@ -250,13 +309,17 @@ def _stream(
 
 
 def stream(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, counters: Tensor, chosen: Stream, swiglu: bool) -> None:
-    """`kernels.linear.linear_with` into out (rows, features), for x (rows, K) and weight (N, K)."""
-    padded, block, features = padded_rows(len(x)), chosen.block_n // (2 if swiglu else 1), out.shape[-1]
+    """`kernels.linear.linear_with` into out (rows, features), for x (rows, K) and weight (N, K), bf16 or fp16. Raises ValueError
+    if the config does not support them."""
+    if not chosen.supports(len(x), len(weight), x.shape[1], swiglu):
+        raise ValueError(f"{chosen} cannot multiply {len(x)} rows with a weight {tuple(weight.shape)}, swiglu={swiglu}")
+    features = out.shape[-1]
+    tile_rows, block = chosen.tile_rows(len(x)), chosen.block_n * features // len(weight)
     steps = -(-features // block) * -(-x.shape[1] // chosen.block_k)
-    programs = min(chosen.programs, steps)
-    partials = torch.empty(2 * programs * chosen.block_n * padded, dtype=torch.float32, device=x.device)
+    programs = -(-len(x) // tile_rows) * min(chosen.sharers(len(x)), steps)
+    partials = torch.empty(2 * programs * chosen.block_n * tile_rows, dtype=torch.float32, device=x.device)
     _stream[(programs,)](
-        _descriptor(x, (padded, chosen.block_k)),
+        _descriptor(x, (tile_rows, chosen.block_k)),
         _descriptor(weight, (block, chosen.block_k)),
         *(bias, out, partials, counters, len(x), features, x.shape[1]),
         STAGES=chosen.stages,

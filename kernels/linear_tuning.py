@@ -21,7 +21,9 @@ from kernels.graph_times import replay_seconds
 from kernels.linear import linear_with
 from kernels.linear_config import (
     GEMV_ROWS,
+    MAX_ROWS,
     MMA_ROWS,
+    PROMPT_ROWS,
     SMS,
     STREAM_BYTES,
     Config,
@@ -30,7 +32,6 @@ from kernels.linear_config import (
     Stream,
     default_config,
     has_stream,
-    padded_rows,
     pipeline_stages,
     table_key,
 )
@@ -45,13 +46,13 @@ GEMV_TILES = {  # by rows: (n, k, warps, prefetch); with more rows of x, more ro
     2: ((2, 2048, 4, False), (2, 2048, 4, True), (4, 1024, 4, False), (4, 512, 2, True), (8, 512, 4, False)),
     4: ((4, 1024, 4, False), (8, 512, 4, False)),
 }
-STREAM_TILES = {  # by padded rows: (n, k, warps); with more rows, tiles of more features reuse the input more often
+STREAM_TILES = {  # by rows: (n, k, warps); with more rows, tiles of more features reuse the input more often
     8: ((64, 128, 4), (64, 256, 4), (128, 64, 4)),
     16: ((64, 128, 4), (64, 256, 4), (128, 64, 4)),
     32: ((64, 128, 4), (128, 64, 4), (128, 128, 4)),
     64: ((128, 64, 4), (128, 128, 4), (256, 64, 8)),
     128: ((128, 64, 4), (128, 64, 8), (256, 64, 8)),
-    256: ((128, 64, 8), (128, 128, 8)),
+    256: ((128, 64, 8), (256, 64, 8)),
 }
 KEPT_MARGIN = 0.98  # a kernel is kept if it takes less than this share of cuBLAS's time
 TIE = 1.01  # times of the fastest config's time: as fast, within the noise
@@ -71,6 +72,12 @@ class Shape:
 
 
 # --- candidates -----------------------------------------------------------------------------------------------------------
+
+
+def row_counts(shape: Shape, most: int) -> list[int]:
+    """The numbers of rows to measure, if decoding computes at most `most`."""
+    prompts = PROMPT_ROWS if shape.swiglu and has_stream() else ()
+    return [rows for rows in ROWS if rows < 2 * most] + [*prompts]
 
 
 def candidates(rows: int, shape: Shape) -> list[Config]:
@@ -125,7 +132,7 @@ def stream_candidates(rows: int, shape: Shape) -> list[Stream]:
     """Tiles with as many buffers as an SM has room for. The first tile also with so few that two programs share an SM, and with
     one program for each tile or each equal part of a tile, if that leaves few SMs without a program."""
     found = []
-    for block_n, block_k, warps in STREAM_TILES[padded_rows(rows)]:
+    for block_n, block_k, warps in STREAM_TILES[min(max(8, 1 << (rows - 1).bit_length()), 256)]:
         tile = stream_candidate(rows, max(block_n, 32 * warps) if shape.swiglu else block_n, block_k, warps)
         found.append(tile)
         if len(found) == 1:
@@ -136,7 +143,8 @@ def stream_candidates(rows: int, shape: Shape) -> list[Stream]:
 
 
 def stream_candidate(rows: int, block_n: int, block_k: int, warps: int, shared: int = STREAM_BYTES) -> Stream:
-    return Stream(block_n, block_k, max(1, shared // Stream(block_n, block_k, 1).shared_bytes(rows)), warps)
+    one = Stream(block_n, block_k, 1, warps)
+    return replace(one, stages=max(1, shared // one.shared_bytes(rows)))
 
 
 def whole_programs(tiles: int) -> int:
@@ -177,11 +185,12 @@ class Problem:
 def measure(problem: Problem) -> tuple[dict[Config | None, float], list[str]]:
     """Seconds of a layer by each candidate, and by cuBLAS (None). Also a message for each candidate that failed or was wrong."""
     x, messages = problem.input(), []
-    times: dict[Config | None, float] = {None: seconds_per_layer(lambda w: problem.plain(x, w), problem.weights)}
+    weights = problem.weights[: max(2, CHAIN * MAX_ROWS // max(MAX_ROWS, problem.rows))]  # few if the outputs are large
+    times: dict[Config | None, float] = {None: seconds_per_layer(lambda w: problem.plain(x, w), weights)}
     for config in candidates(problem.rows, problem.shape):
         try:
             if is_right(problem, x, config):
-                times[config] = seconds_per_layer(lambda w, c=config: problem.ours(x, w, c), problem.weights)  # type: ignore[misc]
+                times[config] = seconds_per_layer(lambda w, c=config: problem.ours(x, w, c), weights)  # type: ignore[misc]
             else:
                 messages.append(f"{config} is wrong for {problem.key}")
         except Exception as error:  # for example too much shared memory
@@ -252,7 +261,13 @@ def kernel_key(problem: Problem, config: Config) -> tuple[Any, ...]:
     swiglu, even = problem.shape.swiglu, problem.shape.k % config.block_k == 0
     if isinstance(config, Stream):  # of integers, Triton compiles whether they are multiples of 16
         features = problem.shape.n // (2 if swiglu else 1)
-        return replace(config, programs=1), padded_rows(problem.rows), swiglu, features % 16 == 0, problem.shape.k % 16 == 0
+        return (
+            replace(config, programs=1),
+            config.tile_rows(problem.rows),
+            swiglu,
+            features % 16 == 0,
+            problem.shape.k % 16 == 0,
+        )
     if isinstance(config, Mma):
         return config, max(problem.rows, 16), swiglu, even
     return replace(config, prefetch=True), problem.rows, swiglu, even

@@ -1,6 +1,8 @@
 """The stream kernel: its source in a simulator of Gluon and on a GPU against fp64, seeded faults, resources, and its configs."""
 
 import random
+from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ from torch import Tensor
 
 from kernels import linear_config, linear_tuning
 from kernels.linear import counters, linear_with
-from kernels.linear_config import MAX_ROWS, SMS, STREAM_BYTES, Gemv, Stream, config, padded_rows
+from kernels.linear_config import MAX_ROWS, PROMPT_ROWS, SMS, STREAM_BYTES, Gemv, Stream, config
 from kernels.linear_tuning import ROWS, Shape, kernel_key, stream_candidates, whole_programs
 from tests.kernels.test_linear import swiglu_of, too_far
 from tests.support import gluon
@@ -25,14 +27,17 @@ Case = tuple[int, int, int, torch.dtype, bool, bool, Stream]
 
 
 def random_case(dice: random.Random) -> Case:
-    """Small tiles, so that there are many of them, programs with parts of a tile, with several tiles, and with nothing to wait for."""
+    """Small layers of many kinds: programs with part of a tile, with several tiles, and with several tiles of rows."""
     swiglu = dice.random() < 0.4
     warps = dice.choice([4, 4, 8])
     block_n = max(dice.choice([64, 128, 256]), 16 * warps * (1 + swiglu))
-    chosen = Stream(block_n, dice.choice([64, 128]), dice.randint(2, 4), warps, dice.randint(1, 9))
     n, k = dice.randint(1, 400), 8 * dice.randint(1, 60)
     n += n % 2 if swiglu else 0
-    rows = dice.choice([1, 2, 3, 4, 7, 8, 9, 16, 17, 40, 64, 65, 100, 256])
+    rows = dice.choice([1, 2, 3, 4, 7, 8, 9, 16, 17, 40, 64, 65, 100, 256, 300])
+    chosen = Stream(block_n, dice.choice([64, 128]), 2, warps, dice.randint(1, 9))
+    if not chosen.sharers(rows):  # fewer programs than tiles of rows
+        chosen = replace(chosen, programs=chosen.programs + 5)
+    chosen = replace(chosen, stages=min(dice.randint(2, 4), STREAM_BYTES * 2 // chosen.shared_bytes(rows)))
     return rows, n, k, dice.choice([torch.bfloat16, torch.float16]), swiglu, dice.random() < 0.5, chosen
 
 
@@ -49,10 +54,10 @@ def operands(case: Case, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor | 
 
 def simulated(module: Any, simulator: gluon.Simulator, case: Case) -> str | None:
     """What is wrong with a case: its result, that of a second run in another order, or the counters."""
-    _, n, _, _, swiglu, _, chosen = case
+    *_, swiglu, _, chosen = case
     x, weight, bias, exact, plain = operands(case)
     simulator.early = [weight]
-    counts = torch.zeros(n, dtype=torch.int32)
+    counts = torch.zeros(2 * chosen.programs, dtype=torch.int32)
     results = []
     for _ in range(2):
         with gluon.poisoned():
@@ -85,34 +90,35 @@ FAULTS = {
     "the first step of a tile frees a buffer twice": ("pred=step > first", "pred=True"),
     "wgmmas end late": ("warpgroup_mma_wait(PARTS", "warpgroup_mma_wait(2 * PARTS"),
     "too few bytes are expected": ("2 * weight.block_type.nbytes + X_BYTES", "weight.block_type.nbytes + X_BYTES"),
-    "the input is read early": (
-        "_load_weight(weight, ring, begin + nth, nth",
-        "_load_input(x, ring, begin + nth, nth, steps)  #",
+    "the input is read early": ("0, ahead, SWIGLU, True, False)", "0, ahead, SWIGLU, True, True)"),
+    "tiles of rows in one place": ("2 * (nth * row_tiles + row_tile)", "2 * nth"),
+    "counters of tiles of rows in one place": ("row_tile * 2 * sharers + shared", "shared"),
+    "the loader does not wait for the previous kernel": (
+        "    if PDL:\n        tl.extra.cuda.gdc_wait()\n    _load",
+        "    _load",
     ),
-    "the loader does not wait for the previous kernel": ("    if PDL:\n        tl.extra.cuda.gdc_wait()\n    for", "    for"),
     "the others do not wait for it": ("    if PDL:\n        tl.extra.cuda.gdc_wait()\n    nth", "    nth"),
-    "pieces of two tiles in one place": ("(_begin(program, total) < tile * steps).to(gl.int32)", "0"),
-    "the last program is not the last": ("== others", ">= others - 1"),
-    "a counter is not reset": ("gl.store(counters + tile, 0)", "pass"),
-    "a program too few": ("total) + 1):", "total)):"),
+    "pieces of two tiles in one place": ("(_begin(share, nth) < shared * steps).to(gl.int32)", "0"),
+    "the last program is not the last": ("== last - first", ">= last - first - 1"),
+    "a counter is not reset": ("gl.store(_counter(counters, share, shared), 0)", "pass"),
+    "a program too few": ("range(first, last + 1)", "range(first, last)"),
     "own sums first": ("sums = gl.zeros_like(sums)", "pass"),
-    "up is gate": ("weight.shape[0] // 2 + row // 2", "row // 2"),
+    "up is gate": ("weight.shape[0] // 2 + feature", "feature"),
     "stores beyond the tensor": ("(m < rows) & (feature < features)", "feature < features"),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_simulator_finds_faults(fault: str, seed: int) -> None:
-    """Each in a case with several tiles a program and several programs a tile: one without and one with SwiGLU."""
+    """Each in cases with several tiles a program and several programs a tile, without and with SwiGLU."""
     module, simulator = gluon.load("kernels.linear_stream", seed, FAULTS[fault])
-    for programs in (2, 7, 25):
-        for swiglu in (False, True):
-            case = (5, 900, 640, torch.float16, swiglu, True, Stream(128, 64, 2, 4, programs))
-            try:
-                if simulated(module, simulator, case):
-                    return
-            except gluon.Fault:
+    for (rows, programs), swiglu in product([(5, 2), (200, 14), (5, 7), (5, 25)], (False, True)):
+        case = (rows, 500, 448, torch.float16, swiglu, True, Stream(128, 64, 2, 4, programs))
+        try:
+            if simulated(module, simulator, case):
                 return
+        except gluon.Fault:
+            return
     pytest.fail(f"not found: {fault}")
 
 
@@ -121,15 +127,16 @@ def test_the_simulator_finds_faults(fault: str, seed: int) -> None:
 
 def test_candidates_fit_an_sm() -> None:
     """Every layer and number of rows has candidates. Buffers fit, and each warp multiplies other rows of the weight."""
-    for rows in ROWS:
-        for shape in SHAPES:
+    for rows in (*ROWS, *PROMPT_ROWS):
+        for shape in SHAPES if rows <= MAX_ROWS else [Shape(28672, 4096, True)]:
             found = stream_candidates(rows, shape)
-            assert found or (shape.swiglu and rows > 128), (rows, shape)
+            assert found, (rows, shape)
             for chosen in found:
-                buffers = 2 * chosen.block_k * (chosen.block_n + max(8, rows)) * chosen.stages
+                tile_rows = chosen.tile_rows(rows)
+                buffers = 2 * chosen.block_k * (chosen.block_n + tile_rows) * chosen.stages
                 assert buffers <= STREAM_BYTES and chosen.stages >= 2, (rows, chosen)
                 assert chosen.block_n >= 16 * chosen.warps * (1 + shape.swiglu)
-                assert chosen.block_n * max(8, rows) <= 128 * 32 * chosen.warps
+                assert chosen.block_n * tile_rows <= 128 * 32 * chosen.warps
                 assert 0.9 * SMS - 1 < chosen.programs <= SMS
                 assert chosen.registers(rows) * 32 * (chosen.warps + 4) <= 65536
 
@@ -145,10 +152,10 @@ def test_what_the_kernel_does_not_support() -> None:
     assert chosen.supports(8, 6144, 4096, False)
     assert not chosen.supports(8, 6144, 4096, True)  # 32 rows of the gate are fewer than four warps multiply
     assert not chosen.supports(16, 6144, 4096, False)  # too much shared memory
-    assert not chosen.supports(8, 64 * 20000, 4096, False)  # more tiles than counters
     assert not Stream(64, 128, 1).supports(8, 6144, 4096, False)  # a buffer is free when the next step has begun
-    assert not Stream(128, 64, 2, 8).supports(MAX_ROWS + 1, 6144, 4096, False)
-    assert not Stream(256, 64, 2, 8).supports(256, 6144, 4096, False)  # too many sums for the registers
+    assert Stream(256, 64, 2, 8, 5).supports(5 * 128, 6144, 4096, True)
+    assert not Stream(256, 64, 2, 8, 5).supports(5 * 128 + 1, 6144, 4096, True)  # fewer programs than tiles of rows
+    assert not Stream(64, 64, 2).supports(8, 1 << 20, 1 << 16, False)  # numbers of steps beyond 32 bits
 
 
 def test_it_is_only_chosen_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,14 +197,23 @@ def test_all_rows_on_a_gpu(n: int, k: int, dtype: torch.dtype, swiglu: bool, bia
     x, weight, bias, exact, plain = operands((MAX_ROWS, n, k, dtype, swiglu, biased, Stream(64, 64, 2)), "cuda")
     chosen = {}
     for rows in range(1, MAX_ROWS + 1):
-        size = padded_rows(rows)
-        if size not in chosen and (found := stream_candidates(size, Shape(n, k, swiglu))):
-            chosen[size] = random.choice(found)
-        if size in chosen:
-            with gluon.poisoned():
-                got = linear_with(x[:rows], weight, bias, chosen[size], swiglu)
-            assert too_far(got, exact[:rows], plain[:rows]) is None, (rows, chosen, seed)
+        size = max(8, 1 << (rows - 1).bit_length())
+        if size not in chosen:
+            chosen[size] = random.choice(stream_candidates(size, Shape(n, k, swiglu)))
+        with gluon.poisoned():
+            got = linear_with(x[:rows], weight, bias, chosen[size], swiglu)
+        assert too_far(got, exact[:rows], plain[:rows]) is None, (rows, chosen, seed)
     assert not counters(x.device).any()
+
+
+@GPU
+@pytest.mark.parametrize("rows", [257, 1000, 2048, 8000])
+def test_prompts_with_swiglu_on_a_gpu(rows: int, seed: int) -> None:
+    x, weight, _, exact, plain = operands((rows, 5000, 1032, torch.bfloat16, True, False, Stream(256, 64, 4, 8)), "cuda")
+    for chosen in stream_candidates(rows, Shape(5000, 1032, True)):
+        with gluon.poisoned():
+            got = linear_with(x, weight, None, chosen, True)
+        assert too_far(got, exact, plain) is None, (chosen, seed)
 
 
 @GPU

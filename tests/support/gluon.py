@@ -403,6 +403,7 @@ class Simulator:
             "cdiv": lambda a, b: (a + b - 1) // b,
             "minimum": lambda a, b: _block(torch.minimum(_block(a), _block(b))),
             "maximum": lambda a, b: _block(torch.maximum(_block(a), _block(b))),
+            "where": lambda condition, a, b: _block(torch.where(_block(condition), _block(a), _block(b))),
             "zeros": lambda shape, dtype, _layout: _block(torch.zeros(*shape, dtype=dtype)),
             "zeros_like": lambda x: _block(torch.zeros_like(x)),
             "arange": lambda start, end, _layout: _block(torch.arange(start, end)),

@@ -23,8 +23,8 @@ import torch
 
 from cli import Parser, run
 from errors import UserError
-from kernels.linear_config import CONFIGS, VERSION, Config, format_config, read_table
-from kernels.linear_tuning import CHAIN, ROWS, Problem, Shape, compile_kernels, measure, winner
+from kernels.linear_config import CONFIGS, MAX_ROWS, PROMPT_ROWS, VERSION, Config, format_config, read_table
+from kernels.linear_tuning import CHAIN, ROWS, Problem, Shape, compile_kernels, measure, row_counts, winner
 from scripts.lib.machine import machine
 
 POOL_BYTES = 1 << 30  # of weights; more if two layers of the largest shape need more
@@ -133,7 +133,8 @@ def bench(args: argparse.Namespace) -> None:
         raise UserError(f"--shapes {' '.join(args.shapes)} names no shape; known: {' '.join(known)}")
     largest = max(known[name].bytes for name in chosen)
     pool = torch.randn(max(POOL_BYTES, 2 * largest) // 2, device=device, dtype=torch.bfloat16).mul_(0.02)
-    tasks = [(name, problem(rows, known[name], pool)) for name in chosen for rows in args.rows]
+    counts = {name: set(row_counts(known[name], MAX_ROWS)) & set(args.rows) for name in chosen}
+    tasks = [(name, problem(rows, known[name], pool)) for name in chosen for rows in sorted(counts[name])]
     content: dict[str, Any] = {"machine": machine(), "gpu": torch.cuda.get_device_name(), "times": [], "configs": {}}
     with torch.inference_mode():
         compile_kernels([task for _, task in tasks], args.threads, start + COMPILING_SHARE * args.seconds)
@@ -201,7 +202,14 @@ def main() -> None:
         default=[],
         help="only shapes whose name contains one of these words, such as llama-70b-tp4 or down",
     )
-    parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS), choices=ROWS, help="input rows (default: all)")
+    parser.add_argument(
+        "--rows",
+        type=int,
+        nargs="+",
+        default=[*ROWS, *PROMPT_ROWS],
+        choices=[*ROWS, *PROMPT_ROWS],
+        help="input rows (default: all)",
+    )
     parser.add_argument("--seconds", type=float, default=55, help="start no further case after this many seconds (default: 55)")
     parser.add_argument("--threads", type=int, default=16, help="threads that compile (default: 16)")
     parser.add_argument(
