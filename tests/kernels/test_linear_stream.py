@@ -1,8 +1,10 @@
 """The stream kernel: its source in a simulator of Gluon and on a GPU against fp64, seeded faults, resources, and its configs."""
 
+import importlib
 import random
 from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -178,6 +180,29 @@ def test_kernels_that_are_compiled_once() -> None:
     shape, chosen = Shape(6144, 4096), Stream(64, 128, 12)
     keys = {kernel_key(linear_tuning.Problem(rows, shape, []), chosen) for rows in (1, 2, 4, 8)}
     assert len(keys) == 1
+
+
+@pytest.mark.parametrize(("rows", "swiglu", "chosen"), [(1, False, Stream(64, 128, 12)), (100, True, Stream(256, 64, 4, 8))])
+def test_it_compiles_for_hopper_and_fits_an_sm(
+    rows: int, swiglu: bool, chosen: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With Triton's compiler, for Hopper. The buffers and what else Triton needs take at most 227 KB."""
+    triton = pytest.importorskip("triton")
+    target = SimpleNamespace(
+        get_current_target=lambda: triton.backends.compiler.GPUTarget("cuda", 90, 32),
+        get_current_device=lambda: 0,
+        get_current_stream=lambda _device: 0,
+    )
+    stream = importlib.import_module("kernels.linear_stream")
+    compiled, run = [], stream._stream.run
+    monkeypatch.setattr(triton.runtime.driver, "_active", target)
+    monkeypatch.setattr(stream._stream, "run", lambda *a, **options: compiled.append(run(*a, **options | {"warmup": True})))
+    monkeypatch.setattr(stream, "pdl_options", lambda _device: {"PDL": True, "launch_pdl": True})
+    x, weight = torch.empty(rows, 1032, dtype=torch.bfloat16), torch.empty(1024, 1032, dtype=torch.bfloat16)
+    out = torch.empty(rows, 512 if swiglu else 1024, dtype=torch.bfloat16)
+    stream.stream(x, weight, None, out, torch.empty(0, dtype=torch.int32), chosen, swiglu)
+    assert chosen.shared_bytes(rows) <= compiled[0].metadata.shared <= 227 << 10
+    assert "wgmma.mma_async" in compiled[0].asm["ptx"]
 
 
 # --- GPU ----------------------------------------------------------------------------------------------------------------------
