@@ -56,6 +56,7 @@ class PagedContext(AttentionContext):
         `starts` is None, else at least the rows of the longest span."""
         self.cache, self.positions, self.cache_rows = cache, positions, cache_rows
         self.tables, self.lengths, self.starts, self.bound = tables, lengths, starts, bound
+        self._schedules: dict[int, Tensor] = {}  # of prefill, the same for all layers
         self._on_cpu = None if on_gpu(positions) else _Spans(self)
 
     def attend(self, heads: Heads, qkv: Tensor, frequencies: Tensor) -> Tensor:
@@ -67,7 +68,8 @@ class PagedContext(AttentionContext):
         if self.starts is None:
             out = paged_decode(q, keys, values, self.tables, self.lengths, heads.window, self.bound)
         else:
-            out = paged_prefill(q, keys, values, self.tables, self.starts, self.lengths, heads.window, self.bound)
+            spans = self.starts, self.lengths, heads.window, self.bound
+            out = paged_prefill(q, keys, values, self.tables, *spans, self._schedules)
         return out.flatten(1)[None]
 
     def _store(self, heads: Heads, qkv: Tensor, frequencies: Tensor, keys: Tensor, values: Tensor) -> Tensor:

@@ -8,6 +8,8 @@ The functions ending in `_reference` define the results. The Triton kernels comp
 and sum (FlashAttention, Dao et al., arXiv:2205.14135). The G query heads that share a key-value head are the rows of one
 matrix, so that keys and values are read once for all of them.
 
+On Hopper, prefill has a kernel of its own for common shapes (`kernels/prefill_attention_hopper.py`).
+
 Decode splits a sequence over several programs, so that small batches use all SMs (flash-decoding, Dao et al. 2023). Split s of
 S has every S-th tile of keys from tile s on: its first tile does not depend on the length, so the lookup in the block table
 need not wait for the length. A second kernel combines the splits in a fixed order, so the bits are the same each time.
@@ -15,6 +17,7 @@ need not wait for the length. A second kernel combines the splits in a fixed ord
 
 import math
 from functools import lru_cache
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +25,7 @@ from torch import Tensor
 
 from kernels.dispatch import on_gpu, pdl_options
 from kernels.optional_triton import tl, triton
+from kernels.prefill_schedule import prefill_schedule
 
 
 class DecodeConfig(NamedTuple):
@@ -103,13 +107,15 @@ def paged_prefill(
     lengths: Tensor,
     window: int | None,
     max_span: int,
+    schedules: dict[int, Tensor] | None = None,
 ) -> Tensor:
     """Causal attention of S consecutive spans of queries in q, one of each sequence.
 
     q (T, H, D); keys and values (N, P, K, D), P a power of two; tables (S, W) int32; starts (S + 1,) int32: span s is rows
     starts[s] … starts[s + 1] - 1 and may be empty; rows from starts[S] on are padding, whose output is zero; lengths (S,)
     int32: tokens of the sequence up to and with the span's last row. Returns (T, H, D) in q's dtype. max_span: an upper bound
-    of the rows of a span. The kernel raises ValueError as `_shape`."""
+    of the rows of a span. schedules: an empty dict that the caller keeps for calls with the same starts, lengths and T, which then
+    share what it gets. The kernel raises ValueError as `_shape`."""
     if not on_gpu(q):
         return paged_prefill_reference(q, keys, values, tables, starts, lengths, window, max_span)
     (rows, _, head_dim), spans = q.shape, len(lengths)
@@ -117,11 +123,19 @@ def paged_prefill(
     if not out.numel():
         return out
     shape = _shape(q, keys, values)
+    scale = math.log2(math.e) / math.sqrt(head_dim)
+    if specialized(q, keys, window):
+        hopper = import_module("kernels.prefill_attention_hopper")  # Triton may lack Gluon elsewhere
+        tokens, schedules = hopper.tokens_of_tile(shape["G"]), {} if schedules is None else schedules
+        if tokens not in schedules:
+            schedules[tokens] = prefill_schedule(starts, lengths, rows, tokens)
+        hopper.prefill(q.contiguous(), keys, values, tables, schedules[tokens], out, scale, sm_count(q.device))
+        return out
     launch = prefill_launch(q.dtype, shape["G"], head_dim, min(max_span, rows))
     tiles = rows // launch["TOKENS"] + spans + 1  # each span, and the padding, may end with a partial tile
     _paged_prefill[(shape["K"], tiles)](
         q.contiguous(), keys, values, tables, starts, lengths, out, rows, spans, tables.stride(0), tables.shape[1],
-        window or NO_WINDOW, math.log2(math.e) / math.sqrt(head_dim), SPANS=triton.next_power_of_2(spans + 1),
+        window or NO_WINDOW, scale, SPANS=triton.next_power_of_2(spans + 1),
         WINDOWED=window is not None, **shape, **launch, **pdl_options(q.device),
     )  # fmt: skip
     return out
@@ -146,6 +160,7 @@ def paged_prefill_reference(
     lengths: Tensor,
     window: int | None,
     max_span: int,
+    schedules: dict[int, Tensor] | None = None,
 ) -> Tensor:
     out = torch.zeros_like(q)
     bounds = starts.tolist()
@@ -377,6 +392,14 @@ def _shape(q: Tensor, keys: Tensor, values: Tensor) -> dict[str, int]:
     if q.dtype != keys.dtype or q.dtype != values.dtype:
         raise ValueError(f"queries of {q.dtype} cannot attend to a cache of {keys.dtype} and {values.dtype}")
     return {"K": n_kv_heads, "G": q.shape[1] // n_kv_heads, "D": head_dim, "P": block_size}
+
+
+def specialized(q: Tensor, keys: Tensor, window: int | None) -> bool:
+    """Whether prefill uses the kernel for Hopper: 16 bits, its head dimensions, no window, blocks of at least 8 tokens (rows of
+    TMA's pattern in shared memory), rows of the cache that TMA can count."""
+    supported = q.dtype in (torch.bfloat16, torch.float16) and q.shape[2] in (64, 128, 256) and window is None
+    fits = keys.shape[1] >= 8 and keys.shape[0] * keys.shape[1] <= 1 << 30
+    return supported and fits and q.is_cuda and torch.cuda.get_device_capability(q.device)[0] == 9
 
 
 def _precision(dtype: torch.dtype) -> str:

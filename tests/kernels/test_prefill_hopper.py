@@ -1,0 +1,172 @@
+"""The prefill kernel for Hopper: its source on a simulator and the kernel on a GPU, against fp64 and PyTorch; its schedule."""
+
+import math
+import random
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import prefill_schedule as schedules
+from kernels.paged_attention import paged_prefill, specialized
+from kernels.prefill_schedule import prefill_schedule, prefill_schedule_reference
+from tests.kernels.test_attention import Pages, Shape, prefill_faults
+from tests.support.gluon_attention import Fault, load
+from tests.support.kernels import kernels_always
+from tests.support.ranks import Ranks
+
+SHAPES = [
+    Shape(16, 2, 128, 16, None),
+    Shape(7, 1, 64, 8, None),
+    Shape(6, 3, 64, 32, None),
+    Shape(2, 1, 256, 64, None),
+    Shape(4, 4, 128, 256, None),
+    Shape(16, 1, 64, 16, None),
+]
+
+
+def simulated(seed: int, replace: tuple[str, str] = ("", "")) -> Callable[..., Tensor]:
+    """`paged_prefill` with the kernel on the simulator, its source changed by `replace`."""
+    module = load("kernels.prefill_attention_hopper", seed, replace)
+
+    def prefill(q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, starts: Tensor, lengths: Tensor, *_: Any) -> Tensor:
+        out = torch.full_like(q, torch.nan)
+        schedule = prefill_schedule_reference(starts, lengths, len(q), module.tokens_of_tile(q.shape[1] // keys.shape[2]))
+        scale = math.log2(math.e) / math.sqrt(q.shape[2])
+        module.prefill(q, keys, values, tables, schedule, out, scale, random.randint(1, 4))
+        return out
+
+    return prefill
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_on_a_simulator(shape: Shape, seed: int) -> None:
+    dtype = random.choice([torch.bfloat16, torch.float16])
+    assert prefill_faults(simulated(seed), shape, 160, "cpu", dtype) == []
+
+
+# a text of the kernel's source, and another one with which it is wrong
+SEEDED = {
+    "keys are released before they are multiplied": ("scores = warpgroup_mma_wait(1, (scores,))\n    mbarrier.arrive(k_free.index(slot))\n", "mbarrier.arrive(k_free.index(slot))\n    scores = warpgroup_mma_wait(1, (scores,))\n"),
+    "values are released before they are multiplied": ("acc = warpgroup_mma_wait(0, (acc,))\n    mbarrier.arrive(v_free.index(last))\n", "mbarrier.arrive(v_free.index(last))\n    acc = warpgroup_mma_wait(0, (acc,))\n"),
+    "one consumer releases keys": ("k_full, k_free = _barriers(STAGES, 1), _barriers(STAGES, 2)", "k_full, k_free = _barriers(STAGES, 1), _barriers(STAGES, 1)"),
+    "scores do not wait for keys": ("    mbarrier.wait(k_full.index(slot), step // STAGES & 1)\n    scores", "    scores"),
+    "the phase of a second round": ("(step // STAGES & 1) ^ 1)\n            _load_step(keys", "1)\n            _load_step(keys"),
+    "values beyond the end are not cleared": ("if (used < BLOCK_N) & (used % LOADED != 0):", "if used < 0:"),
+    "cleared values are not fenced": ("                fence_async_shared()\n                mbarrier.arrive(full", "                mbarrier.arrive(full"),
+    "results are not fenced": ("                fence_async_shared()\n                mbarrier.arrive(q_free", "                mbarrier.arrive(q_free"),
+    "queries see one key too few": ("key[None, :] <= position", "key[None, :] < position"),
+    "a step too few is masked": ("(first_position + 1) // BLOCK_N", "(first_position + BLOCK_N) // BLOCK_N"),
+    "sums are not rescaled": ("acc = acc * gl.convert_layout(factor", "acc = acc + 0 * gl.convert_layout(factor"),
+    "a consumer without tokens takes no keys": ("step = _skip_tile(", "step += 0 * _skip_tile("),
+    "the wrong key-value head": ("column = group * PACK // G * D\n        for i in range(steps)", "column = 0\n        for i in range(steps)"),
+    "the previous kernel": ("    tl.extra.cuda.gdc_wait()\n", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", SEEDED)
+def test_the_simulator_finds(fault: str, seed: int) -> None:
+    """Two key-value heads, sequences of several steps, some of which end within a block."""
+    shape, starts, lengths = Shape(8, 4, 64, 32, None), [0, 200, 201, 270], [200, 650, 333]
+    pages, broken = Pages.of(shape, lengths, "cpu", torch.bfloat16), simulated(seed, SEEDED[fault])
+    q = torch.randn(starts[-1], shape.n_heads, shape.head_dim).bfloat16()
+    arguments = q, pages.keys, pages.values, pages.tables, torch.tensor(starts).int(), torch.tensor(lengths).int(), None, 200
+    expected = paged_prefill(*arguments)
+    try:
+        wrong = any(not torch.allclose(broken(*arguments), expected, atol=2e-2, rtol=2e-2) for _ in range(3))
+    except Fault:
+        wrong = True
+    assert wrong
+
+
+# --- the schedule -------------------------------------------------------------------------------------------------------------
+
+
+def schedule_faults(seed: int, device: str) -> list[str]:
+    random.seed(seed)
+    found = []
+    for _ in range(3):
+        counts = random.choices([0, 1, random.randint(1, 300), 40], k=random.randint(1, 20))
+        lengths = torch.tensor([n + random.choice([0, 16, random.randrange(400)]) for n in counts], dtype=torch.int32)
+        starts = torch.tensor([0, *counts]).cumsum(0).int()
+        arguments = sum(counts) + random.choice([0, 70]), random.choice([2, 16, 128])
+        expected = prefill_schedule_reference(starts, lengths, *arguments)
+        with kernels_always(schedules):
+            got = prefill_schedule(starts.to(device), lengths.to(device), *arguments).cpu()
+        tiles = int(expected[0, 0])
+        same = int(got[0, 0]) == tiles and torch.equal(got[1 : tiles + 1, :5], expected[1 : tiles + 1, :5])
+        found += [] if same else [f"{counts}, {lengths.tolist()}, {arguments}: {got[: tiles + 1, :5]}, not {expected[:, :5]}"]
+    return found
+
+
+def test_the_schedule_in_the_interpreter(interpreters: Ranks, seed: int) -> None:
+    assert interpreters.call(schedule_faults, seed, "cpu") == []
+
+
+def test_the_schedule_has_each_row_once_and_the_longest_tiles_first(seed: int) -> None:
+    counts = random.choices(range(50), k=9)
+    lengths = torch.tensor([n + random.randrange(100) for n in counts])
+    starts, rows = torch.tensor([0, *counts]).cumsum(0), sum(counts) + 5
+    table = prefill_schedule_reference(starts, lengths, rows, 8)
+    tiles = table[1 : 1 + int(table[0, 0])].tolist()
+    assert sorted(row for first, count, *_ in tiles for row in range(first, first + count)) == list(range(rows))
+    work = [min(position + count, length) for _, count, position, length, *_ in tiles]
+    assert work == sorted(work, reverse=True)
+    for first, count, position, length, span, *_ in tiles:
+        if length:
+            assert position == lengths[span] - (starts[span + 1] - first)
+            assert length == lengths[span] and first + count <= starts[span + 1]
+
+
+# --- on a GPU -----------------------------------------------------------------------------------------------------------------
+
+needs_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
+)
+
+
+@needs_hopper
+def test_the_schedule_on_a_gpu(seed: int) -> None:
+    assert schedule_faults(seed, "cuda") == []
+
+
+def poisoned_prefill(q: Tensor, keys: Tensor, *rest: Any) -> Tensor:
+    """`paged_prefill` in memory that held NaN."""
+    assert specialized(q, keys, None)
+    torch.full_like(q, torch.nan)  # freed at once, so that the result's memory is most likely the same
+    with torch.no_grad():
+        return paged_prefill(q, keys, *rest)
+
+
+@needs_hopper
+def test_on_a_gpu(seed: int) -> None:
+    found = []
+    for dtype, shape, longest in product([torch.bfloat16, torch.float16], SHAPES, [160, 3000]):
+        found += prefill_faults(poisoned_prefill, shape, longest, "cuda", dtype)
+    assert found == []
+
+
+@needs_hopper
+def test_a_captured_prefill_on_a_gpu_follows_its_spans_and_repeats_its_bits(seed: int) -> None:
+    shape, rows = SHAPES[0], 1500
+    pages = Pages.of(shape, [2000] * 5, "cuda", torch.bfloat16)
+    q = torch.randn(rows, shape.n_heads, shape.head_dim, device="cuda", dtype=torch.bfloat16)
+    starts, lengths = torch.zeros(6, dtype=torch.int32, device="cuda"), torch.zeros(5, dtype=torch.int32, device="cuda")
+    arguments = q, pages.keys, pages.values, pages.tables, starts, lengths, None, rows
+    with torch.no_grad():
+        paged_prefill(*arguments)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = paged_prefill(*arguments)
+        for _ in range(10):
+            counts = torch.randint(0, rows // 5, (5,))
+            starts[1:] = counts.cumsum(0).int()
+            lengths.copy_(torch.where(counts > 0, counts + torch.randint(0, 2000 - rows // 5, (5,)), 0))
+            expected = paged_prefill(*arguments)
+            for _ in range(20):
+                captured.fill_(torch.nan)
+                graph.replay()
+                assert torch.equal(captured, expected), (starts, lengths)
