@@ -35,12 +35,12 @@ class DecodeConfig(NamedTuple):
     warps: int
     stages: int  # of the pipeline: stages - 1 tiles are loaded ahead
     programs: int  # on an SM, at most: as many as run at the same time
-    max_splits: int  # of a sequence; with more, combining them would take too long
+    max_splits: int  # of a sequence; combining more takes longer than reading a sequence faster saves
 
 
 # (largest number of pairs of a sequence and a key-value head, config): the first that is large enough is used
 DECODE_CONFIGS: tuple[tuple[float, DecodeConfig], ...] = (
-    (16, DecodeConfig(block_n=64, warps=4, stages=3, programs=3, max_splits=64)),
+    (16, DecodeConfig(block_n=64, warps=4, stages=3, programs=3, max_splits=256)),
     (math.inf, DecodeConfig(block_n=64, warps=4, stages=3, programs=3, max_splits=32)),
 )
 
@@ -61,6 +61,7 @@ PREFILL_CONFIGS: tuple[tuple[float, PrefillConfig], ...] = (
     (math.inf, PrefillConfig(block_m=128, block_n=64, warps=8, stages=3)),
 )
 COMBINED_VALUES = 1024  # fp32 values of a warp that combines splits: 32 for each thread
+COMBINED_FEATURES = 32  # at least, of a program that combines splits: a line of the cache
 NO_WINDOW = 2**30
 
 
@@ -91,9 +92,10 @@ def paged_decode(
         **shape, **launch,
     )  # fmt: skip
     if splits > 1:
-        _combine_splits[(batch * n_heads,)](
+        combine = combine_launch(splits, head_dim)
+        _combine_splits[(batch * n_heads, triton.cdiv(head_dim, combine["BLOCK_D"]))](
             partials, weights, lengths, out, splits, window or NO_WINDOW, K=shape["K"], G=shape["G"], D=head_dim,
-            BLOCK_N=launch["BLOCK_N"], **combine_launch(splits, head_dim), **pdl_options(device),
+            BLOCK_N=launch["BLOCK_N"], **combine, **pdl_options(device),
         )  # fmt: skip
     return out
 
@@ -294,11 +296,11 @@ def _combine_splits(
     BLOCK_S: tl.constexpr,  # `splits`, rounded up to a power of two
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Combine the splits of `_paged_decode` for one query head. The result is zero for a sequence without tokens.
+    """Combine the splits of `_paged_decode` for BLOCK_D features of a query head. The result is zero for a sequence without tokens.
 
     Loads bypass L1, because each value is read once."""
     pair, head = tl.program_id(0) // G, tl.program_id(0) % G
-    split, feature = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
+    split, feature = tl.arange(0, BLOCK_S), tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     slot = (pair.to(tl.int64) * splits + split) * G + head
     tokens = tl.minimum(tl.load(lengths + pair // K, cache_modifier=".cg"), window)  # written before `_paged_decode` began
     used = (split < splits) & (split * BLOCK_N < tokens)
@@ -436,7 +438,9 @@ def decode_launch(dtype: torch.dtype, group: int, head_dim: int, pairs: int) -> 
 
 
 def combine_launch(splits: int, head_dim: int) -> dict[str, Any]:
+    """A program of 8 warps takes all features of a head, or fewer if there are many splits: then more SMs combine them."""
     block_s, block_d = triton.next_power_of_2(splits), max(triton.next_power_of_2(head_dim), 16)
+    block_d = min(block_d, max(8 * COMBINED_VALUES // block_s, COMBINED_FEATURES))
     return {"BLOCK_S": block_s, "BLOCK_D": block_d, "num_warps": min(max(block_s * block_d // COMBINED_VALUES, 1), 8)}
 
 

@@ -136,21 +136,22 @@ def faults(seed: int, device: str, cases: list[tuple[torch.dtype, Shape]], longe
     """The cases in which the error of the Triton kernels is too large."""
     torch.manual_seed(seed)
     random.seed(seed)
-    found, usual = [], paged_attention.DECODE_CONFIGS
+    found, usual, usual_values = [], paged_attention.DECODE_CONFIGS, paged_attention.COMBINED_VALUES
     with kernels_always(paged_attention):
         for dtype, shape in cases:
             paged_attention.DECODE_CONFIGS = random.choice([usual, ((math.inf, some_config(paged_attention.DecodeConfig)),)])
+            paged_attention.COMBINED_VALUES = random.choice([usual_values, 16])  # or few features of a head in a program
             faults = decode_faults(paged_attention.paged_decode, shape, longest, device, dtype)
             found += [f"{fault}, {paged_attention.DECODE_CONFIGS}" for fault in faults]
             found += prefill_faults(paged_attention.paged_prefill, shape, longest // 2, device, dtype)
-    paged_attention.DECODE_CONFIGS = usual
+    paged_attention.DECODE_CONFIGS, paged_attention.COMBINED_VALUES = usual, usual_values
     return found
 
 
 def some_config(of: Callable[..., Any]) -> Any:
     """A random config: decode must be right with every config, not only with the default ones."""
     warps, stages, programs = random.choice([4, 8]), random.choice([2, 3]), random.choice([1, 3])
-    return of(random.choice([16, 32, 64]), warps, stages, programs, max_splits=random.choice([1, 2, 7, 64]))
+    return of(random.choice([16, 32, 64]), warps, stages, programs, max_splits=random.choice([1, 2, 7, 64, 300]))
 
 
 def test_kernels_in_the_interpreter(interpreters: Ranks, seed: int) -> None:
