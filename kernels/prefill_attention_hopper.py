@@ -382,7 +382,7 @@ def _prefill(
             ),
         ],
         [4, 1, 1],
-        [240, 24, 24],
+        [232, 40, 40],
     )  # fmt: skip
     tl.extra.cuda.gdc_launch_dependents()
 

@@ -192,6 +192,7 @@ def decode_case(ranks: int, batch: int, length: int, bound: int) -> Case:
 
 def decode_cases(ranks: int) -> Iterator[Case]:
     shapes = [(b, length, length) for b in BATCHES for length in LENGTHS] + [(1, 1024, 8192), (64, 1024, 8192)]
+    shapes += [(b, length, length) for b, length in ((1, 32768), (32, 32768), (1, 131072))]
     return (decode_case(ranks, *shape) for shape in shapes)
 
 
@@ -320,9 +321,12 @@ def tried(table: str, configs: Sequence[Any], cases: Iterable[Case]) -> Iterator
 
 
 def trials(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    from kernels import paged_attention
+
     decode = (decode_case(n, batch, length, length) for n in args.ranks for batch, length in TRIED)
     prefill = (case for n in args.ranks for case in prefill_cases(n))
     yield from tried("DECODE_CONFIGS", args.decode_configs, decode if args.decode_configs else ())
+    paged_attention.specialized = lambda *_: False  # Hopper's own prefill kernel has no such configurations
     yield from tried("PREFILL_CONFIGS", args.prefill_configs, prefill if args.prefill_configs else ())
 
 
