@@ -34,7 +34,6 @@ REGISTERS = 168  # of a thread at launch, when 12 warps share an SM's equally; t
 CONFIGS = {64: (128, 4, 2), 128: (128, 2, 2), 256: (64, 2, 1)}
 _PANEL = gl.constexpr(PANEL)
 _FIELDS = gl.constexpr(FIELDS)
-_ROWS = gl.constexpr(ROWS)
 _HALF = gl.constexpr(ROWS // CONSUMERS)
 
 
@@ -42,27 +41,20 @@ _HALF = gl.constexpr(ROWS // CONSUMERS)
 
 
 @gluon.jit
-def _rounds(schedule, GROUPS: gl.constexpr):
-    """(number of tiles of all groups of heads, rounds in which this program may have one)."""
-    tiles = gl.load(schedule) * GROUPS
-    return tiles, gl.cdiv(tiles, gl.num_programs(0))
-
-
-@gluon.jit
-def _tile(schedule, nth, tiles, GROUPS: gl.constexpr):
-    """This program's tile of round `nth`: (first row, tokens, position, length, span, group of heads). Tokens is 0 for none.
+def _tile(schedule, nth, most, GROUPS: gl.constexpr):
+    """This program's tile of round `nth`: (first row, tokens, position, length, span, group of heads). Tokens is 0 for none, and in
+    all later rounds. most: of the tiles in the schedule, times GROUPS.
 
     Every other round the programs take tiles in the reverse order, so that the work of each is about the same."""
     programs = gl.num_programs(0)
     place = gl.program_id(0) if nth % 2 == 0 else programs - 1 - gl.program_id(0)
     tile = nth * programs + place
-    exists = tile < tiles
-    entry = schedule + (1 + tile // GROUPS) * _FIELDS
-    row = gl.load(entry, mask=exists, other=0)
-    tokens = gl.load(entry + 1, mask=exists, other=0)
-    position = gl.load(entry + 2, mask=exists, other=0)
-    length = gl.load(entry + 3, mask=exists, other=0)
-    span = gl.load(entry + 4, mask=exists, other=0)
+    entry = schedule + tile // GROUPS * _FIELDS
+    row = gl.load(entry, mask=tile < most, other=0)
+    tokens = gl.load(entry + 1, mask=tile < most, other=0)
+    position = gl.load(entry + 2, mask=tile < most, other=0)
+    length = gl.load(entry + 3, mask=tile < most, other=0)
+    span = gl.load(entry + 4, mask=tile < most, other=0)
     return row, tokens, position, length, span, tile % GROUPS
 
 
@@ -127,17 +119,17 @@ def _clear(ring, slot, begin, end, BLOCK_N: gl.constexpr, D: gl.constexpr):
 
 
 @gluon.jit
-def _load_keys(q, keys, tables, schedule, queries, ring, barriers, table_stride,
+def _load_keys(q, keys, tables, schedule, most, queries, ring, barriers, table_stride,
     G: gl.constexpr, PACK: gl.constexpr, GROUPS: gl.constexpr, D: gl.constexpr, P: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr,
 ):  # fmt: skip
     """Queries and keys of all tiles of this program."""
     q_full, q_free, full, free = barriers
-    tiles, rounds = _rounds(schedule, GROUPS)
     step = 0
     loaded = 0  # tiles
-    for nth in range(rounds):
-        row, tokens, position, length, span, group = _tile(schedule, nth, tiles, GROUPS)
+    nth = 0
+    row, tokens, position, length, span, group = _tile(schedule, nth, most, GROUPS)
+    while tokens > 0:
         steps = _steps(tokens, position, length, BLOCK_N)
         if steps > 0:
             _load_queries(q, queries, q_full, q_free, loaded, row, group * PACK, BUFFERS)
@@ -150,21 +142,23 @@ def _load_keys(q, keys, tables, schedule, queries, ring, barriers, table_stride,
             mbarrier.wait(free.index(slot), (step // STAGES & 1) ^ 1)
             _load_step(keys, ring, full.index(slot), slot, rows, column, BLOCK_N, D)
             step += 1
+        nth += 1
+        row, tokens, position, length, span, group = _tile(schedule, nth, most, GROUPS)
 
 
 @gluon.jit
-def _load_values(values, tables, schedule, ring, barriers, table_stride,
+def _load_values(values, tables, schedule, most, ring, barriers, table_stride,
     G: gl.constexpr, PACK: gl.constexpr, GROUPS: gl.constexpr, D: gl.constexpr, P: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Values of all tiles of this program. A step in whose last block the sequence ends is full when it has been cleared."""
     full, free, landed = barriers
     LOADED: gl.constexpr = values.block_type.shape[0]
-    tiles, rounds = _rounds(schedule, GROUPS)
     step = 0
     cleared = 0  # steps
-    for nth in range(rounds):
-        _row, tokens, position, length, span, group = _tile(schedule, nth, tiles, GROUPS)
+    nth = 0
+    _row, tokens, position, length, span, group = _tile(schedule, nth, most, GROUPS)
+    while tokens > 0:
         table = tables + span.to(gl.int64) * table_stride
         column = group * PACK // G * D
         for i in range(_steps(tokens, position, length, BLOCK_N)):
@@ -182,6 +176,8 @@ def _load_values(values, tables, schedule, ring, barriers, table_stride,
             else:
                 _load_step(values, ring, full.index(slot), slot, rows, column, BLOCK_N, D)
             step += 1
+        nth += 1
+        _row, tokens, position, length, span, group = _tile(schedule, nth, most, GROUPS)
 
 
 # --- computing ----------------------------------------------------------------------------------------------------------------
@@ -284,7 +280,7 @@ def _skip_tile(barriers, step, steps, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _consume(out, schedule, queries, k_ring, v_ring, q_full, q_free, barriers, scale,
+def _consume(out, schedule, most, queries, k_ring, v_ring, q_full, q_free, barriers, scale,
     CONSUMER: gl.constexpr, H: gl.constexpr, PACK: gl.constexpr, BUFFERS: gl.constexpr,
 ):  # fmt: skip
     """This consumer's rows of all tiles of this program."""
@@ -294,13 +290,13 @@ def _consume(out, schedule, queries, k_ring, v_ring, q_full, q_free, barriers, s
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     STORED: gl.constexpr = gl.BlockedLayout([D // 16, 8], [256 // D, D // 8], [4, 1], [1, 0])  # a thread has 16 bytes of a row
     FIRST: gl.constexpr = CONSUMER * (_HALF // PACK)  # token
-    tiles, rounds = _rounds(schedule, H // PACK)
     step = 0
     attended = 0  # tiles
-    next_tile = _tile(schedule, 0, tiles, H // PACK)
-    for nth in range(rounds):
-        row, tokens, first_position, length, _span, group = next_tile
-        next_tile = _tile(schedule, nth + 1, tiles, H // PACK)  # loaded during this tile
+    nth = 0
+    row, tokens, first_position, length, _span, group = _tile(schedule, nth, most, H // PACK)
+    while tokens > 0:
+        nth += 1
+        next_tile = _tile(schedule, nth, most, H // PACK)  # loaded during this tile
         steps = _steps(tokens, first_position, length, BLOCK_N)
         buffer = attended % BUFFERS
         if tokens > FIRST:
@@ -325,6 +321,7 @@ def _consume(out, schedule, queries, k_ring, v_ring, q_full, q_free, barriers, s
             mbarrier.arrive(q_free.index(buffer))
             step = _skip_tile(barriers, step, steps, STAGES)
             attended += 1
+        row, tokens, first_position, length, _span, group = next_tile
 
 
 @gluon.jit
@@ -335,11 +332,12 @@ def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     return barriers
 
 
-@gluon.jit(do_not_specialize=["table_stride"])
+@gluon.jit(do_not_specialize=["most", "table_stride"])
 def _prefill(
     q,  # descriptor of (T, H, D)
     keys, values,  # descriptors of (N * P, K * D)
     tables, schedule, out,
+    most,  # tiles in the schedule, times GROUPS
     table_stride,
     scale,  # log2(e) / sqrt(D): the exponentials are powers of two
     H: gl.constexpr,
@@ -369,16 +367,16 @@ def _prefill(
     value_barriers = (v_full, v_free, landed)
     gl.warp_specialize(
         [
-            (_consume, (out, schedule, queries, k_ring, v_ring, q_full, q_free, consumed, scale, 0, H, PACK, BUFFERS)),
-            (_consume, (out, schedule, queries, k_ring, v_ring, q_full, q_free, consumed, scale, 1, H, PACK, BUFFERS)),
+            (_consume, (out, schedule, most, queries, k_ring, v_ring, q_full, q_free, consumed, scale, 0, H, PACK, BUFFERS)),
+            (_consume, (out, schedule, most, queries, k_ring, v_ring, q_full, q_free, consumed, scale, 1, H, PACK, BUFFERS)),
             (
                 _load_keys,
-                (q, keys, tables, schedule, query_parts, key_parts, key_barriers, table_stride, G, PACK, GROUPS, D, P, BLOCK_N,
+                (q, keys, tables, schedule, most, query_parts, key_parts, key_barriers, table_stride, G, PACK, GROUPS, D, P, BLOCK_N,
                  STAGES, BUFFERS),
             ),
             (
                 _load_values,
-                (values, tables, schedule, value_parts, value_barriers, table_stride, G, PACK, GROUPS, D, P, BLOCK_N, STAGES),
+                (values, tables, schedule, most, value_parts, value_barriers, table_stride, G, PACK, GROUPS, D, P, BLOCK_N, STAGES),
             ),
         ],
         [4, 1, 1],
@@ -410,9 +408,9 @@ def prefill(
     group = n_heads // n_kv_heads
     pack = packed_heads(group)
     caches = [_descriptor(x, (n_blocks * size, n_kv_heads * head_dim), (min(size, block_n), PANEL)) for x in (keys, values)]
-    tiles = (len(schedule) - 1) * (n_heads // pack)
-    _prefill[(min(sms, tiles),)](
-        _descriptor(q, (rows, n_heads, head_dim), (ROWS // CONSUMERS // pack, pack, PANEL)), *caches, tables, schedule, out,
+    most = len(schedule) * (n_heads // pack)
+    _prefill[(min(sms, most),)](
+        _descriptor(q, (rows, n_heads, head_dim), (ROWS // CONSUMERS // pack, pack, PANEL)), *caches, tables, schedule, out, most,
         tables.stride(0), scale, H=n_heads, G=group, PACK=pack, D=head_dim, P=size, BLOCK_N=block_n, STAGES=stages, BUFFERS=buffers,
         num_warps=4, maxnreg=REGISTERS, launch_pdl=True,
     )  # fmt: skip

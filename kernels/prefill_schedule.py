@@ -19,17 +19,27 @@ def prefill_schedule(starts: Tensor, lengths: Tensor, rows: int, tokens: int) ->
     """Tiles by decreasing work, those of equal work in the order of their rows.
 
     starts (S + 1,) and lengths (S,) int32 on one device: as of `kernels.paged_attention.paged_prefill`; rows: of all queries and
-    padding; tokens: of a tile. Returns (1 + rows // tokens + S + 1, FIELDS) int32. Element [0, 0] is the number of tiles; entry
-    1 + i has of tile i: its first row, its number of tokens, the position of its first token, the length of the span's sequence
-    (0 for padding) and the number of its span (0 for padding). Other elements are undefined."""
+    padding; tokens: of a tile. Returns (rows // tokens + S + 1, FIELDS) int32, which has of each tile: its first row, its number
+    of tokens, the position of its first token, the length of the span's sequence (0 for padding) and the number of its span (0 for
+    padding). Entries after the last tile have 0 tokens. Other elements are undefined."""
     if not on_gpu(starts):
         return prefill_schedule_reference(starts, lengths, rows, tokens)
     spans, most = len(lengths), rows // tokens + len(lengths) + 1  # each span, and the padding, may end with a partial tile
-    out = torch.empty(1 + most, FIELDS, dtype=torch.int32, device=starts.device)
+    out = torch.empty(most, FIELDS, dtype=torch.int32, device=starts.device)
     padded = triton.next_power_of_2(spans + 1)
     ranked = max(RANKED // padded, 1)
     _prefill_schedule[(triton.cdiv(most, ranked),)](
-        starts, lengths, out, rows, spans, tokens, SPANS=padded, RANKED=ranked, FIELDS=FIELDS, **pdl_options(starts.device)
+        starts,
+        lengths,
+        out,
+        rows,
+        spans,
+        most,
+        tokens,
+        SPANS=padded,
+        RANKED=ranked,
+        FIELDS=FIELDS,
+        **pdl_options(starts.device),
     )
     return out
 
@@ -44,9 +54,8 @@ def prefill_schedule_reference(starts: Tensor, lengths: Tensor, rows: int, token
             position = 0 if is_padding else length - (end - row)
             tiles.append([row, count, position, length, 0 if is_padding else span])
     tiles.sort(key=lambda tile: -(tile[2] + tile[1]) if tile[3] else 0)
-    out = torch.zeros(2 + rows // tokens + len(spans), FIELDS, dtype=torch.int32)
-    out[0, 0] = len(tiles)
-    out[1 : len(tiles) + 1, :5] = torch.tensor(tiles, dtype=torch.int32).view(-1, 5)
+    out = torch.zeros(rows // tokens + len(spans) + 1, FIELDS, dtype=torch.int32)
+    out[: len(tiles), :5] = torch.tensor(tiles, dtype=torch.int32).view(-1, 5)
     return out.to(starts.device)
 
 
@@ -56,8 +65,10 @@ def _ends_up_to(end, prefix, length, tiles, tokens):
     return tl.where(length <= end, tiles, tl.minimum(tl.maximum(end - prefix, 0) // tokens, tl.maximum(tiles - 1, 0)))
 
 
-@triton.jit(do_not_specialize=["rows", "spans"])
-def _prefill_schedule(starts, lengths, out, rows, spans, tokens,
+@triton.jit(do_not_specialize=["rows", "spans", "most"])
+def _prefill_schedule(starts, lengths, out, rows, spans,
+    most,  # tiles that fit `out`
+    tokens,
     SPANS: tl.constexpr,  # a power of two above the number of spans
     RANKED: tl.constexpr,  # tiles of a program
     FIELDS: tl.constexpr, PDL: tl.constexpr,
@@ -74,8 +85,6 @@ def _prefill_schedule(starts, lengths, out, rows, spans, tokens,
     real = tl.where(span < spans, tiles, 0)
     before = tl.cumsum(tiles, axis=0) - tiles
     total = tl.sum(tiles, axis=0)
-    if tl.program_id(0) == 0:
-        tl.store(out, total)
 
     number = tl.program_id(0) * RANKED + tl.arange(0, RANKED)  # of a tile, in the order of rows
     mine = (before[None, :] <= number[:, None]) & (number[:, None] < (before + tiles)[None, :])
@@ -94,11 +103,12 @@ def _prefill_schedule(starts, lengths, out, rows, spans, tokens,
     equal = earlier - _ends_up_to(end - 1, prefix, length[None, :], real[None, :], tokens)
     equal = tl.where(span[None, :] < of_span[:, None], equal, 0)
     place = tl.sum(real[None, :] - earlier + equal, axis=1)
-    place = tl.where(is_padding, number, place)
+    exists = number < total
+    place = tl.where(is_padding | ~exists, number, place)
 
-    entry, exists = out + (1 + place) * FIELDS, number < total
+    entry = out + place * FIELDS
     tl.store(entry, of_first + token, mask=exists)
-    tl.store(entry + 1, own, mask=exists)
+    tl.store(entry + 1, tl.where(exists, own, 0), mask=number < most)
     tl.store(entry + 2, position, mask=exists)
     tl.store(entry + 3, of_length, mask=exists)
     tl.store(entry + 4, tl.where(is_padding, 0, of_span), mask=exists)
