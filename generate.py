@@ -382,7 +382,8 @@ def start() -> tuple[Job, World]:
     except UserError as e:
         error = e
     try:
-        world = init_world(args.device, args.comm, args.simulate_link, args.comm_error_budget) if args else init_world("cpu")
+        flags = (args.device, args.comm, args.simulate_link, args.comm_error_budget, args.overlap) if args else ("cpu",)
+        world = init_world(*flags)
     except UserError as e:  # no such device or communicator: the ranks still connect, to report the error once
         world, error = init_world("cpu"), error or e
     agree_on_error(world, error)

@@ -9,6 +9,7 @@ from communicators import KNOWN
 from variants import usage
 
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
+OVERLAPS = ("auto", "overlapped", "few-sms", "deferred")  # `auto`, and `comm.interface.SCHEDULES`
 
 
 def option(*, default: Any = MISSING, repr: bool = True, **flag: Any) -> Any:
@@ -98,6 +99,13 @@ class ModelOptions:
         metavar="E",
         help="largest relative error of an all-reduce that --comm auto may accept to be faster, by quantizing it; 0.01 allows int8 "
         "(default: 0, exact)",
+    )
+    overlap: str = option(
+        default="auto",
+        choices=OVERLAPS,
+        help="how a ladder's all-reduces are computed: overlapped with the next module, the same on few SMs, or deferred, which is "
+        "not overlapped but fused with what follows (default: auto, on GPUs the fastest for each size of a step, measured when "
+        "its graph is captured and kept in $RUNG_CACHE or ~/.cache/rung; on a CPU overlapped)",
     )
     simulate_link: str | None = option(
         default=None,

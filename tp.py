@@ -180,16 +180,21 @@ class World:
     device: torch.device
     comm: Communicator
     control: dist.ProcessGroup | None = None  # gloo, for data in host memory; None on a single rank
+    overlap: str = "auto"  # how a ladder's all-reduces are computed: one of `options.OVERLAPS`
 
 
 def init_world(
-    device: str | None = None, comm: str | None = None, simulate_link: str | None = None, error_budget: float = 0.0
+    device: str | None = None,
+    comm: str | None = None,
+    simulate_link: str | None = None,
+    error_budget: float = 0.0,
+    overlap: str = "auto",
 ) -> World:
     """Join the ranks that a launcher started, or be the only rank.
 
     device: `cpu` or `cuda`; None takes CUDA if there is a GPU. comm: a name that `communicators.choose` accepts; None takes the device's
     default. simulate_link: a latency and a bandwidth, `10us,100GB/s`; all-reduces of CPU ranks then take as long as on such a
-    link. error_budget: the relative error that `auto` may accept in an all-reduce to make it faster.
+    link. error_budget: the relative error that `auto` may accept in an all-reduce to make it faster. overlap: see `World`.
     Raises UserError for a device that does not exist or a communicator that does not support it.
     """
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -222,7 +227,7 @@ def init_world(
         world_size=world_size if store else -1,
     )
     control = dist.group.WORLD if choice.backend == "gloo" else dist.new_group(backend="gloo")
-    return World(rank, world_size, torch_device, choice.build(), control)
+    return World(rank, world_size, torch_device, choice.build(), control, overlap)
 
 
 def _loopback_store(rank: int) -> TCPStore:

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from comm.interface import Communicator, Linear, PendingAllReduce
+from comm.interface import Communicator, Linear, PendingAllReduce, Schedule
 from comm.quantize import WIDTHS
 from comm.relay import RelayCommunicator
-from comm.symmetric import CAPACITY
+from comm.symmetric import CAPACITY, SymmetricCommunicator
 from comm.table import Table, Times, from_rank_0, graph_microseconds, load, plausible, save
 
 CODE = (  # files that decide how long an all-reduce takes
@@ -42,7 +42,7 @@ class AutoCommunicator(Communicator):
     """Each all-reduce by the algorithm that is fastest for its size.
 
     The table has the times of blocking all-reduces. Overlapped ones are exact and do not use a relay, whose kernels would
-    each wait for SMs that a GEMM occupies.
+    each wait for SMs that a GEMM occupies. With few SMs they do not use NCCL, whose kernels take many, if there is another.
     """
 
     name = "auto"
@@ -51,14 +51,24 @@ class AutoCommunicator(Communicator):
         """algorithms: a communicator for each name in the table, `nccl` and `one-shot` among them."""
         self.algorithms, self.table = algorithms, table
         self.rank, self.world_size = algorithms["nccl"].rank, algorithms["nccl"].world_size
-        self._chosen: dict[tuple[int, bool], Communicator] = {}
+        self._chosen: dict[tuple[int, bool, Schedule], Communicator] = {}
+
+    def use(self, schedule: Schedule) -> None:
+        super().use(schedule)
+        for communicator in self.algorithms.values():
+            communicator.use(schedule)
 
     def choose(self, size: int, overlap: bool = False) -> Communicator:
         """The fastest communicator for a message of `size` bytes."""
-        if (size, overlap) not in self._chosen:
+        key = size, overlap, self.schedule
+        if key not in self._chosen:
             names = [name for name in self.algorithms if not (overlap and self._blocking_only(name))]
-            self._chosen[size, overlap] = self.algorithms[fastest(self.table, size, names)]
-        return self._chosen[size, overlap]
+            name = fastest(self.table, size, names)
+            few_sms = overlap and self.schedule == "few-sms"
+            if name == "nccl" and few_sms and isinstance(self.algorithms.get("two-shot"), SymmetricCommunicator):
+                name = "two-shot"
+            self._chosen[key] = self.algorithms[name]
+        return self._chosen[key]
 
     def _blocking_only(self, name: str) -> bool:
         return name in WIDTHS or isinstance(self.algorithms[name], RelayCommunicator)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from comm.auto import AutoCommunicator
 from comm.fused_strategies import UNFUSED, Pair, Strategy, best_strategy, bucket, names_of, strategies
-from comm.interface import Communicator, Linear, Norm, PendingAllReduce
+from comm.interface import Communicator, Linear, Norm, PendingAllReduce, Schedule
 from comm.process_group import all_gather
 from comm.row_buffers import RowBuffers, RowShard
 from comm.table import Table, graph_microseconds, load, machine_key, save
@@ -108,6 +108,10 @@ class FusedCommunicator(Communicator):
         self.undecided: dict[str, _Layers] = {}  # pairs of this step
 
     # --- passed on to inner -----------------------------------------------------------------------------------------------
+
+    def use(self, schedule: Schedule) -> None:
+        super().use(schedule)
+        self.inner.use(schedule)
 
     def begin_all_reduce(self, partial: Tensor, overlap: bool = False) -> PendingAllReduce:
         return self.inner.begin_all_reduce(partial, overlap)

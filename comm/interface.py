@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Protocol
+from typing import Literal, Protocol, get_args
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +10,12 @@ from torch import Tensor
 
 from kernels.dispatch import rejoin
 from kernels.norm import add_rms_norm
+
+# How an all-reduce is computed that another module may hide:
+# overlapped: on a side stream while the next module computes; few-sms: the same, by a kernel that leaves almost all SMs to
+# that module; deferred: not hidden, but when its result is read, and so in one kernel with what follows.
+Schedule = Literal["overlapped", "few-sms", "deferred"]
+SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 
 
 class Norm(Protocol):
@@ -75,6 +81,10 @@ class PendingAllReduce(ABC):
         self.release()  # before the layer allocates its result
         return total, layer(normed)
 
+    def begun(self) -> "PendingAllReduce":
+        """This all-reduce, after it has begun. To be called before the first of the methods above; `scatters` is known then."""
+        return self
+
     def release(self) -> None:
         """After the result has been read: drop all tensors, because callers may hold this object for much longer. Only in
         inference mode, since a layer that is computed again for a backward pass reads its result again."""
@@ -90,6 +100,21 @@ class Done(PendingAllReduce):
 
     def wait(self) -> Tensor:
         return self.total
+
+
+class DeferredAllReduce(PendingAllReduce):
+    """The all-reduce of layer(x), or of x without a layer. Both begin when the result is read."""
+
+    def __init__(self, comm: "Communicator", x: Tensor, layer: Linear | None) -> None:
+        self.comm, self.x, self.layer = comm, x, layer
+
+    def begun(self) -> PendingAllReduce:
+        comm, x, layer = self.comm, self.x, self.layer
+        self.release()
+        return comm.begin_all_reduce(x) if layer is None else comm.begin_linear_all_reduce(x, layer)
+
+    def wait(self) -> Tensor:
+        return self.begun().wait()
 
 
 class OverlappedAllReduce(PendingAllReduce):
@@ -148,6 +173,11 @@ class Communicator(ABC):
     rank: int
     world_size: int
     waited: float | None = None  # seconds for which this host has waited for other ranks; None if only the device waits
+    schedule: Schedule = "overlapped"  # of the all-reduces that another module may hide; set by `use`
+
+    def use(self, schedule: Schedule) -> None:
+        """Compute all-reduces by this schedule from now on. Collective, because it may open buffers."""
+        self.schedule = schedule
 
     @abstractmethod
     def begin_all_reduce(self, partial: Tensor, overlap: bool = False) -> PendingAllReduce:

@@ -1,12 +1,13 @@
 """The residual stream: blocks read it through a norm and a layer, and add a module's output to it. This file decides which
-all-reduces are in flight and overlapped. The communicator decides whether they are fused with the layers before and after."""
+all-reduces are in flight and overlapped, by the communicator's schedule. The communicator decides whether they are fused with the
+layers before and after."""
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from comm.interface import Communicator, Linear, Norm, PendingAllReduce
+from comm.interface import Communicator, DeferredAllReduce, Linear, Norm, PendingAllReduce
 
 
 class Residual(NamedTuple):
@@ -26,17 +27,13 @@ class Residual(NamedTuple):
         """(the stream, layer(norm(stream))), after all pending all-reduces except the newest `lag` have been added to the
         stream."""
         ready = max(0, len(self.pending) - lag)
-        stream = self._gathered() if lag or not ready else self
-        stream = stream._replace(pending=self.pending[ready:])
+        stream = self._replace(pending=self.pending[ready:])
         if not ready:
+            stream = stream._gathered()
             return stream, layer(norm(stream.x))
         for pending in self.pending[: ready - 1]:
             stream = stream._added(pending)
-        last = self.pending[ready - 1]
-        if lag:  # later reads need all rows
-            x, normed = last.add_norm(stream.x, norm.weight, norm.eps)
-            last.release()
-            return stream._replace(x=x), layer(normed)
+        last = self.pending[ready - 1].begun()
         stream = stream if last.scatters else stream._gathered()
         scattered = (stream.scattered or stream.x.shape) if last.scatters else None
         x, out = last.add_norm_linear(stream.x, norm, layer)
@@ -47,9 +44,13 @@ class Residual(NamedTuple):
         """The stream plus the all-reduce of layer(x), a partial sum (B, T, C). Without a layer, x is the partial sum.
 
         lag: that of the reads that follow. With 0 the next read needs the result, so the all-reduce may begin then,
-        together with the addition, the norm and the layers around it. Otherwise it begins now, on a side stream.
+        together with the addition, the norm and the layers around it. Otherwise it begins now, on a side stream, unless the
+        communicator's schedule defers it to its own read.
         """
-        if layer is None:
+        pending: PendingAllReduce
+        if lag and self.comm.schedule == "deferred":
+            pending = DeferredAllReduce(self.comm, x, layer)
+        elif layer is None:
             pending = self.comm.begin_all_reduce(x, overlap=lag > 0)
         else:
             pending = self.comm.begin_linear_all_reduce(x, layer, overlap=lag > 0)
@@ -70,6 +71,7 @@ class Residual(NamedTuple):
 
     def _added(self, pending: PendingAllReduce) -> "Residual":
         """`pending` added to all rows of x."""
+        pending = pending.begun()
         stream = self if pending.scatters else self._gathered()
         x = pending.add(stream.x)
         pending.release()

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from comm.interface import Communicator, PendingAllReduce
+from comm.interface import Communicator, PendingAllReduce, Schedule
 from comm.quantized import QuantizedCommunicator
 from errors import UserError
 
@@ -70,6 +70,10 @@ class SimulatedLink(Communicator):
         self.rank, self.world_size = inner.rank, inner.world_size
         self.name = f"{inner.name} on a simulated link of {link.text}" if link.text else f"{inner.name} on a simulated link"
         self.busy_until = 0.0  # when the link has sent all bytes so far
+
+    def use(self, schedule: Schedule) -> None:
+        super().use(schedule)
+        self.inner.use(schedule)
 
     def begin_all_reduce(self, partial: Tensor, overlap: bool = False) -> PendingAllReduce:
         sending = sent_bytes(self.inner, partial) / self.link.bandwidth

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from comm.interface import Done, Linear, PendingAllReduce, on_side_stream
+from comm.interface import Done, Linear, PendingAllReduce, Schedule, on_side_stream
 from comm.process_group import GlooCommunicator, NcclCommunicator, ProcessGroupCommunicator
 from comm.workspace import Memory, Workspace, open_workspace
 from kernels import all_reduce, linear_push
@@ -28,6 +28,7 @@ KINDS: tuple[Kind, ...] = ("one-shot", "two-shot")
 # bytes of a message, at most; longer ones use the process group
 CAPACITY: dict[Kind, int] = {"one-shot": 256 << 10, "two-shot": 8 << 20}
 OVERLAP_CAPACITY: dict[Kind, int] = {"one-shot": 256 << 10, "two-shot": 1 << 20}  # a decode step of 64 rows of 70B
+FEW_SMS_CAPACITY: dict[Kind, int] = {"one-shot": 256 << 10, "two-shot": 32 << 20}  # 2,048 rows of 70B
 GATHER_CAPACITY = 64 << 10  # logits of one row on two ranks; longer messages use the process group
 # Least and most rows of a linear layer that sends its own partial sums. With fewer rows, the ordinary kernels read the weight
 # as fast, and only 1 µs of the all-reduce could be hidden. With more rows, the bandwidth of the link is the limit.
@@ -38,6 +39,11 @@ TILING: dict[Kind, Tiling] = {"one-shot": all_reduce.ONE_SHOT, "two-shot": all_r
 OVERLAP_TILING: dict[Kind, Tiling] = {
     "one-shot": all_reduce.ONE_SHOT,
     "two-shot": Tiling(all_reduce.TWO_SHOT.block, all_reduce.TWO_SHOT.warps, programs=24),
+}
+# With few SMs, a program has more bytes in flight. NCCL takes up to 32 SMs for the same bandwidth.
+FEW_SMS_TILING: dict[Kind, Tiling] = {
+    "one-shot": Tiling(block=2048, warps=16),
+    "two-shot": Tiling(block=16384, warps=16, programs=8),
 }
 _ALL_REDUCE = {"one-shot": all_reduce.one_shot, "two-shot": all_reduce.two_shot}
 _ADD_NORM = {"one-shot": all_reduce.one_shot_add_norm, "two-shot": all_reduce.two_shot_add_norm}
@@ -137,13 +143,20 @@ class KernelCommunicator(ProcessGroupCommunicator):
         self.name, self.blocking, self.overlapped, self.memory = name, blocking, overlapped, memory
         self.fallback = NcclCommunicator(group) if device.type == "cuda" else GlooCommunicator(group)
         self.gathers = open_workspace(all_reduce.one_shot_bytes, GATHER_CAPACITY, device, group, memory)
+        self.few_sms: AllReduceKernel | None = None  # for overlapped all-reduces on few SMs; None: as `overlapped`
         self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         if self.stream is None:
             self.waited = 0.0
 
+    def kernel(self, overlap: bool) -> AllReduceKernel:
+        """The kernel of all-reduces that fit it."""
+        if not overlap:
+            return self.blocking
+        return self.few_sms if self.few_sms and self.schedule == "few-sms" else self.overlapped
+
     def fits(self, partial: Tensor, overlap: bool) -> bool:
         """Whether a kernel is used for this message."""
-        return (self.overlapped if overlap else self.blocking).fits(partial)
+        return self.kernel(overlap).fits(partial)
 
     def begin_all_reduce(self, partial: Tensor, overlap: bool = False) -> PendingAllReduce:
         partial = partial.contiguous()
@@ -153,7 +166,7 @@ class KernelCommunicator(ProcessGroupCommunicator):
             return self.fallback.begin_all_reduce(partial, overlap)
         if not overlap:
             return _BlockingAllReduce(self.blocking, partial)
-        return on_side_stream(self.stream, partial, lambda: self.overlapped.all_reduce(partial))
+        return on_side_stream(self.stream, partial, lambda: self.kernel(overlap).all_reduce(partial))
 
     def all_gather(self, shard: Tensor) -> Tensor:
         shard = shard.contiguous()
@@ -162,7 +175,8 @@ class KernelCommunicator(ProcessGroupCommunicator):
         return all_reduce.one_shot_gather(shard, self.gathers.exchange)
 
     def check(self) -> None:
-        for workspace in (self.blocking.workspace, self.overlapped.workspace, self.gathers):
+        kernels = (self.blocking, self.overlapped, *([self.few_sms] if self.few_sms else []))
+        for workspace in (*(kernel.workspace for kernel in kernels), self.gathers):
             workspace.check()
 
 
@@ -185,6 +199,15 @@ class SymmetricCommunicator(KernelCommunicator):
             group,
             memory,
         )
+        self.kind, self.device = kind, device
+
+    def use(self, schedule: Schedule) -> None:
+        """Its buffers for few SMs are opened at the first use, because only a ladder needs them."""
+        super().use(schedule)
+        if schedule == "few-sms" and self.few_sms is None:
+            capacity = FEW_SMS_CAPACITY[self.kind]
+            workspace = open_workspace(_BYTES[self.kind], capacity, self.device, self.group, self.memory)
+            self.few_sms = AllReduceKernel(self.kind, workspace, FEW_SMS_TILING[self.kind], pdl=False)
 
     def begin_linear_all_reduce(self, x: Tensor, layer: Linear, overlap: bool = False) -> PendingAllReduce:
         if overlap or layer.bias is not None or not self._pushes(x, layer.weight):

@@ -129,7 +129,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--host", action="store_true", help="print the host's share of a decode step")
     args = parser.parse_args()
-    world = init_world(args.device, args.comm, args.simulate_link, args.comm_error_budget)
+    world = init_world(args.device, args.comm, args.simulate_link, args.comm_error_budget, args.overlap)
     config = model_config(args.model, args.variant, world.world_size)
     dtype = DTYPES[dtype_name(args.dtype, world.device.type)]
     model = load_model(args.model, config, world, dtype)

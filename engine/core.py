@@ -18,6 +18,7 @@ from engine.paged_cache import PagedCache
 from engine.protocol import Abort, Refused, Stats, Submit, SubmitAll, TokenLogprobs, TokenOutput
 from engine.runner import InFlightStep, Runner
 from engine.scheduler import Chunk, Scheduler, Sequence
+from engine.schedules import Schedules
 from engine.step_inputs import Capacity
 from errors import UserError
 from memory import free_bytes
@@ -86,7 +87,7 @@ class Engine:
         )
         text_ids = min(tokenizer.vocab_size if tokenizer else config.vocab_size, config.vocab_size)
         capacity = Capacity(limits.max_num_seqs, limits.max_batch_tokens, blocks.blocks_for(self.max_model_len))
-        self.runner = Runner(model, cache, text_ids, capacity)
+        self.runner = Runner(model, cache, text_ids, capacity, Schedules.of(model, world))
         self.look_ahead = self.runner.graphs is not None  # whether steps are launched before the tokens of the last are known
         self._ahead: InFlightStep | None = None  # the step that was launched so
         self.grammars = Grammars(tokenizer, config.vocab_size)

@@ -1,9 +1,16 @@
 """CUDA graphs of the engine's steps. A CPU has none: it calls the step."""
 
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+
+
+class Captured(NamedTuple):
+    """A captured step. output: the tensors that a replay writes."""
+
+    replay: Callable[[], object]
+    output: Any
 
 
 class Graphs:
@@ -11,7 +18,7 @@ class Graphs:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._captured: dict[Hashable, tuple[Callable[[], None], Any]] = {}
+        self._captured: dict[Hashable, Captured] = {}
         if device.type == "cuda":
             self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
 
@@ -19,13 +26,17 @@ class Graphs:
         return key in self._captured
 
     def replay(self, key: Hashable) -> Any:
-        """Run the step that was captured under `key`. Returns the tensors that it writes."""
+        """Run the step that was kept under `key`. Returns the tensors that it writes."""
         replay, output = self._captured[key]
         replay()
         return output
 
-    def capture(self, key: Hashable, step: Callable[[], Any]) -> None:
-        """Capture `step` under `key`. `torch.cuda.graph` would first collect garbage, which takes longer than the capture."""
+    def keep(self, key: Hashable, captured: Captured) -> None:
+        """Let `replay` find a captured step under `key`."""
+        self._captured[key] = captured
+
+    def capture(self, step: Callable[[], Any]) -> Captured:
+        """Capture `step`. `torch.cuda.graph` would first collect garbage, which takes longer than the capture."""
         step()  # compiles kernels, opens connections
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
@@ -34,4 +45,4 @@ class Graphs:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             output = step()
             graph.capture_end()
-        self._captured[key] = graph.replay, output
+        return Captured(graph.replay, output)

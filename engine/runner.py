@@ -10,6 +10,7 @@ tokens into the next step's inputs. A step is padded to the next larger bucket; 
 the logits, the temperature and the seed are drawn after the graph.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as List
 from dataclasses import dataclass
 from itertools import accumulate
@@ -18,18 +19,20 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from engine.graphs import Graphs
+from engine.graphs import Captured, Graphs
 from engine.logits import SCORE_CHUNK, Scores, count_drawn, has_grammar, needs_processing, process, token_logprobs
 from engine.paged_cache import PagedCache
 from engine.protocol import TokenLogprobs
 from engine.sampler import SamplingBatch, sample
 from engine.scheduler import Chunk, Sequence
+from engine.schedules import Schedules
 from engine.step_inputs import ROUND, Capacity, DecodeInputs, SpanInputs
 from engine.transfers import to_device, to_host
 from kernels.sampling import combine_best, local_best
 from model import Transformer
 
 LARGEST_GRAPH = 2048  # tokens; a larger step takes the device longer than the host needs to launch its kernels one by one
+LARGEST_MEASURED = 8192  # tokens of a step; larger ones use the same schedule
 
 
 def decode_buckets(sequences: int) -> list[int]:
@@ -86,9 +89,9 @@ def is_plain(sequence: Sequence) -> bool:
 
 
 class Runner:
-    def __init__(self, model: Transformer, cache: PagedCache, text_ids: int, capacity: Capacity) -> None:
+    def __init__(self, model: Transformer, cache: PagedCache, text_ids: int, capacity: Capacity, schedules: Schedules) -> None:
         """text_ids: how many ids the tokenizer has. The model's vocabulary may be padded; those ids are never drawn."""
-        self.model, self.cache, self.text_ids, self.capacity = model, cache, text_ids, capacity
+        self.model, self.cache, self.text_ids, self.capacity, self.schedules = model, cache, text_ids, capacity, schedules
         self.device = cache.keys_values.device
         self.max_length = capacity.blocks * cache.block_size
         self.decode, self.spans = DecodeInputs(capacity, self.device), SpanInputs(capacity, self.device)
@@ -148,13 +151,14 @@ class Runner:
         if ("decode", rows) not in graphs:
             self.decode.forget()
             self.decode.positions.fill_(-1)
-            graphs.capture(("decode", rows), lambda: self._decode_step(rows))
+            self._capture(graphs, "decode", rows, lambda: self._decode_step(rows))
 
     def _capture_prefill(self, graphs: Graphs, rows: int) -> None:
         if ("prefill", rows) not in graphs:
-            self.spans.write([], rows, self.cache.block_size)
-            spans = min(rows, self.capacity.sequences)
-            graphs.capture(("prefill", rows), lambda: self._span_step(rows, spans, rows))
+            self._capture(graphs, "prefill", rows, self._padding_step(rows))
+
+    def _capture(self, graphs: Graphs, kind: str, rows: int, step: Callable[[], Output]) -> None:
+        graphs.keep((kind, rows), self.schedules.fastest(f"{kind} {rows}", lambda: graphs.capture(step)))
 
     def _try_long_steps(self) -> None:
         """Run steps that are too large for a graph, one of each power of two up to the capacity.
@@ -164,9 +168,27 @@ class Runner:
         rows = 2 * LARGEST_GRAPH
         while rows < 2 * self.capacity.rows and self.capacity.rows > LARGEST_GRAPH:
             now = min(rows, self.capacity.rows)
-            self.spans.write([], now, self.cache.block_size)
-            self._span_step(now, min(now, self.capacity.sequences), now)
+            self._schedule_long_step(now)
+            self._padding_step(now)()
             rows *= 2
+
+    def _padding_step(self, rows: int) -> Callable[[], Output]:
+        """A step of so many rows, all of them padding."""
+        self.spans.write([], rows, self.cache.block_size)
+        return lambda: self._span_step(rows, min(rows, self.capacity.sequences), rows)
+
+    def _schedule_long_step(self, rows: int) -> None:
+        """Use the schedule for a step of so many rows without a graph: that of the next power of two, which is measured first."""
+        rows = min(1 << (rows - 1).bit_length(), LARGEST_MEASURED, self.capacity.rows)
+
+        def prepare() -> Captured:
+            step = self._padding_step(rows)
+            step()  # compiles kernels
+            return Captured(step, None)
+
+        if self.schedules.is_open(case := f"prefill {rows}"):
+            self.schedules.fastest(case, prepare, replays=1)
+        self.schedules.use(case)
 
     # --- steps -----------------------------------------------------------------------------------------------------------
 
@@ -210,6 +232,7 @@ class Runner:
         tokens = sum(c.count for c in chunks)
         rows = next((n for n in self._prefill_sizes if n >= tokens), None)
         if rows is None:
+            self._schedule_long_step(tokens)
             return self._span_step(*self._write_spans(chunks, -(-tokens // ROUND) * ROUND, after))
         self._capture_prefill(graphs, rows)
         self._write_spans(chunks, rows, after)

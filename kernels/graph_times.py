@@ -1,5 +1,8 @@
 """Times of a CUDA graph."""
 
+from collections.abc import Callable
+from itertools import pairwise
+
 import torch
 
 
@@ -14,3 +17,14 @@ def replay_seconds(graph: torch.cuda.CUDAGraph, replays: int) -> list[float]:
         end.synchronize()
         times.append(start.elapsed_time(end) / 1e3)
     return times
+
+
+def successive_seconds(call: Callable[[], object], calls: int) -> list[float]:
+    """Seconds on the device of each of `calls` calls in a row, after one that is not timed. The host does not wait between them,
+    so that a rank whose host is late does not delay the others."""
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(calls + 1)]
+    for event in events:
+        call()
+        event.record()
+    events[-1].synchronize()
+    return [begin.elapsed_time(end) / 1e3 for begin, end in pairwise(events)]

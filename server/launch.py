@@ -79,6 +79,8 @@ def build_engine(settings: Settings, config: ModelConfig, tokenizer: Tokenizer, 
     if engine.runner.graphs is not None:
         reached("cache")
         engine.runner.capture()
+        if len((schedules := engine.runner.schedules).possible) > 1:
+            log.info("a ladder's all-reduces, chosen in %.1f s: %s", schedules.spent, schedules)
         reached("graphs")
     reached("engine")
     return engine, dtype
@@ -151,7 +153,7 @@ def main() -> None:
     if settings is None:
         world = init_world()
     else:
-        world = init_world(settings.device, settings.comm, settings.simulate_link, settings.comm_error_budget)
+        world = init_world(settings.device, settings.comm, settings.simulate_link, settings.comm_error_budget, settings.overlap)
     agree_on_error(world, error)
     assert settings is not None
     reached("process group")

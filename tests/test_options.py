@@ -6,10 +6,11 @@ from dataclasses import dataclass, fields
 import pytest
 
 from cli import Parser
+from comm.interface import SCHEDULES
 from config import with_variant
 from errors import UserError
 from generate import parse_args
-from options import ModelOptions, add_options, option, whole_number
+from options import OVERLAPS, ModelOptions, add_options, option, whole_number
 from presets import PRESETS
 from server.settings import Settings, load_settings
 from variants import usage
@@ -41,6 +42,10 @@ def test_fields_become_flags() -> None:
     given = parser(argument_default=argparse.SUPPRESS)
     assert vars(given.parse_args([])) == {}
     assert vars(given.parse_args(["--no-fast-one", "--word", "a", "--word", "b"])) == {"fast_one": False, "word": ["a", "b"]}
+
+
+def test_the_schedules_have_the_names_of_the_flag() -> None:
+    assert ("auto", *SCHEDULES) == OVERLAPS
 
 
 def test_a_required_flag_can_be_made_optional() -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 import checkpoint
 import comm
 from attention import Causal
+from comm.interface import SCHEDULES
 from config import ModelConfig, Reduces, with_variant
 from errors import UserError
 from model import Transformer
@@ -125,6 +126,28 @@ def assert_ranks_compute(ranks: Ranks, n: int, directory: Path, vocab_size: int)
 def test_ranks_compute_what_one_process_computes(variant: str, n: int, ranks: Ranks, tmp_path: Path, seed: int) -> None:
     config = variant_of(base_config(), variant)
     assert_ranks_compute(ranks, n, save_random(config, tmp_path), config.vocab_size)
+
+
+def evaluate_scheduled(world: World, directory: Path, tokens: Tensor) -> dict[str, dict[str, Tensor]]:
+    found = {}
+    for schedule in SCHEDULES:
+        world.comm.use(schedule)
+        found[schedule] = evaluate(world, directory, tokens)
+    return found
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("variant", ["ladder", "hybrid:2", "hybrid-list"])
+def test_all_schedules_of_a_ladder_give_the_same_bits(variant: str, n: int, ranks: Ranks, tmp_path: Path, seed: int) -> None:
+    config = variant_of(base_config(), variant)
+    tokens, expected = unmistakable(save_random(config, tmp_path), config.vocab_size)
+    results = ranks.run(n, evaluate_scheduled, tmp_path, tokens)
+    for result in results:
+        for schedule, found in result.items():
+            assert (found["logits"] - expected["logits"]).abs().max() < TOLERANCE, schedule
+            assert (found["steps"] - expected["steps"]).abs().max() < TOLERANCE, schedule
+            for key in found:
+                assert torch.equal(found[key], results[0]["overlapped"][key]), f"{schedule}: {key}"
 
 
 @pytest.mark.parametrize("n", [2, 4])

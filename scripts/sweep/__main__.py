@@ -29,6 +29,7 @@ from tqdm import tqdm
 from checkpoint import DTYPES
 from cli import Parser, note, run
 from communicators import KNOWN
+from options import OVERLAPS
 from presets import PRESETS
 from scripts.lib.results import ROOT
 from scripts.sweep.grids import GRIDS, settings_of
@@ -59,6 +60,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA if there is any")
     parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 on CUDA, float32 on CPU")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=False, help="compile the modules")
+    parser.add_argument(
+        "--overlap", choices=OVERLAPS, default="auto", help="how a ladder's all-reduces are computed (default: auto)"
+    )
     parser.add_argument("--runs", type=int, default=3, help="measured runs, after one warm-up run (default: 3)")
     parser.add_argument(
         "--profile", action="store_true", help="one more run under the profiler, to see how much communication is hidden"

@@ -82,13 +82,18 @@ def settings_of(args: argparse.Namespace) -> list[Setting]:
     refuse_vllm_where_it_cannot_run(axes, device, args.vllm_python)
     order = ("tp", "interconnects", "models", "comms", "prompt_lengths", "new_tokens", "batch_sizes", "variants")
     settings = [
-        Setting(model, variant, tp, batch, prompt, new, comm, link, device, dtype, args.compile, seed, args.runs, args.profile)
+        Setting(
+            model, variant, tp, batch, prompt, new, comm, link, device, dtype,
+            args.compile, seed, args.runs, args.profile, args.overlap,
+        )
         for seed, (tp, link, model, comm, prompt, new, batch, variant) in product(
             dict.fromkeys(args.seeds), product(*(dict.fromkeys(axes[name]) for name in order))
         )
     ]  # fmt: skip
     # vLLM has its own all-reduce, so --comms does not apply to it
-    return list(dict.fromkeys(replace(s, comm=None, profile=False) if s.variant == VLLM else s for s in settings))
+    return list(
+        dict.fromkeys(replace(s, comm=None, profile=False, overlap="auto") if s.variant == VLLM else s for s in settings)
+    )
 
 
 def refuse_vllm_where_it_cannot_run(axes: dict[str, Any], device: str, python: str) -> None:

@@ -36,6 +36,7 @@ class Setting:
     seed: int = 0  # of random weights and prompts
     runs: int = 3  # measured runs, after one warm-up run
     profile: bool = False  # one additional run under the profiler
+    overlap: str = "auto"  # how a ladder's all-reduces are computed, as `generate.py --overlap` takes it
 
     @property
     def key(self) -> str:
@@ -46,7 +47,9 @@ class Setting:
         seed = "" if self.seed == 0 else f" seed {self.seed}"
         sums = "" if self.comm is None else f" {self.comm}"
         link = "" if self.interconnect == "default" else f" {self.interconnect}"
-        return f"{self.model} {self.variant} tp{self.tp} b{self.batch} {self.prompt_length}+{self.new_tokens}{sums}{link}{seed}"
+        overlap = "" if self.overlap == "auto" else f" {self.overlap}"
+        lengths = f"{self.prompt_length}+{self.new_tokens}"
+        return f"{self.model} {self.variant} tp{self.tp} b{self.batch} {lengths}{sums}{link}{overlap}{seed}"
 
     def of_variant(self, variant: str) -> "Setting":
         """The same configuration of another variant."""

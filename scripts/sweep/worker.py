@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
 from statistics import fmean
@@ -80,7 +80,7 @@ class Models:
 
     @staticmethod
     def key(s: Setting) -> str:
-        return json.dumps([s.model, s.variant, s.comm, s.interconnect, s.dtype, s.compile, s.seed])
+        return json.dumps([s.model, s.variant, s.comm, s.interconnect, s.dtype, s.compile, s.seed, s.overlap])
 
     def keep(self, settings: Iterable[Setting]) -> None:
         """Free all models except those of `settings`."""
@@ -94,7 +94,7 @@ class Models:
         """The model of a setting and its communicator; loads them if necessary. Collective. Raises UserError."""
         if self.key(s) not in self.loaded:
             comm = self._communicator(s)
-            world = World(self.world.rank, self.world.world_size, self.world.device, comm, self.world.control)
+            world = replace(self.world, comm=comm, overlap=s.overlap)
             config = model_config(s.model, s.variant, s.tp)
             tokens = s.batch * (s.prompt_length + s.new_tokens)
             model = load_model(s.model, config, world, DTYPES[s.dtype], s.seed, tokens)

@@ -270,6 +270,29 @@ def test_the_communicator_follows_the_table(ranks: Ranks, seed: int) -> None:
     assert first == second == [fastest(table, size, EXACT) for size in (4, 1024, 8192, 1 << 20)]
 
 
+def chosen_on_few_sms(world: World, seed: int) -> list[str]:
+    import comm.auto as module
+
+    class Named(type(world.comm)):  # type: ignore[misc]
+        pass
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "SymmetricCommunicator", Named)
+        comm = module.AutoCommunicator({name: Named() for name in NAMES}, table_of(seed))
+        comm.use("few-sms")
+        assert {inner.schedule for inner in comm.algorithms.values()} == {"few-sms"}
+        names = {inner: name for name, inner in comm.algorithms.items()}
+        return [names[comm.choose(size, overlap)] for overlap in (False, True) for size in SIZES]
+
+
+def test_few_sms_do_without_nccl(ranks: Ranks, seed: int) -> None:
+    """Its kernels take many SMs. Blocking all-reduces are not concerned."""
+    table = table_of(seed)
+    blocking, overlapped = ([fastest(table, size, names) for size in SIZES] for names in (NAMES, EXACT))
+    few = ["two-shot" if name == "nccl" else name for name in overlapped]
+    assert ranks.run(2, chosen_on_few_sms, seed) == [blocking + few] * 2, f"seed {seed}"
+
+
 def within(world: World, budget: float) -> list[str]:
     from comm.build import schemes_within
 

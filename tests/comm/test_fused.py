@@ -308,6 +308,38 @@ def test_each_way_to_read_the_result(interpreters: Ranks, n: int, seed: int) -> 
 
 
 @torch.inference_mode()
+def wrong_ladders(world: World, shapes: list[tuple[int, int]], seed: int) -> list[str]:
+    """Streams through modules of a ladder whose all-reduces are deferred: fused with both layers, one module later."""
+    from comm import Residual
+
+    comm, layers, found = fused(world), Layers(world, seed), []
+    comm.use("deferred")
+    for b, t in shapes:
+        totals, norm, second = [layers.random(b, t, len(layers.scale))], layers.norm(), layers.second_layer()
+        stream = Residual(totals[0], comm)
+        totals[0] = totals[0].double()
+        before = comm.fused
+        for module in range(5):
+            stream, out = stream.read(norm, second, lag=1)
+            expected = F.linear(normed(totals[max(0, module - 1)], layers), second.weight.double())
+            if not layers.close(out, expected) or (stream.scattered is None) != (module < 2):
+                found.append(f"module {module} of {b} {t}")
+            inputs = layers.inputs(b, t)
+            totals.append(totals[-1] + layers.sum(inputs))
+            stream = stream.add(inputs[world.rank], Layer(layers.first[world.rank]), lag=1)
+        whole = stream.finish()
+        if not layers.close(whole, totals[-1]) or not same_on_all_ranks(whole) or comm.fused - before != 5:
+            found.append(f"{b} {t}")
+    comm.check()
+    return found
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_deferred_all_reduces_of_a_ladder(interpreters: Ranks, n: int, seed: int) -> None:
+    assert interpreters.run(n, wrong_ladders, [(1, 4), (2, 6), (1, 16)], seed) == [[]] * n, f"seed {seed}"
+
+
+@torch.inference_mode()
 def refusals(world: World, seed: int) -> list[str]:
     """All-reduces that cannot be fused use `inner`, and are right."""
     found = []

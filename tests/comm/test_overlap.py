@@ -18,6 +18,7 @@ import profiling
 from attention import Causal
 from checkpoint import random_weights
 from comm import Communicator, GlooCommunicator, Local, PendingAllReduce
+from comm.interface import Schedule
 from config import ModelConfig, Reduces, with_variant
 from model import MLP, Attention, ParallelBlock, Transformer
 from tests.support.paged import CachedSequences
@@ -60,8 +61,12 @@ class Recorder(Communicator):
             self.current = number
             self.events.append(("begin", number))
 
+        def leave(*_: object) -> None:
+            self.current = number
+            self.events.append(("end", number))
+
         first.register_forward_pre_hook(enter)
-        last.register_forward_hook(lambda *_: self.events.append(("end", number)))
+        last.register_forward_hook(leave)
 
 
 class RecordedAllReduce(PendingAllReduce):
@@ -78,10 +83,11 @@ def tiny(variant: str) -> ModelConfig:
     return with_variant(ModelConfig(**shape, intermediate_size=32, max_seq_len=64), variant)
 
 
-def recorded(config: ModelConfig) -> list[list[Event]]:
+def recorded(config: ModelConfig, schedule: Schedule = "overlapped") -> list[list[Event]]:
     """What happens in a forward pass without a cache, in a prefill, and in a decode step. A desync model's streams are
     watched at the last one's modules."""
     recorder = Recorder()
+    recorder.use(schedule)
     model = Transformer(config, recorder, CPU, torch.float32).eval().requires_grad_(False)
     random_weights(model, random.randrange(1000))
     twin = Transformer(config, Local(), CPU, torch.float32)
@@ -146,6 +152,26 @@ def test_ladder_waits_one_module_later(seed: int) -> None:
             assert events.index(("wait", i)) < events.index(("begin", i + 2))
 
 
+@pytest.mark.parametrize("layers", [(0, 1, 2, 3), (3,), (2, 3), (0,), (0, 2), (1, 3)])
+def test_a_deferred_all_reduce_begins_when_it_is_read(layers: tuple[int, ...], seed: int) -> None:
+    """With its module's last layer, after the next module's first one. The results are those of a ladder (`recorded`)."""
+    for events in recorded(replace(tiny("ladder"), ladder_layers=layers), "deferred"):
+        assert overlapped(events) == []
+        for kind in ("start", "wait"):
+            assert sorted(number for what, number in events if what == kind) == list(range(1, MODULES + 1))
+        for i in range(1, MODULES + 1):
+            start, deferred = events.index(("start", i)), min(i // 2, LAYERS - 1) in layers
+            assert events[start - 1 : start + 2] == [("end", i), ("start", i), ("blocking", i)]
+            assert not deferred or events[start + 2] == ("wait", i)
+            assert i == MODULES or (start > events.index(("begin", i + 1))) == deferred
+            assert i + 2 > MODULES or events.index(("wait", i)) < events.index(("begin", i + 2))
+
+
+def test_few_sms_overlap_as_many(seed: int) -> None:
+    for events in recorded(tiny("ladder"), "few-sms"):
+        assert overlapped(events) == list(range(1, MODULES + 1))
+
+
 @pytest.mark.parametrize("layers", [(3,), (2, 3), (0,), (0, 2), (1, 3)])
 def test_hybrid_overlaps_what_its_ladder_layers_compute(layers: tuple[int, ...], seed: int) -> None:
     for events in recorded(replace(tiny("ladder"), ladder_layers=layers)):
@@ -201,9 +227,11 @@ class Keeper(Recorder):
 @pytest.mark.parametrize(
     "config", [tiny("standard"), tiny("parallel"), tiny("ladder"), replace(tiny("ladder"), ladder_layers=(2,))]
 )
-def test_a_step_frees_the_results_that_it_has_read(config: ModelConfig, seed: int) -> None:
+@pytest.mark.parametrize("schedule", ["overlapped", "deferred"])
+def test_a_step_frees_the_results_that_it_has_read(config: ModelConfig, schedule: Schedule, seed: int) -> None:
     """In inference mode. Otherwise a layer may be computed again for a backward pass, and read its results again."""
     keeper = Keeper()
+    keeper.use(schedule)
     model = Transformer(config, keeper, CPU, torch.float32)
     random_weights(model, random.randrange(1000))
     for mode, freed in (torch.inference_mode(), True), (torch.no_grad(), False):

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 import comm
 from checkpoint import load_model
+from comm.interface import SCHEDULES
 from config import with_variant
 from engine import LLM, SamplingParams
 from engine.core import Engine, EngineLimits
@@ -23,9 +24,11 @@ from kernels import linear_config
 from kernels.linear import linear, linear_swiglu
 from kernels.linear_tuning import Shape
 from model import Transformer
+from options import OVERLAPS
 from presets import PRESETS, model_config
 from tests import MODELS, ROOT
 from tests.engine.gpu_rank import EMBEDDED, NEW_TOKENS, PROMPT
+from tests.engine.gpu_schedules_rank import COMMUNICATORS, MODELS_WITH_LADDERS
 from tests.engine.test_engine import (
     PLAIN,
     assert_same,
@@ -146,13 +149,40 @@ def test_every_variant_and_communicator_gives_the_cpu_s_greedy_tokens(n: int) ->
     assert result.returncode == 0, result.stderr[-3000:]
     found = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
     assert len(found) == 4 * len(EMBEDDED)
-    cpu = World(0, 1, torch.device("cpu"), comm.Local())
     for name in EMBEDDED:
-        path = str(MODELS / f"tiny-{name}")
-        model = load_model(path, model_config(path, None, 1), cpu, torch.float32)
-        prompt = load_tokenizer(Path(path)).encode(PROMPT)
-        greedy = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)
-        expected = LLM(model, world=cpu).generate([prompt], greedy)[0].token_ids
+        expected = cpu_tokens(name)
         for line in found:
             if line["model"] == name:
                 assert line["tokens"] == expected, line
+
+
+def cpu_tokens(name: str) -> list[int]:
+    """The greedy answer of an embedded model."""
+    cpu = World(0, 1, torch.device("cpu"), comm.Local())
+    path = str(MODELS / f"tiny-{name}")
+    model = load_model(path, model_config(path, None, 1), cpu, torch.float32)
+    prompt = load_tokenizer(Path(path)).encode(PROMPT)
+    greedy = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)
+    return LLM(model, world=cpu).generate([prompt], greedy)[0].token_ids
+
+
+@pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")
+def test_every_schedule_of_a_ladder_gives_the_cpu_s_greedy_tokens(tmp_path: Path) -> None:
+    """After thousands of replays of another graph. Both ranks make the same choices."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    result = subprocess.run(
+        [*command, "-m", "tests.engine.gpu_schedules_rank", str(tmp_path / "rank")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    first, second = ([json.loads(line) for line in (tmp_path / f"rank{rank}").read_text().splitlines()] for rank in range(2))
+    assert first == second and len(first) == len(COMMUNICATORS) * len(MODELS_WITH_LADDERS) * len(OVERLAPS)
+    expected = {name: cpu_tokens(name) for name in MODELS_WITH_LADDERS}
+    for line in first:
+        assert line["tokens"] == expected[line["model"]], line
+        assert {"decode 1", "decode 8"} <= set(line["chosen"])
+        possible = SCHEDULES if line["overlap"] == "auto" else (line["overlap"],)
+        assert set(line["chosen"].values()) <= set(possible), line

@@ -3,7 +3,7 @@ graph. Layout, buckets, padding and the state that one step leaves for the next 
 
 import json
 import random
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,11 +17,10 @@ import torch
 import engine.core
 import engine.paged_cache
 from engine.core import Engine, EngineLimits
-from engine.graphs import Graphs
+from engine.graphs import Captured, Graphs
 from engine.paged_cache import PagedCache
 from engine.protocol import SamplingParams, Submit
 from engine.runner import LARGEST_GRAPH, Runner, decode_buckets, prefill_buckets
-from engine.step_inputs import Capacity
 from model import Transformer
 from tests.engine.test_engine import (
     ALONE,
@@ -48,15 +47,21 @@ from training.export import save_checkpoint
 class CalledAgain(Graphs):
     """Replays a graph by running the step again. The results go into the tensors that the graph would write."""
 
-    def capture(self, key: Hashable, step: Callable[[], Any]) -> None:
+    def __init__(self, model: Transformer) -> None:
+        super().__init__(model.norm.weight.device)
+        self.comm = model.comm
+
+    def capture(self, step: Callable[[], Any]) -> Captured:
+        schedule = self.comm.schedule
         step()
         output = step()
 
         def replay() -> None:
+            self.comm.use(schedule)
             for old, new in zip(vars(output).values(), vars(step()).values(), strict=True):
                 old.copy_(new)
 
-        self._captured[key] = replay, output
+        return Captured(replay, output)
 
 
 class Happened:
@@ -71,9 +76,9 @@ class Happened:
 
 
 class WithGraphs(Runner):
-    def __init__(self, model: Transformer, cache: PagedCache, text_ids: int, capacity: Capacity) -> None:
-        super().__init__(model, cache, text_ids, capacity)
-        self.graphs = CalledAgain(self.device)
+    def __init__(self, model: Transformer, *more: Any) -> None:
+        super().__init__(model, *more)
+        self.graphs = CalledAgain(model)
         if random.random() < 0.5:
             self.capture()
 

@@ -1,0 +1,114 @@
+"""Chooses how a ladder's all-reduces are computed in steps of each size (`comm.interface.Schedule`).
+
+An all-reduce that is hidden behind the next module takes SMs from it, and one that is not hidden can be fused with what follows.
+Which is faster depends on the sizes of both, so the whole step is measured, with each schedule. The times are kept in a file, as
+those of all-reduces (`comm/table.py`). All ranks take the same choices, because the time of the slowest rank counts.
+"""
+
+import hashlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import groupby
+from statistics import median
+from typing import cast
+
+import torch
+import torch.distributed as dist
+
+from comm.interface import SCHEDULES, Communicator, Schedule
+from comm.table import Table, load, machine_key, save
+from engine.graphs import Captured
+from kernels.graph_times import successive_seconds
+from model import Transformer
+from tp import World
+
+CODE = ("comm/*.py", "kernels/*.py", "engine/runner.py", "engine/schedules.py", "model.py")  # decides how long a step takes
+LIMIT = 60.0  # seconds that an engine measures, about: later cases use the default until the next start
+REPLAYS = 3
+
+# seconds of each of so many calls in a row
+Timer = Callable[[Callable[[], object], int], list[float]]
+
+
+@dataclass
+class Schedules:
+    """The schedules of an engine's steps. A case is a kind of step and its rows: `decode 64`.
+
+    possible: the first is the default; the others are tried, too. chosen: by case. spent: seconds that measuring took.
+    """
+
+    comm: Communicator
+    world: World
+    table: Table
+    possible: tuple[Schedule, ...]
+    timer: Timer = successive_seconds
+    chosen: dict[str, Schedule] = field(default_factory=dict)
+    spent: float = 0.0
+
+    @classmethod
+    def of(cls, model: Transformer, world: World) -> "Schedules":
+        """For the steps of this model. Collective."""
+        possible = SCHEDULES if world.overlap == "auto" else (cast(Schedule, world.overlap),)
+        choose = world.overlap == "auto" and world.world_size > 1 and bool(model.config.ladder_layers)
+        found = cls(model.comm, world, Table("overlap", {}), possible if choose else possible[:1])
+        if choose and world.device.type == "cuda":
+            shape = f"{model.config!r} {model.comm.name}"
+            key = machine_key(world.device, world.world_size, model.norm.weight.dtype, CODE)
+            key["model"] = hashlib.sha256(shape.encode()).hexdigest()[:16]
+            found.table = load("overlap", key, lambda case: set(SCHEDULES), world.control)
+        model.comm.use(possible[0])
+        return found
+
+    def fastest(self, case: str, prepare: Callable[[], Captured], replays: int = REPLAYS) -> Captured:
+        """prepare() with the fastest schedule for this case, which the communicator uses from now on. Measures all possible ones
+        if it is not known yet. Collective."""
+        start = time.monotonic()
+        prepared: dict[Schedule, Captured] = {}
+        seconds: list[float] = []
+        schedules = self._candidates(case)
+        for schedule in schedules:
+            self.comm.use(schedule)
+            prepared[schedule] = prepare()
+            if len(schedules) > 1:
+                seconds.append(median(self.timer(prepared[schedule].replay, replays)))
+        if seconds:
+            self._agree(case, seconds, time.monotonic() - start)
+        self.use(case)
+        return prepared[self.chosen[case]]
+
+    def is_open(self, case: str) -> bool:
+        """Whether the fastest schedule for this case has to be measured."""
+        return len(self._candidates(case)) > 1
+
+    def use(self, case: str) -> None:
+        """Let the communicator use the schedule for this case, or the default if it is open."""
+        self.chosen[case] = self._candidates(case)[0]
+        self.comm.use(self.chosen[case])
+
+    def _candidates(self, case: str) -> tuple[Schedule, ...]:
+        """The schedule to use for this case, or several from which a measurement has to choose."""
+        if len(self.possible) == 1 or case in self.chosen:
+            return (self.chosen.get(case, self.possible[0]),)
+        if case in self.table.times:
+            return (min(self.possible, key=lambda schedule: self.table.times[case][schedule]),)
+        return self.possible if self.spent < LIMIT else self.possible[:1]
+
+    def _agree(self, case: str, seconds: list[float], spent: float) -> None:
+        """Store the times of the slowest rank, and the longest time that a rank spent."""
+        slowest = torch.tensor([*seconds, spent], dtype=torch.float64)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self.world.control)
+        *seconds, spent = slowest.tolist()
+        self.table.times[case] = {name: 1e6 * one for name, one in zip(self.possible, seconds, strict=True)}
+        self.spent += spent
+        if self.world.device.type == "cuda":
+            save(self.table, self.world.control)
+
+    def __str__(self) -> str:
+        """The choices: `decode 1 to 64 overlapped, decode 96 deferred`."""
+        cases = sorted((kind, int(rows)) for kind, rows in map(str.split, self.chosen))
+        parts = []
+        for (kind, schedule), group in groupby(cases, key=lambda case: (case[0], self.chosen[f"{case[0]} {case[1]}"])):
+            rows = [rows for _, rows in group]
+            parts.append(f"{kind} {rows[0]}{f' to {rows[-1]}' if len(rows) > 1 else ''} {schedule}")
+        return ", ".join(parts)

@@ -1,0 +1,51 @@
+"""One rank of test_gpu.py: the embedded ladder and hybrid with each schedule and some communicators, one JSON line each from every
+rank. The argument and the rank are the path of a rank's file."""
+
+import json
+import sys
+from dataclasses import replace
+
+import torch
+
+from checkpoint import load_model
+from communicators import choose
+from engine import LLM, SamplingParams
+from engine.core import EngineLimits
+from options import OVERLAPS
+from presets import model_config
+from tests import MODELS
+from tests.engine.gpu_rank import NEW_TOKENS, PROMPT
+from tokenizer_files import load_tokenizer
+from tp import init_world
+
+MODELS_WITH_LADDERS = ("ladder", "hybrid")
+COMMUNICATORS = ("nccl", "one-shot", "two-shot", "fused")
+REPLAYS = 2000  # of each decode graph
+
+
+def main() -> None:
+    world = init_world("cuda")
+    greedy = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)
+    with open(f"{sys.argv[1]}{world.rank}", "w") as out:
+        for communicator in COMMUNICATORS:
+            there = replace(world, comm=choose("cuda", communicator).build())
+            for name in MODELS_WITH_LADDERS:
+                path = MODELS / f"tiny-{name}"
+                model = load_model(str(path), model_config(str(path), None, world.world_size), there, torch.float32)
+                prompt = load_tokenizer(path).encode(PROMPT)
+                for overlap in OVERLAPS:
+                    limits = EngineLimits(256, max_num_seqs=8, max_batch_tokens=256, kv_memory=1e8)
+                    llm = LLM(model, world=replace(there, overlap=overlap), limits=limits)
+                    llm.generate([prompt * 8] * 8, greedy)  # prompts long enough to be fused, and a decode step of 8 rows
+                    runner = llm._engine[1].runner  # type: ignore[index]
+                    runner.decode.positions.fill_(-1)
+                    for _ in range(REPLAYS):
+                        runner.graphs.replay(("decode", 8))  # type: ignore[union-attr]
+                    there.comm.check()
+                    tokens = llm.generate([prompt], greedy)[0].token_ids
+                    found = {"model": name, "comm": communicator, "overlap": overlap, "tokens": tokens}
+                    out.write(json.dumps(found | {"chosen": runner.schedules.chosen}) + "\n")
+
+
+if __name__ == "__main__":
+    main()
