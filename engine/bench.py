@@ -4,7 +4,8 @@
     python launch.py --ranks 8 -m engine.bench --model llama-3-70b:16 --requests 256 --prompt-length 1024 \\
         --new-tokens 512
 
-With --host it prints the host's time in a step instead: scheduling, batch layout, sampling set-up, bookkeeping.
+With --host it prints the host's time in a step instead: scheduling, batch layout, sampling set-up, bookkeeping. With --trace it
+also profiles some steps and prints for which share of their time no kernel ran. `idle_share` is what the engine itself measures.
 """
 
 import argparse
@@ -13,6 +14,8 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -26,7 +29,10 @@ from engine.protocol import SamplingParams, Submit
 from errors import UserError
 from options import ModelOptions, add_options, dtype_name
 from presets import model_config
+from profiling import kernel_idle_share, profiled, read_trace
 from tp import World, init_world
+
+TRACED = range(20, 100)  # steps that --trace profiles
 
 
 def requests(args: argparse.Namespace, vocab_size: int) -> list[Submit]:
@@ -44,14 +50,24 @@ def throughput(engine: Engine, args: argparse.Namespace, world: World) -> dict[s
             raise UserError(refused.message)
     start = time.perf_counter()
     steps: list[float] = []
+    idle: list[float] = []  # seconds for which the device has waited, before each step
     bar = tqdm(total=args.requests * args.new_tokens, unit="token", disable=world.rank > 0)
-    while engine.has_work():
-        begin = time.perf_counter()
-        bar.update(len(engine.step()))
-        steps.append(time.perf_counter() - begin)
+    with ExitStack() as tracing:
+        while engine.has_work():
+            if len(steps) == TRACED.start:
+                tracing.enter_context(profiled(args.trace if world.rank == 0 else None, 0, host=False))
+            if len(steps) == TRACED.stop:
+                tracing.close()
+            idle.append(engine.runner.idle_seconds)
+            begin = time.perf_counter()
+            bar.update(len(engine.step()))
+            steps.append(time.perf_counter() - begin)
     bar.close()
     seconds = time.perf_counter() - start
-    return {
+    if args.trace and len(steps) < TRACED.start + 3:
+        raise UserError(f"--trace: the run has {len(steps)} steps, too few; give more --requests or --new-tokens")
+    traced = traced_idle_shares(args.trace, idle, steps) if args.trace and world.rank == 0 else {}
+    return traced | {
         "requests": args.requests,
         "prompt_length": args.prompt_length,
         "new_tokens": args.new_tokens,
@@ -64,6 +80,20 @@ def throughput(engine: Engine, args: argparse.Namespace, world: World) -> dict[s
         "median_step_ms": round(median(steps) * 1e3, 3),
         "preemptions": engine.scheduler.preemptions,
         "idle_share": None if engine.runner.graphs is None else round(engine.runner.idle_seconds / seconds, 4),
+    }
+
+
+def traced_idle_shares(path: Path, idle: list[float], steps: list[float]) -> dict[str, Any]:
+    """The idle shares of the steps that were profiled: without a kernel in the trace, and as the engine measures it. idle, steps:
+    seconds for which the device had waited before each step, and those of each step."""
+    measured = range(TRACED.start + 1, min(TRACED.stop, len(steps)) - 1)  # the first one waits for the profiler
+    seconds = sum(steps[i] for i in measured)
+    metric = (idle[measured.stop] - idle[measured.start]) / seconds
+    share = kernel_idle_share(read_trace(path)["traceEvents"])
+    return {
+        "traced_steps": min(TRACED.stop, len(steps)) - TRACED.start,
+        "traced_kernel_idle_share": None if share is None else round(share, 4),
+        "traced_idle_share": round(metric, 4),
     }
 
 
@@ -116,6 +146,14 @@ def host_overhead(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def check_trace(args: argparse.Namespace) -> None:
+    """Raise UserError if --trace cannot be written, or does not go with the other flags."""
+    if args.trace and args.host:
+        raise UserError("--trace does not go with --host, which measures a CPU; give one of them")
+    if args.trace and not args.trace.parent.is_dir():
+        raise UserError(f"--trace {args.trace}: the folder {args.trace.parent} does not exist; create it or name another")
+
+
 def main() -> None:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, ModelOptions, "the model", without=("tp", "max_model_len", "compile"))
@@ -128,8 +166,18 @@ def main() -> None:
     parser.add_argument("--block-size", type=int, default=16, help="tokens of a KV-cache block (default: 16)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--host", action="store_true", help="print the host's share of a decode step")
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help=f"write a profiler trace of the GPU in steps {TRACED.start} to {TRACED.stop - 1}, for ui.perfetto.dev, and print its "
+        "idle share; the profiler makes the run slower",
+    )
     args = parser.parse_args()
+    check_trace(args)
     world = init_world(args.device, args.comm, args.simulate_link, args.comm_error_budget, args.overlap)
+    if args.trace and world.device.type != "cuda":
+        raise UserError("--trace shows when a GPU is idle, so it needs a GPU; leave it out on a CPU")
     config = model_config(args.model, args.variant, world.world_size)
     dtype = DTYPES[dtype_name(args.dtype, world.device.type)]
     model = load_model(args.model, config, world, dtype)

@@ -9,7 +9,6 @@ by their names (NCCL, symmetric memory); on a CPU, gloo's collectives do. Everyt
 """
 
 import argparse
-import gzip
 import json
 import random
 import re
@@ -17,7 +16,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
 
 from torch.profiler import record_function
 
@@ -27,12 +25,9 @@ from engine import LLM, SamplingParams
 from errors import UserError
 from options import ModelOptions, add_options, dtype_name
 from presets import model_config
-from profiling import annotate, profiled
+from profiling import Event, Span, annotate, length, profiled, read_trace, span_of, union
 from scripts.lib.markdown import table_lines
 from tp import World, init_world
-
-Span = tuple[float, float]  # begin and end, µs
-Event = dict[str, Any]  # of the Chrome trace format
 
 KERNEL = r"nccl|one_?shot|two_?shot|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|multimem|symm_mem|PtoP"
 COLLECTIVE = r"^gloo:"
@@ -43,17 +38,6 @@ OVERLAP_PID = 1 << 30  # a process id that does not occur in traces
 
 
 # --- spans ---------------------------------------------------------------------------------------------------------------
-
-
-def union(spans: Sequence[Span]) -> list[Span]:
-    """The union of the spans as disjoint, ordered spans."""
-    merged: list[Span] = []
-    for begin, end in sorted(spans):
-        if merged and begin <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        elif end > begin:
-            merged.append((begin, end))
-    return merged
 
 
 def intersection(a: list[Span], b: list[Span]) -> list[Span]:
@@ -74,10 +58,6 @@ def difference(a: list[Span], b: list[Span]) -> list[Span]:
     """The parts of `a` that are not in `b`. Both are disjoint and ordered."""
     edges = [float("-inf"), *(edge for span in b for edge in span), float("inf")]
     return intersection(a, list(zip(edges[::2], edges[1::2], strict=True)))
-
-
-def length(spans: list[Span]) -> float:
-    return sum(end - begin for begin, end in spans)
 
 
 # --- reading a trace -----------------------------------------------------------------------------------------------------
@@ -114,19 +94,6 @@ class Timeline:
         return difference(self.communicating, self.computing)
 
 
-def read_trace(path: Path) -> dict[str, Any]:
-    """Read a Chrome trace, plain or gzipped. Raises UserError."""
-    try:
-        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        trace = json.loads(raw)
-        assert isinstance(trace["traceEvents"], list)
-    except (OSError, ValueError, KeyError, TypeError, AssertionError, EOFError) as e:
-        raise UserError(
-            f"{path} is no profiler trace ({e or type(e).__name__}); name a file that --profile or --out wrote"
-        ) from None
-    return dict(trace)
-
-
 def timeline(events: list[Event], kernel: str = KERNEL) -> Timeline:
     """Classify a trace's events as computing or communicating.
 
@@ -148,14 +115,10 @@ def timeline(events: list[Event], kernel: str = KERNEL) -> Timeline:
         computing = [e for e in computing if thread is None or e["tid"] == thread]
     if not computing:
         raise UserError("the trace holds neither GPU kernels nor torch operators; record it with make trace")
-    spans = [union([_span(e) for e in chosen]) for chosen in (computing, communicating)]
-    steps = [(e["name"], _span(e)) for e in sorted(marks, key=lambda e: e["ts"])]
+    spans = [union([span_of(e) for e in chosen]) for chosen in (computing, communicating)]
+    steps = [(e["name"], span_of(e)) for e in sorted(marks, key=lambda e: e["ts"])]
     whole = [edge for part in spans for span in part for edge in span]
     return Timeline(spans[0], spans[1], steps or [("whole trace", (min(whole), max(whole)))])
-
-
-def _span(event: Event) -> Span:
-    return float(event["ts"]), float(event["ts"]) + float(event.get("dur", 0))
 
 
 def split(line: Timeline, window: Span) -> Split:

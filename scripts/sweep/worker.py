@@ -34,8 +34,9 @@ from errors import UserError
 from generate import measure
 from memory import SHORT, free_bytes, weight_bytes
 from presets import model_config
+from profiling import read_trace
 from scripts.sweep.rows import Setting, interconnect
-from scripts.trace import benchmark_params, by_phase, random_prompts, read_trace, record, timeline
+from scripts.trace import benchmark_params, by_phase, random_prompts, record, timeline
 from tp import World, agree_on_error, init_world
 
 MARK = "@sweep "

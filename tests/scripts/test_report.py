@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import figures
+import profiling
 from errors import UserError
 from scripts import trace
 from scripts.lib.load_generator import Answer, summary
@@ -36,11 +37,11 @@ def event(name: str, begin: float, end: float, cat: str, tid: int = 1) -> dict[s
 # --- spans and traces ----------------------------------------------------------------------------------------------------
 
 
-def random_spans(rng: random.Random) -> list[trace.Span]:
+def random_spans(rng: random.Random) -> list[profiling.Span]:
     return [(float(a), float(a + rng.randrange(0, 40))) for a in (rng.randrange(0, 400) for _ in range(rng.randrange(0, 25)))]
 
 
-def painted(spans: list[trace.Span]) -> np.ndarray:
+def painted(spans: list[profiling.Span]) -> np.ndarray:
     """Whether each unit of time lies in a span: (500,) bool."""
     line = np.zeros(500, dtype=bool)
     for begin, end in spans:
@@ -52,7 +53,7 @@ def test_spans_are_sets_of_moments(seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(200):
         a, b = random_spans(rng), random_spans(rng)
-        one, other = trace.union(a), trace.union(b)
+        one, other = profiling.union(a), profiling.union(b)
         assert all(x[1] < y[0] for x, y in pairwise(one))
         for found, expected in (
             (one, painted(a)),
@@ -60,7 +61,7 @@ def test_spans_are_sets_of_moments(seed: int) -> None:
             (trace.difference(one, other), painted(a) & ~painted(b)),
         ):
             assert (painted(found) == expected).all()
-            assert trace.length(found) == expected.sum()
+            assert profiling.length(found) == expected.sum()
 
 
 def gpu_events() -> list[dict[str, Any]]:
@@ -130,7 +131,7 @@ def test_a_file_that_is_no_trace(tmp_path: Path) -> None:
     for content in ("", "[]", '{"traceEvents": 3}'):
         (tmp_path / "t.json").write_text(content)
         with pytest.raises(UserError, match="no profiler trace"):
-            trace.read_trace(tmp_path / "t.json")
+            profiling.read_trace(tmp_path / "t.json")
     with pytest.raises(UserError, match="neither GPU kernels nor torch operators"):
         trace.timeline([event("prefill", 0, 1, "user_annotation")])
 
