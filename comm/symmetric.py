@@ -40,10 +40,10 @@ OVERLAP_TILING: dict[Kind, Tiling] = {
     "one-shot": all_reduce.ONE_SHOT,
     "two-shot": Tiling(all_reduce.TWO_SHOT.block, all_reduce.TWO_SHOT.warps, programs=24),
 }
-# With few SMs, a program has more bytes in flight. NCCL takes up to 32 SMs for the same bandwidth.
+# With few SMs, a program has more bytes in flight.
 FEW_SMS_TILING: dict[Kind, Tiling] = {
     "one-shot": Tiling(block=2048, warps=16),
-    "two-shot": Tiling(block=16384, warps=16, programs=8),
+    "two-shot": Tiling(block=8192, warps=16, programs=12),
 }
 _ALL_REDUCE = {"one-shot": all_reduce.one_shot, "two-shot": all_reduce.two_shot}
 _ADD_NORM = {"one-shot": all_reduce.one_shot_add_norm, "two-shot": all_reduce.two_shot_add_norm}
