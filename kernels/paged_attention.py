@@ -34,14 +34,19 @@ class DecodeConfig(NamedTuple):
     block_n: int  # keys of a tile; fewer if they would not fit in registers or shared memory
     warps: int
     stages: int  # of the pipeline: stages - 1 tiles are loaded ahead
-    programs: int  # on an SM, at most: as many as run at the same time
-    max_splits: int  # of a sequence; combining more takes longer than reading a sequence faster saves
+    programs: int  # on an SM, at most
+    max_splits: int  # of a pair; combining more takes longer than reading a sequence faster saves
 
 
-# (largest number of pairs of a sequence and a key-value head, config): the first that is large enough is used
+# (largest number of pairs of a sequence and a key-value head, config): the first that is large enough is used. An SM runs three
+# programs at a time. Few pairs are split until all programs run at once. One or two whole pairs for an SM need more loads in
+# flight; with three to five, halves leave less work to the last programs
 DECODE_CONFIGS: tuple[tuple[float, DecodeConfig], ...] = (
     (16, DecodeConfig(block_n=64, warps=4, stages=3, programs=3, max_splits=256)),
-    (math.inf, DecodeConfig(block_n=64, warps=4, stages=3, programs=3, max_splits=32)),
+    (192, DecodeConfig(block_n=64, warps=4, stages=3, programs=3, max_splits=32)),
+    (384, DecodeConfig(block_n=64, warps=4, stages=4, programs=2, max_splits=1)),
+    (640, DecodeConfig(block_n=64, warps=4, stages=3, programs=9, max_splits=2)),
+    (math.inf, DecodeConfig(block_n=64, warps=4, stages=3, programs=3, max_splits=1)),
 )
 
 
@@ -77,25 +82,23 @@ def paged_decode(
         return paged_decode_reference(q, keys, values, tables, lengths, window, max_length)
     batch, n_heads, head_dim = q.shape
     shape = _shape(q, keys, values)
-    pairs, device = batch * shape["K"], q.device
-    out = torch.empty(q.shape, dtype=q.dtype, device=device)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not out.numel():
         return out
-    launch = decode_launch(q.dtype, shape["G"], head_dim, pairs) | pdl_options(device)
-    splits = decode_splits(pairs, min(max_length, window or max_length), launch["BLOCK_N"], sm_count(device))
-    rows = batch * n_heads * splits if splits > 1 else 0
-    partials = torch.empty(rows * head_dim, dtype=torch.float32, device=device)
-    weights = torch.empty(rows, dtype=torch.float32, device=device)
+    pairs, longest = batch * shape["K"], min(max_length, window or max_length)
+    launch = decode_launch(q.dtype, shape["G"], head_dim, pairs) | pdl_options(q.device)
+    splits = decode_splits(pairs, longest, launch["BLOCK_N"], sm_count(q.device))
+    pieces = _partials(pairs * splits if splits > 1 else 0, shape["G"], head_dim, q.device)
     _paged_decode[(pairs, splits)](
-        q.contiguous(), keys, values, tables, lengths, out, partials, weights, splits, tables.stride(0), tables.shape[1],
+        q.contiguous(), keys, values, tables, lengths, out, *pieces, splits, tables.stride(0), tables.shape[1],
         window or NO_WINDOW, math.log2(math.e) / math.sqrt(head_dim), SINGLE_SPLIT=splits == 1, WINDOWED=window is not None,
         **shape, **launch,
     )  # fmt: skip
     if splits > 1:
         combine = combine_launch(splits, head_dim)
         _combine_splits[(batch * n_heads, triton.cdiv(head_dim, combine["BLOCK_D"]))](
-            partials, weights, lengths, out, splits, window or NO_WINDOW, K=shape["K"], G=shape["G"], D=head_dim,
-            BLOCK_N=launch["BLOCK_N"], **combine, **pdl_options(device),
+            *pieces, lengths, out, splits, window or NO_WINDOW, K=shape["K"], G=shape["G"], D=head_dim,
+            BLOCK_N=launch["BLOCK_N"], **combine, **pdl_options(q.device),
         )  # fmt: skip
     return out
 
@@ -191,7 +194,9 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, length: int,
 
 @triton.jit
 def _attend_tiles(
-    q, acc, row_max, row_sum, keys, values, table, width, begin, end, position, window, scale,
+    q, acc, row_max, row_sum, keys, values, table, width,
+    block,  # (BLOCK_N,): the blocks of the first tile's tokens
+    begin, end, position, window, scale,
     step,  # tokens from one tile of BLOCK_N to the next
     K: tl.constexpr, D: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr, WINDOWED: tl.constexpr, PRECISION: tl.constexpr,
@@ -202,7 +207,6 @@ def _attend_tiles(
     acc (M, BLOCK_D) and row_sum (M,) are relative to 2^row_max (M,). A row without keys yet has the maximum -1e30, so its sums
     for masked keys are rescaled to 0 at the first key that is not masked."""
     feature = tl.arange(0, q.shape[1])
-    block = _blocks(table, begin + tl.arange(0, BLOCK_N), width, P)
     for start in range(begin, end, step):
         token = start + tl.arange(0, BLOCK_N)
         offsets = (block.to(tl.int64) * P + token % P)[:, None] * (K * D) + feature[None, :]
@@ -243,6 +247,49 @@ def _normalized(acc, row_sum):
     return acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
 
 
+@triton.jit
+def _attend_pair(
+    q, keys, values, tables, table_stride, width, pair, begin, end, step, scale,
+    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Attention of the query heads of a pair to its tiles of keys from token `begin` to `end`. Returns the means
+    (BLOCK_M, BLOCK_D) and log2 of the sums of the exponentials (BLOCK_M,)."""
+    table = tables + (pair // K).to(tl.int64) * table_stride
+    block = _blocks(table, begin + tl.arange(0, BLOCK_N), width, P)  # before the queries: the compiler waits for these
+    offsets, inside = _head_offsets(G, D, BLOCK_M, BLOCK_D)
+    queries = tl.load(q + pair.to(tl.int64) * (G * D) + offsets, mask=inside, other=0.0)
+    first_feature = (pair % K) * D
+    acc, row_max, row_sum = _empty_softmax(BLOCK_M, BLOCK_D)
+    acc, row_max, row_sum = _attend_tiles(
+        queries, acc, row_max, row_sum, keys + first_feature, values + first_feature, table, width, block, begin, end,
+        tl.zeros((BLOCK_M,), tl.int32) + end - 1, 0, scale, step, K, D, P, BLOCK_N, True, False, PRECISION,
+    )  # fmt: skip
+    return _normalized(acc, row_sum), row_max + tl.log2(row_sum)
+
+
+@triton.jit
+def _head_offsets(G: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Offsets (BLOCK_M, BLOCK_D) in (G, D), and a mask of those that exist."""
+    head, feature = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_D)[None, :]
+    return head * D + feature, (head < G) & (feature < D)
+
+
+@triton.jit
+def _store_piece(partials, weights, slot, mean, weight, G: tl.constexpr, D: tl.constexpr):
+    """Store what `_attend_pair` returned for a part of a pair's keys as number `slot` of partials (…, G, D) and weights (…, G)."""
+    offsets, inside = _head_offsets(G, D, mean.shape[0], mean.shape[1])
+    head = tl.arange(0, mean.shape[0])
+    tl.store(partials + slot * (G * D) + offsets, mean, mask=inside)
+    tl.store(weights + slot * G + head, weight, mask=head < G)
+
+
+@triton.jit
+def _store_output(out, pair, mean, G: tl.constexpr, D: tl.constexpr):
+    offsets, inside = _head_offsets(G, D, mean.shape[0], mean.shape[1])
+    tl.store(out + pair.to(tl.int64) * (G * D) + offsets, mean.to(out.dtype.element_ty), mask=inside)
+
+
 @triton.jit(do_not_specialize=["splits", "width", "window"])
 def _paged_decode(
     q, keys, values, tables, lengths, out,
@@ -261,32 +308,21 @@ def _paged_decode(
     WINDOWED: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pair, split = tl.program_id(0), tl.program_id(1)
-    head, feature = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
-    inside = (head < G)[:, None] & (feature < D)[None, :]
-    offsets = head[:, None] * D + feature[None, :]
-    first_query = pair.to(tl.int64) * (G * D)  # of (B, K, G, D)
-    table = tables + (pair // K).to(tl.int64) * table_stride
-    first_feature = (pair % K) * D
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()  # after the wait: `_combine_splits` reads the lengths before its own wait
     length = tl.load(lengths + pair // K)
-    queries = tl.load(q + first_query + offsets, mask=inside, other=0.0)
     begin = split * BLOCK_N
     if WINDOWED:
         begin += tl.maximum(length - window, 0)
-    acc, row_max, row_sum = _empty_softmax(BLOCK_M, BLOCK_D)
-    acc, row_max, row_sum = _attend_tiles(
-        queries, acc, row_max, row_sum, keys + first_feature, values + first_feature, table, width, begin, length,
-        tl.zeros((BLOCK_M,), tl.int32) + length - 1, window, scale, splits * BLOCK_N, K, D, P, BLOCK_N, True, False, PRECISION,
+    mean, weight = _attend_pair(
+        q, keys, values, tables, table_stride, width, pair, begin, length, splits * BLOCK_N, scale,
+        K, G, D, P, BLOCK_M, BLOCK_D, BLOCK_N, PRECISION,
     )  # fmt: skip
-    mean = _normalized(acc, row_sum)
     if SINGLE_SPLIT:
-        tl.store(out + first_query + offsets, mean.to(out.dtype.element_ty), mask=inside)
+        _store_output(out, pair, mean, G, D)
     elif begin < length:
-        slot = pair.to(tl.int64) * splits + split
-        tl.store(partials + slot * (G * D) + offsets, mean, mask=inside)
-        tl.store(weights + slot * G + head, row_max + tl.log2(row_sum), mask=head < G)
+        _store_piece(partials, weights, pair.to(tl.int64) * splits + split, mean, weight, G, D)
 
 
 @triton.jit(do_not_specialize=["splits", "window"])
@@ -351,13 +387,14 @@ def _paged_prefill(
     else:
         diagonal = tl.maximum(first_position + 1, 0) // BLOCK_N * BLOCK_N  # all rows attend to all keys before it
     keys, values = keys + kv_head * D, values + kv_head * D
+    tile = tl.arange(0, BLOCK_N)
     if not WINDOWED:
         acc, row_max, row_sum = _attend_tiles(
-            queries, acc, row_max, row_sum, keys, values, table, width, 0, diagonal, position, window, scale, BLOCK_N,
+            queries, acc, row_max, row_sum, keys, values, table, width, _blocks(table, tile, width, P), 0, diagonal, position, window, scale, BLOCK_N,
             K, D, P, BLOCK_N, False, False, PRECISION,
         )  # fmt: skip
     acc, row_max, row_sum = _attend_tiles(
-        queries, acc, row_max, row_sum, keys, values, table, width, diagonal, stop, position, window, scale, BLOCK_N,
+        queries, acc, row_max, row_sum, keys, values, table, width, _blocks(table, diagonal + tile, width, P), diagonal, stop, position, window, scale, BLOCK_N,
         K, D, P, BLOCK_N, True, WINDOWED, PRECISION,
     )  # fmt: skip
     mean = _normalized(acc, row_sum)
@@ -423,6 +460,12 @@ def decode_splits(pairs: int, longest: int, block_n: int, sms: int) -> int:
     """Splits for each pair: all programs fit on the SMs at once, and each has at least one tile of the longest sequence."""
     config = decode_config(pairs)
     return max(min(config.programs * sms // pairs, triton.cdiv(longest, block_n), config.max_splits), 1)
+
+
+def _partials(pieces: int, group: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """For results of parts of pairs that are combined later: partials (pieces, G, D) and weights (pieces, G), fp32."""
+    partials = torch.empty(pieces, group, head_dim, dtype=torch.float32, device=device)
+    return partials, torch.empty(pieces, group, dtype=torch.float32, device=device)
 
 
 def decode_launch(dtype: torch.dtype, group: int, head_dim: int, pairs: int) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -95,8 +95,11 @@ def worse(name: str, got: Tensor, expected: list[Tensor], usual: list[Tensor]) -
     return [] if error <= allowed else [f"{name}: error {error:.3g}, allowed {allowed:.3g}"]
 
 
-def decode_faults(decode: Callable, shape: Shape, longest: int, device: str, dtype: torch.dtype) -> list[str]:
-    lengths = [random.randint(1, longest), 0, 1, shape.block_size, longest]
+def decode_faults(
+    decode: Callable, shape: Shape, longest: int, device: str, dtype: torch.dtype, more: Sequence[int] = ()
+) -> list[str]:
+    """more: lengths of further sequences."""
+    lengths = [random.randint(1, longest), 0, 1, min(shape.block_size, longest), longest, *more]
     pages = Pages.of(shape, lengths, device, dtype)
     q = torch.randn(len(lengths), shape.n_heads, shape.head_dim, device=device).to(dtype)
     on_device = torch.tensor(lengths, dtype=torch.int32, device=device)
@@ -165,7 +168,7 @@ def test_splits_fill_the_gpu_but_never_fall_below_a_tile() -> None:
     pytest.importorskip("triton", reason="Triton is not installed; pip install triton")
     from kernels.paged_attention import decode_config, decode_splits
 
-    for pairs in (1, 2, 8, 33, 128, 1000):
+    for pairs in (1, 2, 7, 8, 16, 100, 192):
         config = decode_config(pairs)
         held = config.programs * 132
         for longest in (1, 64, 65, 1000, 8192, 10**6):
@@ -185,13 +188,14 @@ def test_kernels_on_a_gpu(seed: int) -> None:
 
 
 @needs_gpu
-def test_a_captured_decode_follows_lengths_and_repeats_its_bits(seed: int) -> None:
+@pytest.mark.parametrize("batch", [4, 100])
+def test_a_captured_decode_on_a_gpu_follows_lengths_and_repeats_its_bits(batch: int, seed: int) -> None:
     from kernels.paged_attention import paged_decode
 
     shape, longest = LARGE[0], 2048
-    pages = Pages.of(shape, [longest] * 4, "cuda", torch.bfloat16)
-    q = torch.randn(4, shape.n_heads, shape.head_dim, device="cuda", dtype=torch.bfloat16)
-    lengths = torch.full((4,), longest, dtype=torch.int32, device="cuda")
+    pages = Pages.of(shape, [longest] * batch, "cuda", torch.bfloat16)
+    q = torch.randn(batch, shape.n_heads, shape.head_dim, device="cuda", dtype=torch.bfloat16)
+    lengths = torch.full((batch,), longest, dtype=torch.int32, device="cuda")
     with torch.no_grad():
         arguments = q, pages.keys, pages.values, pages.tables, lengths, None, longest
         paged_decode(*arguments)
@@ -199,9 +203,9 @@ def test_a_captured_decode_follows_lengths_and_repeats_its_bits(seed: int) -> No
         with torch.cuda.graph(graph):
             captured = paged_decode(*arguments)
         for _ in range(5):
-            lengths.copy_(torch.randint(0, longest + 1, (4,)))
+            lengths.copy_(torch.randint(0, longest + 1, (batch,)))
             expected = paged_decode(*arguments)
-            for _ in range(3):
+            for _ in range(30):
                 captured.fill_(torch.nan)
                 graph.replay()
                 assert torch.equal(captured, expected), lengths
