@@ -46,13 +46,13 @@ GEMV_TILES = {  # by rows: (n, k, warps, prefetch); with more rows of x, more ro
     2: ((2, 2048, 4, False), (2, 2048, 4, True), (4, 1024, 4, False), (4, 512, 2, True), (8, 512, 4, False)),
     4: ((4, 1024, 4, False), (8, 512, 4, False)),
 }
-STREAM_TILES = {  # by rows: (n, k, warps); with more rows, tiles of more features reuse the input more often
-    8: ((64, 128, 4), (64, 256, 4), (128, 64, 4)),
-    16: ((64, 128, 4), (64, 256, 4), (128, 64, 4)),
-    32: ((64, 128, 4), (128, 64, 4), (128, 128, 4)),
-    64: ((128, 64, 4), (128, 128, 4), (256, 64, 8)),
-    128: ((128, 64, 4), (128, 64, 8), (256, 64, 8)),
-    256: ((128, 64, 8), (256, 64, 8)),
+STREAM_TILES = {  # by rows: (n, k, warps)
+    8: ((64, 128, 4), (64, 256, 4)),
+    16: ((64, 128, 4), (64, 256, 4)),
+    32: ((64, 128, 4), (128, 128, 4)),
+    64: ((64, 128, 4), (128, 128, 4)),
+    128: ((64, 64, 4), (128, 64, 4)),
+    256: ((128, 64, 8),),
 }
 KEPT_MARGIN = 0.98  # a kernel is kept if it takes less than this share of cuBLAS's time
 TIE = 1.01  # times of the fastest config's time: as fast, within the noise
@@ -109,7 +109,7 @@ def mma_candidates(rows: int, shape: Shape) -> list[Config]:
         replace(mma_candidate(rows, shape, 64, 128, sharing=2, each=2), early=False),
         mma_candidate(rows, shape, 64, 128, sharing=3, each=3),
     ]
-    if rows <= GEMV_ROWS:
+    if rows <= GEMV_ROWS or (rows <= 16 and has_stream()):  # the other kernels are mostly faster there
         return tiles
     if rows > 16:
         wide = mma_candidate(rows, shape, 128, 128, sharing=1, each=1)
@@ -129,16 +129,15 @@ def mma_candidate(rows: int, shape: Shape, block_n: int, block_k: int, sharing: 
 
 
 def stream_candidates(rows: int, shape: Shape) -> list[Stream]:
-    """Tiles with as many buffers as an SM has room for. The first tile also with so few that two programs share an SM, and with
-    one program for each tile or each equal part of a tile, if that leaves few SMs without a program."""
-    found = []
+    """Tiles with as many buffers as an SM has room for, the first also with so few that two programs share an SM."""
+    found: list[Stream] = []
     for block_n, block_k, warps in STREAM_TILES[min(max(8, 1 << (rows - 1).bit_length()), 256)]:
-        tile = stream_candidate(rows, max(block_n, 32 * warps) if shape.swiglu else block_n, block_k, warps)
-        found.append(tile)
-        if len(found) == 1:
-            half = stream_candidate(rows, tile.block_n, block_k, warps, STREAM_BYTES // 2)
-            found += [half] if half.shares_an_sm(rows) else []
-            found += [replace(tile, programs=whole_programs(-(-shape.n // tile.block_n)))]
+        if shape.swiglu and block_n < 32 * warps:
+            block_n, block_k = 2 * block_n, max(64, block_k // 2)
+        rings = (STREAM_BYTES,) if found else (STREAM_BYTES, STREAM_BYTES // 2)
+        tiles = [stream_candidate(rows, block_n, block_k, warps, ring) for ring in rings]
+        programs = whole_programs(-(-shape.n // block_n))
+        found += [replace(tile, programs=programs) for tile in tiles if tile is tiles[0] or tile.shares_an_sm(rows)]
     return [config for config in dict.fromkeys(found) if config.supports(rows, shape.n, shape.k, shape.swiglu)]
 
 

@@ -215,12 +215,13 @@ def plot_comm(files: list[Any], where: str, out: Path) -> None:
 
 
 def linear(folder: Path) -> str | None:
-    """A table that compares our best kernel with cuBLAS, for the shapes of Llama-70B."""
+    """A table that compares our best kernel with cuBLAS, for the shapes of Llama-70B, and of 8B on one GPU."""
     files = [read(path) for path in sorted(folder.glob("linear*.json"))]
     cases: dict[tuple[str, int, int, int], dict[bool, float]] = {}
     for entry in (entry for file in files if file for entry in file["times"]):
-        if entry["shape"].startswith("70b"):
-            key = entry["shape"], entry["n"], entry["k"], entry["rows"]
+        shape = entry["shape"].removeprefix("llama-")
+        if shape.startswith(("70b", "8b-tp1")):
+            key = shape, entry["n"], entry["k"], entry["rows"]
             best = cases.setdefault(key, {})
             own = entry["config"] is not None
             best[own] = min(best.get(own, float("inf")), entry["us"])
@@ -229,7 +230,7 @@ def linear(folder: Path) -> str | None:
     lines = [
         [name, f"{n} x {k}", str(rows), *(f"{us:.1f} | {2 * n * k / us / 1e6:.2f}" for us in (best[False], best[True]))]
         for (name, n, k, rows), best in sorted(cases.items())
-        if rows in (1, 4, 16, 64) and len(best) == 2
+        if rows <= 128 and len(best) == 2
     ]
     head = ["layer", "weight", "rows", "cuBLAS, µs", "TB/s", "own, µs", "TB/s"]
     caption = (

@@ -185,7 +185,8 @@ def test_shapes_of_a_model(seed: int) -> None:
     assert all(tuple(weight.shape) == (shape.n, shape.k) for shape, weights in found.items() for weight in weights)
 
 
-def test_shipped_tables_can_be_read() -> None:
+def test_shipped_tables_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kernels.linear_tuning.has_stream", lambda: True)  # they are of GPUs that have it
     tables = sorted(linear_config.CONFIGS.glob("*.json"))
     assert tables
     for path in tables:
