@@ -39,7 +39,6 @@ MIN_ROWS = 32  # per rank; with fewer rows, reading the weight is the limit, so 
 CHAIN, REPLAYS = 4, 5  # pairs in a CUDA graph, and its timed replays
 
 StreamKey = tuple[int, int, torch.dtype]  # rows rounded up to a power of two, C
-LayerKey = tuple[int, int, torch.dtype, int]  # the same, and K
 
 
 def _rows(x: Tensor) -> int:
@@ -48,10 +47,6 @@ def _rows(x: Tensor) -> int:
 
 def _stream_key(rows: int, weight: Tensor) -> StreamKey:
     return bucket(rows), weight.shape[0], weight.dtype
-
-
-def _layer_key(rows: int, weight: Tensor) -> LayerKey:
-    return *_stream_key(rows, weight), weight.shape[1]
 
 
 class _Layers(NamedTuple):
@@ -102,9 +97,8 @@ class FusedCommunicator(Communicator):
             unfused = inner.algorithms if isinstance(inner, AutoCommunicator) else [inner.name]
             key = machine_key(device, self.world_size, torch.bfloat16, CODE) | {"unfused": " ".join(unfused)}
         self.table = Table("fused", key) if self.measure is None else load("fused", key, names_of, group, rebuild)
-        self.chosen: dict[LayerKey, Strategy] = {}
+        self.chosen: dict[str, Strategy] = {}  # by `Pair.key`
         self.unfused: set[StreamKey] = set()
-        self.decided: set[str] = set()  # pairs, by `Pair.key`
         self.undecided: dict[str, _Layers] = {}  # pairs of this step
 
     # --- passed on to inner -----------------------------------------------------------------------------------------------
@@ -128,8 +122,7 @@ class FusedCommunicator(Communicator):
     def begin_linear_all_reduce(self, x: Tensor, layer: Linear, overlap: bool = False) -> PendingAllReduce:
         if overlap or layer.bias is not None or not self.fuses(x, layer.weight):
             return self.inner.begin_linear_all_reduce(x, layer, overlap)
-        strategy = self.chosen.get(_layer_key(_rows(x), layer.weight), self.default)
-        return FusedAllReduce(self, x, layer.weight, strategy)
+        return FusedAllReduce(self, x, layer.weight, self.default)
 
     def fuses(self, x: Tensor, weight: Tensor) -> bool:
         """Whether the all-reduce after this layer is fused: if that is possible, and not known to be slower."""
@@ -152,7 +145,7 @@ class FusedCommunicator(Communicator):
 
     def remember(self, pair: Pair, first: Tensor, second: Tensor) -> None:
         """Remember a pair of layers, for `decide` at the end of the step."""
-        if self.measure is not None and pair.key not in self.decided:
+        if self.measure is not None and pair.key not in self.chosen:
             self.undecided.setdefault(pair.key, _Layers(pair, first, second))
 
     def decide(self) -> None:
@@ -161,7 +154,6 @@ class FusedCommunicator(Communicator):
         if self.measure is None or not self.undecided or self.buffers.capturing:
             return
         pairs, self.undecided = self.undecided, {}
-        self.decided |= set(pairs)
         missing = {key: layers for key, layers in pairs.items() if key not in self.table.times}
         for key, layers in missing.items():
             self.table.times[key] = self.measure(self, *layers)
@@ -170,12 +162,9 @@ class FusedCommunicator(Communicator):
         gains: dict[StreamKey, float] = {}  # µs of a layer
         for key, (pair, first, second) in pairs.items():
             times = self.table.times[key]
-            strategy, fused = best_strategy(times)
-            layer = _layer_key(pair.rows, first)
-            if self.chosen.setdefault(layer, strategy) != strategy:  # another pair with this first layer needs another one
-                self.chosen[layer] = self.default
+            self.chosen[key], fused = best_strategy(times)
             if key not in missing:  # compile before a graph is captured, as a measurement would
-                for choice in (strategy, None):
+                for choice in (self.chosen[key], None):
                     pair_call(self, pair, first, second, choice)()
             stream = _stream_key(pair.rows, first)
             gains[stream] = gains.get(stream, 0.0) + times[UNFUSED] - fused
@@ -207,6 +196,7 @@ class FusedAllReduce(PendingAllReduce):
     def add_norm_linear(self, x: Tensor, norm: Norm, layer: Linear) -> tuple[Tensor, Tensor]:
         """(this rank's rows (R, C) of x + sum, layer(norm(x + sum)))."""
         pair = Pair(_rows(self.x), self.x.shape[-1], self.shard.size, len(layer.weight), self.shard.dtype)
+        self.strategy = self.comm.chosen.get(pair.key, self.strategy)
         rows = self.scatter_add_norm(x, norm.weight, norm.eps)
         self.comm.remember(pair, self.weight, layer.weight)
         return rows, layer.finish(self.gather_linear(layer.weight, layer.whole_bias()))

@@ -96,6 +96,9 @@ class Runner:
         self.max_length = capacity.blocks * cache.block_size
         self.decode, self.spans = DecodeInputs(capacity, self.device), SpanInputs(capacity, self.device)
         self.graphs = Graphs(self.device) if self.device.type == "cuda" else None
+        if self.graphs is not None and len(schedules.possible) > 1:
+            # measured steps attend to this; zeros would take less power
+            cache.keys_values.normal_(generator=torch.Generator(self.device).manual_seed(0))
         self._decode_sizes, self._prefill_sizes = decode_buckets(capacity.sequences), prefill_buckets(capacity.rows)
         self._last_batch: tuple[list[Sequence], SamplingBatch] | None = None
         self.idle_seconds = 0.0  # for which the device waited for the next step
@@ -110,7 +113,7 @@ class Runner:
         hidden = self.model.hidden(inputs.tokens[None, :rows], context)[0]
         tokens = self._drawn(hidden, inputs.temperature(rows), inputs.seed[:rows], context.positions + 1)
         inputs.tokens[:rows].copy_(tokens)
-        inputs.positions[:rows].add_(inputs.positions[:rows] >= 0)
+        inputs.positions[:rows].add_(inputs.positions[:rows] >= inputs.first_kept)
         return Output(hidden, hidden, tokens)
 
     def _span_step(self, rows: int, spans: int, max_span: int) -> Output:
@@ -149,16 +152,19 @@ class Runner:
 
     def _capture_decode(self, graphs: Graphs, rows: int) -> None:
         if ("decode", rows) not in graphs:
-            self.decode.forget()
-            self.decode.positions.fill_(-1)
-            self._capture(graphs, "decode", rows, lambda: self._decode_step(rows))
+            self.decode.clear()
+            self._capture(graphs, "decode", rows, lambda: self._decode_step(rows), self.decode)
+            self.decode.clear()
 
     def _capture_prefill(self, graphs: Graphs, rows: int) -> None:
         if ("prefill", rows) not in graphs:
-            self._capture(graphs, "prefill", rows, self._padding_step(rows))
+            self._capture(graphs, "prefill", rows, self._padding_step(rows), self.spans)
 
-    def _capture(self, graphs: Graphs, kind: str, rows: int, step: Callable[[], Output]) -> None:
-        graphs.keep((kind, rows), self.schedules.fastest(f"{kind} {rows}", lambda: graphs.capture(step)))
+    def _capture(
+        self, graphs: Graphs, kind: str, rows: int, step: Callable[[], Output], inputs: DecodeInputs | SpanInputs
+    ) -> None:
+        invent = lambda: inputs.invent(rows, self.text_ids, self.cache)  # noqa: E731
+        graphs.keep((kind, rows), self.schedules.fastest(f"{kind} {rows}", lambda: graphs.capture(step), invent))
 
     def _try_long_steps(self) -> None:
         """Run steps that are too large for a graph, one of each power of two up to the capacity.
@@ -187,7 +193,7 @@ class Runner:
             return Captured(step, None)
 
         if self.schedules.is_open(case := f"prefill {rows}"):
-            self.schedules.fastest(case, prepare, replays=1)
+            self.schedules.fastest(case, prepare, lambda: self.spans.invent(rows, self.text_ids, self.cache))
         self.schedules.use(case)
 
     # --- steps -----------------------------------------------------------------------------------------------------------

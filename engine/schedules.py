@@ -1,8 +1,8 @@
 """Chooses how a ladder's all-reduces are computed in steps of each size (`comm.interface.Schedule`).
 
 An all-reduce that is hidden behind the next module takes SMs from it, and one that is not hidden can be fused with what follows.
-Which is faster depends on the sizes of both, so the whole step is measured, with each schedule. The times are kept in a file, as
-those of all-reduces (`comm/table.py`). All ranks take the same choices, because the time of the slowest rank counts.
+Which is faster depends on the sizes of both, so the whole step is measured, with each schedule, on invented inputs. The times are
+kept in a file, as those of all-reduces (`comm/table.py`). All ranks take the same choices, because the time of the slowest rank counts.
 """
 
 import hashlib
@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import groupby
+from math import ceil
 from statistics import median
 from typing import cast
 
@@ -23,9 +24,18 @@ from kernels.graph_times import successive_seconds
 from model import Transformer
 from tp import World
 
-CODE = ("comm/*.py", "kernels/*.py", "engine/runner.py", "engine/schedules.py", "model.py")  # decides how long a step takes
+CODE = (  # files that decide how long a step takes
+    "comm/*.py",
+    "kernels/*.py",
+    "engine/runner.py",
+    "engine/schedules.py",
+    "engine/step_inputs.py",
+    "model.py",
+)
 LIMIT = 60.0  # seconds that an engine measures, about: later cases use the default until the next start
-REPLAYS = 3
+TURNS = 3  # of each schedule; the first one shows how many replays the others need, and lets the GPU lower its clock
+SECONDS, MOST_REPLAYS = 0.01, 50  # of a schedule's turn, about, and at most
+GAIN = 0.01  # by which another schedule must be faster than the default: smaller differences are noise
 
 # seconds of each of so many calls in a row
 Timer = Callable[[Callable[[], object], int], list[float]]
@@ -60,22 +70,36 @@ class Schedules:
         model.comm.use(possible[0])
         return found
 
-    def fastest(self, case: str, prepare: Callable[[], Captured], replays: int = REPLAYS) -> Captured:
+    def fastest(self, case: str, prepare: Callable[[], Captured], invent: Callable[[], None]) -> Captured:
         """prepare() with the fastest schedule for this case, which the communicator uses from now on. Measures all possible ones
-        if it is not known yet. Collective."""
+        if it is not known yet, after invent(), which writes the inputs. Collective."""
         start = time.monotonic()
         prepared: dict[Schedule, Captured] = {}
-        seconds: list[float] = []
-        schedules = self._candidates(case)
-        for schedule in schedules:
+        for schedule in self._candidates(case):
             self.comm.use(schedule)
             prepared[schedule] = prepare()
-            if len(schedules) > 1:
-                seconds.append(median(self.timer(prepared[schedule].replay, replays)))
-        if seconds:
-            self._agree(case, seconds, time.monotonic() - start)
+        if len(prepared) > 1:
+            invent()
+            self._measure(case, prepared)
+            self.spent += self._slowest([time.monotonic() - start])[0]
         self.use(case)
         return prepared[self.chosen[case]]
+
+    def _measure(self, case: str, prepared: dict[Schedule, Captured]) -> None:
+        """Store the times of the slowest rank. The schedules take turns, because the clock of the GPU drifts."""
+        replays, samples = 1, {schedule: list[float]() for schedule in prepared}
+        for turn in range(TURNS):
+            for schedule, captured in prepared.items():
+                self.comm.use(schedule)  # of a step without a graph
+                samples[schedule] += self.timer(captured.replay, replays)
+            if turn == 0:
+                fastest = min(self._slowest([median(times) for times in samples.values()]))
+                replays = max(1, min(MOST_REPLAYS, ceil(SECONDS / fastest)))
+                samples = {schedule: [] for schedule in prepared}
+        seconds = self._slowest([median(times) for times in samples.values()])
+        self.table.times[case] = {name: 1e6 * one for name, one in zip(prepared, seconds, strict=True)}
+        if self.world.device.type == "cuda":
+            save(self.table, self.world.control)
 
     def is_open(self, case: str) -> bool:
         """Whether the fastest schedule for this case has to be measured."""
@@ -91,18 +115,16 @@ class Schedules:
         if len(self.possible) == 1 or case in self.chosen:
             return (self.chosen.get(case, self.possible[0]),)
         if case in self.table.times:
-            return (min(self.possible, key=lambda schedule: self.table.times[case][schedule]),)
+            times, default = self.table.times[case], self.possible[0]
+            found = min(self.possible, key=lambda schedule: times[schedule])
+            return (found if times[found] < (1 - GAIN) * times[default] else default,)
         return self.possible if self.spent < LIMIT else self.possible[:1]
 
-    def _agree(self, case: str, seconds: list[float], spent: float) -> None:
-        """Store the times of the slowest rank, and the longest time that a rank spent."""
-        slowest = torch.tensor([*seconds, spent], dtype=torch.float64)
+    def _slowest(self, seconds: list[float]) -> list[float]:
+        """The longest of all ranks."""
+        slowest = torch.tensor(seconds, dtype=torch.float64)
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self.world.control)
-        *seconds, spent = slowest.tolist()
-        self.table.times[case] = {name: 1e6 * one for name, one in zip(self.possible, seconds, strict=True)}
-        self.spent += spent
-        if self.world.device.type == "cuda":
-            save(self.table, self.world.control)
+        return slowest.tolist()
 
     def __str__(self) -> str:
         """The choices: `decode 1 to 64 overlapped, decode 96 deferred`."""

@@ -2,6 +2,10 @@
 
 CUDA graphs are captured with these addresses, so each step first copies its inputs there, from pinned host memory and
 without waiting for the device.
+
+A step can also be measured with invented inputs, the same on all ranks: random tokens of sequences that attend to random blocks of
+the cache. They store nothing in it. Padding would be a bad example: it attends to nothing, and equal rows take less power, so that a
+GPU that lowers its clock to limit its power multiplies them faster.
 """
 
 from collections.abc import Sequence as List
@@ -15,6 +19,7 @@ from engine.paged_cache import PagedCache, PagedContext
 from engine.scheduler import Chunk
 
 ROUND = 64
+INVENTED = 1024  # tokens of an invented sequence
 PINNED = 3  # pinned buffers: for the running step, for the step queued after it, and for the one that the host writes
 
 
@@ -70,6 +75,12 @@ class Tables:
         if changed:
             self.mirror.send(len(tables))
 
+    def invent(self, generator: np.random.Generator, blocks: int) -> None:
+        """Name random ones of a cache's first `blocks` blocks, which the next steps may only read."""
+        self.mirror.host[...] = generator.integers(blocks, size=self.mirror.host.shape)
+        self.mirror.send()
+        self._written = [[] for _ in self._written]
+
 
 class DecodeInputs:
     """One token each of up to `capacity.sequences` sequences. Rows beyond the step's have position -1 and do nothing.
@@ -86,6 +97,7 @@ class DecodeInputs:
         self.tokens, self.positions, self.seed = self._integers.device
         self._integers.host[1] = -1
         self.positions.fill_(-1)
+        self.first_kept = torch.zeros((), dtype=torch.int64, device=device)  # a smaller position is not stored, and stays
         self._rows: list[object] = []  # the sequences whose rows on the device are up to date
 
     def write(self, chunks: List[Chunk]) -> None:
@@ -108,6 +120,25 @@ class DecodeInputs:
         """Mark the rows on the device as out of date."""
         self._rows = []
 
+    def clear(self) -> None:
+        """Make all rows padding. The next step must write its rows."""
+        self.forget()
+        self.positions.fill_(-1)
+        self.first_kept.zero_()
+
+    def invent(self, rows: int, ids: int, cache: PagedCache) -> None:
+        """Fill `rows` rows with random tokens below `ids`, until `clear`: a step stores nothing, and leaves the positions."""
+        generator, length = np.random.default_rng(rows), min(INVENTED, self.tables.mirror.host.shape[1] * cache.block_size)
+        tokens, positions, seeds = self._integers.host
+        tokens[:], seeds[:] = generator.integers(ids, size=(2, len(tokens)))
+        positions[:rows], positions[rows:] = length - 1, -1
+        self._temperature.host[:] = 1.0
+        self._integers.send()
+        self._temperature.send()
+        self.tables.invent(generator, cache.keys_values.shape[2])
+        self.first_kept.fill_(length)
+        self.forget()
+
     def temperature(self, rows: int) -> Tensor:
         """(rows,) fp32"""
         return self._temperature.device[:rows]
@@ -119,7 +150,7 @@ class DecodeInputs:
         positions, tables = self.positions[:rows], self.tables.mirror.device[:rows]
         held = positions.clamp(min=0)
         blocks = tables.gather(1, (held // cache.block_size)[:, None])[:, 0]
-        cache_rows = torch.where(positions < 0, -1, blocks.long() * cache.block_size + held % cache.block_size)
+        cache_rows = torch.where(positions < self.first_kept, -1, blocks.long() * cache.block_size + held % cache.block_size)
         return PagedContext(cache, positions, cache_rows, tables, (positions + 1).int(), None, longest)
 
 
@@ -169,6 +200,26 @@ class SpanInputs:
         starts[spans + 1 :], lengths[spans:], last[spans:] = used, 0, 0
         self._spans.send()
         self.tables.update([c.sequence.blocks for c in chunks])
+
+    def invent(self, rows: int, ids: int, cache: PagedCache) -> None:
+        """Fill `rows` rows with prompts of random tokens below `ids`, which a step does not store. The next step must write its
+        inputs."""
+        generator, sequences = np.random.default_rng(rows), self.capacity.sequences
+        length = min(max(INVENTED, -(-rows // sequences)), self.capacity.blocks * cache.block_size)
+        ends = np.minimum(np.arange(length, length * sequences + 1, length), rows)
+        spans = -(-int(ends[-1]) // length)  # after them, ends repeats: spans without rows
+        own = np.arange(rows) % length
+        tokens, positions, cache_rows = self._rows.host[: 3 * rows].reshape(3, rows)
+        tokens[:], positions[:], cache_rows[:] = generator.integers(ids, size=rows), own, -1
+        self._rows.send(3 * rows)
+        starts, lengths, last = self._spans.host
+        starts[1:], lengths[:-1], last[:-1] = ends, np.diff(ends, prepend=0), ends - 1
+        last[spans:] = 0
+        self._spans.send()
+        self._seeds.host[...], self._temperature.host[:] = generator.integers(ids, size=(2, sequences)), 1.0
+        self._seeds.send()
+        self._temperature.send()
+        self.tables.invent(generator, cache.keys_values.shape[2])
 
     def write_draws(self, chunks: List[Chunk]) -> None:
         """Write what `draws` returns, which a CPU's steps do not need."""

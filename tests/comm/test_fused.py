@@ -40,6 +40,11 @@ class Layer(NamedTuple):
 
     weight: Tensor
     bias: Tensor | None = None
+    is_quantized: bool = False
+
+    @property
+    def out_features(self) -> int:
+        return len(self.weight)
 
     def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
@@ -138,7 +143,7 @@ def wrong_pairs(
                 if not layers.close(whole, exact) or not same_on_all_ranks(whole):
                     found.append(f"add {b} {t} {dtype}")
                 break
-            layer = layers.second_layer(bias=pair > 0)
+            layer = layers.second_layer(bias=pair > 0)._replace(is_quantized=pair == 1)
             x, out = pending.add_norm_linear(x, layers.norm(), layer)
             if not pending.scatters or len(x) * world.world_size != b * t:
                 found.append(f"not fused: {b} {t}")
@@ -476,6 +481,35 @@ def test_a_step_that_is_faster_unfused_is_so_from_then_on(interpreters: Ranks, t
     for steps, measured, _ in interpreters.run(2, choices, str(tmp_path), rows, seed):
         assert steps == [True, True, True, False, True, True]
         assert measured == []  # the table was stored
+
+
+def times_by_second_layer(comm: Any, pair: Any, first: Tensor, second: Tensor) -> dict[str, float]:
+    """Made-up times, in which the fastest gather depends on the second layer."""
+    from comm.fused_strategies import names_of
+
+    fastest = "spans+owners" if pair.m > 56 else "spans+owners-pull"
+    return dict.fromkeys(names_of(pair.key), 40.0) | {"unfused": 50.0, fastest: 20.0}
+
+
+@torch.inference_mode()
+def two_second_layers(world: World, folder: str, seed: int) -> list[str]:
+    """The gathers of pairs with equal first layers, and second layers of 56 and 64 rows."""
+    os.environ["RUNG_CACHE"] = folder
+    comm, both = fused(world, measure=times_by_second_layer), [Layers(world, seed, m=m) for m in (56, 64)]
+    for layers in both * 2:
+        assert step(comm, layers, 16)
+    used = []
+    for layers in both:
+        pending = layers.begin(comm, layers.inputs(1, 16))
+        pending.add_norm_linear(layers.random(1, 16, len(layers.scale)), layers.norm(), layers.second_layer())
+        used.append(str(pending.strategy).partition("+")[2])  # scatters are equally fast
+    comm.check()
+    return used
+
+
+def test_each_pair_has_its_own_strategy(interpreters: Ranks, tmp_path: Path, seed: int) -> None:
+    """A hybrid's first layer is followed by different second layers: in its standard part, and in its deferred ladder."""
+    assert interpreters.run(2, two_second_layers, str(tmp_path), seed) == [["owners-pull", "owners"]] * 2
 
 
 def broken(content: Any, how: str) -> str:
