@@ -248,6 +248,8 @@ def kernels(folder: Path) -> str | None:
         for row in found["rows"]
         if not row["kernel"].startswith("paged")  # see `attention`
     ]
+    if not lines:
+        return None
     caption = f"Inside CUDA graphs, compared with PyTorch's own operations. Made on {describe(found['machine'], 'cuda')}."
     return markdown(["kernel", "case", "µs", "PyTorch, µs", "GB/s"], lines, caption)
 
