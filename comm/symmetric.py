@@ -28,7 +28,7 @@ KINDS: tuple[Kind, ...] = ("one-shot", "two-shot")
 # bytes of a message, at most; longer ones use the process group
 CAPACITY: dict[Kind, int] = {"one-shot": 256 << 10, "two-shot": 8 << 20}
 OVERLAP_CAPACITY: dict[Kind, int] = {"one-shot": 256 << 10, "two-shot": 1 << 20}  # a decode step of 64 rows of 70B
-FEW_SMS_CAPACITY: dict[Kind, int] = {"one-shot": 256 << 10, "two-shot": 32 << 20}  # 2,048 rows of 70B
+FEW_SMS_CAPACITY: dict[Kind, int] = {"one-shot": 256 << 10, "two-shot": 8 << 20}  # 512 rows of 70B
 GATHER_CAPACITY = 64 << 10  # logits of one row on two ranks; longer messages use the process group
 # Least and most rows of a linear layer that sends its own partial sums. With fewer rows, the ordinary kernels read the weight
 # as fast, and only 1 µs of the all-reduce could be hidden. With more rows, the bandwidth of the link is the limit.

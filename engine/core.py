@@ -72,6 +72,7 @@ class Engine:
     def __init__(self, model: Transformer, tokenizer: Tokenizer | None, limits: EngineLimits, world: World) -> None:
         config = model.config
         self.max_model_len = min(limits.max_model_len or config.max_seq_len, config.max_seq_len)
+        schedules = Schedules.of(model, world)
         blocks = BlockManager(count_blocks(model, limits, world), limits.block_size)
         self.scheduler = Scheduler(
             blocks, limits.max_num_seqs, limits.max_batch_tokens, self.max_model_len, limits.whole_sequences
@@ -87,7 +88,7 @@ class Engine:
         )
         text_ids = min(tokenizer.vocab_size if tokenizer else config.vocab_size, config.vocab_size)
         capacity = Capacity(limits.max_num_seqs, limits.max_batch_tokens, blocks.blocks_for(self.max_model_len))
-        self.runner = Runner(model, cache, text_ids, capacity, Schedules.of(model, world))
+        self.runner = Runner(model, cache, text_ids, capacity, schedules)
         self.look_ahead = self.runner.graphs is not None  # whether steps are launched before the tokens of the last are known
         self._ahead: InFlightStep | None = None  # the step that was launched so
         self.grammars = Grammars(tokenizer, config.vocab_size)

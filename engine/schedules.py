@@ -58,7 +58,7 @@ class Schedules:
 
     @classmethod
     def of(cls, model: Transformer, world: World) -> "Schedules":
-        """For the steps of this model. Collective."""
+        """For the steps of this model. Collective. To be called before the KV cache takes the rest of the memory."""
         possible = SCHEDULES if world.overlap == "auto" else (cast(Schedule, world.overlap),)
         choose = world.overlap == "auto" and world.world_size > 1 and bool(model.config.ladder_layers)
         found = cls(model.comm, world, Table("overlap", {}), possible if choose else possible[:1])
@@ -67,7 +67,8 @@ class Schedules:
             key = machine_key(world.device, world.world_size, model.norm.weight.dtype, CODE)
             key["model"] = hashlib.sha256(shape.encode()).hexdigest()[:16]
             found.table = load("overlap", key, lambda case: set(SCHEDULES), world.control)
-        model.comm.use(possible[0])
+        for schedule in found.possible[::-1]:  # opens buffers
+            model.comm.use(schedule)
         return found
 
     def fastest(self, case: str, prepare: Callable[[], Captured], invent: Callable[[], None]) -> Captured:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import engine.core
 import engine.runner
 import engine.step_inputs
 from comm import GlooCommunicator, PendingAllReduce
@@ -238,6 +239,30 @@ def test_steps_use_what_was_chosen(
         hidden = 0 if chosen["decode 1"] == "deferred" else 8 if name == "ladder" else 5
         expected = {(chosen["decode 1"], True): hidden, (chosen["decode 1"], False): 9 - hidden}  # and the embedding's
         assert begun == {key: count for key, count in expected.items() if count}
+
+
+class CacheSizedError(Exception):
+    """An engine begins to size its KV cache."""
+
+
+def used_before_the_cache(world: World, directory: Path) -> list[str]:
+    """The schedules that an engine uses before it sizes its KV cache."""
+    used: list[str] = []
+    world = replace(world, comm=Counting())
+    model = load(world, directory)
+    with (
+        patch.object(engine.core, "count_blocks", side_effect=CacheSizedError),
+        patch.object(Counting, "use", lambda self, schedule: used.append(schedule)),
+        pytest.raises(CacheSizedError),
+    ):
+        Engine(model, None, EngineLimits(max_num_seqs=2, max_batch_tokens=24, block_size=8), world)
+    return used
+
+
+def test_buffers_are_opened_before_the_cache_takes_the_memory(ranks: Ranks, tmp_path: Path) -> None:
+    save_checkpoint(random_model(replace(config_of("ladder"), n_kv_heads=4)), tmp_path, torch.float32)
+    for used in ranks.run(2, used_before_the_cache, tmp_path):
+        assert set(used) == set(SCHEDULES)
 
 
 # --- invented inputs ---------------------------------------------------------------------------------------------------------
