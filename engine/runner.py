@@ -32,7 +32,7 @@ from kernels.sampling import combine_best, local_best
 from model import Transformer
 
 LARGEST_GRAPH = 2048  # tokens; a larger step takes the device longer than the host needs to launch its kernels one by one
-LARGEST_MEASURED = 8192  # tokens of a step; larger ones use the same schedule
+LARGEST_MEASURED = 8192  # tokens of a step; larger ones, whose all-reduces are too long to be fused, use the default schedule
 
 
 def decode_buckets(sequences: int) -> list[int]:
@@ -184,15 +184,16 @@ class Runner:
         return lambda: self._span_step(rows, min(rows, self.capacity.sequences), rows)
 
     def _schedule_long_step(self, rows: int) -> None:
-        """Use the schedule for a step of so many rows without a graph: that of the next power of two, which is measured first."""
-        rows = min(1 << (rows - 1).bit_length(), LARGEST_MEASURED, self.capacity.rows)
+        """Use the schedule for a step of so many rows without a graph: that of the next power of two, which is measured first
+        unless it is too large."""
+        rows = min(1 << (rows - 1).bit_length(), self.capacity.rows)
 
         def prepare() -> Captured:
             step = self._padding_step(rows)
             step()  # compiles kernels
             return Captured(step, None)
 
-        if self.schedules.is_open(case := f"prefill {rows}"):
+        if self.schedules.is_open(case := f"prefill {rows}") and rows <= LARGEST_MEASURED:
             self.schedules.fastest(case, prepare, lambda: self.spans.invent(rows, self.text_ids, self.cache))
         self.schedules.use(case)
 
