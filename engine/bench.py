@@ -64,7 +64,7 @@ def throughput(engine: Engine, args: argparse.Namespace, world: World) -> dict[s
             steps.append(time.perf_counter() - begin)
     bar.close()
     seconds = time.perf_counter() - start
-    if args.trace and len(steps) < TRACED.start + 3:
+    if args.trace and len(steps) < TRACED.start + 5:
         raise UserError(f"--trace: the run has {len(steps)} steps, too few; give more --requests or --new-tokens")
     traced = traced_idle_shares(args.trace, idle, steps) if args.trace and world.rank == 0 else {}
     return traced | {
@@ -86,7 +86,8 @@ def throughput(engine: Engine, args: argparse.Namespace, world: World) -> dict[s
 def traced_idle_shares(path: Path, idle: list[float], steps: list[float]) -> dict[str, Any]:
     """The idle shares of the steps that were profiled: without a kernel in the trace, and as the engine measures it. idle, steps:
     seconds for which the device had waited before each step, and those of each step."""
-    measured = range(TRACED.start + 1, min(TRACED.stop, len(steps)) - 1)  # the first one waits for the profiler
+    # a step's wait, the first one's for the profiler, is counted two steps later
+    measured = range(TRACED.start + 3, min(TRACED.stop, len(steps)) - 1)
     seconds = sum(steps[i] for i in measured)
     metric = (idle[measured.stop] - idle[measured.start]) / seconds
     share = kernel_idle_share(read_trace(path)["traceEvents"])

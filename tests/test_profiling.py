@@ -43,11 +43,11 @@ def test_a_trace_without_kernels_has_no_idle_share() -> None:
 def test_the_traced_steps_and_what_the_engine_measured_in_them(tmp_path: Path, seed: int) -> None:
     path = tmp_path / "trace.json"
     path.write_text(json.dumps({"traceEvents": [kernel(0, 30), kernel(20, 60), kernel(90, 100)]}))
-    for count in (random.randint(bench.TRACED.start + 3, bench.TRACED.stop), bench.TRACED.stop + 50):
+    for count in (random.randint(bench.TRACED.start + 5, bench.TRACED.stop), bench.TRACED.stop + 50):
         steps, waits = ([random.random() for _ in range(count)] for _ in range(2))
         idle = [sum(waits[:i]) for i in range(count)]
         found = bench.traced_idle_shares(path, idle, steps)
-        inner = slice(bench.TRACED.start + 1, min(count, bench.TRACED.stop) - 1)
+        inner = slice(bench.TRACED.start + 3, min(count, bench.TRACED.stop) - 1)
         assert found == {
             "traced_steps": min(count, bench.TRACED.stop) - bench.TRACED.start,
             "traced_kernel_idle_share": 0.3,
