@@ -68,7 +68,7 @@ def table(result: dict[str, Any]) -> str:
 
 def shared_flags(args: argparse.Namespace) -> list[str]:
     """The flags that the server and `engine.bench` both take."""
-    names = [one.name for one in fields(ModelOptions) if one.name not in UNSHARED] + ["max_num_seqs"]
+    names = [one.name for one in fields(ModelOptions) if one.name not in UNSHARED] + ["max_num_seqs", "max_batch_tokens"]
     chosen = {"--" + name.replace("_", "-"): getattr(args, name) for name in names}
     return [str(part) for flag, value in chosen.items() if value is not None for part in (flag, value)]
 
@@ -88,6 +88,8 @@ def vllm_server(args: argparse.Namespace, log: Path) -> Iterator[Server]:
         command += ["--generation-config", "vllm", "--disable-uvicorn-access-log"]
         if args.max_num_seqs:
             command += ["--max-num-seqs", str(args.max_num_seqs)]
+        if args.max_batch_tokens:
+            command += ["--max-num-batched-tokens", str(args.max_batch_tokens)]
         with running(command, port, log) as server:
             yield server
 
@@ -158,6 +160,7 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     )
     what.add_argument("--ranks", type=int, default=2, help="tensor-parallel ranks (default: 2)")
     what.add_argument("--max-num-seqs", type=int, metavar="N", help="most sequences in a step")
+    what.add_argument("--max-batch-tokens", type=int, metavar="N", help="most tokens in a step")
 
 
 def add_load_options(parser: argparse.ArgumentParser) -> None:
