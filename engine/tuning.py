@@ -79,7 +79,7 @@ def tune(model: Transformer, world: World, rows: int, seconds: float, quiet: boo
     table.times.update(found)
     if found and world.rank == 0:
         _keep(table, messages)
-    use({case: best(times) for case, times in table.times.items()})
+    use({case: best(case, times) for case, times in table.times.items()})
     return Tuning(len(missing), found, messages, time.monotonic() - start)
 
 
@@ -122,6 +122,6 @@ def name_of(config: Config | None) -> str:
     return json.dumps(format_config(config))
 
 
-def best(times: dict[str, float]) -> Config | None:
+def best(case: str, times: dict[str, float]) -> Config | None:
     """The winner among a case's times by `name_of`."""
-    return winner({parse_config(json.loads(name)): time for name, time in times.items()})
+    return winner(int(case.split(",")[0]), {parse_config(json.loads(name)): time for name, time in times.items()})

@@ -15,8 +15,8 @@ from comm.table import Table, read, write
 from engine import tuning
 from engine.tuning import FAILED, best, name_of, names_of, shapes, tune
 from kernels import linear_config
-from kernels.linear_config import Config, Gemv, shipped
-from kernels.linear_tuning import KEPT_MARGIN, ROWS, TIE, Problem, Shape, candidates
+from kernels.linear_config import Config, Gemv, Mma, shipped
+from kernels.linear_tuning import GEMV_IN_A_MODEL, KEPT_MARGIN, ROWS, TIE, Problem, Shape, candidates
 from model import Transformer
 from tests.engine.test_engine import ALONE, config_of, random_model
 from tests.support.ranks import Ranks
@@ -74,7 +74,9 @@ def test_measured_configs_are_used_and_kept(measured: list[str], seed: int) -> N
     model = random_model(config_of("standard"))
     found = tune(model, ALONE, 8, 60).found
     expected = {}
-    for case, times in found.items():
+    for case, measured_times in found.items():
+        slower = 1 if case.startswith("1,") else GEMV_IN_A_MODEL
+        times = {name: time * (slower if '"gemv"' in name else 1) for name, time in measured_times.items()}
         fastest = min(times.values())
         equal = [json.loads(name) for name, time in times.items() if name != "null" and time <= TIE * fastest]
         early = [fields for fields in equal if fields["prefetch" if fields["kind"] == "gemv" else "early"]] or equal
@@ -163,12 +165,16 @@ def test_names_of_a_table(seed: int) -> None:
 
 def test_the_best_of_a_case() -> None:
     fast, slow = Gemv(2, 256, 1), Gemv(4, 256, 1)
-    times = {name_of(None): 10.0, name_of(fast): 9.0, name_of(slow): FAILED}
-    assert best(times) == fast
-    assert best(times | {name_of(fast): 9.9}) is None  # no faster than cuBLAS, within the noise
+    times, case = {name_of(None): 10.0, name_of(fast): 9.0, name_of(slow): FAILED}, "1,8,8"
+    assert best(case, times) == fast
+    assert best(case, times | {name_of(fast): 9.9}) is None  # no faster than cuBLAS, within the noise
     late = replace(fast, prefetch=False)
-    assert best(times | {name_of(late): 8.95}) == fast  # as fast, and reads weights before its input is ready
-    assert best(times | {name_of(late): 8.8}) == late
+    assert best(case, times | {name_of(late): 8.95}) == fast  # as fast, and reads weights before its input is ready
+    assert best(case, times | {name_of(late): 8.8}) == late
+    tensor_cores = Mma(64, 128, 1, 3)
+    assert best(case, times | {name_of(tensor_cores): 9.3}) == fast
+    assert best("2,8,8", times | {name_of(tensor_cores): 9.3}) == tensor_cores  # several rows are slower in a model
+    assert best("2,8,8", times | {name_of(fast): 8.0, name_of(tensor_cores): 9.3}) == fast
 
 
 def test_a_table_goes_through_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:

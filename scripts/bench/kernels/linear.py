@@ -147,7 +147,7 @@ def bench(args: argparse.Namespace) -> None:
             found = lines(name, task, times)
             print("\n".join((*messages, describe(found))), flush=True)
             content["times"] += found
-            content["configs"][task.key] = format_config(winner(times))
+            content["configs"][task.key] = format_config(winner(task.rows, times))
     write(content, args.out if ranks == 1 else args.out.with_name(f"{args.out.name}.{rank}"))
 
 
