@@ -6,7 +6,7 @@ the file. `training/export.py` writes checkpoints.
 
 import re
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,9 @@ from memory import check_memory, free_bytes, shortage, weight_bytes
 from model import RMSNorm, Transformer
 from options import DTYPE_NAMES
 from presets import has_random_weights
-from tp import SPLITS, Shard, ShardedLinear, World, agree_on_error
+from quantized.formats import FORMATS, Shapes, Slice, Tensors
+from quantized.weight import Quantized, QuantizedWeight, joined, quantize
+from tp import SPLITS, ShardedLinear, World, agree_on_error, checkpoint_name
 
 INDEX, SINGLE, PTH = "model.safetensors.index.json", "model.safetensors", "model.pth"
 MANY_LAYERS = 256
@@ -47,7 +49,26 @@ class Place:
     dim: int  # along which `rows` cuts it
     rows: range  # may reach beyond the full tensor: the padding of the vocabulary
 
+    def shapes(self) -> Shapes:
+        return {self.name: (self.shape,)}
 
+
+@dataclass(frozen=True)
+class QuantizedPlace:
+    """One quantized layer of the HF layout, and the module that takes this rank's slice of it."""
+
+    part: Slice
+    module: QuantizedWeight
+
+    @property
+    def name(self) -> str:
+        return self.part.name
+
+    def shapes(self) -> Shapes:
+        return {f"{self.part.name}.{suffix}": shapes for suffix, shapes in self.part.shapes().items()}
+
+
+AnyPlace = Place | QuantizedPlace
 NORM_NAMES = {
     "attention.norm": "input_layernorm",
     "mlp.norm": "post_attention_layernorm",
@@ -64,13 +85,37 @@ def places(model: Transformer) -> Iterator[Place]:
 
 
 def module_places(config: ModelConfig, path: str, module: nn.Module) -> Iterator[Place]:
-    """The places of the module at `path` itself, without those of its children."""
+    """The places of the module at `path` itself, without those of its children and of quantized weights."""
     if isinstance(module, ShardedLinear):
         for piece, tensor in module.pieces():
-            yield _linear_place(config, _layer_prefix(path), piece, tensor, module.shard)
+            yield _linear_place(config, module, piece, tensor)
     elif isinstance(module, RMSNorm):
         whole = tuple(module.weight.shape)
         yield Place(_norm_name(path) + ".weight", module.weight.data, whole, 0, range(whole[0]))
+
+
+def quantized_places(model: nn.Module, config: ModelConfig) -> Iterator[QuantizedPlace]:
+    """Every quantized layer of which this rank needs a slice."""
+    for module in model.modules():
+        if isinstance(module, ShardedLinear):
+            for part, weight in module.quantized_parts():
+                (n, k), split = full_shape(config, part), SPLITS[part]
+                rows = module.shard.range(config, split.axis)
+                rows = range(min(rows.start, n), min(rows.stop, n)) if split.dim == 0 else rows
+                cut = (rows, range(k)) if split.dim == 0 else (range(n), rows)
+                yield QuantizedPlace(Slice(checkpoint_name(module.layer, part), (n, k), *cut, weight.scheme), weight)
+
+
+def full_shape(config: ModelConfig, part: str) -> tuple[int, int]:
+    """(out_features, in_features) of a layer of `tp.SPLITS`, of the full model."""
+    split = SPLITS[part]
+    full = {
+        "vocab": config.vocab_size,
+        "heads": config.n_heads * config.head_dim,
+        "kv_heads": config.n_kv_heads * config.head_dim,
+        "intermediate": config.intermediate_size,
+    }[split.axis]
+    return (full, config.hidden_size) if split.dim == 0 else (config.hidden_size, full)
 
 
 def _layer_prefix(path: str) -> str:
@@ -78,22 +123,14 @@ def _layer_prefix(path: str) -> str:
     return "model." + found[0] if found else ""
 
 
-def _linear_place(config: ModelConfig, prefix: str, piece: str, tensor: Tensor, shard: Shard) -> Place:
-    part = piece.split(".")[0]
-    split = SPLITS[part]
-    group = "self_attn." if part in ("q_proj", "k_proj", "v_proj", "o_proj") else "mlp." if prefix else ""
-    name = ("model." if part == "embed_tokens" else "") + prefix + group + piece
-    if piece.endswith(".bias") and split.dim == 1:  # every shard holds the whole bias
-        return Place(name, tensor.data, (config.hidden_size,), 0, range(config.hidden_size))
-    rows = shard.range(config, split.axis)
-    full = {
-        "vocab": config.vocab_size,
-        "heads": config.n_heads * config.head_dim,
-        "kv_heads": config.n_kv_heads * config.head_dim,
-        "intermediate": config.intermediate_size,
-    }[split.axis]
-    shape = (full,) if piece.endswith(".bias") else (full, config.hidden_size)
-    return Place(name, tensor.data, shape if split.dim == 0 else shape[::-1], split.dim, rows)
+def _linear_place(config: ModelConfig, module: ShardedLinear, piece: str, tensor: Tensor) -> Place:
+    part, _, kind = piece.partition(".")
+    name, split, shape = f"{checkpoint_name(module.layer, part)}.{kind}", SPLITS[part], full_shape(config, part)
+    if kind == "weight":
+        return Place(name, tensor.data, shape, split.dim, module.shard.range(config, split.axis))
+    if split.dim == 1:  # every shard holds the whole bias
+        return Place(name, tensor.data, shape[:1], 0, range(shape[0]))
+    return Place(name, tensor.data, shape[:1], 0, module.shard.range(config, split.axis))
 
 
 def _norm_name(path: str) -> str:
@@ -157,6 +194,8 @@ class SafetensorsSource:
         # The file is opened for each tensor, so that its mapped pages are released. A column slice touches every page of its
         # tensor, so otherwise the whole checkpoint could become resident in a rank's memory.
         with safe_open(self.files[name], framework="pt") as file:
+            if not self._shapes[name]:
+                return file.get_tensor(name)
             part = file.get_slice(name)
             return part[start:stop] if dim == 0 else part[:, start:stop]
 
@@ -244,18 +283,23 @@ def _line(e: Exception) -> str:
 
 def load_weights(model: Transformer, source: Source, progress: bool = False) -> None:
     """Fill `model` with its slices from `source`. Raises UserError on missing, unknown or misshapen tensors."""
-    wanted = list(places(model))
-    check_names(model.config, wanted, source.shapes())
+    wanted = all_places(model)
+    check_names(model.config, wanted, source)
     # A CPU rank reads with one thread: ranks share the cores, and many mapped tensors at once would take too much memory.
     readers = READERS if source.concurrent and model.norm.weight.is_cuda else 1
     fill_all(wanted, source, readers, progress)
 
 
-def fill_all(wanted: list[Place], source: Source, readers: int, progress: bool = False) -> None:
+def all_places(model: Transformer) -> list[AnyPlace]:
+    """Everything that this rank reads."""
+    return [*places(model), *quantized_places(model, model.config)]
+
+
+def fill_all(wanted: Sequence[AnyPlace], source: Source, readers: int, progress: bool = False) -> None:
     """`fill` every place, in `readers` threads. If any fail, raises the error of the first of them in the order of `wanted`."""
     inference = torch.is_inference_mode_enabled()  # the mode is per thread
 
-    def fill_here(place: Place) -> None:
+    def fill_here(place: AnyPlace) -> None:
         with torch.inference_mode(inference):
             fill(place, source)
 
@@ -266,33 +310,63 @@ def fill_all(wanted: list[Place], source: Source, readers: int, progress: bool =
             pass
 
 
-def fill(place: Place, source: Source) -> None:
+def fill(place: AnyPlace, source: Source) -> None:
     """Copy one slice from the checkpoint, and fill the padding with zeros."""
+    if isinstance(place, QuantizedPlace):
+        tensors = Tensors(place.part, source.read, source.shapes(), place.module.device)
+        place.module.fill(padded(FORMATS[place.part.scheme.format].read(tensors), place.module.n))
+        return
     stop = min(place.rows.stop, place.shape[place.dim])
     start = min(place.rows.start, stop)
     target = place.tensor.narrow(place.dim, 0, stop - start)
     if target.numel():
         part = source.read(place.name, place.dim, start, stop)
+        if part.dtype.itemsize == 1 or not part.is_floating_point():
+            raise UserError(f"{place.name} has data type {part.dtype}, but config.json does not say how it is quantized")
         # Copies from pageable memory to a GPU run one at a time. The clone reads the file first, which threads do in parallel.
         target.copy_(part.clone(memory_format=torch.contiguous_format) if target.is_cuda else part)
     place.tensor.narrow(place.dim, stop - start, len(place.rows) - (stop - start)).zero_()
 
 
-def check_names(config: ModelConfig, wanted: list[Place], found: dict[str, tuple[int, ...]]) -> None:
+def padded(tensors: Quantized, n: int) -> Quantized:
+    """`tensors` with rows of zeros up to `n` output features: the padding of the vocabulary."""
+    more = n - len(tensors.codes)
+    if not more:
+        return tensors
+    zeros = None if tensors.zeros is None else tensors.zeros.new_zeros(more, tensors.zeros.shape[1])
+    codes, scales = (found.new_zeros(more, found.shape[1]) for found in (tensors.codes, tensors.scales))
+    return joined([tensors, Quantized(codes, scales, zeros)])
+
+
+def check_names(config: ModelConfig, wanted: Iterable[AnyPlace], source: Source) -> None:
     """Raise UserError unless the checkpoint has exactly the tensors that the config needs, each with the right shape."""
-    expected = {place.name: place.shape for place in wanted}
+    found = source.shapes()
+    expected = {name: shapes for place in wanted for name, shapes in place.shapes().items()}
     optional = {"lm_head.weight"} if config.tie_embeddings else set()
-    missing = sorted(expected.keys() - found.keys())
-    unknown = sorted(n for n in found.keys() - expected.keys() - optional if not n.endswith("rotary_emb.inv_freq"))
+    missing = sorted(name for name in expected.keys() - found.keys() if None not in expected[name])
+    unknown = sorted(n for n in found.keys() - expected.keys() - optional if not _unused(config, n, source))
     if missing:
         raise UserError(f"the checkpoint lacks {_some(missing)}; is it complete, and does config.json belong to it?")
     if unknown:
         raise UserError(f"the checkpoint has unknown tensors {_some(unknown)}; config.json describes another model")
-    for name, shape in expected.items():
-        if found[name] != shape:
+    for name in expected.keys() & found.keys():
+        if found[name] not in expected[name]:
+            asked = " or ".join(str(shape) for shape in expected[name] if shape is not None)
             raise UserError(
-                f"{name} has shape {found[name]}, but config.json asks for {shape}; config.json describes another model"
+                f"{name} has shape {found[name]}, but config.json asks for {asked}; config.json describes another model"
             )
+
+
+def _unused(config: ModelConfig, name: str, source: Source) -> bool:
+    """Whether the model needs nothing of this tensor: RoPE's table; of a quantized checkpoint the scales of an 8-bit cache, which
+    Rung does not have, and biases of zeros, which writers of GPTQ add to every layer."""
+    if name.endswith("rotary_emb.inv_freq"):
+        return True
+    if config.quantization is None:
+        return False
+    shape = source.shapes()[name]
+    zero = name.endswith("_proj.bias") and len(shape) == 1 and not source.read(name, 0, 0, shape[0]).any()
+    return zero or name.endswith((".k_scale", ".v_scale"))
 
 
 def _some(names: list[str], limit: int = 3) -> str:
@@ -309,6 +383,12 @@ def random_weights(model: Transformer, seed: int = 0) -> None:
     """
     for place in places(model):
         randomize(place, seed)
+    for quantized in quantized_places(model, model.config):
+        part, module = quantized.part, quantized.module
+        dim, dtype = int(len(part.columns) < part.shape[1]), model.norm.weight.dtype
+        full = torch.empty(module.n, module.k, device=module.device, dtype=dtype)
+        randomize(Place(part.name + ".weight", full, part.shape, dim, part.columns if dim else part.rows), seed)
+        module.fill(quantize(full, part.scheme, part.name))
 
 
 def randomize(place: Place, seed: int) -> None:
@@ -363,15 +443,17 @@ def build_model(name: str, config: ModelConfig, world: World, dtype: torch.dtype
 def check_source(name: str, config: ModelConfig, world: World, dtype: torch.dtype) -> Source | None:
     """The tensors of `--model NAME`; None for random weights.
 
-    Raises UserError unless the files' headers list the tensors that `config` needs. A model on the meta device, which takes no
-    memory, gives the list of needed tensors.
+    Raises UserError for quantized weights on a GPU, and unless the files' headers list the tensors that `config` needs. A model
+    on the meta device, which takes no memory, gives the list of needed tensors.
     """
+    if config.quantization is not None and world.device.type == "cuda":
+        raise UserError(f"{name}: quantized weights are computed on CPUs only; use --device cpu, or weights in 16 bits")
     if has_random_weights(name):
         return None
     source = open_source(name, config)
     check_layers(config, source.shapes())
     hollow = Transformer(config, world.comm, torch.device("meta"), dtype)
-    check_names(config, list(places(hollow)), source.shapes())
+    check_names(config, all_places(hollow), source)
     return source
 
 

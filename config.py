@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass, fields, replace
 
 from errors import UserError
+from quantized.scheme import Quantization
 from rope_scaling import RopeScaling, attention_factor
 from variants import KINDS, VARIANTS, Kind, parse_variant
 
@@ -53,6 +54,8 @@ class ModelConfig:
     # other settings of `config.json` that must be saved again
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
+    # which linear layers are quantized, in the file or at load
+    quantization: Quantization | None = None
 
     @property
     def kind(self) -> Kind:

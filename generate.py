@@ -157,7 +157,7 @@ class Job:
 
 def prepare(args: argparse.Namespace, world_size: int) -> Job:
     """Read config and tokenizer and encode the prompt. Raises UserError for anything wrong in them."""
-    config = limit_context(model_config(args.model, args.variant, world_size), args.max_model_len)
+    config = limit_context(model_config(args.model, args.variant, world_size, args.quantize), args.max_model_len)
     stream_shards(config, 0, world_size)  # raises UserError if the model cannot be split over the ranks
     tokenizer = read_tokenizer(args.model, config)
     if tokenizer is None and (args.interactive or args.prompt is not None or args.prompt_file is not None):
@@ -404,8 +404,9 @@ def main() -> None:
     dtype = DTYPES[dtype_name(job.args.dtype, world.device.type)]
     began = time.perf_counter()
     model = load_model(job.args.model, job.config, world, dtype, job.args.seed, job.cache_tokens)
+    quantized = f", {job.config.quantization.description}" if job.config.quantization else ""
     note(
-        f"{job.args.model}: {job.config.parameter_count() / 1e6:,.0f}M parameters, {job.config.description}, {dtype}, "
+        f"{job.args.model}: {job.config.parameter_count() / 1e6:,.0f}M parameters, {job.config.description}, {dtype}{quantized}, "
         f"{world.world_size} rank(s) on {world.device.type} ({world.comm.name}), ready after {time.perf_counter() - began:.1f} s"
     )
     if job.args.profile:

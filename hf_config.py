@@ -21,6 +21,8 @@ from config import FAMILIES, ModelConfig, Reduces, validate
 from errors import UserError
 from files import CONFIG_BYTES, read_json
 from json_fields import count, get, one_or_list, positive, shown
+from quantized.hf import read_quantization
+from quantized.scheme import Quantization
 from rope_scaling import (
     DynamicScaling,
     LinearScaling,
@@ -28,6 +30,8 @@ from rope_scaling import (
     rope_of,
     scaling_to_hf,
 )
+
+MODELOPT = "hf_quant_config.json"  # beside config.json: where ModelOpt says how a checkpoint is quantized
 
 # Far above any published model. A larger value means a broken file, and checking such a model would take long.
 MOST = {
@@ -61,6 +65,9 @@ def read_config(path: Path) -> ModelConfig:
             f"{path} is missing; --model takes a preset's name, or a checkpoint with config.json beside its weights"
         ) from None
     try:
+        other = path.with_name(MODELOPT)
+        if raw.get("quantization_config") is None and other.exists():
+            raw["quantization_config"] = read_json(other, CONFIG_BYTES)
         return config_from_hf(raw)
     except UserError as e:
         raise UserError(f"{path}: {e}") from None
@@ -105,9 +112,18 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
         windows=_windows(raw, family, n_layers),
         eos_token_ids=(eos,) if isinstance(eos, int) else tuple(eos),
         bos_token_id=get(raw, "bos_token_id", int, None),
+        quantization=_quantization(raw),
         **_variant(raw, n_layers),
     )
     return validate(config)
+
+
+def _quantization(raw: dict[str, Any]) -> Quantization | None:
+    found = get(raw, "quantization_config", dict, None)
+    try:
+        return None if found is None else read_quantization(found)
+    except UserError as e:
+        raise UserError(f"quantization_config: {e}") from None
 
 
 def _model_type(raw: dict[str, Any]) -> str:
@@ -124,7 +140,6 @@ def _model_type(raw: dict[str, Any]) -> str:
 def _refuse_unsupported(*holders: dict[str, Any]) -> None:
     supported: dict[str, tuple[Any, ...]] = {
         "hidden_act": ("silu", "swish", None),
-        "quantization_config": (None,),
         "partial_rotary_factor": (1.0, None),
     }
     for key, values in supported.items():

@@ -10,9 +10,10 @@ import torch
 
 from config import ModelConfig
 from errors import UserError
-from tp import SPLITS, Shard, World, agree_on_error, stream_shards
+from tp import SPLITS, Shard, World, agree_on_error, checkpoint_name, stream_shards
 
 SHORT = "GB a rank for its weights"  # every message about a model that does not fit contains this
+SCALE_BYTES = 4  # of a quantized layer's scale, with its zero point, at most
 CGROUPS = (  # version 2, then 1: limit, use, and the key of `memory.stat` for file pages that the kernel can reclaim
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat", "inactive_file"),
     (
@@ -26,13 +27,24 @@ CGROUPS = (  # version 2, then 1: limit, use, and the key of `memory.stat` for f
 
 def weight_bytes(config: ModelConfig, world_size: int, dtype: torch.dtype) -> int:
     """Bytes of one rank's matrices, with replicated KV heads and the vocabulary's padding. Norms and biases do not count.
+    `dtype`: of the matrices that are not quantized.
 
     Raises UserError if the model cannot be split over `world_size` ranks.
     """
     tables = len(Shard(0, world_size).range(config, "vocab")) * (1 if config.tie_embeddings else 2)
-    axes = [split.axis for split in SPLITS.values() if split.axis != "vocab"]  # of a layer's matrices
-    layer = sum(len(shard.range(config, axis)) for shard in stream_shards(config, 0, world_size) for axis in axes)
-    return (tables + config.n_layers * layer) * config.hidden_size * dtype.itemsize
+    shards, size = stream_shards(config, 0, world_size), config.hidden_size
+    total = tables * size * dtype.itemsize
+    for part, split in SPLITS.items():
+        if split.axis == "vocab":
+            continue
+        features = sum(len(shard.range(config, split.axis)) for shard in shards)
+        for layer in range(config.n_layers):
+            scheme = config.quantization.scheme(checkpoint_name(layer, part)) if config.quantization else None
+            if scheme is None:
+                total += features * size * dtype.itemsize
+            else:
+                total += features * size * scheme.bits // 8 + features * size // (scheme.group or size) * SCALE_BYTES
+    return total
 
 
 def cache_bytes(config: ModelConfig, world_size: int, dtype: torch.dtype, tokens: int) -> int:

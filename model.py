@@ -69,9 +69,9 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, slot: int, shard: Shard, norm: RMSNorm, factory: Factory) -> None:
         super().__init__()
         self.norm = norm
-        self.wqkv = ShardedLinear(config, shard, ("q_proj", "k_proj", "v_proj"), **factory)
+        self.wqkv = ShardedLinear(config, shard, ("q_proj", "k_proj", "v_proj"), layer, **factory)
         self.heads = attention_heads(config, layer, slot, shard, factory)
-        self.wo = ShardedLinear(config, shard, ("o_proj",), **factory)
+        self.wo = ShardedLinear(config, shard, ("o_proj",), layer, **factory)
 
     def forward(self, stream: Residual, frequencies: Tensor, context: AttentionContext, lag: int = 0) -> Residual:
         stream, qkv = stream.read(self.norm, self.wqkv, lag)
@@ -81,11 +81,11 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """h(x) = down · (silu(gate · n(x)) * (up · n(x)))."""
 
-    def __init__(self, config: ModelConfig, shard: Shard, norm: RMSNorm, factory: Factory) -> None:
+    def __init__(self, config: ModelConfig, layer: int, shard: Shard, norm: RMSNorm, factory: Factory) -> None:
         super().__init__()
         self.norm = norm
-        self.w_gate_up = ShardedLinear(config, shard, ("gate_proj", "up_proj"), gated=True, **factory)
-        self.w_down = ShardedLinear(config, shard, ("down_proj",), **factory)
+        self.w_gate_up = ShardedLinear(config, shard, ("gate_proj", "up_proj"), layer, gated=True, **factory)
+        self.w_down = ShardedLinear(config, shard, ("down_proj",), layer, **factory)
 
     def forward(self, stream: Residual, lag: int = 0, next_lag: int = 0) -> Residual:
         stream, hidden = stream.read(self.norm, self.w_gate_up, lag)
@@ -104,7 +104,7 @@ class SequentialBlock(nn.Module):
         super().__init__()
         norms = [RMSNorm(config.hidden_size, config.norm_eps, factory) for _ in range(2)]
         self.attention = Attention(config, layer, layer, shards[0], norms[0], factory)
-        self.mlp = MLP(config, shards[0], norms[1], factory)
+        self.mlp = MLP(config, layer, shards[0], norms[1], factory)
         following = min(layer + 1, config.n_layers - 1)
         self.lag, self.next_lag = (int(i in config.ladder_layers) for i in (layer, following))
 
@@ -122,10 +122,10 @@ class ParallelBlock(nn.Module):
         shard = shards[0]
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, factory)
         inputs = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-        self.w_in = ShardedLinear(config, shard, inputs, **factory)
+        self.w_in = ShardedLinear(config, shard, inputs, layer, **factory)
         self.heads = attention_heads(config, layer, layer, shard, factory)
-        self.wo = ShardedLinear(config, shard, ("o_proj",), **factory)
-        self.w_down = ShardedLinear(config, shard, ("down_proj",), **factory)
+        self.wo = ShardedLinear(config, shard, ("o_proj",), layer, **factory)
+        self.w_down = ShardedLinear(config, shard, ("down_proj",), layer, **factory)
 
     def forward(self, stream: Residual, frequencies: Tensor, context: AttentionContext) -> Residual:
         stream, both = stream.read(self.norm, self.w_in)
@@ -150,7 +150,7 @@ class DesyncBlock(nn.Module):
         self.attention = nn.ModuleList(
             Attention(config, layer, slot, shard, norms[0], factory) for slot, shard in zip(slots, shards, strict=True)
         )
-        self.mlp = nn.ModuleList(MLP(config, shard, norms[1], factory) for shard in shards)
+        self.mlp = nn.ModuleList(MLP(config, layer, shard, norms[1], factory) for shard in shards)
 
     def forward(self, streams: list[Residual], frequencies: Tensor, context: AttentionContext) -> list[Residual]:
         streams = [h(stream, frequencies, context) for h, stream in zip(self.attention, streams, strict=True)]
@@ -215,7 +215,7 @@ class Transformer(nn.Module):
         The collectives are not compiled: Inductor would move the wait for a collective directly after its start.
         """
         for module in self.modules():
-            if isinstance(module, ShardedLinear) and module.gated:
+            if isinstance(module, ShardedLinear) and module.gated and not module.is_quantized:
                 module.forward = torch.compile(module.forward)  # type: ignore[method-assign]
             elif isinstance(module, Heads):
                 module.split = torch.compile(module.split)  # type: ignore[method-assign]

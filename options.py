@@ -6,6 +6,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from communicators import KNOWN
+from quantized.scheme import SCHEMES
 from variants import usage
 
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
@@ -80,6 +81,13 @@ class ModelOptions:
         default=None,
         choices=DTYPE_NAMES,
         help="data type of weights and activations (default: bfloat16 on CUDA, float32 on CPU)",
+    )
+    quantize: str | None = option(
+        default=None,
+        choices=tuple(SCHEMES),
+        help="quantize the linear layers of a 16- or 32-bit checkpoint or a preset while loading it, by rounding to nearest: fp8 "
+        "(weights by row, activations by token), int8 (weights by row), int4 (weights in groups of 128). On CPUs only. It saves memory, "
+        "and no time",
     )
     max_model_len: int | None = option(
         default=None,

@@ -8,6 +8,7 @@ from typing import Any
 from config import ModelConfig, with_variant
 from errors import UserError
 from hf_config import read_config
+from quantized.scheme import SCHEMES, on_load
 from rope_scaling import Llama3Scaling
 from variants import VARIANTS
 
@@ -115,12 +116,20 @@ def named_config(name: str) -> ModelConfig:
     return read_config(file)
 
 
-def model_config(name: str, variant: str | None, world_size: int) -> ModelConfig:
+def model_config(name: str, variant: str | None, world_size: int, quantize: str | None = None) -> ModelConfig:
     """The config of a checkpoint (directory or `.pth` file), preset or `config.json`, with another variant if one is given.
+
+    quantize: how to quantize it at load, a key of `quantized.scheme.SCHEMES`. Raises UserError if it is quantized already.
 
     A desync variant of a model that is not desync has one stream for each rank, unless it gives a number: `desync-2x:8`.
     """
     config = named_config(name)
+    if quantize is not None:
+        if config.quantization is not None:
+            raise UserError(f"{name} is quantized already ({config.quantization.description}); leave out --quantize {quantize}")
+        if quantize not in SCHEMES:
+            raise UserError(f"unknown quantization {quantize!r}; known: {', '.join(SCHEMES)}")
+        config = replace(config, quantization=on_load(quantize))
     if variant is None:
         return config
     if config.variant != "desync" and variant in VARIANTS and VARIANTS[variant].kind == "desync":

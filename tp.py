@@ -24,6 +24,7 @@ from kernels.activation import swiglu
 from kernels.dispatch import on_gpu
 from kernels.linear import linear, linear_swiglu
 from processes import listen_on_loopback
+from quantized.weight import PlainWeight, QuantizedWeight
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,14 @@ SPLITS: dict[str, Split] = {
     "up_proj": Split(0, "intermediate"),
     "down_proj": Split(1, "intermediate"),
 }
+
+
+def checkpoint_name(layer: int | None, part: str) -> str:
+    """A linear layer's name in the checkpoint: `model.layers.3.mlp.up_proj`; without a layer `lm_head`."""
+    if layer is None:
+        return "model." * (part == "embed_tokens") + part
+    group = "self_attn" if part in ("q_proj", "k_proj", "v_proj", "o_proj") else "mlp"
+    return f"model.layers.{layer}.{group}.{part}"
 
 
 def biased_parts(config: ModelConfig) -> frozenset[str]:
@@ -105,6 +114,8 @@ def stream_shards(config: ModelConfig, rank: int, world_size: int) -> list[Shard
 class ShardedLinear(nn.Module):
     """This shard's part of one linear layer, or of several layers with the same input, fused into one weight.
 
+    layer: the number of the block, which is part of the layer's name; None for the embedding and the head.
+
     `weight` (sum of the parts' local out_features, local in_features). A column-parallel layer has some out_features and returns
     them; a row-parallel one has some in_features and returns a partial sum over shards (Megatron-LM, arXiv:1909.08053).
     gated: the parts are (gate, up), and the layer returns silu(gate) * up.
@@ -112,25 +123,33 @@ class ShardedLinear(nn.Module):
     `bias` is None unless a part has a bias. A column-parallel layer holds the entries of its features, for the parts with a
     bias. A row-parallel layer holds all entries, and each of the S shards adds 1 / S of them: the sum over shards then has the
     bias once, and the streams of a desync model have equal shares of it.
+
+    If the config says that a part is quantized, `weight` is None, and `quantized` has one module for each part.
     """
+
+    weight: nn.Parameter
 
     def __init__(
         self,
         config: ModelConfig,
         shard: Shard,
         parts: tuple[str, ...],
+        layer: int | None = None,
         gated: bool = False,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.parts, self.shard, self.gated = parts, shard, gated
+        self.parts, self.shard, self.layer, self.gated = parts, shard, layer, gated
         self.sizes = [len(shard.range(config, SPLITS[p].axis)) for p in parts]
         if SPLITS[parts[0]].dim == 0:
             shape = (sum(self.sizes), config.hidden_size)
         else:
             shape = (config.hidden_size, self.sizes[0])
-        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self.out_features = shape[0]
+        self.quantized = self._quantized(config, shape, device, dtype)
+        weight = None if self.quantized else nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self.register_parameter("weight", weight)
         # in a fused layer, either all parts have a bias, or the first ones, or the last ones
         has = [part in biased_parts(config) for part in parts]
         self.biased = [part for part, biased in zip(parts, has, strict=True) if biased]
@@ -140,8 +159,25 @@ class ShardedLinear(nn.Module):
         self.padding = (0, unbiased) if has[0] else (unbiased, 0)
         self.bias = nn.Parameter(torch.zeros(sum(self.lengths), device=device, dtype=dtype)) if self.biased else None
 
+    def _quantized(
+        self, config: ModelConfig, shape: tuple[int, int], device: torch.device | None, dtype: torch.dtype | None
+    ) -> nn.ModuleList | None:
+        """The parts of a layer of which at least one is quantized, else None."""
+        if config.quantization is None or self.parts == ("embed_tokens",):
+            return None
+        schemes = [config.quantization.scheme(checkpoint_name(self.layer, part)) for part in self.parts]
+        rows = self.sizes if SPLITS[self.parts[0]].dim == 0 else [shape[0]]
+        modules = [
+            QuantizedWeight(scheme, n, shape[1], device) if scheme else PlainWeight(n, shape[1], device, dtype)
+            for scheme, n in zip(schemes, rows, strict=True)
+        ]
+        return nn.ModuleList(modules) if any(schemes) else None
+
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features) to (..., out_features), half of them in a gated layer."""
+        if self.quantized:
+            out, bias = torch.cat([part(x) for part in self.quantized], -1), self.whole_bias()
+            return self.finish(out if bias is None else out + bias)
         if self.gated and on_gpu(x):
             return linear_swiglu(x, self.weight, self.whole_bias())
         return self.finish(linear(x, self.weight, self.whole_bias()))
@@ -158,10 +194,25 @@ class ShardedLinear(nn.Module):
             return self.bias if self.shard.count == 1 else self.bias / self.shard.count
         return F.pad(self.bias, self.padding) if any(self.padding) else self.bias
 
+    @property
+    def is_quantized(self) -> bool:
+        return self.quantized is not None
+
+    def quantized_parts(self) -> Iterator[tuple[str, QuantizedWeight]]:
+        """The quantized parts and their names (`q_proj`, …)."""
+        for part, module in zip(self.parts, self.quantized or [], strict=False):
+            if isinstance(module, QuantizedWeight):
+                yield part, module
+
     def pieces(self) -> Iterator[tuple[str, Tensor]]:
-        """The fused parts with their checkpoint names (`q_proj.weight`, `q_proj.bias`, …), as views of this layer's tensors."""
-        sizes = self.sizes if SPLITS[self.parts[0]].dim == 0 else [len(self.weight)]
-        for part, weight in zip(self.parts, self.weight.split(sizes), strict=True):
+        """The fused parts with their checkpoint names (`q_proj.weight`, `q_proj.bias`, …), as views of this layer's tensors,
+        without the weights that are quantized."""
+        sizes = self.sizes if SPLITS[self.parts[0]].dim == 0 else [self.out_features]
+        if self.quantized:
+            plain = [(part, m.weight) for part, m in zip(self.parts, self.quantized, strict=True) if isinstance(m, PlainWeight)]
+        else:
+            plain = list(zip(self.parts, self.weight.split(sizes), strict=True))
+        for part, weight in plain:
             yield f"{part}.weight", weight
         if self.bias is not None:
             for part, bias in zip(self.biased, self.bias.split(self.lengths), strict=True):

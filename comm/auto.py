@@ -77,7 +77,7 @@ class AutoCommunicator(Communicator):
         return self.choose(partial.nbytes, overlap).begin_all_reduce(partial, overlap)
 
     def begin_linear_all_reduce(self, x: Tensor, layer: Linear, overlap: bool = False) -> PendingAllReduce:
-        size = math.prod(x.shape[:-1]) * len(layer.weight) * x.element_size()
+        size = math.prod(x.shape[:-1]) * layer.out_features * x.element_size()
         return self.choose(size, overlap).begin_linear_all_reduce(x, layer, overlap)
 
     def all_gather(self, shard: Tensor) -> Tensor:

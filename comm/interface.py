@@ -38,8 +38,16 @@ class Linear(Protocol):
     @property
     def bias(self) -> Tensor | None: ...
 
+    @property
+    def out_features(self) -> int: ...
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the layer has no `weight` and can only be called."""
+        ...
+
     def __call__(self, x: Tensor, /) -> Tensor:
-        """finish(x @ weight.T + whole_bias())."""
+        """For a layer that is not quantized, finish(x @ weight.T + whole_bias())."""
         ...
 
     def whole_bias(self) -> Tensor | None: ...

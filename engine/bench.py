@@ -179,7 +179,7 @@ def main() -> None:
     world = init_world(args.device, args.comm, args.simulate_link, args.comm_error_budget, args.overlap)
     if args.trace and world.device.type != "cuda":
         raise UserError("--trace shows when a GPU is idle, so it needs a GPU; leave it out on a CPU")
-    config = model_config(args.model, args.variant, world.world_size)
+    config = model_config(args.model, args.variant, world.world_size, args.quantize)
     dtype = DTYPES[dtype_name(args.dtype, world.device.type)]
     model = load_model(args.model, config, world, dtype)
     limits = EngineLimits(max_num_seqs=args.max_num_seqs, max_batch_tokens=args.max_batch_tokens, block_size=args.block_size)

@@ -78,18 +78,19 @@ class LLM:
         *,
         variant: str | None = None,
         dtype: str | None = None,
+        quantize: str | None = None,
         seed: int = 0,
         limits: EngineLimits | None = None,
     ) -> None:
         """model: a checkpoint's folder, a preset's name (random weights, drawn with `seed`), or a loaded model, whose `tokenizer`
         then has to be given. world: the ranks (default: those that a launcher started, else one on the GPU, if there is any).
-        variant, dtype: as `generate.py` takes them. limits: of the engine; None makes one for each call that is just large enough
-        for its prompts, and keeps it while calls need the same. Raises UserError."""
+        variant, dtype, quantize: as `generate.py` takes them. limits: of the engine; None makes one for each call that is just large
+        enough for its prompts, and keeps it while calls need the same. Raises UserError."""
         self.world = world or init_world()
         if isinstance(model, Transformer):
             self.model, self.tokenizer = model, tokenizer
         else:
-            config = model_config(str(model), variant, self.world.world_size)
+            config = model_config(str(model), variant, self.world.world_size, quantize)
             self.tokenizer = tokenizer or read_tokenizer(str(model), config)
             name = dtype or ("bfloat16" if self.world.device.type == "cuda" else "float32")
             if name not in DTYPES:

@@ -27,6 +27,7 @@ from tp import World
 CODE = (  # files that decide how long a step takes
     "comm/*.py",
     "kernels/*.py",
+    "quantized/weight.py",
     "engine/runner.py",
     "engine/schedules.py",
     "engine/step_inputs.py",

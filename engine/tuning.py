@@ -41,7 +41,11 @@ def shapes(model: Transformer) -> dict[Shape, list[Tensor]]:
     """This rank's linear layers: the weights of each shape."""
     found: dict[Shape, list[Tensor]] = {}
     for module in model.modules():
-        if isinstance(module, ShardedLinear) and (module is not model.embedding or model.head is model.embedding):
+        if (
+            isinstance(module, ShardedLinear)
+            and not module.is_quantized
+            and (module is not model.embedding or model.head is model.embedding)
+        ):
             found.setdefault(Shape(len(module.weight), module.weight.shape[1], module.gated), []).append(module.weight)
     return found
 

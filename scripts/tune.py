@@ -23,7 +23,7 @@ def main() -> None:
     parser.add_argument("--rebuild", action="store_true", help="measure again what has been measured")
     args = parser.parse_args()
     world = init_world(args.device, args.comm, error_budget=args.comm_error_budget)
-    config = model_config(args.model, args.variant, world.world_size)
+    config = model_config(args.model, args.variant, world.world_size, args.quantize)
     model = load_model(args.model, config, world, DTYPES[dtype_name(args.dtype, world.device.type)])
     if not supported(model, world):
         raise UserError("only GPUs have kernels to choose from, for bfloat16 and float16; this is a CPU or another dtype")

@@ -34,7 +34,9 @@ AGENT_SECONDS = 30  # torchrun's default for the time that its ranks have to end
 
 def prepare(settings: Settings, world_size: int) -> tuple[ModelConfig, Tokenizer]:
     """Read config and tokenizer. Raises UserError if the model cannot be served."""
-    config = limit_context(model_config(settings.model, settings.variant, world_size), settings.max_model_len)
+    config = limit_context(
+        model_config(settings.model, settings.variant, world_size, settings.quantize), settings.max_model_len
+    )
     if config.kind.speed_limit and world_size > 1 and not settings.random_weights:
         raise UserError(
             f"{config.variant} writes wrong text on several ranks and is for benchmarks only; serve another variant"
@@ -53,7 +55,7 @@ def describe(settings: Settings, engine: Engine, config: ModelConfig, world: Wor
         communicator=world.comm.name,
         world_size=world.world_size,
         device=world.device.type,
-        dtype=dtype,
+        dtype=dtype + (f", {config.quantization.description}" if config.quantization else ""),
         max_model_len=engine.max_model_len,
         vocab_size=config.vocab_size,
         kv_blocks=blocks.n_blocks,

@@ -272,7 +272,7 @@ def test_transformers_reads_what_we_write_of_its_own_families(make: Any, windowe
         ("hidden_act", "gelu"),
         ("attention_bias", "true"),
         ("mlp_bias", 1),
-        ("quantization_config", {"quant_method": "gptq", "bits": 4}),
+        ("quantization_config", {"quant_method": "bitsandbytes"}),
         ("partial_rotary_factor", 0.5),
         ("model_type", "mixtral"),
         ("model_type", "qwen2_moe"),

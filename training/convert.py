@@ -31,8 +31,10 @@ from training.export import MODELING, TOKENIZER_FILES, add_modeling, copy_tokeni
 def to_hybrid_ladder(config: ModelConfig, ladder_layers: int | Sequence[int]) -> ModelConfig:
     """`config` with the ladder residual in its last `ladder_layers` layers, or in the layers that `ladder_layers` lists.
 
-    Raises UserError if `config` is not standard, or does not have these layers.
+    Raises UserError if `config` is not standard, is quantized, or does not have these layers.
     """
+    if config.quantization is not None:
+        raise UserError(f"the checkpoint is quantized ({config.quantization.description}); convert the one in 16 bits")
     if config.variant != "standard":
         raise UserError(
             f"only a standard model can be converted, and this one is {config.description}; start from the standard checkpoint "

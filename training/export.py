@@ -28,8 +28,11 @@ def save_checkpoint(
 ) -> None:
     """Write `model` in the HF layout: config.json, safetensors (with an index above 4 GB), and a copy of a tokenizer's files.
 
-    Raises UserError if `model` is split over several ranks: a model is saved from one process that holds all of it.
+    Raises UserError if `model` is split over several ranks, because a model is saved from one process that holds all of it, or
+    quantized.
     """
+    if model.config.quantization is not None:
+        raise UserError("a quantized model is not saved again; copy its checkpoint, or use scripts.quantize")
     if model.comm.world_size != 1:
         raise UserError("a model is saved from one process that holds all of it; load it without torchrun to save it")
     tensors: dict[str, Tensor] = {}

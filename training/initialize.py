@@ -28,6 +28,8 @@ def empty_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) -
             "keeps copies of weights that training would let drift apart; "
             "train with at most as many streams as KV heads, and without QK norm, attention_bias and mlp_bias"
         )
+    if config.quantization is not None:
+        raise UserError(f"the checkpoint is quantized ({config.quantization.description}); train from one in 16 or 32 bits")
     if config.kind.speed_limit:
         raise UserError(f"{config.variant} is a speed limit and cannot be trained; choose another --variant")
     model = Transformer(config, Local(), torch.device("meta"), dtype)
@@ -42,7 +44,7 @@ def materializer(model: Transformer, source: Source | None, seed: int) -> Callab
     1, biases 0. Raises UserError if `source` belongs to another model.
     """
     if source is not None:
-        check_names(model.config, list(places(model)), source.shapes())
+        check_names(model.config, list(places(model)), source)
     device = model.frequencies.device
     depth_scale = 1 / math.sqrt(2 * model.config.n_layers)
 

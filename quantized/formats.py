@@ -1,0 +1,308 @@
+"""From the tensors of each file format to `weight.Quantized`, reading only one rank's slice of them.
+
+N output features and K input features of the full layer.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from errors import UserError
+from quantized.scheme import ON_LOAD, Scheme
+from quantized.weight import FP8, Quantized, local_group, pack, quantize, unpack
+
+WIDE = (torch.bfloat16, torch.float16, torch.float32)
+INT32 = (torch.int32,)
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble that holds each of 8 neighbouring features
+
+Shapes = dict[str, tuple[tuple[int, ...] | None, ...]]  # which shapes a tensor may have; None: it may be absent
+Read = Callable[[str, int, int, int], Tensor]  # of name, dim, start, stop: `checkpoint.Source.read`
+
+
+@dataclass(frozen=True)
+class Slice:
+    """One rank's part of the quantized layer `name` (`model.layers.0.self_attn.q_proj`): the features of `rows` and `columns`."""
+
+    name: str
+    shape: tuple[int, int]  # (N, K)
+    rows: range
+    columns: range
+    scheme: Scheme
+
+    @property
+    def groups(self) -> int:
+        """How many scales a row of the full layer has."""
+        return -(-self.shape[1] // (self.scheme.group or self.shape[1]))
+
+    def shapes(self) -> Shapes:
+        """The tensors that the file has of this layer, under their names behind `name` and a dot.
+
+        Raises UserError if the layer's size does not fit the scheme.
+        """
+        (n, k), group, per_word = self.shape, self.scheme.group, 32 // self.scheme.bits
+        packed = {"packed": (k,), "gptq": (k, n), "gptq-v2": (k, n), "awq": (n,)}.get(self.scheme.format, ())
+        if any(size % per_word for size in packed):
+            raise UserError(
+                f"{self.name} ({n}, {k}) cannot be packed by {per_word} values; config.json describes another model"
+            )
+        if packed and group and k % group:
+            raise UserError(f"{self.name} has {k} input features, which groups of {group} do not divide; quantize it anew")
+        if self.scheme.bits == 4 and len(self.columns) % 2:
+            raise UserError(
+                f"{self.name}: a rank has {len(self.columns)} input features, which 4 bits need even; start fewer ranks"
+            )
+        local_group(self.scheme, self.columns, self.name)
+        return FORMATS[self.scheme.format].shapes(self)
+
+
+class Tensors:
+    """The tensors of one slice in its file. Each method reads one, and raises UserError if it holds what it cannot hold."""
+
+    def __init__(self, part: Slice, read: Read, shapes: dict[str, tuple[int, ...]], device: torch.device) -> None:
+        self.part, self._read, self._shapes, self.device = part, read, shapes, device
+
+    def has(self, suffix: str) -> bool:
+        return self._name(suffix) in self._shapes
+
+    def read(self, suffix: str, dtypes: tuple[torch.dtype, ...], dim: int = 0, rows: range | None = None) -> Tensor:
+        """`rows` of a tensor along `dim`, on the device; all of it without them."""
+        name = self._name(suffix)
+        shape = self._shapes[name]
+        whole = range(shape[dim] if shape else 1)
+        rows = whole if rows is None or not shape else rows
+        tensor = self._read(name, dim, rows.start, rows.stop)
+        if tensor.dtype not in dtypes:
+            known = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            raise UserError(
+                f"{name} has data type {tensor.dtype}, and config.json asks for {known}; it describes another format"
+            )
+        return tensor.to(self.device)
+
+    def scales(self, suffix: str, dim: int = 0, rows: range | None = None) -> Tensor:
+        found = self.read(suffix, WIDE, dim, rows)
+        if not bool((found.isfinite() & (found > 0)).all()):
+            raise UserError(f"{self._name(suffix)} has scales that are zero, negative or not finite; quantize the model anew")
+        return found
+
+    def input_scale(self) -> Tensor | None:
+        return self.scales("input_scale").reshape(()).float() if self.part.scheme.activations == "static" else None
+
+    def groups(self, suffix: str) -> Tensor | None:
+        """The group (K,) of each of this rank's input features; None if they are neighbours in order."""
+        part = self.part
+        if not self.has(suffix):
+            return None
+        found = self.read(suffix, INT32, 0, part.columns)
+        columns = torch.arange(part.columns.start, part.columns.stop, device=found.device)
+        if bool((found == columns // (part.scheme.group or part.shape[1])).all()):
+            return None
+        if not bool(((found >= 0) & (found < part.groups)).all()):
+            raise UserError(f"{self._name(suffix)} names groups that the layer does not have; quantize the model anew")
+        return found
+
+    def _name(self, suffix: str) -> str:
+        return f"{self.part.name}.{suffix}"
+
+
+def of_columns(grid: Tensor, part: Slice) -> Tensor:
+    """The scales or zero points (…, G) of this rank's columns, from those of all columns (…, all G)."""
+    step = local_group(part.scheme, part.columns, part.name)
+    columns = torch.arange(part.columns.start, part.columns.stop, step, device=grid.device)
+    return grid[:, columns // (part.scheme.group or part.shape[1])]
+
+
+def blocks(part: Slice) -> range:
+    """The rows of a grid of scales that belong to this rank's rows."""
+    size = part.scheme.rows or part.shape[0]
+    return range(part.rows.start // size, -(-part.rows.stop // size))
+
+
+def of_rows(grid: Tensor, part: Slice) -> Tensor:
+    """One row for each of this rank's rows, from the rows `blocks(part)` of a grid of scales."""
+    size = part.scheme.rows or part.shape[0]
+    return grid[torch.arange(part.rows.start, part.rows.stop, device=grid.device) // size - blocks(part).start]
+
+
+def packed_codes(words: Tensor, bits: int) -> Tensor:
+    """Unsigned integers in int32 words (N, K * bits / 32), the first in the lowest bits, as signed codes in the layout of
+    `weight.pack`. Memory has a word's lowest byte first, so these are the bytes of the words."""
+    found = words.contiguous().view(torch.uint8)
+    return found if bits == 4 else (found ^ 128).view(torch.int8)
+
+
+def integers(words: Tensor, bits: int) -> Tensor:
+    """The same codes as (N, K) int8."""
+    return unpack(packed_codes(words, bits))
+
+
+def aligned(rows: range, bits: int) -> tuple[range, slice]:
+    """The whole words that hold the values `rows`, and where these are in them."""
+    size = 32 // bits
+    first, last = rows.start // size, -(-rows.stop // size)
+    return range(first, last), slice(rows.start - first * size, rows.stop - first * size)
+
+
+def in_bytes(values: slice, bits: int) -> slice:
+    """Where the packed `values`, an even number, are in bytes."""
+    return slice(values.start * bits // 8, values.stop * bits // 8)
+
+
+# --- the formats --------------------------------------------------------------------------------------------------------------
+
+
+class Plain:
+    """One code an element in `weight` (compressed-tensors float-quantized and int-quantized, ModelOpt fp8, HF fp8)."""
+
+    def __init__(self, block_scale: str = "weight_scale") -> None:
+        self.block_scale = block_scale  # the name of the scales of blocks
+
+    def _scale(self, part: Slice) -> str:
+        return self.block_scale if part.scheme.group and part.scheme.rows != 1 else "weight_scale"
+
+    def shapes(self, part: Slice) -> Shapes:
+        (n, k), scheme = part.shape, part.scheme
+        grid = (-(-n // (scheme.rows or n)), part.groups)
+        also = [(n,)] if scheme.group is None and scheme.rows == 1 else [(), (1,)] if grid == (1, 1) else []
+        found: Shapes = {"weight": ((n, k),), self._scale(part): (grid, *also)}
+        if not scheme.symmetric:
+            found["weight_zero_point"] = (grid, *also)
+        if scheme.activations == "static":
+            found["input_scale"] = ((), (1,))
+        return found
+
+    def read(self, tensors: Tensors) -> Quantized:
+        part = tensors.part
+        dtype = FP8 if part.scheme.is_float else torch.int8
+        dim = 0 if len(part.columns) == part.shape[1] else 1
+        codes = tensors.read("weight", (dtype,), dim, part.columns if dim else part.rows)
+        grid = (len(blocks(part)), part.groups)
+        scales, zeros = tensors.scales(self._scale(part), 0, blocks(part)).reshape(grid), None
+        if not part.scheme.symmetric:
+            zeros = tensors.read("weight_zero_point", (torch.int8,), 0, blocks(part)).reshape(grid)
+            zeros = of_columns(of_rows(zeros, part), part)
+        return Quantized(codes, of_columns(of_rows(scales, part), part), zeros, None, tensors.input_scale())
+
+
+class Packed:
+    """compressed-tensors pack-quantized: `weight_packed` (N, K / words) int32 of code + 2^(bits - 1)."""
+
+    def shapes(self, part: Slice) -> Shapes:
+        (n, k), per_word = part.shape, 32 // part.scheme.bits
+        grid = (1 if part.scheme.rows is None else n, part.groups)
+        also = [(1,)] if grid == (1, 1) else []
+        found: Shapes = {"weight_packed": ((n, k // per_word),), "weight_scale": (grid, *also)}
+        found |= {"weight_shape": ((2,), None), "weight_g_idx": ((k,), None)}
+        if not part.scheme.symmetric:
+            found["weight_zero_point"] = ((-(-grid[0] // per_word), part.groups),)
+        if part.scheme.activations == "static":
+            found["input_scale"] = ((), (1,))
+        return found
+
+    def read(self, tensors: Tensors) -> Quantized:
+        part, bits = tensors.part, tensors.part.scheme.bits
+        if tensors.has("weight_shape"):
+            shape = tuple(tensors.read("weight_shape", (torch.int32, torch.int64)).tolist())
+            if shape != part.shape:
+                raise UserError(f"{part.name}.weight_shape is {shape}, and config.json asks for {part.shape}; quantize it anew")
+        outer, inner = aligned(part.columns, bits)
+        if len(part.columns) == part.shape[1]:
+            packed = tensors.read("weight_packed", INT32, 0, part.rows)
+        else:
+            packed = tensors.read("weight_packed", INT32, 1, outer)
+        codes = packed_codes(packed, bits)[:, in_bytes(inner, bits)]
+        scales = of_rows(tensors.scales("weight_scale", 0, blocks(part)).reshape(-1, part.groups), part)
+        zeros = None
+        if not part.scheme.symmetric:
+            outer, inner = aligned(blocks(part), bits)
+            zeros = of_rows(integers(tensors.read("weight_zero_point", INT32, 0, outer).T, bits).T[inner], part)
+        groups = tensors.groups("weight_g_idx")
+        if groups is None:
+            scales, zeros = of_columns(scales, part), None if zeros is None else of_columns(zeros, part)
+        return Quantized(codes, scales, zeros, groups, tensors.input_scale())
+
+
+class Gptq:
+    """GPTQ: `qweight` (K / words, N), `qzeros` (G, N / words), `scales` (G, N), `g_idx` (K,). Version 1 stores zero point - 1."""
+
+    def __init__(self, less: int) -> None:
+        self.less = less
+
+    def shapes(self, part: Slice) -> Shapes:
+        (n, k), groups, per_word = part.shape, part.groups, 32 // part.scheme.bits
+        return {
+            "qweight": ((k // per_word, n),),
+            "qzeros": ((groups, n // per_word),),
+            "scales": ((groups, n),),
+            "g_idx": ((k,), None),
+        }
+
+    def read(self, tensors: Tensors) -> Quantized:
+        part, bits = tensors.part, tensors.part.scheme.bits
+        outer, inner = aligned(part.columns, bits)
+        if len(part.columns) == part.shape[1]:
+            packed = tensors.read("qweight", INT32, 1, part.rows)
+        else:
+            packed = tensors.read("qweight", INT32, 0, outer)
+        codes = packed_codes(packed.T, bits)[:, in_bytes(inner, bits)]
+        outer, inner = aligned(part.rows, bits)
+        stored = integers(tensors.read("qzeros", INT32, 1, outer), bits)[:, inner].T
+        half = 2 ** (bits - 1)
+        zeros = ((stored.short() + half + self.less) % (2 * half) - half).to(torch.int8)
+        if part.scheme.symmetric and bool(zeros.any()):
+            raise UserError(
+                f"{part.name}.qzeros has zero points, and config.json says that there are none; correct its `sym` or "
+                "`checkpoint_format`"
+            )
+        scales, groups = tensors.scales("scales", 1, part.rows).T, tensors.groups("g_idx")
+        if groups is None:
+            scales, zeros = of_columns(scales, part), of_columns(zeros, part)
+        return Quantized(codes, scales, None if part.scheme.symmetric else zeros, groups)
+
+
+class Awq:
+    """AWQ: `qweight` (K, N / 8), `qzeros` (G, N / 8), `scales` (G, N); 8 neighbouring output features in a word, interleaved."""
+
+    def shapes(self, part: Slice) -> Shapes:
+        n, k = part.shape
+        return {"qweight": ((k, n // 8),), "qzeros": ((part.groups, n // 8),), "scales": ((part.groups, n),)}
+
+    def read(self, tensors: Tensors) -> Quantized:
+        part = tensors.part
+        outer, inner = aligned(part.rows, 4)
+        if len(part.columns) == part.shape[1]:
+            packed = tensors.read("qweight", INT32, 1, outer)
+        else:
+            packed = tensors.read("qweight", INT32, 0, part.columns)
+        codes = self._features(packed)[:, inner].T
+        zeros = self._features(tensors.read("qzeros", INT32, 1, outer))[:, inner].T
+        scales = tensors.scales("scales", 1, part.rows).T
+        return Quantized(pack(codes, 4), of_columns(scales, part), of_columns(zeros, part))
+
+    @staticmethod
+    def _features(packed: Tensor) -> Tensor:
+        return integers(packed, 4).unflatten(1, (-1, 8))[:, :, list(AWQ_ORDER)].flatten(1)
+
+
+class OnLoad:
+    """A weight in 16 or 32 bits, which each rank rounds for itself: its slice's scales depend on this slice only."""
+
+    def shapes(self, part: Slice) -> Shapes:
+        return {"weight": (part.shape,)}
+
+    def read(self, tensors: Tensors) -> Quantized:
+        part = tensors.part
+        dim = 0 if len(part.columns) == part.shape[1] else 1
+        return quantize(tensors.read("weight", WIDE, dim, part.columns if dim else part.rows), part.scheme, part.name)
+
+
+FORMATS: dict[str, Plain | Packed | Gptq | Awq | OnLoad] = {
+    "plain": Plain(),
+    "fp8": Plain("weight_scale_inv"),
+    "packed": Packed(),
+    "gptq": Gptq(less=1),
+    "gptq-v2": Gptq(less=0),
+    "awq": Awq(),
+    ON_LOAD: OnLoad(),
+}

@@ -1,0 +1,215 @@
+"""Reading a checkpoint's description of its quantization: `quantization_config` of config.json, or `hf_quant_config.json`.
+
+Whatever is not known to give the right numbers is refused with a message that names it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from pydantic_core import SchemaError
+
+from errors import UserError
+from json_fields import count, get, shown
+from quantized.scheme import GROUPS, Quantization, Rule, Scheme, matcher
+
+MOST_NAMES = 10_000  # of layers; a list for every layer of a 405B has 900
+MOST_EXPRESSIONS = 100  # among them: a hostile one takes 0.5 s and 10 MB
+ALL = ".*"
+HEAD = r"lm_head$"
+FP8_BLOCK = (128, 128)
+
+
+def read_quantization(raw: dict[str, Any]) -> Quantization:
+    """raw: the object `quantization_config`, or the whole of `hf_quant_config.json`. Raises UserError for what is not supported."""
+    if "quantization" in raw:  # hf_quant_config.json
+        raw = {"quant_method": "modelopt", **get(raw, "quantization", dict)}
+    method = get(raw, "quant_method", str)
+    if method not in METHODS:
+        raise UserError(f"quant_method {shown(method)} is not supported; supported: {', '.join(METHODS)}")
+    return METHODS[method](raw)
+
+
+def _is(raw: dict[str, Any], what: str, **only: Any) -> None:
+    """Raise UserError unless each named key, if it is there, has its only supported value, or one of a tuple's."""
+    for key, value in only.items():
+        values = value if isinstance(value, tuple) else (value,)
+        if raw.get(key) is not None and not any(type(raw[key]) is type(v) and raw[key] == v for v in values):
+            raise UserError(f"{what}: {key} = {shown(raw[key])} is not supported; supported: {', '.join(map(str, values))}")
+
+
+def _empty(raw: dict[str, Any], what: str, *keys: str) -> None:
+    for key in keys:
+        if raw.get(key):
+            raise UserError(f"{what}: {key} = {shown(raw[key])} is not supported; use a checkpoint without it")
+
+
+def _names(raw: dict[str, Any], *keys: str) -> list[str]:
+    """The strings in the lists under these keys."""
+    found = [name for key in keys for name in get(raw, key, list, [])]
+    if len(found) > MOST_NAMES or not all(isinstance(name, str) and len(name) < 200 and name.isprintable() for name in found):
+        raise UserError(f"{' or '.join(keys)} must be a list of at most {MOST_NAMES} names of layers")
+    if sum(name.startswith("re:") for name in found) > MOST_EXPRESSIONS:
+        raise UserError(f"{' or '.join(keys)} has more than {MOST_EXPRESSIONS} regular expressions; list the layers' names")
+    return found
+
+
+def _escaped(name: str) -> str:
+    """A regular expression for this text."""
+    return "".join(c if c.isalnum() or c == "_" else rf"\x{{{ord(c):x}}}" for c in name)
+
+
+def _group(size: int | None, what: str) -> int | None:
+    """A group size as a `Scheme` has it. -1 stands for a whole row."""
+    if size is None or size == -1:
+        return None
+    if type(size) is not int or size not in GROUPS:
+        raise UserError(f"{what}: group_size = {shown(size)} is not supported; supported: {', '.join(map(str, GROUPS))}, -1")
+    return size
+
+
+# --- compressed-tensors -------------------------------------------------------------------------------------------------------
+
+COMPRESSED = {  # format: (type, bits) of the weights
+    "float-quantized": [("float", 8)],
+    "int-quantized": [("int", 8)],
+    "pack-quantized": [("int", 4), ("int", 8)],
+    "naive-quantized": [("float", 8), ("int", 8)],
+}
+
+
+def _compressed(raw: dict[str, Any]) -> Quantization:
+    what = "compressed-tensors"
+    _empty(raw, what, "transform_config")
+    _is(raw, what, quantization_status="compressed")
+    sparsity = get(raw, "sparsity_config", dict, {})
+    _is(sparsity, f"{what}: sparsity_config", format="dense")
+    groups = get(raw, "config_groups", dict)
+    rules = []
+    for group in groups.values():
+        if not isinstance(group, dict):
+            raise UserError(f"{what}: config_groups must hold objects, not {shown(group)}")
+        scheme = _compressed_scheme(group, group.get("format") or get(raw, "format", str))
+        targets = _names(group, "targets")
+        rules += [Rule(ALL if target == "Linear" else _pattern(target), scheme) for target in targets]
+    return Quantization(what, tuple(rules), tuple(map(_pattern, _names(raw, "ignore"))))
+
+
+def _pattern(name: str) -> str:
+    """A name of compressed-tensors as a regular expression: `re:…` is one, anything else is a layer's whole name."""
+    if not name.startswith("re:"):
+        return _escaped(name) + "$"
+    try:
+        matcher(name[3:])
+    except SchemaError:
+        raise UserError(f"compressed-tensors: {shown(name)} is not a regular expression without look-around") from None
+    return name[3:]
+
+
+def _compressed_scheme(group: dict[str, Any], format: Any) -> Scheme:
+    what = "compressed-tensors"
+    if not isinstance(format, str) or format not in COMPRESSED:
+        raise UserError(f"{what}: format {shown(format)} is not supported; supported: {', '.join(COMPRESSED)}")
+    _empty(group, what, "output_activations")
+    weights, inputs = get(group, "weights", dict), get(group, "input_activations", dict, None)
+    kind, bits = get(weights, "type", str, "int"), get(weights, "num_bits", int, 8)
+    if (kind, bits) not in COMPRESSED[format]:
+        raise UserError(f"{what}: weights of type {kind} with {shown(bits)} bits are not supported in {format}")
+    strategy = get(weights, "strategy", str, "group" if weights.get("group_size") else "tensor")
+    _is(weights, f"{what}: weights", dynamic=False, actorder=("group", "weight", "dynamic", "static"))
+    rows: int | None = 1
+    size = None
+    if strategy == "group":
+        size = _group(count(weights, "group_size"), what)
+    elif strategy == "block":
+        if get(weights, "block_structure", list) != list(FP8_BLOCK):
+            raise UserError(f"{what}: block_structure = {shown(weights['block_structure'])} is not supported; only [128, 128]")
+        rows, size = FP8_BLOCK
+    elif strategy == "tensor":
+        rows = None
+    elif strategy != "channel":
+        raise UserError(f"{what}: weights by {shown(strategy)} are not supported; supported: tensor, channel, group, block")
+    symmetric = get(weights, "symmetric", bool, True)
+    if not symmetric and kind == "float":
+        raise UserError(f"{what}: asymmetric float weights are not supported")
+    activations = _compressed_activations(inputs, kind, bits, size) if inputs else "none"
+    return Scheme(
+        "packed" if format == "pack-quantized" else "plain", bits, kind == "float", rows, size, symmetric, activations
+    )
+
+
+def _compressed_activations(inputs: dict[str, Any], kind: str, bits: int, group: int | None) -> str:
+    what = "compressed-tensors: input_activations"
+    _is(inputs, what, type=kind, num_bits=8, symmetric=True)
+    strategy, dynamic = get(inputs, "strategy", str, "tensor"), inputs.get("dynamic", False)
+    if bits == 8 and dynamic is True and strategy == "token":
+        return "token"
+    if bits == 8 and dynamic is True and strategy == "group" and group is not None and inputs.get("group_size") == group:
+        return "group"
+    if bits == 8 and dynamic is False and strategy == "tensor":
+        return "static"
+    raise UserError(
+        f"{what} by {shown(strategy)}, dynamic {shown(dynamic)}, beside {bits}-bit weights are not supported; supported for 8 "
+        "bits: by token, or by the group of the weights, dynamic; by tensor, static"
+    )
+
+
+# --- the others ---------------------------------------------------------------------------------------------------------------
+
+
+def _parts(names: list[str]) -> tuple[str, ...]:
+    """Patterns of layers that have one of `names` as a part of their name: `lm_head`, `self_attn.q_proj`, `layers.0`."""
+    return tuple(rf"(.*\.)?{_escaped(name)}(\.|$)" for name in names)
+
+
+def _fp8(raw: dict[str, Any]) -> Quantization:
+    what = "quant_method fp8"
+    _is(raw, what, fmt=("e4m3", "float8_e4m3fn"), scale_fmt="float")
+    activations = get(raw, "activation_scheme", str, "dynamic")
+    _is(raw, what, activation_scheme=("dynamic", "static"))
+    rows: int | None = None
+    group = None
+    if raw.get("weight_block_size") is not None:
+        if raw["weight_block_size"] != list(FP8_BLOCK):
+            raise UserError(f"{what}: weight_block_size = {shown(raw['weight_block_size'])} is not supported; only [128, 128]")
+        if activations == "static":
+            raise UserError(f"{what}: static activations beside weight_block_size are not supported")
+        rows, group = FP8_BLOCK
+    dynamic = "group" if group else "token"
+    scheme = Scheme("fp8", 8, True, rows, group, activations="static" if activations == "static" else dynamic)
+    kept = _parts([*_names(raw, "modules_to_not_convert", "ignored_layers")])
+    return Quantization("fp8", (Rule(ALL, scheme),), (*kept, HEAD))
+
+
+def _gptq(raw: dict[str, Any]) -> Quantization:
+    what = "gptq"
+    _is(raw, what, bits=(4, 8), checkpoint_format=("gptq", "gptq_v2"), pack_dtype="int32", is_marlin_format=False)
+    _empty(raw, what, "dynamic", "modules_in_block_to_quantize")
+    v2 = raw.get("checkpoint_format") == "gptq_v2"
+    group = _group(get(raw, "group_size", int, 128), what)
+    scheme = Scheme("gptq-v2" if v2 else "gptq", get(raw, "bits", int), group=group, symmetric=get(raw, "sym", bool, True))
+    return Quantization(what, (Rule(ALL, scheme),), () if get(raw, "lm_head", bool, False) else (HEAD,))
+
+
+def _awq(raw: dict[str, Any]) -> Quantization:
+    what = "awq"
+    raw = {"bits": raw.get("w_bit"), "group_size": raw.get("q_group_size")} | {k: v for k, v in raw.items() if v is not None}
+    _is(raw, what, bits=4, version=("gemm", "GEMM"), zero_point=True)
+    scheme = Scheme("awq", get(raw, "bits", int), group=_group(get(raw, "group_size", int), what), symmetric=False)
+    return Quantization(what, (Rule(ALL, scheme),), (*_parts(_names(raw, "modules_to_not_convert")), HEAD))
+
+
+def _modelopt(raw: dict[str, Any]) -> Quantization:
+    algorithm = get(raw, "quant_algo", str)
+    if algorithm != "FP8":
+        raise UserError(f"modelopt: quant_algo {shown(algorithm)} is not supported; supported: FP8")
+    kept = tuple(_escaped(name).replace(r"\x{2a}", ".*") + "$" for name in _names(raw, "exclude_modules", "ignore"))
+    return Quantization("modelopt", (Rule(ALL, Scheme("plain", 8, True, None, activations="static")),), kept)
+
+
+METHODS: dict[str, Callable[[dict[str, Any]], Quantization]] = {
+    "compressed-tensors": _compressed,
+    "fp8": _fp8,
+    "gptq": _gptq,
+    "awq": _awq,
+    "modelopt": _modelopt,
+}

@@ -1,0 +1,265 @@
+"""Quantized checkpoints that are damaged or not supported: one line on every rank, before or while weights are read."""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from checkpoint import load_model
+from comm import Local
+from errors import UserError
+from hf_config import config_from_hf, config_to_hf
+from presets import model_config
+from quantized.hf import read_quantization
+from tests.quantized.test_formats import SHAPE
+from tests.quantized.writers import FORMATS, STATIC, TOKEN, Tensors, compressed, write
+from tests.support.ranks import Ranks
+from tp import World, agree_on_error
+
+LAYER = "model.layers.1.mlp.down_proj"
+
+
+def at(suffix: str, change: Callable[[Tensor], Tensor | None]) -> Callable[[Tensors], None]:
+    """Change one tensor of LAYER, or remove it."""
+
+    def spoil(tensors: Tensors) -> None:
+        found = change(tensors.pop(f"{LAYER}.{suffix}"))
+        if found is not None:
+            tensors[f"{LAYER}.{suffix}"] = found
+
+    return spoil
+
+
+def first(value: float) -> Callable[[Tensor], Tensor]:
+    def change(tensor: Tensor) -> Tensor:
+        found = tensor.clone()
+        found.view(-1)[-1] = value
+        return found
+
+    return change
+
+
+# a format, what to do with its tensors, and what the message has to contain
+DAMAGE: dict[str, tuple[str, Callable[[Tensors], None], tuple[str, ...]]] = {
+    "scales missing": ("W4A16 group 128", at("weight_scale", lambda t: None), ("lacks", "weight_scale")),
+    "scales misshapen": ("W4A16 group 128", at("weight_scale", lambda t: t[:, :-1].contiguous()), ("weight_scale", "(256, 4)")),
+    "scale zero": ("fp8 by channel, dynamic", at("weight_scale", first(0.0)), ("weight_scale", "zero")),
+    "scale negative": ("GPTQ 4 bits", at("scales", first(-1.0)), ("scales", "negative")),
+    "scale NaN": ("AWQ", at("scales", first(float("nan"))), ("scales", "finite")),
+    "block scale infinite": ("HF block fp8", at("weight_scale_inv", first(float("inf"))), ("weight_scale_inv", "finite")),
+    "input scale zero": ("int8 by channel, static", at("input_scale", first(0.0)), ("input_scale", "zero")),
+    "input scale missing": ("ModelOpt fp8", at("input_scale", lambda t: None), ("lacks", "input_scale")),
+    "packed truncated": (
+        "W4A16 group 128",
+        at("weight_packed", lambda t: t[:, :-8].contiguous()),
+        ("weight_packed", "(256, 72)"),
+    ),
+    "qweight truncated": ("GPTQ 4 bits", at("qweight", lambda t: t[:-8].contiguous()), ("qweight", "(72, 256)")),
+    "words of another type": ("AWQ", at("qweight", lambda t: t.long()), ("qweight", "int64", "int32")),
+    "weights not rounded": ("fp8 by tensor, static", at("weight", lambda t: t.bfloat16()), ("weight", "bfloat16", "float8")),
+    "groups beyond the last": ("GPTQ 8 bits act-order", at("g_idx", first(99)), ("g_idx", "groups")),
+    "zero points of a symmetric layer": ("GPTQ 4 bits", at("qzeros", first(0)), ("qzeros", "zero points")),
+    "another weight_shape": ("W8A16 group 64", at("weight_shape", first(1)), ("weight_shape",)),
+    "tensors of another format": ("W8A16 group 64", at("weight_packed", lambda t: None), ("lacks", "weight_packed")),
+}
+
+
+def refusals(world: World, folders: list[Path]) -> list[str]:
+    found = []
+    for folder in folders:
+        try:
+            error, config = None, None
+            try:
+                config = model_config(str(folder), None, world.world_size)
+            except UserError as e:
+                error = e
+            agree_on_error(world, error)
+            assert config is not None
+            load_model(str(folder), config, world, torch.float32)
+            found.append("")
+        except UserError as e:
+            found.append(str(e))
+    return found
+
+
+def test_damaged_tensors_are_refused_alike_on_every_rank(ranks: Ranks, tmp_path: Path, seed: int) -> None:
+    folders = [tmp_path / str(i) for i in range(len(DAMAGE))]
+    for folder, (name, spoil, _) in zip(folders, DAMAGE.values(), strict=True):
+        write(SHAPE, FORMATS[name], folder, folder / "plain")
+        tensors = load_file(folder / "model.safetensors")
+        spoil(tensors)
+        save_file(tensors, folder / "model.safetensors")
+    one, other = ranks.run(2, refusals, folders)
+    assert one == other
+    for what, message in zip(DAMAGE, one, strict=True):
+        assert message and "\n" not in message, what
+        assert all(part in message for part in DAMAGE[what][2]), (what, message)
+
+
+def test_a_file_with_the_config_of_another_format(ranks: Ranks, tmp_path: Path, seed: int) -> None:
+    names = ["HF block fp8", "GPTQ 4 bits", "AWQ", "W4A16 group 128", "int8 by channel, dynamic"]
+    folders = []
+    for name, other in zip(names, names[1:] + names[:1], strict=True):
+        folder = tmp_path / str(len(folders))
+        write(SHAPE, FORMATS[name], folder, folder / "plain")
+        raw = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(raw | {"quantization_config": FORMATS[other].quantization}))
+        folders.append(folder)
+    write(SHAPE, FORMATS["AWQ"], tmp_path / "none", tmp_path / "none" / "plain")
+    raw.pop("quantization_config")
+    (tmp_path / "none" / "config.json").write_text(json.dumps(raw))
+    one, other_rank = ranks.run(2, refusals, [*folders, tmp_path / "none"])
+    assert one == other_rank
+    assert all("config.json" in message and "\n" not in message for message in one), one
+
+
+W4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128, "dynamic": False}
+W8 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False}
+FP8 = {"quant_method": "fp8"}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+INPUTS = TOKEN | {"type": "float"}
+UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
+    ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
+    ({"quant_method": ["gptq"]}, "quant_method"),
+    ({}, "quant_method"),
+    (GPTQ | {"bits": 3}, "bits = 3"),
+    (GPTQ | {"group_size": 40}, "group_size = 40"),
+    (GPTQ | {"group_size": 1 << 70}, "group_size"),
+    (GPTQ | {"checkpoint_format": "marlin"}, "marlin"),
+    (GPTQ | {"dynamic": {"-:.*down.*": {}}}, "dynamic"),
+    (AWQ | {"version": "gemv"}, "gemv"),
+    (AWQ | {"zero_point": False}, "zero_point"),
+    (AWQ | {"bits": 8}, "bits = 8"),
+    (FP8 | {"weight_block_size": [64, 64]}, "weight_block_size"),
+    (FP8 | {"scale_fmt": "ue8m0"}, "ue8m0"),
+    (FP8 | {"activation_scheme": "other"}, "activation_scheme"),
+    (FP8 | {"fmt": "e5m2"}, "e5m2"),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "NVFP4"),
+    ({"producer": {}, "quantization": {"quant_algo": "W4A8_AWQ"}}, "W4A8_AWQ"),
+    (compressed("nvfp4-pack-quantized", W4), "nvfp4-pack-quantized"),
+    (compressed("marlin-24", W4), "marlin-24"),
+    (compressed("pack-quantized", W4 | {"num_bits": 3}), "3 bits"),
+    (compressed("pack-quantized", W4 | {"group_size": 48}), "group_size = 48"),
+    (compressed("pack-quantized", W4 | {"strategy": "tensor_group"}), "tensor_group"),
+    (compressed("pack-quantized", W4, INPUTS | {"type": "int"}), "input_activations"),
+    (compressed("float-quantized", W8 | {"symmetric": False}), "asymmetric"),
+    (compressed("float-quantized", W8 | {"strategy": "block", "block_structure": [64, 128]}), "block_structure"),
+    (compressed("float-quantized", W8, STATIC | {"type": "float", "dynamic": True}), "dynamic"),
+    (compressed("float-quantized", W8, INPUTS | {"symmetric": False}), "symmetric"),
+    (compressed("float-quantized", W8, INPUTS | {"num_bits": 4}), "num_bits = 4"),
+    (compressed("float-quantized", W8, ignore=("re:(",)), "re:("),
+    (compressed("float-quantized", W8, ignore=("re:(?!lm_head).*",)), "look-around"),
+    (compressed("float-quantized", W8, ignore=("re:a{1000}{1000}{1000}",)), "a{1000}"),
+    (compressed("float-quantized", W8) | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask"),
+    (compressed("float-quantized", W8) | {"transform_config": {"config_groups": {"R1": {}}}}, "transform_config"),
+    (compressed("float-quantized", W8) | {"config_groups": {"group_0": 7}}, "config_groups"),
+]
+
+
+@pytest.mark.parametrize(("raw", "named"), UNSUPPORTED)
+def test_what_is_not_supported_is_refused_by_name(raw: dict[str, Any], named: str) -> None:
+    with pytest.raises(UserError) as error:
+        read_quantization(raw)
+    assert named in str(error.value) and len(str(error.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("pattern", ["(.*.*)*x", "(.|.)" * 38 + "x", "(m?|.)+(.+)+$(.+)+x"])
+def test_patterns_do_not_backtrack(pattern: str) -> None:
+    """Python's engine would need 2 ** 30 steps or more for each layer."""
+    found = read_quantization(compressed("float-quantized", W8, ignore=(f"re:{pattern}",)))
+    assert found.scheme(LAYER) is not None
+
+
+@pytest.mark.parametrize(
+    ("pattern", "matches"),
+    [
+        ("re:.*mlp.(gate|up|down)_proj$", True),
+        (r"re:model\.layers\.[0-9]*[13579]\..*", True),
+        ("re:mlp", False),  # a name has to begin with it
+        (LAYER, True),
+        (LAYER[:-1], False),
+        (LAYER.replace(".", "_"), False),
+    ],
+)
+def test_patterns_are_those_of_compressed_tensors(pattern: str, matches: bool) -> None:
+    found = read_quantization(compressed("float-quantized", W8, ignore=(pattern,)))
+    assert (found.scheme(LAYER) is None) == matches
+
+
+JUNK: list[Any] = [
+    None,
+    True,
+    -1,
+    0,
+    7,
+    1 << 70,
+    0.5,
+    float("nan"),
+    "",
+    "x",
+    "re:(",
+    [],
+    [1],
+    ["re:["],
+    {},
+    {"x": 1},
+    [[]],
+    [{}],
+]
+
+
+def spoiled(value: Any) -> Iterator[Any]:
+    """`value` with one of its parts, at any depth, replaced by each piece of JUNK."""
+    yield from JUNK
+    for key in value if isinstance(value, dict) else ():
+        yield from ({**value, key: other} for other in spoiled(value[key]))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_wrong_value_anywhere_is_read_or_refused(name: str) -> None:
+    messages = []
+    for raw in spoiled(FORMATS[name].quantization):
+        try:
+            found = config_from_hf(config_to_hf(SHAPE) | {"quantization_config": raw}).quantization
+            assert found is None or found.scheme(LAYER) is None or found.description
+        except UserError as e:
+            messages.append(str(e))
+    assert messages and all(len(message) < 500 and len(message.splitlines()) == 1 for message in messages)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_is_quantized_already_is_not_quantized(name: str, tmp_path: Path, seed: int) -> None:
+    write(SHAPE, FORMATS[name], tmp_path, tmp_path / "plain")
+    with pytest.raises(UserError, match="quantized already"):
+        model_config(str(tmp_path), None, 1, "int4")
+
+
+def test_a_boundary_that_leaves_less_than_a_kernel_reads(ranks: Ranks, tmp_path: Path, seed: int) -> None:
+    """328 features on 4 ranks are 82 each, which cut blocks of 128 into pieces of 2."""
+    write(replace(SHAPE, intermediate_size=328), FORMATS["HF block fp8"], tmp_path, tmp_path / "plain")
+    messages = ranks.run(4, refusals, [tmp_path])
+    assert all(other == messages[0] for other in messages)
+    assert "groups of 128" in messages[0][0] and "fewer ranks" in messages[0][0]
+
+
+@pytest.mark.parametrize("name", ["W4A16 group 128", "GPTQ 4 bits", "AWQ group 128, some kept"])
+def test_a_group_size_that_does_not_divide(name: str, tmp_path: Path, seed: int) -> None:
+    write(SHAPE, FORMATS[name], tmp_path, tmp_path / "plain")
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"hidden_size": 192}))
+    (message,) = refusals(World(0, 1, torch.device("cpu"), Local()), [tmp_path])
+    assert "192 input features, which groups of 128 do not divide" in message
+
+
+@pytest.mark.parametrize("quantize", ["fp8", "int8", "int4"])
+def test_a_gpu_is_refused(quantize: str) -> None:
+    world = World(0, 1, torch.device("cuda"), Local())
+    with pytest.raises(UserError, match="computed on CPUs only; use --device cpu"):
+        load_model("tiny", model_config("tiny", None, 1, quantize), world, torch.bfloat16)

@@ -1,0 +1,56 @@
+"""Quantized layers beside layers in fp32, by every communicator and every schedule of a ladder."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from attention import Causal
+from checkpoint import load_model
+from comm.interface import SCHEDULES
+from config import ModelConfig, with_variant
+from presets import model_config
+from tests.quantized.writers import FORMATS, write
+from tests.support.ranks import Ranks
+from tp import World
+
+MIXED = "W4A16 by channel, some kept"  # k_proj and the MLP of layer 0 are not quantized
+SHAPE = ModelConfig(
+    vocab_size=96, hidden_size=64, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=16, intermediate_size=64, max_seq_len=64
+)
+
+
+@torch.inference_mode()
+def differences(world: World, folder: Path, ids: list[int]) -> dict[str, tuple[float, int]]:
+    """The largest difference of the logits from gloo's on the same ranks, and how many all-reduces were fused, by communicator and
+    schedule."""
+    from tests.comm.test_fused import communicators
+
+    config, tokens, context = (
+        model_config(str(folder), None, world.world_size),
+        torch.tensor([ids]),
+        Causal(len(ids), world.device),
+    )
+    expected, found = load_model(str(folder), config, world, torch.float32)(tokens, context), {}
+    for name, comm in communicators(world).items():
+        model = load_model(str(folder), config, replace(world, comm=comm), torch.float32)
+        comm.copied_from = 0  # the messages are short
+        for schedule in SCHEDULES:
+            comm.use(schedule)
+            before = getattr(comm, "fused", 0)
+            error = (model(tokens, context) - expected).abs().max().item()
+            found[f"{name} {schedule}"] = error, getattr(comm, "fused", 0) - before
+    return found
+
+
+@pytest.mark.parametrize("variant", ["hybrid:1", "ladder"])
+def test_only_layers_that_are_not_quantized_are_fused(variant: str, interpreters: Ranks, tmp_path: Path, seed: int) -> None:
+    write(with_variant(SHAPE, variant), FORMATS[MIXED], tmp_path, tmp_path / "plain")
+    ids = [random.randrange(SHAPE.vocab_size) for _ in range(4)]
+    for found in interpreters.run(2, differences, tmp_path, ids):
+        for name, (error, fused) in found.items():
+            assert error < 1e-3, name
+            deferred = variant == "hybrid:1" or name == "fused deferred"
+            assert fused == int(name.startswith("fused") and deferred), name
