@@ -9,6 +9,7 @@ MODEL ?= models/tiny-hybrid
 RANKS ?= 2
 PROMPT ?= Once upon a time
 PROFILE ?= profile.json
+OUT ?= out/quantized
 ARGS ?=
 
 # No target is a file.
@@ -41,6 +42,9 @@ chat: setup ## Use: talk to the model in the terminal
 serve: setup ## Use: an OpenAI-compatible server for MODEL on RANKS ranks
 	@$(PY) -m server --tp $(RANKS) --model $(MODEL) $(ARGS)
 
+quantize: setup ## Use: MODEL with weights in 8 or 4 bits, into OUT: make quantize MODEL=… OUT=… ARGS="--weights fp8"
+	@$(PY) -m scripts.quantize --model $(MODEL) --out $(OUT) $(ARGS)
+
 bench-offline: setup #+ Measure: throughput of the serving engine without HTTP, one JSON line
 	@$(ON_RANKS) $(RANKS) -m engine.bench --model $(MODEL) $(ARGS)
 
@@ -63,9 +67,10 @@ test: setup-dev ## Test: all tests
 lint: setup-dev ## Test: ruff, mypy, and that README and docs quote the results as they are
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m mypy && $(PY) -m scripts.report.quote_tables --check && $(PY) -m scripts.report.check_docs
 
-accuracy: setup #+ Measure: perplexity and exact match of every embedded model at tp 1, 2 and 4, then with each quantized width, into out (tracked: ARGS=--write; 1 to 2 hours, 2 GB)
+accuracy: setup #+ Measure: perplexity and exact match of every embedded model at tp 1, 2 and 4, then with each quantized all-reduce and with quantized weights, into out (tracked: ARGS=--write; hours, 2 GB)
 	@$(PY) -m scripts.quality.accuracy $(ARGS)
 	@$(PY) -m scripts.quality.accuracy --comm gloo int8 int6 int4 fp8 --tp 2 $(ARGS)
+	@$(PY) -m scripts.quality.accuracy --weights fp8 int8 int4 int4-gptq --tp 1 $(ARGS)
 
 quantization: setup #+ Measure: error of real partial sums, bytes and perplexity by width, group and scheme, into out/quantization.json (tracked: ARGS=--write; 12 min, 2 GB)
 	@$(PY) -m scripts.quality.quantization $(ARGS)

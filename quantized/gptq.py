@@ -1,0 +1,46 @@
+"""GPTQ: rounds a weight column by column, and lets the columns that follow make up for each one's error (Frantar et al.,
+arXiv:2210.17323)."""
+
+import torch
+from torch import Tensor
+
+from quantized.scheme import Scheme
+from quantized.weight import Quantized, group_scales, local_group, pack, round_to, scale_dtype
+
+BLOCK = 128  # columns whose errors reach the rest of the weight in one product
+DAMPING = 0.01  # of the mean of the Hessian's diagonal, added to it
+
+
+def gptq(weight: Tensor, hessian: Tensor, scheme: Scheme, name: str) -> Quantized:
+    """Round a weight (N, K) to symmetric integers so that the layer's output for its calibration inputs changes little.
+
+    hessian (K, K) fp32: the sum of x^T x over these inputs x (rows, K). The scales are those of the weight before any column is
+    changed, and columns are rounded in descending order of the Hessian's diagonal, so the groups stay neighbours. Raises
+    UserError as `weight.quantize` does.
+    """
+    group = local_group(scheme, range(weight.shape[1]), name)
+    scales, zeros = group_scales(weight.float().unflatten(1, (-1, group)), scheme, scale_dtype(weight, scheme))
+    diagonal = hessian.diagonal()
+    order = diagonal.argsort(descending=True, stable=True)
+    left = weight.float()[:, order]
+    left[:, diagonal[order] == 0] = 0.0  # no input reaches these columns
+    step = scales.float().repeat_interleave(group, 1)[:, order]
+    inverse = _inverse_factor(hessian[order][:, order])
+    codes = torch.empty_like(left, dtype=torch.int8)
+    for first in range(0, len(order), BLOCK):
+        block = slice(first, min(first + BLOCK, len(order)))
+        errors = torch.zeros_like(left[:, block])
+        for i in range(block.start, block.stop):
+            codes[:, i] = round_to(left[:, i], step[:, i], None, scheme)
+            errors[:, i - first] = (left[:, i] - codes[:, i] * step[:, i]) / inverse[i, i]
+            left[:, i : block.stop] -= errors[:, i - first, None] * inverse[i, i : block.stop]
+        left[:, block.stop :] -= errors @ inverse[block, block.stop :]
+    return Quantized(pack(codes[:, order.argsort()], scheme.bits), scales, zeros)
+
+
+def _inverse_factor(hessian: Tensor) -> Tensor:
+    """The upper Cholesky factor of the damped Hessian's inverse: row i tells how later columns make up for column i's error."""
+    damped = hessian.clone()
+    damping = DAMPING * damped.diagonal().mean().clamp(min=torch.finfo(damped.dtype).tiny)
+    damped.diagonal().add_(damping)
+    return torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(damped)), upper=True)

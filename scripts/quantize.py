@@ -1,0 +1,327 @@
+"""Quantize a checkpoint into one in the format of compressed-tensors, which Rung and transformers read.
+
+    python -m scripts.quantize --model DIR --out NEW_DIR                            # int4 by GPTQ
+    python -m scripts.quantize --model DIR --out NEW_DIR --calibration texts.txt    # with text of the kind that it will write
+    python -m scripts.quantize --model DIR --out NEW_DIR --weights fp8              # 8 bits: rounded to nearest
+
+The linear layers of the blocks are quantized; embedding, norms and head stay as they are. Every residual variant can be
+quantized. fp8: weights by row, activations by token at run time. int8: weights by row. int4: weights in groups of 128, or
+fewer if 128 does not divide the layers' widths.
+
+Layers are read, quantized and written one after the other, so memory holds one layer and, for GPTQ, the inputs of the next one for
+all samples. If the command is stopped, the same command goes on after the last layer that was written.
+"""
+
+import argparse
+import json
+import math
+import shutil
+import zlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from attention import Causal
+from checkpoint import DTYPES, INDEX, Place, Source, check_source, fill, full_shape, module_places
+from cli import Parser, note, run
+from comm import Local, Residual
+from config import ModelConfig
+from errors import UserError
+from files import CONFIG_BYTES, read_json
+from hf_config import config_to_hf
+from model import BLOCKS, Factory
+from options import dtype_name, whole_number
+from presets import has_random_weights, model_config
+from quantized.compressed import compressed_tensors, scheme_to_hf
+from quantized.formats import FORMATS, Slice, Tensors
+from quantized.gptq import gptq
+from quantized.scheme import LEAST_GROUP, SCHEMES, Scheme
+from quantized.weight import Quantized, dequantize, joined, quantize
+from rope import rope_frequencies
+from scripts.corpus.documents import documents, render
+from tokenizer_files import load_tokenizer
+from tp import SPLITS, ShardedLinear, World, stream_shards
+
+METHODS = ("rtn", "gptq")
+STATE = "quantize.json"  # in the new folder: how it was made, and which command may go on
+COPIED = (".json", ".jinja", ".model", ".txt", ".py")  # files beside the weights
+LARGEST_COPY = 1 << 28  # bytes
+CORPUS_SEED = 5
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one command makes."""
+
+    config: ModelConfig
+    source: Source
+    scheme: Scheme
+    out: Path
+    device: torch.device
+    dtype: torch.dtype  # in which GPTQ computes the layers
+
+    def file(self, number: int) -> Path:
+        """The weights of layer `number` - 1, or of everything outside the layers for 0."""
+        return self.out / f"model-{number + 1:05d}-of-{self.config.n_layers + 1:05d}.safetensors"
+
+    def linears(self, layer: int) -> dict[str, tuple[int, int]]:
+        """The names and shapes (N, K) of a layer's linear layers."""
+        names = (name.removesuffix(".weight") for name in self.source.shapes() if name.startswith(f"model.layers.{layer}."))
+        parts = {name: name.rpartition(".")[2] for name in names}
+        return {name: full_shape(self.config, part) for name, part in parts.items() if part in SPLITS}
+
+
+def scheme_of(weights: str, config: ModelConfig) -> Scheme:
+    """The scheme of --weights, with groups that divide the input features of every layer and of every desync stream's shard."""
+    scheme = replace(SCHEMES[weights], format="plain" if SCHEMES[weights].is_float else "packed")
+    if scheme.group is None:
+        return scheme
+    shards = stream_shards(config, 0, 1)
+    widths = [len(shard.range(config, axis)) for shard in shards for axis in ("heads", "intermediate")]
+    group = math.gcd(scheme.group, config.hidden_size, *widths)
+    if group < LEAST_GROUP:
+        raise UserError(f"no group of at least {LEAST_GROUP} divides the widths of this model's layers; use --weights int8")
+    return replace(scheme, group=group)
+
+
+# --- GPTQ's inputs ------------------------------------------------------------------------------------------------------------
+
+
+def calibration(model: str, text: str, config: ModelConfig, samples: int, length: int) -> Tensor:
+    """Token ids (samples, length) of a text; fewer samples if it is short. Raises UserError if it has not even one."""
+    ids = load_tokenizer(Path(model)).encode(text)
+    length = min(length, config.max_seq_len)
+    count = min(samples, len(ids) // length)
+    if not count:
+        raise UserError(f"the calibration text has {len(ids)} tokens, and a sample needs {length}; give more text or --length")
+    return torch.tensor(ids[: count * length]).view(count, length)
+
+
+def corpus(tokens: int) -> str:
+    """Text like that of the embedded models' training, of at least about `tokens` tokens."""
+    return "\n".join(render(document) for document in documents(CORPUS_SEED, tokens // 50 + 1))
+
+
+class Calibration:
+    """The residual streams of all samples before the next layer. `advance` computes one layer."""
+
+    def __init__(self, job: Job, tokens: Tensor) -> None:
+        self.job, self.causal = job, Causal(tokens.shape[1], job.device)
+        self.frequencies = rope_frequencies(job.config).to(job.device)
+        name, rows = "model.embed_tokens.weight", job.config.vocab_size
+        table = job.source.read(name, 0, 0, rows)
+        embedded = (F.embedding(sample, table)[None].to(job.device, job.dtype) for sample in tokens)
+        self.streams: list[Any] = [Residual(x, Local()) for x in embedded]
+        self.shards = stream_shards(job.config, 0, 1)
+        if job.config.kind.streams:
+            self.streams = [[stream] * len(self.shards) for stream in self.streams]
+
+    def block(self, layer: int) -> nn.Module:
+        """Layer `layer` with its weights as they are in the source."""
+        factory: Factory = {"device": self.job.device, "dtype": self.job.dtype}
+        block = BLOCKS[self.job.config.variant](self.job.config, layer, self.shards, Local(), factory).requires_grad_(False)
+        for place in self.places(layer, block):
+            fill(place, self.job.source)
+        return block
+
+    def places(self, layer: int, block: nn.Module) -> Iterator[Place]:
+        for path, module in block.named_modules():
+            yield from module_places(self.job.config, f"layers.{layer}.{path}", module)
+
+    def hessians(self, block: nn.Module) -> dict[nn.Module, Tensor]:
+        """The sum of x^T x (K, K) over the inputs x of each linear layer."""
+        found: dict[nn.Module, Tensor] = {}
+
+        def add(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            x = inputs[0].flatten(0, -2).float()
+            found[module] = found.get(module, 0) + x.T @ x
+
+        hooks = [m.register_forward_pre_hook(add) for m in block.modules() if isinstance(m, ShardedLinear)]
+        for stream in self.streams:
+            block(stream, self.frequencies, self.causal)
+        for hook in hooks:
+            hook.remove()
+        return found
+
+    def advance(self, layer: int, weights: dict[str, Tensor]) -> None:
+        """Compute the layer with these weights in place of the source's."""
+        block = self.block(layer)
+        for place in self.places(layer, block):
+            if place.name in weights:
+                place.tensor.copy_(weights[place.name].narrow(place.dim, place.rows.start, len(place.rows)))
+        self.streams = [block(stream, self.frequencies, self.causal) for stream in self.streams]
+
+
+# --- layers -------------------------------------------------------------------------------------------------------------------
+
+
+def rounded(job: Job, layer: int) -> dict[str, Quantized]:
+    """A layer's linear layers, rounded to nearest."""
+    found = {}
+    for name, (n, _) in job.linears(layer).items():
+        found[name] = quantize(job.source.read(f"{name}.weight", 0, 0, n).to(job.device), job.scheme, name)
+    return found
+
+
+def calibrated(job: Job, layer: int, inputs: Calibration) -> dict[str, Quantized]:
+    """A layer's linear layers by GPTQ. A shard of a desync stream has inputs of its own, and is rounded for these."""
+    block = inputs.block(layer)
+    hessians = inputs.hessians(block)
+    parts: dict[str, dict[int, Quantized]] = {}
+    dims: dict[str, int] = {}
+    for path, module in block.named_modules():
+        if not isinstance(module, ShardedLinear):
+            continue
+        first, whole = 0, gptq(module.weight, hessians.pop(module), job.scheme, path)
+        for place in module_places(job.config, f"layers.{layer}.{path}", module):
+            if place.name.endswith(".weight"):
+                rows = slice(first, first + len(place.tensor))
+                piece = whole._replace(codes=whole.codes[rows], scales=whole.scales[rows])
+                name, first = place.name.removesuffix(".weight"), rows.stop
+                parts.setdefault(name, {})[place.rows.start], dims[name] = piece, place.dim
+    return {name: joined([pieces[start] for start in sorted(pieces)], dims[name]) for name, pieces in parts.items()}
+
+
+def read_layer(job: Job, layer: int) -> dict[str, Tensor]:
+    """The quantized weights of a written layer, dequantized, by their names."""
+    stored = load_file(job.file(layer + 1))
+    shapes = {name: tuple(tensor.shape) for name, tensor in stored.items()}
+
+    def read(name: str, dim: int, start: int, stop: int) -> Tensor:
+        return stored[name].narrow(dim, start, stop - start)
+
+    found = {}
+    for name, shape in job.linears(layer).items():
+        part = Slice(name, shape, range(shape[0]), range(shape[1]), job.scheme)
+        found[f"{name}.weight"] = dequantize(FORMATS[job.scheme.format].read(Tensors(part, read, shapes, job.device)))
+    return found
+
+
+def write(job: Job, number: int, layers: dict[str, Quantized]) -> None:
+    """Write file `number`: quantized layers, and the source's other tensors of the same layer."""
+    prefix = f"model.layers.{number - 1}." if number else ""
+    tensors: dict[str, Tensor] = {}
+    for name, layer in layers.items():
+        for suffix, tensor in compressed_tensors(layer, job.scheme).items():
+            tensors[f"{name}.{suffix}"] = tensor.cpu().contiguous()
+    for name, shape in job.source.shapes().items():
+        inside = name.startswith(prefix) if prefix else not name.startswith("model.layers.")
+        if inside and name.removesuffix(".weight") not in layers:
+            tensors[name] = job.source.read(name, 0, 0, shape[0] if shape else 0).clone()
+    half = job.file(number).with_suffix(".part")
+    save_file(tensors, half, metadata={"format": "pt"})
+    half.replace(job.file(number))
+
+
+def quantize_checkpoint(job: Job, tokens: Tensor | None) -> None:
+    """Write every file that is not there yet. tokens (samples, length): GPTQ's; None rounds to nearest."""
+    write(job, 0, {})
+    inputs = Calibration(job, tokens) if tokens is not None else None
+    for layer in tqdm(range(job.config.n_layers), "quantizing", unit="layer"):
+        if not job.file(layer + 1).exists():
+            write(job, layer + 1, rounded(job, layer) if inputs is None else calibrated(job, layer, inputs))
+        if inputs is not None and layer + 1 < job.config.n_layers:
+            inputs.advance(layer, read_layer(job, layer))
+    weight_map: dict[str, str] = {}
+    size = 0
+    for number in range(job.config.n_layers + 1):
+        tensors = load_file(job.file(number))
+        weight_map |= dict.fromkeys(tensors, job.file(number).name)
+        size += sum(tensor.nbytes for tensor in tensors.values())
+    (job.out / INDEX).write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}, indent=2) + "\n")
+
+
+# --- the command --------------------------------------------------------------------------------------------------------------
+
+
+def begin(out: Path, settings: dict[str, Any]) -> None:
+    """Make the new folder, or check that an earlier run of the same command has made it. Raises UserError."""
+    if out.exists() and any(out.iterdir()):
+        try:
+            earlier = read_json(out / STATE, CONFIG_BYTES)
+        except FileNotFoundError:
+            raise UserError(f"{out} has other files; name a new folder") from None
+        if earlier != settings:
+            raise UserError(f"{out} was begun with other settings ({earlier}); repeat these, or name a new folder")
+    out.mkdir(parents=True, exist_ok=True)
+    (out / STATE).write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def finish(model: Path, job: Job) -> None:
+    """Copy what belongs to the model besides its weights, and write config.json, without which nothing loads the folder."""
+    for file in (model if model.is_dir() else model.parent).iterdir():
+        weights = file.name in ("config.json", STATE) or file.name.endswith(".index.json")
+        if file.is_file() and file.suffix in COPIED and not weights and file.stat().st_size < LARGEST_COPY:
+            shutil.copyfile(file, job.out / file.name)
+    folder = model if model.is_dir() else model.parent
+    raw = read_json(folder / "config.json", CONFIG_BYTES) or config_to_hf(job.config)
+    (job.out / "config.json").write_text(json.dumps(raw | {"quantization_config": scheme_to_hf(job.scheme)}, indent=2) + "\n")
+
+
+def parse_args() -> argparse.Namespace:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, metavar="DIR", help="a checkpoint in 16 or 32 bits")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="the new folder, or that of a run that was stopped"
+    )
+    parser.add_argument("--weights", choices=tuple(SCHEMES), default="int4", help="default: int4")
+    parser.add_argument("--method", choices=METHODS, help="default: gptq for int4, rtn (round to nearest) for 8 bits")
+    parser.add_argument(
+        "--calibration", type=Path, metavar="FILE", help="UTF-8 text for GPTQ (default: text like that of the embedded models)"
+    )
+    parser.add_argument("--samples", type=whole_number(1), default=128, metavar="N", help="for GPTQ, at most (default: 128)")
+    parser.add_argument("--length", type=whole_number(1), default=2048, metavar="N", help="tokens of one (default: 2048)")
+    args = parser.parse_args()
+    args.method = args.method or ("gptq" if args.weights == "int4" else "rtn")
+    if args.method == "gptq" and args.weights == "fp8":
+        raise UserError("--method gptq rounds to integers; use it with --weights int4 or int8")
+    return args
+
+
+@torch.no_grad()  # not inference mode, in which the all-reduces of a stream can be read only once
+def quantize_model(model: str, out: Path, weights: str, method: str, text: str | None, samples: int, length: int) -> None:
+    """Quantize checkpoint `model` into the folder `out`. text: GPTQ's calibration, None for the default. Raises UserError."""
+    if has_random_weights(model):
+        raise UserError(f"{model} has no weights; name a checkpoint, or use --quantize to serve a preset")
+    config = model_config(model, None, 1)
+    if config.quantization is not None:
+        raise UserError(f"{model} is quantized already ({config.quantization.description}); start from the one in 16 bits")
+    device = torch.device("cpu")
+    dtype = DTYPES[dtype_name(None, device.type)]
+    source = check_source(model, config, World(0, 1, device, Local()), dtype)
+    assert source is not None
+    job = Job(config, source, scheme_of(weights, config), out, device, dtype)
+    length = min(length, config.max_seq_len)
+    text = corpus(samples * length) if text is None and method == "gptq" else text
+    tokens = calibration(model, text, config, samples, length) if text is not None and method == "gptq" else None
+    shape = None if tokens is None else list(tokens.shape)
+    begin(out, {"model": model, "method": method, "scheme": asdict(job.scheme), "calibration": shape, "text": hash_of(text)})
+    quantize_checkpoint(job, tokens)
+    finish(Path(model), job)
+
+
+def hash_of(text: str | None) -> str | None:
+    return None if text is None else f"{zlib.crc32(text.encode()):08x}"
+
+
+def main() -> None:
+    args = parse_args()
+    text = None
+    if args.calibration is not None:
+        try:
+            text = args.calibration.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as e:
+            raise UserError(f"--calibration {args.calibration} cannot be read as text ({e}); name a UTF-8 text file") from None
+    quantize_model(args.model, args.out, args.weights, args.method, text, args.samples, args.length)
+    note(f"wrote {args.out}: {args.weights} by {args.method}")
+
+
+if __name__ == "__main__":
+    run(main)

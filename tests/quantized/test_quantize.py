@@ -1,0 +1,181 @@
+"""Making quantized checkpoints: GPTQ against its definition, and what scripts.quantize writes against what is read again."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from attention import Causal
+from checkpoint import SafetensorsSource, load_model
+from comm import Local
+from config import ModelConfig, with_variant
+from errors import UserError
+from model import Transformer
+from presets import model_config
+from quantized.gptq import DAMPING, gptq
+from quantized.scheme import SCHEMES
+from quantized.weight import dequantize, quantize, unpack
+from scripts.quantize import Job, begin, finish, quantize_checkpoint, quantize_model, scheme_of
+from tests import ROOT
+from tests.support.ranks import Ranks
+from tests.test_tensor_parallel import save_random
+from tp import World
+
+CPU = torch.device("cpu")
+ALONE = World(0, 1, CPU, Local())
+CONFIG = ModelConfig(
+    vocab_size=101, hidden_size=64, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=32, intermediate_size=256, max_seq_len=64
+)
+VARIANTS = ["standard", "parallel", "ladder", "hybrid:1", "desync-2x:2", "desync-4x:4"]
+
+
+def before_rounding(weight: Tensor, hessian: Tensor, scales: Tensor, group: int, codes: Tensor) -> Tensor:
+    """What GPTQ rounds to `codes` (N, K), in units of the scales: column by column in fp64, by elimination from the inverse of the
+    damped Hessian (equation 2 of the paper). Each error is that of the code given, so a tie decides nothing for later columns."""
+    left, found = weight.double().clone(), torch.zeros(weight.shape, dtype=torch.float64)
+    damped = hessian.double() + DAMPING * hessian.diagonal().double().mean() * torch.eye(len(hessian))
+    inverse = torch.linalg.inv(damped)
+    for i in hessian.diagonal().argsort(descending=True, stable=True).tolist():
+        scale = scales[:, i // group].double()
+        found[:, i] = left[:, i] / scale
+        left -= ((left[:, i] - codes[:, i] * scale) / inverse[i, i])[:, None] * inverse[i]
+        inverse -= inverse[:, i, None] * inverse[i] / inverse[i, i]
+        inverse[i, i] = 1.0  # this column is done; its row and column are 0
+    return found
+
+
+def test_gptq_follows_its_definition(seed: int) -> None:
+    weight, scheme = torch.randn(24, 192), replace(SCHEMES["int4"], group=64)
+    inputs = torch.randn(400, 192) @ torch.randn(192, 192) / 14
+    hessian = inputs.T @ inputs
+    found, nearest = gptq(weight, hessian, scheme, "layer"), quantize(weight, scheme, "layer")
+    assert torch.equal(found.scales, nearest.scales)
+    codes = unpack(found.codes).double()
+    unrounded = before_rounding(weight, hessian, found.scales, 64, codes)
+    assert (codes - unrounded.clamp(-8, 7)).abs().max() < 0.5 + 1e-3  # of fp32
+
+    def error(dequantized: Tensor) -> float:
+        return ((dequantized - weight) @ inputs.T).square().mean().item()
+
+    assert error(dequantize(found)) < 0.8 * error(dequantize(nearest))
+
+
+def test_inputs_that_are_always_zero_do_no_harm(seed: int) -> None:
+    inputs = torch.randn(100, 64) * (torch.arange(64) % 3 > 0)
+    found = gptq(torch.randn(8, 64), inputs.T @ inputs, replace(SCHEMES["int4"], group=32), "layer")
+    assert dequantize(found).isfinite().all()
+
+
+# --- scripts.quantize ---------------------------------------------------------------------------------------------------------
+
+
+def job_for(source: Path, out: Path, weights: str) -> Job:
+    config = model_config(str(source), None, 1)
+    return Job(config, SafetensorsSource(source), scheme_of(weights, config), out, CPU, torch.float32)
+
+
+@torch.no_grad()
+def make(source: Path, out: Path, weights: str, tokens: Tensor | None = None) -> Path:
+    job = job_for(source, out, weights)
+    begin(out, {"weights": weights})
+    quantize_checkpoint(job, tokens)
+    finish(source, job)
+    return out
+
+
+def load(world: World, folder: Path, quantize: str | None = None) -> Transformer:
+    return load_model(str(folder), model_config(str(folder), None, world.world_size, quantize), world, torch.float32)
+
+
+@torch.no_grad()
+def logits(world: World, folder: Path, tokens: Tensor, quantize: str | None = None) -> Tensor:
+    return load(world, folder, quantize)(tokens, Causal(tokens.shape[1], CPU))
+
+
+def dequantized(source: Path, out: Path, weights: str) -> Path:
+    """The source with each linear layer rounded to nearest and dequantized, row by row and group by group, as a plain checkpoint."""
+    scheme, tensors = scheme_of(weights, model_config(str(source), None, 1)), load_file(source / "model.safetensors")
+    for name, tensor in tensors.items():
+        if name.endswith("_proj.weight"):
+            groups = tensor.unflatten(1, (-1, scheme.group or tensor.shape[1]))
+            scale = groups.abs().amax(-1, keepdim=True) / {"fp8": 448, "int8": 127.5, "int4": 7.5}[weights]
+            lowest, codes = {"int8": -128, "int4": -8}.get(weights, 0), groups / scale
+            codes = codes.to(torch.float8_e4m3fn).float() if weights == "fp8" else codes.round().clamp(lowest, -lowest - 1)
+            tensors[name] = (codes * scale).flatten(1)
+    out.mkdir()
+    save_file(tensors, out / "model.safetensors")
+    shutil.copyfile(source / "config.json", out / "config.json")
+    return out
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_rounding_to_nearest_is_read_again(variant: str, weights: str, ranks: Ranks, tmp_path: Path, seed: int) -> None:
+    source, tokens = save_random(with_variant(CONFIG, variant), tmp_path / "source"), torch.randint(0, 101, (2, 8))
+    made = make(source, tmp_path / "made", weights)
+    expected = logits(ALONE, dequantized(source, tmp_path / "plain", weights), tokens)
+    for count in (1, 2):
+        for found in ranks.run(count, logits, made, tokens):
+            torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("weights", ["fp8", "int8"])
+def test_rounding_at_load_is_that_of_the_file(weights: str, tmp_path: Path, seed: int) -> None:
+    source, tokens = save_random(CONFIG, tmp_path / "source"), torch.randint(0, 101, (2, 8))
+    made = make(source, tmp_path / "made", weights)
+    assert torch.equal(logits(ALONE, made, tokens), logits(ALONE, source, tokens, weights))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gptq_of_every_variant_is_nearer_than_rounding(variant: str, tmp_path: Path, seed: int) -> None:
+    source = save_random(with_variant(CONFIG, variant), tmp_path / "source")
+    calibration, tokens = torch.randint(0, 101, (24, 32)), torch.randint(0, 101, (16, 32))
+    exact = logits(ALONE, source, tokens)
+    errors = [
+        (logits(ALONE, make(source, tmp_path / name, "int4", inputs), tokens) - exact).square().mean()
+        for name, inputs in (("gptq", calibration), ("rtn", None))
+    ]
+    assert errors[0] < errors[1]
+
+
+def test_a_stopped_run_goes_on(tmp_path: Path, seed: int) -> None:
+    source, calibration = save_random(with_variant(CONFIG, "hybrid:1"), tmp_path / "source"), torch.randint(0, 101, (4, 16))
+    out = make(source, tmp_path / "made", "int4", calibration)
+    files = {path.name: path.read_bytes() for path in out.iterdir()}
+    for name in ("model-00003-of-00004.safetensors", "model-00004-of-00004.safetensors", "config.json"):
+        (out / name).unlink()
+    make(source, out, "int4", calibration)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == files
+    with pytest.raises(UserError, match="other settings"):
+        make(source, out, "int8")
+    with pytest.raises(UserError, match="other files"):
+        make(source, source, "int8")
+
+
+@pytest.mark.parametrize("weights", SCHEMES)
+def test_transformers_reads_it(weights: str, tmp_path: Path, seed: int) -> None:
+    pytest.importorskip("compressed_tensors")
+    source, tokens = save_random(CONFIG, tmp_path / "source"), torch.randint(0, 101, (2, 8))
+    made = make(source, tmp_path / "made", weights, None if weights != "int4" else torch.randint(0, 101, (4, 16)))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(made, dtype=torch.float32)
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+    error = (logits(ALONE, made, tokens) - expected).norm() / expected.norm()
+    assert error < (0.1 if weights == "fp8" else 1e-4)  # fp8 rounds activations, too: see test_formats.COARSE
+
+
+def test_the_command_quantizes_an_embedded_model(tmp_path: Path) -> None:
+    model = str(ROOT / "models" / "tiny-hybrid")
+    quantize_model(model, tmp_path / "made", "int4", "gptq", None, samples=2, length=32)
+    config = model_config(str(tmp_path / "made"), None, 1)
+    assert config.quantization is not None and config.is_hybrid
+    assert (tmp_path / "made" / "tokenizer.json").exists()
+    assert load(ALONE, tmp_path / "made").config == config
+    for name, message in ((str(tmp_path / "made"), "quantized already"), ("tiny", "no weights")):
+        with pytest.raises(UserError, match=message):
+            quantize_model(name, tmp_path / "other", "int8", "rtn", None, 1, 1)
