@@ -116,7 +116,7 @@ def metrics(args: argparse.Namespace, variant: str) -> list[dict[str, Any]]:
 
 def launch(args: argparse.Namespace, todo: list[list[str]]) -> str | None:
     """Train all variants in `todo` in one launch of ranks. Returns None, or why the training ended early."""
-    line = [*on_ranks(args.ranks), __file__]
+    line = [*on_ranks(args.ranks), "-m", "scripts.quality.pretrain_variants"]
     process = subprocess.Popen([*line, TRAIN, json.dumps(todo)], cwd=results.ROOT)
     try:
         code = process.wait(args.timeout)

@@ -140,7 +140,7 @@ def work(args: argparse.Namespace) -> None:
 
 def launch(args: argparse.Namespace) -> list[dict[str, Any]]:
     with tempfile.NamedTemporaryFile(suffix=".json") as rows:
-        command = [*on_ranks(args.tp), __file__]
+        command = [*on_ranks(args.tp), "-m", "scripts.quality.quantization"]
         command += ["--items", str(args.items), "--rows", rows.name, "--models", *map(str, args.models)]
         command += ["--schemes", *args.schemes]
         if subprocess.run(command, cwd=ROOT).returncode:
