@@ -48,7 +48,7 @@ def first(value: float) -> Callable[[Tensor], Tensor]:
 # a format, what to do with its tensors, and what the message has to contain
 DAMAGE: dict[str, tuple[str, Callable[[Tensors], None], tuple[str, ...]]] = {
     "scales missing": ("W4A16 group 128", at("weight_scale", lambda t: None), ("lacks", "weight_scale")),
-    "scales misshapen": ("W4A16 group 128", at("weight_scale", lambda t: t[:, :-1].contiguous()), ("weight_scale", "(256, 4)")),
+    "scales misshapen": ("W4A16 group 128", at("weight_scale", lambda t: t[:, :-1].contiguous()), ("weight_scale", "(128, 2)")),
     "scale zero": ("fp8 by channel, dynamic", at("weight_scale", first(0.0)), ("weight_scale", "zero")),
     "scale negative": ("GPTQ 4 bits", at("scales", first(-1.0)), ("scales", "negative")),
     "scale NaN": ("AWQ", at("scales", first(float("nan"))), ("scales", "finite")),
@@ -58,9 +58,9 @@ DAMAGE: dict[str, tuple[str, Callable[[Tensors], None], tuple[str, ...]]] = {
     "packed truncated": (
         "W4A16 group 128",
         at("weight_packed", lambda t: t[:, :-8].contiguous()),
-        ("weight_packed", "(256, 72)"),
+        ("weight_packed", "(128, 40)"),
     ),
-    "qweight truncated": ("GPTQ 4 bits", at("qweight", lambda t: t[:-8].contiguous()), ("qweight", "(72, 256)")),
+    "qweight truncated": ("GPTQ 4 bits", at("qweight", lambda t: t[:-8].contiguous()), ("qweight", "(40, 128)")),
     "words of another type": ("AWQ", at("qweight", lambda t: t.long()), ("qweight", "int64", "int32")),
     "weights not rounded": ("fp8 by tensor, static", at("weight", lambda t: t.bfloat16()), ("weight", "bfloat16", "float8")),
     "groups beyond the last": ("GPTQ 8 bits act-order", at("g_idx", first(99)), ("g_idx", "groups")),
@@ -156,6 +156,7 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     (compressed("float-quantized", W8, INPUTS | {"num_bits": 4}), "num_bits = 4"),
     (compressed("float-quantized", W8, ignore=("re:(",)), "re:("),
     (compressed("float-quantized", W8, ignore=("re:(?!lm_head).*",)), "look-around"),
+    (compressed("float-quantized", W8, ignore=("re:x",) * 101), "regular expressions"),
     (compressed("float-quantized", W8, ignore=("re:a{1000}{1000}{1000}",)), "a{1000}"),
     (compressed("float-quantized", W8) | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask"),
     (compressed("float-quantized", W8) | {"transform_config": {"config_groups": {"R1": {}}}}, "transform_config"),

@@ -78,12 +78,10 @@ def write(config: ModelConfig, format: Format, quantized: Path, plain: Path) -> 
 def pack_rows(values: np.ndarray, bits: int, order: tuple[int, ...] | None = None) -> Tensor:
     """Each row's unsigned values in int32 words, the first in the lowest bits, or as `order` says: the value of each position."""
     per_word = 32 // bits
-    n, k = values.shape
-    out = np.zeros((n, -(-k // per_word)), dtype=np.uint32)
-    for column in range(k):
-        word, position = divmod(column, per_word)
-        shift = bits * (order.index(position) if order else position)
-        out[:, word] |= values[:, column].astype(np.uint32) << np.uint32(shift)
+    words = values.astype(np.uint32).reshape(len(values), -1, per_word)
+    out = np.zeros(words.shape[:2], dtype=np.uint32)
+    for position in range(per_word):
+        out |= words[:, :, position] << np.uint32(bits * (order.index(position) if order else position))
     return torch.from_numpy(out.view(np.int32))
 
 
@@ -212,7 +210,6 @@ def gptq(bits: int, group: int, desc_act: bool = False, sym: bool = True, v2: bo
             "scales": scale.T,
             "g_idx": torch.from_numpy(which).int(),
         }
-        tensors["qweight"] = pack_rows(codes, bits).T
         return tensors, dense(codes, zeros, scale, which)
 
     quantization = {
