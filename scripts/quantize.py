@@ -8,8 +8,8 @@ The linear layers of the blocks are quantized; embedding, norms and head stay as
 quantized. fp8: weights by row, activations by token at run time. int8: weights by row. int4: weights in groups of 128, or
 fewer if 128 does not divide the layers' widths.
 
-Layers are read, quantized and written one after the other, so memory holds one layer and, for GPTQ, the inputs of the next one for
-all samples. If the command is stopped, the same command goes on after the last layer that was written.
+Layers are read, quantized and written one after the other, so memory holds one layer and, for GPTQ, the inputs of the next one
+for all samples. If the command is stopped, the same command goes on after the last layer that was written.
 """
 
 import argparse
@@ -35,7 +35,6 @@ from comm import Local, Residual
 from config import ModelConfig
 from errors import UserError
 from files import CONFIG_BYTES, read_json
-from hf_config import config_to_hf
 from model import BLOCKS, Factory
 from options import dtype_name, whole_number
 from presets import has_random_weights, model_config
@@ -222,7 +221,8 @@ def write(job: Job, number: int, layers: dict[str, Quantized]) -> None:
 
 def quantize_checkpoint(job: Job, tokens: Tensor | None) -> None:
     """Write every file that is not there yet. tokens (samples, length): GPTQ's; None rounds to nearest."""
-    write(job, 0, {})
+    if not job.file(0).exists():
+        write(job, 0, {})
     inputs = Calibration(job, tokens) if tokens is not None else None
     for layer in tqdm(range(job.config.n_layers), "quantizing", unit="layer"):
         if not job.file(layer + 1).exists():
@@ -256,12 +256,12 @@ def begin(out: Path, settings: dict[str, Any]) -> None:
 
 def finish(model: Path, job: Job) -> None:
     """Copy what belongs to the model besides its weights, and write config.json, without which nothing loads the folder."""
-    for file in (model if model.is_dir() else model.parent).iterdir():
+    folder = model if model.is_dir() else model.parent
+    for file in folder.iterdir():
         weights = file.name in ("config.json", STATE) or file.name.endswith(".index.json")
         if file.is_file() and file.suffix in COPIED and not weights and file.stat().st_size < LARGEST_COPY:
             shutil.copyfile(file, job.out / file.name)
-    folder = model if model.is_dir() else model.parent
-    raw = read_json(folder / "config.json", CONFIG_BYTES) or config_to_hf(job.config)
+    raw = read_json(folder / "config.json", CONFIG_BYTES)
     (job.out / "config.json").write_text(json.dumps(raw | {"quantization_config": scheme_to_hf(job.scheme)}, indent=2) + "\n")
 
 
