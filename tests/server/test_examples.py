@@ -25,10 +25,9 @@ RIGHT = dict(zip(EXAMPLES["chat"], ["42", "7, 23, 41, 88", "lamp lamp lamp", "To
 def test_the_embedded_models_answer_their_examples(folder: Path) -> None:
     assert read_examples(str(folder)) == EXAMPLES
     world = World(0, 1, torch.device("cpu"), Local())
-    model = build_model(str(folder), model_config(str(folder), None, 1), world, torch.float32, 0)
-    tokenizer = load_tokenizer(folder)
-    millions = sum(p.numel() for p in model.parameters()) / 1e6
-    assert round(millions) == 3
+    config, tokenizer = model_config(str(folder), None, 1), load_tokenizer(folder)
+    model = build_model(str(folder), config, world, torch.float32, 0)
+    assert round(config.parameter_count() / 1e6) == 3
     for question, right in RIGHT.items():
         prompt = tokenizer.encode_chat([{"role": "user", "content": question}])
         (answer,) = LLM(model, tokenizer, world).generate([prompt], SamplingParams(max_tokens=30, temperature=0))

@@ -1014,11 +1014,13 @@ def test_desync_and_a_drain() -> None:
 
 
 def test_ranks_that_all_get_the_signal() -> None:
-    """Every rank gets the signal, as from torchrun or a terminal. The ranks run without torchrun, to check their exit codes."""
+    """Every rank gets the signal, as from torchrun or a terminal. The ranks run without torchrun, to check their exit codes. They
+    serve a model in 4 bits, whose text is that of one rank."""
+    path = str(MODELS / "tiny-hybrid-int4")
     rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
     with contextlib.ExitStack() as stack:
         first, second = (
-            stack.enter_context(ServerProcess("--model", HYBRID, *PATIENT, environ={**rendezvous, "RANK": r, "LOCAL_RANK": r}))
+            stack.enter_context(ServerProcess("--model", path, *PATIENT, environ={**rendezvous, "RANK": r, "LOCAL_RANK": r}))
             for r in (0, 1)
         )
         first.ready()
@@ -1026,7 +1028,11 @@ def test_ranks_that_all_get_the_signal() -> None:
         assert stream.begun.wait(120)
         for rank in (first, second):
             rank.process.send_signal(signal.SIGTERM)
-        assert stream.join(120).events[-1]["choices"][0]["finish_reason"] == "length"
+        choices = [event["choices"][0] for event in stream.join(120).events]
+        assert choices[-1]["finish_reason"] == "length"
+        alone = Reference(path)
+        wanted = alone.generate(alone.encode(PROMPT), 60)
+        assert PROMPT + "".join(choice["text"] for choice in choices) == alone.tokenizer.decode(alone.encode(PROMPT) + wanted)
         assert [first.wait(120), second.wait(120)] == [0, 0], (first.log, second.log)
 
 
