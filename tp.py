@@ -23,8 +23,9 @@ from errors import UserError
 from kernels.activation import swiglu
 from kernels.dispatch import on_gpu
 from kernels.linear import linear, linear_swiglu
+from kernels.linear_quantized import linear as quantized_linear
 from processes import listen_on_loopback
-from quantized.weight import PlainWeight, QuantizedWeight
+from quantized.weight import PlainWeight, QuantizedWeight, merged
 
 
 @dataclass(frozen=True)
@@ -176,11 +177,21 @@ class ShardedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features) to (..., out_features), half of them in a gated layer."""
         if self.quantized:
+            if (packed := getattr(self.quantized[0], "packed", None)) and len(self.quantized) == 1:
+                return quantized_linear(x, packed, self.whole_bias(), self.gated)
             out, bias = torch.cat([part(x) for part in self.quantized], -1), self.whole_bias()
             return self.finish(out if bias is None else out + bias)
         if self.gated and on_gpu(x):
             return linear_swiglu(x, self.weight, self.whole_bias())
         return self.finish(linear(x, self.weight, self.whole_bias()))
+
+    def pack(self, dtype: torch.dtype) -> None:
+        """Prepare quantized parts that are filled for the kernels of this GPU: as one weight if all are quantized alike."""
+        parts = [part for part in self.quantized or [] if isinstance(part, QuantizedWeight)]
+        if self.quantized and len(parts) == len(self.quantized) and len(parts) > 1 and (whole := merged(parts)):
+            self.quantized, parts = nn.ModuleList([whole]), [whole]
+        for part in parts:
+            part.pack(dtype)
 
     def finish(self, out: Tensor) -> Tensor:
         """What follows the product."""

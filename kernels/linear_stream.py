@@ -31,7 +31,7 @@ _LOADER_REGISTERS = gl.constexpr(LOADER_REGISTERS)
 
 
 @gluon.jit
-def _share(rows, features, K, ROWS: gl.constexpr, BLOCK: gl.constexpr, BLOCK_K: gl.constexpr):
+def program_share(rows, features, K, ROWS: gl.constexpr, BLOCK: gl.constexpr, BLOCK_K: gl.constexpr):
     """What this program computes, for the functions below.
 
     Every program has one tile of rows: programs that run at the same time read the same weights, all but one of them from L2.
@@ -60,7 +60,7 @@ def _owner(share, step):
 
 
 @gluon.jit
-def _counts(share):
+def share_counts(share):
     """The numbers of tiles and of steps of this program."""
     _row_tiles, _row_tile, nth, _sharers, steps, whole, _total = share
     begin, end = _begin(share, nth), _begin(share, nth + 1)
@@ -68,7 +68,7 @@ def _counts(share):
 
 
 @gluon.jit
-def _tile(share, i):
+def share_tile(share, i):
     """This program's i-th tile: (tile of features, number among the shared ones, this program's first step, end of its steps)."""
     _row_tiles, _row_tile, nth, sharers, steps, whole, _total = share
     begin, end = _begin(share, nth), _begin(share, nth + 1)
@@ -104,10 +104,10 @@ def _load_steps(x, weight, ring, share, start, stop, SWIGLU: gl.constexpr, WEIGH
     STAGES: gl.constexpr = b.type.shape[0]
     BLOCK_K: gl.constexpr = b.type.shape[2]
     row = share[1] * b.type.shape[1]
-    tiles, _steps = _counts(share)
+    tiles, _steps = share_counts(share)
     begin = 0  # of the tile's steps
     for i in range(tiles):
-        tile, _shared, first, last = _tile(share, i)
+        tile, _shared, first, last = share_tile(share, i)
         feature = tile * weight.block_type.shape[0]
         for nth in range(gl.maximum(start, begin), gl.minimum(stop, begin + last - first)):
             slot = nth % STAGES
@@ -124,7 +124,7 @@ def _load_steps(x, weight, ring, share, start, stop, SWIGLU: gl.constexpr, WEIGH
 @gluon.jit
 def _load(x, weight, ring, share, SWIGLU: gl.constexpr, PDL: gl.constexpr):
     """The loading warp: weights as far ahead as there are buffers, the input only after the previous kernel."""
-    _tiles, steps = _counts(share)
+    _tiles, steps = share_counts(share)
     ahead = gl.minimum(ring[1].type.shape[0], steps)
     _load_steps(x, weight, ring, share, 0, ahead, SWIGLU, True, False)
     if PDL:
@@ -149,12 +149,12 @@ def _multiply(ring, bias, out, partials, counters, rows, features, share, SWIGLU
     ROWS: gl.constexpr = b.type.shape[1]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, ROWS, 16])
     _row_tiles, row_tile, _nth, _sharers, steps, _whole, _total = share
-    tiles, _steps = _counts(share)
+    tiles, _steps = share_counts(share)
     if PDL:
         tl.extra.cuda.gdc_wait()
     nth = 0
     for i in range(tiles):
-        tile, shared, first, last = _tile(share, i)
+        tile, shared, first, last = share_tile(share, i)
         sums = gl.zeros((BLOCK, ROWS), gl.float32, LAYOUT)
         up = gl.zeros((BLOCK, ROWS), gl.float32, LAYOUT)
         for step in range(first, last):
@@ -174,11 +174,11 @@ def _multiply(ring, bias, out, partials, counters, rows, features, share, SWIGLU
         mbarrier.arrive(free.index((nth + STAGES - 1) % STAGES))
         complete = last - first == steps
         if not complete:
-            complete = _arrive(sums, up, partials, counters, share, shared, SWIGLU)
+            complete = store_piece(sums, up, partials, counters, share, shared, SWIGLU)
             if complete:
-                sums, up = _add_pieces(sums, up, partials, counters, share, shared, SWIGLU)
+                sums, up = add_pieces(sums, up, partials, counters, share, shared, SWIGLU)
         if complete:
-            _store(sums, up, bias, out, row_tile * ROWS, tile * BLOCK, rows, features, SWIGLU)
+            store_tile(sums, up, bias, out, row_tile * ROWS, tile * BLOCK, rows, features, SWIGLU)
 
 
 @gluon.jit
@@ -212,7 +212,7 @@ def _piece(partials, share, nth, shared, SIZE: gl.constexpr):
 
 
 @gluon.jit
-def _arrive(sums, up, partials, counters, share, shared, SWIGLU: gl.constexpr):
+def store_piece(sums, up, partials, counters, share, shared, SWIGLU: gl.constexpr):
     """Store a piece's sums. Returns whether all other pieces of the tile are stored."""
     BLOCK_SIZE: gl.constexpr = sums.shape[0] * sums.shape[1]
     pointers = _piece(partials, share, share[2], shared, 2 * BLOCK_SIZE if SWIGLU else BLOCK_SIZE) + _offsets(sums)
@@ -225,7 +225,7 @@ def _arrive(sums, up, partials, counters, share, shared, SWIGLU: gl.constexpr):
 
 
 @gluon.jit
-def _add_pieces(sums, up, partials, counters, share, shared, SWIGLU: gl.constexpr):
+def add_pieces(sums, up, partials, counters, share, shared, SWIGLU: gl.constexpr):
     """The sums of all pieces of a tile, added in the order of the programs. Resets the tile's counter."""
     BLOCK_SIZE: gl.constexpr = sums.shape[0] * sums.shape[1]
     gl.store(_counter(counters, share, shared), 0)
@@ -241,7 +241,7 @@ def _add_pieces(sums, up, partials, counters, share, shared, SWIGLU: gl.constexp
 
 
 @gluon.jit
-def _store(sums, up, bias, out, row, column, rows, features, SWIGLU: gl.constexpr):
+def store_tile(sums, up, bias, out, row, column, rows, features, SWIGLU: gl.constexpr):
     """Store a tile's sums plus bias, or silu(gate) * up, in out (rows, features), from this row and column on."""
     BLOCK: gl.constexpr = sums.shape[0]
     ROWS: gl.constexpr = sums.shape[1]
@@ -294,7 +294,7 @@ def _stream(
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(free.index(i), count=1)
     ring = (a, b, full, free)
-    share = _share(rows, features, K, b.type.shape[1], BLOCK, BLOCK_K)
+    share = program_share(rows, features, K, b.type.shape[1], BLOCK, BLOCK_K)
     gl.warp_specialize(
         [
             (_multiply, (ring, bias, out, partials, counters, rows, features, share, SWIGLU, PDL)),
@@ -319,8 +319,8 @@ def stream(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, counters
     programs = -(-len(x) // tile_rows) * min(chosen.sharers(len(x)), steps)
     partials = torch.empty(2 * programs * chosen.block_n * tile_rows, dtype=torch.float32, device=x.device)
     _stream[(programs,)](
-        _descriptor(x, (tile_rows, chosen.block_k)),
-        _descriptor(weight, (block, chosen.block_k)),
+        descriptor(x, (tile_rows, chosen.block_k)),
+        descriptor(weight, (block, chosen.block_k)),
         *(bias, out, partials, counters, len(x), features, x.shape[1]),
         STAGES=chosen.stages,
         SWIGLU=swiglu,
@@ -330,9 +330,11 @@ def stream(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, counters
     )
 
 
-def _descriptor(matrix: Tensor, block: tuple[int, int]) -> TensorDescriptor:
+def descriptor(matrix: Tensor, block: tuple[int, int]) -> TensorDescriptor:
     """A TMA descriptor, which a CUDA graph keeps as a parameter of the kernel. Values beyond the matrix are loaded as zeros."""
-    element = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[matrix.dtype]
+    element = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.int16: gl.int16, torch.float32: gl.float32}[
+        matrix.dtype
+    ]
     layout = gl.NVMMASharedLayout.get_default_for(list(block), element)
     stride = max(matrix.stride(0), matrix.shape[1])  # the stride of a single row may be anything
     return TensorDescriptor(matrix, list(matrix.shape), [stride, 1], list(block), layout)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from errors import UserError
+from kernels import linear_quantized
 from quantized.scheme import LEAST_GROUP, Scheme
 
 FP8 = torch.float8_e4m3fn
@@ -57,12 +58,13 @@ class PlainWeight(nn.Module):
 
 class QuantizedWeight(nn.Module):
     """One rank's slice (n, k) of a quantized linear layer without its bias. `fill` allocates its tensors, the fields of
-    `Quantized`, as parameters without gradients."""
+    `Quantized`, as parameters without gradients. `pack` replaces them by `packed` for the kernels of a GPU."""
 
     def __init__(self, scheme: Scheme, n: int, k: int, device: torch.device | None) -> None:
         super().__init__()
         self.scheme, self.n, self.k = scheme, n, k
         self.device = device or torch.device("cpu")
+        self.packed: linear_quantized.Packed | None = None
         for name in Quantized._fields:
             self.register_parameter(name, None)
 
@@ -71,18 +73,51 @@ class QuantizedWeight(nn.Module):
             stored = None if tensor is None else nn.Parameter(tensor.contiguous().to(self.device), requires_grad=False)
             self.register_parameter(name, stored)
 
+    def pack(self, dtype: torch.dtype) -> None:
+        """Keep the tensors as the GPU's kernels read them, if there are any for this layer and inputs of this data type."""
+        codes, scales, zeros, groups, _ = self.tensors
+        quantizes_input = self.scheme.activations in ("token", "static")
+        if not linear_quantized.supports(dtype) or not (
+            packed := linear_quantized.pack(codes, scales, zeros, groups, quantizes_input)
+        ):
+            return
+        self.packed = packed
+        for name in Quantized._fields:
+            stored = getattr(packed, name, None)
+            self.register_parameter(name, None if stored is None else nn.Parameter(stored, requires_grad=False))
+
     @property
     def tensors(self) -> Quantized:
         return Quantized(*(getattr(self, name) for name in Quantized._fields))
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., K) to (..., N), of x's data type. It may be captured in a CUDA graph."""
+        if self.packed is not None:
+            return linear_quantized.linear(x, self.packed)
         tensors = self.tensors
         x = quantized_input(x, self.scheme, tensors)
         # a scale for each row multiplies the result: fewer values, and no rounding of the weight. fp16 could overflow before.
         if tensors.scales.shape[1] == 1 and tensors.zeros is None and x.dtype != torch.float16:
             return F.linear(x, unpack(tensors.codes).to(x.dtype)).mul_(tensors.scales[:, 0])
         return F.linear(x, dequantize(tensors, x.dtype))
+
+
+def merged(parts: list[QuantizedWeight]) -> QuantizedWeight | None:
+    """One weight of the parts' rows, one after another; None unless all parts are quantized alike."""
+    first, every = parts[0], [part.tensors for part in parts]
+    if any(not _alike(tensors, every[0]) for tensors in every) or any(part.scheme != first.scheme for part in parts):
+        return None
+    whole = QuantizedWeight(first.scheme, sum(part.n for part in parts), first.k, first.device)
+    codes, scales = torch.cat([t.codes for t in every]), torch.cat([t.scales for t in every])
+    zeros = [t.zeros for t in every if t.zeros is not None]
+    whole.fill(Quantized(codes, scales, torch.cat(zeros) if zeros else None, every[0].groups, every[0].input_scale))
+    return whole
+
+
+def _alike(a: Quantized, b: Quantized) -> bool:
+    """Whether the same groups of input features have scales and zero points."""
+    same = torch.equal(a.groups, b.groups) if a.groups is not None and b.groups is not None else a.groups is b.groups
+    return same and a.scales.shape[1:] == b.scales.shape[1:] and (a.zeros is None) == (b.zeros is None)
 
 
 def dequantize(tensors: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -1,7 +1,7 @@
 """Runs Gluon kernels for Hopper on the CPU, because Triton's interpreter cannot: `load` imports a module of kernels with this
 simulator in place of Triton, and its kernels then run when they are launched.
 
-The simulator knows what `kernels/linear_stream.py` uses. Programs start in random order, some of them only after others have
+The simulator knows what `kernels/linear_stream.py` and `kernels/linear_quantized_stream.py` use, PTX included. Programs start in random order, some of them only after others have
 ended, and their partitions take turns at random. TMA loads and wgmmas are as late as their barriers and waits allow. It raises
 `Fault` for: memory or a buffer that is used before it is loaded, or overwritten before it has been read; bytes that a barrier did
 not expect, or a second arrival in a phase; addresses outside a tensor; memory but `early` tensors before the wait for the
@@ -226,6 +226,10 @@ class _Buffer:
     def permute(self, order: Sequence[int]) -> "_View":
         return _View(self, order)
 
+    def slice(self, start: int, length: int, dim: int = 0) -> "_Slice":
+        _check(start >= 0 and start + length <= self.values.shape[dim], "a slice is outside its buffer")
+        return _Slice(self, start, length, dim)
+
 
 @dataclass(frozen=True)
 class _View:
@@ -233,12 +237,30 @@ class _View:
     order: Sequence[int]
 
 
+@dataclass(frozen=True)
+class _Slice:
+    buffer: _Buffer
+    start: int
+    length: int
+    dim: int
+
+    def load(self, _layout: Any) -> Any:
+        _thread().pause()
+        _check(not self.buffer.loading, "a buffer is read that is not loaded")
+        return _block(self.buffer.values.narrow(self.dim, self.start, self.length).clone())
+
+
+def _poison(dtype: torch.dtype) -> float:
+    return torch.nan if dtype.is_floating_point else -1
+
+
 class _Buffers:
     def __init__(self, dtype: Any, shape: Sequence[int]) -> None:
-        self.type = SimpleNamespace(shape=list(shape))
+        self.type, self.dtype = SimpleNamespace(shape=list(shape)), dtype
         barriers = dtype == torch.int64
         self.all = [
-            _Barrier() if barriers else _Buffer(torch.full(list(shape[1:]), torch.nan, dtype=dtype)) for _ in range(shape[0])
+            _Barrier() if barriers else _Buffer(torch.full(list(shape[1:]), _poison(dtype), dtype=dtype))
+            for _ in range(shape[0])
         ]
 
     def index(self, i: Any) -> Any:
@@ -286,7 +308,7 @@ def _tma_load(descriptor: Descriptor, coordinates: Sequence[Any], barrier: _Barr
     _check(not buffer.loading and not buffer.readers, "a buffer is overwritten")
     _check(list(buffer.values.shape) == list(descriptor.block_shape), "a buffer is not of the descriptor's size")
     buffer.loading = True
-    buffer.values.fill_(torch.nan)
+    buffer.values.fill_(_poison(descriptor.dtype))
 
     def arrive() -> None:
         buffer.values.copy_(descriptor.read(coordinates))
@@ -314,19 +336,23 @@ class _Sums:
     pending: int = 0
 
 
-def _wgmma(a: _Buffer, b: _View, sums: Any, is_async: bool) -> _Sums:
-    _check(not a.loading and not b.buffer.loading, "a wgmma reads a buffer that is not loaded")
-    _check(a.values.shape[0] >= 16 * _thread().warps, "the tile has fewer rows than the warps multiply")
-    found = sums if isinstance(sums, _Sums) else _Sums(sums.clone())
+def _wgmma(a: Any, b: _View, sums: Any, use_acc: bool = True, is_async: bool = True) -> _Sums:
+    """a: a buffer, or a tile in registers."""
+    buffers = [b.buffer] + ([a] if isinstance(a, _Buffer) else [])
+    values = a.values if isinstance(a, _Buffer) else a.as_subclass(Tensor)
+    _check(not any(buffer.loading for buffer in buffers), "a wgmma reads a buffer that is not loaded")
+    _check(values.shape[0] >= 16 * _thread().warps, "the tile has fewer rows than the warps multiply")
+    _check(values.dtype == b.buffer.values.dtype, "the operands have two data types")
+    found = sums if isinstance(sums, _Sums) else _Sums(sums.clone() if use_acc else torch.zeros_like(sums))
     found.pending += 1
-    a.readers += 1
-    b.buffer.readers += 1
+    for buffer in buffers:
+        buffer.readers += 1
 
     def multiply() -> None:
-        found.values += a.values.float() @ b.buffer.values.permute(*b.order).float()
+        found.values += values.float() @ b.buffer.values.permute(*b.order).float()
         found.pending -= 1
-        a.readers -= 1
-        b.buffer.readers -= 1
+        for buffer in buffers:
+            buffer.readers -= 1
 
     thread = _thread()
     thread.wgmmas.append(multiply)
@@ -342,9 +368,63 @@ def _wgmma_wait(outstanding: int, deps: Sequence[Any]) -> Any:
     return found if len(found) > 1 else found[0]
 
 
+# --- PTX ----------------------------------------------------------------------------------------------------------------------
+
+_PTX: dict[str, Callable[..., Tensor]] = {
+    "mov.b32": lambda a: a,
+    "shl.b32": lambda a, n: a << n & 0xFFFFFFFF,
+    "shr.u32": lambda a, n: a >> n,
+    "and.b32": lambda a, b: a & b,
+    "lop3.b32": lambda a, b, c, table: _lop3(a, b, c, int(table)),
+    "mul.rn.bf16x2": lambda a, b: _of_pairs(_pairs(a, torch.bfloat16) * _pairs(b, torch.bfloat16)),
+    "sub.rn.bf16x2": lambda a, b: _of_pairs(_pairs(a, torch.bfloat16) - _pairs(b, torch.bfloat16)),
+    "mul.rn.f16x2": lambda a, b: _of_pairs(_pairs(a, torch.float16) * _pairs(b, torch.float16)),
+    "sub.rn.f16x2": lambda a, b: _of_pairs(_pairs(a, torch.float16) - _pairs(b, torch.float16)),
+}
+
+
+def _lop3(a: Tensor, b: Tensor, c: Tensor, table: int) -> Tensor:
+    """Bit 4 a + 2 b + c of the table, for each bit of a, b and c."""
+    found = torch.zeros_like(a)
+    for i in range(8):
+        if table >> i & 1:
+            found |= (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
+    return found & 0xFFFFFFFF
+
+
+def _pairs(words: Tensor, dtype: torch.dtype) -> Tensor:
+    """Words as (..., 2) values of 16 bits, the low half first."""
+    return words.contiguous().view(torch.int16).unflatten(-1, (-1, 4))[..., :2].contiguous().view(dtype)
+
+
+def _of_pairs(values: Tensor) -> Tensor:
+    """The inverse of `_pairs`."""
+    halves = values.contiguous().view(torch.int16).long() & 0xFFFF
+    return halves[..., 0] | halves[..., 1] << 16
+
+
+def _inline_asm(asm: str, constraints: str, args: Sequence[Any], dtype: Sequence[torch.dtype], is_pure: bool, pack: int) -> Any:
+    """For elements of 16 bits, two of a row in each word."""
+    _check(pack == 2 and constraints.count("=&r") == len(dtype), "PTX that is not simulated")
+    shape = args[0].shape
+    given = [_of_pairs(arg.as_subclass(Tensor).expand(shape).unflatten(-1, (-1, 2))) for arg in args]
+    registers = {f"${len(dtype) + i}": words for i, words in enumerate(given)}
+
+    def operand(name: str) -> Tensor:
+        return registers[name] if name in registers else torch.full_like(given[0], int(name, 0))
+
+    for line in asm.strip("{} \n").splitlines():
+        name, *operands = line.strip().rstrip(";").replace(",", "").split()
+        if name != ".reg":
+            sources = [int(o, 0) if name == "lop3.b32" and i == 3 else operand(o) for i, o in enumerate(operands[1:])]
+            registers[operands[0]] = _PTX[name](*sources)
+    return tuple(_block(_pairs(registers[f"${i}"], kind).reshape(shape)) for i, kind in enumerate(dtype))
+
+
 # --- the modules --------------------------------------------------------------------------------------------------------------
 
 _pdl = SimpleNamespace(on=False)
+LAYOUTS = ("NVMMADistributedLayout", "SliceLayout", "BlockedLayout", "DistributedLinearLayout", "DotOperandLayout")
 
 
 def _gdc_wait() -> None:
@@ -409,15 +489,17 @@ class Simulator:
             "arange": lambda start, end, _layout: _block(torch.arange(start, end)),
             "exp": torch.exp,
             "convert_layout": lambda x, _layout: x,
+            "join": lambda a, b: torch.stack([a, b], -1),
+            "inline_asm_elementwise": _inline_asm,
             "load": _load,
             "store": _store,
             "atomic_add": _atomic_add,
             "thread_barrier": lambda: _thread().pause(),
             "allocate_shared_memory": lambda dtype, shape, _layout: _Buffers(dtype, shape),
             "warp_specialize": _warp_specialize,
-            **{name: lambda *args: None for name in ("NVMMADistributedLayout", "SliceLayout", "BlockedLayout")},
+            **{name: lambda *args: None for name in LAYOUTS},
             "NVMMASharedLayout": SimpleNamespace(get_default_for=lambda block, dtype: None),
-            **{name: getattr(torch, name) for name in ("bfloat16", "float16", "float32", "int32", "int64")},
+            **{name: getattr(torch, name) for name in ("bfloat16", "float16", "float32", "int16", "int32", "int64")},
         }
         hopper = {
             "mbarrier": SimpleNamespace(
@@ -436,7 +518,7 @@ class Simulator:
             "triton": {},
             "triton.language": {"extra": SimpleNamespace(cuda=cuda)},
             "triton.experimental": {},
-            "triton.experimental.gluon": {"jit": self.jit},
+            "triton.experimental.gluon": {"jit": self.jit, "constexpr_function": lambda function: function},
             "triton.experimental.gluon.language": language,
             "triton.experimental.gluon.language.nvidia": {},
             "triton.experimental.gluon.language.nvidia.hopper": hopper,
@@ -452,19 +534,27 @@ class Simulator:
         return modules
 
 
-def load(name: str, seed: int, replace: tuple[str, str] = ("", "")) -> tuple[Any, Simulator]:
-    """The module of kernels with this name, on a simulator. replace: a text of its source, which must be there, and another one."""
+def load(name: str, seed: int, replace: tuple[str, str] = ("", ""), needs: Sequence[str] = ()) -> tuple[Any, Simulator]:
+    """The module of kernels with this name, on a simulator. replace: a text of its source, which must be there, and another one.
+    needs: the modules of kernels that it imports."""
+    simulator = Simulator(seed)
+    with pytest.MonkeyPatch.context() as patch:
+        for key, value in simulator.modules().items():
+            patch.setitem(sys.modules, key, value)
+        for needed in needs:
+            patch.setitem(sys.modules, needed, _execute(needed, ("", "")))
+        return _execute(name, replace), simulator
+
+
+def _execute(name: str, replace: tuple[str, str]) -> ModuleType:
     spec = importlib.util.find_spec(name)
     assert spec and spec.origin
     with open(spec.origin) as file:
         source = file.read()
     assert replace[0] in source, replace
-    simulator, module = Simulator(seed), ModuleType(name)
-    with pytest.MonkeyPatch.context() as patch:
-        for key, value in simulator.modules().items():
-            patch.setitem(sys.modules, key, value)
-        exec(compile(source.replace(*replace) if replace[0] else source, spec.origin, "exec"), vars(module))
-    return module, simulator
+    module = ModuleType(name)
+    exec(compile(source.replace(*replace) if replace[0] else source, spec.origin, "exec"), vars(module))
+    return module
 
 
 @contextmanager

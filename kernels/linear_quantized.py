@@ -1,0 +1,195 @@
+"""Quantized linear layers on Hopper GPUs: how their weights are packed, and which kernel computes them.
+
+stream      up to STREAM_ROWS rows, `kernels/linear_quantized_stream.py`: the codes are read once, and converted in registers.
+            The input keeps its 16 bits, also where the scheme would quantize it: more exact than asked
+scaled      more rows of an fp8 weight with a scale for each row whose scheme quantizes the input: each row of the input by its
+            own largest value, then PyTorch's product of fp8 matrices
+dequantize  else: a Triton kernel writes the weight in 16 bits, one layer at a time, for F.linear
+"""
+
+import math
+from dataclasses import dataclass
+from importlib import import_module
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.activation import swiglu as activation
+from kernels.dispatch import as_rows
+from kernels.linear import aligned, counters
+from kernels.linear_config import has_stream
+from kernels.linear_quantized_config import GROUPS, STREAM_ROWS, Format, QuantizedStream, config
+from kernels.optional_triton import tl, triton
+
+FP8 = torch.float8_e4m3fn
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A quantized weight (n, k) as the kernels read it.
+
+    codes: (N, K * bits / 16) int16, see `pack_codes`. scales: (N,) fp32, or of groups of input features (K / group, N), with up to
+    15 more columns. zeros: int16 of the shape of scales, or None. columns: (K,) int64, the input feature of each column of the
+    codes, None if they are in order. scaled: whether the scheme quantizes the input, too.
+    """
+
+    format: Format
+    n: int
+    k: int
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None = None
+    columns: Tensor | None = None
+    scaled: bool = False
+
+
+# --- packing ------------------------------------------------------------------------------------------------------------------
+
+
+def pack(codes: Tensor, scales: Tensor, zeros: Tensor | None, groups: Tensor | None, scaled: bool = False) -> Packed | None:
+    """The fields of a `quantized.weight.Quantized`, on any device, as `Packed`; None if the kernels cannot read such a weight.
+
+    codes: (N, K) fp8 or int8, or (N, K / 2) uint8. scales and zeros: (N, G). groups: (K,). w[n, k] = (code - zero) * scale.
+    """
+    kind = {torch.uint8: "int4", torch.int8: "int8", FP8: "fp8"}[codes.dtype]
+    values = torch.stack([codes & 15, codes >> 4], -1).flatten(1) if kind == "int4" else codes.view(torch.uint8)
+    k, columns = values.shape[1], None
+    counts = [k // scales.shape[1]] * scales.shape[1]  # input features of each group
+    if groups is not None:
+        columns = torch.argsort(groups, stable=True)
+        values, counts = values.index_select(1, columns), torch.bincount(groups, minlength=scales.shape[1]).tolist()
+    group = 0 if len(counts) == 1 and zeros is None else math.gcd(max(GROUPS), *counts)
+    fmt = Format(kind, group, zeros is not None, bool(group) and scales.dtype == torch.float32)
+    if k % fmt.unit or (group and (group not in GROUPS or group % fmt.unit)):
+        return None
+    if not group:
+        return Packed(fmt, len(codes), k, _pairs(values, fmt), scales[:, 0].float().contiguous(), None, columns, scaled)
+    repeats = torch.tensor([count // group for count in counts], device=scales.device)
+    wide = [None if t is None else _group_rows(t.repeat_interleave(repeats, 1)) for t in (scales, zeros)]
+    assert wide[0] is not None
+    return Packed(
+        fmt, len(codes), k, _pairs(values, fmt), wide[0], None if wide[1] is None else wide[1].short(), columns, scaled
+    )
+
+
+def _group_rows(values: Tensor) -> Tensor:
+    """(N, G) as (G, N) with N rounded up to a multiple of 16, because rows that TMA loads begin at multiples of 16 bytes."""
+    return F.pad(values.T, (0, -len(values) % 16)).contiguous()
+
+
+def _pairs(values: Tensor, fmt: Format) -> Tensor:
+    """Codes (N, K) uint8 as pairs of bytes (N, K * bits / 16) int16, in the order of `kernels/linear_quantized_stream.py`."""
+    # each `unit` of input features: which code of a pair of bytes, thread of four, which of the thread's two pairs
+    codes = values.unflatten(1, (-1, fmt.unit // 8, 4, 2)).permute(0, 1, 3, 4, 2)
+    if fmt.bits == 4:
+        codes = codes[..., ::2] | codes[..., 1::2] << 4
+    return codes.flatten(1).view(torch.int16)
+
+
+# --- the layer ----------------------------------------------------------------------------------------------------------------
+
+
+def linear(x: Tensor, weight: Packed, bias: Tensor | None = None, swiglu: bool = False) -> Tensor:
+    """x @ weight.T + bias, (..., K) to (..., N), or silu(gate) * up of it, to (..., N / 2), in x's dtype: bf16 or fp16, on CUDA.
+
+    bias: (N,). The conditions are those of `kernels.linear.linear`.
+    """
+    rows = x.numel() // weight.k
+    if weight.columns is not None:
+        x = x.index_select(-1, weight.columns)
+    chosen = config(rows, weight.n, weight.k, weight.format, swiglu) if 0 < rows <= STREAM_ROWS and aligned(x) else None
+    if chosen is not None:
+        return linear_with(x, weight, bias, chosen, swiglu)
+    if weight.scaled and weight.format.kind == "fp8" and not weight.format.group and x.dtype == torch.bfloat16 and rows:
+        y = scaled_linear(x, weight, bias)
+    else:
+        y = F.linear(x, dequantize(weight, x.dtype), bias)
+    return activation(y) if swiglu else y
+
+
+def linear_with(x: Tensor, weight: Packed, bias: Tensor | None, chosen: QuantizedStream, swiglu: bool) -> Tensor:
+    """`linear` by the stream kernel, for x with its columns in the order of the codes."""
+    out = torch.empty(*x.shape[:-1], weight.n // 2 if swiglu else weight.n, dtype=x.dtype, device=x.device)
+    stream = import_module("kernels.linear_quantized_stream").stream  # needs Gluon
+    stream(x.reshape(-1, weight.k), weight, bias, out, counters(x.device), chosen, swiglu)
+    return out
+
+
+def scaled_linear(x: Tensor, weight: Packed, bias: Tensor | None) -> Tensor:
+    """The product of fp8 matrices, with each row of x (..., K) bf16 divided by its own scale."""
+    codes, scales = quantize_rows(as_rows(x))
+    y = torch._scaled_mm(
+        codes, weight.codes.view(FP8).T, scales, weight.scales[None, :], bias=bias, out_dtype=x.dtype, use_fast_accum=True
+    )
+    return y.view(*x.shape[:-1], weight.n)
+
+
+def supports(dtype: torch.dtype) -> bool:
+    """Whether this machine's GPUs have the kernels for inputs of this data type; else PyTorch computes the layers."""
+    return has_stream() and dtype in (torch.bfloat16, torch.float16)
+
+
+# --- kernels for many rows ----------------------------------------------------------------------------------------------------
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(codes, scales) of x (R, K): codes (R, K) fp8 in the order of packed 8-bit codes, scales (R, 1) fp32."""
+    codes, scales = torch.empty(x.shape, dtype=FP8, device=x.device), torch.empty(len(x), 1, device=x.device)
+    k = x.shape[1]
+    _quantize_rows[(len(x),)](x, codes, scales, x.stride(0), k, BLOCK=triton.next_power_of_2(k), num_warps=8)
+    return codes, scales
+
+
+@triton.jit
+def _quantize_rows(x, codes, scales, row_stride, K, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, BLOCK)
+    values = tl.load(x + row * row_stride + _feature(place, 2), mask=place < K, other=0).to(tl.float32)
+    largest = tl.max(tl.abs(values))
+    scale = tl.where(largest > 0, largest / 448.0, 1.0)
+    tl.store(scales + row, scale)
+    scaled = tl.minimum(tl.maximum(values / scale, -448.0), 448.0)
+    tl.store(codes + row * K + place, scaled.to(tl.float8e4nv), mask=place < K)
+
+
+@triton.jit
+def _feature(place, PER_PAIR: tl.constexpr):
+    """The input feature of the place-th code of a row: the inverse of `_pairs`."""
+    UNIT: tl.constexpr = 8 * PER_PAIR
+    within = place % UNIT
+    return place - within + within % PER_PAIR * 8 + within // (2 * PER_PAIR) * 2 + within // PER_PAIR % 2
+
+
+def dequantize(weight: Packed, dtype: torch.dtype) -> Tensor:
+    """The weight (N, K), with its columns in the order of the codes; each product is rounded once."""
+    fmt, out = weight.format, torch.empty(weight.n, weight.k, dtype=dtype, device=weight.codes.device)
+    codes = weight.codes.view(FP8) if fmt.kind == "fp8" else weight.codes.view(torch.int8)
+    grid = (weight.n, triton.cdiv(weight.k, 2048))
+    _dequantize[grid](
+        codes, weight.scales, weight.zeros, out, weight.k, weight.scales.shape[-1], GROUP=fmt.group, BITS=fmt.bits, BLOCK=2048
+    )
+    return out
+
+
+@triton.jit
+def _dequantize(codes, scales, zeros, out, K, scale_stride, GROUP: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr):
+    PER_PAIR: tl.constexpr = 16 // BITS
+    row = tl.program_id(0).to(tl.int64)
+    feature = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = feature < K
+    within = feature % (8 * PER_PAIR)  # the place of the feature's code: the inverse of `_feature`
+    place = feature - within + within % 8 // 2 * (2 * PER_PAIR) + within % 2 * PER_PAIR + within // 8
+    if BITS == 4:
+        byte = tl.load(codes + row * (K // 2) + place // 2, mask=mask, other=0).to(tl.int32)
+        value = ((byte >> (place % 2 * 4) & 15) - 8).to(tl.float32)
+    else:
+        value = tl.load(codes + row * K + place, mask=mask, other=0.0).to(tl.float32)
+    if GROUP:
+        at = (feature // GROUP).to(tl.int64) * scale_stride + row
+        scale = tl.load(scales + at, mask=mask, other=0).to(tl.float32)
+        if zeros is not None:
+            value -= tl.load(zeros + at, mask=mask, other=0).to(tl.float32)
+    else:
+        scale = tl.load(scales + row)
+    tl.store(out + row * K + feature, (value * scale).to(out.dtype.element_ty), mask=mask)

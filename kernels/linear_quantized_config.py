@@ -1,0 +1,90 @@
+"""Launch configurations of quantized linear layers of few rows, and what their kernel needs to know of a weight."""
+
+from dataclasses import dataclass
+from functools import cache
+
+from kernels.linear_config import SMS, STREAM_BYTES, Stream
+
+GROUPS = (16, 32, 64, 128)  # input features that share a scale
+STREAM_ROWS = 128  # rows of the stream kernel, at most
+PIECE = 64  # input features of a wgmma's operand A in registers, at most
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a weight is stored. kind: `fp8`, `int8` or `int4`. group: input features that share a scale, 0 for all of them."""
+
+    kind: str
+    group: int = 0
+    zeros: bool = False
+    wide_scales: bool = False  # of groups: fp32 rather than 16 bits
+
+    @property
+    def bits(self) -> int:
+        return 4 if self.kind == "int4" else 8
+
+    @property
+    def unit(self) -> int:
+        """Input features whose codes are 16 bytes of a row, which four threads share."""
+        return 128 // self.bits
+
+    @property
+    def piece(self) -> int:
+        """Input features that are converted and multiplied at a time."""
+        return min(PIECE, self.group or PIECE)
+
+
+@dataclass(frozen=True)
+class QuantizedStream(Stream):
+    """`Stream` of a quantized weight. `programs` may be a multiple of the number of SMs, if as many fit an SM."""
+
+    def step_bytes(self, rows: int, fmt: Format) -> int:
+        """Of a step's codes, input and scales."""
+        groups = self.block_k // fmt.group if fmt.group else 0
+        scale = (4 if fmt.wide_scales else 2) + (2 if fmt.zeros else 0)
+        codes = self.block_n * self.block_k * fmt.bits // 8
+        return codes + 2 * self.block_k * self.tile_rows(rows) + groups * self.block_n * scale
+
+    def ring_bytes(self, rows: int, fmt: Format) -> int:
+        """Of the buffers and their barriers."""
+        return self.stages * (self.step_bytes(rows, fmt) + 16)
+
+    @property
+    def on_an_sm(self) -> int:
+        """Programs that share an SM."""
+        return -(-self.programs // SMS)
+
+    def registers(self, rows: int) -> int:
+        """Of a thread at launch: as many as there are for this number of programs on an SM."""
+        return min(128 if self.warps == 4 else 168, 65536 // (self.on_an_sm * 32 * (self.warps + 4)) // 8 * 8)
+
+    def fits(self, rows: int, n: int, k: int, swiglu: bool, fmt: Format) -> bool:
+        """Whether the kernel can compute this layer of 16-bit inputs."""
+        block = self.block_n // (2 if swiglu else 1)  # rows of the weight in a wgmma
+        room = block >= 16 * self.warps and self.stages >= 2 and self.ring_bytes(rows, fmt) <= STREAM_BYTES // self.on_an_sm
+        aligned = k % fmt.unit == 0 and fmt.group % fmt.unit == 0 and self.block_k % 128 == 0
+        steps = -(-n // self.block_n) * -(-k // self.block_k)
+        return room and aligned and self.sharers(rows) > 0 and steps * self.programs < 2**31
+
+
+@cache
+def config(rows: int, n: int, k: int, fmt: Format, swiglu: bool) -> QuantizedStream | None:
+    """The config for `rows` rows and an (n, k) weight; None if the kernel does not support it."""
+    chosen = candidates(rows, n, k, fmt, swiglu)
+    return chosen[0] if chosen else None
+
+
+def candidates(rows: int, n: int, k: int, fmt: Format, swiglu: bool) -> list[QuantizedStream]:
+    """Configs to try, the one that is expected to be fastest first. Each has as many buffers as there is room for."""
+    tiles = [(128, 128, 4), (128, 256, 4), (128, 256, 8), (64, 256, 4), (64, 128, 4), (256, 128, 8)]
+    if rows > 32:
+        tiles = [(128, 128, 8), (128, 128, 4), (256, 128, 8), (64, 128, 4)]
+    found = []
+    for block_n, block_k, warps in tiles:
+        for programs in (SMS, 2 * SMS):
+            one = QuantizedStream(block_n, block_k, 1, warps, programs)
+            stages = STREAM_BYTES // one.on_an_sm // one.ring_bytes(rows, fmt)
+            chosen = QuantizedStream(block_n, block_k, min(stages, 24), warps, programs)
+            if chosen.fits(rows, n, k, swiglu, fmt):
+                found.append(chosen)
+    return found

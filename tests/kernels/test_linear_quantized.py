@@ -1,0 +1,284 @@
+"""Quantized linear layers on GPUs: packing, the stream kernel in a simulator and on a GPU, and the kernels for many rows."""
+
+import importlib
+import random
+from dataclasses import replace
+from itertools import product
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels import linear_quantized as kernel
+from kernels.linear import counters
+from kernels.linear_quantized import Packed, linear, linear_with, pack
+from kernels.linear_quantized_config import STREAM_ROWS, Format, QuantizedStream, candidates
+from quantized.scheme import Scheme
+from quantized.weight import Quantized, dequantize, quantize
+from tests.kernels.test_linear import swiglu_of, too_far
+from tests.support import gluon
+from tests.support.ranks import Ranks
+
+GPU = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
+)
+SCHEMES = {
+    "fp8": Scheme("on-load", 8, is_float=True),
+    "fp8 by token": Scheme("on-load", 8, is_float=True, activations="token"),
+    "fp8 by block": Scheme("on-load", 8, is_float=True, group=128),
+    "int8": Scheme("on-load", 8),
+    "int8 group 16": Scheme("on-load", 8, group=16),
+    "int8 group 64 asymmetric": Scheme("on-load", 8, group=64, symmetric=False),
+    "int4": Scheme("on-load", 4),
+    "int4 asymmetric": Scheme("on-load", 4, symmetric=False),
+    "int4 group 32": Scheme("on-load", 4, group=32),
+    "int4 group 64 asymmetric": Scheme("on-load", 4, group=64, symmetric=False),
+    "int4 group 128": Scheme("on-load", 4, group=128),
+    "int4 group 128 asymmetric": Scheme("on-load", 4, group=128, symmetric=False),
+}
+MODULE, NEEDS = "kernels.linear_quantized_stream", ("kernels.linear_stream",)
+
+
+class Case(NamedTuple):
+    rows: int
+    n: int
+    k: int
+    scheme: str
+    chosen: QuantizedStream
+    dtype: torch.dtype = torch.bfloat16
+    swiglu: bool = False
+    biased: bool = False
+    scattered: bool = False  # the groups are not neighbouring input features
+
+
+class Operands(NamedTuple):
+    x: Tensor  # with gaps between its rows
+    weight: Quantized
+    packed: Packed
+    bias: Tensor | None
+    exact: Tensor
+    plain: Tensor  # by PyTorch, in the data type of x
+
+
+def operands(case: Case, device: str = "cpu") -> Operands:
+    scheme = SCHEMES[case.scheme]
+    x = torch.randn(case.rows, case.k + 8, device=device).to(case.dtype)[:, :-8]
+    weight = quantize((torch.randn(case.n, case.k, device=device) / case.k**0.5).to(case.dtype), scheme, "layer")
+    if case.scattered:
+        groups = torch.arange(case.k, device=device) // (case.k // weight.scales.shape[1])
+        weight = weight._replace(groups=groups[torch.randperm(case.k, device=device)].int())
+    packed = pack(*weight[:4], scaled=scheme.activations == "token")
+    assert packed is not None
+    bias = torch.randn(case.n, device=device).to(case.dtype) if case.biased else None
+    full = dequantize(weight, torch.float32)
+    exact = F.linear(x.double(), full.double(), None if bias is None else bias.double())
+    plain = F.linear(x, full.to(case.dtype), bias)
+    return Operands(x, weight, packed, bias, *((swiglu_of(exact), swiglu_of(plain)) if case.swiglu else (exact, plain)))
+
+
+# --- packing and the kernels for many rows ------------------------------------------------------------------------------------
+
+
+def differences(device: str) -> list[str]:
+    return unpacked_differences(device) + quantized_row_differences(device)
+
+
+def unpacked_differences(device: str) -> list[str]:
+    """The cases in which a packed weight, read by the Triton kernel, is not bit by bit that of PyTorch."""
+    found = []
+    for name, k, scattered in product(SCHEMES, (128, 256), (False, True)):
+        if scattered and not SCHEMES[name].group:
+            continue
+        weight = operands(Case(1, 3, k, name, ANY, torch.float32, scattered=scattered), device)
+        want = dequantize(weight.weight, torch.float16)
+        columns = weight.packed.columns
+        want = want if columns is None else want[:, columns]
+        if not torch.equal(kernel.dequantize(weight.packed, torch.float16), want):
+            found.append(f"{name} {k} {scattered}")
+    return found
+
+
+def quantized_row_differences(device: str) -> list[str]:
+    """Rows of codes and scales against the definition, for values whose codes are exact."""
+    x = torch.randint(-3, 4, (5, 328), device=device).bfloat16()[:, :320] * 32
+    x[:, 7], x[3] = 448 / 4, 0
+    codes, scales = kernel.quantize_rows(x)
+    packed = Packed(Format("fp8"), 5, 320, codes.view(torch.int16), scales[:, 0])
+    return [] if torch.equal(kernel.dequantize(packed, torch.bfloat16), x) else ["rows"]
+
+
+ANY = QuantizedStream(64, 128, 2)
+
+
+def test_triton_kernels(interpreters: Ranks) -> None:
+    assert interpreters.call(differences, "cpu") == []
+
+
+def test_what_cannot_be_packed() -> None:
+    """Too few input features, and groups that are smaller than the kernels' or the words of codes."""
+    codes, scales = torch.zeros(4, 32, dtype=torch.uint8), torch.ones(4, 1)
+    assert pack(codes, scales, None, None) is not None
+    assert pack(codes[:, :24].contiguous(), scales, None, None) is None
+    assert pack(codes, scales.expand(4, 4), None, None) is None  # groups of 16 features of 4 bits
+    assert pack(codes, scales.expand(4, 2), None, torch.arange(64, dtype=torch.int32) % 16 // 15) is None
+    assert pack(codes.view(torch.int8), scales.expand(4, 2), None, None) is not None
+    assert pack(codes.view(torch.int8), scales.expand(4, 4), None, None) is None
+
+
+# --- the simulator ------------------------------------------------------------------------------------------------------------
+
+
+def random_case(dice: random.Random, scheme: str) -> Case:
+    swiglu, warps = dice.random() < 0.4, dice.choice([4, 4, 8])
+    block_n = max(dice.choice([64, 128]), 16 * warps * (1 + swiglu))
+    k = 128 * dice.randint(1, 4) if SCHEMES[scheme].group or not SCHEMES[scheme].symmetric else 32 * dice.randint(1, 15)
+    rows = dice.choice([1, 2, 3, 4, 8, 9, 16, 17, 40, 130])
+    chosen = QuantizedStream(block_n, dice.choice([128, 256]), 2, warps, dice.randint(1, 6))
+    if not chosen.sharers(rows):  # fewer programs than tiles of rows
+        chosen = replace(chosen, programs=chosen.programs + 3)
+    dtype = dice.choice([torch.bfloat16, torch.float16])
+    n = dice.randint(1, 140) * (1 + swiglu)
+    scattered = "group" in scheme and dice.random() < 0.5
+    return Case(rows, n, k, scheme, chosen, dtype, swiglu, dice.random() < 0.5, scattered)
+
+
+def simulated(module: Any, simulator: gluon.Simulator, case: Case) -> str | None:
+    """What is wrong with a case: its result, that of a second run in another order, or the counters."""
+    x, _, packed, bias, exact, plain = operands(case)
+    if packed.columns is not None:
+        x = x[:, packed.columns]
+    simulator.early = [t for t in (packed.codes, packed.scales, packed.zeros) if t is not None]
+    counts = torch.zeros(2 * case.chosen.programs, dtype=torch.int32)
+    results = []
+    for _ in range(2):
+        with gluon.poisoned():
+            out = torch.empty_like(plain)
+            module.stream(x, packed, bias, out, counts, case.chosen, case.swiglu)
+        results.append(out)
+        if counts.any():
+            return "a counter is not zero"
+    if not torch.equal(*results):
+        return "other bits the second time"
+    return too_far(results[0], exact, plain)
+
+
+def test_the_kernel_in_the_simulator(seed: int) -> None:
+    dice = random.Random(seed)
+    module, simulator = gluon.load(MODULE, seed, needs=NEEDS)
+    for scheme in dice.sample(list(SCHEMES), 6):
+        case = random_case(dice, scheme)
+        assert simulated(module, simulator, case) is None, case
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_all_codes_are_converted_exactly(dtype: torch.dtype, seed: int) -> None:
+    """Every code of every format, the subnormal ones of fp8 included: products with ones of 0 and 1."""
+    module, simulator = gluon.load(MODULE, seed, needs=NEEDS)
+    every = torch.arange(256).view(4, 64).to(torch.uint8)
+    finite = torch.where(every & 127 == 127, torch.tensor(0, dtype=torch.uint8), every)
+    for codes in (finite.view(torch.float8_e4m3fn), every.view(torch.int8), every):
+        packed = pack(codes, torch.ones(4, 1), None, None)
+        assert packed is not None
+        x = torch.eye(packed.k, dtype=dtype)
+        out = torch.empty(packed.k, 4, dtype=dtype)
+        simulator.early = [packed.codes]
+        counts = torch.zeros(64, dtype=torch.int32)
+        module.stream(x, packed, None, out, counts, QuantizedStream(64, 128, 2, 4, 2), False)
+        assert torch.equal(out.T, dequantize(Quantized(codes, torch.ones(4, 1)), dtype))
+
+
+# --- compiling ----------------------------------------------------------------------------------------------------------------
+
+COMPILED = [
+    Case(1, 1024, 1024, "fp8", QuantizedStream(128, 128, 10)),
+    Case(16, 1024, 1024, "int4 group 128 asymmetric", QuantizedStream(128, 256, 4, 4, 264), swiglu=True),
+]
+
+
+@pytest.mark.parametrize("case", COMPILED)
+def test_it_compiles_for_hopper_and_fits_an_sm(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With Triton's compiler, for Hopper. Buffers and registers suffice, and the weight comes from registers."""
+    triton = pytest.importorskip("triton")
+    target = SimpleNamespace(
+        get_current_target=lambda: triton.backends.compiler.GPUTarget("cuda", 90, 32),
+        get_current_device=lambda: 0,
+        get_current_stream=lambda _device: 0,
+    )
+    stream = importlib.import_module(MODULE)
+    compiled, run = [], stream._stream.run
+    monkeypatch.setattr(triton.runtime.driver, "_active", target)
+    monkeypatch.setattr(stream._stream, "run", lambda *a, **options: compiled.append(run(*a, **options | {"warmup": True})))
+    monkeypatch.setattr(stream, "pdl_options", lambda _device: {"PDL": True, "launch_pdl": True})
+    x, _, packed, bias, _, plain = operands(case)
+    stream.stream(x, packed, bias, torch.empty_like(plain), torch.empty(0, dtype=torch.int32), case.chosen, case.swiglu)
+    assert (
+        case.chosen.ring_bytes(case.rows, packed.format) <= compiled[0].metadata.shared <= (227 << 10) // case.chosen.on_an_sm
+    )
+    assert "wgmma.mma_async" in compiled[0].asm["ptx"]
+    assert compiled[0].asm["ptx"].count(".local") == 0
+
+
+# --- GPU ----------------------------------------------------------------------------------------------------------------------
+
+ROWS = (1, 2, 3, 4, 8, 16, 17, 64, 128, 256, 300)
+
+
+@GPU
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_all_rows_on_a_gpu(scheme: str, dtype: torch.dtype, seed: int) -> None:
+    """The choice for each number of rows, and every candidate of the stream kernel, into memory of NaN."""
+    for n, k, swiglu, biased in [(6144, 4096, False, False), (1000, 1152, False, True), (2 * 1336, 640, True, True)]:
+        given = operands(Case(max(ROWS), n, k, scheme, ANY, dtype, swiglu, biased, "group" in scheme and biased), "cuda")
+        for rows in ROWS:
+            x, exact, plain = given.x[:rows], given.exact[:rows], given.plain[:rows]
+            chosen = candidates(rows, n, k, given.packed.format, swiglu) if rows <= STREAM_ROWS else []
+            with gluon.poisoned():
+                got = linear(x, given.packed, given.bias, swiglu)
+            # 8-bit rows of the input, as the scheme asks
+            rounded = rows > STREAM_ROWS and scheme == "fp8 by token" and dtype == torch.bfloat16
+            assert too_far(got, exact, plain, 20 if rounded else 2) is None, (rows, n, seed)
+            ordered = x if given.packed.columns is None else x[:, given.packed.columns]
+            for config in chosen:
+                with gluon.poisoned():
+                    got = linear_with(ordered, given.packed, given.bias, config, swiglu)
+                assert too_far(got, exact, plain) is None, (rows, n, config, seed)
+    assert not counters(given.x.device).any()
+
+
+@GPU
+def test_triton_kernels_on_a_gpu() -> None:
+    assert differences("cuda") == []
+
+
+@GPU
+@pytest.mark.parametrize("scheme", ["fp8", "int8", "int4 group 128", "int4 group 32"])
+@pytest.mark.parametrize("rows", [1, 16, 128])
+def test_replays_on_a_gpu_repeat_their_bits(rows: int, scheme: str, seed: int) -> None:
+    """2,000 replays of a chain of layers, while another stream takes SMs and bandwidth at other times in each replay."""
+    given = [operands(Case(rows, n, k, scheme, ANY), "cuda") for n, k in [(1536, 2048), (2048, 1536)] * 4]
+    x, noise = given[0].x, torch.randn(4 << 20, device="cuda")
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+
+    def chain() -> Tensor:
+        y = x
+        for layer in given:
+            y = linear(y, layer.packed)
+        return y
+
+    first, plain = chain(), x
+    for layer in given:
+        plain = F.linear(plain, dequantize(layer.weight, plain.dtype))
+    assert (first.float() - plain.float()).norm() < 0.05 * plain.float().norm(), seed
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.graph(graph):
+        wrong.add_((chain() != first).sum())
+    for _ in range(2_000):
+        graph.replay()
+        with torch.cuda.stream(side):
+            noise.mul_(1.0)
+    torch.cuda.synchronize()
+    assert int(wrong) == 0, seed
