@@ -29,7 +29,7 @@ FP8 = torch.float8_e4m3fn
 class Packed:
     """A quantized weight (n, k) as the kernels read it.
 
-    codes: (N, K * bits / 16) int16, see `pack_codes`. scales: (N,) fp32, or of groups of input features (K / group, N), with up to
+    codes: (N, K * bits / 16) int16, see `_pairs`. scales: (N,) fp32, or of groups of input features (K / group, N), with up to
     15 more columns. zeros: int16 of the shape of scales, or None. columns: (K,) int64, the input feature of each column of the
     codes, None if they are in order. scaled: whether the scheme quantizes the input, too.
     """
@@ -101,11 +101,16 @@ def linear(x: Tensor, weight: Packed, bias: Tensor | None = None, swiglu: bool =
     chosen = config(rows, weight.n, weight.k, weight.format, swiglu) if 0 < rows <= STREAM_ROWS and aligned(x) else None
     if chosen is not None:
         return linear_with(x, weight, bias, chosen, swiglu)
-    if weight.scaled and weight.format.kind == "fp8" and not weight.format.group and x.dtype == torch.bfloat16 and rows:
+    if _has_scaled_product(weight, x):
         y = scaled_linear(x, weight, bias)
     else:
         y = F.linear(x, dequantize(weight, x.dtype), bias)
     return activation(y) if swiglu else y
+
+
+def _has_scaled_product(weight: Packed, x: Tensor) -> bool:
+    fp8 = weight.scaled and weight.format == Format("fp8") and weight.n % 16 == 0
+    return fp8 and x.dtype == torch.bfloat16 and x.numel() > 0
 
 
 def linear_with(x: Tensor, weight: Packed, bias: Tensor | None, chosen: QuantizedStream, swiglu: bool) -> Tensor:

@@ -1,9 +1,9 @@
 """Launch configurations of quantized linear layers of few rows, and what their kernel needs to know of a weight."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
-from kernels.linear_config import SMS, STREAM_BYTES, Stream
+from kernels.linear_config import SMS, STREAM_BYTES, SUMS, Stream
 
 GROUPS = (16, 32, 64, 128)  # input features that share a scale
 STREAM_ROWS = 128  # rows of the stream kernel, at most
@@ -36,7 +36,15 @@ class Format:
 
 @dataclass(frozen=True)
 class QuantizedStream(Stream):
-    """`Stream` of a quantized weight. `programs` may be a multiple of the number of SMs, if as many fit an SM."""
+    """`Stream` of a quantized weight. `programs` may be a multiple of the number of SMs, if as many fit an SM.
+
+    sums: fp32 sums of a thread, at most; with groups, as many more are those of one group.
+    """
+
+    sums: int = SUMS
+
+    def tile_rows(self, rows: int) -> int:
+        return min(super().tile_rows(rows), self.sums * 32 * self.warps // self.block_n)
 
     def step_bytes(self, rows: int, fmt: Format) -> int:
         """Of a step's codes, input and scales."""
@@ -55,8 +63,9 @@ class QuantizedStream(Stream):
         return -(-self.programs // SMS)
 
     def registers(self, rows: int) -> int:
-        """Of a thread at launch: as many as there are for this number of programs on an SM."""
-        return min(128 if self.warps == 4 else 168, 65536 // (self.on_an_sm * 32 * (self.warps + 4)) // 8 * 8)
+        """Registers of a thread at launch: what gives the multiplying warps 248 of them, or 232 if there are eight, or 216 if two
+        programs share an SM."""
+        return {(4, 1): 144, (8, 1): 168, (4, 2): 128}[self.warps, self.on_an_sm]
 
     def fits(self, rows: int, n: int, k: int, swiglu: bool, fmt: Format) -> bool:
         """Whether the kernel can compute this layer of 16-bit inputs."""
@@ -64,7 +73,8 @@ class QuantizedStream(Stream):
         room = block >= 16 * self.warps and self.stages >= 2 and self.ring_bytes(rows, fmt) <= STREAM_BYTES // self.on_an_sm
         aligned = k % fmt.unit == 0 and fmt.group % fmt.unit == 0 and self.block_k % 128 == 0
         steps = -(-n // self.block_n) * -(-k // self.block_k)
-        return room and aligned and self.sharers(rows) > 0 and steps * self.programs < 2**31
+        registers = (self.warps, self.on_an_sm) in ((4, 1), (8, 1), (4, 2)) and self.sums <= (SUMS // 2 if fmt.group else SUMS)
+        return room and aligned and registers and self.sharers(rows) > 0 and steps * self.programs < 2**31
 
 
 @cache
@@ -76,15 +86,16 @@ def config(rows: int, n: int, k: int, fmt: Format, swiglu: bool) -> QuantizedStr
 
 def candidates(rows: int, n: int, k: int, fmt: Format, swiglu: bool) -> list[QuantizedStream]:
     """Configs to try, the one that is expected to be fastest first. Each has as many buffers as there is room for."""
-    tiles = [(128, 128, 4), (128, 256, 4), (128, 256, 8), (64, 256, 4), (64, 128, 4), (256, 128, 8)]
+    tiles = [(128, 128, 4), (128, 256, 4), (64, 256, 4), (64, 128, 4), (128, 256, 8), (256, 128, 8)]
     if rows > 32:
         tiles = [(128, 128, 8), (128, 128, 4), (256, 128, 8), (64, 128, 4)]
+    sums = SUMS // 2 if fmt.group else SUMS
     found = []
     for block_n, block_k, warps in tiles:
-        for programs in (SMS, 2 * SMS):
-            one = QuantizedStream(block_n, block_k, 1, warps, programs)
+        for programs in (SMS, 2 * SMS) if warps == 4 else (SMS,):
+            one = QuantizedStream(block_n, block_k, 1, warps, programs, sums)
             stages = STREAM_BYTES // one.on_an_sm // one.ring_bytes(rows, fmt)
-            chosen = QuantizedStream(block_n, block_k, min(stages, 24), warps, programs)
+            chosen = replace(one, stages=min(stages, 24))
             if chosen.fits(rows, n, k, swiglu, fmt):
                 found.append(chosen)
     return found

@@ -411,8 +411,8 @@ def stream(
     _stream[(programs,)](
         descriptor(x, (tile_rows, fmt.piece)),
         descriptor(packed.codes, (block, chosen.block_k * fmt.bits // 16)),
-        descriptor(packed.scales, scale_block) if scale_block else None,
-        descriptor(packed.zeros, scale_block) if scale_block and packed.zeros is not None else None,
+        descriptor(packed.scales, scale_block, swizzled=False) if scale_block else None,
+        descriptor(packed.zeros, scale_block, swizzled=False) if scale_block and packed.zeros is not None else None,
         None if scale_block else packed.scales,
         *(bias, out, partials, counters, len(x), features, k),
         BLOCK_K=chosen.block_k,

@@ -330,11 +330,16 @@ def stream(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, counters
     )
 
 
-def descriptor(matrix: Tensor, block: tuple[int, int]) -> TensorDescriptor:
-    """A TMA descriptor, which a CUDA graph keeps as a parameter of the kernel. Values beyond the matrix are loaded as zeros."""
+def descriptor(matrix: Tensor, block: tuple[int, int], swizzled: bool = True) -> TensorDescriptor:
+    """A TMA descriptor, which a CUDA graph keeps as a parameter of the kernel. Values beyond the matrix are loaded as zeros.
+
+    swizzled: whether a block has the order that wgmma reads, rather than that of its rows."""
     element = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.int16: gl.int16, torch.float32: gl.float32}[
         matrix.dtype
     ]
-    layout = gl.NVMMASharedLayout.get_default_for(list(block), element)
+    if swizzled:
+        layout = gl.NVMMASharedLayout.get_default_for(list(block), element)
+    else:
+        layout = gl.NVMMASharedLayout(0, 8 * matrix.itemsize, 2)
     stride = max(matrix.stride(0), matrix.shape[1])  # the stride of a single row may be anything
     return TensorDescriptor(matrix, list(matrix.shape), [stride, 1], list(block), layout)

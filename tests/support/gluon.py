@@ -464,6 +464,15 @@ class _Kernel:
         return launch
 
 
+class _SharedLayout:
+    def __init__(self, *_fields: int) -> None:
+        pass
+
+    @staticmethod
+    def get_default_for(_block: Sequence[int], _dtype: torch.dtype) -> None:
+        pass
+
+
 class Simulator:
     """The modules that stand in for Triton's. early: tensors that may be loaded before the previous kernel has finished."""
 
@@ -498,7 +507,7 @@ class Simulator:
             "allocate_shared_memory": lambda dtype, shape, _layout: _Buffers(dtype, shape),
             "warp_specialize": _warp_specialize,
             **{name: lambda *args: None for name in LAYOUTS},
-            "NVMMASharedLayout": SimpleNamespace(get_default_for=lambda block, dtype: None),
+            "NVMMASharedLayout": _SharedLayout,
             **{name: getattr(torch, name) for name in ("bfloat16", "float16", "float32", "int16", "int32", "int64")},
         }
         hopper = {
