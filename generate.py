@@ -413,7 +413,7 @@ def main() -> None:
         annotate(model)
     if job.args.compile:
         model.compile_modules()
-    llm = LLM(model, job.tokenizer, world)
+    llm = LLM(model, job.tokenizer, world, kv_dtype=job.args.kv_dtype)
     if job.args.score:
         print_score(job, llm, world)
     elif job.args.interactive:

@@ -10,6 +10,7 @@ from quantized.scheme import SCHEMES
 from variants import usage
 
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
+KV_DTYPES = ("auto", "fp8")
 OVERLAPS = ("auto", "overlapped", "few-sms", "deferred")  # `auto`, and `comm.interface.SCHEDULES`
 
 
@@ -88,6 +89,12 @@ class ModelOptions:
         help="quantize the linear layers of a 16- or 32-bit checkpoint or a preset while loading it, by rounding to nearest: fp8 "
         "(weights by row, activations by token), int8 (weights by row), int4 (weights in groups of 128). On CPUs only. It saves memory, "
         "and no time",
+    )
+    kv_dtype: str = option(
+        default="auto",
+        choices=KV_DTYPES,
+        help="data type of the KV cache: auto, which is the model's, or fp8, which holds almost twice as many tokens of a 16-bit model "
+        "and rounds keys and values to 4 bits of precision, with a scale for each token and head (default: auto)",
     )
     max_model_len: int | None = option(
         default=None,

@@ -182,7 +182,12 @@ def main() -> None:
     config = model_config(args.model, args.variant, world.world_size, args.quantize)
     dtype = DTYPES[dtype_name(args.dtype, world.device.type)]
     model = load_model(args.model, config, world, dtype)
-    limits = EngineLimits(max_num_seqs=args.max_num_seqs, max_batch_tokens=args.max_batch_tokens, block_size=args.block_size)
+    limits = EngineLimits(
+        max_num_seqs=args.max_num_seqs,
+        max_batch_tokens=args.max_batch_tokens,
+        block_size=args.block_size,
+        kv_dtype=args.kv_dtype,
+    )
     engine = Engine(model, None, limits, world)
     engine.runner.capture()
     with torch.inference_mode():

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from engine.block_manager import BlockManager
 from engine.grammars import COMPILED, MAX_COMPILING, Compilation, Grammars, error_of
 from engine.logits import advance, check_ids, new_state, sibling
-from engine.paged_cache import PagedCache
+from engine.paged_cache import CODES, PagedCache
 from engine.protocol import Abort, Refused, Stats, Submit, SubmitAll, TokenLogprobs, TokenOutput
 from engine.runner import InFlightStep, Runner
 from engine.scheduler import Chunk, Scheduler, Sequence
@@ -23,6 +23,7 @@ from engine.step_inputs import Capacity
 from errors import UserError
 from memory import free_bytes
 from model import Transformer
+from options import KV_DTYPES
 from tokenizer import Tokenizer
 from tp import World
 
@@ -37,6 +38,7 @@ class EngineLimits:
     max_batch_tokens: int = 2048  # of one step
     block_size: int = 16  # tokens
     kv_memory: float | None = None  # per rank; up to 1: share of the free memory; else bytes; None: 1 GiB on CPU, 0.9 on GPU
+    kv_dtype: str = "auto"  # of the KV cache, one of `options.KV_DTYPES`
     whole_sequences: bool = False  # a sequence gets all blocks that it may need when it starts, and shares none: no preemption
 
 
@@ -50,9 +52,19 @@ def cache_memory(limits: EngineLimits, device: torch.device) -> float:
     return wanted * free
 
 
+def cache_dtype(model: Transformer, limits: EngineLimits) -> torch.dtype:
+    """Raises UserError for an unknown kv_dtype, and for fp8 if the GPU cannot convert it."""
+    weight = model.norm.weight
+    if limits.kv_dtype not in KV_DTYPES:
+        raise UserError(f"unknown kv_dtype {limits.kv_dtype!r}; known: {', '.join(KV_DTYPES)}")
+    if limits.kv_dtype == "fp8" and weight.is_cuda and torch.cuda.get_device_capability(weight.device) < (8, 9):
+        raise UserError("--kv-dtype fp8 needs a GPU of compute capability 8.9 or newer, such as an H100; leave it out")
+    return CODES if limits.kv_dtype == "fp8" else weight.dtype
+
+
 def count_blocks(model: Transformer, limits: EngineLimits, world: World) -> int:
     """How many KV-cache blocks fit, the same number on all ranks. Collective. Raises UserError if none fits."""
-    config, dtype = model.config, model.norm.weight.dtype
+    config, dtype = model.config, cache_dtype(model, limits)
     size = PagedCache.bytes_per_block(model.attention_slots, limits.block_size, model.n_kv_heads, config.head_dim, dtype)
     blocks = torch.tensor(int(cache_memory(limits, world.device)) // size)
     if world.world_size > 1:
@@ -84,7 +96,7 @@ class Engine:
             model.n_kv_heads,
             config.head_dim,
             world.device,
-            model.norm.weight.dtype,
+            cache_dtype(model, limits),
         )
         text_ids = min(tokenizer.vocab_size if tokenizer else config.vocab_size, config.vocab_size)
         capacity = Capacity(limits.max_num_seqs, limits.max_batch_tokens, blocks.blocks_for(self.max_model_len))

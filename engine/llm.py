@@ -79,13 +79,14 @@ class LLM:
         variant: str | None = None,
         dtype: str | None = None,
         quantize: str | None = None,
+        kv_dtype: str = "auto",
         seed: int = 0,
         limits: EngineLimits | None = None,
     ) -> None:
         """model: a checkpoint's folder, a preset's name (random weights, drawn with `seed`), or a loaded model, whose `tokenizer`
         then has to be given. world: the ranks (default: those that a launcher started, else one on the GPU, if there is any).
-        variant, dtype, quantize: as `generate.py` takes them. limits: of the engine; None makes one for each call that is just large
-        enough for its prompts, and keeps it while calls need the same. Raises UserError."""
+        variant, dtype, quantize, kv_dtype: as `generate.py` takes them. limits: of the engine, with a kv_dtype of their own; None makes
+        an engine for each call that is just large enough for its prompts, and keeps it while calls need the same. Raises UserError."""
         self.world = world or init_world()
         if isinstance(model, Transformer):
             self.model, self.tokenizer = model, tokenizer
@@ -97,7 +98,7 @@ class LLM:
                 raise UserError(f"unknown dtype {name!r}; known: {', '.join(DTYPES)}")
             self.model = load_model(str(model), config, self.world, DTYPES[name], seed)
         tune(self.model, self.world, MAX_SEQUENCES, seconds=0)  # uses what a server or `make tune` has measured
-        self.limits = limits
+        self.limits, self.kv_dtype = limits, kv_dtype
         self._engine: tuple[EngineLimits, Engine] | None = None
 
     @property
@@ -181,7 +182,8 @@ class LLM:
             sequences, tokens = min(len(prompts), MAX_SEQUENCES), list(map(len, prompts))
             longest = max(n + one.max_tokens for n, one in zip(tokens, params, strict=True))
             together = min(sum(tokens), max(PREFILL_TOKENS, *tokens, 0))
-            limits = EngineLimits(longest, sequences, together + sequences, kv_memory=0.9, whole_sequences=True)
+            rows = together + sequences
+            limits = EngineLimits(longest, sequences, rows, kv_memory=0.9, kv_dtype=self.kv_dtype, whole_sequences=True)
         if self._engine is None or self._engine[0] != limits:
             self._engine = None  # frees its cache before the new one is allocated
             self._engine = limits, Engine(self.model, self.tokenizer, limits, self.world)

@@ -4,6 +4,8 @@ Shapes: A attention modules (slots), N blocks of P tokens, K key-value heads, H 
 tokens of S spans, one span a sequence, one after the other.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -12,11 +14,22 @@ from torch import Tensor
 from attention import AttentionContext, Heads, causal_mask
 from kernels.dispatch import on_gpu
 from kernels.paged_attention import paged_decode, paged_prefill
-from kernels.rope_cache import rope_store
+from kernels.rope_cache import rope_store, store
+
+CODES = torch.float8_e4m3fn
+SCALES = torch.float32
+
+
+class Rows(NamedTuple):
+    """Keys or values of a slot, (N * P, K, D), and their scales (N, K, P), if they are codes."""
+
+    held: Tensor
+    scales: Tensor | None
 
 
 class PagedCache:
-    """Keys and values of all slots: (A, 2, N, P, K, D)."""
+    """Keys and values of all slots: (A, 2, N, P, K, D). If they are codes, scales (A, 2, N, K, P) fp32: one for each token and head,
+    so that a token's codes do not depend on the step in which it is computed."""
 
     def __init__(
         self,
@@ -30,11 +43,28 @@ class PagedCache:
     ) -> None:
         self.block_size = block_size
         self.keys_values = torch.zeros(slots, 2, n_blocks, block_size, n_kv_heads, head_dim, device=device, dtype=dtype)
-        self.rows = [(keys, values) for keys, values in self.keys_values.flatten(2, 3)]  # of each slot: (N * P, K, D)
+        self.scales: Tensor | None = None
+        if dtype == CODES:
+            self.scales = torch.ones(slots, 2, n_blocks, n_kv_heads, block_size, device=device, dtype=SCALES)
+
+    def rows(self, slot: int) -> tuple[Rows, Rows]:
+        """Keys and values of a slot."""
+        keys, values = self.keys_values[slot].flatten(1, 2)
+        key_scales, value_scales = (None, None) if self.scales is None else self.scales[slot]
+        return Rows(keys, key_scales), Rows(values, value_scales)
+
+    def invent(self) -> None:
+        """Fill the cache with random keys and values."""
+        generator = torch.Generator(self.keys_values.device).manual_seed(0)
+        if self.scales is None:
+            self.keys_values.normal_(generator=generator)
+        else:
+            self.keys_values.view(torch.uint8).random_(0, 0x78, generator=generator)  # positive codes up to 256
+            self.scales.fill_(0.01)
 
     @staticmethod
     def bytes_per_block(slots: int, block_size: int, n_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-        return slots * 2 * block_size * n_kv_heads * head_dim * dtype.itemsize
+        return slots * 2 * block_size * n_kv_heads * (head_dim * dtype.itemsize + (SCALES.itemsize if dtype == CODES else 0))
 
 
 class PagedContext(AttentionContext):
@@ -64,29 +94,32 @@ class PagedContext(AttentionContext):
         if self._on_cpu is not None:
             return self._attend_on_cpu(self._on_cpu, heads, qkv, frequencies)
         keys, values = self.cache.keys_values[heads.slot]
-        q = self._store(heads, qkv[0], frequencies, keys, values)
+        scales = None if self.cache.scales is None else self.cache.scales[heads.slot]
+        q = self._store(heads, qkv[0], frequencies, keys, values, scales)
         if self.starts is None:
-            out = paged_decode(q, keys, values, self.tables, self.lengths, heads.window, self.bound)
+            out = paged_decode(q, keys, values, self.tables, self.lengths, heads.window, self.bound, scales)
         else:
             spans = self.starts, self.lengths, heads.window, self.bound
-            out = paged_prefill(q, keys, values, self.tables, *spans, self._schedules)
+            out = paged_prefill(q, keys, values, self.tables, *spans, self._schedules, scales)
         return out.flatten(1)[None]
 
-    def _store(self, heads: Heads, qkv: Tensor, frequencies: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def _store(
+        self, heads: Heads, qkv: Tensor, frequencies: Tensor, keys: Tensor, values: Tensor, scales: Tensor | None
+    ) -> Tensor:
         """Rotate qkv (T, (H + 2K) * D), write its keys and values into the cache, return its queries (T, H, D)."""
         q_norm, k_norm, eps = None, None, 0.0
         if heads.q_norm is not None:
             q_norm, k_norm, eps = heads.q_norm.weight, heads.k_norm.weight, heads.q_norm.eps
         rows = keys.flatten(0, 1), values.flatten(0, 1)
-        q = rope_store(qkv.contiguous(), self.positions, frequencies, self.cache_rows, *rows, q_norm, k_norm, eps)
+        q = rope_store(qkv.contiguous(), self.positions, frequencies, self.cache_rows, *rows, q_norm, k_norm, eps, scales)
         return q if heads.rope_factor == 1 else q * heads.rope_factor**2  # instead of the factor on queries and on keys
 
     def _attend_on_cpu(self, spans: "_Spans", heads: Heads, qkv: Tensor, frequencies: Tensor) -> Tensor:
         """The same with PyTorch. A step on a CPU has no padding."""
         q, k, v = self.split(heads, qkv, frequencies)
-        keys, values = self.cache.rows[heads.slot]
-        keys.index_copy_(0, self.cache_rows, k[0])
-        values.index_copy_(0, self.cache_rows, v[0])
+        keys, values = self.cache.rows(heads.slot)
+        store(*keys, self.cache_rows, k[0])
+        store(*values, self.cache_rows, v[0])
         return spans.attend(q[0], keys, values, heads.window).flatten(1)[None]
 
 
@@ -110,29 +143,31 @@ class _Spans:
         ]
         self._masks: dict[int | None, Tensor] = {}  # of the decode batch, by window
 
-    def attend(self, q: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
-        """q (T, H, D), keys and values (N * P, K, D), to (T, H, D)."""
+    def attend(self, q: Tensor, keys: Rows, values: Rows, window: int | None) -> Tensor:
+        """q (T, H, D) to (T, H, D)."""
         if self.decode is not None and not self.prefill:
             return self._decode(self.decode, q, keys, values, window)
         out = torch.empty_like(q)
         if self.decode is not None:
             out[self.rows] = self._decode(self.decode, q[self.rows], keys, values, window)
         for rows, read in self.prefill:
-            out[rows] = self._prefill(q[rows], read(keys), read(values), window)
+            out[rows] = self._prefill(q[rows], read(keys, q.dtype), read(values, q.dtype), window)
         return out
 
-    def _decode(self, read: "_Reader", q: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
+    def _decode(self, read: "_Reader", q: Tensor, keys: Rows, values: Rows, window: int | None) -> Tensor:
         """q (B, H, D), the last row of each sequence, to (B, H, D)."""
         batch, n_heads, head_dim = q.shape
-        grouped = q.view(batch, keys.shape[1], -1, head_dim)  # a KV head's query heads in the place of tokens
+        grouped = q.view(batch, keys.held.shape[1], -1, head_dim)  # a KV head's query heads in the place of tokens
         if self.equal:  # all see the same positions, so there is no mask
             first = 0 if window is None else max(0, read.length - window)
-            out = F.scaled_dot_product_attention(grouped, read(keys, first), read(values, first))
+            out = F.scaled_dot_product_attention(grouped, read(keys, q.dtype, first), read(values, q.dtype, first))
         else:
             if window not in self._masks:
                 last = torch.tensor(self.lengths) - 1
                 self._masks[window] = causal_mask(last, read.length, window)[:, None, None]  # (B, 1, 1, L)
-            out = F.scaled_dot_product_attention(grouped, read(keys), read(values), attn_mask=self._masks[window])
+            out = F.scaled_dot_product_attention(
+                grouped, read(keys, q.dtype), read(values, q.dtype), attn_mask=self._masks[window]
+            )
         return out.reshape(batch, n_heads, head_dim)
 
     @staticmethod
@@ -149,7 +184,7 @@ class _Spans:
 
 
 class _Reader:
-    """Reads keys or values of B sequences: (N * P, K, D) to (B, K, L, D), of the positions first … length-1.
+    """Reads keys or values of B sequences: (N * P, K, D) to (B, K, L, D), of the positions first … length-1. Codes become `dtype`.
 
     Where each sequence's blocks are consecutive, and the sequences lie at equal distances, it is a view; else a copy."""
 
@@ -164,14 +199,21 @@ class _Reader:
         if is_view and batch * width > 2:  # with at most two blocks, the first and the last say it all
             is_view = bool((blocks == begin + distance * np.arange(batch)[:, None] + np.arange(width)).all())
         self.batch, self.size, self.begin, self.distance = batch, size, begin * size, distance * size  # the last two in rows
-        self.blocks: Tensor | None = None  # sequence by sequence, where it is no view
-        if not is_view:
-            self.blocks = torch.from_numpy(np.ascontiguousarray(blocks.reshape(-1), dtype=np.int64))
+        self.is_view, self.blocks = is_view, torch.from_numpy(np.ascontiguousarray(blocks, dtype=np.int64))
 
-    def __call__(self, x: Tensor, first: int = 0) -> Tensor:
+    def __call__(self, rows: Rows, dtype: torch.dtype, first: int = 0) -> Tensor:
+        held = self._held(rows.held, first)
+        if rows.scales is None:
+            return held
+        scales = rows.scales[self.blocks].transpose(1, 2).flatten(2)[..., first : self.length]  # (B, K, L)
+        return (held.float() * scales[..., None]).to(dtype)
+
+    def _held(self, x: Tensor, first: int) -> Tensor:
         _, heads, head_dim = x.shape
-        if self.blocks is not None:
-            found = x.view(-1, self.size, heads, head_dim).index_select(0, self.blocks)  # a block at a time, not a row
+        if not self.is_view:
+            found = x.view(-1, self.size, heads, head_dim).index_select(
+                0, self.blocks.flatten()
+            )  # a block at a time, not a row
             return found.view(self.batch, -1, heads, head_dim)[:, first : self.length].transpose(1, 2)
         row = heads * head_dim
         shape = self.batch, heads, self.length - first, head_dim

@@ -98,7 +98,7 @@ class Runner:
         self.graphs = Graphs(self.device) if self.device.type == "cuda" else None
         if self.graphs is not None and len(schedules.possible) > 1:
             # measured steps attend to this; zeros would take less power
-            cache.keys_values.normal_(generator=torch.Generator(self.device).manual_seed(0))
+            cache.invent()
         self._decode_sizes, self._prefill_sizes = decode_buckets(capacity.sequences), prefill_buckets(capacity.rows)
         self._last_batch: tuple[list[Sequence], SamplingBatch] | None = None
         self.idle_seconds = 0.0  # for which the device waited for the next step

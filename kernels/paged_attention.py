@@ -48,6 +48,14 @@ DECODE_CONFIGS: tuple[tuple[float, DecodeConfig], ...] = (
     (640, DecodeConfig(block_n=64, warps=4, stages=3, programs=9, max_splits=2)),
     (math.inf, DecodeConfig(block_n=64, warps=4, stages=3, programs=3, max_splits=1)),
 )
+# the same for a cache of codes, of which a tile has half the bytes
+CODE_CONFIGS: tuple[tuple[float, DecodeConfig], ...] = (
+    (16, DecodeConfig(block_n=128, warps=4, stages=3, programs=3, max_splits=256)),
+    (192, DecodeConfig(block_n=128, warps=4, stages=3, programs=3, max_splits=32)),
+    (384, DecodeConfig(block_n=128, warps=4, stages=3, programs=3, max_splits=1)),
+    (640, DecodeConfig(block_n=128, warps=4, stages=3, programs=9, max_splits=2)),
+    (math.inf, DecodeConfig(block_n=128, warps=4, stages=3, programs=3, max_splits=1)),
+)
 
 
 class PrefillConfig(NamedTuple):
@@ -68,29 +76,38 @@ PREFILL_CONFIGS: tuple[tuple[float, PrefillConfig], ...] = (
 COMBINED_VALUES = 1024  # fp32 values of a warp that combines splits: 32 for each thread
 COMBINED_FEATURES = 32  # at least, of a program that combines splits: a line of the cache
 NO_WINDOW = 2**30
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 def paged_decode(
-    q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, window: int | None, max_length: int
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    lengths: Tensor,
+    window: int | None,
+    max_length: int,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """Attention of one query for each sequence, at position lengths[b] - 1. Its key and value must be in the cache.
 
     q (B, H, D); keys and values (N, P, K, D), P a power of two; tables (B, W) int32; lengths (B,) int32, 0 for padding, whose
     output is zero. Returns (B, H, D) in q's dtype. max_length: an upper bound of the lengths, which determines the number of
-    splits. Shorter sequences are not slower because of it. The kernel raises ValueError as `_shape`."""
+    splits. Shorter sequences are not slower because of it. scales: as of `dequantized`. The kernel raises ValueError as `_shape`."""
     if not on_gpu(q):
-        return paged_decode_reference(q, keys, values, tables, lengths, window, max_length)
+        return paged_decode_reference(q, keys, values, tables, lengths, window, max_length, scales)
     batch, n_heads, head_dim = q.shape
-    shape = _shape(q, keys, values)
+    shape, cache = _shape(q, keys, values, scales), _pointers(keys, values, scales)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not out.numel():
         return out
     pairs, longest = batch * shape["K"], min(max_length, window or max_length)
-    launch = decode_launch(q.dtype, shape["G"], head_dim, pairs) | pdl_options(q.device)
-    splits = decode_splits(pairs, longest, launch["BLOCK_N"], sm_count(q.device))
+    config = decode_config(pairs, scales is not None)
+    launch = decode_launch(q.dtype, shape["G"], head_dim, config) | pdl_options(q.device)
+    splits = decode_splits(config, pairs, longest, launch["BLOCK_N"], sm_count(q.device))
     pieces = _partials(pairs * splits if splits > 1 else 0, shape["G"], head_dim, q.device)
     _paged_decode[(pairs, splits)](
-        q.contiguous(), keys, values, tables, lengths, out, *pieces, splits, tables.stride(0), tables.shape[1],
+        q.contiguous(), *cache, tables, lengths, out, *pieces, splits, tables.stride(0), tables.shape[1],
         window or NO_WINDOW, math.log2(math.e) / math.sqrt(head_dim), SINGLE_SPLIT=splits == 1, WINDOWED=window is not None,
         **shape, **launch,
     )  # fmt: skip
@@ -113,6 +130,7 @@ def paged_prefill(
     window: int | None,
     max_span: int,
     schedules: dict[int, Tensor] | None = None,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of S consecutive spans of queries in q, one of each sequence.
 
@@ -120,14 +138,14 @@ def paged_prefill(
     starts[s] … starts[s + 1] - 1 and may be empty; rows from starts[S] on are padding, whose output is zero; lengths (S,)
     int32: tokens of the sequence up to and with the span's last row. Returns (T, H, D) in q's dtype. max_span: an upper bound
     of the rows of a span. schedules: an empty dict that the caller keeps for calls with the same starts, lengths and T, which then
-    share what it gets. The kernel raises ValueError as `_shape`."""
+    share what it gets. scales: as of `dequantized`. The kernel raises ValueError as `_shape`."""
     if not on_gpu(q):
-        return paged_prefill_reference(q, keys, values, tables, starts, lengths, window, max_span)
+        return paged_prefill_reference(q, keys, values, tables, starts, lengths, window, max_span, scales=scales)
     (rows, _, head_dim), spans = q.shape, len(lengths)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not out.numel():
         return out
-    shape = _shape(q, keys, values)
+    shape, cache = _shape(q, keys, values, scales), _pointers(keys, values, scales)
     scale = math.log2(math.e) / math.sqrt(head_dim)
     if specialized(q, keys, window):
         hopper = import_module("kernels.prefill_attention_hopper")  # Triton may lack Gluon elsewhere
@@ -139,7 +157,7 @@ def paged_prefill(
     launch = prefill_launch(q.dtype, shape["G"], head_dim, min(max_span, rows))
     tiles = rows // launch["TOKENS"] + spans + 1  # each span, and the padding, may end with a partial tile
     _paged_prefill[(shape["K"], tiles)](
-        q.contiguous(), keys, values, tables, starts, lengths, out, rows, spans, tables.stride(0), tables.shape[1],
+        q.contiguous(), *cache, tables, starts, lengths, out, rows, spans, tables.stride(0), tables.shape[1],
         window or NO_WINDOW, scale, SPANS=triton.next_power_of_2(spans + 1),
         WINDOWED=window is not None, **shape, **launch, **pdl_options(q.device),
     )  # fmt: skip
@@ -147,12 +165,19 @@ def paged_prefill(
 
 
 def paged_decode_reference(
-    q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, window: int | None, max_length: int
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    lengths: Tensor,
+    window: int | None,
+    max_length: int,
+    scales: Tensor | None = None,
 ) -> Tensor:
     out = torch.zeros_like(q)
     for b, length in enumerate(lengths.tolist()):
         if length:
-            out[b] = _attend(q[b : b + 1], keys, values, tables[b], length, window)[0]
+            out[b] = _attend(q[b : b + 1], keys, values, tables[b], length, window, scales)[0]
     return out
 
 
@@ -166,21 +191,31 @@ def paged_prefill_reference(
     window: int | None,
     max_span: int,
     schedules: dict[int, Tensor] | None = None,
+    scales: Tensor | None = None,
 ) -> Tensor:
     out = torch.zeros_like(q)
     bounds = starts.tolist()
     for s, length in enumerate(lengths.tolist()):
         first, last = bounds[s : s + 2]
         if last > first:
-            out[first:last] = _attend(q[first:last], keys, values, tables[s], length, window)
+            out[first:last] = _attend(q[first:last], keys, values, tables[s], length, window, scales)
     return out
 
 
-def _attend(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, length: int, window: int | None) -> Tensor:
+def dequantized(codes: Tensor, scales: Tensor | None) -> Tensor:
+    """Keys or values (N, P, K, D), fp32. scales (N, K, P) fp32: of each token and head, if the cache holds codes; both have it
+    as one tensor (2, N, K, P)."""
+    return codes.float() if scales is None else codes.float() * scales.transpose(1, 2)[..., None]
+
+
+def _attend(
+    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, length: int, window: int | None, scales: Tensor | None
+) -> Tensor:
     """Attention of q (n, H, D), the last n of `length` positions of the sequence with block table `table` (W,): (n, H, D)."""
     n, _, head_dim = q.shape
     blocks = table[: -(-length // keys.shape[1])].long()
-    k, v = (x[blocks].flatten(0, 1)[:length].float() for x in (keys, values))  # (L, K, D)
+    both = zip((keys, values), (None, None) if scales is None else scales[:, blocks], strict=True)
+    k, v = (dequantized(x[blocks], scale).flatten(0, 1)[:length] for x, scale in both)  # (L, K, D)
     grouped = q.float().unflatten(1, (k.shape[1], -1))  # (n, K, H / K, D)
     scores = torch.einsum("nkgd,lkd->kgnl", grouped, k) / math.sqrt(head_dim)
     distances = torch.arange(length - n, length, device=q.device)[:, None] - torch.arange(length, device=q.device)
@@ -194,7 +229,9 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, length: int,
 
 @triton.jit
 def _attend_tiles(
-    q, acc, row_max, row_sum, keys, values, table, width,
+    q, acc, row_max, row_sum, keys, values,
+    key_scales, value_scales,  # of a cache of codes, else None
+    head, table, width,
     block,  # (BLOCK_N,): the blocks of the first tile's tokens
     begin, end, position, window, scale,
     step,  # tokens from one tile of BLOCK_N to the next
@@ -202,10 +239,32 @@ def _attend_tiles(
     MASKED: tl.constexpr, WINDOWED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One online-softmax pass of q (M, BLOCK_D) over the tiles of keys from token `begin` to `end`. position (M,): the last
-    token that a row attends to. keys and values: pointers to this head of the first token.
+    token that a row attends to. keys and values: pointers to the first token.
 
     acc (M, BLOCK_D) and row_sum (M,) are relative to 2^row_max (M,). A row without keys yet has the maximum -1e30, so its sums
     for masked keys are rescaled to 0 at the first key that is not masked."""
+    if key_scales is None:
+        acc, row_max, row_sum = _attend_values(
+            q, acc, row_max, row_sum, keys + head * D, values + head * D,
+            table, width, block, begin, end, position, window, scale, step,
+            K, D, P, BLOCK_N, MASKED, WINDOWED, PRECISION,
+        )  # fmt: skip
+    else:
+        acc, row_max, row_sum = _attend_codes(
+            q, acc, row_max, row_sum, keys + head * (D // 2), values + head * (D // 2), key_scales + head * P, value_scales + head * P,
+            table, width, block, begin, end, position, window, scale, step,
+            K, D, P, BLOCK_N, MASKED, WINDOWED, PRECISION,
+        )  # fmt: skip
+    return acc, row_max, row_sum
+
+
+@triton.jit
+def _attend_values(
+    q, acc, row_max, row_sum, keys, values, table, width, block, begin, end, position, window, scale, step,
+    K: tl.constexpr, D: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr, WINDOWED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`_attend_tiles` for a cache in the dtype of q."""
     feature = tl.arange(0, q.shape[1])
     for start in range(begin, end, step):
         token = start + tl.arange(0, BLOCK_N)
@@ -216,16 +275,104 @@ def _attend_tiles(
         v = tl.load(values + offsets, mask=inside, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         if MASKED:
-            visible = token[None, :] <= position[:, None]
-            if WINDOWED:
-                visible = visible & (token[None, :] > position[:, None] - window)
-            scores = tl.where(visible, scores, -1e30)
+            scores = _visible(scores, token, position, window, WINDOWED)
         new_max = tl.maximum(row_max, tl.max(scores, axis=1))
         weights = tl.exp2(scores - new_max[:, None])
         rescale = tl.exp2(row_max - new_max)
         row_max, row_sum = new_max, row_sum * rescale + tl.sum(weights, axis=1)
         acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
     return acc, row_max, row_sum
+
+
+@triton.jit
+def _visible(scores, token, position, window, WINDOWED: tl.constexpr):
+    """scores (M, N), -1e30 for the tokens (N,) that a row at position (M,) does not attend to."""
+    visible = token[None, :] <= position[:, None]
+    if WINDOWED:
+        visible = visible & (token[None, :] > position[:, None] - window)
+    return tl.where(visible, scores, -1e30)
+
+
+@triton.jit
+def _attend_codes(
+    q, acc, row_max, row_sum, keys, values, key_scales, value_scales, table, width, block, begin, end, position, window, scale, step,
+    K: tl.constexpr, D: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr, WINDOWED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`_attend_tiles` for a cache of codes. keys and values: pointers to pairs of them, int16.
+
+    A register of tensor cores holds the same feature of two keys, and memory two features of one. So features of even and of odd
+    numbers are multiplied apart: a pair becomes two operands where it is, while single bytes would have to be moved one by one.
+
+    Weights times scales are at most 2^15, so that they fit in fp16 and the small ones keep their bits."""
+    q, scale = _operand(q, scale)
+    q_even, q_odd = _split(q)
+    even, odd = _split(acc)
+    pair = tl.arange(0, q_even.shape[1])
+    for start in range(begin, end, step):
+        token = start + tl.arange(0, BLOCK_N)
+        offsets = (block.to(tl.int64) * P + token % P)[:, None] * (K * D // 2) + pair[None, :]
+        scale_offsets = block * (K * P) + token % P
+        block = _blocks(table, token + step, width, P)  # the next tile's, loaded while this one is used
+        inside = (token < end)[:, None] & (pair < D // 2)[None, :]
+        k_even, k_odd = _decoded(tl.load(keys + offsets, mask=inside, other=0), q.dtype)
+        v_even, v_odd = _decoded(tl.load(values + offsets, mask=inside, other=0), q.dtype)
+        key_scale = tl.load(key_scales + scale_offsets, mask=token < end, other=1.0)[None, :]
+        value_scale = tl.load(value_scales + scale_offsets, mask=token < end, other=1.0)[None, :]
+        scores = tl.dot(q_even, tl.trans(k_even), input_precision=PRECISION)
+        scores = tl.dot(q_odd, tl.trans(k_odd), scores, input_precision=PRECISION) * scale * key_scale
+        if MASKED:
+            scores = _visible(scores, token, position, window, WINDOWED)
+        exponent = (value_scale.to(tl.int32, bitcast=True) >> 23) - 126  # at least log2 of the scale
+        new_max = tl.maximum(row_max, tl.max(scores + exponent.to(tl.float32), axis=1) - 15)
+        weights = tl.exp2(scores - new_max[:, None])
+        rescale = tl.exp2(row_max - new_max)
+        row_max, row_sum = new_max, row_sum * rescale + tl.sum(weights, axis=1)
+        weights = (weights * value_scale).to(q.dtype)
+        even = tl.dot(weights, v_even, even * rescale[:, None], input_precision=PRECISION)
+        odd = tl.dot(weights, v_odd, odd * rescale[:, None], input_precision=PRECISION)
+    return tl.join(even, odd).reshape(acc.shape), row_max, row_sum
+
+
+@triton.jit
+def _split(x):
+    """x (M, D): its even and its odd columns."""
+    return tl.split(x.reshape(x.shape[0], x.shape[1] // 2, 2))
+
+
+@triton.jit
+def _decoded(pairs, dtype: tl.constexpr):
+    """Values of the first and of the second code of each pair, int16. A register holds two pairs."""
+    if INTERPRETED:
+        first, second = pairs.to(tl.int8), (pairs >> 8).to(tl.int8)
+        first, second = (
+            first.to(tl.float8e4nv, bitcast=True).to(tl.float16),
+            second.to(tl.float8e4nv, bitcast=True).to(tl.float16),
+        )
+    else:
+        first, second = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 sorted;
+            .reg .b16 firsts, seconds;
+            prmt.b32 sorted, $2, 0, 0x3120;
+            mov.b32 {firsts, seconds}, sorted;
+            cvt.rn.f16x2.e4m3x2 $0, firsts;
+            cvt.rn.f16x2.e4m3x2 $1, seconds;
+            }""",
+            "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    return first.to(dtype), second.to(dtype)
+
+
+@triton.jit
+def _operand(queries, scale):
+    """Queries (M, D) for `_attend_codes`, and the factor of their scores, (M, 1).
+
+    16-bit ones become fp16, because codes convert to it faster than to bf16. Divided by the largest of a row, they fit."""
+    if queries.dtype != tl.float32:
+        largest = tl.maximum(tl.max(tl.abs(queries.to(tl.float32)), axis=1), 1e-30)[:, None]
+        queries, scale = (queries / largest).to(tl.float16), scale * largest
+    return queries, scale
 
 
 @triton.jit
@@ -249,7 +396,7 @@ def _normalized(acc, row_sum):
 
 @triton.jit
 def _attend_pair(
-    q, keys, values, tables, table_stride, width, pair, begin, end, step, scale,
+    q, keys, values, key_scales, value_scales, tables, table_stride, width, pair, begin, end, step, scale,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -259,10 +406,9 @@ def _attend_pair(
     block = _blocks(table, begin + tl.arange(0, BLOCK_N), width, P)  # before the queries: the compiler waits for these
     offsets, inside = _head_offsets(G, D, BLOCK_M, BLOCK_D)
     queries = tl.load(q + pair.to(tl.int64) * (G * D) + offsets, mask=inside, other=0.0)
-    first_feature = (pair % K) * D
     acc, row_max, row_sum = _empty_softmax(BLOCK_M, BLOCK_D)
     acc, row_max, row_sum = _attend_tiles(
-        queries, acc, row_max, row_sum, keys + first_feature, values + first_feature, table, width, block, begin, end,
+        queries, acc, row_max, row_sum, keys, values, key_scales, value_scales, pair % K, table, width, block, begin, end,
         tl.zeros((BLOCK_M,), tl.int32) + end - 1, 0, scale, step, K, D, P, BLOCK_N, True, False, PRECISION,
     )  # fmt: skip
     return _normalized(acc, row_sum), row_max + tl.log2(row_sum)
@@ -292,7 +438,9 @@ def _store_output(out, pair, mean, G: tl.constexpr, D: tl.constexpr):
 
 @triton.jit(do_not_specialize=["splits", "width", "window"])
 def _paged_decode(
-    q, keys, values, tables, lengths, out,
+    q, keys, values,
+    key_scales, value_scales,  # of a cache of codes, else None
+    tables, lengths, out,
     partials,  # (B * K, splits, G, D) fp32: the splits' results
     weights,  # (B * K, splits, G) fp32: log2 of the sums of their exponentials
     splits, table_stride,
@@ -316,7 +464,7 @@ def _paged_decode(
     if WINDOWED:
         begin += tl.maximum(length - window, 0)
     mean, weight = _attend_pair(
-        q, keys, values, tables, table_stride, width, pair, begin, length, splits * BLOCK_N, scale,
+        q, keys, values, key_scales, value_scales, tables, table_stride, width, pair, begin, length, splits * BLOCK_N, scale,
         K, G, D, P, BLOCK_M, BLOCK_D, BLOCK_N, PRECISION,
     )  # fmt: skip
     if SINGLE_SPLIT:
@@ -354,7 +502,7 @@ def _combine_splits(
 
 @triton.jit(do_not_specialize=["rows", "spans", "width", "window"])
 def _paged_prefill(
-    q, keys, values, tables, starts, lengths, out, rows, spans, table_stride, width, window, scale,
+    q, keys, values, key_scales, value_scales, tables, starts, lengths, out, rows, spans, table_stride, width, window, scale,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     TOKENS: tl.constexpr,  # of a tile; each has G of the BLOCK_M rows
@@ -386,16 +534,15 @@ def _paged_prefill(
         diagonal = tl.maximum(first_position - window + 1, 0)
     else:
         diagonal = tl.maximum(first_position + 1, 0) // BLOCK_N * BLOCK_N  # all rows attend to all keys before it
-    keys, values = keys + kv_head * D, values + kv_head * D
     tile = tl.arange(0, BLOCK_N)
     if not WINDOWED:
         acc, row_max, row_sum = _attend_tiles(
-            queries, acc, row_max, row_sum, keys, values, table, width, _blocks(table, tile, width, P), 0, diagonal, position, window, scale, BLOCK_N,
-            K, D, P, BLOCK_N, False, False, PRECISION,
+            queries, acc, row_max, row_sum, keys, values, key_scales, value_scales, kv_head, table, width, _blocks(table, tile, width, P),
+            0, diagonal, position, window, scale, BLOCK_N, K, D, P, BLOCK_N, False, False, PRECISION,
         )  # fmt: skip
     acc, row_max, row_sum = _attend_tiles(
-        queries, acc, row_max, row_sum, keys, values, table, width, _blocks(table, diagonal + tile, width, P), diagonal, stop, position, window, scale, BLOCK_N,
-        K, D, P, BLOCK_N, True, WINDOWED, PRECISION,
+        queries, acc, row_max, row_sum, keys, values, key_scales, value_scales, kv_head, table, width,
+        _blocks(table, diagonal + tile, width, P), diagonal, stop, position, window, scale, BLOCK_N, K, D, P, BLOCK_N, True, WINDOWED, PRECISION,
     )  # fmt: skip
     mean = _normalized(acc, row_sum)
     tl.store(out + offsets, mean.to(out.dtype.element_ty), mask=inside)
@@ -421,22 +568,31 @@ def _find_tile(starts, number, spans, rows, TOKENS: tl.constexpr, SPANS: tl.cons
 # --- how they are launched ----------------------------------------------------------------------------------------------------
 
 
-def _shape(q: Tensor, keys: Tensor, values: Tensor) -> dict[str, int]:
-    """K, G, D and P. Raises ValueError if P is no power of two, the cache is not contiguous, or its dtype is not that of q."""
+def _pointers(keys: Tensor, values: Tensor, scales: Tensor | None) -> tuple[Tensor | None, ...]:
+    """What kernels take: keys and values, of codes in pairs, and their scales."""
+    return (keys, values, None, None) if scales is None else (keys.view(torch.int16), values.view(torch.int16), *scales)
+
+
+def _shape(q: Tensor, keys: Tensor, values: Tensor, scales: Tensor | None) -> dict[str, int]:
+    """K, G, D and P. Raises ValueError if P is no power of two, the cache is not contiguous, or its dtype is neither that of q nor,
+    with scales, fp8."""
     block_size, n_kv_heads, head_dim = keys.shape[1:]
     if block_size & (block_size - 1):
         raise ValueError(f"the block size must be a power of two, not {block_size}")
     if not (keys.is_contiguous() and values.is_contiguous()):
         raise ValueError("keys and values must be contiguous")
-    if q.dtype != keys.dtype or q.dtype != values.dtype:
+    held = q.dtype if scales is None else torch.float8_e4m3fn
+    if held != keys.dtype or held != values.dtype:
         raise ValueError(f"queries of {q.dtype} cannot attend to a cache of {keys.dtype} and {values.dtype}")
     return {"K": n_kv_heads, "G": q.shape[1] // n_kv_heads, "D": head_dim, "P": block_size}
 
 
 def specialized(q: Tensor, keys: Tensor, window: int | None) -> bool:
-    """Whether prefill uses the kernel for Hopper: 16 bits, its head dimensions, no window, blocks of at least 8 tokens (rows of
+    """Whether prefill uses the kernel for Hopper: 16 bits in the cache, too, its head dimensions, no window, blocks of at least 8 tokens (rows of
     TMA's pattern in shared memory), rows of the cache that TMA can count."""
-    supported = q.dtype in (torch.bfloat16, torch.float16) and q.shape[2] in (64, 128, 256) and window is None
+    supported = (
+        q.dtype == keys.dtype and q.dtype in (torch.bfloat16, torch.float16) and q.shape[2] in (64, 128, 256) and window is None
+    )
     fits = keys.shape[1] >= 8 and keys.shape[0] * keys.shape[1] <= 1 << 30
     return supported and fits and q.is_cuda and torch.cuda.get_device_capability(q.device)[0] == 9
 
@@ -452,13 +608,12 @@ def _block_n(dtype: torch.dtype, block_d: int, wanted: int) -> int:
     return wanted if block_d <= 128 else min(wanted, 32)
 
 
-def decode_config(pairs: int) -> DecodeConfig:
-    return next(config for most, config in DECODE_CONFIGS if pairs <= most)
+def decode_config(pairs: int, codes: bool = False) -> DecodeConfig:
+    return next(config for most, config in (CODE_CONFIGS if codes else DECODE_CONFIGS) if pairs <= most)
 
 
-def decode_splits(pairs: int, longest: int, block_n: int, sms: int) -> int:
+def decode_splits(config: DecodeConfig, pairs: int, longest: int, block_n: int, sms: int) -> int:
     """Splits for each pair: all programs fit on the SMs at once, and each has at least one tile of the longest sequence."""
-    config = decode_config(pairs)
     return max(min(config.programs * sms // pairs, triton.cdiv(longest, block_n), config.max_splits), 1)
 
 
@@ -468,11 +623,11 @@ def _partials(pieces: int, group: int, head_dim: int, device: torch.device) -> t
     return partials, torch.empty(pieces, group, dtype=torch.float32, device=device)
 
 
-def decode_launch(dtype: torch.dtype, group: int, head_dim: int, pairs: int) -> dict[str, Any]:
-    config, block_d = decode_config(pairs), triton.next_power_of_2(head_dim)
+def decode_launch(dtype: torch.dtype, group: int, head_dim: int, config: DecodeConfig) -> dict[str, Any]:
+    block_d = triton.next_power_of_2(head_dim)
     return {
         "BLOCK_M": max(triton.next_power_of_2(group), 16),
-        "BLOCK_D": max(block_d, 16),
+        "BLOCK_D": max(block_d, 32),
         "BLOCK_N": _block_n(dtype, block_d, config.block_n),
         "PRECISION": _precision(dtype),
         "num_warps": config.warps if dtype.itemsize == 2 and group <= 16 else 8,  # fewer would spill registers
@@ -496,7 +651,7 @@ def prefill_launch(dtype: torch.dtype, group: int, head_dim: int, span: int) -> 
     block_m = max(min(triton.next_power_of_2(span * group), largest), smallest)
     return {
         "BLOCK_M": block_m,
-        "BLOCK_D": max(block_d, 16),
+        "BLOCK_D": max(block_d, 32),
         "BLOCK_N": _block_n(dtype, block_d, config.block_n),
         "TOKENS": block_m // group,
         "PRECISION": _precision(dtype),

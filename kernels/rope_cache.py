@@ -2,6 +2,9 @@
 
 RoPE is Su et al., arXiv:2104.09864, in the layout of Hugging Face weights: feature i is paired with feature i + D / 2.
 Shapes: T tokens, H query heads, K key-value heads, D head_dim; a cache of N blocks of P tokens has N * P rows.
+
+A cache of codes (e4m3) has a scale for each token and head: the largest of its D values is 448 times the scale. So a token's
+codes depend on nothing but the token.
 """
 
 import torch
@@ -10,6 +13,9 @@ from torch import Tensor
 from kernels.dispatch import as_rows, on_gpu, pdl_options
 from kernels.norm import rms_norm_reference
 from kernels.optional_triton import tl, triton
+
+LARGEST_CODE = 448.0  # of e4m3
+SMALLEST = 1e-12  # a head whose values are all smaller gets the scale of this value
 
 
 def rope_store(
@@ -22,15 +28,16 @@ def rope_store(
     q_norm: Tensor | None,
     k_norm: Tensor | None,
     eps: float,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """Write the keys and values of T tokens to the cache and return their queries, (T, H, D) in qkv's dtype.
 
     qkv (T, (H + 2K) * D); positions (T,) int64; frequencies (D / 2,) fp32, radians a token; cache_rows (T,) int64, the cache row of
     each token, negative for padding, which is not stored; keys and values (N * P, K, D), written in place. q_norm and k_norm:
-    (D,) weights of an RMSNorm over each head before RoPE, with epsilon `eps`, or both None. Angles are fp32. The kernel raises
-    ValueError if a row of the cache is not contiguous."""
+    (D,) weights of an RMSNorm over each head before RoPE, with epsilon `eps`, or both None. Angles are fp32. scales (2, N, K, P)
+    fp32: of keys and values, written in place, if the cache holds codes. The kernel raises ValueError if a row of the cache is not contiguous."""
     if not on_gpu(qkv):
-        return rope_store_reference(qkv, positions, frequencies, cache_rows, keys, values, q_norm, k_norm, eps)
+        return rope_store_reference(qkv, positions, frequencies, cache_rows, keys, values, q_norm, k_norm, eps, scales)
     rows, (n_kv_heads, head_dim) = as_rows(qkv), keys.shape[1:]
     tokens, n_heads = rows.shape[0], rows.shape[1] // head_dim - 2 * n_kv_heads
     if keys[0].stride() != (head_dim, 1) or values[0].stride() != (head_dim, 1):
@@ -42,9 +49,10 @@ def rope_store(
     # Few tokens: small programs, to use all SMs. Many: larger programs, so that their launch overhead is small.
     block_h = min(4 if tokens <= 64 else 16, triton.next_power_of_2(all_heads))
     _rope_store[(tokens, triton.cdiv(all_heads, block_h))](
-        rows, positions, frequencies, cache_rows, keys, values, q_norm, k_norm, queries,
+        rows, positions, frequencies, cache_rows, keys, values, *((None, None) if scales is None else scales), q_norm, k_norm, queries,
         rows.stride(0), keys.stride(0), values.stride(0), eps,
-        H=n_heads, K=n_kv_heads, D=head_dim, HALF=half, BLOCK_H=block_h,
+        H=n_heads, K=n_kv_heads, D=head_dim, P=1 if scales is None else scales.shape[3], HALF=half, BLOCK_H=block_h,
+        LARGEST_CODE=LARGEST_CODE, SMALLEST=SMALLEST,
         num_warps=min(max(block_h * half // 128, 1), 4), **pdl_options(qkv.device),
     )  # fmt: skip
     return queries
@@ -60,6 +68,7 @@ def rope_store_reference(
     q_norm: Tensor | None,
     k_norm: Tensor | None,
     eps: float,
+    scales: Tensor | None = None,
 ) -> Tensor:
     n_kv_heads, head_dim = keys.shape[1:]
     heads = qkv.unflatten(-1, (-1, head_dim))
@@ -69,9 +78,22 @@ def rope_store_reference(
     angles = positions[:, None, None].float() * frequencies
     cos, sin = angles.cos(), angles.sin()
     stored = cache_rows >= 0
-    keys[cache_rows[stored]] = _apply_rope(k, cos, sin)[stored].to(keys.dtype)
-    values[cache_rows[stored]] = v[stored].to(values.dtype)
+    for cache, x, scale in zip(
+        (keys, values), (_apply_rope(k, cos, sin), v), (None, None) if scales is None else scales, strict=True
+    ):
+        store(cache, scale, cache_rows[stored], x[stored])
     return _apply_rope(q, cos, sin)
+
+
+def store(cache: Tensor, scales: Tensor | None, cache_rows: Tensor, x: Tensor) -> None:
+    """Write x (T, K, D) to rows (T,) of a cache (N * P, K, D), with PyTorch. scales (N, K, P): if the cache holds codes."""
+    if scales is None:
+        cache.index_copy_(0, cache_rows, x.to(cache.dtype))
+        return
+    scale = x.float().abs().amax(2).clamp(min=SMALLEST) / LARGEST_CODE
+    codes = (x.float() / scale[..., None]).to(cache.dtype)
+    cache.view(torch.uint8).index_copy_(0, cache_rows, codes.view(torch.uint8))  # CPUs cannot index fp8
+    scales[cache_rows // scales.shape[2], :, cache_rows % scales.shape[2]] = scale
 
 
 def _apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -82,11 +104,13 @@ def _apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 @triton.jit
 def _rope_store(
     qkv, positions, frequencies, cache_rows, keys, values,
+    key_scales, value_scales,  # of a cache of codes, else None
     q_norm, k_norm,  # both None without norms
     queries, qkv_stride, keys_stride, values_stride, eps,
-    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
     HALF: tl.constexpr,  # D / 2, rounded up to a power of two
     BLOCK_H: tl.constexpr,  # heads of one program
+    LARGEST_CODE: tl.constexpr, SMALLEST: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """A program handles BLOCK_H heads of one token. Heads are ordered: queries, keys, values."""
@@ -122,6 +146,14 @@ def _rope_store(
     tl.store(out, first, mask=out_mask)
     tl.store(out + D // 2, second, mask=out_mask)
     is_stored = cache_row >= 0
+    if key_scales is not None:
+        largest = _largest(tl.where(is_key[:, None], first, first_raw), tl.where(is_key[:, None], second, second_raw))
+        scale = tl.maximum(largest, SMALLEST) / LARGEST_CODE
+        slot = (cache_row // P * K + head) * P + cache_row % P
+        tl.store(key_scales + slot - H * P, scale, mask=is_key & is_stored)
+        tl.store(value_scales + slot - (H + K) * P, scale, mask=is_value & is_stored)
+        first, second = first / scale[:, None], second / scale[:, None]
+        first_raw, second_raw = first_raw / scale[:, None], second_raw / scale[:, None]
     key = keys + cache_row * keys_stride + (head - H)[:, None] * D + column[None, :]
     key_mask = (is_key & is_stored)[:, None] & inside[None, :]
     tl.store(key, first.to(keys.dtype.element_ty), mask=key_mask)
@@ -130,6 +162,12 @@ def _rope_store(
     value_mask = (is_value & is_stored)[:, None] & inside[None, :]
     tl.store(value, first_raw.to(values.dtype.element_ty), mask=value_mask)
     tl.store(value + D // 2, second_raw.to(values.dtype.element_ty), mask=value_mask)
+
+
+@triton.jit
+def _largest(a, b):
+    """The largest absolute value of each row of a and b (R, C), in fp32."""
+    return tl.max(tl.maximum(tl.abs(a.to(tl.float32)), tl.abs(b.to(tl.float32))), axis=1)
 
 
 @triton.jit

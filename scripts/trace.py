@@ -223,7 +223,7 @@ def record_model(args: argparse.Namespace) -> bool:
     if args.compile:
         model.compile_modules()
     prompts = random_prompts(args.batch_size, args.prompt_length, config.vocab_size, args.seed)
-    llm = LLM(model, world=world)
+    llm = LLM(model, world=world, kv_dtype=args.kv_dtype)
     note(f"profiling {args.model}, {config.description}, {world.world_size} rank(s) with {world.comm.name}")
     llm.generate(prompts, benchmark_params(args.new_tokens))
     annotate(model)

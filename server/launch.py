@@ -76,6 +76,7 @@ def build_engine(settings: Settings, config: ModelConfig, tokenizer: Tokenizer, 
         max_batch_tokens=settings.max_batch_tokens,
         block_size=settings.block_size,
         kv_memory=settings.kv_memory,
+        kv_dtype=settings.kv_dtype,
     )
     engine = Engine(model, tokenizer, limits, world)
     if engine.runner.graphs is not None:

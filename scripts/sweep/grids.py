@@ -84,7 +84,7 @@ def settings_of(args: argparse.Namespace) -> list[Setting]:
     settings = [
         Setting(
             model, variant, tp, batch, prompt, new, comm, link, device, dtype,
-            args.compile, seed, args.runs, args.profile, args.overlap,
+            args.compile, seed, args.runs, args.profile, args.overlap, args.kv_dtype,
         )
         for seed, (tp, link, model, comm, prompt, new, batch, variant) in product(
             dict.fromkeys(args.seeds), product(*(dict.fromkeys(axes[name]) for name in order))

@@ -37,6 +37,7 @@ class Setting:
     runs: int = 3  # measured runs, after one warm-up run
     profile: bool = False  # one additional run under the profiler
     overlap: str = "auto"  # how a ladder's all-reduces are computed, as `generate.py --overlap` takes it
+    kv_dtype: str = "auto"  # as `generate.py --kv-dtype` takes it
 
     @property
     def key(self) -> str:
@@ -48,8 +49,9 @@ class Setting:
         sums = "" if self.comm is None else f" {self.comm}"
         link = "" if self.interconnect == "default" else f" {self.interconnect}"
         overlap = "" if self.overlap == "auto" else f" {self.overlap}"
+        cache = "" if self.kv_dtype == "auto" else f" kv {self.kv_dtype}"
         lengths = f"{self.prompt_length}+{self.new_tokens}"
-        return f"{self.model} {self.variant} tp{self.tp} b{self.batch} {lengths}{sums}{link}{overlap}{seed}"
+        return f"{self.model} {self.variant} tp{self.tp} b{self.batch} {lengths}{sums}{link}{overlap}{cache}{seed}"
 
     def of_variant(self, variant: str) -> "Setting":
         """The same configuration of another variant."""

@@ -81,7 +81,7 @@ class Models:
 
     @staticmethod
     def key(s: Setting) -> str:
-        return json.dumps([s.model, s.variant, s.comm, s.interconnect, s.dtype, s.compile, s.seed, s.overlap])
+        return json.dumps([s.model, s.variant, s.comm, s.interconnect, s.dtype, s.compile, s.seed, s.overlap, s.kv_dtype])
 
     def keep(self, settings: Iterable[Setting]) -> None:
         """Free all models except those of `settings`."""
@@ -101,7 +101,7 @@ class Models:
             model = load_model(s.model, config, world, DTYPES[s.dtype], s.seed, tokens)
             if s.compile:
                 model.compile_modules()
-            self.loaded[self.key(s)] = LLM(model, world=world), comm
+            self.loaded[self.key(s)] = LLM(model, world=world, kv_dtype=s.kv_dtype), comm
         return self.loaded[self.key(s)]
 
     def about(self, s: Setting) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -58,110 +58,128 @@ def attend64(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
 def plain(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
     """The same with PyTorch's attention, in the dtype of the inputs."""
     mask = seen(len(q), len(k), window, q.device)
-    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    q, k, v = (x.to(q.dtype).transpose(0, 1)[None] for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1)
 
 
 @dataclass
 class Pages:
-    """Sequences of given lengths in a cache. The order of its blocks is random, and unused slots contain NaN."""
+    """Sequences of given lengths in a cache. The order of its blocks is random, and unused slots contain NaN. Codes are random, and
+    their scales are of very different sizes; the sequences are then what they stand for, in fp32."""
 
     keys: Tensor
     values: Tensor
     tables: Tensor
+    scales: Tensor | None
     sequences: list[tuple[Tensor, Tensor]]
 
     @classmethod
-    def of(cls, shape: Shape, lengths: list[int], device: str, dtype: torch.dtype) -> "Pages":
+    def of(cls, shape: Shape, lengths: list[int], device: str, dtype: torch.dtype, codes: bool = False) -> "Pages":
         size = shape.block_size
         width = -(-max(lengths) // size) + 1
         blocks = len(lengths) * width + 3
         order = torch.randperm(blocks)[: len(lengths) * width].view(len(lengths), width).int().to(device)
-        cache = torch.full((2, blocks, size, shape.n_kv_heads, shape.head_dim), torch.nan, dtype=dtype, device=device)
+        held = torch.float8_e4m3fn if codes else dtype
+        cache = torch.full((2, blocks, size, shape.n_kv_heads, shape.head_dim), torch.nan, device=device).to(held)
+        scales = torch.full((2, blocks, shape.n_kv_heads, size), torch.nan, device=device) if codes else None
         sequences = []
         for table, length in zip(order.long(), lengths, strict=True):
-            both = torch.randn(2, length, shape.n_kv_heads, shape.head_dim, device=device).to(dtype)
+            both = (torch.randn(2, length, shape.n_kv_heads, shape.head_dim, device=device) * (100 if codes else 1)).to(held)
             at = torch.arange(length, device=device)
             cache[:, table[at // size], at % size] = both
+            if scales is not None:
+                own = torch.rand(2, length, shape.n_kv_heads, device=device) / 50
+                own[1] *= 10 ** (3 * torch.randn(length, shape.n_kv_heads, device=device)).clamp(-6, 3)
+                scales[:, table[at // size], :, at % size] = own.transpose(0, 1)
+                both = both.float() * own[..., None]
             sequences.append((both[0], both[1]))
-        return cls(cache[0], cache[1], order, sequences)
+        return cls(cache[0], cache[1], order, scales, sequences)
 
 
 def worse(name: str, got: Tensor, expected: list[Tensor], usual: list[Tensor]) -> list[str]:
-    """A message if a kernel's error is more than twice that of plain PyTorch in the same dtype, plus 2e-6."""
+    """A message if a kernel's error is more than twice that of plain PyTorch in the same dtype, plus 2e-6 of the largest value (at
+    least of 1)."""
     exact = torch.cat(expected)
     error, allowed = ((x.double() - exact).abs().max().item() for x in (got, torch.cat(usual)))
-    allowed = 2 * allowed + 2e-6
+    allowed = 2 * allowed + 2e-6 * max(1.0, exact.abs().max().item())
     return [] if error <= allowed else [f"{name}: error {error:.3g}, allowed {allowed:.3g}"]
 
 
 def decode_faults(
-    decode: Callable, shape: Shape, longest: int, device: str, dtype: torch.dtype, more: Sequence[int] = ()
+    decode: Callable, shape: Shape, longest: int, device: str, dtype: torch.dtype, codes: bool = False
 ) -> list[str]:
-    """more: lengths of further sequences."""
-    lengths = [random.randint(1, longest), 0, 1, min(shape.block_size, longest), longest, *more]
-    pages = Pages.of(shape, lengths, device, dtype)
+    lengths = [random.randint(1, longest), 0, 1, min(shape.block_size, longest), longest]
+    pages = Pages.of(shape, lengths, device, dtype, codes)
     q = torch.randn(len(lengths), shape.n_heads, shape.head_dim, device=device).to(dtype)
     on_device = torch.tensor(lengths, dtype=torch.int32, device=device)
-    got = decode(q, pages.keys, pages.values, pages.tables, on_device, shape.window, longest + random.randrange(500))
+    bound = longest + random.randrange(500)
+    got = decode(q, pages.keys, pages.values, pages.tables, on_device, shape.window, bound, scales=pages.scales)
     rows = [(q[i : i + 1], *pages.sequences[i], shape.window) for i, length in enumerate(lengths) if length]
-    name = f"decode {shape} {dtype} {lengths}"
+    name = f"decode {shape} {dtype} {codes=} {lengths}"
     found = [] if not got[1].any() else [f"{name}: padding is not zero"]
     return found + worse(name, got[on_device > 0], [attend64(*row) for row in rows], [plain(*row) for row in rows])
 
 
-def prefill_faults(prefill: Callable, shape: Shape, longest: int, device: str, dtype: torch.dtype) -> list[str]:
+def prefill_faults(
+    prefill: Callable, shape: Shape, longest: int, device: str, dtype: torch.dtype, codes: bool = False
+) -> list[str]:
     counts = [random.randint(1, longest // 2), 0, 1, random.randint(1, longest), 1, 0]
     if random.random() < 0.3:
         counts = [min(n, 2) for n in counts]
     lengths = [n + random.randrange(longest) if n else random.randrange(2) for n in counts]
     lengths[0] = counts[0]  # this sequence has no earlier tokens
-    pages, padding = Pages.of(shape, lengths, device, dtype), random.choice([0, 5, 150])
+    pages, padding = Pages.of(shape, lengths, device, dtype, codes), random.choice([0, 5, 150])
     starts = torch.tensor([0, *counts]).cumsum(0).int().to(device)
     q = torch.randn(sum(counts) + padding, shape.n_heads, shape.head_dim, device=device).to(dtype)
     on_device = torch.tensor(lengths, dtype=torch.int32, device=device)
     bound = max(counts) + random.randrange(3)
-    got = prefill(q, pages.keys, pages.values, pages.tables, starts, on_device, shape.window, bound)
+    got = prefill(q, pages.keys, pages.values, pages.tables, starts, on_device, shape.window, bound, scales=pages.scales)
     spans = [(part, *pages.sequences[s], shape.window) for s, part in enumerate(q[: sum(counts)].split(counts)) if len(part)]
-    name = f"prefill {shape} {dtype} {counts} of {lengths}, {padding} rows of padding"
+    name = f"prefill {shape} {dtype} {codes=} {counts} of {lengths}, {padding} rows of padding"
     found = [] if not got[sum(counts) :].any() else [f"{name}: padding is not zero"]
     return found + worse(name, got[: sum(counts)], [attend64(*span) for span in spans], [plain(*span) for span in spans])
 
 
+@pytest.mark.parametrize("codes", [False, True], ids=["values", "codes"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_references(shape: Shape, dtype: torch.dtype, seed: int) -> None:
-    assert decode_faults(paged_decode_reference, shape, 200, "cpu", dtype) == []
-    assert prefill_faults(paged_prefill_reference, shape, 60, "cpu", dtype) == []
+def test_the_references(shape: Shape, dtype: torch.dtype, codes: bool, seed: int) -> None:
+    assert decode_faults(paged_decode_reference, shape, 200, "cpu", dtype, codes) == []
+    assert prefill_faults(paged_prefill_reference, shape, 60, "cpu", dtype, codes) == []
 
 
-def faults(seed: int, device: str, cases: list[tuple[torch.dtype, Shape]], longest: int) -> list[str]:
+def faults(seed: int, device: str, cases: list[tuple[torch.dtype, Shape]], longest: int, codes: bool = False) -> list[str]:
     """The cases in which the error of the Triton kernels is too large."""
+    table = "CODE_CONFIGS" if codes else "DECODE_CONFIGS"
     torch.manual_seed(seed)
     random.seed(seed)
-    found, usual, usual_values = [], paged_attention.DECODE_CONFIGS, paged_attention.COMBINED_VALUES
+    found, usual, usual_values = [], getattr(paged_attention, table), paged_attention.COMBINED_VALUES
     with kernels_always(paged_attention):
         for dtype, shape in cases:
-            paged_attention.DECODE_CONFIGS = random.choice([usual, ((math.inf, some_config(paged_attention.DecodeConfig)),)])
+            chosen = random.choice([usual, ((math.inf, some_config(paged_attention.DecodeConfig)),)])
+            setattr(paged_attention, table, chosen)
             paged_attention.COMBINED_VALUES = random.choice([usual_values, 16])  # or few features of a head in a program
-            faults = decode_faults(paged_attention.paged_decode, shape, longest, device, dtype)
-            found += [f"{fault}, {paged_attention.DECODE_CONFIGS}" for fault in faults]
-            found += prefill_faults(paged_attention.paged_prefill, shape, longest // 2, device, dtype)
-    paged_attention.DECODE_CONFIGS, paged_attention.COMBINED_VALUES = usual, usual_values
+            faults = decode_faults(paged_attention.paged_decode, shape, longest, device, dtype, codes)
+            found += [f"{fault}, {chosen}" for fault in faults]
+            found += prefill_faults(paged_attention.paged_prefill, shape, longest // 2, device, dtype, codes)
+    setattr(paged_attention, table, usual)
+    paged_attention.COMBINED_VALUES = usual_values
     return found
 
 
 def some_config(of: Callable[..., Any]) -> Any:
     """A random config: decode must be right with every config, not only with the default ones."""
     warps, stages, programs = random.choice([4, 8]), random.choice([2, 3]), random.choice([1, 3])
-    return of(random.choice([16, 32, 64]), warps, stages, programs, max_splits=random.choice([1, 2, 7, 64, 300]))
+    return of(random.choice([16, 32, 64, 128]), warps, stages, programs, max_splits=random.choice([1, 2, 7, 64, 300]))
 
 
-def test_kernels_in_the_interpreter(interpreters: Ranks, seed: int) -> None:
-    """Half of the shapes in fp32 and half in fp16, chosen at random: the interpreter cannot multiply bf16 matrices."""
+@pytest.mark.parametrize("codes", [False, True], ids=["values", "codes"])
+def test_kernels_in_the_interpreter(codes: bool, interpreters: Ranks, seed: int) -> None:
+    """Half of the shapes in fp32 and half in fp16, chosen at random: the interpreter cannot multiply bf16 matrices. Two of them for codes, to save time."""
     dtypes = [torch.float32, torch.float16] * (len(SHAPES) // 2)
     random.shuffle(dtypes)
-    assert interpreters.call(faults, seed, "cpu", list(zip(dtypes, SHAPES, strict=True)), 280) == []
+    cases = list(zip(dtypes, SHAPES, strict=True))
+    assert interpreters.call(faults, seed, "cpu", random.sample(cases, 2) if codes else cases, 280, codes) == []
 
 
 def test_splits_fill_the_gpu_but_never_fall_below_a_tile() -> None:
@@ -172,7 +190,7 @@ def test_splits_fill_the_gpu_but_never_fall_below_a_tile() -> None:
         config = decode_config(pairs)
         held = config.programs * 132
         for longest in (1, 64, 65, 1000, 8192, 10**6):
-            splits, tiles = decode_splits(pairs, longest, 64, 132), -(-longest // 64)
+            splits, tiles = decode_splits(config, pairs, longest, 64, 132), -(-longest // 64)
             assert splits == 1 or (splits * pairs <= held and splits <= min(tiles, config.max_splits))
             assert (splits + 1) * pairs > held or splits == min(tiles, config.max_splits)
 
@@ -181,23 +199,25 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 
 
 @needs_gpu
-def test_kernels_on_a_gpu(seed: int) -> None:
+@pytest.mark.parametrize("codes", [False, True], ids=["values", "codes"])
+def test_kernels_on_a_gpu(codes: bool, seed: int) -> None:
     dtypes = [torch.float32, torch.float16, torch.bfloat16]
-    assert faults(seed, "cuda", list(product(dtypes, SHAPES)), 280) == []
-    assert faults(seed, "cuda", list(product([torch.bfloat16], LARGE)), 3000) == []
+    assert faults(seed, "cuda", list(product(dtypes, SHAPES)), 280, codes) == []
+    assert faults(seed, "cuda", list(product([torch.bfloat16], LARGE)), 3000, codes) == []
 
 
 @needs_gpu
+@pytest.mark.parametrize("codes", [False, True], ids=["values", "codes"])
 @pytest.mark.parametrize("batch", [4, 100])
-def test_a_captured_decode_on_a_gpu_follows_lengths_and_repeats_its_bits(batch: int, seed: int) -> None:
+def test_a_captured_decode_on_a_gpu_follows_lengths_and_repeats_its_bits(batch: int, codes: bool, seed: int) -> None:
     from kernels.paged_attention import paged_decode
 
     shape, longest = LARGE[0], 2048
-    pages = Pages.of(shape, [longest] * batch, "cuda", torch.bfloat16)
+    pages = Pages.of(shape, [longest] * batch, "cuda", torch.bfloat16, codes)
     q = torch.randn(batch, shape.n_heads, shape.head_dim, device="cuda", dtype=torch.bfloat16)
     lengths = torch.full((batch,), longest, dtype=torch.int32, device="cuda")
     with torch.no_grad():
-        arguments = q, pages.keys, pages.values, pages.tables, lengths, None, longest
+        arguments = q, pages.keys, pages.values, pages.tables, lengths, None, longest, pages.scales
         paged_decode(*arguments)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

@@ -12,7 +12,7 @@ from kernels import activation, norm, rope_cache
 from kernels.activation import swiglu_reference
 from kernels.norm import add_rms_norm_reference, rms_norm_reference
 from kernels.rope_cache import rope_store_reference
-from tests.support.kernels import kernels_always
+from tests.support.kernels import codes_as_on_a_gpu, kernels_always
 from tests.support.ranks import Ranks
 
 EPS = 1e-5
@@ -121,10 +121,51 @@ def rope_faults(rope_store: Callable, device: str, dtype: torch.dtype) -> list[s
     return found
 
 
+def code_faults(rope_store: Callable, device: str, dtype: torch.dtype) -> list[str]:
+    """Keys and values are stored as codes: each stands for what a cache of values gets, to half a step of e4m3."""
+    found = []
+    for n_heads, n_kv_heads, head_dim, size, tokens in (
+        (8, 2, 128, 16, 7),
+        (3, 1, 96, 8, 3),
+        (1, 4, 20, 1, 5),
+        (5, 1, 256, 32, 1),
+    ):
+        blocks = -(-2 * tokens // size) + 1
+        qkv = torch.randn(tokens, n_heads + 2 * n_kv_heads, head_dim, device=device)
+        qkv *= 10 ** (4 * torch.randn(tokens, n_heads + 2 * n_kv_heads, 1, device=device)).clamp(-8, 4)
+        qkv[0] = 0
+        qkv = qkv.clamp(-6e4, 6e4).to(dtype).flatten(1)
+        positions = torch.randint(0, 20000, (tokens,), device=device)
+        frequencies = (1 / 10000 ** (torch.arange(0, head_dim, 2) / head_dim)).to(device)
+        cache_rows = torch.randperm(blocks * size, device=device)[:tokens]
+        cache_rows[-1] = -1 if tokens > 1 else cache_rows[-1]
+        exact = torch.zeros(2, blocks * size, n_kv_heads, head_dim, device=device, dtype=dtype)
+        codes = torch.zeros(exact.shape, device=device).to(torch.float8_e4m3fn)
+        scales = torch.full((2, blocks, n_kv_heads, size), torch.nan, device=device)
+        inputs = qkv, positions, frequencies, cache_rows
+        queries = rope_store(*inputs, *codes, None, None, EPS, scales)
+        found += same(f"queries {head_dim}", queries, rope_store(*inputs, *exact, None, None, EPS))
+        stored = cache_rows[cache_rows >= 0]
+        of_row = scales.transpose(2, 3).flatten(1, 2)  # (2, N * P, K)
+        rest = torch.ones(blocks * size, dtype=torch.bool, device=device)
+        rest[stored] = False
+        found += same(f"unused scales {head_dim}", of_row[:, rest].isnan().all(), torch.tensor(True, device=device))
+        found += same(f"unused codes {head_dim}", codes.float()[:, rest], torch.zeros_like(codes.float()[:, rest]))
+        scale, values = of_row[:, stored][..., None], exact[:, stored].double()
+        half_step = torch.maximum(values.abs() / 16, scale.double() / 1024)
+        off = (codes.float()[:, stored].double() * scale - values).abs() > half_step * (1 + 1e-5)
+        largest = codes.float()[:, stored].abs().amax(-1)
+        used = (largest == 448) | (values.abs().amax(-1) < 1e-12)  # the whole range of the codes
+        if off.any() or not used.all():
+            found.append(f"codes {dtype} {head_dim}: {int(off.sum())} wrong, {int((~used).sum())} heads do not use the range")
+    return found
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_references(dtype: torch.dtype, seed: int) -> None:
     found = norm_faults(rms_norm_reference, add_rms_norm_reference, "cpu", dtype)
     assert found + swiglu_faults(swiglu_reference, "cpu", dtype) + rope_faults(rope_store_reference, "cpu", dtype) == []
+    assert code_faults(rope_store_reference, "cpu", dtype) == []
 
 
 def faults(seed: int, device: str, dtypes: list[torch.dtype]) -> list[str]:
@@ -137,6 +178,8 @@ def faults(seed: int, device: str, dtypes: list[torch.dtype]) -> list[str]:
             found += norm_faults(norm.rms_norm, norm.add_rms_norm, device, dtype)
             found += swiglu_faults(activation.swiglu, device, dtype)
             found += rope_faults(rope_cache.rope_store, device, dtype)
+            with codes_as_on_a_gpu():
+                found += code_faults(rope_cache.rope_store, device, dtype)
     return found
 
 

@@ -32,7 +32,9 @@ def simulated(seed: int, replace: tuple[str, str] = ("", "")) -> Callable[..., T
     """`paged_prefill` with the kernel on the simulator, its source changed by `replace`."""
     module = load("kernels.prefill_attention_hopper", seed, replace)
 
-    def prefill(q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, starts: Tensor, lengths: Tensor, *_: Any) -> Tensor:
+    def prefill(
+        q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, starts: Tensor, lengths: Tensor, *_: Any, **__: Any
+    ) -> Tensor:
         out = torch.full_like(q, torch.nan)
         schedule = prefill_schedule_reference(starts, lengths, len(q), module.tokens_of_tile(q.shape[1] // keys.shape[2]))
         scale = math.log2(math.e) / math.sqrt(q.shape[2])
@@ -133,12 +135,12 @@ def test_the_schedule_on_a_gpu(seed: int) -> None:
     assert schedule_faults(seed, "cuda") == []
 
 
-def poisoned_prefill(q: Tensor, keys: Tensor, *rest: Any) -> Tensor:
+def poisoned_prefill(q: Tensor, keys: Tensor, *rest: Any, **more: Any) -> Tensor:
     """`paged_prefill` in memory that held NaN."""
     assert specialized(q, keys, None)
     torch.full_like(q, torch.nan)  # freed at once, so that the result's memory is most likely the same
     with torch.no_grad():
-        return paged_prefill(q, keys, *rest)
+        return paged_prefill(q, keys, *rest, **more)
 
 
 @needs_hopper

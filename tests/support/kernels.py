@@ -3,7 +3,9 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,4 +16,21 @@ def kernels_always(*modules: ModuleType) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         for module in modules:
             patch.setattr(module, "on_gpu", lambda x: True)
+        yield
+
+
+@contextmanager
+def codes_as_on_a_gpu() -> Iterator[None]:
+    """Let Triton's interpreter round to e4m3 as a GPU does: its own rounding loses the carry into the exponent."""
+    from triton.runtime import interpreter
+
+    usual = interpreter._convert_float
+
+    def convert(x: np.ndarray, source: Any, target: Any, rounding: Any) -> np.ndarray:
+        if target.name != "fp8e4nv":
+            return usual(x, source, target, rounding)
+        return torch.from_numpy(x.copy()).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_convert_float", convert)
         yield
