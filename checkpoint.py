@@ -359,7 +359,7 @@ def check_names(config: ModelConfig, wanted: Iterable[AnyPlace], source: Source)
 
 def _unused(config: ModelConfig, name: str, source: Source) -> bool:
     """Whether the model needs nothing of this tensor: RoPE's table; of a quantized checkpoint the scales of an 8-bit cache, which
-    Rung does not have, and biases of zeros, which writers of GPTQ add to every layer."""
+    has its own, and biases of zeros, which writers of GPTQ add to every layer."""
     if name.endswith("rotary_emb.inv_freq"):
         return True
     if config.quantization is None:

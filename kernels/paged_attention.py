@@ -154,7 +154,7 @@ def paged_prefill(
             schedules[tokens] = prefill_schedule(starts, lengths, rows, tokens)
         hopper.prefill(q.contiguous(), keys, values, tables, schedules[tokens], out, scale, sm_count(q.device))
         return out
-    launch = prefill_launch(q.dtype, shape["G"], head_dim, min(max_span, rows))
+    launch = prefill_launch(q.dtype, shape["G"], head_dim, min(max_span, rows), scales is not None)
     tiles = rows // launch["TOKENS"] + spans + 1  # each span, and the padding, may end with a partial tile
     _paged_prefill[(shape["K"], tiles)](
         q.contiguous(), *cache, tables, starts, lengths, out, rows, spans, tables.stride(0), tables.shape[1],
@@ -642,8 +642,8 @@ def combine_launch(splits: int, head_dim: int) -> dict[str, Any]:
     return {"BLOCK_S": block_s, "BLOCK_D": block_d, "num_warps": min(max(block_s * block_d // COMBINED_VALUES, 1), 8)}
 
 
-def prefill_launch(dtype: torch.dtype, group: int, head_dim: int, span: int) -> dict[str, Any]:
-    """Launch options of `_paged_prefill`. span: tokens of the longest span."""
+def prefill_launch(dtype: torch.dtype, group: int, head_dim: int, span: int, codes: bool = False) -> dict[str, Any]:
+    """Launch options of `_paged_prefill`. span: tokens of the longest span. codes: more keys of a tile would spill registers."""
     config = next(config for most, config in PREFILL_CONFIGS if span <= most)
     block_d, smallest = triton.next_power_of_2(head_dim), max(triton.next_power_of_2(group), 16)
     small = dtype.itemsize == 2 and block_d <= 128  # whether rows and keys take little of registers and shared memory
@@ -652,7 +652,7 @@ def prefill_launch(dtype: torch.dtype, group: int, head_dim: int, span: int) -> 
     return {
         "BLOCK_M": block_m,
         "BLOCK_D": max(block_d, 32),
-        "BLOCK_N": _block_n(dtype, block_d, config.block_n),
+        "BLOCK_N": _block_n(dtype, block_d, min(config.block_n, 32) if codes else config.block_n),
         "TOKENS": block_m // group,
         "PRECISION": _precision(dtype),
         "num_warps": config.warps if small and block_m <= config.block_m else 8,  # fewer would spill registers
