@@ -82,6 +82,15 @@ class BlockManager:
             if self.owners[block] == 0:
                 self.free[block] = None
 
+    def give_back(self, blocks: list[int], keep: int) -> None:
+        """Take the blocks after the first `keep` from a sequence, which owns them alone. They hold nothing of value, so they are
+        allocated next, in the same order."""
+        while len(blocks) > keep:
+            block = blocks.pop()
+            self.owners[block] = 0
+            self.free[block] = None
+            self.free.move_to_end(block, last=False)
+
     def check(self, tables: Sequence[Sequence[int]]) -> None:
         """Raise AssertionError unless this bookkeeping agrees with the block tables of all sequences. For tests."""
         owners = [0] * self.n_blocks

@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 
 from engine.block_manager import BlockManager
+from engine.drafts import Speculation, count_equal
 from engine.grammars import COMPILED, MAX_COMPILING, Compilation, Grammars, error_of
 from engine.logits import advance, check_ids, new_state, sibling
 from engine.paged_cache import CODES, PagedCache
 from engine.protocol import Abort, Refused, Stats, Submit, SubmitAll, TokenLogprobs, TokenOutput
-from engine.runner import InFlightStep, Runner
+from engine.runner import InFlightStep, Runner, StepResult
 from engine.scheduler import Chunk, Scheduler, Sequence
 from engine.schedules import Schedules
 from engine.step_inputs import Capacity
@@ -29,6 +30,7 @@ from tp import World
 
 DEFAULT_CPU_CACHE = 1 << 30  # bytes
 GPU_SHARE = 0.9  # share of the free memory for the cache
+MOST_DRAFTED = 256  # tokens of a step; with more rows a step takes longer, and each row's logits take memory
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,12 @@ class EngineLimits:
     kv_memory: float | None = None  # per rank; up to 1: share of the free memory; else bytes; None: 1 GiB on CPU, 0.9 on GPU
     kv_dtype: str = "auto"  # of the KV cache, one of `options.KV_DTYPES`
     whole_sequences: bool = False  # a sequence gets all blocks that it may need when it starts, and shares none: no preemption
+    draft_tokens: int = 0  # most drafted tokens of a sequence in a step; 0: no speculation
+
+    @property
+    def drafted(self) -> int:
+        """The most drafted tokens of a step."""
+        return min(self.draft_tokens * self.max_num_seqs, MOST_DRAFTED)
 
 
 def cache_memory(limits: EngineLimits, device: torch.device) -> float:
@@ -87,8 +95,14 @@ class Engine:
         schedules = Schedules.of(model, world)
         blocks = BlockManager(count_blocks(model, limits, world), limits.block_size)
         self.scheduler = Scheduler(
-            blocks, limits.max_num_seqs, limits.max_batch_tokens, self.max_model_len, limits.whole_sequences
+            blocks,
+            limits.max_num_seqs,
+            limits.max_batch_tokens,
+            self.max_model_len,
+            limits.whole_sequences,
+            limits.drafted,
         )
+        self.speculation = Speculation(limits.draft_tokens)
         cache = PagedCache(
             model.attention_slots,
             blocks.n_blocks,
@@ -99,7 +113,8 @@ class Engine:
             cache_dtype(model, limits),
         )
         text_ids = min(tokenizer.vocab_size if tokenizer else config.vocab_size, config.vocab_size)
-        capacity = Capacity(limits.max_num_seqs, limits.max_batch_tokens, blocks.blocks_for(self.max_model_len))
+        longest = blocks.blocks_for(self.max_model_len)
+        capacity = Capacity(limits.max_num_seqs, limits.max_batch_tokens, longest, limits.drafted)
         self.runner = Runner(model, cache, text_ids, capacity, schedules)
         self.look_ahead = self.runner.graphs is not None  # whether steps are launched before the tokens of the last are known
         self._ahead: InFlightStep | None = None  # the step that was launched so
@@ -208,17 +223,28 @@ class Engine:
         """Compute one step and return each sequence's new output. The next step is launched before this step's tokens are
         waited for, so that the device does not wait for the host."""
         start = time.perf_counter()
-        step, self._ahead = self._ahead or self._launch(self.scheduler.schedule(), start), None
-        # a capture would hold up this step's tokens
-        may_follow = self.look_ahead and self.runner.is_captured(len(self.scheduler.running))
-        if may_follow and (chunks := self.scheduler.schedule(in_flight=True)):
+        step, self._ahead = self._ahead or self._launch(self._schedule(), start), None
+        if self._may_follow(step) and (chunks := self.scheduler.schedule(in_flight=True)):
             self._ahead = self._launch(chunks, start, after=step)
-        outputs = [self._output(*new) for new in self._record(step)]
+        outputs = list(self._record(step))
         self._rest()
         if self._ahead is not None:
             self.runner.draw(self._ahead)
-        self.meter.count(sum(c.count for c in step.chunks), len(outputs), time.perf_counter() - start)
+        generated = sum([len(output.token_ids) for output in outputs]) if step.has_drafts else len(outputs)
+        self.meter.count(sum(c.count for c in step.chunks), generated, time.perf_counter() - start)
         return outputs
+
+    def _schedule(self) -> list[Chunk]:
+        """The next step, whose sequences' tokens are all known."""
+        return self.scheduler.schedule(drafts=self.speculation.drafts(self.scheduler.running))
+
+    def _may_follow(self, step: InFlightStep) -> bool:
+        """Whether the step after `step` may be launched now. Which rows of a draft are kept, and how the next draft begins, depends on
+        the tokens of `step`; and a capture would hold them up."""
+        running = self.scheduler.running
+        if not self.look_ahead or step.has_drafts or not self.runner.is_captured(len(running)):
+            return False
+        return not self.speculation.expects(running)
 
     def _launch(self, chunks: list[Chunk], now: float, after: InFlightStep | None = None) -> InFlightStep:
         for chunk in chunks:
@@ -228,35 +254,66 @@ class Engine:
         self.scheduler.launched(chunks)  # not earlier: the launch may fail
         return step
 
-    def _record(self, step: InFlightStep) -> Iterator[tuple[Sequence, int, TokenLogprobs | None]]:
-        """Append the tokens to the sequences that are still running. Yields (sequence, token, logprobs) for each."""
+    def _record(self, step: InFlightStep) -> Iterator[TokenOutput]:
+        """Append the tokens to the sequences that are still running. Yields the output of each."""
         result = self.runner.collect(step)
+        if step.has_drafts:
+            yield from self._verify(step, result)
+            return
         for chunk, token, entry in zip(step.sampling, result.tokens, result.logprobs, strict=True):
             sequence = chunk.sequence
-            if sequence.finish_reason is not None:  # it has ended since the step was launched
+            if sequence.finish_reason is None:  # else it has ended since the step was launched
+                self._append(sequence, token)
+                if sequence.finish_reason != "error":
+                    yield self._output(sequence, [token], [entry])
+
+    def _verify(self, step: InFlightStep, result: StepResult) -> Iterator[TokenOutput]:
+        """The same for a step with drafts: of the tokens that a chunk draws, those up to the first that its draft had wrong."""
+        first, running = 0, len(self.scheduler.running)
+        for chunk in step.sampling:
+            sequence, draft, stop = chunk.sequence, chunk.draft, first + 1 + len(chunk.draft)
+            drawn, entries, first = result.tokens[first:stop], result.logprobs[first:stop], stop
+            if sequence.finish_reason is not None:
                 continue
-            self.scheduler.record(sequence, token)
-            if advance(sequence, token):
-                if problem := error_of(sequence.state.matcher):
-                    self._fail(sequence, problem)
-                    continue
-                if sequence.finish_reason is None:
-                    self.scheduler.finish(sequence, "stop")
-            yield sequence, token, entry
+            accepted = count_equal(draft, drawn)
+            if accepted < len(draft):
+                self.scheduler.reject(sequence, len(draft) - accepted)
+            taken = 0
+            while taken <= accepted and sequence.finish_reason is None:
+                self._append(sequence, drawn[taken])
+                taken += 1
+            accepted = min(accepted, taken)  # fewer if it has ended
+            if draft:
+                self.speculation.learn(chunk, accepted, running)
+            if sequence.finish_reason != "error":
+                output = self._output(sequence, drawn[:taken], entries[:taken])
+                yield msgspec.structs.replace(output, drafted=len(draft), accepted=accepted)
+
+    def _append(self, sequence: Sequence, token: int) -> None:
+        """Append a token, and end the sequence if its grammar lets nothing follow, or fails."""
+        self.scheduler.record(sequence, token)
+        if not advance(sequence, token):
+            return
+        if problem := error_of(sequence.state.matcher):
+            self._fail(sequence, problem)
+        elif sequence.finish_reason is None:
+            self.scheduler.finish(sequence, "stop")
 
     def _fail(self, sequence: Sequence, problem: str) -> None:
         if sequence.finish_reason is None:
             self.scheduler.finish(sequence, "error")
+        sequence.finish_reason = "error"  # not "length": it has no output
         self.refused.append(Refused(sequence.request_id, problem, "invalid_schema"))
 
-    def _output(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> TokenOutput:
+    def _output(self, sequence: Sequence, tokens: list[int], logprobs: list[TokenLogprobs | None]) -> TokenOutput:
+        """The output of a sequence's newest tokens. logprobs: of each, all None if it does not ask for them."""
         output = TokenOutput(
             sequence.request_id,
-            [token],
+            tokens,
             finish_reason=sequence.finish_reason,
-            logprobs=None if logprobs is None else [logprobs],
+            logprobs=None if logprobs[0] is None else logprobs,  # type: ignore[arg-type]
         )
-        if sequence.generated > 1:
+        if sequence.generated > len(tokens):
             return output
         now, scheduled = time.perf_counter(), sequence.first_scheduled or sequence.arrival
         wants_prompt = sequence.params.prompt_logprobs is not None
@@ -286,6 +343,7 @@ class Engine:
             batch_tokens=batch_tokens,
             all_reduce_share=self._all_reduce_share(seconds),
             idle_share=self._idle_share(seconds),
+            drafted=dict(self.speculation.total),
         )
 
     def _all_reduce_share(self, seconds: float) -> float | None:

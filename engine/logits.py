@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.protocol import Logprob, SamplingParams, TokenLogprobs
-from engine.scheduler import Sequence
+from engine.scheduler import Chunk, Draw, Sequence
 from engine.transfers import to_device, to_host
 from errors import UserError
 
@@ -33,7 +33,7 @@ class SamplingState:
 def new_state(params: SamplingParams, vocab_size: int, device: torch.device) -> SamplingState:
     """A request's initial state, without its grammar. Raises UserError for ids outside the vocabulary."""
     state = SamplingState()
-    check_ids([*params.logit_bias, *(params.allowed_token_ids or ()), *params.stop_token_ids], vocab_size)
+    check_ids([*params.logit_bias, *(params.allowed_token_ids or ()), *params.stop_token_ids, *params.prediction], vocab_size)
     if params.allowed_token_ids is not None:
         state.bias = torch.full((vocab_size,), -torch.inf, device=device)
         state.bias[torch.tensor(params.allowed_token_ids, device=device, dtype=torch.int64)] = 0
@@ -58,25 +58,26 @@ def check_ids(ids: List[int], vocab_size: int) -> None:
         raise UserError(f"token id {outside} is outside the model's vocabulary of {vocab_size}")
 
 
-def process(logits: Tensor, sequences: List[Sequence]) -> Tensor:
-    """Apply each sequence's parameters to its row of (B, V) fp32 logits. Returns a new tensor if any row changes. Sequences
-    with a grammar must have no unknown token before the one to draw."""
-    rows = [i for i, s in enumerate(sequences) if needs_processing(s)]
+def process(logits: Tensor, draws: List[Draw]) -> Tensor:
+    """Apply each sequence's parameters to its rows of (B, V) fp32 logits. Returns a new tensor if any row changes. Sequences
+    with a grammar must have no unknown token before the one to draw, or before its draft."""
+    rows = [i for i, draw in enumerate(draws) if needs_processing(draw.sequence) or _is_too_short(draw)]
     if not rows:
         return logits
     raw, logits = logits, logits.clone()
-    _penalize(logits, [i for i in rows if is_penalized(sequences[i].params)], sequences)
+    _penalize(logits, [i for i in rows if is_penalized(draws[i].sequence.params)], draws)
     for i in rows:
-        sequence, state = sequences[i], sequences[i].state
+        sequence, state = draws[i].sequence, draws[i].sequence.state
         if state.bias is not None:
             logits[i] += state.bias
-        too_short = _is_too_short(sequence)
+        too_short = _is_too_short(draws[i])
         if too_short:
             logits[i].index_fill_(0, to_device(sequence.params.stop_token_ids, torch.int64, logits.device), -torch.inf)
         if state.matcher is None and state.grammar is not None:
             state.matcher = state.grammar.deep_copy()
-        if state.matcher is not None:
-            mask = allowed(state.matcher, logits.shape[-1])
+        matcher = _behind(state.matcher, draws[i].draft)
+        if matcher is not None:
+            mask = allowed(matcher, logits.shape[-1])
             banned = ~(mask.pin_memory() if logits.is_cuda else mask).to(logits.device, non_blocking=True)
             if (state.bias is not None or too_short) and bool((logits[i].isneginf() | banned).all()):
                 logits[i] = raw[i]  # the other rules ban all tokens that the grammar allows: only the grammar applies
@@ -89,32 +90,51 @@ def is_penalized(params: SamplingParams) -> bool:
 
 
 def needs_processing(sequence: Sequence) -> bool:
-    """Whether the logits of its next token change. Nobody reads the tokens of a sequence that has ended."""
-    state = sequence.state
-    changes = is_penalized(sequence.params) or state.bias is not None or has_grammar(sequence) or _is_too_short(sequence)
+    """Whether the logits of each of its tokens change. Nobody reads the tokens of a sequence that has ended."""
+    changes = is_penalized(sequence.params) or sequence.state.bias is not None or has_grammar(sequence)
     return changes and sequence.finish_reason is None
+
+
+def may_change(sequence: Sequence) -> bool:
+    """Whether the logits of some of its tokens change."""
+    return bool(sequence.params.min_tokens) or needs_processing(sequence)
 
 
 def has_grammar(sequence: Sequence) -> bool:
     return sequence.state.grammar is not None or sequence.state.matcher is not None
 
 
-def _is_too_short(sequence: Sequence) -> bool:
-    """Whether it may not end with the token to draw."""
-    params = sequence.params
-    return bool(params.min_tokens and params.stop_token_ids) and sequence.drawn < params.min_tokens
+def _is_too_short(draw: Draw) -> bool:
+    """Whether the sequence may not end with this token."""
+    params = draw.sequence.params
+    if not params.min_tokens or not params.stop_token_ids:
+        return False
+    return draw.generated < params.min_tokens and draw.sequence.finish_reason is None
 
 
-def _penalize(logits: Tensor, rows: list[int], sequences: List[Sequence]) -> None:
+def _behind(matcher: Any, draft: List[int]) -> Any:
+    """The matcher after the draft; None if no token can follow, because the grammar ends in the draft or does not allow it. A copy:
+    llguidance cannot roll a matcher back behind its end."""
+    if matcher is None or not draft:
+        return matcher
+    matcher = matcher.deep_copy()
+    return matcher if matcher.consume_tokens(list(draft)) and not matcher.is_stopped() else None
+
+
+def _penalize(logits: Tensor, rows: list[int], draws: List[Draw]) -> None:
     """Apply the penalties to `rows`, in place. Presence and frequency penalties count generated tokens (OpenAI). The
     repetition penalty (CTRL, arXiv:1909.05858) also counts the prompt's: it divides a seen token's positive logit and
     multiplies a negative one."""
     if not rows:
         return
-    for i in rows:
-        _count(sequences[i], logits)
-    states, params = [sequences[i].state for i in rows], [sequences[i].params for i in rows]
+    sequences = [draws[i].sequence for i in rows]
+    for sequence in sequences:
+        _count(sequence, logits)
+    states, params = [s.state for s in sequences], [s.params for s in sequences]
     counts = torch.stack([s.counts for s in states])
+    if drafted := [(row, token) for row, i in enumerate(rows) for token in draws[i].draft]:
+        places = to_device(drafted, torch.int64, logits.device)
+        counts.index_put_((places[:, 0], places[:, 1]), counts.new_ones(()), accumulate=True)
     none = torch.zeros_like(counts[0], dtype=torch.bool)
     seen = (counts > 0) | torch.stack([none if s.prompt is None else s.prompt for s in states])
 
@@ -141,10 +161,14 @@ def _count(sequence: Sequence, logits: Tensor) -> None:
     state.counted = max(state.counted, sequence.generated)
 
 
-def count_drawn(sequences: List[Sequence], tokens: Tensor) -> None:
-    """Count tokens (B,) that were drawn for penalized sequences, before the host knows them."""
-    for i, sequence in enumerate(sequences):
-        if is_penalized(sequence.params) and sequence.finish_reason is None:
+def count_drawn(chunks: List[Chunk], tokens: Tensor) -> None:
+    """Count tokens (B,) that were drawn for penalized sequences, before the host knows them. Of a token behind a draft nobody knows
+    yet whether it is new: `_count` counts it later."""
+    i = -1
+    for chunk in chunks:
+        sequence = chunk.sequence
+        i += 1 + len(chunk.draft)
+        if is_penalized(sequence.params) and sequence.finish_reason is None and not chunk.draft:
             sequence.state.counts.index_add_(0, tokens[i : i + 1], torch.ones_like(sequence.state.counts[:1]))
             sequence.state.counted += 1
 

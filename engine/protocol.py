@@ -54,6 +54,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stop_token_ids: list[int] = []  # the token itself is output, then the sequence ends. The engine adds no EOS of its own
     logprobs: int | None = None  # None: no log-probabilities; k: those of the chosen token and of the k likeliest
     prompt_logprobs: int | None = None  # the same for the prompt's tokens
+    prediction: list[int] = []  # tokens that the answer may repeat: an engine that speculates drafts from them
     grammar: str | None = None  # in llguidance's grammar format, such as a JSON schema; None: free text
 
     stop: list[str] = []  # end before the first of these texts
@@ -162,6 +163,8 @@ class TokenOutput(msgspec.Struct, frozen=True, omit_defaults=True):
     finish_reason: str | None = None
     logprobs: list[TokenLogprobs] | None = None  # one for each of token_ids, if requested
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # only in the first output; the first entry is None
+    drafted: int = 0  # tokens that were guessed and verified (see drafts.py), and how many of them were right
+    accepted: int = 0
     cached_tokens: int = 0  # prompt tokens taken from the prefix cache; only in the first output, as are the next two
     queue_seconds: float = 0.0  # from arrival to the first scheduling
     prefill_seconds: float = 0.0  # from the first scheduling to the first token
@@ -184,6 +187,14 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     code: Literal["refused", "invalid_schema", "grammars_busy"] = "refused"
 
 
+class Drafted(msgspec.Struct, frozen=True, array_like=True):
+    """How many drafts were verified, the tokens that they had, and how many of those were right."""
+
+    drafts: int = 0
+    tokens: int = 0
+    accepted: int = 0
+
+
 class Stats(msgspec.Struct, frozen=True, tag=True):
     """The engine's state, sent after a step, at most every 0.25 s, and while the engine is idle."""
 
@@ -201,6 +212,7 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
     batch_tokens: list[int] = []  # tokens of each step since the last Stats
     all_reduce_share: float | None = None  # of these steps' time, spent waiting for all-reduces; None: not known on the host
     idle_share: float | None = None  # of these steps' time, in which the GPU had no step to compute; None on a CPU
+    drafted: dict[str, Drafted] = {}  # by source, since start
 
     @property
     def kv_cache_usage(self) -> float:

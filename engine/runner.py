@@ -1,4 +1,5 @@
-"""The engine's steps on this rank: chunks of sequences in, one token for each sequence that was computed to its end.
+"""The engine's steps on this rank: chunks of sequences in, a token for each sequence that was computed to its end, and one more for
+each token of its draft that proves right.
 
 A step is launched first, and collected when its tokens are needed. The next step can be launched before the tokens of the
 current one are known: they stay on the device. Only a draw with a grammar needs the token before on the host.
@@ -12,7 +13,7 @@ the logits, the temperature and the seed are drawn after the graph.
 
 from collections.abc import Callable
 from collections.abc import Sequence as List
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
@@ -20,11 +21,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from engine.graphs import Captured, Graphs
-from engine.logits import SCORE_CHUNK, Scores, count_drawn, has_grammar, needs_processing, process, token_logprobs
+from engine.logits import SCORE_CHUNK, Scores, count_drawn, has_grammar, may_change, process, token_logprobs
 from engine.paged_cache import PagedCache
 from engine.protocol import TokenLogprobs
 from engine.sampler import SamplingBatch, sample
-from engine.scheduler import Chunk, Sequence
+from engine.scheduler import Chunk, Sequence, drawn_by
 from engine.schedules import Schedules
 from engine.step_inputs import ROUND, Capacity, DecodeInputs, SpanInputs
 from engine.transfers import to_device, to_host
@@ -51,7 +52,7 @@ def prefill_buckets(tokens: int) -> list[int]:
 
 @dataclass
 class StepResult:
-    """A token, and its log-probabilities or None, for each chunk that samples."""
+    """A token, and its log-probabilities or None, for each draw."""
 
     tokens: list[int]
     logprobs: list[TokenLogprobs | None]
@@ -62,8 +63,8 @@ class Output:
     """A step's results on the device."""
 
     hidden: Tensor  # (T, C), all rows
-    last: Tensor  # (B, C), the rows from which a token may be drawn
-    tokens: Tensor | None  # (B,) int64, drawn with only the logits, the temperature and the seed; None on a CPU
+    last: Tensor  # (D, C), the rows from which a token is drawn
+    tokens: Tensor | None  # (D,) int64, drawn with only the logits, the temperature and the seed; None on a CPU
 
 
 @dataclass
@@ -72,10 +73,12 @@ class InFlightStep:
 
     chunks: list[Chunk]
     sampling: list[Chunk]  # those that sample, in the same order
-    hidden: Tensor  # (len(sampling), C), of their last tokens; a later launch may overwrite it
-    drawn: Tensor | None = None  # (len(sampling),) int64, on the device
+    hidden: Tensor  # (D, C), the rows of their `draws`; a later launch may overwrite it
+    has_drafts: bool
+    drawn: Tensor | None = None  # (D,) int64, on the device
     tokens: Tensor | None = None  # the same in host memory, valid after `ready`
-    scores: Scores | None = None  # of the chunks that ask for log-probabilities, valid after `ready`
+    scored: list[int] = field(default_factory=list)  # the draws whose requests ask for log-probabilities
+    scores: Scores | None = None  # of these, valid after `ready`
     # when the device could begin the step, and when it had the tokens; None on a CPU
     begin: "torch.cuda.Event | None" = None
     ready: "torch.cuda.Event | None" = None
@@ -85,7 +88,7 @@ def is_plain(sequence: Sequence) -> bool:
     """Whether the next token depends only on the logits, the temperature and the seed, so that a graph can draw it."""
     params = sequence.params
     filtered = params.top_k or params.top_p < 1 or params.min_p
-    return not filtered and params.logprobs is None and not params.min_tokens and not needs_processing(sequence)
+    return not filtered and params.logprobs is None and not may_change(sequence)
 
 
 class Runner:
@@ -99,15 +102,16 @@ class Runner:
         if self.graphs is not None and len(schedules.possible) > 1:
             # measured steps attend to this; zeros would take less power
             cache.invent()
-        self._decode_sizes, self._prefill_sizes = decode_buckets(capacity.sequences), prefill_buckets(capacity.rows)
-        self._last_batch: tuple[list[Sequence], SamplingBatch] | None = None
+        self._decode_sizes, self._prefill_sizes = decode_buckets(capacity.draws), prefill_buckets(capacity.rows)
+        self._last_batch: tuple[list[Sequence], tuple[SamplingBatch, bool]] | None = None
         self.idle_seconds = 0.0  # for which the device waited for the next step
         self._last_ready: torch.cuda.Event | None = None
 
     # --- what a graph contains -------------------------------------------------------------------------------------------
 
     def _decode_step(self, rows: int) -> Output:
-        """Draw one more token for each of `rows` sequences, and write the inputs of the next decode step."""
+        """Draw the token after each of `rows` tokens, and write the inputs of the next decode step as if each was a sequence's
+        last. Rows of one sequence, its draft, see each other: a layer stores the keys of all rows before they attend."""
         inputs = self.decode
         context = inputs.context(rows, self.cache, self.max_length)
         hidden = self.model.hidden(inputs.tokens[None, :rows], context)[0]
@@ -116,14 +120,15 @@ class Runner:
         inputs.positions[:rows].add_(inputs.positions[:rows] >= inputs.first_kept)
         return Output(hidden, hidden, tokens)
 
-    def _span_step(self, rows: int, spans: int, max_span: int) -> Output:
-        """Compute `rows` tokens of `spans` chunks. On a GPU, also draw a token from each chunk's last row, which is valid only if
-        the chunk reaches the end of its sequence."""
+    def _span_step(self, rows: int, spans: int, draws: int, max_span: int) -> Output:
+        """Compute `rows` tokens of `spans` chunks. On a GPU, also draw `draws` tokens from the last rows of the chunks that reach the
+        end of their sequence."""
         inputs = self.spans
         context = inputs.context(rows, spans, self.cache, max_span)
         hidden = self.model.hidden(inputs.tokens(rows)[None], context)[0]
-        last = hidden[:spans] if max_span == 1 else hidden[inputs.ends(spans)]
-        return Output(hidden, last, None if self.graphs is None else self._drawn(last, *inputs.draws(spans)))
+        # where each row draws, as in most steps of a CPU, no rows have to be copied
+        last = hidden[:draws] if max_span == 1 and draws == spans else hidden[inputs.drawing(draws)]
+        return Output(hidden, last, None if self.graphs is None else self._drawn(last, *inputs.draws(draws)))
 
     def _drawn(self, hidden: Tensor, temperature: Tensor, seed: Tensor, positions: Tensor) -> Tensor:
         """Draw a token for each row of hidden (B, C): the best of the ranks' candidates from their parts of the vocabulary."""
@@ -181,7 +186,8 @@ class Runner:
     def _padding_step(self, rows: int) -> Callable[[], Output]:
         """A step of so many rows, all of them padding."""
         self.spans.write([], rows, self.cache.block_size)
-        return lambda: self._span_step(rows, min(rows, self.capacity.sequences), rows)
+        spans, draws = min(rows, self.capacity.sequences), min(rows, self.capacity.draws)
+        return lambda: self._span_step(rows, spans, draws, rows)
 
     def _schedule_long_step(self, rows: int) -> None:
         """Use the schedule for a step of so many rows without a graph: that of the next power of two, which is measured first
@@ -204,63 +210,60 @@ class Runner:
         """Start a step, and draw its tokens unless a grammar must first see the token before. after: the step before, if it is
         still in flight; the tokens that the host does not know yet are drawn by it."""
         chunks, begin = list(chunks), self._event()
+        sampling, tokens = [c for c in chunks if c.samples], sum([c.count for c in chunks])
+        draws = len(sampling) + (sum([len(c.draft) for c in chunks]) if self.capacity.drafted else 0)
         if self.graphs is None:
-            output = self._span_step(*self._write_spans(chunks, sum(c.count for c in chunks), after))
-        elif all(c.count == 1 and c.samples for c in chunks):
-            output = self._launch_decode(self.graphs, chunks, after)
+            output = self._span_step(*self._write_spans(chunks, tokens, draws, after))
+        elif len(sampling) == len(chunks) and draws == tokens:
+            output = self._launch_decode(self.graphs, chunks, draws, after)
         else:
-            output = self._launch_spans(self.graphs, chunks, after)
+            output = self._launch_spans(self.graphs, chunks, tokens, draws, after)
         self._score_prompts(chunks, output.hidden)
-        sampling = [c for c in chunks if c.samples]
-        last, drawn = output.last[: len(chunks)], None if output.tokens is None else output.tokens[: len(chunks)]
-        if len(sampling) < len(chunks):
-            index = to_device([i for i, c in enumerate(chunks) if c.samples], torch.int64, self.device)
-            last, drawn = last[index], None if drawn is None else drawn[index]
-        step = InFlightStep(chunks, sampling, last, begin=begin)
-        if drawn is not None and all(is_plain(c.sequence) for c in step.sampling):
-            self._copy_to_host(step, drawn)
+        step = InFlightStep(chunks, sampling, output.last[:draws], draws > len(sampling), begin=begin)
+        if output.tokens is not None and all(is_plain(c.sequence) for c in sampling):
+            self._copy_to_host(step, output.tokens[:draws])
         elif all(c.is_known or not has_grammar(c.sequence) for c in step.sampling):
             self.draw(step)
         return step
 
-    def _launch_decode(self, graphs: Graphs, chunks: list[Chunk], after: InFlightStep | None) -> Output:
-        rows = next(n for n in self._decode_sizes if n >= len(chunks))
+    def _launch_decode(self, graphs: Graphs, chunks: list[Chunk], draws: int, after: InFlightStep | None) -> Output:
+        rows = next(n for n in self._decode_sizes if n >= draws)
         self._capture_decode(graphs, rows)
-        if not self.decode.continues(chunks):
+        if draws > len(chunks) or not self.decode.continues(chunks):
             self.decode.write(chunks)
             if after is not None:
                 self._write_drawn(self.decode.tokens, chunks, after)
-        self.decode.tables.update([c.sequence.blocks for c in chunks])
+        rows_of = chunks if draws == len(chunks) else [c for c in chunks for _ in range(c.count)]
+        self.decode.tables.update([c.sequence.blocks for c in rows_of])
         output: Output = graphs.replay(("decode", rows))
         return output
 
-    def _launch_spans(self, graphs: Graphs, chunks: list[Chunk], after: InFlightStep | None) -> Output:
+    def _launch_spans(self, graphs: Graphs, chunks: list[Chunk], tokens: int, draws: int, after: InFlightStep | None) -> Output:
         self.decode.forget()
-        tokens = sum(c.count for c in chunks)
         rows = next((n for n in self._prefill_sizes if n >= tokens), None)
         if rows is None:
             self._schedule_long_step(tokens)
-            return self._span_step(*self._write_spans(chunks, -(-tokens // ROUND) * ROUND, after))
+            return self._span_step(*self._write_spans(chunks, -(-tokens // ROUND) * ROUND, draws, after))
         self._capture_prefill(graphs, rows)
-        self._write_spans(chunks, rows, after)
+        self._write_spans(chunks, rows, draws, after)
         output: Output = graphs.replay(("prefill", rows))
         return output
 
-    def _write_spans(self, chunks: list[Chunk], rows: int, after: InFlightStep | None) -> tuple[int, int, int]:
+    def _write_spans(self, chunks: list[Chunk], rows: int, draws: int, after: InFlightStep | None) -> tuple[int, int, int, int]:
         """Write the inputs of a step of `rows` rows, padding included. Returns the arguments of `_span_step`."""
         self.spans.write(chunks, rows, self.cache.block_size)
         if self.graphs is not None:
             self.spans.write_draws(chunks)
         if after is not None:
             self._write_drawn(self.spans.tokens(rows), chunks, after)
-        return rows, len(chunks), max(c.count for c in chunks)
+        return rows, len(chunks), draws, max([c.count for c in chunks])
 
     def _write_drawn(self, inputs: Tensor, chunks: list[Chunk], after: InFlightStep) -> None:
         """Write the tokens that the host does not know, from the step that draws them to their rows of `inputs` (T,)."""
         ends = accumulate(c.count for c in chunks)
         unknown = [(c.sequence, end - 1) for c, end in zip(chunks, ends, strict=True) if not c.is_known]
         if unknown:
-            assert after.drawn is not None
+            assert after.drawn is not None and not after.has_drafts
             places = {c.sequence: i for i, c in enumerate(after.sampling)}
             pairs = [[row for _, row in unknown], [places[sequence] for sequence, _ in unknown]]
             rows, sources = to_device(pairs, torch.int64, self.device)
@@ -294,7 +297,7 @@ class Runner:
         tokens = [] if step.tokens is None else step.tokens.tolist()
         found: list[TokenLogprobs | None] = [None] * len(tokens)
         if step.scores is not None:
-            for i, entry in zip(_scored(step), step.scores.read(), strict=True):
+            for i, entry in zip(step.scored, step.scores.read(), strict=True):
                 found[i] = entry
         return StepResult(tokens, found)
 
@@ -306,30 +309,34 @@ class Runner:
         of the steps before."""
         if step.drawn is not None or not step.sampling:
             return
-        sequences = [c.sequence for c in step.sampling]
+        sequences, positions = drawn_by(step.sampling)
         raw = self.model.logits(step.hidden)
-        drawn = self._sample(raw, step.sampling)
-        count_drawn(sequences, drawn)
+        drawn = self._sample(raw, step.sampling, sequences, positions)
         if self.decode.continues(step.chunks):
             self.decode.tokens[: len(drawn)].copy_(drawn)  # the graph has drawn others there
-        if rows := _scored(step):
-            index = to_device(rows, torch.int64, self.device)
-            step.scores = Scores.of(raw[index], drawn[index], [sequences[i].params.logprobs or 0 for i in rows])
+        step.scored = [i for i, s in enumerate(sequences) if s.params.logprobs is not None]
+        if step.scored:
+            index = to_device(step.scored, torch.int64, self.device)
+            step.scores = Scores.of(raw[index], drawn[index], [sequences[i].params.logprobs or 0 for i in step.scored])
         self._copy_to_host(step, drawn)
 
-    def _sample(self, raw: Tensor, chunks: list[Chunk]) -> Tensor:
-        sequences = [c.sequence for c in chunks]
-        logits = process(raw, sequences)
+    def _sample(self, raw: Tensor, chunks: list[Chunk], sequences: list[Sequence], positions: list[int]) -> Tensor:
+        batch, changes = self._batch(sequences)
+        logits = process(raw, [draw for c in chunks for draw in c.draws]) if changes else raw
         if self.text_ids < logits.shape[-1]:
             logits = logits.clone() if logits is raw else logits
             logits[:, self.text_ids :] = -torch.inf
-        positions = to_device([c.stop for c in chunks], torch.int64, self.device)
-        return sample(logits, self._batch(sequences), positions[:, None])
+        drawn = sample(logits, batch, to_device(positions, torch.int64, self.device)[:, None])
+        if changes:
+            count_drawn(chunks, drawn)
+        return drawn
 
-    def _batch(self, sequences: list[Sequence]) -> SamplingBatch:
-        """The sequences' sampling parameters as tensors, kept for the next step, which mostly has the same sequences."""
+    def _batch(self, sequences: list[Sequence]) -> tuple[SamplingBatch, bool]:
+        """The sequences' sampling parameters as tensors, and whether some of them change logits. Kept for the next step, which
+        mostly has the same sequences."""
         if self._last_batch is None or self._last_batch[0] != sequences:  # compares objects: a request id may be used again
-            self._last_batch = sequences, SamplingBatch.of([s.params for s in sequences], self.device)
+            batch = SamplingBatch.of([s.params for s in sequences], self.device)
+            self._last_batch = sequences, (batch, any(map(may_change, sequences)))
         return self._last_batch[1]
 
     def _score_prompts(self, chunks: List[Chunk], hidden: Tensor) -> None:
@@ -348,8 +355,3 @@ class Runner:
                 part = targets[i : i + SCORE_CHUNK]
                 logits = self.model.logits(hidden[begin + i : begin + i + len(part)])
                 known += token_logprobs(logits, part, [sequence.params.prompt_logprobs] * len(part))
-
-
-def _scored(step: InFlightStep) -> list[int]:
-    """The rows whose requests ask for log-probabilities."""
-    return [i for i, c in enumerate(step.sampling) if c.sequence.params.logprobs is not None]

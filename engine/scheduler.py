@@ -6,14 +6,19 @@ requests and aborts have to be sent.
 A step can be scheduled while the one before is in flight, before its tokens are known: a sequence that draws a token is expected
 to go on, unless it reaches its max_tokens. If it ends with that token after all, its chunk in the next step is useless.
 
+A step can also verify a draft (see drafts.py), a guess of a sequence's next tokens: its chunk then ends with the draft, and it
+draws the token after each row of it. The drawn tokens are new up to the first one that differs from the draft.
+
 States of a sequence: waiting -> running (its prompt is computed in chunks, then one token a step) -> finished. When
 there are no free blocks, the most recently admitted sequence is preempted: its blocks are released, it moves to the
 front of the waiting queue, and its keys and values are computed again later.
 """
 
 from collections import deque
+from collections.abc import Mapping
+from collections.abc import Sequence as List
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.block_manager import BlockManager
 from engine.protocol import SamplingParams
@@ -31,22 +36,18 @@ class Sequence:
     arrival: float = 0.0  # seconds, on the clock of rank 0; for statistics only
     blocks: list[int] = field(default_factory=list)
     computed: int = 0  # how many of its tokens have their keys and values in the cache, after all launched steps
-    unknown: int = 0  # how many of its next tokens are drawn by steps in flight: 0 to 2
+    unknown: int = 0  # how many of its next tokens steps in flight draw, at most: 0 to 2, or those that verify a draft
     published: int = 0  # how many of its blocks `match` can find
     admitted: bool = False  # has run; after a preemption it may be waiting again
     cached_tokens: int = 0  # prompt tokens found in the prefix cache at the first admission
     first_scheduled: float | None = None
     finish_reason: str | None = None
     state: Any = None  # a SamplingState (see logits.py)
+    drafter: Any = None  # a Drafter (see drafts.py)
 
     @property
     def generated(self) -> int:
         return len(self.tokens) - self.prompt_length
-
-    @property
-    def drawn(self) -> int:
-        """How many tokens it has generated before the one that the newest step draws, if that step samples this sequence."""
-        return self.generated + max(0, self.unknown - 1)
 
     @property
     def length(self) -> int:
@@ -59,31 +60,74 @@ class Sequence:
         return self.prompt_length + self.params.max_tokens
 
 
+class Draw(NamedTuple):
+    """A token that a step draws. `draft`: the drafted tokens between the sequence's last one and this one."""
+
+    sequence: Sequence
+    position: int
+    draft: List[int]
+
+    @property
+    def generated(self) -> int:
+        """How many tokens the sequence has generated before this one."""
+        return self.position - self.sequence.prompt_length
+
+
 @dataclass(slots=True)  # not frozen: a step creates one for each sequence, and that would take three times as long
 class Chunk:
     """The part of a sequence that a step computes: tokens[start : stop]. A token may be unknown if it is the only one.
 
     samples: whether the chunk reaches the sequence's end, so that its logits give the next token. is_known: whether the host
-    knows its tokens when the step is launched."""
+    knows its tokens when the step is launched, or guesses them. draft: its last tokens, if they are a guess."""
 
     sequence: Sequence
     start: int
     count: int
     samples: bool
     is_known: bool
+    draft: List[int] = ()
 
     @property
     def stop(self) -> int:
-        """The end, which is the position of the token that a chunk draws."""
+        """The end, which is the position of the last token that a chunk draws."""
         return self.start + self.count
+
+    @property
+    def first_drawn(self) -> int:
+        """The position of the first token that it draws."""
+        return self.stop - len(self.draft)
+
+    @property
+    def tokens(self) -> list[int]:
+        return [*self.sequence.tokens[self.start : self.first_drawn], *self.draft]
+
+    @property
+    def draws(self) -> list[Draw]:
+        if not self.draft:  # the usual case
+            return [Draw(self.sequence, self.stop, ())] if self.samples else []
+        return [Draw(self.sequence, self.first_drawn + i, self.draft[:i]) for i in range((len(self.draft) + 1) * self.samples)]
+
+
+def drawn_by(chunks: List[Chunk]) -> tuple[list[Sequence], list[int]]:
+    """The sequence and the position of each token that the chunks draw, all of which sample."""
+    if not any(c.draft for c in chunks):  # the usual case
+        return [c.sequence for c in chunks], [c.stop for c in chunks]
+    draws = [draw for c in chunks for draw in c.draws]
+    return [draw.sequence for draw in draws], [draw.position for draw in draws]
 
 
 class Scheduler:
     def __init__(
-        self, blocks: BlockManager, max_num_seqs: int, max_batch_tokens: int, max_model_len: int, whole_sequences: bool = False
+        self,
+        blocks: BlockManager,
+        max_num_seqs: int,
+        max_batch_tokens: int,
+        max_model_len: int,
+        whole_sequences: bool = False,
+        max_drafted: int = 0,
     ) -> None:
-        """whole_sequences: see `EngineLimits`."""
-        self.blocks, self.whole_sequences = blocks, whole_sequences
+        """whole_sequences: see `EngineLimits`. max_drafted: the most drafted tokens of a step."""
+        self.blocks, self.whole_sequences, self.max_drafted = blocks, whole_sequences, max_drafted
         self.max_num_seqs, self.max_batch_tokens, self.max_model_len = max_num_seqs, max_batch_tokens, max_model_len
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in the order of admission
@@ -120,11 +164,12 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.running or self.waiting)
 
-    def schedule(self, in_flight: bool = False) -> list[Chunk]:
+    def schedule(self, in_flight: bool = False, drafts: Mapping[Sequence, List[int]] | None = None) -> list[Chunk]:
         """The next step: running sequences first, then as many waiting ones as tokens, sequences and blocks allow.
 
         in_flight: the tokens of the step before are not recorded yet. Then there is no step ([]) if a sequence would have to be
-        preempted, because it might be one whose token is in flight.
+        preempted, because it might be one whose token is in flight. drafts: of running sequences whose tokens are all known but
+        for the next one; cut to the room that there is.
         """
         going = [s for s in self.running if not s.unknown or s.length < s.longest]
         ending = len(self.running) - len(going)  # their last token is in flight
@@ -146,6 +191,8 @@ class Scheduler:
             self.running.append(sequence)
             chunks.append(self._chunk(sequence, min(sequence.length - sequence.computed, budget)))
             budget -= chunks[-1].count
+        if drafts:
+            self._add_drafts(chunks, drafts, min(self.max_drafted, budget))
         return chunks
 
     def launched(self, chunks: list[Chunk]) -> None:
@@ -160,6 +207,21 @@ class Scheduler:
         sequence.computed = stop
         sequence.unknown += chunk.samples
         return chunk
+
+    def _add_drafts(self, chunks: List[Chunk], drafts: Mapping[Sequence, List[int]], left: int) -> None:
+        """Let chunks verify drafts, cut to `left` tokens together and to the blocks that are free. These tokens count as computed,
+        too."""
+        for chunk in chunks:
+            sequence = chunk.sequence
+            places = (len(sequence.blocks) + len(self.blocks.free)) * self.blocks.block_size - chunk.stop
+            room = min(left, places, sequence.longest - chunk.stop - 1)
+            draft = drafts.get(sequence, ())[: max(0, room)]
+            if draft:
+                self._grow(sequence, chunk.stop + len(draft))
+                chunk.draft, chunk.count = draft, chunk.count + len(draft)
+                sequence.computed += len(draft)
+                sequence.unknown += len(draft)
+                left -= len(draft)
 
     def _missing_blocks(self, sequence: Sequence) -> int:
         """Blocks that a running sequence needs for its tokens, at most, beyond those that it has."""
@@ -213,6 +275,13 @@ class Scheduler:
         sequence.blocks, sequence.computed, sequence.published = [], 0, 0
         self.waiting.appendleft(sequence)
         self.preemptions += 1
+
+    def reject(self, sequence: Sequence, count: int) -> None:
+        """Take back the last `count` tokens of a draft, before the tokens that take their place are recorded."""
+        sequence.unknown -= count
+        sequence.computed -= count
+        if not self.whole_sequences:
+            self.blocks.give_back(sequence.blocks, self.blocks.blocks_for(sequence.length))
 
     def record(self, sequence: Sequence, token: int) -> None:
         """Append the oldest token that a step drew for a running sequence, and finish the sequence if it ends there."""

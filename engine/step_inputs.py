@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.paged_cache import PagedCache, PagedContext
-from engine.scheduler import Chunk
+from engine.scheduler import Chunk, drawn_by
 
 ROUND = 64
 INVENTED = 1024  # tokens of an invented sequence
@@ -30,6 +30,12 @@ class Capacity:
     sequences: int
     tokens: int
     blocks: int  # of one sequence
+    drafted: int = 0  # tokens that are a guess; each of them adds a token to draw
+
+    @property
+    def draws(self) -> int:
+        """The most tokens that a step draws."""
+        return self.sequences + self.drafted
 
     @property
     def rows(self) -> int:
@@ -60,9 +66,9 @@ class Mirror:
 class Tables:
     """Block tables of a step's rows, (B, W) int32. Only changed rows are written; nothing is copied if none changed."""
 
-    def __init__(self, capacity: Capacity, device: torch.device) -> None:
-        self.mirror = Mirror((capacity.sequences, capacity.blocks), torch.int32, device)
-        self._written: list[list[int]] = [[] for _ in range(capacity.sequences)]
+    def __init__(self, rows: int, blocks: int, device: torch.device) -> None:
+        self.mirror = Mirror((rows, blocks), torch.int32, device)
+        self._written: list[list[int]] = [[] for _ in range(rows)]
 
     def update(self, tables: List[List[int]]) -> None:
         changed = False
@@ -83,17 +89,18 @@ class Tables:
 
 
 class DecodeInputs:
-    """One token each of up to `capacity.sequences` sequences. Rows beyond the step's have position -1 and do nothing.
+    """One token each of up to `capacity.draws` rows: sequences, or tokens of their drafts. Rows beyond the step's have position -1
+    and do nothing.
 
     A step writes its drawn tokens to `tokens` and increments `positions`. The next step of the same sequences then
     copies only new block-table entries.
     """
 
     def __init__(self, capacity: Capacity, device: torch.device) -> None:
-        rows = capacity.sequences
+        rows = capacity.draws
         self._integers = Mirror((3, rows), torch.int64, device)
         self._temperature = Mirror((rows,), torch.float32, device)
-        self.tables = Tables(capacity, device)
+        self.tables = Tables(rows, capacity.blocks, device)
         self.tokens, self.positions, self.seed = self._integers.device
         self._integers.host[1] = -1
         self.positions.fill_(-1)
@@ -101,19 +108,23 @@ class DecodeInputs:
         self._rows: list[object] = []  # the sequences whose rows on the device are up to date
 
     def write(self, chunks: List[Chunk]) -> None:
-        """Write a row for each of `chunks`. The caller must write tokens that the host does not know to `tokens`."""
+        """Write the rows of `chunks`. The caller must write tokens that the host does not know to `tokens`."""
         integers = self._integers.host
         integers[1] = -1
-        for i, chunk in enumerate(chunks):
-            tokens, params = chunk.sequence.tokens, chunk.sequence.params
-            integers[:, i] = tokens[chunk.start] if chunk.is_known else 0, chunk.start, params.seed
-            self._temperature.host[i] = params.temperature
+        row = 0
+        for chunk in chunks:
+            params = chunk.sequence.params
+            for position, token in enumerate(chunk.tokens if chunk.is_known else (0,), chunk.start):
+                integers[:, row] = token, position, params.seed
+                self._temperature.host[row] = params.temperature
+                row += 1
         self._integers.send()
         self._temperature.send()
-        self._rows = [c.sequence for c in chunks]
+        self._rows = [] if any(c.draft for c in chunks) else [c.sequence for c in chunks]
 
     def continues(self, chunks: List[Chunk]) -> bool:
-        """Whether the last step left the rows of `chunks` on the device: the same sequences in the same order."""
+        """Whether the last step left the rows of `chunks`, which have no drafts, on the device: the same sequences in the same order.
+        A step with drafts leaves none."""
         return len(self._rows) == len(chunks) and all(row is c.sequence for row, c in zip(self._rows, chunks, strict=True))
 
     def forget(self) -> None:
@@ -160,11 +171,12 @@ class SpanInputs:
     def __init__(self, capacity: Capacity, device: torch.device) -> None:
         self.capacity = capacity
         self._rows = Mirror((3 * capacity.rows,), torch.int64, device)
-        self._spans = Mirror((3, capacity.sequences + 1), torch.int32, device)
-        self._starts, self._lengths, self._ends = self._spans.device
-        self._seeds = Mirror((2, capacity.sequences), torch.int64, device)
-        self._temperature = Mirror((capacity.sequences,), torch.float32, device)
-        self.tables = Tables(capacity, device)
+        self._spans = Mirror((2, capacity.sequences + 1), torch.int32, device)
+        self._starts, self._lengths = self._spans.device
+        self._drawing = Mirror((capacity.draws,), torch.int64, device)
+        self._seeds = Mirror((2, capacity.draws), torch.int64, device)
+        self._temperature = Mirror((capacity.draws,), torch.float32, device)
+        self.tables = Tables(capacity.sequences, capacity.blocks, device)
 
     def write(self, chunks: List[Chunk], rows: int, block_size: int) -> None:
         """Write the inputs for `chunks`. rows: at least the chunks' number of tokens; the rest is padding. The caller must write
@@ -174,6 +186,7 @@ class SpanInputs:
         single: list[tuple[int, int, int, int]] = []
         ends: list[int] = []  # of the chunks in the step, and in their sequences
         stops: list[int] = []
+        drawing: list[int] = []
         used = 0
         for chunk in chunks:
             start, stop, sequence = chunk.start, chunk.start + chunk.count, chunk.sequence
@@ -184,21 +197,26 @@ class SpanInputs:
             else:
                 own, block = np.arange(start, stop), start // block_size
                 held = np.asarray(sequence.blocks[block : (stop - 1) // block_size + 1])
-                tokens[first:used], positions[first:used] = sequence.tokens[start:stop], own
+                tokens[first:used], positions[first:used] = chunk.tokens, own
                 cache_rows[first:used] = held[own // block_size - block] * block_size + own % block_size
             ends.append(used)
             stops.append(stop)
+            if chunk.draft:
+                drawing += range(used - 1 - len(chunk.draft), used)
+            elif chunk.samples:
+                drawing.append(used - 1)
         if single:
             row, *values = map(list, zip(*single, strict=True))
             tokens[row], positions[row], cache_rows[row] = values
         tokens[used:], positions[used:], cache_rows[used:] = 0, 0, -1
         self._rows.send(3 * rows)
 
-        spans = len(chunks)
-        starts, lengths, last = self._spans.host
-        starts[1 : spans + 1], lengths[:spans], last[:spans] = ends, stops, [end - 1 for end in ends]
-        starts[spans + 1 :], lengths[spans:], last[spans:] = used, 0, 0
+        spans, draws = len(chunks), len(drawing)
+        starts, lengths = self._spans.host
+        starts[1 : spans + 1], lengths[:spans], self._drawing.host[:draws] = ends, stops, drawing
+        starts[spans + 1 :], lengths[spans:], self._drawing.host[draws:] = used, 0, 0
         self._spans.send()
+        self._drawing.send()
         self.tables.update([c.sequence.blocks for c in chunks])
 
     def invent(self, rows: int, ids: int, cache: PagedCache) -> None:
@@ -212,34 +230,36 @@ class SpanInputs:
         tokens, positions, cache_rows = self._rows.host[: 3 * rows].reshape(3, rows)
         tokens[:], positions[:], cache_rows[:] = generator.integers(ids, size=rows), own, -1
         self._rows.send(3 * rows)
-        starts, lengths, last = self._spans.host
-        starts[1:], lengths[:-1], last[:-1] = ends, np.diff(ends, prepend=0), ends - 1
-        last[spans:] = 0
+        starts, lengths = self._spans.host
+        starts[1:], lengths[:-1] = ends, np.diff(ends, prepend=0)
+        self._drawing.host[:spans], self._drawing.host[spans:] = ends[:spans] - 1, 0
         self._spans.send()
-        self._seeds.host[...], self._temperature.host[:] = generator.integers(ids, size=(2, sequences)), 1.0
+        self._drawing.send()
+        self._seeds.host[...], self._temperature.host[:] = generator.integers(ids, size=self._seeds.host.shape), 1.0
         self._seeds.send()
         self._temperature.send()
         self.tables.invent(generator, cache.keys_values.shape[2])
 
     def write_draws(self, chunks: List[Chunk]) -> None:
         """Write what `draws` returns, which a CPU's steps do not need."""
-        params = [c.sequence.params for c in chunks]
-        self._seeds.host[:, : len(chunks)] = [p.seed for p in params], [c.stop for c in chunks]
-        self._temperature.host[: len(chunks)] = [p.temperature for p in params]
+        sequences, positions = drawn_by([c for c in chunks if c.samples])
+        params = [s.params for s in sequences]
+        self._seeds.host[:, : len(params)] = [p.seed for p in params], positions
+        self._temperature.host[: len(params)] = [p.temperature for p in params]
         self._seeds.send()
         self._temperature.send()
 
     def tokens(self, rows: int) -> Tensor:
         return self._rows.device[:rows]
 
-    def ends(self, spans: int) -> Tensor:
-        """The last row of each span, (S,) int64."""
-        return self._ends[:spans].long()
+    def drawing(self, draws: int) -> Tensor:
+        """The rows from which the first `draws` tokens are drawn, (D,) int64."""
+        return self._drawing.device[:draws]
 
-    def draws(self, spans: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Temperatures (S,) fp32, seeds (S,) int64, and the positions (S,) int64 of the tokens to draw."""
-        seed, positions = self._seeds.device[:, :spans]
-        return self._temperature.device[:spans], seed, positions
+    def draws(self, draws: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Temperatures (D,) fp32, seeds (D,) int64, and the positions (D,) int64 of the tokens to draw."""
+        seed, positions = self._seeds.device[:, :draws]
+        return self._temperature.device[:draws], seed, positions
 
     def context(self, rows: int, spans: int, cache: PagedCache, max_span: int) -> PagedContext:
         """Attention of the first `rows` rows. max_span: at least the rows of the longest span."""

@@ -16,7 +16,7 @@ from transformers import MinNewTokensLengthLogitsProcessor, RepetitionPenaltyLog
 from engine.grammars import Grammars
 from engine.logits import advance, allowed, check_ids, new_state, process, token_logprobs
 from engine.protocol import SamplingParams
-from engine.scheduler import Sequence
+from engine.scheduler import Draw, Sequence
 from errors import UserError
 from tests import MODELS
 from tokenizer_files import load_tokenizer
@@ -40,6 +40,18 @@ def sequence_of(prompt: list[int], output: list[int], vocab: int = VOCAB, **para
     return sequence
 
 
+def next_draw(sequence: Sequence) -> Draw:
+    """The draw of the sequence's next token. Some of its last generated tokens become a draft, which changes nothing."""
+    drafted = random.randint(0, sequence.generated - sequence.state.counted)
+    whole, kept = sequence.tokens, len(sequence.tokens) - drafted
+    sequence.tokens = whole[:kept]
+    return Draw(sequence, len(whole), whole[kept:])
+
+
+def draw_of(prompt: list[int], output: list[int], vocab: int = VOCAB, **params: Any) -> Draw:
+    return next_draw(sequence_of(prompt, output, vocab, **params))
+
+
 def random_ids(longest: int, vocab: int = VOCAB) -> list[int]:
     """Token ids with repetitions."""
     few = [random.randrange(vocab) for _ in range(6)]
@@ -60,7 +72,7 @@ def test_repetition_penalty_equals_transformers(seed: int) -> None:
         prompt, output, penalty = [1, *random_ids(9)], random_ids(9), random.choice([0.5, 1.1, 1.7, 2.0])
         logits = random_logits(1)
         expected = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([prompt + output]), logits.clone())
-        found = process(logits, [sequence_of(prompt, output, repetition_penalty=penalty)])
+        found = process(logits, [draw_of(prompt, output, repetition_penalty=penalty)])
         torch.testing.assert_close(found, expected)
         assert not torch.equal(found, logits)
 
@@ -77,7 +89,7 @@ def test_presence_and_frequency_penalties_are_those_of_openai(seed: int) -> None
         prompt, output = [1, *random_ids(9)], random_ids(20)
         presence, frequency = random.uniform(-2, 2), random.choice([0.0, random.uniform(-2, 2)])
         logits = random_logits(1)
-        found = process(logits, [sequence_of(prompt, output, presence_penalty=presence, frequency_penalty=frequency)])
+        found = process(logits, [draw_of(prompt, output, presence_penalty=presence, frequency_penalty=frequency)])
         expected = openai(logits[0].double().numpy(), output, presence, frequency)
         np.testing.assert_allclose(found[0].numpy(), expected, atol=1e-5)
 
@@ -86,19 +98,19 @@ def test_a_batch_is_its_rows(seed: int) -> None:
     """All penalties together, with different parameters in each row. Rows without parameters keep every bit, and the input
     tensor is not changed."""
     for _ in range(20):
-        sequences, expected = [], []
+        draws, expected = [], []
         logits = random_logits(random.randint(2, 8))
         for row in logits:
             prompt, output = [2, *random_ids(9)], random_ids(9)
             if random.random() < 0.3:
-                sequences.append(sequence_of(prompt, output))
+                draws.append(draw_of(prompt, output))
                 expected.append(row.double().numpy())
                 continue
             repetition = random.choice([1.0, 1.4])
             presence, frequency = random.choice([0.0, 0.9]), random.choice([0.0, -0.6])
             bias = random.choice([{}, {3: 2.5, 30: -100.0}])
-            sequences.append(
-                sequence_of(
+            draws.append(
+                draw_of(
                     prompt,
                     output,
                     repetition_penalty=repetition,
@@ -113,17 +125,17 @@ def test_a_batch_is_its_rows(seed: int) -> None:
                 wanted[i] += value
             expected.append(wanted)
         before = logits.clone()
-        found = process(logits, sequences)
+        found = process(logits, draws)
         assert torch.equal(logits, before)
         np.testing.assert_allclose(found.numpy(), np.stack(expected), atol=1e-5)
-        for row, sequence, same in zip(found, sequences, logits, strict=True):
-            if sequence.params == SamplingParams(max_tokens=100):
+        for row, draw, same in zip(found, draws, logits, strict=True):
+            if draw.sequence.params == SamplingParams(max_tokens=100):
                 assert torch.equal(row, same)
 
 
 def test_nothing_asked_nothing_copied() -> None:
     logits = random_logits(3)
-    assert process(logits, [sequence_of([1], [2, 3]) for _ in range(3)]) is logits
+    assert process(logits, [draw_of([1], [2, 3]) for _ in range(3)]) is logits
 
 
 def test_counts_follow_the_output(seed: int) -> None:
@@ -137,9 +149,10 @@ def test_counts_follow_the_output(seed: int) -> None:
             output += [random.randrange(5) for _ in range(random.choice([0, 0, 1, 1, 3]))]  # 0: as after a preemption
             sequence.tokens = prompt + output
             logits = random_logits(1)
-            found = process(logits, [sequence])
+            draw = next_draw(sequence)
+            found = process(logits, [draw])
             np.testing.assert_allclose(found[0].numpy(), openai(logits[0].numpy(), output, 0.0, 1.0), atol=1e-5)
-            assert sequence.state.counts.tolist() == [output.count(i) for i in range(VOCAB)]
+            assert sequence.state.counts.tolist() == [output[: draw.sequence.generated].count(i) for i in range(VOCAB)]
 
 
 # --- biases and masks ------------------------------------------------------------------------------------------------------
@@ -150,7 +163,7 @@ def test_logit_bias_and_allowed_ids(seed: int) -> None:
         bias = {i: random.uniform(-100, 100) for i in random.sample(range(VOCAB), random.choice([0, 1, 5]))}
         ids = random.choice([None, random.sample(range(VOCAB), random.randint(1, 6))])
         logits = random_logits(1)
-        found = process(logits, [sequence_of([1], [2], logit_bias=bias, allowed_token_ids=ids)])[0]
+        found = process(logits, [draw_of([1], [2], logit_bias=bias, allowed_token_ids=ids)])[0]
         for i in range(VOCAB):
             if ids is not None and i not in ids:
                 assert found[i] == -torch.inf
@@ -176,7 +189,7 @@ def test_min_tokens_masks_stops_as_transformers_does(seed: int) -> None:
         logits = random_logits(1)
         reference = MinNewTokensLengthLogitsProcessor(len(prompt), minimum, stops, device="cpu")
         expected = reference(torch.tensor([prompt + output]), logits.clone())
-        found = process(logits, [sequence_of(prompt, output, stop_token_ids=stops, min_tokens=minimum)])
+        found = process(logits, [draw_of(prompt, output, stop_token_ids=stops, min_tokens=minimum)])
         assert torch.equal(found, expected)
         assert torch.isinf(found).any() == (len(output) < minimum)
 
@@ -246,13 +259,17 @@ def generate(grammar: str, temperature: float, limit: int = 4000, **params: Any)
     sequence = Sequence("a", [5], 1, wanted)
     sequence.state = new_state(wanted, MODEL_VOCAB, CPU)
     sequence.state.matcher = grammars().compile(grammar)
+    draft: list[int] = []  # tokens that the grammar's matcher has not seen
     while sequence.generated < limit:
-        logits = process(torch.randn(1, MODEL_VOCAB) / temperature, [sequence])
+        draw = Draw(sequence, len(sequence.tokens) + len(draft), draft)
+        logits = process(torch.randn(1, MODEL_VOCAB) / temperature, [draw])
         token = int((logits[0] - torch.empty(MODEL_VOCAB).exponential_().log()).argmax())
         assert logits[0, token] > -torch.inf, "the grammar allows no token at all"
-        sequence.tokens.append(token)
-        if advance(sequence, token):
-            return tokenizer.decode(sequence.tokens[1:]), True
+        draft = [*draft, token]
+        while draft and (len(draft) > 3 or random.random() < 0.7):
+            sequence.tokens.append(draft.pop(0))
+            if advance(sequence, sequence.tokens[-1]):
+                return tokenizer.decode(sequence.tokens[1:]), True
     return tokenizer.decode(sequence.tokens[1:]), False
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 import llguidance
+import msgspec
 import pytest
 import torch
 
@@ -152,8 +153,9 @@ def recorded(made: Engine) -> list[bool]:
     return launched
 
 
-def with_tokenizer(look_ahead: bool) -> Engine:
-    made = Engine(tiny(), tiny_tokenizer(), EngineLimits(max_num_seqs=20, max_batch_tokens=40, kv_memory=1e7), ALONE)
+def with_tokenizer(look_ahead: bool, draft_tokens: int = 0) -> Engine:
+    limits = EngineLimits(max_num_seqs=20, max_batch_tokens=40, kv_memory=1e7, draft_tokens=draft_tokens)
+    made = Engine(tiny(), tiny_tokenizer(), limits, ALONE)
     made.look_ahead = look_ahead
     made.runner.capture()
     return made
@@ -211,6 +213,32 @@ def test_plain_requests_get_the_same_ahead_with_others_beside(seed: int) -> None
         aborted = submit.request_id in aborts.values() and answer.finish_reason is None
         assert_same(model, submit, answer.tokens, aborted=aborted)
     assert sum(launched) > len(launched) / 2, launched
+
+
+def test_drafts_beside_other_requests(seed: int) -> None:
+    """Requests of all kinds with predictions, which are wrong in places, beside ones that are launched ahead."""
+    plain = with_tokenizer(look_ahead=False)
+    kinds = [kind for kind in KINDS if kind != "grammar"]
+    submits = [
+        Submit(str(i), [3, *random.sample(range(3, 300), 5)], random_params(max_tokens=25, ignore_eos=True, **KINDS[kind]))
+        for i, kind in enumerate(kinds)
+    ]
+    guesses = {name: answer.tokens for name, answer in serve(plain, submits).items()}
+    made = with_tokenizer(look_ahead=True, draft_tokens=5)
+    launched = recorded(made)
+    lasting = Submit("lasting", [3], SamplingParams(max_tokens=80, temperature=1.0, seed=seed % 1000))
+    predicted = []
+    for submit in submits:
+        guess = [token if random.random() < 0.85 else 7 for token in guesses[submit.request_id]]
+        params = msgspec.structs.replace(submit.params, prediction=guess)
+        predicted.append(msgspec.structs.replace(submit, params=params))
+    answers = serve(made, [lasting, *predicted], 3)
+    total = made.speculation.total["prediction"]
+    assert total.accepted > 0 and made.meter.generation_tokens > len(launched)
+    assert 0 < sum(launched) < len(launched), "steps without drafts are launched ahead, others are not"
+    for submit in [lasting, *submits]:
+        if submit.params.grammar is None and submit.params.allowed_token_ids is None:
+            assert_same(made.runner.model, submit, answers[submit.request_id].tokens)
 
 
 def assert_all_logprobs(model: Transformer, submits: list[Submit], answers: dict[str, Answer]) -> None:

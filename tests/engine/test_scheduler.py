@@ -56,9 +56,9 @@ class Simulation:
 
     def __init__(self, n_blocks: int, block_size: int, max_num_seqs: int, max_batch_tokens: int, max_model_len: int) -> None:
         self.n_blocks, self.size, self.max_model_len = n_blocks, block_size, max_model_len
-        self.max_num_seqs, self.budget = max_num_seqs, max_batch_tokens
+        self.max_num_seqs, self.budget, self.max_drafted = max_num_seqs, max_batch_tokens, random.randint(1, 12)
         self.manager = BlockManager(n_blocks, block_size)
-        self.scheduler = Scheduler(self.manager, max_num_seqs, max_batch_tokens, max_model_len)
+        self.scheduler = Scheduler(self.manager, max_num_seqs, max_batch_tokens, max_model_len, max_drafted=self.max_drafted)
         self.requests: dict[str, Served] = {}
         self.alive: dict[str, Served] = {}
         self.texts: dict[tuple[int, int], int] = {}  # (number of a prefix, next token) to the number of the longer prefix
@@ -66,7 +66,9 @@ class Simulation:
         self.steps = 0
         self.ahead_share = 0.0  # how often a step is scheduled before the tokens of the step before are recorded
         self.ahead: list[Chunk] | None = None
-        self.in_flight: dict[str, list[int]] = {}  # tokens that were drawn and not recorded, by request
+        self.draft_share = 0.0  # how often a sequence has a draft
+        self.accepted = self.rejected = 0  # drafted tokens
+        self.in_flight: dict[str, list[int]] = {}  # by request: tokens that were drawn and not recorded, after a draft, if any
 
     def text(self, sequence: Sequence) -> list[int]:
         """The sequence's tokens, with those in flight."""
@@ -120,28 +122,60 @@ class Simulation:
             self.ahead = None
             self.in_flight.clear()
         chunks, self.ahead = self.ahead or self.launch(), None
-        if random.random() < self.ahead_share:
+        if random.random() < self.ahead_share and not any(c.draft for c in chunks):
             self.ahead = self.launch(in_flight=True)
-        sampling = [c.sequence for c in chunks if c.samples]
+        sampling = [c for c in chunks if c.samples]
         random.shuffle(sampling)
-        for sequence in sampling:
-            token = self.in_flight[sequence.request_id].pop(0)
-            if sequence.finish_reason is None:
-                request = self.requests[sequence.request_id]
-                request.output.append(token)
-                self.scheduler.record(sequence, token)
-                if sequence.finish_reason:
-                    self.end(request)
+        for chunk in sampling:
+            self.land(chunk)
         self.check()
         return chunks
 
+    def land(self, chunk: Chunk) -> None:
+        """Record the tokens that a chunk has drawn."""
+        sequence, request = chunk.sequence, self.requests[chunk.sequence.request_id]
+        tokens = [self.in_flight[sequence.request_id].pop(0) for _ in range(len(chunk.draft) + 1)]
+        if sequence.finish_reason is not None:
+            return
+        if chunk.draft:
+            drawn = [draw(sequence.tokens + tokens[:i]) for i in range(len(tokens))]
+            right = next((i for i, token in enumerate(chunk.draft) if token != drawn[i]), len(chunk.draft))
+            tokens = drawn[: right + 1]
+            self.accepted, self.rejected = self.accepted + right, self.rejected + len(chunk.draft) - right
+            self.scheduler.reject(sequence, len(chunk.draft) - right)
+            assert len(sequence.blocks) <= max(-(-len(sequence.tokens + tokens) // self.size), 1), (
+                "it keeps places of wrong tokens"
+            )
+        for token in tokens:
+            request.output.append(token)
+            self.scheduler.record(sequence, token)
+            if sequence.finish_reason:
+                self.end(request)
+                break
+
+    def drafts(self) -> dict[Sequence, list[int]]:
+        """Drafts for some of the sequences that may have one; some tokens are wrong."""
+        drafts = {}
+        for sequence in self.scheduler.running:
+            if sequence.generated and sequence.length - sequence.computed == 1 and random.random() < self.draft_share:
+                text = list(sequence.tokens)
+                for _ in range(random.randint(1, 9)):
+                    text.append(draw(text) if random.random() < 0.8 else random.randrange(VOCAB))
+                drafts[sequence] = text[len(sequence.tokens) :]
+        return drafts
+
     def launch(self, in_flight: bool = False) -> list[Chunk]:
-        chunks = self.scheduler.schedule(in_flight)
+        preemptions = self.scheduler.preemptions
+        chunks = self.scheduler.schedule(in_flight, {} if in_flight else self.drafts())
+        assert not any(c.draft for c in chunks) or self.scheduler.preemptions == preemptions, "a draft took another's place"
         if in_flight and not chunks:
             self.check_that_nothing_could_be_scheduled()
             return []
         self.steps += 1
         self.check_chunks(chunks, in_flight)
+        for chunk in chunks:
+            if chunk.draft:
+                self.in_flight[chunk.sequence.request_id] = [*chunk.draft, draw([*chunk.sequence.tokens, *chunk.draft])]
         for chunk in chunks:
             numbers = self.beginnings(self.text(chunk.sequence)[: chunk.stop])
             for position in range(chunk.start, chunk.stop):
@@ -149,7 +183,7 @@ class Simulation:
         for chunk in chunks:  # a step may compute its chunks in any order
             self.check_cache(chunk.sequence, chunk.stop)  # no other chunk wrote to its positions
         for chunk in chunks:
-            if chunk.samples:
+            if chunk.samples and not chunk.draft:
                 drawn = draw(self.text(chunk.sequence))
                 self.in_flight.setdefault(chunk.sequence.request_id, []).append(drawn)
         self.scheduler.launched(chunks)
@@ -191,14 +225,20 @@ class Simulation:
         assert chunks or in_flight or not self.scheduler.has_work(), "there is work, but none was scheduled"
         assert sum(c.count for c in chunks) <= self.budget
         assert len(chunks) <= self.max_num_seqs
+        assert sum(len(c.draft) for c in chunks) <= self.max_drafted
         assert len({c.sequence.request_id for c in chunks}) == len(chunks), "a sequence is twice in a step"
         for chunk in chunks:
-            sequence, stop, text = chunk.sequence, chunk.stop, self.text(chunk.sequence)
+            sequence, stop, text = chunk.sequence, chunk.stop, [*self.text(chunk.sequence), *chunk.draft]
+            assert chunk.samples or not chunk.draft
             assert sequence in self.scheduler.running
             assert chunk.count >= 1
             assert stop == sequence.computed <= len(text) < sequence.prompt_length + sequence.params.max_tokens
             assert chunk.samples == (stop == len(text))
-            assert chunk.is_known == (stop <= len(sequence.tokens)) and (chunk.is_known or chunk.count == 1)
+            assert chunk.is_known == (self.text(sequence) == sequence.tokens) or not chunk.samples
+            assert chunk.tokens == text[chunk.start : stop] if chunk.is_known else chunk.count == 1
+            assert [d.position for d in chunk.draws] == list(range(stop - len(chunk.draft), stop + 1))[
+                : None if chunk.samples else 0
+            ]
             assert stop <= len(sequence.blocks) * self.size, "no blocks to write to"
             self.check_cache(sequence, chunk.start)
             if sequence.params.prompt_logprobs is not None:
@@ -247,13 +287,19 @@ class Life(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 6),
         budget=st.integers(1, 20),
         max_model_len=st.integers(10, 60),
-        ahead_share=st.sampled_from([0.0, 0.5, 1.0]),
+        shares=st.tuples(st.sampled_from([0.0, 0.5, 1.0]), st.sampled_from([0.0, 0.5, 1.0])),
     )
     def begin(
-        self, n_blocks: int, block_size: int, max_num_seqs: int, budget: int, max_model_len: int, ahead_share: float
+        self,
+        n_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        budget: int,
+        max_model_len: int,
+        shares: tuple[float, float],
     ) -> None:
         self.simulation = Simulation(n_blocks, block_size, max_num_seqs, budget, max_model_len)
-        self.simulation.ahead_share = ahead_share
+        self.simulation.ahead_share, self.simulation.draft_share = shares
 
     @rule(prompt=prompts, params=params)
     def submit(self, prompt: list[int], params: SamplingParams) -> None:
@@ -309,9 +355,9 @@ def random_request(texts: list[list[int]]) -> tuple[list[int], SamplingParams]:
     )
 
 
-@pytest.mark.parametrize("ahead_share", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize(("ahead_share", "draft_share"), [(0.0, 0.0), (0.7, 0.0), (1.0, 0.0), (0.5, 0.6), (0.0, 1.0)])
 @pytest.mark.parametrize("pool", ["scarce", "ample"])
-def test_thousands_of_arrivals(pool: str, ahead_share: float, seed: int) -> None:
+def test_thousands_of_arrivals(pool: str, ahead_share: float, draft_share: float, seed: int) -> None:
     """1500 requests to one server, some of them aborted."""
     simulation = Simulation(
         n_blocks=random.randint(20, 30) if pool == "scarce" else 300,
@@ -320,7 +366,7 @@ def test_thousands_of_arrivals(pool: str, ahead_share: float, seed: int) -> None
         max_batch_tokens=random.randint(15, 40),
         max_model_len=45,
     )
-    simulation.ahead_share = ahead_share
+    simulation.ahead_share, simulation.draft_share = ahead_share, draft_share
     taken = refused = aborted = 0
     texts: list[list[int]] = []
     while taken < 1500:
@@ -339,6 +385,7 @@ def test_thousands_of_arrivals(pool: str, ahead_share: float, seed: int) -> None
     assert refused > 0 and aborted > 50
     assert 0 < scheduler.prefix_hits < scheduler.prefix_queries
     assert scheduler.preemptions > 0 if pool == "scarce" else scheduler.preemptions <= 10
+    assert (min(simulation.accepted, simulation.rejected) > 100) == (draft_share > 0)
 
 
 def test_two_copies_take_the_same_steps(seed: int) -> None:

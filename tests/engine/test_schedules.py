@@ -292,7 +292,7 @@ def test_what_was_invented_does_not_reach_the_next_step(seed: int) -> None:
 
 def compare_with_fresh_inputs() -> None:
     sequences, tokens, width, size = (random.randint(1, most) for most in (9, 90, 12, 8))
-    capacity = Capacity(sequences, tokens, width)
+    capacity = Capacity(sequences, tokens, width, drafted=random.choice([0, 5]))
     cache = PagedCache(1, random.randint(1, 40), size, 1, 4, torch.device("cpu"), torch.float32)
     chunks = random_chunks(sequences, width * size, tokens, cache.keys_values.shape[2], size)
     used = sum(chunk.count for chunk in chunks)
@@ -307,15 +307,16 @@ def compare_with_fresh_inputs() -> None:
     assert_same_context(fresh.context(rows, spans, cache, rows), after.context(rows, spans, cache, rows))
     for one, other in zip(fresh.draws(len(chunks)), after.draws(len(chunks)), strict=True):
         assert torch.equal(one, other)
+    assert torch.equal(fresh.drawing(capacity.draws), after.drawing(capacity.draws))
 
     chunks = [Chunk(chunk.sequence, chunk.stop - 1, 1, True, True) for chunk in chunks]
     first, second = DecodeInputs(capacity, torch.device("cpu")), DecodeInputs(capacity, torch.device("cpu"))
     second.write(chunks)
     second.tables.update([chunk.sequence.blocks for chunk in chunks])
-    second.invent(random.randint(1, sequences), 50, cache)
+    second.invent(random.randint(1, capacity.draws), 50, cache)
     second.clear()
     assert not second.continues(chunks)
-    assert (second.context(sequences, cache, width * size).cache_rows < 0).all() and (second.positions == -1).all()
+    assert (second.context(capacity.draws, cache, width * size).cache_rows < 0).all() and (second.positions == -1).all()
     for inputs in (first, second):
         inputs.write(chunks)
         inputs.tables.update([chunk.sequence.blocks for chunk in chunks])

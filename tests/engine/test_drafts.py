@@ -1,0 +1,350 @@
+"""Speculation: the suffix automaton against its definition, and answers with drafts against those without."""
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import llguidance
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from engine import drafts
+from engine.core import Engine, EngineLimits
+from engine.drafts import END, MOST_INDEXED, Drafter, Speculation, SuffixAutomaton, count_equal
+from engine.protocol import SamplingParams, Submit
+from engine.scheduler import Sequence
+from kernels.sampling import exponential_noise
+from model import Transformer
+from tests.engine.test_engine import (
+    ALONE,
+    Answer,
+    assert_logprobs,
+    assert_same,
+    config_of,
+    engine_of,
+    load,
+    plain_logits,
+    random_model,
+    random_params,
+    serve,
+    tiny,
+    tiny_tokenizer,
+)
+from tests.engine.test_sampler import chi_square_is_plausible
+from tests.support.ranks import Ranks
+from tp import World
+from training.export import save_checkpoint
+
+# --- drafts ----------------------------------------------------------------------------------------------------------------
+
+
+def ends_of(tokens: list[int], part: list[int]) -> list[int]:
+    return [end for end in range(len(part), len(tokens) + 1) if tokens[end - len(part) : end] == part]
+
+
+def longest_repeated_suffix(tokens: list[int]) -> int:
+    return max(n for n in range(len(tokens)) if n == 0 or len(ends_of(tokens, tokens[-n:])) > 1)
+
+
+def test_the_automaton_finds_the_longest_suffix_that_occurred_before(seed: int) -> None:
+    for _ in range(12):
+        automaton, tokens = SuffixAutomaton(), list[int]()
+        vocab = random.choice([1, 2, 3, 10])
+        for _ in range(random.randint(1, 40)):
+            copied = random.random() < 0.4 and len(tokens) > 3
+            at = random.randrange(len(tokens)) if copied else 0
+            for token in tokens[at : at + 9] if copied else [random.randrange(vocab)]:
+                automaton.append(token)
+                tokens.append(token)
+                length, end = automaton.match
+                assert length == longest_repeated_suffix(tokens)
+                assert end < len(tokens) and end in ends_of(tokens, tokens[len(tokens) - length :])
+                period, after = tokens[end:], automaton.after_match(12)
+                assert after == [period[i % len(period)] for i in range(12)]
+        assert len(automaton._next) <= 2 * len(tokens), "more states than the theory allows"
+
+
+def drafter_of(prompt: list[int], output: list[int], ceiling: int = 8, prediction: list[int] | None = None) -> Drafter:
+    params = SamplingParams(max_tokens=1000, prediction=prediction or [])
+    drafter = Drafter(Sequence("a", prompt + output, len(prompt), params), ceiling)
+    while drafter.follow(random.randint(1, 30)):
+        pass
+    return drafter
+
+
+def test_a_draft_continues_the_prompt_or_the_prediction() -> None:
+    drafter = drafter_of([1, 2, 3, 4, 5, 6, 7, 8, 9], [2, 3, 4])
+    assert (drafter.draft(), drafter.source) == ([5, 6, 7, 8], "ngram")
+    drafter = drafter_of([1, 2, 3, 4], [7], prediction=[7, 8, 9])
+    assert (drafter.draft(), drafter.source) == ([8, 9], "prediction")  # and not what follows the prediction in the index
+    assert drafter_of([1, 2, 3, 4], [7, 8, 9], prediction=[7, 8, 9]).draft() == []
+    assert drafter_of([1, 2, 3, 4], [9], prediction=[7, 8, 9]).draft() == []
+    assert drafter_of([5, 6, 5, 6, 5], [6], ceiling=3).draft() == [5, 6, 5]
+    assert drafter_of([1, 2, 3], [4]).draft() == []
+    assert END not in drafter_of([1, 2], [3], prediction=[1, 2, 3]).draft()
+
+
+def test_two_tokens_are_enough_while_drafts_are_right() -> None:
+    drafter = drafter_of([1, 2, 3, 4, 5, 6], [2, 3])
+    assert drafter.draft() == []
+    drafter.learn(1, least=0.5)
+    assert drafter.draft() == [4, 5, 6, 2]
+    drafter.learn(0, least=0.5)
+    assert drafter.draft() == []
+
+
+def test_a_draft_waits_until_the_whole_text_is_indexed() -> None:
+    sequence = Sequence("a", [1, 2, 3, 4] * 5, 4, SamplingParams(max_tokens=100))
+    drafter = Drafter(sequence, 4)
+    assert drafter.follow(19) == 19
+    assert drafter.is_likely and drafter.draft() == []
+    assert (drafter.follow(19), drafter.follow(19)) == (1, 0)
+    assert drafter.draft() == [1, 2, 3, 4]
+    sequence.tokens += [1] * (MOST_INDEXED - 19)
+    while drafter.follow(100_000):
+        pass
+    assert drafter.draft() == [], "a longer text than the limit is not drafted"
+
+
+def test_the_index_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step indexes few tokens, and all requests together have a limit."""
+    monkeypatch.setattr(drafts, "INDEXED_A_STEP", 10)
+    monkeypatch.setattr(drafts, "MOST_INDEXED_TOGETHER", 50)
+    params = SamplingParams(max_tokens=100)
+    running = [Sequence(str(i), [1, 2] * 20, 20, params, computed=39) for i in range(2)]
+    speculation = Speculation(4)
+    for step in range(1, 8):
+        found = speculation.drafts(running)
+        assert sum(s.drafter.indexed for s in running) == min(10 * step, 50)
+        assert list(found) == ([running[0]] if step >= 4 else [])
+    assert Speculation(0).drafts(running) == {}
+
+
+def test_the_length_adapts_and_drafts_pause_while_they_do_not_pay() -> None:
+    drafter = drafter_of([1] * 20, [1], ceiling=16)
+    lengths = []
+    for _ in range(8):
+        lengths.append(len(drafter.draft()))
+        drafter.learn(lengths[-1], 1.0)
+    assert lengths == sorted(lengths) and lengths[-1] == 16
+    for _ in range(20):
+        drafter.learn(0, 1.0)
+    assert drafter.draft() == []
+    waited = 0
+    while not drafter.draft():
+        drafter.sequence.tokens.append(1)
+        drafter.follow(1)
+        waited += 1
+    assert drafts.PAUSES[0] <= waited <= drafts.PAUSES[1]
+
+
+# --- answers with drafts -----------------------------------------------------------------------------------------------------
+
+
+def mistaken(tokens: list[int], vocab_size: int) -> list[int]:
+    """The tokens with some changed, left out or added."""
+    found = list[int]()
+    for token in tokens:
+        chance = random.random()
+        found += (
+            [token]
+            if chance > 0.15
+            else [random.randrange(vocab_size)]
+            if chance > 0.1
+            else [token] * 2
+            if chance > 0.05
+            else []
+        )
+    return found
+
+
+def predicting(submits: list[Submit], answers: dict[str, Answer], vocab_size: int = 101) -> list[Submit]:
+    """The requests with predictions of their answers, some of which are partly wrong, and one wholly."""
+    replace = msgspec.structs.replace
+    return [
+        replace(s, params=replace(s.params, prediction=mistaken(answers[s.request_id].tokens, vocab_size))) for s in submits
+    ]
+
+
+def bent_submits(count: int, **fixed: Any) -> list[Submit]:
+    """Requests with random parameters of all kinds; half of the prompts repeat themselves."""
+    submits = []
+    for i in range(count):
+        prompt = [random.randrange(101) for _ in range(random.randint(1, 12))] * random.choice([1, 2])
+        params = dict(
+            max_tokens=random.randint(1, 24),
+            presence_penalty=random.choice([0.0, 0.0, 1.5]),
+            frequency_penalty=random.choice([0.0, 0.0, 0.7, -0.5]),
+            repetition_penalty=random.choice([1.0, 1.0, 1.3, 0.8]),
+            logit_bias=random.choice([{}, {}, {3: 4.0, 50: -100.0}]),
+            min_tokens=random.choice([0, 0, 6]),
+            stop_token_ids=random.sample(range(101), random.choice([0, 0, 8])),
+            logprobs=random.choice([None, None, 2]),
+            prompt_logprobs=random.choice([None, None, 1]),
+        )
+        submits.append(Submit(f"r{i}", prompt, random_params(**params | fixed)))
+    return submits
+
+
+def assert_answers(model: Transformer, submits: list[Submit], answers: dict[str, Answer]) -> None:
+    for submit in submits:
+        answer, params = answers[submit.request_id], submit.params
+        assert_same(model, submit, answer.tokens)
+        stopped = answer.tokens[-1] in params.stop_token_ids and len(answer.tokens) > params.min_tokens
+        assert answer.finish_reason == ("stop" if stopped else "length")
+        if params.logprobs is not None:
+            rows = plain_logits(model, submit.prompt_ids + answer.tokens)[len(submit.prompt_ids) - 1 : -1]
+            for entry, row, token in zip(answer.logprobs, rows, answer.tokens, strict=True):
+                assert_logprobs(entry, row, token, 2)
+
+
+def accepted(engine: Engine) -> int:
+    assert all(0 <= d.accepted <= d.tokens and d.drafts <= d.tokens for d in engine.speculation.total.values())
+    return sum(d.accepted for d in engine.speculation.total.values())
+
+
+@pytest.mark.parametrize("name", ["standard", "parallel", "hybrid:2", "desync-2x:4", "mistral"])
+def test_the_same_tokens_with_drafts(name: str, seed: int) -> None:
+    model = random_model(config_of(name))
+    submits = bent_submits(8)
+    submits = predicting(submits, serve(engine_of(model), submits))
+    total = predicted = 0
+    for limits, at_once in (
+        (dict(), 1000),
+        (dict(max_batch_tokens=random.randint(5, 40), max_num_seqs=4), 2),
+        (dict(n_blocks=14, max_batch_tokens=32), 3),
+        (dict(max_num_seqs=1), 1),
+    ):
+        engine = engine_of(model, draft_tokens=random.choice([1, 3, 7]), **limits)
+        for order in (submits, submits[::-1]):  # the second time, prompts are in the cache
+            assert_answers(model, submits, serve(engine, order, at_once))
+        total += accepted(engine)
+        predicted += engine.speculation.total["prediction"].accepted
+    assert total >= predicted > 0
+
+
+def test_a_prediction_saves_steps(seed: int) -> None:
+    """A right prediction of a long answer takes a step for at least three tokens on average, and the text that it repeats itself
+    is found without one."""
+    model = random_model(config_of("hybrid:2"))
+    submit = Submit("a", [5], random_params(max_tokens=60))
+    tokens = serve(engine_of(model), [submit])["a"].tokens
+    params = msgspec.structs.replace(submit.params, prediction=tokens)
+    engine = engine_of(model, draft_tokens=7)
+    answer = serve(engine, [Submit("a", [5], params)])["a"]
+    assert_same(model, submit, answer.tokens)
+    assert engine.meter.steps <= 20 or answer.tokens != tokens
+    biased = Submit("a", [5], SamplingParams(max_tokens=60, temperature=0, logit_bias={7: 1000.0}))
+    engine = engine_of(model, draft_tokens=7)
+    assert serve(engine, [biased])["a"].tokens == [7] * 60
+    assert engine.speculation.total["ngram"].accepted >= 40 and engine.meter.steps <= 20
+
+
+def test_what_was_drafted_and_accepted_is_reported(seed: int) -> None:
+    model = random_model(config_of("standard"))
+    submits = bent_submits(6, stop_token_ids=[], min_tokens=0)
+    submits = predicting(submits, serve(engine_of(model), submits))
+    engine = engine_of(model, draft_tokens=4)
+    for submit in submits:
+        assert engine.submit(submit) is None
+    drafted = right = 0
+    while engine.has_work():
+        for output in engine.step():
+            assert output.accepted == len(output.token_ids) - 1 <= output.drafted <= 4
+            assert output.logprobs is None or len(output.logprobs) == len(output.token_ids)
+            drafted, right = drafted + output.drafted, right + output.accepted
+    totals = engine.stats().drafted
+    assert (sum(t.tokens for t in totals.values()), sum(t.accepted for t in totals.values())) == (drafted, right)
+    assert engine.stats().generation_tokens == sum(s.params.max_tokens for s in submits)
+
+
+JSON = llguidance.LLMatcher.grammar_from_json_schema(
+    json.dumps({"type": "object", "properties": {"word": {"type": "string", "maxLength": 20}}, "required": ["word"]})
+)
+
+
+def scores(model: Transformer, prompt: list[int], output: list[int], params: SamplingParams) -> torch.Tensor:
+    """What sampling without filters compares, (V,)."""
+    row = plain_logits(model, prompt + output)[-1]
+    if not params.temperature:
+        return row
+    position = torch.tensor([[len(prompt) + len(output)]])
+    noise = exponential_noise(torch.tensor([[params.seed]]), position, torch.arange(len(row)))[0]
+    return row / params.temperature - noise.log()
+
+
+def test_grammars(seed: int) -> None:
+    """Answers under a grammar are the same with drafts. Predictions go on behind the end of the grammar."""
+    model, tokenizer = tiny(), tiny_tokenizer()
+    total = 0
+    for _ in range(3):
+        params = SamplingParams(max_tokens=40, grammar=JSON, seed=random.getrandbits(60), temperature=random.choice([0.0, 0.8]))
+        submit = Submit("a", [random.randrange(3, 300) for _ in range(5)], params)
+        plain = serve(engine_of(model, tokenizer=tokenizer), [submit])["a"]
+        guess = mistaken(plain.tokens, 1024) if random.random() < 0.5 else plain.tokens
+        predicted = msgspec.structs.replace(params, prediction=[*guess, *plain.tokens[:3]])
+        engine = engine_of(model, tokenizer=tokenizer, draft_tokens=5)
+        answer = serve(engine, [replace_params(submit, predicted)])["a"]
+        total += accepted(engine)
+        same = count_equal(answer.tokens, plain.tokens)
+        if answer.tokens != plain.tokens:  # only at a near-tie
+            row = scores(model, submit.prompt_ids, plain.tokens[:same], params)
+            assert abs(row[plain.tokens[same]] - row[answer.tokens[same]]) < 1e-3
+        elif plain.finish_reason == "stop":
+            assert json.loads(tokenizer.decode(answer.tokens)).keys() == {"word"}
+    assert total > 0
+
+
+def replace_params(submit: Submit, params: SamplingParams) -> Submit:
+    return msgspec.structs.replace(submit, params=params)
+
+
+def test_sampled_tokens_follow_the_distribution(seed: int) -> None:
+    """The second token after each first one. The draft is the likeliest token, which is right as often as the model draws it."""
+    model = random_model(replace(config_of("standard"), vocab_size=12))
+    prompt = [1, 2, 3]
+    exact = [plain_logits(model, [*prompt, first])[-1].double().softmax(-1).numpy() for first in range(12)]
+    prediction = [token for first in range(12) for token in (2, 3, first, int(exact[first].argmax()))]
+    engine = engine_of(model, draft_tokens=1, max_num_seqs=12)
+    submits = [
+        Submit(str(i), prompt, SamplingParams(max_tokens=3, seed=seed * 10_000 + i, prediction=prediction)) for i in range(2000)
+    ]
+    counts = np.zeros((12, 12))
+    for answer in serve(engine, submits, 12).values():
+        counts[answer.tokens[0], answer.tokens[1]] += 1
+    total = engine.speculation.total["prediction"]
+    assert total.accepted > 100 and total.tokens > total.accepted + 100
+    for row, probabilities in zip(counts, exact, strict=True):
+        assert row.sum() < 100 or chi_square_is_plausible(row, probabilities)
+
+
+# --- ranks -------------------------------------------------------------------------------------------------------------------
+
+
+def rank_speculates(world: World, directory: Path, submits: list[Submit], random_seed: int) -> tuple[list[Answer], int]:
+    random.seed(random_seed)
+    engine = Engine(load(world, directory), None, EngineLimits(block_size=4, max_batch_tokens=30, draft_tokens=5), world)
+    return list(serve(engine, submits, 3).values()), accepted(engine)
+
+
+@pytest.mark.parametrize(("name", "n"), [("standard", 2), ("parallel", 4), ("hybrid:2", 2), ("desync-2x:4", 4)])
+def test_ranks_agree_and_give_the_same_tokens(name: str, n: int, ranks: Ranks, tmp_path: Path, seed: int) -> None:
+    save_checkpoint(random_model(config_of(name)), tmp_path, torch.float32)
+    model = load(ALONE, tmp_path)
+    submits = bent_submits(8)
+    submits = predicting(submits, serve(engine_of(model), submits))
+    results = ranks.run(n, rank_speculates, tmp_path, submits, seed)
+    assert all(other == results[0] for other in results), "the ranks disagree"
+    answers, right = results[0]
+    assert right > 0
+    assert_answers(model, submits, {s.request_id: a for s, a in zip(submits, answers, strict=True)})
+
+
+def test_a_prediction_with_an_unknown_id_is_refused() -> None:
+    engine = engine_of(random_model(config_of("standard")), draft_tokens=3)
+    refused = engine.submit(Submit("a", [1], SamplingParams(prediction=[3, 101])))
+    assert refused is not None and "101" in refused.message
