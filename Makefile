@@ -81,6 +81,9 @@ baseline: setup #+ Measure: ms a token of 8B and 70B:16 presets by variant on RA
 bench-cpu: setup-dev #+ Measure: decode speed compared with transformers.generate, same weights and threads, into out/bench-cpu.json (tracked: ARGS=--write; 1.5 min)
 	@$(PY) -m scripts.bench.serving.transformers_cpu $(ARGS)
 
+speculation: setup-dev #+ Measure: accepted tokens of drafts and tokens/s with and without speculation by task on the embedded models, into out/speculation.md (tracked: ARGS=--write; 15 min)
+	@$(PY) -m scripts.bench.serving.speculation $(ARGS)
+
 comm-table: setup #+ Measure: how fast all-reduces are on RANKS ranks by message size and algorithm, and what --comm auto chooses
 	@$(ON_RANKS) $(RANKS) -m scripts.bench.comm.auto_table $(ARGS)
 

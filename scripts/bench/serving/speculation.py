@@ -1,0 +1,199 @@
+"""How many tokens of a draft are right, and tokens/s with and without speculation, by task and number of clients.
+
+    python -m scripts.bench.serving.speculation
+    python launch.py --ranks 2 -m scripts.bench.serving.speculation --models llama-3-70b:16 --accept-rate 0.7
+
+The tasks are held-out documents of the corpus on which the embedded models were trained. A preset's weights are random and its
+prompts are random ids. Source `ngram` has the request's own text alone. For source `prediction` the request also predicts its
+answer, in which each token is right with the probability --accept-rate: this stands in for a real draft, and says nothing of one.
+With and without alternate, so that a slowdown of the machine affects both. Writes speculation.json and .md into out (with --write
+into docs/results).
+"""
+
+import argparse
+import json
+import random
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import msgspec
+import torch
+from tqdm import tqdm
+
+from checkpoint import DTYPES, load_model
+from cli import Parser, run
+from engine.core import Engine, EngineLimits
+from engine.llm import read_tokenizer
+from engine.protocol import SamplingParams, Submit
+from errors import UserError
+from options import ModelOptions, add_options, dtype_name, whole_number
+from presets import model_config
+from scripts.corpus.documents import KINDS, documents
+from scripts.lib.machine import describe, machine
+from scripts.lib.markdown import table_lines
+from scripts.lib.results import ROOT, add_write_option, results_folder, write_json, write_text
+from tokenizer import Tokenizer
+from tp import World, init_world
+
+SOURCES = ("ngram", "prediction")
+STORY_WORDS = 10  # of a story are the prompt
+RANDOM_PROMPT = 64  # tokens
+
+
+def submits_of(task: str, tokenizer: Tokenizer | None, vocab_size: int, args: argparse.Namespace) -> list[Submit]:
+    """The requests of a task, greedy."""
+    prompts: list[list[int]] = []
+    if tokenizer is None:
+        rng = random.Random(args.seed)
+        prompts = [[rng.randrange(vocab_size) for _ in range(RANDOM_PROMPT)] for _ in range(args.requests)]
+    else:
+        for document in documents(args.seed, args.requests, split="heldout", kind=task):
+            if document.text is None:
+                prompts.append(tokenizer.encode_chat([dict(message) for message in document.messages[:-1]]))
+            else:
+                prompts.append(tokenizer.encode(" ".join(document.text.split()[:STORY_WORDS])))
+    stops = sorted(tokenizer.eos_ids) if tokenizer else []
+    params = SamplingParams(max_tokens=args.new_tokens, temperature=0, stop_token_ids=stops)
+    return [Submit(str(i), prompt, params) for i, prompt in enumerate(prompts)]
+
+
+def predicting(submits: list[Submit], answers: dict[str, list[int]], vocab_size: int, rate: float) -> list[Submit]:
+    """The requests with predictions of their answers, in which a token is right with probability `rate`."""
+    rng, replace = random.Random(0), msgspec.structs.replace
+    found = []
+    for submit in submits:
+        guess = [token if rng.random() < rate else rng.randrange(vocab_size) for token in answers[submit.request_id]]
+        found.append(replace(submit, params=replace(submit.params, prediction=guess)))
+    return found
+
+
+def serve(engine: Engine, submits: list[Submit], clients: int) -> dict[str, Any]:
+    """Answer the requests, at most `clients` at a time."""
+    coming, active = iter(submits), 0
+    answers: dict[str, list[int]] = {submit.request_id: [] for submit in submits}
+    steps = drafts = accepted = 0
+    start = time.perf_counter()
+    while True:
+        while active < clients and (submit := next(coming, None)):
+            if refused := engine.submit(submit):
+                raise UserError(refused.message)
+            active += 1
+        if not engine.has_work():
+            break
+        for output in engine.step():
+            answers[output.request_id] += output.token_ids
+            steps, drafts, accepted = steps + 1, drafts + bool(output.drafted), accepted + output.accepted
+            active -= output.finish_reason is not None
+    tokens = sum(map(len, answers.values()))
+    return {
+        "answers": answers,
+        "tokens_per_second": tokens / (time.perf_counter() - start),
+        "tokens_per_step": tokens / steps,  # of a sequence
+        "accepted_length": accepted / drafts if drafts else None,
+    }
+
+
+def compare(engines: dict[str, Engine], submits: list[Submit], clients: int, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for each source of drafts."""
+    plain = serve(engines["off"], submits, clients)
+    predicted = predicting(submits, plain["answers"], engines["off"].vocab_size, args.accept_rate)
+    runs: dict[str, list[dict[str, Any]]] = {"off": [], **{source: [] for source in SOURCES}}
+    for _ in range(args.repeats):
+        for name, done in runs.items():
+            engine = engines["off" if name == "off" else "on"]
+            done.append(serve(engine, predicted if name == "prediction" else submits, clients))
+    speed = {name: median(one["tokens_per_second"] for one in done) for name, done in runs.items()}
+    return [
+        {
+            "source": source,
+            "clients": clients,
+            "without": round(speed["off"], 1),
+            "with": round(speed[source], 1),
+            "tokens_per_step": round(runs[source][0]["tokens_per_step"], 3),
+            "accepted_length": runs[source][0]["accepted_length"],
+            "other_answers": sum(runs[source][0]["answers"][key] != ids for key, ids in plain["answers"].items()),
+        }
+        for source in SOURCES
+    ]
+
+
+def measure(name: str, args: argparse.Namespace, world: World) -> list[dict[str, Any]]:
+    config = model_config(name, args.variant, world.world_size)
+    tokenizer = read_tokenizer(name, config)
+    model = load_model(name, config, world, DTYPES[dtype_name(args.dtype, world.device.type)])
+    longest = min(config.max_seq_len, 2048)
+    limits = {"off": 0, "on": args.draft_tokens}
+    engines = {}
+    for key, most in limits.items():
+        share = 0.4 if world.device.type == "cuda" else None
+        engines[key] = Engine(
+            model, tokenizer, EngineLimits(longest, max(args.clients), kv_memory=share, draft_tokens=most), world
+        )
+        engines[key].runner.capture()
+    rows = []
+    for task in tqdm(args.tasks if tokenizer else ["random ids"], desc=Path(name).name, disable=world.rank > 0):
+        submits = submits_of(task, tokenizer, config.vocab_size, args)
+        for clients in args.clients:
+            rows += [{"model": Path(name).name, "task": task, **row} for row in compare(engines, submits, clients, args)]
+    return rows
+
+
+def parse_args() -> argparse.Namespace:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser, ModelOptions, "the models", without=("model", "tp", "max_model_len", "compile"))
+    embedded = [str(ROOT / "models" / f"tiny-{name}") for name in ("standard", "ladder", "hybrid")]
+    parser.add_argument("--models", nargs="+", default=embedded, help="checkpoints or presets (default: three embedded ones)")
+    parser.add_argument("--tasks", nargs="+", choices=KINDS, default=KINDS, help="default: all")
+    parser.add_argument("--clients", nargs="+", type=whole_number(1), default=[1, 16], help="requests at once (default: 1 16)")
+    parser.add_argument("--draft-tokens", type=whole_number(1, 64), default=7, help="most tokens of a draft (default: 7)")
+    parser.add_argument("--accept-rate", type=float, default=0.9, help="of predicted tokens that are right (default: 0.9)")
+    parser.add_argument("--requests", type=whole_number(1), default=32, help="of each task (default: 32)")
+    parser.add_argument("--new-tokens", type=whole_number(2), default=200, help="most tokens of an answer (default: 200)")
+    parser.add_argument("--repeats", type=whole_number(1), default=5, help="measured runs (default: 5)")
+    parser.add_argument("--seed", type=int, default=0)
+    add_write_option(parser)
+    args = parser.parse_args()
+    if not 0 <= args.accept_rate <= 1:
+        raise UserError(f"--accept-rate is a probability from 0 to 1, not {args.accept_rate}")
+    return args
+
+
+def table(rows: list[dict[str, Any]], caption: str) -> str:
+    head = ["model", "task", "source", "clients", "accepted of a draft", "tokens a step", "tokens/s without", "with", "ratio"]
+    lines = []
+    for row in rows:
+        accepted = "–" if row["accepted_length"] is None else f"{row['accepted_length']:.2f}"
+        speeds = [f"{row['without']:.0f}", f"{row['with']:.0f}", f"{row['with'] / row['without']:.2f}"]
+        cells = [row[key] for key in ("model", "task", "source", "clients")]
+        lines.append([*cells, accepted, f"{row['tokens_per_step']:.2f}", *speeds])
+    return "\n".join([*table_lines(head, lines), "", caption, ""])
+
+
+def main() -> None:
+    args = parse_args()
+    folder = results_folder(args)
+    world = init_world(args.device, args.comm, args.simulate_link, args.comm_error_budget)
+    rows: list[dict[str, Any]] = []
+    with torch.inference_mode():
+        for name in args.models:
+            rows += measure(name, args, world)
+    if world.rank:
+        return
+    where = machine()
+    settings = {key: getattr(args, key) for key in ("draft_tokens", "accept_rate", "requests", "new_tokens", "repeats", "seed")}
+    settings |= {"ranks": world.world_size, "communicator": world.comm.name}
+    path = write_json("speculation", {"machine": where, "settings": settings, "rows": rows}, folder)
+    caption = (
+        f"Greedy, {world.world_size} rank(s), medians of {args.repeats} runs. Tokens a step are those of a sequence. Predictions are "
+        f"the answers themselves, each token right with probability {args.accept_rate:g}. Made on "
+        f"{describe(where, world.device.type)}."
+    )
+    text = table(rows, caption)
+    write_text(path.with_suffix(".md"), text, path)
+    print(f"{text}\nwrote {path.relative_to(ROOT)}\n{json.dumps(settings)}")
+
+
+if __name__ == "__main__":
+    run(main)
