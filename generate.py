@@ -35,7 +35,7 @@ from engine import LLM, SamplingParams
 from engine.llm import Completion, Timing, check_prompts, read_tokenizer
 from errors import UserError
 from model import Transformer
-from options import ModelOptions, add_options, dtype_name
+from options import ModelOptions, SpeculationOptions, add_options, dtype_name
 from presets import has_random_weights, is_shape, model_config
 from processes import is_rank
 from profiling import annotate, profiled
@@ -58,6 +58,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add_options(parser, ModelOptions, "the model")
     add_prompt_options(parser)
     add_generation_options(parser)
+    add_options(parser, SpeculationOptions, "speculation")
     add_output_options(parser)
     args = parser.parse_args(argv)
     check_args(args)
@@ -255,7 +256,7 @@ def samples(job: Job, llm: LLM, world: World) -> Iterator[dict[str, Any]]:
             outputs, timing = answer(job, llm, first, show=streamed)
         if streamed:
             print()
-        speed = measure(llm.model, timing, len(outputs), world)
+        speed = measure(llm.model, timing, world)
         for prompt, output in zip(job.prompts[first:], outputs, strict=False):
             yield {
                 "text": output.text,
@@ -280,9 +281,10 @@ def show_prompt(job: Job, prompt: Sequence[int]) -> None:
         note(text, end="" if sys.stdout.isatty() else "\n")
 
 
-def measure(model: Transformer, timing: Timing, batch: int, world: World) -> dict[str, float | None]:
+def measure(model: Transformer, timing: Timing, world: World) -> dict[str, float | None]:
     """Speed of one batch, with the median decode step. GB/s and memory are those of this rank."""
     step = median(timing.steps) if timing.steps else None
+    tokens = timing.tokens / len(timing.steps) if timing.steps else 0.0  # of a step
     read = sum(p.numel() * p.element_size() for p in model.parameters())
     if not model.config.tie_embeddings:
         read -= model.embedding.weight.numel() * model.embedding.weight.element_size()  # a lookup reads single rows
@@ -293,7 +295,7 @@ def measure(model: Transformer, timing: Timing, batch: int, world: World) -> dic
     return {
         "prefill_ms": round(timing.prefill * 1e3, 3),
         "decode_ms_per_token": round(step * 1e3, 4) if step else None,
-        "tokens_per_second": round(batch / step, 2) if step else None,
+        "tokens_per_second": round(tokens / step, 2) if step else None,
         "weight_gb_per_second": round(read / step / 1e9, 3) if step else None,
         "peak_memory_gb": round(memory, 3),
     }
@@ -413,7 +415,8 @@ def main() -> None:
         annotate(model)
     if job.args.compile:
         model.compile_modules()
-    llm = LLM(model, job.tokenizer, world, kv_dtype=job.args.kv_dtype)
+    drafts = {"speculate": job.args.speculate, "draft_tokens": job.args.draft_tokens}
+    llm = LLM(model, job.tokenizer, world, kv_dtype=job.args.kv_dtype, **drafts)
     if job.args.score:
         print_score(job, llm, world)
     elif job.args.interactive:

@@ -12,6 +12,8 @@ from variants import usage
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
 KV_DTYPES = ("auto", "fp8")
 OVERLAPS = ("auto", "overlapped", "few-sms", "deferred")  # `auto`, and `comm.interface.SCHEDULES`
+DRAFT_SOURCES = ("ngram",)
+MOST_DRAFT_TOKENS = 64
 
 
 def option(*, default: Any = MISSING, repr: bool = True, **flag: Any) -> Any:
@@ -131,6 +133,30 @@ class ModelOptions:
         default=False,
         help="compile the modules with torch.compile; all-reduces are then not fused with GEMMs (default: off)",
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculationOptions:
+    """How several tokens of a sequence are computed in one step."""
+
+    speculate: str | None = option(
+        default=None,
+        choices=DRAFT_SOURCES,
+        help="guess the next tokens of an answer and verify them in one step, which changes no token: ngram continues what occurred "
+        "before in the prompt, the answer, or the text that a request predicts (default: off)",
+    )
+    draft_tokens: int = option(
+        default=7,
+        type=whole_number(1, MOST_DRAFT_TOKENS),
+        metavar="K",
+        help=f"with --speculate, the most tokens to guess at once, up to {MOST_DRAFT_TOKENS}; it guesses fewer where they are often "
+        "wrong (default: 7)",
+    )
+
+
+def draft_limit(speculate: str | None, draft_tokens: int) -> int:
+    """The most tokens of a draft, 0 without --speculate."""
+    return draft_tokens if speculate else 0
 
 
 def dtype_name(dtype: str | None, device: str) -> str:

@@ -27,7 +27,7 @@ from cli import Parser, run
 from engine.core import Engine, EngineLimits
 from engine.protocol import SamplingParams, Submit
 from errors import UserError
-from options import ModelOptions, add_options, dtype_name
+from options import ModelOptions, SpeculationOptions, add_options, draft_limit, dtype_name
 from presets import model_config
 from profiling import kernel_idle_share, profiled, read_trace
 from tp import World, init_world
@@ -60,7 +60,7 @@ def throughput(engine: Engine, args: argparse.Namespace, world: World) -> dict[s
                 tracing.close()
             idle.append(engine.runner.idle_seconds)
             begin = time.perf_counter()
-            bar.update(len(engine.step()))
+            bar.update(sum(len(output.token_ids) for output in engine.step()))
             steps.append(time.perf_counter() - begin)
     bar.close()
     seconds = time.perf_counter() - start
@@ -158,6 +158,7 @@ def check_trace(args: argparse.Namespace) -> None:
 def main() -> None:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, ModelOptions, "the model", without=("tp", "max_model_len", "compile"))
+    add_options(parser, SpeculationOptions, "speculation")
     parser.add_argument("--requests", type=int, default=64, help="all submitted at once (default: 64)")
     parser.add_argument("--prompt-length", type=int, default=64, help="tokens (default: 64)")
     parser.add_argument("--new-tokens", type=int, default=64, help="tokens a request (default: 64)")
@@ -187,6 +188,7 @@ def main() -> None:
         max_batch_tokens=args.max_batch_tokens,
         block_size=args.block_size,
         kv_dtype=args.kv_dtype,
+        draft_tokens=draft_limit(args.speculate, args.draft_tokens),
     )
     engine = Engine(model, None, limits, world)
     engine.runner.capture()

@@ -27,6 +27,7 @@ from engine.text import AnswerStream, Delta
 from engine.tuning import tune
 from errors import UserError
 from model import Transformer
+from options import DRAFT_SOURCES, MOST_DRAFT_TOKENS, draft_limit
 from presets import has_random_weights, model_config
 from tokenizer import Tokenizer, check_fits
 from tokenizer_files import find_tokenizer, load_tokenizer
@@ -43,6 +44,7 @@ class Timing:
 
     prefill: float = 0.0  # of all steps until each sequence has its first token
     steps: list[float] = field(default_factory=list)  # of each step after that
+    tokens: int = 0  # generated in these steps
 
 
 @dataclass
@@ -82,11 +84,14 @@ class LLM:
         kv_dtype: str = "auto",
         seed: int = 0,
         limits: EngineLimits | None = None,
+        speculate: str | None = None,
+        draft_tokens: int = 7,
     ) -> None:
         """model: a checkpoint's folder, a preset's name (random weights, drawn with `seed`), or a loaded model, whose `tokenizer`
         then has to be given. world: the ranks (default: those that a launcher started, else one on the GPU, if there is any).
-        variant, dtype, quantize, kv_dtype: as `generate.py` takes them. limits: of the engine, with a kv_dtype of their own; None makes
-        an engine for each call that is just large enough for its prompts, and keeps it while calls need the same. Raises UserError."""
+        variant, dtype, quantize, kv_dtype: as `generate.py` takes them. limits: of the engine, with a kv_dtype and draft_tokens of
+        their own; None makes an engine for each call that is just large enough for its prompts, and keeps it while calls need the
+        same; then speculate and draft_tokens are `generate.py`'s. Raises UserError."""
         self.world = world or init_world()
         if isinstance(model, Transformer):
             self.model, self.tokenizer = model, tokenizer
@@ -98,7 +103,10 @@ class LLM:
                 raise UserError(f"unknown dtype {name!r}; known: {', '.join(DTYPES)}")
             self.model = load_model(str(model), config, self.world, DTYPES[name], seed)
         tune(self.model, self.world, MAX_SEQUENCES, seconds=0)  # uses what a server or `make tune` has measured
-        self.limits, self.kv_dtype = limits, kv_dtype
+        if speculate not in (None, *DRAFT_SOURCES) or not 1 <= draft_tokens <= MOST_DRAFT_TOKENS:
+            known = f"{', '.join(DRAFT_SOURCES)} and draft_tokens from 1 to {MOST_DRAFT_TOKENS}"
+            raise UserError(f"speculate is {speculate!r} with {draft_tokens} draft_tokens; known: {known}")
+        self.limits, self.kv_dtype, self.draft_tokens = limits, kv_dtype, draft_limit(speculate, draft_tokens)
         self._engine: tuple[EngineLimits, Engine] | None = None
 
     @property
@@ -182,8 +190,15 @@ class LLM:
             sequences, tokens = min(len(prompts), MAX_SEQUENCES), list(map(len, prompts))
             longest = max(n + one.max_tokens for n, one in zip(tokens, params, strict=True))
             together = min(sum(tokens), max(PREFILL_TOKENS, *tokens, 0))
-            rows = together + sequences
-            limits = EngineLimits(longest, sequences, rows, kv_memory=0.9, kv_dtype=self.kv_dtype, whole_sequences=True)
+            limits = EngineLimits(
+                max_model_len=longest,
+                max_num_seqs=sequences,
+                max_batch_tokens=together + sequences * (1 + self.draft_tokens),
+                kv_memory=0.9,
+                kv_dtype=self.kv_dtype,
+                whole_sequences=True,
+                draft_tokens=self.draft_tokens,
+            )
         if self._engine is None or self._engine[0] != limits:
             self._engine = None  # frees its cache before the new one is allocated
             self._engine = limits, Engine(self.model, self.tokenizer, limits, self.world)
@@ -221,6 +236,7 @@ def _run(engine: Engine, streams: list[AnswerStream], answers: Sequence[Completi
         seconds = time.perf_counter() - start
         if started:
             timing.steps.append(seconds)
+            timing.tokens += sum(len(output.token_ids) for output in outputs)
         else:
             timing.prefill += seconds
             started = all(answer.token_ids for answer in answers)

@@ -40,11 +40,12 @@ class GenerationRequest(ABC):
         choices: int,
         logprobs: int | None,
         prompt_logprobs: int | None,
+        prediction: Sequence[int] = (),
     ) -> None:
         """`grammar`: empty for free text. `max_tokens`: of each prompt's answers. Raises a 400 for an unknown token id."""
         self.service = service
         tokenizer, size = service.tokenizer, service.vocab_size
-        params = make_params(body, tokenizer, size, max_tokens, logprobs, prompt_logprobs, grammar or None)
+        params = make_params(body, tokenizer, size, max_tokens, logprobs, prompt_logprobs, grammar or None, list(prediction))
         self.plan = Plan(prompts, params, choices, hidden=body.max_tokens == 0)
         self.usage = Usage(self.plan)
         self.with_ids, self.tokens_as_ids = bool(body.return_token_ids), bool(body.return_tokens_as_token_ids)

@@ -11,7 +11,7 @@ from server.generation import Prompt
 from server.limits import Limits, fit_answer, fit_prompt
 from server.logprobs import chat_layout
 from server.problems import bad
-from server.prompts import SLOW_TEXT, Conversation, chat_prompt
+from server.prompts import SLOW_TEXT, Conversation, chat_prompt, prediction_ids
 from server.schemas import ChatBody, ChatMessage, TokenizeBody
 from server.service import Service
 
@@ -74,12 +74,15 @@ def conversation(service: Service, body: ChatBody | TokenizeBody) -> Conversatio
 async def read_conversation(service: Service, body: ChatBody, size: int) -> list[Prompt]:
     """The conversation as one prompt, tokenized in a worker. `size`: bytes of the request's body.
 
-    Raises a 400 as `conversation` and `prompts.chat_prompt` do, and for a prompt that is too long.
+    Raises a 400 as `conversation` and `prompts.chat_prompt` do, and for a prompt or a prediction that is too long.
     """
     chat = conversation(service, body)
     limits = Limits.of_request(service.max_model_len, body.truncate_prompt_tokens, body.limit)
     ids = await service.workers.run(chat_prompt, chat, limits, slow=chat.own_template or size > SLOW_TEXT)
-    return [Prompt(fit_prompt(ids, limits, service.vocab_size, "messages"))]
+    prompt = Prompt(fit_prompt(ids, limits, service.vocab_size, "messages"))
+    if service.settings.speculate and body.prediction and (text := body.prediction.text):
+        prompt.prediction = await service.workers.run(prediction_ids, text, limits, slow=size > SLOW_TEXT)
+    return [prompt]
 
 
 def _for_template(message: ChatMessage) -> dict[str, Any]:
@@ -110,8 +113,17 @@ class ChatRequest(GenerationRequest):
         if logprobs is not None and not body.stream:  # the answer's log-probabilities must also fit into memory
             default = Limits(context).logprobs // ((1 + logprobs) * choices)
         limit = fit_answer(context, len(prompts[0].ids), body.limit, default, name, "messages")
-        scores = body.prompt_logprobs
-        super().__init__(service, body, grammar, prompts, [limit], choices=choices, logprobs=logprobs, prompt_logprobs=scores)
+        super().__init__(
+            service,
+            body,
+            grammar,
+            prompts,
+            [limit],
+            choices=choices,
+            logprobs=logprobs,
+            prompt_logprobs=body.prompt_logprobs,
+            prediction=prompts[0].prediction,
+        )
 
     def logprobs(self, delta: Delta) -> dict[str, Any] | None:
         if self.top_logprobs is None:

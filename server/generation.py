@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import starmap
 from typing import Any
 
@@ -28,6 +28,7 @@ SMALLEST_TOP_P = 1e-9  # replaces top_p 0; keeps only the likeliest token
 class Prompt:
     ids: list[int]
     text: str | None = None  # the client's text; None if the client sent ids or the prompt was cut
+    prediction: list[int] = field(default_factory=list)  # ids of a text that the answer may repeat
 
 
 @dataclass
@@ -75,6 +76,7 @@ def make_params(
     logprobs: int | None,
     prompt_logprobs: int | None,
     grammar: str | None,
+    prediction: list[int],
 ) -> list[SamplingParams]:
     """The engine's parameters for each prompt. They differ in `max_tokens` and `min_tokens` only.
 
@@ -100,6 +102,7 @@ def make_params(
         stop_token_ids=sorted({*(body.stop_token_ids or []), *eos_ids}),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        prediction=prediction,
         grammar=grammar,
         stop=list(body.stops),
         include_stop=bool(body.include_stop_str_in_output),
@@ -120,11 +123,13 @@ class Usage:
 
     def __init__(self, plan: Plan) -> None:
         self.prompt = sum(len(prompt.ids) for prompt in plan.prompts)
-        self.completion = 0
+        self.completion = self.drafted = self.accepted = 0
         self._cached: dict[int, int] = {}
 
     def add(self, prompt: int, output: TokenOutput) -> None:
         self._cached[prompt] = max(self._cached.get(prompt, 0), output.cached_tokens)
+        self.drafted += output.drafted
+        self.accepted += output.accepted
 
     def report(self) -> dict[str, Any]:
         return {
@@ -132,6 +137,10 @@ class Usage:
             "completion_tokens": self.completion,
             "total_tokens": self.prompt + self.completion,
             "prompt_tokens_details": {"cached_tokens": sum(self._cached.values())},
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": self.accepted,
+                "rejected_prediction_tokens": self.drafted - self.accepted,
+            },
         }
 
 
@@ -179,7 +188,7 @@ class Run:
         choice, usage = self._choices[index], self._usage
         if choice.finished:  # the output is from after a stop string
             return None
-        if output.cached_tokens:
+        if output.cached_tokens or output.drafted:
             usage.add(index // self._plan.choices, output)
         if (delta := choice.push(output)) is None:
             return None

@@ -16,7 +16,7 @@ from engine.protocol import Fatal, Ready
 from engine.tuning import Tuning, tune
 from engine.worker import FrontendLink, serve
 from errors import UserError
-from options import dtype_name
+from options import draft_limit, dtype_name
 from presets import model_config
 from processes import LAUNCHER
 from server import logs
@@ -77,6 +77,7 @@ def build_engine(settings: Settings, config: ModelConfig, tokenizer: Tokenizer, 
         block_size=settings.block_size,
         kv_memory=settings.kv_memory,
         kv_dtype=settings.kv_dtype,
+        draft_tokens=draft_limit(settings.speculate, settings.draft_tokens),
     )
     engine = Engine(model, tokenizer, limits, world)
     if engine.runner.graphs is not None:

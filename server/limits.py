@@ -63,6 +63,13 @@ def check_prompt(ids: list[int], limits: Limits, field: str) -> None:
         raise context_error(limits.context, len(ids), limits.answer, field, part=field)
 
 
+def check_prediction(tokens: int, limits: Limits) -> None:
+    """Refuse a prediction of `tokens` tokens or more that no answer can hold."""
+    if tokens > limits.context:
+        message = f"has at least {tokens} tokens, but prompt and answer have at most {limits.context}; send a shorter one"
+        raise bad("prediction", message, TOO_MANY)
+
+
 def fit_prompt(ids: list[int], limits: Limits, vocab_size: int, field: str) -> list[int]:
     """The prompt's ids, cut at the start to `limits.keep`. Refuses a prompt that is empty, too long or has an unknown id."""
     ids = cut_prompt(ids, limits)

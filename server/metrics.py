@@ -15,7 +15,7 @@ from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from engine.protocol import Stats
+from engine.protocol import Drafted, Stats
 
 WINDOW = 60.0  # seconds
 SAMPLES = 20_000  # most values kept in a window
@@ -89,6 +89,12 @@ class Metrics:
         self.step_seconds = self._gauge("step_time_seconds", "Mean time of a step, since the last report of the engine")
         self.all_reduce_share = self._gauge("all_reduce_time_share", "Share of a step that waits for all-reduces; NaN on GPUs")
         self.idle_share = self._gauge("gpu_idle_share", "Share of a step in which the GPU waits for the host; NaN on CPUs")
+        self.accepted_length: float | None = (
+            None  # tokens of a draft that were right, on average, in the newest report with drafts
+        )
+        self.drafts = self._by_source("spec_decode_num_drafts", "Drafts that were verified, by source")
+        self.draft_tokens = self._by_source("spec_decode_num_draft_tokens", "Their tokens")
+        self.accepted_tokens = self._by_source("spec_decode_num_accepted_tokens", "Their tokens that were right")
         self.steps = self._counter("engine_steps", "Steps of the engine")
         self.prefix_queries = self._counter("prefix_cache_queries", "Prompt tokens that were looked up in the prefix cache")
         self.prefix_hits = self._counter("prefix_cache_hits", "Prompt tokens that were found in the prefix cache")
@@ -126,6 +132,9 @@ class Metrics:
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(f"rung:{name}", text, ["model_name"], registry=self.registry).labels(self._model_name)
 
+    def _by_source(self, name: str, text: str) -> Counter:
+        return Counter(f"rung:{name}", text, ["model_name", "source"], registry=self.registry)
+
     def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
         metric = Histogram(f"rung:{name}", text, ["model_name"], registry=self.registry, buckets=buckets)
         return metric.labels(self._model_name)
@@ -153,6 +162,19 @@ class Metrics:
         self.steps.inc(max(0, stats.steps - last.steps))
         for tokens in stats.batch_tokens:
             self.step_tokens.observe(tokens)
+        self._on_drafted(stats.drafted, last.drafted)
+
+    def _on_drafted(self, now: dict[str, Drafted], last: dict[str, Drafted]) -> None:
+        drafts = accepted = 0
+        for source, total in now.items():
+            before, labels = last.get(source, Drafted()), (self._model_name, source)
+            self.drafts.labels(*labels).inc(total.drafts - before.drafts)
+            self.draft_tokens.labels(*labels).inc(total.tokens - before.tokens)
+            self.accepted_tokens.labels(*labels).inc(total.accepted - before.accepted)
+            drafts += total.drafts - before.drafts
+            accepted += total.accepted - before.accepted
+        if drafts:
+            self.accepted_length = accepted / drafts
 
 
 class SequenceTimes:

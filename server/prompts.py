@@ -1,12 +1,13 @@
 """Convert texts and conversations to token ids and back. These functions run in worker processes."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from errors import UserError
 from server.http import to_json
-from server.limits import Limits, check_characters, check_prompt, check_prompts, cut_prompt
+from server.limits import Limits, check_characters, check_prediction, check_prompt, check_prompts, cut_prompt
 from server.problems import bad
 from server.worker_process import worker_tokenizer
 
@@ -35,6 +36,16 @@ def chat_prompt(chat: Conversation, limits: Limits | None) -> list[int]:
     except UserError as e:
         raise bad("chat_template" if chat.own_template else "messages", str(e)) from e
     return ids if limits is None else _cut(ids, limits, "messages")
+
+
+def prediction_ids(text: str, limits: Limits) -> list[int]:
+    """The token ids of a prediction. Raises a 400 if it is longer than any answer."""
+    tokenizer = worker_tokenizer()
+    if tokenizer.covers is not None:
+        check_prediction(math.ceil(len(text) / tokenizer.covers), limits)
+    ids = tokenizer.encode(text, add_special_tokens=False, parse_special=False)
+    check_prediction(len(ids), limits)
+    return ids
 
 
 def text_prompts(texts: Sequence[str], add_special_tokens: bool, limits: Limits) -> list[tuple[list[int], bool]]:

@@ -29,11 +29,17 @@ class PromptTokensDetails(Reply):
     cached_tokens: int
 
 
+class CompletionTokensDetails(Reply):
+    accepted_prediction_tokens: int  # tokens that were drafted, for this request or from its prediction, and found right
+    rejected_prediction_tokens: int
+
+
 class Usage(Reply):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
 
 
 class CompletionLogprobs(Reply):
@@ -219,6 +225,7 @@ class StatsReply(Reply):
     step_seconds: float
     all_reduce_share: float | None
     idle_share: float | None
+    accepted_length: float | None
     ttft_seconds: Quantiles
     inter_token_seconds: Quantiles
     uptime_seconds: float

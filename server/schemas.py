@@ -244,7 +244,7 @@ class GenerationBody(Body):
     store: Any = without_effect("this server keeps no requests")
     service_tier: Any = without_effect("there is one tier")
     safety_identifier: Any = without_effect("the access log has `user`")
-    prediction: Any = without_effect("a hint for speed")
+    prediction: Any = without_effect("a hint for speed, which chat uses")
     reasoning_effort: Any = without_effect("variables for a template belong in `chat_template_kwargs`")
     verbosity: Any = without_effect("the models served here do not support it")
     prompt_cache_key: Any = without_effect("the prefix cache finds common prefixes by itself")
@@ -391,6 +391,15 @@ class NamedToolChoice(Checked):
     function: FunctionName
 
 
+class Prediction(Checked):
+    type: Literal["content"]
+    content: str | list[TextPart]
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
 class ChatBody(GenerationBody):
     messages: list[ChatMessage] = Field(min_length=1, fail_fast=True)
     max_tokens: int | None = Field(None, ge=1, le=2**31 - 1, description="Default: what is left of the context.")
@@ -407,6 +416,9 @@ class ChatBody(GenerationBody):
     add_generation_prompt: bool | None = Field(None, description="Default true, and false with continue_final_message.")
     continue_final_message: bool | None = Field(None, description="Continue the last message instead of answering it.")
     documents: list[dict[str, Any]] | None = Field(None, description="For templates that read `documents`.")
+    prediction: Prediction | None = Field(
+        None, description="A text that the answer may repeat; such an answer is faster if the server runs with `--speculate`."
+    )
     chat_template: str | None = Field(None, description="A Jinja template, or the name of one of the checkpoint's.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="More variables for the template.")
 

@@ -92,6 +92,7 @@ class Service:
             "prefix_hit_rate": stats.prefix_hits / max(stats.prefix_queries, 1),
             "ttft_seconds": metrics.ttft.quantiles(),
             "inter_token_seconds": metrics.inter_token.quantiles(),
+            "accepted_length": metrics.accepted_length,
             "uptime_seconds": time.monotonic() - self.started,
         }
         return {name: values.get(name) for name in StatsReply.model_fields}  # None: not known before the engine is ready

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from cli import Parser
 from errors import UserError
-from options import ModelOptions, add_options, option, whole_number
+from options import ModelOptions, SpeculationOptions, add_options, option, whole_number
 from presets import has_random_weights
 from server.config_sources import parse_environment, parse_file
 
@@ -200,6 +200,7 @@ GROUPS = {
     "the model": ModelOptions,
     "its name and chat template": NameOptions,
     "batches and KV cache": BatchOptions,
+    "speculation": SpeculationOptions,
     "HTTP": HttpOptions,
     "limits": LimitOptions,
     "logs": LogOptions,
@@ -207,7 +208,7 @@ GROUPS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(ModelOptions, NameOptions, BatchOptions, HttpOptions, LimitOptions, LogOptions):
+class Settings(ModelOptions, NameOptions, BatchOptions, SpeculationOptions, HttpOptions, LimitOptions, LogOptions):
     """All settings, already checked. Made by `load_settings`; tests may construct it directly."""
 
     @property

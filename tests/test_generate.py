@@ -106,6 +106,15 @@ def test_greedy_tokens_are_the_same_on_any_number_of_ranks(
         assert re.fullmatch(r"(?:models|/).*: .* ready after .*\n\[batch 0\] prefill .*\nA large copy .*\n", done.err)
 
 
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_speculation_gives_the_same_tokens(ranks: int, story: tuple[str, list[int]]) -> None:
+    prompt, expected = story
+    args = ("--model", HYBRID, "--json", *GREEDY, "--max-new-tokens", NEW_TOKENS, "--speculate", "ngram", "--draft-tokens", 4)
+    done = launch(*args, "--prompt", prompt, ranks=ranks)
+    assert done.code == 0, done.err
+    assert done.record["token_ids"] == expected
+
+
 # --- streams and files ---------------------------------------------------------------------------------------------------
 
 

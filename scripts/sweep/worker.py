@@ -149,7 +149,7 @@ def one_run(llm: LLM, comm: Communicator, s: Setting, world: World) -> dict[str,
     timing, counters = Timing(), [(0.0, 0.0)]
     for _ in llm.stream(prompts, benchmark_params(s.new_tokens), timing=timing):
         counters.append((comm.waited or 0.0, getattr(comm, "link_seconds", 0.0)))
-    speed = measure(model, timing, s.batch, world)
+    speed = measure(model, timing, world)
     if cuda:  # count this model only: other models of the group may be in memory
         own = sum(p.numel() * p.element_size() for p in model.parameters())
         speed["peak_memory_gb"] = round((own + torch.cuda.max_memory_allocated(world.device) - before) / 1e9, 3)

@@ -24,7 +24,7 @@ const IDENTITY = [
 
 // [title, number, small print]
 const TILES = [
-  ["Generated tokens/s", (s) => rate(s.generation_tokens_per_second)],
+  ["Generated tokens/s", (s) => rate(s.generation_tokens_per_second), (s) => (s.accepted_length != null ? `${s.accepted_length.toFixed(1)} accepted in each draft` : "")],
   ["Prompt tokens/s", (s) => rate(s.prompt_tokens_per_second)],
   ["Running", (s) => count(s.running)],
   ["Waiting", (s) => count(s.waiting)],

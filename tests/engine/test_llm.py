@@ -145,6 +145,30 @@ def test_streams_end_when_the_caller_stops(seed: int) -> None:
     assert llm.generate(prompts, params) == whole
 
 
+def test_speculation_gives_the_same_answers_in_fewer_steps(seed: int) -> None:
+    model = random_model(config_of("standard"))
+    prompts = [[random.randrange(101) for _ in range(5)] for _ in range(3)]
+    biased = SamplingParams(max_tokens=40, temperature=0, logit_bias=dict.fromkeys(random.sample(range(101), 3), 50.0))
+    plain, fast = (LLM(model, world=ALONE, speculate=source, draft_tokens=5) for source in (None, "ngram"))
+    timing = Timing()
+    answers = [Completion(prompt) for prompt in prompts]
+    for _ in fast.stream(prompts, biased, timing=timing, answers=answers):
+        pass
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert_same(model, Submit("a", prompt, biased), answer.token_ids)
+    assert timing.tokens == sum(len(answer.token_ids) for answer in answers) - 3
+    one = SamplingParams(max_tokens=40, temperature=0, logit_bias={7: 1000.0})  # a text that repeats itself for sure
+    steps = {}
+    for llm in (plain, fast):
+        timing = Timing()
+        assert [token for [delta] in llm.stream(prompts[:1], one, timing=timing) for token in delta.token_ids] == [7] * 40
+        steps[llm] = len(timing.steps)
+    assert steps[plain] == 39 and steps[fast] < 20
+    for wrong in ({"speculate": "magic"}, {"speculate": "ngram", "draft_tokens": 0}):
+        with pytest.raises(UserError, match="speculate is"):
+            LLM(model, world=ALONE, **wrong)
+
+
 def test_an_engine_is_kept_while_calls_need_the_same(seed: int) -> None:
     llm, params = LLM(str(TINY), world=ALONE), SamplingParams(max_tokens=4)
     engines = []

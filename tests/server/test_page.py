@@ -580,8 +580,9 @@ def test_dashboard(page: Page) -> None:
     assert "Generated tokens/s, last two minutes: generated 231" in charts
     assert "Requests, last two minutes: running 3, waiting 1" in charts
 
-    page.stub.stats |= {"running": 12, "status": "draining"}
+    page.stub.stats |= {"running": 12, "status": "draining", "accepted_length": 2.345}
     page.wait(lambda: "Running\n12\n" in page.id("tiles").text)
+    assert "Generated tokens/s\n231\n2.3 accepted in each draft\n" in page.id("tiles").text
     assert page.id("health").text == "draining"
     page.wait(lambda: "L" in (page.all("#charts .line")[2].get_attribute("d") or ""))
 

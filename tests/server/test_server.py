@@ -475,6 +475,7 @@ def test_the_wire_of_a_stream(server: ServerProcess) -> None:
         "completion_tokens": 6,
         "total_tokens": 11,
         "prompt_tokens_details": {"cached_tokens": 0},
+        "completion_tokens_details": {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0},
     }
     assert len({chunk["id"] for chunk in chunks}) == 1
 

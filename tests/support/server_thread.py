@@ -61,6 +61,7 @@ class FakeEngine(threading.Thread):
         self.to_engine, self.from_engine = f"ipc://{folder}/to", f"ipc://{folder}/from"
         self.reply: Callable[[Submit], list[int]] = lambda submit: TOKENIZER.encode(STORY, add_special_tokens=False)
         self.group = 1  # tokens of a sequence in one output
+        self.drafted = self.accepted = 0  # tokens that it says were guessed for each output
         self.together = 1  # outputs in one message
         self.delay = 0.0  # seconds before each message
         self.hold = False
@@ -136,6 +137,8 @@ class FakeEngine(threading.Thread):
                 finish_reason=reason if at + group >= len(ids) else None,
                 logprobs=None if params.logprobs is None else [entry(one, params.logprobs) for one in new],
                 prompt_logprobs=prompt_logprobs if at == 0 else None,
+                drafted=self.drafted,
+                accepted=self.accepted,
                 cached_tokens=4 if at == 0 else 0,
                 queue_seconds=0.001,
                 prefill_seconds=0.002,
