@@ -24,6 +24,7 @@ from kernels.activation import swiglu
 from kernels.dispatch import on_gpu
 from kernels.linear import linear, linear_swiglu
 from kernels.linear_quantized import linear as quantized_linear
+from kernels.linear_quantized import supports as quantized_supports
 from processes import listen_on_loopback
 from quantized.weight import PlainWeight, QuantizedWeight, merged
 
@@ -186,12 +187,16 @@ class ShardedLinear(nn.Module):
         return self.finish(linear(x, self.weight, self.whole_bias()))
 
     def pack(self, dtype: torch.dtype) -> None:
-        """Prepare quantized parts that are filled for the kernels of this GPU: as one weight if all are quantized alike."""
+        """Prepare quantized parts that are filled for the kernels of this GPU: as one weight if all are quantized alike.
+
+        dtype: of the inputs. Without such kernels, PyTorch computes the parts as they are."""
+        if not quantized_supports(dtype):
+            return
         parts = [part for part in self.quantized or [] if isinstance(part, QuantizedWeight)]
         if self.quantized and len(parts) == len(self.quantized) and len(parts) > 1 and (whole := merged(parts)):
             self.quantized, parts = nn.ModuleList([whole]), [whole]
         for part in parts:
-            part.pack(dtype)
+            part.pack()
 
     def finish(self, out: Tensor) -> Tensor:
         """What follows the product."""

@@ -90,9 +90,11 @@ def candidates(rows: int, n: int, k: int, fmt: Format, swiglu: bool) -> list[Qua
     if rows > 32:
         tiles = [(128, 128, 8), (128, 128, 4), (256, 128, 8), (64, 128, 4)]
     sums = SUMS // 2 if fmt.group else SUMS
+    # 4-bit codes take as many instructions as 8-bit ones in half the time: one program converts while the other one multiplies
+    shared = (2 * SMS, SMS) if fmt.bits == 4 else (SMS, 2 * SMS)
     found = []
     for block_n, block_k, warps in tiles:
-        for programs in (SMS, 2 * SMS) if warps == 4 else (SMS,):
+        for programs in shared if warps == 4 else (SMS,):
             one = QuantizedStream(block_n, block_k, 1, warps, programs, sums)
             stages = STREAM_BYTES // one.on_an_sm // one.ring_bytes(rows, fmt)
             chosen = replace(one, stages=min(stages, 24))

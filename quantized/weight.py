@@ -73,17 +73,12 @@ class QuantizedWeight(nn.Module):
             stored = None if tensor is None else nn.Parameter(tensor.contiguous().to(self.device), requires_grad=False)
             self.register_parameter(name, stored)
 
-    def pack(self, dtype: torch.dtype) -> None:
-        """Keep the tensors as the GPU's kernels read them, if there are any for this layer and inputs of this data type."""
+    def pack(self) -> None:
+        """Keep the tensors as the GPU's kernels read them, if they can."""
         codes, scales, zeros, groups, _ = self.tensors
-        quantizes_input = self.scheme.activations in ("token", "static")
-        if not linear_quantized.supports(dtype) or not (
-            packed := linear_quantized.pack(codes, scales, zeros, groups, quantizes_input)
-        ):
-            return
-        self.packed = packed
-        for name in Quantized._fields:
-            stored = getattr(packed, name, None)
+        self.packed = linear_quantized.pack(codes, scales, zeros, groups, self.scheme.activations in ("token", "static"))
+        for name in Quantized._fields if self.packed else ():
+            stored = getattr(self.packed, name, None)
             self.register_parameter(name, None if stored is None else nn.Parameter(stored, requires_grad=False))
 
     @property
@@ -109,8 +104,9 @@ def merged(parts: list[QuantizedWeight]) -> QuantizedWeight | None:
         return None
     whole = QuantizedWeight(first.scheme, sum(part.n for part in parts), first.k, first.device)
     codes, scales = torch.cat([t.codes for t in every]), torch.cat([t.scales for t in every])
-    zeros = [t.zeros for t in every if t.zeros is not None]
-    whole.fill(Quantized(codes, scales, torch.cat(zeros) if zeros else None, every[0].groups, every[0].input_scale))
+    zeros, inputs = [t.zeros for t in every if t.zeros is not None], [t.input_scale for t in every if t.input_scale is not None]
+    input_scale = torch.stack(inputs).amax(0) if inputs else None
+    whole.fill(Quantized(codes, scales, torch.cat(zeros) if zeros else None, every[0].groups, input_scale))
     return whole
 
 

@@ -17,7 +17,7 @@ from kernels.linear import counters
 from kernels.linear_quantized import Packed, linear, linear_with, pack
 from kernels.linear_quantized_config import STREAM_ROWS, Format, QuantizedStream, candidates
 from quantized.scheme import Scheme
-from quantized.weight import Quantized, dequantize, quantize
+from quantized.weight import Quantized, QuantizedWeight, dequantize, merged, quantize
 from tests.kernels.test_linear import swiglu_of, too_far
 from tests.support import gluon
 from tests.support.ranks import Ranks
@@ -126,6 +126,23 @@ def test_what_cannot_be_packed() -> None:
     assert pack(codes, scales.expand(4, 2), None, torch.arange(64, dtype=torch.int32) % 16 // 15) is None
     assert pack(codes.view(torch.int8), scales.expand(4, 2), None, None) is not None
     assert pack(codes.view(torch.int8), scales.expand(4, 4), None, None) is None
+
+
+@pytest.mark.parametrize("name", ["fp8", "int8 group 64 asymmetric", "int4 group 32"])
+def test_parts_of_a_fused_layer_become_one_weight(name: str) -> None:
+    """If they have the same scheme and the same groups."""
+    scheme, sizes, k = SCHEMES[name], (24, 8, 16), 128
+    parts, weights = [QuantizedWeight(scheme, n, k, None) for n in sizes], [torch.randn(n, k) for n in sizes]
+    for part, weight in zip(parts, weights, strict=True):
+        part.fill(quantize(weight, scheme, "layer"))
+    whole = merged(parts)
+    assert whole is not None
+    assert torch.equal(dequantize(whole.tensors), torch.cat([dequantize(part.tensors) for part in parts]))
+    parts[1].fill(parts[1].tensors._replace(groups=torch.arange(k, dtype=torch.int32) // 64))
+    assert merged(parts) is None
+    other = QuantizedWeight(replace(scheme, activations="group"), 8, k, None)
+    other.fill(quantize(weights[1], scheme, "layer"))
+    assert merged([parts[0], other]) is None
 
 
 # --- the simulator ------------------------------------------------------------------------------------------------------------
