@@ -1,7 +1,8 @@
 """Attention over a paged KV cache: one query for each sequence (decode), or spans of queries of several sequences (prefill).
 
 Shapes: a cache of N blocks of P tokens, K key-value heads, H query heads, D head_dim; B or S sequences. A block table of width W
-lists the blocks of each sequence in order. A query at position i attends to the keys at positions 0 … i, or the last `window`
+lists the blocks of each sequence in order. The cache holds keys and values in the dtype of the queries, or codes (e4m3) with a
+scale for each token and head (2, N, K, P), fp32. A query at position i attends to the keys at positions 0 … i, or the last `window`
 of them. Scores are scaled by 1 / sqrt(D); the softmax is computed in fp32.
 
 The functions ending in `_reference` define the results. The Triton kernels compute an online softmax, with a running maximum
@@ -48,7 +49,7 @@ DECODE_CONFIGS: tuple[tuple[float, DecodeConfig], ...] = (
     (640, DecodeConfig(block_n=64, warps=4, stages=3, programs=9, max_splits=2)),
     (math.inf, DecodeConfig(block_n=64, warps=4, stages=3, programs=3, max_splits=1)),
 )
-# the same for a cache of codes, of which a tile has half the bytes
+# the same for a cache of codes. With more keys, a tile has as many bytes, and fewer instructions for each
 CODE_CONFIGS: tuple[tuple[float, DecodeConfig], ...] = (
     (16, DecodeConfig(block_n=128, warps=4, stages=3, programs=3, max_splits=256)),
     (192, DecodeConfig(block_n=128, warps=4, stages=3, programs=3, max_splits=32)),
@@ -627,7 +628,7 @@ def decode_launch(dtype: torch.dtype, group: int, head_dim: int, config: DecodeC
     block_d = triton.next_power_of_2(head_dim)
     return {
         "BLOCK_M": max(triton.next_power_of_2(group), 16),
-        "BLOCK_D": max(block_d, 32),
+        "BLOCK_D": max(block_d, 32),  # of codes, features are multiplied in two halves, of 16 at least
         "BLOCK_N": _block_n(dtype, block_d, config.block_n),
         "PRECISION": _precision(dtype),
         "num_warps": config.warps if dtype.itemsize == 2 and group <= 16 else 8,  # fewer would spill registers

@@ -62,6 +62,11 @@ def plain(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1)
 
 
+def factor(codes: bool) -> float:
+    """Of codes, products of weights and scales are rounded to 16 bits, which plain PyTorch does not do where a weight is 1."""
+    return 4 if codes else 2
+
+
 @dataclass
 class Pages:
     """Sequences of given lengths in a cache. The order of its blocks is random, and unused slots contain NaN. Codes are random, and
@@ -96,12 +101,12 @@ class Pages:
         return cls(cache[0], cache[1], order, scales, sequences)
 
 
-def worse(name: str, got: Tensor, expected: list[Tensor], usual: list[Tensor]) -> list[str]:
-    """A message if a kernel's error is more than twice that of plain PyTorch in the same dtype, plus 2e-6 of the largest value (at
-    least of 1)."""
+def worse(name: str, got: Tensor, expected: list[Tensor], usual: list[Tensor], factor: float) -> list[str]:
+    """A message if a kernel's error is more than `factor` times that of plain PyTorch in the same dtype, plus 2e-6 of the largest
+    value (at least of 1)."""
     exact = torch.cat(expected)
     error, allowed = ((x.double() - exact).abs().max().item() for x in (got, torch.cat(usual)))
-    allowed = 2 * allowed + 2e-6 * max(1.0, exact.abs().max().item())
+    allowed = factor * allowed + 2e-6 * max(1.0, exact.abs().max().item())
     return [] if error <= allowed else [f"{name}: error {error:.3g}, allowed {allowed:.3g}"]
 
 
@@ -117,7 +122,8 @@ def decode_faults(
     rows = [(q[i : i + 1], *pages.sequences[i], shape.window) for i, length in enumerate(lengths) if length]
     name = f"decode {shape} {dtype} {codes=} {lengths}"
     found = [] if not got[1].any() else [f"{name}: padding is not zero"]
-    return found + worse(name, got[on_device > 0], [attend64(*row) for row in rows], [plain(*row) for row in rows])
+    exact, usual = [attend64(*row) for row in rows], [plain(*row) for row in rows]
+    return found + worse(name, got[on_device > 0], exact, usual, factor(codes))
 
 
 def prefill_faults(
@@ -137,7 +143,8 @@ def prefill_faults(
     spans = [(part, *pages.sequences[s], shape.window) for s, part in enumerate(q[: sum(counts)].split(counts)) if len(part)]
     name = f"prefill {shape} {dtype} {codes=} {counts} of {lengths}, {padding} rows of padding"
     found = [] if not got[sum(counts) :].any() else [f"{name}: padding is not zero"]
-    return found + worse(name, got[: sum(counts)], [attend64(*span) for span in spans], [plain(*span) for span in spans])
+    exact, usual = [attend64(*span) for span in spans], [plain(*span) for span in spans]
+    return found + worse(name, got[: sum(counts)], exact, usual, factor(codes))
 
 
 @pytest.mark.parametrize("codes", [False, True], ids=["values", "codes"])
