@@ -443,11 +443,9 @@ def build_model(name: str, config: ModelConfig, world: World, dtype: torch.dtype
 def check_source(name: str, config: ModelConfig, world: World, dtype: torch.dtype) -> Source | None:
     """The tensors of `--model NAME`; None for random weights.
 
-    Raises UserError for quantized weights on a GPU, and unless the files' headers list the tensors that `config` needs. A model
-    on the meta device, which takes no memory, gives the list of needed tensors.
+    Raises UserError unless the files' headers list the tensors that `config` needs. A model on the meta device, which takes no
+    memory, gives the list of needed tensors.
     """
-    if config.quantization is not None and world.device.type == "cuda":
-        raise UserError(f"{name}: quantized weights are computed on CPUs only; use --device cpu, or weights in 16 bits")
     if has_random_weights(name):
         return None
     source = open_source(name, config)
@@ -481,6 +479,10 @@ def fill_model(
             random_weights(model, seed)
         else:
             load_weights(model, source, progress=world.rank == 0)
+        if world.device.type == "cuda":
+            for module in model.modules():
+                if isinstance(module, ShardedLinear):
+                    module.pack(dtype)
     except (MemoryError, RuntimeError) as e:
         if not isinstance(e, torch.OutOfMemoryError | MemoryError) and "can't allocate memory" not in str(e):  # on CPUs
             raise

@@ -148,8 +148,14 @@ def quantized_input(x: Tensor, scheme: Scheme, tensors: Quantized) -> Tensor:
 def _scale(largest: Tensor, scheme: Scheme) -> Tensor:
     """The scale of values up to `largest`, 1 for 0. A symmetric integer range has half a step more than its largest code, which
     uses the lowest code, too (compressed-tensors' definition)."""
-    scale = largest / (FP8_MAX if scheme.is_float else 2 ** (scheme.bits - 1) - 0.5)
+    scale = _divided(largest, FP8_MAX if scheme.is_float else 2 ** (scheme.bits - 1) - 0.5)
     return scale + (scale == 0)
+
+
+def _divided(x: Tensor, by: float) -> Tensor:
+    """x / by with the same bits on CPUs and GPUs, which multiply by the reciprocal of a Python number. A group's largest value
+    lies in the middle of two codes, so the last bit decides."""
+    return x / torch.full_like(x, by)
 
 
 def _codes(x: Tensor, scheme: Scheme) -> Tensor:
@@ -193,7 +199,7 @@ def group_scales(groups: Tensor, scheme: Scheme, dtype: torch.dtype) -> tuple[Te
         scales = _scale(groups.abs().amax(-1), scheme).to(dtype)
         return torch.where(scales == 0, torch.finfo(dtype).tiny, scales), None
     low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
-    scales = ((high - low) / (2**scheme.bits - 1)).to(dtype)
+    scales = _divided(high - low, 2**scheme.bits - 1).to(dtype)
     scales = torch.where(scales == 0, torch.ones_like(scales), scales)
     return scales, _codes(-(2 ** (scheme.bits - 1)) - low / scales.float(), scheme)
 

@@ -257,10 +257,3 @@ def test_a_group_size_that_does_not_divide(name: str, tmp_path: Path, seed: int)
     (tmp_path / "config.json").write_text(json.dumps(raw | {"hidden_size": 192}))
     (message,) = refusals(World(0, 1, torch.device("cpu"), Local()), [tmp_path])
     assert "192 input features, which groups of 128 do not divide" in message
-
-
-@pytest.mark.parametrize("quantize", ["fp8", "int8", "int4"])
-def test_a_gpu_is_refused(quantize: str) -> None:
-    world = World(0, 1, torch.device("cuda"), Local())
-    with pytest.raises(UserError, match="computed on CPUs only; use --device cpu"):
-        load_model("tiny", model_config("tiny", None, 1, quantize), world, torch.bfloat16)
