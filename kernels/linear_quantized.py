@@ -1,6 +1,6 @@
 """Quantized linear layers on Hopper GPUs: how their weights are packed, and which kernel computes them.
 
-stream      up to STREAM_ROWS rows, `kernels/linear_quantized_stream.py`: the codes are read once, and converted in registers.
+stream      up to SCALED_ROWS or STREAM_ROWS rows, `kernels/linear_quantized_stream.py`: the codes are read once, and converted in registers.
             The input keeps its 16 bits, also where the scheme would quantize it: more exact than asked
 scaled      more rows of an fp8 weight with a scale for each row whose scheme quantizes the input: each row of the input by its
             own largest value, then PyTorch's product of fp8 matrices
@@ -19,7 +19,7 @@ from kernels.activation import swiglu as activation
 from kernels.dispatch import as_rows
 from kernels.linear import aligned, counters
 from kernels.linear_config import has_stream
-from kernels.linear_quantized_config import GROUPS, STREAM_ROWS, Format, QuantizedStream, config
+from kernels.linear_quantized_config import GROUPS, SCALED_ROWS, STREAM_ROWS, Format, QuantizedStream, config
 from kernels.optional_triton import tl, triton
 
 FP8 = torch.float8_e4m3fn
@@ -98,10 +98,11 @@ def linear(x: Tensor, weight: Packed, bias: Tensor | None = None, swiglu: bool =
     rows = x.numel() // weight.k
     if weight.columns is not None:
         x = x.index_select(-1, weight.columns)
-    chosen = config(rows, weight.n, weight.k, weight.format, swiglu) if 0 < rows <= STREAM_ROWS and aligned(x) else None
-    if chosen is not None:
+    scaled = _has_scaled_product(weight, x)
+    few = 0 < rows <= (SCALED_ROWS if scaled else STREAM_ROWS) and aligned(x)
+    if few and (chosen := config(rows, weight.n, weight.k, weight.format, swiglu)):
         return linear_with(x, weight, bias, chosen, swiglu)
-    if _has_scaled_product(weight, x):
+    if scaled:
         y = scaled_linear(x, weight, bias)
     else:
         y = F.linear(x, dequantize(weight, x.dtype), bias)

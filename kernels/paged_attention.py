@@ -49,13 +49,13 @@ DECODE_CONFIGS: tuple[tuple[float, DecodeConfig], ...] = (
     (640, DecodeConfig(block_n=64, warps=4, stages=3, programs=9, max_splits=2)),
     (math.inf, DecodeConfig(block_n=64, warps=4, stages=3, programs=3, max_splits=1)),
 )
-# the same for a cache of codes. With more keys, a tile has as many bytes, and fewer instructions for each
+# the same for a cache of codes. Tiles of more keys have as many bytes, and fewer instructions for each. Where whole pairs fill
+# the SMs, smaller programs leave less work to the last ones
 CODE_CONFIGS: tuple[tuple[float, DecodeConfig], ...] = (
-    (16, DecodeConfig(block_n=128, warps=4, stages=3, programs=3, max_splits=256)),
+    (16, DecodeConfig(block_n=128, warps=4, stages=3, programs=4, max_splits=256)),
     (192, DecodeConfig(block_n=128, warps=4, stages=3, programs=3, max_splits=32)),
     (384, DecodeConfig(block_n=128, warps=4, stages=3, programs=3, max_splits=1)),
-    (640, DecodeConfig(block_n=128, warps=4, stages=3, programs=9, max_splits=2)),
-    (math.inf, DecodeConfig(block_n=128, warps=4, stages=3, programs=3, max_splits=1)),
+    (math.inf, DecodeConfig(block_n=64, warps=2, stages=4, programs=3, max_splits=1)),
 )
 
 
