@@ -84,6 +84,13 @@ def seed(session_seed: int, request: pytest.FixtureRequest) -> int:
     return number
 
 
+@pytest.fixture
+def in_turn(session_seed: int) -> Callable[..., Any]:
+    """`in_turn(choices, place)`: one of the choices for the case with this number. In a run, successive cases get successive
+    choices. The first one differs in each run, so over the runs each case gets every choice."""
+    return lambda choices, place: list(choices)[(session_seed + place) % len(choices)]
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
     """Up to 8 gloo ranks: `ranks.run(2, function, *args)`."""

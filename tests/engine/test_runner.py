@@ -109,18 +109,25 @@ def engine_of(model: Transformer, blocks: int | None = None, **limits: Any) -> E
     return made
 
 
+# Limits of an engine, and the number of requests that arrive before each step.
+LIMITS: list[tuple[dict[str, Any], int]] = [
+    (dict(max_num_seqs=20, max_batch_tokens=300), 1000),
+    (dict(max_num_seqs=5, max_batch_tokens=24), 2),
+    (dict(max_num_seqs=7, max_batch_tokens=90, blocks=9), 3),
+]
+
+
 @pytest.mark.parametrize("name", PLAIN + WINDOWS)
-def test_requests_of_every_kind_get_what_they_get_alone(name: str, seed: int) -> None:
+def test_requests_of_every_kind_get_what_they_get_alone(name: str, in_turn: Callable[..., Any], seed: int) -> None:
     model = random_model(config_of(name))
     submits = random_submits(6)
-    little, short = dict(blocks=9, max_num_seqs=7, max_batch_tokens=90), dict(max_batch_tokens=24, max_num_seqs=5)
-    for limits, at_once in ((dict(max_num_seqs=20, max_batch_tokens=300), 1000), (short, 2), (little, 3)):
-        made = engine_of(model, **limits)
-        for order in (submits, submits[::-1]):  # the second time, prompts are in the cache
-            answers = serve(made, order, at_once)
-            for submit in submits:
-                assert_same(model, submit, answers[submit.request_id].tokens)
-                assert answers[submit.request_id].finish_reason == "length"
+    limits, at_once = in_turn(LIMITS, (PLAIN + WINDOWS).index(name))
+    made = engine_of(model, **limits)
+    for order in (submits, submits[::-1]):  # the second time, prompts are in the cache
+        answers = serve(made, order, at_once)
+        for submit in submits:
+            assert_same(model, submit, answers[submit.request_id].tokens)
+            assert answers[submit.request_id].finish_reason == "length"
 
 
 JSON = llguidance.LLMatcher.grammar_from_json_schema(
@@ -157,7 +164,6 @@ def with_tokenizer(look_ahead: bool, draft_tokens: int = 0) -> Engine:
     limits = EngineLimits(max_num_seqs=20, max_batch_tokens=40, kv_memory=1e7, draft_tokens=draft_tokens)
     made = Engine(tiny(), tiny_tokenizer(), limits, ALONE)
     made.look_ahead = look_ahead
-    made.runner.capture()
     return made
 
 
@@ -176,6 +182,7 @@ def test_a_request_gets_the_same_ahead_and_in_turn(kind: str, seed: int) -> None
 def test_no_step_waits_for_the_tokens_of_the_step_before(seed: int) -> None:
     """Requests of all kinds come, end at stop tokens and are aborted beside one that lasts: only the first step follows none."""
     made = with_tokenizer(look_ahead=True)
+    made.runner.capture()
     launched = recorded(made)
     lasting = Submit("lasting", [3], SamplingParams(max_tokens=150, temperature=1.0, seed=seed % 1000, ignore_eos=True))
     kinds = [random.choice(list(KINDS)) for _ in range(14)]
@@ -280,9 +287,11 @@ def rank_serves(world: World, directory: Path, submits: list[Submit], seed: int)
         return serve(made, submits, 2)
 
 
-@pytest.mark.parametrize("n", [2, 4])
-@pytest.mark.parametrize("name", ["parallel", "hybrid:2", "desync-4x:4"])
-def test_ranks_draw_from_their_parts_of_the_vocabulary(name: str, n: int, ranks: Ranks, tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize(("place", "name"), enumerate(["parallel", "hybrid:2", "desync-4x:4"]))
+def test_ranks_draw_from_their_parts_of_the_vocabulary(
+    place: int, name: str, in_turn: Callable[..., Any], ranks: Ranks, tmp_path: Path, seed: int
+) -> None:
+    n = in_turn([2, 4], place)
     model = random_model(replace(config_of(name), n_kv_heads=4))
     save_checkpoint(model, tmp_path, torch.float32)
     submits = random_submits(5)
