@@ -39,6 +39,9 @@ torch.set_num_threads(1)
 if hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_OTHER:
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
+# A process that compiles would otherwise start workers, each of which imports torch for seconds.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
 # Each HTTP client makes a context for TLS, which reads all certificates of the system for 0.05 s. The tests use no TLS.
 ssl.create_default_context = functools.cache(ssl.create_default_context)
 

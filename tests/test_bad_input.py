@@ -448,7 +448,7 @@ def test_when_a_rank_is_killed_the_launcher_ends(tmp_path: Path) -> None:
     out, err = tmp_path / "out", tmp_path / "err"
     args = command(LONG, ranks=2)
     with out.open("wb") as stdout, err.open("wb") as stderr:
-        launcher = subprocess.Popen(args, cwd=ROOT, env=environment(), stdout=stdout, stderr=stderr)
+        launcher = quick_start.Popen(args, cwd=ROOT, env=environment(), stdout=stdout, stderr=stderr)
     try:
         wait_for(lambda: out.stat().st_size > 100, 200.0)
         ranks = rank_pids(launcher.pid)
@@ -485,15 +485,13 @@ def test_only_a_lost_connection_of_ranks_is_no_bug(message: str, monkeypatch: py
 
 @pytest.mark.parametrize(("ending", "code"), [("reader leaves", 0), ("Ctrl-C", cli.INTERRUPTED)])
 def test_a_reader_who_leaves_and_ctrl_c_are_no_errors(ending: str, code: int) -> None:
-    process = subprocess.Popen(
+    process = quick_start.Popen(
         command(LONG),
         cwd=ROOT,
         env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,
-        # These tests may run as a background job of a shell. It ignores SIGINT, and child processes would inherit that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         assert process.stdout and process.stderr

@@ -1,18 +1,17 @@
 """scripts/bench/comm/fused: the paper's efficiency, the tables and plots, and the whole command on CPU ranks."""
 
 import json
-import os
 import random
-import subprocess
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
-from tests import ROOT
+from tests.support.ranks import Ranks
+from tp import World
 
 pytest.importorskip("triton", reason="Triton is not installed; pip install triton")
 
-from processes import on_ranks
 from scripts.bench.comm.fused.plot import line_styles
 from scripts.bench.comm.fused.tables import Row, by_shape, markdown
 
@@ -31,16 +30,16 @@ def test_efficiency(seed: int) -> None:
     assert Row("wo", True, 64, 8, 8, "spans", gemm, gemm, gemm).efficiency is None
 
 
-def test_on_two_cpu_ranks(tmp_path: Path) -> None:
-    command = [*on_ranks(2), "-m", "scripts.bench.comm.fused", "--device", "cpu"]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    subprocess.run(
-        [*command, "--rows", "8", "--replays", "2", "--out", str(tmp_path)],
-        cwd=ROOT,
-        env=environment,
-        check=True,
-        timeout=600,
-    )
+def run_command(world: World, *arguments: str) -> None:
+    """The command on ranks that have joined."""
+    from scripts.bench.comm.fused import __main__ as command
+
+    with patch.object(command, "join_ranks", lambda device: world), patch("sys.argv", ["fused", *arguments]):
+        command.main()
+
+
+def test_on_two_cpu_ranks(interpreters: Ranks, tmp_path: Path) -> None:
+    interpreters.run(2, run_command, "--device", "cpu", "--rows", "8", "--replays", "2", "--out", str(tmp_path))
     report = json.loads((tmp_path / "gemm-overlap.json").read_text())
     assert report["errors"] == {}
     assert report["replays"] == 2

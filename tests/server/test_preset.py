@@ -236,6 +236,7 @@ def test_what_runs_too_long_is_cut_off(seed: int) -> None:
     assert [a.tokens for a in answers] == [2, 1, 2, 1]
 
 
+@pytest.mark.usefixtures("forked_commands")
 def test_a_server_that_ends_at_once_is_noticed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     flags = ["--model", "tiny", "--device", "cpu", "--max-num-seqs", "0"]
     with pytest.raises(UserError, match="or ended"), rung_server(1, flags, tmp_path / "log"):

@@ -5,13 +5,14 @@ called `Popen`. A command that starts others, as the launcher starts its ranks, 
 working directory, standard streams, signal handlers and exit code are those of a new process. Only the modules are already
 imported.
 
-A command that needs a different interpreter (other PYTHON…, TRITON_… or locale variables, a `preexec_fn`) is started by
+A command that needs a different interpreter (other PYTHON…, TRITON_INTERPRET or locale variables, a `preexec_fn`) is started by
 `subprocess`. Tests of how processes start and end use `subprocess` directly.
 """
 
 import atexit
 import contextlib
 import ctypes
+import fcntl
 import gc
 import importlib
 import logging
@@ -24,6 +25,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import termios
 import threading
 import time
 import traceback
@@ -47,7 +49,14 @@ IMPORTS = (
     "engine.bench",
     "training.loop",
 )
-INTERPRETER = ("PYTHON", "TRITON_", "TORCH_LOGS", "LC_", "LANG", "LD_")  # prefixes of variables that are read only at start
+INTERPRETER = (
+    "PYTHON",
+    "TRITON_INTERPRET",
+    "TORCH_LOGS",
+    "LC_",
+    "LANG",
+    "LD_",
+)  # prefixes of variables that are read only at start
 PATH = "PYTHONPATH"  # may differ nevertheless: `become` applies it
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 FILES = 3  # standard input, output, error
@@ -198,6 +207,9 @@ def become(start: Start, files: Sequence[int]) -> NoReturn:
     gc.freeze()  # inherited objects hold descriptor numbers that were closed and may be reused: never finalize these objects
     if start.new_session:
         os.setsid()
+        # As of a command that a terminal starts, unlike `subprocess`. A terminal belongs to one session: a launcher's, not a rank's.
+        with contextlib.suppress(OSError):
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     os.chdir(start.folder)
     os.environ.clear()
     os.environ.update(start.environ)
