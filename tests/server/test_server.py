@@ -109,6 +109,17 @@ def greedy(reference: Reference) -> list[int]:
 Complete = Callable[..., Any]
 
 
+def at_once(function: Callable[..., Any], *params: dict[str, Any]) -> list[Any]:
+    """`function(**each)` for each of the params, at the same time: the requests share the engine's steps. Streams are read to
+    their ends."""
+
+    def call(params: dict[str, Any]) -> Any:
+        return list(function(**params)) if params.get("stream") else function(**params)
+
+    with ThreadPoolExecutor(len(params)) as pool:
+        return list(pool.map(call, params))
+
+
 @pytest.fixture(scope="module")
 def complete(client: openai.OpenAI) -> Complete:
     """A function that completes PROMPT, by default greedily. Parameters that OpenAI's API lacks are added to the body."""
@@ -155,11 +166,11 @@ def test_max_tokens(complete: Complete) -> None:
 
 def test_a_seed_gives_what_the_offline_sampler_gives(complete: Complete, reference: Reference) -> None:
     wanted = reference.generate(reference.encode(PROMPT), 16, temperature=1.0, seed=7)
-    assert ids_of(complete(temperature=1, seed=7, return_token_ids=True)) == wanted
-    assert ids_of(complete(temperature=1, seed=8, return_token_ids=True)) != wanted
-    assert ids_of(complete(temperature=0.3, seed=7, return_token_ids=True)) != wanted
-    unseeded = {complete(temperature=1.5).choices[0].text for _ in range(3)}
-    assert len(unseeded) > 1
+    asked = ({"temperature": 1, "seed": 7}, {"temperature": 1, "seed": 8}, {"temperature": 0.3, "seed": 7})
+    unseeded = [{"temperature": 1.5}] * 3
+    same, *others = at_once(complete, *({**each, "return_token_ids": True} for each in (*asked, *unseeded)))
+    assert ids_of(same) == wanted and ids_of(others[0]) != wanted and ids_of(others[1]) != wanted
+    assert len({tuple(ids_of(reply)) for reply in others[2:]}) > 1
 
 
 def test_a_seed_gives_the_same_in_company(complete: Complete) -> None:
@@ -175,11 +186,13 @@ def test_a_seed_gives_the_same_in_company(complete: Complete) -> None:
     assert len(set(texts)) == 20
 
 
-@pytest.mark.parametrize("narrow", [{"top_k": 1}, {"top_p": 0.0001}, {"top_p": 0}, {"min_p": 1.0}])
-def test_filters_leave_the_likeliest(complete: Complete, greedy: list[int], narrow: dict[str, float]) -> None:
+def test_filters_leave_the_likeliest(complete: Complete, greedy: list[int]) -> None:
     hot = {"temperature": 1.5, "seed": 3, "return_token_ids": True}
-    assert ids_of(complete(**hot)) != greedy[:16]
-    assert ids_of(complete(**hot, **narrow)) == greedy[:16]
+    narrow: list[dict[str, float]] = [{"top_k": 1}, {"top_p": 0.0001}, {"top_p": 0}, {"min_p": 1.0}]
+    free, *filtered = at_once(complete, hot, *(hot | each for each in narrow))
+    assert ids_of(free) != greedy[:16]
+    for each, reply in zip(narrow, filtered, strict=True):
+        assert ids_of(reply) == greedy[:16], each
 
 
 def test_filters_drop_the_unlikely(complete: Complete, reference: Reference) -> None:
@@ -229,14 +242,22 @@ def test_stop_inside_multi_byte_text(client: openai.OpenAI) -> None:
     def say(**params: Any) -> Any:
         return client.chat.completions.create(model=NAME, messages=SUM, temperature=0, response_format=forced, **params)
 
-    whole = say(extra_body={"return_token_ids": True})
+    kept = {"extra_body": {"include_stop_str_in_output": True}}
+    whole, streamed, stopped, stopped_stream, shown = at_once(
+        say,
+        {"extra_body": {"return_token_ids": True}},
+        {"stream": True},
+        {"stop": "本🦊"},
+        {"stop": "本🦊", "stream": True},
+        {"stop": "🦊", **kept},
+    )
     assert whole.choices[0].message.content == text
     assert len(whole.choices[0].token_ids) > len(text), "characters of one token each would test nothing"
-    pieces = [c.choices[0].delta.content or "" for c in say(stream=True)]
+    pieces = [c.choices[0].delta.content or "" for c in streamed]
     assert "".join(pieces) == text and "\ufffd" not in "".join(pieces) and len(pieces) > 5
-    assert say(stop="本🦊").choices[0].message.content == '"aé日'
-    assert "".join(c.choices[0].delta.content or "" for c in say(stop="本🦊", stream=True)) == '"aé日'
-    assert say(stop="🦊", extra_body={"include_stop_str_in_output": True}).choices[0].message.content == '"aé日本🦊'
+    assert stopped.choices[0].message.content == '"aé日'
+    assert "".join(c.choices[0].delta.content or "" for c in stopped_stream) == '"aé日'
+    assert shown.choices[0].message.content == '"aé日本🦊'
 
 
 def test_stop_token_ids(complete: Complete, reference: Reference, greedy: list[int]) -> None:
@@ -256,12 +277,20 @@ def test_end_of_text(client: openai.OpenAI) -> None:
         reply = client.chat.completions.create(model=NAME, messages=SUM, temperature=0, max_tokens=12, extra_body=extra)
         return reply.choices[0].message.content, reply.choices[0].finish_reason, reply.usage.completion_tokens
 
-    assert answer() == ("75", "stop", 3)
-    assert answer(include_stop_str_in_output=True, skip_special_tokens=False) == ("75<|end|>", "stop", 3)
-    text, reason, count = answer(ignore_eos=True)
+    plain, shown, ignored, ignored_and_shown, least = at_once(
+        answer,
+        {},
+        {"include_stop_str_in_output": True, "skip_special_tokens": False},
+        {"ignore_eos": True},
+        {"ignore_eos": True, "skip_special_tokens": False},
+        {"min_tokens": 6},
+    )
+    assert plain == ("75", "stop", 3)
+    assert shown == ("75<|end|>", "stop", 3)
+    text, reason, count = ignored
     assert text.startswith("75") and "<|" not in text and (reason, count) == ("length", 12)
-    assert answer(ignore_eos=True, skip_special_tokens=False)[0].startswith("75<|end|>")
-    text, reason, count = answer(min_tokens=6)
+    assert ignored_and_shown[0].startswith("75<|end|>")
+    text, reason, count = least
     assert text.startswith("75") and text != "75" and count >= 6
 
 
@@ -269,10 +298,15 @@ def test_end_of_text(client: openai.OpenAI) -> None:
 
 
 def test_logit_bias(complete: Complete, greedy: list[int]) -> None:
-    banned = ids_of(complete(logit_bias={str(greedy[0]): -100}, return_token_ids=True))
+    asked: list[dict[str, Any]] = [
+        {"logit_bias": {str(greedy[0]): -100}},
+        {"logit_bias": {"300": 100}},
+        {"allowed_token_ids": [300, 301], "temperature": 2},
+    ]
+    banned, pushed, allowed = map(ids_of, at_once(complete, *({**each, "return_token_ids": True} for each in asked)))
     assert banned[0] != greedy[0] and greedy[0] not in banned
-    assert ids_of(complete(logit_bias={"300": 100}, return_token_ids=True)) == [300] * 16
-    assert set(ids_of(complete(allowed_token_ids=[300, 301], temperature=2, return_token_ids=True))) <= {300, 301}
+    assert pushed == [300] * 16
+    assert set(allowed) <= {300, 301}
 
 
 def test_penalties(complete: Complete, greedy: list[int]) -> None:
@@ -288,9 +322,7 @@ def test_penalties(complete: Complete, greedy: list[int]) -> None:
         {**free, "repetition_penalty": 2.0},
         {**free, "frequency_penalty": -2},
     ]
-    with ThreadPoolExecutor(len(asked)) as pool:  # at once, so that they share the engine's steps
-        answers = list(pool.map(lambda params: ids_of(complete(**params)), asked))
-    plain, frequency, less, presence, present, repeated, encouraged = answers
+    plain, frequency, less, presence, present, repeated, encouraged = map(ids_of, at_once(complete, *asked))
     assert plain == [300] * 16
     assert 0 < frequency.count(300) < 16 and frequency[0] == 300
     assert less.count(300) > frequency.count(300)
@@ -305,9 +337,11 @@ def test_penalties(complete: Complete, greedy: list[int]) -> None:
 
 
 def test_n_draws_with_successive_seeds(complete: Complete) -> None:
-    reply = complete(n=3, temperature=1, seed=20)
+    reply, *single = at_once(
+        complete, {"n": 3, "temperature": 1, "seed": 20}, *({"temperature": 1, "seed": 20 + i} for i in range(3))
+    )
     assert [choice.index for choice in reply.choices] == [0, 1, 2]
-    assert [choice.text for choice in reply.choices] == [complete(temperature=1, seed=20 + i).choices[0].text for i in range(3)]
+    assert [choice.text for choice in reply.choices] == [one.choices[0].text for one in single]
     assert len({choice.text for choice in reply.choices}) == 3
     assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (5, 48)
 
@@ -328,17 +362,18 @@ def test_best_of_returns_the_likeliest(complete: Complete) -> None:
 def test_every_form_of_prompt(complete: Complete, reference: Reference) -> None:
     texts = [PROMPT, "The fox", "In a small house"]
     ids = [reference.encode(text) for text in texts]
-    single = [complete(prompt=text).choices[0].text for text in texts]
+    asked = [{"prompt": prompt} for prompt in (*texts, texts, ids, ids[1])]
+    drawn = {"temperature": 1, "seed": 5}
+    *replies, both, second = at_once(complete, *asked, {"prompt": texts[:2], "n": 2, **drawn}, {"prompt": texts[1], **drawn})
+    single = [reply.choices[0].text for reply in replies[:3]]
     assert len(set(single)) == 3
-    for prompt in (texts, ids):
-        reply = complete(prompt=prompt)
+    for reply in replies[3:5]:
         assert [choice.text for choice in reply.choices] == single
         assert [choice.index for choice in reply.choices] == [0, 1, 2]
         assert reply.usage.prompt_tokens == sum(map(len, ids))
-    assert complete(prompt=ids[1]).choices[0].text == single[1]
-    both = complete(prompt=texts[:2], n=2, temperature=1, seed=5)
+    assert replies[5].choices[0].text == single[1]
     assert [choice.index for choice in both.choices] == [0, 1, 2, 3]
-    assert both.choices[2].text == complete(prompt=texts[1], temperature=1, seed=5).choices[0].text
+    assert both.choices[2].text == second.choices[0].text
 
 
 def test_the_prompt_s_end_alone(complete: Complete, reference: Reference) -> None:
@@ -438,9 +473,9 @@ def test_chat_logprobs(client: openai.OpenAI) -> None:
 )
 def test_a_stream_equals_the_answer(complete: Complete, params: dict[str, Any]) -> None:
     params = {"logprobs": 1, "return_token_ids": True} | params
-    answer = complete(**params)
+    answer, chunks = at_once(complete, params, {**params, "stream": True})
     texts, ids, values, tokens, reasons = {}, {}, {}, {}, {}
-    for chunk in complete(**params, stream=True):
+    for chunk in chunks:
         assert chunk.object == "text_completion" and len(chunk.choices) == 1
         (choice,) = chunk.choices
         texts[choice.index] = texts.get(choice.index, "") + choice.text
@@ -564,12 +599,13 @@ def test_chat_templates(client: openai.OpenAI) -> None:
 def test_json_schema(client: openai.OpenAI, schema: dict[str, Any]) -> None:
     schema = {**schema, "additionalProperties": False} if schema.get("type") == "object" else schema
     form: Any = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
-    for seed in range(2):
-        asked: Any = dict(model=NAME, messages=SUM, temperature=1, seed=seed, max_tokens=100, response_format=form)
-        choice = client.chat.completions.create(**asked).choices[0]
+    asked: Any = dict(model=NAME, messages=SUM, temperature=1, max_tokens=100, response_format=form)
+    both = ({**asked, "seed": seed, "stream": stream} for stream in (False, True) for seed in range(2))
+    *replies, first, second = at_once(client.chat.completions.create, *both)
+    for reply, chunks in zip(replies, (first, second), strict=True):
+        choice = reply.choices[0]
         assert choice.finish_reason == "stop"
         jsonschema.validate(json.loads(choice.message.content), schema)
-        chunks = client.chat.completions.create(**asked, stream=True)
         assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == choice.message.content
 
 
@@ -579,12 +615,14 @@ def test_json_object(client: openai.OpenAI, reference: Reference, complete: Comp
     short: dict[str, int] = {str(i): -100 for i in range(tokenizer.vocab_size) if b"," in tokenizer.token_bytes(i)}
     short[str(tokenizer.encode('"', add_special_tokens=False)[0])] = 12
     asked: Any = {"max_tokens": 120, "temperature": 1, "logit_bias": short, "response_format": {"type": "json_object"}}
-    found = []
-    for seed in range(3):
-        choice = client.chat.completions.create(model=NAME, messages=SUM, seed=seed, **asked).choices[0]
-        assert choice.finish_reason == "stop"
-        found.append(json.loads(choice.message.content))
-    found.append(json.loads(complete(**asked, seed=1).choices[0].text))
+    chat = {"model": NAME, "messages": SUM, **asked}
+    with ThreadPoolExecutor(1) as pool:
+        completion = pool.submit(complete, **asked, seed=1)
+        replies = at_once(client.chat.completions.create, *({**chat, "seed": seed} for seed in range(3)))
+        found = [json.loads(completion.result().choices[0].text)]
+    for reply in replies:
+        assert reply.choices[0].finish_reason == "stop"
+        found.append(json.loads(reply.choices[0].message.content))
     assert all(isinstance(one, dict) for one in found) and any(found)
 
 
@@ -638,18 +676,20 @@ def call_tools(client: openai.OpenAI, **params: Any) -> Any:
     return client.chat.completions.create(**asked)
 
 
-@pytest.mark.parametrize("choice", ["required", "add", "paint"])
-def test_forced_tools(client: openai.OpenAI, choice: str) -> None:
-    tool_choice: Any = choice if choice == "required" else {"type": "function", "function": {"name": choice}}
-    for seed in (0, 1) if choice == "required" else (2,):
-        answer = call_tools(client, tool_choice=tool_choice, seed=seed).choices[0]
+def test_forced_tools(client: openai.OpenAI) -> None:
+    forced: list[tuple[str, Any, int]] = [("required", "required", seed) for seed in (0, 1)]
+    forced += [(name, {"type": "function", "function": {"name": name}}, 2) for name in ("add", "paint")]
+    asked = [{"client": client, "tool_choice": tool_choice, "seed": seed} for _, tool_choice, seed in forced]
+    replies = at_once(call_tools, *asked, *({**each, "stream": True} for each in asked))
+    for (choice, _, _), reply, chunks in zip(forced, replies[: len(forced)], replies[len(forced) :], strict=True):
+        answer = reply.choices[0]
         assert (answer.finish_reason, answer.message.content) == ("tool_calls", None)
         (call,) = answer.message.tool_calls
         assert call.type == "function" and call.id
         assert call.function.name in (PARAMETERS if choice == "required" else [choice])
         jsonschema.validate(json.loads(call.function.arguments), PARAMETERS[call.function.name])
 
-        deltas = [chunk.choices[0] for chunk in call_tools(client, tool_choice=tool_choice, seed=seed, stream=True)]
+        deltas = [chunk.choices[0] for chunk in chunks]
         parts = [part for one in deltas for part in one.delta.tool_calls or []]
         assert parts[0].function.name == call.function.name and {part.index for part in parts} == {0}
         assert "".join(part.function.arguments or "" for part in parts) == call.function.arguments
@@ -1001,7 +1041,7 @@ def test_desync_and_a_drain() -> None:
 
         with socket.create_connection(("127.0.0.1", server.port)) as unfinished:
             unfinished.sendall(raw_request({"prompt": PROMPT})[:-1])  # the drain lasts until this client leaves
-            stream = Started(server, True, max_tokens=150)
+            stream = Started(server, True, max_tokens=60)
             assert stream.begun.wait(120)
             os.kill(server.rank_pids()[0], signal.SIGTERM)
             wait_until(lambda: server.health() == 503, 60, "a /health that says no")
