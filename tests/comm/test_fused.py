@@ -7,7 +7,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -157,21 +157,21 @@ def wrong_pairs(
     return found
 
 
-@pytest.mark.parametrize("n", [2, 4])
-@pytest.mark.parametrize(
-    ("scatter", "gather"),
-    [
-        ("owners", ("spans", *PUSH)),
-        ("spans", ("owners", *PUSH)),
-        ("tiles0", ("tiles0", *PUSH)),
-        ("tiles1", ("owners", *PUSH)),
-        ("owners", ("spans", True, 1)),
-        ("spans", ("tiles0", True, 2)),
-        ("tiles0", ("owners", True, 1)),
-    ],
-)
-def test_pairs(interpreters: Ranks, scatter: str, gather: tuple[str, bool, int], n: int, seed: int) -> None:
+PAIRS = [
+    ("owners", ("spans", *PUSH)),
+    ("spans", ("owners", *PUSH)),
+    ("tiles0", ("tiles0", *PUSH)),
+    ("tiles1", ("owners", *PUSH)),
+    ("owners", ("spans", True, 1)),
+    ("spans", ("tiles0", True, 2)),
+    ("tiles0", ("owners", True, 1)),
+]
+
+
+@pytest.mark.parametrize("place", range(len(PAIRS)))
+def test_pairs(interpreters: Ranks, in_turn: Callable[..., int], place: int, seed: int) -> None:
     """Each split of the scatter and of the gather, with random delays."""
+    (scatter, gather), n = PAIRS[place], in_turn([2, 4], place)
     shapes = [(1, 4), (2, 6), (1, 16)]
     assert interpreters.run(n, wrong_pairs, scatter, gather, shapes, 3, seed) == [[]] * n, f"seed {seed}"
 
@@ -307,8 +307,8 @@ def wrong_results(world: World, seed: int) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("n", [2, 4])
-def test_each_way_to_read_the_result(interpreters: Ranks, n: int, seed: int) -> None:
+def test_each_way_to_read_the_result(interpreters: Ranks, in_turn: Callable[..., int], seed: int) -> None:
+    n = in_turn([2, 4], 0)
     assert interpreters.run(n, wrong_results, seed) == [[]] * n, f"seed {seed}"
 
 
@@ -339,8 +339,8 @@ def wrong_ladders(world: World, shapes: list[tuple[int, int]], seed: int) -> lis
     return found
 
 
-@pytest.mark.parametrize("n", [2, 4])
-def test_deferred_all_reduces_of_a_ladder(interpreters: Ranks, n: int, seed: int) -> None:
+def test_deferred_all_reduces_of_a_ladder(interpreters: Ranks, in_turn: Callable[..., int], seed: int) -> None:
+    n = in_turn([2, 4], 1)
     assert interpreters.run(n, wrong_ladders, [(1, 4), (2, 6), (1, 16)], seed) == [[]] * n, f"seed {seed}"
 
 

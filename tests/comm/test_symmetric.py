@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -207,9 +208,12 @@ def flag_of(launch: int) -> int:
     return launch & 0x7FFFFFFF | 0x80000000
 
 
-@pytest.mark.parametrize("memory", ["peer", "host"])
-@pytest.mark.parametrize("epoch", [2**30, 2**31, 2**32, 5 * 2**31], ids=["2^30", "2^31", "2^32", "5*2^31"])
-def test_flags_wrap_around(interpreters: Ranks, epoch: int, memory: str, seed: int) -> None:
+EPOCHS = [2**30, 2**31, 2**32, 5 * 2**31]
+
+
+@pytest.mark.parametrize("epoch", EPOCHS, ids=["2^30", "2^31", "2^32", "5*2^31"])
+def test_flags_wrap_around(interpreters: Ranks, epoch: int, in_turn: Callable[..., str], seed: int) -> None:
+    memory = in_turn(["peer", "host"], EPOCHS.index(epoch))
     assert interpreters.run(2, sums_around, epoch, memory, seed) == [[], []], f"seed {seed}"
 
 
@@ -268,11 +272,11 @@ def wrong_gathers_with_a_late_program(world: World, memory: Any, blocks: int, fi
     return found
 
 
-@pytest.mark.parametrize(("n", "blocks", "memory"), [(3, 1, "peer"), (3, 1, "host"), (2, 3, "peer")])
-@pytest.mark.parametrize("first", [1, 2**30 - 3, 2**31 - 3], ids=["1", "2^30", "2^31"])
+@pytest.mark.parametrize(("place", "first"), enumerate([1, 2**30 - 3, 2**31 - 3]), ids=["1", "2^30", "2^31"])
 def test_no_late_program_of_a_gather_zeroes_words_of_the_next(
-    interpreters: Ranks, n: int, blocks: int, memory: str, first: int, seed: int
+    interpreters: Ranks, place: int, first: int, in_turn: Callable[..., tuple[int, int, str]], seed: int
 ) -> None:
+    n, blocks, memory = in_turn([(3, 1, "peer"), (3, 1, "host"), (2, 3, "peer")], place)
     found = interpreters.run(n, wrong_gathers_with_a_late_program, memory, blocks, first, seed)
     assert found == [[]] * n, f"seed {seed}"
 

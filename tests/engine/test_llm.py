@@ -1,6 +1,7 @@
 """`LLM`: prompts of any lengths in one call, texts, stops, log-probabilities, scores, on one process and on ranks."""
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +39,12 @@ from training.export import save_checkpoint
 TINY = MODELS / "tiny-hybrid"
 
 
-@pytest.mark.parametrize("prefill_tokens", [1, 20, 1000])
 @pytest.mark.parametrize("name", PLAIN + WINDOWS)
 def test_every_prompt_gets_what_it_gets_alone(
-    name: str, prefill_tokens: int, seed: int, monkeypatch: pytest.MonkeyPatch
+    name: str, in_turn: Callable[..., int], seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = random_model(config_of(name))
-    monkeypatch.setattr(engine.llm, "PREFILL_TOKENS", prefill_tokens)
+    monkeypatch.setattr(engine.llm, "PREFILL_TOKENS", in_turn([1, 20, 1000], (PLAIN + WINDOWS).index(name)))
     monkeypatch.setattr(engine.llm, "MAX_SEQUENCES", random.choice([1, 3, 100]))
     llm, submits = LLM(model, world=ALONE), random_submits(3)
     for chosen in (submits, submits[:1], [submits[0]] * 3):

@@ -6,6 +6,7 @@ token is a hash of all tokens before it, so the output of a request served alone
 
 import random
 import zlib
+from collections.abc import Callable
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 
@@ -335,7 +336,7 @@ class Life(RuleBasedStateMachine):
 
 TestLife = Life.TestCase
 TestLife.settings = settings(
-    max_examples=250,
+    max_examples=120,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
@@ -355,9 +356,8 @@ def random_request(texts: list[list[int]]) -> tuple[list[int], SamplingParams]:
     )
 
 
-@pytest.mark.parametrize(("ahead_share", "draft_share"), [(0.0, 0.0), (0.7, 0.0), (1.0, 0.0), (0.5, 0.6), (0.0, 1.0)])
-@pytest.mark.parametrize("pool", ["scarce", "ample"])
-def test_thousands_of_arrivals(pool: str, ahead_share: float, draft_share: float, seed: int) -> None:
+@pytest.mark.parametrize(("place", "pool"), enumerate(["scarce", "ample"]))
+def test_thousands_of_arrivals(place: int, pool: str, in_turn: Callable[..., tuple[float, float]], seed: int) -> None:
     """1500 requests to one server, some of them aborted."""
     simulation = Simulation(
         n_blocks=random.randint(20, 30) if pool == "scarce" else 300,
@@ -366,6 +366,7 @@ def test_thousands_of_arrivals(pool: str, ahead_share: float, draft_share: float
         max_batch_tokens=random.randint(15, 40),
         max_model_len=45,
     )
+    ahead_share, draft_share = in_turn([(0.0, 0.0), (0.7, 0.0), (1.0, 0.0), (0.5, 0.6), (0.0, 1.0)], place)
     simulation.ahead_share, simulation.draft_share = ahead_share, draft_share
     taken = refused = aborted = 0
     texts: list[list[int]] = []

@@ -215,17 +215,13 @@ def rank_serves(world: World, directory: Path, overlap: str, largest_graph: int,
 
 
 @pytest.mark.parametrize(
-    ("name", "overlap", "n", "largest_graph"),
-    [
-        ("ladder", "auto", 2, 2048),
-        ("ladder", "auto", 2, 16),  # larger steps run without a graph
-        ("hybrid:2", "auto", 4, 2048),
-        ("ladder", "deferred", 2, 2048),
-    ],
+    ("place", "name", "overlap"), [(0, "ladder", "auto"), (1, "hybrid:2", "auto"), (2, "ladder", "deferred")]
 )
 def test_steps_use_what_was_chosen(
-    name: str, overlap: str, n: int, largest_graph: int, ranks: Ranks, tmp_path: Path, seed: int
+    place: int, name: str, overlap: str, in_turn: Callable[..., int], ranks: Ranks, tmp_path: Path, seed: int
 ) -> None:
+    n = in_turn([2, 2, 4], place)
+    largest_graph = in_turn([2048, 16], place)  # larger steps run without a graph
     model = random_model(replace(config_of(name), n_kv_heads=4))
     save_checkpoint(model, tmp_path, torch.float32)
     submits = random_submits(5)

@@ -95,8 +95,8 @@ def test_what_is_pushed_is_summed_as_one_shot_sums_it(interpreters: Ranks, n: in
         (7, 40, 200, FP16, Mma(32, 32, 3, 2, early=False)),
         (9, 250, 136, FP16, None),
     ]
-    random.shuffle(cases)
-    assert interpreters.run(n, wrong_sums, cases, seed) == [[]] * n, f"seed {seed}"
+    some = random.sample(cases, 9 if n == 2 else 4)  # all ranks interpret all programs
+    assert interpreters.run(n, wrong_sums, some, seed) == [[]] * n, f"seed {seed}"
 
 
 def sums_around(world: World, epoch: int, seed: int) -> list[str]:
