@@ -1,6 +1,7 @@
 """generate.py --interactive at a real pty: keys, history and Ctrl-C, in one process and on ranks."""
 
 import os
+import pty
 import re
 import signal
 import stat
@@ -8,28 +9,43 @@ import sys
 import termios
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pexpect
 import pytest
+from pexpect.fdpexpect import fdspawn
 
 import console
 from tests import ROOT
+from tests.support import quick_start
 from tests.support.command_line import HYBRID, command, environment
 
 PATIENCE = 300.0  # timeout in seconds for any output; ranks start slowly on a busy machine
 STORY = "Tell me a story about a fox and a lantern."
 
 
+class Terminal(fdspawn):
+    """A Python command at a pty of 40 rows and 100 columns, forked from a process that has imported what it needs."""
+
+    def __init__(self, words: list[str], env: dict[str, str]) -> None:
+        ours, theirs = pty.openpty()
+        termios.tcsetwinsize(ours, (40, 100))
+        files = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
+        self.process = quick_start.Popen(words, cwd=ROOT, env=env, start_new_session=True, **files)
+        os.close(theirs)
+        super().__init__(ours, encoding="utf-8", timeout=PATIENCE)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.close()
+
+
 class Session:
-    """The command at a pty of 40 rows and 100 columns."""
+    """The command at a terminal."""
 
     def __init__(self, state: Path, *args: object, ranks: int = 0) -> None:
         words = command(["--model", HYBRID, "--interactive", "--chat", "--temperature", 0, *args], ranks)
-        self.child: Any = pexpect.spawn(
-            words[0], words[1:], cwd=str(ROOT), encoding="utf-8", timeout=PATIENCE, dimensions=(40, 100),
-            env=environment(XDG_STATE_HOME=state, TERM="xterm", CUDA_VISIBLE_DEVICES=""),
-        )  # fmt: skip
+        self.child = Terminal(words, environment(XDG_STATE_HOME=state, TERM="xterm", CUDA_VISIBLE_DEVICES=""))
         self.before = termios.tcgetattr(self.child.child_fd)
 
     def sees(self, pattern: str) -> str:
@@ -43,8 +59,7 @@ class Session:
 
     def ends(self) -> int:
         self.rest = self.sees(pexpect.EOF)
-        self.child.close()
-        return int(self.child.exitstatus if self.child.exitstatus is not None else -self.child.signalstatus)
+        return self.child.process.wait(PATIENCE)
 
 
 @pytest.fixture
@@ -52,7 +67,7 @@ def sessions(tmp_path: Path) -> Iterator[list[Session]]:
     made: list[Session] = []
     yield made
     for session in made:
-        session.child.close(force=True)
+        session.child.end()
 
 
 @pytest.mark.parametrize("ranks", [0, 2])
@@ -129,14 +144,12 @@ def test_sigterm_leaves_the_terminal_as_it_was(tmp_path: Path, sessions: list[Se
     fd = os.dup(session.child.child_fd)
     try:
         assert not termios.tcgetattr(fd)[3] & termios.ISIG, "Ctrl-C is a key"
-        session.child.kill(signal.SIGTERM)
-        session.sees(pexpect.EOF)
-        session.child.wait()
+        session.child.process.send_signal(signal.SIGTERM)
+        assert session.ends() == 130
         assert termios.tcgetattr(fd)[3] == session.before[3]
     finally:
         os.close(fd)
-    assert session.child.exitstatus == 130
-    assert "Traceback" not in (session.child.before or "")
+    assert "Traceback" not in session.rest
     assert not (tmp_path / "rung").exists()
 
 
@@ -174,15 +187,12 @@ cli.run(main)
 @pytest.mark.parametrize("moment", ["before it runs", "in a callback"])
 def test_sigterm_ends_a_prompt_at_any_moment(moment: str) -> None:
     program = TERMINATED.replace("MOMENT", repr(moment))
-    child: Any = pexpect.spawn(
-        sys.executable, ["-c", program], cwd=str(ROOT), encoding="utf-8", timeout=PATIENCE, env=environment(TERM="xterm")
-    )
+    child = Terminal([sys.executable, "-c", program], environment(TERM="xterm"))
     try:
         child.expect(pexpect.EOF)
-        child.wait()
+        assert child.process.wait(PATIENCE) == 130
     finally:
-        child.close(force=True)
-    assert child.exitstatus == 130
+        child.end()
     assert "Traceback" not in child.before and "line" not in child.before, child.before
 
 
