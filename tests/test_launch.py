@@ -184,7 +184,7 @@ def test_a_frozen_frontend_ends_with_its_engine(tmp_path: Path) -> None:
 def test_a_drain_ends_in_silence_and_in_its_own_time() -> None:
     """TORCH_ELASTIC_SHUTDOWN_TIMEOUT has no effect. At 0, torch's launcher would kill ranks at once; its default is 30 s."""
     environ = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": 0}
-    with ServerProcess("--model", HYBRID, "--drain-timeout", 200, ranks=2, environ=environ, forked=False) as server:
+    with ServerProcess("--model", HYBRID, "--drain-timeout", 200, ranks=2, environ=environ) as server:
         server.ready()
         body = {"prompt": "Once", "max_tokens": 100, "ignore_eos": True, "stream": True, "n": 4}
         with server.http.stream("POST", "/v1/completions", json=body) as answer:

@@ -176,18 +176,19 @@ def test_pairs(interpreters: Ranks, in_turn: Callable[..., int], place: int, see
     assert interpreters.run(n, wrong_pairs, scatter, gather, shapes, 3, seed) == [[]] * n, f"seed {seed}"
 
 
-@pytest.mark.parametrize(
-    ("scatter", "gather"),
-    [
-        ("spans", ("spans", *PUSH)),
-        ("tiles0", ("tiles0", *PUSH)),
-        ("spans", ("tiles0", False, 2)),
-        ("owners", ("tiles0", True, 4)),
-        ("spans", ("owners", True, 2)),
-        ("owners", ("spans", False, 4)),
-    ],
-)
-def test_rows_of_several_flags(interpreters: Ranks, scatter: str, gather: tuple[str, bool, int], seed: int) -> None:
+LONG_PAIRS = [
+    ("spans", ("spans", *PUSH)),
+    ("tiles0", ("tiles0", *PUSH)),
+    ("spans", ("tiles0", False, 2)),
+    ("owners", ("tiles0", True, 4)),
+    ("spans", ("owners", True, 2)),
+    ("owners", ("spans", False, 4)),
+]
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_rows_of_several_flags(interpreters: Ranks, in_turn: Callable[..., Any], place: int, seed: int) -> None:
+    scatter, gather = in_turn(LONG_PAIRS[2 * place : 2 * place + 2], place)
     shapes = [(1, 2 * 132), (1, 4)]  # and a short message after the long one
     assert interpreters.run(2, wrong_pairs, scatter, gather, shapes, 2, seed) == [[]] * 2, f"seed {seed}"
 
@@ -221,8 +222,8 @@ def late_copies(world: World, rows: list[int], seed: int) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(("n", "rows"), [(2, [8, 520, 12, 520, 520, 8]), (4, [8, 520, 520, 8, 4])])
-def test_late_copies_lose_no_rows(interpreters: Ranks, n: int, rows: list[int], seed: int) -> None:
+def test_late_copies_lose_no_rows(interpreters: Ranks, in_turn: Callable[..., tuple[int, list[int]]], seed: int) -> None:
+    n, rows = in_turn([(2, [8, 520, 12, 520, 520, 8]), (4, [8, 520, 520, 8, 4])], 0)
     assert interpreters.run(n, late_copies, rows, seed) == [[]] * n, f"seed {seed}"
 
 
