@@ -137,7 +137,7 @@ def evaluate_scheduled(world: World, directory: Path, tokens: Tensor) -> dict[st
     return found
 
 
-@pytest.mark.parametrize(("place", "variant"), enumerate(["ladder", "hybrid:2", "hybrid-list"]))
+@pytest.mark.parametrize(("place", "variant"), list(enumerate(["ladder", "hybrid:2", "hybrid-list"])))
 def test_all_schedules_of_a_ladder_give_the_same_bits(
     place: int, variant: str, in_turn: Callable[..., Any], ranks: Ranks, tmp_path: Path, seed: int
 ) -> None:
@@ -153,7 +153,7 @@ def test_all_schedules_of_a_ladder_give_the_same_bits(
                 assert torch.equal(found[key], results[0]["overlapped"][key]), f"{schedule}: {key}"
 
 
-@pytest.mark.parametrize(("place", "variant"), enumerate(["standard", "parallel", "ladder", "desync-2x:4"]))
+@pytest.mark.parametrize(("place", "variant"), list(enumerate(["standard", "parallel", "ladder", "desync-2x:4"])))
 def test_families_with_fewer_kv_heads_than_ranks(
     place: int, variant: str, in_turn: Callable[..., Any], ranks: Ranks, tmp_path: Path, seed: int
 ) -> None:
@@ -311,7 +311,7 @@ def test_shards_are_slices_of_the_full_weights(kv_heads: int, n: int, ranks: Ran
             assert torch.equal(held[name], tensor), name
 
 
-@pytest.mark.parametrize(("place", "variant"), enumerate(["standard", "parallel", "hybrid-list", "desync-2x:4"]))
+@pytest.mark.parametrize(("place", "variant"), list(enumerate(["standard", "parallel", "hybrid-list", "desync-2x:4"])))
 def test_ranks_read_each_element_once(
     place: int, variant: str, in_turn: Callable[..., Any], ranks: Ranks, tmp_path: Path, seed: int
 ) -> None:

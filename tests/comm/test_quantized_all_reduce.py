@@ -63,7 +63,7 @@ def assert_all_reduced(ranks: Ranks, n: int, name: str, partials: list[Tensor]) 
             assert torch.equal(total.view(torch.uint8), first.view(torch.uint8)), "the ranks differ"
 
 
-@pytest.mark.parametrize(("place", "name"), enumerate([*WIDTHS, "int4:32", "int8:64"]))
+@pytest.mark.parametrize(("place", "name"), list(enumerate([*WIDTHS, "int4:32", "int8:64"])))
 def test_sums_of_any_size(place: int, name: str, in_turn: Callable[..., int], ranks: Ranks, seed: int) -> None:
     n = in_turn([1, 2, 3, 4], place)
     assert_all_reduced(ranks, n, name, [torch.randn(n, size) for size in (1, 127, 128, 129, 1000)])

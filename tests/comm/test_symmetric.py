@@ -272,7 +272,7 @@ def wrong_gathers_with_a_late_program(world: World, memory: Any, blocks: int, fi
     return found
 
 
-@pytest.mark.parametrize(("place", "first"), enumerate([1, 2**30 - 3, 2**31 - 3]), ids=["1", "2^30", "2^31"])
+@pytest.mark.parametrize(("place", "first"), list(enumerate([1, 2**30 - 3, 2**31 - 3])), ids=["1", "2^30", "2^31"])
 def test_no_late_program_of_a_gather_zeroes_words_of_the_next(
     interpreters: Ranks, place: int, first: int, in_turn: Callable[..., tuple[int, int, str]], seed: int
 ) -> None:

@@ -656,7 +656,7 @@ def rank_serves(world: World, directory: Path, submits: list[Submit], random_see
     return list(answers.values()), engine.scheduler.blocks.n_blocks, engine.scheduler.preemptions
 
 
-@pytest.mark.parametrize(("place", "name"), enumerate(["standard", "parallel", "hybrid:2", "desync-2x:4"]))
+@pytest.mark.parametrize(("place", "name"), list(enumerate(["standard", "parallel", "hybrid:2", "desync-2x:4"])))
 def test_ranks_give_the_same_tokens_as_one(
     place: int, name: str, in_turn: Callable[..., Any], ranks: Ranks, tmp_path: Path, seed: int
 ) -> None:

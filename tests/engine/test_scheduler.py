@@ -356,7 +356,7 @@ def random_request(texts: list[list[int]]) -> tuple[list[int], SamplingParams]:
     )
 
 
-@pytest.mark.parametrize(("place", "pool"), enumerate(["scarce", "ample"]))
+@pytest.mark.parametrize(("place", "pool"), list(enumerate(["scarce", "ample"])))
 def test_thousands_of_arrivals(place: int, pool: str, in_turn: Callable[..., tuple[float, float]], seed: int) -> None:
     """1500 requests to one server, some of them aborted."""
     simulation = Simulation(
