@@ -192,6 +192,7 @@ def main() -> None:
     )
     engine = Engine(model, None, limits, world)
     engine.runner.capture()
+    engine.speculation.prepare()
     with torch.inference_mode():
         result = host_overhead(engine, args) if args.host else throughput(engine, args, world)
     if world.rank == 0:

@@ -30,6 +30,8 @@ from tp import World
 
 DEFAULT_CPU_CACHE = 1 << 30  # bytes
 GPU_SHARE = 0.9  # share of the free memory for the cache
+MEASURED_ROWS = 1, 4, 16, 64, 256  # of steps, for `Speculation`
+MEASURED_SECONDS = 1.0  # for which these run, about; larger ones are then extrapolated
 MOST_DRAFTED = 256  # tokens of a step; with more rows a step takes longer, and each row's logits take memory
 
 
@@ -102,7 +104,7 @@ class Engine:
             limits.whole_sequences,
             limits.drafted,
         )
-        self.speculation = Speculation(limits.draft_tokens)
+        self.speculation = Speculation(limits.draft_tokens, self._step_seconds)
         cache = PagedCache(
             model.attention_slots,
             blocks.n_blocks,
@@ -269,7 +271,7 @@ class Engine:
 
     def _verify(self, step: InFlightStep, result: StepResult) -> Iterator[TokenOutput]:
         """The same for a step with drafts: of the tokens that a chunk draws, those up to the first that its draft had wrong."""
-        first, running = 0, len(self.scheduler.running)
+        first = 0
         for chunk in step.sampling:
             sequence, draft, stop = chunk.sequence, chunk.draft, first + 1 + len(chunk.draft)
             drawn, entries, first = result.tokens[first:stop], result.logprobs[first:stop], stop
@@ -284,7 +286,7 @@ class Engine:
                 taken += 1
             accepted = min(accepted, taken)  # fewer if it has ended
             if draft:
-                self.speculation.learn(chunk, accepted, running)
+                self.speculation.learn(chunk, accepted)
             if sequence.finish_reason != "error":
                 output = self._output(sequence, drawn[:taken], entries[:taken])
                 yield msgspec.structs.replace(output, drafted=len(draft), accepted=accepted)
@@ -345,6 +347,19 @@ class Engine:
             idle_share=self._idle_share(seconds),
             drafted=dict(self.speculation.total),
         )
+
+    def _step_seconds(self) -> dict[int, float]:
+        """Seconds of steps of some numbers of rows, those of the slowest rank. Collective."""
+        capacity, found = self.runner.capacity, dict[int, float]()
+        most = max(2, min(capacity.draws, capacity.tokens, self.max_model_len))
+        for rows in sorted({min(rows, most) for rows in MEASURED_ROWS}):
+            if len(found) > 1 and sum(found.values()) > MEASURED_SECONDS:
+                break
+            seconds = torch.tensor(min(self.runner.seconds(rows) for _ in range(3)), dtype=torch.float64)
+            if self.world.world_size > 1:
+                dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=self.world.control)
+            found[rows] = float(seconds)
+        return found
 
     def _all_reduce_share(self, seconds: float) -> float | None:
         """The share of `seconds`, the time of the steps since the last call, that this rank waited for all-reduces."""

@@ -8,7 +8,9 @@ in a text that the request predicts (`SamplingParams.prediction`). Drafts are a 
 on them without a message.
 """
 
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as List
+from itertools import accumulate
 
 from engine.protocol import Drafted
 from engine.scheduler import Chunk, Sequence
@@ -20,15 +22,30 @@ LEAST_MATCH = 2, 3  # tokens, if the sequence's last draft was right and otherwi
 TAIL = 8  # tokens of the prompt that are put before a prediction, so that the first tokens of the answer find it
 END = -1  # stands behind a prediction; no token's id
 WORTH = 0.15  # drafts must promise so many tokens a step for each running sequence, because such a step is not launched ahead
-FIRST_MEAN = 1.5  # accepted tokens of a draft, before there is one
-WEIGHT = 0.25  # of the newest draft in a request's mean
-PAUSES = 32, 512  # tokens without drafts after they did not pay: at first, and at most
+LEAST_PRICE = 0.1  # tokens; a drafted row also takes time on the host
+FIRST_RIGHT = 1.5  # accepted tokens of a draft, before there is one
+WEIGHT = 0.25  # of the newest draft in a request's averages
+PAUSES = 32, 512  # tokens between two drafts of a request whose drafts do not pay: at first, and at most
 
 
-def least_accepted(running: int) -> float:
-    """How many tokens a draft must bring for its rows to pay. A step of few sequences takes hardly longer with more rows, because
-    it has to read all weights anyway; but it is not launched ahead."""
-    return min(1.0, running / 4)
+class Costs:
+    """How long steps take by their rows."""
+
+    def __init__(self, seconds: Mapping[int, float]) -> None:
+        """seconds: of steps of at least two numbers of rows, which are in ascending order. Other steps are on the lines through these
+        points. More rows never take less time: where they seem to, the clock was disturbed."""
+        self._points = list(zip(seconds, accumulate(seconds.values(), max), strict=True))
+
+    def seconds(self, rows: int) -> float:
+        last = len(self._points) - 1
+        i = next((i for i in range(1, last) if rows <= self._points[i][0]), last)
+        (first, before), (second, after) = self._points[i - 1], self._points[i]
+        return before + (after - before) * (rows - first) / (second - first)
+
+    def price(self, rows: int) -> float:
+        """How many tokens a drafted row must bring in a step of so many other rows: the time that it adds over that of a token, if
+        each of the others has two drafted ones."""
+        return max(LEAST_PRICE, (self.seconds(3 * rows) / self.seconds(rows) - 1) / 2)
 
 
 def count_equal(draft: List[int], drawn: List[int]) -> int:
@@ -94,7 +111,7 @@ class SuffixAutomaton:
 
 
 class Drafter:
-    """The drafts of one sequence. Their length adapts to how many of their tokens were right lately."""
+    """The drafts of one sequence. Their length adapts to how many of their tokens were right lately, and to what a row costs."""
 
     def __init__(self, sequence: Sequence, ceiling: int) -> None:
         self.sequence, self.ceiling = sequence, ceiling
@@ -102,7 +119,7 @@ class Drafter:
         tail = sequence.tokens[: sequence.prompt_length][-TAIL:]
         self._head = [*tail, *prediction, END] if prediction else []  # comes before the sequence's tokens
         self._text = SuffixAutomaton()
-        self.mean = FIRST_MEAN  # accepted tokens of a draft
+        self._right, self._wrong = FIRST_RIGHT, 1.0  # averages over the drafts: tokens that were right, and whether one was not
         self._least_match = LEAST_MATCH[1]
         self._resume, self._pause = 0, PAUSES[0]  # generated tokens
 
@@ -122,67 +139,84 @@ class Drafter:
         return len(self._text.tokens)
 
     @property
-    def is_likely(self) -> bool:
-        """Whether the sequence's next token, or the one after it, will probably find a draft that pays."""
-        return self._text.match[0] >= self._least_match and self.sequence.generated >= self._resume
-
-    @property
     def source(self) -> str:
         return "prediction" if self._text.match[1] < len(self._head) else "ngram"
 
-    def draft(self) -> list[int]:
+    def promise(self, price: float) -> tuple[int, float]:
+        """How many drafted tokens pay at this price, and how many of them will probably be right, if the next token finds a draft at
+        all. A token is right if all before it are, and it is, too."""
+        if self._text.match[0] < self._least_match:
+            return 0, 0.0
+        count, right, rate = 0, 0.0, self._right / (self._right + self._wrong)
+        chance = rate
+        while count < self.ceiling and chance >= price:
+            count, right, chance = count + 1, right + chance, chance * rate
+        if not count and self.sequence.generated >= self._resume:
+            return 1, 1.0  # a trial
+        return count, right
+
+    def draft(self, price: float) -> list[int]:
         """The next tokens, perhaps none. All tokens of the sequence must be known."""
         complete = self.indexed == len(self._head) + len(self.sequence.tokens)
-        if not complete or not self.is_likely:
-            return []
-        found = self._text.after_match(min(self.ceiling, 1 + round(2 * self.mean)))
+        found = self._text.after_match(self.promise(price)[0]) if complete else []
         return found[: found.index(END)] if END in found else found
 
-    def learn(self, accepted: int, least: float) -> None:
-        """accepted: how many tokens of the last draft were right. least: how many it takes for drafts to pay."""
+    def learn(self, accepted: int, drafted: int) -> None:
+        """How many tokens of the last draft were right, and how many it had."""
         self._least_match = LEAST_MATCH[0 if accepted else 1]
-        self.mean += WEIGHT * (accepted - self.mean)
-        if self.mean >= 2 * least:
-            self._pause = PAUSES[0]
-        elif self.mean < least:
+        self._right += WEIGHT * (accepted - self._right)
+        self._wrong += WEIGHT * ((accepted < drafted) - self._wrong)
+        if accepted:
+            self._resume, self._pause = 0, PAUSES[0]
+        else:
             self._resume = self.sequence.generated + self._pause
             self._pause = min(2 * self._pause, PAUSES[1])
-            self.mean = 1.25 * least  # one more failure, and the next pause begins
 
 
 class Speculation:
     """The drafts of an engine's sequences, and how many of their tokens were right."""
 
-    def __init__(self, ceiling: int) -> None:
-        """ceiling: most tokens of a draft; 0 makes none."""
-        self.ceiling = ceiling
+    def __init__(self, ceiling: int, measure: Callable[[], Mapping[int, float]]) -> None:
+        """ceiling: most tokens of a draft; 0 makes none. measure: the seconds of steps, see `Costs`; the same on all ranks."""
+        self.ceiling, self._measure = ceiling, measure
+        self.costs: Costs | None = None
         self.total = {source: Drafted() for source in ("ngram", "prediction")}
         self._sources: dict[Sequence, str] = {}
+
+    def prepare(self) -> None:
+        """Measure what steps cost, unless it is known. No step may be in flight. Collective."""
+        if self.ceiling and self.costs is None:
+            self.costs = Costs(self._measure())
 
     def drafts(self, running: List[Sequence]) -> dict[Sequence, list[int]]:
         """Drafts for the next step. No step may be in flight."""
         if not self.expects(running):
             return {}
+        self.prepare()
+        price = self._price(running)
         decoding = [s for s in running if s.generated and s.length - s.computed == 1]
-        found = {s: draft for s in decoding if (draft := s.drafter.draft())}
+        found = {s: draft for s in decoding if (draft := s.drafter.draft(price))}
         self._sources = {s: s.drafter.source for s in found}
         return found
 
     def expects(self, running: List[Sequence]) -> bool:
         """Whether the next step will probably have drafts that are worth it."""
-        if not self.ceiling:
+        if not self.ceiling or not running:
             return False
         for sequence in running:
             sequence.drafter = sequence.drafter or Drafter(sequence, self.ceiling)
-        left = min(INDEXED_A_STEP, MOST_INDEXED_TOGETHER - sum(s.drafter.indexed for s in running))
+        left = min(INDEXED_A_STEP, MOST_INDEXED_TOGETHER - sum([s.drafter.indexed for s in running]))
         for sequence in running:
             left -= sequence.drafter.follow(max(left, 0))
-        promised = sum(s.drafter.mean for s in running if s.drafter.is_likely)
-        return promised > WORTH * len(running)
+        price = self._price(running)
+        return sum([s.drafter.promise(price)[1] for s in running]) > WORTH * len(running)
 
-    def learn(self, chunk: Chunk, accepted: int, running: int) -> None:
-        """Note that `accepted` tokens of the chunk's draft were right, in a step of `running` sequences."""
+    def learn(self, chunk: Chunk, accepted: int) -> None:
+        """Note that `accepted` tokens of the chunk's draft were right."""
         source = self._sources[chunk.sequence]
         total = self.total[source]
         self.total[source] = Drafted(total.drafts + 1, total.tokens + len(chunk.draft), total.accepted + accepted)
-        chunk.sequence.drafter.learn(accepted, least_accepted(running))
+        chunk.sequence.drafter.learn(accepted, len(chunk.draft))
+
+    def _price(self, running: List[Sequence]) -> float:
+        return LEAST_PRICE if self.costs is None else self.costs.price(len(running))

@@ -11,15 +11,18 @@ tokens into the next step's inputs. A step is padded to the next larger bucket; 
 the logits, the temperature and the seed are drawn after the graph.
 """
 
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from attention import Causal
 from engine.graphs import Captured, Graphs
 from engine.logits import SCORE_CHUNK, Scores, count_drawn, has_grammar, may_change, process, token_logprobs
 from engine.paged_cache import PagedCache
@@ -29,6 +32,7 @@ from engine.scheduler import Chunk, Sequence, drawn_by
 from engine.schedules import Schedules
 from engine.step_inputs import ROUND, Capacity, DecodeInputs, SpanInputs
 from engine.transfers import to_device, to_host
+from kernels.graph_times import successive_seconds
 from kernels.sampling import combine_best, local_best
 from model import Transformer
 
@@ -202,6 +206,20 @@ class Runner:
         if self.schedules.is_open(case := f"prefill {rows}") and rows <= LARGEST_MEASURED:
             self.schedules.fastest(case, prepare, lambda: self.spans.invent(rows, self.text_ids, self.cache))
         self.schedules.use(case)
+
+    @torch.inference_mode()
+    def seconds(self, rows: int) -> float:
+        """The time of a step that draws a token from each of `rows` rows. No step may be in flight. Collective."""
+        if self.graphs is None:
+            start, context = time.perf_counter(), Causal(rows, self.device)  # a CPU's step has no padding
+            self.model.logits(self.model.hidden(torch.zeros((1, rows), dtype=torch.int64), context)[0])
+            return time.perf_counter() - start
+        case = next(n for n in self._decode_sizes if n >= rows)
+        self._capture_decode(self.graphs, case)
+        self.decode.invent(case, self.text_ids, self.cache)
+        [seconds] = successive_seconds(partial(self.graphs.replay, ("decode", case)), 1)
+        self.decode.clear()
+        return seconds
 
     # --- steps -----------------------------------------------------------------------------------------------------------
 

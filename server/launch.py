@@ -86,6 +86,7 @@ def build_engine(settings: Settings, config: ModelConfig, tokenizer: Tokenizer, 
         if len((schedules := engine.runner.schedules).possible) > 1:
             log.info("a ladder's all-reduces, chosen in %.1f s: %s", schedules.spent, schedules)
         reached("graphs")
+    engine.speculation.prepare()
     reached("engine")
     return engine, dtype
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from engine import drafts
-from engine.core import Engine, EngineLimits
-from engine.drafts import END, MOST_INDEXED, Drafter, Speculation, SuffixAutomaton, count_equal
+from engine.core import Engine
+from engine.drafts import END, MOST_INDEXED, Costs, Drafter, Speculation, SuffixAutomaton, count_equal
 from engine.protocol import SamplingParams, Submit
 from engine.scheduler import Sequence
 from kernels.sampling import exponential_noise
@@ -38,6 +38,8 @@ from tests.engine.test_sampler import chi_square_is_plausible
 from tests.support.ranks import Ranks
 from tp import World
 from training.export import save_checkpoint
+
+CHEAP = 0.1  # price of a drafted row
 
 # --- drafts ----------------------------------------------------------------------------------------------------------------
 
@@ -78,36 +80,36 @@ def drafter_of(prompt: list[int], output: list[int], ceiling: int = 8, predictio
 
 def test_a_draft_continues_the_prompt_or_the_prediction() -> None:
     drafter = drafter_of([1, 2, 3, 4, 5, 6, 7, 8, 9], [2, 3, 4])
-    assert (drafter.draft(), drafter.source) == ([5, 6, 7, 8], "ngram")
+    assert (drafter.draft(CHEAP), drafter.source) == ([5, 6, 7, 8], "ngram")
     drafter = drafter_of([1, 2, 3, 4], [7], prediction=[7, 8, 9])
-    assert (drafter.draft(), drafter.source) == ([8, 9], "prediction")  # and not what follows the prediction in the index
-    assert drafter_of([1, 2, 3, 4], [7, 8, 9], prediction=[7, 8, 9]).draft() == []
-    assert drafter_of([1, 2, 3, 4], [9], prediction=[7, 8, 9]).draft() == []
-    assert drafter_of([5, 6, 5, 6, 5], [6], ceiling=3).draft() == [5, 6, 5]
-    assert drafter_of([1, 2, 3], [4]).draft() == []
-    assert END not in drafter_of([1, 2], [3], prediction=[1, 2, 3]).draft()
+    assert (drafter.draft(CHEAP), drafter.source) == ([8, 9], "prediction")  # and not what follows the prediction in the index
+    assert drafter_of([1, 2, 3, 4], [7, 8, 9], prediction=[7, 8, 9]).draft(CHEAP) == []
+    assert drafter_of([1, 2, 3, 4], [9], prediction=[7, 8, 9]).draft(CHEAP) == []
+    assert drafter_of([5, 6, 5, 6, 5], [6], ceiling=3).draft(CHEAP) == [5, 6, 5]
+    assert drafter_of([1, 2, 3], [4]).draft(CHEAP) == []
+    assert END not in drafter_of([1, 2], [3], prediction=[1, 2, 3]).draft(CHEAP)
 
 
 def test_two_tokens_are_enough_while_drafts_are_right() -> None:
     drafter = drafter_of([1, 2, 3, 4, 5, 6], [2, 3])
-    assert drafter.draft() == []
-    drafter.learn(1, least=0.5)
-    assert drafter.draft() == [4, 5, 6, 2]
-    drafter.learn(0, least=0.5)
-    assert drafter.draft() == []
+    assert drafter.draft(CHEAP) == []
+    drafter.learn(1, 2)
+    assert drafter.draft(CHEAP) == [4, 5, 6, 2]
+    drafter.learn(0, 4)
+    assert drafter.draft(CHEAP) == []
 
 
 def test_a_draft_waits_until_the_whole_text_is_indexed() -> None:
     sequence = Sequence("a", [1, 2, 3, 4] * 5, 4, SamplingParams(max_tokens=100))
     drafter = Drafter(sequence, 4)
     assert drafter.follow(19) == 19
-    assert drafter.is_likely and drafter.draft() == []
+    assert drafter.promise(CHEAP)[0] == 4 and drafter.draft(CHEAP) == []
     assert (drafter.follow(19), drafter.follow(19)) == (1, 0)
-    assert drafter.draft() == [1, 2, 3, 4]
+    assert drafter.draft(CHEAP) == [1, 2, 3, 4]
     sequence.tokens += [1] * (MOST_INDEXED - 19)
     while drafter.follow(100_000):
         pass
-    assert drafter.draft() == [], "a longer text than the limit is not drafted"
+    assert drafter.draft(CHEAP) == [], "a longer text than the limit is not drafted"
 
 
 def test_the_index_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,30 +118,51 @@ def test_the_index_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drafts, "MOST_INDEXED_TOGETHER", 50)
     params = SamplingParams(max_tokens=100)
     running = [Sequence(str(i), [1, 2] * 20, 20, params, computed=39) for i in range(2)]
-    speculation = Speculation(4)
+    speculation = Speculation(4, lambda: {1: 1.0, 2: 1.0})
     for step in range(1, 8):
         found = speculation.drafts(running)
         assert sum(s.drafter.indexed for s in running) == min(10 * step, 50)
         assert list(found) == ([running[0]] if step >= 4 else [])
-    assert Speculation(0).drafts(running) == {}
+    assert Speculation(0, dict).drafts(running) == {}
 
 
-def test_the_length_adapts_and_drafts_pause_while_they_do_not_pay() -> None:
+def test_the_length_adapts_to_what_was_right_and_to_the_price(seed: int) -> None:
     drafter = drafter_of([1] * 20, [1], ceiling=16)
+    assert [drafter.promise(price)[0] for price in (0.05, 0.1, 0.3, 0.5, 0.59)] == [5, 4, 2, 1, 1]  # of a rate of 0.6
     lengths = []
     for _ in range(8):
-        lengths.append(len(drafter.draft()))
-        drafter.learn(lengths[-1], 1.0)
+        lengths.append(len(drafter.draft(CHEAP)))
+        drafter.learn(lengths[-1], lengths[-1])
     assert lengths == sorted(lengths) and lengths[-1] == 16
+    assert len(drafter.draft(0.99)) < 16 and len(drafter.draft(1.0)) == 1
+
+
+def test_drafts_that_do_not_pay_are_tried_now_and_then(seed: int) -> None:
+    drafter, length = drafter_of([1] * 20, [1], ceiling=16), 16
     for _ in range(20):
-        drafter.learn(0, 1.0)
-    assert drafter.draft() == []
-    waited = 0
-    while not drafter.draft():
-        drafter.sequence.tokens.append(1)
-        drafter.follow(1)
-        waited += 1
-    assert drafts.PAUSES[0] <= waited <= drafts.PAUSES[1]
+        drafter.learn(0, 1)
+    waited = []
+    while sum(waited) < 2000:
+        waited.append(0)
+        while not drafter.draft(CHEAP):
+            drafter.sequence.tokens.append(1)
+            drafter.follow(1)
+            waited[-1] += 1
+        length = len(drafter.draft(CHEAP))
+        assert length == 1
+        drafter.learn(0, length)
+    assert all(drafts.PAUSES[0] <= n <= drafts.PAUSES[1] for n in waited)
+    while len(drafter.draft(CHEAP)) < 16:  # without a pause after a success
+        drafter.learn(length, length := max(1, len(drafter.draft(CHEAP))))
+
+
+def test_a_row_costs_what_it_adds_to_a_step() -> None:
+    assert Costs({1: 5.0, 4: 5.0, 16: 5.0}).price(8) == drafts.LEAST_PRICE
+    for rows in (1, 3, 7, 20):
+        assert Costs({1: 2.0, 4: 8.0, 16: 32.0}).price(rows) == pytest.approx(1.0)  # a token takes as long as a row
+        assert Costs({1: 12.0, 4: 15.0, 16: 27.0}).price(rows) == pytest.approx(max(0.1, rows / (11 + rows)))
+    bent = Costs({1: 10.0, 4: 10.0, 16: 40.0})
+    assert [bent.seconds(rows) for rows in (1, 2, 4, 8, 16, 32)] == [10.0, 10.0, 10.0, 20.0, 40.0, 80.0]
 
 
 # --- answers with drafts -----------------------------------------------------------------------------------------------------
@@ -325,10 +348,15 @@ def test_sampled_tokens_follow_the_distribution(seed: int) -> None:
 # --- ranks -------------------------------------------------------------------------------------------------------------------
 
 
-def rank_speculates(world: World, directory: Path, submits: list[Submit], random_seed: int) -> tuple[list[Answer], int]:
+def rank_speculates(
+    world: World, directory: Path, submits: list[Submit], random_seed: int
+) -> tuple[list[Answer], int, dict[int, float]]:
     random.seed(random_seed)
-    engine = Engine(load(world, directory), None, EngineLimits(block_size=4, max_batch_tokens=30, draft_tokens=5), world)
-    return list(serve(engine, submits, 3).values()), accepted(engine)
+    engine = engine_of(load(world, directory), world=world, max_batch_tokens=30, draft_tokens=5)
+    served = list(serve(engine, submits, 3).values()), accepted(engine)
+    costs = engine._step_seconds()
+    assert list(costs) == [1, 4, 16, 30] and min(costs.values()) > 0
+    return *served, costs
 
 
 @pytest.mark.parametrize(("name", "n"), [("standard", 2), ("parallel", 4), ("hybrid:2", 2), ("desync-2x:4", 4)])
@@ -339,9 +367,18 @@ def test_ranks_agree_and_give_the_same_tokens(name: str, n: int, ranks: Ranks, t
     submits = predicting(submits, serve(engine_of(model), submits))
     results = ranks.run(n, rank_speculates, tmp_path, submits, seed)
     assert all(other == results[0] for other in results), "the ranks disagree"
-    answers, right = results[0]
+    answers, right, _ = results[0]
     assert right > 0
     assert_answers(model, submits, {s.request_id: a for s, a in zip(submits, answers, strict=True)})
+
+
+def test_steps_are_measured_when_the_first_draft_needs_it(seed: int) -> None:
+    submit = Submit("a", [5], SamplingParams(max_tokens=30, temperature=0, logit_bias={7: 1000.0}))
+    for limits in (dict(), dict(max_batch_tokens=1), dict(max_num_seqs=1)):
+        engine = engine_of(random_model(config_of("mistral")), draft_tokens=3, **limits)
+        engine.speculation.costs = None
+        assert serve(engine, [submit])["a"].tokens == [7] * 30
+        assert engine.speculation.costs is not None and engine.speculation.costs.price(1) >= drafts.LEAST_PRICE
 
 
 def test_a_prediction_with_an_unknown_id_is_refused() -> None:

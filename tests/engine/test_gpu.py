@@ -18,6 +18,7 @@ from comm.interface import SCHEDULES
 from config import with_variant
 from engine import LLM, SamplingParams
 from engine.core import Engine, EngineLimits
+from engine.drafts import Costs
 from engine.scheduler import Chunk
 from engine.tuning import shapes, tune
 from kernels import linear_config
@@ -81,6 +82,8 @@ def test_drafts_give_what_the_cpu_gives(name: str, seed: int) -> None:
     submits = bent_submits(10)
     submits = predicting(submits, serve(Engine(model, None, EngineLimits(kv_memory=1e7), ON_CPU), submits))
     engine = Engine(on_gpu(model), None, EngineLimits(draft_tokens=7, max_num_seqs=5, max_batch_tokens=70), ALONE)
+    engine.speculation.prepare()
+    engine.speculation.costs = Costs({1: 1.0, 2: 1.0})
     for order in (submits, submits[::-1]):
         answers = serve(engine, order, 3)
         for submit in submits:

@@ -12,7 +12,7 @@ import torch
 import engine.llm
 import engine.runner
 from engine import LLM, SamplingParams
-from engine.core import EngineLimits
+from engine.core import Engine, EngineLimits
 from engine.llm import Completion, Timing
 from engine.protocol import Submit
 from errors import UserError
@@ -145,7 +145,8 @@ def test_streams_end_when_the_caller_stops(seed: int) -> None:
     assert llm.generate(prompts, params) == whole
 
 
-def test_speculation_gives_the_same_answers_in_fewer_steps(seed: int) -> None:
+def test_speculation_gives_the_same_answers_in_fewer_steps(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    monkeypatch.setattr(Engine, "_step_seconds", lambda engine: {1: 1.0, 2: 1.0})
     model = random_model(config_of("standard"))
     prompts = [[random.randrange(101) for _ in range(5)] for _ in range(3)]
     biased = SamplingParams(max_tokens=40, temperature=0, logit_bias=dict.fromkeys(random.sample(range(101), 3), 50.0))

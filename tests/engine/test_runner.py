@@ -18,6 +18,7 @@ import torch
 import engine.core
 import engine.paged_cache
 from engine.core import Engine, EngineLimits
+from engine.drafts import Costs
 from engine.graphs import Captured, Graphs
 from engine.paged_cache import PagedCache
 from engine.protocol import SamplingParams, Submit
@@ -164,6 +165,8 @@ def with_tokenizer(look_ahead: bool, draft_tokens: int = 0) -> Engine:
     limits = EngineLimits(max_num_seqs=20, max_batch_tokens=40, kv_memory=1e7, draft_tokens=draft_tokens)
     made = Engine(tiny(), tiny_tokenizer(), limits, ALONE)
     made.look_ahead = look_ahead
+    made.speculation.prepare()  # must leave nothing behind
+    made.speculation.costs = Costs({1: 1.0, 2: 1.0})
     return made
 
 
