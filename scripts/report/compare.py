@@ -87,7 +87,7 @@ def _sweeps(folder: Path) -> Iterator[Found]:
             for quantity, figure in (DECODE, "decode_ms_per_token"), (PREFILL, "prefill_ms"), (OFFLINE, "throughput"):
                 value = row.median(figure)
                 if value is not None and (quantity != OFFLINE or s.variant == VLLM):  # Rung's is measured by `engine.bench`
-                    yield Case(s.model, s.tp, quantity, lengths, s.batch), s.variant, value, machine
+                    yield Case(s.model_and_widths, s.tp, quantity, lengths, s.batch), s.variant, value, machine
 
 
 def _loads(folder: Path) -> Iterator[Found]:

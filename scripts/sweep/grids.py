@@ -73,18 +73,20 @@ def settings_of(args: argparse.Namespace) -> list[Setting]:
     for comm, link in product(axes["comms"], axes["interconnects"]):
         choose(device, comm, interconnect(link).link)
     for model, variant, tp in product(axes["models"], axes["variants"], axes["tp"]):
-        model_config(model, None if variant == VLLM else variant, tp)
+        model_config(model, None if variant == VLLM else variant, tp, args.quantize)
     for model in axes["models"]:
         if not has_random_weights(model):
             open_source(model, model_config(model, None, 1))
     if any(interconnect(link).hosts > 1 for link in axes["interconnects"]) and any(tp % 2 for tp in axes["tp"]):
         raise UserError("--interconnects two-hosts needs an even number of ranks; leave the odd ones out of --tp")
     refuse_vllm_where_it_cannot_run(axes, device, args.vllm_python)
+    if VLLM in axes["variants"] and args.quantize not in (None, "fp8"):
+        raise UserError(f"vLLM does not quantize to {args.quantize} while loading, only to fp8; leave vllm out of --variants")
     order = ("tp", "interconnects", "models", "comms", "prompt_lengths", "new_tokens", "batch_sizes", "variants")
     settings = [
         Setting(
             model, variant, tp, batch, prompt, new, comm, link, device, dtype,
-            args.compile, seed, args.runs, args.profile, args.overlap, args.kv_dtype,
+            args.compile, seed, args.runs, args.profile, args.overlap, args.kv_dtype, args.quantize,
         )
         for seed, (tp, link, model, comm, prompt, new, batch, variant) in product(
             dict.fromkeys(args.seeds), product(*(dict.fromkeys(axes[name]) for name in order))

@@ -38,10 +38,17 @@ class Setting:
     profile: bool = False  # one additional run under the profiler
     overlap: str = "auto"  # how a ladder's all-reduces are computed, as `generate.py --overlap` takes it
     kv_dtype: str = "auto"  # as `generate.py --kv-dtype` takes it
+    quantize: str | None = None  # as `generate.py --quantize` takes it
 
     @property
     def key(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
+
+    @property
+    def model_and_widths(self) -> str:
+        """The model, and in how many bits its weights and KV cache are held unless in the dtype: `llama-3-8b, int4, fp8 cache`."""
+        cache = "" if self.kv_dtype == "auto" else f", {self.kv_dtype} cache"
+        return self.model + (f", {self.quantize}" if self.quantize else "") + cache
 
     @property
     def label(self) -> str:
@@ -49,9 +56,8 @@ class Setting:
         sums = "" if self.comm is None else f" {self.comm}"
         link = "" if self.interconnect == "default" else f" {self.interconnect}"
         overlap = "" if self.overlap == "auto" else f" {self.overlap}"
-        cache = "" if self.kv_dtype == "auto" else f" kv {self.kv_dtype}"
         lengths = f"{self.prompt_length}+{self.new_tokens}"
-        return f"{self.model} {self.variant} tp{self.tp} b{self.batch} {lengths}{sums}{link}{overlap}{cache}{seed}"
+        return f"{self.model_and_widths} {self.variant} tp{self.tp} b{self.batch} {lengths}{sums}{link}{overlap}{seed}"
 
     def of_variant(self, variant: str) -> "Setting":
         """The same configuration of another variant."""

@@ -34,7 +34,7 @@ def table(rows: Sequence[Row]) -> str:
             if s.interconnect == "default" or s.interconnect in row.communicator
             else f"{row.communicator}, {s.interconnect}"
         )
-        where = [s.model, str(s.tp), str(s.batch), f"{s.prompt_length} + {s.new_tokens}", all_reduce, row.variant]
+        where = [s.model_and_widths, str(s.tp), str(s.batch), f"{s.prompt_length} + {s.new_tokens}", all_reduce, row.variant]
         lines.append(where + shown)
     return "\n".join(table_lines(head, lines))
 
@@ -51,7 +51,7 @@ def latency_table(rows: Sequence[Row]) -> str | None:
     cells: dict[tuple[str, ...], dict[str, str]] = {}
     for row in single:
         s, values = row.setting, row.values("decode_ms_per_token")
-        where = (s.model, str(s.tp), f"{s.prompt_length} + {s.new_tokens}", s.comm or "default", s.interconnect)
+        where = (s.model_and_widths, str(s.tp), f"{s.prompt_length} + {s.new_tokens}", s.comm or "default", s.interconnect)
         text = f"{row.median('decode_ms_per_token'):.2f} ({min(values):.2f} to {max(values):.2f})"
         cells.setdefault(where, {})[s.variant] = text
     lines = [[*where, *(by.get(name, "") for name in names)] for where, by in cells.items()]

@@ -81,7 +81,9 @@ class Models:
 
     @staticmethod
     def key(s: Setting) -> str:
-        return json.dumps([s.model, s.variant, s.comm, s.interconnect, s.dtype, s.compile, s.seed, s.overlap, s.kv_dtype])
+        return json.dumps(
+            [s.model, s.variant, s.comm, s.interconnect, s.dtype, s.compile, s.seed, s.overlap, s.kv_dtype, s.quantize]
+        )
 
     def keep(self, settings: Iterable[Setting]) -> None:
         """Free all models except those of `settings`."""
@@ -96,7 +98,7 @@ class Models:
         if self.key(s) not in self.loaded:
             comm = self._communicator(s)
             world = replace(self.world, comm=comm, overlap=s.overlap)
-            config = model_config(s.model, s.variant, s.tp)
+            config = model_config(s.model, s.variant, s.tp, s.quantize)
             tokens = s.batch * (s.prompt_length + s.new_tokens)
             model = load_model(s.model, config, world, DTYPES[s.dtype], s.seed, tokens)
             if s.compile:
@@ -124,7 +126,7 @@ class Models:
         for s in group:
             if self.key(s) not in self.loaded:
                 with suppress(UserError):  # `get` raises it again in this setting's run
-                    need += weight_bytes(model_config(s.model, s.variant, s.tp), s.tp, DTYPES[s.dtype])
+                    need += weight_bytes(model_config(s.model, s.variant, s.tp, s.quantize), s.tp, DTYPES[s.dtype])
         fits = torch.tensor(int(need < MEMORY_SHARE * free_bytes(self.world.device)), device=self.world.device)
         if self.world.world_size > 1:
             dist.all_reduce(fits, dist.ReduceOp.MIN)
