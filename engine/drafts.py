@@ -21,8 +21,10 @@ INDEXED_A_STEP = 512  # tokens of all requests: a long prompt must not hold up a
 LEAST_MATCH = 2, 3  # tokens, if the sequence's last draft was right and otherwise; what follows fewer is hardly ever the same
 TAIL = 8  # tokens of the prompt that are put before a prediction, so that the first tokens of the answer find it
 END = -1  # stands behind a prediction; no token's id
-WORTH = 0.15  # drafts must promise so many tokens a step for each running sequence, because such a step is not launched ahead
-LEAST_PRICE = 0.1  # tokens; a drafted row also takes time on the host
+# Drafts must promise so many tokens a step for each running sequence: such a step is not launched ahead on a GPU, and attends to
+# several rows of a sequence on a CPU.
+WORTH = 0.25
+LEAST_PRICE = 0.2  # tokens; a drafted row also takes time on the host
 FIRST_RIGHT = 1.5  # accepted tokens of a draft, before there is one
 WEIGHT = 0.25  # of the newest draft in a request's averages
 PAUSES = 32, 512  # tokens between two drafts of a request whose drafts do not pay: at first, and at most
@@ -152,7 +154,7 @@ class Drafter:
         while count < self.ceiling and chance >= price:
             count, right, chance = count + 1, right + chance, chance * rate
         if not count and self.sequence.generated >= self._resume:
-            return 1, 1.0  # a trial
+            return 1, 2 * WORTH  # a trial, which few other sequences have to wait for
         return count, right
 
     def draft(self, price: float) -> list[int]:

@@ -176,7 +176,7 @@ class Scheduler:
         if in_flight and sum(map(self._missing_blocks, going)) > len(self.blocks.free):
             return []
         chunks: list[Chunk] = []
-        budget = self.max_batch_tokens
+        budget, preemptions = self.max_batch_tokens, self.preemptions
         for sequence in going:
             if budget == 0:
                 break
@@ -185,14 +185,14 @@ class Scheduler:
                 if self._grow(sequence, sequence.computed + count):
                     chunks.append(self._chunk(sequence, count))
                     budget -= count
+        if drafts and self.preemptions == preemptions:  # a preempted sequence needs the blocks more than drafts do
+            budget -= self._add_drafts(chunks, drafts, budget)
         most = self.max_num_seqs + ending
         while budget and self.waiting and len(self.running) < most and self._admit(self.waiting[0]):
             sequence = self.waiting.popleft()
             self.running.append(sequence)
             chunks.append(self._chunk(sequence, min(sequence.length - sequence.computed, budget)))
             budget -= chunks[-1].count
-        if drafts:
-            self._add_drafts(chunks, drafts, min(self.max_drafted, budget))
         return chunks
 
     def launched(self, chunks: list[Chunk]) -> None:
@@ -208,9 +208,10 @@ class Scheduler:
         sequence.unknown += chunk.samples
         return chunk
 
-    def _add_drafts(self, chunks: List[Chunk], drafts: Mapping[Sequence, List[int]], left: int) -> None:
-        """Let chunks verify drafts, cut to `left` tokens together and to the blocks that are free. These tokens count as computed,
-        too."""
+    def _add_drafts(self, chunks: List[Chunk], drafts: Mapping[Sequence, List[int]], budget: int) -> int:
+        """Let chunks of running sequences verify drafts, cut to `budget` tokens and to the blocks that are free. Returns how many
+        tokens they have. These count as computed, too."""
+        left = most = min(self.max_drafted, budget)
         for chunk in chunks:
             sequence = chunk.sequence
             places = (len(sequence.blocks) + len(self.blocks.free)) * self.blocks.block_size - chunk.stop
@@ -222,6 +223,7 @@ class Scheduler:
                 sequence.computed += len(draft)
                 sequence.unknown += len(draft)
                 left -= len(draft)
+        return most - left
 
     def _missing_blocks(self, sequence: Sequence) -> int:
         """Blocks that a running sequence needs for its tokens, at most, beyond those that it has."""

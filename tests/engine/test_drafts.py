@@ -160,7 +160,7 @@ def test_a_row_costs_what_it_adds_to_a_step() -> None:
     assert Costs({1: 5.0, 4: 5.0, 16: 5.0}).price(8) == drafts.LEAST_PRICE
     for rows in (1, 3, 7, 20):
         assert Costs({1: 2.0, 4: 8.0, 16: 32.0}).price(rows) == pytest.approx(1.0)  # a token takes as long as a row
-        assert Costs({1: 12.0, 4: 15.0, 16: 27.0}).price(rows) == pytest.approx(max(0.1, rows / (11 + rows)))
+        assert Costs({1: 12.0, 4: 15.0, 16: 27.0}).price(rows) == pytest.approx(max(drafts.LEAST_PRICE, rows / (11 + rows)))
     bent = Costs({1: 10.0, 4: 10.0, 16: 40.0})
     assert [bent.seconds(rows) for rows in (1, 2, 4, 8, 16, 32)] == [10.0, 10.0, 10.0, 20.0, 40.0, 80.0]
 
