@@ -114,7 +114,7 @@ def test_ten_thousand_replays_give_the_same_tokens(batch: int, seed: int) -> Non
     for i in range(len(drawn)):
         engine.runner.decode.forget()  # type: ignore[attr-defined]
         drawn[i] = engine.runner.launch(chunks).drawn  # type: ignore[attr-defined]
-    assert (drawn == torch.tensor(first, device=CUDA)[:, 0]).all()
+    assert (drawn == torch.tensor(first, device=CUDA)).all()
 
 
 @torch.inference_mode()
@@ -149,6 +149,11 @@ def in_fp64(shape: Shape) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor
     return lambda x, weight: in_pytorch(shape)(x.double(), weight.double())
 
 
+def _error(stderr: str) -> str:
+    """The end of what ranks wrote to stderr, without C++ frames, which would hide the message."""
+    return "\n".join([line for line in stderr.splitlines() if not line.startswith("frame #")][-80:])
+
+
 @pytest.mark.parametrize("n", [2, 4])
 def test_every_variant_and_communicator_gives_the_cpu_s_greedy_tokens(n: int) -> None:
     """The embedded models write the same story with every communicator. They run in fp32, where near-ties are rare."""
@@ -165,7 +170,7 @@ def test_every_variant_and_communicator_gives_the_cpu_s_greedy_tokens(n: int) ->
         "tests.engine.gpu_rank",
     ]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
-    assert result.returncode == 0, result.stderr[-3000:]
+    assert result.returncode == 0, _error(result.stderr)
     found = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
     assert len(found) == 4 * len(EMBEDDED)
     for name in EMBEDDED:
@@ -196,7 +201,7 @@ def test_every_schedule_of_a_ladder_gives_the_cpu_s_greedy_tokens(tmp_path: Path
         text=True,
         timeout=280,
     )
-    assert result.returncode == 0, result.stderr[-3000:]
+    assert result.returncode == 0, _error(result.stderr)
     first, second = ([json.loads(line) for line in (tmp_path / f"rank{rank}").read_text().splitlines()] for rank in range(2))
     assert first == second and len(first) == len(COMMUNICATORS) * len(MODELS_WITH_LADDERS) * len(OVERLAPS)
     expected = {name: cpu_tokens(name) for name in MODELS_WITH_LADDERS}

@@ -89,7 +89,8 @@ class Pages:
         scales = torch.full((2, blocks, shape.n_kv_heads, size), torch.nan, device=device) if codes else None
         sequences = []
         for table, length in zip(order.long(), lengths, strict=True):
-            both = (torch.randn(2, length, shape.n_kv_heads, shape.head_dim, device=device) * (100 if codes else 1)).to(held)
+            both = torch.randn(2, length, shape.n_kv_heads, shape.head_dim, device=device) * (100 if codes else 1)
+            both = both.clamp(-448, 448).to(held)  # e4m3 has no larger values, and PyTorch would make them NaN
             at = torch.arange(length, device=device)
             cache[:, table[at // size], at % size] = both
             if scales is not None:
