@@ -1,5 +1,6 @@
 """CUDA graphs of the engine's steps. A CPU has none: it calls the step."""
 
+import gc
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
@@ -39,10 +40,15 @@ class Graphs:
         """Capture `step`. `torch.cuda.graph` would first collect garbage, which takes longer than the capture."""
         step()  # compiles kernels, opens connections
         torch.cuda.synchronize(self.device)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):
-            # other threads, such as NCCL's watchdog, may call CUDA meanwhile
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            output = step()
-            graph.capture_end()
+        graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
+        gc.disable()  # it might free another graph, which a capture does not allow
+        try:
+            with torch.cuda.stream(self._stream):
+                # other threads, such as NCCL's watchdog, may call CUDA meanwhile
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                output = step()
+                graph.capture_end()
+        finally:
+            if collects:
+                gc.enable()
         return Captured(graph.replay, output)
