@@ -6,6 +6,7 @@ Every rank runs the same engine on the same events in the same order; only rank 
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 import torch
@@ -87,6 +88,20 @@ def count_blocks(model: Transformer, limits: EngineLimits, world: World) -> int:
     return found
 
 
+def step_seconds(runner: Runner, max_model_len: int, world: World) -> dict[int, float]:
+    """Seconds of steps of some numbers of rows, those of the slowest rank. Collective."""
+    capacity, found = runner.capacity, dict[int, float]()
+    most = max(2, min(capacity.draws, capacity.tokens, max_model_len))
+    for rows in sorted({min(rows, most) for rows in MEASURED_ROWS}):
+        if len(found) > 1 and sum(found.values()) > MEASURED_SECONDS:
+            break
+        seconds = torch.tensor(min(runner.seconds(rows) for _ in range(3)), dtype=torch.float64)
+        if world.world_size > 1:
+            dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=world.control)
+        found[rows] = float(seconds)
+    return found
+
+
 class Engine:
     """Requests go in by `submit` and `abort`; each `step` returns new tokens. `admit` queues requests that waited for a
     grammar."""
@@ -104,7 +119,6 @@ class Engine:
             limits.whole_sequences,
             limits.drafted,
         )
-        self.speculation = Speculation(limits.draft_tokens, self._step_seconds)
         cache = PagedCache(
             model.attention_slots,
             blocks.n_blocks,
@@ -118,6 +132,8 @@ class Engine:
         longest = blocks.blocks_for(self.max_model_len)
         capacity = Capacity(limits.max_num_seqs, limits.max_batch_tokens, longest, limits.drafted)
         self.runner = Runner(model, cache, text_ids, capacity, schedules)
+        # without `self`: an engine in a cycle would keep its memory until the garbage collector finds it
+        self.speculation = Speculation(limits.draft_tokens, partial(step_seconds, self.runner, self.max_model_len, world))
         self.look_ahead = self.runner.graphs is not None  # whether steps are launched before the tokens of the last are known
         self._ahead: InFlightStep | None = None  # the step that was launched so
         self.grammars = Grammars(tokenizer, config.vocab_size)
@@ -347,19 +363,6 @@ class Engine:
             idle_share=self._idle_share(seconds),
             drafted=dict(self.speculation.total),
         )
-
-    def _step_seconds(self) -> dict[int, float]:
-        """Seconds of steps of some numbers of rows, those of the slowest rank. Collective."""
-        capacity, found = self.runner.capacity, dict[int, float]()
-        most = max(2, min(capacity.draws, capacity.tokens, self.max_model_len))
-        for rows in sorted({min(rows, most) for rows in MEASURED_ROWS}):
-            if len(found) > 1 and sum(found.values()) > MEASURED_SECONDS:
-                break
-            seconds = torch.tensor(min(self.runner.seconds(rows) for _ in range(3)), dtype=torch.float64)
-            if self.world.world_size > 1:
-                dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=self.world.control)
-            found[rows] = float(seconds)
-        return found
 
     def _all_reduce_share(self, seconds: float) -> float | None:
         """The share of `seconds`, the time of the steps since the last call, that this rank waited for all-reduces."""

@@ -180,7 +180,7 @@ class Speculation:
 
     def __init__(self, ceiling: int, measure: Callable[[], Mapping[int, float]]) -> None:
         """ceiling: most tokens of a draft; 0 makes none. measure: the seconds of steps, see `Costs`; the same on all ranks."""
-        self.ceiling, self._measure = ceiling, measure
+        self.ceiling, self.measure = ceiling, measure
         self.costs: Costs | None = None
         self.total = {source: Drafted() for source in ("ngram", "prediction")}
         self._sources: dict[Sequence, str] = {}
@@ -188,7 +188,7 @@ class Speculation:
     def prepare(self) -> None:
         """Measure what steps cost, unless it is known. No step may be in flight. Collective."""
         if self.ceiling and self.costs is None:
-            self.costs = Costs(self._measure())
+            self.costs = Costs(self.measure())
 
     def drafts(self, running: List[Sequence]) -> dict[Sequence, list[int]]:
         """Drafts for the next step. No step may be in flight."""

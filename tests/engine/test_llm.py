@@ -1,6 +1,8 @@
 """`LLM`: prompts of any lengths in one call, texts, stops, log-probabilities, scores, on one process and on ranks."""
 
+import gc
 import random
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,10 +11,11 @@ import msgspec
 import pytest
 import torch
 
+import engine.core
 import engine.llm
 import engine.runner
 from engine import LLM, SamplingParams
-from engine.core import Engine, EngineLimits
+from engine.core import EngineLimits
 from engine.llm import Completion, Timing
 from engine.protocol import Submit
 from errors import UserError
@@ -145,8 +148,23 @@ def test_streams_end_when_the_caller_stops(seed: int) -> None:
     assert llm.generate(prompts, params) == whole
 
 
+@pytest.mark.parametrize("speculate", [None, "ngram"])
+def test_an_engine_is_freed_at_once(speculate: str | None, seed: int) -> None:
+    """Before the next one takes as much memory, and not by the garbage collector, which could run while a graph is captured."""
+    llm, params = LLM(random_model(config_of("standard")), world=ALONE, speculate=speculate), SamplingParams(max_tokens=9)
+    gc.collect()
+    gc.disable()
+    try:
+        llm.generate([[5, 5, 5]], params)
+        first = weakref.ref(llm._engine[1])  # type: ignore[index]
+        llm.generate([[5, 5, 5]] * 3, params)
+        assert first() is None
+    finally:
+        gc.enable()
+
+
 def test_speculation_gives_the_same_answers_in_fewer_steps(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    monkeypatch.setattr(Engine, "_step_seconds", lambda engine: {1: 1.0, 2: 1.0})
+    monkeypatch.setattr(engine.core, "step_seconds", lambda *_: {1: 1.0, 2: 1.0})
     model = random_model(config_of("standard"))
     prompts = [[random.randrange(101) for _ in range(5)] for _ in range(3)]
     biased = SamplingParams(max_tokens=40, temperature=0, logit_bias=dict.fromkeys(random.sample(range(101), 3), 50.0))
