@@ -95,7 +95,7 @@ def _place(variant: str) -> tuple[int, str]:
 
 
 def _lengths(s: Setting) -> tuple[str, ...]:
-    return s.model, str(s.tp), str(s.batch), f"{s.prompt_length} + {s.new_tokens}"
+    return s.model_and_widths, str(s.tp), str(s.batch), f"{s.prompt_length} + {s.new_tokens}"
 
 
 def _ms(row: Row | None, figure: str) -> str:
