@@ -15,8 +15,9 @@ from itertools import accumulate
 from engine.protocol import Drafted
 from engine.scheduler import Chunk, Sequence
 
-MOST_INDEXED = 1 << 16  # tokens of a request; a longer one gets no more drafts
-MOST_INDEXED_TOGETHER = 1 << 20  # tokens of all running requests; an automaton takes up to 0.5 KB for each
+MOST_INDEXED = 1 << 16  # tokens of a request and its prediction; a longer one gets no more drafts
+MOST_INDEXED_TOGETHER = 1 << 19  # tokens of all running requests; an automaton takes up to 0.7 KB for each, on each rank
+MOST_WITH_GRAMMAR = 2  # drafted tokens: each takes a mask, which the host computes
 INDEXED_A_STEP = 512  # tokens of all requests: a long prompt must not hold up a step; about 1 ms
 LEAST_MATCH = 2, 3  # tokens, if the sequence's last draft was right and otherwise; what follows fewer is hardly ever the same
 TAIL = 8  # tokens of the prompt that are put before a prediction, so that the first tokens of the answer find it
@@ -116,8 +117,9 @@ class Drafter:
     """The drafts of one sequence. Their length adapts to how many of their tokens were right lately, and to what a row costs."""
 
     def __init__(self, sequence: Sequence, ceiling: int) -> None:
-        self.sequence, self.ceiling = sequence, ceiling
-        prediction = sequence.params.prediction
+        self.sequence = sequence
+        self.ceiling = ceiling if sequence.params.grammar is None else min(ceiling, MOST_WITH_GRAMMAR)
+        prediction = (sequence.params.prediction or [])[: MOST_INDEXED // 2]
         tail = sequence.tokens[: sequence.prompt_length][-TAIL:]
         self._head = [*tail, *prediction, END] if prediction else []  # comes before the sequence's tokens
         self._text = SuffixAutomaton()
@@ -128,9 +130,10 @@ class Drafter:
     def follow(self, most: int) -> int:
         """Index at most `most` of the tokens that are not indexed yet. Returns how many."""
         done = self.indexed
-        new = self._head[done : done + most]
+        stop = min(done + most, MOST_INDEXED)
+        new = self._head[done:stop]
         first = done + len(new) - len(self._head)
-        new += self.sequence.tokens[first : min(first + most - len(new), MOST_INDEXED)]
+        new += self.sequence.tokens[first : max(first, stop - len(self._head))]
         for token in new:
             self._text.append(token)
         return len(new)
@@ -141,13 +144,18 @@ class Drafter:
         return len(self._text.tokens)
 
     @property
+    def missing(self) -> int:
+        """How many tokens are not indexed."""
+        return len(self._head) + len(self.sequence.tokens) - self.indexed
+
+    @property
     def source(self) -> str:
         return "prediction" if self._text.match[1] < len(self._head) else "ngram"
 
     def promise(self, price: float) -> tuple[int, float]:
         """How many drafted tokens pay at this price, and how many of them will probably be right, if the next token finds a draft at
-        all. A token is right if all before it are, and it is, too."""
-        if self._text.match[0] < self._least_match:
+        all. A token is right if all before it are, and it is, too. The newest token may still be on the device."""
+        if self.missing > 1 or self._text.match[0] < self._least_match:
             return 0, 0.0
         count, right, rate = 0, 0.0, self._right / (self._right + self._wrong)
         chance = rate
@@ -159,8 +167,7 @@ class Drafter:
 
     def draft(self, price: float) -> list[int]:
         """The next tokens, perhaps none. All tokens of the sequence must be known."""
-        complete = self.indexed == len(self._head) + len(self.sequence.tokens)
-        found = self._text.after_match(self.promise(price)[0]) if complete else []
+        found = [] if self.missing else self._text.after_match(self.promise(price)[0])
         return found[: found.index(END)] if END in found else found
 
     def learn(self, accepted: int, drafted: int) -> None:
@@ -208,17 +215,18 @@ class Speculation:
         for sequence in running:
             sequence.drafter = sequence.drafter or Drafter(sequence, self.ceiling)
         left = min(INDEXED_A_STEP, MOST_INDEXED_TOGETHER - sum([s.drafter.indexed for s in running]))
-        for sequence in running:
-            left -= sequence.drafter.follow(max(left, 0))
+        for drafter in sorted([s.drafter for s in running], key=lambda drafter: drafter.missing):  # long texts make none wait
+            left -= drafter.follow(max(left, 0))
         price = self._price(running)
         return sum([s.drafter.promise(price)[1] for s in running]) > WORTH * len(running)
 
     def learn(self, chunk: Chunk, accepted: int) -> None:
         """Note that `accepted` tokens of the chunk's draft were right."""
-        source = self._sources[chunk.sequence]
+        source = self._sources.pop(chunk.sequence)
         total = self.total[source]
         self.total[source] = Drafted(total.drafts + 1, total.tokens + len(chunk.draft), total.accepted + accepted)
-        chunk.sequence.drafter.learn(accepted, len(chunk.draft))
+        if chunk.sequence.drafter is not None:  # it has not ended
+            chunk.sequence.drafter.learn(accepted, len(chunk.draft))
 
     def _price(self, running: List[Sequence]) -> float:
         return LEAST_PRICE if self.costs is None else self.costs.price(len(running))

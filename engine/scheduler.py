@@ -303,6 +303,7 @@ class Scheduler:
     def finish(self, sequence: Sequence, reason: str) -> None:
         """End a running or waiting sequence and free its blocks."""
         sequence.finish_reason = reason
+        sequence.drafter = None  # it refers to the sequence, and would keep much memory until garbage is collected
         del self.by_id[sequence.request_id]
         if sequence in self.running:
             self.running.remove(sequence)

@@ -112,6 +112,11 @@ def test_a_draft_waits_until_the_whole_text_is_indexed() -> None:
     assert drafter.draft(CHEAP) == [], "a longer text than the limit is not drafted"
 
 
+def test_a_grammar_shortens_drafts() -> None:
+    params = SamplingParams(max_tokens=100, grammar="any")
+    assert Drafter(Sequence("a", [1, 2] * 5, 10, params), 8).ceiling == drafts.MOST_WITH_GRAMMAR < 8
+
+
 def test_the_index_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step indexes few tokens, and all requests together have a limit."""
     monkeypatch.setattr(drafts, "INDEXED_A_STEP", 10)
@@ -123,6 +128,12 @@ def test_the_index_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         found = speculation.drafts(running)
         assert sum(s.drafter.indexed for s in running) == min(10 * step, 50)
         assert list(found) == ([running[0]] if step >= 4 else [])
+    longer = [running[0], Sequence("new", [1, 2] * 3, 6, params, computed=5)]
+    monkeypatch.setattr(drafts, "MOST_INDEXED_TOGETHER", 100)
+    running[0].tokens += [1, 2] * 500
+    speculation.expects(longer)
+    assert longer[1].drafter.missing == 0, "a long text holds up a short one"
+    assert running[0].drafter.promise(CHEAP) == (0, 0.0), "there is no draft before all is indexed"
     assert Speculation(0, dict).drafts(running) == {}
 
 
