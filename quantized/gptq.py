@@ -4,6 +4,7 @@ arXiv:2210.17323)."""
 import torch
 from torch import Tensor
 
+from errors import UserError
 from quantized.scheme import Scheme
 from quantized.weight import Quantized, group_scales, local_group, pack, round_to, scale_dtype
 
@@ -40,7 +41,17 @@ def gptq(weight: Tensor, hessian: Tensor, scheme: Scheme, name: str) -> Quantize
 
 def _inverse_factor(hessian: Tensor) -> Tensor:
     """The upper Cholesky factor of the damped Hessian's inverse: row i tells how later columns make up for column i's error."""
-    damped = hessian.clone()
-    damping = DAMPING * damped.diagonal().mean().clamp(min=torch.finfo(damped.dtype).tiny)
-    damped.diagonal().add_(damping)
-    return torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(damped)), upper=True)
+    mean = hessian.diagonal().mean().clamp(min=torch.finfo(hessian.dtype).tiny)
+    for share in (
+        DAMPING,
+        10 * DAMPING,
+        100 * DAMPING,
+    ):  # more for inputs so different in size that rounding makes it indefinite
+        damped = hessian.clone()
+        damped.diagonal().add_(share * mean)
+        factor, failed = torch.linalg.cholesky_ex(damped)
+        if not failed:
+            upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(factor), upper=True)
+            if not failed:
+                return upper
+    raise UserError("the inputs of a layer are not finite, or too different in size for GPTQ; give another --calibration text")

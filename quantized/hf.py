@@ -48,8 +48,6 @@ def _names(raw: dict[str, Any], *keys: str) -> list[str]:
     found = [name for key in keys for name in get(raw, key, list, [])]
     if len(found) > MOST_NAMES or not all(isinstance(name, str) and len(name) < 200 and name.isprintable() for name in found):
         raise UserError(f"{' or '.join(keys)} must be a list of at most {MOST_NAMES} names of layers")
-    if sum(name.startswith("re:") for name in found) > MOST_EXPRESSIONS:
-        raise UserError(f"{' or '.join(keys)} has more than {MOST_EXPRESSIONS} regular expressions; list the layers' names")
     return found
 
 
@@ -84,14 +82,19 @@ def _compressed(raw: dict[str, Any]) -> Quantization:
     sparsity = get(raw, "sparsity_config", dict, {})
     _is(sparsity, f"{what}: sparsity_config", format="dense")
     groups = get(raw, "config_groups", dict)
-    rules = []
+    rules: list[tuple[str, Scheme]] = []
     for group in groups.values():
         if not isinstance(group, dict):
             raise UserError(f"{what}: config_groups must hold objects, not {shown(group)}")
         scheme = _compressed_scheme(group, group.get("format") or get(raw, "format", str))
-        targets = _names(group, "targets")
-        rules += [Rule(ALL if target == "Linear" else _pattern(target), scheme) for target in targets]
-    return Quantization(what, tuple(rules), tuple(map(_pattern, _names(raw, "ignore"))))
+        rules += [(target, scheme) for target in _names(group, "targets")]
+    # a layer's name counts before an expression, and this before a class
+    rules.sort(key=lambda rule: (rule[0] == "Linear", rule[0].startswith("re:")))
+    ignored = _names(raw, "ignore")
+    if sum(name.startswith("re:") for name in (*ignored, *(target for target, _ in rules))) > MOST_EXPRESSIONS:
+        raise UserError(f"{what} has more than {MOST_EXPRESSIONS} regular expressions; list the layers' names")
+    found = [Rule(ALL if target == "Linear" else _pattern(target), scheme) for target, scheme in rules]
+    return Quantization(what, tuple(found), tuple(map(_pattern, ignored)))
 
 
 def _pattern(name: str) -> str:

@@ -103,10 +103,8 @@ def merged(parts: list[QuantizedWeight]) -> QuantizedWeight | None:
     if any(not _alike(tensors, every[0]) for tensors in every) or any(part.scheme != first.scheme for part in parts):
         return None
     whole = QuantizedWeight(first.scheme, sum(part.n for part in parts), first.k, first.device)
-    codes, scales = torch.cat([t.codes for t in every]), torch.cat([t.scales for t in every])
-    zeros, inputs = [t.zeros for t in every if t.zeros is not None], [t.input_scale for t in every if t.input_scale is not None]
-    input_scale = torch.stack(inputs).amax(0) if inputs else None
-    whole.fill(Quantized(codes, scales, torch.cat(zeros) if zeros else None, every[0].groups, input_scale))
+    inputs = [tensors.input_scale for tensors in every if tensors.input_scale is not None]
+    whole.fill(joined(every)._replace(input_scale=torch.stack(inputs).amax(0) if inputs else None))
     return whole
 
 
