@@ -109,7 +109,7 @@ class Engine:
     def __init__(self, model: Transformer, tokenizer: Tokenizer | None, limits: EngineLimits, world: World) -> None:
         config = model.config
         self.max_model_len = min(limits.max_model_len or config.max_seq_len, config.max_seq_len)
-        schedules = Schedules.of(model, world)
+        schedules = Schedules.of(model, world, limits.kv_dtype)
         blocks = BlockManager(count_blocks(model, limits, world), limits.block_size)
         self.scheduler = Scheduler(
             blocks,

@@ -58,13 +58,13 @@ class Schedules:
     spent: float = 0.0
 
     @classmethod
-    def of(cls, model: Transformer, world: World) -> "Schedules":
-        """For the steps of this model. Collective. To be called before the KV cache takes the rest of the memory."""
+    def of(cls, model: Transformer, world: World, kv_dtype: str = "auto") -> "Schedules":
+        """For the steps of this model with such a KV cache. Collective. To be called before the KV cache takes the rest of the memory."""
         possible = SCHEDULES if world.overlap == "auto" else (cast(Schedule, world.overlap),)
         choose = world.overlap == "auto" and world.world_size > 1 and bool(model.config.ladder_layers)
         found = cls(model.comm, world, Table("overlap", {}), possible if choose else possible[:1])
         if choose and world.device.type == "cuda":
-            shape = f"{model.config!r} {model.comm.name}"
+            shape = f"{model.config!r} {model.comm.name} {kv_dtype}"
             key = machine_key(world.device, world.world_size, model.norm.weight.dtype, CODE)
             key["model"] = hashlib.sha256(shape.encode()).hexdigest()[:16]
             found.table = load("overlap", key, lambda case: set(SCHEDULES), world.control)

@@ -193,7 +193,7 @@ def rank_serves(world: World, directory: Path, overlap: str, largest_graph: int,
 
     of = Schedules.of
 
-    def invented_of(model: Transformer, world: World) -> Schedules:
+    def invented_of(model: Transformer, world: World, kv_dtype: str) -> Schedules:
         return replace(of(model, world), timer=invented(world.rank, model))
 
     with (
