@@ -142,8 +142,8 @@ class SpeculationOptions:
     speculate: str | None = option(
         default=None,
         choices=DRAFT_SOURCES,
-        help="guess the next tokens of an answer and verify them in one step, which changes no token: ngram continues what occurred "
-        "before in the prompt, the answer, or the text that a request predicts (default: off)",
+        help="guess the next tokens of an answer and verify them in one step, which changes no token but where two are nearly tied: "
+        "ngram continues what occurred before in the prompt, the answer, or the text that a request predicts (default: off)",
     )
     draft_tokens: int = option(
         default=7,

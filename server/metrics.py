@@ -89,9 +89,8 @@ class Metrics:
         self.step_seconds = self._gauge("step_time_seconds", "Mean time of a step, since the last report of the engine")
         self.all_reduce_share = self._gauge("all_reduce_time_share", "Share of a step that waits for all-reduces; NaN on GPUs")
         self.idle_share = self._gauge("gpu_idle_share", "Share of a step in which the GPU waits for the host; NaN on CPUs")
-        self.accepted_length: float | None = (
-            None  # tokens of a draft that were right, on average, in the newest report with drafts
-        )
+        # tokens of a draft that were right, on average, in the newest report with drafts
+        self.accepted_length: float | None = None
         self.drafts = self._by_source("spec_decode_num_drafts", "Drafts that were verified, by source")
         self.draft_tokens = self._by_source("spec_decode_num_draft_tokens", "Their tokens")
         self.accepted_tokens = self._by_source("spec_decode_num_accepted_tokens", "Their tokens that were right")

@@ -56,7 +56,14 @@ def configuration(row: Row) -> tuple[Any, ...]:
     """The values that are constant in a panel. Ranks, batch sizes and variants vary within it."""
     s = row.setting
     link = "" if s.interconnect == "default" else s.interconnect
-    return s.model_and_widths, f"{s.prompt_length} + {s.new_tokens} tokens", s.comm or "", link, s.dtype, "compiled" if s.compile else ""
+    return (
+        s.model_and_widths,
+        f"{s.prompt_length} + {s.new_tokens} tokens",
+        s.comm or "",
+        link,
+        s.dtype,
+        "compiled" if s.compile else "",
+    )
 
 
 def grid(shown: Sequence[Panel], width: float = 5.0, height: float = 3.4) -> tuple[Figure, list[Any]]:

@@ -28,7 +28,7 @@ from engine.core import Engine, EngineLimits
 from engine.llm import read_tokenizer
 from engine.protocol import SamplingParams, Submit
 from errors import UserError
-from options import ModelOptions, add_options, dtype_name, whole_number
+from options import MOST_DRAFT_TOKENS, ModelOptions, add_options, dtype_name, whole_number
 from presets import model_config
 from scripts.corpus.documents import KINDS, documents
 from scripts.lib.machine import describe, machine
@@ -143,12 +143,19 @@ def measure(name: str, args: argparse.Namespace, world: World) -> list[dict[str,
 
 def parse_args() -> argparse.Namespace:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser, ModelOptions, "the models", without=("model", "tp", "max_model_len", "compile"))
+    add_options(
+        parser,
+        ModelOptions,
+        "the models",
+        without=("model", "tp", "max_model_len", "compile", "quantize", "kv_dtype", "overlap"),
+    )
     embedded = [str(ROOT / "models" / f"tiny-{name}") for name in ("standard", "ladder", "hybrid")]
     parser.add_argument("--models", nargs="+", default=embedded, help="checkpoints or presets (default: three embedded ones)")
     parser.add_argument("--tasks", nargs="+", choices=KINDS, default=KINDS, help="default: all")
     parser.add_argument("--clients", nargs="+", type=whole_number(1), default=[1, 16], help="requests at once (default: 1 16)")
-    parser.add_argument("--draft-tokens", type=whole_number(1, 64), default=7, help="most tokens of a draft (default: 7)")
+    parser.add_argument(
+        "--draft-tokens", type=whole_number(1, MOST_DRAFT_TOKENS), default=7, help="most tokens of a draft (default: 7)"
+    )
     parser.add_argument("--accept-rate", type=float, default=0.9, help="of predicted tokens that are right (default: 0.9)")
     parser.add_argument("--requests", type=whole_number(1), default=32, help="of each task (default: 32)")
     parser.add_argument("--new-tokens", type=whole_number(2), default=200, help="most tokens of an answer (default: 200)")
