@@ -4,6 +4,7 @@ import json
 import random
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -371,8 +372,9 @@ def texts(model: Transformer, tokenizer: Tokenizer, prompts: list[list[int]], pa
     return [answer.text for answer in LLM(model, tokenizer).generate(prompts, each)]
 
 
-@pytest.mark.parametrize("name", CHECKPOINTS)
-def test_embedded_models_write_a_story_about_someone(name: str, seed: int) -> None:
+@pytest.mark.parametrize("place", range(3))
+def test_embedded_models_write_a_story_about_someone(place: int, in_turn: Callable[..., str], seed: int) -> None:
+    name = in_turn(CHECKPOINTS[2 * place : 2 * place + 2], place)
     model, tokenizer = load(name)
     (text,) = texts(model, tokenizer, [tokenizer.encode("Once upon a time")], [SamplingParams(temperature=0.7, seed=seed)])
     assert len(text.split()) > 40

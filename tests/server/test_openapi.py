@@ -28,7 +28,7 @@ def test_the_description_is_true(tmp_path: Path, session_seed: int, in_turn: Cal
     with ServerProcess("--model", HYBRID, "--max-model-len", 48) as server:
         server.ready()
         command = [sys.executable, "-c", RUN, "run", f"{server.url}/openapi.json", "--seed", str(session_seed)]
-        command += ["--checks", CHECKS, "--phases", "examples,coverage,fuzzing", "--max-examples", "8", "--no-shrink"]
+        command += ["--checks", CHECKS, "--phases", "examples,coverage,fuzzing", "--max-examples", "6", "--no-shrink"]
         command += ["--include-path-regex", paths]
         command += ["--request-timeout", "300"]  # a busy machine may need more than the default of 10 s
         done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=1700)
