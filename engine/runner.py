@@ -172,7 +172,7 @@ class Runner:
     def _capture(
         self, graphs: Graphs, kind: str, rows: int, step: Callable[[], Output], inputs: DecodeInputs | SpanInputs
     ) -> None:
-        invent = lambda: inputs.invent(rows, self.text_ids, self.cache)  # noqa: E731
+        invent = partial(inputs.invent, rows, self.text_ids, self.cache)
         graphs.keep((kind, rows), self.schedules.fastest(f"{kind} {rows}", lambda: graphs.capture(step), invent))
 
     def _try_long_steps(self) -> None:
