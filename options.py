@@ -89,8 +89,8 @@ class ModelOptions:
         default=None,
         choices=tuple(SCHEMES),
         help="quantize the linear layers of a 16- or 32-bit checkpoint or a preset while loading it, by rounding to nearest: fp8 "
-        "(weights by row, activations by token), int8 (weights by row), int4 (weights in groups of 128). On Hopper GPUs "
-        "it saves memory and time, elsewhere memory only",
+        "(weights by row, activations by token), int8 (weights by row), int4 (weights in groups of 128). It saves memory, and "
+        "on Hopper GPUs time in decoding",
     )
     kv_dtype: str = option(
         default="auto",
