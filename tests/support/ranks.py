@@ -50,6 +50,8 @@ class Ranks:
         self.count, self.environ = count, environ or {}
         self.origin: subprocess.Popen[bytes] | None = None
         self.connections: list[Connection] = []
+        # of the stores, one for each run; a rank that leaves its group later still opens its store
+        self.folder, self.runs = tempfile.TemporaryDirectory(), 0
 
     def run(self, n: int, function: Callable[..., Any], *args: Any, timeout: float = 600.0) -> list[Any]:
         """`[function(world, *args) for each of n ranks]`, in rank order. `function` must be importable, and its arguments and
@@ -57,17 +59,17 @@ class Ranks:
         assert 1 <= n <= self.count, f"{n} ranks asked of {self.count}"
         if not self.connections:
             self._start()
-        with tempfile.TemporaryDirectory() as folder:
-            job = pickle.dumps((function, args, n, str(Path(folder) / "store"), timeout))
-            try:
-                for connection in self.connections[:n]:
-                    connection.send_bytes(job)
-                results = self._gather(n, timeout)
-                for connection in self.connections[:n]:  # no rank leaves the group while another may communicate with it
-                    connection.send_bytes(b"leave")
-            except BaseException:
-                self.end()
-                raise
+        self.runs += 1
+        job = pickle.dumps((function, args, n, str(Path(self.folder.name) / f"store {self.runs}"), timeout))
+        try:
+            for connection in self.connections[:n]:
+                connection.send_bytes(job)
+            results = self._gather(n, timeout)
+            for connection in self.connections[:n]:  # no rank leaves the group while another may communicate with it
+                connection.send_bytes(b"leave")
+        except BaseException:
+            self.end()
+            raise
         return results
 
     def call(self, function: Callable[..., Any], *args: Any, timeout: float = 600.0) -> Any:
@@ -131,6 +133,7 @@ class Ranks:
             self.control.close()
             self.origin.wait()
             self.origin = None
+        self.folder.cleanup()
 
 
 def _mend_the_interpreter() -> None:
