@@ -12,6 +12,9 @@ partial sum of h_i; AR is the all-reduce, the sum over ranks.
     desync        x^r += h_i^r(x^r) on every stream r, or, where it reduces, x = AR(h_i^r(x^r) + x^r / S)
     upper-bound   standard without AR: wrong on more than one rank
 
+Where only some tokens are wanted, as at the end of a prompt, the last block goes on with these `rows` after its attention: all tokens
+need keys and values there, and nothing more.
+
 Blocks pass on a `Residual` stream (`comm/residual.py`). A module reads it when all of its all-reduces but the newest `lag` have
 been added: 0 is standard, 1 a ladder. So a hybrid can mix the two; its first ladder layer follows the rule of a ladder, too.
 """
@@ -73,9 +76,14 @@ class Attention(nn.Module):
         self.heads = attention_heads(config, layer, slot, shard, factory)
         self.wo = ShardedLinear(config, shard, ("o_proj",), layer, **factory)
 
-    def forward(self, stream: Residual, frequencies: Tensor, context: AttentionContext, lag: int = 0) -> Residual:
+    def forward(
+        self, stream: Residual, frequencies: Tensor, context: AttentionContext, lag: int = 0, rows: Tensor | None = None
+    ) -> Residual:
         stream, qkv = stream.read(self.norm, self.wqkv, lag)
-        return stream.add(self.heads(qkv, frequencies, context), self.wo, lag)
+        attended = self.heads(qkv, frequencies, context)
+        if rows is not None:
+            stream, attended = stream.rows(rows), attended[:, rows]
+        return stream.add(attended, self.wo, lag)
 
 
 class MLP(nn.Module):
@@ -108,8 +116,8 @@ class SequentialBlock(nn.Module):
         following = min(layer + 1, config.n_layers - 1)
         self.lag, self.next_lag = (int(i in config.ladder_layers) for i in (layer, following))
 
-    def forward(self, stream: Residual, frequencies: Tensor, context: AttentionContext) -> Residual:
-        stream = self.attention(stream, frequencies, context, self.lag)
+    def forward(self, stream: Residual, frequencies: Tensor, context: AttentionContext, rows: Tensor | None = None) -> Residual:
+        stream = self.attention(stream, frequencies, context, self.lag, rows)
         return self.mlp(stream, self.lag, self.next_lag)
 
 
@@ -127,11 +135,13 @@ class ParallelBlock(nn.Module):
         self.wo = ShardedLinear(config, shard, ("o_proj",), layer, **factory)
         self.w_down = ShardedLinear(config, shard, ("down_proj",), layer, **factory)
 
-    def forward(self, stream: Residual, frequencies: Tensor, context: AttentionContext) -> Residual:
+    def forward(self, stream: Residual, frequencies: Tensor, context: AttentionContext, rows: Tensor | None = None) -> Residual:
         stream, both = stream.read(self.norm, self.w_in)
         q_size, k_size, v_size, gate_size, up_size = self.w_in.sizes
         qkv, gate_up = both.split((q_size + k_size + v_size, gate_size + up_size), dim=-1)
         attended = self.heads(qkv, frequencies, context)
+        if rows is not None:
+            stream, attended, gate_up = stream.rows(rows), attended[:, rows], gate_up[:, rows]
         return stream.add(self.wo(attended) + self.w_down(swiglu(gate_up)))
 
 
@@ -152,8 +162,10 @@ class DesyncBlock(nn.Module):
         )
         self.mlp = nn.ModuleList(MLP(config, layer, shard, norms[1], factory) for shard in shards)
 
-    def forward(self, streams: list[Residual], frequencies: Tensor, context: AttentionContext) -> list[Residual]:
-        streams = [h(stream, frequencies, context) for h, stream in zip(self.attention, streams, strict=True)]
+    def forward(
+        self, streams: list[Residual], frequencies: Tensor, context: AttentionContext, rows: Tensor | None = None
+    ) -> list[Residual]:
+        streams = [h(stream, frequencies, context, rows=rows) for h, stream in zip(self.attention, streams, strict=True)]
         streams = self.reduce(streams) if self.reduces.attention else streams
         streams = [h(stream) for h, stream in zip(self.mlp, streams, strict=True)]
         return self.reduce(streams) if self.reduces.mlp else streams
@@ -230,14 +242,15 @@ class Transformer(nn.Module):
         """(..., C) to (..., vocab_size) fp32, the same on every rank."""
         return self.comm.all_gather(self.head(self.norm(x)))[..., : self.config.vocab_size].float()
 
-    def hidden(self, tokens: Tensor, context: AttentionContext) -> Tensor:
-        """(B, T) ids to the last residual stream (B, T, C), before the final norm."""
+    def hidden(self, tokens: Tensor, context: AttentionContext, rows: Tensor | None = None) -> Tensor:
+        """(B, T) ids to the last residual stream before the final norm: (B, T, C), or (B, D, C) of the tokens `rows` (D,) alone."""
         # desync: the streams begin equal; the last module of all reduces, so they end equal
         streams = self.config.kind.streams
         stream: Any = Residual(self.embed(tokens), Local() if streams else self.comm)
         stream = [stream] * len(self.shards) if streams else stream
-        for layer in self.layers:
+        for layer in self.layers[:-1]:
             stream = layer(stream, self.frequencies, context)
+        stream = self.layers[-1](stream, self.frequencies, context, rows)
         return stream[0].x if streams else stream.finish()
 
     def forward(self, tokens: Tensor, context: AttentionContext) -> Tensor:

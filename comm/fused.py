@@ -149,8 +149,7 @@ class FusedCommunicator(Communicator):
             self.undecided.setdefault(pair.key, _Layers(pair, first, second))
 
     def decide(self) -> None:
-        """Choose strategies for the pairs of this step. Measures those that are not in the table. Collective; every rank must
-        have the whole stream."""
+        """Choose strategies for the pairs of this step. Measures those that are not in the table."""
         if self.measure is None or not self.undecided or self.buffers.capturing:
             return
         pairs, self.undecided = self.undecided, {}
@@ -185,9 +184,7 @@ class FusedAllReduce(PendingAllReduce):
         return self._all_rows(None)
 
     def add(self, x: Tensor) -> Tensor:
-        total = self._all_rows(self._own_rows(x))
-        self.comm.decide()
-        return total
+        return self._all_rows(self._own_rows(x))
 
     def add_norm(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         total = self.add(x)

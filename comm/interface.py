@@ -125,6 +125,19 @@ class DeferredAllReduce(PendingAllReduce):
         return self.begun().wait()
 
 
+class SelectedRows(PendingAllReduce):
+    """The rows `index` (D,) of another all-reduce's sum (B, T, C): (B, D, C)."""
+
+    def __init__(self, whole: PendingAllReduce, index: Tensor) -> None:
+        self.whole, self.index = whole, index
+
+    def wait(self) -> Tensor:
+        whole = self.whole.begun()
+        rows = whole.wait()[:, self.index]
+        whole.release()
+        return rows
+
+
 class OverlappedAllReduce(PendingAllReduce):
     """An all-reduce on another CUDA stream, which the current stream joins."""
 
@@ -210,6 +223,10 @@ class Communicator(ABC):
     def gather_rows(self, rows: Tensor) -> Tensor:
         """The ranks' rows (R, C), in rank order: (R * world_size, C). For communicators whose all-reduces scatter rows."""
         raise NotImplementedError(f"{self.name} leaves all rows on every rank")
+
+    def decide(self) -> None:  # noqa: B027
+        """Choose the fastest algorithms for the shapes of the step that ends. Every rank must have the whole residual stream.
+        Collective."""
 
     def check(self) -> None:  # noqa: B027
         """Raise RuntimeError if an all-reduce failed, because a kernel timed out waiting for another rank. Waits for the

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from comm.interface import Communicator, DeferredAllReduce, Linear, Norm, PendingAllReduce
+from comm.interface import Communicator, DeferredAllReduce, Linear, Norm, PendingAllReduce, SelectedRows
 
 
 class Residual(NamedTuple):
@@ -56,12 +56,19 @@ class Residual(NamedTuple):
             pending = self.comm.begin_linear_all_reduce(x, layer, overlap=lag > 0)
         return self._replace(pending=(*self.pending, pending))
 
+    def rows(self, index: Tensor) -> "Residual":
+        """The stream of the tokens `index` (D,) alone: (B, D, C). All-reduces that have begun still add all rows."""
+        stream = self._gathered()
+        return stream._replace(x=stream.x[:, index], pending=tuple(SelectedRows(one, index) for one in self.pending))
+
     def finish(self) -> Tensor:
-        """The whole stream (B, T, C), after all pending all-reduces have been added."""
+        """The whole stream (B, T, C), after all pending all-reduces have been added. The end of a step."""
         stream = self
         for pending in self.pending:
             stream = stream._added(pending)
-        return stream._gathered().x
+        x = stream._gathered().x
+        self.comm.decide()
+        return x
 
     def _gathered(self) -> "Residual":
         """All rows of x on every rank."""

@@ -66,9 +66,9 @@ class StepResult:
 class Output:
     """A step's results on the device."""
 
-    hidden: Tensor  # (T, C), all rows
     last: Tensor  # (D, C), the rows from which a token is drawn
     tokens: Tensor | None  # (D,) int64, drawn with only the logits, the temperature and the seed; None on a CPU
+    hidden: Tensor | None = None  # (T, C), all rows, of a step that scores a prompt
 
 
 @dataclass
@@ -93,6 +93,11 @@ def is_plain(sequence: Sequence) -> bool:
     params = sequence.params
     filtered = params.top_k or params.top_p < 1 or params.min_p
     return not filtered and params.logprobs is None and not may_change(sequence)
+
+
+def scores_prompt(chunk: Chunk) -> bool:
+    """Whether log-probabilities of prompt tokens are read from the chunk's rows."""
+    return chunk.sequence.params.prompt_logprobs is not None and chunk.start < chunk.sequence.prompt_length
 
 
 class Runner:
@@ -122,17 +127,19 @@ class Runner:
         tokens = self._drawn(hidden, inputs.temperature(rows), inputs.seed[:rows], context.positions + 1)
         inputs.tokens[:rows].copy_(tokens)
         inputs.positions[:rows].add_(inputs.positions[:rows] >= inputs.first_kept)
-        return Output(hidden, hidden, tokens)
+        return Output(hidden, tokens)
 
-    def _span_step(self, rows: int, spans: int, draws: int, max_span: int) -> Output:
+    def _span_step(self, rows: int, spans: int, draws: int, max_span: int, scored: bool = False) -> Output:
         """Compute `rows` tokens of `spans` chunks. On a GPU, also draw `draws` tokens from the last rows of the chunks that reach the
-        end of their sequence."""
+        end of their sequence. Other rows end after the last layer's attention, unless prompts are scored."""
         inputs = self.spans
         context = inputs.context(rows, spans, self.cache, max_span)
-        hidden = self.model.hidden(inputs.tokens(rows)[None], context)[0]
         # where each row draws, as in most steps of a CPU, no rows have to be copied
-        last = hidden[:draws] if max_span == 1 and draws == spans else hidden[inputs.drawing(draws)]
-        return Output(hidden, last, None if self.graphs is None else self._drawn(last, *inputs.draws(draws)))
+        drawing = None if max_span == 1 and draws == spans else inputs.drawing(draws)
+        hidden = self.model.hidden(inputs.tokens(rows)[None], context, None if scored else drawing)[0]
+        last = hidden[drawing] if scored and drawing is not None else hidden[:draws]
+        drawn = None if self.graphs is None else self._drawn(last, *inputs.draws(draws))
+        return Output(last, drawn, hidden if scored else None)
 
     def _drawn(self, hidden: Tensor, temperature: Tensor, seed: Tensor, positions: Tensor) -> Tensor:
         """Draw a token for each row of hidden (B, C): the best of the ranks' candidates from their parts of the vocabulary."""
@@ -230,13 +237,15 @@ class Runner:
         chunks, begin = list(chunks), self._event()
         sampling, tokens = [c for c in chunks if c.samples], sum([c.count for c in chunks])
         draws = len(sampling) + (sum([len(c.draft) for c in chunks]) if self.capacity.drafted else 0)
+        scored = any(map(scores_prompt, chunks))
         if self.graphs is None:
-            output = self._span_step(*self._write_spans(chunks, tokens, draws, after))
-        elif len(sampling) == len(chunks) and draws == tokens:
+            output = self._span_step(*self._write_spans(chunks, tokens, max(1, draws), after), scored)
+        elif len(sampling) == len(chunks) and draws == tokens and not scored:
             output = self._launch_decode(self.graphs, chunks, draws, after)
         else:
-            output = self._launch_spans(self.graphs, chunks, tokens, draws, after)
-        self._score_prompts(chunks, output.hidden)
+            output = self._launch_spans(self.graphs, chunks, tokens, scored, after)
+        if output.hidden is not None:
+            self._score_prompts(chunks, output.hidden)
         step = InFlightStep(chunks, sampling, output.last[:draws], draws > len(sampling), begin=begin)
         if output.tokens is not None and all(is_plain(c.sequence) for c in sampling):
             self._copy_to_host(step, output.tokens[:draws])
@@ -256,14 +265,19 @@ class Runner:
         output: Output = graphs.replay(("decode", rows))
         return output
 
-    def _launch_spans(self, graphs: Graphs, chunks: list[Chunk], tokens: int, draws: int, after: InFlightStep | None) -> Output:
+    def _launch_spans(
+        self, graphs: Graphs, chunks: list[Chunk], tokens: int, scored: bool, after: InFlightStep | None
+    ) -> Output:
         self.decode.forget()
-        rows = next((n for n in self._prefill_sizes if n >= tokens), None)
-        if rows is None:
-            self._schedule_long_step(tokens)
-            return self._span_step(*self._write_spans(chunks, -(-tokens // ROUND) * ROUND, draws, after))
-        self._capture_prefill(graphs, rows)
-        self._write_spans(chunks, rows, draws, after)
+        graph_rows = next((n for n in self._prefill_sizes if n >= tokens), None)
+        rows = graph_rows or -(-tokens // ROUND) * ROUND
+        if graph_rows is None:
+            self._schedule_long_step(rows)
+        else:
+            self._capture_prefill(graphs, rows)
+        arguments = self._write_spans(chunks, rows, min(rows, self.capacity.draws), after)
+        if graph_rows is None or scored:  # a graph keeps only the rows that draw
+            return self._span_step(*arguments, scored)
         output: Output = graphs.replay(("prefill", rows))
         return output
 
@@ -362,7 +376,7 @@ class Runner:
         first = 0
         for chunk in chunks:
             sequence, row, first = chunk.sequence, first, first + chunk.count
-            if sequence.params.prompt_logprobs is None or chunk.start >= sequence.prompt_length:
+            if not scores_prompt(chunk):
                 continue
             known = sequence.state.prompt_logprobs
             if not known:

@@ -82,9 +82,12 @@ def load(world: World, directory: Path) -> Transformer:
 
 @torch.inference_mode()
 def evaluate(world: World, directory: Path, tokens: Tensor) -> dict[str, Tensor]:
-    """Logits of a whole prompt; tokens and logits of the greedy steps after it, with a cache."""
+    """Logits of a whole prompt, and of its last and first token alone; tokens and logits of the greedy steps after it, with a
+    cache."""
     model = load(world, directory)
-    logits = model(tokens, Causal(tokens.shape[1], CPU))
+    context = Causal(tokens.shape[1], CPU)
+    logits = model(tokens, context)
+    ends = model.logits(model.hidden(tokens, context, torch.tensor([tokens.shape[1] - 1, 0])))
     batch, length = tokens.shape
     sequences = CachedSequences(model, batch, length + STEPS)
     chosen, seen = [], []
@@ -92,7 +95,7 @@ def evaluate(world: World, directory: Path, tokens: Tensor) -> dict[str, Tensor]
         seen.append(sequences.logits(tokens)[:, -1])
         tokens = seen[-1].argmax(-1, keepdim=True)
         chosen.append(tokens)
-    return {"logits": logits, "tokens": torch.cat(chosen, 1), "steps": torch.stack(seen, 1)}
+    return {"logits": logits, "ends": ends, "tokens": torch.cat(chosen, 1), "steps": torch.stack(seen, 1)}
 
 
 def unmistakable(directory: Path, vocab_size: int) -> tuple[Tensor, dict[str, Tensor]]:
@@ -113,6 +116,7 @@ def assert_ranks_compute(ranks: Ranks, n: int, directory: Path, vocab_size: int)
     for result in results:
         assert result["logits"].shape == (*tokens.shape, vocab_size)
         assert (result["logits"] - expected["logits"]).abs().max() < TOLERANCE
+        assert (result["ends"] - expected["logits"][:, [-1, 0]]).abs().max() < TOLERANCE
         assert (result["steps"] - expected["steps"]).abs().max() < TOLERANCE
         assert torch.equal(result["tokens"], expected["tokens"])
         for key in result:

@@ -457,6 +457,7 @@ def step(comm: Any, layers: Layers, rows: int) -> bool:
     x, out = pending.add_norm_linear(x, layers.norm(), second)
     more = layers.inputs(1, rows)
     whole = layers.begin(comm, more).add(x)
+    comm.decide()
     assert layers.close(out, F.linear(normed(exact, layers), second.weight.double())), f"rows {rows}"
     assert layers.close(whole, exact + layers.sum(more)), f"rows {rows}"
     return bool(pending.scatters)
@@ -581,11 +582,15 @@ def difference_from_one_rank(world: World, name: str, ids: list[int]) -> tuple[f
     path = str(MODELS / name)
     comm = fused(world, capacity=1 << 20)
     tokens, context = torch.tensor([ids]), Causal(len(ids), world.device)
-    logits = [
-        load_model(path, model_config(path, None, there.world_size), there, torch.float32)(tokens, context)
+    alone, model = (
+        load_model(path, model_config(path, None, there.world_size), there, torch.float32)
         for there in (World(0, 1, world.device, Local()), replace(world, comm=comm))
-    ]
-    return (logits[1] - logits[0]).abs().max().item(), comm.fused
+    )
+    expected = alone(tokens, context)
+    error, fused_count = (model(tokens, context) - expected).abs().max().item(), comm.fused
+    index = torch.tensor([len(ids) - 1, 3, 0, 7])
+    some = model.logits(model.hidden(tokens, context, index))
+    return max(error, (some - expected[:, index]).abs().max().item()), fused_count
 
 
 @pytest.mark.parametrize(
