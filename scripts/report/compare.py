@@ -1,7 +1,7 @@
 """A table of Rung beside vLLM, from the raw files of `make compare`: times, and how many times as fast Rung is.
 
 Rows and loads are compared if their models, ranks and lengths are equal. A sweep's rows are compared if they were measured
-without a choice of communicator, interconnect or seed.
+without a choice of communicator, interconnect or seed, loads if without one of the most tokens in a step.
 """
 
 import json
@@ -94,6 +94,8 @@ def _loads(folder: Path) -> Iterator[Found]:
     for path in sorted(folder.glob("load*.json")):
         found: dict[str, Any] = json.loads(path.read_text())
         s = found["settings"]
+        if s.get("max_batch_tokens") is not None:
+            continue
         whose = VLLM if s.get("server") == "vLLM" else s.get("variant") or "standard"
         lengths = lengths_of(s)
         machine = describe(found["machine"], "cuda")

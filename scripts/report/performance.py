@@ -294,9 +294,10 @@ def load(folder: Path) -> str | None:
     for found in (found for path in sorted(folder.glob("load*.json")) if (found := read(path)) and found.get("rates")):
         s = found["settings"]
         variant = f", {s['variant']}" if s.get("variant") else ""
+        step = f", steps of at most {s['max_batch_tokens']} tokens" if s.get("max_batch_tokens") else ""
         whose = "vLLM's" if s.get("server") == "vLLM" else "the"
         caption = (
-            f"{s['model']}{variant} through {whose} HTTP server on {s['ranks']} ranks, Poisson arrivals of {lengths_of(s)} tokens. "
+            f"{s['model']}{variant} through {whose} HTTP server on {s['ranks']} ranks, Poisson arrivals of {lengths_of(s)} tokens{step}. "
             f"Made on {describe(found['machine'], 'cuda')}."
         )
         tables.append(f"{load_table(found)}\n\n{caption}\n")
