@@ -1,5 +1,6 @@
 """Quantized linear layers on Hopper GPUs: how their weights are packed, and which kernel computes them.
 
+gemv        up to GEMV_ROWS rows, `kernels/linear_quantized_gemv.py`: small programs, so that the next layer's start early
 stream      up to SCALED_ROWS or STREAM_ROWS rows, `kernels/linear_quantized_stream.py`: the codes are read once, and converted in registers.
             The input keeps its 16 bits, also where the scheme would quantize it: more exact than asked
 scaled      more rows of an fp8 weight with a scale for each row whose scheme quantizes the input: each row of the input by its
@@ -19,7 +20,7 @@ from kernels.activation import swiglu as activation
 from kernels.dispatch import as_rows
 from kernels.linear import aligned, counters
 from kernels.linear_config import has_stream
-from kernels.linear_quantized_config import GROUPS, SCALED_ROWS, STREAM_ROWS, Format, QuantizedStream, config
+from kernels.linear_quantized_config import GROUPS, SCALED_ROWS, STREAM_ROWS, Format, QuantizedConfig, QuantizedGemv, config
 from kernels.optional_triton import tl, triton
 
 FP8 = torch.float8_e4m3fn
@@ -114,11 +115,17 @@ def _has_scaled_product(weight: Packed, x: Tensor) -> bool:
     return fp8 and x.dtype == torch.bfloat16 and x.numel() > 0
 
 
-def linear_with(x: Tensor, weight: Packed, bias: Tensor | None, chosen: QuantizedStream, swiglu: bool) -> Tensor:
-    """`linear` by the stream kernel, for x with its columns in the order of the codes."""
+def linear_with(x: Tensor, weight: Packed, bias: Tensor | None, chosen: QuantizedConfig, swiglu: bool) -> Tensor:
+    """`linear` by the gemv or stream kernel, for x with its columns in the order of the codes."""
     out = torch.empty(*x.shape[:-1], weight.n // 2 if swiglu else weight.n, dtype=x.dtype, device=x.device)
-    stream = import_module("kernels.linear_quantized_stream").stream  # needs Gluon
-    stream(x.reshape(-1, weight.k), weight, bias, out, counters(x.device), chosen, swiglu)
+    x, shared = (
+        x.reshape(-1, weight.k),
+        counters(x.device),
+    )  # allocated even if this layer needs none, as later ones may be captured
+    if isinstance(chosen, QuantizedGemv):  # both modules need Gluon
+        import_module("kernels.linear_quantized_gemv").gemv(x, weight, bias, out, chosen, swiglu)
+    else:
+        import_module("kernels.linear_quantized_stream").stream(x, weight, bias, out, shared, chosen, swiglu)
     return out
 
 

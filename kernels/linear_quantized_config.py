@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from functools import cache
 
-from kernels.linear_config import SMS, STREAM_BYTES, SUMS, Stream
+from kernels.linear_config import GEMV_ROWS, SMS, STREAM_BYTES, SUMS, Stream
 
 GROUPS = (16, 32, 64, 128)  # input features that share a scale
 STREAM_ROWS = 128  # rows of the stream kernel, at most
@@ -15,7 +15,9 @@ TILES = (  # rows of the weight, columns, warps and programs of other configs
     (128, 256, 8, SMS),
     (256, 128, 8, SMS),
 )
+GEMV_TILES = ((16, 8, 4), (16, 8, 8), (16, 4, 4), (16, 4, 8), (16, 8, 2), (32, 8, 2), (32, 4, 4))  # rows, warps, chunks
 PIECE = 64  # input features of a wgmma's operand A in registers, at most
+COLUMNS = 8  # of operand B of an mma: rows of the input, for each group of a chunk
 
 
 @dataclass(frozen=True)
@@ -85,16 +87,56 @@ class QuantizedStream(Stream):
         return room and aligned and registers and self.sharers(rows) > 0 and steps * self.programs < 2**31
 
 
+@dataclass(frozen=True)
+class QuantizedGemv:
+    """Config of the gemv kernel. Each program has `block_n` rows of the weight, a multiple of 16, and `warps` warps with `chunks`
+    chunks of a row in flight, each of 64 bytes."""
+
+    block_n: int
+    warps: int
+    chunks: int
+
+    def groups(self, fmt: Format) -> int:
+        """Groups of a chunk."""
+        return max(1, 4 * fmt.unit // fmt.group) if fmt.group else 1
+
+    def fits(self, rows: int, n: int, k: int, swiglu: bool, fmt: Format) -> bool:
+        """Whether the kernel can compute this layer of 16-bit inputs."""
+        return rows <= COLUMNS // self.groups(fmt) and k % fmt.unit == 0 and fmt.group % fmt.unit == 0
+
+
+QuantizedConfig = QuantizedGemv | QuantizedStream
+
+
 @cache
-def config(rows: int, n: int, k: int, fmt: Format, swiglu: bool) -> QuantizedStream | None:
-    """The config for `rows` rows and an (n, k) weight; None if the kernel does not support it."""
+def config(rows: int, n: int, k: int, fmt: Format, swiglu: bool) -> QuantizedConfig | None:
+    """The config for `rows` rows and an (n, k) weight; None if no kernel supports it."""
     chosen = candidates(rows, n, k, fmt, swiglu)
     return chosen[0] if chosen else None
 
 
-def candidates(rows: int, n: int, k: int, fmt: Format, swiglu: bool) -> list[QuantizedStream]:
-    """Configs to try, the one that is expected to be fastest first: measured on an H200 with the layers of Llama 8B and 70B. Each
-    has as many buffers as there is room for."""
+def candidates(rows: int, n: int, k: int, fmt: Format, swiglu: bool) -> list[QuantizedConfig]:
+    """Configs to try, the one that is expected to be fastest first."""
+    gemv = gemv_candidates(rows, n, k, fmt, swiglu) if rows <= COLUMNS else []
+    stream = stream_candidates(rows, n, k, fmt, swiglu)
+    return [*gemv, *stream] if rows <= GEMV_ROWS else [*stream, *gemv]
+
+
+def gemv_candidates(rows: int, n: int, k: int, fmt: Format, swiglu: bool) -> list[QuantizedGemv]:
+    """Tiles without more chunks than a row has. All of a row of 8-bit codes is loaded at once if that leaves room for another
+    program on the SM."""
+    row = -(-k * fmt.bits // 512)  # chunks
+    found = [
+        QuantizedGemv(block_n, warps, chunks)
+        for block_n, warps, chunks in GEMV_TILES
+        if warps * chunks < 2 * row or chunks == min(c for _, _, c in GEMV_TILES)
+    ]
+    found.sort(key=lambda one: (one.block_n, one.warps, one.chunks) != (16, 8, 8 if fmt.bits == 8 and row <= 64 else 4))
+    return [one for one in found if one.fits(rows, n, k, swiglu, fmt)]
+
+
+def stream_candidates(rows: int, n: int, k: int, fmt: Format, swiglu: bool) -> list[QuantizedStream]:
+    """Measured on an H200 with the layers of Llama 8B and 70B. Each has as many buffers as there is room for."""
     sums = SUMS // 2 if fmt.group else SUMS
     block_n = 128 if swiglu or (fmt.bits == 4 and n * k >= LARGE) else 64
     first = (block_n, 256 if rows <= 32 else 128, 4, SMS if rows > 64 and (block_n == 64 or fmt.bits == 8) else 2 * SMS)

@@ -250,15 +250,15 @@ def _weight_piece(ring, buffer, piece: gl.constexpr, PIECES: gl.constexpr, UNPAC
     pairs = a.index(buffer).slice(piece * COLUMNS, COLUMNS, 1).load(CODES)
     if ZERO is not None:
         zero = _group_values(z.index(buffer), piece * PIECE // GROUP, gl.SliceLayout(1, CODES)).to(gl.float32) + ZERO
-        found = _inline(ASM, PER_PAIR, (pairs, zero.to(b.dtype)[:, None]), b)
+        found = inline_asm(ASM, PER_PAIR, (pairs, zero.to(b.dtype)[:, None]), b)
     else:
-        found = _inline(ASM, PER_PAIR, (pairs,), b)
+        found = inline_asm(ASM, PER_PAIR, (pairs,), b)
     w = _interleave(found, PER_PAIR, BLOCK, COLUMNS)
     return gl.convert_layout(w.reshape((BLOCK, PIECE)), OPERAND)
 
 
 @gluon.jit
-def _inline(ASM: gl.constexpr, PER_PAIR: gl.constexpr, operands, like):
+def inline_asm(ASM: gl.constexpr, PER_PAIR: gl.constexpr, operands, like):
     """The results of the PTX for pairs of elements, of the data type of `like`."""
     CONSTRAINTS: gl.constexpr = _constraints(PER_PAIR, len(operands))
     if PER_PAIR == 2:

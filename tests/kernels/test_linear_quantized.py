@@ -1,4 +1,4 @@
-"""Quantized linear layers on GPUs: packing, the stream kernel in a simulator and on a GPU, and the kernels for many rows."""
+"""Quantized linear layers on GPUs: packing, the gemv and stream kernels in a simulator and on a GPU, and the kernels for many rows."""
 
 import importlib
 import random
@@ -15,7 +15,15 @@ from torch import Tensor
 from kernels import linear_quantized as kernel
 from kernels.linear import counters
 from kernels.linear_quantized import Packed, linear, linear_with, pack
-from kernels.linear_quantized_config import STREAM_ROWS, Format, QuantizedStream, candidates
+from kernels.linear_quantized_config import (
+    COLUMNS,
+    STREAM_ROWS,
+    Format,
+    QuantizedConfig,
+    QuantizedGemv,
+    QuantizedStream,
+    candidates,
+)
 from quantized.scheme import Scheme
 from quantized.weight import Quantized, QuantizedWeight, dequantize, merged, quantize
 from tests.kernels.test_linear import swiglu_of, too_far
@@ -40,6 +48,7 @@ SCHEMES = {
     "int4 group 128 asymmetric": Scheme("on-load", 4, group=128, symmetric=False),
 }
 MODULE, NEEDS = "kernels.linear_quantized_stream", ("kernels.linear_stream",)
+GEMV, GEMV_NEEDS = "kernels.linear_quantized_gemv", (*NEEDS, MODULE)
 
 
 class Case(NamedTuple):
@@ -47,7 +56,7 @@ class Case(NamedTuple):
     n: int
     k: int
     scheme: str
-    chosen: QuantizedStream
+    chosen: QuantizedConfig
     dtype: torch.dtype = torch.bfloat16
     swiglu: bool = False
     biased: bool = False
@@ -163,18 +172,32 @@ def random_case(dice: random.Random, scheme: str) -> Case:
     return Case(rows, n, k, scheme, chosen, dtype, swiglu, dice.random() < 0.5, scattered)
 
 
+def random_gemv_case(dice: random.Random, scheme: str) -> Case:
+    """Small layers: rows of codes that warps load at once or in turns, or that end within their chunks."""
+    swiglu, grouped = dice.random() < 0.4, bool(SCHEMES[scheme].group) or not SCHEMES[scheme].symmetric
+    chosen = QuantizedGemv(dice.choice([16, 32]), dice.choice([1, 2, 4]), dice.choice([1, 2, 4]))
+    k = 128 * dice.randint(1, 8) if grouped else 32 * dice.randint(1, 40)
+    of_a_group = COLUMNS // chosen.groups(operands(Case(1, 1, k, scheme, chosen)).packed.format)
+    n, dtype = dice.randint(1, 70) * (1 + swiglu), dice.choice([torch.bfloat16, torch.float16])
+    scattered = "group" in scheme and dice.random() < 0.5
+    return Case(dice.randint(1, of_a_group), n, k, scheme, chosen, dtype, swiglu, dice.random() < 0.5, scattered)
+
+
 def simulated(module: Any, simulator: gluon.Simulator, case: Case) -> str | None:
     """What is wrong with a case: its result, that of a second run in another order, or the counters."""
     x, _, packed, bias, exact, plain = operands(case)
     if packed.columns is not None:
         x = x[:, packed.columns]
     simulator.early = [t for t in (packed.codes, packed.scales, packed.zeros) if t is not None]
-    counts = torch.zeros(2 * case.chosen.programs, dtype=torch.int32)
+    counts = torch.zeros(0 if isinstance(case.chosen, QuantizedGemv) else 2 * case.chosen.programs, dtype=torch.int32)
     results = []
     for _ in range(2):
         with gluon.poisoned():
             out = torch.empty_like(plain)
-            module.stream(x, packed, bias, out, counts, case.chosen, case.swiglu)
+            if isinstance(case.chosen, QuantizedGemv):
+                module.gemv(x, packed, bias, out, case.chosen, case.swiglu)
+            else:
+                module.stream(x, packed, bias, out, counts, case.chosen, case.swiglu)
         results.append(out)
         if counts.any():
             return "a counter is not zero"
@@ -189,6 +212,20 @@ def test_the_kernel_in_the_simulator(seed: int) -> None:
     for scheme in dice.sample(list(SCHEMES), 5):
         case = random_case(dice, scheme)
         assert simulated(module, simulator, case) is None, case
+
+
+def test_the_gemv_kernel_in_the_simulator(seed: int) -> None:
+    dice = random.Random(seed)
+    module, simulator = gluon.load(GEMV, seed, needs=GEMV_NEEDS)
+    for scheme in SCHEMES:
+        case = random_gemv_case(dice, scheme)
+        assert simulated(module, simulator, case) is None, case
+
+
+def test_a_gemv_does_not_take_more_rows_than_it_has_columns() -> None:
+    one = QuantizedGemv(16, 8, 4)
+    assert [one.fits(rows, 64, 256, False, Format("int4", 32)) for rows in (2, 3)] == [True, False]
+    assert [one.fits(rows, 64, 256, False, Format("int8")) for rows in (8, 9)] == [True, False]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -213,6 +250,8 @@ def test_all_codes_are_converted_exactly(dtype: torch.dtype, seed: int) -> None:
 COMPILED = [
     Case(1, 1024, 1024, "fp8", QuantizedStream(128, 128, 10)),
     Case(16, 1024, 1024, "int4 group 128 asymmetric", QuantizedStream(128, 256, 4, 4, 264, 64), swiglu=True),
+    Case(2, 1024, 4096, "int4 group 128", QuantizedGemv(16, 8, 4), swiglu=True),
+    Case(1, 1024, 6144, "fp8", QuantizedGemv(16, 4, 8)),
 ]
 
 
@@ -225,23 +264,29 @@ def test_it_compiles_for_hopper_and_fits_an_sm(case: Case, monkeypatch: pytest.M
         get_current_device=lambda: 0,
         get_current_stream=lambda _device: 0,
     )
-    stream = importlib.import_module(MODULE)
-    compiled, run = [], stream._stream.run
+    is_gemv = isinstance(case.chosen, QuantizedGemv)
+    module = importlib.import_module(GEMV if is_gemv else MODULE)
+    jitted = module._gemv if is_gemv else module._stream
+    compiled, run = [], jitted.run
     monkeypatch.setattr(triton.runtime.driver, "_active", target)
-    monkeypatch.setattr(stream._stream, "run", lambda *a, **options: compiled.append(run(*a, **options | {"warmup": True})))
-    monkeypatch.setattr(stream, "pdl_options", lambda _device: {"PDL": True, "launch_pdl": True})
+    monkeypatch.setattr(jitted, "run", lambda *a, **options: compiled.append(run(*a, **options | {"warmup": True})))
+    monkeypatch.setattr(module, "pdl_options", lambda _device: {"PDL": True, "launch_pdl": True})
     x, _, packed, bias, _, plain = operands(case)
-    stream.stream(x, packed, bias, torch.empty_like(plain), torch.empty(0, dtype=torch.int32), case.chosen, case.swiglu)
-    assert (
-        case.chosen.ring_bytes(case.rows, packed.format) <= compiled[0].metadata.shared <= (227 << 10) // case.chosen.on_an_sm
-    )
-    assert "wgmma.mma_async" in compiled[0].asm["ptx"]
+    out = torch.empty_like(plain)
+    if isinstance(case.chosen, QuantizedGemv):
+        module.gemv(x, packed, bias, out, case.chosen, case.swiglu)
+        assert compiled[0].metadata.shared <= 32 * case.chosen.block_n * case.chosen.warps  # only for the sums of warps
+    else:
+        module.stream(x, packed, bias, out, torch.empty(0, dtype=torch.int32), case.chosen, case.swiglu)
+        ring = case.chosen.ring_bytes(case.rows, packed.format)
+        assert ring <= compiled[0].metadata.shared <= (227 << 10) // case.chosen.on_an_sm
+    assert ("mma.sync" if is_gemv else "wgmma.mma_async") in compiled[0].asm["ptx"]
     assert compiled[0].asm["ptx"].count(".local") == 0
 
 
 # --- GPU ----------------------------------------------------------------------------------------------------------------------
 
-ROWS = ((1, 2, 3, 4, 8), (16,), (17,), (64,), (128,))  # those of a tile of one size
+ROWS = ((1, 2), (3, 4), (5, 8), (16,), (17,), (64,), (128,))  # those of a tile of one size
 MANY = (256, 300)  # beyond the stream kernel
 SHAPES = [(6144, 4096, False, False), (1000, 1152, False, True), (2 * 1336, 640, True, True)]  # N, K, SwiGLU, bias
 
@@ -249,16 +294,16 @@ SHAPES = [(6144, 4096, False, False), (1000, 1152, False, True), (2 * 1336, 640,
 @GPU
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_all_rows_on_a_gpu(scheme: str, seed: int) -> None:
-    """Into memory of NaN: some candidates of the stream kernel, because each takes seconds to compile, and what many rows use."""
+    """Into memory of NaN: some candidates of the kernels, because each takes seconds to compile, and what many rows use."""
     dice = random.Random(seed)
-    for sizes in (*dice.sample(ROWS, 3), MANY):
+    for sizes in (*ROWS[:2], *dice.sample(ROWS, 3), MANY):
         n, k, swiglu, biased = dice.choice(SHAPES)
         dtype = dice.choice([torch.bfloat16, torch.float16])
         given = operands(Case(max(sizes), n, k, scheme, ANY, dtype, swiglu, biased, "group" in scheme and biased), "cuda")
         ordered = given.x if given.packed.columns is None else given.x[:, given.packed.columns]
         # rows of 8 bits, as the scheme asks
         times = 40 if sizes == MANY and given.packed.scaled else 2
-        chosen = dice.choice(candidates(min(STREAM_ROWS, *sizes), n, k, given.packed.format, swiglu))
+        chosen = dice.choice(candidates(min(STREAM_ROWS, max(sizes)), n, k, given.packed.format, swiglu))
         for rows in sizes:
             exact, plain = given.exact[:rows], given.plain[:rows]
             with gluon.poisoned():

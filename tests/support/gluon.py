@@ -1,8 +1,8 @@
 """Runs Gluon kernels for Hopper on the CPU, because Triton's interpreter cannot: `load` imports a module of kernels with this
 simulator in place of Triton, and its kernels then run when they are launched.
 
-The simulator knows what `kernels/linear_stream.py` and `kernels/linear_quantized_stream.py` use, PTX included. Programs start in random order, some of them only after others have
-ended, and their partitions take turns at random. TMA loads and wgmmas are as late as their barriers and waits allow. It raises
+The simulator knows what `kernels/linear_stream.py`, `kernels/linear_quantized_stream.py` and `kernels/linear_quantized_gemv.py` use, PTX included.
+Programs start in random order, some of them only after others have ended, and their partitions take turns at random. TMA loads and wgmmas are as late as their barriers and waits allow. It raises
 `Fault` for: memory or a buffer that is used before it is loaded, or overwritten before it has been read; bytes that a barrier did
 not expect, or a second arrival in a phase; addresses outside a tensor; memory but `early` tensors before the wait for the
 previous kernel; and programs that all wait. Registers, memory order, and integers of 32 bits are not simulated.
@@ -133,6 +133,9 @@ class Block(Tensor):
     def type(self) -> Any:  # type: ignore[override]
         return SimpleNamespace(layout=None, shape=self.shape)
 
+    def to(self, dtype: torch.dtype, bitcast: bool = False) -> Any:  # type: ignore[override]
+        return self.view(dtype) if bitcast else super().to(dtype)
+
 
 def _block(value: Any, dtype: torch.dtype | None = None) -> Any:
     return torch.as_tensor(value, dtype=dtype).as_subclass(Block)  # type: ignore[arg-type]
@@ -152,10 +155,14 @@ class Pointer:
     def __add__(self, offset: Any) -> "Pointer":
         return Pointer(self.memory, self.offset + offset)
 
+    def to(self, dtype: torch.dtype, bitcast: bool) -> "Pointer":
+        return Pointer(self.memory.view(dtype))
+
     def where(self, mask: Any) -> tuple[Tensor, Tensor]:
         """The offsets, and which of them are used."""
         thread = _thread()
-        _check(thread.waited or not _pdl.on, "memory is used before the previous kernel has finished")
+        early = any(self.memory.data_ptr() == tensor.data_ptr() for tensor in thread.launch.early)
+        _check(thread.waited or early or not _pdl.on, "memory is used before the previous kernel has finished")
         offset = torch.as_tensor(self.offset).as_subclass(Tensor)
         used = torch.as_tensor(True if mask is None else mask).as_subclass(Tensor).expand(offset.shape)
         inside = (offset >= 0) & (offset < len(self.memory))
@@ -163,7 +170,13 @@ class Pointer:
         return offset.clamp(0, len(self.memory) - 1), used
 
 
-def _load(pointer: Pointer, mask: Any = None, other: Any = 0, cache_modifier: str = "") -> Any:
+def _pointer(x: Tensor) -> Pointer:
+    """To a tensor, including the gaps between its rows."""
+    size = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+    return Pointer(x.as_strided((size,), (1,)))
+
+
+def _load(pointer: Pointer, mask: Any = None, other: Any = 0, cache_modifier: str = "", eviction_policy: str = "") -> Any:
     offset, used = pointer.where(mask)
     _thread().pause()
     return _block(torch.where(used, pointer.memory[offset], torch.tensor(other, dtype=pointer.memory.dtype)))
@@ -360,6 +373,11 @@ def _wgmma(a: Any, b: _View, sums: Any, use_acc: bool = True, is_async: bool = T
     return found
 
 
+def _mma(a: Any, b: Any, sums: Any) -> Any:
+    _check(a.dtype == b.dtype, "the operands have two data types")
+    return sums + a.float() @ b.float()
+
+
 def _wgmma_wait(outstanding: int, deps: Sequence[Any]) -> Any:
     thread = _thread()
     while len(thread.wgmmas) > outstanding:
@@ -454,9 +472,9 @@ class _Kernel:
         return self.function(*args)
 
     def __getitem__(self, grid: Sequence[int]) -> Callable[..., None]:
-        def launch(*args: Any, num_warps: int, maxnreg: int, launch_pdl: bool, **constants: Any) -> None:
+        def launch(*args: Any, num_warps: int, launch_pdl: bool, maxnreg: int = 0, **constants: Any) -> None:
             _pdl.on = constants["PDL"] = True
-            given = [Pointer(x.view(-1)) if isinstance(x, Tensor) else _block(x) if isinstance(x, int) else x for x in args]
+            given = [_pointer(x) if isinstance(x, Tensor) else _block(x) if isinstance(x, int) else x for x in args]
             run = _Launch(self.simulator.dice, self.simulator.early)
             run.run(grid[0], lambda: self.function(*given, **constants), num_warps)
             _check(not run.loads, "a kernel ends before its loads")
@@ -498,7 +516,11 @@ class Simulator:
             "arange": lambda start, end, _layout: _block(torch.arange(start, end)),
             "exp": torch.exp,
             "convert_layout": lambda x, _layout: x,
+            "pointer_type": lambda dtype: dtype,
             "join": lambda a, b: torch.stack([a, b], -1),
+            "split": lambda x: x.unbind(-1),
+            "sum": torch.sum,
+            "expand_dims": torch.unsqueeze,
             "inline_asm_elementwise": _inline_asm,
             "load": _load,
             "store": _store,
@@ -530,6 +552,7 @@ class Simulator:
             "triton.experimental.gluon": {"jit": self.jit, "constexpr_function": lambda function: function},
             "triton.experimental.gluon.language": language,
             "triton.experimental.gluon.language.nvidia": {},
+            "triton.experimental.gluon.language.nvidia.ampere": {"mma_v2": _mma},
             "triton.experimental.gluon.language.nvidia.hopper": hopper,
             "triton.experimental.gluon.nvidia": {},
             "triton.experimental.gluon.nvidia.hopper": {"TensorDescriptor": Descriptor},
