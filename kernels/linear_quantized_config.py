@@ -15,7 +15,10 @@ TILES = (  # rows of the weight, columns, warps and programs of other configs
     (128, 256, 8, SMS),
     (256, 128, 8, SMS),
 )
-GEMV_TILES = ((16, 8, 4), (16, 8, 8), (16, 4, 4), (16, 4, 8), (16, 8, 2), (32, 8, 2), (32, 4, 4))  # rows, warps, chunks
+GEMV_TILES = (  # rows, warps, chunks, programs for each SM
+    *((16, 8, 4, 0), (16, 8, 8, 0), (16, 4, 4, 0), (16, 4, 8, 0), (16, 8, 2, 0), (32, 8, 2, 0), (32, 4, 4, 0)),
+    *((16, 8, 4, 2), (16, 8, 4, 3), (16, 4, 4, 4), (32, 8, 2, 2)),
+)
 PIECE = 64  # input features of a wgmma's operand A in registers, at most
 COLUMNS = 8  # of operand B of an mma: rows of the input, for each group of a chunk
 
@@ -89,12 +92,18 @@ class QuantizedStream(Stream):
 
 @dataclass(frozen=True)
 class QuantizedGemv:
-    """Config of the gemv kernel. Each program has `block_n` rows of the weight, a multiple of 16, and `warps` warps with `chunks`
-    chunks of a row in flight, each of 64 bytes."""
+    """Config of the gemv kernel. Each program has tiles of `block_n` rows of the weight, a multiple of 16, and `warps` warps with
+    `chunks` chunks of a row in flight, each of 64 bytes. on_an_sm: programs for each SM, at most; 0 for one for each tile."""
 
     block_n: int
     warps: int
     chunks: int
+    on_an_sm: int = 0
+
+    @property
+    def registers(self) -> int | None:
+        """Of a thread, at most, so that as many programs fit an SM."""
+        return 65536 // (32 * self.warps * self.on_an_sm) // 8 * 8 if self.on_an_sm else None
 
     def groups(self, fmt: Format) -> int:
         """Groups of a chunk."""
@@ -125,14 +134,13 @@ def candidates(rows: int, n: int, k: int, fmt: Format, swiglu: bool) -> list[Qua
 def gemv_candidates(rows: int, n: int, k: int, fmt: Format, swiglu: bool) -> list[QuantizedGemv]:
     """Tiles without more chunks than a row has. All of a row of 8-bit codes is loaded at once if that leaves room for another
     program on the SM."""
-    row = -(-k * fmt.bits // 512)  # chunks
-    found = [
-        QuantizedGemv(block_n, warps, chunks)
-        for block_n, warps, chunks in GEMV_TILES
-        if warps * chunks < 2 * row or chunks == min(c for _, _, c in GEMV_TILES)
-    ]
-    found.sort(key=lambda one: (one.block_n, one.warps, one.chunks) != (16, 8, 8 if fmt.bits == 8 and row <= 64 else 4))
-    return [one for one in found if one.fits(rows, n, k, swiglu, fmt)]
+    row, found = -(-k * fmt.bits // 512), []  # chunks
+    for block_n, warps, chunks, on_an_sm in GEMV_TILES:
+        one = QuantizedGemv(block_n, warps, chunks, on_an_sm)
+        if (warps * chunks < 2 * row or chunks == 2) and n > block_n * SMS * on_an_sm and one.fits(rows, n, k, swiglu, fmt):
+            found.append(one)
+    first = QuantizedGemv(16, 8, 8 if fmt.bits == 8 and row <= 64 else 4)
+    return sorted(found, key=lambda one: one != first)
 
 
 def stream_candidates(rows: int, n: int, k: int, fmt: Format, swiglu: bool) -> list[QuantizedStream]:

@@ -1,6 +1,6 @@
 """Quantized linear layers of up to 8 rows on Hopper, in Gluon: small programs without shared memory for their operands.
 
-Each program has `block_n` rows of the weight, and its warps share their columns. A thread loads 16 bytes of a row's codes at a
+A program has tiles of `block_n` rows of the weight, and its warps share their columns. A thread loads 16 bytes of a row's codes at a
 time, a chunk of four such units a warp, and has `chunks` of them in flight; the first ones are loaded before the previous
 kernel has finished. They are converted in registers (`unpack_asm`) and multiplied by mma instructions, whose 8 columns hold
 the rows of the input: on FMA units, the conversion to fp32 alone would take longer than loading 4-bit codes.
@@ -16,6 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from kernels.dispatch import pdl_options
+from kernels.linear_config import SMS
 from kernels.linear_quantized import Packed
 from kernels.linear_quantized_config import COLUMNS, QuantizedGemv
 from kernels.linear_quantized_stream import inline_asm, unpack_asm, zero_offset
@@ -84,16 +85,17 @@ def _weight_row(index, tile, features, BLOCK: gl.constexpr, SWIGLU: gl.constexpr
 
 @gluon.jit
 def _load_chunk(
-    weight, step, UNIT: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr, BLOCK: gl.constexpr, MMA: gl.constexpr
+    weight, tile, step, UNIT: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr, BLOCK: gl.constexpr, MMA: gl.constexpr
 ):
-    """The codes, scales and zeros of this warp's chunk of a step; zeros beyond the weight."""
-    codes, scales, zeros, units, scale_stride, tile, features, SWIGLU = weight
+    """The codes, scales and zeros of this warp's chunk of a tile's step; zeros beyond the weight."""
+    codes, scales, zeros, units, scale_stride, tiles, features, SWIGLU = weight
+    end = gl.where(tile < tiles, units, 0)
     WARPS: gl.constexpr = gl.num_warps()
     CODES: gl.constexpr = _code_layout(WARPS, BLOCK)
     unit = (step * WARPS + _index(WARPS, 0, CODES, 4)) * 4 + _index(4, 2, CODES, 4)
     row = _weight_row(_index(BLOCK, 1, CODES, 4), tile, features, BLOCK, SWIGLU)
     place = (row.to(gl.int64) * units + unit) * 4 + _index(4, 3, CODES, 4)
-    found = gl.load(_words(codes) + place, mask=unit < units, other=0, eviction_policy="evict_first")
+    found = gl.load(_words(codes) + place, mask=unit < end, other=0, eviction_policy="evict_first")
     scale = 0
     zero = 0
     if GROUP:
@@ -101,10 +103,10 @@ def _load_chunk(
         if GROUPS > 1:
             first = first + _index(_COLUMNS, 2, MMA, 3) // (_COLUMNS // GROUPS)
         row = _weight_row(_index(BLOCK, 1, MMA, 3), tile, features, BLOCK, SWIGLU)
-        scale = gl.load(scales + first * scale_stride + row, mask=first * GROUP < units * UNIT, other=0)
+        scale = gl.load(scales + first * scale_stride + row, mask=first * GROUP < end * UNIT, other=0)
     if zeros is not None:
         row = _weight_row(_index(BLOCK, 1, CODES, 4), tile, features, BLOCK, SWIGLU)
-        zero = gl.load(zeros + unit * UNIT // GROUP * scale_stride + row, mask=unit < units, other=0)
+        zero = gl.load(zeros + unit * UNIT // GROUP * scale_stride + row, mask=unit < end, other=0)
     return found, scale, zero
 
 
@@ -148,7 +150,8 @@ def _multiply(sums, chunk, values, dtype: gl.constexpr, UNPACK: gl.constexpr, GR
     found = _halves(found).reshape((WARPS, BLOCK, 4, 8))
     values = _halves(values).to(dtype, bitcast=True).permute((0, 1, 2, 3, 5, 4))
     if ZERO is not None:
-        zero = (zero.to(gl.float32) + ZERO).to(values.dtype)
+        PAIRS: gl.constexpr = found.type.layout
+        zero = gl.convert_layout((zero.to(gl.float32) + ZERO).to(dtype), PAIRS)
         parts = inline_asm(ASM, PER_PAIR, (found, zero), values)
     else:
         parts = inline_asm(ASM, PER_PAIR, (found,), values)
@@ -170,6 +173,36 @@ def _multiply(sums, chunk, values, dtype: gl.constexpr, UNPACK: gl.constexpr, GR
     return sums
 
 
+@gluon.jit
+def _multiply_ring(
+    sums, ring, values, weight, next_tile, next_step, x, x_stride, rows, step,
+    UNPACK: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr, MORE: gl.constexpr,
+):  # fmt: skip
+    """Add the products of all chunks of the ring, from `step` on. With MORE, each is replaced by one from next_step on.
+
+    values: the input of the first of them; that of the next one is loaded while a chunk is multiplied.
+    """
+    units = weight[3]
+    UNIT: gl.constexpr = 8 * UNPACK[1]
+    BLOCK: gl.constexpr = sums.shape[1]
+    MMA: gl.constexpr = sums.type.layout
+    CHUNKS: gl.constexpr = len(ring)
+    later = ()
+    for i in gl.static_range(CHUNKS):
+        next_values = values
+        if i + 1 < CHUNKS:
+            next_values = _load_input(x, x_stride, rows, units, step + i + 1, UNIT, GROUP, GROUPS)
+        elif MORE:
+            next_values = _load_input(x, x_stride, rows, units, next_step, UNIT, GROUP, GROUPS)
+        sums = _multiply(sums, ring[i], values, x.dtype.element_ty, UNPACK, GROUP)
+        chunk = ring[i]
+        if MORE:
+            chunk = _load_chunk(weight, next_tile, next_step + i, UNIT, GROUP, GROUPS, BLOCK, MMA)
+        later += (chunk,)  # type: ignore[assignment]
+        values = next_values
+    return sums, later, values
+
+
 @gluon.jit(do_not_specialize=["rows"])
 def _gemv(
     x,  # (rows, K)
@@ -180,13 +213,15 @@ def _gemv(
     out,  # (rows, features)
     rows,
     features,  # N, or N / 2 with SWIGLU
+    tiles,  # of the weight's rows
     units,  # of 16 bytes of codes in a row
     x_stride,
     scale_stride,
     BLOCK: gl.constexpr,
     CHUNKS: gl.constexpr,
-    ONCE: gl.constexpr,  # no warp has more than CHUNKS
+    ONCE: gl.constexpr,  # no warp has more than CHUNKS of a tile
     UNPACK: gl.constexpr,  # as of `linear_quantized_stream`
+    AGAIN: gl.constexpr,  # a program may have several tiles
     GROUP: gl.constexpr,  # input features that share a scale, 0 for all of them
     GROUPS: gl.constexpr,  # of a chunk
     SWIGLU: gl.constexpr,
@@ -198,33 +233,36 @@ def _gemv(
     tile = gl.program_id(0)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    weight = (codes, scales, zeros, units, scale_stride, tile, features, SWIGLU)
+    weight = (codes, scales, zeros, units, scale_stride, tiles, features, SWIGLU)
     ring = ()
     for i in gl.static_range(CHUNKS):
-        ring += (_load_chunk(weight, i, UNIT, GROUP, GROUPS, BLOCK, MMA),)  # type: ignore[assignment]
+        ring += (_load_chunk(weight, tile, i, UNIT, GROUP, GROUPS, BLOCK, MMA),)  # type: ignore[assignment]
     if PDL:
         tl.extra.cuda.gdc_wait()
     values = _load_input(x, x_stride, rows, units, 0, UNIT, GROUP, GROUPS)
-    sums = gl.zeros((WARPS, BLOCK, _COLUMNS), gl.float32, MMA)
-    steps = gl.cdiv(units, 4 * WARPS)
-    if ONCE:
-        for i in gl.static_range(CHUNKS):
-            next_values = values
-            if i + 1 < CHUNKS:
-                next_values = _load_input(x, x_stride, rows, units, i + 1, UNIT, GROUP, GROUPS)
-            sums = _multiply(sums, ring[i], values, x.dtype.element_ty, UNPACK, GROUP)
-            values = next_values
+    if AGAIN:
+        for now in range(tile, tiles, gl.num_programs(0)):
+            sums = gl.zeros((WARPS, BLOCK, _COLUMNS), gl.float32, MMA)
+            for step in range(0, gl.cdiv(units, 4 * WARPS), CHUNKS):
+                last = step + CHUNKS >= gl.cdiv(units, 4 * WARPS)
+                next_tile = gl.where(last, now + gl.num_programs(0), now)  # after the last chunks, those of the next tile
+                next_step = gl.where(last, 0, step + CHUNKS)
+                sums, ring, values = _multiply_ring(
+                    sums, ring, values, weight, next_tile, next_step, x, x_stride, rows, step, UNPACK, GROUP, GROUPS, True
+                )
+            _store(gl.sum(sums, 0), scales, bias, out, rows, features, now, GROUP, GROUPS, SWIGLU)
     else:
-        for step in range(0, steps, CHUNKS):
-            later = ()
-            for i in gl.static_range(CHUNKS):
-                next_values = _load_input(x, x_stride, rows, units, step + i + 1, UNIT, GROUP, GROUPS)
-                sums = _multiply(sums, ring[i], values, x.dtype.element_ty, UNPACK, GROUP)
-                nth = step + i + CHUNKS
-                later += (_load_chunk(weight, nth, UNIT, GROUP, GROUPS, BLOCK, MMA),)  # type: ignore[assignment]
-                values = next_values
-            ring = later
-    _store(gl.sum(sums, 0), scales, bias, out, rows, features, tile, GROUP, GROUPS, SWIGLU)
+        sums = gl.zeros((WARPS, BLOCK, _COLUMNS), gl.float32, MMA)
+        if ONCE:
+            sums, ring, values = _multiply_ring(
+                sums, ring, values, weight, tile, 0, x, x_stride, rows, 0, UNPACK, GROUP, GROUPS, False
+            )
+        else:
+            for step in range(0, gl.cdiv(units, 4 * WARPS), CHUNKS):
+                sums, ring, values = _multiply_ring(
+                    sums, ring, values, weight, tile, step + CHUNKS, x, x_stride, rows, step, UNPACK, GROUP, GROUPS, True
+                )
+        _store(gl.sum(sums, 0), scales, bias, out, rows, features, tile, GROUP, GROUPS, SWIGLU)
 
 
 @gluon.jit
@@ -260,17 +298,20 @@ def gemv(x: Tensor, packed: Packed, bias: Tensor | None, out: Tensor, chosen: Qu
     fmt, n, k = packed.format, packed.n, packed.k
     if not chosen.fits(len(x), n, k, swiglu, fmt):
         raise ValueError(f"{chosen} cannot multiply {len(x)} rows with a weight {(n, k)} of {fmt}, swiglu={swiglu}")
-    units = k // fmt.unit
-    _gemv[(-(-n // chosen.block_n),)](
+    tiles, units = -(-n // chosen.block_n), k // fmt.unit
+    programs = min(tiles, chosen.on_an_sm * SMS) if chosen.on_an_sm else tiles
+    _gemv[(programs,)](
         *(x, packed.codes, packed.scales, packed.zeros, bias, out),
-        *(len(x), out.shape[-1], units, x.stride(0), packed.scales.shape[-1]),
+        *(len(x), out.shape[-1], tiles, units, x.stride(0), packed.scales.shape[-1]),
         BLOCK=chosen.block_n,
         CHUNKS=chosen.chunks,
         ONCE=units <= 4 * chosen.warps * chosen.chunks,
         UNPACK=(unpack_asm(fmt, x.dtype), 16 // fmt.bits, zero_offset(fmt, x.dtype)),
+        AGAIN=programs < tiles,
         GROUP=fmt.group,
         GROUPS=chosen.groups(fmt),
         SWIGLU=swiglu,
         num_warps=chosen.warps,
+        maxnreg=chosen.registers,
         **pdl_options(x.device),
     )

@@ -472,7 +472,7 @@ class _Kernel:
         return self.function(*args)
 
     def __getitem__(self, grid: Sequence[int]) -> Callable[..., None]:
-        def launch(*args: Any, num_warps: int, launch_pdl: bool, maxnreg: int = 0, **constants: Any) -> None:
+        def launch(*args: Any, num_warps: int, launch_pdl: bool, maxnreg: int | None, **constants: Any) -> None:
             _pdl.on = constants["PDL"] = True
             given = [_pointer(x) if isinstance(x, Tensor) else _block(x) if isinstance(x, int) else x for x in args]
             run = _Launch(self.simulator.dice, self.simulator.early)
