@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from attention import AttentionContext, Heads
 from comm import Communicator, Local, NoCommunication, Residual
 from config import ModelConfig
-from kernels.activation import swiglu
 from kernels.embedding import embedding_shard
 from kernels.norm import rms_norm
 from rope import rope_frequencies
@@ -92,8 +91,9 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, shard: Shard, norm: RMSNorm, factory: Factory) -> None:
         super().__init__()
         self.norm = norm
-        self.w_gate_up = ShardedLinear(config, shard, ("gate_proj", "up_proj"), layer, gated=True, **factory)
-        self.w_down = ShardedLinear(config, shard, ("down_proj",), layer, **factory)
+        down = ShardedLinear(config, shard, ("down_proj",), layer, **factory)
+        self.w_gate_up = ShardedLinear(config, shard, ("gate_proj", "up_proj"), layer, gated=True, reader=down, **factory)
+        self.w_down = down
 
     def forward(self, stream: Residual, lag: int = 0, next_lag: int = 0) -> Residual:
         stream, hidden = stream.read(self.norm, self.w_gate_up, lag)
@@ -142,7 +142,7 @@ class ParallelBlock(nn.Module):
         attended = self.heads(qkv, frequencies, context)
         if rows is not None:
             stream, attended, gate_up = stream.rows(rows), attended[:, rows], gate_up[:, rows]
-        return stream.add(self.wo(attended) + self.w_down(swiglu(gate_up)))
+        return stream.add(self.wo(attended) + self.w_down(self.w_down.gate(gate_up)))
 
 
 class DesyncBlock(nn.Module):

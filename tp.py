@@ -9,6 +9,7 @@ import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,11 +21,13 @@ from comm import Communicator, Local
 from communicators import choose
 from config import ModelConfig
 from errors import UserError
-from kernels.activation import swiglu
+from kernels.activation import swiglu, swiglu_codes
 from kernels.dispatch import on_gpu
 from kernels.linear import linear, linear_swiglu
+from kernels.linear_quantized import Packed, reads_codes
 from kernels.linear_quantized import linear as quantized_linear
 from kernels.linear_quantized import supports as quantized_supports
+from kernels.row_codes import RowCodes
 from processes import listen_on_loopback
 from quantized.weight import PlainWeight, QuantizedWeight, merged
 
@@ -127,6 +130,8 @@ class ShardedLinear(nn.Module):
     bias once, and the streams of a desync model have equal shares of it.
 
     If the config says that a part is quantized, `weight` is None, and `quantized` has one module for each part.
+
+    reader: the layer that reads a gated layer's result. It is kept in a tuple, because it is not a part of this module.
     """
 
     weight: nn.Parameter
@@ -138,11 +143,13 @@ class ShardedLinear(nn.Module):
         parts: tuple[str, ...],
         layer: int | None = None,
         gated: bool = False,
+        reader: "ShardedLinear | None" = None,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.parts, self.shard, self.layer, self.gated = parts, shard, layer, gated
+        self.readers = (reader,) if reader else ()
         self.sizes = [len(shard.range(config, SPLITS[p].axis)) for p in parts]
         if SPLITS[parts[0]].dim == 0:
             shape = (sum(self.sizes), config.hidden_size)
@@ -175,16 +182,30 @@ class ShardedLinear(nn.Module):
         ]
         return nn.ModuleList(modules) if any(schemes) else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., in_features) to (..., out_features), half of them in a gated layer."""
+    def forward(self, x: Tensor | RowCodes) -> Any:
+        """(..., in_features) to (..., out_features), half of them in a gated layer, as `RowCodes` if its reader reads them."""
+        if self.packed is not None:
+            return quantized_linear(x, self.packed, self.whole_bias(), self.gated, self.finish)
+        assert isinstance(x, Tensor)
         if self.quantized:
-            if (packed := getattr(self.quantized[0], "packed", None)) and len(self.quantized) == 1:
-                return quantized_linear(x, packed, self.whole_bias(), self.gated)
             out, bias = torch.cat([part(x) for part in self.quantized], -1), self.whole_bias()
             return self.finish(out if bias is None else out + bias)
         if self.gated and on_gpu(x):
             return linear_swiglu(x, self.weight, self.whole_bias())
         return self.finish(linear(x, self.weight, self.whole_bias()))
+
+    @property
+    def packed(self) -> Packed | None:
+        """The weight of a quantized layer as the kernels of this GPU read it; None if they do not."""
+        return getattr(self.quantized[0], "packed", None) if self.quantized and len(self.quantized) == 1 else None
+
+    def reads_codes(self, like: Tensor) -> bool:
+        """Whether an input with the rows (..., any) and the data type of `like` may be `RowCodes`."""
+        return self.packed is not None and reads_codes(self.packed, like)
+
+    def gate(self, gate_up: Tensor) -> Tensor | RowCodes:
+        """silu(gate) * up of (..., 2 * in_features), as this layer reads it."""
+        return swiglu_codes(gate_up) if self.reads_codes(gate_up) else swiglu(gate_up)
 
     def pack(self, dtype: torch.dtype) -> None:
         """Prepare quantized parts that are filled for the kernels of this GPU: as one weight if all are quantized alike.
@@ -198,9 +219,11 @@ class ShardedLinear(nn.Module):
         for part in parts:
             part.pack()
 
-    def finish(self, out: Tensor) -> Tensor:
+    def finish(self, out: Tensor) -> Any:
         """What follows the product."""
-        return swiglu(out) if self.gated else out
+        if not self.gated:
+            return out
+        return self.readers[0].gate(out) if self.readers else swiglu(out)
 
     def whole_bias(self) -> Tensor | None:
         """The bias that this shard adds to its features or to its partial sum; None without one."""

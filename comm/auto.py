@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from comm.interface import Communicator, Linear, PendingAllReduce, Schedule
+from comm.interface import Communicator, Input, Linear, PendingAllReduce, Schedule
 from comm.quantize import WIDTHS
 from comm.relay import RelayCommunicator
 from comm.symmetric import CAPACITY, SymmetricCommunicator
@@ -76,8 +76,8 @@ class AutoCommunicator(Communicator):
     def begin_all_reduce(self, partial: Tensor, overlap: bool = False) -> PendingAllReduce:
         return self.choose(partial.nbytes, overlap).begin_all_reduce(partial, overlap)
 
-    def begin_linear_all_reduce(self, x: Tensor, layer: Linear, overlap: bool = False) -> PendingAllReduce:
-        size = math.prod(x.shape[:-1]) * layer.out_features * x.element_size()
+    def begin_linear_all_reduce(self, x: Input, layer: Linear, overlap: bool = False) -> PendingAllReduce:
+        size = math.prod(x.shape[:-1]) * layer.out_features * x.dtype.itemsize
         return self.choose(size, overlap).begin_linear_all_reduce(x, layer, overlap)
 
     def all_gather(self, shard: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from comm.auto import AutoCommunicator
 from comm.fused_strategies import UNFUSED, Pair, Strategy, best_strategy, bucket, names_of, strategies
-from comm.interface import Communicator, Linear, Norm, PendingAllReduce, Schedule
+from comm.interface import Communicator, Input, Linear, Norm, PendingAllReduce, Schedule
 from comm.process_group import all_gather
 from comm.row_buffers import RowBuffers, RowShard
 from comm.table import Table, graph_microseconds, load, machine_key, save
@@ -119,7 +119,7 @@ class FusedCommunicator(Communicator):
 
     # --- fused all-reduces ------------------------------------------------------------------------------------------------
 
-    def begin_linear_all_reduce(self, x: Tensor, layer: Linear, overlap: bool = False) -> PendingAllReduce:
+    def begin_linear_all_reduce(self, x: Input, layer: Linear, overlap: bool = False) -> PendingAllReduce:
         if overlap or layer.bias is not None or layer.is_quantized or not self.fuses(x, layer.weight):
             return self.inner.begin_linear_all_reduce(x, layer, overlap)
         return FusedAllReduce(self, x, layer.weight, self.default)

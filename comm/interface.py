@@ -2,20 +2,24 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.dispatch import rejoin
-from kernels.norm import add_rms_norm
+from kernels.norm import add_rms_norm, add_rms_norm_codes
+from kernels.row_codes import RowCodes
 
 # How an all-reduce is computed that another module may hide:
 # overlapped: on a side stream while the next module computes; few-sms: the same, by a kernel that leaves almost all SMs to
 # that module; deferred: not hidden, but when its result is read, and so in one kernel with what follows.
 Schedule = Literal["overlapped", "few-sms", "deferred"]
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
+
+
+Input = Any  # of a layer: a Tensor, or `RowCodes` (`kernels/row_codes.py`) where the layer reads them
 
 
 class Norm(Protocol):
@@ -46,13 +50,18 @@ class Linear(Protocol):
         """Whether the layer has no `weight` and can only be called."""
         ...
 
-    def __call__(self, x: Tensor, /) -> Tensor:
-        """For a layer that is not quantized, finish(x @ weight.T + whole_bias())."""
+    def reads_codes(self, like: Tensor, /) -> bool:
+        """Whether an input with the rows (..., any) and the data type of `like` may be `RowCodes`."""
+        ...
+
+    def __call__(self, x: Input, /) -> Any:
+        """For a layer that is not quantized, finish(x @ weight.T + whole_bias()). A gated layer returns what the next layer
+        reads."""
         ...
 
     def whole_bias(self) -> Tensor | None: ...
 
-    def finish(self, out: Tensor) -> Tensor:
+    def finish(self, out: Tensor) -> Any:
         """Apply what follows the matrix product: SwiGLU in a gated layer, else nothing."""
         ...
 
@@ -83,9 +92,14 @@ class PendingAllReduce(ABC):
         kernel."""
         return add_rms_norm(x, self.wait(), weight, eps)
 
-    def add_norm_linear(self, x: Tensor, norm: Norm, layer: Linear) -> tuple[Tensor, Tensor]:
+    def add_norm_codes(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, RowCodes]:
+        """`add_norm` in 8 bits."""
+        return add_rms_norm_codes(x, self.wait(), weight, eps)
+
+    def add_norm_linear(self, x: Tensor, norm: Norm, layer: Linear) -> tuple[Tensor, Any]:
         """(x + sum, layer(norm(x + sum))). The second has all rows on every rank."""
-        total, normed = self.add_norm(x, norm.weight, norm.eps)
+        add_norm = self.add_norm_codes if layer.reads_codes(x) else self.add_norm
+        total, normed = add_norm(x, norm.weight, norm.eps)
         self.release()  # before the layer allocates its result
         return total, layer(normed)
 
@@ -113,7 +127,7 @@ class Done(PendingAllReduce):
 class DeferredAllReduce(PendingAllReduce):
     """The all-reduce of layer(x), or of x without a layer. Both begin when the result is read."""
 
-    def __init__(self, comm: "Communicator", x: Tensor, layer: Linear | None) -> None:
+    def __init__(self, comm: "Communicator", x: Input, layer: Linear | None) -> None:
         self.comm, self.x, self.layer = comm, x, layer
 
     def begun(self) -> PendingAllReduce:
@@ -152,6 +166,9 @@ class OverlappedAllReduce(PendingAllReduce):
 
     def add_norm(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         return add_rms_norm(x, self.join(), weight, eps, early=False)
+
+    def add_norm_codes(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, RowCodes]:
+        return add_rms_norm_codes(x, self.join(), weight, eps, early=False)
 
 
 class SideStreamAllReduce(OverlappedAllReduce):
@@ -208,7 +225,7 @@ class Communicator(ABC):
         all-reduce may begin when the result is read, on the current stream and in one kernel with what follows.
         """
 
-    def begin_linear_all_reduce(self, x: Tensor, layer: Linear, overlap: bool = False) -> PendingAllReduce:
+    def begin_linear_all_reduce(self, x: Input, layer: Linear, overlap: bool = False) -> PendingAllReduce:
         """As `begin_all_reduce` of layer(x), x (..., K). Some communicators fuse the layer with its all-reduce."""
         return self.begin_all_reduce(layer(x), overlap)
 

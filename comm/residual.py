@@ -2,12 +2,12 @@
 all-reduces are in flight and overlapped, by the communicator's schedule. The communicator decides whether they are fused with the
 layers before and after."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from comm.interface import Communicator, DeferredAllReduce, Linear, Norm, PendingAllReduce, SelectedRows
+from comm.interface import Communicator, DeferredAllReduce, Input, Linear, Norm, PendingAllReduce, SelectedRows
 
 
 class Residual(NamedTuple):
@@ -23,7 +23,7 @@ class Residual(NamedTuple):
     pending: tuple[PendingAllReduce, ...] = ()
     scattered: torch.Size | None = None
 
-    def read(self, norm: Norm, layer: Linear, lag: int = 0) -> tuple["Residual", Tensor]:
+    def read(self, norm: Norm, layer: Linear, lag: int = 0) -> tuple["Residual", Any]:
         """(the stream, layer(norm(stream))), after all pending all-reduces except the newest `lag` have been added to the
         stream."""
         ready = max(0, len(self.pending) - lag)
@@ -40,7 +40,7 @@ class Residual(NamedTuple):
         last.release()
         return stream._replace(x=x, scattered=scattered), out
 
-    def add(self, x: Tensor, layer: Linear | None = None, lag: int = 0) -> "Residual":
+    def add(self, x: Input, layer: Linear | None = None, lag: int = 0) -> "Residual":
         """The stream plus the all-reduce of layer(x), a partial sum (B, T, C). Without a layer, x is the partial sum.
 
         lag: that of the reads that follow. With 0 the next read needs the result, so the all-reduce may begin then,

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from comm.interface import Done, Linear, PendingAllReduce, Schedule, on_side_stream
+from comm.interface import Done, Input, Linear, PendingAllReduce, Schedule, on_side_stream
 from comm.process_group import GlooCommunicator, NcclCommunicator, ProcessGroupCommunicator
 from comm.workspace import Memory, Workspace, open_workspace
 from kernels import all_reduce, linear_push
@@ -209,7 +209,7 @@ class SymmetricCommunicator(KernelCommunicator):
             workspace = open_workspace(_BYTES[self.kind], capacity, self.device, self.group, self.memory)
             self.few_sms = AllReduceKernel(self.kind, workspace, FEW_SMS_TILING[self.kind], pdl=False)
 
-    def begin_linear_all_reduce(self, x: Tensor, layer: Linear, overlap: bool = False) -> PendingAllReduce:
+    def begin_linear_all_reduce(self, x: Input, layer: Linear, overlap: bool = False) -> PendingAllReduce:
         if overlap or layer.bias is not None or layer.is_quantized or not self._pushes(x, layer.weight):
             return super().begin_linear_all_reduce(x, layer, overlap)
         return _PushedAllReduce(self.blocking, x, layer.weight)

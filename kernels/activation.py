@@ -6,6 +6,7 @@ from torch import Tensor
 
 from kernels.dispatch import as_rows, on_gpu, pdl_options
 from kernels.optional_triton import tl, triton
+from kernels.row_codes import RowCodes, empty_codes, row_warps, store_codes
 
 BLOCK = 1024  # values of a program: each thread loads 16 bytes of bf16 from each half
 
@@ -24,6 +25,15 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return out
 
 
+def swiglu_codes(gate_up: Tensor) -> RowCodes:
+    """`swiglu` in 8 bits, for I a multiple of 16 of at most `row_codes.MAX_SIZE`, on CUDA without autograd."""
+    rows, size = as_rows(gate_up), gate_up.shape[-1] // 2
+    out = empty_codes(torch.Size((*gate_up.shape[:-1], size)), gate_up)
+    options = {"BLOCK": triton.next_power_of_2(size), "num_warps": row_warps(size)} | pdl_options(rows.device)
+    _swiglu_codes[(len(rows),)](rows, out.codes, out.scales, rows.stride(0), size, **options)
+    return out
+
+
 def swiglu_reference(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
@@ -33,11 +43,24 @@ def swiglu_reference(gate_up: Tensor) -> Tensor:
 def _swiglu(gate_up, out, row_stride, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    product = _product(gate_up, row * row_stride, column, size, PDL)
+    tl.store(out + row * size + column, product.to(out.dtype.element_ty), mask=column < size)
+
+
+@triton.jit
+def _swiglu_codes(gate_up, codes, scales, row_stride, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """One program for each row, which it holds in registers."""
+    row = tl.program_id(0).to(tl.int64)
+    product = _product(gate_up, row * row_stride, tl.arange(0, BLOCK), size, PDL)
+    store_codes(product.to(gate_up.dtype.element_ty).to(tl.float32), codes, scales, row, size, BLOCK)
+
+
+@triton.jit
+def _product(gate_up, start, column, size, PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    pointers = gate_up + row * row_stride + column
+    pointers = gate_up + start + column
     gate = tl.load(pointers, mask=column < size, other=0.0).to(tl.float32)
     up = tl.load(pointers + size, mask=column < size, other=0.0).to(tl.float32)
-    product = gate * tl.sigmoid(gate) * up
-    tl.store(out + row * size + column, product.to(out.dtype.element_ty), mask=column < size)
+    return gate * tl.sigmoid(gate) * up

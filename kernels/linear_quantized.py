@@ -1,29 +1,30 @@
 """Quantized linear layers on Hopper GPUs: how their weights are packed, and which kernel computes them.
 
 gemv        up to GEMV_ROWS rows, `kernels/linear_quantized_gemv.py`: small programs, so that the next layer's start early
-stream      up to SCALED_ROWS or STREAM_ROWS rows, `kernels/linear_quantized_stream.py`: the codes are read once, and converted in registers.
-            The input keeps its 16 bits, also where the scheme would quantize it: more exact than asked
+stream      up to SCALED_ROWS or STREAM_ROWS rows, `kernels/linear_quantized_stream.py`: the codes are read once, and converted in
+            registers. The input keeps its 16 bits, also where the scheme would quantize it: more exact than asked
 scaled      more rows of an fp8 weight with a scale for each row whose scheme quantizes the input: each row of the input by its
-            own largest value, then PyTorch's product of fp8 matrices
+            own largest value (`kernels/row_codes.py`), then PyTorch's product of fp8 matrices
 dequantize  else: a Triton kernel writes the weight in 16 bits, one layer at a time, for F.linear
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.activation import swiglu as activation
-from kernels.dispatch import as_rows
+from kernels.activation import swiglu as swiglu_of
+from kernels.dispatch import on_gpu
 from kernels.linear import aligned, counters
 from kernels.linear_config import has_stream
 from kernels.linear_quantized_config import GROUPS, SCALED_ROWS, STREAM_ROWS, Format, QuantizedConfig, QuantizedGemv, config
 from kernels.optional_triton import tl, triton
-
-FP8 = torch.float8_e4m3fn
+from kernels.row_codes import FP8, MAX_SIZE, RowCodes, quantize_rows
 
 
 @dataclass(frozen=True)
@@ -91,37 +92,48 @@ def _pairs(values: Tensor, fmt: Format) -> Tensor:
 # --- the layer ----------------------------------------------------------------------------------------------------------------
 
 
-def linear(x: Tensor, weight: Packed, bias: Tensor | None = None, swiglu: bool = False) -> Tensor:
+def linear(
+    x: Tensor | RowCodes,
+    weight: Packed,
+    bias: Tensor | None = None,
+    swiglu: bool = False,
+    activation: Callable[[Tensor], Any] = swiglu_of,
+) -> Any:
     """x @ weight.T + bias, (..., K) to (..., N), or silu(gate) * up of it, to (..., N / 2), in x's dtype: bf16 or fp16, on CUDA.
 
-    bias: (N,). The conditions are those of `kernels.linear.linear`.
+    x: `RowCodes` only if the weight `reads_codes`. bias: (N,). activation: computes silu(gate) * up where the kernel of the product
+    does not; the caller may want a result in 8 bits. The conditions are those of `kernels.linear.linear`.
     """
+    if isinstance(x, RowCodes):
+        y = scaled_linear(x, weight, bias)
+        return activation(y) if swiglu else y
     rows = x.numel() // weight.k
     if weight.columns is not None:
         x = x.index_select(-1, weight.columns)
-    scaled = _has_scaled_product(weight, x)
+    scaled = rows > 0 and _has_scaled_product(weight, x.dtype)
     few = 0 < rows <= (SCALED_ROWS if scaled else STREAM_ROWS) and aligned(x)
     if few and (chosen := config(rows, weight.n, weight.k, weight.format, swiglu)):
         return linear_with(x, weight, bias, chosen, swiglu)
-    if scaled:
-        y = scaled_linear(x, weight, bias)
-    else:
-        y = F.linear(x, dequantize(weight, x.dtype), bias)
+    y = scaled_linear(quantize_rows(x), weight, bias) if scaled else F.linear(x, dequantize(weight, x.dtype), bias)
     return activation(y) if swiglu else y
 
 
-def _has_scaled_product(weight: Packed, x: Tensor) -> bool:
-    fp8 = weight.scaled and weight.format == Format("fp8") and weight.n % 16 == 0
-    return fp8 and x.dtype == torch.bfloat16 and x.numel() > 0
+def reads_codes(weight: Packed, like: Tensor) -> bool:
+    """Whether `linear` quantizes an input with the rows (..., any) and the data type of `like`, so that the kernel before it may."""
+    rows = like.numel() // like.shape[-1]
+    scaled = weight.columns is None and weight.k <= MAX_SIZE and _has_scaled_product(weight, like.dtype)
+    return scaled and rows > SCALED_ROWS and on_gpu(like)
+
+
+def _has_scaled_product(weight: Packed, dtype: torch.dtype) -> bool:
+    return weight.scaled and weight.format == Format("fp8") and weight.n % 16 == 0 and dtype == torch.bfloat16
 
 
 def linear_with(x: Tensor, weight: Packed, bias: Tensor | None, chosen: QuantizedConfig, swiglu: bool) -> Tensor:
     """`linear` by the gemv or stream kernel, for x with its columns in the order of the codes."""
     out = torch.empty(*x.shape[:-1], weight.n // 2 if swiglu else weight.n, dtype=x.dtype, device=x.device)
-    x, shared = (
-        x.reshape(-1, weight.k),
-        counters(x.device),
-    )  # allocated even if this layer needs none, as later ones may be captured
+    # counters are allocated even if this layer needs none, because later ones may be captured
+    x, shared = x.reshape(-1, weight.k), counters(x.device)
     if isinstance(chosen, QuantizedGemv):  # both modules need Gluon
         import_module("kernels.linear_quantized_gemv").gemv(x, weight, bias, out, chosen, swiglu)
     else:
@@ -129,12 +141,10 @@ def linear_with(x: Tensor, weight: Packed, bias: Tensor | None, chosen: Quantize
     return out
 
 
-def scaled_linear(x: Tensor, weight: Packed, bias: Tensor | None) -> Tensor:
-    """The product of fp8 matrices, with each row of x (..., K) bf16 divided by its own scale."""
-    codes, scales = quantize_rows(as_rows(x))
-    y = torch._scaled_mm(
-        codes, weight.codes.view(FP8).T, scales, weight.scales[None, :], bias=bias, out_dtype=x.dtype, use_fast_accum=True
-    )
+def scaled_linear(x: RowCodes, weight: Packed, bias: Tensor | None) -> Tensor:
+    """The product of fp8 matrices, (..., N)."""
+    codes = weight.codes.view(FP8).T
+    y = torch._scaled_mm(x.codes, codes, x.scales, weight.scales[None, :], bias=bias, out_dtype=x.dtype, use_fast_accum=True)
     return y.view(*x.shape[:-1], weight.n)
 
 
@@ -144,34 +154,6 @@ def supports(dtype: torch.dtype) -> bool:
 
 
 # --- kernels for many rows ----------------------------------------------------------------------------------------------------
-
-
-def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(codes, scales) of x (R, K): codes (R, K) fp8 in the order of packed 8-bit codes, scales (R, 1) fp32."""
-    codes, scales = torch.empty(x.shape, dtype=FP8, device=x.device), torch.empty(len(x), 1, device=x.device)
-    k = x.shape[1]
-    _quantize_rows[(len(x),)](x, codes, scales, x.stride(0), k, BLOCK=triton.next_power_of_2(k), num_warps=8)
-    return codes, scales
-
-
-@triton.jit
-def _quantize_rows(x, codes, scales, row_stride, K, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    place = tl.arange(0, BLOCK)
-    values = tl.load(x + row * row_stride + _feature(place, 2), mask=place < K, other=0).to(tl.float32)
-    largest = tl.max(tl.abs(values))
-    scale = tl.where(largest > 0, largest / 448.0, 1.0)
-    tl.store(scales + row, scale)
-    scaled = tl.minimum(tl.maximum(values / scale, -448.0), 448.0)
-    tl.store(codes + row * K + place, scaled.to(tl.float8e4nv), mask=place < K)
-
-
-@triton.jit
-def _feature(place, PER_PAIR: tl.constexpr):
-    """The input feature of the place-th code of a row: the inverse of `_pairs`."""
-    UNIT: tl.constexpr = 8 * PER_PAIR
-    within = place % UNIT
-    return place - within + within % PER_PAIR * 8 + within // (2 * PER_PAIR) * 2 + within // PER_PAIR % 2
 
 
 def dequantize(weight: Packed, dtype: torch.dtype) -> Tensor:
@@ -191,7 +173,7 @@ def _dequantize(codes, scales, zeros, out, K, scale_stride, GROUP: tl.constexpr,
     row = tl.program_id(0).to(tl.int64)
     feature = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = feature < K
-    within = feature % (8 * PER_PAIR)  # the place of the feature's code: the inverse of `_feature`
+    within = feature % (8 * PER_PAIR)  # the place of the feature's code, see `_pairs`
     place = feature - within + within % 8 // 2 * (2 * PER_PAIR) + within % 2 * PER_PAIR + within // 8
     if BITS == 4:
         byte = tl.load(codes + row * (K // 2) + place // 2, mask=mask, other=0).to(tl.int32)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kernels.dispatch import as_rows, on_gpu, pdl_options
 from kernels.optional_triton import tl, triton
+from kernels.row_codes import RowCodes, empty_codes, store_codes
 
 MAX_SIZE = 65536
 
@@ -24,7 +25,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     rows, out = as_rows(x), torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if len(rows):
         options = _options(rows.shape[1]) | pdl_options(x.device)
-        _rms_norm[(len(rows),)](rows, None, weight.contiguous(), None, out, rows.stride(0), None, eps, **options)
+        _rms_norm[(len(rows),)](rows, None, weight.contiguous(), None, out, None, rows.stride(0), None, eps, **options)
     return out
 
 
@@ -35,13 +36,24 @@ def add_rms_norm(x: Tensor, update: Tensor, weight: Tensor, eps: float, early: b
     the previous one has finished; False after a join with another stream (see `dispatch.rejoin`)."""
     if not on_gpu(x):
         return add_rms_norm_reference(x, update, weight, eps)
-    rows, updates = as_rows(x), as_rows(update.expand_as(x))
-    total, out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return _add_norm(x, update, weight, eps, early, out, None), out
+
+
+def add_rms_norm_codes(x: Tensor, update: Tensor, weight: Tensor, eps: float, early: bool = True) -> tuple[Tensor, RowCodes]:
+    """`add_rms_norm` with the norm in 8 bits, for C a multiple of 16, on CUDA without autograd."""
+    out = empty_codes(x.shape, x)
+    return _add_norm(x, update, weight, eps, early, out.codes, out.scales), out
+
+
+def _add_norm(x: Tensor, update: Tensor, weight: Tensor, eps: float, early: bool, out: Tensor, scales: Tensor | None) -> Tensor:
+    """The sum; its norm is stored in `out`, as codes if there are scales."""
+    rows, updates, total = as_rows(x), as_rows(update.expand_as(x)), torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if len(rows):
         strides, pdl = (rows.stride(0), updates.stride(0)), pdl_options(x.device)
         options = _options(rows.shape[1]) | pdl | {"launch_pdl": pdl["PDL"] and early}
-        _rms_norm[(len(rows),)](rows, updates, weight.contiguous(), total, out, *strides, eps, **options)
-    return total, out
+        _rms_norm[(len(rows),)](rows, updates, weight.contiguous(), total, out, scales, *strides, eps, **options)
+    return total
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -55,9 +67,11 @@ def add_rms_norm_reference(x: Tensor, update: Tensor, weight: Tensor, eps: float
 
 @triton.jit
 def _rms_norm(
-    x, update, weight, total, out, x_stride, update_stride, eps, C: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    x, update, weight, total, out, scales, x_stride, update_stride, eps,
+    C: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program for each row, which it holds in registers. If update is not None, total = x + update is normalized."""
+    """One program for each row, which it holds in registers. If update is not None, total = x + update is normalized. If scales is
+    not None, out gets codes."""
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = column < C
     # loaded before the wait for the previous kernel, because no kernel writes weights
@@ -72,7 +86,10 @@ def _rms_norm(
         tl.store(total + row * C + column, rounded, mask=inside)
         values = rounded.to(tl.float32)
     normed = values * tl.rsqrt(tl.sum(values * values, axis=0) / C + eps) * scale
-    tl.store(out + row * C + column, normed.to(out.dtype.element_ty), mask=inside)
+    if scales is None:
+        tl.store(out + row * C + column, normed.to(out.dtype.element_ty), mask=inside)
+    else:
+        store_codes(normed.to(x.dtype.element_ty).to(tl.float32), out, scales, row, C, BLOCK)
 
 
 def _options(size: int) -> dict[str, Any]:

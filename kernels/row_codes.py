@@ -1,0 +1,73 @@
+"""Activations in 8 bits: what kernels store for a layer that multiplies fp8 matrices.
+
+The functions that make such an activation return `RowCodes` where the layer that reads it asks for them (`Linear.reads_codes`).
+Its codes are those of its values after rounding to 16 bits, so they do not depend on where it is quantized.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.dispatch import as_rows, pdl_options
+from kernels.optional_triton import tl, triton
+
+FP8 = torch.float8_e4m3fn
+MAX_SIZE = 32768  # values of a row, which a program holds in registers
+
+
+class RowCodes(NamedTuple):
+    """An activation (..., K): codes times scales.
+
+    codes: (R, K) fp8, in the order of packed 8-bit codes (`kernels/linear_quantized.py`). scales: (R, 1) fp32. shape and dtype: of
+    the activation.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def empty_codes(shape: torch.Size, like: Tensor) -> RowCodes:
+    """Memory for an activation of this shape, in the data type and on the device of `like`."""
+    size = shape[-1]
+    codes = torch.empty(shape.numel() // size, size, dtype=FP8, device=like.device)
+    return RowCodes(codes, torch.empty(len(codes), 1, device=like.device), shape, like.dtype)
+
+
+def quantize_rows(x: Tensor) -> RowCodes:
+    """x (..., K) with each row divided by its own scale, which makes its largest value 448; on CUDA, K a multiple of 16."""
+    rows, out = as_rows(x), empty_codes(x.shape, x)
+    size = x.shape[-1]
+    options = {"BLOCK": triton.next_power_of_2(size), "num_warps": row_warps(size)} | pdl_options(x.device)
+    _quantize_rows[(len(rows),)](rows, out.codes, out.scales, rows.stride(0), size, **options)
+    return out
+
+
+def row_warps(size: int) -> int:
+    """Warps of a program that holds a row: 16 values a thread, or more if there would be more than 32 warps."""
+    return min(max(triton.next_power_of_2(size) // 512, 1), 32)
+
+
+@triton.jit
+def _quantize_rows(x, codes, scales, row_stride, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    values = tl.load(x + row * row_stride + column, mask=column < size, other=0.0).to(tl.float32)
+    store_codes(values, codes, scales, row, size, BLOCK)
+
+
+@triton.jit
+def store_codes(values, codes, scales, row, size, BLOCK: tl.constexpr):
+    """Store the codes and the scale of a row: values (BLOCK,) fp32, 0 from `size` on."""
+    largest = tl.max(tl.abs(values), axis=0)
+    scale = tl.where(largest > 0, largest / 448.0, 1.0)
+    tl.store(scales + row, scale)
+    found = tl.minimum(tl.maximum(values / scale, -448.0), 448.0).to(tl.float8e4nv)
+    # of 16 features: which half, thread of four, which of its two neighbours; the halves' codes are neighbours in the result
+    parts = tl.permute(tl.reshape(found, (BLOCK // 16, 2, 4, 2)), (0, 2, 3, 1))
+    place = tl.arange(0, BLOCK)
+    tl.store(codes + row * size + place, tl.reshape(parts, (BLOCK,)), mask=place < size)
