@@ -412,12 +412,19 @@ def open_source(name: str, config: ModelConfig) -> Source:
 
 
 def load_model(
-    name: str, config: ModelConfig, world: World, dtype: torch.dtype, seed: int = 0, cache_tokens: int = 0
+    name: str,
+    config: ModelConfig,
+    world: World,
+    dtype: torch.dtype,
+    seed: int = 0,
+    cache_tokens: int = 0,
+    kv_dtype: str = "auto",
 ) -> Transformer:
     """Build this rank's shard of the model and fill it. Collective.
 
     If any rank has an error, all ranks raise the same UserError. Before anything is allocated, the ranks check that the files
-    match `config`, and that there is enough memory for the weights and a KV cache of `cache_tokens` tokens.
+    match `config`, and that there is enough memory for the weights and a KV cache of `cache_tokens` tokens in
+    `kv_dtype`.
     """
     error = source = model = None
     try:
@@ -425,7 +432,7 @@ def load_model(
     except UserError as e:
         error = e
     agree_on_error(world, error)
-    check_memory(name, config, world, dtype, cache_tokens)
+    check_memory(name, config, world, dtype, cache_tokens, kv_dtype)
     try:
         model = fill_model(name, source, config, world, dtype, seed)
     except UserError as e:

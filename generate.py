@@ -405,7 +405,8 @@ def main() -> None:
         note(f"warning: {job.args.model} is a config.json alone: the weights are random and the text is noise")
     dtype = DTYPES[dtype_name(job.args.dtype, world.device.type)]
     began = time.perf_counter()
-    model = load_model(job.args.model, job.config, world, dtype, job.args.seed, job.cache_tokens)
+    kv_dtype = job.args.kv_dtype
+    model = load_model(job.args.model, job.config, world, dtype, job.args.seed, job.cache_tokens, kv_dtype)
     quantized = f", {job.config.quantization.description}" if job.config.quantization else ""
     note(
         f"{job.args.model}: {job.config.parameter_count() / 1e6:,.0f}M parameters, {job.config.description}, {dtype}{quantized}, "
@@ -416,7 +417,7 @@ def main() -> None:
     if job.args.compile:
         model.compile_modules()
     drafts = {"speculate": job.args.speculate, "draft_tokens": job.args.draft_tokens}
-    llm = LLM(model, job.tokenizer, world, kv_dtype=job.args.kv_dtype, **drafts)
+    llm = LLM(model, job.tokenizer, world, kv_dtype=kv_dtype, **drafts)
     if job.args.score:
         print_score(job, llm, world)
     elif job.args.interactive:

@@ -13,7 +13,7 @@ from errors import UserError
 from tp import SPLITS, Shard, World, agree_on_error, checkpoint_name, stream_shards
 
 SHORT = "GB a rank for its weights"  # every message about a model that does not fit contains this
-SCALE_BYTES = 4  # of a quantized layer's scale, with its zero point, at most
+SCALE_BYTES = 4  # of a scale: a quantized layer's, with its zero point, at most; or that of a head of a token in an fp8 cache
 CGROUPS = (  # version 2, then 1: limit, use, and the key of `memory.stat` for file pages that the kernel can reclaim
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat", "inactive_file"),
     (
@@ -47,10 +47,11 @@ def weight_bytes(config: ModelConfig, world_size: int, dtype: torch.dtype) -> in
     return total
 
 
-def cache_bytes(config: ModelConfig, world_size: int, dtype: torch.dtype, tokens: int) -> int:
-    """Bytes of one rank's keys and values for `tokens` tokens."""
-    shards = stream_shards(config, 0, world_size)
-    return 2 * config.n_layers * tokens * sum(len(s.range(config, "kv_heads")) for s in shards) * dtype.itemsize
+def cache_bytes(config: ModelConfig, world_size: int, dtype: torch.dtype, tokens: int, kv_dtype: str = "auto") -> int:
+    """Bytes of one rank's keys and values for `tokens` tokens. dtype: the model's. kv_dtype: one of `options.KV_DTYPES`."""
+    features = sum(len(shard.range(config, "kv_heads")) for shard in stream_shards(config, 0, world_size))
+    of_head = config.head_dim + SCALE_BYTES if kv_dtype == "fp8" else config.head_dim * dtype.itemsize
+    return 2 * config.n_layers * tokens * features // config.head_dim * of_head
 
 
 def free_bytes(device: torch.device) -> int:
@@ -89,14 +90,17 @@ def _field(path: Path, name: str) -> int | None:
         return None
 
 
-def check_memory(name: str, config: ModelConfig, world: World, dtype: torch.dtype, tokens: int = 0) -> None:
+def check_memory(
+    name: str, config: ModelConfig, world: World, dtype: torch.dtype, tokens: int = 0, kv_dtype: str = "auto"
+) -> None:
     """Raise UserError on every rank if any rank lacks the memory for its weights and a cache of `tokens` tokens.
 
     Collective: no rank starts to allocate before all ranks have measured the free memory.
     """
     error = None
     try:
-        weights, cache = (weight_bytes(config, world.world_size, dtype), cache_bytes(config, world.world_size, dtype, tokens))
+        weights = weight_bytes(config, world.world_size, dtype)
+        cache = cache_bytes(config, world.world_size, dtype, tokens, kv_dtype)
         free = free_bytes(world.device)
         if weights + cache > free:
             error = UserError(shortage(name, world, weights, cache, free))

@@ -11,10 +11,12 @@ import memory
 from checkpoint import load_model
 from comm import Local
 from config import with_variant
+from engine.paged_cache import CODES, PagedCache
 from errors import UserError
 from hf_config import config_to_hf
-from memory import check_memory, weight_bytes
+from memory import cache_bytes, check_memory, weight_bytes
 from model import Transformer
+from options import KV_DTYPES
 from presets import PRESETS, has_random_weights, model_config, preset
 from server.launch import prepare
 from server.settings import Settings
@@ -57,6 +59,16 @@ def test_the_estimate_is_what_a_rank_allocates(variant: str, ranks: int, tied: b
     model = Transformer(config, Ranks(ranks), CPU, torch.bfloat16)
     matrices = sum(p.nbytes for p in model.parameters() if p.dim() == 2)
     assert weight_bytes(config, ranks, torch.bfloat16) == matrices
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_the_estimate_of_a_cache_is_what_it_takes(ranks: int, kv_dtype: str) -> None:
+    model = Transformer(preset("tiny:2"), Ranks(ranks), CPU, torch.bfloat16)
+    dtype = CODES if kv_dtype == "fp8" else torch.bfloat16
+    cache = PagedCache(model.attention_slots, 3, 16, model.n_kv_heads, model.config.head_dim, CPU, dtype)
+    taken = cache.keys_values.nbytes + (0 if cache.scales is None else cache.scales.nbytes)
+    assert cache_bytes(model.config, ranks, torch.bfloat16, 3 * 16, kv_dtype) == taken
 
 
 def test_one_line_and_exit_code_2_before_anything_is_allocated(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,6 +122,16 @@ def test_the_refusal_names_what_is_needed_and_free(monkeypatch: pytest.MonkeyPat
     check_memory("llama-3-8b", PRESETS["llama-3-8b"], World(0, 1, CPU, Local()), torch.bfloat16)
     with pytest.raises(UserError, match=r"^llama-3-8b needs about 32\.1 GB a rank for its weights, and 20\.0 GB are free; "):
         check_memory("llama-3-8b", PRESETS["llama-3-8b"], World(0, 1, CPU, Local()), torch.float32)
+
+
+def test_codes_in_the_cache_need_less(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of `generate.py`: 10 MB of keys and values in fp32 do not fit where their codes do."""
+    flags = ("--model", "tiny", "--prompt-length", 100, "--num-samples", 40, "--batch-size", 40, "--max-new-tokens", 1)
+    config = preset("tiny")
+    weights, cache = weight_bytes(config, 1, torch.float32), cache_bytes(config, 1, torch.float32, 40 * 101)
+    monkeypatch.setattr(memory, "host_free_bytes", lambda: weights + cache // 2)
+    assert here(*flags, "--dtype", "float32").code == 2
+    assert here(*flags, "--dtype", "float32", "--kv-dtype", "fp8").code == 0
 
 
 # --- a config.json alone -------------------------------------------------------------------------------------------------

@@ -100,7 +100,7 @@ class Models:
             world = replace(self.world, comm=comm, overlap=s.overlap)
             config = model_config(s.model, s.variant, s.tp, s.quantize)
             tokens = s.batch * (s.prompt_length + s.new_tokens)
-            model = load_model(s.model, config, world, DTYPES[s.dtype], s.seed, tokens)
+            model = load_model(s.model, config, world, DTYPES[s.dtype], s.seed, tokens, s.kv_dtype)
             if s.compile:
                 model.compile_modules()
             self.loaded[self.key(s)] = LLM(model, world=world, kv_dtype=s.kv_dtype), comm
