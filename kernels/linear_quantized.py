@@ -1,10 +1,11 @@
 """Quantized linear layers on Hopper GPUs: how their weights are packed, and which kernel computes them.
 
 gemv        up to GEMV_ROWS rows, `kernels/linear_quantized_gemv.py`: small programs, so that the next layer's start early
-stream      up to SCALED_ROWS or STREAM_ROWS rows, `kernels/linear_quantized_stream.py`: the codes are read once, and converted in
-            registers. The input keeps its 16 bits, also where the scheme would quantize it: more exact than asked
-scaled      more rows of an fp8 weight with a scale for each row whose scheme quantizes the input: each row of the input by its
-            own largest value (`kernels/row_codes.py`), then PyTorch's product of fp8 matrices
+exact       up to STREAM_ROWS rows, `kernels/linear_quantized_stream.py`: the codes are read once, and converted in registers. The
+            input keeps its 16 bits
+scaled      an fp8 weight with a scale for each row whose scheme quantizes the input, too, with more than EXACT_ROWS rows: each row
+            of the input by its own largest value (`kernels/row_codes.py`), then a product of fp8 codes, up to CODE_ROWS rows by
+            `kernels/linear_stream.py`, else by PyTorch. With few rows `exact` is as fast, and more exact than the scheme asks
 dequantize  else: a Triton kernel writes the weight in 16 bits, one layer at a time, for F.linear
 """
 
@@ -21,8 +22,17 @@ from torch import Tensor
 from kernels.activation import swiglu as swiglu_of
 from kernels.dispatch import on_gpu
 from kernels.linear import aligned, counters
-from kernels.linear_config import has_stream
-from kernels.linear_quantized_config import GROUPS, SCALED_ROWS, STREAM_ROWS, Format, QuantizedConfig, QuantizedGemv, config
+from kernels.linear_config import Stream, has_stream
+from kernels.linear_quantized_config import (
+    EXACT_ROWS,
+    GROUPS,
+    STREAM_ROWS,
+    Format,
+    QuantizedConfig,
+    QuantizedGemv,
+    code_config,
+    config,
+)
 from kernels.optional_triton import tl, triton
 from kernels.row_codes import FP8, MAX_SIZE, RowCodes, quantize_rows
 
@@ -111,7 +121,7 @@ def linear(
     if weight.columns is not None:
         x = x.index_select(-1, weight.columns)
     scaled = rows > 0 and _has_scaled_product(weight, x.dtype)
-    few = 0 < rows <= (SCALED_ROWS if scaled else STREAM_ROWS) and aligned(x)
+    few = 0 < rows <= (EXACT_ROWS if scaled else STREAM_ROWS) and aligned(x)
     if few and (chosen := config(rows, weight.n, weight.k, weight.format, swiglu)):
         return linear_with(x, weight, bias, chosen, swiglu)
     y = scaled_linear(quantize_rows(x), weight, bias) if scaled else F.linear(x, dequantize(weight, x.dtype), bias)
@@ -122,7 +132,7 @@ def reads_codes(weight: Packed, like: Tensor) -> bool:
     """Whether `linear` quantizes an input with the rows (..., any) and the data type of `like`, so that the kernel before it may."""
     rows = like.numel() // like.shape[-1]
     scaled = weight.columns is None and weight.k <= MAX_SIZE and _has_scaled_product(weight, like.dtype)
-    return scaled and rows > SCALED_ROWS and on_gpu(like)
+    return scaled and rows > EXACT_ROWS and on_gpu(like)
 
 
 def _has_scaled_product(weight: Packed, dtype: torch.dtype) -> bool:
@@ -142,10 +152,23 @@ def linear_with(x: Tensor, weight: Packed, bias: Tensor | None, chosen: Quantize
 
 
 def scaled_linear(x: RowCodes, weight: Packed, bias: Tensor | None) -> Tensor:
-    """The product of fp8 matrices, (..., N)."""
-    codes = weight.codes.view(FP8).T
-    y = torch._scaled_mm(x.codes, codes, x.scales, weight.scales[None, :], bias=bias, out_dtype=x.dtype, use_fast_accum=True)
+    """The product of fp8 codes, (..., N)."""
+    chosen, codes = code_config(len(x.codes), weight.n, weight.k), weight.codes.view(FP8)
+    if chosen:
+        y = scaled_linear_with(x, weight, bias, chosen)
+    else:
+        scales = x.scales, weight.scales[None, :]
+        y = torch._scaled_mm(x.codes, codes.T, *scales, bias=bias, out_dtype=x.dtype, use_fast_accum=True)
     return y.view(*x.shape[:-1], weight.n)
+
+
+def scaled_linear_with(x: RowCodes, weight: Packed, bias: Tensor | None, chosen: Stream) -> Tensor:
+    """`scaled_linear` by the stream kernel, (R, N)."""
+    out = torch.empty(len(x.codes), weight.n, dtype=x.dtype, device=x.codes.device)
+    stream = import_module("kernels.linear_stream").stream  # needs Gluon
+    scales = x.scales, weight.scales
+    stream(x.codes, weight.codes.view(FP8), bias, out, counters(out.device), chosen, False, scales)
+    return out
 
 
 def supports(dtype: torch.dtype) -> bool:

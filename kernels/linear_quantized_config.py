@@ -4,10 +4,14 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from kernels.linear_config import GEMV_ROWS, SMS, STREAM_BYTES, SUMS, Stream
+from kernels.linear_tuning import Shape
+from kernels.linear_tuning import stream_candidates as plain_candidates
 
 GROUPS = (16, 32, 64, 128)  # input features that share a scale
 STREAM_ROWS = 128  # rows of the stream kernel, at most
-SCALED_ROWS = 64  # if the product of fp8 matrices can compute more
+EXACT_ROWS = 16  # of them, if products of fp8 codes can compute more
+CODE_ROWS = 64  # of the kernel for products of codes; with more, PyTorch's
+WIDE = 16384  # features of a weight that is multiplied with codes in tiles of 128
 LARGE = 10**8  # codes of a weight whose 4-bit tiles have more rows
 TILES = (  # rows of the weight, columns, warps and programs of other configs
     *((n, k, 4, programs) for n, k in ((128, 128), (128, 256), (64, 256), (64, 128)) for programs in (2 * SMS, SMS)),
@@ -122,6 +126,19 @@ def config(rows: int, n: int, k: int, fmt: Format, swiglu: bool) -> QuantizedCon
     """The config for `rows` rows and an (n, k) weight; None if no kernel supports it."""
     chosen = candidates(rows, n, k, fmt, swiglu)
     return chosen[0] if chosen else None
+
+
+@cache
+def code_config(rows: int, n: int, k: int) -> Stream | None:
+    """The config for products of fp8 codes (rows, k) and (n, k); None if PyTorch's are expected to be faster."""
+    found = code_candidates(rows, n, k)
+    return found[0] if found and rows <= CODE_ROWS else None
+
+
+def code_candidates(rows: int, n: int, k: int) -> list[Stream]:
+    """Configs to try, the one that is expected to be fastest first: those of a layer of 16 bits with as many bytes."""
+    tile = 128 if n >= WIDE and rows > 16 else 64
+    return sorted(plain_candidates(rows, Shape(n, k // 2)), key=lambda chosen: chosen.block_n != tile)
 
 
 def candidates(rows: int, n: int, k: int, fmt: Format, swiglu: bool) -> list[QuantizedConfig]:

@@ -12,6 +12,9 @@ program ever waits for another one: another stream's kernel may hold the SM that
 With programmatic dependent launch, the ring is filled with weights, which no kernel writes, before the previous kernel has
 finished. Everything else, the counters included, comes after the wait for that kernel. Triton's interpreter cannot run this;
 `tests/support/gluon.py` can.
+
+Weight and input may both be fp8 codes with a scale for each row, which multiplies the sums. A config's columns are then pairs of
+codes, so it serves a 16-bit layer of as many bytes as well.
 """
 
 import torch
@@ -86,7 +89,7 @@ def share_tile(share, i):
 def _load_weight(weight, ring, slot, feature, column, SWIGLU: gl.constexpr):
     """Start to load a step's weight. The buffer's barrier then expects these bytes and those of the input."""
     a, b, full, _free = ring
-    X_BYTES: gl.constexpr = b.type.shape[1] * b.type.shape[2] * 2
+    X_BYTES: gl.constexpr = weight.block_type.nbytes // weight.block_type.shape[0] * b.type.shape[1]
     ready = full.index(slot)
     if SWIGLU:  # as many rows of the gate as of the up projection
         mbarrier.expect(ready, 2 * weight.block_type.nbytes + X_BYTES)
@@ -137,7 +140,9 @@ def _load(x, weight, ring, share, SWIGLU: gl.constexpr, PDL: gl.constexpr):
 
 
 @gluon.jit
-def _multiply(ring, bias, out, partials, counters, rows, features, share, SWIGLU: gl.constexpr, PDL: gl.constexpr):
+def _multiply(
+    ring, scales, bias, out, partials, counters, rows, features, share, SWIGLU: gl.constexpr, PDL: gl.constexpr
+):  # fmt: skip
     """The multiplying warps: for each tile, the products of this program's steps, then the tile's result or its piece's sums.
 
     With SWIGLU, `sums` are those of the gate and `up` are those of the up projection.
@@ -147,7 +152,9 @@ def _multiply(ring, bias, out, partials, counters, rows, features, share, SWIGLU
     PARTS: gl.constexpr = 2 if SWIGLU else 1  # wgmmas in a step
     BLOCK: gl.constexpr = a.type.shape[1]
     ROWS: gl.constexpr = b.type.shape[1]
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, ROWS, 16])
+    x_scales, row_scales = scales
+    COLUMNS: gl.constexpr = 16 if x_scales is None else 32  # of a wgmma's operands
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, ROWS, COLUMNS])
     _row_tiles, row_tile, _nth, _sharers, steps, _whole, _total = share
     tiles, _steps = share_counts(share)
     if PDL:
@@ -178,7 +185,18 @@ def _multiply(ring, bias, out, partials, counters, rows, features, share, SWIGLU
             if complete:
                 sums, up = add_pieces(sums, up, partials, counters, share, shared, SWIGLU)
         if complete:
+            if x_scales is not None:
+                sums *= _scales(row_scales, tile * BLOCK, features, 1, sums)[:, None]
+                sums *= _scales(x_scales, row_tile * ROWS, rows, 0, sums)[None, :]
             store_tile(sums, up, bias, out, row_tile * ROWS, tile * BLOCK, rows, features, SWIGLU)
+
+
+@gluon.jit
+def _scales(pointer, first, count, DIM: gl.constexpr, sums):
+    """Scales of the sums' rows (DIM 1) or columns (DIM 0), which begin with the `first` of `count`."""
+    SIZE: gl.constexpr = sums.shape[1 - DIM]
+    place = first + gl.arange(0, SIZE, gl.SliceLayout(DIM, sums.type.layout))
+    return gl.load(pointer + place, mask=place < count, other=0)
 
 
 @gluon.jit
@@ -270,6 +288,8 @@ def store_tile(sums, up, bias, out, row, column, rows, features, SWIGLU: gl.cons
 def _stream(
     x,  # descriptor of (rows, K)
     weight,  # descriptor of (N, K)
+    x_scales,  # of codes: those of the rows of x (rows,), else None
+    row_scales,  # and of the weight (N,)
     bias,  # (N,) or None
     out,  # (rows, features)
     partials,  # for each program, the fp32 sums of two tiles
@@ -297,7 +317,7 @@ def _stream(
     share = program_share(rows, features, K, b.type.shape[1], BLOCK, BLOCK_K)
     gl.warp_specialize(
         [
-            (_multiply, (ring, bias, out, partials, counters, rows, features, share, SWIGLU, PDL)),
+            (_multiply, (ring, (x_scales, row_scales), bias, out, partials, counters, rows, features, share, SWIGLU, PDL)),
             (_load, (x, weight, ring, share, SWIGLU, PDL)),
         ],
         [1],
@@ -308,19 +328,30 @@ def _stream(
 # --- launch -------------------------------------------------------------------------------------------------------------------
 
 
-def stream(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, counters: Tensor, chosen: Stream, swiglu: bool) -> None:
-    """`kernels.linear.linear_with` into out (rows, features), for x (rows, K) and weight (N, K), bf16 or fp16. Raises ValueError
-    if the config does not support them."""
-    if not chosen.supports(len(x), len(weight), x.shape[1], swiglu):
+def stream(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    counters: Tensor,
+    chosen: Stream,
+    swiglu: bool,
+    scales: tuple[Tensor, Tensor] | None = None,
+) -> None:
+    """`kernels.linear.linear_with` into out (rows, features), for x (rows, K) and weight (N, K), bf16 or fp16; or fp8 with the
+    scales of their rows in fp32, without swiglu. Raises ValueError if the config does not support them."""
+    words = x.shape[1] * x.itemsize // 2
+    if not chosen.supports(len(x), len(weight), words, swiglu) or (scales and swiglu):
         raise ValueError(f"{chosen} cannot multiply {len(x)} rows with a weight {tuple(weight.shape)}, swiglu={swiglu}")
-    features = out.shape[-1]
+    features, block_k = out.shape[-1], chosen.block_k * 2 // x.itemsize
     tile_rows, block = chosen.tile_rows(len(x)), chosen.block_n * features // len(weight)
-    steps = -(-features // block) * -(-x.shape[1] // chosen.block_k)
+    steps = -(-features // block) * -(-words // chosen.block_k)
     programs = -(-len(x) // tile_rows) * min(chosen.sharers(len(x)), steps)
     partials = torch.empty(2 * programs * chosen.block_n * tile_rows, dtype=torch.float32, device=x.device)
     _stream[(programs,)](
-        descriptor(x, (tile_rows, chosen.block_k)),
-        descriptor(weight, (block, chosen.block_k)),
+        descriptor(x, (tile_rows, block_k)),
+        descriptor(weight, (block, block_k)),
+        *(scales or (None, None)),
         *(bias, out, partials, counters, len(x), features, x.shape[1]),
         STAGES=chosen.stages,
         SWIGLU=swiglu,
@@ -330,13 +361,20 @@ def stream(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, counters
     )
 
 
+ELEMENTS = {
+    torch.bfloat16: gl.bfloat16,
+    torch.float16: gl.float16,
+    torch.int16: gl.int16,
+    torch.float32: gl.float32,
+    torch.float8_e4m3fn: gl.float8e4nv,
+}
+
+
 def descriptor(matrix: Tensor, block: tuple[int, int], swizzled: bool = True) -> TensorDescriptor:
     """A TMA descriptor, which a CUDA graph keeps as a parameter of the kernel. Values beyond the matrix are loaded as zeros.
 
     swizzled: whether a block has the order that wgmma reads, rather than that of its rows."""
-    element = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.int16: gl.int16, torch.float32: gl.float32}[
-        matrix.dtype
-    ]
+    element = ELEMENTS[matrix.dtype]
     if swizzled:
         layout = gl.NVMMASharedLayout.get_default_for(list(block), element)
     else:

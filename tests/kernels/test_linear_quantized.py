@@ -277,7 +277,7 @@ def test_it_compiles_for_hopper_and_fits_an_sm(case: Case, monkeypatch: pytest.M
 # --- GPU ----------------------------------------------------------------------------------------------------------------------
 
 ROWS = ((1, 2), (3, 4), (5, 8), (16,), (17,), (64,), (128,))  # those of a tile of one size
-MANY = (256, 300)  # beyond the stream kernel
+MANY = (40, 64, 256, 300)  # by `linear`: products of codes, and what is beyond the stream kernels
 SHAPES = [(6144, 4096, False, False), (1000, 1152, False, True), (2 * 1336, 640, True, True)]  # N, K, SwiGLU, bias
 
 

@@ -2,6 +2,7 @@
 
 import importlib
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
@@ -79,6 +80,33 @@ def test_the_kernel_in_the_simulator(seed: int) -> None:
     for _ in range(12):
         case = random_case(dice)
         assert simulated(module, simulator, case) is None, case
+
+
+def fault_of_codes(case: Case, stream: Callable[..., None], counts: Tensor, early: list[Tensor]) -> str | None:
+    """What is wrong with a product of fp8 codes with scales. Adds what may be loaded early to `early`."""
+    rows, n, k, dtype, _, biased, chosen = case
+    device = counts.device
+    x, weight = (torch.randn(m, k, device=device).to(torch.float8_e4m3fn) for m in (rows, n))
+    scales = torch.rand(rows, 1, device=device) / k**0.5, torch.rand(n, device=device)
+    bias = torch.randn(n, device=device).to(dtype) if biased else None
+    early[:] = [weight]
+    exact = F.linear(x.double(), weight.double()) * scales[0].double() * scales[1].double() + (0 if bias is None else bias)
+    with gluon.poisoned():
+        out = torch.empty(rows, n, dtype=dtype, device=device)
+        stream(x, weight, bias, out, counts, chosen, False, scales)
+    if counts.any():
+        return "a counter is not zero"
+    return too_far(out, exact, exact.to(dtype), 4)  # a tensor core keeps few more bits of these sums than bf16 has
+
+
+def test_products_of_codes_in_the_simulator(seed: int) -> None:
+    dice = random.Random(seed)
+    module, simulator = gluon.load("kernels.linear_stream", seed)
+    for _ in range(6):
+        rows, n, k, dtype, _, biased, chosen = random_case(dice)
+        case = (rows, n, 2 * k, dtype, False, biased, chosen)
+        counts = torch.zeros(2 * chosen.programs, dtype=torch.int32)
+        assert fault_of_codes(case, module.stream, counts, simulator.early) is None, case
 
 
 FAULTS = {
@@ -182,9 +210,16 @@ def test_kernels_that_are_compiled_once() -> None:
     assert len(keys) == 1
 
 
-@pytest.mark.parametrize(("rows", "swiglu", "chosen"), [(1, False, Stream(64, 128, 12)), (100, True, Stream(256, 64, 4, 8))])
+@pytest.mark.parametrize(
+    ("rows", "swiglu", "chosen", "dtype"),
+    [
+        (1, False, Stream(64, 128, 12), torch.bfloat16),
+        (100, True, Stream(256, 64, 4, 8), torch.bfloat16),
+        (64, False, Stream(64, 128, 6), torch.float8_e4m3fn),
+    ],
+)
 def test_it_compiles_for_hopper_and_fits_an_sm(
-    rows: int, swiglu: bool, chosen: Stream, monkeypatch: pytest.MonkeyPatch
+    rows: int, swiglu: bool, chosen: Stream, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With Triton's compiler, for Hopper. The buffers and what else Triton needs take at most 227 KB."""
     triton = pytest.importorskip("triton")
@@ -198,11 +233,13 @@ def test_it_compiles_for_hopper_and_fits_an_sm(
     monkeypatch.setattr(triton.runtime.driver, "_active", target)
     monkeypatch.setattr(stream._stream, "run", lambda *a, **options: compiled.append(run(*a, **options | {"warmup": True})))
     monkeypatch.setattr(stream, "pdl_options", lambda _device: {"PDL": True, "launch_pdl": True})
-    x, weight = torch.empty(rows, 1032, dtype=torch.bfloat16), torch.empty(1024, 1032, dtype=torch.bfloat16)
+    x, weight = torch.empty(rows, 1040, dtype=dtype), torch.empty(1024, 1040, dtype=dtype)
     out = torch.empty(rows, 512 if swiglu else 1024, dtype=torch.bfloat16)
-    stream.stream(x, weight, None, out, torch.empty(0, dtype=torch.int32), chosen, swiglu)
+    scales = (torch.empty(rows, 1), torch.empty(1024)) if dtype.itemsize == 1 else None
+    stream.stream(x, weight, None, out, torch.empty(0, dtype=torch.int32), chosen, swiglu, scales)
     assert chosen.shared_bytes(rows) <= compiled[0].metadata.shared <= 227 << 10
-    assert "wgmma.mma_async" in compiled[0].asm["ptx"]
+    operands = "e4m3.e4m3" if scales else "bf16.bf16"
+    assert f"f32.{operands}" in compiled[0].asm["ptx"]
 
 
 # --- GPU ----------------------------------------------------------------------------------------------------------------------
@@ -229,6 +266,15 @@ def test_all_rows_on_a_gpu(n: int, k: int, dtype: torch.dtype, swiglu: bool, bia
             got = linear_with(x[:rows], weight, bias, chosen[size], swiglu)
         assert too_far(got, exact[:rows], plain[:rows]) is None, (rows, chosen, seed)
     assert not counters(x.device).any()
+
+
+@GPU
+@pytest.mark.parametrize("rows", [17, 64, 100, 256])
+@pytest.mark.parametrize(("n", "k", "biased"), [(6144, 4096, False), (1000, 1056, True)])
+def test_products_of_codes_on_a_gpu(rows: int, n: int, k: int, biased: bool, seed: int) -> None:
+    stream, counts = importlib.import_module("kernels.linear_stream").stream, counters(torch.device("cuda"))
+    for chosen in stream_candidates(rows, Shape(n, k // 2)):
+        assert fault_of_codes((rows, n, k, torch.bfloat16, False, biased, chosen), stream, counts, []) is None, (chosen, seed)
 
 
 @GPU

@@ -531,6 +531,7 @@ class Simulator:
             **{name: lambda *args: None for name in LAYOUTS},
             "NVMMASharedLayout": _SharedLayout,
             **{name: getattr(torch, name) for name in ("bfloat16", "float16", "float32", "int16", "int32", "int64")},
+            "float8e4nv": torch.float8_e4m3fn,
         }
         hopper = {
             "mbarrier": SimpleNamespace(
