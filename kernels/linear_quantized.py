@@ -182,32 +182,35 @@ def supports(dtype: torch.dtype) -> bool:
 def dequantize(weight: Packed, dtype: torch.dtype) -> Tensor:
     """The weight (N, K), with its columns in the order of the codes; each product is rounded once."""
     fmt, out = weight.format, torch.empty(weight.n, weight.k, dtype=dtype, device=weight.codes.device)
-    codes = weight.codes.view(FP8) if fmt.kind == "fp8" else weight.codes.view(torch.int8)
-    grid = (weight.n, triton.cdiv(weight.k, 2048))
-    _dequantize[grid](
-        codes, weight.scales, weight.zeros, out, weight.k, weight.scales.shape[-1], GROUP=fmt.group, BITS=fmt.bits, BLOCK=2048
-    )
+    codes = weight.codes.view({"fp8": FP8, "int8": torch.int8, "int4": torch.uint8}[fmt.kind])
+    block = min(4096 if weight.k % 4096 == 0 else 2048, triton.next_power_of_2(weight.k))
+    grid, sizes = (weight.n, triton.cdiv(weight.k, block)), (weight.k, weight.scales.shape[-1])
+    constants = {"GROUP": fmt.group, "BITS": fmt.bits, "BLOCK": block, "num_warps": max(1, block // 512)}
+    _dequantize[grid](codes, weight.scales, weight.zeros, out, *sizes, **constants)
     return out
 
 
 @triton.jit
 def _dequantize(codes, scales, zeros, out, K, scale_stride, GROUP: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr):
+    """One program for BLOCK features of a row. Codes are loaded as they lie, and put in order in registers."""
     PER_PAIR: tl.constexpr = 16 // BITS
-    row = tl.program_id(0).to(tl.int64)
-    feature = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = feature < K
-    within = feature % (8 * PER_PAIR)  # the place of the feature's code, see `_pairs`
-    place = feature - within + within % 8 // 2 * (2 * PER_PAIR) + within % 2 * PER_PAIR + within // 8
+    BYTES: tl.constexpr = BLOCK * BITS // 8
+    GROUPS: tl.constexpr = BLOCK // GROUP if GROUP else 1
+    row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
+    place = first * BITS // 8 + tl.arange(0, BYTES)
+    found = tl.load(codes + row * (K * BITS // 8) + place, mask=place < K * BITS // 8, other=0.0)
     if BITS == 4:
-        byte = tl.load(codes + row * (K // 2) + place // 2, mask=mask, other=0).to(tl.int32)
-        value = ((byte >> (place % 2 * 4) & 15) - 8).to(tl.float32)
-    else:
-        value = tl.load(codes + row * K + place, mask=mask, other=0.0).to(tl.float32)
+        found = tl.join(found & 15, found >> 4).to(tl.float32) - 8
+    # of a unit: thread of four, which of its two pairs of bytes, which code of a pair; see `_pairs`
+    parts = tl.permute(tl.reshape(found.to(tl.float32), (BLOCK // (8 * PER_PAIR), 4, 2, PER_PAIR)), (0, 3, 1, 2))
+    values = tl.reshape(parts, (GROUPS, BLOCK // GROUPS))
     if GROUP:
-        at = (feature // GROUP).to(tl.int64) * scale_stride + row
-        scale = tl.load(scales + at, mask=mask, other=0).to(tl.float32)
+        group = first // GROUP + tl.arange(0, GROUPS)
+        at = group.to(tl.int64) * scale_stride + row
+        scale = tl.load(scales + at, mask=group * GROUP < K, other=0).to(tl.float32)[:, None]
         if zeros is not None:
-            value -= tl.load(zeros + at, mask=mask, other=0).to(tl.float32)
+            values -= tl.load(zeros + at, mask=group * GROUP < K, other=0).to(tl.float32)[:, None]
     else:
         scale = tl.load(scales + row)
-    tl.store(out + row * K + feature, (value * scale).to(out.dtype.element_ty), mask=mask)
+    feature = first + tl.arange(0, GROUPS)[:, None] * (BLOCK // GROUPS) + tl.arange(0, BLOCK // GROUPS)[None, :]
+    tl.store(out + row * K + feature, (values * scale).to(out.dtype.element_ty), mask=feature < K)
