@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -43,6 +43,7 @@ class _Thread:
         self.ready: Callable[[], bool] = lambda: True
         self.turn, self.over, self.waited = threading.Semaphore(0), False, False
         self.wgmmas: deque[Callable[[], None]] = deque()
+        self.unfenced: list[tuple[Tensor, Tensor]] = []  # of memory that this thread has stored: flags, and which of them
         self.host = threading.Thread(target=self._run, daemon=True)
         self.host.start()
 
@@ -84,9 +85,10 @@ class _Launch:
         self.threads.append(thread)
         return thread
 
-    def run(self, programs: int, job: Callable[[], None], warps: int) -> None:
+    def run(self, programs: int, job: Callable[[], None], warps: int, most: int) -> None:
+        """most: programs that run at the same time."""
         self.programs = programs
-        waiting, resident = self.dice.sample(range(programs), programs), self.dice.randint(1, programs)
+        waiting, resident = self.dice.sample(range(programs), programs), self.dice.randint(1, min(programs, most))
         running: list[_Thread] = []
         while waiting or self.threads:
             running = [thread for thread in running if not thread.over]
@@ -476,7 +478,7 @@ class _Kernel:
             _pdl.on = constants["PDL"] = True
             given = [_pointer(x) if isinstance(x, Tensor) else _block(x) if isinstance(x, int) else x for x in args]
             run = _Launch(self.simulator.dice, self.simulator.early)
-            run.run(grid[0], lambda: self.function(*given, **constants), num_warps)
+            run.run(grid[0], lambda: self.function(*given, **constants), num_warps, self.simulator.most_programs)
             _check(not run.loads, "a kernel ends before its loads")
 
         return launch
@@ -492,7 +494,11 @@ class _SharedLayout:
 
 
 class Simulator:
-    """The modules that stand in for Triton's. early: tensors that may be loaded before the previous kernel has finished."""
+    """The modules that stand in for Triton's. early: tensors that may be loaded before the previous kernel has finished. more: by
+    module, what another kernel needs beside or instead of this simulator's. most_programs: that run at the same time."""
+
+    most_programs = 1 << 20
+    more: ClassVar[dict[str, dict[str, Any]]] = {}
 
     def __init__(self, seed: int) -> None:
         self.dice, self.early = random.Random(seed), list[Tensor]()
@@ -560,17 +566,19 @@ class Simulator:
         }
         modules = {name: ModuleType(name) for name in contents}
         for name, content in contents.items():
-            vars(modules[name]).update(content)
+            vars(modules[name]).update(content | self.more.get(name, {}))
             parent, _, last = name.rpartition(".")
             if parent:
                 setattr(modules[parent], last, modules[name])
         return modules
 
 
-def load(name: str, seed: int, replace: tuple[str, str] = ("", ""), needs: Sequence[str] = ()) -> tuple[Any, Simulator]:
+def load(
+    name: str, seed: int, replace: tuple[str, str] = ("", ""), needs: Sequence[str] = (), kind: type[Simulator] = Simulator
+) -> tuple[Any, Simulator]:
     """The module of kernels with this name, on a simulator. replace: a text of its source, which must be there, and another one.
     needs: the modules of kernels that it imports."""
-    simulator = Simulator(seed)
+    simulator = kind(seed)
     with pytest.MonkeyPatch.context() as patch:
         for key, value in simulator.modules().items():
             patch.setitem(sys.modules, key, value)
