@@ -1,6 +1,6 @@
 """Quantized linear layers on Hopper GPUs: how their weights are packed, and which kernel computes them.
 
-gemv        up to GEMV_ROWS rows, `kernels/linear_quantized_gemv.py`: small programs, so that the next layer's start early
+gemv        up to GEMV_ROWS rows of weights of up to GEMV_CODES bytes, `kernels/linear_quantized_gemv.py`
 exact       up to STREAM_ROWS rows, `kernels/linear_quantized_stream.py`: the codes are read once, and converted in registers. The
             input keeps its 16 bits
 scaled      an fp8 weight with a scale for each row whose scheme quantizes the input, too, with more than EXACT_ROWS rows: each row

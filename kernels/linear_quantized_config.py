@@ -9,9 +9,11 @@ from kernels.linear_tuning import stream_candidates as plain_candidates
 
 GROUPS = (16, 32, 64, 128)  # input features that share a scale
 STREAM_ROWS = 128  # rows of the stream kernel, at most
-EXACT_ROWS = 16  # of them, if products of fp8 codes can compute more
+EXACT_ROWS = 8  # of them, if products of fp8 codes can compute more
 CODE_ROWS = 64  # of the kernel for products of codes; with more, PyTorch's
-WIDE = 16384  # features of a weight that is multiplied with codes in tiles of 128
+GEMV_CODES = (
+    27 << 20
+)  # bytes of a weight that the gemv kernel computes: it has half of them in flight before its input is ready
 LARGE = 10**8  # codes of a weight whose 4-bit tiles have more rows
 TILES = (  # rows of the weight, columns, warps and programs of other configs
     *((n, k, 4, programs) for n, k in ((128, 128), (128, 256), (64, 256), (64, 128)) for programs in (2 * SMS, SMS)),
@@ -137,31 +139,29 @@ def code_config(rows: int, n: int, k: int) -> Stream | None:
 
 def code_candidates(rows: int, n: int, k: int) -> list[Stream]:
     """Configs to try, the one that is expected to be fastest first: those of a layer of 16 bits with as many bytes."""
-    tile = 128 if n >= WIDE and rows > 16 else 64
-    return sorted(plain_candidates(rows, Shape(n, k // 2)), key=lambda chosen: chosen.block_n != tile)
+    return sorted(plain_candidates(rows, Shape(n, k // 2)), key=lambda chosen: chosen.block_n != 64)
 
 
 def candidates(rows: int, n: int, k: int, fmt: Format, swiglu: bool) -> list[QuantizedConfig]:
-    """Configs to try, the one that is expected to be fastest first."""
+    """Configs to try, the one that is expected to be fastest first: measured on an H200 with the layers of Llama 8B and 70B."""
     gemv = gemv_candidates(rows, n, k, fmt, swiglu) if rows <= COLUMNS else []
     stream = stream_candidates(rows, n, k, fmt, swiglu)
-    return [*gemv, *stream] if rows <= GEMV_ROWS else [*stream, *gemv]
+    return [*gemv, *stream] if rows <= GEMV_ROWS and n * k * fmt.bits // 8 <= GEMV_CODES else [*stream, *gemv]
 
 
 def gemv_candidates(rows: int, n: int, k: int, fmt: Format, swiglu: bool) -> list[QuantizedGemv]:
-    """Tiles without more chunks than a row has. All of a row of 8-bit codes is loaded at once if that leaves room for another
-    program on the SM."""
+    """Tiles without more chunks than a row has."""
     row, found = -(-k * fmt.bits // 512), []  # chunks
     for block_n, warps, chunks, on_an_sm in GEMV_TILES:
         one = QuantizedGemv(block_n, warps, chunks, on_an_sm)
         if (warps * chunks < 2 * row or chunks == 2) and n > block_n * SMS * on_an_sm and one.fits(rows, n, k, swiglu, fmt):
             found.append(one)
-    first = QuantizedGemv(16, 8, 8 if fmt.bits == 8 and row <= 64 else 4)
+    first = QuantizedGemv(16, 4, 8)
     return sorted(found, key=lambda one: one != first)
 
 
 def stream_candidates(rows: int, n: int, k: int, fmt: Format, swiglu: bool) -> list[QuantizedStream]:
-    """Measured on an H200 with the layers of Llama 8B and 70B. Each has as many buffers as there is room for."""
+    """Each has as many buffers as there is room for."""
     sums = SUMS // 2 if fmt.group else SUMS
     block_n = 128 if swiglu or (fmt.bits == 4 and n * k >= LARGE) else 64
     first = (block_n, 256 if rows <= 32 else 128, 4, SMS if rows > 64 and (block_n == 64 or fmt.bits == 8) else 2 * SMS)
