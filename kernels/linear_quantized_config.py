@@ -3,9 +3,8 @@
 from dataclasses import dataclass, replace
 from functools import cache
 
+from kernels import linear_tuning
 from kernels.linear_config import GEMV_ROWS, SMS, STREAM_BYTES, SUMS, Stream
-from kernels.linear_tuning import Shape
-from kernels.linear_tuning import stream_candidates as plain_candidates
 
 GROUPS = (16, 32, 64, 128)  # input features that share a scale
 STREAM_ROWS = 128  # rows of the stream kernel, at most
@@ -139,7 +138,8 @@ def code_config(rows: int, n: int, k: int) -> Stream | None:
 
 def code_candidates(rows: int, n: int, k: int) -> list[Stream]:
     """Configs to try, the one that is expected to be fastest first: those of a layer of 16 bits with as many bytes."""
-    return sorted(plain_candidates(rows, Shape(n, k // 2)), key=lambda chosen: chosen.block_n != 64)
+    found = linear_tuning.stream_candidates(rows, linear_tuning.Shape(n, k // 2))
+    return sorted(found, key=lambda chosen: chosen.block_n != 64)
 
 
 def candidates(rows: int, n: int, k: int, fmt: Format, swiglu: bool) -> list[QuantizedConfig]:
