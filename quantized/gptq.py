@@ -10,18 +10,18 @@ from quantized.weight import Quantized, group_scales, local_group, pack, round_t
 
 BLOCK = 128  # columns whose errors reach the rest of the weight in one product
 DAMPING = 0.01  # of the mean of the Hessian's diagonal, added to it
+SCALES = [1.08 - 0.02 * i for i in range(25)]  # tried for each group, as multiples of the scale of its largest value
 
 
 def gptq(weight: Tensor, hessian: Tensor, scheme: Scheme, name: str) -> Quantized:
     """Round a weight (N, K) to symmetric integers so that the layer's output for its calibration inputs changes little.
 
-    hessian (K, K) fp32: the sum of x^T x over these inputs x (rows, K). The scales are those of the weight before any column is
-    changed, and columns are rounded in descending order of the Hessian's diagonal, so the groups stay neighbours. Raises
+    hessian (K, K) fp32: the sum of x^T x over these inputs x (rows, K). The scales are chosen before any column is changed
+    (`best_scales`), and columns are rounded in descending order of the Hessian's diagonal, so the groups stay neighbours. Raises
     UserError as `weight.quantize` does.
     """
-    group = local_group(scheme, range(weight.shape[1]), name)
-    scales, zeros = group_scales(weight.float().unflatten(1, (-1, group)), scheme, scale_dtype(weight, scheme))
-    diagonal = hessian.diagonal()
+    group, diagonal = local_group(scheme, range(weight.shape[1]), name), hessian.diagonal()
+    scales = best_scales(weight.unflatten(1, (-1, group)), diagonal.unflatten(0, (-1, group)), scheme)
     order = diagonal.argsort(descending=True, stable=True)
     left = weight.float()[:, order]
     left[:, diagonal[order] == 0] = 0.0  # no input reaches these columns
@@ -36,7 +36,20 @@ def gptq(weight: Tensor, hessian: Tensor, scheme: Scheme, name: str) -> Quantize
             errors[:, i - first] = (left[:, i] - codes[:, i] * step[:, i]) / inverse[i, i]
             left[:, i : block.stop] -= errors[:, i - first, None] * inverse[i, i : block.stop]
         left[:, block.stop :] -= errors @ inverse[block, block.stop :]
-    return Quantized(pack(codes[:, order.argsort()], scheme.bits), scales, zeros)
+    return Quantized(pack(codes[:, order.argsort()], scheme.bits), scales)
+
+
+def best_scales(groups: Tensor, importance: Tensor, scheme: Scheme) -> Tensor:
+    """The scale (N, G) of each group of a weight (N, G, group) with the least squared error of its values rounded to nearest,
+    weighted by `importance` (G, group): a smaller scale clips the largest values and rounds the others more finely."""
+    largest, _ = group_scales(groups.float(), scheme, torch.float32)
+    best, least = torch.empty_like(largest, dtype=scale_dtype(groups, scheme)), torch.full_like(largest, torch.inf)
+    for factor in SCALES:
+        scales = (factor * largest).to(best.dtype)
+        wide = scales.float()[:, :, None]
+        errors = torch.einsum("ngi,gi->ng", (round_to(groups.float(), wide, None, scheme) * wide - groups).square(), importance)
+        best, least = torch.where(errors < least, scales, best), torch.minimum(errors, least)
+    return best
 
 
 def _inverse_factor(hessian: Tensor) -> Tensor:
