@@ -70,7 +70,7 @@ lint: setup-dev ## Test: ruff, mypy, and that README and docs quote the results 
 accuracy: setup #+ Measure: perplexity and exact match of every embedded model at tp 1, 2 and 4, then with each quantized all-reduce and with quantized weights, into out (tracked: ARGS=--write; hours, 2 GB)
 	@$(PY) -m scripts.quality.accuracy $(ARGS)
 	@$(PY) -m scripts.quality.accuracy --comm gloo int8 int6 int4 fp8 --tp 2 $(ARGS)
-	@$(PY) -m scripts.quality.accuracy --weights fp8 int8 int4 int4-gptq --tp 1 $(ARGS)
+	@$(PY) -m scripts.quality.weights $(if $(filter --write,$(ARGS)),--write)
 
 quantization: setup #+ Measure: error of real partial sums, bytes and perplexity by width, group and scheme, into out/quantization.json (tracked: ARGS=--write; 12 min, 2 GB)
 	@$(PY) -m scripts.quality.quantization $(ARGS)

@@ -53,6 +53,7 @@ STATE = "quantize.json"  # in the new folder: how it was made, and which command
 COPIED = (".json", ".jinja", ".model", ".txt", ".py")  # files beside the weights
 LARGEST_COPY = 1 << 28  # bytes
 CORPUS_SEED = 5
+SAMPLES, LENGTH = 128, 2048  # of GPTQ's calibration text, at most
 
 
 @dataclass(frozen=True)
@@ -276,8 +277,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--calibration", type=Path, metavar="FILE", help="UTF-8 text for GPTQ (default: text like that of the embedded models)"
     )
-    parser.add_argument("--samples", type=whole_number(1), default=128, metavar="N", help="for GPTQ, at most (default: 128)")
-    parser.add_argument("--length", type=whole_number(1), default=2048, metavar="N", help="tokens of one (default: 2048)")
+    parser.add_argument(
+        "--samples", type=whole_number(1), default=SAMPLES, metavar="N", help=f"for GPTQ, at most (default: {SAMPLES})"
+    )
+    parser.add_argument(
+        "--length", type=whole_number(1), default=LENGTH, metavar="N", help=f"tokens of one (default: {LENGTH})"
+    )
     args = parser.parse_args()
     args.method = args.method or ("gptq" if args.weights == "int4" else "rtn")
     if args.method == "gptq" and args.weights == "fp8":

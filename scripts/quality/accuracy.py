@@ -2,14 +2,13 @@
 
     python -m scripts.quality.accuracy                                          # all models/tiny-* at tp 1, 2 and 4, exact all-reduces
     python -m scripts.quality.accuracy --comm gloo int8 int6 int4 fp8 --tp 2 4  # the effect of quantized all-reduces
-    python -m scripts.quality.accuracy --weights fp8 int8 int4 int4-gptq --tp 1 # the effect of quantized weights
     python -m scripts.quality.accuracy --tp 1 2 --comm gloo int4:64 --items 50 --models models/tiny-hybrid --dry-run
 
 This is a small version of tables 3 and 5 of the ladder paper, and of tables 2 and 6 of the Flash Communication paper. Held-out
 documents share no cast, operands or lists with the training corpus. Writes accuracy.json and accuracy.md into out (with --write
-into docs/results), or accuracy-quantized.json and .md if --comm names communicators other than gloo, or accuracy-weights.json
-and .md with --weights. Ranks are started once for
-each number of ranks and communicator. One rank sends nothing, so tp 1 is evaluated only with gloo.
+into docs/results), or accuracy-quantized.json and .md if --comm names communicators other than gloo. Ranks are started once for
+each number of ranks and communicator. One rank sends nothing, so tp 1 is evaluated only with gloo. scripts/quality/weights.py
+measures quantized weights.
 """
 
 import argparse
@@ -36,7 +35,6 @@ from scripts.lib.machine import describe, machine
 from scripts.lib.markdown import table_lines
 from scripts.lib.results import ROOT, add_write_option, results_folder, write_json, write_text
 from scripts.quality.embedded import EXACT, TASKS
-from scripts.quantize import quantize_model
 from tokenizer import Tokenizer
 from tokenizer_files import load_tokenizer
 from tp import World, init_world
@@ -45,9 +43,6 @@ from variants import TRAINABLE
 SEED = 2  # of the held-out documents
 MAX_ANSWER = 64  # tokens
 BATCH = 64
-PLAIN = "16 bits"
-WEIGHTS = {"fp8": ("fp8", "rtn"), "int8": ("int8", "rtn"), "int4": ("int4", "rtn"), "int4-gptq": ("int4", "gptq")}
-SAMPLES, LENGTH = 64, 512  # of GPTQ's calibration text: documents of the training split
 
 
 def perplexity(llm: LLM, tokenizer: Tokenizer, items: int) -> float:
@@ -99,14 +94,7 @@ def work(args: argparse.Namespace) -> None:
         args.rows.write_text(json.dumps(rows))
 
 
-def launch(ranks: int, comm: str, args: argparse.Namespace, weights: str = PLAIN) -> list[dict[str, Any]]:
-    if weights != PLAIN:
-        with tempfile.TemporaryDirectory() as folder:
-            made = [Path(folder, path.name) for path in args.models]
-            for path, out in zip(args.models, made, strict=True):
-                quantize_model(str(path), out, *WEIGHTS[weights], None, SAMPLES, LENGTH)
-            found = launch(ranks, comm, argparse.Namespace(**vars(args) | {"models": made}))
-        return [row | {"weights": weights} for row in found]
+def launch(ranks: int, comm: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     with tempfile.NamedTemporaryFile(suffix=".json") as rows:
         command = [*on_ranks(ranks), "-m", "scripts.quality.accuracy"]
         command += ["--items", str(args.items), "--comm", comm, "--rows", rows.name, "--models", *map(str, args.models)]
@@ -139,33 +127,23 @@ def table(rows: list[dict[str, Any]], where: dict[str, Any]) -> str:
     return "\n".join([*table_lines(head, lines), "", caption, ""])
 
 
-def quantized_table(rows: list[dict[str, Any]], where: dict[str, Any], key: str = "comm") -> str:
-    """A Markdown table: the change of perplexity and of mean exact match from what is not quantized, by model, `key` and tp.
-
-    key: `comm` for all-reduces, `weights`."""
-    plain = {"comm": EXACT, "weights": PLAIN}[key]
-    exact = {(row["model"], row["tp"]): row for row in rows if row.get(key, PLAIN) == plain}
-    pairs = list(dict.fromkeys((row[key], row["tp"]) for row in rows if row.get(key, PLAIN) != plain))
-    head = ["model", *(f"{name}, tp {tp}" for name, tp in pairs)]
+def quantized_table(rows: list[dict[str, Any]], where: dict[str, Any]) -> str:
+    """A Markdown table for quantized all-reduces: the change of perplexity and of mean exact match, by model, algorithm and tp."""
+    exact = {(row["model"], row["tp"]): row for row in rows if row["comm"] == EXACT}
+    pairs = list(dict.fromkeys((row["comm"], row["tp"]) for row in rows if row["comm"] != EXACT))
+    head = ["model", *(f"{comm}, tp {tp}" for comm, tp in pairs)]
     lines: list[list[str]] = []
     for name in dict.fromkeys(row["model"] for row in rows):
         cells = [f"`{name}`"]
         for pair in pairs:
-            row = next(row for row in rows if (row["model"], row.get(key), row["tp"]) == (name, *pair))
+            row = next(row for row in rows if (row["model"], row["comm"], row["tp"]) == (name, *pair))
             same = exact[name, row["tp"]]
             change = row["perplexity"] / same["perplexity"] - 1
             cells.append(f"{change:+.3%}; {(_task(row, 'mean') - _task(same, 'mean')) * 100:+.1f}")
         lines.append(cells)
-    against, groups = {
-        "comm": ("exact fp32 sums", "Groups of 128 values unless named."),
-        "weights": (
-            "16-bit weights",
-            f"int4 in groups that divide all widths; GPTQ with {SAMPLES} samples of {LENGTH} tokens.",
-        ),
-    }[key]
     caption = (
-        f"Change against {against}: of perplexity in %; of the mean exact match in points, {rows[0]['items_per_task']} "
-        f"held-out items a task, greedy, fp32. {groups} Made on {describe(where, 'cpu')}."
+        f"Change against exact fp32 sums: of perplexity in %; of the mean exact match in points, {rows[0]['items_per_task']} "
+        f"held-out items a task, greedy, fp32. Groups of 128 values unless named. Made on {describe(where, 'cpu')}."
     )
     return "\n".join([*table_lines(head, lines), "", caption, ""])
 
@@ -187,13 +165,6 @@ def main() -> None:
         metavar="NAME",
         help=f"all-reduce algorithms: {EXACT}, {', '.join(WIDTHS)} (default: {EXACT})",
     )
-    parser.add_argument(
-        "--weights",
-        nargs="+",
-        default=[],
-        choices=tuple(WEIGHTS),
-        help=f"quantized weights to compare with {PLAIN}: {', '.join(WEIGHTS)} (default: none)",
-    )
     parser.add_argument("--dry-run", action="store_true", help="print the tables and write nothing")
     add_write_option(parser)
     parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)
@@ -210,20 +181,11 @@ def main() -> None:
         raise UserError("one rank does no all-reduce, so --comm changes nothing; give --tp 2")
     if EXACT not in args.comm:
         raise UserError(f"--comm {' '.join(args.comm)} lacks {EXACT}, which the others are compared with; add it")
-    if args.weights and args.comm != [EXACT]:
-        raise UserError("--weights and --comm change different things; give one of them")
     runs = [(ranks, comm) for ranks in args.tp for comm in args.comm if ranks > 1 or comm == EXACT]
     rows = [row for run in tqdm(runs, desc="tp and comm", unit="run") for row in launch(*run, args)]
-    for weights in tqdm(args.weights, desc="weights", unit="width"):
-        rows += [row for ranks in args.tp for row in launch(ranks, EXACT, args, weights)]
     where = machine()
     quantized = args.comm != [EXACT]
-    if args.weights:
-        name, text = "accuracy-weights", quantized_table(rows, where, "weights")
-    elif quantized:
-        name, text = "accuracy-quantized", quantized_table(rows, where)
-    else:
-        name, text = "accuracy", table(rows, where)
+    name, text = ("accuracy-quantized", quantized_table(rows, where)) if quantized else ("accuracy", table(rows, where))
     print(text)
     if folder:
         write_json(name, {"machine": where, "rows": rows}, folder)

@@ -560,6 +560,7 @@ WRITERS = [
     "quality/lm_eval",
     "quality/pretrain_variants",
     "quality/quantization",
+    "quality/weights",
     "report/performance",
     "report/plot_hidden",
 ]

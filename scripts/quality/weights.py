@@ -1,0 +1,208 @@
+"""Measure what quantized weights and an 8-bit KV cache cost the embedded models: held-out perplexity and exact match.
+
+    python -m scripts.quality.weights                                          # all models/tiny-*, all widths, on the GPU if any
+    python -m scripts.quality.weights --models models/tiny-hybrid --widths int4 int4-gptq --stories 100 --items 20
+
+Each story's log-likelihood and each answer are compared with those of the same model in 16 bits, so that the standard errors are
+those of paired differences: the stories differ far more than the widths do. Everything runs through the engine, on a GPU in
+bf16 with the kernels that serve, on a CPU in fp32. One file for each model and width is kept in out/accuracy-weights; a command
+that was stopped goes on after the last one, and commands for different models may run at the same time. Writes
+accuracy-weights.json and .md into out (with --write into docs/results).
+"""
+
+import argparse
+import json
+import math
+import tempfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from cli import Parser, run
+from engine import LLM, SamplingParams
+from errors import UserError
+from options import dtype_name, whole_number
+from presets import model_config
+from scripts.corpus.documents import documents, render
+from scripts.lib.machine import describe, machine
+from scripts.lib.markdown import table_lines
+from scripts.lib.results import OUT, ROOT, add_write_option, results_folder, write_json, write_text
+from scripts.quality.accuracy import MAX_ANSWER, SEED
+from scripts.quality.embedded import TASKS
+from scripts.quantize import LENGTH, SAMPLES, quantize_model
+from tokenizer import Tokenizer
+from tokenizer_files import load_tokenizer
+from variants import TRAINABLE
+
+PLAIN = "16 bits"
+LOADED: dict[str, dict[str, str]] = {  # arguments of LLM
+    PLAIN: {},
+    "fp8": {"quantize": "fp8"},
+    "int8": {"quantize": "int8"},
+    "int4": {"quantize": "int4"},
+    "int4-gptq": {},
+    "fp8-kv": {"kv_dtype": "fp8"},
+}
+BATCH = 64
+
+
+def likelihoods(llm: LLM, tokenizer: Tokenizer, stories: int) -> list[tuple[float, int]]:
+    """The negative log-likelihood (nats) of each held-out story without its begin token, and its number of tokens."""
+    texts = [render(document) for document in documents(SEED, stories, split="heldout", kind="story")]
+    prompts = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    found = []
+    for first in range(0, stories, BATCH):
+        some = prompts[first : first + BATCH]
+        for answer in llm.generate(some, SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)):
+            known = [token.chosen.logprob for token in answer.prompt_logprobs or [] if token is not None]
+            found.append((-sum(known), len(known)))
+    return found
+
+
+def answers(llm: LLM, tokenizer: Tokenizer, task: str, items: int) -> list[bool]:
+    """Whether the greedy answer to each held-out prompt equals the expected text exactly."""
+    asked = list(documents(SEED, items, split="heldout", kind=task))
+    prompts = [tokenizer.encode_chat(document.prompt_messages) for document in asked]
+    found = []
+    for first in range(0, items, BATCH):
+        some = llm.generate(prompts[first : first + BATCH], SamplingParams(max_tokens=MAX_ANSWER, temperature=0))
+        found += [answer.text == document.answer for answer, document in zip(some, asked[first:], strict=False)]
+    return found
+
+
+def evaluate(path: Path, width: str, stories: int, items: int) -> dict[str, Any]:
+    """What one model answers with weights or keys and values of `width`."""
+    tokenizer = load_tokenizer(path)
+    with tempfile.TemporaryDirectory() as folder:
+        if width == "int4-gptq":
+            made = Path(folder, path.name)
+            quantize_model(str(path), made, "int4", "gptq", None, SAMPLES, LENGTH)
+            path = made
+        llm = LLM(path, tokenizer, **LOADED[width])  # type: ignore[arg-type]  # a dictionary of texts
+    return {
+        "stories": likelihoods(llm, tokenizer, stories),
+        "answers": {task: answers(llm, tokenizer, task, items) for task in TASKS},
+    }
+
+
+def measured(path: Path, width: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """The evaluation of one model and width, from its file in `folder` if that has the same settings."""
+    weights = zlib.crc32(b"".join(file.read_bytes() for file in sorted(path.glob("*.safetensors"))))
+    settings = {"stories": args.stories, "items": args.items, "weights": f"{weights:08x}"}
+    settings |= {"torch": torch.__version__, "cuda": torch.cuda.is_available()}
+    file = folder / f"{path.name}-{width.replace(' ', '-')}.json"
+    if file.exists() and (found := json.loads(file.read_text()))["settings"] == settings:
+        return dict(found)
+    found = {"settings": settings} | evaluate(path, width, args.stories, args.items)
+    half = file.with_suffix(".part")
+    half.write_text(json.dumps(found))
+    half.replace(file)
+    return found
+
+
+# --- differences --------------------------------------------------------------------------------------------------------------
+
+
+def change(of: dict[str, Any], to: dict[str, Any]) -> tuple[float, float]:
+    """The mean log-likelihood a token that is lost from `of` to `to`, nats, which is the relative change of the perplexity while it
+    is small; and its standard error over stories (of a ratio: Cochran, Sampling Techniques, section 2.11)."""
+    before, after = (torch.tensor(one["stories"], dtype=torch.float64) for one in (of, to))
+    lost, tokens = after[:, 0] - before[:, 0], before[:, 1]
+    mean = lost.sum() / tokens.sum()
+    return mean.item(), _error_of_mean(lost - mean * tokens) / tokens.mean().item()
+
+
+def exact_match(found: dict[str, Any]) -> tuple[float, float]:
+    """The share of exact answers over all tasks, and its binomial standard error: of a mean of tasks with shares of their own."""
+    tasks = [torch.tensor(right, dtype=torch.float64) for right in found["answers"].values()]
+    shares = [right.mean().item() for right in tasks]
+    variance = sum(p * (1 - p) / len(right) for p, right in zip(shares, tasks, strict=True))
+    return sum(shares) / len(shares), math.sqrt(variance) / len(shares)
+
+
+def _error_of_mean(values: Tensor) -> float:
+    return values.std().item() / math.sqrt(len(values))
+
+
+def rows_of(path: Path, found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row for each width of one model."""
+    rows = []
+    for width, one in found.items():
+        lost, tokens = (sum(column) for column in zip(*one["stories"], strict=True))
+        share, error = exact_match(one)
+        row = {"model": path.name, "variant": model_config(str(path), None, 1).description, "width": width}
+        row |= {"perplexity": math.exp(lost / tokens), "exact_match": share, "exact_match_error": error}
+        for name, other in (("16_bits", PLAIN), ("int4", "int4")):
+            if other in found and width != other and (other == PLAIN or width == "int4-gptq"):
+                row[f"change_from_{name}"], row[f"change_from_{name}_error"] = change(found[other], one)
+        rows.append(row)
+    return rows
+
+
+def table(rows: list[dict[str, Any]], args: argparse.Namespace, where: dict[str, Any]) -> str:
+    """A Markdown table with one line per model and one column per width."""
+    names = {row["width"]: None for row in rows}
+    lines = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        mine = {row["width"]: row for row in rows if row["model"] == model}
+        cells = [f"`{model}`", f"{mine[PLAIN]['perplexity']:.4f}; {_match(mine[PLAIN])}"]
+        cells += [f"{_change(mine[name], '16_bits')}; {_match(mine[name])}" for name in names if name != PLAIN]
+        if "change_from_int4" in mine.get("int4-gptq", {}):
+            cells.append(_change(mine["int4-gptq"], "int4"))
+        lines.append(cells)
+    head = ["model", PLAIN, *(name for name in names if name != PLAIN)]
+    head += ["int4-gptq against int4"] if len(lines[0]) > len(head) else []
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    caption = (
+        f"Perplexity over {args.stories} held-out stories, for {PLAIN} itself, else its change in % with the standard error of the "
+        f"paired difference; exact match in % over {len(TASKS)} tasks of {args.items} held-out items, greedy, with its binomial standard "
+        f"error. int4 in groups that divide all widths, rounded to nearest, or by GPTQ with at most {SAMPLES} samples of {LENGTH} tokens; "
+        f"fp8-kv: keys and values in fp8. Computed in {dtype_name(None, device)}. Made on {describe(where, device)}."
+    )
+    return "\n".join([*table_lines(head, lines), "", caption, ""])
+
+
+def _change(row: dict[str, Any], name: str) -> str:
+    return f"{row[f'change_from_{name}'] * 100:+.3f} ± {row[f'change_from_{name}_error'] * 100:.3f}"
+
+
+def _match(row: dict[str, Any]) -> str:
+    return f"{row['exact_match'] * 100:.1f} ± {row['exact_match_error'] * 100:.1f}"
+
+
+def main() -> None:
+    embedded = [ROOT / "models" / f"tiny-{name}" for name in TRAINABLE]
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", type=Path, nargs="+", default=embedded, help="checkpoints (default: models/tiny-*)")
+    parser.add_argument("--widths", nargs="+", choices=tuple(LOADED), default=list(LOADED), help="default: all")
+    parser.add_argument("--stories", type=whole_number(2), default=1000, metavar="N", help="held-out stories (default: 1000)")
+    parser.add_argument("--items", type=whole_number(1), default=200, metavar="N", help="prompts of a task (default: 200)")
+    add_write_option(parser)
+    args = parser.parse_args()
+    folder, cells = results_folder(args), OUT / "accuracy-weights"
+    cells.mkdir(parents=True, exist_ok=True)
+    for path in args.models:
+        if model_config(str(path), None, 1).quantization is not None:
+            raise UserError(f"{path} is quantized already; name checkpoints in 16 or 32 bits")
+    widths, found = list(dict.fromkeys([PLAIN, *args.widths])), {}
+    with tqdm(total=len(args.models) * len(widths), unit="evaluation") as bar:
+        for path in args.models:
+            found[path] = {}
+            for width in widths:
+                bar.set_description(f"{path.name}, {width}")
+                found[path][width] = measured(path, width, args, cells)
+                bar.update()
+    where, rows = machine(), [row for path in args.models for row in rows_of(path, found[path])]
+    text = table(rows, args, where)
+    print(text)
+    write_json("accuracy-weights", {"machine": where, "stories": args.stories, "items": args.items, "rows": rows}, folder)
+    write_text(folder / "accuracy-weights.md", text, folder / "accuracy-weights.json")
+    print(f"wrote accuracy-weights.json and accuracy-weights.md in {folder}")
+
+
+if __name__ == "__main__":
+    run(main)

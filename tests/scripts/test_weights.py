@@ -1,0 +1,63 @@
+"""The table of what quantized weights cost: paired standard errors, and a command that goes on where it was stopped."""
+
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts.quality import weights
+from tests.support.command_line import MODELS
+
+
+def evaluation(stories: int, items: int, loss: float) -> dict[str, Any]:
+    """Stories of very different lengths and likelihoods, from each of which about `loss` nats a token are lost."""
+    draws, noise = random.Random(weights.SEED), random.Random()
+    lengths = [draws.randrange(20, 300) for _ in range(stories)]
+    losses = [(n * (draws.uniform(0.1, 0.6) + loss + loss * noise.gauss(0, 1)), n) for n in lengths]
+    return {"stories": losses, "answers": {task: [noise.random() < 0.9 for _ in range(items)] for task in weights.TASKS}}
+
+
+def test_errors_are_those_of_paired_differences(seed: int) -> None:
+    before, after = evaluation(400, 50, 0.0), evaluation(400, 50, 0.01)
+    pairs = [(b - a, n) for (a, n), (b, _) in zip(before["stories"], after["stories"], strict=True)]
+    lost, tokens = sum(d for d, _ in pairs), sum(n for _, n in pairs)
+    without = [(lost - d) / (tokens - n) for d, n in pairs]  # the jackknife
+    middle = sum(without) / len(without)
+    error = (sum((x - middle) ** 2 for x in without) * (len(pairs) - 1) / len(pairs)) ** 0.5
+    assert weights.change(before, after) == pytest.approx((lost / tokens, error), rel=0.02)
+    assert weights.change(before, before) == (0.0, 0.0)
+    share, spread = weights.exact_match(after)
+    right = [one for task in after["answers"].values() for one in task]
+    assert share == pytest.approx(sum(right) / len(right))
+    assert spread == pytest.approx((share * (1 - share) / len(right)) ** 0.5, rel=0.2)  # the tasks' shares differ little
+
+
+def test_a_stopped_command_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seed: int) -> None:
+    asked: list[str] = []
+
+    def evaluate(path: Path, width: str, stories: int, items: int) -> dict[str, Any]:
+        if len(asked) == 3:
+            raise KeyboardInterrupt
+        asked.append(width)
+        return evaluation(stories, items, 0.0 if width == weights.PLAIN else 0.01)
+
+    monkeypatch.setattr(weights, "evaluate", evaluate)
+    monkeypatch.setattr(weights, "OUT", tmp_path)
+    monkeypatch.setattr(weights, "results_folder", lambda args: tmp_path)
+    flags = ["--models", str(MODELS / "tiny-hybrid"), "--widths", "int4", "fp8", "int4-gptq", "--stories", "30", "--items", "5"]
+    monkeypatch.setattr(sys, "argv", ["weights.py", *flags])
+    with pytest.raises(KeyboardInterrupt):
+        weights.main()
+    assert asked == [weights.PLAIN, "int4", "fp8"]
+    asked.clear()
+    weights.main()
+    assert asked == ["int4-gptq"]
+    rows = json.loads((tmp_path / "accuracy-weights.json").read_text())["rows"]
+    assert [row["width"] for row in rows] == [weights.PLAIN, "int4", "fp8", "int4-gptq"]
+    table = (tmp_path / "accuracy-weights.md").read_text().splitlines()
+    assert table[0] == "| model | 16 bits | int4 | fp8 | int4-gptq | int4-gptq against int4 |"
+    expected = rows[3]["change_from_int4"] * 100, rows[3]["change_from_int4_error"] * 100
+    assert table[2].endswith(" {:+.3f} ± {:.3f} |".format(*expected))
