@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from cli import Parser, run
 from errors import UserError
 from processes import on_ranks
+from quantized.scheme import SCHEMES
 from scripts.lib.results import ROOT
 from scripts.lib.steps import Step, add_step_options, run_steps, script, sweep
 from scripts.sweep.rows import VLLM
@@ -78,6 +79,17 @@ def all_reduces(args: argparse.Namespace) -> Iterator[Step]:
         yield sweep(f"prompts by communicator, {link}", 65, args, "sweep-grid.jsonl", f"{flags} --interconnects {link}")
 
 
+def widths(args: argparse.Namespace) -> Iterator[Step]:
+    """Variants by the widths of weights and of all-reduces: weights that are read faster make the all-reduces a larger part."""
+    _, cut, _ = args.models
+    flags = f"--models {cut} --variants standard ladder hybrid desync-4x upper-bound --batch-sizes 1 16 --new-tokens 32"
+    for link in ("default", "no-p2p"):
+        for weights in (None, *SCHEMES):
+            quantize = f" --quantize {weights}" if weights else ""
+            more = f"{flags} --comms auto int8 int4 --interconnects {link}{quantize}"
+            yield sweep(f"weights in {weights or '16 bits'}, {link}", 100, args, "widths.jsonl", more)
+
+
 def others(args: argparse.Namespace) -> Iterator[Step]:
     """Two simulated hosts, start-up, and training."""
     large, cut, _ = args.models
@@ -90,7 +102,7 @@ def others(args: argparse.Namespace) -> Iterator[Step]:
 
 
 def steps(args: argparse.Namespace) -> list[Step]:
-    return [*models(args), *serving(args), *all_reduces(args), *others(args)]
+    return [*models(args), *serving(args), *all_reduces(args), *widths(args), *others(args)]
 
 
 def parse_args() -> argparse.Namespace:

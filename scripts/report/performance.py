@@ -8,6 +8,7 @@ NAME-comm.png, NAME-comm-no-p2p.png, NAME-grid.png (from sweep-grid*.jsonl) and 
 folder. The outputs go into out, or with --write into docs/results.
 
     sweep*.jsonl                        make sweep
+    widths*.jsonl                       make sweep with --quantize and --comms: variants by both widths
     load*.json, startup.json            make throughput, make startup
     comm.json, quantized*.json          make bench-comm, the latter with --parts "nccl|quantized"
     gemm-overlap.json, push.json        make bench-fused, make bench-push
@@ -101,6 +102,37 @@ def _lengths(s: Setting) -> tuple[str, ...]:
 def _ms(row: Row | None, figure: str) -> str:
     value = None if row is None else row.median(figure)
     return "" if value is None else f"{value:.2f}" if value < 100 else f"{value:,.0f}"
+
+
+def widths(folder: Path) -> str | None:
+    """A table of variants by the widths of weights and of all-reduces, with each variant's gain over standard."""
+    rows = [row for path in sorted(folder.glob("widths*.jsonl")) for row in finished(read_rows(path))]
+    if not rows:
+        return None
+    variants = sorted({row.setting.variant for row in rows}, key=_place)
+    cells: dict[tuple[str, ...], dict[str, Row]] = {}
+    for row in rows:
+        s = row.setting
+        where = s.model, str(s.tp), s.interconnect, str(s.batch), s.quantize or s.dtype, row.communicator
+        cells.setdefault(where, {})[s.variant] = row
+    lines = [[*where, *(_gain(by.get(variant), by.get("standard")) for variant in variants)] for where, by in cells.items()]
+    lengths = " and ".join(dict.fromkeys(f"{row.setting.prompt_length} + {row.setting.new_tokens}" for row in rows))
+    caption = (
+        f"ms of a decode step / of the prefill, medians of {min(row.setting.runs for row in rows)} runs or more with {lengths} tokens, "
+        f"and how many times as fast as standard in the same line. Made on {describe(rows[0].machine, 'cuda')}."
+    )
+    return markdown(["model", "tp", "interconnect", "batch", "weights", "all-reduce", *variants], lines, caption)
+
+
+def _gain(row: Row | None, standard: Row | None) -> str:
+    """`9.15 (1.05x) / 65.13 (1.13x)`: decode and prefill, and their ratios to the standard model's."""
+    if row is None:
+        return ""
+    texts = []
+    for figure in ("decode_ms_per_token", "prefill_ms"):
+        ms, base = row.median(figure), standard and standard.median(figure)
+        texts.append(_ms(row, figure) + (f" ({base / ms:.2f}x)" if ms and base and row is not standard else ""))
+    return " / ".join(texts)
 
 
 def paper(folder: Path) -> str | None:
@@ -310,6 +342,7 @@ def read(path: Path) -> dict[str, Any] | None:
 
 TABLES: dict[str, Callable[[Path], str | None]] = {
     "decode": decode,
+    "widths": widths,
     "paper": paper,
     "comm": comm,
     "linear": linear,
@@ -406,6 +439,7 @@ def show(raw: Path, folder: Path) -> None:
 
 SOURCES = {  # glob patterns of the raw files that each table and figure is made from
     "decode": "sweep*.jsonl",
+    "widths": "widths*.jsonl",
     "paper": "sweep*.jsonl",
     "grid": "sweep-grid*.jsonl",
     "comm": "comm.json quantized.json",

@@ -1,5 +1,7 @@
 """Tables and plots of GPU measurements: committed tables match the raw files; a trace's kernels are counted per step."""
 
+import random
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -7,7 +9,7 @@ import pytest
 from figures import COMMUNICATORS
 from scripts import trace
 from scripts.report import performance
-from scripts.sweep.rows import finished, read_rows
+from scripts.sweep.rows import Row, Setting, finished, read_rows, row_line
 from tests import ROOT
 
 RESULTS = ROOT / "docs" / "results"
@@ -23,6 +25,31 @@ def test_the_committed_tables_are_those_of_the_raw_files(name: str, folder: str)
 @pytest.mark.parametrize("name", performance.TABLES)
 def test_a_folder_without_measurements_gives_no_tables(name: str, tmp_path: Path) -> None:
     assert performance.TABLES[name](tmp_path) is None
+
+
+def test_widths_are_compared_with_standard_in_the_same_line(tmp_path: Path, seed: int) -> None:
+    times = {}
+    with (tmp_path / "widths.jsonl").open("w") as file:
+        for link, weights, comm, variant in product(
+            ("default", "no-p2p"), (None, "fp8", "int4"), ("auto", "int8"), ("ladder", "standard", "hybrid:8")
+        ):
+            setting = Setting("llama-3-70b:16", variant, 2, 4, 1024, 32, comm, link, "cuda", "bfloat16", quantize=weights)
+            ms = times[link, weights or "bfloat16", comm, variant] = random.uniform(1, 9), random.uniform(20, 90)
+            samples = [{"decode_ms_per_token": ms[0] * f, "prefill_ms": ms[1] * f, "step_ms": []} for f in (0.9, 1.0, 1.2)]
+            file.write(
+                row_line(Row(setting, {"gpus": "2 x X", "torch": "2.11", "cores": 8, "cpu": "Y"}, {}, variant, comm, samples))
+            )
+    text = performance.widths(tmp_path)
+    assert text is not None
+    head, _, *lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
+    assert head[2:] == ["interconnect", "batch", "weights", "all-reduce", "standard", "ladder", "hybrid:8"]
+    assert len(lines) == 12
+    for _, _, link, _, weights, comm, *cells in lines:
+        standard = times[link, weights, comm, "standard"]
+        for variant, cell in zip(head[6:], cells, strict=True):
+            ms = times[link, weights, comm, variant]
+            ratios = ["" if variant == "standard" else f" ({base / own:.2f}x)" for base, own in zip(standard, ms, strict=True)]
+            assert cell == f"{ms[0]:.2f}{ratios[0]} / {ms[1]:.2f}{ratios[1]}"
 
 
 def test_the_grid_has_a_point_for_every_measurement(tmp_path: Path) -> None:
