@@ -134,7 +134,7 @@ def rows_of(path: Path, found: dict[str, dict[str, Any]]) -> list[dict[str, Any]
     for width, one in found.items():
         lost, tokens = (sum(column) for column in zip(*one["stories"], strict=True))
         share, error = exact_match(one)
-        row = {"model": path.name, "variant": model_config(str(path), None, 1).description, "width": width}
+        row: dict[str, Any] = {"model": path.name, "variant": model_config(str(path), None, 1).description, "width": width}
         row |= {"perplexity": math.exp(lost / tokens), "exact_match": share, "exact_match_error": error}
         for name, other in (("16_bits", PLAIN), ("int4", "int4")):
             if other in found and width != other and (other == PLAIN or width == "int4-gptq"):
@@ -188,7 +188,8 @@ def main() -> None:
     for path in args.models:
         if model_config(str(path), None, 1).quantization is not None:
             raise UserError(f"{path} is quantized already; name checkpoints in 16 or 32 bits")
-    widths, found = list(dict.fromkeys([PLAIN, *args.widths])), {}
+    widths = list(dict.fromkeys([PLAIN, *args.widths]))
+    found: dict[Path, dict[str, dict[str, Any]]] = {}
     with tqdm(total=len(args.models) * len(widths), unit="evaluation") as bar:
         for path in args.models:
             found[path] = {}
