@@ -70,7 +70,10 @@ lint: setup-dev ## Test: ruff, mypy, and that README and docs quote the results 
 accuracy: setup #+ Measure: perplexity and exact match of every embedded model at tp 1, 2 and 4, then with each quantized all-reduce and with quantized weights, into out (tracked: ARGS=--write; hours, 2 GB)
 	@$(PY) -m scripts.quality.accuracy $(ARGS)
 	@$(PY) -m scripts.quality.accuracy --comm gloo int8 int6 int4 fp8 --tp 2 $(ARGS)
-	@$(PY) -m scripts.quality.weights $(if $(filter --write,$(ARGS)),--write)
+	@$(PY) -m scripts.quality.weights $(filter --write,$(ARGS))
+
+accuracy-weights: setup #+ Measure: what weights in 8 and 4 bits and an 8-bit KV cache cost every embedded model, resumable, into out (tracked: ARGS=--write; an hour, 2 GB)
+	@$(PY) -m scripts.quality.weights $(ARGS)
 
 quantization: setup #+ Measure: error of real partial sums, bytes and perplexity by width, group and scheme, into out/quantization.json (tracked: ARGS=--write; 12 min, 2 GB)
 	@$(PY) -m scripts.quality.quantization $(ARGS)

@@ -8,8 +8,8 @@ The linear layers of the blocks are quantized; embedding, norms and head stay as
 quantized. fp8: weights by row, activations by token at run time. int8: weights by row. int4: weights in groups of 128, or
 fewer if 128 does not divide the layers' widths.
 
-Layers are read, quantized and written one after the other, so memory holds one layer and, for GPTQ, the inputs of the next one
-for all samples. If the command is stopped, the same command goes on after the last layer that was written.
+Layers are read, quantized and written one after the other, so memory, or that of the GPU, holds one layer and, for GPTQ, the inputs
+of the next one for all samples. If the command is stopped, the same command goes on after the last layer that was written.
 """
 
 import argparse
@@ -283,7 +283,11 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--length", type=whole_number(1), default=LENGTH, metavar="N", help=f"tokens of one (default: {LENGTH})"
     )
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA if there is any")
     args = parser.parse_args()
+    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: PyTorch finds no GPU; use --device cpu")
     args.method = args.method or ("gptq" if args.weights == "int4" else "rtn")
     if args.method == "gptq" and args.weights == "fp8":
         raise UserError("--method gptq rounds to integers; use it with --weights int4 or int8")
@@ -291,18 +295,19 @@ def parse_args() -> argparse.Namespace:
 
 
 @torch.no_grad()  # not inference mode, in which the all-reduces of a stream can be read only once
-def quantize_model(model: str, out: Path, weights: str, method: str, text: str | None, samples: int, length: int) -> None:
+def quantize_model(
+    model: str, out: Path, weights: str, method: str, text: str | None, samples: int, length: int, device: str = "cpu"
+) -> None:
     """Quantize checkpoint `model` into the folder `out`. text: GPTQ's calibration, None for the default. Raises UserError."""
     if has_random_weights(model):
         raise UserError(f"{model} has no weights; name a checkpoint, or use --quantize to serve a preset")
     config = model_config(model, None, 1)
     if config.quantization is not None:
         raise UserError(f"{model} is quantized already ({config.quantization.description}); start from the one in 16 bits")
-    device = torch.device("cpu")
-    dtype = DTYPES[dtype_name(None, device.type)]
-    source = check_source(model, config, World(0, 1, device, Local()), dtype)
+    dtype, where = DTYPES[dtype_name(None, device)], torch.device(device)
+    source = check_source(model, config, World(0, 1, where, Local()), dtype)
     assert source is not None
-    job = Job(config, source, scheme_of(weights, config), out, device, dtype)
+    job = Job(config, source, scheme_of(weights, config), out, where, dtype)
     length = min(length, config.max_seq_len)
     text = corpus(samples * length) if text is None and method == "gptq" else text
     tokens = calibration(model, text, config, samples, length) if text is not None and method == "gptq" else None
@@ -324,7 +329,7 @@ def main() -> None:
             text = args.calibration.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as e:
             raise UserError(f"--calibration {args.calibration} cannot be read as text ({e}); name a UTF-8 text file") from None
-    quantize_model(args.model, args.out, args.weights, args.method, text, args.samples, args.length)
+    quantize_model(args.model, args.out, args.weights, args.method, text, args.samples, args.length, args.device)
     note(f"wrote {args.out}: {args.weights} by {args.method}")
 
 

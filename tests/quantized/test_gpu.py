@@ -4,6 +4,7 @@
 """
 
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -11,14 +12,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from attention import Causal
 from checkpoint import load_model
 from comm import Local
 from config import ModelConfig
 from engine import LLM, SamplingParams
 from presets import model_config
 from quantized.scheme import SCHEMES
+from scripts.corpus.documents import documents, render
+from scripts.quantize import calibration, quantize_model
 from tests import ROOT
 from tests.quantized.writers import FORMATS, write
+from tests.support.command_line import MODELS
 from tp import World, init_world
 
 GPUS = torch.cuda.device_count()
@@ -103,6 +108,21 @@ def test_without_kernels_a_gpu_gives_the_cpu_s_tokens(tmp_path: Path, seed: int)
     kept = [i for i, case in enumerate(CASES) if case in SCHEMES or FORMATS[case].activations == "none"]
     assert_same([gpu[i] for i in kept], [cpu[i] for i in kept], LEADS[torch.float32])
     assert_same(gpu, cpu, LEADS[torch.bfloat16])
+
+
+def test_gptq_on_a_gpu_is_nearer_than_rounding(tmp_path: Path, seed: int) -> None:
+    source, text = MODELS / "tiny-hybrid", "".join(map(render, documents(random.randrange(1 << 30), 200)))
+    tokens = calibration(str(source), text, model_config(str(source), None, 1), 8, 64).to("cuda")
+    world, context = World(0, 1, torch.device("cuda"), Local()), Causal(64, torch.device("cuda"))
+    for method in ("gptq", "rtn"):
+        quantize_model(str(source), tmp_path / method, "int4", method, None, 32, 256, "cuda")
+    with torch.inference_mode():
+        exact, *found = (
+            load_model(str(path), model_config(str(path), None, 1), world, torch.float32)(tokens, context)
+            for path in (source, tmp_path / "gptq", tmp_path / "rtn")
+        )
+    gptq, nearest = ((logits - exact).square().mean() for logits in found)
+    assert gptq < nearest
 
 
 @pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")
