@@ -6,7 +6,7 @@ from torch import Tensor
 
 from errors import UserError
 from quantized.scheme import Scheme
-from quantized.weight import Quantized, group_scales, local_group, pack, round_to, scale_dtype
+from quantized.weight import Quantized, check_finite, group_scales, local_group, pack, round_to, scale_dtype
 
 BLOCK = 128  # columns whose errors reach the rest of the weight in one product
 DAMPING = 0.01  # of the mean of the Hessian's diagonal, added to it
@@ -21,12 +21,13 @@ def gptq(weight: Tensor, hessian: Tensor, scheme: Scheme, name: str) -> Quantize
     UserError as `weight.quantize` does.
     """
     group, diagonal = local_group(scheme, range(weight.shape[1]), name), hessian.diagonal()
-    scales = best_scales(weight.unflatten(1, (-1, group)), diagonal.unflatten(0, (-1, group)), scheme)
     order = diagonal.argsort(descending=True, stable=True)
+    inverse = _inverse_factor(hessian[order][:, order])
+    scales = best_scales(weight.unflatten(1, (-1, group)), diagonal.unflatten(0, (-1, group)), scheme)
+    check_finite(scales, name)
     left = weight.float()[:, order]
     left[:, diagonal[order] == 0] = 0.0  # no input reaches these columns
     step = scales.float().repeat_interleave(group, 1)[:, order]
-    inverse = _inverse_factor(hessian[order][:, order])
     codes = torch.empty_like(left, dtype=torch.int8)
     for first in range(0, len(order), BLOCK):
         block = slice(first, min(first + BLOCK, len(order)))
@@ -41,11 +42,13 @@ def gptq(weight: Tensor, hessian: Tensor, scheme: Scheme, name: str) -> Quantize
 
 def best_scales(groups: Tensor, importance: Tensor, scheme: Scheme) -> Tensor:
     """The scale (N, G) of each group of a weight (N, G, group) with the least squared error of its values rounded to nearest,
-    weighted by `importance` (G, group): a smaller scale clips the largest values and rounds the others more finely."""
+    weighted by `importance` (G, group): a smaller scale clips the largest values and rounds the others more finely. NaN if a value
+    is not finite."""
     largest, _ = group_scales(groups.float(), scheme, torch.float32)
-    best, least = torch.empty_like(largest, dtype=scale_dtype(groups, scheme)), torch.full_like(largest, torch.inf)
+    best = torch.full_like(largest, torch.nan, dtype=scale_dtype(groups, scheme))
+    least = torch.full_like(largest, torch.inf)
     for factor in SCALES:
-        scales = (factor * largest).to(best.dtype)
+        scales = (factor * largest).to(best.dtype).clamp(min=torch.finfo(best.dtype).tiny)
         wide = scales.float()[:, :, None]
         errors = torch.einsum("ngi,gi->ng", (round_to(groups.float(), wide, None, scheme) * wide - groups).square(), importance)
         best, least = torch.where(errors < least, scales, best), torch.minimum(errors, least)

@@ -171,11 +171,12 @@ def quantize(weight: Tensor, scheme: Scheme, name: str) -> Quantized:
     """Round a weight (N, K) to nearest. Each row has scales of its own, also where the scheme has one for several rows.
 
     It takes a few rows at a time, and so little memory beside the result. Raises UserError, with the layer's `name`, if no group
-    fits.
+    fits or a weight is not finite.
     """
     group, dtype = local_group(scheme, range(weight.shape[1]), name), scale_dtype(weight, scheme)
     pieces = weight.split(max(1, PIECE // weight.shape[1]))
     found = joined([_quantize(piece.float().unflatten(1, (-1, group)), scheme, dtype) for piece in pieces])
+    check_finite(found.scales, name)
     static = torch.ones((), device=weight.device) if scheme.activations == "static" else None
     return found._replace(input_scale=static)
 
@@ -184,6 +185,12 @@ def _quantize(groups: Tensor, scheme: Scheme, dtype: torch.dtype) -> Quantized:
     scales, zeros = group_scales(groups, scheme, dtype)
     codes = round_to(groups, scales.float()[:, :, None], None if zeros is None else zeros[:, :, None], scheme)
     return Quantized(pack(codes.flatten(1), scheme.bits), scales, zeros)
+
+
+def check_finite(scales: Tensor, name: str) -> None:
+    """Raises UserError unless the weights from which `scales` were made are finite."""
+    if not bool(scales.isfinite().all()):
+        raise UserError(f"{name} has weights that are not finite, which cannot be quantized; name another checkpoint")
 
 
 def scale_dtype(weight: Tensor, scheme: Scheme) -> torch.dtype:

@@ -75,14 +75,26 @@ def test_gptq_chooses_the_scales_that_round_best(seed: int) -> None:
 
     tried = torch.stack([error(weight.abs().amax(-1) / 7.5 * (0.6 + 0.02 * i)) for i in range(25)])
     torch.testing.assert_close(error(found), tried.amin(0), rtol=1e-4, atol=1e-9)
-    zeros = best_scales(torch.zeros(2, 1, 32), importance[:1], scheme)
-    assert zeros.isfinite().all() and (zeros > 0).all()
+    for least in (0.0, 1e-7):
+        scales = best_scales(torch.full((2, 1, 32), least, dtype=torch.float16), importance[:1], scheme)
+        assert scales.isfinite().all() and (scales > 0).all()
 
 
 def test_inputs_that_are_always_zero_do_no_harm(seed: int) -> None:
     inputs = torch.randn(100, 64) * (torch.arange(64) % 3 > 0)
     found = gptq(torch.randn(8, 64), inputs.T @ inputs, replace(SCHEMES["int4"], group=32), "layer")
     assert dequantize(found).isfinite().all()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused(value: float, seed: int) -> None:
+    weight = torch.randn(6, 64)
+    weight.view(-1)[torch.randint(weight.numel(), ())] = value
+    for scheme in SCHEMES.values():
+        with pytest.raises(UserError, match="layer has weights that are not finite"):
+            quantize(weight, replace(scheme, group=scheme.group and 32), "layer")
+    with pytest.raises(UserError, match="layer has weights that are not finite"):
+        gptq(weight, torch.eye(64), replace(SCHEMES["int4"], group=32), "layer")
 
 
 # --- scripts.quantize ---------------------------------------------------------------------------------------------------------
