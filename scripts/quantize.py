@@ -77,6 +77,11 @@ class Job:
         parts = {name: name.rpartition(".")[2] for name in names}
         return {name: full_shape(self.config, part) for name, part in parts.items() if part in SPLITS}
 
+    @property
+    def stored(self) -> torch.dtype:
+        """Of the linear layers in the source, and so of their scales in the new file."""
+        return self.source.read(f"{next(iter(self.linears(0)))}.weight", 0, 0, 1).dtype
+
 
 def scheme_of(weights: str, config: ModelConfig) -> Scheme:
     """The scheme of --weights, with groups that divide the input features of every layer and of every desync stream's shard."""
@@ -179,7 +184,7 @@ def calibrated(job: Job, layer: int, inputs: Calibration) -> dict[str, Quantized
     for path, module in block.named_modules():
         if not isinstance(module, ShardedLinear):
             continue
-        first, whole = 0, gptq(module.weight, hessians.pop(module), job.scheme, path)
+        first, whole = 0, gptq(module.weight.to(job.stored), hessians.pop(module), job.scheme, path)
         for place in module_places(job.config, f"layers.{layer}.{path}", module):
             if place.name.endswith(".weight"):
                 rows = slice(first, first + len(place.tensor))

@@ -198,10 +198,16 @@ def test_transformers_reads_it(variant: str, weights: str, tmp_path: Path, seed:
 def test_the_command_quantizes_with_text(tmp_path: Path, seed: int) -> None:
     source = save_random(with_variant(replace(CONFIG, vocab_size=1024), "hybrid:1"), tmp_path / "source")
     shutil.copyfile(MODELS / "tiny-hybrid" / "tokenizer.json", source / "tokenizer.json")
+    stored = {name: tensor.bfloat16() for name, tensor in load_file(source / "model.safetensors").items()}
+    save_file(stored, source / "model.safetensors")
     quantize_model(str(source), tmp_path / "made", "int4", "gptq", None, samples=2, length=32)
     config = model_config(str(tmp_path / "made"), None, 1)
     assert config.quantization is not None and config.is_hybrid
     assert (tmp_path / "made" / "tokenizer.json").exists()
+    written = load_file(tmp_path / "made" / "model-00002-of-00003.safetensors")
+    assert {t.dtype for t in written.values() if t.is_floating_point()} == {torch.bfloat16}, (
+        "GPTQ's scales are in the file's type"
+    )
     assert load(ALONE, tmp_path / "made").config == config
     for name, message in ((str(tmp_path / "made"), "quantized already"), ("tiny", "no weights")):
         with pytest.raises(UserError, match=message):
