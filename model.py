@@ -19,6 +19,7 @@ Blocks pass on a `Residual` stream (`comm/residual.py`). A module reads it when 
 been added: 0 is standard, 1 a ladder. So a hybrid can mix the two; its first ladder layer follows the rule of a ladder, too.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any, TypedDict
 
 import torch
@@ -244,14 +245,40 @@ class Transformer(nn.Module):
 
     def hidden(self, tokens: Tensor, context: AttentionContext, rows: Tensor | None = None) -> Tensor:
         """(B, T) ids to the last residual stream before the final norm: (B, T, C), or (B, D, C) of the tokens `rows` (D,) alone."""
+        return self.hidden_and_streams(tokens, context, (), rows)[0]
+
+    def hidden_and_streams(
+        self, tokens: Tensor, context: AttentionContext, layers: Sequence[int], rows: Tensor | None = None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """`hidden`, and the residual streams (B, T, C) before these layers, complete on every rank; the number of layers names the last
+        stream. For draft heads (`eagle.py`).
+
+        A stream has the output of every module before the layer. A ladder layer itself reads one that lacks the newest output. The
+        complete one is kept when a later module reads it, so nothing waits for it, and the forward pass has the same bits as without.
+        With desync it is the mean of the streams, which takes one more all-reduce.
+        """
         # desync: the streams begin equal; the last module of all reduces, so they end equal
         streams = self.config.kind.streams
         stream: Any = Residual(self.embed(tokens), Local() if streams else self.comm)
         stream = [stream] * len(self.shards) if streams else stream
-        for layer in self.layers[:-1]:
-            stream = layer(stream, self.frequencies, context)
-        stream = self.layers[-1](stream, self.frequencies, context, rows)
-        return stream[0].x if streams else stream.finish()
+        found: dict[int, Callable[[], Tensor]] = {}
+        end = len(self.layers)
+        # a stream of the last layer has all rows
+        early = rows if max(layers, default=0) < end - 1 else None
+        for i, layer in enumerate(self.layers):
+            if i in layers:
+                stream, found[i] = self._mean_recorded(stream) if streams else stream.recorded()
+            stream = layer(stream, self.frequencies, context, early if i == end - 1 else None)
+        last = stream[0].x if streams else stream.finish()
+        found[end] = lambda: last
+        kept = [found[i]() for i in layers]
+        return (last if early is rows else last[:, rows]), kept
+
+    def _mean_recorded(self, streams: list[Residual]) -> tuple[list[Residual], Callable[[], Tensor]]:
+        """`Residual.recorded` of the mean of a desync model's streams."""
+        recorded, whole = zip(*(stream.recorded() for stream in streams), strict=True)
+        count = self.config.desync_streams
+        return list(recorded), lambda: self.comm.all_reduce(torch.stack([x() / count for x in whole]).sum(0))
 
     def forward(self, tokens: Tensor, context: AttentionContext) -> Tensor:
         """(B, T) int64 ids to (B, T, vocab_size) fp32 logits."""

@@ -2,6 +2,7 @@
 all-reduces are in flight and overlapped, by the communicator's schedule. The communicator decides whether they are fused with the
 layers before and after."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -61,6 +62,15 @@ class Residual(NamedTuple):
         stream = self._gathered()
         return stream._replace(x=stream.x[:, index], pending=tuple(SelectedRows(one, index) for one in self.pending))
 
+    def recorded(self) -> tuple["Residual", Callable[[], Tensor]]:
+        """(the stream, a function that returns the whole stream of this point, (B, T, C)). The function is to be called when all
+        all-reduces that are pending now have been read. No more is sent for it, unless the newest one scatters rows."""
+        if not self.pending:
+            return self, lambda: self.x
+        newest, shape = _Recorded(self.pending[-1]), self.scattered or self.x.shape
+        stream = self._replace(pending=(*self.pending[:-1], newest))
+        return stream, lambda: newest.whole if newest.whole.shape == shape else self.comm.gather_rows(newest.whole).view(shape)
+
     def finish(self) -> Tensor:
         """The whole stream (B, T, C), after all pending all-reduces have been added. The end of a step."""
         stream = self
@@ -83,3 +93,32 @@ class Residual(NamedTuple):
         x = pending.add(stream.x)
         pending.release()
         return stream._replace(x=x, scattered=None)
+
+
+class _Recorded(PendingAllReduce):
+    """An all-reduce that keeps the stream to which it has been added. All-reduces are added in their order, so that is the stream with
+    it and all before it, at whatever later point it is read."""
+
+    whole: Tensor  # all rows of the stream, or this rank's
+
+    def __init__(self, inner: PendingAllReduce) -> None:
+        self.inner = inner
+
+    def begun(self) -> PendingAllReduce:
+        self.inner = self.inner.begun()
+        self.scatters = self.inner.scatters
+        return self
+
+    def wait(self) -> Tensor:
+        return self.inner.wait()
+
+    def add(self, x: Tensor) -> Tensor:
+        self.whole = self.inner.add(x)
+        return self.whole
+
+    def add_norm_linear(self, x: Tensor, norm: Norm, layer: Linear) -> tuple[Tensor, Tensor]:
+        self.whole, out = self.inner.add_norm_linear(x, norm, layer)
+        return self.whole, out
+
+    def release(self) -> None:
+        self.inner.release()
