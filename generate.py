@@ -32,6 +32,7 @@ from checkpoint import DTYPES, load_model
 from cli import Parser, check_ranks, leave, note, run
 from config import ModelConfig, limit_context
 from engine import LLM, SamplingParams
+from engine.draft_models import find_draft
 from engine.llm import Completion, Timing, check_prompts, read_tokenizer
 from errors import UserError
 from model import Transformer
@@ -180,6 +181,7 @@ def prepare(args: argparse.Namespace, world_size: int) -> Job:
         raise UserError(f"--profile {args.profile}: there is no folder {args.profile.parent}; create it or name another")
     prompts = [] if args.interactive else read_prompts(args, config, tokenizer)
     check_prompts(config, prompts, [0 if args.score else args.max_new_tokens] * len(prompts))
+    find_draft(args.speculate, config, tokenizer)  # raises UserError
     return Job(args, config, tokenizer, prompts, params)
 
 

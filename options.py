@@ -12,7 +12,6 @@ from variants import usage
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
 KV_DTYPES = ("auto", "fp8")
 OVERLAPS = ("auto", "overlapped", "few-sms", "deferred")  # `auto`, and `comm.interface.SCHEDULES`
-DRAFT_SOURCES = ("ngram",)
 MOST_DRAFT_TOKENS = 64
 
 
@@ -141,9 +140,10 @@ class SpeculationOptions:
 
     speculate: str | None = option(
         default=None,
-        choices=DRAFT_SOURCES,
+        metavar="ngram|DIR",
         help="guess the next tokens of an answer and verify them in one step, which changes no token but where two are nearly tied: "
-        "ngram continues what occurred before in the prompt, the answer, or the text that a request predicts (default: off)",
+        "ngram continues what occurred before in the prompt, the answer, or the text that a request predicts; the folder of a smaller "
+        "checkpoint with the same vocabulary lets that model guess, too (default: off)",
     )
     draft_tokens: int = option(
         default=7,

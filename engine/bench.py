@@ -25,6 +25,7 @@ from tqdm import tqdm
 from checkpoint import DTYPES, load_model
 from cli import Parser, run
 from engine.core import Engine, EngineLimits
+from engine.draft_models import find_draft
 from engine.protocol import SamplingParams, Submit
 from errors import UserError
 from options import ModelOptions, SpeculationOptions, add_options, draft_limit, dtype_name
@@ -182,6 +183,7 @@ def main() -> None:
         raise UserError("--trace shows when a GPU is idle, so it needs a GPU; leave it out on a CPU")
     config = model_config(args.model, args.variant, world.world_size, args.quantize)
     dtype = DTYPES[dtype_name(args.dtype, world.device.type)]
+    draft = find_draft(args.speculate, config, None)
     model = load_model(args.model, config, world, dtype)
     limits = EngineLimits(
         max_num_seqs=args.max_num_seqs,
@@ -190,9 +192,8 @@ def main() -> None:
         kv_dtype=args.kv_dtype,
         draft_tokens=draft_limit(args.speculate, args.draft_tokens),
     )
-    engine = Engine(model, None, limits, world)
-    engine.runner.capture()
-    engine.speculation.prepare()
+    engine = Engine(model, None, limits, world, draft.load(world, dtype) if draft else None)
+    engine.capture()
     with torch.inference_mode():
         result = host_overhead(engine, args) if args.host else throughput(engine, args, world)
     if world.rank == 0:

@@ -4,8 +4,8 @@ Every rank runs the same engine on the same events in the same order; only rank 
 """
 
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 
 import msgspec
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from engine.block_manager import BlockManager
+from engine.draft_models import Chains
 from engine.drafts import Speculation, count_equal
 from engine.grammars import COMPILED, MAX_COMPILING, Compilation, Grammars, error_of
 from engine.logits import advance, check_ids, new_state, sibling
@@ -73,44 +74,70 @@ def cache_dtype(model: Transformer, limits: EngineLimits) -> torch.dtype:
     return CODES if limits.kv_dtype == "fp8" else weight.dtype
 
 
-def count_blocks(model: Transformer, limits: EngineLimits, world: World) -> int:
-    """How many KV-cache blocks fit, the same number on all ranks. Collective. Raises UserError if none fits."""
-    config, dtype = model.config, cache_dtype(model, limits)
-    size = PagedCache.bytes_per_block(model.attention_slots, limits.block_size, model.n_kv_heads, config.head_dim, dtype)
+def count_blocks(models: list[Transformer], limits: EngineLimits, world: World) -> int:
+    """How many KV-cache blocks fit, the same number on all ranks. Collective. Raises UserError if none fits. models: those that have a
+    cache of so many blocks, the base first."""
+    dtype = cache_dtype(models[0], limits)
+    size = sum(
+        PagedCache.bytes_per_block(m.attention_slots, limits.block_size, m.n_kv_heads, m.config.head_dim, dtype) for m in models
+    )
     blocks = torch.tensor(int(cache_memory(limits, world.device)) // size)
     if world.world_size > 1:
         dist.all_reduce(blocks, op=dist.ReduceOp.MIN, group=world.control)
     # all sequences at full length can use at most this many blocks
-    useful = limits.max_num_seqs * -(-(limits.max_model_len or config.max_seq_len) // limits.block_size)
+    useful = limits.max_num_seqs * -(-(limits.max_model_len or models[0].config.max_seq_len) // limits.block_size)
     found = min(int(blocks), useful)
     if found < 1:
         raise UserError(f"--kv-memory leaves room for no KV-cache block of {size / 1e6:.1f} MB; give more")
     return found
 
 
-def step_seconds(runner: Runner, max_model_len: int, world: World) -> dict[int, float]:
-    """Seconds of steps of some numbers of rows, those of the slowest rank. Collective."""
-    capacity, found = runner.capacity, dict[int, float]()
-    most = max(2, min(capacity.draws, capacity.tokens, max_model_len))
-    for rows in sorted({min(rows, most) for rows in MEASURED_ROWS}):
+def new_cache(model: Transformer, n_blocks: int, limits: EngineLimits, world: World, dtype: torch.dtype) -> PagedCache:
+    """The model's cache."""
+    shape = model.attention_slots, n_blocks, limits.block_size, model.n_kv_heads, model.config.head_dim
+    return PagedCache(*shape, world.device, dtype)
+
+
+def step_seconds(seconds: Callable[[int], float], most: int, world: World) -> dict[int, float]:
+    """seconds(rows), of the slowest rank, for some numbers of rows up to `most`. Collective."""
+    found = dict[int, float]()
+    for rows in sorted({min(rows, max(2, most)) for rows in MEASURED_ROWS}):
         if len(found) > 1 and sum(found.values()) > MEASURED_SECONDS:
             break
-        seconds = torch.tensor(min(runner.seconds(rows) for _ in range(3)), dtype=torch.float64)
+        fastest = torch.tensor(min(seconds(rows) for _ in range(3)), dtype=torch.float64)
         if world.world_size > 1:
-            dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=world.control)
-        found[rows] = float(seconds)
+            dist.all_reduce(fastest, op=dist.ReduceOp.MAX, group=world.control)
+        found[rows] = float(fastest)
     return found
+
+
+def measure(
+    runner: Runner, chains: Chains | None, max_model_len: int, world: World
+) -> tuple[dict[int, float], dict[int, float] | None]:
+    """The seconds of steps by their rows, and of a token of the chains by their number. Collective."""
+    capacity = runner.capacity
+    steps = step_seconds(runner.seconds, min(capacity.draws, capacity.tokens, max_model_len), world)
+    return steps, step_seconds(chains.seconds, min(capacity.sequences, capacity.tokens), world) if chains else None
 
 
 class Engine:
     """Requests go in by `submit` and `abort`; each `step` returns new tokens. `admit` queues requests that waited for a
     grammar."""
 
-    def __init__(self, model: Transformer, tokenizer: Tokenizer | None, limits: EngineLimits, world: World) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        tokenizer: Tokenizer | None,
+        limits: EngineLimits,
+        world: World,
+        draft: Transformer | None = None,
+    ) -> None:
+        """draft: a smaller model that drafts, see `draft_models.py`."""
         config = model.config
         self.max_model_len = min(limits.max_model_len or config.max_seq_len, config.max_seq_len)
         schedules = Schedules.of(model, world, limits.kv_dtype)
-        blocks = BlockManager(count_blocks(model, limits, world), limits.block_size)
+        models = [model] if draft is None else [model, draft]
+        blocks = BlockManager(count_blocks(models, limits, world), limits.block_size)
         self.scheduler = Scheduler(
             blocks,
             limits.max_num_seqs,
@@ -119,21 +146,24 @@ class Engine:
             limits.whole_sequences,
             limits.drafted,
         )
-        cache = PagedCache(
-            model.attention_slots,
-            blocks.n_blocks,
-            limits.block_size,
-            model.n_kv_heads,
-            config.head_dim,
-            world.device,
-            cache_dtype(model, limits),
-        )
+        dtype = cache_dtype(model, limits)
         text_ids = min(tokenizer.vocab_size if tokenizer else config.vocab_size, config.vocab_size)
         longest = blocks.blocks_for(self.max_model_len)
         capacity = Capacity(limits.max_num_seqs, limits.max_batch_tokens, longest, limits.drafted)
-        self.runner = Runner(model, cache, text_ids, capacity, schedules)
+        self.runner = Runner(model, new_cache(model, blocks.n_blocks, limits, world, dtype), text_ids, capacity, schedules)
+        chains = None
+        if draft is not None:
+            cache = new_cache(draft, blocks.n_blocks, limits, world, dtype)
+            own = Schedules.of(
+                draft, world if draft.comm.world_size > 1 else World(0, 1, world.device, draft.comm), limits.kv_dtype
+            )
+            # at least 2 sequences, because `Costs` needs two measured points
+            smaller = replace(capacity, sequences=max(2, capacity.sequences), tokens=max(2, capacity.tokens), drafted=0)
+            chains = Chains(Runner(draft, cache, text_ids, smaller, own), blocks, draft.config.max_seq_len)
         # without `self`: an engine in a cycle would keep its memory until the garbage collector finds it
-        self.speculation = Speculation(limits.draft_tokens, partial(step_seconds, self.runner, self.max_model_len, world))
+        self.speculation = Speculation(
+            limits.draft_tokens, partial(measure, self.runner, chains, self.max_model_len, world), chains
+        )
         self.look_ahead = self.runner.graphs is not None  # whether steps are launched before the tokens of the last are known
         self._ahead: InFlightStep | None = None  # the step that was launched so
         self.grammars = Grammars(tokenizer, config.vocab_size)
@@ -143,6 +173,13 @@ class Engine:
         self.vocab_size, self.world = config.vocab_size, world
         self.meter = Meter()
         self._waited = model.comm.waited or 0.0
+
+    def capture(self, quiet: bool = True) -> None:
+        """Capture all graphs and measure what drafts need to know, before requests arrive. Collective."""
+        self.runner.capture(quiet)
+        if self.speculation.chains is not None:
+            self.speculation.chains.runner.capture(quiet)
+        self.speculation.prepare()
 
     def submit(self, message: Submit | SubmitAll) -> Refused | None:
         """Accept a request, or many that share their parameters: all or none. Returns None, or a `Refused` for the
@@ -254,7 +291,8 @@ class Engine:
 
     def _schedule(self) -> list[Chunk]:
         """The next step, whose sequences' tokens are all known."""
-        return self.scheduler.schedule(drafts=self.speculation.drafts(self.scheduler.running))
+        room = self.scheduler.make_room(self.speculation.plan(self.scheduler.running))
+        return self.scheduler.schedule(drafts=self.speculation.drafts(room))
 
     def _may_follow(self, step: InFlightStep) -> bool:
         """Whether the step after `step` may be launched now. Which rows of a draft are kept, and how the next draft begins, depends on

@@ -3,17 +3,24 @@
 A drafted token is right if it is the one that the model draws there, greedy or sampled. A draw depends on the tokens before it, the
 seed and the position only, so an answer has the same tokens with drafts as without, as far as the logits have the same bits.
 
-The source of a draft is what followed the longest suffix of prompt and answer that occurred before: in the prompt, in the answer, or
-in a text that the request predicts (`SamplingParams.prediction`). Drafts are a function of tokens that all ranks know, so ranks agree
-on them without a message.
+A draft has one of two sources. One is text: what followed the longest suffix of prompt and answer that occurred before, in the prompt,
+in the answer, or in a text that the request predicts (`SamplingParams.prediction`). The other is a model (`draft_models.py`), if the
+engine has one; text, which costs nothing, goes first where it promises as many right tokens. Drafts are a function of tokens that all
+ranks know, so ranks agree on them without a message.
 """
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as List
+from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import TYPE_CHECKING, Protocol
 
 from engine.protocol import Drafted
 from engine.scheduler import Chunk, Sequence
+from engine.suffix_automaton import SuffixAutomaton
+
+if TYPE_CHECKING:
+    from engine.runner import Runner
 
 MOST_INDEXED = 1 << 16  # tokens of a request and its prediction; a longer one gets no more drafts
 MOST_INDEXED_TOGETHER = 1 << 19  # tokens of all running requests; an automaton takes up to 0.7 KB for each, on each rank
@@ -28,27 +35,39 @@ WORTH = 0.25
 LEAST_PRICE = 0.2  # tokens; a drafted row also takes time on the host
 FIRST_RIGHT = 1.5  # accepted tokens of a draft, before there is one
 WEIGHT = 0.25  # of the newest draft in a request's averages
+WEIGHT_OF_ALL = 0.02  # the same, in the averages of all requests
+TEXTS = "ngram", "prediction"  # sources of drafts from text
 PAUSES = 32, 512  # tokens between two drafts of a request whose drafts do not pay: at first, and at most
 
 
 class Costs:
-    """How long steps take by their rows."""
+    """How long steps take by their rows, and tokens of a model's chains by the number of chains."""
 
-    def __init__(self, seconds: Mapping[int, float]) -> None:
-        """seconds: of steps of at least two numbers of rows, which are in ascending order. Other steps are on the lines through these
-        points. More rows never take less time: where they seem to, the clock was disturbed."""
-        self._points = list(zip(seconds, accumulate(seconds.values(), max), strict=True))
+    def __init__(self, steps: Mapping[int, float], links: Mapping[int, float] | None = None) -> None:
+        """Seconds, each of at least two numbers, which are in ascending order. Others are on the lines through these points. More rows
+        never take less time: where they seem to, the clock was disturbed. links: of the chains; None if there are none."""
+        self._steps, self._links = (
+            list(zip(seconds, accumulate(seconds.values(), max), strict=True)) for seconds in (steps, links or {1: 0.0, 2: 0.0})
+        )
 
     def seconds(self, rows: int) -> float:
-        last = len(self._points) - 1
-        i = next((i for i in range(1, last) if rows <= self._points[i][0]), last)
-        (first, before), (second, after) = self._points[i - 1], self._points[i]
-        return before + (after - before) * (rows - first) / (second - first)
+        return _on_lines(self._steps, rows)
 
     def price(self, rows: int) -> float:
         """How many tokens a drafted row must bring in a step of so many other rows: the time that it adds over that of a token, if
         each of the others has two drafted ones."""
         return max(LEAST_PRICE, (self.seconds(3 * rows) / self.seconds(rows) - 1) / 2)
+
+    def link_price(self, rows: int, chains: int) -> float:
+        """How many tokens another link of so many chains must bring for each of `rows` sequences in the step: its time over the step's."""
+        return _on_lines(self._links, chains) / self.seconds(rows)
+
+
+def _on_lines(points: List[tuple[int, float]], x: int) -> float:
+    last = len(points) - 1
+    i = next((i for i in range(1, last) if x <= points[i][0]), last)
+    (first, before), (second, after) = points[i - 1], points[i]
+    return before + (after - before) * (x - first) / (second - first)
 
 
 def count_equal(draft: List[int], drawn: List[int]) -> int:
@@ -58,74 +77,71 @@ def count_equal(draft: List[int], drawn: List[int]) -> int:
     )
 
 
-class SuffixAutomaton:
-    """All substrings of a growing list of tokens, with O(1) amortized time and memory for each token (A. Blumer et al., The smallest
-    automaton recognizing the subwords of a text, 1985, section 2).
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """How many tokens a draft may have, and how many of them will probably be right."""
 
-    A state stands for substrings that end at the same places. `match` is the length of the longest suffix that occurred before, and
-    the place behind an earlier occurrence of it, mostly the latest one."""
+    count: int
+    right: float
+    is_trial: bool = False
 
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.match = 0, 0
-        self._next: list[dict[int, int]] = [{}]  # of each state, by token
-        self._link = [-1]  # the state of its longest suffix that occurs at more places
-        self._length = [0]  # of its longest string
-        self._end = [0]  # a place behind its strings
-        self._last = 0  # the state of the whole list
 
-    def append(self, token: int) -> None:
-        self.tokens.append(token)
-        count = len(self.tokens)
-        new = self._add({}, 0, count, count)
-        state = self._last
-        while state >= 0 and token not in self._next[state]:
-            self._next[state][token] = new
-            state = self._link[state]
-        if state >= 0:
-            self._link[new] = self._target(state, token)
-        self._last, suffix = new, self._link[new]
-        self.match = self._length[suffix], self._end[suffix]
-        self._end[suffix] = count
+NOTHING = Promise(0, 0.0)
 
-    def after_match(self, count: int) -> list[int]:
-        """The `count` tokens after the earlier occurrence of the match. If they reach the end of the list, they go on periodically."""
-        found = self.tokens[self.match[1] : self.match[1] + count]
-        return [found[i % len(found)] for i in range(count)]
 
-    def _target(self, state: int, token: int) -> int:
-        """The state of the longest string of `state` and the token; it is split off where it has got more places than longer ones."""
-        target, length = self._next[state][token], self._length[state] + 1
-        if self._length[target] == length:
-            return target
-        clone = self._add(dict(self._next[target]), self._link[target], length, self._end[target])
-        self._link[target] = clone
-        while state >= 0 and self._next[state].get(token) == target:
-            self._next[state][token] = clone
-            state = self._link[state]
-        return clone
+@dataclass
+class Record:
+    """What became of a request's last drafts from one source: averages of the tokens that were right, and of whether one was not."""
 
-    def _add(self, following: dict[int, int], link: int, length: int, end: int) -> int:
-        self._next.append(following)
-        self._link.append(link)
-        self._length.append(length)
-        self._end.append(end)
-        return len(self._next) - 1
+    right: float = FIRST_RIGHT
+    wrong: float = 1.0
+    resume: int = 0  # generated tokens before the next draft, while drafts do not pay
+    pause: int = PAUSES[0]  # tokens from then to the one after
+
+    @property
+    def rate(self) -> float:
+        """The chance of a token whose predecessors are right."""
+        return self.right / (self.right + self.wrong)
+
+    def promise(self, price: float, most: int, generated: int) -> Promise:
+        """What pays at this price, up to `most` tokens, after so many generated ones. A token is right if all before it are, and it
+        is, too."""
+        count, right, rate = 0, 0.0, self.rate
+        chance = rate
+        while count < most and chance >= price:
+            count, right, chance = count + 1, right + chance, chance * rate
+        if not count and most and generated >= self.resume:
+            return Promise(1, 2 * WORTH, is_trial=True)  # few other sequences have to wait for it
+        return Promise(count, right)
+
+    def cut(self, count: int) -> Promise:
+        """What `count` tokens promise."""
+        return Promise(count, sum([self.rate**i for i in range(1, count + 1)]))
+
+    def learn(self, accepted: int, drafted: int, generated: int, weight: float = WEIGHT) -> None:
+        """Note that `accepted` tokens of a draft were right."""
+        self.right += weight * (accepted - self.right)
+        self.wrong += weight * ((accepted < drafted) - self.wrong)
+        if accepted:
+            self.resume, self.pause = 0, PAUSES[0]
+        else:
+            self.resume = generated + self.pause
+            self.pause = min(2 * self.pause, PAUSES[1])
 
 
 class Drafter:
-    """The drafts of one sequence. Their length adapts to how many of their tokens were right lately, and to what a row costs."""
+    """The drafts of one sequence, from text. Their length adapts to how many of their tokens were right lately, and to what a row costs."""
 
-    def __init__(self, sequence: Sequence, ceiling: int) -> None:
+    def __init__(self, sequence: Sequence, ceiling: int, chains: Record | None = None) -> None:
+        """chains: of the drafts of a model in general."""
         self.sequence = sequence
         self.ceiling = ceiling if sequence.params.grammar is None else min(ceiling, MOST_WITH_GRAMMAR)
         prediction = (sequence.params.prediction or [])[: MOST_INDEXED // 2]
         tail = sequence.tokens[: sequence.prompt_length][-TAIL:]
         self._head = [*tail, *prediction, END] if prediction else []  # comes before the sequence's tokens
         self._text = SuffixAutomaton()
-        self._right, self._wrong = FIRST_RIGHT, 1.0  # averages over the drafts: tokens that were right, and whether one was not
+        self.texts, self.chains = Record(), Record() if chains is None else replace(chains, resume=0, pause=PAUSES[0])
         self._least_match = LEAST_MATCH[1]
-        self._resume, self._pause = 0, PAUSES[0]  # generated tokens
 
     def follow(self, most: int) -> int:
         """Index at most `most` of the tokens that are not indexed yet. Returns how many."""
@@ -152,81 +168,129 @@ class Drafter:
     def source(self) -> str:
         return "prediction" if self._text.match[1] < len(self._head) else "ngram"
 
-    def promise(self, price: float) -> tuple[int, float]:
-        """How many drafted tokens pay at this price, and how many of them will probably be right, if the next token finds a draft at
-        all. A token is right if all before it are, and it is, too. The newest token may still be on the device."""
+    def promise(self, price: float) -> Promise:
+        """What pays at this price, if the next token finds a draft at all. The newest token may still be on the device."""
         if self.missing > 1 or self._text.match[0] < self._least_match:
-            return 0, 0.0
-        count, right, rate = 0, 0.0, self._right / (self._right + self._wrong)
-        chance = rate
-        while count < self.ceiling and chance >= price:
-            count, right, chance = count + 1, right + chance, chance * rate
-        if not count and self.sequence.generated >= self._resume:
-            return 1, 2 * WORTH  # a trial, which few other sequences have to wait for
-        return count, right
+            return NOTHING
+        return self.texts.promise(price, self.ceiling, self.sequence.generated)
 
-    def draft(self, price: float) -> list[int]:
-        """The next tokens, perhaps none. All tokens of the sequence must be known."""
-        found = [] if self.missing else self._text.after_match(self.promise(price)[0])
+    def draft(self, count: int) -> list[int]:
+        """The next tokens, perhaps fewer than `count`. All tokens of the sequence must be known."""
+        found = [] if self.missing or not count else self._text.after_match(count)
         return found[: found.index(END)] if END in found else found
 
-    def learn(self, accepted: int, drafted: int) -> None:
+    def learn(self, source: str, accepted: int, drafted: int) -> None:
         """How many tokens of the last draft were right, and how many it had."""
-        self._least_match = LEAST_MATCH[0 if accepted else 1]
-        self._right += WEIGHT * (accepted - self._right)
-        self._wrong += WEIGHT * ((accepted < drafted) - self._wrong)
-        if accepted:
-            self._resume, self._pause = 0, PAUSES[0]
-        else:
-            self._resume = self.sequence.generated + self._pause
-            self._pause = min(2 * self._pause, PAUSES[1])
+        if source in TEXTS:
+            self._least_match = LEAST_MATCH[0 if accepted else 1]
+        record = self.texts if source in TEXTS else self.chains
+        record.learn(accepted, drafted, self.sequence.generated)
+
+
+class Chains(Protocol):
+    """Drafts of a model (`draft_models.py`)."""
+
+    name: str
+    runner: "Runner"
+
+    def reach(self, sequence: Sequence) -> int: ...
+    def draft(self, counts: Mapping[Sequence, int]) -> dict[Sequence, list[int]]: ...
 
 
 class Speculation:
     """The drafts of an engine's sequences, and how many of their tokens were right."""
 
-    def __init__(self, ceiling: int, measure: Callable[[], Mapping[int, float]]) -> None:
-        """ceiling: most tokens of a draft; 0 makes none. measure: the seconds of steps, see `Costs`; the same on all ranks."""
-        self.ceiling, self.measure = ceiling, measure
+    def __init__(
+        self,
+        ceiling: int,
+        measure: Callable[[], tuple[Mapping[int, float], Mapping[int, float] | None]],
+        chains: Chains | None = None,
+    ) -> None:
+        """ceiling: most tokens of a draft; 0 makes none. measure: the seconds of steps, and of a token of the chains, see `Costs`; the
+        same on all ranks. chains: None: text alone."""
+        self.ceiling, self.measure, self.chains = ceiling, measure, chains
         self.costs: Costs | None = None
-        self.total = {source: Drafted() for source in ("ngram", "prediction")}
-        self._sources: dict[Sequence, str] = {}
+        self.total = {source: Drafted() for source in (*TEXTS, *([chains.name] if chains else []))}
+        self._record = Record()  # of the chains of all requests
+        self._sources: dict[Sequence, str] = {}  # of the drafts that `plan` promises
 
     def prepare(self) -> None:
         """Measure what steps cost, unless it is known. No step may be in flight. Collective."""
         if self.ceiling and self.costs is None:
-            self.costs = Costs(self.measure())
+            self.costs = Costs(*self.measure())
 
-    def drafts(self, running: List[Sequence]) -> dict[Sequence, list[int]]:
-        """Drafts for the next step. No step may be in flight."""
+    def plan(self, running: List[Sequence]) -> dict[Sequence, int]:
+        """How many tokens to draft for sequences in the next step. No step may be in flight."""
         if not self.expects(running):
             return {}
         self.prepare()
-        price = self._price(running)
-        decoding = [s for s in running if s.generated and s.length - s.computed == 1]
-        found = {s: draft for s in decoding if (draft := s.drafter.draft(price))}
-        self._sources = {s: s.drafter.source for s in found}
-        return found
+        texts, chained = self._promises(running)
+        name = self.chains.name if self.chains else ""
+        self._sources = {s: s.drafter.source for s in texts} | dict.fromkeys(chained, name)
+        found = (texts | chained).items()
+        return {s: promise.count for s, promise in found if s.generated and s.length - s.computed == 1}
+
+    def drafts(self, counts: Mapping[Sequence, int]) -> dict[Sequence, list[int]]:
+        """Drafts of at most so many tokens, for sequences of the last `plan` that have room for them."""
+        if not counts:
+            return {}
+        chained = {s: count for s, count in counts.items() if self._sources[s] not in TEXTS}
+        found = {s: s.drafter.draft(count) for s, count in counts.items() if s not in chained}
+        if chained and self.chains is not None:
+            found |= self.chains.draft(chained)
+        return {s: draft for s, draft in found.items() if draft}
 
     def expects(self, running: List[Sequence]) -> bool:
         """Whether the next step will probably have drafts that are worth it."""
         if not self.ceiling or not running:
             return False
         for sequence in running:
-            sequence.drafter = sequence.drafter or Drafter(sequence, self.ceiling)
+            sequence.drafter = sequence.drafter or Drafter(sequence, self.ceiling, self._record)
         left = min(INDEXED_A_STEP, MOST_INDEXED_TOGETHER - sum([s.drafter.indexed for s in running]))
         for drafter in sorted([s.drafter for s in running], key=lambda drafter: drafter.missing):  # long texts make none wait
             left -= drafter.follow(max(left, 0))
-        price = self._price(running)
-        return sum([s.drafter.promise(price)[1] for s in running]) > WORTH * len(running)
+        texts, chained = self._promises(running)
+        return sum([promise.right for promise in (*texts.values(), *chained.values())]) > WORTH * len(running)
 
     def learn(self, chunk: Chunk, accepted: int) -> None:
         """Note that `accepted` tokens of the chunk's draft were right."""
-        source = self._sources.pop(chunk.sequence)
+        source, drafted = self._sources.pop(chunk.sequence), len(chunk.draft)
         total = self.total[source]
-        self.total[source] = Drafted(total.drafts + 1, total.tokens + len(chunk.draft), total.accepted + accepted)
+        self.total[source] = Drafted(total.drafts + 1, total.tokens + drafted, total.accepted + accepted)
+        if source not in TEXTS:
+            self._record.learn(accepted, drafted, 0, WEIGHT_OF_ALL)
         if chunk.sequence.drafter is not None:  # it has not ended
-            chunk.sequence.drafter.learn(accepted, len(chunk.draft))
+            chunk.sequence.drafter.learn(source, accepted, drafted)
+
+    def _promises(self, running: List[Sequence]) -> tuple[dict[Sequence, Promise], dict[Sequence, Promise]]:
+        """What drafts from text and chains promise, for each sequence from the one that promises more."""
+        price = self._price(running)
+        texts = {s: promise for s in running if (promise := s.drafter.promise(price)).count}
+        if self.chains is None:
+            return texts, {}
+        chained = self._promises_of_chains(running, price)
+        chained = {s: p for s, p in chained.items() if s not in texts or p.right > texts[s].right}
+        return {s: p for s, p in texts.items() if s not in chained}, chained
+
+    def _promises_of_chains(self, running: List[Sequence], price: float) -> dict[Sequence, Promise]:
+        """price: of a row. A link takes time for all sequences, so chains have links as long as these pay for all together."""
+        if self.chains is None or (alone := price + self._link_price(running, len(running))) >= 1:
+            return {}
+        found = dict[Sequence, Promise]()
+        for s in running:
+            most = min(s.drafter.ceiling, self.chains.reach(s))
+            if (promise := s.drafter.chains.promise(alone, most, s.generated)).count:
+                found[s] = promise
+        links = 0
+        while going := [s for s, promise in found.items() if promise.count > links]:
+            gain = sum([(1.0 if found[s].is_trial else s.drafter.chains.rate ** (links + 1)) - price for s in going])
+            if gain < self._link_price(running, len(going)) * len(running):
+                break
+            links += 1
+        return {s: p if p.count <= links else s.drafter.chains.cut(links) for s, p in found.items()} if links else {}
+
+    def _link_price(self, running: List[Sequence], chains: int) -> float:
+        return 0.0 if self.costs is None else self.costs.link_price(len(running), chains)
 
     def _price(self, running: List[Sequence]) -> float:
         return LEAST_PRICE if self.costs is None else self.costs.price(len(running))

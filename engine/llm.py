@@ -21,13 +21,14 @@ from attention import Causal
 from checkpoint import DTYPES, load_model
 from config import ModelConfig
 from engine.core import Engine, EngineLimits
+from engine.draft_models import find_draft
 from engine.logits import SCORE_CHUNK
 from engine.protocol import Abort, Refused, SamplingParams, Submit, TokenLogprobs
 from engine.text import AnswerStream, Delta
 from engine.tuning import tune
 from errors import UserError
 from model import Transformer
-from options import DRAFT_SOURCES, MOST_DRAFT_TOKENS, draft_limit
+from options import MOST_DRAFT_TOKENS, draft_limit
 from presets import has_random_weights, model_config
 from tokenizer import Tokenizer, check_fits
 from tokenizer_files import find_tokenizer, load_tokenizer
@@ -93,19 +94,21 @@ class LLM:
         their own; None makes an engine for each call that is just large enough for its prompts, and keeps it while calls need the
         same; then speculate and draft_tokens are `generate.py`'s. Raises UserError."""
         self.world = world or init_world()
+        if not 1 <= draft_tokens <= MOST_DRAFT_TOKENS:
+            raise UserError(f"draft_tokens must be from 1 to {MOST_DRAFT_TOKENS}, not {draft_tokens}")
         if isinstance(model, Transformer):
             self.model, self.tokenizer = model, tokenizer
+            draft = find_draft(speculate, model.config, tokenizer)
         else:
             config = model_config(str(model), variant, self.world.world_size, quantize)
             self.tokenizer = tokenizer or read_tokenizer(str(model), config)
             name = dtype or ("bfloat16" if self.world.device.type == "cuda" else "float32")
             if name not in DTYPES:
                 raise UserError(f"unknown dtype {name!r}; known: {', '.join(DTYPES)}")
+            draft = find_draft(speculate, config, self.tokenizer)
             self.model = load_model(str(model), config, self.world, DTYPES[name], seed)
         tune(self.model, self.world, MAX_SEQUENCES, seconds=0)  # uses what a server or `make tune` has measured
-        if speculate not in (None, *DRAFT_SOURCES) or not 1 <= draft_tokens <= MOST_DRAFT_TOKENS:
-            known = f"{', '.join(DRAFT_SOURCES)} and draft_tokens from 1 to {MOST_DRAFT_TOKENS}"
-            raise UserError(f"speculate is {speculate!r} with {draft_tokens} draft_tokens; known: {known}")
+        self.draft = draft.load(self.world, self.model.norm.weight.dtype, seed) if draft else None
         self.limits, self.kv_dtype, self.draft_tokens = limits, kv_dtype, draft_limit(speculate, draft_tokens)
         self._engine: tuple[EngineLimits, Engine] | None = None
 
@@ -201,7 +204,7 @@ class LLM:
             )
         if self._engine is None or self._engine[0] != limits:
             self._engine = None  # frees its cache before the new one is allocated
-            self._engine = limits, Engine(self.model, self.tokenizer, limits, self.world)
+            self._engine = limits, Engine(self.model, self.tokenizer, limits, self.world, self.draft)
         return self._engine[1]
 
 

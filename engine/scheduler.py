@@ -169,7 +169,7 @@ class Scheduler:
 
         in_flight: the tokens of the step before are not recorded yet. Then there is no step ([]) if a sequence would have to be
         preempted, because it might be one whose token is in flight. drafts: of running sequences whose tokens are all known but
-        for the next one; cut to the room that there is.
+        for the next one, cut to the room that there is; `make_room` gives them blocks.
         """
         going = [s for s in self.running if not s.unknown or s.length < s.longest]
         ending = len(self.running) - len(going)  # their last token is in flight
@@ -208,21 +208,47 @@ class Scheduler:
         sequence.unknown += chunk.samples
         return chunk
 
+    def make_room(self, wanted: Mapping[Sequence, int]) -> dict[Sequence, int]:
+        """Give running sequences blocks for so many drafted tokens, or for fewer. Returns how many have room, of each that has any.
+
+        No step may be in flight. What the sequences' next tokens need, or the first waiting one to start, comes before drafts."""
+        spare = len(self.blocks.free) - sum(map(self._missing_blocks, self.running)) - self._next_admission()
+        found, left = dict[Sequence, int](), self.max_drafted
+        for sequence, count in wanted.items() if spare >= 0 else ():
+            held = max(len(sequence.blocks), self.blocks.blocks_for(sequence.length))
+            places = (held + spare) * self.blocks.block_size - sequence.length
+            room = min(count, left, places, sequence.longest - sequence.length - 1)
+            if room > 0:
+                spare -= max(0, self.blocks.blocks_for(sequence.length + room) - held)
+                self._grow(sequence, sequence.length + room)
+                found[sequence], left = room, left - room
+        return found
+
+    def _next_admission(self) -> int:
+        """Blocks that the first waiting sequence may take in the next step."""
+        if not self.waiting or len(self.running) >= self.max_num_seqs:
+            return 0
+        first = self.waiting[0]
+        needed = self.blocks.blocks_for(first.longest if self.whole_sequences else len(first.tokens) + 1)
+        return needed if needed <= len(self.blocks.free) else 0
+
     def _add_drafts(self, chunks: List[Chunk], drafts: Mapping[Sequence, List[int]], budget: int) -> int:
-        """Let chunks of running sequences verify drafts, cut to `budget` tokens and to the blocks that are free. Returns how many
-        tokens they have. These count as computed, too."""
+        """Let chunks of running sequences verify drafts, cut to `budget` tokens and to the sequences' blocks. Returns how many tokens
+        they have. These count as computed, too."""
         left = most = min(self.max_drafted, budget)
         for chunk in chunks:
             sequence = chunk.sequence
-            places = (len(sequence.blocks) + len(self.blocks.free)) * self.blocks.block_size - chunk.stop
-            room = min(left, places, sequence.longest - chunk.stop - 1)
+            room = min(left, len(sequence.blocks) * self.blocks.block_size - chunk.stop, sequence.longest - chunk.stop - 1)
             draft = drafts.get(sequence, ())[: max(0, room)]
             if draft:
-                self._grow(sequence, chunk.stop + len(draft))
                 chunk.draft, chunk.count = draft, chunk.count + len(draft)
                 sequence.computed += len(draft)
                 sequence.unknown += len(draft)
                 left -= len(draft)
+            if sequence in drafts and not self.whole_sequences:
+                self.blocks.give_back(
+                    sequence.blocks, self.blocks.blocks_for(chunk.stop)
+                )  # a draft may be shorter than its room
         return most - left
 
     def _missing_blocks(self, sequence: Sequence) -> int:

@@ -12,6 +12,7 @@ from checkpoint import DTYPES, load_model
 from cli import USER_ERROR, check_ranks, leave, note, rank
 from config import ModelConfig, limit_context
 from engine.core import Engine, EngineLimits
+from engine.draft_models import Draft, find_draft
 from engine.protocol import Fatal, Ready
 from engine.tuning import Tuning, tune
 from engine.worker import FrontendLink, serve
@@ -32,8 +33,9 @@ SIGNALLED = 128  # exit codes above it are 128 + the signal
 AGENT_SECONDS = 30  # torchrun's default for the time that its ranks have to end
 
 
-def prepare(settings: Settings, world_size: int) -> tuple[ModelConfig, Tokenizer]:
-    """Read config and tokenizer. Raises UserError if the model cannot be served."""
+def prepare(settings: Settings, world_size: int) -> tuple[ModelConfig, Tokenizer, Draft | None]:
+    """Read config and tokenizer, and the description of the draft model, if there is one. Raises UserError if the model cannot be
+    served."""
     config = limit_context(
         model_config(settings.model, settings.variant, world_size, settings.quantize), settings.max_model_len
     )
@@ -44,7 +46,7 @@ def prepare(settings: Settings, world_size: int) -> tuple[ModelConfig, Tokenizer
     stream_shards(config, 0, world_size)
     tokenizer = tokenizer_of(settings.model)
     check_fits(tokenizer, config.vocab_size)
-    return config, tokenizer
+    return config, tokenizer, find_draft(settings.speculate, config, tokenizer)
 
 
 def describe(settings: Settings, engine: Engine, config: ModelConfig, world: World, dtype: str) -> Ready:
@@ -63,9 +65,12 @@ def describe(settings: Settings, engine: Engine, config: ModelConfig, world: Wor
     )
 
 
-def build_engine(settings: Settings, config: ModelConfig, tokenizer: Tokenizer, world: World) -> tuple[Engine, str]:
+def build_engine(
+    settings: Settings, config: ModelConfig, tokenizer: Tokenizer, draft: Draft | None, world: World
+) -> tuple[Engine, str]:
     dtype = dtype_name(settings.dtype, world.device.type)
     model = load_model(settings.model, config, world, DTYPES[dtype])
+    drafting = draft.load(world, DTYPES[dtype]) if draft else None
     reached("weights")
     if settings.compile:
         model.compile_modules()
@@ -79,14 +84,14 @@ def build_engine(settings: Settings, config: ModelConfig, tokenizer: Tokenizer, 
         kv_dtype=settings.kv_dtype,
         draft_tokens=draft_limit(settings.speculate, settings.draft_tokens),
     )
-    engine = Engine(model, tokenizer, limits, world)
+    engine = Engine(model, tokenizer, limits, world, drafting)
     if engine.runner.graphs is not None:
         reached("cache")
-        engine.runner.capture()
+    engine.capture()
+    if engine.runner.graphs is not None:
         if len((schedules := engine.runner.schedules).possible) > 1:
             log.info("a ladder's all-reduces, chosen in %.1f s: %s", schedules.spent, schedules)
         reached("graphs")
-    engine.speculation.prepare()
     reached("engine")
     return engine, dtype
 
@@ -152,7 +157,7 @@ def main() -> None:
             check_port(settings)
         if settings.tp is not None:
             check_ranks(settings.tp, "--tp")
-        config, tokenizer = prepare(settings, int(os.environ.get("WORLD_SIZE", 1)))
+        config, tokenizer, draft = prepare(settings, int(os.environ.get("WORLD_SIZE", 1)))
     except UserError as e:
         error = e
     if settings is None:
@@ -172,7 +177,7 @@ def main() -> None:
         signal.signal(number, frontend.forward if frontend else signal.SIG_IGN)
     code = 0
     try:
-        engine, dtype = build_engine(settings, config, tokenizer, world)
+        engine, dtype = build_engine(settings, config, tokenizer, draft, world)
         ready = describe(settings, engine, config, world, dtype)
         serve(engine, world, link, ready, frontend.process.is_alive if frontend else lambda: True)
     except BaseException as e:

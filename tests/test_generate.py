@@ -108,9 +108,10 @@ def test_greedy_tokens_are_the_same_on_any_number_of_ranks(
 
 
 @pytest.mark.parametrize("ranks", [0, 2])
-def test_speculation_gives_the_same_tokens(ranks: int, story: tuple[str, list[int]]) -> None:
+def test_speculation_gives_the_same_tokens(ranks: int, story: tuple[str, list[int]], in_turn: Callable[..., Any]) -> None:
     prompt, expected = story
-    args = ("--model", HYBRID, "--json", *GREEDY, "--max-new-tokens", NEW_TOKENS, "--speculate", "ngram", "--draft-tokens", 4)
+    source = in_turn(("ngram", MODELS / "tiny-parallel", HYBRID), ranks)
+    args = ("--model", HYBRID, "--json", *GREEDY, "--max-new-tokens", NEW_TOKENS, "--speculate", source, "--draft-tokens", 4)
     done = launch(*args, "--prompt", prompt, ranks=ranks)
     assert done.code == 0, done.err
     assert done.record["token_ids"] == expected

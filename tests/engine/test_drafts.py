@@ -2,10 +2,12 @@
 
 import json
 import random
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import llguidance
 import msgspec
@@ -13,15 +15,20 @@ import numpy as np
 import pytest
 import torch
 
-from engine import drafts
+from engine import LLM, draft_models, drafts
 from engine.core import Engine
-from engine.drafts import END, MOST_INDEXED, Costs, Drafter, Speculation, SuffixAutomaton, count_equal
+from engine.drafts import END, MOST_INDEXED, Costs, Drafter, Speculation, count_equal
 from engine.protocol import SamplingParams, Submit
 from engine.scheduler import Sequence
+from engine.suffix_automaton import SuffixAutomaton
+from errors import UserError
 from kernels.sampling import exponential_noise
 from model import Transformer
+from tests import MODELS
 from tests.engine.test_engine import (
     ALONE,
+    LIMITS,
+    TINY,
     Answer,
     assert_logprobs,
     assert_same,
@@ -31,6 +38,7 @@ from tests.engine.test_engine import (
     plain_logits,
     random_model,
     random_params,
+    random_submits,
     serve,
     tiny,
     tiny_tokenizer,
@@ -79,38 +87,42 @@ def drafter_of(prompt: list[int], output: list[int], ceiling: int = 8, predictio
     return drafter
 
 
+def draft_of(drafter: Drafter, price: float = CHEAP) -> list[int]:
+    return drafter.draft(drafter.promise(price).count)
+
+
 def test_a_draft_continues_the_prompt_or_the_prediction() -> None:
     drafter = drafter_of([1, 2, 3, 4, 5, 6, 7, 8, 9], [2, 3, 4])
-    assert (drafter.draft(CHEAP), drafter.source) == ([5, 6, 7, 8], "ngram")
+    assert (draft_of(drafter), drafter.source) == ([5, 6, 7, 8], "ngram")
     drafter = drafter_of([1, 2, 3, 4], [7], prediction=[7, 8, 9])
-    assert (drafter.draft(CHEAP), drafter.source) == ([8, 9], "prediction")  # and not what follows the prediction in the index
-    assert drafter_of([1, 2, 3, 4], [7, 8, 9], prediction=[7, 8, 9]).draft(CHEAP) == []
-    assert drafter_of([1, 2, 3, 4], [9], prediction=[7, 8, 9]).draft(CHEAP) == []
-    assert drafter_of([5, 6, 5, 6, 5], [6], ceiling=3).draft(CHEAP) == [5, 6, 5]
-    assert drafter_of([1, 2, 3], [4]).draft(CHEAP) == []
-    assert END not in drafter_of([1, 2], [3], prediction=[1, 2, 3]).draft(CHEAP)
+    assert (draft_of(drafter), drafter.source) == ([8, 9], "prediction")  # and not what follows the prediction in the index
+    assert draft_of(drafter_of([1, 2, 3, 4], [7, 8, 9], prediction=[7, 8, 9])) == []
+    assert draft_of(drafter_of([1, 2, 3, 4], [9], prediction=[7, 8, 9])) == []
+    assert draft_of(drafter_of([5, 6, 5, 6, 5], [6], ceiling=3)) == [5, 6, 5]
+    assert draft_of(drafter_of([1, 2, 3], [4])) == []
+    assert END not in draft_of(drafter_of([1, 2], [3], prediction=[1, 2, 3]))
 
 
 def test_two_tokens_are_enough_while_drafts_are_right() -> None:
     drafter = drafter_of([1, 2, 3, 4, 5, 6], [2, 3])
-    assert drafter.draft(CHEAP) == []
-    drafter.learn(1, 2)
-    assert drafter.draft(CHEAP) == [4, 5, 6, 2]
-    drafter.learn(0, 4)
-    assert drafter.draft(CHEAP) == []
+    assert draft_of(drafter) == []
+    drafter.learn("ngram", 1, 2)
+    assert draft_of(drafter) == [4, 5, 6, 2]
+    drafter.learn("ngram", 0, 4)
+    assert draft_of(drafter) == []
 
 
 def test_a_draft_waits_until_the_whole_text_is_indexed() -> None:
     sequence = Sequence("a", [1, 2, 3, 4] * 5, 4, SamplingParams(max_tokens=100))
     drafter = Drafter(sequence, 4)
     assert drafter.follow(19) == 19
-    assert drafter.promise(CHEAP)[0] == 4 and drafter.draft(CHEAP) == []
+    assert drafter.promise(CHEAP).count == 4 and draft_of(drafter) == []
     assert (drafter.follow(19), drafter.follow(19)) == (1, 0)
-    assert drafter.draft(CHEAP) == [1, 2, 3, 4]
+    assert draft_of(drafter) == [1, 2, 3, 4]
     sequence.tokens += [1] * (MOST_INDEXED - 19)
     while drafter.follow(100_000):
         pass
-    assert drafter.draft(CHEAP) == [], "a longer text than the limit is not drafted"
+    assert draft_of(drafter) == [], "a longer text than the limit is not drafted"
 
 
 def test_a_grammar_shortens_drafts() -> None:
@@ -124,9 +136,9 @@ def test_the_index_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drafts, "MOST_INDEXED_TOGETHER", 50)
     params = SamplingParams(max_tokens=100)
     running = [Sequence(str(i), [1, 2] * 20, 20, params, computed=39) for i in range(2)]
-    speculation = Speculation(4, lambda: {1: 1.0, 2: 1.0})
+    speculation = Speculation(4, lambda: ({1: 1.0, 2: 1.0}, None))
     for step in range(1, 8):
-        found = speculation.drafts(running)
+        found = speculation.drafts(speculation.plan(running))
         assert sum(s.drafter.indexed for s in running) == min(10 * step, 50)
         assert list(found) == ([running[0]] if step >= 4 else [])
     longer = [running[0], Sequence("new", [1, 2] * 3, 6, params, computed=5)]
@@ -134,38 +146,38 @@ def test_the_index_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     running[0].tokens += [1, 2] * 500
     speculation.expects(longer)
     assert longer[1].drafter.missing == 0, "a long text holds up a short one"
-    assert running[0].drafter.promise(CHEAP) == (0, 0.0), "there is no draft before all is indexed"
-    assert Speculation(0, dict).drafts(running) == {}
+    assert running[0].drafter.promise(CHEAP) == drafts.NOTHING, "there is no draft before all is indexed"
+    assert Speculation(0, lambda: ({}, None)).plan(running) == {}
 
 
 def test_the_length_adapts_to_what_was_right_and_to_the_price(seed: int) -> None:
     drafter = drafter_of([1] * 20, [1], ceiling=16)
-    assert [drafter.promise(price)[0] for price in (0.05, 0.1, 0.3, 0.5, 0.59)] == [5, 4, 2, 1, 1]  # of a rate of 0.6
+    assert [drafter.promise(price).count for price in (0.05, 0.1, 0.3, 0.5, 0.59)] == [5, 4, 2, 1, 1]  # of a rate of 0.6
     lengths = []
     for _ in range(8):
-        lengths.append(len(drafter.draft(CHEAP)))
-        drafter.learn(lengths[-1], lengths[-1])
+        lengths.append(len(draft_of(drafter)))
+        drafter.learn("ngram", lengths[-1], lengths[-1])
     assert lengths == sorted(lengths) and lengths[-1] == 16
-    assert len(drafter.draft(0.99)) < 16 and len(drafter.draft(1.0)) == 1
+    assert len(draft_of(drafter, 0.99)) < 16 and len(draft_of(drafter, 1.0)) == 1
 
 
 def test_drafts_that_do_not_pay_are_tried_now_and_then(seed: int) -> None:
     drafter, length = drafter_of([1] * 20, [1], ceiling=16), 16
     for _ in range(20):
-        drafter.learn(0, 1)
+        drafter.learn("ngram", 0, 1)
     waited = []
     while sum(waited) < 2000:
         waited.append(0)
-        while not drafter.draft(CHEAP):
+        while not draft_of(drafter):
             drafter.sequence.tokens.append(1)
             drafter.follow(1)
             waited[-1] += 1
-        length = len(drafter.draft(CHEAP))
+        length = len(draft_of(drafter))
         assert length == 1
-        drafter.learn(0, length)
+        drafter.learn("ngram", 0, length)
     assert all(drafts.PAUSES[0] <= n <= drafts.PAUSES[1] for n in waited)
-    while len(drafter.draft(CHEAP)) < 16:  # without a pause after a success
-        drafter.learn(length, length := max(1, len(drafter.draft(CHEAP))))
+    while len(draft_of(drafter)) < 16:  # without a pause after a success
+        drafter.learn("ngram", length, length := max(1, len(draft_of(drafter))))
 
 
 def test_a_row_costs_what_it_adds_to_a_step() -> None:
@@ -242,10 +254,18 @@ def accepted(engine: Engine) -> int:
     return sum(d.accepted for d in engine.speculation.total.values())
 
 
+def draft_for(model: Transformer, source: str) -> Transformer | None:
+    """What drafts beside the text: nothing, the model itself, or another one."""
+    if source == "itself":
+        return model
+    return random_model(config_of(source)) if source != "text" else None
+
+
 @pytest.mark.parametrize("place", range(3))
 def test_the_same_tokens_with_drafts(place: int, in_turn: Callable[..., str], seed: int) -> None:
     name = in_turn(("standard", "parallel", "hybrid:2", "desync-2x:4", "mistral"), place)
     model = random_model(config_of(name))
+    draft = draft_for(model, in_turn(("text", "itself", "parallel", "desync-4x:4"), place))
     submits = bent_submits(8)
     submits = predicting(submits, serve(engine_of(model), submits))
     total = predicted = 0
@@ -255,12 +275,41 @@ def test_the_same_tokens_with_drafts(place: int, in_turn: Callable[..., str], se
         (dict(n_blocks=14, max_batch_tokens=32), 3),
         (dict(max_num_seqs=1), 1),
     ):
-        engine = engine_of(model, draft_tokens=random.choice([1, 3, 7]), **limits)
+        engine = engine_of(model, draft=draft, draft_tokens=random.choice([1, 3, 7]), **limits)
         for order in (submits, submits[::-1]):  # the second time, prompts are in the cache
             assert_answers(model, submits, serve(engine, order, at_once))
         total += accepted(engine)
         predicted += engine.speculation.total["prediction"].accepted
     assert total >= predicted > 0
+
+
+@pytest.mark.parametrize("place", range(2))
+def test_a_model_that_drafts_for_itself_is_always_right(place: int, in_turn: Callable[..., Any], seed: int) -> None:
+    """Whatever happens to a sequence, the draft model has seen its tokens, and draws with its noise."""
+    model = random_model(config_of(in_turn(("standard", "ladder", "desync-2x:4", "mistral"), place)))
+    setting = in_turn(LIMITS, place)
+    limits, at_once = LIMITS[setting]
+    submits = random_submits(7, max_tokens=24)
+    engine = engine_of(model, draft=model, draft_tokens=random.choice([1, 3, 5]), **limits)
+    for order in (submits, submits[::-1]):
+        answers = serve(engine, order, at_once)
+        for submit in submits:
+            assert_same(model, submit, answers[submit.request_id].tokens)
+    total = engine.speculation.total["model"]
+    if limits.get("max_batch_tokens") != 1:  # which leaves no room for drafts
+        assert total.tokens > 50 and total.accepted >= 0.95 * total.tokens  # they may differ at a near-tie
+    if setting == "room for all":
+        assert engine.meter.steps < 45 if engine.speculation.ceiling > 1 else 70
+
+
+def test_a_draft_model_with_a_short_context_stops_there(seed: int) -> None:
+    model = random_model(config_of("standard"))
+    twin = random_model(replace(config_of("standard"), n_kv_heads=model.config.n_kv_heads, max_seq_len=30))
+    twin.load_state_dict(model.state_dict())
+    submit = Submit("a", [1, 2, 3], random_params(max_tokens=60))
+    engine = engine_of(model, draft=twin, draft_tokens=4)
+    assert_same(model, submit, serve(engine, [submit])["a"].tokens)
+    assert 10 < engine.speculation.total["model"].accepted <= 27
 
 
 def test_a_prediction_saves_steps(seed: int) -> None:
@@ -362,13 +411,21 @@ def test_sampled_tokens_follow_the_distribution(seed: int) -> None:
 
 
 def rank_speculates(
-    world: World, directory: Path, submits: list[Submit], random_seed: int
-) -> tuple[list[Answer], int, dict[int, float]]:
+    world: World, directory: Path, drafts: Path | None, split: bool, submits: list[Submit], random_seed: int
+) -> tuple[list[Answer], int, Any]:
     random.seed(random_seed)
-    engine = engine_of(load(world, directory), world=world, max_batch_tokens=30, draft_tokens=5)
+    model, draft = load(world, directory), None
+    if drafts is not None:
+        with patch.object(draft_models, "REPLICATED", 0 if split else 1 << 30):
+            found = draft_models.find_draft(str(drafts), model.config, None)
+            assert found is not None
+            draft = found.load(world, torch.float32)
+        assert draft.comm.world_size == (world.world_size if split else 1)
+    engine = engine_of(model, world=world, draft=draft, max_batch_tokens=30, draft_tokens=5)
     served = list(serve(engine, submits, 3).values()), accepted(engine)
-    costs = dict(engine.speculation.measure())
-    assert list(costs) == [1, 4, 16, 30] and min(costs.values()) > 0
+    costs = engine.speculation.measure()
+    assert list(costs[0]) == [1, 4, 16, 30] and min(costs[0].values()) > 0
+    assert costs[1] is None if draft is None else list(costs[1] or ()) == [1, 4, 16, 30] and min((costs[1] or {}).values()) > 0
     return *served, costs
 
 
@@ -381,7 +438,8 @@ def test_ranks_agree_and_give_the_same_tokens(
     model = load(ALONE, tmp_path)
     submits = bent_submits(8)
     submits = predicting(submits, serve(engine_of(model), submits))
-    results = ranks.run(n, rank_speculates, tmp_path, submits, seed)
+    source = in_turn(("text", "whole", "split"), n // 2)
+    results = ranks.run(n, rank_speculates, tmp_path, tmp_path if source != "text" else None, source == "split", submits, seed)
     assert all(other == results[0] for other in results), "the ranks disagree"
     answers, right, _ = results[0]
     assert right > 0
@@ -395,6 +453,25 @@ def test_steps_are_measured_when_the_first_draft_needs_it(seed: int) -> None:
         engine.speculation.costs = None
         assert serve(engine, [submit])["a"].tokens == [7] * 30
         assert engine.speculation.costs is not None and engine.speculation.costs.price(1) >= drafts.LEAST_PRICE
+
+
+def test_a_draft_model_that_does_not_fit_is_refused_before_weights_are_read(tmp_path: Path) -> None:
+    save_checkpoint(random_model(config_of("standard")), tmp_path, torch.float32)
+    copy = Path(shutil.copytree(MODELS / "tiny-parallel", tmp_path / "renamed"))
+    tokenizer = json.loads((copy / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    vocab["Ġand"], vocab["Ġthe"] = vocab["Ġthe"], vocab["Ġand"]
+    (copy / "tokenizer.json").write_text(json.dumps(tokenizer))
+    for speculate, words in (
+        ("magic", "magic is neither ngram nor a model"),
+        (tmp_path, "101 tokens, the model's 1024"),
+        (copy, "its tokenizer has other tokens"),
+    ):
+        with patch("engine.llm.load_model", side_effect=AssertionError), pytest.raises(UserError, match=words) as error:
+            LLM(TINY, world=ALONE, speculate=str(speculate))
+        assert "\n" not in str(error.value)
+    with pytest.raises(UserError, match="draft_tokens"):
+        LLM(TINY, world=ALONE, speculate="ngram", draft_tokens=0)
 
 
 def test_a_prediction_with_an_unknown_id_is_refused() -> None:

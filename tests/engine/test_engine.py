@@ -114,16 +114,22 @@ def tiny_tokenizer() -> Any:
 
 
 def engine_of(
-    model: Transformer, n_blocks: int | None = None, tokenizer: Any = None, world: World = ALONE, **more: Any
+    model: Transformer,
+    n_blocks: int | None = None,
+    tokenizer: Any = None,
+    world: World = ALONE,
+    draft: Transformer | None = None,
+    **more: Any,
 ) -> Engine:
     """An engine with KV-cache blocks of 4 tokens by default, exactly `n_blocks` of them if given."""
     limits = EngineLimits(**dict(block_size=4) | more)
     if n_blocks is not None:
-        size = PagedCache.bytes_per_block(
-            model.attention_slots, limits.block_size, model.n_kv_heads, model.config.head_dim, torch.float32
+        size = sum(
+            PagedCache.bytes_per_block(m.attention_slots, limits.block_size, m.n_kv_heads, m.config.head_dim, torch.float32)
+            for m in (model, *([draft] if draft else []))
         )
         limits = replace(limits, kv_memory=n_blocks * size + random.randrange(size))
-    engine = Engine(model, tokenizer, limits, world)
+    engine = Engine(model, tokenizer, limits, world, draft)
     engine.speculation.costs = Costs({1: 1.0, 2: 1.0})  # what steps take must not decide what is tested
     assert n_blocks is None or engine.scheduler.blocks.n_blocks == n_blocks
     return engine

@@ -163,7 +163,9 @@ class Simulation:
                 for _ in range(random.randint(1, 9)):
                     text.append(draw(text) if random.random() < 0.8 else random.randrange(VOCAB))
                 drafts[sequence] = text[len(sequence.tokens) :]
-        return drafts
+        room = self.scheduler.make_room({sequence: len(draft) for sequence, draft in drafts.items()})
+        assert sum(room.values()) <= self.max_drafted and all(0 < n <= len(drafts[s]) for s, n in room.items())
+        return {sequence: drafts[sequence][:count] for sequence, count in room.items()}
 
     def launch(self, in_flight: bool = False) -> list[Chunk]:
         preemptions = self.scheduler.preemptions

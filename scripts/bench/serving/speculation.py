@@ -131,8 +131,7 @@ def measure(name: str, args: argparse.Namespace, world: World) -> list[dict[str,
         engines[key] = Engine(
             model, tokenizer, EngineLimits(longest, max(args.clients), kv_memory=share, draft_tokens=most), world
         )
-        engines[key].runner.capture()
-        engines[key].speculation.prepare()
+        engines[key].capture()
     rows = []
     for task in tqdm(args.tasks if tokenizer else ["random ids"], desc=Path(name).name, disable=world.rank > 0):
         submits = submits_of(task, tokenizer, config.vocab_size, args)

@@ -1,0 +1,204 @@
+"""Drafts by a smaller model: a chain of its own draws, each of which it computes from the one before.
+
+The model has a KV cache of its own with the same block tables as the base: the same blocks, other tensors. So a token has a place in
+it as soon as it has one in the base's, and nobody else keeps accounts. The tokens that it lacks, such as a prompt, are computed when
+a sequence is to get a draft; while drafts do not pay, it costs nothing. It draws as the base does, with the same noise, temperature
+and filters, which makes its draws as likely as can be those of the base. A chain runs without the host: on a GPU each token is one
+replay of a decode graph, which leaves its draw to the next.
+
+A small model is held whole by every rank: reading 2 GB takes less than the all-reduces of a sharded one. Its ranks compute the same
+with the same bits, so they agree on drafts without a message. A larger one is sharded like the base.
+"""
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from weakref import WeakKeyDictionary
+
+import torch
+
+from checkpoint import load_model
+from comm import Local
+from config import ModelConfig
+from engine.block_manager import BlockManager
+from engine.drafts import count_equal
+from engine.logits import SamplingState, sibling
+from engine.protocol import SamplingParams
+from engine.runner import InFlightStep, Runner
+from engine.scheduler import Chunk, Sequence
+from errors import UserError
+from memory import weight_bytes
+from model import Transformer
+from presets import has_random_weights, model_config
+from tokenizer import Tokenizer
+from tokenizer_files import find_tokenizer, load_tokenizer
+from tp import World, stream_shards
+
+TEXT = "ngram"  # what `--speculate` takes instead of a model
+REPLICATED = 2 << 30  # bytes of weights up to which every rank holds a whole draft model
+MEASURED_CHAIN = 3  # tokens of the chains that `Chains.seconds` measures
+
+
+# --- which model ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A draft model that `--speculate` names."""
+
+    name: str
+    config: ModelConfig
+
+    def load(self, world: World, dtype: torch.dtype, seed: int = 0) -> Transformer:
+        """The model on this rank: whole if it is small or cannot be split, else sharded like the base. Collective. Raises UserError."""
+        return load_model(self.name, self.config, world_of(self.config, world, dtype), dtype, seed)
+
+
+def find_draft(speculate: str | None, base: ModelConfig, tokenizer: Tokenizer | None) -> Draft | None:
+    """What `--speculate` names, None for text. Raises UserError for a model that does not exist or has another vocabulary than the
+    base."""
+    if speculate in (None, TEXT):
+        return None
+    try:
+        config = model_config(speculate, None, 1)
+    except UserError as e:
+        raise UserError(f"--speculate {speculate} is neither {TEXT} nor a model: {e}") from None
+    if config.vocab_size != base.vocab_size:
+        raise UserError(
+            f"--speculate {speculate}: its vocabulary has {config.vocab_size} tokens, the model's {base.vocab_size}; "
+            "a draft model needs the same vocabulary"
+        )
+    path = Path(speculate)
+    folder = path.parent if path.is_file() else path
+    if tokenizer is not None and not has_random_weights(speculate) and find_tokenizer(folder) is not None:
+        own = load_tokenizer(folder)
+        if (own.pieces.data, own.special_ids) != (tokenizer.pieces.data, tokenizer.special_ids):
+            raise UserError(
+                f"--speculate {speculate}: its tokenizer has other tokens than the model's; a draft model needs the same"
+            )
+    return Draft(speculate, config)
+
+
+def world_of(config: ModelConfig, world: World, dtype: torch.dtype) -> World:
+    """The ranks among which a draft model is split: all, or only this one."""
+    alone = World(0, 1, world.device, Local())
+    if weight_bytes(config, 1, dtype) <= REPLICATED:
+        return alone
+    try:
+        stream_shards(config, 0, world.world_size)
+    except UserError:
+        return alone
+    return world
+
+
+# --- chains --------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Shadow:
+    """A sequence as the draft model sees it. done: how many of its tokens are in the model's cache. marked: how many of its blocks are
+    marked as held. guess: the tokens of its last chain, and where they began."""
+
+    sequence: Sequence
+    done: int
+    marked: int
+    guess: list[int] = field(default_factory=list)
+    begin: int = 0
+
+
+class Chains:
+    """Drafts of a model: chains of its draws."""
+
+    name = "model"
+
+    def __init__(self, runner: Runner, blocks: BlockManager, longest: int) -> None:
+        """runner: of the draft model. blocks: of the base, for which the runner's cache has the same places. longest: the draft model's
+        context; behind it there are no drafts."""
+        self.runner, self.blocks, self.longest = runner, blocks, longest
+        self.ready: torch.cuda.Event | None = None  # when the device had the last chain
+        self._held = [-1] * blocks.n_blocks  # by block: the identity of the contents that the draft model has computed, too
+        self._shadows: WeakKeyDictionary[Sequence, Shadow] = WeakKeyDictionary()
+
+    def reach(self, sequence: Sequence) -> int:
+        """The most tokens that it can draft for the sequence now."""
+        return max(0, self.longest - sequence.length)
+
+    def draft(self, counts: Mapping[Sequence, int]) -> dict[Sequence, list[int]]:
+        """Draft so many tokens for each sequence, which has blocks for them; none if it still lacks too many tokens. All tokens of the
+        sequences must be known. The same on all ranks."""
+        shadows = {sequence: self._shadow(sequence) for sequence in counts}
+        flights = [self.runner.launch(self._catch_up(shadows.items()))]
+        ready = {s: shadow for s, shadow in shadows.items() if shadow.done == len(s.tokens)}
+        for step in range(1, max((counts[s] for s in ready), default=1)):
+            going = [(s, shadow.sequence) for s, shadow in ready.items() if counts[s] > step]
+            chunks = [Chunk(copy, len(s.tokens) + step - 1, 1, samples=True, is_known=False) for s, copy in going]
+            flights.append(self.runner.launch(chunks, after=flights[-1]))
+        return self._collect(ready, flights)
+
+    def _collect(self, ready: Mapping[Sequence, Shadow], flights: list[InFlightStep]) -> dict[Sequence, list[int]]:
+        """The drawn tokens; waits for the device once."""
+        found: dict[int, list[int]] = {id(shadow.sequence): [] for shadow in ready.values()}
+        self.runner.collect(flights[-1])
+        self.ready = flights[-1].ready
+        for flight in flights:
+            assert flight.tokens is not None or not flight.sampling
+            tokens = [] if flight.tokens is None else flight.tokens.tolist()
+            for chunk, token in zip(flight.sampling, tokens, strict=True):
+                found[id(chunk.sequence)].append(token)
+        for s, shadow in ready.items():
+            shadow.guess, shadow.begin = found[id(shadow.sequence)], len(s.tokens)
+        return {s: shadow.guess for s, shadow in ready.items()}
+
+    def _shadow(self, sequence: Sequence) -> Shadow:
+        """The sequence's shadow, up to date: of its last chain, the tokens that proved right need not be computed again."""
+        shadow = self._shadows.get(sequence)
+        if shadow is None or shadow.sequence.blocks is not sequence.blocks:  # new, or preempted since
+            held = self._count_held(sequence)
+            copy = Sequence(sequence.request_id, sequence.tokens, 0, plain(sequence.params), blocks=sequence.blocks)
+            copy.state = sibling(sequence.state)
+            shadow = self._shadows[sequence] = Shadow(copy, held * self.blocks.block_size, held)
+        right = count_equal(shadow.guess, sequence.tokens[shadow.begin :])
+        if shadow.guess:
+            shadow.done = shadow.begin + min(right, len(shadow.guess) - 1)
+        shadow.guess, shadow.done = [], min(shadow.done, len(sequence.tokens) - 1)
+        return shadow
+
+    def _count_held(self, sequence: Sequence) -> int:
+        """How many of the sequence's first blocks the draft model has computed, for this or for another sequence."""
+        full = sequence.blocks[: sequence.computed // self.blocks.block_size]
+        return next((i for i, b in enumerate(full) if self._held[b] != self.blocks.identities[b]), len(full))
+
+    def _catch_up(self, shadows: Iterable[tuple[Sequence, Shadow]]) -> list[Chunk]:
+        """Chunks of the tokens that the draft model lacks, as many as a step takes."""
+        chunks, budget = [], self.runner.capacity.tokens
+        for sequence, shadow in shadows:
+            count = min(len(sequence.tokens) - shadow.done, budget)
+            if not count:
+                break
+            budget -= count
+            chunks.append(
+                Chunk(shadow.sequence, shadow.done, count, shadow.done + count == len(sequence.tokens), is_known=True)
+            )
+            shadow.done += count
+            while (shadow.marked + 1) * self.blocks.block_size <= shadow.done:
+                block = sequence.blocks[shadow.marked]
+                self._held[block], shadow.marked = self.blocks.identities[block], shadow.marked + 1
+        return chunks
+
+    def seconds(self, rows: int) -> float:
+        """The time of a token in the chains of so many sequences. To be called before the first draft. Collective."""
+        blocks = [i % self.blocks.n_blocks for i in range(MEASURED_CHAIN + 1)]
+        invented = [Sequence("", [0], 0, SamplingParams(), blocks=blocks, state=SamplingState()) for _ in range(rows)]
+        start = time.perf_counter()
+        self.draft(dict.fromkeys(invented, MEASURED_CHAIN))
+        seconds = time.perf_counter() - start
+        self._held = [-1] * self.blocks.n_blocks
+        self.runner.rest()
+        return seconds / MEASURED_CHAIN
+
+
+def plain(params: SamplingParams) -> SamplingParams:
+    """What a draw depends on besides the tokens before it."""
+    p = params
+    return SamplingParams(temperature=p.temperature, top_k=p.top_k, top_p=p.top_p, min_p=p.min_p, seed=p.seed)
