@@ -10,6 +10,7 @@ from torch import Tensor
 
 from checkpoint import INDEX, SINGLE, places
 from config import ModelConfig
+from eagle import ARCHITECTURE, EagleHead, head_places
 from errors import UserError
 from hf_config import config_to_hf
 from model import Transformer
@@ -47,6 +48,31 @@ def save_checkpoint(
     _save_tensors(tensors, directory)
     if tokenizer_from is not None and tokenizer_from.resolve() != directory.resolve():
         copy_tokenizer(tokenizer_from, directory)
+
+
+def save_head(head: EagleHead, directory: Path, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Write a draft head in the published layout `LlamaForCausalLMEagle3`: config.json and model.safetensors.
+
+    config.json has the layers whose streams the head reads twice: `eagle_aux_hidden_state_layer_ids` names the layers after the
+    streams (vLLM), the same key in `eagle_config` the layers before them (SGLang).
+    """
+    config, key = head.config, "eagle_aux_hidden_state_layer_ids"
+    drafted, known = config.draft_vocab_size, torch.zeros(config.layer.vocab_size, dtype=torch.bool)
+    targets = head.targets.cpu()
+    known[targets] = True
+    tensors = {place.name: place.tensor.to("cpu", dtype).contiguous() for place in head_places(head)}
+    raw = config_to_hf(config.layer) | {
+        "architectures": [ARCHITECTURE],
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        "draft_vocab_size": drafted,
+        "target_hidden_size": config.base_hidden_size,
+        "norm_before_residual": config.norm_before_residual,
+        key: list(config.stream_layers),
+        "eagle_config": {"use_aux_hidden_state": True, key: [i - 1 for i in config.stream_layers]},
+    }
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
+    _save_tensors(tensors | {"d2t": targets - torch.arange(drafted), "t2d": known}, directory)
 
 
 def _save_tensors(tensors: dict[str, Tensor], directory: Path) -> None:

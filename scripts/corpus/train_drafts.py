@@ -1,0 +1,112 @@
+"""Train the embedded draft heads: an EAGLE-3 head for each of some embedded models, into its folder draft/.
+
+    python -m scripts.corpus.train_drafts                                       # all three
+    python -m scripts.corpus.train_drafts --models models/tiny-ladder
+    python -m scripts.corpus.train_drafts --steps 200 --tokens 1e6 --out /tmp/try   # a short test on a CPU
+    python -m scripts.corpus.train_drafts --measure                             # only measure the heads that are there
+
+The text is the corpus on which the models were trained (`scripts/corpus`). Training takes half a minute a head on a GPU, and hours on
+a CPU core. Then the model answers held-out documents of each kind greedily, and the head drafts 4 tokens after each verified one:
+training.json has the mean number of tokens of such a step by kind, which is at most 5.
+"""
+
+import argparse
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from checkpoint import DTYPES
+from cli import Parser, note, run
+from comm import Local
+from eagle import read_head
+from engine.llm import LLM
+from engine.protocol import SamplingParams
+from scripts.bench.serving.speculation import submits_of
+from scripts.corpus.documents import KINDS
+from scripts.corpus.tokens import TOKENS_PER_DOCUMENT, write_corpus
+from tp import World, init_world
+from training import draft as command
+from training.chains import accepted_lengths
+from training.metrics import read_metrics
+
+MODELS = tuple(Path("models") / name for name in ("tiny-standard", "tiny-ladder", "tiny-hybrid"))
+WINDOW, CHAIN = 256, 6  # tokens
+RECIPE = ("--learning-rate", "3e-3", "--warmup", "50", "--final-rate", "0.03", "--weight-decay", "0.02")
+DRAFTED, NEW_TOKENS = 4, 96  # of a draft and of an answer that is measured
+FILES = ("config.json", "model.safetensors")
+ALONE = World(0, 1, torch.device("cpu"), Local())
+
+
+def train(args: argparse.Namespace, model: Path, data: Path) -> dict[str, Any]:
+    """Train a head into the model's folder. Returns a record of the training."""
+    start, out = time.perf_counter(), args.out / f"draft-{model.name}"
+    shutil.rmtree(out, ignore_errors=True)
+    argv = ["--model", model, "--data", data, "--out", out, "--steps", args.steps, "--seed", args.seed, "--chain", CHAIN]
+    argv += ["--sequence-length", WINDOW, "--global-batch", args.batch, "--micro-batch", args.batch, "--log-every", 20, *RECIPE]
+    argv += ["--device", args.device] if args.device else []
+    settings = command.parse_args([str(a) for a in argv])
+    world = init_world(args.device)
+    command.train_head(settings, world)
+    (model / "draft").mkdir(exist_ok=True)
+    for name in FILES:
+        shutil.copyfile(out / name, model / "draft" / name)
+    lines = read_metrics(out / "metrics.jsonl")
+    return dict(
+        settings={key: value for key, value in vars(settings).items() if isinstance(value, (int, float))},
+        seconds=round(time.perf_counter() - start, 1),
+        machine=torch.cuda.get_device_name() if world.device.type == "cuda" else "CPU",
+        torch=torch.__version__,
+        loss_every_20_steps=[round(line["loss"], 4) for line in lines],
+        agreement=[round(share, 4) for share in lines[-1]["agreement"]],
+    )
+
+
+@torch.inference_mode()
+def measure(args: argparse.Namespace, model: Path) -> dict[str, float]:
+    """Mean tokens of a step by kind of document: the accepted ones of a draft of DRAFTED tokens, and one more."""
+    llm = LLM(model, world=ALONE)
+    assert llm.tokenizer is not None
+    head = read_head(model / "draft", llm.model.config, ALONE.device, DTYPES["float32"])
+    asked = argparse.Namespace(requests=args.documents, new_tokens=NEW_TOKENS, seed=args.seed)
+    found = {}
+    for kind in tqdm(KINDS, desc=f"measuring {model.name}", disable=None, leave=False):
+        prompts = [submit.prompt_ids for submit in submits_of(kind, llm.tokenizer, llm.model.config.vocab_size, asked)]
+        steps: list[int] = []
+        for answer in llm.generate(prompts, SamplingParams(max_tokens=NEW_TOKENS, temperature=0)):
+            tokens = answer.prompt_ids + answer.token_ids
+            steps += [n + 1 for n in accepted_lengths(head, llm.model, tokens, len(answer.prompt_ids), DRAFTED)]
+        found[kind] = round(sum(steps) / max(1, len(steps)), 3)
+    return found
+
+
+def main() -> None:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", type=Path, nargs="+", default=MODELS, help="checkpoints (default: the three embedded ones)")
+    parser.add_argument("--steps", type=int, default=1500, help="training steps of each head (default: 1500)")
+    parser.add_argument("--batch", type=int, default=64, help=f"windows of {WINDOW} tokens in a step (default: 64)")
+    parser.add_argument("--tokens", type=float, default=12e6, help="tokens of the corpus (default: 12e6)")
+    parser.add_argument("--documents", type=int, default=16, help="documents of each kind that are measured (default: 16)")
+    parser.add_argument("--seed", type=int, default=1, help="random seed of corpus, initial weights and order (default: 1)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA if there is any")
+    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the token file and the runs (default: out)")
+    parser.add_argument("--measure", action="store_true", help="train nothing")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    data = args.out / f"drafts-{args.seed}-{int(args.tokens)}.bin"
+    if not args.measure and not data.with_suffix(".json").exists():
+        write_corpus(data, args.models[0], args.seed, int(args.tokens) // TOKENS_PER_DOCUMENT)
+    for model in args.models:
+        path = model / "draft" / "training.json"
+        record = json.loads(path.read_text()) if args.measure else train(args, model, data)
+        record["tokens_a_step"] = measure(args, model)
+        path.write_text(json.dumps(record) + "\n")
+        note(f"{path.parent}: tokens a step with drafts of {DRAFTED}: {record['tokens_a_step']}")
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,217 @@
+"""`python -m training.draft`: a head learns the model's predictions in chains, is written in the published layout, and resumes."""
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from attention import Causal
+from comm import Local
+from config import ModelConfig, with_variant
+from eagle import EagleConfig, EagleHead, read_head
+from errors import UserError
+from model import Transformer
+from presets import preset
+from tests.support.paged import CachedSequences
+from tests.support.ranks import Ranks
+from tests.test_tensor_parallel import save_random
+from tp import World
+from training import draft as command
+from training.batches import IGNORED, Batch
+from training.chains import accepted_lengths, chain_loss
+from training.token_file import write_tokens
+
+CPU = torch.device("cpu")
+ALONE = World(0, 1, CPU, Local())
+VOCAB, LENGTH = 50, 16
+
+
+def tiny(variant: str) -> ModelConfig:
+    sizes = dict(hidden_size=32, n_layers=7, n_heads=4, n_kv_heads=2, head_dim=8, intermediate_size=36, vocab_size=VOCAB)
+    return with_variant(replace(preset("tiny"), **sizes), variant)  # type: ignore[arg-type]
+
+
+# --- chains, against chains that begin at one row and use a cache as the engine does ---------------------------------------
+
+
+def random_pair(drafted: int) -> tuple[Transformer, EagleHead]:
+    base = tiny(random.choice(["standard", "ladder"]))
+    layer = replace(base, n_layers=1, variant="standard", ladder_layers=(), windows=random.choice([(), (5,)]), family="mistral")
+    config = EagleConfig(layer, base.hidden_size, drafted, (1, 3, 7), random.random() < 0.5)
+    model, head = Transformer(base, Local(), CPU, torch.float32), EagleHead(config, CPU, torch.float32)
+    for parameter in [*model.parameters(), *head.parameters()]:
+        torch.nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.1 if parameter.dim() == 1 else 0.3)
+    head.targets.copy_(torch.randperm(VOCAB)[:drafted].sort().values)
+    return model.requires_grad_(False), head
+
+
+class OneChain:
+    """The chain of a head from row `start` of one sequence."""
+
+    def __init__(self, model: Transformer, head: EagleHead, tokens: Tensor, start: int) -> None:
+        self.model, self.head, c = model, head, head.config.layer
+        described = SimpleNamespace(attention_slots=1, n_kv_heads=c.n_kv_heads, config=c, norm=head.norm)
+        self.cached = CachedSequences(described, 1, start + 9)  # type: ignore[arg-type]
+        known = tokens[None, : start + 1]
+        streams = model.hidden_and_streams(known, Causal(start + 1, CPU), head.config.stream_layers)[1]
+        self.hidden = self.step(tokens[None, 1 : start + 2], head.fuse(streams))
+
+    def step(self, tokens: Tensor, features: Tensor) -> Tensor:
+        """The last row's output."""
+        self.hidden = self.head(self.head.embed(tokens, self.model), features, self.cached.context(tokens.shape[1]))[:, -1:]
+        return self.hidden
+
+
+@torch.no_grad()
+def test_the_loss_is_that_of_single_chains(seed: int) -> None:
+    drafted, steps = random.choice([20, VOCAB]), 3
+    model, head = random_pair(drafted)
+    tokens = torch.randint(VOCAB, (2, 10))
+    batch = Batch(tokens[:, :-1], tokens[:, 1:].masked_fill(torch.rand(2, 9) < 0.3, IGNORED))
+    found = chain_loss(head, model, batch, steps)
+    losses, agreed, counted = torch.zeros(3, steps, dtype=torch.float64)
+    for window, targets in zip(batch.inputs, batch.targets, strict=True):
+        wanted = model(window[None], Causal(9, CPU))[0].double()
+        for row in range(9 - steps):
+            chain = OneChain(model, head, window, row)
+            for step in range(steps):
+                logits, there = head.logits(chain.hidden)[0, 0].double(), row + 1 + step
+                best = wanted[there].argmax()
+                if targets[there] != IGNORED and best in head.targets:
+                    losses[step] -= wanted[there][head.targets].softmax(-1) @ logits.log_softmax(-1)
+                    agreed[step] += head.targets[logits.argmax()] == best
+                    counted[step] += 1
+                if step + 1 < steps:
+                    chain.step(window[None, there + 1 : there + 2], chain.hidden)
+    assert torch.allclose(found.losses.double(), losses, rtol=1e-4)
+    assert torch.equal(found.agreed.double(), agreed) and torch.equal(found.counted.double(), counted)
+    weights = 0.8 ** torch.arange(steps)
+    assert found.mean().item() == pytest.approx(
+        float((weights * losses / counted.clamp(min=1)).sum() / weights.sum()), rel=1e-4
+    )
+
+
+@torch.no_grad()
+def test_accepted_lengths_are_those_of_the_engine(seed: int) -> None:
+    model, head = random_pair(VOCAB)
+    tokens = torch.randint(VOCAB, (14,))
+    start, steps, position, expected = 5, 3, 5, []
+    for _ in range(2):  # the second time, the text is what the head guesses, at least in part
+        expected, position = [], start
+        while position < 13:
+            chain, right = OneChain(model, head, tokens, position - 1), 0
+            for step in range(steps):
+                guess = head.guess(chain.hidden)
+                if position + 1 + step > 13 or guess[0, 0] != tokens[position + 1 + step]:
+                    break
+                right += 1
+                chain.step(guess, chain.hidden)
+            expected.append(right)
+            position += right + 1
+        assert accepted_lengths(head, model, tokens.tolist(), start, steps) == expected
+        chain = OneChain(model, head, tokens, start - 1)
+        tokens[start + 1] = head.guess(chain.hidden)
+        tokens[start + 2] = head.guess(chain.step(tokens[None, start + 1 : start + 2], chain.hidden))
+    assert sum(expected) >= 2
+
+
+# --- the command ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tokens(tmp_path: Path, seed: int) -> Path:
+    """Text that repeats a few phrases."""
+    rng = np.random.default_rng(seed)
+    phrases = rng.integers(0, VOCAB, (6, 8))
+    path = tmp_path / "text.bin"
+    write_tokens(path, phrases[rng.integers(0, 6, 400)].ravel(), VOCAB, "none")
+    return path
+
+
+def run(world: World, argv: Sequence[object]) -> list[dict[str, Any]]:
+    args = command.parse_args([str(a) for a in argv])
+    command.train_head(args, world)
+    return [json.loads(line) for line in (args.out / "metrics.jsonl").read_text().splitlines()]
+
+
+def arguments(model: Path, tokens: Path, out: Path, *more: object) -> list[object]:
+    sizes = ["--sequence-length", LENGTH, "--global-batch", 8, "--micro-batch", 4, "--log-every", 5, "--warmup", 5]
+    return ["--device", "cpu", "--model", model, "--data", tokens, "--out", out, "--learning-rate", 1e-2, *sizes, *more]
+
+
+def test_a_head_learns_and_can_be_read(ranks: Ranks, tokens: Path, tmp_path: Path, seed: int) -> None:
+    """On 2 ranks, with a draft vocabulary. The result is that of one rank, up to rounding."""
+    base = tiny(random.choice(["ladder", "hybrid"]))
+    model = save_random(base, tmp_path / "model")
+    more = ["--steps", 15, "--draft-vocab", 40, "--chain", 3]
+    lines = ranks.run(2, run, arguments(model, tokens, tmp_path / "two", *more))[0]
+    assert [line["step"] for line in lines] == [5, 10, 15]
+    assert lines[-1]["loss"] < lines[0]["loss"] - 0.1
+    assert all(0 <= share <= 1 for line in lines for share in line["agreement"]) and len(lines[0]["agreement"]) == 3
+    assert run(ALONE, arguments(model, tokens, tmp_path / "one", *more))[0]["loss"] == pytest.approx(lines[0]["loss"], rel=1e-3)
+
+    head = read_head(tmp_path / "two", base, CPU, torch.float32)
+    assert head.config.stream_layers == (2, 3, 4) and head.config.draft_vocab_size == 40
+    raw = json.loads((tmp_path / "two" / "config.json").read_text())
+    assert raw["eagle_aux_hidden_state_layer_ids"] == [2, 3, 4]
+    assert raw["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
+    frequency = np.bincount(np.fromfile(tokens, "<u2"), minlength=VOCAB)
+    assert frequency[head.targets.numpy()].sum() == np.sort(frequency)[-40:].sum()
+
+
+class Stopped(Exception):
+    pass
+
+
+def test_a_stopped_run_resumes(tokens: Path, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = save_random(tiny("standard"), tmp_path / "model")
+    more = ["--steps", 12, "--save-every", 5]
+    whole = run(ALONE, arguments(model, tokens, tmp_path / "whole", *more))
+    again, step = arguments(model, tokens, tmp_path / "again", *more), command.train_step
+
+    def stopping(*args: Any) -> Tensor:
+        if args[-1] == 7:
+            raise Stopped
+        return step(*args)
+
+    monkeypatch.setattr(command, "train_step", stopping)
+    with pytest.raises(Stopped):
+        run(ALONE, again)
+    monkeypatch.setattr(command, "train_step", step)
+    with pytest.raises(UserError, match="--resume"):
+        run(ALONE, again)
+    with pytest.raises(UserError, match="other settings"):
+        run(ALONE, [*again, "--resume", "--chain", 2])
+    resumed = run(ALONE, [*again, "--resume"])
+    assert [line["loss"] for line in resumed] == [line["loss"] for line in whole]
+    assert not (tmp_path / "again" / "snapshot.pt").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        (["--model", "llama-3-8b"], "random weights"),
+        (["--model", "no/such/folder"], "no/such/folder"),
+        (["--data", "no.bin"], r"no\.json"),
+        (["--streams", 1, 2, 8], "--streams"),
+        (["--streams", 1, 1, 2], "--streams"),
+        (["--draft-vocab", 51], "--draft-vocab"),
+        (["--draft-vocab", 0], "--draft-vocab"),
+        (["--chain", 16], "--chain"),
+        (["--sequence-length", 100000], "--sequence-length"),
+        (["--micro-batch", 3], "--micro-batch"),
+        (["--learning-rate", 1e30], "--learning-rate"),
+    ],
+)
+def test_bad_input(more: list[object], named: str, tokens: Path, tmp_path: Path, seed: int) -> None:
+    model = save_random(tiny("standard"), tmp_path / "model")
+    with pytest.raises(UserError, match=rf"^[^\n]*{named}[^\n]*$"):
+        run(ALONE, arguments(model, tokens, tmp_path / "out", "--steps", 30, *more))

@@ -1,0 +1,310 @@
+"""Train an EAGLE-3 draft head for a checkpoint: one layer that guesses the next tokens, so that a step can verify several of them.
+
+    python -m training.tokenize_data --model DIR --chat --sequence-length 1024 --out chats.bin chats.jsonl
+    python -m training.draft --model DIR --data chats.bin --steps 5000 --out DIR/draft
+    python launch.py --ranks 8 -m training.draft --model DIR --data chats.bin --steps 5000 --out DIR/draft
+
+The model is not changed. It may have any residual variant, and is split over the ranks; each rank trains the same whole head. The head
+reads the streams before the layers --streams, and learns the model's own predictions along the text of --data. It has to guess like
+the model, not like the text; still, text of the kind that the model writes is best, its own answers above all. In each step of
+training it also continues its own guesses --chain times, as it will in use.
+
+A head for a model with a large vocabulary guesses only the --draft-vocab most frequent tokens of the text, which makes it faster.
+
+The result in --out is config.json and model.safetensors in the layout that other servers read, too (LlamaForCausalLMEagle3).
+metrics.jsonl has the loss and, for each token of a chain, the share of guesses that are the model's best token.
+"""
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from checkpoint import DTYPES, load_model, open_source
+from cli import Parser, note, run
+from config import ModelConfig
+from eagle import STREAMS, EagleConfig, EagleHead, default_streams
+from errors import UserError
+from model import Transformer
+from options import DTYPE_NAMES, dtype_name
+from presets import has_random_weights, model_config
+from tp import World, init_world
+from training.batches import GlobalBatches
+from training.chains import chain_loss
+from training.export import save_head
+from training.loop import together
+from training.metrics import cut_after, plot_losses
+from training.optimizer import AdamSettings
+from training.options import add_batch_options, schedule_of
+from training.step import check_batch
+from training.token_file import TokenFile, open_tokens
+
+COUNTED = 1 << 26  # most tokens of the text that are counted for the draft vocabulary
+SNAPSHOT = "snapshot.pt"
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = parser.add_argument_group("what is trained")
+    what.add_argument("--model", required=True, metavar="DIR", help="the checkpoint that the head is for")
+    what.add_argument(
+        "--data", type=Path, required=True, metavar="FILE.bin", help="token file, written by python -m training.tokenize_data"
+    )
+    what.add_argument(
+        "--streams",
+        type=int,
+        nargs=STREAMS,
+        metavar="LAYER",
+        help="layers before which the head reads the stream, 0 to the number of layers (default: 2, the middle one, the last but two)",
+    )
+    what.add_argument("--draft-vocab", type=int, metavar="N", help="guess only the N most frequent tokens (default: all)")
+    what.add_argument("--chain", type=int, default=4, metavar="TOKENS", help="length of the chains in training (default: 4)")
+    add_batch_options(parser, learning_rate=1e-3)
+    how = parser.add_argument_group("the run")
+    how.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the head, metrics.jsonl and loss.png")
+    how.add_argument(
+        "--dtype",
+        choices=DTYPE_NAMES,
+        help="dtype of the model; the head is fp32 (default: bfloat16 on CUDA, float32 on a CPU)",
+    )
+    how.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA if there is a GPU")
+    how.add_argument("--log-every", type=int, default=10, metavar="STEPS", help="steps between two log lines (default: 10)")
+    how.add_argument(
+        "--save-every",
+        type=int,
+        default=500,
+        metavar="STEPS",
+        help="steps between two snapshots, of which one is kept (default: 500)",
+    )
+    how.add_argument("--resume", action="store_true", help="continue from the snapshot in --out, with the same settings")
+    args = parser.parse_args(argv)
+    for name in (
+        "sequence_length",
+        "global_batch",
+        "micro_batch",
+        "steps",
+        "chain",
+        "log_every",
+        "save_every",
+        "draft_vocab",
+        "clip",
+    ):
+        value = getattr(args, name)
+        if value is not None and not value > 0:
+            raise UserError(f"--{name.replace('_', '-')} must be above 0, not {value}")
+    if args.chain >= args.sequence_length:
+        raise UserError(f"--chain {args.chain} must be shorter than --sequence-length {args.sequence_length}")
+    return args
+
+
+# --- the head at the start -----------------------------------------------------------------------------------------------
+
+
+def head_config(args: argparse.Namespace, base: ModelConfig, drafted: int) -> EagleConfig:
+    """A head with the widths and the RoPE of the model. Raises UserError."""
+    streams = tuple(sorted(set(args.streams or default_streams(base.n_layers))))
+    if len(streams) != STREAMS or streams[0] < 0 or streams[-1] > base.n_layers:
+        raise UserError(f"--streams must name {STREAMS} different layers from 0 to {base.n_layers}, not {list(streams)}")
+    shape = ("vocab_size", "hidden_size", "n_heads", "n_kv_heads", "head_dim", "intermediate_size", "max_seq_len")
+    same = {name: getattr(base, name) for name in (*shape, "norm_eps", "rope_theta", "rope_scaling")}
+    return EagleConfig(ModelConfig(n_layers=1, **same), base.hidden_size, drafted, streams)
+
+
+def frequent_tokens(tokens: TokenFile, count: int) -> Tensor:
+    """The ids of the `count` most frequent tokens at the beginning of the text, ascending, (count,) int64."""
+    frequency = np.bincount(tokens.tokens[:COUNTED], minlength=count)
+    return torch.from_numpy(np.sort(np.argsort(-frequency, kind="stable")[:count]))
+
+
+@torch.no_grad()
+def fill(head: EagleHead, args: argparse.Namespace, base: ModelConfig) -> None:
+    """Random weights. The output layer starts as the model's own, unless that is quantized."""
+    generator = torch.Generator().manual_seed(args.seed)
+    for parameter in head.parameters():
+        if parameter.dim() == 2:
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.5 * parameter.shape[1] ** -0.5)
+    name = "model.embed_tokens.weight" if base.tie_embeddings else "lm_head.weight"
+    source = open_source(args.model, base)
+    if name in source.shapes():
+        rows = source.read(name, 0, 0, base.vocab_size)
+        head.lm_head.weight.copy_(rows[head.targets.cpu()])
+
+
+# --- training ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One line of `metrics.jsonl`: averages over the steps since the line before; `step` and `learning_rate` are of the last one."""
+
+    step: int
+    loss: float  # nats, the weighted mean over the tokens of a chain
+    agreement: list[float]  # by token of a chain: share of the guesses that are the model's best token
+    gradient_norm: float  # before clipping
+    learning_rate: float
+    step_ms: float
+    tokens_per_second: float
+
+
+class Meter:
+    """Collects the results of steps on the device, and reads them every `args.log_every` steps."""
+
+    def __init__(self, args: argparse.Namespace, world: World, first: int) -> None:
+        self.args, self.path, self.is_first = args, args.out / "metrics.jsonl", world.rank == 0
+        self.results: list[Tensor] = []
+        self.started = time.perf_counter()
+        if self.is_first:
+            cut_after(self.path, first)
+        self.bar = tqdm(total=args.steps, initial=first, desc="training", unit="step", disable=not self.is_first, mininterval=1)
+
+    def add(self, step: int, rate: float, result: Tensor) -> None:
+        """result: loss, gradient norm and agreements, (2 + chain,) fp32."""
+        self.results.append(result)
+        self.bar.update()
+        if len(self.results) < self.args.log_every and step < self.args.steps:
+            return
+        loss, norm, *agreement = torch.stack(self.results).mean(0).tolist()
+        seconds = (time.perf_counter() - self.started) / len(self.results)
+        self.results.clear()
+        self.started = time.perf_counter()
+        if not np.isfinite([loss, norm]).all():
+            raise UserError(f"the loss is {loss} near step {step}; use a lower --learning-rate or a longer --warmup")
+        speed = self.args.global_batch * self.args.sequence_length / seconds
+        line = Measured(step, loss, agreement, norm, rate, seconds * 1e3, speed)
+        self.bar.set_postfix(loss=f"{loss:.3f}", agree=" ".join(f"{share:.0%}" for share in agreement))
+        if self.is_first:
+            with self.path.open("a") as file:
+                file.write(json.dumps(asdict(line)) + "\n")
+
+
+def train_step(
+    args: argparse.Namespace,
+    head: EagleHead,
+    model: Transformer,
+    batches: GlobalBatches,
+    optimizer: torch.optim.Optimizer,
+    step: int,
+) -> Tensor:
+    """One step. Returns its loss, gradient norm and agreements, (2 + chain,) fp32."""
+    micro_batches = args.global_batch // args.micro_batch
+    loss = torch.zeros((), device=head.targets.device)
+    agreed = counted = torch.zeros(args.chain, device=head.targets.device)
+    for i in range(micro_batches):
+        found = chain_loss(head, model, batches.micro_batch(step, i, args.micro_batch).to(loss.device), args.chain)
+        part = found.mean() / micro_batches
+        part.backward()
+        loss, agreed, counted = loss + part.detach(), agreed + found.agreed, counted + found.counted
+    norm = torch.nn.utils.clip_grad_norm_(head.parameters(), args.clip)
+    for group in optimizer.param_groups:
+        group["lr"] = schedule_of(args).rate(step)
+    optimizer.step()
+    optimizer.zero_grad()
+    return torch.cat((torch.stack((loss, norm)), agreed / counted.clamp(min=1)))
+
+
+def make_optimizer(args: argparse.Namespace, head: EagleHead) -> torch.optim.Optimizer:
+    decay = {2: args.weight_decay, 1: 0.0}
+    groups = [{"params": [p for p in head.parameters() if p.dim() == dim], "weight_decay": decay[dim]} for dim in decay]
+    return torch.optim.AdamW(groups, betas=AdamSettings.betas, eps=AdamSettings.eps, fused=True)
+
+
+def save_snapshot(args: argparse.Namespace, head: EagleHead, optimizer: torch.optim.Optimizer, step: int) -> None:
+    state = {"step": step, "settings": identity(args), "head": head.state_dict(), "optimizer": optimizer.state_dict()}
+    partial = args.out / f"{SNAPSHOT}.partial"
+    torch.save(state, partial)
+    os.replace(partial, args.out / SNAPSHOT)
+
+
+def restore(args: argparse.Namespace, head: EagleHead, optimizer: torch.optim.Optimizer) -> int:
+    """Load the snapshot in --out, if --resume is given and there is one. Returns the step to go on with. Raises UserError."""
+    path = args.out / SNAPSHOT
+    if not path.exists() or not args.resume:
+        if path.exists():
+            raise UserError(f"{path} is of a run that was stopped; continue it with --resume, or remove it")
+        return 0
+    state = torch.load(path, map_location=head.targets.device, weights_only=True)
+    if state["settings"] != identity(args):
+        raise UserError(f"{path} is of a run with other settings ({state['settings']}); resume with those, or remove it")
+    head.load_state_dict(state["head"])
+    optimizer.load_state_dict(state["optimizer"])
+    return int(state["step"])
+
+
+def identity(args: argparse.Namespace) -> dict[str, Any]:
+    """The settings that a resumed run must share with the original one."""
+    names = ("model", "streams", "draft_vocab", "chain", "sequence_length", "global_batch", "steps", "learning_rate", "seed")
+    return {name: getattr(args, name) for name in names} | {"data": str(args.data)}
+
+
+# --- the command ---------------------------------------------------------------------------------------------------------
+
+
+def prepare(args: argparse.Namespace, world: World) -> tuple[ModelConfig, GlobalBatches, EagleConfig]:
+    """Check everything that needs no weights. Raises UserError."""
+    if has_random_weights(args.model):
+        raise UserError(f"--model {args.model} has random weights, of which a head can learn nothing; name a checkpoint")
+    base = model_config(args.model, None, world.world_size)
+    if args.sequence_length > base.max_seq_len:
+        raise UserError(f"--sequence-length {args.sequence_length} is beyond the model's {base.max_seq_len} positions")
+    drafted = args.draft_vocab or base.vocab_size
+    if drafted > base.vocab_size:
+        raise UserError(f"--draft-vocab {drafted} is larger than the model's vocabulary of {base.vocab_size} tokens")
+    check_batch(args.global_batch, 1, args.micro_batch)
+    batches = GlobalBatches(open_tokens(args.data, base.vocab_size), args.sequence_length, args.global_batch, args.seed)
+    config = head_config(args, base, drafted)
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise UserError(f"--out {args.out} cannot be made ({e.strerror}); name a folder that you may write to") from None
+    return base, batches, config
+
+
+def train_head(args: argparse.Namespace, world: World) -> tuple[EagleHead, Transformer]:
+    """Train a head, write it to --out, and return it with its model. Collective. Raises UserError."""
+    base, batches, config = together(world, lambda: prepare(args, world))
+    torch.set_float32_matmul_precision("high")
+    model = load_model(args.model, base, world, DTYPES[dtype_name(args.dtype, world.device.type)])
+    head = EagleHead(config, world.device, torch.float32)
+    if config.draft_vocab_size < base.vocab_size:
+        head.targets.copy_(frequent_tokens(batches.tokens, config.draft_vocab_size))
+    together(world, lambda: fill(head, args, base))
+    optimizer = make_optimizer(args, head)
+    first = together(world, lambda: restore(args, head, optimizer))
+    size = sum(p.numel() for p in head.parameters())
+    note(
+        f"head of {size / 1e6:,.2f}M parameters for {base.description}, reading the streams before layers {config.stream_layers}"
+    )
+    meter = Meter(args, world, first)
+    for step in range(first, args.steps):
+        meter.add(step + 1, schedule_of(args).rate(step), train_step(args, head, model, batches, optimizer, step))
+        if world.rank == 0 and (step + 1) % args.save_every == 0 and step + 1 < args.steps:
+            save_snapshot(args, head, optimizer, step + 1)
+    meter.bar.close()
+    if world.rank == 0:
+        save_head(head.eval().requires_grad_(False), args.out)
+        (args.out / SNAPSHOT).unlink(missing_ok=True)
+        try:
+            plot_losses([(args.out.name, args.out / "metrics.jsonl")], args.out / "loss.png")
+        except UserError as e:
+            note(f"no loss.png: {e}")
+    return head, model
+
+
+def main() -> None:
+    args = parse_args()
+    world = init_world(args.device)
+    train_head(args, world)
+    note(f"done: {args.out}")
+
+
+if __name__ == "__main__":
+    run(main)
