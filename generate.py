@@ -32,7 +32,7 @@ from checkpoint import DTYPES, load_model
 from cli import Parser, check_ranks, leave, note, run
 from config import ModelConfig, limit_context
 from engine import LLM, SamplingParams
-from engine.draft_models import find_draft
+from engine.draft_models import Draft, find_draft
 from engine.llm import Completion, Timing, check_prompts, read_tokenizer
 from errors import UserError
 from model import Transformer
@@ -146,6 +146,7 @@ class Job:
     tokenizer: Tokenizer | None
     prompts: list[list[int]]  # one for each sample; empty if interactive
     params: list[SamplingParams]  # one for each sample
+    draft: Draft | None = None  # what --speculate names
 
     @property
     def cache_tokens(self) -> int:
@@ -181,8 +182,8 @@ def prepare(args: argparse.Namespace, world_size: int) -> Job:
         raise UserError(f"--profile {args.profile}: there is no folder {args.profile.parent}; create it or name another")
     prompts = [] if args.interactive else read_prompts(args, config, tokenizer)
     check_prompts(config, prompts, [0 if args.score else args.max_new_tokens] * len(prompts))
-    find_draft(args.speculate, config, tokenizer)  # raises UserError
-    return Job(args, config, tokenizer, prompts, params)
+    draft = find_draft(args.speculate, args.model, config, tokenizer, world_size)
+    return Job(args, config, tokenizer, prompts, params, draft)
 
 
 def read_prompts(args: argparse.Namespace, config: ModelConfig, tokenizer: Tokenizer | None) -> list[list[int]]:
@@ -418,8 +419,8 @@ def main() -> None:
         annotate(model)
     if job.args.compile:
         model.compile_modules()
-    drafts = {"speculate": job.args.speculate, "draft_tokens": job.args.draft_tokens}
-    llm = LLM(model, job.tokenizer, world, kv_dtype=kv_dtype, **drafts)
+    speculate = job.draft.name if job.draft else job.args.speculate
+    llm = LLM(model, job.tokenizer, world, kv_dtype=kv_dtype, speculate=speculate, draft_tokens=job.args.draft_tokens)
     if job.args.score:
         print_score(job, llm, world)
     elif job.args.interactive:

@@ -140,10 +140,11 @@ class SpeculationOptions:
 
     speculate: str | None = option(
         default=None,
-        metavar="ngram|DIR",
+        metavar="ngram|auto|DIR",
         help="guess the next tokens of an answer and verify them in one step, which changes no token but where two are nearly tied: "
         "ngram continues what occurred before in the prompt, the answer, or the text that a request predicts; the folder of a smaller "
-        "checkpoint with the same vocabulary lets that model guess, too (default: off)",
+        "checkpoint with the same vocabulary, or of an EAGLE-3 head for the model, lets this guess, too; auto is the head in the "
+        "model's folder draft if there is one, else ngram (default: off)",
     )
     draft_tokens: int = option(
         default=7,

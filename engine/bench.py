@@ -123,7 +123,7 @@ def host_overhead(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
     model, runner = engine.runner.model, engine.runner
     parts = [
         (engine, "step", "step"),
-        (model, "hidden", "layers"),
+        (model, "hidden_and_streams", "layers"),
         (model, "logits", "head"),
         (runner, "_sample", "draw"),
         (engine.scheduler, "schedule", "scheduling"),
@@ -183,7 +183,7 @@ def main() -> None:
         raise UserError("--trace shows when a GPU is idle, so it needs a GPU; leave it out on a CPU")
     config = model_config(args.model, args.variant, world.world_size, args.quantize)
     dtype = DTYPES[dtype_name(args.dtype, world.device.type)]
-    draft = find_draft(args.speculate, config, None)
+    draft = find_draft(args.speculate, args.model, config, None, world.world_size)
     model = load_model(args.model, config, world, dtype)
     limits = EngineLimits(
         max_num_seqs=args.max_num_seqs,

@@ -5,14 +5,16 @@ Every rank runs the same engine on the same events in the same order; only rank 
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import msgspec
 import torch
 import torch.distributed as dist
 
+from eagle import EagleHead
 from engine.block_manager import BlockManager
+from engine.draft_heads import HeadChains, HeadModel
 from engine.draft_models import Chains
 from engine.drafts import Speculation, count_equal
 from engine.grammars import COMPILED, MAX_COMPILING, Compilation, Grammars, error_of
@@ -74,10 +76,10 @@ def cache_dtype(model: Transformer, limits: EngineLimits) -> torch.dtype:
     return CODES if limits.kv_dtype == "fp8" else weight.dtype
 
 
-def count_blocks(models: list[Transformer], limits: EngineLimits, world: World) -> int:
-    """How many KV-cache blocks fit, the same number on all ranks. Collective. Raises UserError if none fits. models: those that have a
-    cache of so many blocks, the base first."""
-    dtype = cache_dtype(models[0], limits)
+def count_blocks(model: Transformer, draft: Transformer | HeadModel | None, limits: EngineLimits, world: World) -> int:
+    """How many KV-cache blocks fit, the same number on all ranks. Collective. Raises UserError if none fits. draft: a model that has a
+    cache of as many blocks."""
+    dtype, models = cache_dtype(model, limits), [model] if draft is None else [model, draft]
     size = sum(
         PagedCache.bytes_per_block(m.attention_slots, limits.block_size, m.n_kv_heads, m.config.head_dim, dtype) for m in models
     )
@@ -85,14 +87,16 @@ def count_blocks(models: list[Transformer], limits: EngineLimits, world: World) 
     if world.world_size > 1:
         dist.all_reduce(blocks, op=dist.ReduceOp.MIN, group=world.control)
     # all sequences at full length can use at most this many blocks
-    useful = limits.max_num_seqs * -(-(limits.max_model_len or models[0].config.max_seq_len) // limits.block_size)
+    useful = limits.max_num_seqs * -(-(limits.max_model_len or model.config.max_seq_len) // limits.block_size)
     found = min(int(blocks), useful)
     if found < 1:
         raise UserError(f"--kv-memory leaves room for no KV-cache block of {size / 1e6:.1f} MB; give more")
     return found
 
 
-def new_cache(model: Transformer, n_blocks: int, limits: EngineLimits, world: World, dtype: torch.dtype) -> PagedCache:
+def new_cache(
+    model: Transformer | HeadModel, n_blocks: int, limits: EngineLimits, world: World, dtype: torch.dtype
+) -> PagedCache:
     """The model's cache."""
     shape = model.attention_slots, n_blocks, limits.block_size, model.n_kv_heads, model.config.head_dim
     return PagedCache(*shape, world.device, dtype)
@@ -120,6 +124,23 @@ def measure(
     return steps, step_seconds(chains.seconds, min(capacity.sequences, capacity.tokens), world) if chains else None
 
 
+def new_chains(
+    model: Transformer | HeadModel,
+    cache: PagedCache,
+    text_ids: int,
+    capacity: Capacity,
+    blocks: BlockManager,
+    world: World,
+    kv_dtype: str,
+) -> Chains:
+    """The chains of a draft model or head. Collective."""
+    own = world if model.comm.world_size > 1 else World(0, 1, world.device, model.comm)
+    schedules, longest = Schedules.of(model, own, kv_dtype), model.config.max_seq_len
+    if isinstance(model, HeadModel):
+        return HeadChains(Runner(model, cache, text_ids, capacity, schedules, shift=1), blocks, longest, model)
+    return Chains(Runner(model, cache, text_ids, capacity, schedules), blocks, longest)
+
+
 class Engine:
     """Requests go in by `submit` and `abort`; each `step` returns new tokens. `admit` queues requests that waited for a
     grammar."""
@@ -130,14 +151,16 @@ class Engine:
         tokenizer: Tokenizer | None,
         limits: EngineLimits,
         world: World,
-        draft: Transformer | None = None,
+        draft: Transformer | EagleHead | None = None,
     ) -> None:
-        """draft: a smaller model that drafts, see `draft_models.py`."""
+        """draft: a smaller model that drafts (`draft_models.py`), or a head (`draft_heads.py`)."""
         config = model.config
         self.max_model_len = min(limits.max_model_len or config.max_seq_len, config.max_seq_len)
         schedules = Schedules.of(model, world, limits.kv_dtype)
-        models = [model] if draft is None else [model, draft]
-        blocks = BlockManager(count_blocks(models, limits, world), limits.block_size)
+        # at least 2 sequences, because `Costs` needs two measured points
+        sequences, tokens = max(2, limits.max_num_seqs), max(2, limits.max_batch_tokens)
+        drafting = HeadModel(draft, model, sequences + tokens) if isinstance(draft, EagleHead) else draft
+        blocks = BlockManager(count_blocks(model, drafting, limits, world), limits.block_size)
         self.scheduler = Scheduler(
             blocks,
             limits.max_num_seqs,
@@ -150,16 +173,15 @@ class Engine:
         text_ids = min(tokenizer.vocab_size if tokenizer else config.vocab_size, config.vocab_size)
         longest = blocks.blocks_for(self.max_model_len)
         capacity = Capacity(limits.max_num_seqs, limits.max_batch_tokens, longest, limits.drafted)
-        self.runner = Runner(model, new_cache(model, blocks.n_blocks, limits, world, dtype), text_ids, capacity, schedules)
+        layers = draft.config.stream_layers if isinstance(draft, EagleHead) else ()
+        self.runner = Runner(
+            model, new_cache(model, blocks.n_blocks, limits, world, dtype), text_ids, capacity, schedules, layers
+        )
         chains = None
-        if draft is not None:
-            cache = new_cache(draft, blocks.n_blocks, limits, world, dtype)
-            own = Schedules.of(
-                draft, world if draft.comm.world_size > 1 else World(0, 1, world.device, draft.comm), limits.kv_dtype
-            )
-            # at least 2 sequences, because `Costs` needs two measured points
-            smaller = replace(capacity, sequences=max(2, capacity.sequences), tokens=max(2, capacity.tokens), drafted=0)
-            chains = Chains(Runner(draft, cache, text_ids, smaller, own), blocks, draft.config.max_seq_len)
+        if drafting is not None:
+            cache = new_cache(drafting, blocks.n_blocks, limits, world, dtype)
+            smaller = Capacity(sequences, tokens, longest)
+            chains = new_chains(drafting, cache, text_ids, smaller, blocks, world, limits.kv_dtype)
         # without `self`: an engine in a cycle would keep its memory until the garbage collector finds it
         self.speculation = Speculation(
             limits.draft_tokens, partial(measure, self.runner, chains, self.max_model_len, world), chains
@@ -282,6 +304,8 @@ class Engine:
         if self._may_follow(step) and (chunks := self.scheduler.schedule(in_flight=True)):
             self._ahead = self._launch(chunks, start, after=step)
         outputs = list(self._record(step))
+        if self._ahead is None:
+            self.speculation.observe(step)
         self._rest()
         if self._ahead is not None:
             self.runner.draw(self._ahead)

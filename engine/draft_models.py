@@ -11,7 +11,7 @@ with the same bits, so they agree on drafts without a message. A larger one is s
 """
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from weakref import WeakKeyDictionary
@@ -21,6 +21,7 @@ import torch
 from checkpoint import load_model
 from comm import Local
 from config import ModelConfig
+from eagle import EagleConfig, EagleHead, is_head, load_head, read_eagle_config
 from engine.block_manager import BlockManager
 from engine.drafts import count_equal
 from engine.logits import SamplingState, sibling
@@ -35,7 +36,8 @@ from tokenizer import Tokenizer
 from tokenizer_files import find_tokenizer, load_tokenizer
 from tp import World, stream_shards
 
-TEXT = "ngram"  # what `--speculate` takes instead of a model
+TEXT, AUTO = "ngram", "auto"  # what `--speculate` takes instead of a model
+EMBEDDED = "draft"  # the folder of a checkpoint's own head
 REPLICATED = 2 << 30  # bytes of weights up to which every rank holds a whole draft model
 MEASURED_CHAIN = 3  # tokens of the chains that `Chains.seconds` measures
 
@@ -45,25 +47,39 @@ MEASURED_CHAIN = 3  # tokens of the chains that `Chains.seconds` measures
 
 @dataclass(frozen=True)
 class Draft:
-    """A draft model that `--speculate` names."""
+    """A draft model or head that `--speculate` names."""
 
     name: str
-    config: ModelConfig
+    config: ModelConfig | EagleConfig
+    base: ModelConfig
 
-    def load(self, world: World, dtype: torch.dtype, seed: int = 0) -> Transformer:
-        """The model on this rank: whole if it is small or cannot be split, else sharded like the base. Collective. Raises UserError."""
+    def load(self, world: World, dtype: torch.dtype, seed: int = 0) -> Transformer | EagleHead:
+        """The model on this rank: whole if it is small or cannot be split, else sharded like the base; a head is always whole.
+        Collective. Raises UserError."""
+        if isinstance(self.config, EagleConfig):
+            return load_head(Path(self.name), self.base, world, dtype)
         return load_model(self.name, self.config, world_of(self.config, world, dtype), dtype, seed)
 
 
-def find_draft(speculate: str | None, base: ModelConfig, tokenizer: Tokenizer | None) -> Draft | None:
-    """What `--speculate` names, None for text. Raises UserError for a model that does not exist or has another vocabulary than the
-    base."""
+def find_draft(
+    speculate: str | None, model: str | None, base: ModelConfig, tokenizer: Tokenizer | None, ranks: int
+) -> Draft | None:
+    """What `--speculate` names, None for text. model: the base's folder, whose head `auto` takes, if it is known. Raises UserError for a model that does
+    not exist or has another vocabulary than the base, and for a head of other widths."""
+    if speculate == AUTO:
+        speculate = str(Path(model) / EMBEDDED) if model and (Path(model) / EMBEDDED).is_dir() else TEXT
     if speculate in (None, TEXT):
         return None
+    if (Path(speculate) / "config.json").exists() and is_head(Path(speculate)):
+        if base.kind.speed_limit and ranks > 1:
+            raise UserError(
+                f"--speculate {speculate}: a draft head does not go with {base.variant} on several ranks; leave it out"
+            )
+        return Draft(speculate, read_eagle_config(Path(speculate), base), base)
     try:
         config = model_config(speculate, None, 1)
     except UserError as e:
-        raise UserError(f"--speculate {speculate} is neither {TEXT} nor a model: {e}") from None
+        raise UserError(f"--speculate {speculate} is neither {TEXT}, {AUTO} nor a model: {e}") from None
     if config.vocab_size != base.vocab_size:
         raise UserError(
             f"--speculate {speculate}: its vocabulary has {config.vocab_size} tokens, the model's {base.vocab_size}; "
@@ -77,7 +93,7 @@ def find_draft(speculate: str | None, base: ModelConfig, tokenizer: Tokenizer | 
             raise UserError(
                 f"--speculate {speculate}: its tokenizer has other tokens than the model's; a draft model needs the same"
             )
-    return Draft(speculate, config)
+    return Draft(speculate, config, base)
 
 
 def world_of(config: ModelConfig, world: World, dtype: torch.dtype) -> World:
@@ -97,8 +113,8 @@ def world_of(config: ModelConfig, world: World, dtype: torch.dtype) -> World:
 
 @dataclass
 class Shadow:
-    """A sequence as the draft model sees it. done: how many of its tokens are in the model's cache. marked: how many of its blocks are
-    marked as held. guess: the tokens of its last chain, and where they began."""
+    """A sequence as the draft model sees it. done: how many of its tokens are in the model's cache for good. marked: how many of its
+    blocks are marked as held. guess: the tokens of its last chain, and where they began."""
 
     sequence: Sequence
     done: int
@@ -116,7 +132,6 @@ class Chains:
         """runner: of the draft model. blocks: of the base, for which the runner's cache has the same places. longest: the draft model's
         context; behind it there are no drafts."""
         self.runner, self.blocks, self.longest = runner, blocks, longest
-        self.ready: torch.cuda.Event | None = None  # when the device had the last chain
         self._held = [-1] * blocks.n_blocks  # by block: the identity of the contents that the draft model has computed, too
         self._shadows: WeakKeyDictionary[Sequence, Shadow] = WeakKeyDictionary()
 
@@ -124,78 +139,109 @@ class Chains:
         """The most tokens that it can draft for the sequence now."""
         return max(0, self.longest - sequence.length)
 
+    def follows(self, sequence: Sequence) -> bool:
+        """Whether it has to see what each step computes for the sequence."""
+        return False
+
+    def observe(self, step: InFlightStep) -> None:
+        """Note a step that was collected, with no other launched behind it."""
+
+    def give_up(self, sequence: Sequence) -> None:
+        """The sequence's drafts do not pay."""
+
     def draft(self, counts: Mapping[Sequence, int]) -> dict[Sequence, list[int]]:
         """Draft so many tokens for each sequence, which has blocks for them; none if it still lacks too many tokens. All tokens of the
         sequences must be known. The same on all ranks."""
-        shadows = {sequence: self._shadow(sequence) for sequence in counts}
-        flights = [self.runner.launch(self._catch_up(shadows.items()))]
-        ready = {s: shadow for s, shadow in shadows.items() if shadow.done == len(s.tokens)}
+        self.runner.decode.forget()  # the last chain's tokens
+        shadows, chunks = self._catch_up(counts)
+        if not chunks:
+            return {}
+        flights = [self.runner.launch(chunks)]
+        ends = {id(chunk.sequence) for chunk in flights[0].sampling}
+        ready = {s: shadow for s in counts if (shadow := shadows.get(s)) and id(shadow.sequence) in ends}
         for step in range(1, max((counts[s] for s in ready), default=1)):
-            going = [(s, shadow.sequence) for s, shadow in ready.items() if counts[s] > step]
-            chunks = [Chunk(copy, len(s.tokens) + step - 1, 1, samples=True, is_known=False) for s, copy in going]
-            flights.append(self.runner.launch(chunks, after=flights[-1]))
-        return self._collect(ready, flights)
-
-    def _collect(self, ready: Mapping[Sequence, Shadow], flights: list[InFlightStep]) -> dict[Sequence, list[int]]:
-        """The drawn tokens; waits for the device once."""
-        found: dict[int, list[int]] = {id(shadow.sequence): [] for shadow in ready.values()}
+            going = [shadow.sequence for s, shadow in ready.items() if counts[s] > step]
+            if step > 1 and len(going) < len(flights[-1].sampling):
+                self.runner.collect(flights[-1])  # other rows: the host writes, and must not overtake the device
+            flights.append(self._link(going, step, flights[-1]))
+        if not ready:
+            return {}
         self.runner.collect(flights[-1])
-        self.ready = flights[-1].ready
+        tokens: dict[int, list[int]] = {id(shadow.sequence): [] for shadow in ready.values()}
         for flight in flights:
-            assert flight.tokens is not None or not flight.sampling
-            tokens = [] if flight.tokens is None else flight.tokens.tolist()
-            for chunk, token in zip(flight.sampling, tokens, strict=True):
-                found[id(chunk.sequence)].append(token)
-        for s, shadow in ready.items():
-            shadow.guess, shadow.begin = found[id(shadow.sequence)], len(s.tokens)
+            assert flight.tokens is not None
+            for chunk, token in zip(flight.sampling, flight.tokens.tolist(), strict=True):
+                tokens.setdefault(id(chunk.sequence), []).append(token)
+        for shadow in ready.values():
+            shadow.guess, shadow.begin = tokens[id(shadow.sequence)], len(shadow.sequence.tokens)
         return {s: shadow.guess for s, shadow in ready.items()}
 
+    def _link(self, going: list[Sequence], step: int, after: InFlightStep) -> InFlightStep:
+        """Draw another token of each chain. step: how many they have. after: what drew the last ones."""
+        chunks = [Chunk(s, len(s.tokens) + step - 1, 1, samples=True, is_known=False) for s in going]
+        return self.runner.launch(chunks, after=after)
+
     def _shadow(self, sequence: Sequence) -> Shadow:
-        """The sequence's shadow, up to date: of its last chain, the tokens that proved right need not be computed again."""
+        """The sequence's shadow, up to date."""
         shadow = self._shadows.get(sequence)
         if shadow is None or shadow.sequence.blocks is not sequence.blocks:  # new, or preempted since
             held = self._count_held(sequence)
-            copy = Sequence(sequence.request_id, sequence.tokens, 0, plain(sequence.params), blocks=sequence.blocks)
+            copy = Sequence(sequence.request_id, self._tokens(sequence), 0, plain(sequence.params), blocks=sequence.blocks)
             copy.state = sibling(sequence.state)
             shadow = self._shadows[sequence] = Shadow(copy, held * self.blocks.block_size, held)
-        right = count_equal(shadow.guess, sequence.tokens[shadow.begin :])
-        if shadow.guess:
-            shadow.done = shadow.begin + min(right, len(shadow.guess) - 1)
-        shadow.guess, shadow.done = [], min(shadow.done, len(sequence.tokens) - 1)
         return shadow
+
+    def _tokens(self, sequence: Sequence) -> list[int]:
+        """The tokens that the model reads; the list grows with the sequence's."""
+        return sequence.tokens
 
     def _count_held(self, sequence: Sequence) -> int:
         """How many of the sequence's first blocks the draft model has computed, for this or for another sequence."""
         full = sequence.blocks[: sequence.computed // self.blocks.block_size]
         return next((i for i, b in enumerate(full) if self._held[b] != self.blocks.identities[b]), len(full))
 
-    def _catch_up(self, shadows: Iterable[tuple[Sequence, Shadow]]) -> list[Chunk]:
-        """Chunks of the tokens that the draft model lacks, as many as a step takes."""
-        chunks, budget = [], self.runner.capacity.tokens
-        for sequence, shadow in shadows:
-            count = min(len(sequence.tokens) - shadow.done, budget)
-            if not count:
-                break
-            budget -= count
-            chunks.append(
-                Chunk(shadow.sequence, shadow.done, count, shadow.done + count == len(sequence.tokens), is_known=True)
-            )
-            shadow.done += count
-            while (shadow.marked + 1) * self.blocks.block_size <= shadow.done:
-                block = sequence.blocks[shadow.marked]
-                self._held[block], shadow.marked = self.blocks.identities[block], shadow.marked + 1
-        return chunks
+    def _catch_up(self, counts: Mapping[Sequence, int]) -> tuple[dict[Sequence, Shadow], list[Chunk]]:
+        """The shadows, and chunks of the tokens that the draft model lacks, as many as a step takes. Of the last chain, the tokens that
+        proved right need not be computed again."""
+        shadows, chunks, budget = {s: self._shadow(s) for s in counts}, [], self.runner.capacity.tokens
+        for shadow in shadows.values():
+            tokens = shadow.sequence.tokens
+            if shadow.guess:
+                shadow.done = shadow.begin + min(count_equal(shadow.guess, tokens[shadow.begin :]), len(shadow.guess) - 1)
+                shadow.guess = []
+            shadow.done = min(shadow.done, len(tokens) - 1)
+            if count := min(len(tokens) - shadow.done, budget):
+                chunks.append(self._chunk(shadow, count))
+                budget -= count
+        return shadows, chunks
+
+    def _chunk(self, shadow: Shadow, count: int) -> Chunk:
+        """The next `count` tokens, which count as done from now on."""
+        sequence, start, size = shadow.sequence, shadow.done, self.blocks.block_size
+        shadow.done += count
+        for block in sequence.blocks[shadow.marked : shadow.done // size]:
+            self._held[block] = self.blocks.identities[block]
+        shadow.marked = max(shadow.marked, shadow.done // size)
+        return Chunk(sequence, start, count, shadow.done == len(sequence.tokens), is_known=True)
 
     def seconds(self, rows: int) -> float:
         """The time of a token in the chains of so many sequences. To be called before the first draft. Collective."""
-        blocks = [i % self.blocks.n_blocks for i in range(MEASURED_CHAIN + 1)]
-        invented = [Sequence("", [0], 0, SamplingParams(), blocks=blocks, state=SamplingState()) for _ in range(rows)]
+        blocks = [i % self.blocks.n_blocks for i in range(MEASURED_CHAIN + 2)]
+        invented = [
+            Sequence("", [0, 0], 0, SamplingParams(), blocks=blocks, computed=1, state=SamplingState()) for _ in range(rows)
+        ]
+        self.observe(self._invented_step(invented))
         start = time.perf_counter()
         self.draft(dict.fromkeys(invented, MEASURED_CHAIN))
         seconds = time.perf_counter() - start
         self._held = [-1] * self.blocks.n_blocks
         self.runner.rest()
         return seconds / MEASURED_CHAIN
+
+    def _invented_step(self, sequences: list[Sequence]) -> InFlightStep:
+        """A step that has computed the first token of each sequence."""
+        chunks = [Chunk(s, 0, 1, samples=True, is_known=True) for s in sequences]
+        return InFlightStep(chunks, chunks, torch.empty(0), has_drafts=False)
 
 
 def plain(params: SamplingParams) -> SamplingParams:

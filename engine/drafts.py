@@ -20,7 +20,7 @@ from engine.scheduler import Chunk, Sequence
 from engine.suffix_automaton import SuffixAutomaton
 
 if TYPE_CHECKING:
-    from engine.runner import Runner
+    from engine.runner import InFlightStep, Runner
 
 MOST_INDEXED = 1 << 16  # tokens of a request and its prediction; a longer one gets no more drafts
 MOST_INDEXED_TOGETHER = 1 << 19  # tokens of all running requests; an automaton takes up to 0.7 KB for each, on each rank
@@ -37,6 +37,7 @@ FIRST_RIGHT = 1.5  # accepted tokens of a draft, before there is one
 WEIGHT = 0.25  # of the newest draft in a request's averages
 WEIGHT_OF_ALL = 0.02  # the same, in the averages of all requests
 TEXTS = "ngram", "prediction"  # sources of drafts from text
+GIVE_UP = 256  # tokens of a pause after which a head, which would have to follow meanwhile, makes no more drafts for a request
 PAUSES = 32, 512  # tokens between two drafts of a request whose drafts do not pay: at first, and at most
 
 
@@ -194,6 +195,9 @@ class Chains(Protocol):
     runner: "Runner"
 
     def reach(self, sequence: Sequence) -> int: ...
+    def follows(self, sequence: Sequence) -> bool: ...
+    def observe(self, step: "InFlightStep") -> None: ...
+    def give_up(self, sequence: Sequence) -> None: ...
     def draft(self, counts: Mapping[Sequence, int]) -> dict[Sequence, list[int]]: ...
 
 
@@ -211,6 +215,7 @@ class Speculation:
         self.ceiling, self.measure, self.chains = ceiling, measure, chains
         self.costs: Costs | None = None
         self.total = {source: Drafted() for source in (*TEXTS, *([chains.name] if chains else []))}
+        self._follow = False  # whether the chains have to see all steps
         self._record = Record()  # of the chains of all requests
         self._sources: dict[Sequence, str] = {}  # of the drafts that `plan` promises
 
@@ -221,10 +226,14 @@ class Speculation:
 
     def plan(self, running: List[Sequence]) -> dict[Sequence, int]:
         """How many tokens to draft for sequences in the next step. No step may be in flight."""
+        if self.chains is not None:
+            self.prepare()  # before they have anything to follow
         if not self.expects(running):
             return {}
         self.prepare()
         texts, chained = self._promises(running)
+        if not self._are_worth_it(texts | chained, running):
+            return {}
         name = self.chains.name if self.chains else ""
         self._sources = {s: s.drafter.source for s in texts} | dict.fromkeys(chained, name)
         found = (texts | chained).items()
@@ -232,16 +241,14 @@ class Speculation:
 
     def drafts(self, counts: Mapping[Sequence, int]) -> dict[Sequence, list[int]]:
         """Drafts of at most so many tokens, for sequences of the last `plan` that have room for them."""
-        if not counts:
-            return {}
         chained = {s: count for s, count in counts.items() if self._sources[s] not in TEXTS}
         found = {s: s.drafter.draft(count) for s, count in counts.items() if s not in chained}
-        if chained and self.chains is not None:
+        if self.chains is not None and (chained or self._follow):
             found |= self.chains.draft(chained)
         return {s: draft for s, draft in found.items() if draft}
 
     def expects(self, running: List[Sequence]) -> bool:
-        """Whether the next step will probably have drafts that are worth it."""
+        """Whether the next step will probably have drafts that are worth it, or the chains have to see its tokens before."""
         if not self.ceiling or not running:
             return False
         for sequence in running:
@@ -249,8 +256,15 @@ class Speculation:
         left = min(INDEXED_A_STEP, MOST_INDEXED_TOGETHER - sum([s.drafter.indexed for s in running]))
         for drafter in sorted([s.drafter for s in running], key=lambda drafter: drafter.missing):  # long texts make none wait
             left -= drafter.follow(max(left, 0))
+        chains = self.chains
+        self._follow = chains is not None and self._chains_may_pay(running) and any(map(chains.follows, running))
         texts, chained = self._promises(running)
-        return sum([promise.right for promise in (*texts.values(), *chained.values())]) > WORTH * len(running)
+        return self._follow or self._are_worth_it(texts | chained, running)
+
+    def observe(self, step: "InFlightStep") -> None:
+        """Note a step that was collected, with no other launched behind it."""
+        if self.chains is not None:
+            self.chains.observe(step)
 
     def learn(self, chunk: Chunk, accepted: int) -> None:
         """Note that `accepted` tokens of the chunk's draft were right."""
@@ -261,6 +275,8 @@ class Speculation:
             self._record.learn(accepted, drafted, 0, WEIGHT_OF_ALL)
         if chunk.sequence.drafter is not None:  # it has not ended
             chunk.sequence.drafter.learn(source, accepted, drafted)
+            if self.chains is not None and chunk.sequence.drafter.chains.pause >= GIVE_UP:
+                self.chains.give_up(chunk.sequence)
 
     def _promises(self, running: List[Sequence]) -> tuple[dict[Sequence, Promise], dict[Sequence, Promise]]:
         """What drafts from text and chains promise, for each sequence from the one that promises more."""
@@ -272,11 +288,14 @@ class Speculation:
         chained = {s: p for s, p in chained.items() if s not in texts or p.right > texts[s].right}
         return {s: p for s, p in texts.items() if s not in chained}, chained
 
+    def _are_worth_it(self, promises: Mapping[Sequence, Promise], running: List[Sequence]) -> bool:
+        return sum([promise.right for promise in promises.values()]) > WORTH * len(running)
+
     def _promises_of_chains(self, running: List[Sequence], price: float) -> dict[Sequence, Promise]:
         """price: of a row. A link takes time for all sequences, so chains have links as long as these pay for all together."""
-        if self.chains is None or (alone := price + self._link_price(running, len(running))) >= 1:
+        if self.chains is None or not self._chains_may_pay(running):
             return {}
-        found = dict[Sequence, Promise]()
+        alone, found = price + self._link_price(running, len(running)), dict[Sequence, Promise]()
         for s in running:
             most = min(s.drafter.ceiling, self.chains.reach(s))
             if (promise := s.drafter.chains.promise(alone, most, s.generated)).count:
@@ -288,6 +307,10 @@ class Speculation:
                 break
             links += 1
         return {s: p if p.count <= links else s.drafter.chains.cut(links) for s, p in found.items()} if links else {}
+
+    def _chains_may_pay(self, running: List[Sequence]) -> bool:
+        """Whether chains would be worth it if they were always right."""
+        return self._price(running) + self._link_price(running, len(running)) < 1
 
     def _link_price(self, running: List[Sequence], chains: int) -> float:
         return 0.0 if self.costs is None else self.costs.link_price(len(running), chains)

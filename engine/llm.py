@@ -98,14 +98,14 @@ class LLM:
             raise UserError(f"draft_tokens must be from 1 to {MOST_DRAFT_TOKENS}, not {draft_tokens}")
         if isinstance(model, Transformer):
             self.model, self.tokenizer = model, tokenizer
-            draft = find_draft(speculate, model.config, tokenizer)
+            draft = find_draft(speculate, None, model.config, tokenizer, self.world.world_size)
         else:
             config = model_config(str(model), variant, self.world.world_size, quantize)
             self.tokenizer = tokenizer or read_tokenizer(str(model), config)
             name = dtype or ("bfloat16" if self.world.device.type == "cuda" else "float32")
             if name not in DTYPES:
                 raise UserError(f"unknown dtype {name!r}; known: {', '.join(DTYPES)}")
-            draft = find_draft(speculate, config, self.tokenizer)
+            draft = find_draft(speculate, str(model), config, self.tokenizer, self.world.world_size)
             self.model = load_model(str(model), config, self.world, DTYPES[name], seed)
         tune(self.model, self.world, MAX_SEQUENCES, seconds=0)  # uses what a server or `make tune` has measured
         self.draft = draft.load(self.world, self.model.norm.weight.dtype, seed) if draft else None

@@ -17,12 +17,13 @@ from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from attention import Causal
+from attention import AttentionContext, Causal
 from engine.graphs import Captured, Graphs
 from engine.logits import SCORE_CHUNK, Scores, count_drawn, has_grammar, may_change, process, token_logprobs
 from engine.paged_cache import PagedCache
@@ -35,6 +36,9 @@ from engine.transfers import to_device, to_host
 from kernels.graph_times import successive_seconds
 from kernels.sampling import combine_best, local_best
 from model import Transformer
+
+if TYPE_CHECKING:
+    from engine.draft_heads import HeadModel
 
 LARGEST_GRAPH = 2048  # tokens; a larger step takes the device longer than the host needs to launch its kernels one by one
 LARGEST_MEASURED = 8192  # tokens of a step; larger ones, whose all-reduces are too long to be fused, use the default schedule
@@ -68,6 +72,7 @@ class Output:
 
     last: Tensor  # (D, C), the rows from which a token is drawn
     tokens: Tensor | None  # (D,) int64, drawn with only the logits, the temperature and the seed; None on a CPU
+    streams: list[Tensor]  # (T, C) each, of the runner's `stream_layers`
     hidden: Tensor | None = None  # (T, C), all rows, of a step that scores a prompt
 
 
@@ -79,6 +84,7 @@ class InFlightStep:
     sampling: list[Chunk]  # those that sample, in the same order
     hidden: Tensor  # (D, C), the rows of their `draws`; a later launch may overwrite it
     has_drafts: bool
+    streams: list[Tensor] = field(default_factory=list)  # (T, C) each, of all rows; a later launch may overwrite them
     drawn: Tensor | None = None  # (D,) int64, on the device
     tokens: Tensor | None = None  # the same in host memory, valid after `ready`
     scored: list[int] = field(default_factory=list)  # the draws whose requests ask for log-probabilities
@@ -101,8 +107,20 @@ def scores_prompt(chunk: Chunk) -> bool:
 
 
 class Runner:
-    def __init__(self, model: Transformer, cache: PagedCache, text_ids: int, capacity: Capacity, schedules: Schedules) -> None:
-        """text_ids: how many ids the tokenizer has. The model's vocabulary may be padded; those ids are never drawn."""
+    def __init__(
+        self,
+        model: "Transformer | HeadModel",
+        cache: PagedCache,
+        text_ids: int,
+        capacity: Capacity,
+        schedules: Schedules,
+        stream_layers: tuple[int, ...] = (),
+        shift: int = 0,
+    ) -> None:
+        """text_ids: how many ids the tokenizer has. The model's vocabulary may be padded; those ids are never drawn. stream_layers: of
+        which steps keep the residual streams, see `Transformer.hidden_and_streams`. shift: how many tokens the model's first one lies
+        behind the sequence's."""
+        self.stream_layers, self.shift = stream_layers, shift
         self.model, self.cache, self.text_ids, self.capacity, self.schedules = model, cache, text_ids, capacity, schedules
         self.device = cache.keys_values.device
         self.max_length = capacity.blocks * cache.block_size
@@ -123,11 +141,11 @@ class Runner:
         last. Rows of one sequence, its draft, see each other: a layer stores the keys of all rows before they attend."""
         inputs = self.decode
         context = inputs.context(rows, self.cache, self.max_length)
-        hidden = self.model.hidden(inputs.tokens[None, :rows], context)[0]
-        tokens = self._drawn(hidden, inputs.temperature(rows), inputs.seed[:rows], context.positions + 1)
+        hidden, streams = self._hidden(inputs.tokens[:rows], context)
+        tokens = self._drawn(hidden, inputs.temperature(rows), inputs.seed[:rows], context.positions + (1 + self.shift))
         inputs.tokens[:rows].copy_(tokens)
         inputs.positions[:rows].add_(inputs.positions[:rows] >= inputs.first_kept)
-        return Output(hidden, tokens)
+        return Output(hidden, tokens, streams)
 
     def _span_step(self, rows: int, spans: int, draws: int, max_span: int, scored: bool = False) -> Output:
         """Compute `rows` tokens of `spans` chunks. On a GPU, also draw `draws` tokens from the last rows of the chunks that reach the
@@ -136,10 +154,15 @@ class Runner:
         context = inputs.context(rows, spans, self.cache, max_span)
         # where each row draws, as in most steps of a CPU, no rows have to be copied
         drawing = None if max_span == 1 and draws == spans else inputs.drawing(draws)
-        hidden = self.model.hidden(inputs.tokens(rows)[None], context, None if scored else drawing)[0]
+        hidden, streams = self._hidden(inputs.tokens(rows), context, None if scored else drawing)
         last = hidden[drawing] if scored and drawing is not None else hidden[:draws]
         drawn = None if self.graphs is None else self._drawn(last, *inputs.draws(draws))
-        return Output(last, drawn, hidden if scored else None)
+        return Output(last, drawn, streams, hidden if scored else None)
+
+    def _hidden(self, tokens: Tensor, context: AttentionContext, rows: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
+        """tokens (T,) to the last hidden state (T, C), or (D, C) of these rows, and the kept streams, (T, C) each."""
+        hidden, streams = self.model.hidden_and_streams(tokens[None], context, self.stream_layers, rows)
+        return hidden[0], [stream[0] for stream in streams]
 
     def _drawn(self, hidden: Tensor, temperature: Tensor, seed: Tensor, positions: Tensor) -> Tensor:
         """Draw a token for each row of hidden (B, C): the best of the ranks' candidates from their parts of the vocabulary."""
@@ -219,7 +242,7 @@ class Runner:
         """The time of a step that draws a token from each of `rows` rows. No step may be in flight. Collective."""
         if self.graphs is None:
             start, context = time.perf_counter(), Causal(rows, self.device)  # a CPU's step has no padding
-            self.model.logits(self.model.hidden(torch.zeros((1, rows), dtype=torch.int64), context)[0])
+            self.model.logits(self._hidden(torch.zeros(rows, dtype=torch.int64), context)[0])
             return time.perf_counter() - start
         case = next(n for n in self._decode_sizes if n >= rows)
         self._capture_decode(self.graphs, case)
@@ -246,7 +269,7 @@ class Runner:
             output = self._launch_spans(self.graphs, chunks, tokens, scored, after)
         if output.hidden is not None:
             self._score_prompts(chunks, output.hidden)
-        step = InFlightStep(chunks, sampling, output.last[:draws], draws > len(sampling), begin=begin)
+        step = InFlightStep(chunks, sampling, output.last[:draws], draws > len(sampling), output.streams, begin=begin)
         if output.tokens is not None and all(is_plain(c.sequence) for c in sampling):
             self._copy_to_host(step, output.tokens[:draws])
         elif all(c.is_known or not has_grammar(c.sequence) for c in step.sampling):
@@ -285,7 +308,7 @@ class Runner:
         """Write the inputs of a step of `rows` rows, padding included. Returns the arguments of `_span_step`."""
         self.spans.write(chunks, rows, self.cache.block_size)
         if self.graphs is not None:
-            self.spans.write_draws(chunks)
+            self.spans.write_draws(chunks, self.shift)
         if after is not None:
             self._write_drawn(self.spans.tokens(rows), chunks, after)
         return rows, len(chunks), draws, max([c.count for c in chunks])
@@ -341,7 +364,7 @@ class Runner:
         of the steps before."""
         if step.drawn is not None or not step.sampling:
             return
-        sequences, positions = drawn_by(step.sampling)
+        sequences, positions = drawn_by(step.sampling, self.shift)
         raw = self.model.logits(step.hidden)
         drawn = self._sample(raw, step.sampling, sequences, positions)
         if self.decode.continues(step.chunks):

@@ -108,10 +108,10 @@ class Chunk:
         return [Draw(self.sequence, self.first_drawn + i, self.draft[:i]) for i in range((len(self.draft) + 1) * self.samples)]
 
 
-def drawn_by(chunks: List[Chunk]) -> tuple[list[Sequence], list[int]]:
-    """The sequence and the position of each token that the chunks draw, all of which sample."""
+def drawn_by(chunks: List[Chunk], shift: int = 0) -> tuple[list[Sequence], list[int]]:
+    """The sequence and the position of each token that the chunks draw, all of which sample. shift: of positions, without drafts."""
     if not any(c.draft for c in chunks):  # the usual case
-        return [c.sequence for c in chunks], [c.stop for c in chunks]
+        return [c.sequence for c in chunks], [c.stop + shift for c in chunks]
     draws = [draw for c in chunks for draw in c.draws]
     return [draw.sequence for draw in draws], [draw.position for draw in draws]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from math import ceil
 from statistics import median
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,9 @@ from comm.table import Table, load, machine_key, save
 from engine.graphs import Captured
 from kernels.graph_times import successive_seconds
 from model import Transformer
+
+if TYPE_CHECKING:
+    from engine.draft_heads import HeadModel
 from tp import World
 
 CODE = (  # files that decide how long a step takes
@@ -58,7 +61,7 @@ class Schedules:
     spent: float = 0.0
 
     @classmethod
-    def of(cls, model: Transformer, world: World, kv_dtype: str = "auto") -> "Schedules":
+    def of(cls, model: "Transformer | HeadModel", world: World, kv_dtype: str = "auto") -> "Schedules":
         """For the steps of this model with such a KV cache. Collective. To be called before the KV cache takes the rest of the memory."""
         possible = SCHEDULES if world.overlap == "auto" else (cast(Schedule, world.overlap),)
         choose = world.overlap == "auto" and world.world_size > 1 and bool(model.config.ladder_layers)

@@ -240,9 +240,9 @@ class SpanInputs:
         self._temperature.send()
         self.tables.invent(generator, cache.keys_values.shape[2])
 
-    def write_draws(self, chunks: List[Chunk]) -> None:
-        """Write what `draws` returns, which a CPU's steps do not need."""
-        sequences, positions = drawn_by([c for c in chunks if c.samples])
+    def write_draws(self, chunks: List[Chunk], shift: int = 0) -> None:
+        """Write what `draws` returns, which a CPU's steps do not need. shift: see `drawn_by`."""
+        sequences, positions = drawn_by([c for c in chunks if c.samples], shift)
         params = [s.params for s in sequences]
         self._seeds.host[:, : len(params)] = [p.seed for p in params], positions
         self._temperature.host[: len(params)] = [p.temperature for p in params]

@@ -46,7 +46,7 @@ def prepare(settings: Settings, world_size: int) -> tuple[ModelConfig, Tokenizer
     stream_shards(config, 0, world_size)
     tokenizer = tokenizer_of(settings.model)
     check_fits(tokenizer, config.vocab_size)
-    return config, tokenizer, find_draft(settings.speculate, config, tokenizer)
+    return config, tokenizer, find_draft(settings.speculate, settings.model, config, tokenizer, world_size)
 
 
 def describe(settings: Settings, engine: Engine, config: ModelConfig, world: World, dtype: str) -> Ready:

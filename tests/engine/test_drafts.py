@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 import torch
 
+from attention import Causal
+from eagle import EagleConfig, EagleHead
 from engine import LLM, draft_models, drafts
 from engine.core import Engine
 from engine.drafts import END, MOST_INDEXED, Costs, Drafter, Speculation, count_equal
@@ -27,6 +29,7 @@ from model import Transformer
 from tests import MODELS
 from tests.engine.test_engine import (
     ALONE,
+    CPU,
     LIMITS,
     TINY,
     Answer,
@@ -254,8 +257,27 @@ def accepted(engine: Engine) -> int:
     return sum(d.accepted for d in engine.speculation.total.values())
 
 
-def draft_for(model: Transformer, source: str) -> Transformer | None:
-    """What drafts beside the text: nothing, the model itself, or another one."""
+@torch.no_grad()
+def random_head(model: Transformer) -> EagleHead:
+    """A head with another number of KV heads, that knows some of the model's ids."""
+    c = model.config
+    known, own = random.choice([c.vocab_size, c.vocab_size // 2]), random.random() < 0.5
+    layer = replace(config_of("standard"), n_layers=1, vocab_size=c.vocab_size, hidden_size=c.hidden_size, qk_norm=own)
+    config = EagleConfig(layer, c.hidden_size, known, (0, 2, c.n_layers), norm_before_residual=random.random() < 0.5)
+    head = EagleHead(config, model.norm.weight.device, torch.float32, own).eval().requires_grad_(False)
+    for name, parameter in head.named_parameters():
+        if "norm" in name:
+            parameter.uniform_(0.5, 1.5)
+        else:
+            parameter.normal_(0.0, parameter.shape[-1] ** -0.5)
+    head.targets.copy_(torch.randperm(c.vocab_size)[:known].sort().values)
+    return head
+
+
+def draft_for(model: Transformer, source: str) -> Transformer | EagleHead | None:
+    """What drafts beside the text: nothing, the model itself, another one, or a head."""
+    if source == "head":
+        return random_head(model)
     if source == "itself":
         return model
     return random_model(config_of(source)) if source != "text" else None
@@ -265,7 +287,7 @@ def draft_for(model: Transformer, source: str) -> Transformer | None:
 def test_the_same_tokens_with_drafts(place: int, in_turn: Callable[..., str], seed: int) -> None:
     name = in_turn(("standard", "parallel", "hybrid:2", "desync-2x:4", "mistral"), place)
     model = random_model(config_of(name))
-    draft = draft_for(model, in_turn(("text", "itself", "parallel", "desync-4x:4"), place))
+    draft = draft_for(model, in_turn(("text", "itself", "head", "parallel", "desync-4x:4"), place))
     submits = bent_submits(8)
     submits = predicting(submits, serve(engine_of(model), submits))
     total = predicted = 0
@@ -300,6 +322,56 @@ def test_a_model_that_drafts_for_itself_is_always_right(place: int, in_turn: Cal
         assert total.tokens > 50 and total.accepted >= 0.95 * total.tokens  # they may differ at a near-tie
     if setting == "room for all":
         assert engine.meter.steps < 45 if engine.speculation.ceiling > 1 else 70
+
+
+def head_draft(model: Transformer, head: EagleHead, tokens: list[int], params: SamplingParams, draft: list[int]) -> list[float]:
+    """By how much each token of `draft` is worse for the head than its best one, after `tokens` and the tokens before, without a cache."""
+    streams = model.hidden_and_streams(torch.tensor([tokens[:-1]]), Causal(len(tokens) - 1, CPU), head.config.stream_layers)[1]
+    features, inputs, worse = head.fuse(streams), tokens[1:], []
+    for i, token in enumerate(draft):
+        hidden = head(head.embed(torch.tensor([inputs]), model), features, Causal(len(inputs), CPU))
+        row = torch.full((model.config.vocab_size,), -torch.inf)
+        row[head.targets] = head.logits(hidden[0, -1])
+        if params.temperature:
+            position = torch.tensor([[len(tokens) + i]])
+            noise = exponential_noise(torch.tensor([[params.seed]]), position, torch.arange(len(row)))[0]
+            row = row / params.temperature - noise.log()
+        worse.append(float(row.max() - row[token]))
+        features, inputs = torch.cat((features, hidden[:, -1:]), 1), [*inputs, token]
+    return worse
+
+
+@pytest.mark.parametrize("place", range(2))
+@torch.inference_mode()
+def test_a_head_drafts_what_its_definition_says(place: int, in_turn: Callable[..., Any], seed: int) -> None:
+    """In chunks, in a batch, after preemptions: each draft is the one that the head makes without a cache."""
+    model = random_model(config_of(in_turn(("standard", "hybrid:2", "parallel", "desync-2x:4"), place)))
+    head = random_head(model)
+    limits, at_once = LIMITS[in_turn([name for name in LIMITS if name != "single tokens"], place)]
+    engine = engine_of(model, draft=head, draft_tokens=4, **limits)
+    chains, checked = engine.speculation.chains, 0
+    assert chains is not None
+    made = chains.draft
+
+    def checking(counts: dict[Sequence, int]) -> dict[Sequence, list[int]]:
+        nonlocal checked
+        found = made(counts)
+        for sequence, draft in found.items():
+            assert len(draft) == counts[sequence]
+            if (
+                not sequence.cached_tokens and engine.scheduler.preemptions == 0
+            ):  # else a token at the end of a block may be another one
+                checked += 1
+                assert max(head_draft(model, head, sequence.tokens, sequence.params, draft)) < 1e-3
+        return found
+
+    submits = random_submits(6, max_tokens=20, top_k=0, top_p=1.0, min_p=0.0)
+    with patch.object(chains, "draft", checking), patch.object(drafts, "GIVE_UP", 10**9):
+        answers = serve(engine, submits, at_once)
+    for submit in submits:
+        assert_same(model, submit, answers[submit.request_id].tokens)
+    assert checked > 0
+    assert engine.speculation.total["head"].tokens > 0
 
 
 def test_a_draft_model_with_a_short_context_stops_there(seed: int) -> None:

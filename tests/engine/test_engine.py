@@ -21,7 +21,9 @@ import checkpoint
 import comm
 from attention import Causal
 from config import ModelConfig, Reduces, with_variant
+from eagle import EagleHead
 from engine.core import Engine, EngineLimits
+from engine.draft_heads import HeadModel
 from engine.drafts import Costs
 from engine.paged_cache import PagedCache
 from engine.protocol import Abort, Refused, SamplingParams, Submit, TokenLogprobs, TokenOutput
@@ -118,15 +120,17 @@ def engine_of(
     n_blocks: int | None = None,
     tokenizer: Any = None,
     world: World = ALONE,
-    draft: Transformer | None = None,
+    draft: Transformer | EagleHead | None = None,
     **more: Any,
 ) -> Engine:
     """An engine with KV-cache blocks of 4 tokens by default, exactly `n_blocks` of them if given."""
     limits = EngineLimits(**dict(block_size=4) | more)
     if n_blocks is not None:
+        models = [model, HeadModel(draft, model, 1) if isinstance(draft, EagleHead) else draft]
         size = sum(
             PagedCache.bytes_per_block(m.attention_slots, limits.block_size, m.n_kv_heads, m.config.head_dim, torch.float32)
-            for m in (model, *([draft] if draft else []))
+            for m in models
+            if m is not None
         )
         limits = replace(limits, kv_memory=n_blocks * size + random.randrange(size))
     engine = Engine(model, tokenizer, limits, world, draft)

@@ -1,0 +1,118 @@
+"""Drafts by an EAGLE-3 head (`eagle.py`), which reads the base's hidden states.
+
+A head's row of token t + 1 has the base's features of t. It lies at position t of the head's cache, so the head's sequence is the
+base's without its first token, and it draws the token after the next. The features exist only until the next step, so a head follows:
+between two steps it computes the rows of the first one, with the tokens that this has drawn. These rows are exact; those of a chain,
+whose features are the head's own output, are overwritten by them. A sequence of which a step was missed gets no more drafts.
+"""
+
+from collections.abc import Mapping
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from comm import Local
+from eagle import STREAMS, EagleHead
+from engine.block_manager import BlockManager
+from engine.draft_models import Chains, Shadow
+from engine.runner import InFlightStep, Runner
+from engine.scheduler import Chunk, Sequence
+from engine.transfers import to_device
+from model import Transformer
+
+
+class HeadModel:
+    """A head with what a runner takes from a model. features: (T, D), of the rows of the next step, at a fixed address."""
+
+    attention_slots = 1
+
+    def __init__(self, head: EagleHead, base: Transformer, rows: int) -> None:
+        """rows: most of a step."""
+        self.guesser, self.base, self.config, self.comm = head, base, head.config.layer, Local()
+        self.norm = head.norm
+        self.n_kv_heads, self.vocab = self.config.n_kv_heads, range(self.config.vocab_size)
+        self.features = torch.zeros(rows, self.config.hidden_size, dtype=head.norm.weight.dtype, device=head.norm.weight.device)
+        self._all_ids = head.config.draft_vocab_size == self.config.vocab_size
+
+    def hidden_and_streams(
+        self, tokens: Tensor, context: object, layers: object, rows: Tensor | None = None
+    ) -> tuple[Tensor, list[Tensor]]:
+        embedded = self.guesser.embed(tokens, self.base)
+        hidden = self.guesser(embedded, self.features[None, : tokens.shape[1]], context)
+        return (hidden if rows is None else hidden[:, rows]), []
+
+    def head(self, normed: Tensor) -> Tensor:
+        """(T, D) to (T, vocab_size) fp32; -inf for the ids that the head does not know."""
+        logits = self.guesser.lm_head(normed).float()
+        if self._all_ids:
+            return logits
+        return logits.new_full((len(logits), len(self.vocab)), -torch.inf).index_copy_(1, self.guesser.targets, logits)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.head(self.norm(hidden))
+
+
+class HeadChains(Chains):
+    """Drafts of a head."""
+
+    name = "head"
+
+    def __init__(self, runner: Runner, blocks: BlockManager, longest: int, model: HeadModel) -> None:
+        super().__init__(runner, blocks, longest)
+        self.model = model
+        self._last: InFlightStep | None = None  # the step whose rows are to be computed
+        self._lost: WeakSet[Sequence] = WeakSet()  # sequences that it no longer follows
+
+    def reach(self, sequence: Sequence) -> int:
+        return super().reach(sequence) if self.follows(sequence) else 0
+
+    def follows(self, sequence: Sequence) -> bool:
+        return sequence not in self._lost
+
+    def observe(self, step: InFlightStep) -> None:
+        self._last = step
+
+    def give_up(self, sequence: Sequence) -> None:
+        self._lost.add(sequence)
+
+    def _tokens(self, sequence: Sequence) -> list[int]:
+        return sequence.tokens[1:]
+
+    @torch.inference_mode()
+    def _catch_up(self, counts: Mapping[Sequence, int]) -> tuple[dict[Sequence, Shadow], list[Chunk]]:
+        """The shadows of the sequences of the last step, and chunks of its rows but for rejected ones."""
+        last, self._last = self._last, None
+        shadows, chunks, rows, row = dict[Sequence, Shadow](), list[Chunk](), list[int](), 0
+        for chunk in last.chunks if last else ():
+            sequence, first, row = chunk.sequence, row, row + chunk.count
+            if sequence.finish_reason is not None or not sequence.blocks or not self.follows(sequence):
+                continue
+            shadow, count = self._shadow(sequence), sequence.computed - chunk.start
+            if shadow.done != chunk.start:  # a step was missed, or the prefix was computed without the head
+                self._lost.add(sequence)
+                continue
+            shadow.sequence.tokens += sequence.tokens[len(shadow.sequence.tokens) + 1 :]
+            chunks.append(self._chunk(shadow, count))
+            rows += range(first, first + count)
+            shadows[sequence] = shadow
+        if last and rows:
+            streams = [_rows(stream, rows) for stream in last.streams]
+            self.model.features[: len(rows)] = self.model.guesser.fuse(streams)
+        return shadows, chunks
+
+    @torch.inference_mode()
+    def _link(self, going: list[Sequence], step: int, after: InFlightStep) -> InFlightStep:
+        places = {id(chunk.sequence): i for i, chunk in enumerate(after.sampling)}
+        self.model.features[: len(going)] = _rows(after.hidden, [places[id(sequence)] for sequence in going])
+        return super()._link(going, step, after)
+
+    def _invented_step(self, sequences: list[Sequence]) -> InFlightStep:
+        step, features = super()._invented_step(sequences), self.model.features
+        step.streams = [features.new_zeros(len(sequences), self.model.guesser.config.base_hidden_size) for _ in range(STREAMS)]
+        return step
+
+
+def _rows(x: Tensor, rows: list[int]) -> Tensor:
+    """These rows of x (T, C)."""
+    return x[: len(rows)] if rows == list(range(len(rows))) else x[to_device(rows, torch.int64, x.device)]
