@@ -11,8 +11,9 @@ With x_t the token at position t and s_t three residual streams of the model the
     guess of x_{t+2} = argmax of lm_head · n(h_t)
 
 So a row pairs a position's features with the embedding e of the token after it, and its keys and values belong to position t. They are
-kept in a cache of one slot of its own. The head is replicated: every rank computes the same rows with the same bits, so ranks agree on
-drafts without a message. Only the model's embedding, if the head has none of its own, takes an all-reduce.
+kept in a cache of one slot of its own. A small head is replicated: every rank computes the same rows with the same bits. A large one is
+split over the ranks as the model's layers are, and its collectives give every rank the same bits. So ranks agree on drafts without a
+message. The model's embedding, if the head has none of its own, takes an all-reduce.
 
 Two published layouts are read: `LlamaForCausalLMEagle3` (SafeAILab/EAGLE, SpecForge, SGLang) and `speculators` (vLLM).
 """
@@ -26,22 +27,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attention import AttentionContext, Heads
+from attention import AttentionContext
 from checkpoint import Place, SafetensorsSource, check_names, fill_all
+from comm import Communicator, Local, Residual
 from config import ModelConfig
 from errors import UserError
 from files import CONFIG_BYTES, read_json
 from hf_config import config_from_hf
 from json_fields import count, get, shown
-from kernels.activation import swiglu
 from kernels.linear import linear
-from kernels.norm import add_rms_norm
-from model import Factory, RMSNorm, Transformer
+from model import Factory, RMSNorm, Transformer, attention_heads
 from rope import rope_frequencies
-from tp import World, agree_on_error
+from tp import SPLITS, Shard, ShardedLinear, World, agree_on_error, stream_shards
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 STREAMS = 3  # hidden states of the model that a head reads
+# From this size on, ranks share a head: reading the other ranks' part of it would take longer than the four collectives of a guess.
+SHARED_BYTES = 1 << 28
 
 
 # --- the description of a head -------------------------------------------------------------------------------------------
@@ -58,6 +60,11 @@ class EagleConfig:
         int, ...
     ]  # before which layers of the model it reads the stream, ascending; the number of layers: the last
     norm_before_residual: bool = False  # whether the attention is added to n(f) instead of f
+
+    @property
+    def drafting(self) -> ModelConfig:
+        """The layer's config with the draft vocabulary."""
+        return replace(self.layer, vocab_size=self.draft_vocab_size)
 
 
 def is_head(directory: Path) -> bool:
@@ -139,69 +146,59 @@ def _stream_layers(raw: dict[str, Any], n_layers: int) -> tuple[int, ...]:
 # --- the head ------------------------------------------------------------------------------------------------------------
 
 
-class Fused(nn.Module):
-    """Linear layers with the same input as one: weight (sum of the sizes, inputs), and a bias (the same sum,) if they have one."""
-
-    def __init__(self, inputs: int, sizes: dict[str, int], bias: bool, factory: Factory) -> None:
-        """sizes: the output features by name."""
-        super().__init__()
-        self.sizes, features = sizes, sum(sizes.values())
-        self.weight = nn.Parameter(torch.empty(features, inputs, **factory))
-        self.bias = nn.Parameter(torch.zeros(features, **factory)) if bias else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
-
-    def pieces(self) -> Iterator[tuple[str, Tensor]]:
-        for kind, whole in (("weight", self.weight), ("bias", self.bias)):
-            if whole is not None:
-                for name, part in zip(self.sizes, whole.data.split(list(self.sizes.values())), strict=True):
-                    yield f"{name}.{kind}", part
-
-
 class EagleHead(nn.Module):
-    """A head on one rank. Parameters are allocated on `device` in `dtype`; `load_head` fills them."""
+    """A head, or with the ranks of `comm` this rank's shard of its layer and output. Parameters are allocated on `device` in `dtype`;
+    `load_head` fills them."""
 
-    def __init__(self, config: EagleConfig, device: torch.device, dtype: torch.dtype, own_embedding: bool = False) -> None:
+    def __init__(
+        self, config: EagleConfig, comm: Communicator, device: torch.device, dtype: torch.dtype, own_embedding: bool = False
+    ) -> None:
         super().__init__()
         factory: Factory = {"device": device, "dtype": dtype}
-        c = config.layer
-        self.config, size, q_size, kv_size = config, c.hidden_size, c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
-        self.embed_tokens = Fused(size, {"embed_tokens": c.vocab_size}, False, factory) if own_embedding else None
-        self.fc = Fused(STREAMS * config.base_hidden_size, {"fc": size}, False, factory)
+        c, shard = config.layer, Shard(comm.rank, comm.world_size)
+        self.config, self.comm, size = config, comm, c.hidden_size
+        self.embed_tokens = nn.Parameter(torch.empty(c.vocab_size, size, **factory)) if own_embedding else None
+        self.fc = nn.Parameter(torch.empty(size, STREAMS * config.base_hidden_size, **factory))
         self.input_layernorm, self.hidden_norm, self.post_attention_layernorm, self.norm = (
             RMSNorm(size, c.norm_eps, factory) for _ in range(4)
         )
-        self.wqkv = Fused(2 * size, {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}, c.qkv_bias, factory)
-        self.heads = Heads(c, 0, 0, c.n_heads, c.n_kv_heads)
-        if c.qk_norm:
-            self.heads.q_norm, self.heads.k_norm = (RMSNorm(c.head_dim, c.norm_eps, factory) for _ in range(2))
-        self.wo = Fused(q_size, {"o_proj": size}, c.o_bias, factory)
-        self.w_gate_up = Fused(size, dict.fromkeys(("gate_proj", "up_proj"), c.intermediate_size), c.mlp_bias, factory)
-        self.w_down = Fused(c.intermediate_size, {"down_proj": size}, c.mlp_bias, factory)
-        self.lm_head = Fused(size, {"lm_head": config.draft_vocab_size}, False, factory)
+        self.wqkv = ShardedLinear(c, shard, ("q_proj", "k_proj", "v_proj"), 0, inputs=2 * size, **factory)
+        self.heads = attention_heads(c, 0, 0, shard, factory)
+        self.wo = ShardedLinear(c, shard, ("o_proj",), 0, **factory)
+        self.w_gate_up = ShardedLinear(c, shard, ("gate_proj", "up_proj"), 0, gated=True, **factory)
+        self.w_down = ShardedLinear(c, shard, ("down_proj",), 0, **factory)
+        self.output = ShardedLinear(config.drafting, shard, ("lm_head",), **factory)
         self.frequencies: Tensor
         self.register_buffer("frequencies", rope_frequencies(c).to(device), persistent=False)
         self.targets: Tensor  # (V,) int64: the model's id of each id of the draft vocabulary
         self.register_buffer("targets", torch.arange(config.draft_vocab_size, device=device), persistent=False)
 
+    @property
+    def n_kv_heads(self) -> int:
+        """KV heads of this rank."""
+        return self.heads.n_kv_heads
+
     def fuse(self, streams: Sequence[Tensor]) -> Tensor:
         """The features (B, T, D) of the model's streams, three of (B, T, C), in the order of `config.stream_layers`."""
-        return self.fc(torch.cat(tuple(streams), -1))
+        return linear(torch.cat(tuple(streams), -1), self.fc)
 
     def embed(self, tokens: Tensor, model: Transformer) -> Tensor:
         """(B, T) ids of the model to (B, T, D), with the head's own table or the model's. Collective in the latter case."""
-        return model.embed(tokens) if self.embed_tokens is None else F.embedding(tokens, self.embed_tokens.weight)
+        return model.embed(tokens) if self.embed_tokens is None else F.embedding(tokens, self.embed_tokens)
 
     def forward(self, embedded: Tensor, features: Tensor, context: AttentionContext) -> Tensor:
         """h of the module's docstring. embedded: e(x_{t+1}); features: f_t; both and the result (B, T, D). context: attention to a cache
-        with one slot of `config.layer.n_kv_heads` heads, at the positions t."""
+        with one slot of `n_kv_heads` heads, at the positions t."""
         normed = self.hidden_norm(features)
         qkv = self.wqkv(torch.cat((self.input_layernorm(embedded), normed), -1))
-        attended = self.wo(self.heads(qkv, self.frequencies, context))
-        residual, norm = normed if self.config.norm_before_residual else features, self.post_attention_layernorm
-        residual, normed = add_rms_norm(residual, attended, norm.weight, norm.eps)
-        return residual + self.w_down(swiglu(self.w_gate_up(normed)))
+        stream = Residual(normed if self.config.norm_before_residual else features, self.comm)
+        stream = stream.add(self.heads(qkv, self.frequencies, context), self.wo)
+        stream, gated = stream.read(self.post_attention_layernorm, self.w_gate_up)
+        return stream.add(gated, self.w_down).finish()
+
+    def lm_head(self, normed: Tensor) -> Tensor:
+        """(..., D) after the final norm to (..., V) logits over the draft vocabulary, the same on every rank."""
+        return self.comm.all_gather(self.output(normed))[..., : self.config.draft_vocab_size]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., D) to (..., V) fp32, over the draft vocabulary."""
@@ -217,27 +214,49 @@ class EagleHead(nn.Module):
 
 def head_places(head: EagleHead, layer: str = "midlayer.") -> Iterator[Place]:
     """The head's tensors under their published names. layer: the prefix of those of its layer."""
-    inside = [(head.wqkv, "self_attn."), (head.wo, "self_attn."), (head.w_gate_up, "mlp."), (head.w_down, "mlp.")]
-    outside = [(fused, "") for fused in (head.embed_tokens, head.fc, head.lm_head) if fused is not None]
-    for fused, prefix in [*((fused, layer + prefix) for fused, prefix in inside), *outside]:
-        for name, tensor in fused.pieces():
-            yield _whole(prefix + name, tensor)
+    linears = {head.wqkv: "self_attn.", head.wo: "self_attn.", head.w_gate_up: "mlp.", head.w_down: "mlp."}
+    for module, group in linears.items():
+        yield from _linear_places(head.config.layer, module, layer + group)
+    yield from _linear_places(head.config.drafting, head.output, "")
     norms = {layer + name: getattr(head, name) for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")}
     if head.heads.q_norm is not None:
         norms |= {f"{layer}self_attn.q_norm": head.heads.q_norm, f"{layer}self_attn.k_norm": head.heads.k_norm}
-    for name, norm in {**norms, "norm": head.norm}.items():
-        yield _whole(name + ".weight", norm.weight.data)
+    whole = {name: norm.weight for name, norm in {**norms, "norm": head.norm}.items()} | {"fc": head.fc}
+    for name, tensor in (whole if head.embed_tokens is None else whole | {"embed_tokens": head.embed_tokens}).items():
+        yield _whole(name + ".weight", tensor)
+
+
+def _linear_places(config: ModelConfig, module: ShardedLinear, prefix: str) -> Iterator[Place]:
+    for piece, tensor in module.pieces():
+        part, _, kind = piece.partition(".")
+        split = SPLITS[part]
+        if kind == "bias" and split.dim == 1:  # every shard holds the whole bias
+            yield _whole(prefix + piece, tensor)
+            continue
+        shape, dim = list(tensor.shape), split.dim
+        shape[dim] = len(Shard(0, 1).range(config, split.axis))
+        yield Place(prefix + piece, tensor.data, tuple(shape), dim, module.shard.range(config, split.axis))
 
 
 def _whole(name: str, tensor: Tensor) -> Place:
-    return Place(name, tensor, tuple(tensor.shape), 0, range(len(tensor)))
+    return Place(name, tensor.data, tuple(tensor.shape), 0, range(len(tensor)))
+
+
+def sharing(head: EagleHead, world: World) -> Communicator:
+    """How the ranks hold a head: large ones are split if that is possible, others are replicated. head: may be on the meta device."""
+    size = sum(p.numel() * p.element_size() for p in head.parameters())
+    try:
+        stream_shards(head.config.layer, world.rank, world.world_size)
+    except UserError:
+        return Local()
+    return world.comm if size >= SHARED_BYTES and world.world_size > 1 else Local()
 
 
 def load_head(directory: Path, base: ModelConfig, world: World, dtype: torch.dtype) -> EagleHead:
-    """The head in `directory` for the model `base`, whole on this rank. Collective: a UserError of one rank is raised on all."""
+    """The head in `directory` for the model `base`. Collective: a UserError of one rank is raised on all."""
     error, head = None, None
     try:
-        head = read_head(directory, base, world.device, dtype)
+        head = read_head(directory, base, world, dtype)
     except UserError as e:
         error = e
     agree_on_error(world, error)
@@ -245,8 +264,8 @@ def load_head(directory: Path, base: ModelConfig, world: World, dtype: torch.dty
     return head
 
 
-def read_head(directory: Path, base: ModelConfig, device: torch.device, dtype: torch.dtype) -> EagleHead:
-    """`load_head` for a single rank. Raises UserError unless the files hold what config.json says, for a model like `base`."""
+def read_head(directory: Path, base: ModelConfig, world: World, dtype: torch.dtype) -> EagleHead:
+    """`load_head` without communication. Raises UserError unless the files hold what config.json says, for a model like `base`."""
     config = read_eagle_config(directory, base)
     source = SafetensorsSource(directory)
     found = source.shapes()
@@ -255,7 +274,7 @@ def read_head(directory: Path, base: ModelConfig, device: torch.device, dtype: t
         raise UserError(
             f"{directory} has no embed_tokens, and a head of width {config.layer.hidden_size} cannot use the model's of {base.hidden_size}"
         )
-    hollow = EagleHead(config, torch.device("meta"), dtype, embeds)
+    hollow = EagleHead(config, Local(), torch.device("meta"), dtype, embeds)
     layer = "midlayer." if any(name.startswith("midlayer.") for name in found) else "layers.0."
     maps = {"d2t": config.draft_vocab_size, "t2d": base.vocab_size}
     required = {"d2t"} if config.draft_vocab_size < base.vocab_size else set()
@@ -263,7 +282,7 @@ def read_head(directory: Path, base: ModelConfig, device: torch.device, dtype: t
     try:
         check_names(config.layer, [*head_places(hollow, layer), *wanted], source)
         targets = _targets(source, config.draft_vocab_size, base.vocab_size)
-        head = EagleHead(config, device, dtype, embeds).eval().requires_grad_(False)
+        head = EagleHead(config, sharing(hollow, world), world.device, dtype, embeds).eval().requires_grad_(False)
         fill_all(list(head_places(head, layer)), source, 1)
     except UserError as e:
         raise UserError(f"draft head {directory}: {e}") from None

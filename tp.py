@@ -146,13 +146,15 @@ class ShardedLinear(nn.Module):
         reader: "ShardedLinear | None" = None,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
+        inputs: int | None = None,
     ) -> None:
+        """inputs: in_features of a column-parallel layer; None: hidden_size."""
         super().__init__()
         self.parts, self.shard, self.layer, self.gated = parts, shard, layer, gated
         self.readers = (reader,) if reader else ()
         self.sizes = [len(shard.range(config, SPLITS[p].axis)) for p in parts]
         if SPLITS[parts[0]].dim == 0:
-            shape = (sum(self.sizes), config.hidden_size)
+            shape = (sum(self.sizes), inputs or config.hidden_size)
         else:
             shape = (config.hidden_size, self.sizes[0])
         self.out_features = shape[0]

@@ -13,16 +13,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import eagle
 from attention import Causal
 from comm.interface import SCHEDULES, Schedule
 from config import ModelConfig, with_variant
-from eagle import EagleHead, is_head, load_head, read_head
+from eagle import is_head, read_head
 from errors import UserError
 from hf_config import config_to_hf
 from tests.support.paged import CachedSequences
 from tests.support.ranks import RankError, Ranks
 from tests.test_model import Reference, random_split, write_checkpoint
-from tests.test_tensor_parallel import VARIANTS, base_config, load, save_random, variant_of
+from tests.test_tensor_parallel import VARIANTS, alone, base_config, load, save_random, variant_of
 from tp import World
 
 CPU = torch.device("cpu")
@@ -171,7 +172,7 @@ def test_a_head_follows_its_definition(speculators: bool, tmp_path: Path, seed: 
     drafted = random.choice([30, base.vocab_size])
     width = random.choice([{}, {"hidden_size": 24, "target_hidden_size": base.hidden_size}])
     layer = write_head(tmp_path, base, drafted, speculators, **width)
-    head, stored = read_head(tmp_path, base, CPU, torch.float32), load_file(tmp_path / "model.safetensors")
+    head, stored = read_head(tmp_path, base, alone(), torch.float32), load_file(tmp_path / "model.safetensors")
     assert is_head(tmp_path)
     reference = HeadReference(layer, tmp_path, "layers.0." if speculators else "midlayer.", head.config.norm_before_residual)
     assert head.config.norm_before_residual == json.loads((tmp_path / "config.json").read_text()).get(
@@ -217,7 +218,7 @@ IDS = "eagle_aux_hidden_state_layer_ids"
 def test_which_streams_a_head_reads(keys: dict[str, Any], layers: tuple[int, ...], tmp_path: Path, seed: int) -> None:
     base = base_of()
     write_head(tmp_path, base, base.vocab_size, **keys)
-    assert read_head(tmp_path, base, CPU, torch.float32).config.stream_layers == layers
+    assert read_head(tmp_path, base, alone(), torch.float32).config.stream_layers == layers
 
 
 # --- bad heads -----------------------------------------------------------------------------------------------------------
@@ -254,10 +255,10 @@ def test_bad_tensors_of_a_head(spoil: Callable[[dict[str, Tensor]], Any], named:
     spoil(tensors)
     save_file(tensors, tmp_path / "model.safetensors")
     if not named:  # t2d may be missing
-        read_head(tmp_path, base, CPU, torch.float32)
+        read_head(tmp_path, base, alone(), torch.float32)
         return
     with pytest.raises(UserError, match=rf"^[^\n]*{named}[^\n]*$"):
-        read_head(tmp_path, base, CPU, torch.float32)
+        read_head(tmp_path, base, alone(), torch.float32)
 
 
 BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
@@ -285,7 +286,7 @@ def test_bad_descriptions_of_a_head(keys: dict[str, Any], named: str, tmp_path: 
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | keys))
     with pytest.raises(UserError, match=rf"^[^\n]*{named}[^\n]*$"):
-        read_head(tmp_path, base, CPU, torch.float32)
+        read_head(tmp_path, base, alone(), torch.float32)
 
 
 def test_a_head_needs_an_embedding_of_its_width(tmp_path: Path, seed: int) -> None:
@@ -295,29 +296,40 @@ def test_a_head_needs_an_embedding_of_its_width(tmp_path: Path, seed: int) -> No
     del tensors["embed_tokens.weight"]
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match="no embed_tokens"):
-        read_head(tmp_path, base, CPU, torch.float32)
+        read_head(tmp_path, base, alone(), torch.float32)
 
 
 @torch.inference_mode()
-def guesses(world: World, directory: Path, head_of: Path, tokens: Tensor) -> Tensor:
-    model = load(world, directory)
-    head: EagleHead = load_head(head_of, model.config, world, torch.float32)
+def computed(world: World, directory: Path, head_of: Path, tokens: Tensor, shared_bytes: int) -> tuple[Tensor, Tensor, int]:
+    """Hidden states, logits, and how many elements of the head this rank holds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(eagle, "SHARED_BYTES", shared_bytes)
+        model = load(world, directory)
+        head = eagle.load_head(head_of, model.config, world, torch.float32)
     count = tokens.shape[1] - 1
     _, found = model.hidden_and_streams(tokens[:, :-1], Causal(count, CPU), head.config.stream_layers)
-    return head(head.embed(tokens[:, 1:], model), head.fuse(found), Causal(count, CPU))
+    hidden = head(head.embed(tokens[:, 1:], model), head.fuse(found), Causal(count, CPU))
+    return hidden, head.logits(hidden), sum(p.numel() for p in head.parameters())
 
 
-def test_ranks_guess_with_the_same_bits_and_fail_together(
-    ranks: Ranks, tmp_path: Path, seed: int, in_turn: Callable[..., Any]
+@pytest.mark.parametrize("shared", [False, True], ids=["replicated", "shared"])
+def test_ranks_compute_a_head_with_the_same_bits(
+    shared: bool, ranks: Ranks, tmp_path: Path, seed: int, in_turn: Callable[..., Any]
 ) -> None:
-    base, n = with_variant(base_of(), in_turn(("standard", "ladder", "hybrid"), 0)), 2
+    n, base = in_turn([2, 4], shared), with_variant(base_of(), in_turn(("standard", "ladder", "hybrid"), 0))
     save_random(base, tmp_path / "model")
-    write_head(tmp_path / "head", base)
-    tokens = torch.randint(base.vocab_size, (2, 9))
-    first, *others = ranks.run(n, guesses, tmp_path / "model", tmp_path / "head", tokens)
-    assert all(torch.equal(other, first) for other in others)
-    [alone] = ranks.run(1, guesses, tmp_path / "model", tmp_path / "head", tokens)
-    assert (first - alone).abs().max() < TOLERANCE
-    (tmp_path / "head" / "config.json").unlink()
+    write_head(tmp_path / "head", base, speculators=random.random() < 0.5)
+    arguments = tmp_path / "model", tmp_path / "head", torch.randint(base.vocab_size, (2, 9)), 0 if shared else 1 << 28
+    [(hidden, logits, size)] = ranks.run(1, computed, *arguments)
+    first, *others = ranks.run(n, computed, *arguments)
+    for ours, single in zip(first[:2], (hidden, logits), strict=True):
+        assert (ours - single).abs().max() < TOLERANCE
+    assert all(torch.equal(a, b) for other in others for a, b in zip(first[:2], other[:2], strict=True))
+    assert first[2] < size if shared else first[2] == size
+
+
+def test_ranks_refuse_a_bad_head_together(ranks: Ranks, tmp_path: Path, seed: int) -> None:
+    base = base_of()
+    save_random(base, tmp_path / "model")
     with pytest.raises(RankError, match=r"config\.json is missing"):
-        ranks.run(n, guesses, tmp_path / "model", tmp_path / "head", tokens)
+        ranks.run(2, computed, tmp_path / "model", tmp_path, torch.zeros(1, 3, dtype=torch.int64), 0)

@@ -31,6 +31,7 @@ from tqdm import tqdm
 
 from checkpoint import DTYPES, load_model, open_source
 from cli import Parser, note, run
+from comm import Local
 from config import ModelConfig
 from eagle import STREAMS, EagleConfig, EagleHead, default_streams
 from errors import UserError
@@ -136,7 +137,7 @@ def fill(head: EagleHead, args: argparse.Namespace, base: ModelConfig) -> None:
     source = open_source(args.model, base)
     if name in source.shapes():
         rows = source.read(name, 0, 0, base.vocab_size)
-        head.lm_head.weight.copy_(rows[head.targets.cpu()])
+        head.output.weight.copy_(rows[head.targets.cpu()])
 
 
 # --- training ------------------------------------------------------------------------------------------------------------
@@ -273,7 +274,7 @@ def train_head(args: argparse.Namespace, world: World) -> tuple[EagleHead, Trans
     base, batches, config = together(world, lambda: prepare(args, world))
     torch.set_float32_matmul_precision("high")
     model = load_model(args.model, base, world, DTYPES[dtype_name(args.dtype, world.device.type)])
-    head = EagleHead(config, world.device, torch.float32)
+    head = EagleHead(config, Local(), world.device, torch.float32)
     if config.draft_vocab_size < base.vocab_size:
         head.targets.copy_(frequent_tokens(batches.tokens, config.draft_vocab_size))
     together(world, lambda: fill(head, args, base))

@@ -35,7 +35,7 @@ from training.chains import accepted_lengths
 from training.metrics import read_metrics
 
 MODELS = tuple(Path("models") / name for name in ("tiny-standard", "tiny-ladder", "tiny-hybrid"))
-WINDOW, CHAIN = 256, 6  # tokens
+WINDOW = 256  # tokens
 RECIPE = ("--learning-rate", "3e-3", "--warmup", "50", "--final-rate", "0.03", "--weight-decay", "0.02")
 DRAFTED, NEW_TOKENS = 4, 96  # of a draft and of an answer that is measured
 FILES = ("config.json", "model.safetensors")
@@ -46,7 +46,7 @@ def train(args: argparse.Namespace, model: Path, data: Path) -> dict[str, Any]:
     """Train a head into the model's folder. Returns a record of the training."""
     start, out = time.perf_counter(), args.out / f"draft-{model.name}"
     shutil.rmtree(out, ignore_errors=True)
-    argv = ["--model", model, "--data", data, "--out", out, "--steps", args.steps, "--seed", args.seed, "--chain", CHAIN]
+    argv = ["--model", model, "--data", data, "--out", out, "--steps", args.steps, "--seed", args.seed, "--chain", args.chain]
     argv += ["--sequence-length", WINDOW, "--global-batch", args.batch, "--micro-batch", args.batch, "--log-every", 20, *RECIPE]
     argv += ["--device", args.device] if args.device else []
     settings = command.parse_args([str(a) for a in argv])
@@ -71,7 +71,7 @@ def measure(args: argparse.Namespace, model: Path) -> dict[str, float]:
     """Mean tokens of a step by kind of document: the accepted ones of a draft of DRAFTED tokens, and one more."""
     llm = LLM(model, world=ALONE)
     assert llm.tokenizer is not None
-    head = read_head(model / "draft", llm.model.config, ALONE.device, DTYPES["float32"])
+    head = read_head(model / "draft", llm.model.config, ALONE, DTYPES["float32"])
     asked = argparse.Namespace(requests=args.documents, new_tokens=NEW_TOKENS, seed=args.seed)
     found = {}
     for kind in tqdm(KINDS, desc=f"measuring {model.name}", disable=None, leave=False):
@@ -89,6 +89,7 @@ def main() -> None:
     parser.add_argument("--models", type=Path, nargs="+", default=MODELS, help="checkpoints (default: the three embedded ones)")
     parser.add_argument("--steps", type=int, default=1500, help="training steps of each head (default: 1500)")
     parser.add_argument("--batch", type=int, default=64, help=f"windows of {WINDOW} tokens in a step (default: 64)")
+    parser.add_argument("--chain", type=int, default=6, help="tokens of a chain in training (default: 6)")
     parser.add_argument("--tokens", type=float, default=12e6, help="tokens of the corpus (default: 12e6)")
     parser.add_argument("--documents", type=int, default=16, help="documents of each kind that are measured (default: 16)")
     parser.add_argument("--seed", type=int, default=1, help="random seed of corpus, initial weights and order (default: 1)")

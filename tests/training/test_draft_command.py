@@ -46,7 +46,7 @@ def random_pair(drafted: int) -> tuple[Transformer, EagleHead]:
     base = tiny(random.choice(["standard", "ladder"]))
     layer = replace(base, n_layers=1, variant="standard", ladder_layers=(), windows=random.choice([(), (5,)]), family="mistral")
     config = EagleConfig(layer, base.hidden_size, drafted, (1, 3, 7), random.random() < 0.5)
-    model, head = Transformer(base, Local(), CPU, torch.float32), EagleHead(config, CPU, torch.float32)
+    model, head = Transformer(base, Local(), CPU, torch.float32), EagleHead(config, Local(), CPU, torch.float32)
     for parameter in [*model.parameters(), *head.parameters()]:
         torch.nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.1 if parameter.dim() == 1 else 0.3)
     head.targets.copy_(torch.randperm(VOCAB)[:drafted].sort().values)
@@ -158,7 +158,7 @@ def test_a_head_learns_and_can_be_read(ranks: Ranks, tokens: Path, tmp_path: Pat
     assert all(0 <= share <= 1 for line in lines for share in line["agreement"]) and len(lines[0]["agreement"]) == 3
     assert run(ALONE, arguments(model, tokens, tmp_path / "one", *more))[0]["loss"] == pytest.approx(lines[0]["loss"], rel=1e-3)
 
-    head = read_head(tmp_path / "two", base, CPU, torch.float32)
+    head = read_head(tmp_path / "two", base, ALONE, torch.float32)
     assert head.config.stream_layers == (2, 3, 4) and head.config.draft_vocab_size == 40
     raw = json.loads((tmp_path / "two" / "config.json").read_text())
     assert raw["eagle_aux_hidden_state_layer_ids"] == [2, 3, 4]
