@@ -316,7 +316,10 @@ class Engine:
     def _schedule(self) -> list[Chunk]:
         """The next step, whose sequences' tokens are all known."""
         room = self.scheduler.make_room(self.speculation.plan(self.scheduler.running))
-        return self.scheduler.schedule(drafts=self.speculation.drafts(room))
+        drafts = self.speculation.drafts(room)
+        if drafts and self.speculation.chains is not None:
+            self.runner.wait_from(self.speculation.chains.ready)
+        return self.scheduler.schedule(drafts=drafts)
 
     def _may_follow(self, step: InFlightStep) -> bool:
         """Whether the step after `step` may be launched now. Which rows of a draft are kept, and how the next draft begins, depends on

@@ -132,6 +132,7 @@ class Chains:
         """runner: of the draft model. blocks: of the base, for which the runner's cache has the same places. longest: the draft model's
         context; behind it there are no drafts."""
         self.runner, self.blocks, self.longest = runner, blocks, longest
+        self.ready: torch.cuda.Event | None = None  # when the device had the last chain
         self._held = [-1] * blocks.n_blocks  # by block: the identity of the contents that the draft model has computed, too
         self._shadows: WeakKeyDictionary[Sequence, Shadow] = WeakKeyDictionary()
 
@@ -167,6 +168,7 @@ class Chains:
         if not ready:
             return {}
         self.runner.collect(flights[-1])
+        self.ready = flights[-1].ready
         tokens: dict[int, list[int]] = {id(shadow.sequence): [] for shadow in ready.values()}
         for flight in flights:
             assert flight.tokens is not None
@@ -224,19 +226,19 @@ class Chains:
         shadow.marked = max(shadow.marked, shadow.done // size)
         return Chunk(sequence, start, count, shadow.done == len(sequence.tokens), is_known=True)
 
-    def seconds(self, rows: int) -> float:
-        """The time of a token in the chains of so many sequences. To be called before the first draft. Collective."""
-        blocks = [i % self.blocks.n_blocks for i in range(MEASURED_CHAIN + 2)]
+    def seconds(self, rows: int, tokens: int = MEASURED_CHAIN) -> float:
+        """The time of a token in chains of so many tokens for so many sequences. To be called before the first draft. Collective."""
+        blocks = [i % self.blocks.n_blocks for i in range(tokens + 2)]
         invented = [
             Sequence("", [0, 0], 0, SamplingParams(), blocks=blocks, computed=1, state=SamplingState()) for _ in range(rows)
         ]
         self.observe(self._invented_step(invented))
         start = time.perf_counter()
-        self.draft(dict.fromkeys(invented, MEASURED_CHAIN))
+        self.draft(dict.fromkeys(invented, tokens))
         seconds = time.perf_counter() - start
         self._held = [-1] * self.blocks.n_blocks
         self.runner.rest()
-        return seconds / MEASURED_CHAIN
+        return seconds / tokens
 
     def _invented_step(self, sequences: list[Sequence]) -> InFlightStep:
         """A step that has computed the first token of each sequence."""

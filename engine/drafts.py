@@ -20,6 +20,8 @@ from engine.scheduler import Chunk, Sequence
 from engine.suffix_automaton import SuffixAutomaton
 
 if TYPE_CHECKING:
+    import torch
+
     from engine.runner import InFlightStep, Runner
 
 MOST_INDEXED = 1 << 16  # tokens of a request and its prediction; a longer one gets no more drafts
@@ -193,11 +195,13 @@ class Chains(Protocol):
 
     name: str
     runner: "Runner"
+    ready: "torch.cuda.Event | None"
 
     def reach(self, sequence: Sequence) -> int: ...
     def follows(self, sequence: Sequence) -> bool: ...
     def observe(self, step: "InFlightStep") -> None: ...
     def give_up(self, sequence: Sequence) -> None: ...
+    def seconds(self, rows: int, tokens: int = ...) -> float: ...
     def draft(self, counts: Mapping[Sequence, int]) -> dict[Sequence, list[int]]: ...
 
 

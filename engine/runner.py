@@ -336,6 +336,10 @@ class Runner:
         event.record()
         return event
 
+    def wait_from(self, event: "torch.cuda.Event | None") -> None:
+        """The device had other work until this event; only then did it begin to wait for the next step."""
+        self._last_ready = event or self._last_ready
+
     def rest(self) -> None:
         """There is no work: until the next step, the device does not wait for the host, and ended sequences are not kept."""
         self._last_ready = self._last_batch = None

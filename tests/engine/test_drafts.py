@@ -262,7 +262,8 @@ def random_head(model: Transformer) -> EagleHead:
     """A head with another number of KV heads, that knows some of the model's ids."""
     c = model.config
     known, own = random.choice([c.vocab_size, c.vocab_size // 2]), random.random() < 0.5
-    layer = replace(config_of("standard"), n_layers=1, vocab_size=c.vocab_size, hidden_size=c.hidden_size, qk_norm=own)
+    shape = dict(n_layers=1, vocab_size=c.vocab_size, hidden_size=c.hidden_size, head_dim=c.head_dim, max_seq_len=c.max_seq_len)
+    layer = replace(config_of("standard"), **shape, qk_norm=own)
     config = EagleConfig(layer, c.hidden_size, known, (0, 2, c.n_layers), norm_before_residual=random.random() < 0.5)
     head = EagleHead(config, model.norm.weight.device, torch.float32, own).eval().requires_grad_(False)
     for name, parameter in head.named_parameters():
@@ -341,14 +342,10 @@ def head_draft(model: Transformer, head: EagleHead, tokens: list[int], params: S
     return worse
 
 
-@pytest.mark.parametrize("place", range(2))
-@torch.inference_mode()
-def test_a_head_drafts_what_its_definition_says(place: int, in_turn: Callable[..., Any], seed: int) -> None:
-    """In chunks, in a batch, after preemptions: each draft is the one that the head makes without a cache."""
-    model = random_model(config_of(in_turn(("standard", "hybrid:2", "parallel", "desync-2x:4"), place)))
-    head = random_head(model)
-    limits, at_once = LIMITS[in_turn([name for name in LIMITS if name != "single tokens"], place)]
-    engine = engine_of(model, draft=head, draft_tokens=4, **limits)
+def check_drafts_of_head(
+    engine: Engine, model: Transformer, head: EagleHead, submits: list[Submit], at_once: int
+) -> dict[str, Answer]:
+    """Serve the requests, and check each draft of the engine's head against `head` and `model`, which have its weights on the CPU."""
     chains, checked = engine.speculation.chains, 0
     assert chains is not None
     made = chains.draft
@@ -359,19 +356,30 @@ def test_a_head_drafts_what_its_definition_says(place: int, in_turn: Callable[..
         for sequence, draft in found.items():
             assert len(draft) == counts[sequence]
             if (
-                not sequence.cached_tokens and engine.scheduler.preemptions == 0
-            ):  # else a token at the end of a block may be another one
+                not sequence.cached_tokens and not engine.scheduler.preemptions
+            ):  # else a row at the end of a block may be another one
                 checked += 1
                 assert max(head_draft(model, head, sequence.tokens, sequence.params, draft)) < 1e-3
         return found
 
-    submits = random_submits(6, max_tokens=20, top_k=0, top_p=1.0, min_p=0.0)
     with patch.object(chains, "draft", checking), patch.object(drafts, "GIVE_UP", 10**9):
         answers = serve(engine, submits, at_once)
+    assert checked > 0 and engine.speculation.total["head"].tokens > 0
+    return answers
+
+
+@pytest.mark.parametrize("place", range(2))
+@torch.inference_mode()
+def test_a_head_drafts_what_its_definition_says(place: int, in_turn: Callable[..., Any], seed: int) -> None:
+    """In chunks, in a batch, after preemptions: each draft is the one that the head makes without a cache."""
+    model = random_model(config_of(in_turn(("standard", "hybrid:2", "parallel", "desync-2x:4"), place)))
+    head = random_head(model)
+    limits, at_once = LIMITS[in_turn([name for name in LIMITS if name != "single tokens"], place)]
+    engine = engine_of(model, draft=head, draft_tokens=4, **limits)
+    submits = random_submits(6, max_tokens=20, top_k=0, top_p=1.0, min_p=0.0)
+    answers = check_drafts_of_head(engine, model, head, submits, at_once)
     for submit in submits:
         assert_same(model, submit, answers[submit.request_id].tokens)
-    assert checked > 0
-    assert engine.speculation.total["head"].tokens > 0
 
 
 def test_a_draft_model_with_a_short_context_stops_there(seed: int) -> None:
@@ -483,16 +491,18 @@ def test_sampled_tokens_follow_the_distribution(seed: int) -> None:
 
 
 def rank_speculates(
-    world: World, directory: Path, drafts: Path | None, split: bool, submits: list[Submit], random_seed: int
+    world: World, directory: Path, source: str, submits: list[Submit], random_seed: int
 ) -> tuple[list[Answer], int, Any]:
     random.seed(random_seed)
-    model, draft = load(world, directory), None
-    if drafts is not None:
-        with patch.object(draft_models, "REPLICATED", 0 if split else 1 << 30):
-            found = draft_models.find_draft(str(drafts), model.config, None)
+    torch.manual_seed(random_seed)
+    model = load(world, directory)
+    draft: Transformer | EagleHead | None = random_head(model) if source == "head" else None
+    if source in ("whole", "split"):
+        with patch.object(draft_models, "REPLICATED", 0 if source == "split" else 1 << 30):
+            found = draft_models.find_draft(str(directory), None, model.config, None, world.world_size)
             assert found is not None
             draft = found.load(world, torch.float32)
-        assert draft.comm.world_size == (world.world_size if split else 1)
+        assert isinstance(draft, Transformer) and draft.comm.world_size == (world.world_size if source == "split" else 1)
     engine = engine_of(model, world=world, draft=draft, max_batch_tokens=30, draft_tokens=5)
     served = list(serve(engine, submits, 3).values()), accepted(engine)
     costs = engine.speculation.measure()
@@ -510,8 +520,7 @@ def test_ranks_agree_and_give_the_same_tokens(
     model = load(ALONE, tmp_path)
     submits = bent_submits(8)
     submits = predicting(submits, serve(engine_of(model), submits))
-    source = in_turn(("text", "whole", "split"), n // 2)
-    results = ranks.run(n, rank_speculates, tmp_path, tmp_path if source != "text" else None, source == "split", submits, seed)
+    results = ranks.run(n, rank_speculates, tmp_path, in_turn(("text", "whole", "split", "head"), n // 2), submits, seed)
     assert all(other == results[0] for other in results), "the ranks disagree"
     answers, right, _ = results[0]
     assert right > 0

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,7 +31,7 @@ from presets import PRESETS, model_config
 from tests import MODELS, ROOT
 from tests.engine.gpu_rank import EMBEDDED, NEW_TOKENS, PROMPT
 from tests.engine.gpu_schedules_rank import COMMUNICATORS, MODELS_WITH_LADDERS, ROWS
-from tests.engine.test_drafts import accepted, bent_submits, predicting
+from tests.engine.test_drafts import accepted, bent_submits, check_drafts_of_head, predicting, random_head
 from tests.engine.test_engine import (
     PLAIN,
     assert_same,
@@ -89,6 +90,40 @@ def test_drafts_give_what_the_cpu_gives(name: str, seed: int) -> None:
         for submit in submits:
             assert_same(model, submit, answers[submit.request_id].tokens, ROUNDING)
     assert accepted(engine) > 20
+
+
+@pytest.mark.parametrize("name", [*PLAIN, "mistral"])
+def test_a_model_that_drafts_for_itself_gives_what_the_cpu_gives(name: str, seed: int) -> None:
+    """Chains are replays of the draft runner's decode graphs. Almost all of their tokens are right, also behind steps that are launched
+    ahead and prompts in the cache."""
+    model = random_model(replace(config_of(name), head_dim=16))
+    twin, submits = on_gpu(model), random_submits(8, max_tokens=20)
+    engine = Engine(twin, None, EngineLimits(draft_tokens=5, max_num_seqs=5, max_batch_tokens=70), ALONE, twin)
+    engine.capture()
+    assert engine.speculation.costs is not None and engine.speculation.costs.link_price(1, 1) > 0
+    engine.speculation.costs = Costs({1: 1.0, 2: 1.0})
+    for order in (submits, submits[::-1]):
+        answers = serve(engine, order, 3)
+        for submit in submits:
+            assert_same(model, submit, answers[submit.request_id].tokens, ROUNDING)
+    total = engine.speculation.total["model"]
+    assert total.tokens > 50 and total.accepted >= 0.9 * total.tokens
+
+
+@pytest.mark.parametrize("name", ["standard", "hybrid:2", "parallel", "desync-2x:4"])
+@torch.inference_mode()
+def test_a_head_drafts_what_the_cpu_drafts(name: str, seed: int) -> None:
+    model = random_model(replace(config_of(name), head_dim=16))
+    head = random_head(model)
+    engine = Engine(
+        on_gpu(model), None, EngineLimits(draft_tokens=4, max_num_seqs=5, max_batch_tokens=70), ALONE, deepcopy(head).to(CUDA)
+    )
+    engine.capture()
+    engine.speculation.costs = Costs({1: 1.0, 2: 1.0})
+    submits = random_submits(8, max_tokens=20, top_k=0, top_p=1.0, min_p=0.0)
+    answers = check_drafts_of_head(engine, model, head, submits, 3)
+    for submit in submits:
+        assert_same(model, submit, answers[submit.request_id].tokens, ROUNDING)
 
 
 def test_log_probabilities(seed: int) -> None:

@@ -1,0 +1,89 @@
+"""The times of a step by its rows, and of a chain of drafted tokens by a one-layer EAGLE-3 head, with random weights.
+
+    python -m scripts.bench.serving.draft_times --models llama-3-8b
+    python launch.py --ranks 2 -m scripts.bench.serving.draft_times --models llama-3-70b:16 --rows 1 5
+
+The head has the model's width and knows --draft-vocab of its ids; it uses the model's embedding, as most published heads. A chain is
+timed as the engine makes it, with the host's work and the wait for its tokens. On a GPU a step of 5 rows is padded to 8. Prints a JSON
+line for each model.
+"""
+
+import argparse
+import json
+from dataclasses import replace
+from statistics import median
+
+import torch
+
+from checkpoint import DTYPES, load_model
+from cli import Parser, run
+from config import ModelConfig
+from eagle import EagleConfig, EagleHead, default_streams
+from engine.core import Engine, EngineLimits
+from options import ModelOptions, add_options, dtype_name, whole_number
+from presets import model_config
+from tp import World, init_world
+
+SEQUENCES, CONTEXT = 8, 2048
+
+
+def random_head(base: ModelConfig, draft_vocab: int, device: torch.device, dtype: torch.dtype) -> EagleHead:
+    """A head with random weights for models like `base`, the same on every rank."""
+    layer = replace(base, n_layers=1, variant="standard", ladder_layers=(), quantization=None, tie_embeddings=False)
+    known = min(draft_vocab, base.vocab_size)
+    head = EagleHead(EagleConfig(layer, base.hidden_size, known, default_streams(base.n_layers)), device, dtype)
+    generator = torch.Generator(device).manual_seed(0)
+    for parameter in head.eval().requires_grad_(False).parameters():
+        if parameter.dim() == 2:
+            parameter.normal_(0.0, 0.02, generator=generator)
+    return head
+
+
+def measure(name: str, args: argparse.Namespace, world: World) -> dict[str, object]:
+    config = model_config(name, args.variant, world.world_size, args.quantize)
+    dtype = DTYPES[dtype_name(args.dtype, world.device.type)]
+    model = load_model(name, config, world, dtype)
+    head = random_head(config, args.draft_vocab, world.device, dtype)
+    limits = EngineLimits(CONTEXT, SEQUENCES, max_batch_tokens=256, draft_tokens=args.tokens, kv_dtype=args.kv_dtype)
+    engine = Engine(model, None, limits, world, head)
+    engine.capture()
+    chains = engine.speculation.chains
+    assert chains is not None
+    steps = {rows: median(engine.runner.seconds(rows) for _ in range(args.repeats)) for rows in args.rows}
+    chain = args.tokens * median(chains.seconds(1, args.tokens) for _ in range(args.repeats))
+    first = steps[args.rows[0]]
+    return {
+        "model": name,
+        "ranks": world.world_size,
+        "communicator": world.comm.name,
+        "step_us": {rows: round(1e6 * seconds, 1) for rows, seconds in steps.items()},
+        "step_ratio": {rows: round(seconds / first, 3) for rows, seconds in steps.items()},
+        "chain_tokens": args.tokens,
+        "chain_us": round(1e6 * chain, 1),
+        "chain_share_of_step": round(chain / first, 3),
+    }
+
+
+def main() -> None:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser, ModelOptions, "the models", without=("model", "tp", "max_model_len", "compile"))
+    parser.add_argument(
+        "--models", nargs="+", default=["llama-3-8b", "llama-3-70b:16"], help="default: llama-3-8b llama-3-70b:16"
+    )
+    parser.add_argument("--rows", nargs="+", type=whole_number(1, SEQUENCES), default=[1, 2, 5, 8], help="default: 1 2 5 8")
+    parser.add_argument("--tokens", type=whole_number(1, 7), default=4, help="of a chain (default: 4)")
+    parser.add_argument("--draft-vocab", type=whole_number(1), default=32000, help="ids that the head knows (default: 32000)")
+    parser.add_argument("--repeats", type=whole_number(1), default=50, help="default: 50")
+    args = parser.parse_args()
+    world = init_world(args.device, args.comm, args.simulate_link, args.comm_error_budget, args.overlap)
+    for name in args.models:
+        with torch.inference_mode():
+            result = measure(name, args, world)
+        if world.rank == 0:
+            print(json.dumps(result), flush=True)
+        if world.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    run(main)
