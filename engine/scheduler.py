@@ -212,6 +212,8 @@ class Scheduler:
         """Give running sequences blocks for so many drafted tokens, or for fewer. Returns how many have room, of each that has any.
 
         No step may be in flight. What the sequences' next tokens need, or the first waiting one to start, comes before drafts."""
+        if not wanted:
+            return {}
         spare = len(self.blocks.free) - sum(map(self._missing_blocks, self.running)) - self._next_admission()
         found, left = dict[Sequence, int](), self.max_drafted
         for sequence, count in wanted.items() if spare >= 0 else ():

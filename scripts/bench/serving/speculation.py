@@ -6,7 +6,9 @@
 The tasks are held-out documents of the corpus on which the embedded models were trained. A preset's weights are random and its
 prompts are random ids. Source `ngram` has the request's own text alone. For source `prediction` the request also predicts its
 answer, in which each token is right with the probability --accept-rate: this stands in for a real draft, and says nothing of one.
-With and without alternate, so that a slowdown of the machine affects both. Writes speculation.json and .md into out (with --write
+Sources `head` and `model` are --drafts, beside the text: the folders of heads and of smaller models (default: of an embedded model its
+own head, and tiny-parallel for tiny-standard). Where weights are random, drafts are computed, but their tokens are replaced by those of
+the answer with the probability --accept-rate: their time is real, their agreement is not. With and without alternate, so that a slowdown of the machine affects both. Writes speculation.json and .md into out (with --write
 into docs/results).
 """
 
@@ -14,6 +16,7 @@ import argparse
 import json
 import random
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,12 +27,16 @@ from tqdm import tqdm
 
 from checkpoint import DTYPES, load_model
 from cli import Parser, run
+from eagle import EagleHead
 from engine.core import Engine, EngineLimits
+from engine.draft_models import EMBEDDED, find_draft
+from engine.drafts import Chains
 from engine.llm import read_tokenizer
 from engine.protocol import SamplingParams, Submit
+from engine.scheduler import Sequence
 from errors import UserError
 from options import MOST_DRAFT_TOKENS, ModelOptions, add_options, dtype_name, whole_number
-from presets import model_config
+from presets import has_random_weights, model_config
 from scripts.corpus.documents import KINDS, documents
 from scripts.lib.machine import describe, machine
 from scripts.lib.markdown import table_lines
@@ -37,7 +44,6 @@ from scripts.lib.results import ROOT, add_write_option, results_folder, write_js
 from tokenizer import Tokenizer
 from tp import World, init_world
 
-SOURCES = ("ngram", "prediction")
 STORY_WORDS = 10  # of a story are the prompt
 RANDOM_PROMPT = 64  # tokens
 
@@ -95,14 +101,38 @@ def serve(engine: Engine, submits: list[Submit], clients: int) -> dict[str, Any]
     }
 
 
+class Agreeing:
+    """Chains of a model with random weights, each token of which is replaced by that of the answer with the probability `rate`."""
+
+    def __init__(self, chains: Chains, rate: float, vocab_size: int) -> None:
+        self.chains, self.rate, self.vocab_size = chains, rate, vocab_size
+        self.answers: dict[str, list[int]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.chains, name)
+
+    def draft(self, counts: Mapping[Sequence, int]) -> dict[Sequence, list[int]]:
+        found = self.chains.draft(counts)
+        return {s: [self._token(s, i) for i in range(len(draft))] for s, draft in found.items()}
+
+    def _token(self, sequence: Sequence, place: int) -> int:
+        known, at = self.answers[sequence.request_id], sequence.generated + place
+        right = random.Random(f"{sequence.request_id} {at}").random() < self.rate  # the same on all ranks
+        return ((known[at] if at < len(known) else 0) + (not right)) % self.vocab_size
+
+
 def compare(engines: dict[str, Engine], submits: list[Submit], clients: int, args: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each source of drafts."""
     plain = serve(engines["off"], submits, clients)
     predicted = predicting(submits, plain["answers"], engines["off"].vocab_size, args.accept_rate)
-    runs: dict[str, list[dict[str, Any]]] = {"off": [], **{source: [] for source in SOURCES}}
+    chained = [name for name in engines if name not in ("off", "ngram")]
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in ("off", "ngram", "prediction", *chained)}
+    for engine in engines.values():
+        if isinstance(engine.speculation.chains, Agreeing):
+            engine.speculation.chains.answers = plain["answers"]
     for _ in range(args.repeats):
         for name, done in runs.items():
-            engine = engines["off" if name == "off" else "on"]
+            engine = engines["ngram" if name == "prediction" else name]
             done.append(serve(engine, predicted if name == "prediction" else submits, clients))
     speed = {name: median(one["tokens_per_second"] for one in done) for name, done in runs.items()}
     return [
@@ -115,7 +145,8 @@ def compare(engines: dict[str, Engine], submits: list[Submit], clients: int, arg
             "accepted_length": runs[source][0]["accepted_length"],
             "other_answers": sum(runs[source][0]["answers"][key] != ids for key, ids in plain["answers"].items()),
         }
-        for source in SOURCES
+        for source in runs
+        if source != "off"
     ]
 
 
@@ -124,20 +155,33 @@ def measure(name: str, args: argparse.Namespace, world: World) -> list[dict[str,
     tokenizer = read_tokenizer(name, config)
     model = load_model(name, config, world, DTYPES[dtype_name(args.dtype, world.device.type)])
     longest = min(config.max_seq_len, 2048)
-    limits = {"off": 0, "on": args.draft_tokens}
+    found = [find_draft(path, None, config, tokenizer, world.world_size) for path in drafts_for(name, args)]
+    drafts = [(draft, draft.load(world, model.norm.weight.dtype)) for draft in found if draft is not None]
+    named = {f"{'head' if isinstance(one, EagleHead) else 'model'} {Path(draft.name).name}": one for draft, one in drafts}
     engines = {}
-    for key, most in limits.items():
-        share = 0.4 if world.device.type == "cuda" else None
-        engines[key] = Engine(
-            model, tokenizer, EngineLimits(longest, max(args.clients), kv_memory=share, draft_tokens=most), world
-        )
+    for key, one in {"off": None, "ngram": None, **named}.items():
+        share = 0.8 / (2 + len(named)) if world.device.type == "cuda" else None
+        most = 0 if key == "off" else args.draft_tokens
+        limits = EngineLimits(longest, max(args.clients), kv_memory=share, draft_tokens=most)
+        engines[key] = Engine(model, tokenizer, limits, world, one)
         engines[key].capture()
+        chains = engines[key].speculation.chains
+        if chains is not None and has_random_weights(name):
+            engines[key].speculation.chains = Agreeing(chains, args.accept_rate, config.vocab_size)
     rows = []
     for task in tqdm(args.tasks if tokenizer else ["random ids"], desc=Path(name).name, disable=world.rank > 0):
         submits = submits_of(task, tokenizer, config.vocab_size, args)
         for clients in args.clients:
             rows += [{"model": Path(name).name, "task": task, **row} for row in compare(engines, submits, clients, args)]
     return rows
+
+
+def drafts_for(name: str, args: argparse.Namespace) -> list[str]:
+    """The folders of the heads and models that draft for a model."""
+    if args.drafts is not None:
+        return list(args.drafts)
+    other = [str(ROOT / "models" / "tiny-parallel")] if Path(name).name == "tiny-standard" else []
+    return [*([str(head)] if (head := Path(name) / EMBEDDED).is_dir() else []), *other]
 
 
 def parse_args() -> argparse.Namespace:
@@ -155,7 +199,13 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--draft-tokens", type=whole_number(1, MOST_DRAFT_TOKENS), default=7, help="most tokens of a draft (default: 7)"
     )
-    parser.add_argument("--accept-rate", type=float, default=0.9, help="of predicted tokens that are right (default: 0.9)")
+    parser.add_argument("--drafts", nargs="*", metavar="DIR", help="heads and models that draft (default: see above)")
+    parser.add_argument(
+        "--accept-rate",
+        type=float,
+        default=0.9,
+        help="of predicted tokens, and of drafts of random weights, that are right (default: 0.9)",
+    )
     parser.add_argument("--requests", type=whole_number(1), default=32, help="of each task (default: 32)")
     parser.add_argument("--new-tokens", type=whole_number(2), default=200, help="most tokens of an answer (default: 200)")
     parser.add_argument("--repeats", type=whole_number(1), default=5, help="measured runs (default: 5)")
@@ -194,7 +244,8 @@ def main() -> None:
     path = write_json("speculation", {"machine": where, "settings": settings, "rows": rows}, folder)
     caption = (
         f"Greedy, {world.world_size} rank(s), medians of {args.repeats} runs. Tokens a step are those of a sequence. Predictions are "
-        f"the answers themselves, each token right with probability {args.accept_rate:g}. Made on "
+        f"the answers themselves, each token right with probability {args.accept_rate:g}; so are drafts of presets, whose weights are "
+        f"random. Heads and models draft beside n-grams. Made on "
         f"{describe(where, world.device.type)}."
     )
     text = table(rows, caption)
