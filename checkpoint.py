@@ -200,6 +200,34 @@ class SafetensorsSource:
             return part[start:stop] if dim == 0 else part[:, start:stop]
 
 
+def unpickled(path: Path, what: str) -> dict[str, Tensor]:
+    """The tensors of a file of `torch.save`, mapped. Raises UserError unless it holds only tensors by name."""
+    check_regular(path)
+    try:
+        tensors = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
+    except (OSError, RuntimeError, ValueError, EOFError, LookupError, AttributeError, UnpicklingError) as e:
+        raise UserError(f"{path} cannot be read as a {what} ({_line(e)}); convert it again") from None
+    flat = isinstance(tensors, dict) and all(isinstance(k, str) and isinstance(t, Tensor) for k, t in tensors.items())
+    if not flat:
+        raise UserError(f"{path} holds no flat dict of tensors, as a {what} does; convert it again")
+    return tensors
+
+
+class PickledSource:
+    """A file of `torch.save`, with HF names."""
+
+    concurrent = False
+
+    def __init__(self, path: Path) -> None:
+        self.tensors = unpickled(path, "checkpoint")
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
+
+    def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
+        return self.tensors[name].narrow(dim, start, stop - start)
+
+
 class GptFastSource:
     """gpt-fast's `model.pth`: other tensor names, fused wqkv, q and k in the interleaved RoPE order."""
 
@@ -231,15 +259,7 @@ class GptFastSource:
                 self._add(prefix + hf_names.get(rest, rest), theirs, 0, tuple(tensor.shape))
 
     def _open(self) -> dict[str, Tensor]:
-        check_regular(self.path)
-        try:
-            tensors = torch.load(self.path, mmap=True, weights_only=True, map_location="cpu")
-        except (OSError, RuntimeError, ValueError, EOFError, LookupError, AttributeError, UnpicklingError) as e:
-            raise UserError(f"{self.path} cannot be read as a gpt-fast checkpoint ({_line(e)}); convert it again") from None
-        flat = isinstance(tensors, dict) and all(isinstance(k, str) and isinstance(t, Tensor) for k, t in tensors.items())
-        if not flat:
-            raise UserError(f"{self.path} holds no flat dict of tensors; convert it again with gpt-fast")
-        return tensors
+        return unpickled(self.path, "gpt-fast checkpoint")
 
     def _add(self, name: str, theirs: str, first: int, shape: tuple[int, ...]) -> None:
         self.names[name], self._shapes[name] = (theirs, first), shape

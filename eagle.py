@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attention import AttentionContext
-from checkpoint import Place, SafetensorsSource, check_names, fill_all
+from checkpoint import INDEX, SINGLE, PickledSource, Place, SafetensorsSource, Source, check_names, fill_all
 from comm import Communicator, Local, Residual
 from config import ModelConfig
 from errors import UserError
@@ -70,8 +70,8 @@ class EagleConfig:
 def is_head(directory: Path) -> bool:
     """Whether the folder's config.json describes a draft head, and not a model. Raises UserError if it cannot be read."""
     raw = _read(directory)
-    names = get(raw, "architectures", list, [])
-    return "speculators_model_type" in raw or any("eagle" in str(name).lower() for name in names)
+    named = any("eagle" in str(name).lower() for name in get(raw, "architectures", list, []))
+    return named or "speculators_model_type" in raw or "draft_vocab_size" in raw
 
 
 def _read(directory: Path) -> dict[str, Any]:
@@ -91,13 +91,16 @@ def read_eagle_config(directory: Path, base: ModelConfig) -> EagleConfig:
 
 
 def _config_of(raw: dict[str, Any], base: ModelConfig) -> EagleConfig:
+    names = set(map(str, get(raw, "architectures", list, [])))
     if "speculators_model_type" in raw:
         if raw["speculators_model_type"] != "eagle3":
             raise UserError(
                 f"speculators_model_type {shown(raw['speculators_model_type'])} is not supported; supported: eagle3"
             )
         layer, before = get(raw, "transformer_layer_config", dict), get(raw, "norm_before_residual", bool)
-    elif ARCHITECTURE in get(raw, "architectures", list, []):
+    elif ARCHITECTURE in names or (
+        names <= {"LlamaForCausalLM"} and "draft_vocab_size" in raw
+    ):  # the latter in the first heads
         layer, before = raw, get(raw, "norm_before_residual", bool, False)
     else:
         raise UserError(f"no EAGLE-3 head; architectures must name {ARCHITECTURE}, or speculators_model_type be eagle3")
@@ -267,7 +270,7 @@ def load_head(directory: Path, base: ModelConfig, world: World, dtype: torch.dty
 def read_head(directory: Path, base: ModelConfig, world: World, dtype: torch.dtype) -> EagleHead:
     """`load_head` without communication. Raises UserError unless the files hold what config.json says, for a model like `base`."""
     config = read_eagle_config(directory, base)
-    source = SafetensorsSource(directory)
+    source = _open(directory)
     found = source.shapes()
     embeds = "embed_tokens.weight" in found
     if not embeds and config.layer.hidden_size != base.hidden_size:
@@ -290,7 +293,15 @@ def read_head(directory: Path, base: ModelConfig, world: World, dtype: torch.dty
     return head
 
 
-def _targets(source: SafetensorsSource, drafted: int, vocab_size: int) -> Tensor:
+def _open(directory: Path) -> Source:
+    """The first heads were published as `pytorch_model.bin`."""
+    pickled = directory / "pytorch_model.bin"
+    if pickled.exists() and not any((directory / name).exists() for name in (SINGLE, INDEX)):
+        return PickledSource(pickled)
+    return SafetensorsSource(directory)
+
+
+def _targets(source: Source, drafted: int, vocab_size: int) -> Tensor:
     """The model's ids of the draft vocabulary, (V,) int64. `d2t` has their distances from the ids of the draft vocabulary; `t2d`, which
     says the same from the model's side, may be missing."""
     ids, known = torch.arange(drafted), source.shapes()

@@ -213,12 +213,26 @@ IDS = "eagle_aux_hidden_state_layer_ids"
         ({"eagle_config": {IDS: [6, 1, 3], "use_aux_hidden_state": True}}, (2, 4, 7)),  # the layers before
         ({IDS: [2, 4, 7], "eagle_config": {IDS: [1, 3, 6]}}, (2, 4, 7)),
         ({"eagle_config": {IDS: []}, "draft_vocab_size": None}, (2, 4, 5)),
+        ({"architectures": ["LlamaForCausalLM"]}, (2, 4, 5)),
     ],
 )
 def test_which_streams_a_head_reads(keys: dict[str, Any], layers: tuple[int, ...], tmp_path: Path, seed: int) -> None:
     base = base_of()
     write_head(tmp_path, base, base.vocab_size, **keys)
     assert read_head(tmp_path, base, alone(), torch.float32).config.stream_layers == layers
+
+
+def test_a_head_of_torch_save(tmp_path: Path, seed: int) -> None:
+    base, path = base_of(), tmp_path / "model.safetensors"
+    write_head(tmp_path, base)
+    expected = read_head(tmp_path, base, alone(), torch.float32).state_dict()
+    torch.save(load_file(path), tmp_path / "pytorch_model.bin")
+    path.unlink()
+    found = read_head(tmp_path, base, alone(), torch.float32).state_dict()
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"no tensors")
+    with pytest.raises(UserError, match=r"^[^\n]*pytorch_model\.bin[^\n]*$"):
+        read_head(tmp_path, base, alone(), torch.float32)
 
 
 # --- bad heads -----------------------------------------------------------------------------------------------------------
@@ -262,7 +276,7 @@ def test_bad_tensors_of_a_head(spoil: Callable[[dict[str, Tensor]], Any], named:
 
 
 BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
-    ({"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLMEagle3"),
+    ({"architectures": ["LlamaForCausalLM", "Other"]}, "LlamaForCausalLMEagle3"),
     ({"architectures": ["EagleLlamaForCausalLM"]}, "LlamaForCausalLMEagle3"),
     ({"speculators_model_type": "dflash"}, "dflash"),
     ({"speculators_model_type": "eagle3"}, "transformer_layer_config"),
