@@ -29,9 +29,9 @@ class HeadModel:
 
     def __init__(self, head: EagleHead, base: Transformer, rows: int) -> None:
         """rows: most of a step."""
-        self.guesser, self.base, self.config, self.comm = head, base, head.config.layer, Local()
-        self.norm = head.norm
-        self.n_kv_heads, self.vocab = self.config.n_kv_heads, range(self.config.vocab_size)
+        self.guesser, self.base, self.config = head, base, head.config.layer
+        self.comm = Local()  # every rank has all logits, also those of a head that is split
+        self.norm, self.n_kv_heads, self.vocab = head.norm, head.n_kv_heads, range(self.config.vocab_size)
         self.features = torch.zeros(rows, self.config.hidden_size, dtype=head.norm.weight.dtype, device=head.norm.weight.device)
         self._all_ids = head.config.draft_vocab_size == self.config.vocab_size
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from attention import Causal
+from comm import Local
 from eagle import EagleConfig, EagleHead
 from engine import LLM, draft_models, drafts
 from engine.core import Engine
@@ -265,7 +266,7 @@ def random_head(model: Transformer) -> EagleHead:
     shape = dict(n_layers=1, vocab_size=c.vocab_size, hidden_size=c.hidden_size, head_dim=c.head_dim, max_seq_len=c.max_seq_len)
     layer = replace(config_of("standard"), **shape, qk_norm=own)
     config = EagleConfig(layer, c.hidden_size, known, (0, 2, c.n_layers), norm_before_residual=random.random() < 0.5)
-    head = EagleHead(config, model.norm.weight.device, torch.float32, own).eval().requires_grad_(False)
+    head = EagleHead(config, Local(), model.norm.weight.device, torch.float32, own).eval().requires_grad_(False)
     for name, parameter in head.named_parameters():
         if "norm" in name:
             parameter.uniform_(0.5, 1.5)

@@ -17,8 +17,9 @@ import torch
 
 from checkpoint import DTYPES, load_model
 from cli import Parser, run
+from comm import Local
 from config import ModelConfig
-from eagle import EagleConfig, EagleHead, default_streams
+from eagle import EagleConfig, EagleHead, default_streams, sharing
 from engine.core import Engine, EngineLimits
 from options import ModelOptions, add_options, dtype_name, whole_number
 from presets import model_config
@@ -27,12 +28,13 @@ from tp import World, init_world
 SEQUENCES, CONTEXT = 8, 2048
 
 
-def random_head(base: ModelConfig, draft_vocab: int, device: torch.device, dtype: torch.dtype) -> EagleHead:
-    """A head with random weights for models like `base`, the same on every rank."""
+def random_head(base: ModelConfig, draft_vocab: int, world: World, dtype: torch.dtype) -> EagleHead:
+    """A head with random weights for models like `base`, split over the ranks if a real one would be."""
     layer = replace(base, n_layers=1, variant="standard", ladder_layers=(), quantization=None, tie_embeddings=False)
     known = min(draft_vocab, base.vocab_size)
-    head = EagleHead(EagleConfig(layer, base.hidden_size, known, default_streams(base.n_layers)), device, dtype)
-    generator = torch.Generator(device).manual_seed(0)
+    config = EagleConfig(layer, base.hidden_size, known, default_streams(base.n_layers))
+    comm = sharing(EagleHead(config, Local(), torch.device("meta"), dtype), world)
+    head, generator = EagleHead(config, comm, world.device, dtype), torch.Generator(world.device).manual_seed(0)
     for parameter in head.eval().requires_grad_(False).parameters():
         if parameter.dim() == 2:
             parameter.normal_(0.0, 0.02, generator=generator)
@@ -43,7 +45,7 @@ def measure(name: str, args: argparse.Namespace, world: World) -> dict[str, obje
     config = model_config(name, args.variant, world.world_size, args.quantize)
     dtype = DTYPES[dtype_name(args.dtype, world.device.type)]
     model = load_model(name, config, world, dtype)
-    head = random_head(config, args.draft_vocab, world.device, dtype)
+    head = random_head(config, args.draft_vocab, world, dtype)
     limits = EngineLimits(CONTEXT, SEQUENCES, max_batch_tokens=256, draft_tokens=args.tokens, kv_dtype=args.kv_dtype)
     engine = Engine(model, None, limits, world, head)
     engine.capture()
