@@ -544,8 +544,16 @@ def test_a_draft_model_that_does_not_fit_is_refused_before_weights_are_read(tmp_
     vocab = tokenizer["model"]["vocab"]
     vocab["Ġand"], vocab["Ġthe"] = vocab["Ġthe"], vocab["Ġand"]
     (copy / "tokenizer.json").write_text(json.dumps(tokenizer))
+    narrow = tmp_path / "narrow"
+    narrow.mkdir()
+    config = json.loads((MODELS / "tiny-standard" / "config.json").read_text()) | {
+        "num_hidden_layers": 1,
+        "target_hidden_size": 64,
+    }
+    (narrow / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForCausalLMEagle3"]}))
     for speculate, words in (
-        ("magic", "magic is neither ngram nor a model"),
+        ("magic", "magic is neither ngram, auto nor a model"),
+        (narrow, "hidden states of width 64, but the model's have 192"),
         (tmp_path, "101 tokens, the model's 1024"),
         (copy, "its tokenizer has other tokens"),
     ):
