@@ -193,6 +193,45 @@ def test_a_row_costs_what_it_adds_to_a_step() -> None:
     assert [bent.seconds(rows) for rows in (1, 2, 4, 8, 16, 32)] == [10.0, 10.0, 10.0, 20.0, 40.0, 80.0]
 
 
+class FakeChains:
+    name, longest = "model", 100
+
+    def reach(self, sequence: Sequence) -> int:
+        return self.longest - sequence.length
+
+    def follows(self, sequence: Sequence) -> bool:
+        return False
+
+    def draft(self, counts: dict[Sequence, int]) -> dict[Sequence, list[int]]:
+        return {s: [7] * count for s, count in counts.items()}
+
+
+def test_chains_are_as_long_as_they_pay_for_all_together() -> None:
+    def plan(links: dict[int, float], count: int = 1, text: int = 0, length: int = 3) -> dict[Sequence, int]:
+        """Counts of drafts for `count` sequences, of which the first `text` repeat themselves; steps take 1 s for any number of rows."""
+        speculation = Speculation(7, lambda: ({1: 1.0, 2: 1.0}, links), FakeChains())  # type: ignore[arg-type]
+        texts = [[5] * length if i < text else list(range(i, i + length)) for i in range(count)]
+        running = [
+            Sequence(str(i), tokens, length - 1, SamplingParams(max_tokens=90), computed=length - 1)
+            for i, tokens in enumerate(texts)
+        ]
+        counts = speculation.plan(running)
+        assert list(speculation.drafts(counts)) == [s for s in running if s in counts]
+        return counts
+
+    def lengths(*args: Any, **more: Any) -> list[int]:
+        return list(plan(*args, **more).values())
+
+    rate = drafts.FIRST_RIGHT / (drafts.FIRST_RIGHT + 1)
+    assert lengths({1: 0.0, 2: 0.0}) == [3] and rate**3 > drafts.LEAST_PRICE > rate**4
+    assert lengths({1: 0.1, 2: 0.1}) == [2] and lengths({1: 0.35, 2: 0.35}) == [1]
+    assert lengths({1: 0.1, 8: 0.8}, count=4) == [1] * 4, "a link of 4 chains takes longer than one of 1"
+    assert lengths({1: 0.9, 2: 0.9}) == [], "a chain that costs as much as a step"
+    assert lengths({1: 0.5, 2: 0.5}) == [1], "a trial"
+    assert lengths({1: 0.0, 2: 0.0}, length=99) == [1], "the draft model's context"
+    assert lengths({1: 0.0, 2: 0.0}, count=2, text=1, length=20) == [3, 3]
+
+
 # --- answers with drafts -----------------------------------------------------------------------------------------------------
 
 

@@ -638,3 +638,22 @@ def test_the_check_notices(harm: str) -> None:
         manager.keys[table[0]] = None
     with pytest.raises(AssertionError):
         manager.check(tables)
+
+
+def test_drafts_leave_the_blocks_that_the_first_waiting_sequence_needs() -> None:
+    """5 blocks of 4 tokens: a sequence of 7 tokens has 2, a waiting prompt of 8 needs 3."""
+    for waits in (False, True):
+        scheduler = Scheduler(BlockManager(5, 4), 4, 100, 40, max_drafted=20)
+        running = Sequence("a", [1] * 6, 6, SamplingParams(max_tokens=12))
+        scheduler.add(running)
+        chunks = scheduler.schedule()
+        scheduler.launched(chunks)
+        scheduler.record(running, 1)
+        if waits:
+            scheduler.add(Sequence("b", [2] * 8, 8, SamplingParams(max_tokens=4)))
+        room = scheduler.make_room({running: 12})
+        assert room == {running: 1 if waits else 10}
+        chunks = scheduler.schedule(drafts={running: [1] * room[running]})
+        assert [c.sequence.request_id for c in chunks] == (["a", "b"] if waits else ["a"])
+        assert len(chunks[0].draft) == room[running]
+        scheduler.blocks.check([s.blocks for s in scheduler.running])

@@ -9,6 +9,7 @@ line for each model.
 """
 
 import argparse
+import gc
 import json
 from dataclasses import replace
 from statistics import median
@@ -83,6 +84,7 @@ def main() -> None:
             result = measure(name, args, world)
         if world.rank == 0:
             print(json.dumps(result), flush=True)
+        gc.collect()  # the next model needs the memory
         if world.device.type == "cuda":
             torch.cuda.empty_cache()
 
