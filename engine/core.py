@@ -243,7 +243,12 @@ class Engine:
                     raise UserError("the prompt is empty; give at least one token")
                 check_ids(prompt, self.vocab_size)
                 checked = prompt
-            sequence = Sequence(submit.request_id, list(prompt), len(prompt), submit.params, arrival=time.perf_counter())
+            check_ids(submit.generated, self.vocab_size)
+            params = submit.params
+            if submit.generated and params.prompt_logprobs is not None:  # they were sent with the first token
+                params = msgspec.structs.replace(params, prompt_logprobs=None)
+            tokens = [*prompt, *submit.generated]
+            sequence = Sequence(submit.request_id, tokens, len(prompt), params, arrival=time.perf_counter())
             sequence.state = sibling(state)
             self.scheduler.check(sequence)
             sequences.append(sequence)

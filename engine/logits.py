@@ -75,6 +75,7 @@ def process(logits: Tensor, draws: List[Draw]) -> Tensor:
             logits[i].index_fill_(0, to_device(sequence.params.stop_token_ids, torch.int64, logits.device), -torch.inf)
         if state.matcher is None and state.grammar is not None:
             state.matcher = state.grammar.deep_copy()
+            state.matcher.consume_tokens(sequence.tokens[sequence.prompt_length :])  # of a Submit; mostly none
         matcher = _behind(state.matcher, draws[i].draft)
         if matcher is not None:
             mask = allowed(matcher, logits.shape[-1])

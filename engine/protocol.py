@@ -76,10 +76,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 raise UserError(f"{name} must be {rule}, not {getattr(self, name)}")
 
 
-class Submit(msgspec.Struct, frozen=True, tag=True):
+class Submit(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """A new sequence, or one that ranks before these have begun. `generated`: the tokens of its answer that the frontend has;
+    the engine computes them again and goes on behind them. Their outputs, and that of the prompt, are not repeated."""
+
     request_id: str
     prompt_ids: list[int]
     params: SamplingParams
+    generated: list[int] = []
 
 
 class Member(msgspec.Struct, frozen=True, array_like=True):
@@ -90,6 +94,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
     max_tokens: int
     min_tokens: int
     seed: int
+    generated: list[int] = []
 
 
 class SubmitAll(msgspec.Struct, frozen=True, tag=True):
@@ -110,6 +115,7 @@ class SubmitAll(msgspec.Struct, frozen=True, tag=True):
                 one.request_id,
                 self.prompts[one.prompt],
                 replace(self.params, max_tokens=one.max_tokens, min_tokens=one.min_tokens, seed=one.seed),
+                one.generated,
             )
             for one in self.members
         ]
@@ -126,7 +132,8 @@ def joined(submits: Sequence[Submit]) -> SubmitAll:
         if place == len(prompts):
             prompts.append(submit.prompt_ids)
         params = submit.params
-        members.append(Member(submit.request_id, place, params.max_tokens, params.min_tokens, params.seed))
+        own = params.max_tokens, params.min_tokens, params.seed, submit.generated
+        members.append(Member(submit.request_id, place, *own))
     return SubmitAll(submits[0].params, prompts, members)
 
 
