@@ -20,10 +20,11 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
-from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -36,6 +37,8 @@ from processes import LAUNCHER, listen_on_loopback, run_folder, signal_child
 LOOPBACK = "127.0.0.1"
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 MONITOR_SECONDS = 0.1  # between the agent's checks of the ranks
+STOP_SECONDS = 2  # time for the ranks beside a failed one to end, before they are killed and all are started again
+NO_LIMIT = 1_000_000_000  # of restarts for the agent, because a keeper has its own
 MOST_RANKS = 1024  # more on one host are taken for a typing error
 
 
@@ -70,17 +73,57 @@ class OneHost(RendezvousHandler):
         return True
 
 
-def start_ranks(count: int, program: Sequence[str], patience: float | None = None) -> int:
+class Keeper(Protocol):
+    """Who decides whether ranks are started again, and gets the signals that the ranks would get otherwise."""
+
+    def begin(self, ranks: "Ranks") -> None:
+        """Called before the ranks start."""
+
+    def may_restart(self, failures: Sequence[ProcessFailure]) -> bool:
+        """Called when ranks have failed; the others end before they are started again."""
+
+    def pass_on(self, number: int) -> None:
+        """Called for each signal; for SIGKILL when `patience` is over."""
+
+
+class Ranks(LocalElasticAgent):
+    """The agent, except that a keeper decides about restarts."""
+
+    def __init__(self, spec: WorkerSpec, logs: DefaultLogsSpecs, keeper: Keeper | None) -> None:
+        super().__init__(spec, logs)
+        self._keeper = keeper
+
+    def signal(self, number: int) -> None:
+        """Send a signal to all ranks. Waits until they are started."""
+        group = self.get_worker_group()
+        while any(worker.id is None for worker in group.workers):
+            time.sleep(MONITOR_SECONDS)
+        for worker in group.workers:
+            signal_child(worker.id, number)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result = super()._monitor_workers(worker_group)
+        if self._keeper and result.is_failed() and not self._keeper.may_restart(list(result.failures.values())):
+            self._remaining_restarts = 0
+        return result
+
+    def _stop_workers(self, worker_group: WorkerGroup, *rest: Any) -> None:
+        self._shutdown(timeout=STOP_SECONDS if self._keeper else self._shutdown_timeout)
+
+
+def start_ranks(count: int, program: Sequence[str], patience: float | None = None, keeper: Keeper | None = None) -> int:
     """Run `python program…` as ranks 0 to count - 1 of this host. Returns the exit code for this process, see `exit_code`.
 
-    A signal to this process is forwarded to all ranks. Ranks that still run `patience` seconds after the first signal are
-    killed (default: never). Raises UserError if count is not between 1 and MOST_RANKS.
+    A signal to this process is forwarded to all ranks, or to the keeper. Ranks that still run `patience` seconds after the first
+    signal are killed (default: never). Without a keeper, no rank is started again. Raises UserError if count is not between 1 and
+    MOST_RANKS.
     """
     if not 1 <= count <= MOST_RANKS:
         raise UserError(f"{count} ranks cannot be started; give a number from 1 to {MOST_RANKS}")
     logging.disable(logging.CRITICAL)  # because the agent logs each rank's exit as an error of the agent
     os.environ |= {LAUNCHER: str(os.getpid()), "TORCHELASTIC_SIGNALS_TO_HANDLE": ""}  # Forwarder handles them
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the host's cores
+    if count > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the host's cores
     listen_on_loopback()
     spec = WorkerSpec(
         role="rank",
@@ -88,23 +131,26 @@ def start_ranks(count: int, program: Sequence[str], patience: float | None = Non
         entrypoint=sys.executable,
         args=("-u", *(part.replace("$", "$$") for part in program)),  # the agent replaces $names
         rdzv_handler=OneHost(),
-        max_restarts=0,
+        max_restarts=NO_LIMIT if keeper else 0,
         monitor_interval=MONITOR_SECONDS,
         local_addr=LOOPBACK,
     )
     with run_folder() as folder:
-        agent = LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=str(folder)))
-        forwarder = Forwarder(agent, patience)
-        result = agent.run()
-    return exit_code(list(result.failures.values()), forwarder.last)
+        ranks = Ranks(spec, DefaultLogsSpecs(log_dir=str(folder)), keeper)
+        forwarder = Forwarder(keeper.pass_on if keeper else ranks.signal, patience)
+        if keeper:
+            keeper.begin(ranks)
+        result = ranks.run()
+    passed_on = forwarder.last or (signal.SIGTERM if keeper else None)  # a keeper sends it, too
+    return exit_code(list(result.failures.values()), passed_on)
 
 
 class Forwarder:
-    """Forwards this process's signals to the ranks, in a thread, so that it can wait until the ranks are started."""
+    """Passes this process's signals on, in a thread, so that it can wait until the ranks are started."""
 
-    def __init__(self, agent: SimpleElasticAgent, patience: float | None) -> None:
+    def __init__(self, pass_on: Callable[[int], None], patience: float | None) -> None:
         self.last: int | None = None  # the last signal received
-        self._agent, self._patience = agent, patience
+        self._forward, self._patience = pass_on, patience
         self._caught: queue.SimpleQueue[int] = queue.SimpleQueue()
         for number in SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # ignored signals, as by nohup, stay ignored
@@ -124,11 +170,7 @@ class Forwarder:
 
     def _pass_on(self, number: int) -> None:
         self.last = number
-        group = self._agent.get_worker_group()
-        while any(worker.id is None for worker in group.workers):
-            time.sleep(MONITOR_SECONDS)
-        for worker in group.workers:
-            signal_child(worker.id, number)
+        self._forward(number)
 
 
 def exit_code(failures: Sequence[ProcessFailure], passed_on: int | None) -> int:

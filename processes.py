@@ -23,6 +23,7 @@ from pathlib import Path
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LAUNCHER = "RUNG_LAUNCHER_PID"  # environment variable of ranks that launch.py starts: its process id
+RANK_NAME = "rung-rank-"  # and its number: the name of a rank's process
 ORPHANED = 1  # exit code of a process whose parent has ended
 PREFIX = "rung-run-"
 RUN_FOLDER = re.compile(PREFIX + "[a-z0-9_]{8}")  # names that tempfile makes; a user's own folder hardly has such a name
@@ -40,7 +41,7 @@ def join_launcher() -> None:
     A rank without a launcher is not bound to its parent: whoever started it by hand may end before it.
     """
     if is_rank():
-        name_process(f"rung-rank-{os.environ['RANK']}")
+        name_process(RANK_NAME + os.environ["RANK"])
     if LAUNCHER in os.environ:
         die_with_parent(int(os.environ[LAUNCHER]))
     elif "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun
@@ -111,8 +112,17 @@ def wait_for_end(pid: int) -> None:
         time.sleep(POLL_SECONDS)
 
 
-def signal_child(pid: int, number: int) -> None:
-    """Send a signal to `pid`, a child of this process, unless it has ended: then another process may have its id."""
+def kill_ranks(launcher: int) -> None:
+    """Kill the ranks that the process `launcher` has started. Linux only."""
+    for thread in Path(f"/proc/{launcher}/task").glob("*/children"):
+        for pid in map(int, thread.read_text().split()):
+            if Path(f"/proc/{pid}/comm").read_text().startswith(RANK_NAME):
+                signal_child(pid, signal.SIGKILL, launcher)
+
+
+def signal_child(pid: int, number: int, parent: int | None = None) -> None:
+    """Send a signal to `pid`, a child of `parent` (default: this process), unless it has ended: then another process may have its
+    id."""
     with contextlib.suppress(OSError):
         if not hasattr(os, "pidfd_open"):  # not Linux
             os.kill(pid, number)
@@ -120,7 +130,7 @@ def signal_child(pid: int, number: int) -> None:
         descriptor = os.pidfd_open(pid)
         try:
             fields = Path(f"/proc/{pid}/stat").read_text()
-            if int(fields.rpartition(")")[2].split()[1]) == os.getpid():  # its parent; else it is another process
+            if int(fields.rpartition(")")[2].split()[1]) == (parent or os.getpid()):  # its parent; else it is another process
                 signal.pidfd_send_signal(descriptor, number)
         finally:
             os.close(descriptor)

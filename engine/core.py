@@ -268,6 +268,11 @@ class Engine:
         self.scheduler.abort(message.request_id)
         self._rest()
 
+    def abort_all(self) -> None:
+        waiting = [s.request_id for _, sequences in self.compiling.values() for s in sequences]
+        for request_id in [*waiting, *self.scheduler.by_id]:
+            self.abort(Abort(request_id))
+
     def admit(self) -> None:
         """Queue the requests whose grammar all ranks have compiled, and refuse those whose grammar failed on any rank.
 
@@ -432,6 +437,7 @@ class Engine:
             all_reduce_share=self._all_reduce_share(seconds),
             idle_share=self._idle_share(seconds),
             drafted=dict(self.speculation.total),
+            token_seconds=meter.token_seconds,
         )
 
     def _all_reduce_share(self, seconds: float) -> float | None:
@@ -455,6 +461,7 @@ class Meter:
 
     def __init__(self) -> None:
         self.prompt_tokens = self.generation_tokens = self.steps = 0
+        self.token_seconds: float | None = None  # see `Stats`
         self._seconds = 0.0
         self._batch_tokens: list[int] = []
 
@@ -463,6 +470,7 @@ class Meter:
         self.generation_tokens += generated
         self._seconds += seconds
         self._batch_tokens.append(batch_tokens)
+        self.token_seconds = min(seconds / max(1, batch_tokens), self.token_seconds or seconds)
 
     def take(self) -> tuple[int, float, list[int]]:
         """Number of steps since the last call, their seconds in total, and the tokens of each."""

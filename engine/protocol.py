@@ -3,8 +3,11 @@
 The frontend turns text into ids and ids into text; the engine has ids only. Messages are msgpack over ZeroMQ sockets
 (PUSH to PULL, `ipc://`), so the two are separate processes and neither waits for the other.
 
-    frontend -> engine   Submit, SubmitAll, Abort, Shutdown
-    engine -> frontend   Ready, Outputs, Refused, Stats, Fatal
+    frontend -> engine   Attach, Submit, SubmitAll, Abort, Shutdown
+    engine -> frontend   Starting, Ready, Outputs, Refused, Stats, Fatal
+
+Both sides may end and start again. The engine drops what it gets before its Ready, and the frontend sends unfinished requests
+again after a Ready (server/recovery.py).
 """
 
 from collections.abc import Sequence
@@ -143,12 +146,22 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
     request_id: str
 
 
+class Attach(msgspec.Struct, frozen=True, tag=True):
+    """The first message of a frontend that replaces one that has ended: remove all requests, and send Ready again."""
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """End all ranks now; the frontend has drained its requests."""
 
 
+class Starting(msgspec.Struct, frozen=True, tag=True):
+    """The ranks have started and load the model. pid: rank 0's process id."""
+
+    pid: int
+
+
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The model is loaded; sent once."""
+    """The model is loaded, and requests may be sent."""
 
     model: str
     variant: str
@@ -160,6 +173,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     vocab_size: int
     kv_blocks: int
     block_size: int  # tokens
+    pid: int = 0  # rank 0's process; 0: not to be watched
 
 
 class TokenOutput(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -220,6 +234,7 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
     all_reduce_share: float | None = None  # of these steps' time, spent waiting for all-reduces; None: not known on the host
     idle_share: float | None = None  # of these steps' time, in which the GPU had no step to compute; None on a CPU
     drafted: dict[str, Drafted] = {}  # by source, since start
+    token_seconds: float | None = None  # of the step that took least for each of its tokens; None: no step yet
 
     @property
     def kv_cache_usage(self) -> float:
@@ -227,13 +242,13 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
 
 
 class Fatal(msgspec.Struct, frozen=True, tag=True):
-    """The engine cannot continue (a rank was lost, memory ran out) and exits after this message."""
+    """The ranks have ended and will not be started again. Sent by the process that started them."""
 
     message: str
 
 
-ToEngine = Submit | SubmitAll | Abort | Shutdown
-FromEngine = Ready | Outputs | Refused | Stats | Fatal
+ToEngine = Attach | Submit | SubmitAll | Abort | Shutdown
+FromEngine = Starting | Ready | Outputs | Refused | Stats | Fatal
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(ToEngine)

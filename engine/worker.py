@@ -16,6 +16,7 @@ import zmq
 from engine.core import Engine
 from engine.protocol import (
     Abort,
+    Attach,
     FromEngine,
     Outputs,
     Ready,
@@ -99,15 +100,18 @@ def serve(engine: Engine, world: World, link: FrontendLink | None, ready: Ready,
     gc.collect()  # `freeze` would keep existing garbage and its memory
     gc.freeze()  # the garbage collector then skips what was loaded: going through it takes longer than a step
     engine.grammars.warm_up()
+    events = early(link) if link else []
     send(ready)
     last_stats = 0.0
     while True:
         timeout = 0.0 if engine.has_work() else COMPILING_SECONDS if engine.compiling else IDLE_SECONDS
-        events = link.receive(timeout) if link else []
-        if link and not alive():
-            events.append(encode(Shutdown()))
-        if not apply(engine, share(world, events), send):
+        if link:
+            events += link.receive(timeout)
+            if not alive():
+                events.append(encode(Shutdown()))
+        if not apply(engine, share(world, events), send, ready):
             return
+        events = []
         engine.admit()
         outputs = engine.step() if engine.has_work() else []
         now = time.monotonic()
@@ -124,13 +128,21 @@ def serve(engine: Engine, world: World, link: FrontendLink | None, ready: Ready,
             engine.runner.model.comm.check()
 
 
-def apply(engine: Engine, events: list[bytes], send: Callable[[FromEngine], None]) -> bool:
+def early(link: FrontendLink) -> list[bytes]:
+    """Of what came before Ready, a Shutdown: the rest was meant for ranks that have ended."""
+    return [event for event in link.receive(0) if isinstance(decode_to_engine(event), Shutdown)]
+
+
+def apply(engine: Engine, events: list[bytes], send: Callable[[FromEngine], None], ready: Ready) -> bool:
     """Pass events to the engine. Returns False after a Shutdown."""
     for event in events:
         message: ToEngine = decode_to_engine(event)
         if isinstance(message, Shutdown):
             return False
-        if isinstance(message, Abort):
+        if isinstance(message, Attach):
+            engine.abort_all()
+            send(ready)
+        elif isinstance(message, Abort):
             engine.abort(message)
         elif isinstance(message, (Submit, SubmitAll)):
             refused: Refused | None = engine.submit(message)

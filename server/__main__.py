@@ -3,8 +3,8 @@
     python -m server --model models/tiny-hybrid
     python -m server --model models/tiny-hybrid --tp 2 --port 8000
 
-Every rank runs the same engine. Rank 0 also starts the frontend, a separate process that serves HTTP, applies chat templates
-and converts between text and token ids, so that this work does not delay the engine's steps.
+Every rank runs the same engine. The frontend, a separate process, serves HTTP, applies chat templates and converts between text
+and token ids, so that this work does not delay the engine's steps, and so that it can outlive the ranks.
 """
 
 import sys
@@ -14,18 +14,15 @@ from processes import is_rank
 from server.process import check_port
 from server.settings import load_settings
 
-STOP_SECONDS = 30.0  # time for all ranks to end, added to --drain-timeout
-
 
 def main() -> None:
-    """Run one rank. With `--tp` above 1 and outside of a launcher, start the ranks instead and exit with their exit code."""
+    """Run one rank. Outside of a launcher, start the ranks and the frontend instead, and exit with the server's exit code."""
     if not is_rank():
         settings = load_settings(sys.argv[1:])
         check_port(settings)
-        if settings.tp is not None and settings.tp > 1:
-            from launch import start_ranks  # imported here, because wrong flags need not wait for torch
+        from server.supervisor import run_server  # imported here, because wrong flags need not wait for torch
 
-            leave(start_ranks(settings.tp, ["-m", "server", *sys.argv[1:]], settings.drain_timeout + STOP_SECONDS))
+        leave(run_server(settings, sys.argv[1:]))
     from server.launch import main as serve
 
     serve()

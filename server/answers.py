@@ -21,6 +21,8 @@ from server.logprobs import by_id_layout
 from server.schemas import GenerationBody
 from server.service import Service
 
+HEARTBEAT = b": the ranks start again\n\n"
+
 
 class GenerationRequest(ABC):
     """One request of a generating endpoint. `log_fields` collects fields of the access log."""
@@ -88,10 +90,11 @@ class GenerationRequest(ABC):
         """Run the request and yield the events of its stream.
 
         Events of outputs that arrived together are yielded together. If one fails, the events before it are yielded before the
-        exception is raised.
+        exception is raised. While new ranks start, a stream that has begun gets comments, so that nobody takes it for dead.
         """
         chunks = Chunks(self._head(self.chunk_kind), self.usage, self.include_usage, self.continuous_usage)
         write = self.chunk_writer(chunks)
+        begun = False
         with run(self.service, self.plan, self.usage, log_fields) as running:
             while running.unfinished:
                 events: list[bytes] = []
@@ -102,7 +105,10 @@ class GenerationRequest(ABC):
                 except Exception as e:
                     failure = e
                 if data := b"".join(events):
+                    begun = True
                     yield data
+                elif begun and self.service.client.recovery.state == "recovering":
+                    yield HEARTBEAT
                 if failure is not None:
                     raise failure
         if data := chunks.last():

@@ -234,7 +234,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
     @app.get(
         "/health",
         response_model=replies.Health,
-        responses={503: {"model": replies.Health, "description": "Loading, draining or broken"}},
+        responses={503: {"model": replies.Health, "description": "Loading, recovering, draining or broken"}},
         tags=["state"],
         summary="Whether requests can run",
     )

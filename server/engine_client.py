@@ -9,16 +9,19 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+import msgspec
 import zmq
 import zmq.asyncio
 
 from engine.protocol import (
     Abort,
+    Attach,
     FromEngine,
     Outputs,
     Ready,
     Refused,
     Shutdown,
+    Starting,
     Stats,
     Submit,
     ToEngine,
@@ -30,95 +33,126 @@ from engine.protocol import (
 from server.logs import log
 from server.metrics import Metrics, SequenceTimes
 from server.problems import ApiError
+from server.recovery import Recovery, Watchdog
 
 SLICE = 64  # most outputs that `next` returns at once: the backlog of a slow reader is converted to text only as it reads
 
 
 class OutputQueue:
-    """The outputs of one HTTP request's sequences. Made by `EngineClient.generate`."""
+    """The outputs of one HTTP request's sequences, and what other ranks need to go on with them. Made by `EngineClient.generate`."""
 
     def __init__(self, client: "EngineClient", submits: Sequence[Submit]) -> None:
         self._client = client
-        self._index = {submit.request_id: i for i, submit in enumerate(submits)}
-        self._submits = submits
-        self._arrived: deque[TokenOutput] = deque()
+        self._submits = list(submits)  # as they were sent last
+        self._index = {submit.request_id: i for i, submit in enumerate(submits)}  # of the ids that the ranks know
+        self._generated: list[list[int]] = [[] for _ in submits]
+        self._arrived: deque[tuple[int, TokenOutput]] = deque()
         self._error: ApiError | None = None  # raised once `_arrived` is empty
         self._waiter: asyncio.Future[None] | None = None  # what `next` waits for
-        self._times = {s.request_id: SequenceTimes(client.metrics, len(s.prompt_ids)) for s in submits}
+        self._times = {
+            i: SequenceTimes(client.metrics, len(s.prompt_ids)) for i, s in enumerate(submits)
+        }  # the unfinished ones
+        self.sent = False  # whether the present ranks have it
+        self.attempts = 0  # how often it was sent
+        self.stuck = 0  # how many ranks in a row had it when they ended, and sent no token of it
 
     async def next(self) -> list[tuple[int, TokenOutput]]:
-        """Wait for outputs and return the oldest, at least one and at most SLICE, each with its sequence's index in `submits`.
+        """Wait for outputs and return the oldest, at most SLICE, each with its sequence's index in `submits`. None after `wake`.
 
         Outputs that arrived before their sequence was stopped are included. Raises ApiError once none is left after an error.
         """
         if not self._arrived and self._error is None:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        if not self._arrived:
-            assert self._error is not None
+        if not self._arrived and self._error is not None:
             raise self._error
         if len(self._arrived) > SLICE:
             await asyncio.sleep(0)  # let other requests run between the slices of a backlog
-        oldest = [self._arrived.popleft() for _ in range(min(len(self._arrived), SLICE))]
-        return [(self._index[output.request_id], output) for output in oldest]
+        return [self._arrived.popleft() for _ in range(min(len(self._arrived), SLICE))]
 
     def stop(self, index: int) -> None:
         """End the sequence at `index`, as when a stop string was found. No effect if it has ended already."""
-        request_id = self._submits[index].request_id
-        if request_id in self._times:
-            self._abort(request_id, "stop")
+        if index in self._times:
+            self._abort(index, "stop")
 
     def close(self, reason: str) -> None:
         """Abort the unfinished sequences. `reason`: for the metrics."""
-        for request_id in list(self._times):
-            self._abort(request_id, reason)
+        for index in list(self._times):
+            self._abort(index, reason)
 
     def on_output(self, output: TokenOutput, now: float) -> int:
         """Queue what the engine sent; `now` is time.monotonic().
 
         Returns the number of tokens to count, 0 if the sequence has ended or the request has failed.
         """
-        times = self._times.get(output.request_id)
+        index = self._index[output.request_id]
+        times = self._times.get(index)
         if times is None or self._error is not None:
             return 0
         count = len(output.token_ids)
         times.on_tokens(now, count, output.queue_seconds, output.prefill_seconds)
+        self._generated[index] += output.token_ids
         if output.finish_reason:
-            self._end(output.request_id, output.finish_reason)
-        self._arrived.append(output)
-        self._wake()
+            self._end(index, output.finish_reason)
+        self._arrived.append((index, output))
+        self.wake()
         return count
 
     def on_error(self, error: ApiError) -> None:
         """Fail the request after the outputs that have arrived. Later outputs are dropped. The first error counts."""
         self._error = self._error or error
-        self._wake()
+        self.wake()
 
-    def _wake(self) -> None:
+    def renew(self) -> list[Submit]:
+        """The unfinished sequences, as ranks have to compute them that know nothing of them.
+
+        Their ids are new, so that what ended ranks have sent and what is still on its way counts for none of them.
+        """
+        self.attempts += 1
+        for i in self._times if self.attempts > 1 else ():
+            first = self._submits[i].request_id.partition("+")[0]
+            again = dict(request_id=f"{first}+{self.attempts}", generated=self._generated[i])
+            self._submits[i] = msgspec.structs.replace(self._submits[i], **again)
+        submits = [self._submits[i] for i in self._times]
+        self._index = {self._submits[i].request_id: i for i in self._times}
+        return submits
+
+    @property
+    def ids(self) -> list[str]:
+        """What the ranks call its unfinished sequences."""
+        return [self._submits[i].request_id for i in self._times]
+
+    def wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def _abort(self, request_id: str, reason: str) -> None:
-        self._end(request_id, reason)
-        self._client.abort(request_id)
+    def _abort(self, index: int, reason: str) -> None:
+        self._end(index, reason)
+        self._client.abort(self._submits[index].request_id)
 
-    def _end(self, request_id: str, reason: str) -> None:
-        if times := self._times.pop(request_id, None):
+    def _end(self, index: int, reason: str) -> None:
+        if times := self._times.pop(index, None):
             times.on_end(reason)
 
 
 class EngineClient:
-    """`to_engine`: address at which the engine binds its PULL socket. `from_engine`: where this side binds its own."""
+    """`to_engine`: address at which the engine binds its PULL socket. `from_engine`: where this side binds its own.
 
-    def __init__(self, to_engine: str, from_engine: str, metrics: Metrics) -> None:
+    watchdog: says when the ranks hang. attach: whether the engine may have requests of a frontend that has ended.
+    """
+
+    def __init__(
+        self, to_engine: str, from_engine: str, metrics: Metrics, watchdog: Watchdog | None = None, attach: bool = False
+    ) -> None:
         self.metrics = metrics
-        self.ready: Ready | None = None
+        self.ready: Ready | None = None  # of the newest ranks that were ready
         self.fatal: str | None = None
-        self.on_ready: Callable[[Ready], None] = lambda ready: None
+        self.on_ready: Callable[[Ready], None] = lambda ready: None  # called once
         self.on_fatal: Callable[[str], None] = lambda message: None
+        self.recovery = Recovery(self._submit, metrics, watchdog or Watchdog(), attach)
         self._active: dict[str, OutputQueue] = {}
-        self._addresses = to_engine, from_engine
-        self._task: asyncio.Task[None] | None = None
+        self._addresses, self._attach = (to_engine, from_engine), attach
+        self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
         """Open the sockets in the running event loop. Their queues have no limit, so that a send never waits."""
@@ -131,12 +165,15 @@ class EngineClient:
             socket.linger = 1000  # ms; how long `close` may wait until a Shutdown is sent
         self._pull.bind(from_engine)
         self._push.connect(to_engine)
-        self._task = asyncio.create_task(self._receive())
+        if self._attach:
+            self._send(Attach())
+        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self.recovery.watch())]
 
     async def close(self) -> None:
-        if self._task:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        if self._tasks:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
             self._pull.close()
             self._push.close()
             self._context.term()  # waits until a Shutdown is sent, because the process may exit right after
@@ -153,7 +190,7 @@ class EngineClient:
             raise broken()
         queue = OutputQueue(self, submits)
         self._active |= {submit.request_id: queue for submit in submits}
-        self._send(submits[0] if len(submits) == 1 else joined(submits))
+        self.recovery.add(queue)
         reason = "abort"
         try:
             yield queue
@@ -162,6 +199,7 @@ class EngineClient:
             raise
         finally:
             queue.close(reason)
+            self.recovery.remove(queue)
 
     def abort(self, request_id: str) -> None:
         if self._active.pop(request_id, None) and not self.fatal:
@@ -177,12 +215,23 @@ class EngineClient:
         self._active.clear()
 
     def die(self, message: str) -> None:
-        """Fail all requests, because the engine failed. Reported by the engine or by `process.report_engine_death`."""
+        """Fail all requests, because the ranks have ended for good. Reported by the process that started them."""
         if self.fatal is None:
             self.fatal = message
             log.error("the engine failed: %s", message)
             self.fail_all(broken())
             self.on_fatal(message)
+
+    def _submit(self, queue: OutputQueue) -> None:
+        """Send a request's unfinished sequences."""
+        for request_id in queue.ids:
+            self._active.pop(request_id, None)
+        submits = queue.renew()
+        if queue.attempts > 1:
+            self.metrics.replayed_tokens.inc(sum(len(s.prompt_ids) + len(s.generated) for s in submits))
+        self._active |= {submit.request_id: queue for submit in submits}
+        if submits:
+            self._send(submits[0] if len(submits) == 1 else joined(submits))
 
     def _send(self, message: ToEngine) -> None:
         self._push.send(encode(message), zmq.NOBLOCK)
@@ -204,21 +253,37 @@ class EngineClient:
                 if output.finish_reason:
                     del self._active[output.request_id]
                 tokens += queue.on_output(output, now)
+                if queue.stuck:
+                    self.recovery.went_on(queue)
         if tokens:
             self.metrics.on_tokens(now, tokens)
 
+    def _refuse(self, refused: Refused) -> None:
+        queue = self._active.get(refused.request_id)
+        if queue is None:
+            return
+        if refused.code == "grammars_busy" and queue.attempts > 1:  # it was accepted
+            self.recovery.postpone(queue)
+            return
+        del self._active[refused.request_id]
+        status = 429 if refused.code == "grammars_busy" else 400
+        queue.on_error(ApiError(status, refused.message, None, refused.code))
+
     def _dispatch(self, message: FromEngine) -> None:
+        self.recovery.heard()
         if isinstance(message, Outputs):
             self._deliver(message.outputs)
         elif isinstance(message, Refused):
-            if queue := self._active.pop(message.request_id, None):
-                status = 429 if message.code == "grammars_busy" else 400
-                queue.on_error(ApiError(status, message.message, None, message.code))
+            self._refuse(message)
         elif isinstance(message, Stats):
             self.metrics.on_stats(message)
+        elif isinstance(message, Starting):
+            self.recovery.on_starting(message.pid)
         elif isinstance(message, Ready):
-            self.ready = message
-            self.on_ready(message)
+            first, self.ready = self.ready is None, message
+            if first:
+                self.on_ready(message)
+            self.recovery.on_ready(message.pid)
         else:
             self.die(message.message)
 

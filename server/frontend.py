@@ -1,7 +1,7 @@
-"""The frontend process: uvicorn, signals, draining, and the exit when the engine ends.
+"""The frontend process: uvicorn, signals, draining, and the exit when the ranks have ended for good.
 
-Addresses are `ipc://` paths. The receiving side binds: this process binds `from_engine`, and the engine connects to it. If the
-engine's process ends without a message, `process.report_engine_death` connects to `from_engine`, too, and sends Fatal.
+Addresses are `ipc://` paths. The receiving side binds: this process binds `from_engine`, and the engine connects to it. The
+process that started the ranks connects to it, too, to send Fatal (process.py).
 """
 
 import asyncio
@@ -11,6 +11,7 @@ import os
 import shlex
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from types import FrameType
 from typing import Any, NoReturn
@@ -26,6 +27,7 @@ from server.engine_client import EngineClient
 from server.logs import log
 from server.metrics import Metrics
 from server.problems import ApiError
+from server.recovery import Watchdog
 from server.service import Service
 from server.settings import Settings
 from tokenizer import Tokenizer
@@ -153,8 +155,17 @@ def curl(url: str, body: dict[str, Any], with_key: bool) -> str:
     return "  " + " \\\n    ".join(parts)
 
 
-def make_server(settings: Settings, tokenizer: Tokenizer, to_engine: str, from_engine: str) -> FrontendServer:
-    client = EngineClient(to_engine, from_engine, Metrics(settings.model_names[0]))
+def make_server(
+    settings: Settings,
+    tokenizer: Tokenizer,
+    to_engine: str,
+    from_engine: str,
+    kill: Callable[[], None] = lambda: None,
+    attach: bool = False,
+) -> FrontendServer:
+    """kill: kills the ranks. attach: whether the ranks may have requests of a frontend that has ended."""
+    watchdog = Watchdog(kill, settings.hang_seconds, settings.max_batch_tokens)
+    client = EngineClient(to_engine, from_engine, Metrics(settings.model_names[0]), watchdog, attach)
     app = create_app(settings, client, tokenizer)
     config = uvicorn.Config(
         app,
@@ -175,14 +186,16 @@ def make_server(settings: Settings, tokenizer: Tokenizer, to_engine: str, from_e
     return FrontendServer(config, app.state.service)
 
 
-def run_frontend(settings: Settings, to_engine_address: str, from_engine_address: str) -> NoReturn:
-    """Serve until a signal or the end of the engine, then exit this process.
+def run_frontend(
+    settings: Settings, to_engine: str, from_engine: str, kill: Callable[[], None] = lambda: None, attach: bool = False
+) -> NoReturn:
+    """Serve until a signal or the end of the engine, then exit this process. See `make_server`.
 
     Exit codes: 0 after a drain, 128 + the signal if a second one ended the drain, 1 if the engine failed, 2 for bad input.
     """
     logs.configure(settings.log_format, settings.log_level)
     try:
-        server = make_server(settings, tokenizer_of(settings.model), to_engine_address, from_engine_address)
+        server = make_server(settings, tokenizer_of(settings.model), to_engine, from_engine, kill, attach)
     except UserError as e:
         print(f"error: {e}", file=sys.stderr, flush=True)
         os._exit(2)

@@ -1,35 +1,33 @@
-"""Run one rank of the server: the engine, and on rank 0 also the frontend process."""
+"""Run one rank of the server: the engine, and on rank 0 also the frontend process, unless a launcher has started it."""
 
+import contextlib
 import os
 import signal
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NoReturn
 
 from checkpoint import DTYPES, load_model
-from cli import USER_ERROR, check_ranks, leave, note, rank
+from cli import check_ranks, leave, note, rank
 from config import ModelConfig, limit_context
 from engine.core import Engine, EngineLimits
 from engine.draft_models import Draft, find_draft
-from engine.protocol import Fatal, Ready
+from engine.protocol import Ready, Starting
 from engine.tuning import Tuning, tune
 from engine.worker import FrontendLink, serve
 from errors import UserError
 from options import draft_limit, dtype_name
 from presets import model_config
-from processes import LAUNCHER
+from processes import LAUNCHER, run_folder
 from server import logs
 from server.logs import log
-from server.process import Frontend, check_port
+from server.process import FRONTEND, READY, Frontend, addresses, check_port, describe_end
 from server.settings import Settings, load_settings
 from tokenizer import Tokenizer, check_fits
 from tokenizer_files import tokenizer_of
 from tp import World, agree_on_error, init_world, stream_shards
 
-FAILED = 1  # exit code
-SIGNALLED = 128  # exit codes above it are 128 + the signal
 AGENT_SECONDS = 30  # torchrun's default for the time that its ranks have to end
 
 
@@ -62,6 +60,7 @@ def describe(settings: Settings, engine: Engine, config: ModelConfig, world: Wor
         vocab_size=config.vocab_size,
         kv_blocks=blocks.n_blocks,
         block_size=blocks.block_size,
+        pid=os.getpid(),
     )
 
 
@@ -149,12 +148,14 @@ def warn_of_torchrun(settings: Settings, environ: Mapping[str, str]) -> None:
 
 def main() -> None:
     error = settings = None
+    folder = os.environ.get(FRONTEND)  # of the launcher
     try:
         settings = load_settings(sys.argv[1:])
         if rank() == 0:
             configure_logs(settings)
             warn_of_torchrun(settings, os.environ)
-            check_port(settings)
+            if folder is None:
+                check_port(settings)
         if settings.tp is not None:
             check_ranks(settings.tp, "--tp")
         config, tokenizer, draft = prepare(settings, int(os.environ.get("WORLD_SIZE", 1)))
@@ -171,31 +172,35 @@ def main() -> None:
         note(
             f"warning: {settings.model} is a shape without weights: they are random and its text is noise, for benchmarks only"
         )
-    frontend = Frontend(settings) if world.rank == 0 else None
-    link = FrontendLink(*frontend.addresses) if frontend else None
-    for number in (signal.SIGTERM, signal.SIGINT):  # the others end once rank 0's frontend has drained
-        signal.signal(number, frontend.forward if frontend else signal.SIG_IGN)
-    code = 0
-    try:
-        engine, dtype = build_engine(settings, config, tokenizer, draft, world)
-        ready = describe(settings, engine, config, world, dtype)
-        serve(engine, world, link, ready, frontend.process.is_alive if frontend else lambda: True)
-    except BaseException as e:
-        if link:
-            link.send(Fatal(f"{type(e).__name__}: {e}".splitlines()[0]))
-        raise
-    finally:
-        if link:
-            link.close()
-        code = frontend.close() if frontend else 0
-    if code:
-        end_after(code)
+    with contextlib.ExitStack() as stack:
+        frontend = None
+        if folder is None and world.rank == 0:
+            folder = str(stack.enter_context(run_folder()))
+            frontend = Frontend(settings, Path(folder))
+        handle_signals(frontend, bool(folder) and not frontend)
+        link = FrontendLink(*addresses(Path(folder))) if folder and world.rank == 0 else None
+        code = 0
+        try:
+            if link:
+                link.send(Starting(os.getpid()))
+            engine, dtype = build_engine(settings, config, tokenizer, draft, world)
+            ready = describe(settings, engine, config, world, dtype)
+            if link and folder:
+                Path(folder, READY).touch()
+            serve(engine, world, link, ready, frontend.process.is_alive if frontend else lambda: True)
+        finally:
+            if link:
+                link.close()
+            code = frontend.close() if frontend else 0
+    if code := describe_end(code):
+        leave(code)
 
 
-def end_after(frontend_code: int) -> NoReturn:
-    """Exit this process after the frontend failed or was stopped by a second signal."""
-    if frontend_code > SIGNALLED:
-        note("ended at a second signal, before the running requests were answered")
-        leave(frontend_code)
-    note(f"error: the HTTP frontend ended with exit code {frontend_code}")
-    leave(USER_ERROR if frontend_code == USER_ERROR else FAILED)
+def handle_signals(frontend: Frontend | None, has_launcher: bool) -> None:
+    """Leave signals to the launcher: it tells the frontend, and ends ranks by SIGTERM. Without one, rank 0 tells its frontend.
+
+    A terminal sends SIGINT to the ranks, too. All ranks end once the frontend has drained.
+    """
+    ignored = [signal.SIGINT] if has_launcher else [signal.SIGTERM, signal.SIGINT]
+    for number in ignored:
+        signal.signal(number, (lambda caught, frame: frontend.forward()) if frontend else signal.SIG_IGN)

@@ -100,6 +100,9 @@ class Metrics:
         self.preemptions = self._counter("num_preemptions", "Preempted sequences, whose KV cache is computed again")
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of the requests that started")
         self.generation_tokens = self._counter("generation_tokens", "Generated tokens")
+        self.recoveries = self._counter("recoveries", "Starts of ranks after others had ended")
+        self.recovery_seconds = self._counter("recovery_seconds", "Seconds between these ends and starts")
+        self.replayed_tokens = self._counter("replayed_tokens", "Tokens of prompts and answers that were sent to ranks again")
         help_text = "Finished sequences by reason: stop, length, abort, error"
         self.finished = Counter("rung:request_success", help_text, ["model_name", "finished_reason"], registry=self.registry)
         for reason in ("stop", "length", "abort", "error"):
@@ -162,6 +165,12 @@ class Metrics:
         for tokens in stats.batch_tokens:
             self.step_tokens.observe(tokens)
         self._on_drafted(stats.drafted, last.drafted)
+
+    def on_recovery(self, seconds: float) -> None:
+        """Record that new ranks are ready, `seconds` after others ended. Their statistics begin at 0."""
+        self.stats = Stats()
+        self.recoveries.inc()
+        self.recovery_seconds.inc(seconds)
 
     def _on_drafted(self, now: dict[str, Drafted], last: dict[str, Drafted]) -> None:
         drafts = accepted = 0

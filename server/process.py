@@ -1,9 +1,8 @@
-"""Rank 0's frontend process: check its address, start it, forward signals to it, and detect when either side ends.
+"""The frontend process: check its address, start it, forward signals to it, and end it with the process that started it.
 
 Imports nothing heavy: the new process imports this module, and must answer /health while the model is still loading.
 """
 
-import contextlib
 import errno
 import multiprocessing
 import os
@@ -11,14 +10,21 @@ import signal
 import socket
 import sys
 import time
-from types import FrameType
+from functools import partial
+from pathlib import Path
 
 import zmq
 
+from cli import USER_ERROR, note
 from engine.protocol import Fatal, encode
 from errors import UserError
-from processes import name_process, parent_pid, run_folder, when_ended
+from processes import kill_ranks, name_process, parent_pid, when_ended
 from server.settings import Settings
+
+FRONTEND = "RUNG_FRONTEND"  # environment variable of ranks: the folder with the sockets of a frontend that runs already
+READY = "ready"  # file in this folder: ranks have been ready
+FAILED = 1  # exit code
+SIGNALLED = 128  # exit codes above it are 128 + the signal
 
 JOIN_SECONDS = 10.0  # time for the frontend to end after the engine
 ORPHAN_SECONDS = 5.0  # time for the frontend to send errors to its clients after the engine has ended
@@ -48,20 +54,22 @@ def check_port(settings: Settings) -> None:
 
 
 class Frontend:
-    """Rank 0's frontend process, and the addresses of the two sockets between it and the engine."""
+    """The frontend process, and the addresses of the two sockets between it and the engine, which are in `folder`."""
 
-    def __init__(self, settings: Settings) -> None:
-        self._cleanup = contextlib.ExitStack()
-        folder = self._cleanup.enter_context(run_folder())
-        to_engine, from_engine = (f"ipc://{folder}/{name}" for name in ("to-engine", "from-engine"))
-        context = multiprocessing.get_context("spawn")
-        self.process = context.Process(target=frontend_main, args=(settings, to_engine, from_engine), name="rung-frontend")
-        self.process.start()
-        self.addresses = to_engine, from_engine
+    def __init__(self, settings: Settings, folder: Path) -> None:
+        self._settings, self.addresses = settings, addresses(folder)
         self._last_signal = 0.0
+        self.start(attach=False)
 
-    def forward(self, number: int, frame: FrameType | None) -> None:
-        """Forward a signal as SIGTERM. Signals within one second count once.
+    def start(self, attach: bool) -> None:
+        """Start the process, or a new one after it has ended. attach: whether the ranks may have requests of the one before."""
+        context = multiprocessing.get_context("spawn")
+        arguments = (self._settings, *self.addresses, attach)
+        self.process = context.Process(target=frontend_main, args=arguments, name="rung-frontend")
+        self.process.start()
+
+    def forward(self) -> None:
+        """Send SIGTERM. Calls within one second count once.
 
         A terminal and torchrun may both send a signal for the same Ctrl-C.
         """
@@ -76,30 +84,51 @@ class Frontend:
         if self.process.is_alive():
             self.process.kill()
             self.process.join()
-        self._cleanup.close()
         return self.process.exitcode or 0
 
 
-def frontend_main(settings: Settings, to_engine: str, from_engine: str) -> None:
+def addresses(folder: Path) -> tuple[str, str]:
+    """Where the engine binds its socket, and where the frontend binds its own."""
+    return f"ipc://{folder}/to-engine", f"ipc://{folder}/from-engine"
+
+
+def describe_end(code: int) -> int:
+    """The server's exit code for the frontend's. Says why if it is not 0."""
+    if code > SIGNALLED:
+        note("ended at a second signal, before the running requests were answered")
+        return code
+    if code:
+        note(f"error: the HTTP frontend ended with exit code {code}")
+        return USER_ERROR if code == USER_ERROR else FAILED
+    return 0
+
+
+def frontend_main(settings: Settings, to_engine: str, from_engine: str, attach: bool) -> None:
     """Run the frontend process, in a session of its own, so that signals from the terminal do not reach it.
 
-    It ends soon after the engine's process has ended.
+    It ends soon after the process that started it.
     """
     name_process("rung-frontend")
     os.setsid()
-    when_ended(parent_pid(), lambda: report_engine_death(from_engine))
+    when_ended(parent_pid(), lambda: report_end(from_engine))
     from server.frontend import run_frontend
 
-    sys.exit(run_frontend(settings, to_engine, from_engine))
+    sys.exit(run_frontend(settings, to_engine, from_engine, partial(kill_ranks, parent_pid()), attach))
 
 
-def report_engine_death(from_engine: str) -> None:
-    """Tell the frontend that the engine has ended, so that it sends errors to its clients and exits.
+def report_end(from_engine: str) -> None:
+    """Tell the frontend that the process which started it has ended, so that it sends errors to its clients and exits.
 
     Exit the process here if it has not ended after ORPHAN_SECONDS.
     """
-    push: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
-    push.connect(from_engine)
-    push.send(encode(Fatal("the engine process ended")))
+    tell(from_engine, Fatal("the process that started the ranks ended"))
     time.sleep(ORPHAN_SECONDS)
     os._exit(1)
+
+
+def tell(from_engine: str, message: Fatal) -> None:
+    """Send the frontend a message in the engine's name."""
+    push: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
+    push.connect(from_engine)
+    push.send(encode(message))
+    push.close(linger=1000)

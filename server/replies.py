@@ -177,7 +177,7 @@ class ModelList(Reply):
 
 
 class Health(Reply):
-    status: Literal["ready", "loading", "draining", "broken"]
+    status: Literal["ready", "loading", "recovering", "draining", "broken"]
 
 
 class Version(Reply):

@@ -41,7 +41,9 @@ class Service:
             return "broken"
         if self.draining:
             return "draining"
-        return "ready" if self.client.ready else "loading"
+        if not self.client.ready:
+            return "loading"
+        return "recovering" if self.client.recovery.state == "recovering" else "ready"
 
     @property
     def max_model_len(self) -> int:

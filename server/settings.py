@@ -184,6 +184,30 @@ class LimitOptions:
     )
 
 
+def seconds_or_never(text: str) -> float:
+    if not 0 <= (value := float(text)) < 1e9:
+        raise argparse.ArgumentTypeError(f"{text} is not 0 or more")
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultOptions:
+    max_restarts: int = option(
+        default=5,
+        type=whole_number(0),
+        metavar="N",
+        help="start ranks that died or hang again, and a frontend that died, at most N times in 10 minutes; accepted requests go on. "
+        "With 0 the server ends (default: 5)",
+    )
+    hang_seconds: float | None = option(
+        default=None,
+        type=seconds_or_never,
+        metavar="S",
+        help="ranks that report nothing for S seconds hang and are killed; 0: never (default: 10 times as long as the largest step "
+        "can take, from the measured steps, and at least 30)",
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class LogOptions:
     log_format: str = option(
@@ -203,12 +227,15 @@ GROUPS = {
     "speculation": SpeculationOptions,
     "HTTP": HttpOptions,
     "limits": LimitOptions,
+    "faults": FaultOptions,
     "logs": LogOptions,
 }
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(ModelOptions, NameOptions, BatchOptions, SpeculationOptions, HttpOptions, LimitOptions, LogOptions):
+class Settings(
+    ModelOptions, NameOptions, BatchOptions, SpeculationOptions, HttpOptions, LimitOptions, FaultOptions, LogOptions
+):
     """All settings, already checked. Made by `load_settings`; tests may construct it directly."""
 
     @property

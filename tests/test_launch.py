@@ -114,6 +114,8 @@ def test_a_killed_process_leaves_nothing_behind(victim: str, tmp_path: Path) -> 
         HYBRID,
         "--drain-timeout",
         45,
+        "--max-restarts",
+        0,
         ranks=2,
         torchrun=victim == "torchrun",
         environ=own_folder,
@@ -160,7 +162,7 @@ def freeze(*_):
 
 server.frontend.run_frontend = freeze
 if __name__ == "__main__":
-    print(Frontend(Settings(model="x")).process.pid, flush=True)
+    print(Frontend(Settings(model="x"), pathlib.Path(tempfile.gettempdir())).process.pid, flush=True)
     time.sleep(600)
 """
 

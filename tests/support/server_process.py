@@ -72,7 +72,7 @@ def runs(pid: int) -> bool:
 class ServerProcess:
     """A running server, and a context manager that ends it.
 
-    ranks: tensor-parallel ranks; 0 runs one process. torchrun: start the ranks by torchrun, not by our launcher. program: what
+    ranks: tensor-parallel ranks; 0 leaves the flag out. torchrun: start the ranks by torchrun, not by our launcher. program: what
     to run instead of `-m server`. forked: fork the server from a process that has imported what it needs; see
     tests/support/quick_start.py.
     """
@@ -145,12 +145,11 @@ class ServerProcess:
 
     def rank_pids(self) -> list[int]:
         """The ranks' processes, rank 0 first."""
-        if not self.ranks:
-            return [self.process.pid]
-        return rank_pids(self.process.pid)
+        return rank_pids(self.process.pid) or [self.process.pid]
 
     def frontend_pids(self) -> list[int]:
-        return [pid for rank in self.rank_pids()[:1] for pid in children(rank) if process_name(pid) == "rung-frontend"]
+        starters = {self.process.pid, *self.rank_pids()[:1]}  # torchrun starts no frontend: rank 0 does
+        return [pid for starter in starters for pid in children(starter) if process_name(pid) == "rung-frontend"]
 
     def wait(self, seconds: float) -> int:
         """Wait for the end of the server and return its exit code. Fails after `seconds`."""

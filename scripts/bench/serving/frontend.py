@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from cli import Parser, run
-from engine.protocol import Abort, Outputs, Ready, Shutdown, Submit, TokenOutput, decode_to_engine
+from engine.protocol import Abort, Attach, Outputs, Ready, Shutdown, Submit, TokenOutput, decode_to_engine
 from engine.worker import FrontendLink
 from errors import UserError
+from processes import run_folder
 from scripts.lib.load_generator import offer, plan, summary
 from scripts.lib.results import ROOT
 from scripts.lib.servers import STOP_SECONDS, free_port, is_healthy
@@ -64,6 +65,8 @@ class StandIn:
             if isinstance(message, Abort):
                 self.left.pop(message.request_id, None)
                 continue
+            if isinstance(message, Attach):
+                continue  # this frontend is not replaced
             for submit in [message] if isinstance(message, Submit) else message.submits():
                 self.left[submit.request_id] = submit.params.max_tokens
                 new.append(submit.request_id)
@@ -87,13 +90,14 @@ class StandIn:
 def serve_tokens(connection: Connection, port: int, step: float) -> None:
     """Main function of the stand-in's process. Sends the frontend's process id over `connection`."""
     settings = load_settings(["--model", str(MODEL), "--port", str(port), "--log-level", "warning", "--max-num-seqs", "4096"])
-    frontend = Frontend(settings)
-    connection.send(frontend.process.pid)
-    link = FrontendLink(*frontend.addresses)
-    link.send(Ready("stand-in", "none", "none", 1, "cpu", "none", 1 << 20, VOCABULARY, 1 << 20, 16))
-    StandIn(link, step).serve()
-    link.close()
-    frontend.close()
+    with run_folder() as folder:
+        frontend = Frontend(settings, folder)
+        connection.send(frontend.process.pid)
+        link = FrontendLink(*frontend.addresses)
+        link.send(Ready("stand-in", "none", "none", 1, "cpu", "none", 1 << 20, VOCABULARY, 1 << 20, 16))
+        StandIn(link, step).serve()
+        link.close()
+        frontend.close()
 
 
 def cpu_seconds(pid: int) -> float:

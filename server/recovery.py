@@ -1,0 +1,200 @@
+"""What becomes of accepted requests while the ranks end and start again: a state machine in the frontend.
+
+    loading ── Ready ──▶ serving ── rank 0 has ended ──▶ recovering ── Ready ──▶ serving
+
+The frontend has the prompt, the parameters and the seed of each accepted request, and every token that it received. A token is a
+function of these and of its position, so new ranks that get all of them go on where the others ended, and nobody can see it in
+the text.
+
+A request may itself be what ends the ranks. One that ranks had at two ends in a row without a token of it is suspect: the next
+ranks compute the suspects one at a time and nothing beside them. Once a token of it comes, a suspect is as good as any other. If
+the ranks end, they had only this one, and it is refused.
+
+If the ranks hang, they are killed, and whoever started them starts them again.
+"""
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from server.logs import log
+from server.metrics import Metrics
+from server.problems import ApiError
+
+SUSPECT, REFUSED = 2, 3  # ends of ranks in a row that had a request and sent no token of it
+TICK = 1.0  # seconds between looks at the ranks; they report at least as often
+HEARTBEAT = 5.0  # seconds between signs of life to the clients of streams, while there are no ranks
+BUSY_SECONDS = 0.5  # before a request is sent again that had to wait for a grammar
+LEAST_HANG = 30.0  # seconds without a report until ranks hang
+UNKNOWN_HANG = 600.0  # the same before their first step
+SLACK = 10  # how many times as long as estimated a step may take
+
+
+class Request(Protocol):
+    """What an `OutputQueue` has for this module."""
+
+    sent: bool
+    attempts: int
+    stuck: int
+
+    def wake(self) -> None: ...
+    def on_error(self, error: ApiError) -> None: ...
+    @property
+    def ids(self) -> list[str]: ...
+
+
+@dataclass
+class Watchdog:
+    """When ranks hang, and how to kill them. seconds: without a report; None: as measured steps say; 0: never."""
+
+    kill: Callable[[], None] = lambda: None
+    seconds: float | None = 0.0
+    max_batch_tokens: int = 0
+
+    def limit(self, token_seconds: float | None) -> float:
+        """Seconds without a report. token_seconds: of the step that took least for each of its tokens.
+
+        So long takes each token of no larger step, apart from attention to long texts.
+        """
+        if self.seconds is not None:
+            return self.seconds or float("inf")
+        if token_seconds is None:
+            return UNKNOWN_HANG
+        return max(LEAST_HANG, SLACK * token_seconds * self.max_batch_tokens)
+
+
+class Recovery:
+    def __init__(self, send: Callable[..., None], metrics: Metrics, watchdog: Watchdog, attach: bool) -> None:
+        """send: sends a request's unfinished sequences to the ranks. attach: whether these were ready before this frontend."""
+        self.state: Literal["loading", "serving", "recovering"] = "recovering" if attach else "loading"
+        self._send, self._metrics, self._watchdog = send, metrics, watchdog
+        self._open: dict[Request, None] = {}  # accepted and not answered, in the order of their arrival
+        self._pid, self._descriptor = 0, -1  # of rank 0; -1: it is not watched
+        self._since = time.monotonic()  # when the state began
+        self._longest_start = 0.0  # seconds
+        self._silence = 0.0  # seconds without a report, as far as this process has run meanwhile
+        self._token_seconds: float | None = None  # of the newest ranks that computed a step; see `Watchdog.limit`
+
+    # --- requests ------------------------------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Accept a request. It is sent once there are ranks for it."""
+        self._open[request] = None
+        self._send_waiting()
+
+    def remove(self, request: Request) -> None:
+        """Forget a request that was answered, or given up."""
+        self._open.pop(request, None)
+        if request.stuck:
+            self._send_waiting()
+
+    def went_on(self, request: Request) -> None:
+        """Note a token of a request that earlier ranks had when they ended."""
+        request.stuck = 0
+        self._send_waiting()
+
+    def postpone(self, request: Request) -> None:
+        """Send a request again soon, because the ranks cannot take it now."""
+        request.sent = False
+        asyncio.get_running_loop().call_later(BUSY_SECONDS, self._send_waiting)
+
+    def _send_waiting(self) -> None:
+        if self.state != "serving":
+            return
+        suspect = next((r for r in self._open if r.stuck >= SUSPECT), None)
+        for request in list(self._open) if suspect is None else [suspect]:
+            if not request.sent:
+                request.sent = True
+                self._send(request)
+
+    # --- ranks ---------------------------------------------------------------------------------------------------------------
+
+    def on_starting(self, pid: int) -> None:
+        """New ranks load the model. pid: of rank 0."""
+        self.on_end()
+        self._watch_process(pid)
+        log.debug("rank 0 has process id %d", pid)
+
+    def on_ready(self, pid: int) -> None:
+        if self.state == "serving" and pid == self._pid:
+            return  # the answer to Attach
+        if not self._watch_process(pid):
+            return
+        seconds, recovered = time.monotonic() - self._since, self.state == "recovering"
+        self._longest_start = max(self._longest_start, seconds)
+        self._enter("serving")
+        if recovered:
+            replayed = sum(request.attempts > 0 for request in self._open)
+            log.warning("the ranks have started again, %.1f s after they ended; %d requests go on", seconds, replayed)
+            self._metrics.on_recovery(seconds)
+        self._send_waiting()
+
+    def on_end(self) -> None:
+        """Rank 0 has ended, and all others with it."""
+        self._unwatch()
+        if self.state != "serving":
+            return
+        self._enter("recovering")
+        log.error("the ranks have ended; %d requests wait until they have started again", len(self._open))
+        for request in [r for r in self._open if r.sent]:
+            request.sent = False
+            request.stuck += 1
+            if request.stuck >= REFUSED:
+                name = request.ids[0].partition("-")[0] if request.ids else "?"
+                message = f"request {name} is refused: the ranks ended {REFUSED} times while they computed it"
+                log.error("%s, the last time with no other beside it", message)
+                request.on_error(ApiError(500, message, None, "poisoned"))
+                del self._open[request]
+
+    def _enter(self, state: Literal["serving", "recovering"]) -> None:
+        self.state, self._since, self._silence = state, time.monotonic(), 0.0
+
+    def _watch_process(self, pid: int) -> bool:
+        """Call `on_end` once rank 0 has ended. On systems without pidfd, that is known only when new ranks start. Returns False
+        if it has ended already."""
+        self._unwatch()
+        self._pid = pid
+        if pid and hasattr(os, "pidfd_open"):
+            try:
+                self._descriptor = os.pidfd_open(pid)
+            except OSError:
+                return False
+            asyncio.get_running_loop().add_reader(self._descriptor, self.on_end)
+        return True
+
+    def _unwatch(self) -> None:
+        if self._descriptor >= 0:
+            asyncio.get_running_loop().remove_reader(self._descriptor)
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    # --- time ----------------------------------------------------------------------------------------------------------------
+
+    def heard(self) -> None:
+        """Note a report of the ranks."""
+        self._silence = 0.0
+
+    async def watch(self) -> None:
+        """Kill ranks that hang, and wake the streams now and then while there are none. Runs until it is cancelled."""
+        beat = 0.0
+        while True:
+            await asyncio.sleep(TICK)
+            self._silence += TICK  # not the clock: this process may have been stopped itself
+            beat += TICK
+            self._token_seconds = self._metrics.stats.token_seconds or self._token_seconds
+            limit = self._watchdog.limit(self._token_seconds)
+            if self.state == "recovering":
+                limit = max(limit, 3 * self._longest_start)
+                if beat >= HEARTBEAT:
+                    beat = 0.0
+                    for request in self._open:
+                        request.wake()
+            if self.state != "loading" and self._silence > limit:
+                log.error("the ranks have not reported for %g s and are killed", self._silence)
+                self._silence = 0.0
+                with contextlib.suppress(OSError):
+                    self._watchdog.kill()
