@@ -149,7 +149,7 @@ class EngineClient:
         self.fatal: str | None = None
         self.on_ready: Callable[[Ready], None] = lambda ready: None  # called once
         self.on_fatal: Callable[[str], None] = lambda message: None
-        self.recovery = Recovery(self._submit, metrics, watchdog or Watchdog(), attach)
+        self.recovery = Recovery(self._submit, self._recall, metrics, watchdog or Watchdog(), attach)
         self._active: dict[str, OutputQueue] = {}
         self._addresses, self._attach = (to_engine, from_engine), attach
         self._tasks: list[asyncio.Task[None]] = []
@@ -232,6 +232,11 @@ class EngineClient:
         self._active |= {submit.request_id: queue for submit in submits}
         if submits:
             self._send(submits[0] if len(submits) == 1 else joined(submits))
+
+    def _recall(self, queue: OutputQueue) -> None:
+        """End a request's sequences in the engine only. Tokens that are on their way still count."""
+        for request_id in queue.ids:
+            self._send(Abort(request_id))
 
     def _send(self, message: ToEngine) -> None:
         self._push.send(encode(message), zmq.NOBLOCK)

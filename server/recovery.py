@@ -7,8 +7,8 @@ function of these and of its position, so new ranks that get all of them go on w
 the text.
 
 A request may itself be what ends the ranks. One that ranks had at two ends in a row without a token of it is suspect: the next
-ranks compute the suspects one at a time and nothing beside them. Once a token of it comes, a suspect is as good as any other. If
-the ranks end, they had only this one, and it is refused.
+ranks compute the suspects one at a time and nothing beside them. Once a token of it comes, a suspect is as good as any other, and
+waits until the others are tried, too. If the ranks end, they had only this one, and it is refused.
 
 If the ranks hang, they are killed, and whoever started them starts them again.
 """
@@ -68,10 +68,18 @@ class Watchdog:
 
 
 class Recovery:
-    def __init__(self, send: Callable[..., None], metrics: Metrics, watchdog: Watchdog, attach: bool) -> None:
-        """send: sends a request's unfinished sequences to the ranks. attach: whether these were ready before this frontend."""
+    def __init__(
+        self,
+        send: Callable[..., None],
+        recall: Callable[..., None],
+        metrics: Metrics,
+        watchdog: Watchdog,
+        attach: bool = False,
+    ) -> None:
+        """send: sends a request's unfinished sequences to the ranks. recall: takes them back. attach: whether the ranks were ready
+        before this frontend."""
         self.state: Literal["loading", "serving", "recovering"] = "recovering" if attach else "loading"
-        self._send, self._metrics, self._watchdog = send, metrics, watchdog
+        self._send, self._recall, self._metrics, self._watchdog = send, recall, metrics, watchdog
         self._open: dict[Request, None] = {}  # accepted and not answered, in the order of their arrival
         self._pid, self._descriptor = 0, -1  # of rank 0; -1: it is not watched
         self._since = time.monotonic()  # when the state began
@@ -94,7 +102,10 @@ class Recovery:
 
     def went_on(self, request: Request) -> None:
         """Note a token of a request that earlier ranks had when they ended."""
-        request.stuck = 0
+        was_suspect, request.stuck = request.stuck >= SUSPECT, 0
+        if was_suspect and request.sent and self._suspect() is not None:
+            request.sent = False
+            self._recall(request)
         self._send_waiting()
 
     def postpone(self, request: Request) -> None:
@@ -105,11 +116,14 @@ class Recovery:
     def _send_waiting(self) -> None:
         if self.state != "serving":
             return
-        suspect = next((r for r in self._open if r.stuck >= SUSPECT), None)
+        suspect = self._suspect()
         for request in list(self._open) if suspect is None else [suspect]:
             if not request.sent:
                 request.sent = True
                 self._send(request)
+
+    def _suspect(self) -> Request | None:
+        return next((r for r in self._open if r.stuck >= SUSPECT), None)
 
     # --- ranks ---------------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,310 @@
+"""Kill and stop the ranks of a server again and again, and compare every answer with the undisturbed one.
+
+    python -m scripts.bench.serving.chaos                       # 2 gloo ranks, 1,000 kills
+    python -m scripts.bench.serving.chaos --kills 10 --seed 5
+
+Starts its own server on a free loopback port. Clients send the same requests over and over, with all kinds of parameters,
+streamed and whole. A random rank gets SIGKILL or SIGSTOP, while it computes or while it starts. Every answer must have the
+text, ids, log-probabilities and usage that the same request got before the first kill. With --frontend the frontend is killed,
+too: then connections may break, and only answers that came are compared. Prints how long a client waited for its next token
+after a kill, and for what.
+"""
+
+import argparse
+import asyncio
+import json
+import math
+import os
+import random
+import re
+import signal
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import httpx
+from tqdm import tqdm
+
+from cli import Parser, note, run
+from errors import UserError
+from processes import RANK_NAME
+from scripts.lib.markdown import table_lines
+from scripts.lib.process_tree import process_tree
+from scripts.lib.servers import rung_server
+from server.recovery import REFUSED
+
+TOLERANCE = 1e-3  # of log-probabilities: prefill and decode add in another order
+RECOVERY_SECONDS = 300.0  # limit; then the server is taken for dead
+STOPPED = 0.2  # share of signals that are SIGSTOP
+AT_START = 0.2  # share that comes while the ranks start
+PHASES = {  # what ends each phase of a recovery: a part of a line of the log
+    "noticed": "the ranks have ended",
+    "processes and imports": "start-up: import",
+    "process group": "start-up: process group",
+    "weights": "start-up: weights",
+    "engine": "start-up: engine",
+    "requests sent again": "the ranks have started again",
+}
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "old": {"type": "boolean"}, "n": {"enum": [1, 22, 333]}},
+    "required": ["name", "old", "n"],
+    "additionalProperties": False,
+}
+
+
+def requests(rng: random.Random) -> list[tuple[str, dict[str, Any]]]:
+    """Path and body of requests whose answers are functions of the request."""
+    prompts = ["Once upon a time", "The fox", "A little girl had a", "One day a boy named", "In a small house by the sea"]
+    variants: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"temperature": 0.9, "top_p": 0.9, "n": 3},
+        {"temperature": 0.7, "frequency_penalty": 0.6, "presence_penalty": 0.4, "repetition_penalty": 1.1},
+        {"temperature": 0.8, "logprobs": 3},
+        {"temperature": 1.0, "top_k": 20, "stop": [" the", "zzz"], "min_tokens": 15},
+        {"temperature": 0.8, "logit_bias": {"20": 2.0, "30": -50.0}, "stop_token_ids": [40, 41], "logprobs": 0, "n": 2},
+        {"temperature": 0.6, "prompt": prompts[:3], "min_p": 0.02},
+        {"temperature": 0.9, "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}},
+    ]
+    found = []
+    for i, variant in enumerate(variants * 2):
+        shared = {"max_tokens": rng.randrange(20, 70), "seed": rng.randrange(1 << 30), "stream": i < len(variants)}
+        body = {
+            "prompt": rng.choice(prompts),
+            **shared,
+            "ignore_eos": "response_format" not in variant,
+            "return_token_ids": True,
+            **variant,
+        }
+        only = {"stream_options": {"include_usage": True}} if body["stream"] else {"prompt_logprobs": 1}
+        found.append(("/v1/completions", body | only))
+    chat = {"messages": [{"role": "user", "content": "Tell me a story about a fox."}], "max_tokens": 60, "seed": 7}
+    return [*found, ("/v1/chat/completions", {**chat, "stream": True, "logprobs": True, "top_logprobs": 2})]
+
+
+@dataclass
+class Answer:
+    """What must not change, by choice; `numbers` are log-probabilities."""
+
+    status: int = 0
+    texts: dict[int, str] = field(default_factory=dict)
+    ids: dict[int, list[int]] = field(default_factory=dict)
+    ends: dict[int, Any] = field(default_factory=dict)
+    numbers: list[float] = field(default_factory=list)
+    usage: Any = None
+
+    def take(self, body: dict[str, Any]) -> None:
+        """Add an event, or a whole answer."""
+        if "error" in body:
+            self.ends[-1] = body["error"]
+        if body.get("usage"):
+            self.usage = {k: v for k, v in body["usage"].items() if not k.endswith("_details")}  # caches start empty
+        for choice in body.get("choices", ()):
+            i, said = choice["index"], choice.get("delta") or choice.get("message") or choice
+            self.texts[i] = self.texts.get(i, "") + (said.get("text") or said.get("content") or "")
+            self.ids.setdefault(i, []).extend(choice.get("token_ids") or ())
+            if choice.get("finish_reason"):
+                self.ends[i] = choice["finish_reason"]
+            self.numbers += _numbers([choice.get("logprobs"), choice.get("prompt_logprobs")])
+
+    def difference(self, other: "Answer") -> str:
+        """Where two answers differ; empty if they are the same."""
+        for name in ("status", "ends", "ids", "texts", "usage"):
+            if getattr(self, name) != getattr(other, name):
+                return f"{name}: {getattr(self, name)} instead of {getattr(other, name)}"
+        mine, others = sorted(self.numbers), sorted(other.numbers)  # choices come in another order
+        if len(mine) != len(others) or any(abs(a - b) > TOLERANCE for a, b in zip(mine, others, strict=True)):
+            return f"log-probabilities: {len(mine)} and {len(others)} of them"
+        return ""
+
+
+def _numbers(value: Any) -> list[float]:
+    """All log-probabilities in a layout of any endpoint."""
+    if isinstance(value, dict):
+        return [n for k, v in value.items() if k not in ("rank", "text_offset", "bytes") for n in _numbers(v)]
+    if isinstance(value, list):
+        return [n for v in value for n in _numbers(v)]
+    return [value] if isinstance(value, float) and math.isfinite(value) else []
+
+
+class Storm:
+    """Clients and kills. `root`: the server's first process. `log`: the file with its output."""
+
+    def __init__(self, url: str, root: int, log: Path, rng: random.Random, frontend: bool = False) -> None:
+        self.url, self.root, self.log, self.rng, self.frontend = url, root, log, rng, frontend
+        self.outcomes: Counter[str] = Counter()
+        self.victims: Counter[str] = Counter()
+        self.wrong: list[str] = []
+        self.waits: dict[str, list[float]] = {}  # seconds by phase
+        self.last_token = 0.0  # time.time()
+        self._work = requests(rng)
+        self._answers: list[int] = []  # of each client
+        self._deaths = 0  # since all clients had an answer
+        self._ended = False
+
+    async def run(self, kills: int, clients: int) -> None:
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        async with httpx.AsyncClient(base_url=self.url, timeout=RECOVERY_SECONDS, limits=limits, trust_env=False) as client:
+            self._expected = await asyncio.gather(*(self._ask(client, *one) for one in self._work))
+            if failed := [e for e in self._expected if e.status != 200]:
+                raise UserError(f"a request fails without any kill: {failed[0]}")
+            self._answers = [0] * clients
+            tasks = [asyncio.create_task(self._repeat(client, i)) for i in range(clients)]
+            try:
+                for _ in tqdm(range(kills), desc="kills", unit="kill"):
+                    await self._kill()
+            finally:
+                self._ended = True
+            await asyncio.wait_for(asyncio.gather(*tasks), RECOVERY_SECONDS)
+
+    async def _repeat(self, client: httpx.AsyncClient, first: int) -> None:
+        at = first
+        while not self._ended:
+            at = (at + 1) % len(self._work)
+            try:
+                answer = await self._ask(client, *self._work[at])
+            except httpx.HTTPError as e:
+                self.outcomes["connection broken"] += 1
+                if not self.frontend:
+                    self.wrong.append(f"{self._work[at]}: {e!r}")
+                await asyncio.sleep(0.2)
+                continue
+            if self.frontend and answer.status == 503:
+                self.outcomes["loading"] += 1
+                await asyncio.sleep(0.2)
+                continue
+            self._answers[first] += 1
+            difference = answer.difference(self._expected[at])
+            self.outcomes["different" if difference else "the same"] += 1
+            if difference:
+                self.wrong.append(f"{self._work[at]}: {difference}")
+
+    async def _ask(self, client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> Answer:
+        answer, ended = Answer(), False
+        async with client.stream("POST", path, json=body) as response:
+            answer.status = response.status_code
+            if not body["stream"] or answer.status != 200:
+                answer.take(json.loads(await response.aread()))
+                return answer
+            async for line in response.aiter_lines():
+                if line == "data: [DONE]":
+                    ended = True
+                elif line.startswith("data: "):
+                    answer.take(json.loads(line[6:]))
+                    self.last_token = time.time()
+        if not ended:
+            raise httpx.RemoteProtocolError("a stream without [DONE]")
+        return answer
+
+    async def _kill(self) -> None:
+        """Send a signal to a random process, perhaps another one while new ranks start, and wait for tokens again."""
+        twice = self.rng.random() < AT_START
+        if self._deaths + 1 + twice >= REFUSED:
+            await self._all_answered()
+        self._deaths += 1 + twice
+        await asyncio.sleep(self.rng.uniform(0, 1.5))
+        start = self.log.stat().st_size
+        name, number = self._signal()
+        self.victims[f"{name} {number.name}"] += 1
+        killed = time.time()
+        if twice:
+            await asyncio.sleep(self.rng.uniform(0, 3))
+            name, again = self._signal()
+            self.victims[f"{name} {again.name} while they start"] += 1
+            killed = 0.0  # two times would be mixed
+        end = time.monotonic() + RECOVERY_SECONDS
+        while not (recovered := self._recovered(start)) or self.last_token < recovered["requests sent again"]:
+            if time.monotonic() > end:
+                raise UserError(f"the server did not recover from {number.name} to {name}; its log: {self.log}")
+            await asyncio.sleep(0.01)
+        if killed and number is signal.SIGKILL:
+            times = [killed, *recovered.values(), self.last_token]
+            for phase, a, b in zip([*PHASES, "first token"], times, times[1:], strict=False):
+                self.waits.setdefault(phase, []).append(b - a)
+            self.waits.setdefault("all", []).append(self.last_token - killed)
+
+    async def _all_answered(self) -> None:
+        """Wait until each client has another answer. Three kills in a row before a request's next token look like its fault."""
+        before, end = list(self._answers), time.monotonic() + RECOVERY_SECONDS
+        while any(a == b for a, b in zip(before, self._answers, strict=True)):
+            if time.monotonic() > end:
+                raise UserError(f"a client waited {RECOVERY_SECONDS:g} s for an answer; the server's log: {self.log}")
+            await asyncio.sleep(0.01)
+        self._deaths = 0
+
+    def _signal(self) -> tuple[str, signal.Signals]:
+        """Send SIGKILL or SIGSTOP to a random rank, or with `frontend` perhaps to the frontend. Returns its name and the signal."""
+        end = time.monotonic() + RECOVERY_SECONDS
+        while time.monotonic() < end:
+            by_name = {_name(pid): pid for pid in process_tree(self.root)}
+            names = [n for n in sorted(by_name) if n.startswith(RANK_NAME)]
+            if self.frontend and "rung-frontend" in by_name and self.rng.random() < 0.2:
+                names = ["rung-frontend"]
+            if names:
+                name = self.rng.choice(names)
+                number = signal.SIGSTOP if self.rng.random() < STOPPED and name != "rung-frontend" else signal.SIGKILL
+                try:
+                    os.kill(by_name[name], number)
+                except ProcessLookupError:
+                    continue
+                return name, number
+            time.sleep(0.01)  # the ranks are just starting
+        raise UserError("the server has no ranks any more")
+
+    def _recovered(self, start: int) -> dict[str, float]:
+        """When each phase of the newest recovery ended, if there is one in the log behind byte `start`."""
+        with self.log.open("rb") as log:
+            log.seek(start)
+            lines = log.read().decode(errors="replace").splitlines()
+        found = dict[str, float]()
+        for line in lines:
+            for phase, words in PHASES.items():
+                if words in line and (stamp := re.match(r"\S+T\S+Z", line)):
+                    found[phase] = datetime.fromisoformat(stamp[0]).timestamp()
+        return {phase: found[phase] for phase in PHASES} if len(found) == len(PHASES) else {}
+
+    def report(self) -> str:
+        """Tables of what was killed, what clients saw, and how long they waited."""
+        counts = {**self.victims, **{f"answers: {k}": v for k, v in self.outcomes.items()}}
+        seconds = [(p, f"{median(w):.2f}", f"{max(w):.2f}") for p, w in self.waits.items()]
+        tables = table_lines(["signal or answer", "count"], counts.items()), table_lines(["s", "median", "longest"], seconds)
+        return "\n".join([*tables[0], "", *tables[1]])
+
+
+def _name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
+
+
+def main() -> None:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="models/tiny-hybrid", help="a checkpoint (default: models/tiny-hybrid)")
+    parser.add_argument("--ranks", type=int, default=2, help="tensor-parallel ranks (default: 2)")
+    parser.add_argument("--clients", type=int, default=8, help="concurrent clients (default: 8)")
+    parser.add_argument("--kills", type=int, default=1000, help="signals, apart from those while ranks start (default: 1000)")
+    parser.add_argument("--frontend", action="store_true", help="kill the frontend, too")
+    parser.add_argument("--seed", type=int, help="of requests, victims and times (default: random; printed)")
+    parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="further flags of the server, as the last ones")
+    args = parser.parse_args()
+    seed = random.randrange(1 << 30) if args.seed is None else args.seed
+    note(f"seed {seed}")
+    flags = ["--model", args.model, "--max-restarts", str(100 * args.kills), "--hang-seconds", "5", *args.flags]
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "server.log"
+        with rung_server(args.ranks, flags, log) as server:
+            storm = Storm(server.url, server.pid, log, random.Random(seed), args.frontend)
+            asyncio.run(storm.run(args.kills, args.clients))
+    print(storm.report())
+    if storm.wrong:
+        raise UserError(f"seed {seed}: {len(storm.wrong)} wrong answers, such as {storm.wrong[0]}")
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,261 @@
+"""What becomes of accepted requests while ranks end and start again. The real ranks: tests/server/test_chaos.py."""
+
+import json
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from engine.protocol import Attach, Refused, Starting, Stats
+from server import recovery
+from server.metrics import Metrics
+from server.problems import ApiError
+from server.recovery import REFUSED, SUSPECT, Recovery, Watchdog
+from tests.support.server_thread import STORY, TOKENIZER, Site, ready, wait_for
+
+STORY_IDS = TOKENIZER.encode(STORY, add_special_tokens=False)
+
+
+# --- the state machine ---------------------------------------------------------------------------------------------------
+
+
+class Request:
+    """A request of `needed` tokens. With `deadly` ranks end before they have computed that token."""
+
+    def __init__(self, name: int, needed: int, deadly: int | None = None) -> None:
+        self.name, self.needed, self.deadly, self.tokens = name, needed, deadly, 0
+        self.sent, self.attempts, self.stuck = False, 0, 0
+        self.error: ApiError | None = None
+        self.ids = [f"{name}-0"]
+
+    def wake(self) -> None:
+        pass
+
+    def on_error(self, error: ApiError) -> None:
+        self.error = error
+
+
+class World:
+    """Requests and ranks that compute a token of each request in a step. Ranks may also end at any time by themselves."""
+
+    def __init__(self) -> None:
+        self.there: list[Request] = []
+        self.machine = Recovery(self.send, self.recall, Metrics("m"), Watchdog())
+        self.requests: list[Request] = []
+        self.alone: list[Request] = []
+
+    def send(self, request: Request) -> None:
+        request.attempts += 1
+        self.there.append(request)
+
+    def recall(self, request: Request) -> None:
+        if request in self.there:  # else its last token came
+            self.there.remove(request)
+
+    def accept(self, request: Request) -> None:
+        self.requests.append(request)
+        self.machine.add(request)
+
+    def end(self) -> None:
+        if len(self.there) == 1 and self.there[0].stuck >= SUSPECT:
+            self.alone.append(self.there[0])
+        self.there.clear()
+        self.machine.on_end()
+
+    def step(self, accident: bool) -> None:
+        if self.machine.state != "serving":
+            self.machine.on_ready(0)
+            return
+        suspects = [r for r in self.there if r.stuck >= SUSPECT]
+        assert len(suspects) <= 1 and (not suspects or len(self.there) == 1), "a suspect has company"
+        if accident or any(r.deadly == r.tokens for r in self.there):
+            self.end()
+            return
+        for request in list(self.there):
+            if request in self.there:  # else a token of an earlier one brought others
+                request.tokens += 1
+                if request.tokens == request.needed:
+                    self.there.remove(request)
+                if request.stuck:
+                    self.machine.went_on(request)
+                if request.tokens == request.needed:
+                    self.machine.remove(request)
+
+
+@pytest.mark.parametrize("accidents", [0.0, 0.02])
+def test_only_what_ends_the_ranks_is_refused(accidents: float, seed: int) -> None:
+    """Some requests end the ranks whenever these come to some token. All others are answered, unless accidents look like it."""
+    world = World()
+    for i in range(300):
+        needed = random.randint(1, 30)
+        deadly = random.randrange(needed) if i % 20 == 0 else None
+        world.accept(Request(i, needed, deadly))
+        for _ in range(random.randrange(4)):
+            world.step(random.random() < accidents)
+    steps = 0
+    while any(r.error is None and r.tokens < r.needed for r in world.requests):
+        world.step(random.random() < accidents)
+        steps += 1
+        assert steps < 50_000, "they do not come to an end"
+    for request in world.requests:
+        if request.deadly is not None:
+            assert request.error is not None and request.error.status_code == 500
+            assert f"request {request.name} " in request.error.message
+        elif not accidents:
+            assert request.error is None
+        assert request.error is None or request in world.alone
+
+
+def test_ranks_that_end_while_they_load_accuse_nobody() -> None:
+    world = World()
+    request = Request(0, 5)
+    world.accept(request)
+    for _ in range(5):
+        world.machine.on_starting(0)
+    assert (request.sent, request.stuck) == (False, 0)
+    world.machine.on_ready(0)
+    assert request.sent and world.there == [request]
+    for n in range(1, REFUSED):
+        world.end()
+        world.machine.on_starting(0)
+        assert request.stuck == n
+        world.machine.on_ready(0)
+    world.machine.went_on(request)
+    assert request.stuck == 0 and request.error is None
+
+
+def test_when_ranks_hang() -> None:
+    measured = Watchdog(seconds=None, max_batch_tokens=2048)
+    assert measured.limit(None) == recovery.UNKNOWN_HANG
+    assert measured.limit(1e-6) == recovery.LEAST_HANG
+    assert measured.limit(0.01) == pytest.approx(204.8)
+    assert Watchdog(seconds=0.0).limit(1.0) == float("inf") and Watchdog(seconds=7.0).limit(1.0) == 7.0
+
+
+# --- the frontend ----------------------------------------------------------------------------------------------------------
+
+
+class Asked:
+    """A request that a thread sends and reads."""
+
+    def __init__(self, site: Site, **body: Any) -> None:
+        self.text, self.begun = "", threading.Event()
+        self.body = {"prompt": "Hi", "max_tokens": 100, "stream": True, **body}
+        self._thread = threading.Thread(target=self._run, args=(site,), daemon=True)
+        self._thread.start()
+
+    def _run(self, site: Site) -> None:
+        with httpx.stream("POST", site.url + "/v1/completions", json=self.body, timeout=120) as reply:
+            self.status = reply.status_code
+            for part in reply.iter_text():
+                self.text += part
+                self.begun.set()
+
+    def join(self) -> "Asked":
+        self._thread.join(120)
+        assert not self._thread.is_alive()
+        return self
+
+    def texts(self) -> dict[int, str]:
+        texts: dict[int, str] = {}
+        for event in self.text.split("\n\n"):
+            if event.startswith("data: {"):
+                for choice in json.loads(event[6:])["choices"]:
+                    texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+        return texts
+
+
+def test_requests_outlive_the_ranks(make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two choices of a stream that has begun, a whole answer, and a request that comes while there are no ranks."""
+    monkeypatch.setattr(recovery, "TICK", 0.05)
+    monkeypatch.setattr(recovery, "HEARTBEAT", 0.1)
+    site = make_site()
+    site.engine.delay = 0.02
+    stream, whole = Asked(site, n=2, seed=3), Asked(site, stream=False, logprobs=1, prompt_logprobs=1)
+    assert stream.begun.wait(60)
+    wait_for(lambda: len(site.engine.submits) == 3)
+    site.engine.hold = True
+    before = {s.request_id: s for s in site.engine.submits}
+    site.engine.send(Starting(0))
+    wait_for(lambda: site.health() == "recovering")
+    assert site.http.get("/health").status_code == 503
+    late = Asked(site)
+    wait_for(lambda: site.server.client.active == 4 and ": " in stream.text)
+    assert len(site.engine.submits) == 3, "nothing is sent while there are no ranks"
+    site.engine.send(ready())
+    wait_for(lambda: site.health() == "ready" and len(site.engine.submits) == 7)
+    again = site.engine.submits[3:]
+    assert not {s.request_id for s in again[:3]} & set(before)
+    for submit in again[:3]:
+        old = before[submit.request_id.partition("+")[0]]
+        assert (submit.prompt_ids, submit.params) == (old.prompt_ids, old.params)
+        assert submit.generated == STORY_IDS[: len(submit.generated)]
+    assert again[0].generated and again[3].generated == []
+    site.engine.hold = False
+    assert stream.join().texts() == {0: STORY, 1: STORY}
+    assert ": the ranks start again\n\n" in stream.text and stream.text.endswith("data: [DONE]\n\n")
+    answer = json.loads(whole.join().text)
+    assert answer["choices"][0]["text"] == STORY and len(answer["choices"][0]["logprobs"]["tokens"]) == len(STORY_IDS)
+    assert answer["usage"]["completion_tokens"] == len(STORY_IDS)
+    assert late.join().texts() == {0: STORY}
+    metrics = site.http.get("/metrics").text
+    replayed = sum(len(s.prompt_ids) + len(s.generated) for s in again[:3])
+    assert 'rung:recoveries_total{model_name="tiny-hybrid"} 1.0' in metrics
+    assert f'rung:replayed_tokens_total{{model_name="tiny-hybrid"}} {replayed:.1f}' in metrics
+    site.engine.send(Stats(running=5))
+    wait_for(lambda: site.http.get("/stats").json()["running"] == 5)
+
+
+def test_a_request_that_ends_the_ranks_is_refused(make_site: Callable[..., Site]) -> None:
+    site = make_site()
+    site.engine.hold = True
+    asked = Asked(site, stream=False)
+    for sent in range(1, REFUSED + 1):
+        wait_for(lambda sent=sent: len(site.engine.submits) == sent)
+        site.engine.send(Starting(0))
+        site.engine.send(ready())
+    error = json.loads(asked.join().text)["error"]
+    assert (asked.status, error["code"]) == (500, "poisoned")
+    assert site.engine.submits[0].request_id.partition("-")[0] in error["message"]
+    site.engine.hold = False
+    assert site.complete()["choices"][0]["text"] == STORY
+
+
+def test_an_accepted_request_waits_for_its_grammar(make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many grammars at once are refused, but not those of requests that were accepted before."""
+    monkeypatch.setattr(recovery, "BUSY_SECONDS", 0.05)
+    site = make_site()
+    site.engine.hold = True
+    asked = Asked(site)
+    wait_for(lambda: len(site.engine.submits) == 1)
+    site.engine.send(Starting(0))
+    site.engine.send(ready())
+    wait_for(lambda: len(site.engine.submits) == 2)
+    site.engine.send(Refused(site.last().request_id, "too many", "grammars_busy"))
+    wait_for(lambda: len(site.engine.submits) == 3)
+    site.engine.hold = False
+    assert asked.join().texts() == {0: STORY}
+
+
+def test_ranks_that_report_nothing_are_killed(make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovery, "TICK", 0.05)
+    site = make_site(hang_seconds=0.5)
+    killed = threading.Event()
+    site.server.client.recovery._watchdog.kill = killed.set
+    assert killed.wait(60)
+
+
+def test_a_new_frontend_says_that_it_is_new(tmp_path: Any) -> None:
+    site = Site(tmp_path)
+    site.server.client._attach = True
+    taken: list[Any] = []
+    site.engine._take = lambda message, work: taken.append(message)  # type: ignore[method-assign]
+    site.start()
+    try:
+        wait_for(lambda: taken)
+        assert isinstance(taken[0], Attach)
+    finally:
+        site.close()
