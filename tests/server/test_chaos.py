@@ -1,0 +1,71 @@
+"""The real server on 2 ranks, whose processes are killed and stopped: every answer is that of an undisturbed server."""
+
+import asyncio
+import os
+import random
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+from scripts.bench.serving.chaos import Storm
+from tests import MODELS
+from tests.support.server_process import ServerProcess, wait_until
+
+FLAGS = ("--model", MODELS / "tiny-hybrid", "--speculate", "ngram", "--max-restarts", 1000, "--hang-seconds", 5)
+
+
+def log_of(server: ServerProcess) -> Path:
+    return Path(f"/proc/{os.getpid()}/fd/{server._log.fileno()}")
+
+
+def test_chaos(seed: int) -> None:
+    """Kills of ranks lose and change no answer. After a kill of the frontend, the same ranks serve the next one, and nothing of
+    the requests is left. A drain in the middle of a recovery finishes what was accepted."""
+    with ServerProcess(*FLAGS, ranks=2) as server:
+        server.ready()
+        storm = Storm(server.url, server.process.pid, log_of(server), random.Random(seed))
+        asyncio.run(storm.run(kills=3, clients=4))
+        assert storm.wrong == []
+        assert server.metrics()["rung:recoveries_total"] >= 3
+
+        ranks, (frontend,) = server.rank_pids(), server.frontend_pids()
+        body = {"prompt": "Once", "max_tokens": 500, "ignore_eos": True, "seed": 5}
+        with server.http.stream("POST", "/v1/completions", json=body | {"stream": True}) as broken:
+            next(broken.iter_text())
+            os.kill(frontend, signal.SIGKILL)
+        wait_until(lambda: server.health() == 200, 120, "another frontend")
+        assert server.rank_pids() == ranks and server.frontend_pids() != [frontend]
+        wait_until(lambda: server.stats()["kv_blocks_used"] == server.stats()["running"] == 0, 60, "ranks with no request")
+
+        body["max_tokens"] = 60
+        wanted = server.http.post("/v1/completions", json=body).json()["choices"]
+        answers: list[object] = []
+        asking = threading.Thread(
+            target=lambda: answers.append(server.http.post("/v1/completions", json=body).json()["choices"])
+        )
+        asking.start()
+        wait_until(lambda: server.stats()["running"], 60, "a running request")
+        os.kill(ranks[1], signal.SIGKILL)
+        wait_until(lambda: server.stats()["status"] == "recovering", 60, "a recovery")
+        server.process.send_signal(signal.SIGTERM)
+        asking.join(120)
+        assert answers == [wanted]
+        assert server.wait(120) == 0
+        assert "Traceback" not in server.log
+
+
+@pytest.mark.parametrize("when", ["before it was ready", "too often"])
+def test_a_server_that_cannot_go_on_ends(when: str) -> None:
+    limit = {"before it was ready": 5, "too often": 1}[when]
+    with ServerProcess("--model", MODELS / "tiny-hybrid", "--max-restarts", limit, ranks=2) as server:
+        if when == "too often":
+            server.ready()
+            (first, _) = server.rank_pids()
+            os.kill(first, signal.SIGKILL)
+            wait_until(lambda: server.rank_pids() and server.rank_pids()[0] not in (first, server.process.pid), 60, "new ranks")
+        wait_until(lambda: len(server.rank_pids()) == 2, 60, "ranks")
+        os.kill(server.rank_pids()[0], signal.SIGKILL)
+        assert server.wait(120) == 1
+        assert "error: rank 0 was killed by SIGKILL" in server.log and "Traceback" not in server.log
