@@ -31,6 +31,7 @@ HEARTBEAT = 5.0  # seconds between signs of life to the clients of streams, whil
 BUSY_SECONDS = 0.5  # before a request is sent again that had to wait for a grammar
 LEAST_HANG = 30.0  # seconds without a report until ranks hang
 UNKNOWN_HANG = 600.0  # the same before their first step
+LEAST_START = 60.0  # seconds without a report until ranks that start hang; three times their longest start if that is more
 SLACK = 10  # how many times as long as estimated a step may take
 
 
@@ -202,7 +203,7 @@ class Recovery:
             self._token_seconds = self._metrics.stats.token_seconds or self._token_seconds
             limit = self._watchdog.limit(self._token_seconds)
             if self.state == "recovering":
-                limit = max(limit, 3 * self._longest_start)
+                limit = max(limit, LEAST_START, 3 * self._longest_start)
                 if beat >= HEARTBEAT:
                     beat = 0.0
                     for request in self._open:

@@ -214,7 +214,7 @@ class Storm:
         killed = time.time()
         if twice:
             await asyncio.sleep(self.rng.uniform(0, 3))
-            name, again = self._signal()
+            name, again = self._signal(only_kill=True)  # it takes a minute until stopped ranks that start are killed
             self.victims[f"{name} {again.name} while they start"] += 1
             killed = 0.0  # two times would be mixed
         end = time.monotonic() + RECOVERY_SECONDS
@@ -237,7 +237,7 @@ class Storm:
             await asyncio.sleep(0.01)
         self._deaths = 0
 
-    def _signal(self) -> tuple[str, signal.Signals]:
+    def _signal(self, only_kill: bool = False) -> tuple[str, signal.Signals]:
         """Send SIGKILL or SIGSTOP to a random rank, or with `frontend` perhaps to the frontend. Returns its name and the signal."""
         end = time.monotonic() + RECOVERY_SECONDS
         while time.monotonic() < end:
@@ -247,7 +247,8 @@ class Storm:
                 names = ["rung-frontend"]
             if names:
                 name = self.rng.choice(names)
-                number = signal.SIGSTOP if self.rng.random() < STOPPED and name != "rung-frontend" else signal.SIGKILL
+                may_stop = not only_kill and name != "rung-frontend"
+                number = signal.SIGSTOP if may_stop and self.rng.random() < STOPPED else signal.SIGKILL
                 try:
                     os.kill(by_name[name], number)
                 except ProcessLookupError:
