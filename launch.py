@@ -122,8 +122,8 @@ def start_ranks(count: int, program: Sequence[str], patience: float | None = Non
         raise UserError(f"{count} ranks cannot be started; give a number from 1 to {MOST_RANKS}")
     logging.disable(logging.CRITICAL)  # because the agent logs each rank's exit as an error of the agent
     os.environ |= {LAUNCHER: str(os.getpid()), "TORCHELASTIC_SIGNALS_TO_HANDLE": ""}  # Forwarder handles them
-    if count > 1:
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the host's cores
+    if count > 1 or keeper is None:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the host's cores; a server of one rank has them all
     listen_on_loopback()
     spec = WorkerSpec(
         role="rank",

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from engine.core import Engine
+from engine.grammars import Grammars
 from engine.protocol import Submit, SubmitAll, decode_to_engine, encode, joined
 from model import Transformer
 from tests.engine.test_drafts import JSON, assert_answers, bent_submits, predicting
@@ -30,11 +31,15 @@ def go_on(engine: Engine, submits: list[Submit], answers: dict[str, Answer], ste
         step(engine, answers)
 
 
-def cut_anywhere(model: Transformer, submits: list[Submit], **limits: Any) -> dict[str, Answer]:
-    """Serve the requests on one engine after the other, until all have ended."""
+def cut_anywhere(
+    model: Transformer, submits: list[Submit], grammars: Grammars | None = None, **limits: Any
+) -> dict[str, Answer]:
+    """Serve the requests on one engine after the other, until all have ended. grammars: shared, because it starts slowly."""
     answers = {s.request_id: Answer() for s in submits}
     while any(a.finish_reason is None for a in answers.values()):
-        go_on(engine_of(model, **limits), submits, answers, random.randint(1, 12))
+        engine = engine_of(model, **limits)
+        engine.grammars = grammars or engine.grammars
+        go_on(engine, submits, answers, random.randint(1, 12))
     return answers
 
 
@@ -53,8 +58,9 @@ def test_a_cut_changes_no_grammar(seed: int) -> None:
     tokenizer = tiny_tokenizer()
     fixed = dict(max_tokens=60, grammar=JSON, stop_token_ids=list(tokenizer.eos_ids), temperature=0.7, min_tokens=0)
     submits = bent_submits(6, **fixed)
-    whole = serve(engine_of(tiny(), tokenizer=tokenizer), submits)
-    answers = cut_anywhere(tiny(), submits, tokenizer=tokenizer, draft_tokens=random.choice([0, 3]))
+    engine = engine_of(tiny(), tokenizer=tokenizer)
+    whole = serve(engine, submits)
+    answers = cut_anywhere(tiny(), submits, engine.grammars, tokenizer=tokenizer, draft_tokens=random.choice([0, 3]))
     assert sum(answers[i].tokens == whole[i].tokens for i in whole) >= len(whole) - 1  # all, unless rounding decides a tie
     for answer in answers.values():
         if answer.finish_reason == "stop":
