@@ -42,7 +42,15 @@ class BlockManager:
 
     def can_take(self, cached: Sequence[int], fresh: int) -> bool:
         """Whether there is room for `acquire(cached)` and then `fresh` calls of `allocate`."""
-        return fresh + sum(self.owners[b] == 0 for b in cached) <= len(self.free)
+        return fresh + self.unowned(cached) <= len(self.free)
+
+    def unowned(self, cached: Sequence[int]) -> int:
+        """How many cached blocks no sequence has."""
+        return sum(self.owners[b] == 0 for b in cached)
+
+    def owned_alone(self, blocks: Sequence[int], cached: Sequence[int]) -> int:
+        """How many of a sequence's blocks would be free without it, except for some cached ones."""
+        return sum(self.owners[b] == 1 and b not in cached for b in blocks)
 
     def acquire(self, cached: Sequence[int]) -> None:
         """Add an owner to cached blocks."""

@@ -248,7 +248,7 @@ class Engine:
             if submit.generated and params.prompt_logprobs is not None:  # they were sent with the first token
                 params = msgspec.structs.replace(params, prompt_logprobs=None)
             tokens = [*prompt, *submit.generated]
-            sequence = Sequence(submit.request_id, tokens, len(prompt), params, arrival=time.perf_counter())
+            sequence = Sequence(submit.request_id, tokens, len(prompt), params, submit.turn, time.perf_counter())
             sequence.state = sibling(state)
             self.scheduler.check(sequence)
             sequences.append(sequence)
@@ -325,7 +325,7 @@ class Engine:
 
     def _schedule(self) -> list[Chunk]:
         """The next step, whose sequences' tokens are all known."""
-        room = self.scheduler.make_room(self.speculation.plan(self.scheduler.running))
+        room = self.scheduler.draft_room(self.speculation.plan(self.scheduler.running))
         drafts = self.speculation.drafts(room)
         if drafts and self.speculation.chains is not None:
             self.runner.wait_from(self.speculation.chains.ready)

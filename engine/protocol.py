@@ -79,6 +79,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 raise UserError(f"{name} must be {rule}, not {getattr(self, name)}")
 
 
+class Turn(msgspec.Struct, frozen=True, array_like=True):
+    """When a waiting sequence starts: those of the lowest `priority` first, and equal ones in turn by `client`, of which each has a
+    share of the engine by its `weight`."""
+
+    client: str = ""
+    weight: int = 1
+    priority: int = 0
+
+
 class Submit(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """A new sequence, or one that ranks before these have begun. `generated`: the tokens of its answer that the frontend has;
     the engine computes them again and goes on behind them. Their outputs, and that of the prompt, are not repeated."""
@@ -87,6 +96,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     prompt_ids: list[int]
     params: SamplingParams
     generated: list[int] = []
+    turn: Turn = Turn()
 
 
 class Member(msgspec.Struct, frozen=True, array_like=True):
@@ -109,6 +119,7 @@ class SubmitAll(msgspec.Struct, frozen=True, tag=True):
     params: SamplingParams  # except for the fields of a Member
     prompts: list[list[int]]
     members: list[Member]
+    turn: Turn = Turn()
 
     def submits(self) -> list[Submit]:
         """A Submit for each member. They share their lists and texts."""
@@ -119,13 +130,14 @@ class SubmitAll(msgspec.Struct, frozen=True, tag=True):
                 self.prompts[one.prompt],
                 replace(self.params, max_tokens=one.max_tokens, min_tokens=one.min_tokens, seed=one.seed),
                 one.generated,
+                self.turn,
             )
             for one in self.members
         ]
 
 
 def joined(submits: Sequence[Submit]) -> SubmitAll:
-    """Join Submits into one message. Their params may differ only in the fields of a Member. A prompt is sent once if it is
+    """Join Submits into one message. They have the same turn, and their params differ only in the fields of a Member. A prompt is sent once if it is
     the same object in several Submits."""
     places: dict[int, int] = {}
     prompts: list[list[int]] = []
@@ -137,7 +149,7 @@ def joined(submits: Sequence[Submit]) -> SubmitAll:
         params = submit.params
         own = params.max_tokens, params.min_tokens, params.seed, submit.generated
         members.append(Member(submit.request_id, place, *own))
-    return SubmitAll(submits[0].params, prompts, members)
+    return SubmitAll(submits[0].params, prompts, members, submits[0].turn)
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):

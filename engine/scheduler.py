@@ -10,18 +10,24 @@ A step can also verify a draft (see drafts.py), a guess of a sequence's next tok
 draws the token after each row of it. The drawn tokens are new up to the first one that differs from the draft.
 
 States of a sequence: waiting -> running (its prompt is computed in chunks, then one token a step) -> finished. When
-there are no free blocks, the most recently admitted sequence is preempted: its blocks are released, it moves to the
-front of the waiting queue, and its keys and values are computed again later.
+there are no free blocks, the most recently admitted sequence of the lowest priority is preempted, of a client with several: its
+blocks are released, it moves to the front of its client's waiting ones, and its keys and values are computed again later.
+
+Clients have equal shares, or shares by weight, of the places in the batch and of a step's tokens, as far as they ask for them. A
+client that waits with less than its share need not wait until others end: they yield places and tokens (`_make_room`).
 """
 
-from collections import deque
+from bisect import insort
+from collections import Counter
 from collections.abc import Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from engine.block_manager import BlockManager
-from engine.protocol import SamplingParams
+from engine.protocol import SamplingParams, Turn
+from engine.waiting import WaitingQueue
 from errors import UserError
 
 
@@ -33,6 +39,7 @@ class Sequence:
     tokens: list[int]  # the prompt, then the generated tokens
     prompt_length: int
     params: SamplingParams
+    turn: Turn = field(default_factory=Turn)
     arrival: float = 0.0  # seconds, on the clock of rank 0; for statistics only
     blocks: list[int] = field(default_factory=list)
     computed: int = 0  # how many of its tokens have their keys and values in the cache, after all launched steps
@@ -46,6 +53,14 @@ class Sequence:
     drafter: Any = None  # a Drafter (see drafts.py)
 
     @property
+    def priority(self) -> int:
+        return self.turn.priority
+
+    @property
+    def client(self) -> str:
+        return self.turn.client
+
+    @property
     def generated(self) -> int:
         return len(self.tokens) - self.prompt_length
 
@@ -53,6 +68,11 @@ class Sequence:
     def length(self) -> int:
         """Its tokens, with those that steps in flight draw."""
         return len(self.tokens) + self.unknown
+
+    @property
+    def wanted(self) -> int:
+        """How many tokens its next chunk may have."""
+        return self.length - self.computed
 
     @property
     def longest(self) -> int:
@@ -116,6 +136,21 @@ def drawn_by(chunks: List[Chunk], shift: int = 0) -> tuple[list[Sequence], list[
     return [draw.sequence for draw in draws], [draw.position for draw in draws]
 
 
+def fair_shares(wanted: Mapping[str, int], weights: Mapping[str, int], total: int) -> dict[str, int]:
+    """Divide `total` tokens between clients by weight. What one does not want goes to the others. The first client gets a token
+    if there is one, so that the oldest sequence never stops."""
+    shares, left, weight = dict[str, int](), total, sum(weights[name] for name in wanted)
+    for name, most in wanted.items():
+        shares[name] = min(most, -(-left * weights[name] // weight))
+        left -= shares[name]
+        weight -= weights[name]
+    for name, most in wanted.items():
+        more = min(left, most - shares[name])
+        shares[name] += more
+        left -= more
+    return shares
+
+
 class Scheduler:
     def __init__(
         self,
@@ -129,8 +164,8 @@ class Scheduler:
         """whole_sequences: see `EngineLimits`. max_drafted: the most drafted tokens of a step."""
         self.blocks, self.whole_sequences, self.max_drafted = blocks, whole_sequences, max_drafted
         self.max_num_seqs, self.max_batch_tokens, self.max_model_len = max_num_seqs, max_batch_tokens, max_model_len
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []  # in the order of admission
+        self.waiting = WaitingQueue()
+        self.running: list[Sequence] = []  # by priority, and then in the order of admission
         self.by_id: dict[str, Sequence] = {}
         self.preemptions = self.prefix_queries = self.prefix_hits = 0
 
@@ -153,7 +188,7 @@ class Scheduler:
         """Add a sequence to the waiting queue. Raises UserError if it can never run, however long it waits."""
         self.check(sequence)
         self.by_id[sequence.request_id] = sequence
-        self.waiting.append(sequence)
+        self.waiting.add(sequence)
 
     def abort(self, request_id: str) -> None:
         """Remove a request, if it has not finished, and free its blocks."""
@@ -169,31 +204,107 @@ class Scheduler:
 
         in_flight: the tokens of the step before are not recorded yet. Then there is no step ([]) if a sequence would have to be
         preempted, because it might be one whose token is in flight. drafts: of running sequences whose tokens are all known but
-        for the next one, cut to the room that there is; `make_room` gives them blocks.
+        for the next one, cut to the room that there is; `draft_room` gives them blocks.
         """
-        going = [s for s in self.running if not s.unknown or s.length < s.longest]
-        ending = len(self.running) - len(going)  # their last token is in flight
-        if in_flight and sum(map(self._missing_blocks, going)) > len(self.blocks.free):
+        going = self._going()
+        most = self.max_num_seqs + len(self.running) - len(going)  # the last token of the others is in flight
+        if in_flight and self._reserved(going) > len(self.blocks.free):
+            return []
+        if not self._make_room(most, in_flight):
             return []
         chunks: list[Chunk] = []
         budget, preemptions = self.max_batch_tokens, self.preemptions
-        for sequence in going:
-            if budget == 0:
-                break
-            if sequence.blocks:  # else an older sequence has preempted it
-                count = min(sequence.length - sequence.computed, budget)
-                if self._grow(sequence, sequence.computed + count):
-                    chunks.append(self._chunk(sequence, count))
-                    budget -= count
-        if drafts and self.preemptions == preemptions:  # a preempted sequence needs the blocks more than drafts do
-            budget -= self._add_drafts(chunks, drafts, budget)
-        most = self.max_num_seqs + ending
-        while budget and self.waiting and len(self.running) < most and self._admit(self.waiting[0]):
-            sequence = self.waiting.popleft()
-            self.running.append(sequence)
-            chunks.append(self._chunk(sequence, min(sequence.length - sequence.computed, budget)))
+        for sequence, count in self._portions(self._going()):
+            # one without blocks was preempted for another
+            if count and sequence.blocks and self._grow(sequence, sequence.computed + count):
+                chunks.append(self._chunk(sequence, count))
+                budget -= count
+        while budget and len(self.running) < most and (first := self.waiting.first(self.running)) and self._admit(first):
+            chunks.append(self._chunk(first, min(first.wanted, budget)))
             budget -= chunks[-1].count
+        if drafts and budget and self.preemptions == preemptions:  # a preempted sequence needs the blocks more than drafts do
+            self._add_drafts(chunks, drafts, budget)
         return chunks
+
+    def _going(self) -> list[Sequence]:
+        """The running sequences that go on, whatever the tokens in flight are."""
+        return [s for s in self.running if not s.unknown or s.length < s.longest]
+
+    def _portions(self, going: list[Sequence]) -> list[tuple[Sequence, int]]:
+        """How many tokens of each running sequence to compute: all that it has, or by priority and then the shares of clients."""
+        left, portions = self.max_batch_tokens, [(s, s.wanted) for s in going]
+        if sum([count for _, count in portions]) <= left:
+            return portions  # the usual case
+        portions = []
+        for _, equals in groupby(going, lambda s: s.priority):
+            group = list(equals)
+            shares = fair_shares(self._wanted(group), {s.client: s.turn.weight for s in group}, left)
+            for sequence in group:
+                count = min(sequence.wanted, shares[sequence.client])
+                portions.append((sequence, count))
+                shares[sequence.client] -= count
+                left -= count
+        return portions
+
+    def _wanted(self, sequences: List[Sequence]) -> Counter[str]:
+        """The tokens that each client's sequences want to compute."""
+        wanted = Counter[str]()
+        for sequence in sequences:
+            wanted[sequence.client] += sequence.wanted
+        return wanted
+
+    def _make_room(self, most: int, in_flight: bool) -> bool:
+        """Admit waiting sequences of clients that have less than their share, before running ones of others take the tokens. If
+        there are no places or blocks, clients that have more than their share yield some. most: running sequences. False if
+        one would have to yield while a step is in flight."""
+        while (first := self.waiting.first(self.running)) and self._is_due(first):
+            victims = self._victims(first, most)
+            if victims is None:
+                break
+            if victims and in_flight:
+                return False
+            for victim in victims:
+                self._preempt(victim)
+            if not self._admit(first, self._reserved(self._going())):
+                break
+        return True
+
+    def _is_due(self, sequence: Sequence) -> bool:
+        """Whether the client of a waiting sequence gets less than its share of this step's tokens."""
+        if all(s.client == sequence.client for s in self.running):
+            return False  # the usual case
+        going, left = self._going(), self.max_batch_tokens
+        left -= sum(s.wanted for s in going if s.priority < sequence.priority)
+        rivals = [s for s in going if s.priority >= sequence.priority]
+        weights = {s.client: s.turn.weight for s in rivals} | {sequence.client: sequence.turn.weight}
+        own = self._wanted([s for s in rivals if s.client == sequence.client])[sequence.client]
+        return len(weights) > 1 and own * sum(weights.values()) < left * sequence.turn.weight
+
+    def _victims(self, first: Sequence, most: int) -> list[Sequence] | None:
+        """The sequences that have to yield for a waiting one; None if that would not be enough. Clients yield while they have
+        more for their weight than the other one, even after the exchange, so that no exchange is undone."""
+        cached = self._cached(first)
+        missing = (
+            self._fresh(first, cached) + self.blocks.unowned(cached) + self._reserved(self._going()) - len(self.blocks.free)
+        )
+        places = most - len(self.running)
+        counts, weight = Counter(s.client for s in self.running), first.turn.weight
+        victims: list[Sequence] = []
+        for victim in reversed(self.running):
+            if places > 0 and missing <= 0:
+                break
+            client = victim.client
+            less, more = (counts[client] - 1) * weight, (counts[first.client] + 1) * victim.turn.weight
+            if client != first.client and victim.priority >= first.priority and less >= more:
+                victims.append(victim)
+                counts[client] -= 1
+                places += 1
+                missing -= self._missing_blocks(victim) + self.blocks.owned_alone(victim.blocks, cached)
+        return victims if places > 0 and missing <= 0 else None
+
+    def _reserved(self, going: List[Sequence]) -> int:
+        """Blocks that running sequences need for their next step."""
+        return sum(map(self._missing_blocks, going))
 
     def launched(self, chunks: list[Chunk]) -> None:
         """Note that the step of `chunks` was launched: what it computes is in the cache for every later step."""
@@ -208,7 +319,7 @@ class Scheduler:
         sequence.unknown += chunk.samples
         return chunk
 
-    def make_room(self, wanted: Mapping[Sequence, int]) -> dict[Sequence, int]:
+    def draft_room(self, wanted: Mapping[Sequence, int]) -> dict[Sequence, int]:
         """Give running sequences blocks for so many drafted tokens, or for fewer. Returns how many have room, of each that has any.
 
         No step may be in flight. What the sequences' next tokens need, or the first waiting one to start, comes before drafts."""
@@ -228,16 +339,14 @@ class Scheduler:
 
     def _next_admission(self) -> int:
         """Blocks that the first waiting sequence may take in the next step."""
-        if not self.waiting or len(self.running) >= self.max_num_seqs:
-            return 0
-        first = self.waiting[0]
-        needed = self.blocks.blocks_for(first.longest if self.whole_sequences else len(first.tokens) + 1)
+        first = self.waiting.first(self.running) if len(self.running) < self.max_num_seqs else None
+        needed = self._fresh(first, ()) if first else 0
         return needed if needed <= len(self.blocks.free) else 0
 
-    def _add_drafts(self, chunks: List[Chunk], drafts: Mapping[Sequence, List[int]], budget: int) -> int:
-        """Let chunks of running sequences verify drafts, cut to `budget` tokens and to the sequences' blocks. Returns how many tokens
-        they have. These count as computed, too."""
-        left = most = min(self.max_drafted, budget)
+    def _add_drafts(self, chunks: List[Chunk], drafts: Mapping[Sequence, List[int]], budget: int) -> None:
+        """Let chunks of running sequences verify drafts, cut to `budget` tokens and to the sequences' blocks. These count as computed,
+        too."""
+        left = min(self.max_drafted, budget)
         for chunk in chunks:
             sequence = chunk.sequence
             room = min(left, len(sequence.blocks) * self.blocks.block_size - chunk.stop, sequence.longest - chunk.stop - 1)
@@ -247,11 +356,8 @@ class Scheduler:
                 sequence.computed += len(draft)
                 sequence.unknown += len(draft)
                 left -= len(draft)
-            if sequence in drafts and not self.whole_sequences:
-                self.blocks.give_back(
-                    sequence.blocks, self.blocks.blocks_for(chunk.stop)
-                )  # a draft may be shorter than its room
-        return most - left
+            if sequence in drafts and not self.whole_sequences:  # a draft may be shorter than its room
+                self.blocks.give_back(sequence.blocks, self.blocks.blocks_for(chunk.stop))
 
     def _missing_blocks(self, sequence: Sequence) -> int:
         """Blocks that a running sequence needs for its tokens, at most, beyond those that it has."""
@@ -266,14 +372,23 @@ class Scheduler:
             self.blocks.publish(sequence.blocks, sequence.tokens, sequence.published, full)
             sequence.published = full
 
-    def _admit(self, sequence: Sequence) -> bool:
-        """Give a waiting sequence blocks for all its tokens, cached ones first; False if there are not enough."""
+    def _cached(self, sequence: Sequence) -> list[int]:
+        """The blocks of a waiting sequence that are in the prefix cache."""
         # prompt_logprobs need the logits of all prompt tokens; those are not cached
         reuse = not self.whole_sequences and sequence.params.prompt_logprobs is None
-        cached = self.blocks.match(sequence.tokens) if reuse else []
+        return self.blocks.match(sequence.tokens) if reuse else []
+
+    def _fresh(self, sequence: Sequence, cached: List[int]) -> int:
+        """How many other blocks it needs to start."""
         tokens = sequence.longest if self.whole_sequences else len(sequence.tokens) + 1
-        fresh = self.blocks.blocks_for(tokens) - len(cached)
-        if not self.blocks.can_take(cached, fresh):
+        return self.blocks.blocks_for(tokens) - len(cached)
+
+    def _admit(self, sequence: Sequence, reserved: int = 0) -> bool:
+        """Start a waiting sequence with blocks for all its tokens, cached ones first; False if there are not enough, besides the
+        `reserved` ones."""
+        cached = self._cached(sequence)
+        fresh = self._fresh(sequence, cached)
+        if not self.blocks.can_take(cached, fresh + reserved):
             return False
         self.blocks.acquire(cached)
         # sorted: a CPU reads consecutive blocks without copying them
@@ -284,26 +399,37 @@ class Scheduler:
             self.prefix_queries += sequence.prompt_length
             self.prefix_hits += sequence.computed
             sequence.cached_tokens = sequence.computed
+        self.waiting.start(sequence)
+        insort(self.running, sequence, key=lambda s: s.priority)
         return True
 
     def _grow(self, sequence: Sequence, length: int) -> bool:
-        """Give `sequence` blocks for `length` tokens. While none are free, preempt the most recently admitted sequence;
-        False if that is `sequence` itself."""
+        """Give `sequence` blocks for `length` tokens. While none are free, preempt another one; False if `sequence` itself had to
+        be preempted."""
         while len(sequence.blocks) * self.blocks.block_size < length:
             if self.blocks.free:
                 sequence.blocks.append(self.blocks.allocate())
                 continue
-            victim = self.running[-1]
+            victim = self._preempted_for(sequence)
             self._preempt(victim)
             if victim is sequence:
                 return False
         return True
 
+    def _preempted_for(self, sequence: Sequence) -> Sequence:
+        """Of `sequence` and those that have no chunk in this step yet: the most recently admitted one of the lowest priority and
+        of the client that has the most others for its weight. So the oldest sequence never stops."""
+        rest = self.running[self.running.index(sequence) :]
+        counts = Counter(s.client for s in self.running)
+        equals = [s for s in reversed(rest) if s.priority == rest[-1].priority]
+        return max(equals, key=lambda s: (counts[s.client] - 1) / s.turn.weight)
+
     def _preempt(self, sequence: Sequence) -> None:
+        """Take a running sequence's blocks and place; what it has computed must be computed again."""
         self.running.remove(sequence)
         self.blocks.release(sequence.blocks)
         sequence.blocks, sequence.computed, sequence.published = [], 0, 0
-        self.waiting.appendleft(sequence)
+        self.waiting.add_again(sequence)
         self.preemptions += 1
 
     def reject(self, sequence: Sequence, count: int) -> None:

@@ -1,4 +1,5 @@
-"""Scheduler and block manager without a model: random arrivals, aborts and memory shortage, checked after every step.
+"""Scheduler and block manager without a model, checked after every step. Random arrivals, aborts and memory shortage are in
+tests/simulation.
 
 The cache is simulated: for each position of each block, the test records the text prefix from which it was computed. A drawn
 token is a hash of all tokens before it, so the output of a request served alone is known.
@@ -6,14 +7,12 @@ token is a hash of all tokens before it, so the output of a request served alone
 
 import random
 import zlib
-from collections.abc import Callable
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.block_manager import BlockManager
 from engine.protocol import SamplingParams
@@ -57,23 +56,14 @@ class Simulation:
 
     def __init__(self, n_blocks: int, block_size: int, max_num_seqs: int, max_batch_tokens: int, max_model_len: int) -> None:
         self.n_blocks, self.size, self.max_model_len = n_blocks, block_size, max_model_len
-        self.max_num_seqs, self.budget, self.max_drafted = max_num_seqs, max_batch_tokens, random.randint(1, 12)
+        self.max_num_seqs, self.budget = max_num_seqs, max_batch_tokens
         self.manager = BlockManager(n_blocks, block_size)
-        self.scheduler = Scheduler(self.manager, max_num_seqs, max_batch_tokens, max_model_len, max_drafted=self.max_drafted)
+        self.scheduler = Scheduler(self.manager, max_num_seqs, max_batch_tokens, max_model_len)
         self.requests: dict[str, Served] = {}
         self.alive: dict[str, Served] = {}
         self.texts: dict[tuple[int, int], int] = {}  # (number of a prefix, next token) to the number of the longer prefix
         self.holds: dict[int, int] = {}  # cache position to the number of the prefix that ends with the token computed there
         self.steps = 0
-        self.ahead_share = 0.0  # how often a step is scheduled before the tokens of the step before are recorded
-        self.ahead: list[Chunk] | None = None
-        self.draft_share = 0.0  # how often a sequence has a draft
-        self.accepted = self.rejected = 0  # drafted tokens
-        self.in_flight: dict[str, list[int]] = {}  # by request: tokens that were drawn and not recorded, after a draft, if any
-
-    def text(self, sequence: Sequence) -> list[int]:
-        """The sequence's tokens, with those in flight."""
-        return sequence.tokens + self.in_flight.get(sequence.request_id, [])
 
     def beginnings(self, tokens: List[int]) -> list[int]:
         """A number for each prefix of `tokens`. Only equal prefixes have the same number."""
@@ -107,24 +97,9 @@ class Simulation:
         self.check()
         return True
 
-    def abort(self, name: str) -> None:
-        request = self.alive.pop(name, None)
-        used = len({b for s in self.scheduler.running if s.request_id != name for b in s.blocks})
-        self.scheduler.abort(name)
-        assert self.manager.used == used, "the blocks of an aborted request are not free at once"
-        if request:
-            assert request.sequence.finish_reason == "abort"
-            request.ends.append("abort")
-        self.check()
-
     def step(self) -> list[Chunk]:
-        """Record a step's tokens, often after the next step has been launched. Returns its chunks."""
-        if not self.scheduler.has_work():  # nobody reads the step that was launched ahead
-            self.ahead = None
-            self.in_flight.clear()
-        chunks, self.ahead = self.ahead or self.launch(), None
-        if random.random() < self.ahead_share and not any(c.draft for c in chunks):
-            self.ahead = self.launch(in_flight=True)
+        """Compute a step and record its tokens. Returns its chunks."""
+        chunks = self.launch()
         sampling = [c for c in chunks if c.samples]
         random.shuffle(sampling)
         for chunk in sampling:
@@ -133,70 +108,27 @@ class Simulation:
         return chunks
 
     def land(self, chunk: Chunk) -> None:
-        """Record the tokens that a chunk has drawn."""
+        """Record the token that a chunk has drawn."""
         sequence, request = chunk.sequence, self.requests[chunk.sequence.request_id]
-        tokens = [self.in_flight[sequence.request_id].pop(0) for _ in range(len(chunk.draft) + 1)]
-        if sequence.finish_reason is not None:
-            return
-        if chunk.draft:
-            drawn = [draw(sequence.tokens + tokens[:i]) for i in range(len(tokens))]
-            right = next((i for i, token in enumerate(chunk.draft) if token != drawn[i]), len(chunk.draft))
-            tokens = drawn[: right + 1]
-            self.accepted, self.rejected = self.accepted + right, self.rejected + len(chunk.draft) - right
-            self.scheduler.reject(sequence, len(chunk.draft) - right)
-            assert len(sequence.blocks) <= max(-(-len(sequence.tokens + tokens) // self.size), 1), (
-                "it keeps places of wrong tokens"
-            )
-        for token in tokens:
-            request.output.append(token)
-            self.scheduler.record(sequence, token)
-            if sequence.finish_reason:
-                self.end(request)
-                break
+        token = draw(sequence.tokens)
+        request.output.append(token)
+        self.scheduler.record(sequence, token)
+        if sequence.finish_reason:
+            self.end(request)
 
-    def drafts(self) -> dict[Sequence, list[int]]:
-        """Drafts for some of the sequences that may have one; some tokens are wrong."""
-        drafts = {}
-        for sequence in self.scheduler.running:
-            if sequence.generated and sequence.length - sequence.computed == 1 and random.random() < self.draft_share:
-                text = list(sequence.tokens)
-                for _ in range(random.randint(1, 9)):
-                    text.append(draw(text) if random.random() < 0.8 else random.randrange(VOCAB))
-                drafts[sequence] = text[len(sequence.tokens) :]
-        room = self.scheduler.make_room({sequence: len(draft) for sequence, draft in drafts.items()})
-        assert sum(room.values()) <= self.max_drafted and all(0 < n <= len(drafts[s]) for s, n in room.items())
-        return {sequence: drafts[sequence][:count] for sequence, count in room.items()}
-
-    def launch(self, in_flight: bool = False) -> list[Chunk]:
-        preemptions = self.scheduler.preemptions
-        chunks = self.scheduler.schedule(in_flight, {} if in_flight else self.drafts())
-        assert not any(c.draft for c in chunks) or self.scheduler.preemptions == preemptions, "a draft took another's place"
-        if in_flight and not chunks:
-            self.check_that_nothing_could_be_scheduled()
-            return []
+    def launch(self) -> list[Chunk]:
+        chunks = self.scheduler.schedule()
         self.steps += 1
-        self.check_chunks(chunks, in_flight)
+        self.check_chunks(chunks)
         for chunk in chunks:
-            if chunk.draft:
-                self.in_flight[chunk.sequence.request_id] = [*chunk.draft, draw([*chunk.sequence.tokens, *chunk.draft])]
-        for chunk in chunks:
-            numbers = self.beginnings(self.text(chunk.sequence)[: chunk.stop])
+            numbers = self.beginnings(chunk.sequence.tokens[: chunk.stop])
             for position in range(chunk.start, chunk.stop):
                 self.holds[self.place(chunk.sequence, position)] = numbers[position]
         for chunk in chunks:  # a step may compute its chunks in any order
             self.check_cache(chunk.sequence, chunk.stop)  # no other chunk wrote to its positions
-        for chunk in chunks:
-            if chunk.samples and not chunk.draft:
-                drawn = draw(self.text(chunk.sequence))
-                self.in_flight.setdefault(chunk.sequence.request_id, []).append(drawn)
         self.scheduler.launched(chunks)
         self.check()
         return chunks
-
-    def check_that_nothing_could_be_scheduled(self) -> None:
-        going = [s for s in self.scheduler.running if len(self.text(s)) < s.prompt_length + s.params.max_tokens]
-        missing = sum(max(0, -(-len(self.text(s)) // self.size) - len(s.blocks)) for s in going)
-        assert not going or missing > len(self.manager.free)
 
     def end(self, request: Served) -> None:
         sequence = request.sequence
@@ -222,26 +154,20 @@ class Simulation:
     def check_cache(self, sequence: Sequence, length: int) -> None:
         """Check that positions 0 … length-1 in the sequence's blocks were computed from exactly its tokens."""
         held = [self.holds.get(self.place(sequence, p)) for p in range(length)]
-        assert held == self.beginnings(self.text(sequence)[:length])
+        assert held == self.beginnings(sequence.tokens[:length])
 
-    def check_chunks(self, chunks: list[Chunk], in_flight: bool) -> None:
-        assert chunks or in_flight or not self.scheduler.has_work(), "there is work, but none was scheduled"
+    def check_chunks(self, chunks: list[Chunk]) -> None:
+        assert chunks or not self.scheduler.has_work(), "there is work, but none was scheduled"
         assert sum(c.count for c in chunks) <= self.budget
         assert len(chunks) <= self.max_num_seqs
-        assert sum(len(c.draft) for c in chunks) <= self.max_drafted
         assert len({c.sequence.request_id for c in chunks}) == len(chunks), "a sequence is twice in a step"
         for chunk in chunks:
-            sequence, stop, text = chunk.sequence, chunk.stop, [*self.text(chunk.sequence), *chunk.draft]
-            assert chunk.samples or not chunk.draft
-            assert sequence in self.scheduler.running
-            assert chunk.count >= 1
-            assert stop == sequence.computed <= len(text) < sequence.prompt_length + sequence.params.max_tokens
-            assert chunk.samples == (stop == len(text))
-            assert chunk.is_known == (self.text(sequence) == sequence.tokens) or not chunk.samples
-            assert chunk.tokens == text[chunk.start : stop] if chunk.is_known else chunk.count == 1
-            assert [d.position for d in chunk.draws] == list(range(stop - len(chunk.draft), stop + 1))[
-                : None if chunk.samples else 0
-            ]
+            sequence, stop = chunk.sequence, chunk.stop
+            assert sequence in self.scheduler.running and chunk.is_known
+            assert 1 <= chunk.count == stop - chunk.start and stop == sequence.computed <= len(sequence.tokens)
+            assert chunk.samples == (stop == len(sequence.tokens))
+            assert chunk.tokens == sequence.tokens[chunk.start : stop]
+            assert [d.position for d in chunk.draws] == [stop][: chunk.samples]
             assert stop <= len(sequence.blocks) * self.size, "no blocks to write to"
             self.check_cache(sequence, chunk.start)
             if sequence.params.prompt_logprobs is not None:
@@ -253,9 +179,7 @@ class Simulation:
     def check(self) -> None:
         running, waiting = self.scheduler.running, list(self.scheduler.waiting)
         self.manager.check([s.blocks for s in running])
-        ending = [s for s in running if s.unknown and s.length == s.prompt_length + s.params.max_tokens]
-        assert len(running) - len(ending) <= self.max_num_seqs
-        assert all(s.unknown == len(self.in_flight.get(s.request_id, [])) for s in running)
+        assert len(running) <= self.max_num_seqs
         assert all(not s.blocks and s.computed == 0 for s in waiting)
         assert set(self.scheduler.by_id) == set(self.alive) == {s.request_id for s in running + waiting}
         assert len(running) + len(waiting) == len(self.alive)
@@ -266,154 +190,6 @@ class Simulation:
             assert self.steps <= request.deadline, f"{request.sequence.request_id} starves"
         for sequence in running:
             self.check_cache(sequence, sequence.computed)
-
-
-# --- random events -------------------------------------------------------------------------------------------------------
-
-params = st.builds(
-    SamplingParams,
-    max_tokens=st.integers(1, 30),
-    min_tokens=st.integers(0, 4),
-    stop_token_ids=st.lists(st.integers(0, VOCAB - 1), max_size=2),
-    prompt_logprobs=st.sampled_from([None, None, None, 1]),
-)
-prompts = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=40)
-blocks_of = st.integers(1, 5)
-
-
-class Life(RuleBasedStateMachine):
-    """Requests arrive, share prefixes, are aborted, and run out of cache blocks."""
-
-    @initialize(
-        n_blocks=st.integers(2, 24),
-        block_size=blocks_of,
-        max_num_seqs=st.integers(1, 6),
-        budget=st.integers(1, 20),
-        max_model_len=st.integers(10, 60),
-        shares=st.tuples(st.sampled_from([0.0, 0.5, 1.0]), st.sampled_from([0.0, 0.5, 1.0])),
-    )
-    def begin(
-        self,
-        n_blocks: int,
-        block_size: int,
-        max_num_seqs: int,
-        budget: int,
-        max_model_len: int,
-        shares: tuple[float, float],
-    ) -> None:
-        self.simulation = Simulation(n_blocks, block_size, max_num_seqs, budget, max_model_len)
-        self.simulation.ahead_share, self.simulation.draft_share = shares
-
-    @rule(prompt=prompts, params=params)
-    def submit(self, prompt: list[int], params: SamplingParams) -> None:
-        self.simulation.submit(prompt, params)
-
-    @precondition(lambda self: self.simulation.requests)
-    @rule(which=st.integers(0), keep=st.integers(1, 40), more=prompts | st.just([]), params=params)
-    def submit_a_known_beginning(self, which: int, keep: int, more: list[int], params: SamplingParams) -> None:
-        """A prefix of another request's text, including its answer, as in a continued chat or a repeated prompt."""
-        texts = [r.sequence.tokens for r in self.simulation.requests.values()]
-        self.simulation.submit(texts[which % len(texts)][:keep] + more, params)
-
-    @precondition(lambda self: self.simulation.requests)
-    @rule(which=st.integers(0))
-    def abort(self, which: int) -> None:
-        names = list(self.simulation.requests)  # ended requests, too: a client's abort may arrive late
-        self.simulation.abort(names[which % len(names)])
-
-    @rule(count=st.integers(1, 6))
-    def steps(self, count: int) -> None:
-        for _ in range(count):
-            self.simulation.step()
-
-    @invariant()
-    def holds(self) -> None:
-        if hasattr(self, "simulation"):
-            self.simulation.check()
-
-    def teardown(self) -> None:
-        if hasattr(self, "simulation"):
-            self.simulation.run()
-
-
-TestLife = Life.TestCase
-TestLife.settings = settings(
-    max_examples=120,
-    stateful_step_count=40,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
-
-
-def random_request(texts: list[list[int]]) -> tuple[list[int], SamplingParams]:
-    prompt = [random.randrange(VOCAB) for _ in range(random.randint(1, 25))]
-    if texts and random.random() < 0.6:
-        shared = random.choice(texts)
-        prompt = shared[: random.randint(1, len(shared))] + prompt[: random.randint(0, 8)]
-    return prompt, SamplingParams(
-        max_tokens=random.randint(1, 25),
-        min_tokens=random.choice([0, 0, 3]),
-        stop_token_ids=random.sample(range(VOCAB), random.choice([0, 0, 1])),
-        prompt_logprobs=random.choice([None] * 7 + [0]),
-    )
-
-
-@pytest.mark.parametrize(("place", "pool"), list(enumerate(["scarce", "ample"])))
-def test_thousands_of_arrivals(place: int, pool: str, in_turn: Callable[..., tuple[float, float]], seed: int) -> None:
-    """1500 requests to one server, some of them aborted."""
-    simulation = Simulation(
-        n_blocks=random.randint(20, 30) if pool == "scarce" else 300,
-        block_size=random.randint(2, 4),
-        max_num_seqs=random.randint(4, 12),
-        max_batch_tokens=random.randint(15, 40),
-        max_model_len=45,
-    )
-    ahead_share, draft_share = in_turn([(0.0, 0.0), (0.7, 0.0), (1.0, 0.0), (0.5, 0.6), (0.0, 1.0)], place)
-    simulation.ahead_share, simulation.draft_share = ahead_share, draft_share
-    taken = refused = aborted = 0
-    texts: list[list[int]] = []
-    while taken < 1500:
-        for _ in range(random.choice([0, 0, 0, 1, 1, 2])):
-            if simulation.submit(*random_request(texts[-20:])):
-                taken += 1
-                texts.append(list(simulation.requests.values())[-1].sequence.tokens)
-            else:
-                refused += 1
-        if simulation.alive and random.random() < 0.05:
-            simulation.abort(random.choice(list(simulation.alive)))
-            aborted += 1
-        simulation.step()
-    simulation.run()
-    scheduler = simulation.scheduler
-    assert refused > 0 and aborted > 50
-    assert 0 < scheduler.prefix_hits < scheduler.prefix_queries
-    assert scheduler.preemptions > 0 if pool == "scarce" else scheduler.preemptions <= 10
-    assert (min(simulation.accepted, simulation.rejected) > 100) == (draft_share > 0)
-
-
-def test_two_copies_take_the_same_steps(seed: int) -> None:
-    """Every rank runs its own scheduler, so the same events must give the same steps and block tables."""
-    copies = [Scheduler(BlockManager(15, 3), 5, 12, 45) for _ in range(2)]
-    texts: list[list[int]] = []
-    for number in range(300):
-        prompt, wanted = random_request(texts[-10:])
-        if len(prompt) + wanted.max_tokens <= 45:
-            texts.append(prompt)
-            for copy in copies:
-                copy.add(Sequence(str(number), list(prompt), len(prompt), wanted))
-        victim = str(random.randrange(number + 1))
-        steps = []
-        for copy in copies:
-            if number % 9 == 0:
-                copy.abort(victim)
-            chunks = copy.schedule()
-            steps.append([(c.sequence.request_id, c.start, c.count, tuple(c.sequence.blocks)) for c in chunks])
-            copy.launched(chunks)
-            for sequence in [c.sequence for c in chunks if c.samples]:
-                copy.record(sequence, draw(sequence.tokens))
-        assert steps[0] == steps[1]
-        assert steps[0] or not copies[0].has_work()
-    assert copies[0].preemptions == copies[1].preemptions > 0
 
 
 # --- requests that never fit ----------------------------------------------------------------------------------------------
@@ -479,6 +255,21 @@ def test_running_sequences_go_before_waiting_ones_and_prompts_are_cut_to_the_bud
     assert layout() == [("0", 5, 1), ("1", 19, 1), ("2", 0, 2)]  # at most three sequences run: the last one waits
     assert layout() == [("0", 6, 1), ("1", 20, 1), ("2", 2, 1)]
     simulation.run()
+
+
+def test_drafts_leave_blocks_and_tokens_to_waiting_sequences() -> None:
+    """A draft of 8 tokens would take the two free blocks, or the budget of 9, that a waiting prompt of 4 tokens needs."""
+    for n_blocks, budget in ((5, 100), (100, 9)):
+        scheduler = Scheduler(BlockManager(n_blocks, 4), 2, budget, 40, max_drafted=8)
+        running = Sequence("running", [0] * 9, 9, SamplingParams(max_tokens=10))
+        scheduler.add(running)
+        scheduler.launched(scheduler.schedule())
+        scheduler.record(running, 0)
+        waiting = Sequence("waiting", [1] * 4, 4, SamplingParams(max_tokens=4))
+        scheduler.add(waiting)
+        first, second = scheduler.schedule(drafts={running: [0] * 8})
+        assert (second.sequence, second.count) == (waiting, 4)
+        assert len(first.draft) == (2 if n_blocks == 5 else 4)
 
 
 # --- prefix reuse -----------------------------------------------------------------------------------------------------------
@@ -638,22 +429,3 @@ def test_the_check_notices(harm: str) -> None:
         manager.keys[table[0]] = None
     with pytest.raises(AssertionError):
         manager.check(tables)
-
-
-def test_drafts_leave_the_blocks_that_the_first_waiting_sequence_needs() -> None:
-    """5 blocks of 4 tokens: a sequence of 7 tokens has 2, a waiting prompt of 8 needs 3."""
-    for waits in (False, True):
-        scheduler = Scheduler(BlockManager(5, 4), 4, 100, 40, max_drafted=20)
-        running = Sequence("a", [1] * 6, 6, SamplingParams(max_tokens=12))
-        scheduler.add(running)
-        chunks = scheduler.schedule()
-        scheduler.launched(chunks)
-        scheduler.record(running, 1)
-        if waits:
-            scheduler.add(Sequence("b", [2] * 8, 8, SamplingParams(max_tokens=4)))
-        room = scheduler.make_room({running: 12})
-        assert room == {running: 1 if waits else 10}
-        chunks = scheduler.schedule(drafts={running: [1] * room[running]})
-        assert [c.sequence.request_id for c in chunks] == (["a", "b"] if waits else ["a"])
-        assert len(chunks[0].draft) == room[running]
-        scheduler.blocks.check([s.blocks for s in scheduler.running])

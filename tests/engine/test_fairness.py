@@ -1,0 +1,170 @@
+"""The order of waiting sequences and the shares of clients: what one client sends must not make another wait. Time is counted in
+steps."""
+
+import random
+from collections import Counter
+from itertools import count
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.block_manager import BlockManager
+from engine.protocol import SamplingParams, Turn
+from engine.scheduler import Scheduler, Sequence, fair_shares
+
+
+class Server:
+    """A scheduler whose steps draw token 0."""
+
+    def __init__(self, n_blocks: int, places: int, budget: int, ahead: bool = False) -> None:
+        self.scheduler = Scheduler(BlockManager(n_blocks, 4), places, budget, 10_000)
+        self.steps, self.names, self.ahead = 0, count(), ahead
+        self.first_token: dict[Sequence, int] = {}  # the step that drew it
+        self._next: list = []
+
+    def send(self, client: str, prompt: int, answer: int, weight: int = 1, priority: int = 0) -> Sequence:
+        number = next(self.names)
+        tokens = [number] * prompt  # no two have a prefix in common
+        params = SamplingParams(max_tokens=answer)
+        sequence = Sequence(str(number), tokens, prompt, params, Turn(client, weight, priority))
+        self.scheduler.add(sequence)
+        return sequence
+
+    def step(self) -> None:
+        self.steps += 1
+        chunks, self._next = self._next or self.scheduler.schedule(), []
+        self.scheduler.launched(chunks)
+        if self.ahead:
+            self._next = self.scheduler.schedule(in_flight=True)
+        for chunk in chunks:
+            if chunk.samples and chunk.sequence.finish_reason is None:
+                self.first_token.setdefault(chunk.sequence, self.steps)
+                self.scheduler.record(chunk.sequence, 0)
+
+    def wait_for(self, sequence: Sequence) -> int:
+        """Steps until it has its first token."""
+        before = self.steps
+        while sequence not in self.first_token:
+            self.step()
+        return self.first_token[sequence] - before
+
+
+@pytest.mark.parametrize("limit", ["places", "tokens", "blocks"])
+def test_a_thousand_requests_of_one_client_do_not_delay_another(limit: str, seed: int) -> None:
+    """Another client's time to the first token is at most twice what it is on an idle server, whatever the server lacks."""
+    places, budget = random.randint(4, 40), random.randint(50, 200)
+    n_blocks = 600 if limit == "blocks" else 20_000
+    ahead = random.random() < 0.5
+    server, idle = (Server(n_blocks, places, budget, ahead) for _ in range(2))
+    for _ in range(1000):
+        prompt = {"places": 10, "tokens": 8 * budget, "blocks": 300}[limit]
+        server.send("greedy", random.randint(1, prompt), random.randint(20, 200))
+    for _ in range(4):
+        for _ in range(random.randint(30, 60)):  # it has no other request then
+            idle.step()
+            server.step()
+        prompt = random.randint(1, 3 * budget)
+        answer = random.randint(1, 30)
+        alone, crowded = (one.wait_for(one.send("polite", prompt, answer)) for one in (idle, server))
+        # one step more if the next one is scheduled already
+        assert crowded <= 2 * alone + ahead
+    running = Counter(s.client for s in server.scheduler.running)
+    assert len(server.scheduler.waiting) > 500 and running["greedy"] >= min(places, 4) - 2, "the others go on"
+
+
+def test_clients_that_all_have_enough_to_do_get_places_and_tokens_by_weight() -> None:
+    weights = {"a": 1, "b": 3, "c": 4}
+    server = Server(1000, 16, 64)
+    for _ in range(400):
+        for client, weight in weights.items():
+            server.send(client, 20, 5, weight)
+    for _ in range(100):
+        server.step()
+    before = Counter(s.client for s in server.first_token)
+    for _ in range(100):
+        server.step()
+    served = Counter(s.client for s in server.first_token)
+    served.subtract(before)
+    for client, weight in weights.items():
+        assert served[client] == pytest.approx(sum(served.values()) * weight / 8, rel=0.15)
+
+
+def test_in_one_place_clients_take_turns_by_weight() -> None:
+    server = Server(1000, 1, 100)
+    sequences = [server.send(client, 3, 1, weight) for client, weight in (("a", 1), ("b", 2)) for _ in range(30)]
+    while server.scheduler.has_work():
+        server.step()
+    order = "".join(s.client for s in sorted(sequences, key=server.first_token.__getitem__))
+    assert all(Counter(order[i : i + 3]) == {"a": 1, "b": 2} for i in range(0, 45, 3))
+    for client in "ab":
+        own = [server.first_token[s] for s in sequences if s.client == client]
+        assert own == sorted(own), "a client's own requests start in the order of their arrival"
+
+
+def test_a_client_that_was_away_has_no_claim_to_more() -> None:
+    server = Server(1000, 1, 100)
+    for _ in range(50):
+        server.send("a", 3, 1)
+    for _ in range(40):
+        server.step()
+    late = [server.send("b", 3, 1) for _ in range(10)]
+    for _ in range(10):
+        server.step()
+    assert 4 <= sum(s in server.first_token for s in late) <= 6
+
+
+def test_priorities() -> None:
+    """The lowest number starts first, whoever sent it, and is preempted last. A place that is taken is not given up for it."""
+    server = Server(1000, 1, 100)
+    busy = server.send("a", 3, 10, priority=5)
+    server.step()
+    sequences = [server.send(random.choice("abc"), 3, 2, priority=priority) for priority in (0, 7, -3, 0, 7, -3)]
+    while server.scheduler.has_work():
+        server.step()
+    order = sorted(sequences, key=server.first_token.__getitem__)
+    assert [s.priority for s in order] == [-3, -3, 0, 0, 7, 7]
+    assert min(map(server.first_token.__getitem__, sequences)) == server.first_token[busy] + 10
+
+    server = Server(10, 3, 100)  # of 40 tokens
+    low, high, middle = (server.send("a", 9, 20, priority=priority) for priority in (9, -9, 0))
+    server.step()
+    assert server.scheduler.running == [high, middle, low]
+    while not server.scheduler.preemptions:
+        server.step()
+    assert server.scheduler.running == [high, middle] and list(server.scheduler.waiting) == [low]
+    ends = list[Sequence]()
+    while server.scheduler.has_work():
+        server.step()
+        ends += [s for s in (low, high, middle) if s.finish_reason and s not in ends]
+    assert ends == [high, middle, low]
+
+
+def test_an_exchange_of_places_is_not_undone() -> None:
+    """With all clients at their shares nobody is preempted."""
+    server = Server(1000, 6, 100)
+    for client in "aabbcc":
+        server.send(client, 10, 50)
+    for _ in range(3):
+        server.step()
+    for client in "abc":
+        server.send(client, 10, 50)
+    for _ in range(40):
+        server.step()
+    assert server.scheduler.preemptions == 0
+    newcomer = server.send("d", 10, 5)
+    server.step()
+    assert server.scheduler.preemptions == 1 and newcomer.generated == 1
+    assert sorted(Counter(s.client for s in server.scheduler.running).values()) == [1, 1, 2, 2]
+
+
+@given(st.data(), st.integers(0, 60))
+def test_fair_shares(data: st.DataObject, total: int) -> None:
+    wanted = data.draw(st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 40), min_size=1))
+    weights = {name: data.draw(st.integers(1, 9)) for name in wanted}
+    shares = fair_shares(wanted, weights, total)
+    assert sum(shares.values()) == min(total, sum(wanted.values()))
+    assert all(0 <= shares[name] <= wanted[name] for name in wanted)
+    assert shares[next(iter(wanted))] >= min(1, total), "the oldest goes on"
+    for name in wanted:
+        assert shares[name] >= min(wanted[name], total * weights[name] // sum(weights.values())) - len(wanted)
