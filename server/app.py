@@ -12,10 +12,12 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import FileResponse, HTMLResponse, Response
 from starlette.staticfiles import StaticFiles
 
+from engine.protocol import Turn
 from server import grammar, problems, replies
 from server.answers import GenerationRequest
 from server.bounds import MAX_VALUES, Bounds, parse
 from server.chat import ChatRequest, conversation, read_conversation
+from server.clients import Client, sender
 from server.completions import CompletionRequest, read_prompts
 from server.docs import render_docs
 from server.engine_client import EngineClient
@@ -143,6 +145,8 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 
         prompts, compiled = await unless_gone(request.receive, prepare())
         generation = make(service, body, prompts, compiled.grammar)
+        client = sender(request.scope) if service.settings.fairness == "clients" else Client("")
+        generation.plan.turn = Turn(client.name, client.weight, body.priority or 0)
         log_fields = request.state.log_fields
         if body.user:
             log_fields["user"] = body.user

@@ -4,7 +4,7 @@ import asyncio
 import random
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import starmap
@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from engine.protocol import SamplingParams, Submit, TokenOutput
+from engine.protocol import SamplingParams, Submit, TokenOutput, Turn
 from engine.text import AnswerStream, Delta
 from server.engine_client import OutputQueue
 from server.limits import Limits, check_ids, check_prompts
@@ -38,6 +38,7 @@ class Plan:
     prompts: list[Prompt]
     params: list[SamplingParams]  # one for each prompt; choice i samples with seed + i
     choices: int
+    turn: Turn = field(default_factory=Turn)
     hidden: bool = False  # max_tokens 0: the engine computes one token, which is not shown
 
     @property
@@ -64,7 +65,7 @@ class Plan:
             for i in range(self.choices):
                 seed = (params.seed + i + INT64) % (2 * INT64) - INT64  # wraps around as a signed 64-bit number
                 own = params if i == 0 else msgspec.structs.replace(params, seed=seed)
-                submits.append(Submit(f"{unique}-{len(submits)}", prompt.ids, own))
+                submits.append(Submit(f"{unique}-{len(submits)}", prompt.ids, own, turn=self.turn))
         return submits
 
 
@@ -150,17 +151,21 @@ def run(service: Service, plan: Plan, usage: Usage, log_fields: dict[str, Any]) 
 
     `log_fields` collects fields of the access log. Raises ApiError: 400, 429, 503.
     """
-    service.admit(plan.total)
+    service.check_ready()
     check_prompts(plan.prompt_tokens, Limits(service.max_model_len), plan.params[0].prompt_logprobs)
     choices = [plan.stream(service.tokenizer, i) for i in range(plan.total)]
     log_fields |= {"prompt_tokens": usage.prompt, "completion_tokens": 0}
-    with service.client.generate(plan.submits()) as outputs:
+    client = service.client
+    with (
+        service.admission.hold(plan.turn.client, plan.total, client.active) as leave,
+        client.generate(plan.submits()) as outputs,
+    ):
         # One timer for the whole request: a timeout around each wait would need a timer for every token.
         seconds = service.settings.request_timeout
         error = ApiError(503, f"the request took longer than {seconds:g} s and was ended", None, "timeout")
         deadline = asyncio.get_running_loop().call_later(seconds, outputs.on_error, error)
         try:
-            yield Run(plan, choices, outputs, usage, log_fields)
+            yield Run(plan, choices, outputs, usage, log_fields, leave)
         finally:
             deadline.cancel()
 
@@ -169,10 +174,18 @@ class Run:
     """A plan that runs. Made by `run`."""
 
     def __init__(
-        self, plan: Plan, choices: list[AnswerStream], outputs: OutputQueue, usage: Usage, log_fields: dict[str, Any]
+        self,
+        plan: Plan,
+        choices: list[AnswerStream],
+        outputs: OutputQueue,
+        usage: Usage,
+        log_fields: dict[str, Any],
+        leave: Callable[[], None],
     ) -> None:
+        """leave: called when a sequence ends."""
         self.unfinished = plan.total
         self._plan, self._choices, self._outputs, self._usage, self._log_fields = plan, choices, outputs, usage, log_fields
+        self._leave = leave
         self._started = time.monotonic()
 
     async def next(self) -> Iterator[Delta]:
@@ -198,6 +211,7 @@ class Run:
             self._log_fields["ttft"] = round(time.monotonic() - self._started, 4)
         if delta.finish_reason:
             self.unfinished -= 1
+            self._leave()
             self._log_fields["finish"] = delta.finish_reason
             self._outputs.stop(index)
         return delta

@@ -1,7 +1,6 @@
 """ASGI middleware of every request: request id, access log, API key, limits of the body, and uncaught exceptions."""
 
 import asyncio
-import hashlib
 import hmac
 import re
 import time
@@ -13,6 +12,7 @@ from urllib.parse import quote
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from server.clients import digest, read_keys
 from server.http import ClientGone
 from server.logs import access_line, log
 from server.problems import ApiError, internal_error
@@ -88,35 +88,36 @@ class RequestScope:
 
 
 class ApiKey:
-    """Requires a bearer token, if there are keys, and compares it with every key in constant time.
+    """Requires a bearer token, if there are keys, and compares it with every key in constant time. Notes whose it is.
 
     Open to all are the page, /health, /version and the documentation, and without `protect_metrics` /metrics and /stats.
     """
 
     def __init__(self, app: ASGIApp, keys: Sequence[str], protect_metrics: bool) -> None:
         self.app = app
-        self._digests = [_digest(key) for key in keys]
+        self._clients = read_keys(keys)
         self._open = OPEN_PATHS if protect_metrics else OPEN_PATHS | METRIC_PATHS
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or self._is_open(scope["path"]) or self._has_key(Headers(scope=scope)):
+        if scope["type"] != "http" or self._is_open(scope["path"]) or self._has_key(scope):
             await self.app(scope, receive, send)
             return
         message = "the API key is missing or wrong; send it as the header Authorization: Bearer KEY"
         await ApiError(401, message, None, "invalid_api_key").response()(scope, receive, send)
 
     def _is_open(self, path: str) -> bool:
-        return not self._digests or path in self._open or path.startswith("/static/")
+        return not self._clients or path in self._open or path.startswith("/static/")
 
-    def _has_key(self, headers: Headers) -> bool:
-        kind, _, key = headers.get("authorization", "").partition(" ")
-        given = _digest(key.strip())
-        matches = [hmac.compare_digest(given, digest) for digest in self._digests]  # all, so that timing reveals nothing
-        return kind.lower() == "bearer" and any(matches)
-
-
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+    def _has_key(self, scope: Scope) -> bool:
+        kind, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+        given = digest(key.strip())
+        # all are compared, so that timing reveals nothing
+        matches = [client for known, client in self._clients.items() if hmac.compare_digest(given, known)]
+        if kind.lower() != "bearer" or not matches:
+            return False
+        scope["state"]["client"] = matches[0]
+        scope["state"]["log_fields"]["key"] = matches[0].name
+        return True
 
 
 class BodyLimit:

@@ -58,7 +58,7 @@ class ApiError(HTTPException):
     def response(self) -> Response:
         headers = dict(self.headers or {})
         if self.status_code in RETRY_SECONDS:
-            headers["retry-after"] = RETRY_SECONDS[self.status_code]
+            headers.setdefault("retry-after", RETRY_SECONDS[self.status_code])
         if self.status_code == 401:
             headers["www-authenticate"] = "Bearer"
         return JsonResponse(self.body, self.status_code, headers)

@@ -40,7 +40,6 @@ _REFUSALS: tuple[tuple[tuple[str, ...], tuple[Any, ...], str], ...] = (
     (("num_beams",), (1,), "beam search is not supported"),
     (("length_penalty",), (1, 1.0), _BEAMS),
     (("early_stopping",), (False,), _BEAMS),
-    (("priority",), (0,), "is not supported: requests run in the order of their arrival"),
     (("cache_salt",), (), "is not supported: all clients of a server share its prefix cache"),
     (("suffix",), ("",), "is not supported: the models served here do not fill in the middle"),
     (("bad_words",), ([],), "is not supported; ban tokens with logit_bias"),
@@ -239,6 +238,9 @@ class GenerationBody(Body):
         None, description="In logprobs, write tokens as `token_id:N`. Default false."
     )
     request_id: str | None = Field(None, pattern=r"^[A-Za-z0-9._:-]{1,128}$", description="Part of the answer's `id`.")
+    priority: int | None = Field(
+        None, ge=-INT64, lt=INT64, description="Requests with a lower number start earlier, and are preempted last. Default 0."
+    )
     user: str | None = Field(None, max_length=256, description="Written to the access log.")
     metadata: Any = without_effect("this server keeps no requests")
     store: Any = without_effect("this server keeps no requests")

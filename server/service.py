@@ -9,10 +9,11 @@ from typing import Any
 from msgspec.structs import asdict
 
 from errors import UserError
+from server.admission import Admission
 from server.engine_client import EngineClient, broken
 from server.examples import read_examples
 from server.json_schema import Compiled
-from server.problems import ApiError, bad
+from server.problems import ApiError
 from server.replies import StatsReply
 from server.settings import Settings
 from server.workers import Workers
@@ -26,8 +27,9 @@ class Service:
         self.settings, self.client, self.tokenizer = settings, client, tokenizer
         self.chat_template = settings.chat_template
         self.metrics = client.metrics
-        self.capacity = settings.max_num_seqs + settings.max_queue  # sequences
-        self.workers = Workers(settings.model, settings.workers, settings.worker_seconds, self.capacity, WORKER_MODULES)
+        capacity = settings.max_num_seqs + settings.max_queue  # sequences
+        self.admission = Admission(capacity, settings.max_num_seqs + settings.client_queue)
+        self.workers = Workers(settings.model, settings.workers, settings.worker_seconds, capacity, WORKER_MODULES)
         self.grammars: OrderedDict[tuple[str, str], Compiled] = OrderedDict()  # see grammar.py
         self.draining = False
         self.open_requests = 0  # HTTP requests whose answer is not complete
@@ -68,17 +70,6 @@ class Service:
         if name is not None and name not in self.settings.model_names:
             served = ", ".join(self.settings.model_names)
             raise ApiError(404, f"the model {name!r} does not exist; this server has: {served}", "model", "model_not_found")
-
-    def admit(self, sequences: int) -> None:
-        """Raises a 503 unless requests can run, a 429 if the queue is full, and a 400 for more than an empty queue can hold."""
-        self.check_ready()
-        if sequences > self.capacity:
-            message = f"the request asks for {sequences} answers, but the server's queue holds {self.capacity}; send fewer prompts at once"
-            raise bad(None, message, "too_many_choices")
-        if self.client.active + sequences > self.capacity:
-            raise ApiError(
-                429, f"the queue is full ({self.client.active} of {self.capacity}); try again later", None, "queue_full"
-            )
 
     def snapshot(self) -> dict[str, Any]:
         """The response of /stats. The fields of `StatsReply` that are not computed here are those of `Ready` and `Stats`."""

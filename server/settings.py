@@ -12,6 +12,7 @@ from cli import Parser
 from errors import UserError
 from options import ModelOptions, SpeculationOptions, add_options, option, whole_number
 from presets import has_random_weights
+from server.clients import read_keys
 from server.config_sources import parse_environment, parse_file
 
 VERSION = "0.1.0"
@@ -113,8 +114,8 @@ class HttpOptions:
         default=(),
         repr=False,
         metavar="KEY",
-        help="clients must send it as a bearer token; may be repeated. All users of this machine see it in the list of processes: "
-        "prefer RUNG_API_KEY or --api-key-file",
+        help="clients must send it as a bearer token; may be repeated. 'KEY name=NAME weight=N' names its client in the log and gives it a "
+        "share of N against others' 1. All users of this machine see it in the list of processes: prefer RUNG_API_KEY or --api-key-file",
     )
     api_key_file: str | None = option(
         default=None, metavar="FILE", help="file with one key a line; lines that start with # are comments"
@@ -130,8 +131,8 @@ class HttpOptions:
         default=(),
         type=network,
         metavar="ADDRESS",
-        help="for connections from this address or network, such as 127.0.0.1 or 10.0.0.0/8, write the client that "
-        "X-Forwarded-For names to the access log; may be repeated (default: none: the connection's own address)",
+        help="for connections from this address or network, such as 127.0.0.1 or 10.0.0.0/8, the client is the one that "
+        "X-Forwarded-For names, in the access log and for --fairness; may be repeated (default: none: the connection's own address)",
     )
     strict_requests: bool = option(
         default=False,
@@ -147,6 +148,18 @@ class LimitOptions:
         type=whole_number(0),
         metavar="N",
         help="most waiting sequences, in addition to --max-num-seqs; further clients get a 429 with Retry-After (default: 1024)",
+    )
+    max_queue_per_client: int | None = option(
+        default=None,
+        type=whole_number(0),
+        metavar="N",
+        help="the same for the sequences of one client (default: seven eighths of --max-queue, with --fairness off all of it)",
+    )
+    fairness: str = option(
+        default="clients",
+        choices=("clients", "off"),
+        help="clients: each client gets an equal share of the batch and the queue, whatever others send, or a share by its key's weight. "
+        "A client is an API key, or without keys an address. off: in the order of arrival (default: clients)",
     )
     request_timeout: float = option(
         default=600.0, type=above_zero, metavar="S", help="longest time of a request, in seconds (default: 600)"
@@ -249,6 +262,13 @@ class Settings(
         return self.served_model_name or (Path(self.model).name or self.model,)
 
     @property
+    def client_queue(self) -> int:
+        """Most waiting sequences of one client."""
+        if self.max_queue_per_client is not None:
+            return min(self.max_queue_per_client, self.max_queue)
+        return self.max_queue - (self.max_queue // 8 if self.fairness == "clients" else 0)
+
+    @property
     def max_body_bytes(self) -> int:
         return int(self.max_body_mb * 2**20)
 
@@ -301,6 +321,5 @@ def _with_key_file(settings: Settings) -> Settings:
         if not in_file:
             raise UserError(f"--api-key-file {settings.api_key_file} has no key; write one a line")
         keys = (*keys, *in_file)
-    if any(not key.strip() for key in keys):
-        raise UserError("--api-key is empty; give a key, or leave the flag out")
+    read_keys(keys)
     return replace(settings, api_key=keys)

@@ -22,6 +22,8 @@ def test_settings_precedence(tmp_path: Path) -> None:
     keys.write_text("# comment\n\nsecret\n")
     settings = load_settings(["--model", "m", "--api-key-file", str(keys), "--kv-memory", "1.5G"], {})
     assert settings.api_key == ("secret",) and settings.kv_memory == 1.5 * 2**30
+    for more, waiting in (([], 1024 - 128), (["--fairness", "off"], 1024), (["--max-queue-per-client", "5"], 5)):
+        assert load_settings(["--model", "m", *more], {}).client_queue == waiting
 
 
 @pytest.mark.parametrize(
@@ -36,6 +38,7 @@ def test_settings_precedence(tmp_path: Path) -> None:
         (["--model", "m"], {}, "port = [", "cannot be parsed"),
         (["--model", "m"], {"RUNG_COMPILE": "maybe"}, "", "RUNG_COMPILE"),
         (["--model", "m", "--api-key", ""], {}, "", "api-key"),
+        (["--model", "m", "--api-key", "k weight=0"], {}, "", "weight of an API key must be from 1 to 1000"),
         (["--model", "m", "--trusted-proxy", "proxy.example"], {}, "", "trusted-proxy"),
         (["--model", "m"], {"RUNG_TRUSTED_PROXY": "10.0.0.1/8"}, "", "RUNG_TRUSTED_PROXY.*host bits"),
     ],
