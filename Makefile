@@ -11,6 +11,8 @@ PROMPT ?= Once upon a time
 PROFILE ?= profile.json
 OUT ?= out/quantized
 ARGS ?=
+SEED ?= 0
+STEPS ?= 200000
 
 # No target is a file.
 .PHONY: $(shell sed -n 's/^\([a-z-]*\):.*/\1/p' $(firstword $(MAKEFILE_LIST)))
@@ -66,6 +68,9 @@ lm-eval: setup-dev #+ Test: lm-evaluation-harness against the server, compared w
 
 test: setup-dev ## Test: all tests
 	@$(PY) -m pytest -n auto --dist worksteal $(ARGS)
+
+simulate: setup-dev #+ Test: the server against a simulated clock, model and faults: make simulate SEED=… STEPS=…
+	@$(PY) -m tests.simulation --seed $(SEED) --steps $(STEPS) $(ARGS)
 
 lint: setup-dev ## Test: ruff, mypy, and that README and docs quote the results as they are
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m mypy && $(PY) -m scripts.report.quote_tables --check && $(PY) -m scripts.report.check_docs

@@ -1,0 +1,469 @@
+"""One simulated life of a server: everything that happens in it follows from a seed.
+
+The frontend's `EngineClient` and its queues, the messages in their encoding, and `Engine` with its scheduler, block manager and drafts
+are the real ones. The model, grammars, sockets and the clock are not: time is counted in steps. Requests arrive, are read slowly,
+stop, are aborted and refused; messages are late; ranks are lost, and with them the engine, after which unfinished requests are
+submitted again. After each step all invariants are checked.
+"""
+
+import random
+from collections import Counter, deque
+from collections.abc import Sequence as List
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.core import Engine, EngineLimits
+from engine.protocol import (
+    FromEngine,
+    Outputs,
+    Refused,
+    SamplingParams,
+    Submit,
+    TokenOutput,
+    Turn,
+    decode_from_engine,
+    encode,
+)
+from engine.scheduler import Chunk
+from engine.worker import apply
+from server.engine_client import EngineClient, OutputQueue
+from server.metrics import Metrics
+from server.problems import ApiError
+from tests.simulation.fakes import VOCAB, FakeGrammar, alone, fake_engine
+
+CLIENTS = ("a", "b", "c", "d")
+NEVER = 1 << 60
+STEPS = 1500  # of a life, before its last requests end
+MAX_QUEUE = 40  # sequences in the server, beyond which it refuses requests
+
+
+@dataclass(frozen=True)
+class World:
+    """The settings of a life."""
+
+    ranks: int
+    n_blocks: int
+    limits: EngineLimits
+    look_ahead: bool
+    arrivals: float  # requests a step
+    aborts: float  # probability of each request and step
+    restarts: float  # probability of each step
+    delay: int  # most steps that a message takes
+    reading: float  # probability that a client reads what has arrived in a step
+    weights: dict[str, int]
+    priorities: tuple[int, ...]
+    grammars: float  # share of the requests
+
+    @classmethod
+    def random(cls, rng: random.Random) -> "World":
+        size, context, sequences = rng.randint(1, 5), rng.randint(12, 60), rng.randint(1, 8)
+        most = sequences * -(-context // size)
+        limits = EngineLimits(
+            max_model_len=context,
+            max_num_seqs=sequences,
+            max_batch_tokens=rng.randint(2, 30),
+            block_size=size,
+            draft_tokens=rng.choice([0, 0, 3, 8]),
+        )
+        return cls(
+            ranks=rng.choice([1, 1, 1, 2, 3]),
+            n_blocks=min(most, max(2, rng.choice([most, -(-context // size) + rng.randint(-2, 8), most // 3]))),
+            limits=limits,
+            look_ahead=rng.random() < 0.5,
+            arrivals=rng.choice([0.05, 0.2, 0.4]),
+            aborts=rng.choice([0.0, 0.002, 0.02]),
+            restarts=rng.choice([0.0, 0.002, 0.01]),
+            delay=rng.choice([0, 1, 6]),
+            reading=rng.choice([1.0, 0.5, 0.05]),
+            weights={client: rng.choice([1, 1, 2, 5]) for client in CLIENTS[: rng.randint(1, len(CLIENTS))]},
+            priorities=rng.choice([(0,), (0,), (0, 1), (-3, 0, 7)]),
+            grammars=rng.choice([0.0, 0.0, 0.2]),
+        )
+
+
+class Link:
+    """A one-way queue that keeps the order of its messages and delays each by up to `delay` steps."""
+
+    def __init__(self, rng: random.Random, delay: int) -> None:
+        self._rng, self._delay = rng, delay
+        self._messages: deque[tuple[int, bytes]] = deque()  # (when it arrives, message)
+
+    def put(self, now: int, data: bytes) -> None:
+        due = now + self._rng.randint(0, self._delay)
+        if self._messages:
+            due = max(due, self._messages[-1][0])
+        self._messages.append((due, data))
+
+    def take(self, now: int) -> list[bytes]:
+        taken = []
+        while self._messages and self._messages[0][0] <= now:
+            taken.append(self._messages.popleft()[1])
+        return taken
+
+    def clear(self) -> None:
+        self._messages.clear()
+
+    def __len__(self) -> int:
+        return len(self._messages)
+
+
+@dataclass
+class Sent:
+    """A sequence, and what the frontend got for it."""
+
+    submit: Submit
+    expected: tuple[list[int], str]
+    work: int  # steps that it needs at most once it is the oldest
+    deadline: int = 0  # the step of the engine by which it must have started
+    overtakers: dict[str, int] = field(default_factory=dict)  # later sequences of other clients that may start before it
+    tokens: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    scheduled: bool = False
+
+
+@dataclass
+class Reader:
+    """A client's HTTP request. `stops`: after how many tokens of a sequence a stop string is found."""
+
+    queue: OutputQueue
+    sequences: list[Sent]
+    stops: dict[int, int]
+    generate: Any  # the context manager of `queue`
+    read: list[list[int]] = field(default_factory=list)
+
+
+class Frontend(EngineClient):
+    """The real client without sockets. It also keeps the tokens of unfinished sequences."""
+
+    def __init__(self, life: "Life") -> None:
+        super().__init__("", "", Metrics("simulated"))
+        self._life = life
+
+    def _send(self, message: Any) -> None:
+        self._life.to_engine.put(self._life.now, encode(message))
+
+    def _deliver(self, outputs: List[TokenOutput]) -> None:
+        for output in outputs:
+            if output.request_id in self._active:
+                self._life.on_output(output)
+        super()._deliver(outputs)
+
+    def resubmit(self) -> None:
+        """Submit what the engine has not finished to a new one."""
+        for request_id in self._active:
+            self._send(continued(self._life.sent[request_id]))
+
+
+def continued(sent: Sent) -> Submit:
+    """A request for the rest of a sequence: its tokens so far belong to the prompt."""
+    submit, done = sent.submit, len(sent.tokens)
+    params = submit.params
+    grammar = FakeGrammar.of(params.grammar) if params.grammar else None
+    rest = dict(max_tokens=params.max_tokens - done, min_tokens=max(0, params.min_tokens - done))
+    changed = {name: getattr(params, name) for name in params.__struct_fields__} | rest
+    if grammar:
+        changed["grammar"] = f"{grammar.steps} {grammar.ends - done if grammar.ends else 0} {grammar.fails - done}"
+    return Submit(submit.request_id, [*submit.prompt_ids, *sent.tokens], SamplingParams(**changed), submit.turn)
+
+
+class Life:
+    def __init__(self, seed: int) -> None:
+        self.seed, self.rng = seed, random.Random(seed)
+        self.world = World.random(self.rng)
+        self.now = self.engine_steps = 0
+        self.to_engine, self.from_engine = (Link(self.rng, self.world.delay) for _ in range(2))
+        self.frontend = Frontend(self)
+        self.sent: dict[str, Sent] = {}  # unfinished sequences
+        self.readers: list[Reader] = []
+        self.texts: deque[list[int]] = deque(maxlen=20)
+        self.counts = Counter[str]()
+        self.steps: list[list[Any]] = [[] for _ in range(self.world.ranks)]  # what each rank computes in this step
+        self.engines: list[Engine] = []
+        self._start_engines()
+
+    def _start_engines(self) -> None:
+        for engine in self.engines[:1]:
+            self._count(engine)
+        self.engines = [
+            fake_engine(self.world.limits, self.world.n_blocks, self.world.look_ahead, lambda: self.now, self._checker(rank))
+            for rank in range(self.world.ranks)
+        ]
+
+    def _count(self, engine: Engine) -> None:
+        scheduler, total = engine.scheduler, engine.speculation.total["ngram"]
+        self.counts += Counter(preempted=scheduler.preemptions, prefix_hits=scheduler.prefix_hits)
+        self.counts += Counter(drafted=total.tokens, right_drafts=total.accepted)
+
+    # --- what happens in a step ---------------------------------------------------------------------------------------------
+
+    def run(self, steps: int) -> None:
+        """Live for `steps` steps, and then until all requests have ended."""
+        for _ in range(steps):
+            if self.rng.random() < self.world.arrivals:
+                for _ in range(self.rng.choice([1, 1, 1, 2, 8])):
+                    self._arrive()
+            if self.rng.random() < self.world.restarts:
+                self._restart()
+            self._step()
+        idle = 0
+        while self.readers or len(self.to_engine) or len(self.from_engine):
+            self._step()
+            idle = 0 if self.engines[0].has_work() or self.engines[0].compiling else idle + 1
+            assert idle < 50 / self.world.reading + 1000, "requests that never end"
+        self._step()
+        for engine in self.engines:
+            assert not engine.has_work() and not engine.compiling and not engine.scheduler.by_id
+            assert engine.scheduler.blocks.used == 0, "blocks are left"
+        assert not self.sent and not self.frontend.active
+        self._count(self.engines[0])
+        self.counts["steps"] += self.now
+
+    def _step(self) -> None:
+        self.now += 1
+        events = self.to_engine.take(self.now)
+        answers = []
+        for steps in self.steps:
+            steps.clear()
+        for engine in self.engines:
+            told: list[FromEngine] = []
+            assert apply(engine, events, told.append)
+            engine.admit()
+            if engine.has_work():
+                told.append(Outputs(engine.step()))
+            told += engine.refused
+            engine.refused.clear()
+            answers.append(told)
+        self.engine_steps += bool(self.steps[0])
+        self._check_ranks(answers)
+        for message in answers[0]:
+            if not isinstance(message, Outputs) or message.outputs:
+                self.from_engine.put(self.now, encode(message))
+        for data in self.from_engine.take(self.now):
+            self._receive(data)
+        self._read()
+        self._check()
+
+    def _receive(self, data: bytes) -> None:
+        message = decode_from_engine(data)
+        if isinstance(message, Refused) and (sent := self.sent.get(message.request_id)):
+            self._on_refused(sent, message)
+        self.frontend._dispatch(message)
+
+    def _restart(self) -> None:
+        """All ranks are lost. Of the messages on their way to the frontend, some have left."""
+        self.counts["restarts"] += 1
+        left = self.from_engine.take(1 << 60)
+        for data in left[: self.rng.randint(0, len(left))]:
+            self._receive(data)
+        self.to_engine.clear()
+        self._start_engines()
+        for sent in self.sent.values():
+            sent.scheduled, sent.deadline = False, max(sent.deadline, self._all_done())
+        self.frontend.resubmit()
+
+    # --- clients ------------------------------------------------------------------------------------------------------------
+
+    def _arrive(self) -> None:
+        rng, world = self.rng, self.world
+        if self.frontend.active > MAX_QUEUE:
+            return
+        prompts = [self._prompt() for _ in range(rng.choice([1, 1, 1, 1, 2, 3]))]
+        choices, params = rng.choice([1, 1, 1, 2]), self._params()
+        client = rng.choice(list(world.weights))
+        turn = Turn(client, world.weights[client], rng.choice(world.priorities))
+        submits = []
+        for prompt in prompts:
+            for i in range(choices):
+                name = f"{self.counts['requests']}-{len(submits)}"
+                fields = {f: getattr(params, f) for f in params.__struct_fields__} | {"seed": params.seed + i}
+                submits.append(Submit(name, prompt, SamplingParams(**fields), turn))
+        self.counts["requests"] += 1
+        for submit in submits:
+            self._add(submit)
+        generate = self.frontend.generate(submits)
+        stops = {i: rng.randint(1, 20) for i in range(len(submits)) if rng.random() < 0.1}
+        sequences = [self.sent[s.request_id] for s in submits]
+        self.readers.append(Reader(generate.__enter__(), sequences, stops, generate, [[] for _ in submits]))
+
+    def _prompt(self) -> list[int]:
+        rng = self.rng
+        context = self.world.limits.max_model_len or 0
+        prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, max(1, context // 2)))]
+        if self.texts and rng.random() < 0.5:
+            shared = rng.choice(self.texts)
+            prompt = shared[: rng.randint(1, min(len(shared), context - 2))] + prompt[: rng.randint(0, 8)]
+        if rng.random() < 0.01:
+            prompt[-1] = VOCAB  # refused
+        return prompt
+
+    def _params(self) -> SamplingParams:
+        rng = self.rng
+        grammar = None
+        if rng.random() < self.world.grammars:
+            grammar = f"{rng.randint(0, 9)} {rng.choice([0, 5, 12])} {rng.choice([-1, -1, 7])}"
+        return SamplingParams(
+            max_tokens=rng.choice([1, 2, rng.randint(1, max(1, (self.world.limits.max_model_len or 0) // 2))]),
+            min_tokens=rng.choice([0, 0, 3]),
+            seed=rng.randrange(4),
+            stop_token_ids=rng.sample(range(VOCAB), rng.choice([0, 0, 1])),
+            prompt_logprobs=rng.choice([None] * 7 + [0]),
+            grammar=grammar,
+        )
+
+    def _read(self) -> None:
+        for reader in list(self.readers):
+            unread = bool(reader.queue._arrived or reader.queue._error)
+            if self.rng.random() < self.world.aborts:
+                self._close(reader, "abort")
+            elif unread and self.rng.random() < self.world.reading:
+                try:
+                    self._take(reader, completed(reader.queue.next()))
+                except ApiError:
+                    self._close(reader, "refused")
+
+    def _take(self, reader: Reader, arrived: list[tuple[int, TokenOutput]]) -> None:
+        """Read outputs, as `Run.next` does."""
+        for index, output in arrived:
+            read, sent = reader.read[index], reader.sequences[index]
+            read += output.token_ids
+            assert read == sent.expected[0][: len(read)]
+            if index in reader.stops and len(read) >= reader.stops[index]:
+                reader.queue.stop(index)
+                self.sent.pop(sent.submit.request_id, None)
+                sent.finish_reason = sent.finish_reason or "stopped"
+        if all(s.finish_reason for s in reader.sequences) and not reader.queue._arrived:
+            for read, sent in zip(reader.read, reader.sequences, strict=True):
+                assert read == sent.expected[0] or sent.finish_reason == "stopped"
+                self.texts.append([*sent.submit.prompt_ids, *read])
+            self._close(reader, "finished")
+
+    def _close(self, reader: Reader, why: str) -> None:
+        self.counts[why] += 1
+        reader.generate.__exit__(None, None, None)
+        for sent in reader.sequences:
+            self.sent.pop(sent.submit.request_id, None)
+        self.readers.remove(reader)
+
+    # --- invariants -----------------------------------------------------------------------------------------------------------
+
+    def on_output(self, output: TokenOutput) -> None:
+        """Check what the frontend receives: the next tokens of the sequence, and its end where it must be."""
+        sent = self.sent[output.request_id]
+        expected, reason = sent.expected
+        done = len(sent.tokens)
+        sent.tokens += output.token_ids
+        assert output.token_ids == expected[done : len(sent.tokens)], (
+            f"{output.request_id}: {output.token_ids} after {done} tokens"
+        )
+        assert (output.finish_reason is not None) == (len(sent.tokens) == len(expected) and reason != "error")
+        if output.finish_reason:
+            assert output.finish_reason == reason
+            sent.finish_reason = reason
+            del self.sent[output.request_id]
+
+    def _on_refused(self, sent: Sent, message: Refused) -> None:
+        """Check that the request had to be refused. All its sequences are, at the latest when its client reads that."""
+        limits, prefix = self.world.limits, sent.submit.request_id.split("-")[0] + "-"
+        together = [s for request_id, s in self.sent.items() if request_id.startswith(prefix)]
+        for one in together:
+            one.deadline = NEVER
+        longest = max(len(s.submit.prompt_ids) + s.submit.params.max_tokens for s in together)
+        too_long = longest > min(limits.max_model_len or 0, self.world.n_blocks * limits.block_size)
+        if message.code == "invalid_schema":
+            assert sent.expected[1] == "error" or not FakeGrammar.of(sent.submit.params.grammar or "").ends
+        elif message.code == "refused":
+            assert too_long or any(VOCAB in s.submit.prompt_ids for s in together), message.message
+
+    def _checker(self, rank: int) -> Any:
+        limits = self.world.limits
+
+        def check(chunks: list[Chunk]) -> None:
+            scheduler = self.engines[rank].scheduler
+            assert chunks or not scheduler.has_work(), "there is work, but none was scheduled"
+            assert sum(c.count for c in chunks) <= limits.max_batch_tokens
+            assert len(chunks) <= limits.max_num_seqs
+            assert sum(len(c.draft) for c in chunks) <= limits.drafted
+            self.steps[rank].append([(c.sequence.request_id, c.start, c.count, *c.sequence.blocks) for c in chunks])
+            assert len({c[0] for c in self.steps[rank][-1]}) == len(chunks), "a sequence is twice in a step"
+            for chunk in chunks:
+                sequence = chunk.sequence
+                assert chunk.count >= 1 and sequence.finish_reason is None
+                assert sequence.params.prompt_logprobs is None or sequence.cached_tokens == 0
+                if rank == 0 and (sent := self.sent.get(sequence.request_id)):
+                    sent.scheduled = True
+
+        return check
+
+    def _check_ranks(self, answers: list[list[FromEngine]]) -> None:
+        for steps, told in zip(self.steps[1:], answers[1:], strict=True):
+            assert steps == self.steps[0], "ranks compute different steps"
+            assert list(map(plain, told)) == list(map(plain, answers[0])), "ranks have different outputs"
+
+    def _check(self) -> None:
+        scheduler = self.engines[0].scheduler
+        scheduler.blocks.check([s.blocks for s in scheduler.running])
+        waiting = list(scheduler.waiting)
+        assert len(waiting) == len(scheduler.waiting)
+        assert all(not s.blocks and not s.computed for s in waiting)
+        assert {s.request_id for s in [*scheduler.running, *waiting]} == set(scheduler.by_id)
+        assert len(scheduler.by_id) == len(scheduler.running) + len(waiting)
+        for sent in self.sent.values():
+            assert sent.scheduled or self.engine_steps <= sent.deadline, f"{sent.submit.request_id} starves"
+
+    # --- nobody starves ---------------------------------------------------------------------------------------------------------
+
+    def _add(self, submit: Submit) -> None:
+        """Note a new sequence, and the step by which it must have started: those that are here may have to end before, those of a
+        lower priority number that arrive later, too, and of other clients' later ones about as many as the client has itself."""
+        new = Sent(submit, alone(submit), self._work(submit))
+        turn, work = submit.turn, new.work
+        for sent in self.sent.values():
+            if sent.scheduled:
+                continue
+            other = sent.submit.turn
+            if turn.priority < other.priority:
+                sent.deadline += work
+            elif turn.client != other.client and turn.priority == other.priority and sent.overtakers[turn.client] > 0:
+                sent.overtakers[turn.client] -= 1
+                sent.deadline += work
+        self.sent[submit.request_id] = new
+        own = sum(s.submit.turn.client == turn.client and s.submit.turn.priority <= turn.priority for s in self.sent.values())
+        new.overtakers = {c: own * -(-w // turn.weight) + w for c, w in self.world.weights.items() if c != turn.client}
+        new.deadline = self._all_done() if submit.params.grammar is None else NEVER  # it waits until the grammar is compiled
+
+    def _all_done(self) -> int:
+        """The step by which all sequences would have ended if no other arrived."""
+        return self.engine_steps + 20 + self.world.delay + sum([sent.work for sent in self.sent.values()])
+
+    def _work(self, submit: Submit) -> int:
+        """The most steps that a sequence needs once it is the oldest, if all its tokens are computed again."""
+        weights, limits = self.world.weights, self.world.limits
+        share = max(1, limits.max_batch_tokens * submit.turn.weight // sum(weights.values()))
+        return -(-(len(submit.prompt_ids) + submit.params.max_tokens) // share) + submit.params.max_tokens + 1
+
+
+def plain(message: FromEngine) -> Any:
+    """A message without the times that differ between ranks."""
+    if isinstance(message, Outputs):
+        return [(o.request_id, o.token_ids, o.finish_reason, o.drafted, o.accepted, o.cached_tokens) for o in message.outputs]
+    return message
+
+
+def completed(work: Any) -> Any:
+    """The result of a coroutine that waits for nothing but other tasks."""
+    try:
+        while True:
+            work.send(None)
+    except StopIteration as e:
+        return e.value
+
+
+def live(seed: int, steps: int = STEPS) -> Counter[str]:
+    """What happened in a life, by number. Raises AssertionError with the command that repeats it."""
+    life = Life(seed)
+    try:
+        life.run(steps)
+    except Exception as e:
+        where = f"step {life.now} of a life with {life.world}"
+        raise AssertionError(f"{type(e).__name__}: {e}; to repeat it: make simulate SEED={seed} STEPS=1\n{where}") from e
+    return life.counts

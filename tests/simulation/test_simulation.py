@@ -1,0 +1,85 @@
+"""Some lives of the server from a new seed, and that the simulation notices faults."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from engine.block_manager import BlockManager
+from engine.core import Engine
+from engine.scheduler import Scheduler, Sequence
+from engine.waiting import WaitingQueue
+from tests.simulation.life import live
+
+
+def test_lives(seed: int) -> None:
+    total = Counter[str]()
+    for i in range(8):
+        total += live(seed + i, steps=1000)
+    assert total["finished"] > 100, total
+
+
+def test_a_life_repeats_exactly(seed: int) -> None:
+    assert live(seed, steps=300) == live(seed, steps=300)
+
+
+def share_blocks(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Blocks are found before anything is computed in them."""
+
+    def admit(self: Scheduler, sequence: Sequence, reserved: int = 0) -> bool:
+        found: bool = original(self, sequence, reserved)
+        if found:
+            sequence.computed, before = len(sequence.tokens) - 1, sequence.computed
+            self._publish(sequence)
+            sequence.computed = before
+        return found
+
+    return admit
+
+
+def keep_drafts(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrong tokens of drafts count as computed."""
+    return lambda self, sequence, count: setattr(sequence, "unknown", sequence.unknown - count)
+
+
+def lose_an_abort(original: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, request_id: None
+
+
+def start_the_newest(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A client's requests start in the wrong order."""
+
+    def add(self: WaitingQueue, sequence: Sequence) -> None:
+        self.add_again(sequence)
+
+    return add
+
+
+def forget_a_block(original: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, blocks: original(self, blocks[1:])
+
+
+def repeat_a_token(original: Callable[..., Any]) -> Callable[..., Any]:
+    def step(self: Engine) -> list[Any]:
+        outputs: list[Any] = original(self)
+        return outputs + [o for o in outputs if not o.finish_reason][:1]
+
+    return step
+
+
+FAULTS: list[tuple[Any, str, Callable[..., Any]]] = [
+    (Scheduler, "_admit", share_blocks),
+    (Scheduler, "reject", keep_drafts),
+    (Scheduler, "abort", lose_an_abort),
+    (WaitingQueue, "add", start_the_newest),
+    (BlockManager, "release", forget_a_block),
+    (Engine, "step", repeat_a_token),
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "harm"), FAULTS, ids=[harm.__name__ for *_, harm in FAULTS])
+def test_faults_are_noticed(kind: Any, name: str, harm: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kind, name, harm(getattr(kind, name)))
+    with pytest.raises(AssertionError, match=r"make simulate SEED=\d+ STEPS=1"):
+        [live(seed, steps=400) for seed in range(60)]
