@@ -12,6 +12,8 @@ from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from engine.core import Engine, EngineLimits
 from engine.protocol import (
     FromEngine,
@@ -151,12 +153,14 @@ class Frontend(EngineClient):
     def resubmit(self) -> None:
         """Submit what the engine has not finished to a new one."""
         for request_id in self._active:
-            self._send(continued(self._life.sent[request_id]))
+            self._send(again(self._life.sent[request_id]))
 
 
-def continued(sent: Sent) -> Submit:
-    """A request for the rest of a sequence: its tokens so far belong to the prompt."""
+def again(sent: Sent) -> Submit:
+    """A request for the rest of a sequence. If the protocol cannot say which tokens were generated, they belong to the prompt."""
     submit, done = sent.submit, len(sent.tokens)
+    if "generated" in Submit.__struct_fields__:
+        return msgspec.structs.replace(submit, generated=sent.tokens)
     params = submit.params
     grammar = FakeGrammar.of(params.grammar) if params.grammar else None
     rest = dict(max_tokens=params.max_tokens - done, min_tokens=max(0, params.min_tokens - done))
