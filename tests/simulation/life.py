@@ -167,7 +167,7 @@ def again(sent: Sent) -> Submit:
     changed = {name: getattr(params, name) for name in params.__struct_fields__} | rest
     if grammar:
         changed["grammar"] = f"{grammar.steps} {grammar.ends - done if grammar.ends else 0} {grammar.fails - done}"
-    return Submit(submit.request_id, [*submit.prompt_ids, *sent.tokens], SamplingParams(**changed), submit.turn)
+    return Submit(submit.request_id, [*submit.prompt_ids, *sent.tokens], SamplingParams(**changed), turn=submit.turn)
 
 
 class Life:
@@ -280,7 +280,7 @@ class Life:
             for i in range(choices):
                 name = f"{self.counts['requests']}-{len(submits)}"
                 fields = {f: getattr(params, f) for f in params.__struct_fields__} | {"seed": params.seed + i}
-                submits.append(Submit(name, prompt, SamplingParams(**fields), turn))
+                submits.append(Submit(name, prompt, SamplingParams(**fields), turn=turn))
         self.counts["requests"] += 1
         for submit in submits:
             self._add(submit)
