@@ -209,6 +209,8 @@ class FakeRunner:
             state, params = chunk.sequence.state, chunk.sequence.params
             if state.matcher is None and state.grammar is not None:
                 state.matcher = state.grammar.deep_copy()
+                for token in chunk.sequence.tokens[chunk.sequence.prompt_length :]:  # of a request that is submitted again
+                    state.matcher.consume_token(token)
             if state.matcher is not None and chunk.sequence.finish_reason is None:
                 position = chunk.first_drawn - chunk.sequence.prompt_length
                 assert state.matcher.count == position, "a mask is not that of the token's position"
