@@ -413,4 +413,4 @@ class Runner:
             for i in range(0, len(targets), SCORE_CHUNK):  # the logits of a whole prompt would take too much memory
                 part = targets[i : i + SCORE_CHUNK]
                 logits = self.model.logits(hidden[begin + i : begin + i + len(part)])
-                known += token_logprobs(logits, part, [sequence.params.prompt_logprobs] * len(part))
+                known += token_logprobs(logits, part, [sequence.params.prompt_logprobs or 0] * len(part))

@@ -267,7 +267,9 @@ def test_drafts_leave_blocks_and_tokens_to_waiting_sequences() -> None:
         scheduler.record(running, 0)
         waiting = Sequence("waiting", [1] * 4, 4, SamplingParams(max_tokens=4))
         scheduler.add(waiting)
-        first, second = scheduler.schedule(drafts={running: [0] * 8})
+        room = scheduler.draft_room({running: 8})
+        assert room == {running: 2 if n_blocks == 5 else 8}
+        first, second = scheduler.schedule(drafts={running: [0] * room[running]})
         assert (second.sequence, second.count) == (waiting, 4)
         assert len(first.draft) == (2 if n_blocks == 5 else 4)
 

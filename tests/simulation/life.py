@@ -18,6 +18,7 @@ from engine.core import Engine, EngineLimits
 from engine.protocol import (
     FromEngine,
     Outputs,
+    Ready,
     Refused,
     SamplingParams,
     Submit,
@@ -35,6 +36,7 @@ from tests.simulation.fakes import VOCAB, FakeGrammar, alone, fake_engine
 
 CLIENTS = ("a", "b", "c", "d")
 NEVER = 1 << 60
+READY = Ready("", "", "", 1, "cpu", "", 1, VOCAB, 1, 1)
 STEPS = 1500  # of a life, before its last requests end
 MAX_QUEUE = 40  # sequences in the server, beyond which it refuses requests
 
@@ -140,6 +142,14 @@ class Frontend(EngineClient):
     def __init__(self, life: "Life") -> None:
         super().__init__("", "", Metrics("simulated"))
         self._life = life
+        self._pid = 0
+        self.renew_ranks()
+
+    def renew_ranks(self) -> None:
+        self._pid += 1
+        if self._pid > 1:
+            self.recovery.on_end()
+        self._dispatch(msgspec.structs.replace(READY, pid=0))
 
     def _send(self, message: Any) -> None:
         self._life.to_engine.put(self._life.now, encode(message))
@@ -147,13 +157,12 @@ class Frontend(EngineClient):
     def _deliver(self, outputs: List[TokenOutput]) -> None:
         for output in outputs:
             if output.request_id in self._active:
-                self._life.on_output(output)
+                self._life.on_output(msgspec.structs.replace(output, request_id=output.request_id.partition("+")[0]))
         super()._deliver(outputs)
 
     def resubmit(self) -> None:
         """Submit what the engine has not finished to a new one."""
-        for request_id in self._active:
-            self._send(again(self._life.sent[request_id]))
+        self.renew_ranks()
 
 
 def again(sent: Sent) -> Submit:
@@ -230,7 +239,7 @@ class Life:
             steps.clear()
         for engine in self.engines:
             told: list[FromEngine] = []
-            assert apply(engine, events, told.append)
+            assert apply(engine, events, told.append, READY)
             engine.admit()
             if engine.has_work():
                 told.append(Outputs(engine.step()))
@@ -249,7 +258,7 @@ class Life:
 
     def _receive(self, data: bytes) -> None:
         message = decode_from_engine(data)
-        if isinstance(message, Refused) and (sent := self.sent.get(message.request_id)):
+        if isinstance(message, Refused) and (sent := self.sent.get(message.request_id.partition("+")[0])):
             self._on_refused(sent, message)
         self.frontend._dispatch(message)
 
@@ -393,7 +402,7 @@ class Life:
                 sequence = chunk.sequence
                 assert chunk.count >= 1 and sequence.finish_reason is None
                 assert sequence.params.prompt_logprobs is None or sequence.cached_tokens == 0
-                if rank == 0 and (sent := self.sent.get(sequence.request_id)):
+                if rank == 0 and (sent := self.sent.get(sequence.request_id.partition("+")[0])):
                     sent.scheduled = True
 
         return check
