@@ -24,6 +24,7 @@ from engine.paged_cache import PagedCache
 from engine.protocol import SamplingParams, Submit
 from engine.runner import LARGEST_GRAPH, Runner, decode_buckets, prefill_buckets
 from model import Transformer
+from tests.engine.test_drafts import check_drafts_of_head, random_head
 from tests.engine.test_engine import (
     ALONE,
     PLAIN,
@@ -60,11 +61,16 @@ class CalledAgain(Graphs):
 
         def replay() -> None:
             self.comm.use(schedule)
-            for old, new in zip(vars(output).values(), vars(step()).values(), strict=True):
-                if old is not None:
-                    old.copy_(new)
+            for old, new in zip(tensors(output), tensors(step()), strict=True):
+                old.copy_(new)
 
         return Captured(replay, output)
+
+
+def tensors(output: Any) -> list[torch.Tensor]:
+    """What a graph writes."""
+    each = (value if isinstance(value, list) else [value] for value in vars(output).values())
+    return [tensor for values in each for tensor in values if tensor is not None]
 
 
 class Happened:
@@ -79,8 +85,8 @@ class Happened:
 
 
 class WithGraphs(Runner):
-    def __init__(self, model: Transformer, *more: Any) -> None:
-        super().__init__(model, *more)
+    def __init__(self, model: Transformer, *more: Any, **options: Any) -> None:
+        super().__init__(model, *more, **options)
         self.graphs = CalledAgain(model)
         if random.random() < 0.5:
             self.capture()
@@ -302,3 +308,21 @@ def test_ranks_draw_from_their_parts_of_the_vocabulary(
     for answers in ranks.run(n, rank_serves, tmp_path, submits, seed):
         for submit in submits:
             assert_same(model, submit, answers[submit.request_id].tokens)
+
+
+@pytest.mark.parametrize("source", ["itself", "head"])
+def test_drafts_of_models(source: str, in_turn: Callable[..., str], seed: int) -> None:
+    """Chains are replays of decode graphs behind span or decode steps."""
+    model = random_model(config_of(in_turn(("standard", "hybrid:2", "desync-2x:4"), len(source))))
+    head = random_head(model)
+    submits = random_submits(6, max_tokens=20, top_k=0, top_p=1.0, min_p=0.0)
+    made = Engine(
+        model, None, EngineLimits(draft_tokens=4, max_num_seqs=4, kv_memory=1e7), ALONE, head if source == "head" else model
+    )
+    made.speculation.costs = Costs({1: 1.0, 2: 1.0})
+    answers = check_drafts_of_head(made, model, head, submits, 3) if source == "head" else serve(made, submits, 3)
+    for submit in submits:
+        assert_same(model, submit, answers[submit.request_id].tokens)
+    if source == "itself":
+        total = made.speculation.total["model"]
+        assert total.tokens > 50 and total.accepted >= 0.95 * total.tokens
