@@ -56,9 +56,7 @@ class EagleConfig:
     layer: ModelConfig  # of its one layer; vocab_size is the model's
     base_hidden_size: int
     draft_vocab_size: int
-    stream_layers: tuple[
-        int, ...
-    ]  # before which layers of the model it reads the stream, ascending; the number of layers: the last
+    stream_layers: tuple[int, ...]  # ascending; it reads the streams before them; the number of layers names the last stream
     norm_before_residual: bool = False  # whether the attention is added to n(f) instead of f
 
     @property
@@ -98,9 +96,7 @@ def _config_of(raw: dict[str, Any], base: ModelConfig) -> EagleConfig:
                 f"speculators_model_type {shown(raw['speculators_model_type'])} is not supported; supported: eagle3"
             )
         layer, before = get(raw, "transformer_layer_config", dict), get(raw, "norm_before_residual", bool)
-    elif ARCHITECTURE in names or (
-        names <= {"LlamaForCausalLM"} and "draft_vocab_size" in raw
-    ):  # the latter in the first heads
+    elif ARCHITECTURE in names or (names <= {"LlamaForCausalLM"} and "draft_vocab_size" in raw):  # the latter: the first heads
         layer, before = raw, get(raw, "norm_before_residual", bool, False)
     else:
         raise UserError(f"no EAGLE-3 head; architectures must name {ARCHITECTURE}, or speculators_model_type be eagle3")

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import eagle
 from attention import Causal
+from comm import Local
 from comm.interface import SCHEDULES, Schedule
 from config import ModelConfig, with_variant
 from eagle import is_head, read_head
@@ -200,6 +201,25 @@ def test_a_head_follows_its_definition(speculators: bool, tmp_path: Path, seed: 
     if head.embed_tokens is not None:
         tokens = torch.randint(base.vocab_size, (1, 5))
         assert torch.equal(head.embed(tokens, None), stored["embed_tokens.weight"][tokens])  # type: ignore[arg-type]
+
+
+def logits_on(device: torch.device, dtype: torch.dtype, directory: Path, base: ModelConfig, given: list[Tensor]) -> Tensor:
+    head = read_head(directory, base, World(0, 1, device, Local()), dtype)
+    embedded, *streams = (tensor.to(device, dtype) for tensor in given)
+    return head.logits(head(embedded, head.fuse(streams), Causal(11, device))).cpu().double()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@torch.inference_mode()
+def test_a_head_on_a_gpu_is_as_exact_as_on_a_cpu(tmp_path: Path, seed: int) -> None:
+    base = base_of(hidden_size=64)
+    write_head(tmp_path, base)
+    given = [torch.randn(1, 11, 64) for _ in range(4)]
+    exact = logits_on(CPU, torch.float64, tmp_path, base, given)
+    ours, theirs = (
+        (logits_on(torch.device(kind), torch.bfloat16, tmp_path, base, given) - exact).abs().max() for kind in ("cuda", "cpu")
+    )
+    assert ours <= 2 * theirs + 0.01
 
 
 IDS = "eagle_aux_hidden_state_layer_ids"

@@ -154,7 +154,7 @@ def test_generate_takes_the_result(command: Command, tmp_path: Path) -> None:
 
 def split_checkpoint(folder: Path) -> Path:
     """A copy of tiny-standard whose weights are in two files with an index, as those of larger models."""
-    shutil.copytree(STANDARD, folder)
+    shutil.copytree(STANDARD, folder, ignore=shutil.ignore_patterns("draft"))
     tensors = load_file(folder / SINGLE)
     (folder / SINGLE).unlink()
     names = sorted(tensors)
