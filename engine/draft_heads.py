@@ -18,6 +18,7 @@ from engine.block_manager import BlockManager
 from engine.draft_models import Chains, Shadow
 from engine.runner import InFlightStep, Runner
 from engine.scheduler import Chunk, Sequence
+from engine.step_inputs import ROUND
 from engine.transfers import to_device
 from model import Transformer
 
@@ -32,7 +33,9 @@ class HeadModel:
         self.guesser, self.base, self.config = head, base, head.config.layer
         self.comm = Local()  # every rank has all logits, also those of a head that is split
         self.norm, self.n_kv_heads, self.vocab = head.norm, head.n_kv_heads, range(self.config.vocab_size)
-        self.features = torch.zeros(rows, self.config.hidden_size, dtype=head.norm.weight.dtype, device=head.norm.weight.device)
+        self.features = torch.zeros(
+            -(-rows // ROUND) * ROUND, self.config.hidden_size, dtype=head.norm.weight.dtype, device=head.norm.weight.device
+        )
         self._all_ids = head.config.draft_vocab_size == self.config.vocab_size
 
     def hidden_and_streams(

@@ -7,7 +7,7 @@
 
 The text is the corpus on which the models were trained (`scripts/corpus`). Training takes half a minute a head on a GPU, and hours on
 a CPU core. Then the model answers held-out documents of each kind greedily, and the head drafts 4 tokens after each verified one:
-training.json has the mean number of tokens of such a step by kind, which is at most 5.
+training.json has the mean number of tokens of such a step by kind: at most 5, and less where answers have few tokens.
 """
 
 import argparse
@@ -68,7 +68,8 @@ def train(args: argparse.Namespace, model: Path, data: Path) -> dict[str, Any]:
 
 @torch.inference_mode()
 def measure(args: argparse.Namespace, model: Path) -> dict[str, float]:
-    """Mean tokens of a step by kind of document: the accepted ones of a draft of DRAFTED tokens, and one more."""
+    """Mean tokens of a step by kind of document: the accepted ones of a draft of DRAFTED tokens, and one more, up to the answer's end.
+    An answer's first token comes from the prompt's step, which does not count."""
     llm = LLM(model, world=ALONE)
     assert llm.tokenizer is not None
     head = read_head(model / "draft", llm.model.config, ALONE, DTYPES["float32"])
@@ -76,11 +77,12 @@ def measure(args: argparse.Namespace, model: Path) -> dict[str, float]:
     found = {}
     for kind in tqdm(KINDS, desc=f"measuring {model.name}", disable=None, leave=False):
         prompts = [submit.prompt_ids for submit in submits_of(kind, llm.tokenizer, llm.model.config.vocab_size, asked)]
-        steps: list[int] = []
+        drawn = steps = 0
         for answer in llm.generate(prompts, SamplingParams(max_tokens=NEW_TOKENS, temperature=0)):
             tokens = answer.prompt_ids + answer.token_ids
-            steps += [n + 1 for n in accepted_lengths(head, llm.model, tokens, len(answer.prompt_ids), DRAFTED)]
-        found[kind] = round(sum(steps) / max(1, len(steps)), 3)
+            steps += len(accepted_lengths(head, llm.model, tokens, len(answer.prompt_ids), DRAFTED))
+            drawn += len(answer.token_ids) - 1
+        found[kind] = round(drawn / max(1, steps), 3)
     return found
 
 
