@@ -139,8 +139,8 @@ class Keyboard:
                 raise KeyboardInterrupt
 
     def _terminate(self, number: int, frame: FrameType | None) -> None:
-        """The handler of SIGTERM. It does not raise within a prompt: the exception could come up in a callback of the prompt's event
-        loop, which would report it and go on."""
+        """The handler of SIGTERM. It does not raise within a prompt: the exception could come up in a callback of the prompt's
+        event loop, which would report it and go on."""
         self.terminated = True
         if not self.prompting:
             raise KeyboardInterrupt

@@ -10,10 +10,10 @@ With x_t the token at position t and s_t three residual streams of the model the
     h_t = a + down · (silu(gate · n(a)) * (up · n(a)))
     guess of x_{t+2} = argmax of lm_head · n(h_t)
 
-So a row pairs a position's features with the embedding e of the token after it, and its keys and values belong to position t. They are
-kept in a cache of one slot of its own. A small head is replicated: every rank computes the same rows with the same bits. A large one is
-split over the ranks as the model's layers are, and its collectives give every rank the same bits. So ranks agree on drafts without a
-message. The model's embedding, if the head has none of its own, takes an all-reduce.
+So a row pairs a position's features with the embedding e of the token after it, and its keys and values belong to position t. They
+are kept in a cache of one slot of its own. A small head is replicated: every rank computes the same rows with the same bits. A
+large one is split over the ranks as the model's layers are, and its collectives give every rank the same bits. So ranks agree on
+drafts without a message. The model's embedding, if the head has none of its own, takes an all-reduce.
 
 Two published layouts are read: `LlamaForCausalLMEagle3` (SafeAILab/EAGLE, SpecForge, SGLang) and `speculators` (vLLM).
 """
@@ -125,8 +125,8 @@ def default_streams(n_layers: int) -> tuple[int, ...]:
 
 
 def _stream_layers(raw: dict[str, Any], n_layers: int) -> tuple[int, ...]:
-    """Before which layers a head reads the stream. There are two conventions: ids at the top level (vLLM, speculators) name the layer
-    that follows, ids in `eagle_config` (SGLang, SpecForge) the layer before, whose output the stream is."""
+    """Before which layers a head reads the stream. There are two conventions: ids at the top level (vLLM, speculators) name the
+    layer that follows, ids in `eagle_config` (SGLang, SpecForge) the layer before, whose output the stream is."""
     key = "eagle_aux_hidden_state_layer_ids"
     nested = get(raw, "eagle_config", dict, {})
     if not get(nested, "use_aux_hidden_state", bool, True):
@@ -146,8 +146,8 @@ def _stream_layers(raw: dict[str, Any], n_layers: int) -> tuple[int, ...]:
 
 
 class EagleHead(nn.Module):
-    """A head, or with the ranks of `comm` this rank's shard of its layer and output. Parameters are allocated on `device` in `dtype`;
-    `load_head` fills them."""
+    """A head, or with the ranks of `comm` this rank's shard of its layer and output. Parameters are allocated on `device` in
+    `dtype`; `load_head` fills them."""
 
     def __init__(
         self, config: EagleConfig, comm: Communicator, device: torch.device, dtype: torch.dtype, own_embedding: bool = False
@@ -186,8 +186,8 @@ class EagleHead(nn.Module):
         return model.embed(tokens) if self.embed_tokens is None else F.embedding(tokens, self.embed_tokens)
 
     def forward(self, embedded: Tensor, features: Tensor, context: AttentionContext) -> Tensor:
-        """h of the module's docstring. embedded: e(x_{t+1}); features: f_t; both and the result (B, T, D). context: attention to a cache
-        with one slot of `n_kv_heads` heads, at the positions t."""
+        """h of the module's docstring. embedded: e(x_{t+1}); features: f_t; both and the result (B, T, D). context: attention to a
+        cache with one slot of `n_kv_heads` heads, at the positions t."""
         normed = self.hidden_norm(features)
         qkv = self.wqkv(torch.cat((self.input_layernorm(embedded), normed), -1))
         stream = Residual(normed if self.config.norm_before_residual else features, self.comm)
@@ -242,7 +242,8 @@ def _whole(name: str, tensor: Tensor) -> Place:
 
 
 def sharing(head: EagleHead, world: World) -> Communicator:
-    """How the ranks hold a head: large ones are split if that is possible, others are replicated. head: may be on the meta device."""
+    """How the ranks hold a head: large ones are split if that is possible, others are replicated. head: may be on the meta
+    device."""
     size = sum(p.numel() * p.element_size() for p in head.parameters())
     try:
         stream_shards(head.config.layer, world.rank, world.world_size)
@@ -298,8 +299,8 @@ def _open(directory: Path) -> Source:
 
 
 def _targets(source: Source, drafted: int, vocab_size: int) -> Tensor:
-    """The model's ids of the draft vocabulary, (V,) int64. `d2t` has their distances from the ids of the draft vocabulary; `t2d`, which
-    says the same from the model's side, may be missing."""
+    """The model's ids of the draft vocabulary, (V,) int64. `d2t` has their distances from the ids of the draft vocabulary; `t2d`,
+    which says the same from the model's side, may be missing."""
     ids, known = torch.arange(drafted), source.shapes()
     if "d2t" not in known:
         return ids

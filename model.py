@@ -12,8 +12,8 @@ partial sum of h_i; AR is the all-reduce, the sum over ranks.
     desync        x^r += h_i^r(x^r) on every stream r, or, where it reduces, x = AR(h_i^r(x^r) + x^r / S)
     upper-bound   standard without AR: wrong on more than one rank
 
-Where only some tokens are wanted, as at the end of a prompt, the last block goes on with these `rows` after its attention: all tokens
-need keys and values there, and nothing more.
+Where only some tokens are wanted, as at the end of a prompt, the last block goes on with these `rows` after its attention: all
+tokens need keys and values there, and nothing more.
 
 Blocks pass on a `Residual` stream (`comm/residual.py`). A module reads it when all of its all-reduces but the newest `lag` have
 been added: 0 is standard, 1 a ladder. So a hybrid can mix the two; its first ladder layer follows the rule of a ladder, too.
@@ -250,12 +250,12 @@ class Transformer(nn.Module):
     def hidden_and_streams(
         self, tokens: Tensor, context: AttentionContext, layers: Sequence[int], rows: Tensor | None = None
     ) -> tuple[Tensor, list[Tensor]]:
-        """`hidden`, and the residual streams (B, T, C) before these layers, complete on every rank; the number of layers names the last
-        stream. For draft heads (`eagle.py`).
+        """`hidden`, and the residual streams (B, T, C) before these layers, complete on every rank; the number of layers names the
+        last stream. For draft heads (`eagle.py`).
 
         A stream has the output of every module before the layer. A ladder layer itself reads one that lacks the newest output. The
-        complete one is kept when a later module reads it, so nothing waits for it, and the forward pass has the same bits as without.
-        With desync it is the mean of the streams, which takes one more all-reduce.
+        complete one is kept when a later module reads it, so nothing waits for it, and the forward pass has the same bits as
+        without. With desync it is the mean of the streams, which takes one more all-reduce.
         """
         # desync: the streams begin equal; the last module of all reduces, so they end equal
         streams = self.config.kind.streams

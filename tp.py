@@ -284,9 +284,9 @@ def init_world(
 ) -> World:
     """Join the ranks that a launcher started, or be the only rank.
 
-    device: `cpu` or `cuda`; None takes CUDA if there is a GPU. comm: a name that `communicators.choose` accepts; None takes the device's
-    default. simulate_link: a latency and a bandwidth, `10us,100GB/s`; all-reduces of CPU ranks then take as long as on such a
-    link. error_budget: the relative error that `auto` may accept in an all-reduce to make it faster. overlap: see `World`.
+    device: `cpu` or `cuda`; None takes CUDA if there is a GPU. comm: a name that `communicators.choose` accepts; None takes the
+    device's default. simulate_link: a latency and a bandwidth, `10us,100GB/s`; all-reduces of CPU ranks then take as long as on
+    such a link. error_budget: the relative error that `auto` may accept in an all-reduce to make it faster. overlap: see `World`.
     Raises UserError for a device that does not exist or a communicator that does not support it.
     """
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))

@@ -96,8 +96,8 @@ class Residual(NamedTuple):
 
 
 class _Recorded(PendingAllReduce):
-    """An all-reduce that keeps the stream to which it has been added. All-reduces are added in their order, so that is the stream with
-    it and all before it, at whatever later point it is read."""
+    """An all-reduce that keeps the stream to which it has been added. All-reduces are added in their order, so that is the stream
+    with it and all before it, at whatever later point it is read."""
 
     whole: Tensor  # all rows of the stream, or this rank's
 

@@ -77,8 +77,8 @@ def cache_dtype(model: Transformer, limits: EngineLimits) -> torch.dtype:
 
 
 def count_blocks(model: Transformer, draft: Transformer | HeadModel | None, limits: EngineLimits, world: World) -> int:
-    """How many KV-cache blocks fit, the same number on all ranks. Collective. Raises UserError if none fits. draft: a model that has a
-    cache of as many blocks."""
+    """How many KV-cache blocks fit, the same number on all ranks. Collective. Raises UserError if none fits. draft: a model that
+    has a cache of as many blocks."""
     dtype, models = cache_dtype(model, limits), [model] if draft is None else [model, draft]
     size = sum(
         PagedCache.bytes_per_block(m.attention_slots, limits.block_size, m.n_kv_heads, m.config.head_dim, dtype) for m in models
@@ -332,8 +332,8 @@ class Engine:
         return self.scheduler.schedule(drafts=drafts)
 
     def _may_follow(self, step: InFlightStep) -> bool:
-        """Whether the step after `step` may be launched now. Which rows of a draft are kept, and how the next draft begins, depends on
-        the tokens of `step`; and a capture would hold them up."""
+        """Whether the step after `step` may be launched now. Which rows of a draft are kept, and how the next draft begins, depends
+        on the tokens of `step`; and a capture would hold them up."""
         running = self.scheduler.running
         if not self.look_ahead or step.has_drafts or not self.runner.is_captured(len(running)):
             return False

@@ -1,9 +1,10 @@
 """Drafts by an EAGLE-3 head (`eagle.py`), which reads the base's hidden states.
 
 A head's row of token t + 1 has the base's features of t. It lies at position t of the head's cache, so the head's sequence is the
-base's without its first token, and it draws the token after the next. The features exist only until the next step, so a head follows:
-between two steps it computes the rows of the first one, with the tokens that this has drawn. These rows are exact; those of a chain,
-whose features are the head's own output, are overwritten by them. A sequence of which a step was missed gets no more drafts.
+base's without its first token, and it draws the token after the next. The features exist only until the next step, so a head
+follows: between two steps it computes the rows of the first one, with the tokens that this has drawn. These rows are exact; those
+of a chain, whose features are the head's own output, are overwritten by them. A sequence of which a step was missed gets no more
+drafts.
 """
 
 from collections.abc import Mapping

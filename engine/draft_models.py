@@ -1,10 +1,10 @@
 """Drafts by a smaller model: a chain of its own draws, each of which it computes from the one before.
 
-The model has a KV cache of its own with the same block tables as the base: the same blocks, other tensors. So a token has a place in
-it as soon as it has one in the base's, and nobody else keeps accounts. The tokens that it lacks, such as a prompt, are computed when
-a sequence is to get a draft; while drafts do not pay, it costs nothing. It draws as the base does, with the same noise, temperature
-and filters, which makes its draws as likely as can be those of the base. A chain runs without the host: on a GPU each token is one
-replay of a decode graph, which leaves its draw to the next.
+The model has a KV cache of its own with the same block tables as the base: the same blocks, other tensors. So a token has a place
+in it as soon as it has one in the base's, and nobody else keeps accounts. The tokens that it lacks, such as a prompt, are computed
+when a sequence is to get a draft; while drafts do not pay, it costs nothing. It draws as the base does, with the same noise,
+temperature and filters, which makes its draws as likely as can be those of the base. A chain runs without the host: on a GPU each
+token is one replay of a decode graph, which leaves its draw to the next.
 
 A small model is held whole by every rank: reading 2 GB takes less than the all-reduces of a sharded one. Its ranks compute the same
 with the same bits, so they agree on drafts without a message. A larger one is sharded like the base.
@@ -64,8 +64,8 @@ class Draft:
 def find_draft(
     speculate: str | None, model: str | None, base: ModelConfig, tokenizer: Tokenizer | None, ranks: int
 ) -> Draft | None:
-    """What `--speculate` names, None for text. model: the base's folder, whose head `auto` takes, if it is known. Raises UserError for a model that does
-    not exist or has another vocabulary than the base, and for a head of other widths."""
+    """What `--speculate` names, None for text. model: the base's folder, whose head `auto` takes, if it is known. Raises UserError
+    for a model that does not exist or has another vocabulary than the base, and for a head of other widths."""
     if speculate == AUTO:
         speculate = str(Path(model) / EMBEDDED) if model and (Path(model) / EMBEDDED).is_dir() else TEXT
     if speculate in (None, TEXT):
@@ -113,8 +113,8 @@ def world_of(config: ModelConfig, world: World, dtype: torch.dtype) -> World:
 
 @dataclass
 class Shadow:
-    """A sequence as the draft model sees it. done: how many of its tokens are in the model's cache for good. marked: how many of its
-    blocks are marked as held. guess: the tokens of its last chain, and where they began."""
+    """A sequence as the draft model sees it. done: how many of its tokens are in the model's cache for good. marked: how many of
+    its blocks are marked as held. guess: the tokens of its last chain, and where they began."""
 
     sequence: Sequence
     done: int
@@ -129,8 +129,8 @@ class Chains:
     name = "model"
 
     def __init__(self, runner: Runner, blocks: BlockManager, longest: int) -> None:
-        """runner: of the draft model. blocks: of the base, for which the runner's cache has the same places. longest: the draft model's
-        context; behind it there are no drafts."""
+        """runner: of the draft model. blocks: of the base, for which the runner's cache has the same places. longest: the draft
+        model's context; behind it there are no drafts."""
         self.runner, self.blocks, self.longest = runner, blocks, longest
         self.ready: torch.cuda.Event | None = None  # when the device had the last chain
         self._held = [-1] * blocks.n_blocks  # by block: the identity of the contents that the draft model has computed, too
@@ -151,8 +151,8 @@ class Chains:
         """The sequence's drafts do not pay."""
 
     def draft(self, counts: Mapping[Sequence, int]) -> dict[Sequence, list[int]]:
-        """Draft so many tokens for each sequence, which has blocks for them; none if it still lacks too many tokens. All tokens of the
-        sequences must be known. The same on all ranks."""
+        """Draft so many tokens for each sequence, which has blocks for them; none if it still lacks too many tokens. All tokens of
+        the sequences must be known. The same on all ranks."""
         self.runner.decode.forget()  # the last chain's tokens
         shadows, chunks = self._catch_up(counts)
         if not chunks:
@@ -203,8 +203,8 @@ class Chains:
         return next((i for i, b in enumerate(full) if self._held[b] != self.blocks.identities[b]), len(full))
 
     def _catch_up(self, counts: Mapping[Sequence, int]) -> tuple[dict[Sequence, Shadow], list[Chunk]]:
-        """The shadows, and chunks of the tokens that the draft model lacks, as many as a step takes. Of the last chain, the tokens that
-        proved right need not be computed again."""
+        """The shadows, and chunks of the tokens that the draft model lacks, as many as a step takes. Of the last chain, the tokens
+        that proved right need not be computed again."""
         shadows, chunks, budget = {s: self._shadow(s) for s in counts}, [], self.runner.capacity.tokens
         for shadow in shadows.values():
             tokens = shadow.sequence.tokens
@@ -227,7 +227,8 @@ class Chains:
         return Chunk(sequence, start, count, shadow.done == len(sequence.tokens), is_known=True)
 
     def seconds(self, rows: int, tokens: int = MEASURED_CHAIN) -> float:
-        """The time of a token in chains of so many tokens for so many sequences. To be called before the first draft. Collective."""
+        """The time of a token in chains of so many tokens for so many sequences. To be called before the first draft.
+        Collective."""
         blocks = [i % self.blocks.n_blocks for i in range(tokens + 2)]
         invented = [
             Sequence("", [0, 0], 0, SamplingParams(), blocks=blocks, computed=1, state=SamplingState()) for _ in range(rows)

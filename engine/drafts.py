@@ -3,10 +3,10 @@
 A drafted token is right if it is the one that the model draws there, greedy or sampled. A draw depends on the tokens before it, the
 seed and the position only, so an answer has the same tokens with drafts as without, as far as the logits have the same bits.
 
-A draft has one of two sources. One is text: what followed the longest suffix of prompt and answer that occurred before, in the prompt,
-in the answer, or in a text that the request predicts (`SamplingParams.prediction`). The other is a model (`draft_models.py`), if the
-engine has one; text, which costs nothing, goes first where it promises as many right tokens. Drafts are a function of tokens that all
-ranks know, so ranks agree on them without a message.
+A draft has one of two sources. One is text: what followed the longest suffix of prompt and answer that occurred before, in the
+prompt, in the answer, or in a text that the request predicts (`SamplingParams.prediction`). The other is a model
+(`draft_models.py`), if the engine has one; text, which costs nothing, goes first where it promises as many right tokens. Drafts are
+a function of tokens that all ranks know, so ranks agree on them without a message.
 """
 
 from collections.abc import Callable, Mapping
@@ -47,8 +47,8 @@ class Costs:
     """How long steps take by their rows, and tokens of a model's chains by the number of chains."""
 
     def __init__(self, steps: Mapping[int, float], links: Mapping[int, float] | None = None) -> None:
-        """Seconds, each of at least two numbers, which are in ascending order. Others are on the lines through these points. More rows
-        never take less time: where they seem to, the clock was disturbed. links: of the chains; None if there are none."""
+        """Seconds, each of at least two numbers, which are in ascending order. Others are on the lines through these points. More
+        rows never take less time: where they seem to, the clock was disturbed. links: of the chains; None if there are none."""
         self._steps, self._links = (
             list(zip(seconds, accumulate(seconds.values(), max), strict=True)) for seconds in (steps, links or {1: 0.0, 2: 0.0})
         )
@@ -62,7 +62,8 @@ class Costs:
         return max(LEAST_PRICE, (self.seconds(3 * rows) / self.seconds(rows) - 1) / 2)
 
     def link_price(self, rows: int, chains: int) -> float:
-        """How many tokens another link of so many chains must bring for each of `rows` sequences in the step: its time over the step's."""
+        """How many tokens another link of so many chains must bring for each of `rows` sequences in the step: its time over the
+        step's."""
         return _on_lines(self._links, chains) / self.seconds(rows)
 
 
@@ -94,7 +95,8 @@ NOTHING = Promise(0, 0.0)
 
 @dataclass
 class Record:
-    """What became of a request's last drafts from one source: averages of the tokens that were right, and of whether one was not."""
+    """What became of a request's last drafts from one source: averages of the tokens that were right, and of whether one was
+    not."""
 
     right: float = FIRST_RIGHT
     wrong: float = 1.0
@@ -133,7 +135,8 @@ class Record:
 
 
 class Drafter:
-    """The drafts of one sequence, from text. Their length adapts to how many of their tokens were right lately, and to what a row costs."""
+    """The drafts of one sequence, from text. Their length adapts to how many of their tokens were right lately, and to what a row
+    costs."""
 
     def __init__(self, sequence: Sequence, ceiling: int, chains: Record | None = None) -> None:
         """chains: of the drafts of a model in general."""
@@ -214,8 +217,8 @@ class Speculation:
         measure: Callable[[], tuple[Mapping[int, float], Mapping[int, float] | None]],
         chains: Chains | None = None,
     ) -> None:
-        """ceiling: most tokens of a draft; 0 makes none. measure: the seconds of steps, and of a token of the chains, see `Costs`; the
-        same on all ranks. chains: None: text alone."""
+        """ceiling: most tokens of a draft; 0 makes none. measure: the seconds of steps, and of a token of the chains, see `Costs`;
+        the same on all ranks. chains: None: text alone."""
         self.ceiling, self.measure, self.chains = ceiling, measure, chains
         self.costs: Costs | None = None
         self.total = {source: Drafted() for source in (*TEXTS, *([chains.name] if chains else []))}

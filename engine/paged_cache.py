@@ -28,8 +28,8 @@ class Rows(NamedTuple):
 
 
 class PagedCache:
-    """Keys and values of all slots: (A, 2, N, P, K, D). If they are codes, scales (A, 2, N, K, P) fp32: one for each token and head,
-    so that a token's codes do not depend on the step in which it is computed."""
+    """Keys and values of all slots: (A, 2, N, P, K, D). If they are codes, scales (A, 2, N, K, P) fp32: one for each token and
+    head, so that a token's codes do not depend on the step in which it is computed."""
 
     def __init__(
         self,

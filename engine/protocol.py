@@ -137,8 +137,8 @@ class SubmitAll(msgspec.Struct, frozen=True, tag=True):
 
 
 def joined(submits: Sequence[Submit]) -> SubmitAll:
-    """Join Submits into one message. They have the same turn, and their params differ only in the fields of a Member. A prompt is sent once if it is
-    the same object in several Submits."""
+    """Join Submits into one message. They have the same turn, and their params differ only in the fields of a Member. A prompt is
+    sent once if it is the same object in several Submits."""
     places: dict[int, int] = {}
     prompts: list[list[int]] = []
     members: list[Member] = []

@@ -117,9 +117,9 @@ class Runner:
         stream_layers: tuple[int, ...] = (),
         shift: int = 0,
     ) -> None:
-        """text_ids: how many ids the tokenizer has. The model's vocabulary may be padded; those ids are never drawn. stream_layers: of
-        which steps keep the residual streams, see `Transformer.hidden_and_streams`. shift: how many tokens the model's first one lies
-        behind the sequence's."""
+        """text_ids: how many ids the tokenizer has. The model's vocabulary may be padded; those ids are never drawn. stream_layers:
+        of which steps keep the residual streams, see `Transformer.hidden_and_streams`. shift: how many tokens the model's first one
+        lies behind the sequence's."""
         self.stream_layers, self.shift = stream_layers, shift
         self.model, self.cache, self.text_ids, self.capacity, self.schedules = model, cache, text_ids, capacity, schedules
         self.device = cache.keys_values.device
@@ -148,8 +148,8 @@ class Runner:
         return Output(hidden, tokens, streams)
 
     def _span_step(self, rows: int, spans: int, draws: int, max_span: int, scored: bool = False) -> Output:
-        """Compute `rows` tokens of `spans` chunks. On a GPU, also draw `draws` tokens from the last rows of the chunks that reach the
-        end of their sequence. Other rows end after the last layer's attention, unless prompts are scored."""
+        """Compute `rows` tokens of `spans` chunks. On a GPU, also draw `draws` tokens from the last rows of the chunks that reach
+        the end of their sequence. Other rows end after the last layer's attention, unless prompts are scored."""
         inputs = self.spans
         context = inputs.context(rows, spans, self.cache, max_span)
         # where each row draws, as in most steps of a CPU, no rows have to be copied

@@ -129,7 +129,8 @@ class Chunk:
 
 
 def drawn_by(chunks: List[Chunk], shift: int = 0) -> tuple[list[Sequence], list[int]]:
-    """The sequence and the position of each token that the chunks draw, all of which sample. shift: of positions, without drafts."""
+    """The sequence and the position of each token that the chunks draw, all of which sample. shift: of positions, without
+    drafts."""
     if not any(c.draft for c in chunks):  # the usual case
         return [c.sequence for c in chunks], [c.stop + shift for c in chunks]
     draws = [draw for c in chunks for draw in c.draws]
@@ -344,8 +345,8 @@ class Scheduler:
         return needed if needed <= len(self.blocks.free) else 0
 
     def _add_drafts(self, chunks: List[Chunk], drafts: Mapping[Sequence, List[int]], budget: int) -> None:
-        """Let chunks of running sequences verify drafts, cut to `budget` tokens and to the sequences' blocks. These count as computed,
-        too."""
+        """Let chunks of running sequences verify drafts, cut to `budget` tokens and to the sequences' blocks. These count as
+        computed, too."""
         left = min(self.max_drafted, budget)
         for chunk in chunks:
             sequence = chunk.sequence

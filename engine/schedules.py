@@ -2,7 +2,8 @@
 
 An all-reduce that is hidden behind the next module takes SMs from it, and one that is not hidden can be fused with what follows.
 Which is faster depends on the sizes of both, so the whole step is measured, with each schedule, on invented inputs. The times are
-kept in a file, as those of all-reduces (`comm/table.py`). All ranks take the same choices, because the time of the slowest rank counts.
+kept in a file, as those of all-reduces (`comm/table.py`). All ranks take the same choices, because the time of the slowest rank
+counts.
 """
 
 import hashlib
@@ -62,7 +63,8 @@ class Schedules:
 
     @classmethod
     def of(cls, model: "Transformer | HeadModel", world: World, kv_dtype: str = "auto") -> "Schedules":
-        """For the steps of this model with such a KV cache. Collective. To be called before the KV cache takes the rest of the memory."""
+        """For the steps of this model with such a KV cache. Collective. To be called before the KV cache takes the rest of the
+        memory."""
         possible = SCHEDULES if world.overlap == "auto" else (cast(Schedule, world.overlap),)
         choose = world.overlap == "auto" and world.world_size > 1 and bool(model.config.ladder_layers)
         found = cls(model.comm, world, Table("overlap", {}), possible if choose else possible[:1])

@@ -4,8 +4,8 @@ CUDA graphs are captured with these addresses, so each step first copies its inp
 without waiting for the device.
 
 A step can also be measured with invented inputs, the same on all ranks: random tokens of sequences that attend to random blocks of
-the cache. They store nothing in it. Padding would be a bad example: it attends to nothing, and equal rows take less power, so that a
-GPU that lowers its clock to limit its power multiplies them faster.
+the cache. They store nothing in it. Padding would be a bad example: it attends to nothing, and equal rows take less power, so that
+a GPU that lowers its clock to limit its power multiplies them faster.
 """
 
 from collections.abc import Sequence as List
@@ -123,8 +123,8 @@ class DecodeInputs:
         self._rows = [] if any(c.draft for c in chunks) else [c.sequence for c in chunks]
 
     def continues(self, chunks: List[Chunk]) -> bool:
-        """Whether the last step left the rows of `chunks`, which have no drafts, on the device: the same sequences in the same order.
-        A step with drafts leaves none."""
+        """Whether the last step left the rows of `chunks`, which have no drafts, on the device: the same sequences in the same
+        order. A step with drafts leaves none."""
         return len(self._rows) == len(chunks) and all(row is c.sequence for row, c in zip(self._rows, chunks, strict=True))
 
     def forget(self) -> None:
@@ -155,7 +155,8 @@ class DecodeInputs:
         return self._temperature.device[:rows]
 
     def context(self, rows: int, cache: PagedCache, longest: int) -> PagedContext:
-        """Attention of the first `rows` rows. Lengths and cache_rows are computed on the device, from what the last step left there.
+        """Attention of the first `rows` rows. Lengths and cache_rows are computed on the device, from what the last step left
+        there.
 
         longest: at least the tokens of the longest sequence."""
         positions, tables = self.positions[:rows], self.tables.mirror.device[:rows]

@@ -2,8 +2,8 @@
 
 
 class SuffixAutomaton:
-    """All substrings of a growing list of tokens, with O(1) amortized time and memory for each token (A. Blumer et al., The smallest
-    automaton recognizing the subwords of a text, 1985, section 2).
+    """All substrings of a growing list of tokens, with O(1) amortized time and memory for each token (A. Blumer et al., The
+    smallest automaton recognizing the subwords of a text, 1985, section 2).
 
     A state stands for substrings that end at the same places. `match` is the length of the longest suffix that occurred before, and
     the place behind an earlier occurrence of it, mostly the latest one."""
@@ -32,12 +32,14 @@ class SuffixAutomaton:
         self._end[suffix] = count
 
     def after_match(self, count: int) -> list[int]:
-        """The `count` tokens after the earlier occurrence of the match. If they reach the end of the list, they go on periodically."""
+        """The `count` tokens after the earlier occurrence of the match. If they reach the end of the list, they go on
+        periodically."""
         found = self.tokens[self.match[1] : self.match[1] + count]
         return [found[i % len(found)] for i in range(count)]
 
     def _target(self, state: int, token: int) -> int:
-        """The state of the longest string of `state` and the token; it is split off where it has got more places than longer ones."""
+        """The state of the longest string of `state` and the token; it is split off where it has got more places than longer
+        ones."""
         target, length = self._next[state][token], self._length[state] + 1
         if self._length[target] == length:
             return target

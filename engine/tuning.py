@@ -113,8 +113,8 @@ def _keep(table: Table, messages: list[str]) -> None:
 
 
 def names_of(case: str) -> set[str]:
-    """The configs that are measured for a `table_key` (`kernels/linear_config.py`), and cuBLAS. Raises ValueError if there is no such
-    key."""
+    """The configs that are measured for a `table_key` (`kernels/linear_config.py`), and cuBLAS. Raises ValueError if there is no
+    such key."""
     rows, n, k, *swiglu = case.split(",")
     shape = Shape(int(n), int(k), bool(swiglu))
     if swiglu not in ([], ["swiglu"]) or int(rows) not in row_counts(shape, MAX_ROWS):

@@ -1,9 +1,9 @@
 """The order in which waiting sequences start: by priority, then fair between clients.
 
 Of the clients that wait, the one is next that has the fewest running sequences for its weight. Among equals it is the one that
-started the fewest for its weight lately: weighted round robin, with virtual start times as in start-time fair queueing (P. Goyal, H. M. Vin, H. Cheng, 1996, section
-2). A client's own sequences keep their order of arrival. The order depends on nothing but what was added and removed, so that
-all ranks agree on it.
+started the fewest for its weight lately: weighted round robin, with virtual start times as in start-time fair queueing (P. Goyal,
+H. M. Vin, H. Cheng, 1996, section 2). A client's own sequences keep their order of arrival. The order depends on nothing but what
+was added and removed, so that all ranks agree on it.
 """
 
 from collections import Counter, deque

@@ -1,8 +1,8 @@
 """The main loop of every rank: receive events, compute a step, send new outputs. The frontend is connected to rank 0 only.
 
 Events are the frontend's messages, encoded. Before each step rank 0 broadcasts their total size over gloo, an integer of 8
-bytes, and the events themselves only if there are any. An idle rank 0 waits for the frontend, but broadcasts at least once a second, so that a dead rank is noticed
-within that time.
+bytes, and the events themselves only if there are any. An idle rank 0 waits for the frontend, but broadcasts at least once a
+second, so that a dead rank is noticed within that time.
 """
 
 import gc

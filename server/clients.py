@@ -27,8 +27,8 @@ def digest(key: str) -> bytes:
 
 
 def read_keys(entries: Sequence[str]) -> dict[bytes, Client]:
-    """The clients by the digests of their keys. An entry is `KEY`, `KEY name=NAME`, `KEY weight=N` or `KEY name=NAME weight=N`; without
-    a name, the client is named by the first digits of the digest. Raises UserError."""
+    """The clients by the digests of their keys. An entry is `KEY`, `KEY name=NAME`, `KEY weight=N` or `KEY name=NAME weight=N`;
+    without a name, the client is named by the first digits of the digest. Raises UserError."""
     clients = {}
     for entry in entries:
         match = ENTRY.fullmatch(entry.strip())

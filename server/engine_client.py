@@ -39,7 +39,8 @@ SLICE = 64  # most outputs that `next` returns at once: the backlog of a slow re
 
 
 class OutputQueue:
-    """The outputs of one HTTP request's sequences, and what other ranks need to go on with them. Made by `EngineClient.generate`."""
+    """The outputs of one HTTP request's sequences, and what other ranks need to go on with them. Made by
+    `EngineClient.generate`."""
 
     def __init__(self, client: "EngineClient", submits: Sequence[Submit]) -> None:
         self._client = client

@@ -19,7 +19,8 @@ DECAY = 0.8  # weight of a step's loss over that of the step before: a later tok
 
 
 class ChainContext(AttentionContext):
-    """Attention of one step of R chains. Row t sees rows 0 … t of the first step, and of each later step only row t, its own chain."""
+    """Attention of one step of R chains. Row t sees rows 0 … t of the first step, and of each later step only row t, its own
+    chain."""
 
     def __init__(self, rows: int, device: torch.device, before: "ChainContext | None" = None) -> None:
         """before: the context of the step before; None for the first step."""
@@ -64,8 +65,8 @@ class ChainLoss:
 def chain_loss(head: EagleHead, model: Transformer, batch: Batch, steps: int) -> ChainLoss:
     """Cross entropy of the head's guesses against the model's own predictions, in `steps` steps of chains that begin at every row.
 
-    A chain goes on with the tokens of the window. The model's predictions are restricted to the draft vocabulary. A row counts if the
-    loss counts the token that it predicts, and the model's best token is in the draft vocabulary.
+    A chain goes on with the tokens of the window. The model's predictions are restricted to the draft vocabulary. A row counts if
+    the loss counts the token that it predicts, and the model's best token is in the draft vocabulary.
     """
     device, length = batch.inputs.device, batch.inputs.shape[1]
     with torch.no_grad():

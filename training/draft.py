@@ -4,9 +4,9 @@
     python -m training.draft --model DIR --data chats.bin --steps 5000 --out DIR/draft
     python launch.py --ranks 8 -m training.draft --model DIR --data chats.bin --steps 5000 --out DIR/draft
 
-The model is not changed. It may have any residual variant, and is split over the ranks; each rank trains the same whole head. The head
-reads the streams before the layers --streams, and learns the model's own predictions along the text of --data. It has to guess like
-the model, not like the text; still, text of the kind that the model writes is best, its own answers above all. In each step of
+The model is not changed. It may have any residual variant, and is split over the ranks; each rank trains the same whole head. The
+head reads the streams before the layers --streams, and learns the model's own predictions along the text of --data. It has to guess
+like the model, not like the text; still, text of the kind that the model writes is best, its own answers above all. In each step of
 training it also continues its own guesses --chain times, as it will in use.
 
 A head for a model with a large vocabulary guesses only the --draft-vocab most frequent tokens of the text, which makes it faster.
@@ -145,7 +145,8 @@ def fill(head: EagleHead, args: argparse.Namespace, base: ModelConfig) -> None:
 
 @dataclass(frozen=True)
 class Measured:
-    """One line of `metrics.jsonl`: averages over the steps since the line before; `step` and `learning_rate` are of the last one."""
+    """One line of `metrics.jsonl`: averages over the steps since the line before; `step` and `learning_rate` are of the last
+    one."""
 
     step: int
     loss: float  # nats, the weighted mean over the tokens of a chain

@@ -17,8 +17,8 @@ from rope import rope_frequencies
 def empty_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Transformer:
     """The whole model with its parameters on the meta device.
 
-    Raises UserError for a variant that is only a limit of speed, and for a desync model with copies of weights that training would let drift
-    apart.
+    Raises UserError for a variant that is only a limit of speed, and for a desync model with copies of weights that training would
+    let drift apart.
     """
     copied = config.qk_norm or config.o_bias or config.mlp_bias
     if config.variant == "desync" and config.desync_streams > 1 and (config.desync_streams > config.n_kv_heads or copied):

@@ -266,7 +266,8 @@ def _document(seed: int, index: int, split: str, kind: str | None) -> Document:
 
 
 def render(document: Document) -> str:
-    """The training text with special tokens: a chat as the tokenizer's template renders it, or a story between begin and end tokens."""
+    """The training text with special tokens: a chat as the tokenizer's template renders it, or a story between begin and end
+    tokens."""
     if document.text is not None:
         return f"{BEGIN}{document.text}{END}"
     return BEGIN + "".join(f"<|{message['role']}|>{message['content']}{END}" for message in document.messages)

@@ -5,9 +5,9 @@
     python -m scripts.corpus.train_drafts --steps 200 --tokens 1e6 --out /tmp/try   # a short test on a CPU
     python -m scripts.corpus.train_drafts --measure                             # only measure the heads that are there
 
-The text is the corpus on which the models were trained (`scripts/corpus`). Training takes half a minute a head on a GPU, and hours on
-a CPU core. Then the model answers held-out documents of each kind greedily, and the head drafts 4 tokens after each verified one:
-training.json has the mean number of tokens of such a step by kind: at most 5, and less where answers have few tokens.
+The text is the corpus on which the models were trained (`scripts/corpus`). Training takes half a minute a head on a GPU, and hours
+on a CPU core. Then the model answers held-out documents of each kind greedily, and the head drafts 4 tokens after each verified
+one: training.json has the mean number of tokens of such a step by kind: at most 5, and less where answers have few tokens.
 """
 
 import argparse
@@ -68,8 +68,8 @@ def train(args: argparse.Namespace, model: Path, data: Path) -> dict[str, Any]:
 
 @torch.inference_mode()
 def measure(args: argparse.Namespace, model: Path) -> dict[str, float]:
-    """Mean tokens of a step by kind of document: the accepted ones of a draft of DRAFTED tokens, and one more, up to the answer's end.
-    An answer's first token comes from the prompt's step, which does not count."""
+    """Mean tokens of a step by kind of document: the accepted ones of a draft of DRAFTED tokens, and one more, up to the answer's
+    end. An answer's first token comes from the prompt's step, which does not count."""
     llm = LLM(model, world=ALONE)
     assert llm.tokenizer is not None
     head = read_head(model / "draft", llm.model.config, ALONE, DTYPES["float32"])

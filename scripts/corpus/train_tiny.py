@@ -68,7 +68,8 @@ def prepare_tokens(args: argparse.Namespace, tokenizer: Path, path: Path) -> Non
 
 
 def train_variant(args: argparse.Namespace, world: World, variant: str, data: Path, tokenizer: Path) -> None:
-    """Train one variant in OUT/run-VARIANT. Rank 0 writes the model and a record of its training to OUT/tiny-VARIANT. Collective."""
+    """Train one variant in OUT/run-VARIANT. Rank 0 writes the model and a record of its training to OUT/tiny-VARIANT.
+    Collective."""
     start, work = time.perf_counter(), args.out / f"run-{variant}"
     steps = max(1, int(args.tokens) // (args.batch * WINDOW))
     argv = ["--model", "tiny", "--data", data, "--out", work, "--steps", steps, "--seed", args.seed, "--log-every", 20]

@@ -84,7 +84,8 @@ def relative_error(pairs: list[tuple[Tensor, Tensor]]) -> float:
 
 
 def coded(x: Tensor, width: Format, scheme: Scheme) -> Tensor:
-    """`x` quantized and dequantized once, flat, in the groups of an all-reduce of `x`. Values after the last whole group are dropped."""
+    """`x` quantized and dequantized once, flat, in the groups of an all-reduce of `x`. Values after the last whole group are
+    dropped."""
     size = scheme.group_of(x)
     groups = x.flatten()[: x.numel() // size * size].view(-1, size)
     groups = hadamard_transform(groups) if scheme.hadamard else groups

@@ -1,4 +1,5 @@
-"""One rank of test_gpu.py: every embedded model by every communicator, one JSON line each from rank 0. Arguments: the communicators, all of them if there is none."""
+"""One rank of test_gpu.py: every embedded model by every communicator, one JSON line each from rank 0. Arguments: the
+communicators, all of them if there is none."""
 
 import json
 import sys

@@ -208,7 +208,8 @@ class FakeChains:
 
 def test_chains_are_as_long_as_they_pay_for_all_together() -> None:
     def plan(links: dict[int, float], count: int = 1, text: int = 0, length: int = 3) -> dict[Sequence, int]:
-        """Counts of drafts for `count` sequences, of which the first `text` repeat themselves; steps take 1 s for any number of rows."""
+        """Counts of drafts for `count` sequences, of which the first `text` repeat themselves; steps take 1 s for any number of
+        rows."""
         speculation = Speculation(7, lambda: ({1: 1.0, 2: 1.0}, links), FakeChains())  # type: ignore[arg-type]
         texts = [[5] * length if i < text else list(range(i, i + length)) for i in range(count)]
         running = [
@@ -366,7 +367,8 @@ def test_a_model_that_drafts_for_itself_is_always_right(place: int, in_turn: Cal
 
 
 def head_draft(model: Transformer, head: EagleHead, tokens: list[int], params: SamplingParams, draft: list[int]) -> list[float]:
-    """By how much each token of `draft` is worse for the head than its best one, after `tokens` and the tokens before, without a cache."""
+    """By how much each token of `draft` is worse for the head than its best one, after `tokens` and the tokens before, without a
+    cache."""
     streams = model.hidden_and_streams(torch.tensor([tokens[:-1]]), Causal(len(tokens) - 1, CPU), head.config.stream_layers)[1]
     features, inputs, worse = head.fuse(streams), tokens[1:], []
     for i, token in enumerate(draft):
@@ -385,7 +387,8 @@ def head_draft(model: Transformer, head: EagleHead, tokens: list[int], params: S
 def check_drafts_of_head(
     engine: Engine, model: Transformer, head: EagleHead, submits: list[Submit], at_once: int
 ) -> dict[str, Answer]:
-    """Serve the requests, and check each draft of the engine's head against `head` and `model`, which have its weights on the CPU."""
+    """Serve the requests, and check each draft of the engine's head against `head` and `model`, which have its weights on the
+    CPU."""
     chains, checked = engine.speculation.chains, 0
     assert chains is not None
     made = chains.draft

@@ -94,8 +94,8 @@ def test_drafts_give_what_the_cpu_gives(name: str, seed: int) -> None:
 
 @pytest.mark.parametrize("name", [*PLAIN, "mistral"])
 def test_a_model_that_drafts_for_itself_gives_what_the_cpu_gives(name: str, seed: int) -> None:
-    """Chains are replays of the draft runner's decode graphs. Almost all of their tokens are right, also behind steps that are launched
-    ahead and prompts in the cache."""
+    """Chains are replays of the draft runner's decode graphs. Almost all of their tokens are right, also behind steps that are
+    launched ahead and prompts in the cache."""
     model = random_model(replace(config_of(name), head_dim=16))
     twin, submits = on_gpu(model), random_submits(8, max_tokens=20)
     engine = Engine(twin, None, EngineLimits(draft_tokens=5, max_num_seqs=5, max_batch_tokens=70), ALONE, twin)

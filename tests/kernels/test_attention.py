@@ -183,7 +183,8 @@ def some_config(of: Callable[..., Any]) -> Any:
 
 @pytest.mark.parametrize("codes", [False, True], ids=["values", "codes"])
 def test_kernels_in_the_interpreter(codes: bool, interpreters: Ranks, seed: int) -> None:
-    """Half of the shapes in fp32 and half in fp16, chosen at random: the interpreter cannot multiply bf16 matrices. Two of them for codes, to save time."""
+    """Half of the shapes in fp32 and half in fp16, chosen at random: the interpreter cannot multiply bf16 matrices. Two of them for
+    codes, to save time."""
     dtypes = [torch.float32, torch.float16] * (len(SHAPES) // 2)
     random.shuffle(dtypes)
     cases = list(zip(dtypes, SHAPES, strict=True))

@@ -111,8 +111,8 @@ def gather_mismatches(cases: list[Case], seed: int, device: str) -> list[str]:
 
 
 def late_rows_mismatches(tiling: GemmTiling, seed: int) -> list[str]:
-    """Check a product that runs while a second stream copies the rows of each source and then sets their flags. The tiling must leave
-    SMs to these copies."""
+    """Check a product that runs while a second stream copies the rows of each source and then sets their flags. The tiling must
+    leave SMs to these copies."""
     case = (4, 384, 2048, 4096, torch.bfloat16, tiling)
     source, weight = operands(case, torch.Generator().manual_seed(seed), "cuda")
     rows, flags = torch.full_like(source, torch.nan), torch.zeros(4, 3, dtype=torch.int64, device="cuda")

@@ -1,4 +1,5 @@
-"""Quantized linear layers on GPUs: packing, the gemv and stream kernels in a simulator and on a GPU, and the kernels for many rows."""
+"""Quantized linear layers on GPUs: packing, the gemv and stream kernels in a simulator and on a GPU, and the kernels for many
+rows."""
 
 import importlib
 import random

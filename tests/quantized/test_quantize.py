@@ -124,7 +124,8 @@ def logits(world: World, folder: Path, tokens: Tensor, quantize: str | None = No
 
 
 def dequantized(source: Path, out: Path, weights: str) -> Path:
-    """The source with each linear layer rounded to nearest and dequantized, row by row and group by group, as a plain checkpoint."""
+    """The source with each linear layer rounded to nearest and dequantized, row by row and group by group, as a plain
+    checkpoint."""
     scheme, tensors = scheme_of(weights, model_config(str(source), None, 1)), load_file(source / "model.safetensors")
     for name, tensor in tensors.items():
         if name.endswith("_proj.weight"):

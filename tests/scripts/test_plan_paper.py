@@ -1,4 +1,5 @@
-"""scripts/report/plan_{fit,paper}.py: the cluster's figures fitted to the paper's table V, and what docs/results has of its table IV."""
+"""scripts/report/plan_{fit,paper}.py: the cluster's figures fitted to the paper's table V, and what docs/results has of its table
+IV."""
 
 import itertools
 import json

@@ -1,4 +1,5 @@
-"""Who counts as a client, how many places it may have, when a refused one may come again, and the order that the engine is asked for."""
+"""Who counts as a client, how many places it may have, when a refused one may come again, and the order that the engine is asked
+for."""
 
 import logging
 import random

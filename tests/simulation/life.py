@@ -1,9 +1,9 @@
 """One simulated life of a server: everything that happens in it follows from a seed.
 
-The frontend's `EngineClient` and its queues, the messages in their encoding, and `Engine` with its scheduler, block manager and drafts
-are the real ones. The model, grammars, sockets and the clock are not: time is counted in steps. Requests arrive, are read slowly,
-stop, are aborted and refused; messages are late; ranks are lost, and with them the engine, after which unfinished requests are
-submitted again. After each step all invariants are checked.
+The frontend's `EngineClient` and its queues, the messages in their encoding, and `Engine` with its scheduler, block manager and
+drafts are the real ones. The model, grammars, sockets and the clock are not: time is counted in steps. Requests arrive, are read
+slowly, stop, are aborted and refused; messages are late; ranks are lost, and with them the engine, after which unfinished requests
+are submitted again. After each step all invariants are checked.
 """
 
 import random

@@ -1,11 +1,12 @@
 """Runs Gluon kernels for Hopper on the CPU, because Triton's interpreter cannot: `load` imports a module of kernels with this
 simulator in place of Triton, and its kernels then run when they are launched.
 
-The simulator knows what `kernels/linear_stream.py`, `kernels/linear_quantized_stream.py` and `kernels/linear_quantized_gemv.py` use, PTX included.
-Programs start in random order, some of them only after others have ended, and their partitions take turns at random. TMA loads and wgmmas are as late as their barriers and waits allow. It raises
-`Fault` for: memory or a buffer that is used before it is loaded, or overwritten before it has been read; bytes that a barrier did
-not expect, or a second arrival in a phase; addresses outside a tensor; memory but `early` tensors before the wait for the
-previous kernel; and programs that all wait. Registers, memory order, and integers of 32 bits are not simulated.
+The simulator knows what `kernels/linear_stream.py`, `kernels/linear_quantized_stream.py` and `kernels/linear_quantized_gemv.py`
+use, PTX included. Programs start in random order, some of them only after others have ended, and their partitions take turns at
+random. TMA loads and wgmmas are as late as their barriers and waits allow. It raises `Fault` for: memory or a buffer that is used
+before it is loaded, or overwritten before it has been read; bytes that a barrier did not expect, or a second arrival in a phase;
+addresses outside a tensor; memory but `early` tensors before the wait for the previous kernel; and programs that all wait.
+Registers, memory order, and integers of 32 bits are not simulated.
 """
 
 import importlib.util

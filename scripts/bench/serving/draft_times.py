@@ -3,9 +3,9 @@
     python -m scripts.bench.serving.draft_times --models llama-3-8b
     python launch.py --ranks 2 -m scripts.bench.serving.draft_times --models llama-3-70b:16 --rows 1 5
 
-The head has the model's width and knows --draft-vocab of its ids; it uses the model's embedding, as most published heads. A chain is
-timed as the engine makes it, with the host's work and the wait for its tokens. On a GPU a step of 5 rows is padded to 8. Prints a JSON
-line for each model.
+The head has the model's width and knows --draft-vocab of its ids; it uses the model's embedding, as most published heads. A chain
+is timed as the engine makes it, with the host's work and the wait for its tokens. On a GPU a step of 5 rows is padded to 8. Prints
+a JSON line for each model.
 """
 
 import argparse

@@ -4,9 +4,9 @@
     python -m scripts.bench.serving.frontend --streams 256 --step 8 --new-tokens 512
 
 The stand-in uses the engine's protocol with the real frontend process. It emits a request's first token at once, and then one
-token for every request each --step ms. The client is that of `make throughput`. The output holds the streamed tokens per second; the CPU
-time per token of frontend and client (the client's includes its busy wait of 2 ms before each arrival); the time to the first
-token, which frontend and client cause alone; and the time between tokens, which includes --step.
+token for every request each --step ms. The client is that of `make throughput`. The output holds the streamed tokens per second;
+the CPU time per token of frontend and client (the client's includes its busy wait of 2 ms before each arrival); the time to the
+first token, which frontend and client cause alone; and the time between tokens, which includes --step.
 """
 
 import argparse

@@ -6,10 +6,10 @@
 The tasks are held-out documents of the corpus on which the embedded models were trained. A preset's weights are random and its
 prompts are random ids. Source `ngram` has the request's own text alone. For source `prediction` the request also predicts its
 answer, in which each token is right with the probability --accept-rate: this stands in for a real draft, and says nothing of one.
-Sources `head` and `model` are --drafts, beside the text: the folders of heads and of smaller models (default: of an embedded model its
-own head, and tiny-parallel for tiny-standard). Where weights are random, drafts are computed, but their tokens are replaced by those of
-the answer with the probability --accept-rate: their time is real, their agreement is not. With and without alternate, so that a slowdown of the machine affects both. Writes speculation.json and .md into out (with --write
-into docs/results).
+Sources `head` and `model` are --drafts, beside the text: the folders of heads and of smaller models (default: of an embedded model
+its own head, and tiny-parallel for tiny-standard). Where weights are random, drafts are computed, but their tokens are replaced by
+those of the answer with the probability --accept-rate: their time is real, their agreement is not. With and without alternate, so
+that a slowdown of the machine affects both. Writes speculation.json and .md into out (with --write into docs/results).
 """
 
 import argparse

@@ -33,7 +33,8 @@ PREFETCH = (0, 1, 2)  # layers gathered ahead of the computing one; 0: FSDP2's o
 
 
 class End(nn.Module):
-    """The last norm, and the head with the loss. One module, so that FSDP2 has gathered the head's weight when the loss needs it."""
+    """The last norm, and the head with the loss. One module, so that FSDP2 has gathered the head's weight when the loss needs
+    it."""
 
     def __init__(self, model: Transformer) -> None:
         super().__init__()

@@ -10,7 +10,8 @@ UNFUSED, GEMM, TORCH = "unfused", "GEMM", "torch"  # names of algorithms; those 
 class Row:
     """The time of a layer with m rows by one algorithm, and the paper's two metrics.
 
-    way: the algorithm's name. overall: µs of the algorithm; gemm: µs of the best GEMM alone; unfused: µs of GEMM and NCCL without overlap.
+    way: the algorithm's name. overall: µs of the algorithm; gemm: µs of the best GEMM alone; unfused: µs of GEMM and NCCL without
+    overlap.
     """
 
     layer: str
