@@ -229,7 +229,8 @@ class Chains:
     def seconds(self, rows: int, tokens: int = MEASURED_CHAIN) -> float:
         """The time of a token in chains of so many tokens for so many sequences. To be called before the first draft.
         Collective."""
-        blocks = [i % self.blocks.n_blocks for i in range(tokens + 2)]
+        tokens = max(1, min(tokens, self.longest - 2, self.runner.max_length - 2))
+        blocks = [i % self.blocks.n_blocks for i in range(self.blocks.blocks_for(tokens + 2))]
         invented = [
             Sequence("", [0, 0], 0, SamplingParams(), blocks=blocks, computed=1, state=SamplingState()) for _ in range(rows)
         ]

@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import FrameType
 
 from checkpoint import DTYPES, load_model
 from cli import check_ranks, leave, note, rank
@@ -23,9 +22,8 @@ from presets import model_config
 from processes import LAUNCHER, run_folder
 from server import logs
 from server.logs import log
-from server.process import FAILED, FRONTEND, READY, Frontend, addresses, check_port, describe_end
+from server.process import FRONTEND, READY, Frontend, addresses, check_port, describe_end
 from server.settings import Settings, load_settings
-from server.torchrun import LastingFrontend, group_is_whole, restarting_agent
 from tokenizer import Tokenizer, check_fits
 from tokenizer_files import tokenizer_of
 from tp import World, agree_on_error, init_world, stream_shards
@@ -156,7 +154,7 @@ def main() -> None:
         if rank() == 0:
             configure_logs(settings)
             warn_of_torchrun(settings, os.environ)
-            if folder is None and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+            if folder is None:
                 check_port(settings)
         if settings.tp is not None:
             check_ranks(settings.tp, "--tp")
@@ -175,12 +173,11 @@ def main() -> None:
             f"warning: {settings.model} is a shape without weights: they are random and its text is noise, for benchmarks only"
         )
     with contextlib.ExitStack() as stack:
-        frontend: Frontend | LastingFrontend | None = None
-        has_launcher, agent = folder is not None, restarting_agent(os.environ)
-        if not has_launcher and world.rank == 0:
-            frontend = LastingFrontend(agent) if agent else Frontend(settings, stack.enter_context(run_folder()))
-            folder = str(frontend.folder)
-        handle_signals(frontend, has_launcher, agent)
+        frontend = None
+        if folder is None and world.rank == 0:
+            folder = str(stack.enter_context(run_folder()))
+            frontend = Frontend(settings, Path(folder))
+        handle_signals(frontend, bool(folder) and not frontend)
         link = FrontendLink(*addresses(Path(folder))) if folder and world.rank == 0 else None
         code = 0
         try:
@@ -190,7 +187,7 @@ def main() -> None:
             ready = describe(settings, engine, config, world, dtype)
             if link and folder:
                 Path(folder, READY).touch()
-            serve(engine, world, link, ready, frontend.is_alive if frontend else lambda: True)
+            serve(engine, world, link, ready, frontend.process.is_alive if frontend else lambda: True)
         finally:
             if link:
                 link.close()
@@ -199,17 +196,11 @@ def main() -> None:
         leave(code)
 
 
-def handle_signals(frontend: Frontend | LastingFrontend | None, has_launcher: bool, agent: int | None) -> None:
+def handle_signals(frontend: Frontend | None, has_launcher: bool) -> None:
     """Leave signals to the launcher: it tells the frontend, and ends ranks by SIGTERM. Without one, rank 0 tells its frontend.
 
-    A terminal sends SIGINT to the ranks, too. All ranks end once the frontend has drained. agent: torchrun's.
+    A terminal sends SIGINT to the ranks, too. All ranks end once the frontend has drained.
     """
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        if agent and not group_is_whole(agent):
-            os._exit(FAILED)
-        if frontend:
-            frontend.forward()
-
-    for number in [signal.SIGINT] if has_launcher else [signal.SIGTERM, signal.SIGINT]:
-        signal.signal(number, handle if frontend or agent else signal.SIG_IGN)
+    ignored = [signal.SIGINT] if has_launcher else [signal.SIGTERM, signal.SIGINT]
+    for number in ignored:
+        signal.signal(number, (lambda caught, frame: frontend.forward()) if frontend else signal.SIG_IGN)

@@ -57,7 +57,7 @@ class Frontend:
     """The frontend process, and the addresses of the two sockets between it and the engine, which are in `folder`."""
 
     def __init__(self, settings: Settings, folder: Path) -> None:
-        self._settings, self.folder, self.addresses = settings, folder, addresses(folder)
+        self._settings, self.addresses = settings, addresses(folder)
         self._last_signal = 0.0
         self.start(attach=False)
 
@@ -67,9 +67,6 @@ class Frontend:
         arguments = (self._settings, *self.addresses, attach)
         self.process = context.Process(target=frontend_main, args=arguments, name="rung-frontend")
         self.process.start()
-
-    def is_alive(self) -> bool:
-        return self.process.is_alive()
 
     def forward(self) -> None:
         """Send SIGTERM. Calls within one second count once.

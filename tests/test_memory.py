@@ -161,7 +161,7 @@ def test_a_shape_has_the_numbers_of_its_config(shape: Path) -> None:
 def test_a_shape_behind_the_server(shape: Path) -> None:
     settings = Settings(model=str(shape))
     assert settings.random_weights
-    config, tokenizer = prepare(settings, 1)
+    config, tokenizer, _ = prepare(settings, 1)
     assert isinstance(tokenizer, ByteTokenizer) and tokenizer.vocab_size == config.vocab_size == 1021
 
 

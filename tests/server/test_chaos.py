@@ -1,7 +1,6 @@
 """The real server on 2 ranks, whose processes are killed and stopped: every answer is that of an undisturbed server."""
 
 import asyncio
-import json
 import os
 import random
 import signal
@@ -12,7 +11,7 @@ import pytest
 
 from scripts.bench.serving.chaos import Storm
 from tests import MODELS
-from tests.support.server_process import ServerProcess, runs, wait_until
+from tests.support.server_process import ServerProcess, wait_until
 
 FLAGS = ("--model", MODELS / "tiny-hybrid", "--speculate", "ngram", "--max-restarts", 1000, "--hang-seconds", 5)
 
@@ -55,27 +54,6 @@ def test_chaos(seed: int) -> None:
         assert answers == [wanted]
         assert server.wait(120) == 0
         assert "Traceback" not in server.log
-
-
-def test_torchrun_starts_ranks_again() -> None:
-    """The new rank 0 finds the frontend that the first one started. A signal to torchrun ends all."""
-    with ServerProcess("--model", MODELS / "tiny-hybrid", ranks=2, torchrun=True, environ={"PET_MAX_RESTARTS": 9}) as server:
-        server.ready()
-        body = {"prompt": "Once", "max_tokens": 60, "ignore_eos": True, "seed": 5}
-        wanted = server.http.post("/v1/completions", json=body).json()["choices"]
-        (frontend,) = server.frontend_pids()
-        with server.http.stream("POST", "/v1/completions", json=body | {"stream": True}, timeout=240) as stream:
-            parts = stream.iter_lines()
-            lines = [next(parts)]
-            os.kill(server.rank_pids()[0], signal.SIGKILL)
-            lines += parts
-        chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == wanted[0]["text"]
-        assert runs(frontend)
-        server.process.send_signal(signal.SIGTERM)
-        server.wait(120)
-        wait_until(lambda: not runs(frontend), 60, "the end of the frontend")
-        assert "draining" in server.log
 
 
 @pytest.mark.parametrize("when", ["before it was ready", "too often"])

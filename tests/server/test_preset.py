@@ -86,7 +86,7 @@ def test_the_tokenizer_of_a_preset_and_of_a_checkpoint() -> None:
 
 
 def test_presets_are_prepared() -> None:
-    config, tokenizer = prepare(Settings(model="tiny:2", variant="ladder"), 2)
+    config, tokenizer, _ = prepare(Settings(model="tiny:2", variant="ladder"), 2)
     assert config == model_config("tiny:2", "ladder", 2) and tokenizer.vocab_size == config.vocab_size
     assert Settings(model="tiny:2").random_weights and not Settings(model=str(HYBRID)).random_weights
     for name, message in (("tyni", "no preset"), ("no/such/folder", "missing"), ("tiny:9", "from 1 to 8")):

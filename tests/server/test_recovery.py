@@ -183,7 +183,7 @@ def test_requests_outlive_the_ranks(make_site: Callable[..., Site], monkeypatch:
     wait_for(lambda: site.health() == "recovering")
     assert site.http.get("/health").status_code == 503
     late = Asked(site)
-    wait_for(lambda: site.server.client.active == 4 and ": " in stream.text)
+    wait_for(lambda: site.server.client.active == 4 and ": the ranks start again" in stream.text)
     assert len(site.engine.submits) == 3, "nothing is sent while there are no ranks"
     site.engine.send(ready())
     wait_for(lambda: site.health() == "ready" and len(site.engine.submits) == 7)

@@ -62,9 +62,9 @@ class Whole(nn.Module):
         return self.end(hidden, batch)
 
 
-def _finished(layer: Any, stream: Residual, frequencies: Tensor, context: Any) -> Residual:
+def _finished(layer: Any, stream: Residual, frequencies: Tensor, context: Any, rows: None) -> Residual:
     """A block's result with its all-reduces completed. FSDP2's hooks would not see a tensor inside an all-reduce in flight."""
-    stream = layer(stream, frequencies, context)
+    stream = layer(stream, frequencies, context, rows)
     return Residual(stream.finish(), stream.comm)
 
 
