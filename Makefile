@@ -42,7 +42,7 @@ chat: setup ## Use: talk to the model in the terminal
 	@$(PY) generate.py --model $(MODEL) --chat --interactive --temperature 0 $(ARGS)
 
 serve: setup ## Use: an OpenAI-compatible server for MODEL on RANKS ranks
-	@$(PY) -m server --tp $(RANKS) --model $(MODEL) --speculate auto $(ARGS)
+	@$(PY) -m server --tp $(RANKS) --model $(MODEL) $(ARGS)
 
 quantize: setup ## Use: MODEL with weights in 8 or 4 bits, into OUT: make quantize MODEL=… OUT=… ARGS="--weights fp8"
 	@$(PY) -m scripts.quantize --model $(MODEL) --out $(OUT) $(ARGS)
