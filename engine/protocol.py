@@ -254,7 +254,7 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
 
 
 class Fatal(msgspec.Struct, frozen=True, tag=True):
-    """The ranks have ended and will not be started again. Sent by the process that started them."""
+    """The ranks have ended and will not be started again. Sent by the process that started them, or the frontend."""
 
     message: str
 

@@ -1,7 +1,7 @@
 """The frontend process: uvicorn, signals, draining, and the exit when the ranks have ended for good.
 
 Addresses are `ipc://` paths. The receiving side binds: this process binds `from_engine`, and the engine connects to it. The
-process that started the ranks connects to it, too, to send Fatal (process.py).
+process that started this one connects to it, too, to send Fatal (process.py).
 """
 
 import asyncio

@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from checkpoint import DTYPES, load_model
@@ -13,7 +14,7 @@ from cli import check_ranks, leave, note, rank
 from config import ModelConfig, limit_context
 from engine.core import Engine, EngineLimits
 from engine.draft_models import Draft, find_draft
-from engine.protocol import Ready, Starting
+from engine.protocol import Fatal, Ready, Starting
 from engine.tuning import Tuning, tune
 from engine.worker import FrontendLink, serve
 from errors import UserError
@@ -148,13 +149,14 @@ def warn_of_torchrun(settings: Settings, environ: Mapping[str, str]) -> None:
 
 def main() -> None:
     error = settings = None
-    folder = os.environ.get(FRONTEND)  # of the launcher
+    folder = os.environ.get(FRONTEND)  # of a launcher's frontend
+    launched = folder is not None
     try:
         settings = load_settings(sys.argv[1:])
         if rank() == 0:
             configure_logs(settings)
             warn_of_torchrun(settings, os.environ)
-            if folder is None:
+            if not launched:
                 check_port(settings)
         if settings.tp is not None:
             check_ranks(settings.tp, "--tp")
@@ -174,10 +176,11 @@ def main() -> None:
         )
     with contextlib.ExitStack() as stack:
         frontend = None
-        if folder is None and world.rank == 0:
+        if not launched and world.rank == 0:
             folder = str(stack.enter_context(run_folder()))
-            frontend = Frontend(settings, Path(folder))
-        handle_signals(frontend, bool(folder) and not frontend)
+            # nobody would start ranks again that hang
+            frontend = Frontend(replace(settings, hang_seconds=0.0), Path(folder))
+        handle_signals(frontend, launched)
         link = FrontendLink(*addresses(Path(folder))) if folder and world.rank == 0 else None
         code = 0
         try:
@@ -188,6 +191,10 @@ def main() -> None:
             if link and folder:
                 Path(folder, READY).touch()
             serve(engine, world, link, ready, frontend.process.is_alive if frontend else lambda: True)
+        except BaseException as e:
+            if link and frontend:  # nobody else tells it
+                link.send(Fatal(f"{type(e).__name__}: {e}".splitlines()[0]))
+            raise
         finally:
             if link:
                 link.close()
@@ -201,6 +208,5 @@ def handle_signals(frontend: Frontend | None, has_launcher: bool) -> None:
 
     A terminal sends SIGINT to the ranks, too. All ranks end once the frontend has drained.
     """
-    ignored = [signal.SIGINT] if has_launcher else [signal.SIGTERM, signal.SIGINT]
-    for number in ignored:
+    for number in [signal.SIGINT] if has_launcher else [signal.SIGTERM, signal.SIGINT]:
         signal.signal(number, (lambda caught, frame: frontend.forward()) if frontend else signal.SIG_IGN)

@@ -121,7 +121,7 @@ def report_end(from_engine: str) -> None:
 
     Exit the process here if it has not ended after ORPHAN_SECONDS.
     """
-    tell(from_engine, Fatal("the process that started the ranks ended"))
+    tell(from_engine, Fatal("the process that started the frontend ended"))
     time.sleep(ORPHAN_SECONDS)
     os._exit(1)
 
