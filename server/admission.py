@@ -59,6 +59,8 @@ class Admission:
         """Seconds until so many places will be free, at the rate at which they lately became free; of one client, if given."""
         now = self._clock()
         begin = max(self._since, now - WINDOW)
+        if len(self._ends) == MOST_ENDS:  # older ones are not known
+            begin = max(begin, self._ends[0][0])
         ends = sum(at >= begin and client in (None, name) for at, name in self._ends)
         return min(LONGEST_RETRY, max(1, math.ceil(missing * (now - begin) / max(ends, 1))))
 
