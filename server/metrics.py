@@ -100,8 +100,8 @@ class Metrics:
         self.preemptions = self._counter("num_preemptions", "Preempted sequences, whose KV cache is computed again")
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of the requests that started")
         self.generation_tokens = self._counter("generation_tokens", "Generated tokens")
-        self.recoveries = self._counter("recoveries", "Starts of ranks after others had ended")
-        self.recovery_seconds = self._counter("recovery_seconds", "Seconds between these ends and starts")
+        self.recoveries = self._counter("recoveries", "Starts of ranks, or of a frontend, after others had ended")
+        self.recovery_seconds = self._counter("recovery_seconds", "Seconds until they served again")
         self.replayed_tokens = self._counter("replayed_tokens", "Tokens of prompts and answers that were sent to ranks again")
         help_text = "Finished sequences by reason: stop, length, abort, error"
         self.finished = Counter("rung:request_success", help_text, ["model_name", "finished_reason"], registry=self.registry)
@@ -167,7 +167,8 @@ class Metrics:
         self._on_drafted(stats.drafted, last.drafted)
 
     def on_recovery(self, seconds: float) -> None:
-        """Record that new ranks are ready, `seconds` after others ended. Their statistics begin at 0."""
+        """Record that the ranks are ready for this frontend, after `seconds` without them. The statistics of new ones begin at
+        0."""
         self.stats = Stats()
         self.recoveries.inc()
         self.recovery_seconds.inc(seconds)

@@ -16,14 +16,12 @@ from cli import USER_ERROR
 from engine.protocol import Fatal
 from launch import Ranks, start_ranks
 from processes import run_folder
-from server.process import FRONTEND, READY, SIGNALLED, Frontend, describe_end, tell
+from server.process import FRONTEND, JOIN_SECONDS, READY, SIGNALLED, Frontend, describe_end, tell
 from server.settings import Settings
 
-FAILED = 1  # exit code
 WINDOW = 600.0  # seconds for which a restart counts
 STOP_SECONDS = 30.0  # time for all processes to end, added to --drain-timeout
 GRACE_SECONDS = 5.0  # time for ranks to end by themselves after the frontend
-JOIN_SECONDS = 10.0  # time for the frontend to end after the ranks
 
 
 def run_server(settings: Settings, arguments: Sequence[str]) -> int:
