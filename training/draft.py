@@ -29,14 +29,14 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from checkpoint import DTYPES, load_model, open_source
+from checkpoint import load_model, open_source
 from cli import Parser, note, run
 from comm import Local
 from config import ModelConfig
 from eagle import STREAMS, EagleConfig, EagleHead, default_streams
 from errors import UserError
 from model import Transformer
-from options import DTYPE_NAMES, dtype_name
+from options import DTYPE_NAMES
 from presets import has_random_weights, model_config
 from tp import World, init_world
 from training.batches import GlobalBatches
@@ -45,12 +45,17 @@ from training.export import save_head
 from training.loop import together
 from training.metrics import cut_after, plot_losses
 from training.optimizer import AdamSettings
-from training.options import add_batch_options, schedule_of
+from training.options import add_batch_options, check_numbers, dtype_of, schedule_of
 from training.step import check_batch
 from training.token_file import TokenFile, open_tokens
 
 COUNTED = 1 << 26  # most tokens of the text that are counted for the draft vocabulary
 SNAPSHOT = "snapshot.pt"
+RECIPE = ("learning_rate", "warmup", "final_rate", "weight_decay", "clip")
+POSITIVE = (
+    *("sequence_length", "global_batch", "micro_batch", "steps", "chain", "log_every", "save_every", "draft_vocab"),
+    *("learning_rate", "clip"),
+)
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -88,20 +93,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     how.add_argument("--resume", action="store_true", help="continue from the snapshot in --out, with the same settings")
     args = parser.parse_args(argv)
-    for name in (
-        "sequence_length",
-        "global_batch",
-        "micro_batch",
-        "steps",
-        "chain",
-        "log_every",
-        "save_every",
-        "draft_vocab",
-        "clip",
-    ):
-        value = getattr(args, name)
-        if value is not None and not value > 0:
-            raise UserError(f"--{name.replace('_', '-')} must be above 0, not {value}")
+    check_numbers(args, POSITIVE)
     if args.chain >= args.sequence_length:
         raise UserError(f"--chain {args.chain} must be shorter than --sequence-length {args.sequence_length}")
     return args
@@ -206,8 +198,9 @@ def train_step(
         part.backward()
         loss, agreed, counted = loss + part.detach(), agreed + found.agreed, counted + found.counted
     norm = torch.nn.utils.clip_grad_norm_(head.parameters(), args.clip)
+    rate = schedule_of(args).rate(step)
     for group in optimizer.param_groups:
-        group["lr"] = schedule_of(args).rate(step)
+        group["lr"] = rate
     optimizer.step()
     optimizer.zero_grad()
     return torch.cat((torch.stack((loss, norm)), agreed / counted.clamp(min=1)))
@@ -219,14 +212,16 @@ def make_optimizer(args: argparse.Namespace, head: EagleHead) -> torch.optim.Opt
     return torch.optim.AdamW(groups, betas=AdamSettings.betas, eps=AdamSettings.eps, fused=True)
 
 
-def save_snapshot(args: argparse.Namespace, head: EagleHead, optimizer: torch.optim.Optimizer, step: int) -> None:
-    state = {"step": step, "settings": identity(args), "head": head.state_dict(), "optimizer": optimizer.state_dict()}
+def save_snapshot(
+    args: argparse.Namespace, batches: GlobalBatches, head: EagleHead, optimizer: torch.optim.Optimizer, step: int
+) -> None:
+    state = {"step": step, "settings": identity(args, batches), "head": head.state_dict(), "optimizer": optimizer.state_dict()}
     partial = args.out / f"{SNAPSHOT}.partial"
     torch.save(state, partial)
     os.replace(partial, args.out / SNAPSHOT)
 
 
-def restore(args: argparse.Namespace, head: EagleHead, optimizer: torch.optim.Optimizer) -> int:
+def restore(args: argparse.Namespace, batches: GlobalBatches, head: EagleHead, optimizer: torch.optim.Optimizer) -> int:
     """Load the snapshot in --out, if --resume is given and there is one. Returns the step to go on with. Raises UserError."""
     path = args.out / SNAPSHOT
     if not path.exists() or not args.resume:
@@ -234,17 +229,17 @@ def restore(args: argparse.Namespace, head: EagleHead, optimizer: torch.optim.Op
             raise UserError(f"{path} is of a run that was stopped; continue it with --resume, or remove it")
         return 0
     state = torch.load(path, map_location=head.targets.device, weights_only=True)
-    if state["settings"] != identity(args):
+    if state["settings"] != identity(args, batches):
         raise UserError(f"{path} is of a run with other settings ({state['settings']}); resume with those, or remove it")
     head.load_state_dict(state["head"])
     optimizer.load_state_dict(state["optimizer"])
     return int(state["step"])
 
 
-def identity(args: argparse.Namespace) -> dict[str, Any]:
+def identity(args: argparse.Namespace, batches: GlobalBatches) -> dict[str, Any]:
     """The settings that a resumed run must share with the original one."""
-    names = ("model", "streams", "draft_vocab", "chain", "sequence_length", "global_batch", "steps", "learning_rate", "seed")
-    return {name: getattr(args, name) for name in names} | {"data": str(args.data)}
+    names = ("model", "streams", "draft_vocab", "chain", "sequence_length", "global_batch", "steps", "seed", *RECIPE)
+    return {name: getattr(args, name) for name in names} | {"data": batches.tokens.fingerprint}
 
 
 # --- the command ---------------------------------------------------------------------------------------------------------
@@ -274,13 +269,13 @@ def train_head(args: argparse.Namespace, world: World) -> tuple[EagleHead, Trans
     """Train a head, write it to --out, and return it with its model. Collective. Raises UserError."""
     base, batches, config = together(world, lambda: prepare(args, world))
     torch.set_float32_matmul_precision("high")
-    model = load_model(args.model, base, world, DTYPES[dtype_name(args.dtype, world.device.type)])
+    model = load_model(args.model, base, world, dtype_of(args, world.device))
     head = EagleHead(config, Local(), world.device, torch.float32)
     if config.draft_vocab_size < base.vocab_size:
         head.targets.copy_(frequent_tokens(batches.tokens, config.draft_vocab_size))
     together(world, lambda: fill(head, args, base))
     optimizer = make_optimizer(args, head)
-    first = together(world, lambda: restore(args, head, optimizer))
+    first = together(world, lambda: restore(args, batches, head, optimizer))
     size = sum(p.numel() for p in head.parameters())
     note(
         f"head of {size / 1e6:,.2f}M parameters for {base.description}, reading the streams before layers {config.stream_layers}"
@@ -289,7 +284,7 @@ def train_head(args: argparse.Namespace, world: World) -> tuple[EagleHead, Trans
     for step in range(first, args.steps):
         meter.add(step + 1, schedule_of(args).rate(step), train_step(args, head, model, batches, optimizer, step))
         if world.rank == 0 and (step + 1) % args.save_every == 0 and step + 1 < args.steps:
-            save_snapshot(args, head, optimizer, step + 1)
+            save_snapshot(args, batches, head, optimizer, step + 1)
     meter.bar.close()
     if world.rank == 0:
         save_head(head.eval().requires_grad_(False), args.out)

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -14,6 +15,11 @@ from training.optimizer import AdamSettings, Schedule
 from training.planner.cluster import shipped_clusters
 from training.planner.workload import OVERLAPS
 from training.sharding import Mesh
+
+POSITIVE = (
+    *("sequence_length", "global_batch", "micro_batch", "steps", "save_every", "keep", "log_every", "bucket_mb"),
+    *("learning_rate", "clip", "gpus_per_node", "stop_after"),
+)
 
 
 def amount(text: str) -> float:
@@ -143,10 +149,9 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--log-every", type=int, default=10, metavar="STEPS", help="steps between two log lines (default: 10)")
 
 
-def check_numbers(args: argparse.Namespace) -> None:
-    """Raise UserError for a number outside its valid range."""
-    positive = ("sequence_length", "global_batch", "micro_batch", "steps", "save_every", "keep", "log_every", "bucket_mb")
-    for name in (*positive, "learning_rate", "clip", "gpus_per_node", "stop_after"):
+def check_numbers(args: argparse.Namespace, positive: Sequence[str] = POSITIVE) -> None:
+    """Raise UserError for a number outside its valid range. positive: those that must be above 0."""
+    for name in positive:
         value = getattr(args, name)
         if value is not None and not value > 0:
             raise UserError(f"--{name.replace('_', '-')} must be above 0, not {value}")
