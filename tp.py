@@ -186,8 +186,8 @@ class ShardedLinear(nn.Module):
 
     def forward(self, x: Tensor | RowCodes) -> Any:
         """(..., in_features) to (..., out_features), half of them in a gated layer, as `RowCodes` if its reader reads them."""
-        if self.packed is not None:
-            return quantized_linear(x, self.packed, self.whole_bias(), self.gated, self.finish)
+        if (packed := self.packed) is not None:
+            return quantized_linear(x, packed, self.whole_bias(), self.gated, self.finish)
         assert isinstance(x, Tensor)
         if self.quantized:
             out, bias = torch.cat([part(x) for part in self.quantized], -1), self.whole_bias()
@@ -203,7 +203,8 @@ class ShardedLinear(nn.Module):
 
     def reads_codes(self, like: Tensor) -> bool:
         """Whether an input with the rows (..., any) and the data type of `like` may be `RowCodes`."""
-        return self.packed is not None and reads_codes(self.packed, like)
+        packed = self.packed
+        return packed is not None and reads_codes(packed, like)
 
     def gate(self, gate_up: Tensor) -> Tensor | RowCodes:
         """silu(gate) * up of (..., 2 * in_features), as this layer reads it."""

@@ -44,13 +44,14 @@ def best_scales(groups: Tensor, importance: Tensor, scheme: Scheme) -> Tensor:
     """The scale (N, G) of each group of a weight (N, G, group) with the least squared error of its values rounded to nearest,
     weighted by `importance` (G, group): a smaller scale clips the largest values and rounds the others more finely. NaN if a value
     is not finite."""
-    largest, _ = group_scales(groups.float(), scheme, torch.float32)
-    best = torch.full_like(largest, torch.nan, dtype=scale_dtype(groups, scheme))
+    dtype, groups = scale_dtype(groups, scheme), groups.float()
+    largest, _ = group_scales(groups, scheme, torch.float32)
+    best = torch.full_like(largest, torch.nan, dtype=dtype)
     least = torch.full_like(largest, torch.inf)
     for factor in SCALES:
-        scales = (factor * largest).to(best.dtype).clamp(min=torch.finfo(best.dtype).tiny)
+        scales = (factor * largest).to(dtype).clamp(min=torch.finfo(dtype).tiny)
         wide = scales.float()[:, :, None]
-        errors = torch.einsum("ngi,gi->ng", (round_to(groups.float(), wide, None, scheme) * wide - groups).square(), importance)
+        errors = torch.einsum("ngi,gi->ng", (round_to(groups, wide, None, scheme) * wide - groups).square(), importance)
         best, least = torch.where(errors < least, scales, best), torch.minimum(errors, least)
     return best
 
@@ -58,11 +59,8 @@ def best_scales(groups: Tensor, importance: Tensor, scheme: Scheme) -> Tensor:
 def _inverse_factor(hessian: Tensor) -> Tensor:
     """The upper Cholesky factor of the damped Hessian's inverse: row i tells how later columns make up for column i's error."""
     mean = hessian.diagonal().mean().clamp(min=torch.finfo(hessian.dtype).tiny)
-    for share in (
-        DAMPING,
-        10 * DAMPING,
-        100 * DAMPING,
-    ):  # more for inputs so different in size that rounding makes it indefinite
+    # more for inputs so different in size that rounding makes it indefinite
+    for share in (DAMPING, 10 * DAMPING, 100 * DAMPING):
         damped = hessian.clone()
         damped.diagonal().add_(share * mean)
         factor, failed = torch.linalg.cholesky_ex(damped)

@@ -55,15 +55,20 @@ def perplexity(llm: LLM, tokenizer: Tokenizer, items: int) -> float:
     return math.exp(total / count)
 
 
-def exact_match(llm: LLM, tokenizer: Tokenizer, task: str, items: int) -> float:
-    """Share (0 to 1) of held-out prompts whose greedy answer equals the expected text exactly."""
+def matches(llm: LLM, tokenizer: Tokenizer, task: str, items: int) -> list[bool]:
+    """Whether the greedy answer to each held-out prompt equals the expected text exactly."""
     asked = list(documents(SEED, items, split="heldout", kind=task))
     prompts = [tokenizer.encode_chat(document.prompt_messages) for document in asked]
-    right = 0
+    found = []
     for first in range(0, items, BATCH):
         answers = llm.generate(prompts[first : first + BATCH], SamplingParams(max_tokens=MAX_ANSWER, temperature=0))
-        right += sum(answer.text == document.answer for answer, document in zip(answers, asked[first:], strict=False))
-    return right / items
+        found += [answer.text == document.answer for answer, document in zip(answers, asked[first:], strict=False)]
+    return found
+
+
+def exact_match(llm: LLM, tokenizer: Tokenizer, task: str, items: int) -> float:
+    """Share (0 to 1) of `matches`."""
+    return sum(matches(llm, tokenizer, task, items)) / items
 
 
 def evaluate(path: Path, world: World, items: int) -> dict[str, Any]:

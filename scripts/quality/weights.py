@@ -4,7 +4,7 @@
     python -m scripts.quality.weights --models models/tiny-hybrid --widths int4 int4-gptq --stories 100 --items 20
 
 Each story's log-likelihood and each answer are compared with those of the same model in 16 bits, so that the standard errors are
-those of paired differences: the stories differ far more than the widths do. Everything runs through the engine, on a GPU in
+those of paired differences: the stories differ far more than the widths do. GPTQ quantizes on the CPU; all else runs through the engine, on a GPU in
 bf16 with the kernels that serve, on a CPU in fp32. One file for each model and width is kept in out/accuracy-weights; a command
 that was stopped goes on after the last one, and commands for different models may run at the same time. Writes
 accuracy-weights.json and .md into out (with --write into docs/results).
@@ -31,7 +31,7 @@ from scripts.corpus.documents import documents, render
 from scripts.lib.machine import describe, machine
 from scripts.lib.markdown import table_lines
 from scripts.lib.results import OUT, ROOT, add_write_option, results_folder, write_json, write_text
-from scripts.quality.accuracy import MAX_ANSWER, SEED
+from scripts.quality.accuracy import BATCH, SEED, matches
 from scripts.quality.embedded import TASKS
 from scripts.quantize import LENGTH, SAMPLES, quantize_model
 from tokenizer import Tokenizer
@@ -47,7 +47,6 @@ LOADED: dict[str, dict[str, str]] = {  # arguments of LLM
     "int4-gptq": {},
     "fp8-kv": {"kv_dtype": "fp8"},
 }
-BATCH = 64
 
 
 def likelihoods(llm: LLM, tokenizer: Tokenizer, stories: int) -> list[tuple[float, int]]:
@@ -63,17 +62,6 @@ def likelihoods(llm: LLM, tokenizer: Tokenizer, stories: int) -> list[tuple[floa
     return found
 
 
-def answers(llm: LLM, tokenizer: Tokenizer, task: str, items: int) -> list[bool]:
-    """Whether the greedy answer to each held-out prompt equals the expected text exactly."""
-    asked = list(documents(SEED, items, split="heldout", kind=task))
-    prompts = [tokenizer.encode_chat(document.prompt_messages) for document in asked]
-    found = []
-    for first in range(0, items, BATCH):
-        some = llm.generate(prompts[first : first + BATCH], SamplingParams(max_tokens=MAX_ANSWER, temperature=0))
-        found += [answer.text == document.answer for answer, document in zip(some, asked[first:], strict=False)]
-    return found
-
-
 def evaluate(path: Path, width: str, stories: int, items: int) -> dict[str, Any]:
     """What one model answers with weights or keys and values of `width`."""
     tokenizer = load_tokenizer(path)
@@ -85,7 +73,7 @@ def evaluate(path: Path, width: str, stories: int, items: int) -> dict[str, Any]
         llm = LLM(path, tokenizer, **LOADED[width])  # type: ignore[arg-type]  # a dictionary of texts
     return {
         "stories": likelihoods(llm, tokenizer, stories),
-        "answers": {task: answers(llm, tokenizer, task, items) for task in TASKS},
+        "answers": {task: matches(llm, tokenizer, task, items) for task in TASKS},
     }
 
 
