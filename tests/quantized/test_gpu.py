@@ -88,7 +88,7 @@ def greedy(world: World, folder: Path, dtype: torch.dtype, exact: bool) -> list[
 def assert_same(
     found: list[list[list[tuple[int, float]]]], expected: list[list[list[tuple[int, float]]]], leads: list[float]
 ) -> None:
-    """All tokens up to the first near-tie are the same. leads: of each case."""
+    """All tokens up to the first near-tie are the same; a rounded case may have none before it. leads: of each case."""
     for ours, theirs, lead in zip(found, expected, leads, strict=True):
         clear = [next((i for i, (_, by) in enumerate(answer) if by <= lead), len(answer)) for answer in theirs]
         assert any(clear) or lead == ROUNDED
@@ -98,8 +98,7 @@ def assert_same(
 
 def leads_of_kernels() -> list[float]:
     """Of each case in bf16. The kernels round no inputs, except for fp8 weights in steps of many rows."""
-    rounds = [case not in SCHEMES and FORMATS[case].activations != "none" for case in CASES]
-    return [ROUNDED if rounded else LEADS[torch.bfloat16] for rounded in rounds]
+    return [ROUNDED if case in ("fp8 by channel, dynamic", "ModelOpt fp8") else LEADS[torch.bfloat16] for case in CASES]
 
 
 def test_one_gpu_gives_the_cpu_s_tokens(tmp_path: Path, seed: int) -> None:
