@@ -186,7 +186,7 @@ bench-training: setup-dev #+ Train: TGS, MFU and memory of our shardings and of 
 quote-tables: setup #+ Measure: copy the tables of docs/results into README.md and docs
 	@$(PY) -m scripts.report.quote_tables
 
-train-drafts: setup #+ Train: train the draft heads of three embedded models again (a GPU takes two minutes, a CPU hours)
+train-drafts: setup #+ Train: train the draft heads of three embedded models again (a GPU takes five minutes, a CPU hours)
 	@$(PY) -m scripts.corpus.train_drafts $(ARGS)
 
 train-tiny: setup #+ Train: train the embedded models again (a GPU takes minutes, a CPU most of a day)

@@ -4,7 +4,7 @@ A head's row of token t + 1 has the base's features of t. It lies at position t 
 base's without its first token, and it draws the token after the next. The features exist only until the next step, so a head
 follows: between two steps it computes the rows of the first one, with the tokens that this has drawn. These rows are exact; those
 of a chain, whose features are the head's own output, are overwritten by them. A sequence of which a step was missed gets no more
-drafts.
+drafts of the head.
 """
 
 from collections.abc import Mapping

@@ -54,8 +54,8 @@ class Draft:
     base: ModelConfig
 
     def load(self, world: World, dtype: torch.dtype, seed: int = 0) -> Transformer | EagleHead:
-        """The model on this rank: whole if it is small or cannot be split, else sharded like the base; a head is always whole.
-        Collective. Raises UserError."""
+        """The model on this rank: whole if it is small or cannot be split, else sharded like the base; a head as
+        `eagle.load_head` has it. Collective. Raises UserError."""
         if isinstance(self.config, EagleConfig):
             return load_head(Path(self.name), self.base, world, dtype)
         return load_model(self.name, self.config, world_of(self.config, world, dtype), dtype, seed)

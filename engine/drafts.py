@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from engine.runner import InFlightStep, Runner
 
-MOST_INDEXED = 1 << 16  # tokens of a request and its prediction; a longer one gets no more drafts
+MOST_INDEXED = 1 << 16  # tokens of a request and its prediction; a longer one gets no more drafts from text
 MOST_INDEXED_TOGETHER = 1 << 19  # tokens of all running requests; an automaton takes up to 0.7 KB for each, on each rank
 MOST_WITH_GRAMMAR = 2  # drafted tokens: each takes a mask, which the host computes
 INDEXED_A_STEP = 512  # tokens of all requests: a long prompt must not hold up a step; about 1 ms
@@ -265,8 +265,10 @@ class Speculation:
             left -= drafter.follow(max(left, 0))
         chains = self.chains
         self._follow = chains is not None and self._chains_may_pay(running) and any(map(chains.follows, running))
+        if self._follow:
+            return True  # `plan` asks what they promise
         texts, chained = self._promises(running)
-        return self._follow or self._are_worth_it(texts | chained, running)
+        return self._are_worth_it(texts | chained, running)
 
     def observe(self, step: "InFlightStep") -> None:
         """Note a step that was collected, with no other launched behind it."""

@@ -23,10 +23,10 @@ from comm.table import Table, load, machine_key, save
 from engine.graphs import Captured
 from kernels.graph_times import successive_seconds
 from model import Transformer
+from tp import World
 
 if TYPE_CHECKING:
     from engine.draft_heads import HeadModel
-from tp import World
 
 CODE = (  # files that decide how long a step takes
     "comm/*.py",

@@ -5,7 +5,7 @@
     python -m scripts.corpus.train_drafts --steps 200 --tokens 1e6 --out /tmp/try   # a short test on a CPU
     python -m scripts.corpus.train_drafts --measure                             # only measure the heads that are there
 
-The text is the corpus on which the models were trained (`scripts/corpus`). Training takes half a minute a head on a GPU, and hours
+The text is the corpus on which the models were trained (`scripts/corpus`). Training takes one and a half minutes a head on an H200, and hours
 on a CPU core. Then the model answers held-out documents of each kind greedily, and the head drafts 4 tokens after each verified
 one: training.json has the mean number of tokens of such a step by kind: at most 5, and less where answers have few tokens.
 """
