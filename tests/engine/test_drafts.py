@@ -470,9 +470,8 @@ def test_what_was_drafted_and_accepted_is_reported(seed: int) -> None:
     assert engine.stats().generation_tokens == sum(s.params.max_tokens for s in submits)
 
 
-JSON = llguidance.LLMatcher.grammar_from_json_schema(
-    json.dumps({"type": "object", "properties": {"word": {"type": "string", "maxLength": 20}}, "required": ["word"]})
-)
+WORD = {"type": "object", "properties": {"word": {"type": "string", "maxLength": 20}}, "required": ["word"]}
+JSON = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(WORD | {"additionalProperties": False}))
 
 
 def scores(model: Transformer, prompt: list[int], output: list[int], params: SamplingParams) -> torch.Tensor:
