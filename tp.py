@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+import shared_gpus
 from comm import Communicator, Local
 from communicators import choose
 from config import ModelConfig
@@ -302,8 +303,13 @@ def init_world(
         if gpus == 0:
             raise UserError("--device cuda, but this machine shows no GPU; use --device cpu")
         if local_ranks > gpus:  # all ranks of the host compare the same two numbers, so all of them stop
-            raise UserError(f"{local_ranks} ranks need a GPU each, but this host has {gpus}; start at most {gpus} ranks a host")
-        torch_device = torch.device("cuda", local_rank)
+            if not shared_gpus.allowed():
+                raise UserError(
+                    f"{local_ranks} ranks need a GPU each, but this host has {gpus}; start at most {gpus} ranks a host, "
+                    f"or set {shared_gpus.VARIABLE}=1 to try them on fewer GPUs, slowly"
+                )
+            shared_gpus.prepare(rank)
+        torch_device = torch.device("cuda", local_rank % gpus)
         torch.cuda.set_device(torch_device)
     if world_size == 1:
         return World(0, 1, torch_device, Local())

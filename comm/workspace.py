@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import shared_gpus
 from errors import UserError
 from kernels.all_reduce import Exchange
 from kernels.device import MAX_PROGRAMS
@@ -167,7 +168,8 @@ _SEVERAL_HOSTS = "they are on several hosts"
 
 def _several_hosts(group: dist.ProcessGroup | None) -> bool:
     """Whether the ranks are on several hosts. As in NCCL, different NCCL_HOSTIDs count as different hosts. Collective."""
-    host = os.environ.get("NCCL_HOSTID", socket.gethostname()), _boot_id()
+    name = socket.gethostname()
+    host = name if shared_gpus.allowed() else os.environ.get("NCCL_HOSTID", name), _boot_id()
     return len(set(_gather_objects(host, group))) > 1
 
 

@@ -14,10 +14,11 @@ from comm import Local
 from config import with_variant
 from presets import PRESETS
 from tests import ROOT
+from tests.support.gpus import most_ranks
 from tp import World
 
 EMBEDDED = ("standard", "parallel", "ladder", "hybrid", "desync-2x", "desync-4x")
-GPUS = torch.cuda.device_count()
+GPUS = most_ranks()
 
 pytestmark = pytest.mark.skipif(GPUS == 0, reason="needs a GPU")
 

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests import MODELS, ROOT
+from tests.support.gpus import most_ranks
 from tests.support.ranks import Ranks
 from tp import World
 
@@ -661,10 +662,10 @@ def test_biases_after_all_reduces_with_every_communicator(interpreters: Ranks, t
 # --- GPUs --------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.skipif(most_ranks() < 2, reason="needs two GPUs")
 def test_on_gpus(tmp_path: Path) -> None:
     """Every strategy's result is as exact as the unfused one, also in graphs that are replayed a thousand times."""
-    count, out = min(4, torch.cuda.device_count()), tmp_path / "gemm-overlap.json"
+    count, out = min(4, most_ranks()), tmp_path / "gemm-overlap.json"
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count), "-m", "scripts.bench.comm.fused"]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     subprocess.run(

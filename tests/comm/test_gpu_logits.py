@@ -5,15 +5,15 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
 from tests import ROOT
+from tests.support.gpus import most_ranks
 
 EXACT = ("one-shot", "two-shot", "fused", "auto")
 FUSED = {"standard": 6, "hybrid:1": 3, "ladder": 0, "parallel": 0, "standard, with biases": 0}  # fused all-reduces in 3 layers
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+@pytest.mark.skipif(most_ranks() < 2, reason="needs 2 GPUs")
 def test_every_exact_communicator_is_as_exact_as_nccl() -> None:
     """The error against the same weights in fp32 is at most 1.5 times NCCL's. Quantized all-reduces with fewer bits have a
     larger error."""

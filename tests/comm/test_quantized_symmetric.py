@@ -20,6 +20,7 @@ from communicators import choose
 from errors import UserError
 from tests import ROOT
 from tests.comm.test_symmetric import bits_by_rank
+from tests.support.gpus import most_ranks
 from tests.support.ranks import Ranks
 from tp import World
 
@@ -272,11 +273,11 @@ def test_kernels_that_wait_fit_a_gpu_in_any_distribution(sms: int) -> None:
 # --- GPUs --------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.skipif(most_ranks() < 2, reason="needs two GPUs")
 def test_on_gpus(tmp_path: Path) -> None:
     """The same bits as the two-step all-reduce over NCCL, in all widths, also after thousands of graph replays."""
     out = tmp_path / "comm.json"
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(min(8, torch.cuda.device_count()))]
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(min(8, most_ranks()))]
     options = ["--parts", "correct quantized|replays quantized", "--replays", "2000", "--seconds", "0"]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     subprocess.run(

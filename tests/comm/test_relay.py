@@ -20,6 +20,7 @@ from comm.quantized import quantized_all_reduce
 from comm.relay import ALIGNMENT, CHUNKS, Relay, RelayCommunicator
 from errors import UserError
 from tests import ROOT
+from tests.support.gpus import most_ranks
 from tests.support.ranks import Ranks
 from tp import World
 
@@ -143,11 +144,11 @@ def test_too_little_memory_to_share_is_one_error_on_every_rank(ranks: Ranks) -> 
 # --- GPUs --------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.skipif(most_ranks() < 2, reason="needs two GPUs")
 def test_on_gpus_that_may_not_reach_each_other(tmp_path: Path) -> None:
     """All-reduces of all sizes are right, also after thousands of graph replays. Quantized ones have the same bits as the
     two-step all-reduce over NCCL."""
-    count, out = min(8, torch.cuda.device_count()), tmp_path / "comm.json"
+    count, out = min(8, most_ranks()), tmp_path / "comm.json"
     command = [
         "-m",
         "torch.distributed.run",

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests import ROOT
+from tests.support.gpus import most_ranks
 from tests.support.ranks import RankError, Ranks
 from tp import World
 
@@ -421,10 +422,10 @@ def test_opening_a_workspace_fails_if_a_rank_has_died(interpreters: Ranks, monke
 # --- GPUs --------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.skipif(most_ranks() < 2, reason="needs two GPUs")
 def test_on_gpus(tmp_path: Path) -> None:
     """All-reduces of all sizes and dtypes are right, also after thousands of graph replays."""
-    count = min(8, torch.cuda.device_count())
+    count = min(8, most_ranks())
     out = tmp_path / "comm.json"
     command = [
         "-m",

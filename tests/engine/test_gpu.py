@@ -41,10 +41,11 @@ from tests.engine.test_engine import (
     serve,
 )
 from tests.engine.test_runner import assert_all_logprobs, submits_with_logprobs
+from tests.support.gpus import most_ranks
 from tokenizer_files import load_tokenizer
 from tp import World
 
-GPUS = torch.cuda.device_count()
+GPUS = most_ranks()
 CUDA = torch.device("cuda")
 ALONE = World(0, 1, CUDA, comm.Local())
 ON_CPU = World(0, 1, torch.device("cpu"), comm.Local())

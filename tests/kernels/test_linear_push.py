@@ -18,6 +18,7 @@ from torch import Tensor
 from kernels.linear_config import Config, Gemv, Mma
 from tests import ROOT
 from tests.comm.test_symmetric import CPU, bits_by_rank, run_programs_in_threads
+from tests.support.gpus import most_ranks
 from tests.support.ranks import Ranks
 from tp import World
 
@@ -219,11 +220,11 @@ def test_every_program_of_a_chosen_config_has_pairs() -> None:
     assert push_config(1, 17, 64, BF16) is push_config(MAX_ROWS + 1, 8192, 2048, BF16) is None
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.skipif(most_ranks() < 2, reason="needs two GPUs")
 def test_on_gpus(tmp_path: Path) -> None:
     """The bits are those of the layer and the one-shot all-reduce, also in thousands of graph replays."""
     out = tmp_path / "push.json"
-    count = min(4, torch.cuda.device_count())
+    count = min(4, most_ranks())
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count), "-m", "scripts.bench.comm.push"]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     subprocess.run(

@@ -24,9 +24,10 @@ from scripts.quantize import calibration, quantize_model
 from tests import ROOT
 from tests.quantized.writers import FORMATS, write
 from tests.support.command_line import MODELS
+from tests.support.gpus import most_ranks
 from tp import World, init_world
 
-GPUS = torch.cuda.device_count()
+GPUS = most_ranks()
 FAMILIES = (
     "fp8 by channel, dynamic",
     "int8 by channel, dynamic",
