@@ -1,6 +1,7 @@
 """Compare Rung with vLLM on this machine: decode and prefill by batch size, offline throughput, and the servers under load.
 
     python -m scripts.compare --models llama-3-8b --ranks 1 --vllm-python ~/vllm/bin/python
+    python -m scripts.compare --models llama-3-8b --ranks 1 --vllm-python ~/vllm/bin/python --quantize fp8 --kv-dtype fp8
     python -m scripts.compare --models llama-3-70b:16 --ranks 2 --vllm-python ~/vllm/bin/python --minutes 9 --raw out/compare-2
 
 vLLM and Rung take turns, with the same lengths and random weights. Steps that are done are not repeated, so a stopped comparison
@@ -9,14 +10,16 @@ compare.md in --raw. Without --vllm-python it measures Rung alone, and prints a 
 """
 
 import argparse
+import re
 from collections.abc import Iterator
 
 from cli import Parser, note, run
 from errors import UserError
+from options import KV_DTYPES
 from scripts.lib.results import ROOT, write_text
 from scripts.lib.steps import Step, add_step_options, run_steps, script, sweep
 from scripts.report.compare import compare
-from scripts.sweep.rows import VLLM
+from scripts.sweep.rows import VLLM, VLLM_QUANTIZES, with_widths
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 RATES = (4, 16, 32)  # requests/s
@@ -26,30 +29,31 @@ REQUESTS = 256  # offline
 
 def steps(args: argparse.Namespace) -> Iterator[Step]:
     servers = [*((VLLM,) if args.vllm_python else ()), *args.variants]
+    widths = f" --kv-dtype {args.kv_dtype}" + (f" --quantize {args.quantize}" if args.quantize else "")
     for model in args.models:
+        name = with_widths(model, args.quantize, args.kv_dtype)
         batches = " ".join(map(str, args.batch_sizes))
-        lengths = f"--prompt-lengths {PROMPT} --new-tokens {STEPS}"
+        lengths = f"--prompt-lengths {PROMPT} --new-tokens {STEPS}{widths}"
         for server in servers:
             flags = f"--models {model} --variants {server} --batch-sizes {batches} {lengths}"
-            yield sweep(f"{model} {server}", 180 if server == VLLM else 90, args, "sweep.jsonl", flags)
+            yield sweep(f"{name} {server}", 180 if server == VLLM else 90, args, "sweep.jsonl", flags)
         for server in servers:
-            yield _load(model, server, args)
+            yield _load(model, name, server, args, widths)
         if args.vllm_python:
-            flags = (
-                f"--models {model} --variants {VLLM} --batch-sizes {REQUESTS} --prompt-lengths {PROMPT} --new-tokens {ANSWER}"
-            )
-            yield sweep(f"{model} {VLLM} offline", 120, args, "sweep-offline.jsonl", flags)
+            flags = f"--models {model} --variants {VLLM} --batch-sizes {REQUESTS} --prompt-lengths {PROMPT}"
+            flags += f" --new-tokens {ANSWER}{widths}"
+            yield sweep(f"{name} {VLLM} offline", 120, args, "sweep-offline.jsonl", flags)
 
 
-def _load(model: str, server: str, args: argparse.Namespace) -> Step:
+def _load(model: str, name: str, server: str, args: argparse.Namespace, widths: str) -> Step:
     """A server under load; for Rung also the engine with all requests at once."""
     rates = " ".join(f"{rate:g}" for rate in args.rates)
     flags = f"--model {model} --ranks {args.ranks} --rates {rates} --seconds {args.seconds:g} --requests {REQUESTS}"
-    flags += f" --max-num-seqs {REQUESTS} --prompt-length {PROMPT} --new-tokens {ANSWER}"
+    flags += f" --max-num-seqs {REQUESTS} --prompt-length {PROMPT} --new-tokens {ANSWER}{widths}"
     more = ("--vllm-python", args.vllm_python) if server == VLLM else ("--variant", server, "--offline")
-    out = args.raw / f"load-{model.replace(':', '-').replace('/', '-')}-{server}.json"
+    out = args.raw / f"load-{re.sub('[:/, ]+', '-', name)}-{server}.json"
     seconds = 60 + len(args.rates) * (args.seconds + 15)
-    return Step(f"load {model} {server}", round(seconds), script("bench.serving.load", flags, *more, "--out", out))
+    return Step(f"load {name} {server}", round(seconds), script("bench.serving.load", flags, *more, "--out", out))
 
 
 def parse_args() -> argparse.Namespace:
@@ -68,6 +72,8 @@ def parse_args() -> argparse.Namespace:
         "--rates", nargs="+", type=float, default=RATES, metavar="R", help=f"requests/s (default: {' '.join(map(str, RATES))})"
     )
     parser.add_argument("--seconds", type=float, default=10, metavar="S", help="of arrivals at each rate (default: 10)")
+    parser.add_argument("--quantize", choices=VLLM_QUANTIZES, help="weights of both, rounded while they are loaded")
+    parser.add_argument("--kv-dtype", choices=KV_DTYPES, default="auto", help="KV cache of both (default: auto)")
     add_step_options(parser, ROOT / "out" / "compare")
     args = parser.parse_args()
     if min(args.ranks, *args.batch_sizes) < 1 or min(args.minutes, args.seconds, *args.rates) <= 0:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from scripts.lib.machine import describe
-from scripts.sweep.rows import ORDER, VLLM, finished, read_rows
+from scripts.sweep.rows import ORDER, VLLM, finished, read_rows, with_widths
 
 PERCENTILE = "p50"
 
@@ -96,17 +96,18 @@ def _loads(folder: Path) -> Iterator[Found]:
         s = found["settings"]
         if s.get("max_batch_tokens") is not None:
             continue
+        model = with_widths(s["model"], s.get("quantize"), s.get("kv_dtype", "auto"))
         whose = VLLM if s.get("server") == "vLLM" else s.get("variant") or "standard"
         lengths = lengths_of(s)
         machine = describe(found["machine"], "cuda")
         offline = found.get("offline")
         if offline:
-            case = Case(s["model"], s["ranks"], OFFLINE, lengths, offline["requests"])
+            case = Case(model, s["ranks"], OFFLINE, lengths, offline["requests"])
             yield case, whose, offline["generated_tokens_per_second"], machine
         for one in found.get("rates") or ():
             for quantity, name in (TTFT, "ttft_ms"), (ITL, "itl_ms"):
                 if spread := one["summary"][name]:
-                    yield Case(s["model"], s["ranks"], quantity, lengths, one["rate"]), whose, spread[PERCENTILE], machine
+                    yield Case(model, s["ranks"], quantity, lengths, one["rate"]), whose, spread[PERCENTILE], machine
 
 
 def lengths_of(settings: dict[str, Any]) -> str:

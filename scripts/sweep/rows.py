@@ -16,6 +16,13 @@ from variants import VARIANTS
 
 ORDER = tuple(VARIANTS)
 VLLM = "vllm"  # in place of a variant: vLLM was measured instead of Rung
+VLLM_QUANTIZES = ("fp8",)  # values of --quantize to which vLLM can round weights while it loads them
+
+
+def with_widths(model: str, quantize: str | None, kv_dtype: str) -> str:
+    """The model, and in how many bits its weights and KV cache are held unless in the dtype: `llama-3-8b, int4, fp8 cache`."""
+    cache = "" if kv_dtype == "auto" else f", {kv_dtype} cache"
+    return model + (f", {quantize}" if quantize else "") + cache
 
 
 @dataclass(frozen=True)
@@ -46,9 +53,7 @@ class Setting:
 
     @property
     def model_and_widths(self) -> str:
-        """The model, and in how many bits its weights and KV cache are held unless in the dtype: `llama-3-8b, int4, fp8 cache`."""
-        cache = "" if self.kv_dtype == "auto" else f", {self.kv_dtype} cache"
-        return self.model + (f", {self.quantize}" if self.quantize else "") + cache
+        return with_widths(self.model, self.quantize, self.kv_dtype)
 
     @property
     def label(self) -> str:

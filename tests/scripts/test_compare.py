@@ -25,17 +25,21 @@ def arguments(monkeypatch: pytest.MonkeyPatch, *argv: object) -> Any:
     return command.parse_args()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_every_command_is_one_that_its_script_takes(ranks: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("ranks", "widths"), [(1, ()), (2, ()), (1, ("--quantize", "fp8", "--kv-dtype", "fp8"))])
+def test_every_command_is_one_that_its_script_takes(
+    ranks: int, widths: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     flags = "--ranks", ranks, "--raw", tmp_path, "--models", "llama-3-8b", "llama-3-70b:16", "--vllm-python", sys.executable
-    found = list(command.steps(arguments(monkeypatch, *flags)))
+    found = list(command.steps(arguments(monkeypatch, *flags, *widths)))
     assert len({step.name for step in found}) == len(found) == 2 * (5 if ranks == 1 else 7)
     files = [step.command[step.command.index("--out") + 1] for step in found if "bench.serving.load" in step.command[2]]
     assert len(set(files)) == len(files), "loads must not overwrite each other"
     for step in found:
         module = step.command[2]
         monkeypatch.setattr(sys, "argv", [module, *step.command[3:]])
-        {"scripts.sweep": sweep, "scripts.bench.serving.load": load}[module].parse_args()
+        args = {"scripts.sweep": sweep, "scripts.bench.serving.load": load}[module].parse_args()
+        assert (args.quantize, args.kv_dtype) == (("fp8", "fp8") if widths else (None, "auto"))
+        assert bool(widths) == (", fp8, fp8 cache " in step.name), "another width is another step of the same folder"
 
 
 def row(variant: str, batch: int, decode: list[float], prefill: list[float], new: int = 64, **more: Any) -> Row:
@@ -46,13 +50,13 @@ def row(variant: str, batch: int, decode: list[float], prefill: list[float], new
     return Row(setting, MACHINE, {}, samples=samples)
 
 
-def loaded(folder: Path, server: str, variant: str | None, ttft: float, itl: float, offline: float | None) -> None:
-    settings = {"model": "llama-3-8b", "ranks": 2, "server": server, "variant": variant}
+def loaded(folder: Path, server: str, variant: str | None, ttft: float, itl: float, offline: float | None, **more: Any) -> None:
+    settings = {"model": "llama-3-8b", "ranks": 2, "server": server, "variant": variant, **more}
     settings |= {"prompt_length": [1024, 1024], "new_tokens": [256, 256]}
     spread = {name: {"p50": value, "p90": 9e9, "p99": 9e9} for name, value in (("ttft_ms", ttft), ("itl_ms", itl))}
     result = {"settings": settings, "machine": MACHINE, "rates": [{"rate": 4.0, "summary": spread}]}
     result["offline"] = None if offline is None else {"requests": 32, "generated_tokens_per_second": offline}
-    (folder / f"load-{server}-{variant}.json").write_text(json.dumps(result))
+    (folder / f"load-{server}-{variant}-{len(more)}.json").write_text(json.dumps(result))
 
 
 def test_the_table_has_medians_and_ratios(tmp_path: Path, seed: int) -> None:
@@ -65,6 +69,7 @@ def test_the_table_has_medians_and_ratios(tmp_path: Path, seed: int) -> None:
     (tmp_path / "sweep-offline.jsonl").write_text(row_line(row("vllm", 32, [10.0], [80.0], new=256)))
     loaded(tmp_path, "vLLM", None, 40.0, 5.0, None)
     loaded(tmp_path, "Rung", None, 50.0, 4.0, 3000.0)
+    loaded(tmp_path, "Rung", None, 1.0, 1.0, None, quantize="fp8", kv_dtype="auto")  # vLLM was not measured so
 
     table = compare(tmp_path)
     assert table is not None

@@ -36,6 +36,7 @@ from scripts.lib.markdown import table_lines
 from scripts.lib.results import ROOT, check_output, write_text
 from scripts.lib.servers import Server, free_port, is_healthy, rung_server, running
 from scripts.lib.sse_client import StreamClient, in_event_loop, parse_url
+from scripts.sweep.rows import VLLM_QUANTIZES
 
 UNSHARED = ("tp", "max_model_len", "compile")  # model options that `engine.bench` does not take
 HEALTHY_SECONDS = 120.0  # time limit for the server of --url to answer
@@ -85,7 +86,9 @@ def vllm_server(args: argparse.Namespace, log: Path) -> Iterator[Server]:
         command += ["--model", folder, "--load-format", "dummy", "--skip-tokenizer-init"]
         command += ["--tensor-parallel-size", str(args.ranks)]
         command += ["--dtype", args.dtype or "bfloat16", "--max-model-len", str(lengths), "--no-enable-prefix-caching"]
-        command += ["--generation-config", "vllm", "--disable-uvicorn-access-log"]
+        command += ["--generation-config", "vllm", "--disable-uvicorn-access-log", "--kv-cache-dtype", args.kv_dtype]
+        if args.quantize:
+            command += ["--quantization", args.quantize]
         if args.max_num_seqs:
             command += ["--max-num-seqs", str(args.max_num_seqs)]
         if args.max_batch_tokens:
@@ -223,6 +226,8 @@ def check(args: argparse.Namespace) -> None:
         raise UserError(
             "--vllm-python serves a --model with random weights, and goes without --url, --variant, --comm and --offline"
         )
+    if args.vllm_python and args.quantize not in (None, *VLLM_QUANTIZES):
+        raise UserError(f"vLLM does not quantize to {args.quantize} while loading, only to {', '.join(VLLM_QUANTIZES)}")
     if args.offline and args.requests is None and args.seconds < math.inf:
         raise UserError("--offline with --seconds also needs --requests, because it sends all requests at once")
     if min(args.rates) <= 0 or args.seconds <= 0 or (args.drain is not None and args.drain < 0):
