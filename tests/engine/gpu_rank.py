@@ -21,7 +21,7 @@ PROMPT, NEW_TOKENS = "Once upon a time there was", 60
 
 
 def main() -> None:
-    world = init_world("cuda")
+    world = init_world("cuda", "nccl")
     for communicator in sys.argv[1:] or COMMUNICATORS:
         there = replace(world, comm=choose("cuda", communicator).build())
         for name in EMBEDDED:

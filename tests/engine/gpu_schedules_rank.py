@@ -28,7 +28,7 @@ ROWS = 4  # of these replays
 def main() -> None:
     from comm.fused import FusedCommunicator  # needs Triton, and a test without a GPU imports this file
 
-    world = init_world("cuda")
+    world = init_world("cuda", "nccl")
     greedy = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)
     with open(f"{sys.argv[1]}{world.rank}", "w") as out:
         for communicator in COMMUNICATORS:
