@@ -1,7 +1,8 @@
-"""Finds the fastest kernel configs for this model's linear layers of few rows: measured once on this machine, kept in a file.
+"""Finds the fastest kernel configs for this model's linear layers of few rows, measured once on this machine and kept in a file.
 
-The shapes that no table of this GPU has are measured when a server starts for the first time, within a time limit. The ranks
-share the work. The file is in $RUNG_CACHE, else in ~/.cache/rung; another GPU, driver, library or kernel needs another file.
+Quantized layers, and shapes in 16 bits that no table of this GPU has, are measured when a server starts for the first time, within
+a time limit. The ranks share the work. The file is in $RUNG_CACHE, else in ~/.cache/rung; another GPU, driver, library or kernel
+needs another file.
 """
 
 import json
@@ -16,8 +17,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from comm.table import PLAUSIBLE, Table, Times, from_rank_0, machine_key, read, write
-from kernels.linear_config import MAX_ROWS, Config, format_config, parse_config, shipped_now, use
-from kernels.linear_tuning import Problem, Shape, candidates, compile_kernels, measure, row_counts, winner
+from kernels import linear_config, linear_quantized_config, linear_quantized_tuning
+from kernels.linear_config import MAX_ROWS, Config, format_config, shipped_now
+from kernels.linear_quantized import Packed, has_scaled_product
+from kernels.linear_quantized_tuning import QuantizedProblem, QuantizedShape
+from kernels.linear_tuning import ROWS, Problem, Shape, compile_kernels, measure, row_counts, winner
 from model import Transformer
 from tp import ShardedLinear, World
 
@@ -50,6 +54,31 @@ def shapes(model: Transformer) -> dict[Shape, list[Tensor]]:
     return found
 
 
+def quantized_shapes(model: Transformer) -> dict[QuantizedShape, list[Packed]]:
+    """This rank's quantized layers that this GPU's kernels compute."""
+    found: dict[QuantizedShape, list[Packed]] = {}
+    layers = [module for module in model.modules() if isinstance(module, ShardedLinear)]
+    for module in layers:
+        for part in module.quantized or ():
+            if (packed := getattr(part, "packed", None)) is not None:
+                gated, scaled = module.gated and module.packed is packed, has_scaled_product(packed, model.norm.weight.dtype)
+                shape = QuantizedShape(packed.n, packed.k, gated, format=packed.format, scaled=scaled)
+                found.setdefault(shape, []).append(packed)
+    return found
+
+
+def problems(model: Transformer, rows: int) -> list[Problem]:
+    """What is measured of this rank's layers, if decoding computes at most `rows` rows."""
+    plain = [Problem(n, shape, weights) for shape, weights in shapes(model).items() for n in row_counts(shape, rows)]
+    dtype = model.norm.weight.dtype
+    quantized = [
+        QuantizedProblem(n, shape, weights, dtype)
+        for shape, weights in quantized_shapes(model).items()
+        for n in linear_quantized_tuning.row_counts(shape, rows)
+    ]
+    return [*plain, *{problem.key: problem for problem in quantized if problem.candidates()}.values()]
+
+
 def supported(model: Transformer, world: World) -> bool:
     """Whether there are kernels to choose from."""
     return world.device.type == "cuda" and model.norm.weight.dtype.itemsize == 2
@@ -70,8 +99,7 @@ def tune(model: Transformer, world: World, rows: int, seconds: float, quiet: boo
         table = read(table, names_of)
     table = from_rank_0(table, world.control) if world.world_size > 1 else table
     known = set() if rebuild else {*shipped_now(table.key["gpu"]), *table.times}
-    problems = [Problem(n, shape, weights) for shape, weights in shapes(model).items() for n in row_counts(shape, rows)]
-    missing = [problem for problem in problems if problem.key not in known]
+    missing = [problem for problem in problems(model, rows) if problem.key not in known]
     threads = max(1, min(MAX_THREADS, (os.cpu_count() or 1) // world.world_size))
     mine = missing[world.rank :: world.world_size]
     found, messages = _measured(mine, seconds, threads, quiet) if seconds else ({}, [])
@@ -83,7 +111,10 @@ def tune(model: Transformer, world: World, rows: int, seconds: float, quiet: boo
     table.times.update(found)
     if found and world.rank == 0:
         _keep(table, messages)
-    use({case: best(case, times) for case, times in table.times.items()})
+    chosen = {case: best(case, times) for case, times in table.times.items()}
+    quantized = {case for case in chosen if isinstance(problem_of(case), QuantizedProblem)}
+    linear_config.use({case: config for case, config in chosen.items() if case not in quantized})
+    linear_quantized_config.use({case: chosen[case] for case in quantized})
     return Tuning(len(missing), found, messages, time.monotonic() - start)
 
 
@@ -115,11 +146,25 @@ def _keep(table: Table, messages: list[str]) -> None:
 def names_of(case: str) -> set[str]:
     """The configs that are measured for a `table_key` (`kernels/linear_config.py`), and cuBLAS. Raises ValueError if there is no
     such key."""
-    rows, n, k, *swiglu = case.split(",")
-    shape = Shape(int(n), int(k), bool(swiglu))
-    if swiglu not in ([], ["swiglu"]) or int(rows) not in row_counts(shape, MAX_ROWS):
+    return set(_configs(case))
+
+
+def problem_of(case: str) -> Problem:
+    """A `table_key`'s problem, without weights. Raises ValueError if there is no such key."""
+    rows, n, k, *more = case.split(",")
+    sizes, gated, kinds = (int(rows), int(n), int(k)), more[:1] == ["swiglu"], [kind for kind in more if kind != "swiglu"]
+    if kinds:
+        found: Problem = linear_quantized_tuning.problem_of(*sizes, gated, kinds[0])
+    else:
+        found = Problem(sizes[0], Shape(*sizes[1:], gated), [])
+    known = ROWS if kinds else row_counts(found.shape, MAX_ROWS)
+    if found.key != case or found.rows not in known:
         raise ValueError(case)
-    return {name_of(config) for config in (None, *candidates(int(rows), shape))}
+    return found
+
+
+def _configs(case: str) -> dict[str, Config | None]:
+    return {name_of(config): config for config in (None, *problem_of(case).candidates())}
 
 
 def name_of(config: Config | None) -> str:
@@ -128,4 +173,5 @@ def name_of(config: Config | None) -> str:
 
 def best(case: str, times: dict[str, float]) -> Config | None:
     """The winner among a case's times by `name_of`."""
-    return winner(int(case.split(",")[0]), {parse_config(json.loads(name)): time for name, time in times.items()})
+    configs = _configs(case)
+    return winner(int(case.split(",")[0]), {configs[name]: time for name, time in times.items()})

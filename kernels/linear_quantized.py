@@ -120,7 +120,7 @@ def linear(
     rows = x.numel() // weight.k
     if weight.columns is not None:
         x = x.index_select(-1, weight.columns)
-    scaled = rows > 0 and _has_scaled_product(weight, x.dtype)
+    scaled = rows > 0 and has_scaled_product(weight, x.dtype)
     few = 0 < rows <= (EXACT_ROWS if scaled else STREAM_ROWS) and aligned(x)
     if few and (chosen := config(rows, weight.n, weight.k, weight.format, swiglu)):
         return linear_with(x, weight, bias, chosen, swiglu)
@@ -131,11 +131,12 @@ def linear(
 def reads_codes(weight: Packed, like: Tensor) -> bool:
     """Whether `linear` quantizes an input with the rows (..., any) and the data type of `like`, so that the kernel before it may."""
     rows = like.numel() // like.shape[-1]
-    scaled = weight.columns is None and weight.k <= MAX_SIZE and _has_scaled_product(weight, like.dtype)
+    scaled = weight.columns is None and weight.k <= MAX_SIZE and has_scaled_product(weight, like.dtype)
     return scaled and rows > EXACT_ROWS and on_gpu(like)
 
 
-def _has_scaled_product(weight: Packed, dtype: torch.dtype) -> bool:
+def has_scaled_product(weight: Packed, dtype: torch.dtype) -> bool:
+    """Whether many rows of this data type are multiplied as codes."""
     return weight.scaled and weight.format == Format("fp8") and weight.n % 16 == 0 and dtype == torch.bfloat16
 
 
@@ -153,17 +154,16 @@ def linear_with(x: Tensor, weight: Packed, bias: Tensor | None, chosen: Quantize
 
 def scaled_linear(x: RowCodes, weight: Packed, bias: Tensor | None) -> Tensor:
     """The product of fp8 codes, (..., N)."""
-    chosen, codes = code_config(len(x.codes), weight.n, weight.k), weight.codes.view(FP8)
-    if chosen:
-        y = scaled_linear_with(x, weight, bias, chosen)
-    else:
+    chosen = code_config(len(x.codes), weight.n, weight.k)
+    return scaled_linear_with(x, weight, bias, chosen).view(*x.shape[:-1], weight.n)
+
+
+def scaled_linear_with(x: RowCodes, weight: Packed, bias: Tensor | None, chosen: Stream | None) -> Tensor:
+    """`scaled_linear` by the stream kernel, or by PyTorch's, (R, N)."""
+    if chosen is None:
         scales = x.scales, weight.scales[None, :]
-        y = torch._scaled_mm(x.codes, codes.T, *scales, bias=bias, out_dtype=x.dtype, use_fast_accum=True)
-    return y.view(*x.shape[:-1], weight.n)
-
-
-def scaled_linear_with(x: RowCodes, weight: Packed, bias: Tensor | None, chosen: Stream) -> Tensor:
-    """`scaled_linear` by the stream kernel, (R, N)."""
+        codes = weight.codes.view(FP8).T
+        return torch._scaled_mm(x.codes, codes, *scales, bias=bias, out_dtype=x.dtype, use_fast_accum=True)
     out = torch.empty(len(x.codes), weight.n, dtype=x.dtype, device=x.codes.device)
     stream = import_module("kernels.linear_stream").stream  # needs Gluon
     scales = x.scales, weight.scales

@@ -1,15 +1,18 @@
 """Launch configurations of quantized linear layers of few rows, and what their kernel needs to know of a weight."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
-from kernels import linear_tuning
+from kernels import linear_config, linear_tuning
 from kernels.linear_config import GEMV_ROWS, SMS, STREAM_BYTES, SUMS, Stream
 
 GROUPS = (16, 32, 64, 128)  # input features that share a scale
 STREAM_ROWS = 128  # rows of the stream kernel, at most
 EXACT_ROWS = 8  # of them, if products of fp8 codes can compute more
 CODE_ROWS = 64  # of the kernel for products of codes; with more, PyTorch's
+CODES = "codes"  # in place of a format in a key: the product of codes
 GEMV_CODES = (
     27 << 20
 )  # bytes of a weight that the gemv kernel computes: it has half of them in flight before its input is ready
@@ -36,6 +39,20 @@ class Format:
     group: int = 0
     zeros: bool = False
     wide_scales: bool = False  # of groups: fp32 rather than 16 bits
+
+    @property
+    def name(self) -> str:
+        """In the keys of tables: `int4-128-zeros`."""
+        return "-".join([self.kind, str(self.group), *["zeros"] * self.zeros, *["wide"] * self.wide_scales])
+
+    @classmethod
+    def parse(cls, name: str) -> "Format":
+        """The inverse of `name`. Raises ValueError."""
+        kind, group, *flags = name.split("-")
+        found = cls(kind, int(group), "zeros" in flags, "wide" in flags)
+        if found.name != name or kind not in ("fp8", "int8", "int4") or found.group not in (0, *GROUPS):
+            raise ValueError(name)
+        return found
 
     @property
     def bits(self) -> int:
@@ -122,9 +139,26 @@ class QuantizedGemv:
 QuantizedConfig = QuantizedGemv | QuantizedStream
 
 
+_tuned: dict[str, Any] = {}  # by `table_key`
+
+
+def table_key(rows: int, n: int, k: int, fmt: Format | None, swiglu: bool = False) -> str:
+    """The key of these rows, rounded up to a power of two, and this weight. fmt: None for a product of fp8 codes."""
+    return f"{linear_config.table_key(rows, n, k, swiglu)},{fmt.name if fmt else CODES}"
+
+
+def use(configs: Mapping[str, Any]) -> None:
+    """Prefer these configs by `table_key`, which were measured on this machine, from now on."""
+    _tuned.update(configs)
+    config.cache_clear()
+    code_config.cache_clear()
+
+
 @cache
 def config(rows: int, n: int, k: int, fmt: Format, swiglu: bool) -> QuantizedConfig | None:
-    """The config for `rows` rows and an (n, k) weight; None if no kernel supports it."""
+    """The config for `rows` rows and an (n, k) weight; None if no kernel supports it, or none was faster than PyTorch."""
+    if (key := table_key(rows, n, k, fmt, swiglu)) in _tuned:
+        return _tuned[key]
     chosen = candidates(rows, n, k, fmt, swiglu)
     return chosen[0] if chosen else None
 
@@ -132,6 +166,8 @@ def config(rows: int, n: int, k: int, fmt: Format, swiglu: bool) -> QuantizedCon
 @cache
 def code_config(rows: int, n: int, k: int) -> Stream | None:
     """The config for products of fp8 codes (rows, k) and (n, k); None if PyTorch's are expected to be faster."""
+    if (key := table_key(rows, n, k, None)) in _tuned:
+        return _tuned[key]
     found = code_candidates(rows, n, k)
     return found[0] if found and rows <= CODE_ROWS else None
 

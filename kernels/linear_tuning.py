@@ -169,9 +169,15 @@ class Problem:
     def key(self) -> str:
         return table_key(self.rows, self.shape.n, self.shape.k, self.shape.swiglu)
 
-    def input(self) -> Tensor:
-        first = self.weights[0]
-        return torch.randn(self.rows, self.shape.k, device=first.device, dtype=first.dtype)
+    def candidates(self) -> list[Config]:
+        return candidates(self.rows, self.shape)
+
+    @property
+    def device(self) -> torch.device:
+        return self.weights[0].device
+
+    def input(self) -> Any:
+        return torch.randn(self.rows, self.shape.k, device=self.device, dtype=self.weights[0].dtype)
 
     def plain(self, x: Tensor, weight: Tensor) -> Tensor:
         """By PyTorch, in the weight's dtype: cuBLAS, and a kernel for SwiGLU."""
@@ -181,13 +187,29 @@ class Problem:
     def ours(self, x: Tensor, weight: Tensor, config: Config) -> Tensor:
         return linear_with(x, weight, None, config, self.shape.swiglu)
 
+    def exact(self, x: Tensor, weight: Tensor) -> Tensor:
+        """In fp32, the first CHECKED features."""
+        some = weight.view(2 if self.shape.swiglu else 1, -1, self.shape.k)[:, :CHECKED].flatten(0, 1)
+        return self.plain(x.float(), some.float())
+
+    def kernel_key(self, config: Config) -> tuple[Any, ...]:
+        """The values that a compiled kernel depends on. Problems with equal keys share a kernel."""
+        rows, n, k, swiglu = self.rows, self.shape.n, self.shape.k, self.shape.swiglu
+        if isinstance(config, Stream):  # of integers, Triton compiles whether they are multiples of 16
+            features = n // (2 if swiglu else 1)
+            return replace(config, programs=1), config.tile_rows(rows), swiglu, features % 16 == 0, k % 16 == 0
+        even = k % config.block_k == 0
+        if isinstance(config, Mma):
+            return config, max(rows, 16), swiglu, even
+        return replace(config, prefetch=True), rows, swiglu, even
+
 
 def measure(problem: Problem) -> tuple[dict[Config | None, float], list[str]]:
     """Seconds of a layer by each candidate, and by cuBLAS (None). Also a message for each candidate that failed or was wrong."""
     x, messages = problem.input(), []
     weights = problem.weights[: max(2, CHAIN * MAX_ROWS // max(MAX_ROWS, problem.rows))]  # few if the outputs are large
     times: dict[Config | None, float] = {None: seconds_per_layer(lambda w: problem.plain(x, w), weights)}
-    for config in candidates(problem.rows, problem.shape):
+    for config in problem.candidates():
         try:
             if is_right(problem, x, config):
                 times[config] = seconds_per_layer(lambda w, c=config: problem.ours(x, w, c), weights)  # type: ignore[misc]
@@ -214,7 +236,7 @@ def winner(rows: int, times: dict[Config | None, float]) -> Config | None:
 
 
 def _reads_early(config: Config) -> bool:
-    return isinstance(config, Stream) or (config.prefetch if isinstance(config, Gemv) else config.early)
+    return config.prefetch if isinstance(config, Gemv) else config.early if isinstance(config, Mma) else True
 
 
 def seconds_per_layer(layer: Callable[[Tensor], Tensor], weights: Sequence[Tensor]) -> float:
@@ -230,9 +252,8 @@ def seconds_per_layer(layer: Callable[[Tensor], Tensor], weights: Sequence[Tenso
 
 def is_right(problem: Problem, x: Tensor, config: Config) -> bool:
     """Whether the config's error against fp32 is at most twice that of the PyTorch layer, in the first features."""
-    weight, parts = problem.weights[0], 2 if problem.shape.swiglu else 1
-    some = weight.view(parts, -1, problem.shape.k)[:, :CHECKED].flatten(0, 1)
-    exact = problem.plain(x.float(), some.float())
+    weight = problem.weights[0]
+    exact = problem.exact(x, weight)
     plain = problem.plain(x, weight)[:, : exact.shape[1]].float()
     got = problem.ours(x, weight, config)[:, : exact.shape[1]].float()
     return bool((got - exact).norm() <= 2 * (plain - exact).norm() + 1e-6 * exact.norm())
@@ -240,13 +261,13 @@ def is_right(problem: Problem, x: Tensor, config: Config) -> bool:
 
 def compile_kernels(problems: Sequence[Problem], threads: int, deadline: float) -> None:
     """Compile all candidates, each distinct kernel once, on several threads, until `deadline` of `time.monotonic`."""
-    kernels = {kernel_key(problem, c): (problem, c) for problem in problems for c in candidates(problem.rows, problem.shape)}
+    kernels = {problem.kernel_key(c): (problem, c) for problem in problems for c in problem.candidates()}
 
     def compile_one(job: tuple[Problem, Config]) -> None:
         problem, config = job
         if time.monotonic() > deadline:
             return
-        torch.cuda.set_device(problem.weights[0].device)
+        torch.cuda.set_device(problem.device)
         with torch.inference_mode(), suppress(Exception):  # `measure` reports candidates that fail
             problem.ours(problem.input(), problem.weights[0], config)
 
@@ -256,20 +277,3 @@ def compile_kernels(problems: Sequence[Problem], threads: int, deadline: float) 
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(compile_one, jobs[1:]))
     torch.cuda.synchronize()
-
-
-def kernel_key(problem: Problem, config: Config) -> tuple[Any, ...]:
-    """The values that a compiled kernel depends on. Shapes with equal keys share a kernel."""
-    swiglu, even = problem.shape.swiglu, problem.shape.k % config.block_k == 0
-    if isinstance(config, Stream):  # of integers, Triton compiles whether they are multiples of 16
-        features = problem.shape.n // (2 if swiglu else 1)
-        return (
-            replace(config, programs=1),
-            config.tile_rows(problem.rows),
-            swiglu,
-            features % 16 == 0,
-            problem.shape.k % 16 == 0,
-        )
-    if isinstance(config, Mma):
-        return config, max(problem.rows, 16), swiglu, even
-    return replace(config, prefetch=True), problem.rows, swiglu, even

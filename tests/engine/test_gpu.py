@@ -22,8 +22,8 @@ from engine import LLM, SamplingParams
 from engine.core import Engine, EngineLimits
 from engine.drafts import Costs
 from engine.scheduler import Chunk
-from engine.tuning import shapes, tune
-from kernels import linear_config
+from engine.tuning import quantized_shapes, shapes, tune
+from kernels import linear_config, linear_quantized_config
 from kernels.linear import linear, linear_swiglu
 from kernels.linear_tuning import Shape
 from model import Transformer
@@ -172,6 +172,27 @@ def test_tuned_layers_are_as_exact_as_pytorch(tmp_path: Path, monkeypatch: pytes
             exact, plain, got = (f(x, weight) for f in (in_fp64(shape), in_pytorch(shape), layer))
             error, allowed = ((y.double() - exact).norm() for y in (got, plain))
             assert error <= 2 * allowed, (rows, shape)
+    linear_config.config.cache_clear()
+
+
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("weights", ["fp8", "int4"])
+def test_quantized_layers_are_tuned(weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Every config of every quantized layer runs, and is as exact as PyTorch's product (`linear_tuning.is_right`)."""
+    monkeypatch.setenv("RUNG_CACHE", str(tmp_path))
+    monkeypatch.setattr(linear_config, "_tuned", {})
+    monkeypatch.setattr(linear_quantized_config, "_tuned", {})
+    config = model_config("llama-3.2-1b:1", None, 1, weights)
+    model = load_model("llama-3.2-1b:1", config, ALONE, torch.bfloat16, seed)
+    done = tune(model, ALONE, 64, 300)
+    assert (len(done.found), done.messages) == (done.missing, [])
+    assert len(quantized_shapes(model)) == 4 and set(linear_quantized_config._tuned) <= set(done.found)
+    x = torch.randn(3, 2048, device=CUDA, dtype=torch.bfloat16)
+    layer = model.layers[0].attention.wqkv
+    before = layer(x)
+    monkeypatch.setattr(linear_quantized_config, "_tuned", {})
+    linear_quantized_config.use({})
+    assert (layer(x).double() - before.double()).norm() <= 0.01 * before.double().norm()
     linear_config.config.cache_clear()
 
 

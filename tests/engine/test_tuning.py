@@ -7,17 +7,22 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from comm.table import Table, read, write
+from checkpoint import load_model
+from comm.table import Table, Times, read, write
 from engine import tuning
-from engine.tuning import FAILED, best, name_of, names_of, shapes, tune
-from kernels import linear_config
-from kernels.linear_config import Config, Gemv, Mma, shipped
-from kernels.linear_tuning import GEMV_IN_A_MODEL, KEPT_MARGIN, ROWS, TIE, Problem, Shape, candidates
+from engine.tuning import FAILED, name_of, names_of, problem_of, quantized_shapes, shapes, tune
+from kernels import linear_config, linear_quantized_config
+from kernels.linear_config import Config, Gemv, Mma, Stream, shipped
+from kernels.linear_quantized_config import Format, QuantizedGemv, QuantizedStream
+from kernels.linear_quantized_tuning import QuantizedProblem, QuantizedShape
+from kernels.linear_tuning import GEMV_IN_A_MODEL, KEPT_MARGIN, ROWS, TIE, Problem, Shape, candidates, winner
 from model import Transformer
+from presets import model_config
 from tests.engine.test_engine import ALONE, config_of, random_model
 from tests.support.ranks import Ranks
 from tp import ShardedLinear, World
@@ -32,13 +37,14 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[s
     pretend(monkeypatch, tmp_path, seen)
     yield seen
     linear_config.config.cache_clear()
+    linear_quantized_config.use({})
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, cache: Path, seen: list[str]) -> None:
     def measure(problem: Problem) -> tuple[dict[Config | None, float], list[str]]:
         seen.append(problem.key)
         dice = random.Random(problem.key)
-        return {config: dice.uniform(5e-6, 9e-6) for config in (None, *candidates(problem.rows, problem.shape))}, []
+        return {config: dice.uniform(5e-6, 9e-6) for config in (None, *problem.candidates())}, []
 
     monkeypatch.setenv("RUNG_CACHE", str(cache))
     monkeypatch.setattr(tuning, "supported", lambda model, world: True)
@@ -46,6 +52,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, cache: Path, seen: list[str]) -> No
     monkeypatch.setattr(tuning, "compile_kernels", lambda *args: None)
     monkeypatch.setattr(tuning, "measure", measure)
     monkeypatch.setattr(linear_config, "_tuned", {})
+    monkeypatch.setattr(linear_quantized_config, "_tuned", {})
 
 
 def all_cases(model: Transformer, rows: int) -> set[str]:
@@ -165,16 +172,16 @@ def test_names_of_a_table(seed: int) -> None:
 
 def test_the_best_of_a_case() -> None:
     fast, slow = Gemv(2, 256, 1), Gemv(4, 256, 1)
-    times, case = {name_of(None): 10.0, name_of(fast): 9.0, name_of(slow): FAILED}, "1,8,8"
-    assert best(case, times) == fast
-    assert best(case, times | {name_of(fast): 9.9}) is None  # no faster than cuBLAS, within the noise
+    times: dict[Config | None, float] = {None: 10.0, fast: 9.0, slow: FAILED}
+    assert winner(1, times) == fast
+    assert winner(1, times | {fast: 9.9}) is None  # no faster than cuBLAS, within the noise
     late = replace(fast, prefetch=False)
-    assert best(case, times | {name_of(late): 8.95}) == fast  # as fast, and reads weights before its input is ready
-    assert best(case, times | {name_of(late): 8.8}) == late
+    assert winner(1, times | {late: 8.95}) == fast  # as fast, and reads weights before its input is ready
+    assert winner(1, times | {late: 8.8}) == late
     tensor_cores = Mma(64, 128, 1, 3)
-    assert best(case, times | {name_of(tensor_cores): 9.3}) == fast
-    assert best("2,8,8", times | {name_of(tensor_cores): 9.3}) == tensor_cores  # several rows are slower in a model
-    assert best("2,8,8", times | {name_of(fast): 8.0, name_of(tensor_cores): 9.3}) == fast
+    assert winner(1, times | {tensor_cores: 9.3}) == fast
+    assert winner(2, times | {tensor_cores: 9.3}) == tensor_cores  # several rows are slower in a model
+    assert winner(2, times | {fast: 8.0, tensor_cores: 9.3}) == fast
 
 
 def test_a_table_goes_through_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
@@ -182,6 +189,81 @@ def test_a_table_goes_through_its_file(tmp_path: Path, monkeypatch: pytest.Monke
     times = {"4,64,64": dict.fromkeys(names_of("4,64,64"), 3.0), "1,64,64": {name_of(None): 3.0}}  # the second lacks configs
     write(Table("linear", KEY, times, made=time.time()))
     assert read(Table("linear", KEY), names_of).times.keys() == {"4,64,64"}
+
+
+QUANTIZED = {  # the formats of a tiny model's layers, with the numbers of rows; `codes` have no SwiGLU
+    "fp8": {"fp8-0": (1, 2, 4, 8), "codes": (16, 32, 64)},
+    "int8": {"int8-0": (1, 2, 4, 8, 16, 32, 64, 128)},
+    "int4": {"int4-64": (1, 2, 4, 8, 16, 32, 64, 128)},
+}
+
+
+@pytest.mark.parametrize("weights", QUANTIZED)
+def test_quantized_layers_are_measured_and_their_configs_used(
+    weights: str, measured: list[str], monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    monkeypatch.setattr("tp.quantized_supports", lambda dtype: True)
+    model = load_model("tiny:2", model_config("tiny:2", None, 1, weights), ALONE, torch.bfloat16)
+    for module in model.modules():
+        if isinstance(module, ShardedLinear):
+            module.pack(torch.bfloat16)
+    layers = {(512, 192): "", (192, 256): "", (640, 192): ",swiglu", (192, 320): ""}
+    expected = {
+        f"{rows},{n},{k}{gated if kind != 'codes' else ''},{kind if k != 256 else kind.replace('-64', '-128')}"
+        for (n, k), gated in layers.items()
+        for kind, counts in QUANTIZED[weights].items()
+        for rows in counts
+    }
+    done = tune(model, ALONE, 256, 60)
+    assert not done.messages
+    assert set(done.found) == set(measured) == {*expected, *(f"{rows},1024,192" for rows in ROWS)}  # the head stays in 16 bits
+    assert set(linear_quantized_config._tuned) == expected and not expected & set(linear_config._tuned)
+    assert {len(found) for found in quantized_shapes(model).values()} == {2}
+    fmt = next(shape.format for shape in quantized_shapes(model) if shape.swiglu)
+    for rows, bucket in (1, 1), (7, 8), (8, 8):
+        chosen = linear_quantized_config.config(rows, 640, 192, fmt, True)
+        assert (
+            done.found[key := f"{bucket},640,192,swiglu,{fmt.name}"][name_of(chosen)]
+            <= TIE * min(done.found[key].values()) / KEPT_MARGIN
+        )
+    if weights == "fp8":
+        assert linear_quantized_config.code_config(33, 192, 320) == winner_of(done.found, "64,192,320,codes")
+    assert tune(model, ALONE, 256, 60).missing == 0
+
+
+def winner_of(found: Times, key: str) -> Any:
+    """Of random times: the fastest, unless PyTorch's is as fast."""
+    names = {name_of(config): config for problem in [problem_of(key)] for config in (None, *problem.candidates())}
+    best = min(found[key], key=lambda name: found[key][name])
+    return names[best] if found[key][best] < KEPT_MARGIN * found[key]["null"] else None
+
+
+def test_keys_of_quantized_layers(seed: int) -> None:
+    """They say what a weight is, and nothing else is a key."""
+    for fmt in (
+        Format("fp8"),
+        Format("fp8", 128, wide_scales=True),
+        Format("int8", 16),
+        Format("int4", 64, True),
+        Format("int4"),
+    ):
+        rows, n, k, gated = random.choice(ROWS), 16 * random.randint(1, 999), 128 * random.randint(1, 99), random.random() < 0.5
+        shape = QuantizedShape(n, k, gated, format=fmt, scaled=fmt == Format("fp8"))
+        problem = QuantizedProblem(rows, shape, [])
+        assert {type(config) for config in problem.candidates()} <= {QuantizedGemv, QuantizedStream, Stream}
+        assert names_of(problem.key) == {name_of(config) for config in (None, *problem.candidates())}
+        assert problem.of_codes == problem.key.endswith(",codes")
+    for wrong in (
+        "1,8,8,fp8",
+        "1,8,8,fp8-7",
+        "1,8,8,int5-0",
+        "1,8,8,codes",
+        "16,8,8,swiglu,codes",
+        "3,8,8,int8-0",
+        "1,8,8,int8-0,x",
+    ):
+        with pytest.raises(ValueError):  # noqa: PT011
+            names_of(wrong)
 
 
 def test_shapes_of_a_model(seed: int) -> None:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import linear_quantized as kernel
+from kernels import linear_quantized_tuning as tuning
 from kernels.linear import counters
 from kernels.linear_quantized import Packed, linear, linear_with, pack
 from kernels.linear_quantized_config import (
@@ -108,6 +109,34 @@ def differences(device: str) -> list[str]:
 
 
 ANY = QuantizedStream(64, 128, 2)
+
+
+def wrong_references(device: str) -> list[str]:
+    """The cases in which what tuned kernels are compared with is not the product of the dequantized weight's first features."""
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tuning, "CHECKED", 24)
+        for name, swiglu, scaled in product(SCHEMES, (False, True), (False, True)):
+            if scaled and name != "fp8 by token":
+                continue
+            case = operands(Case(16, 96, 256, name, ANY, torch.float32, swiglu), device)
+            shape = tuning.QuantizedShape(96, 256, swiglu, format=case.packed.format, scaled=scaled)
+            problem = tuning.QuantizedProblem(16, shape, [case.packed], torch.float32)
+            x = problem.input()
+            codes, columns = (x.codes.float() * x.scales if scaled else x), 48 if swiglu and not scaled else 96
+            weight = kernel.dequantize(case.packed, torch.float32)
+            if scaled:
+                weight = case.packed.codes.view(torch.float8_e4m3fn).float() * case.packed.scales[:, None]
+            want = F.linear(codes.double(), weight.double())
+            want = swiglu_of(want) if columns == 48 else want
+            got = problem.exact(x, case.packed)
+            if got.shape != (16, 24) or (got - want[:, :24]).abs().max() > 1e-4:
+                found.append(f"{name} {swiglu} {scaled}")
+    return found
+
+
+def test_what_tuned_kernels_are_compared_with(interpreters: Ranks) -> None:
+    assert interpreters.call(wrong_references, "cpu") == []
 
 
 def test_triton_kernels(interpreters: Ranks) -> None:

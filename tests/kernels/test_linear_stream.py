@@ -16,7 +16,7 @@ from torch import Tensor
 from kernels import linear_config, linear_tuning
 from kernels.linear import counters, linear_with
 from kernels.linear_config import MAX_ROWS, PROMPT_ROWS, SMS, STREAM_BYTES, Gemv, Stream, config
-from kernels.linear_tuning import ROWS, Shape, kernel_key, stream_candidates, whole_programs
+from kernels.linear_tuning import ROWS, Shape, stream_candidates, whole_programs
 from tests.kernels.test_linear import swiglu_of, too_far
 from tests.support import gluon
 
@@ -206,7 +206,7 @@ def test_it_is_only_chosen_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_kernels_that_are_compiled_once() -> None:
     shape, chosen = Shape(6144, 4096), Stream(64, 128, 12)
-    keys = {kernel_key(linear_tuning.Problem(rows, shape, []), chosen) for rows in (1, 2, 4, 8)}
+    keys = {linear_tuning.Problem(rows, shape, []).kernel_key(chosen) for rows in (1, 2, 4, 8)}
     assert len(keys) == 1
 
 
