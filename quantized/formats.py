@@ -86,6 +86,14 @@ class Tensors:
             raise UserError(f"{self._name(suffix)} has scales that are zero, negative or not finite; quantize the model anew")
         return found
 
+    def codes(self, suffix: str, dtype: torch.dtype, dim: int, rows: range) -> Tensor:
+        """One code of 8 bits an element."""
+        found = self.read(suffix, (dtype,), dim, rows)
+        # fp8's NaNs are 0x7F and 0xFF, the largest bytes with and without a sign: no copy is needed to find them
+        if dtype == FP8 and found.numel() and (found.view(torch.int8).amax() == 0x7F or found.view(torch.uint8).amax() == 0xFF):
+            raise UserError(f"{self._name(suffix)} has codes that are not numbers (NaN); quantize the model anew")
+        return found
+
     def input_scale(self) -> Tensor | None:
         return self.scales("input_scale").reshape(()).float() if self.part.scheme.activations == "static" else None
 
@@ -176,7 +184,7 @@ class Plain:
         part = tensors.part
         dtype = FP8 if part.scheme.is_float else torch.int8
         dim = 0 if len(part.columns) == part.shape[1] else 1
-        codes = tensors.read("weight", (dtype,), dim, part.columns if dim else part.rows)
+        codes = tensors.codes("weight", dtype, dim, part.columns if dim else part.rows)
         grid = (len(blocks(part)), part.groups)
         scales, zeros = tensors.scales(self._scale(part), 0, blocks(part)).reshape(grid), None
         if not part.scheme.symmetric:

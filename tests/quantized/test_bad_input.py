@@ -1,6 +1,7 @@
 """Quantized checkpoints that are damaged or not supported: one line on every rank, before or while weights are read."""
 
 import json
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -100,6 +101,46 @@ def test_damaged_tensors_are_refused_alike_on_every_rank(ranks: Ranks, tmp_path:
     for what, message in zip(DAMAGE, one, strict=True):
         assert message and "\n" not in message, what
         assert all(part in message for part in DAMAGE[what][2]), (what, message)
+
+
+def damaged(tensor: Tensor, is_scale: bool) -> Iterator[Tensor]:
+    """A tensor that is truncated, or has one value that no checkpoint has, at a random place."""
+    yield from (tensor.narrow(dim, 0, size - 1).contiguous() for dim, size in enumerate(tensor.shape))
+    codes = tensor.dtype == torch.float8_e4m3fn
+    for value in (0x7F, 0xFF) if codes else (0.0, -1.0, float("nan"), float("inf")) if is_scale else ():
+        found = tensor.clone()
+        flat = found.view(torch.uint8) if codes else found
+        flat.view(-1)[random.randrange(flat.numel())] = value
+        yield found
+
+
+def with_group_size(raw: Any, size: int) -> Any:
+    if not isinstance(raw, dict):
+        return raw
+    changed = {name: with_group_size(value, size) for name, value in raw.items()}
+    return changed | {"group_size": size} if isinstance(raw.get("group_size"), int) else changed
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_each_tensor_of_each_format_is_checked(name: str, tmp_path: Path, seed: int) -> None:
+    """Of one layer on one rank; `DAMAGE` has cases of several ranks."""
+    alone = World(0, 1, torch.device("cpu"), Local())
+    write(replace(SHAPE, n_layers=1), FORMATS[name], tmp_path, tmp_path / "plain")
+    tensors = load_file(file := tmp_path / "model.safetensors")
+    layer = random.choice([found for found in tensors if "layers.0" in found and "scale" in found]).rpartition(".")[0]
+    for key in (key for key in tensors if key.startswith(f"{layer}.")):
+        for wrong in damaged(tensors[key], is_scale="scale" in key):
+            save_file(tensors | {key: wrong}, file)
+            (message,) = refusals(alone, [tmp_path])
+            assert key in message and "\n" not in message, (key, wrong.shape, message)
+    save_file(tensors, file)
+    config = tmp_path / FORMATS[name].file
+    raw = json.loads(config.read_text())
+    for size in (32, 64, 128):
+        if (other := with_group_size(raw, size)) != raw:
+            config.write_text(json.dumps(other))
+            (message,) = refusals(alone, [tmp_path])
+            assert message and "\n" not in message, size
 
 
 def test_a_file_with_the_config_of_another_format(ranks: Ranks, tmp_path: Path, seed: int) -> None:
