@@ -11,6 +11,7 @@ import sys
 
 from cli import leave, run
 from processes import is_rank
+from server.journal_file import check_journal
 from server.process import check_port
 from server.settings import load_settings
 
@@ -20,6 +21,7 @@ def main() -> None:
     if not is_rank():
         settings = load_settings(sys.argv[1:])
         check_port(settings)
+        check_journal(settings.journal, settings.journal_bounds)
         from server.supervisor import run_server  # imported here, because wrong flags need not wait for torch
 
         leave(run_server(settings, sys.argv[1:]))

@@ -16,6 +16,7 @@ import msgspec
 from engine.text import Delta
 from server.generation import Plan, Prompt, Usage, make_params, run
 from server.http import to_json
+from server.journal import Promise
 from server.limits import Limits, check_answers
 from server.logprobs import by_id_layout
 from server.schemas import GenerationBody
@@ -54,8 +55,9 @@ class GenerationRequest(ABC):
         self.include_usage, self.continuous_usage = body.usage_options
         self.top_logprobs = body.listed_logprobs
         self.top_prompt_logprobs = body.prompt_logprobs
-        self._id = f"{self.id_prefix}-{body.request_id or uuid.uuid4().hex}"
-        self._created, self._model = int(time.time()), body.model or service.model_name
+        self.promise = Promise()
+        self.id = f"{self.id_prefix}-{body.request_id or uuid.uuid4().hex}"
+        self.created, self._model = int(time.time()), body.model or service.model_name
 
     # --- defined by each endpoint ------------------------------------------------------------------------------------
 
@@ -73,18 +75,15 @@ class GenerationRequest(ABC):
 
     # --- shared by both endpoints ------------------------------------------------------------------------------------
 
-    async def answer(self, log_fields: dict[str, Any]) -> dict[str, Any]:
-        """Run the request and return its whole answer."""
-        plan = self.plan
-        if self.top_logprobs is not None:
-            tokens = plan.choices * sum(params.max_tokens for params in plan.params)
-            check_answers(tokens, Limits(self.service.max_model_len), self.top_logprobs)
-        choices = [WholeChoice() for _ in range(plan.total)]
-        with run(self.service, plan, self.usage, log_fields) as running:
+    async def answer(self, log_fields: dict[str, Any]) -> bytes:
+        """Run the request and return its whole answer, as JSON."""
+        choices = self._whole_choices()
+        with run(self.service, self.plan, self.usage, log_fields) as running, self.promise.given():
+            await self.promise.written()
             while running.unfinished:
                 for delta in await running.next():
-                    choices[delta.index].add(delta, self.logprobs(delta), self.prompt_logprobs(delta), self.with_ids)
-        return {**self._head(self.kind), **self.reply(choices)}
+                    self._collect(choices, delta)
+        return self._finish(choices)
 
     async def events(self, log_fields: dict[str, Any]) -> AsyncGenerator[bytes, None]:
         """Run the request and yield the events of its stream.
@@ -95,12 +94,16 @@ class GenerationRequest(ABC):
         chunks = Chunks(self._head(self.chunk_kind), self.usage, self.include_usage, self.continuous_usage)
         write = self.chunk_writer(chunks)
         begun = False
-        with run(self.service, self.plan, self.usage, log_fields) as running:
+        choices = self._whole_choices() if self.promise.keeps else []
+        with run(self.service, self.plan, self.usage, log_fields) as running, self.promise.given():
+            await self.promise.written()
             while running.unfinished:
                 events: list[bytes] = []
                 failure: Exception | None = None
                 try:
                     for delta in await running.next():
+                        if choices:
+                            self._collect(choices, delta)
                         events.append(write(delta))
                 except Exception as e:
                     failure = e
@@ -111,8 +114,27 @@ class GenerationRequest(ABC):
                     yield HEARTBEAT
                 if failure is not None:
                     raise failure
+        if choices:
+            self._finish(choices)
         if data := chunks.last():
             yield data
+
+    def _whole_choices(self) -> list["WholeChoice"]:
+        """What collects the choices of a whole answer. Raises a 400 if it may become too long to be kept."""
+        plan = self.plan
+        if self.top_logprobs is not None:
+            tokens = plan.choices * sum(params.max_tokens for params in plan.params)
+            check_answers(tokens, Limits(self.service.max_model_len), self.top_logprobs)
+        return [WholeChoice() for _ in range(plan.total)]
+
+    def _collect(self, choices: Sequence["WholeChoice"], delta: Delta) -> None:
+        choices[delta.index].add(delta, self.logprobs(delta), self.prompt_logprobs(delta), self.with_ids)
+
+    def _finish(self, choices: Sequence["WholeChoice"]) -> bytes:
+        """The whole answer, which also fulfils the promise."""
+        body = to_json({**self._head(self.kind), **self.reply(choices)})
+        self.promise.finish(200, body)
+        return body
 
     def prompt_logprobs(self, delta: Delta) -> list[dict[str, Any] | None] | None:
         """Those of the `prompt_logprobs` extension: a dict by token id for each position."""
@@ -129,7 +151,7 @@ class GenerationRequest(ABC):
         return choice
 
     def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
+        return {"id": self.id, "object": kind, "created": self.created, "model": self._model}
 
 
 class WholeChoice:

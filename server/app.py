@@ -15,9 +15,8 @@ from starlette.staticfiles import StaticFiles
 from engine.protocol import Turn
 from server import grammar, problems, replies
 from server.answers import GenerationRequest
-from server.bounds import MAX_VALUES, Bounds, parse
 from server.chat import ChatRequest, conversation, read_conversation
-from server.clients import Client, sender
+from server.clients import Client, owner, sender
 from server.completions import CompletionRequest, read_prompts
 from server.docs import render_docs
 from server.engine_client import EngineClient
@@ -28,8 +27,9 @@ from server.middleware import ApiKey, BodyLimit, RequestScope
 from server.openapi import describe, stream_of
 from server.problems import ApiError, bad
 from server.prompts import SLOW_TEXT, detokenize_reply, tokenize_reply
+from server.resume import record
 from server.schemas import Body, ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody
-from server.service import Service, read_chat_template
+from server.service import INLINE, Service, read_chat_template
 from server.settings import VERSION, Settings
 from server.sse import EventStream
 from tokenizer import Tokenizer
@@ -37,7 +37,6 @@ from tokenizer import Tokenizer
 B = TypeVar("B", bound=GenerationBody)
 
 STATIC = Path(__file__).parent / "static"
-INLINE = 16384  # bytes, about 2,000 token ids or a few pages of text; larger bodies are checked in a worker
 
 
 def create_app(settings: Settings, client: EngineClient, tokenizer: Tokenizer) -> FastAPI:
@@ -47,6 +46,7 @@ def create_app(settings: Settings, client: EngineClient, tokenizer: Tokenizer) -
     app.router.route_class = BoundedRoute
     problems.install(app)
     _add_generation(app, service)
+    _add_results(app, service)
     _add_tokens(app, service)
     _add_models(app, service)
     _add_state(app, service)
@@ -90,11 +90,8 @@ class BoundedRoute(APIRoute):
 async def _read_body(request: Request, raw: bytes, model: type[BaseModel]) -> BaseModel:
     """Parse the body as `model`. Raises a 400 that says what is wrong, or ClientGone if the client leaves."""
     service: Service = request.app.state.service
-    ready = service.client.ready
-    bounds = Bounds(max(MAX_VALUES, 2 * ready.max_model_len)) if ready else Bounds()
-    if len(raw) <= INLINE:
-        return parse(raw, model, bounds)
-    return await unless_gone(request.receive, service.workers.run(parse, raw, model, bounds, slow=len(raw) > SLOW_TEXT))
+    work = service.parse(raw, model)
+    return await (work if len(raw) <= INLINE else unless_gone(request.receive, work))
 
 
 def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -138,15 +135,19 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         """
         _check(service, request, body)
         service.check_ready()
-        size = len(await request.body())
+        raw = await request.body()
 
         async def prepare() -> tuple[list[Prompt], Compiled]:
-            return await read(service, body, size), await grammar.for_request(service, body)
+            return await read(service, body, len(raw)), await grammar.for_request(service, body)
 
         prompts, compiled = await unless_gone(request.receive, prepare())
         generation = make(service, body, prompts, compiled.grammar)
         client = sender(request.scope) if service.settings.fairness == "clients" else Client("")
         generation.plan.turn = Turn(client.name, client.weight, body.priority or 0)
+        if service.journal:
+            data = record(generation, raw, compiled.grammar)
+            ids = generation.id, request.state.request_id
+            generation.promise = service.journal.promise(owner(request.scope), *ids, data, bool(body.store))
         log_fields = request.state.log_fields
         if body.user:
             log_fields["user"] = body.user
@@ -175,6 +176,26 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     )
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         return await generate(body, request, read_conversation, ChatRequest)
+
+
+def _add_results(app: FastAPI, service: Service) -> None:
+    errors = {**_errors(400, 401, 404, 500, 503), 202: {"model": replies.Unfinished, "description": "It is not finished"}}
+
+    @app.get(
+        "/v1/results/{id}",
+        response_model=replies.CompletionReply | replies.ChatReply,
+        responses=errors,
+        tags=["generation"],
+        summary="The answer to an earlier request, by the answer's id or the request's X-Request-Id; needs --journal",
+    )
+    async def result(id: str, request: Request) -> Response:
+        row = await service.journal.find(owner(request.scope), id) if service.journal else None
+        if row is None:
+            advice = "ids are kept for a while" if service.journal else "this server keeps none; start it with --journal"
+            raise ApiError(404, f"no result of yours has the id {id!r}; {advice}", None, "result_not_found")
+        if not row.status:
+            return JsonResponse({"id": row.answer_id, "object": "result", "status": "unfinished"}, 202, {"retry-after": "1"})
+        return JsonResponse(row.data, row.status)
 
 
 def _add_tokens(app: FastAPI, service: Service) -> None:

@@ -42,6 +42,12 @@ def read_keys(entries: Sequence[str]) -> dict[bytes, Client]:
     return clients
 
 
+def owner(scope: Mapping[str, Any]) -> str:
+    """Who may read the results of a request: the holder of its key, or clients of its address. Never a key itself."""
+    key = scope["state"].get("key")
+    return f"key {key.hex()}" if key else f"address {sender(scope).name}"
+
+
 def sender(scope: Mapping[str, Any]) -> Client:
     """The client of an ASGI request: that of its key, if the server has keys, or else its address."""
     if known := scope["state"].get("client"):

@@ -28,6 +28,7 @@ from server.logs import log
 from server.metrics import Metrics
 from server.problems import ApiError
 from server.recovery import Watchdog
+from server.resume import Resumer
 from server.service import Service
 from server.settings import Settings
 from tokenizer import Tokenizer
@@ -43,6 +44,7 @@ class FrontendServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
         self.service, self.client = service, service.client
+        self.resumer = Resumer(service)
         self.exit_code = 0
         self._ending: asyncio.Task[None] | None = None
         self._signals = 0
@@ -53,10 +55,14 @@ class FrontendServer(uvicorn.Server):
         self.client.on_ready = self._on_ready
         self.client.on_fatal = self._on_fatal
         self.client.start()
+        if self.service.journal:
+            self.service.journal.start()
         try:
             await super().serve(sockets)
         finally:
             self.client.shutdown()
+            if self.service.journal:
+                await self.service.journal.close()
             await self.service.workers.close()
             await self.client.close()
 
@@ -86,15 +92,23 @@ class FrontendServer(uvicorn.Server):
             reason = "a second signal came" if self._second_signal.is_set() else "the drain timeout is over"
             log.warning("%s; ending %d requests", reason, self.service.open_requests)
             self._second_signal.clear()
-            self.client.fail_all(ApiError(503, "the server is shutting down", None, "draining"))
+            later = "; its next start finishes the request: GET /v1/results/ID" if self.service.journal else ""
+            self.client.fail_all(ApiError(503, f"the server is shutting down{later}", None, "draining"))
             await self._wait_for_requests(FLUSH_SECONDS)
-        self.should_exit = True
+        self._leave()
 
     async def _wait_for_requests(self, seconds: float) -> bool:
         end = time.monotonic() + seconds
         while self.service.open_requests and time.monotonic() < end and not self._second_signal.is_set():
             await asyncio.sleep(0.05)
         return not self.service.open_requests
+
+    def _leave(self) -> None:
+        """End the server. What is unfinished is for the next one."""
+        if self.service.journal:
+            self.service.journal.ending = True
+        self.resumer.close()
+        self.should_exit = True
 
     def _on_fatal(self, message: str) -> None:
         """Wait until the error responses are sent, then exit with FAILED, so that a supervisor restarts the server.
@@ -105,12 +119,13 @@ class FrontendServer(uvicorn.Server):
 
         async def end() -> None:
             await self._wait_for_requests(FLUSH_SECONDS)
-            self.should_exit = True
+            self._leave()
 
         self._ending = asyncio.get_running_loop().create_task(end())
 
     def _on_ready(self, ready: Ready) -> None:
         self.service.workers.start()  # not earlier: it would compete with the ranks, which load the model
+        self.resumer.start()
         print(banner(self.service, ready, self._address()), file=sys.stderr, flush=True)
 
     def _address(self) -> str:

@@ -22,6 +22,7 @@ from options import draft_limit, dtype_name
 from presets import model_config
 from processes import LAUNCHER, run_folder
 from server import logs
+from server.journal_file import check_journal
 from server.logs import log
 from server.process import FRONTEND, READY, Frontend, addresses, check_port, describe_end
 from server.settings import Settings, load_settings
@@ -158,6 +159,7 @@ def main() -> None:
             warn_of_torchrun(settings, os.environ)
             if not launched:
                 check_port(settings)
+                check_journal(settings.journal, settings.journal_bounds)
         if settings.tp is not None:
             check_ranks(settings.tp, "--tp")
         config, tokenizer, draft = prepare(settings, int(os.environ.get("WORLD_SIZE", 1)))

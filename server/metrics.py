@@ -100,9 +100,11 @@ class Metrics:
         self.preemptions = self._counter("num_preemptions", "Preempted sequences, whose KV cache is computed again")
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of the requests that started")
         self.generation_tokens = self._counter("generation_tokens", "Generated tokens")
-        self.recoveries = self._counter("recoveries", "Starts of ranks, or of a frontend, after others had ended")
+        self.recoveries = self._counter("recoveries", "Starts of ranks after others had ended")
         self.recovery_seconds = self._counter("recovery_seconds", "Seconds until they served again")
         self.replayed_tokens = self._counter("replayed_tokens", "Tokens of prompts and answers that were sent to ranks again")
+        self.unjournaled = self._counter("unjournaled_requests", "Accepted requests that could not be written to the journal")
+        self.resumed = self._counter("resumed_requests", "Requests of the journal that went on without their clients")
         help_text = "Finished sequences by reason: stop, length, abort, error"
         self.finished = Counter("rung:request_success", help_text, ["model_name", "finished_reason"], registry=self.registry)
         for reason in ("stop", "length", "abort", "error"):

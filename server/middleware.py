@@ -115,7 +115,7 @@ class ApiKey:
         matches = [client for known, client in self._clients.items() if hmac.compare_digest(given, known)]
         if kind.lower() != "bearer" or not matches:
             return False
-        scope["state"]["client"] = matches[0]
+        scope["state"].update(client=matches[0], key=given)
         scope["state"]["log_fields"]["key"] = matches[0].name
         return True
 

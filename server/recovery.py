@@ -80,6 +80,7 @@ class Recovery:
         """send: sends a request's unfinished sequences to the ranks. recall: takes them back. attach: whether the ranks were ready
         before this frontend."""
         self.state: Literal["loading", "serving", "recovering"] = "recovering" if attach else "loading"
+        self._attaching = attach  # whether the ranks may be as the frontend before this one left them
         self._send, self._recall, self._metrics, self._watchdog = send, recall, metrics, watchdog
         self._open: dict[Request, None] = {}  # accepted and not answered, in the order of their arrival
         self._pid, self._descriptor = 0, -1  # of rank 0; -1: it is not watched
@@ -131,6 +132,7 @@ class Recovery:
     def on_starting(self, pid: int) -> None:
         """New ranks load the model. pid: of rank 0."""
         self.on_end()
+        self._attaching = False
         self._watch_process(pid)
         log.debug("rank 0 has process id %d", pid)
 
@@ -142,7 +144,10 @@ class Recovery:
         seconds, recovered = time.monotonic() - self._since, self.state == "recovering"
         self._longest_start = max(self._longest_start, seconds)
         self._enter("serving")
-        if recovered:
+        if self._attaching:
+            self._attaching = False
+            log.warning("the ranks serve a new frontend; without --journal, no requests go on")
+        elif recovered:
             replayed = sum(request.attempts > 0 for request in self._open)
             log.warning("the ranks have started again, %.1f s after they ended; %d requests go on", seconds, replayed)
             self._metrics.on_recovery(seconds)

@@ -130,6 +130,14 @@ class ChatReply(Answer):
     prompt_token_ids: list[int] | None = None
 
 
+class Unfinished(Reply):
+    """A request of the journal that runs, or waits for its turn."""
+
+    id: str
+    object: Literal["result"]
+    status: Literal["unfinished"]
+
+
 class CalledToolChunk(CalledTool):
     index: int
 

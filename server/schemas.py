@@ -243,7 +243,9 @@ class GenerationBody(Body):
     )
     user: str | None = Field(None, max_length=256, description="Written to the access log.")
     metadata: Any = without_effect("this server keeps no requests")
-    store: Any = without_effect("this server keeps no requests")
+    store: bool | None = Field(
+        None, description="If the server has a journal: finish the request even if the client leaves. Default false."
+    )
     service_tier: Any = without_effect("there is one tier")
     safety_identifier: Any = without_effect("the access log has `user`")
     prediction: Any = without_effect("a hint for speed, which chat uses")

@@ -4,21 +4,28 @@ import time
 from collections import OrderedDict
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec.structs import asdict
+from pydantic import BaseModel
 
 from errors import UserError
 from server.admission import Admission
+from server.bounds import MAX_VALUES, Bounds, parse
 from server.engine_client import EngineClient, broken
 from server.examples import read_examples
+from server.journal import Journal
 from server.json_schema import Compiled
 from server.problems import ApiError
+from server.prompts import SLOW_TEXT
 from server.replies import StatsReply
 from server.settings import Settings
 from server.workers import Workers
 from tokenizer import Tokenizer
 
+M = TypeVar("M", bound=BaseModel)
+
+INLINE = 16384  # bytes, about 2,000 token ids or a few pages of text; larger bodies are checked in a worker
 WORKER_MODULES = ("server.bounds", "server.json_schema", "server.prompts", "server.schemas")  # with the jobs of workers
 
 
@@ -31,6 +38,8 @@ class Service:
         self.admission = Admission(capacity, settings.max_num_seqs + settings.client_queue)
         self.workers = Workers(settings.model, settings.workers, settings.worker_seconds, capacity, WORKER_MODULES)
         self.grammars: OrderedDict[tuple[str, str], Compiled] = OrderedDict()  # see grammar.py
+        bounds = settings.journal_bounds
+        self.journal = Journal(Path(settings.journal), bounds, self.metrics) if settings.journal else None
         self.draining = False
         self.open_requests = 0  # HTTP requests whose answer is not complete
         self.started, self.created = time.monotonic(), int(time.time())
@@ -65,6 +74,13 @@ class Service:
             raise ApiError(503, "the server is shutting down; send the request to another one", None, "draining")
         if not self.client.ready:
             raise ApiError(503, "the model is still loading; try again soon", None, "loading")
+
+    async def parse(self, raw: bytes, model: type[M]) -> M:
+        """Parse a body as `model`, in a worker if it is long. Raises a 400 that says what is wrong."""
+        bounds = Bounds(max(MAX_VALUES, 2 * self.client.ready.max_model_len)) if self.client.ready else Bounds()
+        if len(raw) <= INLINE:
+            return parse(raw, model, bounds)
+        return await self.workers.run(parse, raw, model, bounds, slow=len(raw) > SLOW_TEXT)
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name not in self.settings.model_names:

@@ -14,6 +14,7 @@ from options import ModelOptions, SpeculationOptions, add_options, option, whole
 from presets import has_random_weights
 from server.clients import read_keys
 from server.config_sources import parse_environment, parse_file
+from server.journal_file import Bounds
 
 VERSION = "0.1.0"
 MEMORY_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
@@ -219,6 +220,31 @@ class FaultOptions:
         help="ranks that report nothing for S seconds hang and are killed; 0: never (default: 10 times as long as the largest step "
         "can take, from the measured steps, and at least 30)",
     )
+    journal: str | None = option(
+        default=None,
+        metavar="FILE",
+        help="write accepted requests to FILE before their clients get anything, so that they outlive the server: the next start with "
+        "the same FILE finishes them. GET /v1/results/ID then has the answer; ID is the answer's id or the request's X-Request-Id. FILE "
+        "has prompts and answers. It is made if it does not exist, and belongs to one server at a time (default: none)",
+    )
+    journal_hours: float = option(
+        default=24.0,
+        type=above_zero,
+        metavar="H",
+        help="results stay in --journal for H hours after the request came (default: 24)",
+    )
+    journal_results: int = option(
+        default=10_000,
+        type=whole_number(1),
+        metavar="N",
+        help="most requests and results in --journal; the oldest go (default: 10000)",
+    )
+    journal_mb: float = option(
+        default=1024.0,
+        type=above_zero,
+        metavar="MIB",
+        help="largest size of --journal in MiB; the oldest results go (default: 1024)",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,6 +293,10 @@ class Settings(
         if self.max_queue_per_client is not None:
             return min(self.max_queue_per_client, self.max_queue)
         return self.max_queue - (self.max_queue // 8 if self.fairness == "clients" else 0)
+
+    @property
+    def journal_bounds(self) -> Bounds:
+        return Bounds(int(self.journal_mb * 2**20), self.journal_results, self.journal_hours * 3600)
 
     @property
     def max_body_bytes(self) -> int:

@@ -48,7 +48,7 @@ PHASES = {  # what ends each phase of a recovery: a part of a line of the log
     "process group": "start-up: process group",
     "weights": "start-up: weights",
     "engine": "start-up: engine",
-    "requests sent again": "the ranks have started again",
+    "requests sent again": "requests go on",
 }
 SCHEMA = {
     "type": "object",

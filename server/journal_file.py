@@ -1,0 +1,323 @@
+"""The file of `--journal`: accepted requests and their results, in SQLite.
+
+A row is a request, and later its result. Each has a digest, because SQLite notices damage to its own structures only. With a
+write-ahead log and `synchronous = FULL` a transaction that was committed survives the end of the process and that of the machine.
+The file is locked while it is open.
+"""
+
+import hashlib
+import os
+import sqlite3
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from errors import UserError
+
+MAGIC, APPLICATION, VERSION = b"SQLite format 3\0", 0x52756E67, 1  # in the file's header
+HEADER = 100  # bytes
+LOCK_SECONDS = 5.0  # a server that ends may hold the file for a moment
+MOST_STARTS = 10  # of servers that had a request and did not finish it
+MOST_MISSING = 500  # rows in a row that are looked for in a damaged file
+MOST_SHARE = 0.25  # of the file that a request or result may take
+PAGE = 4096  # bytes
+LOG_BYTES = 16 << 20  # of the write-ahead log, after it was written to the file
+TABLE = "requests"
+FIELDS = "number, time, owner, answer_id, request_id, status, data, starts, digest"
+SCHEMA = f"""
+PRAGMA application_id = {APPLICATION};
+PRAGMA user_version = {VERSION};
+CREATE TABLE {TABLE} (
+    number INTEGER PRIMARY KEY, time REAL, owner TEXT, answer_id TEXT, request_id TEXT, status INTEGER, starts INTEGER,
+    digest BLOB, data BLOB
+);
+CREATE INDEX by_answer ON {TABLE} (answer_id);
+CREATE INDEX by_request ON {TABLE} (request_id);
+"""
+USELESS = {  # SQLite's primary error codes
+    sqlite3.SQLITE_BUSY: "another running server uses it; end that one, or give this one another file",
+    sqlite3.SQLITE_READONLY: "it cannot be written; make the file and its folder writable, or give another file",
+    sqlite3.SQLITE_PERM: "it cannot be written; make the file and its folder writable, or give another file",
+    sqlite3.SQLITE_FULL: "the disk is full; free some space, or give a file on another disk",
+    sqlite3.SQLITE_CANTOPEN: "it cannot be opened or created; give a file in a folder that exists and is writable",
+    sqlite3.SQLITE_IOERR: "the disk cannot be read or written; give a file on another disk",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """An accepted request. `owner`: who may read the result. `status`: of the result; 0: it is unfinished, and `data` is the
+    request. `starts`: of servers that had it unfinished."""
+
+    number: int
+    time: float  # of the acceptance, as time.time()
+    owner: str
+    answer_id: str
+    request_id: str
+    status: int
+    data: bytes
+    starts: int = 0
+
+    @property
+    def digest(self) -> bytes:
+        fields = (self.number, self.time, self.owner, self.answer_id, self.request_id, self.status, self.starts)
+        return hashlib.blake2b(repr(fields).encode(errors="replace") + self.data, digest_size=16).digest()
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Of what a file keeps: bytes, results, and the age of requests and results in seconds."""
+
+    bytes: int = 1 << 30
+    results: int = 10_000
+    seconds: float = 86_400.0
+
+
+class JournalFile:
+    """A file that is open. Made by `open_journal`. Methods raise sqlite3.Error; those that write are called in a `transaction`."""
+
+    def __init__(self, db: sqlite3.Connection, bounds: Bounds) -> None:
+        self._db, self._bounds = db, bounds
+
+    def close(self) -> None:
+        with suppress(sqlite3.Error):
+            self._db.close()
+
+    @property
+    def changes(self) -> int:
+        """Rows that were written since the file was opened."""
+        return self._db.total_changes
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self._db.execute("COMMIT")
+        except BaseException:
+            with suppress(sqlite3.Error):  # SQLite has rolled back by itself
+                self._db.execute("ROLLBACK")
+            raise
+
+    def begin(self) -> tuple[list[int], int]:
+        """Note that a server has started. Returns the numbers of the unfinished requests, and the next new one."""
+        with self.transaction():
+            self.prune()
+            self._db.execute(f"DELETE FROM {TABLE} WHERE time < ?", (time.time() - self._bounds.seconds,))
+            found = [n for (n,) in self._db.execute(f"SELECT number FROM {TABLE} WHERE status = 0 ORDER BY number")]
+            for number in found:
+                if row := self.read(number):
+                    self._write(replace(row, starts=row.starts + 1))
+            (last,) = self._db.execute(f"SELECT max(number) FROM {TABLE}").fetchone()
+        return found, (last or 0) + 1
+
+    def add(self, row: Row) -> bool:
+        """Add a request. False if there is no room for it."""
+        return self._has_room(len(row.data)) and self._write(row)
+
+    def finish(self, number: int, status: int, result: bytes) -> bool:
+        """Replace a request by its result. A result for which there is no room is not kept."""
+        row = self.read(number)
+        if row is None or row.status:
+            return False
+        self.forget(number)
+        return self._has_room(len(result)) and self._write(replace(row, status=status, data=result))
+
+    def forget(self, number: int) -> bool:
+        self._db.execute(f"DELETE FROM {TABLE} WHERE number = ?", (number,))
+        return True
+
+    def read(self, number: int) -> Row | None:
+        """A request or its result; None if it is not here, or damaged."""
+        return next(self._rows("WHERE number = ?", number), None)
+
+    def find(self, owner: str, name: str) -> Row | None:
+        """The newest one of an owner with this id of its answer or of its HTTP request."""
+        where = "WHERE (answer_id = ? OR request_id = ?) AND owner = ? ORDER BY number DESC LIMIT 1"
+        return next(self._rows(where, name, name, owner), None)
+
+    def prune(self) -> bool:
+        """Remove the oldest results until the bounds hold."""
+        return self._has_room(0, rows=0)
+
+    def _rows(self, where: str, *values: Any) -> Iterator[Row]:
+        """Rows as they were written."""
+        for *fields, digest in self._db.execute(f"SELECT {FIELDS} FROM {TABLE} {where}", values):
+            row = Row(*fields)
+            with suppress(TypeError):  # damaged fields may have any type
+                if row.digest == digest:
+                    yield row
+
+    def _write(self, row: Row) -> bool:
+        values = (row.number, row.time, row.owner, row.answer_id, row.request_id, row.status, row.data, row.starts, row.digest)
+        self._db.execute(f"INSERT OR REPLACE INTO {TABLE} ({FIELDS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
+        return True
+
+    def _has_room(self, size: int, rows: int = 1) -> bool:
+        """Remove the oldest results until there is room for more rows of `size` bytes. False if that is too much for the file, or
+        no result is left."""
+        if size > self._bounds.bytes * MOST_SHARE:
+            return False
+        while True:
+            count = self._value(f"SELECT count(*) FROM {TABLE}") + rows
+            full = self._used() + size > self._bounds.bytes or count > self._bounds.results
+            oldest = self._db.execute(f"SELECT number, time FROM {TABLE} WHERE status != 0 ORDER BY number LIMIT 1").fetchone()
+            if oldest is None or not (full or oldest[1] < time.time() - self._bounds.seconds):
+                return not full
+            self.forget(oldest[0])
+
+    def _used(self) -> int:
+        return (self._value("PRAGMA page_count") - self._value("PRAGMA freelist_count")) * PAGE
+
+    def _value(self, query: str) -> int:
+        return int(self._db.execute(query).fetchone()[0])
+
+    def salvage(self, damaged: sqlite3.Connection) -> int:
+        """Copy all rows that can be read of a damaged file. Returns their number."""
+        old, found = JournalFile(damaged, self._bounds), set[int]()
+
+        def copy(where: str, *values: int) -> None:
+            for row in old._readable(where, *values):
+                self._write(row)
+                found.add(row.number)
+
+        copy("NOT INDEXED ORDER BY number")
+        first = max(found, default=0)
+        copy("NOT INDEXED WHERE number > ? ORDER BY number DESC", first)
+        number = first + 1
+        while number not in found and number <= first + MOST_MISSING:
+            copy("NOT INDEXED WHERE number = ?", number)
+            if number in found:
+                first = number
+            number += 1
+        return len(found)
+
+    def _readable(self, where: str, *values: int) -> Iterator[Row]:
+        """Rows up to the first that cannot be read."""
+        with suppress(sqlite3.Error):
+            yield from self._rows(where, *values)
+
+
+@contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """Turns errors of the system and of SQLite into a UserError that says what to do."""
+    try:
+        yield
+    except sqlite3.Error as e:
+        raise UserError(f"--journal {path} cannot be used: {USELESS.get(_code(e), str(e))}") from e
+    except OSError as e:
+        raise UserError(f"--journal {path} cannot be used: {e.strerror}; give another file") from e
+
+
+def open_journal(path: Path, bounds: Bounds) -> tuple[JournalFile, str]:
+    """Open a journal, or make a new one. Also returns what to tell the user, if anything. Raises UserError if that is impossible.
+
+    What can be read of a damaged file is copied to a new one. The damaged one gets another name.
+    """
+    with explained(path):
+        if not path.exists() or not path.stat().st_size:
+            _make(path)
+            _replace(path)
+        _check_header(path)
+        try:
+            return JournalFile(_whole(path), bounds), ""
+        except sqlite3.Error as e:
+            if _code(e) in USELESS:
+                raise
+        message = _mend(path)
+        return JournalFile(_whole(path), bounds), message
+
+
+def check_journal(path: str | None, bounds: Bounds) -> None:
+    """Raises UserError if a server could not use this file."""
+    if path is not None:
+        open_journal(Path(path), bounds)[0].close()
+
+
+def _code(error: sqlite3.Error) -> int:
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF  # the primary one
+
+
+def _check_header(path: Path) -> None:
+    with path.open("rb") as file:
+        header = file.read(HEADER)
+    if not header.startswith(MAGIC) or header[68:72] != APPLICATION.to_bytes(4):
+        raise UserError(f"--journal {path} is no journal, or its beginning was overwritten; move it away, or give another file")
+    if (version := int.from_bytes(header[60:64])) != VERSION:
+        what = f"is of version {version}, and this server writes version {VERSION}"
+        raise UserError(f"--journal {path} {what}; finish its requests with the server that wrote it, or give another file")
+
+
+@contextmanager
+def _connected(path: Path, *settings: str) -> Iterator[sqlite3.Connection]:
+    """A connection, which is closed only after an error."""
+    db = sqlite3.connect(path, timeout=LOCK_SECONDS, isolation_level=None, check_same_thread=False)
+    try:
+        db.text_factory = lambda data: data.decode(errors="replace")
+        for setting in ("locking_mode = EXCLUSIVE", *settings):
+            db.execute(f"PRAGMA {setting}")
+        yield db
+    except BaseException:
+        db.close()
+        raise
+
+
+def _whole(path: Path) -> sqlite3.Connection:
+    """Open and lock a file. Raises sqlite3.DatabaseError if it is damaged."""
+    with _connected(path, "journal_mode = WAL", "synchronous = FULL", f"journal_size_limit = {LOG_BYTES}") as db:
+        if (state := db.execute("PRAGMA integrity_check(1)").fetchone()[0]) != "ok":
+            raise sqlite3.DatabaseError(state)
+        db.execute(f"SELECT {FIELDS} FROM {TABLE} LIMIT 1").fetchone()
+        db.execute("BEGIN IMMEDIATE")
+        db.execute("COMMIT")
+    return db
+
+
+def _make(path: Path, damaged: Path | None = None) -> int:
+    """Make a new file beside `path`, with what can be read of a damaged one. Returns how many rows that are."""
+    new = _beside(path, ".new")
+    new.unlink(missing_ok=True)
+    os.close(os.open(new, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))  # it has prompts and answers
+    with _connected(new, "journal_mode = MEMORY") as db, closing(db):
+        db.executescript(f"BEGIN; {SCHEMA} COMMIT")
+        if damaged is None:
+            return 0
+        file = JournalFile(db, Bounds())
+        # with a writable schema, SQLite also opens files that are too short
+        with _connected(damaged, "writable_schema = ON") as old, closing(old), file.transaction():
+            return file.salvage(old)
+
+
+def _mend(path: Path) -> str:
+    """Replace a damaged file by a new one with what can be read of it. Returns what to tell the user."""
+    try:
+        count = _make(path, path)
+    except sqlite3.Error as e:
+        if _code(e) in USELESS:
+            raise
+        count = _make(path)  # nothing can be read
+    aside = next(name for i in range(1, 10_000) if not (name := _beside(path, f".damaged-{i}")).exists())
+    os.link(path, aside)
+    with suppress(FileNotFoundError):
+        os.replace(_beside(path, "-wal"), _beside(aside, "-wal"))
+    _replace(path)
+    return f"--journal {path} is damaged: {count} requests and results could be read and are used; the damaged file is {aside}"
+
+
+def _replace(path: Path) -> None:
+    """Put the new file in the place of `path`."""
+    for suffix in ("-wal", "-shm", "-journal"):  # they belong to the file that was there
+        _beside(path, suffix).unlink(missing_ok=True)
+    os.replace(_beside(path, ".new"), path)
+    folder = os.open(path.absolute().parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _beside(path: Path, suffix: str) -> Path:
+    return path.with_name(path.name + suffix)

@@ -1,0 +1,115 @@
+"""Finish the requests of the journal that have no client any more, because an earlier server ended, or because they asked for it."""
+
+import asyncio
+
+import msgspec
+
+from engine.protocol import Turn
+from server.answers import GenerationRequest
+from server.chat import ChatRequest
+from server.completions import CompletionRequest
+from server.generation import Prompt
+from server.journal import Kept
+from server.logs import log
+from server.problems import ApiError
+from server.schemas import ChatBody, CompletionBody
+from server.service import Service
+
+AGAIN_SECONDS = 1.0  # until a request comes again for which there is no room
+
+
+class Accepted(msgspec.Struct, frozen=True, array_like=True):
+    """All that a request's answer depends on, apart from the checkpoint's files and the server's flags."""
+
+    model: str  # the checkpoint
+    kind: str  # of the answer, which says the endpoint
+    answer_id: str
+    created: int
+    body: bytes  # JSON
+    prompts: list[Prompt]  # they are not made again: a template may write the date
+    grammar: str
+    seed: int
+    turn: Turn
+
+
+def record(request: GenerationRequest, body: bytes, grammar: str) -> bytes:
+    """The request, as `Resumer` reads it. body: of the HTTP request."""
+    plan, model = request.plan, request.service.settings.model
+    seed, turn = plan.params[0].seed, plan.turn
+    accepted = Accepted(model, request.kind, request.id, request.created, body, plan.prompts, grammar, seed, turn)
+    return msgspec.msgpack.encode(accepted)
+
+
+class Resumer:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._tasks = set[asyncio.Task[None]]()
+        self._room = asyncio.Semaphore(service.settings.max_num_seqs)
+
+    def start(self) -> None:
+        """Go on with all that an earlier server left. Called once requests can run."""
+        journal = self._service.journal
+        if journal is None:
+            return
+        journal.on_orphan = self._add
+        if journal.unfinished:
+            log.warning(
+                "%d requests of an earlier server go on; GET /v1/results/ID will have their answers", len(journal.unfinished)
+            )
+        for number in journal.unfinished:
+            self._add(number)
+
+    def close(self) -> None:
+        """Leave the rest to the next server."""
+        for task in self._tasks:
+            task.cancel()
+
+    def _add(self, number: int) -> None:
+        self._service.metrics.resumed.inc()
+        task = asyncio.create_task(self._finish(number))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _finish(self, number: int) -> None:
+        assert self._service.journal is not None
+        async with self._room:
+            try:
+                if found := await self._service.journal.load(number):
+                    accepted = msgspec.msgpack.decode(found[0], type=Accepted)
+                    while not await self._answered(accepted, found[1]):
+                        await asyncio.sleep(AGAIN_SECONDS)
+            except ApiError as e:
+                log.warning("request %d of the journal: %s", number, e.message)
+            except Exception:
+                log.exception("request %d of the journal failed", number)
+
+    async def _answered(self, accepted: Accepted, promise: Kept) -> bool:
+        """Run a request. False if there is no room for it now. The promise keeps answers and errors."""
+        try:
+            with promise.given():
+                request = await self._again(accepted)
+            request.promise = promise
+            await request.answer({})
+        except ApiError as e:
+            if e.status_code != 429:
+                raise
+            return False
+        return True
+
+    async def _again(self, accepted: Accepted) -> GenerationRequest:
+        """The request as it was accepted. Raises ApiError if this server cannot run it."""
+        service = self._service
+        if accepted.model != service.settings.model:
+            message = f"the server was started with another model before the request was finished: {service.model_name}"
+            raise ApiError(503, message, None, "model_changed")
+        request: GenerationRequest
+        if accepted.kind == ChatRequest.kind:
+            chat = await service.parse(accepted.body, ChatBody)
+            request = ChatRequest(service, chat.model_copy(update={"seed": accepted.seed}), accepted.prompts, accepted.grammar)
+        else:
+            body = await service.parse(accepted.body, CompletionBody)
+            request = CompletionRequest(
+                service, body.model_copy(update={"seed": accepted.seed}), accepted.prompts, accepted.grammar
+            )
+        request.id, request.created, request.plan.turn = accepted.answer_id, accepted.created, accepted.turn
+        return request

@@ -1,0 +1,354 @@
+"""The journal: its file under all kinds of damage, and what becomes of requests when the server or their clients end."""
+
+import json
+import logging
+import os
+import random
+import shutil
+import signal
+import socket
+import sqlite3
+import string
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from errors import UserError
+from scripts.lib.process_tree import process_tree
+from server import journal_file
+from server.journal_file import HEADER, Bounds, JournalFile, Row, open_journal
+from tests import MODELS
+from tests.support.server_process import ServerProcess, wait_until
+from tests.support.server_thread import STORY, Site, raw_request, wait_for
+
+SECTOR = 512  # bytes
+
+
+# --- the file --------------------------------------------------------------------------------------------------------------
+
+
+def some_row(number: int) -> Row:
+    name = "".join(random.choices(string.ascii_letters, k=random.randint(1, 60)))
+    data = random.randbytes(random.choice([0, 10, 300, 1000, 3000, 6000]))
+    return Row(number, time.time(), f"key {number % 3}", f"cmpl-{number}", name, random.choice([0, 200, 503]), data)
+
+
+def read_all(file: JournalFile) -> dict[int, Row]:
+    return {row.number: row for row in file._rows("")}
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> tuple[Path, dict[int, Row]]:
+    """The path of a file that its server has closed, and its rows."""
+    path = tmp_path / "journal"
+    file, _ = open_journal(path, Bounds())
+    rows = {n: some_row(n) for n in range(1, 31)}
+    with file.transaction():
+        for row in rows.values():
+            assert file.add(row)
+        for number in range(2, 31, 3):
+            file.forget(number)
+            del rows[number]
+    assert read_all(file) == rows
+    file.close()
+    return path, rows
+
+
+def opened_again(path: Path, rows: dict[int, Row]) -> int | None:
+    """Open a file that may be damaged. It has rows as they were written and no others, and can be written. Returns their number;
+    None if the file was refused, in one line and without a change."""
+    before = path.read_bytes()
+    try:
+        file, message = open_journal(path, Bounds())
+    except UserError as e:
+        refusal = str(e)
+        assert before[:HEADER] == path.read_bytes()[:HEADER]
+        assert "\n" not in refusal and str(path) in refusal and "give another file" in refusal
+        return None
+    found = read_all(file)
+    assert found.items() <= rows.items()
+    new = some_row(1000)
+    with file.transaction():
+        assert file.add(new)
+    assert file.find(new.owner, new.answer_id) == new and file.find("another", new.answer_id) is None
+    file.close()
+    aside = path.with_name(path.name + ".damaged-1")
+    assert (str(aside) in message) == aside.exists()
+    return len(found)
+
+
+def test_a_file_that_is_cut_off(journal: tuple[Path, dict[int, Row]], tmp_path: Path) -> None:
+    """After any number of sectors. Most of what lies before is used."""
+    path, rows = journal
+    whole = path.read_bytes()
+    found = []
+    for size in range(0, len(whole) + 1, SECTOR):
+        folder = tmp_path / str(size)
+        folder.mkdir()
+        (folder / "journal").write_bytes(whole[:size])
+        found.append(opened_again(folder / "journal", rows))
+        shutil.rmtree(folder)
+    assert None not in found and found[-1] == len(rows) and found[len(found) // 2] > 3, found
+
+
+@pytest.mark.parametrize("what", ["the file", "its log"])
+def test_a_file_that_is_overwritten(what: str, journal: tuple[Path, dict[int, Row]], tmp_path: Path) -> None:
+    path, rows = journal
+    if what == "its log":
+        file, _ = open_journal(path, Bounds())
+        with file.transaction():
+            for number in range(41, 61):
+                rows[number] = some_row(number)
+                file.add(rows[number])
+        copies = [path.read_bytes(), path.with_name("journal-wal").read_bytes()]  # as after kill -9
+        file.close()
+    else:
+        copies = [path.read_bytes(), b""]
+    for i in range(60):
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        harmed = [bytearray(copy) for copy in copies]
+        target = harmed[what == "its log"]
+        for _ in range(random.choice([1, 1, 5])):
+            at, length = random.randrange(len(target)), random.choice([1, 4, 100, SECTOR, 4096])
+            target[at : at + length] = random.choice([random.randbytes(length), bytes(length)])[: len(target) - at]
+        for suffix, data in zip(("", "-wal"), harmed, strict=True):
+            if data:
+                (folder / f"journal{suffix}").write_bytes(data)
+        opened_again(folder / "journal", rows)
+        shutil.rmtree(folder)
+
+
+def test_files_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_file, "LOCK_SECONDS", 0.1)
+    path = tmp_path / "journal"
+    file, _ = open_journal(path, Bounds())
+    refused(path, "another running server uses it")
+    file.close()
+    data = bytearray(path.read_bytes())
+    data[60:64] = (7).to_bytes(4)
+    path.write_bytes(data)
+    refused(path, "is of version 7, and this server writes version 1")
+    path.write_text("precious")
+    refused(path, "is no journal")
+    assert path.read_text() == "precious"
+    path.unlink()
+    sqlite3.connect(path).execute("CREATE TABLE precious (x)")
+    refused(path, "is no journal")
+    refused(tmp_path / "no" / "folder", "No such file")
+    refused(tmp_path, "Is a directory")
+
+
+def refused(path: Path, words: str) -> None:
+    with pytest.raises(UserError, match=words) as caught:
+        open_journal(path, Bounds())
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_file_stays_within_its_bounds(tmp_path: Path) -> None:
+    """The oldest results go first, requests stay, and what is too large is not taken."""
+    path = tmp_path / "journal"
+    bounds = Bounds(bytes=1 << 20, results=50, seconds=3600)
+    file, _ = open_journal(path, bounds)
+    now = time.time()
+    with file.transaction():
+        for number in range(1, 100):
+            row = Row(number, now - (4000 if number < 10 else 0), "key", f"cmpl-{number}", "", 0, random.randbytes(20_000))
+            assert file.add(row)
+            assert number in (30, 60) or file.finish(number, 200, random.randbytes(20_000))
+        assert not file.add(Row(1000, now, "key", "cmpl-1000", "", 0, bytes(1 << 20)))
+    left = sorted(read_all(file))
+    assert {30, 60} <= set(left) and left[2:] == list(range(99 - len(left) + 3, 100)) and 20 < len(left) <= 50
+    file.close()
+    assert path.stat().st_size <= 1 << 20
+    file, _ = open_journal(path, Bounds(results=10))
+    assert file.begin() == ([30, 60], 100)
+    assert sorted(read_all(file)) == [30, 60, *range(92, 100)]
+    file.close()
+
+
+# --- requests ----------------------------------------------------------------------------------------------------------------
+
+
+class Sites:
+    """Frontends with the same journal, one after the other."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.made = folder, list[Site]()
+
+    def start(self, **settings: Any) -> Site:
+        if self.made:
+            self.end()
+        folder = self.folder / str(len(self.made))
+        folder.mkdir()
+        self.made.append(Site(folder, journal=str(self.folder / "journal"), drain_timeout=0.2, **settings))
+        return self.made[-1].start()
+
+    def end(self) -> None:
+        site = self.made[-1]
+        if site.thread.is_alive():
+            site.server._loop.call_soon_threadsafe(site.server.drain)
+            site.thread.join(60)
+        if site.engine.is_alive():
+            site.engine.stop()
+
+
+@pytest.fixture
+def sites(tmp_path: Path) -> Iterator[Sites]:
+    made = Sites(tmp_path)
+    yield made
+    made.end()
+
+
+def result(site: Site, name: str, key: str = "one") -> httpx.Response:
+    return site.http.get(f"/v1/results/{name}", headers={"authorization": f"Bearer {key}"})
+
+
+REQUESTS: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", {"prompt": ["Hi", "Ho"], "n": 2, "max_tokens": 100, "logprobs": 2, "echo": True, "temperature": 0.5}),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "Hi"}], "stream": True, "logprobs": True, "stop": "kind"},
+    ),
+    (
+        "/v1/completions",
+        {"max_tokens": 7, "stream": True, "prompt": "x" * 20_000, "truncate_prompt_tokens": 9},
+    ),
+]
+
+
+def test_a_request_outlives_its_server(sites: Sites) -> None:
+    """The next server computes the same, and keeps the answer that it would have sent; for the request's own client only. An answer
+    that was sent is kept, too."""
+    keys = ("one", "two name=b")
+    site = sites.start(api_key=keys)
+    wanted, ids = [], [f"mine-{i}" for i in range(len(REQUESTS))]
+    headers = [{"authorization": "Bearer one", "x-request-id": name} for name in ids]
+    for (path, body), name, header in zip(REQUESTS, ids, headers, strict=True):
+        sent = site.http.post(path, json=body, headers=header).text
+        wait_for(lambda name=name: result(site, name).status_code == 200)
+        wanted.append(result(site, name).json())
+        assert body.get("stream") or wanted[-1] == json.loads(sent)
+        assert wanted[-1]["id"] in sent
+    texts = [json.dumps(one["choices"], ensure_ascii=False) for one in wanted]
+    assert STORY in texts[0] and 'the café. It was ", ' in texts[1]
+
+    site.engine.hold, before = True, len(site.engine.submits)
+    answers: list[httpx.Response] = []
+    for (path, body), header in zip(REQUESTS, headers, strict=True):
+        ask = lambda p=path, b=body, h=header: answers.append(httpx.post(site.url + p, json=b, headers=h, timeout=60))  # noqa: E731
+        threading.Thread(target=ask, daemon=True).start()
+    wait_for(lambda: all(result(site, name).status_code == 202 for name in ids))
+    assert result(site, ids[0]).json()["status"] == "unfinished"
+    wait_for(lambda: len(site.engine.submits) == before + 6)
+    computed = {json.dumps(s.prompt_ids): s for s in site.engine.submits[before:]}
+    site = sites.start(api_key=keys)
+    wait_for(lambda: len(answers) == len(ids))
+    assert {a.status_code for a in answers} == {503} and "its next start finishes the request" in answers[0].text
+    for name, one in zip(ids, wanted, strict=True):
+        wait_for(lambda name=name: result(site, name).status_code == 200)
+        again = result(site, name).json()
+        assert {**again, "id": "", "created": 0} == {**one, "id": "", "created": 0}
+        assert result(site, again["id"]).json() == again
+        assert result(site, one["id"]).json() == one, "the earlier one"
+        assert {result(site, found, "two").status_code for found in (name, one["id"])} == {404}
+    assert len(site.engine.submits) == 6
+    for submit in site.engine.submits:
+        old = computed[json.dumps(submit.prompt_ids)]
+        assert submit.turn == old.turn and submit.params.max_tokens == old.params.max_tokens
+    assert {s.params.seed for s in site.engine.submits} == {s.params.seed for s in sites.made[0].engine.submits[before:]}
+    assert 'rung:resumed_requests_total{model_name="tiny-hybrid"} 3.0' in site.http.get("/metrics").text
+
+
+@pytest.mark.parametrize("store", [True, False])
+def test_a_client_that_leaves(sites: Sites, store: bool) -> None:
+    """Its request ends with it, unless it asked for the contrary."""
+    site = sites.start()
+    site.engine.hold = True
+    with socket.create_connection(("127.0.0.1", site.port)) as raw:
+        raw.sendall(raw_request({"prompt": "Hi", "max_tokens": 100, "request_id": "left", "store": store}))
+        wait_for(lambda: site.server.client.active and site.http.get("/v1/results/cmpl-left").status_code == 202)
+    wait_for(lambda: len(site.engine.aborts) == 1)
+    site.engine.hold = False
+    status = 200 if store else 404
+    wait_for(lambda: site.http.get("/v1/results/cmpl-left").status_code == status)
+    if store:
+        assert site.http.get("/v1/results/cmpl-left").json()["choices"][0]["text"] == STORY
+
+
+def test_errors_are_results(sites: Sites, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the next server cannot run has an error as its result: here because of a shorter context, and another model."""
+    site = sites.start()
+    assert site.http.post("/v1/completions", json={"prompt": [1000], "request_id": "a"}).status_code == 400
+    wait_for(lambda: site.http.get("/v1/results/cmpl-a").status_code == 400)
+    site.engine.hold = True
+    body = {"prompt": "Hi", "request_id": "b"}
+    ask = lambda: httpx.post(site.url + "/v1/completions", json=body, timeout=60)  # noqa: E731
+    threading.Thread(target=ask, daemon=True).start()
+    wait_for(lambda: site.http.get("/v1/results/cmpl-b").status_code == 202)
+    site = sites.start(model=str(MODELS / "tiny-ladder"))
+    wait_for(lambda: site.http.get("/v1/results/cmpl-b").status_code == 503)
+    assert site.http.get("/v1/results/cmpl-b").json()["error"]["code"] == "model_changed"
+
+
+def test_a_full_disk_does_not_stop_the_server(sites: Sites, caplog: pytest.LogCaptureFixture) -> None:
+    site = sites.start()
+    file = site.server.service.journal
+    assert file is not None
+    pages = file._file._value("PRAGMA page_count")
+    file._file._db.execute(f"PRAGMA max_page_count = {pages}")
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert site.complete(max_tokens=5, metadata="x" * 20_000)["usage"]["completion_tokens"] == 5
+        metrics = site.http.get("/metrics").text
+        assert 'rung:unjournaled_requests_total{model_name="tiny-hybrid"} 3.0' in metrics
+        assert caplog.text.count("cannot be written (database or disk is full)") == 1
+        file._file._db.execute("PRAGMA max_page_count = 100000")
+        answer = site.complete()
+        wait_for(lambda: site.http.get(f"/v1/results/{answer['id']}").status_code == 200)
+        assert "can be written again" in caplog.text
+
+
+def test_kills_of_everything(tmp_path: Path) -> None:
+    """All processes of a real server are killed while it streams, then the frontend of the next one."""
+    flags = ("--model", MODELS / "tiny-hybrid", "--journal", tmp_path / "journal", "--api-key", "one", "--api-key", "two")
+    body = {"prompt": "Once upon a time", "max_tokens": 200, "ignore_eos": True, "seed": 5, "temperature": 0.9, "logprobs": 1}
+    with ServerProcess(*flags) as server:
+        server.ready()
+        wanted = server.http.post("/v1/completions", json=body, headers=as_client("one")).json()["choices"]
+        ask_and_kill(server, body, "first", process_tree(server.process.pid))
+        server.process.wait()
+    with ServerProcess(*flags) as server:
+        server.ready()
+        assert answer(server, "first")["choices"] == wanted
+        assert server.http.get("/v1/results/first", headers=as_client("two")).status_code == 404
+        ranks = server.rank_pids()
+        ask_and_kill(server, body, "second", server.frontend_pids())
+        wait_until(lambda: server.health() == 200, 120, "another frontend")
+        assert answer(server, "second")["choices"] == wanted
+        assert server.rank_pids() == ranks and server.metrics()["rung:recoveries_total"] == 0
+        server.process.terminate()
+        assert server.wait(120) == 0
+
+
+def as_client(key: str, request_id: str = "") -> dict[str, str]:
+    return {"authorization": f"Bearer {key}", "x-request-id": request_id}
+
+
+def ask_and_kill(server: ServerProcess, body: dict[str, Any], name: str, pids: Sequence[int]) -> None:
+    with server.http.stream("POST", "/v1/completions", json={**body, "stream": True}, headers=as_client("one", name)) as reply:
+        next(reply.iter_text())
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+
+
+def answer(server: ServerProcess, name: str) -> dict[str, Any]:
+    ask = lambda: server.http.get(f"/v1/results/{name}", headers=as_client("one"))  # noqa: E731
+    wait_until(lambda: ask().status_code == 200, 120, "the answer")
+    found: dict[str, Any] = ask().json()
+    return found
