@@ -134,6 +134,10 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         grammar)` returns the endpoint's request.
         """
         _check(service, request, body)
+        if body.priority and not service.settings.allow_priority:
+            raise bad(
+                "priority", "this server treats all requests alike; leave it out, or start the server with --allow-priority"
+            )
         service.check_ready()
         raw = await request.body()
 

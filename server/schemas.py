@@ -239,7 +239,10 @@ class GenerationBody(Body):
     )
     request_id: str | None = Field(None, pattern=r"^[A-Za-z0-9._:-]{1,128}$", description="Part of the answer's `id`.")
     priority: int | None = Field(
-        None, ge=-INT64, lt=INT64, description="Requests with a lower number start earlier, and are preempted last. Default 0."
+        None,
+        ge=-INT64,
+        lt=INT64,
+        description="Requests with a lower number start earlier, and are preempted last. Other than 0 only with `--allow-priority`.",
     )
     user: str | None = Field(None, max_length=256, description="Written to the access log.")
     metadata: Any = without_effect("this server keeps no requests")

@@ -162,6 +162,10 @@ class LimitOptions:
         help="clients: each client gets an equal share of the batch and the queue, whatever others send, or a share by its key's weight. "
         "A client is an API key, or without keys an address. off: in the order of arrival (default: clients)",
     )
+    allow_priority: bool = option(
+        default=False,
+        help="let requests have a priority, which takes them past other clients' requests (default: one other than 0 is a 400)",
+    )
     request_timeout: float = option(
         default=600.0, type=above_zero, metavar="S", help="longest time of a request, in seconds (default: 600)"
     )

@@ -52,6 +52,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str | None]] = [
     ({"length_penalty": 2.0}, "length_penalty"),
     ({"cache_salt": "x"}, "cache_salt"),
     ({"priority": 0.5}, "priority"),
+    ({"priority": 1}, "priority"),
     ({"guided_json": {}}, "guided_json"),
     ({"max_new_tokens": 5}, "max_new_tokens"),
     ({"repeat_penalty": 1.1}, "repeat_penalty"),

@@ -21,7 +21,7 @@ from tests.support.server_thread import CHAT, Site, wait_for
 def test_the_turn_of_a_request(make_site: Callable[..., Site], caplog: pytest.LogCaptureFixture) -> None:
     """It names the client by its key, never as the key, and has the request's priority, at both endpoints."""
     keys = ("sk-one", "sk-two name=team-a weight=3")
-    site = make_site(api_key=keys)
+    site = make_site(api_key=keys, allow_priority=True)
     one, two = (openai.OpenAI(base_url=site.url + "/v1", api_key=key, max_retries=0) for key in ("sk-one", "sk-two"))
     unnamed = f"key-{digest('sk-one').hex()[:8]}"
     with caplog.at_level(logging.INFO):
