@@ -166,18 +166,23 @@ class Meter:
         self.bar.update()
         if len(self.results) < self.args.log_every and step < self.args.steps:
             return
+        self.check(step)
         loss, norm, *agreement = torch.stack(self.results).mean(0).tolist()
         seconds = (time.perf_counter() - self.started) / len(self.results)
         self.results.clear()
         self.started = time.perf_counter()
-        if not np.isfinite([loss, norm]).all():
-            raise UserError(f"the loss is {loss} near step {step}; use a lower --learning-rate or a longer --warmup")
         speed = self.args.global_batch * self.args.sequence_length / seconds
         line = Measured(step, loss, agreement, norm, rate, seconds * 1e3, speed)
         self.bar.set_postfix(loss=f"{loss:.3f}", agree=" ".join(f"{share:.0%}" for share in agreement))
         if self.is_first:
             with self.path.open("a") as file:
                 file.write(json.dumps(asdict(line)) + "\n")
+
+    def check(self, step: int) -> None:
+        """Raises UserError if the loss or the gradient norm of a step since the last line is not finite."""
+        for loss, norm, *_ in torch.stack(self.results).tolist() if self.results else ():
+            if not np.isfinite([loss, norm]).all():
+                raise UserError(f"the loss is {loss} near step {step}; use a lower --learning-rate or a longer --warmup")
 
 
 def train_step(
@@ -283,8 +288,10 @@ def train_head(args: argparse.Namespace, world: World) -> tuple[EagleHead, Trans
     meter = Meter(args, world, first)
     for step in range(first, args.steps):
         meter.add(step + 1, schedule_of(args).rate(step), train_step(args, head, model, batches, optimizer, step))
-        if world.rank == 0 and (step + 1) % args.save_every == 0 and step + 1 < args.steps:
-            save_snapshot(args, batches, head, optimizer, step + 1)
+        if (step + 1) % args.save_every == 0 and step + 1 < args.steps:
+            meter.check(step + 1)  # on all ranks: a snapshot must be worth resuming
+            if world.rank == 0:
+                save_snapshot(args, batches, head, optimizer, step + 1)
     meter.bar.close()
     if world.rank == 0:
         save_head(head.eval().requires_grad_(False), args.out)

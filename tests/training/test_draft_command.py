@@ -195,6 +195,21 @@ def test_a_stopped_run_resumes(tokens: Path, tmp_path: Path, seed: int, monkeypa
     assert not (tmp_path / "again" / "snapshot.pt").exists()
 
 
+def test_no_snapshot_is_kept_of_a_loss_that_is_not_finite(
+    tokens: Path, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, step = save_random(tiny("standard"), tmp_path / "model"), command.train_step
+
+    def overflowing(*args: Any) -> Tensor:
+        return step(*args) * (random.choice([float("nan"), float("inf")]) if args[-1] == 2 else 1)
+
+    monkeypatch.setattr(command, "train_step", overflowing)
+    more = ["--steps", 12, "--save-every", 3, "--log-every", 10]
+    with pytest.raises(UserError, match="--learning-rate"):
+        run(ALONE, arguments(model, tokens, tmp_path / "out", *more))
+    assert not (tmp_path / "out" / command.SNAPSHOT).exists()
+
+
 @pytest.mark.parametrize(
     ("more", "named"),
     [
