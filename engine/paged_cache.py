@@ -20,6 +20,9 @@ CODES = torch.float8_e4m3fn
 SCALES = torch.float32
 
 
+SHORT = 16  # rows of a span up to which spans share a batch
+
+
 class Rows(NamedTuple):
     """Keys or values of a slot, (N * P, K, D), and their scales (N, K, P), if they are codes."""
 
@@ -124,51 +127,43 @@ class PagedContext(AttentionContext):
 
 
 class _Spans:
-    """How a step's rows read the cache on a CPU; the same for all layers. Spans of one row (decode) are computed in one batch,
-    longer ones (prefill) one by one."""
+    """How a step's rows read the cache on a CPU; the same for all layers. Short spans (decode and drafts) of equally many rows are
+    computed in one batch, longer ones (prefill) one by one."""
 
     def __init__(self, context: PagedContext) -> None:
         lengths, tables, size = context.lengths.tolist(), context.tables.numpy(), context.cache.block_size
         starts = range(len(lengths) + 1) if context.starts is None else context.starts.tolist()
-        single = [s for s in range(len(lengths)) if starts[s + 1] - starts[s] == 1]
-        ends = [lengths[s] for s in single]
-        self.decode = None
-        if single:
-            self.decode = _Reader(tables if len(single) == len(lengths) else tables[single], max(ends), size)
-        self.rows, self.lengths, self.equal = [starts[s] for s in single], ends, len(set(ends)) == 1
-        self.prefill = [
-            (slice(starts[s], starts[s + 1]), _Reader(tables[s : s + 1], lengths[s], size))
-            for s in range(len(lengths))
-            if starts[s + 1] - starts[s] > 1
+        spans: dict[int, list[int]] = {}
+        for s in range(len(lengths)):
+            spans.setdefault(starts[s + 1] - starts[s], []).append(s)
+        self.short = [
+            _Short(
+                count,
+                [starts[s] for s in of],
+                tables if len(of) == len(lengths) else tables[of],
+                [lengths[s] for s in of],
+                size,
+            )
+            for count, of in spans.items()
+            if 0 < count <= SHORT
         ]
-        self._masks: dict[int | None, Tensor] = {}  # of the decode batch, by window
+        self.long = [
+            (slice(starts[s], starts[s + 1]), _Reader(tables[s : s + 1], lengths[s], size))
+            for count, of in spans.items()
+            for s in of
+            if count > SHORT
+        ]
 
     def attend(self, q: Tensor, keys: Rows, values: Rows, window: int | None) -> Tensor:
         """q (T, H, D) to (T, H, D)."""
-        if self.decode is not None and not self.prefill:
-            return self._decode(self.decode, q, keys, values, window)
+        if len(self.short) == 1 and not self.long:
+            return self.short[0].attend(q, keys, values, window)
         out = torch.empty_like(q)
-        if self.decode is not None:
-            out[self.rows] = self._decode(self.decode, q[self.rows], keys, values, window)
-        for rows, read in self.prefill:
+        for batch in self.short:
+            out[batch.rows] = batch.attend(q[batch.rows], keys, values, window)
+        for rows, read in self.long:
             out[rows] = self._prefill(q[rows], read(keys, q.dtype), read(values, q.dtype), window)
         return out
-
-    def _decode(self, read: "_Reader", q: Tensor, keys: Rows, values: Rows, window: int | None) -> Tensor:
-        """q (B, H, D), the last row of each sequence, to (B, H, D)."""
-        batch, n_heads, head_dim = q.shape
-        grouped = q.view(batch, keys.held.shape[1], -1, head_dim)  # a KV head's query heads in the place of tokens
-        if self.equal:  # all see the same positions, so there is no mask
-            first = 0 if window is None else max(0, read.length - window)
-            out = F.scaled_dot_product_attention(grouped, read(keys, q.dtype, first), read(values, q.dtype, first))
-        else:
-            if window not in self._masks:
-                last = torch.tensor(self.lengths) - 1
-                self._masks[window] = causal_mask(last, read.length, window)[:, None, None]  # (B, 1, 1, L)
-            out = F.scaled_dot_product_attention(
-                grouped, read(keys, q.dtype), read(values, q.dtype), attn_mask=self._masks[window]
-            )
-        return out.reshape(batch, n_heads, head_dim)
 
     @staticmethod
     def _prefill(q: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
@@ -181,6 +176,37 @@ class _Spans:
             mask = causal_mask(torch.arange(length - n, length), length, window)
             out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=True)
         return out[0].transpose(0, 1)
+
+
+class _Short:
+    """A batch of B spans of n rows each."""
+
+    def __init__(self, count: int, starts: list[int], tables: np.ndarray, lengths: list[int], size: int) -> None:
+        """count: n. starts: their first rows. tables (B, W): their sequences' blocks of `size` tokens. lengths: of these."""
+        self.count, self.read, self.lengths = count, _Reader(tables, max(lengths), size), lengths
+        self.rows = [start + i for start in starts for i in range(count)]
+        self._masks: dict[int | None, Tensor] = {}  # by window
+
+    def attend(self, q: Tensor, keys: Rows, values: Rows, window: int | None) -> Tensor:
+        """q (B * n, H, D), the last rows of each sequence, to (B * n, H, D)."""
+        read, n_kv_heads, head_dim = self.read, keys.held.shape[1], q.shape[-1]
+        # a KV head's query heads in the place of tokens, (B, K, n * G, D)
+        grouped = q.view(len(self.lengths), self.count, n_kv_heads, -1, head_dim).transpose(1, 2).flatten(2, 3)
+        first, mask = 0, None
+        if self.count == 1 and len(set(self.lengths)) == 1:  # all see the same positions, so there is no mask
+            first = 0 if window is None else max(0, read.length - window)
+        else:
+            mask = self._mask(window, grouped.shape[2] // self.count)
+        out = F.scaled_dot_product_attention(grouped, read(keys, q.dtype, first), read(values, q.dtype, first), attn_mask=mask)
+        return out.unflatten(2, (self.count, -1)).transpose(1, 2).reshape(q.shape)
+
+    def _mask(self, window: int | None, heads: int) -> Tensor:
+        """(B, 1, n * heads, L)"""
+        if window not in self._masks:
+            last = torch.tensor(self.lengths)[:, None] - torch.arange(self.count, 0, -1)
+            seen = causal_mask(last.flatten(), self.read.length, window).view(len(self.lengths), 1, self.count, 1, -1)
+            self._masks[window] = seen.expand(-1, -1, -1, heads, -1).flatten(2, 3)
+        return self._masks[window]
 
 
 class _Reader:
