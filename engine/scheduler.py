@@ -205,17 +205,19 @@ class Scheduler:
 
         in_flight: the tokens of the step before are not recorded yet. Then there is no step ([]) if a sequence would have to be
         preempted, because it might be one whose token is in flight. drafts: of running sequences whose tokens are all known but
-        for the next one, cut to the room that there is; `draft_room` gives them blocks.
+        for the next one, cut to the room that there is. `draft_room` has given them blocks; those that remain empty return.
         """
         going = self._going()
         most = self.max_num_seqs + len(self.running) - len(going)  # the last token of the others is in flight
         if in_flight and self._reserved(going) > len(self.blocks.free):
             return []
-        if not self._make_room(most, in_flight):
-            return []
+        if self.waiting:
+            if not self._make_room(most, in_flight):
+                return []
+            going = self._going()
         chunks: list[Chunk] = []
         budget, preemptions = self.max_batch_tokens, self.preemptions
-        for sequence, count in self._portions(self._going()):
+        for sequence, count in self._portions(going):
             # one without blocks was preempted for another
             if count and sequence.blocks and self._grow(sequence, sequence.computed + count):
                 chunks.append(self._chunk(sequence, count))
@@ -225,6 +227,8 @@ class Scheduler:
             budget -= chunks[-1].count
         if drafts and budget and self.preemptions == preemptions:  # a preempted sequence needs the blocks more than drafts do
             self._add_drafts(chunks, drafts, budget)
+        for sequence in drafts or () if not self.whole_sequences else ():  # a draft may be shorter than its room
+            self.blocks.give_back(sequence.blocks, self.blocks.blocks_for(sequence.computed))
         return chunks
 
     def _going(self) -> list[Sequence]:
@@ -357,8 +361,6 @@ class Scheduler:
                 sequence.computed += len(draft)
                 sequence.unknown += len(draft)
                 left -= len(draft)
-            if sequence in drafts and not self.whole_sequences:  # a draft may be shorter than its room
-                self.blocks.give_back(sequence.blocks, self.blocks.blocks_for(chunk.stop))
 
     def _missing_blocks(self, sequence: Sequence) -> int:
         """Blocks that a running sequence needs for its tokens, at most, beyond those that it has."""

@@ -9,6 +9,7 @@ import random
 import zlib
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
@@ -272,6 +273,35 @@ def test_drafts_leave_blocks_and_tokens_to_waiting_sequences() -> None:
         first, second = scheduler.schedule(drafts={running: [0] * room[running]})
         assert (second.sequence, second.count) == (waiting, 4)
         assert len(first.draft) == (2 if n_blocks == 5 else 4)
+
+
+@pytest.mark.parametrize("budget", [100, 1])
+def test_room_that_no_draft_takes_returns_at_once(budget: int, seed: int) -> None:
+    scheduler = Scheduler(BlockManager(30, 4), 4, 100, 60, max_drafted=40)
+    running = [Sequence(str(i), [i] * random.randint(5, 9), 5, SamplingParams(max_tokens=30)) for i in range(3)]
+    for sequence in running:
+        scheduler.add(sequence)
+    scheduler.launched(scheduler.schedule())
+    for sequence in running:
+        scheduler.record(sequence, 0)
+    scheduler.max_batch_tokens = budget  # 1: the other two sequences get no chunk
+    room = scheduler.draft_room(dict.fromkeys(running, 10))
+    assert room == dict.fromkeys(running, 10) and any(len(s.blocks) > -(-s.length // 4) for s in running)
+    drafts = {running[0]: [0] * 7, running[1]: [], running[2]: []} if budget > 1 else {s: list[int]() for s in running}
+    scheduler.schedule(drafts=drafts)
+    assert [len(s.blocks) for s in running] == [-(-s.computed // 4) for s in running]
+    scheduler.blocks.check([s.blocks for s in running])
+
+
+def test_the_sequences_that_go_on_are_found_once_a_step(seed: int) -> None:
+    """Without waiting ones, for whom others may have to yield."""
+    scheduler = Scheduler(BlockManager(30, 4), 4, 100, 60)
+    for i in range(3):
+        scheduler.add(Sequence(str(i), [i] * 5, 5, SamplingParams(max_tokens=9)))
+    scheduler.launched(scheduler.schedule())
+    with patch.object(scheduler, "_going", wraps=scheduler._going) as going:
+        assert len(scheduler.schedule(in_flight=True)) == 3
+    assert going.call_count == 1
 
 
 # --- prefix reuse -----------------------------------------------------------------------------------------------------------
