@@ -16,7 +16,7 @@ from eagle import EagleHead
 from engine.block_manager import BlockManager
 from engine.draft_heads import HeadChains, HeadModel
 from engine.draft_models import Chains
-from engine.drafts import Speculation, count_equal
+from engine.drafts import Costs, Speculation, count_equal
 from engine.grammars import COMPILED, MAX_COMPILING, Compilation, Grammars, error_of
 from engine.logits import advance, check_ids, new_state, sibling
 from engine.paged_cache import CODES, PagedCache
@@ -35,7 +35,8 @@ from tp import World
 DEFAULT_CPU_CACHE = 1 << 30  # bytes
 GPU_SHARE = 0.9  # share of the free memory for the cache
 MEASURED_ROWS = 1, 4, 16, 64, 256  # of steps, for `Speculation`
-MEASURED_SECONDS = 1.0  # for which these run, about; larger ones are then extrapolated
+MEASURED_SECONDS = 0.5  # for which these run, about; larger ones are then extrapolated
+ROUNDS = 3, 20  # of a measurement, at least and at most; the fastest counts
 MOST_DRAFTED = 256  # tokens of a step; with more rows a step takes longer, and each row's logits take memory
 
 
@@ -106,22 +107,32 @@ def step_seconds(seconds: Callable[[int], float], most: int, world: World) -> di
     """seconds(rows), of the slowest rank, for some numbers of rows up to `most`. Collective."""
     found = dict[int, float]()
     for rows in sorted({min(rows, max(2, most)) for rows in MEASURED_ROWS}):
-        if len(found) > 1 and sum(found.values()) > MEASURED_SECONDS:
+        if len(found) > 1 and ROUNDS[0] * sum(found.values()) > MEASURED_SECONDS:
             break
-        fastest = torch.tensor(min(seconds(rows) for _ in range(3)), dtype=torch.float64)
-        if world.world_size > 1:
-            dist.all_reduce(fastest, op=dist.ReduceOp.MAX, group=world.control)
-        found[rows] = float(fastest)
-    return found
+        [found[rows]] = _slowest([seconds(rows)], world)
+    count = min(max(int(MEASURED_SECONDS / sum(found.values())), ROUNDS[0]), ROUNDS[1])
+    rounds = [[seconds(rows) for rows in found] for _ in range(count)]  # each size once a round: a disturbance meets all alike
+    return dict(zip(found, _slowest(list(map(min, *rounds)), world), strict=True))
 
 
-def measure(
-    runner: Runner, chains: Chains | None, max_model_len: int, world: World
-) -> tuple[dict[int, float], dict[int, float] | None]:
-    """The seconds of steps by their rows, and of a token of the chains by their number. Collective."""
+def _slowest(seconds: list[float], world: World) -> list[float]:
+    """The longest of all ranks. Collective."""
+    slowest = torch.tensor(seconds, dtype=torch.float64)
+    if world.world_size > 1:
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=world.control)
+    return slowest.tolist()
+
+
+def measure(runner: Runner, chains: Chains | None, max_model_len: int, world: World) -> Costs:
+    """What steps and the drafts of a model cost. Collective."""
     capacity = runner.capacity
     steps = step_seconds(runner.seconds, min(capacity.draws, capacity.tokens, max_model_len), world)
-    return steps, step_seconds(chains.seconds, min(capacity.sequences, capacity.tokens), world) if chains else None
+    [ahead] = _slowest([min(runner.host_seconds() for _ in range(ROUNDS[0]))], world)
+    if chains is None:
+        return Costs(steps, ahead=ahead)
+    links = step_seconds(chains.seconds, min(capacity.sequences, capacity.tokens), world)
+    seen = min(capacity.tokens, max_model_len - 2)
+    return Costs(steps, links, step_seconds(lambda tokens: chains.seconds(1, 1, tokens), seen, world), ahead)
 
 
 def new_chains(
@@ -314,8 +325,7 @@ class Engine:
         if self._may_follow(step) and (chunks := self.scheduler.schedule(in_flight=True)):
             self._ahead = self._launch(chunks, start, after=step)
         outputs = list(self._record(step))
-        if self._ahead is None:
-            self.speculation.observe(step)
+        self.speculation.observe(step, is_last=self._ahead is None)
         self._rest()
         if self._ahead is not None:
             self.runner.draw(self._ahead)
@@ -327,9 +337,9 @@ class Engine:
         """The next step, whose sequences' tokens are all known."""
         room = self.scheduler.draft_room(self.speculation.plan(self.scheduler.running))
         drafts = self.speculation.drafts(room)
-        if drafts and self.speculation.chains is not None:
-            self.runner.wait_from(self.speculation.chains.ready)
-        return self.scheduler.schedule(drafts=drafts)
+        if (chains := self.speculation.chains) is not None:
+            self.runner.wait_from(chains.ready)
+        return self.scheduler.schedule(drafts={sequence: drafts.get(sequence, []) for sequence in room})
 
     def _may_follow(self, step: InFlightStep) -> bool:
         """Whether the step after `step` may be launched now. Which rows of a draft are kept, and how the next draft begins, depends

@@ -8,7 +8,6 @@ drafts of the head.
 """
 
 from collections.abc import Mapping
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -66,19 +65,12 @@ class HeadChains(Chains):
         super().__init__(runner, blocks, longest)
         self.model = model
         self._last: InFlightStep | None = None  # the step whose rows are to be computed
-        self._lost: WeakSet[Sequence] = WeakSet()  # sequences that it no longer follows
-
-    def reach(self, sequence: Sequence) -> int:
-        return super().reach(sequence) if self.follows(sequence) else 0
 
     def follows(self, sequence: Sequence) -> bool:
         return sequence not in self._lost
 
     def observe(self, step: InFlightStep) -> None:
         self._last = step
-
-    def give_up(self, sequence: Sequence) -> None:
-        self._lost.add(sequence)
 
     def _tokens(self, sequence: Sequence) -> list[int]:
         return sequence.tokens[1:]
@@ -94,7 +86,7 @@ class HeadChains(Chains):
                 continue
             shadow, count = self._shadow(sequence), sequence.computed - chunk.start
             if shadow.done != chunk.start:  # a step was missed, or the prefix was computed without the head
-                self._lost.add(sequence)
+                self.give_up(sequence)
                 continue
             shadow.sequence.tokens += sequence.tokens[len(shadow.sequence.tokens) + 1 :]
             chunks.append(self._chunk(shadow, count))
@@ -113,7 +105,8 @@ class HeadChains(Chains):
 
     def _invented_step(self, sequences: list[Sequence]) -> InFlightStep:
         step, features = super()._invented_step(sequences), self.model.features
-        step.streams = [features.new_zeros(len(sequences), self.model.guesser.config.base_hidden_size) for _ in range(STREAMS)]
+        shape = sum([s.computed for s in sequences]), self.model.guesser.config.base_hidden_size
+        step.streams = [features.new_zeros(shape) for _ in range(STREAMS)]
         return step
 
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
@@ -40,6 +40,7 @@ TEXT, AUTO = "ngram", "auto"  # what `--speculate` takes instead of a model
 EMBEDDED = "draft"  # the folder of a checkpoint's own head
 REPLICATED = 2 << 30  # bytes of weights up to which every rank holds a whole draft model
 MEASURED_CHAIN = 3  # tokens of the chains that `Chains.seconds` measures
+NOTHING = -2  # the identity of no contents
 
 
 # --- which model ---------------------------------------------------------------------------------------------------------------
@@ -132,13 +133,16 @@ class Chains:
         """runner: of the draft model. blocks: of the base, for which the runner's cache has the same places. longest: the draft
         model's context; behind it there are no drafts."""
         self.runner, self.blocks, self.longest = runner, blocks, longest
-        self.ready: torch.cuda.Event | None = None  # when the device had the last chain
-        self._held = [-1] * blocks.n_blocks  # by block: the identity of the contents that the draft model has computed, too
+        self.ready: torch.cuda.Event | None = None  # when the device had the chains of the last `draft`, if it made any
+        self._held = [
+            NOTHING
+        ] * blocks.n_blocks  # by block: the identity of the contents that the draft model has computed, too
         self._shadows: WeakKeyDictionary[Sequence, Shadow] = WeakKeyDictionary()
+        self._lost: WeakSet[Sequence] = WeakSet()  # sequences for which it does not draft any more
 
     def reach(self, sequence: Sequence) -> int:
         """The most tokens that it can draft for the sequence now."""
-        return max(0, self.longest - sequence.length)
+        return 0 if sequence in self._lost else max(0, self.longest - sequence.length)
 
     def follows(self, sequence: Sequence) -> bool:
         """Whether it has to see what each step computes for the sequence."""
@@ -148,11 +152,13 @@ class Chains:
         """Note a step that was collected, with no other launched behind it."""
 
     def give_up(self, sequence: Sequence) -> None:
-        """The sequence's drafts do not pay."""
+        """Draft no more for the sequence."""
+        self._lost.add(sequence)
 
     def draft(self, counts: Mapping[Sequence, int]) -> dict[Sequence, list[int]]:
         """Draft so many tokens for each sequence, which has blocks for them; none if it still lacks too many tokens. All tokens of
         the sequences must be known. The same on all ranks."""
+        self.ready = None
         self.runner.decode.forget()  # the last chain's tokens
         shadows, chunks = self._catch_up(counts)
         if not chunks:
@@ -226,25 +232,26 @@ class Chains:
         shadow.marked = max(shadow.marked, shadow.done // size)
         return Chunk(sequence, start, count, shadow.done == len(sequence.tokens), is_known=True)
 
-    def seconds(self, rows: int, tokens: int = MEASURED_CHAIN) -> float:
-        """The time of a token in chains of so many tokens for so many sequences. To be called before the first draft.
-        Collective."""
+    def seconds(self, chains: int, tokens: int = MEASURED_CHAIN, seen: int = 1) -> float:
+        """The time of a token in chains of so many tokens for so many sequences, of which it must first see `seen` tokens. To be
+        called before the first draft. Collective."""
         tokens = max(1, min(tokens, self.longest - 2, self.runner.max_length - 2))
-        blocks = [i % self.blocks.n_blocks for i in range(self.blocks.blocks_for(tokens + 2))]
+        blocks = [i % self.blocks.n_blocks for i in range(self.blocks.blocks_for(seen + tokens + 1))]
         invented = [
-            Sequence("", [0, 0], 0, SamplingParams(), blocks=blocks, computed=1, state=SamplingState()) for _ in range(rows)
+            Sequence("", [0] * (seen + 1), 0, SamplingParams(), blocks=blocks, computed=seen, state=SamplingState())
+            for _ in range(chains)
         ]
         self.observe(self._invented_step(invented))
         start = time.perf_counter()
         self.draft(dict.fromkeys(invented, tokens))
         seconds = time.perf_counter() - start
-        self._held = [-1] * self.blocks.n_blocks
+        self._held = [NOTHING] * self.blocks.n_blocks
         self.runner.rest()
         return seconds / tokens
 
     def _invented_step(self, sequences: list[Sequence]) -> InFlightStep:
-        """A step that has computed the first token of each sequence."""
-        chunks = [Chunk(s, 0, 1, samples=True, is_known=True) for s in sequences]
+        """A step that has computed all tokens of each sequence but the last."""
+        chunks = [Chunk(s, 0, s.computed, samples=True, is_known=True) for s in sequences]
         return InFlightStep(chunks, chunks, torch.empty(0), has_drafts=False)
 
 

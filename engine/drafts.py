@@ -31,40 +31,63 @@ INDEXED_A_STEP = 512  # tokens of all requests: a long prompt must not hold up a
 LEAST_MATCH = 2, 3  # tokens, if the sequence's last draft was right and otherwise; what follows fewer is hardly ever the same
 TAIL = 8  # tokens of the prompt that are put before a prediction, so that the first tokens of the answer find it
 END = -1  # stands behind a prediction; no token's id
-# Drafts must promise so many tokens a step for each running sequence: such a step is not launched ahead on a GPU, and attends to
-# several rows of a sequence on a CPU.
-WORTH = 0.25
-LEAST_PRICE = 0.2  # tokens; a drafted row also takes time on the host
-FIRST_RIGHT = 1.5  # accepted tokens of a draft, before there is one
-WEIGHT = 0.25  # of the newest draft in a request's averages
-WEIGHT_OF_ALL = 0.02  # the same, in the averages of all requests
+LEAST_PRICE = 0.1  # tokens; a drafted row also takes time on the host
+LEAST_GAIN = 0.05  # tokens of each sequence of a step with drafts: the work of the host that `Costs` does not contain
+FIRST_RIGHT = 2.0  # accepted tokens of a draft, before there is one
+WEIGHT = 0.25  # of the newest draft in a request's averages, and of the newest request in those of requests
+WEIGHT_OF_ALL = 0.02  # of the newest draft in the averages of all requests
+SHARE = 0.01  # of a request's tokens, and of the time of all steps, that may be lost to find out whether drafts pay
+GRANT = 8  # steps of one row: what a model's drafts may lose besides, before they have brought anything
 TEXTS = "ngram", "prediction"  # sources of drafts from text
-GIVE_UP = 256  # tokens of a pause after which a head, which would have to follow meanwhile, makes no more drafts for a request
-PAUSES = 32, 512  # tokens between two drafts of a request whose drafts do not pay: at first, and at most
 
 
 class Costs:
-    """How long steps take by their rows, and tokens of a model's chains by the number of chains."""
+    """How long it takes to compute steps and drafts, in seconds, by rows or by chains. More of them never take more time than
+    measured for a larger number: if so, the clock was disturbed."""
 
-    def __init__(self, steps: Mapping[int, float], links: Mapping[int, float] | None = None) -> None:
-        """Seconds, each of at least two numbers, which are in ascending order. Others are on the lines through these points. More
-        rows never take less time: where they seem to, the clock was disturbed. links: of the chains; None if there are none."""
-        self._steps, self._links = (
-            list(zip(seconds, accumulate(seconds.values(), max), strict=True)) for seconds in (steps, links or {1: 0.0, 2: 0.0})
-        )
+    def __init__(
+        self,
+        steps: Mapping[int, float],
+        links: Mapping[int, float] | None = None,
+        prompts: Mapping[int, float] | None = None,
+        ahead: float = 0.0,
+    ) -> None:
+        """Each of at least two numbers, which are in ascending order. Others are on the lines through these points.
+
+        steps: by rows. links: a token of a model's chains, by their number. prompts: what the model takes to see a prompt, by its
+        tokens. None if no model drafts. ahead: what a step takes longer if it is not launched while the one before runs."""
+        self._steps, self._links, self._prompts = map(_points, (steps, links, prompts))
+        self.ahead = ahead
 
     def seconds(self, rows: int) -> float:
         return _on_lines(self._steps, rows)
 
+    def prompt(self, tokens: int) -> float:
+        return _on_lines(self._prompts, tokens)
+
+    def token(self, rows: int) -> float:
+        """What a token is worth in a step of so many rows: the time in which one is computed without drafts. It is the unit of the
+        prices."""
+        return self.seconds(rows) / rows
+
     def price(self, rows: int) -> float:
-        """How many tokens a drafted row must bring in a step of so many other rows: the time that it adds over that of a token, if
-        each of the others has two drafted ones."""
+        """How many tokens a drafted row must bring in a step of so many other rows: the time that it adds, if each of the others
+        has two drafted ones."""
         return max(LEAST_PRICE, (self.seconds(3 * rows) / self.seconds(rows) - 1) / 2)
 
     def link_price(self, rows: int, chains: int) -> float:
-        """How many tokens another link of so many chains must bring for each of `rows` sequences in the step: its time over the
-        step's."""
-        return _on_lines(self._links, chains) / self.seconds(rows)
+        """How many tokens another link of so many chains must bring in a step of so many other rows."""
+        return _on_lines(self._links, chains) / self.token(rows)
+
+    def fixed_price(self, rows: int) -> float:
+        """How many tokens drafts must bring to a step of so many other rows, because it is not launched ahead."""
+        return self.ahead / self.token(rows)
+
+
+def _points(seconds: Mapping[int, float] | None) -> list[tuple[int, float]]:
+    """Measured points, of which none is above a later one."""
+    found = seconds or {1: 0.0, 2: 0.0}
+    return list(zip(found, list(accumulate([*found.values()][::-1], min))[::-1], strict=True))
 
 
 def _on_lines(points: List[tuple[int, float]], x: int) -> float:
@@ -72,6 +95,9 @@ def _on_lines(points: List[tuple[int, float]], x: int) -> float:
     i = next((i for i in range(1, last) if x <= points[i][0]), last)
     (first, before), (second, after) = points[i - 1], points[i]
     return before + (after - before) * (x - first) / (second - first)
+
+
+FREE = Costs({1: 1.0, 2: 1.0})  # of steps, before they are measured
 
 
 def count_equal(draft: List[int], drawn: List[int]) -> int:
@@ -83,10 +109,12 @@ def count_equal(draft: List[int], drawn: List[int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """How many tokens a draft may have, and how many of them will probably be right."""
+    """How many tokens a draft may have, and how many it will probably bring beyond those that its own time costs. A trial finds out
+    whether drafts pay again."""
 
     count: int
-    right: float
+    gain: float
+    price: float = 0.0  # tokens that each of its tokens costs
     is_trial: bool = False
 
 
@@ -95,58 +123,51 @@ NOTHING = Promise(0, 0.0)
 
 @dataclass
 class Record:
-    """What became of a request's last drafts from one source: averages of the tokens that were right, and of whether one was
-    not."""
+    """What became of the last drafts from one source: averages of the tokens that were right, and of whether one was not."""
 
     right: float = FIRST_RIGHT
     wrong: float = 1.0
-    resume: int = 0  # generated tokens before the next draft, while drafts do not pay
-    pause: int = PAUSES[0]  # tokens from then to the one after
+    lost: float = 0.0  # tokens that drafts have cost a request since the last one that was right
 
     @property
     def rate(self) -> float:
         """The chance of a token whose predecessors are right."""
         return self.right / (self.right + self.wrong)
 
-    def promise(self, price: float, most: int, generated: int) -> Promise:
-        """What pays at this price, up to `most` tokens, after so many generated ones. A token is right if all before it are, and it
-        is, too."""
-        count, right, rate = 0, 0.0, self.rate
-        chance = rate
-        while count < most and chance >= price:
-            count, right, chance = count + 1, right + chance, chance * rate
-        if not count and most and generated >= self.resume:
-            return Promise(1, 2 * WORTH, is_trial=True)  # few other sequences have to wait for it
-        return Promise(count, right)
+    def promise(self, price: float, most: int, generated: int, fixed: float = 0.0) -> Promise:
+        """What pays at this price of a token, up to `most` tokens, after so many generated ones. If nothing does, there is a trial
+        now and then, which also costs the `fixed` price."""
+        count, rate = 0, self.rate
+        while count < most and rate ** (count + 1) >= price:
+            count += 1
+        if not count and most and price < 1 and self.lost + price + fixed - rate <= SHARE * generated:
+            return Promise(1, 0.0, price + fixed, is_trial=True)
+        return self.cut(count, price)
 
-    def cut(self, count: int) -> Promise:
-        """What `count` tokens promise."""
-        return Promise(count, sum([self.rate**i for i in range(1, count + 1)]))
+    def cut(self, count: int, price: float) -> Promise:
+        """What `count` tokens promise. A token is right if all before it are, and it is, too."""
+        return Promise(count, sum([self.rate**i - price for i in range(1, count + 1)]), price)
 
-    def learn(self, accepted: int, drafted: int, generated: int, weight: float = WEIGHT) -> None:
-        """Note that `accepted` tokens of a draft were right."""
+    def learn(self, accepted: int, drafted: int, cost: float = 0.0, weight: float = WEIGHT) -> None:
+        """Note that `accepted` tokens of a draft were right, which has cost the time of so many."""
         self.right += weight * (accepted - self.right)
         self.wrong += weight * ((accepted < drafted) - self.wrong)
-        if accepted:
-            self.resume, self.pause = 0, PAUSES[0]
-        else:
-            self.resume = generated + self.pause
-            self.pause = min(2 * self.pause, PAUSES[1])
+        self.lost = 0.0 if accepted else self.lost + cost
 
 
 class Drafter:
     """The drafts of one sequence, from text. Their length adapts to how many of their tokens were right lately, and to what a row
     costs."""
 
-    def __init__(self, sequence: Sequence, ceiling: int, chains: Record | None = None) -> None:
-        """chains: of the drafts of a model in general."""
+    def __init__(self, sequence: Sequence, ceiling: int, texts: Record | None = None, chains: Record | None = None) -> None:
+        """texts, chains: what became of the drafts of other requests."""
         self.sequence = sequence
         self.ceiling = ceiling if sequence.params.grammar is None else min(ceiling, MOST_WITH_GRAMMAR)
         prediction = (sequence.params.prediction or [])[: MOST_INDEXED // 2]
         tail = sequence.tokens[: sequence.prompt_length][-TAIL:]
         self._head = [*tail, *prediction, END] if prediction else []  # comes before the sequence's tokens
         self._text = SuffixAutomaton()
-        self.texts, self.chains = Record(), Record() if chains is None else replace(chains, resume=0, pause=PAUSES[0])
+        self.texts, self.chains = replace(texts or Record()), replace(chains or Record())
         self._least_match = LEAST_MATCH[1]
 
     def follow(self, most: int) -> int:
@@ -174,23 +195,23 @@ class Drafter:
     def source(self) -> str:
         return "prediction" if self._text.match[1] < len(self._head) else "ngram"
 
-    def promise(self, price: float) -> Promise:
+    def promise(self, price: float, fixed: float = 0.0) -> Promise:
         """What pays at this price, if the next token finds a draft at all. The newest token may still be on the device."""
         if self.missing > 1 or self._text.match[0] < self._least_match:
             return NOTHING
-        return self.texts.promise(price, self.ceiling, self.sequence.generated)
+        return self.texts.promise(price, self.ceiling, self.sequence.generated, fixed)
 
     def draft(self, count: int) -> list[int]:
         """The next tokens, perhaps fewer than `count`. All tokens of the sequence must be known."""
         found = [] if self.missing or not count else self._text.after_match(count)
         return found[: found.index(END)] if END in found else found
 
-    def learn(self, source: str, accepted: int, drafted: int) -> None:
-        """How many tokens of the last draft were right, and how many it had."""
+    def learn(self, source: str, accepted: int, drafted: int, cost: float = 0.0) -> None:
+        """How many tokens of the last draft were right, how many it had, and what it has cost, in tokens."""
         if source in TEXTS:
             self._least_match = LEAST_MATCH[0 if accepted else 1]
         record = self.texts if source in TEXTS else self.chains
-        record.learn(accepted, drafted, self.sequence.generated)
+        record.learn(accepted, drafted, cost)
 
 
 class Chains(Protocol):
@@ -204,125 +225,165 @@ class Chains(Protocol):
     def follows(self, sequence: Sequence) -> bool: ...
     def observe(self, step: "InFlightStep") -> None: ...
     def give_up(self, sequence: Sequence) -> None: ...
-    def seconds(self, rows: int, tokens: int = ...) -> float: ...
+    def seconds(self, chains: int, tokens: int = ..., seen: int = ...) -> float: ...
     def draft(self, counts: Mapping[Sequence, int]) -> dict[Sequence, list[int]]: ...
+
+
+class Budget:
+    """For which requests a model drafts. It must first see the prompt, whose time the drafts may not bring back.
+
+    It does where drafts have brought other requests that time, on average, or where the budget allows to find that out. A request's
+    drafts pay from the budget what they cost, and into it what they bring. SHARE of the time of all steps goes there, too, until it
+    is full. So drafts lose no more than SHARE of the time, but for what it holds at first."""
+
+    def __init__(self) -> None:
+        self.brought = 0.0  # seconds that drafts bring to a request, on average; without its prompt
+        self._spent = 0.0  # seconds that are missing until the budget is full
+        self._by_request: dict[Sequence, float] = {}  # what drafts have brought
+
+    def take(self, sequence: Sequence, seconds: float, full: float) -> bool:
+        """Pay for the sequence's prompt, if the budget covers what will probably be lost. full: seconds that it holds at first."""
+        if seconds - self.brought > full - self._spent:
+            return False
+        self._by_request[sequence] = 0.0
+        self.add(-seconds)
+        return True
+
+    def add(self, seconds: float, sequence: Sequence | None = None) -> None:
+        """sequence: whose drafts have brought them."""
+        self._spent = max(0.0, self._spent - seconds)
+        if sequence in self._by_request:
+            self._by_request[sequence] += seconds
+
+    def settle(self) -> None:
+        """Note what drafts have brought to requests that have ended."""
+        for sequence in [s for s in self._by_request if s.finish_reason is not None]:
+            self.brought += WEIGHT * (self._by_request.pop(sequence) - self.brought)
 
 
 class Speculation:
     """The drafts of an engine's sequences, and how many of their tokens were right."""
 
-    def __init__(
-        self,
-        ceiling: int,
-        measure: Callable[[], tuple[Mapping[int, float], Mapping[int, float] | None]],
-        chains: Chains | None = None,
-    ) -> None:
-        """ceiling: most tokens of a draft; 0 makes none. measure: the seconds of steps, and of a token of the chains, see `Costs`;
-        the same on all ranks. chains: None: text alone."""
+    def __init__(self, ceiling: int, measure: Callable[[], Costs], chains: Chains | None = None) -> None:
+        """ceiling: most tokens of a draft; 0 makes none. measure: gives the same on all ranks. chains: None: text alone."""
         self.ceiling, self.measure, self.chains = ceiling, measure, chains
         self.costs: Costs | None = None
         self.total = {source: Drafted() for source in (*TEXTS, *([chains.name] if chains else []))}
-        self._follow = False  # whether the chains have to see all steps
-        self._record = Record()  # of the chains of all requests
-        self._sources: dict[Sequence, str] = {}  # of the drafts that `plan` promises
+        self._texts, self._chained, self._budget = Record(), Record(), Budget()  # of all requests
+        self._planned: dict[Sequence, tuple[str, Promise]] = {}  # the sources of drafts and what they promise
+        self._token = 0.0  # seconds of one without drafts, when they were planned
 
     def prepare(self) -> None:
         """Measure what steps cost, unless it is known. No step may be in flight. Collective."""
         if self.ceiling and self.costs is None:
-            self.costs = Costs(*self.measure())
+            self.costs = self.measure()
 
     def plan(self, running: List[Sequence]) -> dict[Sequence, int]:
         """How many tokens to draft for sequences in the next step. No step may be in flight."""
         if self.chains is not None:
             self.prepare()  # before they have anything to follow
-        if not self.expects(running):
+        if not self.ceiling or not running:
             return {}
-        self.prepare()
-        texts, chained = self._promises(running)
-        if not self._are_worth_it(texts | chained, running):
-            return {}
-        name = self.chains.name if self.chains else ""
-        self._sources = {s: s.drafter.source for s in texts} | dict.fromkeys(chained, name)
-        found = (texts | chained).items()
-        return {s: promise.count for s, promise in found if s.generated and s.length - s.computed == 1}
+        self._follow(running)
+        found = self._promises(running)
+        if found and self.costs is None:
+            self.prepare()
+            found = self._promises(running)
+        if self.chains is not None:
+            for sequence in running:
+                if sequence not in found and self.chains.follows(sequence):
+                    self.chains.give_up(sequence)
+        self._planned, self._token = found, self._known_costs.token(len(running))
+        return {s: promise.count for s, (_, promise) in found.items() if s.generated and s.length - s.computed == 1}
 
     def drafts(self, counts: Mapping[Sequence, int]) -> dict[Sequence, list[int]]:
-        """Drafts of at most so many tokens, for sequences of the last `plan` that have room for them."""
-        chained = {s: count for s, count in counts.items() if self._sources[s] not in TEXTS}
+        """Drafts of at most so many tokens, perhaps none, for sequences of the last `plan` that have room for them."""
+        chained = {s: count for s, count in counts.items() if self._planned[s][0] not in TEXTS}
         found = {s: s.drafter.draft(count) for s, count in counts.items() if s not in chained}
-        if self.chains is not None and (chained or self._follow):
-            found |= self.chains.draft(chained)
-        return {s: draft for s, draft in found.items() if draft}
+        return found | (self.chains.draft(chained) if self.chains is not None else {})
 
     def expects(self, running: List[Sequence]) -> bool:
         """Whether the next step will probably have drafts that are worth it, or the chains have to see its tokens before."""
         if not self.ceiling or not running:
             return False
-        for sequence in running:
-            sequence.drafter = sequence.drafter or Drafter(sequence, self.ceiling, self._record)
-        left = min(INDEXED_A_STEP, MOST_INDEXED_TOGETHER - sum([s.drafter.indexed for s in running]))
-        for drafter in sorted([s.drafter for s in running], key=lambda drafter: drafter.missing):  # long texts make none wait
-            left -= drafter.follow(max(left, 0))
-        chains = self.chains
-        self._follow = chains is not None and self._chains_may_pay(running) and any(map(chains.follows, running))
-        if self._follow:
-            return True  # `plan` asks what they promise
-        texts, chained = self._promises(running)
-        return self._are_worth_it(texts | chained, running)
+        self._follow(running)
+        return bool(self._promises(running)) or (self.chains is not None and any(map(self.chains.follows, running)))
 
-    def observe(self, step: "InFlightStep") -> None:
-        """Note a step that was collected, with no other launched behind it."""
-        if self.chains is not None:
+    def observe(self, step: "InFlightStep", is_last: bool) -> None:
+        """Note a step that was collected. is_last: no other is launched behind it."""
+        if self.chains is None:
+            return
+        self._budget.add(SHARE * self._known_costs.seconds(sum([c.count for c in step.chunks])))
+        self._budget.settle()
+        if is_last:
             self.chains.observe(step)
 
     def learn(self, chunk: Chunk, accepted: int) -> None:
         """Note that `accepted` tokens of the chunk's draft were right."""
-        source, drafted = self._sources.pop(chunk.sequence), len(chunk.draft)
-        total = self.total[source]
+        source, promise = self._planned[chunk.sequence]
+        drafted, total = len(chunk.draft), self.total[source]
         self.total[source] = Drafted(total.drafts + 1, total.tokens + drafted, total.accepted + accepted)
+        of_all, cost = self._texts if source in TEXTS else self._chained, drafted * promise.price
+        of_all.learn(accepted, drafted, weight=WEIGHT_OF_ALL)
         if source not in TEXTS:
-            self._record.learn(accepted, drafted, 0, WEIGHT_OF_ALL)
+            self._budget.add((accepted - cost) * self._token, chunk.sequence)
         if chunk.sequence.drafter is not None:  # it has not ended
-            chunk.sequence.drafter.learn(source, accepted, drafted)
-            if self.chains is not None and chunk.sequence.drafter.chains.pause >= GIVE_UP:
-                self.chains.give_up(chunk.sequence)
+            chunk.sequence.drafter.learn(source, accepted, drafted, cost)
 
-    def _promises(self, running: List[Sequence]) -> tuple[dict[Sequence, Promise], dict[Sequence, Promise]]:
-        """What drafts from text and chains promise, for each sequence from the one that promises more."""
-        price = self._price(running)
-        texts = {s: promise for s in running if (promise := s.drafter.promise(price)).count}
+    @property
+    def _known_costs(self) -> Costs:
+        return self.costs or FREE
+
+    def _follow(self, running: List[Sequence]) -> None:
+        """Index the texts of the sequences, and begin with those that are new."""
+        for sequence in running:
+            if sequence.drafter is None:
+                sequence.drafter = Drafter(sequence, self.ceiling, self._texts, self._begin(sequence, len(running)))
+        left = min(INDEXED_A_STEP, MOST_INDEXED_TOGETHER - sum([s.drafter.indexed for s in running]))
+        for drafter in sorted([s.drafter for s in running], key=lambda drafter: drafter.missing):  # long texts make none wait
+            left -= drafter.follow(max(left, 0))
+
+    def _begin(self, sequence: Sequence, rows: int) -> Record | None:
+        """Decide whether the chains draft for a sequence. Returns what to expect from them."""
         if self.chains is None:
-            return texts, {}
-        chained = self._promises_of_chains(running, price)
-        chained = {s: p for s, p in chained.items() if s not in texts or p.right > texts[s].right}
-        return {s: p for s, p in texts.items() if s not in chained}, chained
+            return None
+        costs = self._known_costs
+        prompt = costs.prompt(len(sequence.tokens) - sequence.cached_tokens)
+        record = self._chained if self._budget.brought >= prompt else Record()  # else it has to find out
+        pays = record.rate >= costs.price(rows) + costs.link_price(rows, rows) / rows
+        if not pays or not self._budget.take(sequence, prompt, GRANT * costs.seconds(1)):
+            self.chains.give_up(sequence)
+        return record
 
-    def _are_worth_it(self, promises: Mapping[Sequence, Promise], running: List[Sequence]) -> bool:
-        return sum([promise.right for promise in promises.values()]) > WORTH * len(running)
+    def _promises(self, running: List[Sequence]) -> dict[Sequence, tuple[str, Promise]]:
+        """The source that promises most for a sequence, and what. None if all together do not pay for a step with drafts."""
+        rows, costs = len(running), self._known_costs
+        price, fixed = costs.price(rows), costs.fixed_price(rows)
+        texts = {s: promise for s in running if (promise := s.drafter.promise(price, fixed)).count}
+        found = {s: (s.drafter.source, promise) for s, promise in texts.items()}
+        if self.chains is not None:
+            for s, promise in self._promises_of_chains(self.chains, running, price).items():
+                if s not in texts or promise.gain > texts[s].gain:
+                    found[s] = self.chains.name, promise
+        promises = [promise for _, promise in found.values()]
+        pays = any(p.is_trial for p in promises) or sum([p.gain for p in promises]) > fixed + LEAST_GAIN * rows
+        return found if pays else {}
 
-    def _promises_of_chains(self, running: List[Sequence], price: float) -> dict[Sequence, Promise]:
+    def _promises_of_chains(self, chains: Chains, running: List[Sequence], price: float) -> dict[Sequence, Promise]:
         """price: of a row. A link takes time for all sequences, so chains have links as long as these pay for all together."""
-        if self.chains is None or not self._chains_may_pay(running):
-            return {}
-        alone, found = price + self._link_price(running, len(running)), dict[Sequence, Promise]()
+        costs, rows, found = self._known_costs, len(running), dict[Sequence, Promise]()
+        alone, fixed = price + costs.link_price(rows, rows) / rows, costs.fixed_price(rows)
         for s in running:
-            most = min(s.drafter.ceiling, self.chains.reach(s))
-            if (promise := s.drafter.chains.promise(alone, most, s.generated)).count:
+            most = min(s.drafter.ceiling, chains.reach(s))
+            if (promise := s.drafter.chains.promise(alone, most, s.generated, fixed)).count:
                 found[s] = promise
         links = 0
         while going := [s for s, promise in found.items() if promise.count > links]:
             gain = sum([(1.0 if found[s].is_trial else s.drafter.chains.rate ** (links + 1)) - price for s in going])
-            if gain < self._link_price(running, len(going)) * len(running):
+            if gain < costs.link_price(rows, len(going)):
                 break
             links += 1
-        return {s: p if p.count <= links else s.drafter.chains.cut(links) for s, p in found.items()} if links else {}
-
-    def _chains_may_pay(self, running: List[Sequence]) -> bool:
-        """Whether chains would be worth it if they were always right."""
-        return self._price(running) + self._link_price(running, len(running)) < 1
-
-    def _link_price(self, running: List[Sequence], chains: int) -> float:
-        return 0.0 if self.costs is None else self.costs.link_price(len(running), chains)
-
-    def _price(self, running: List[Sequence]) -> float:
-        return LEAST_PRICE if self.costs is None else self.costs.price(len(running))
+        if not links:
+            return {}
+        alone = price + costs.link_price(rows, len(found)) / len(found)
+        return {s: p if p.is_trial else s.drafter.chains.cut(min(p.count, links), alone) for s, p in found.items()}

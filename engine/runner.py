@@ -251,6 +251,20 @@ class Runner:
         self.decode.clear()
         return seconds
 
+    @torch.inference_mode()
+    def host_seconds(self) -> float:
+        """By how much a step takes longer if it is not launched before the last one has ended; 0 on a CPU. No step may be in
+        flight. Collective."""
+        if self.graphs is None:
+            return 0.0
+        step = self.seconds(1)
+        start = time.perf_counter()
+        self.decode.write([])  # padding alone
+        output: Output = self.graphs.replay(("decode", self._decode_sizes[0]))
+        assert output.tokens is not None
+        output.tokens.tolist()
+        return max(0.0, time.perf_counter() - start - step)
+
     # --- steps -----------------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()

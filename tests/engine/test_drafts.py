@@ -22,7 +22,8 @@ from engine import LLM, draft_models, drafts
 from engine.core import Engine
 from engine.drafts import END, MOST_INDEXED, Costs, Drafter, Speculation, count_equal
 from engine.protocol import SamplingParams, Submit
-from engine.scheduler import Sequence
+from engine.runner import InFlightStep
+from engine.scheduler import Chunk, Sequence
 from engine.suffix_automaton import SuffixAutomaton
 from errors import UserError
 from kernels.sampling import exponential_noise
@@ -52,7 +53,7 @@ from tests.support.ranks import Ranks
 from tp import World
 from training.export import save_checkpoint
 
-CHEAP = 0.1  # price of a drafted row
+CHEAP = 0.15  # price of a drafted row
 
 # --- drafts ----------------------------------------------------------------------------------------------------------------
 
@@ -140,9 +141,9 @@ def test_the_index_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drafts, "MOST_INDEXED_TOGETHER", 50)
     params = SamplingParams(max_tokens=100)
     running = [Sequence(str(i), [1, 2] * 20, 20, params, computed=39) for i in range(2)]
-    speculation = Speculation(4, lambda: ({1: 1.0, 2: 1.0}, None))
+    speculation = Speculation(4, lambda: Costs({1: 1.0, 2: 1.0}))
     for step in range(1, 8):
-        found = speculation.drafts(speculation.plan(running))
+        found = {s: draft for s, draft in speculation.drafts(speculation.plan(running)).items() if draft}
         assert sum(s.drafter.indexed for s in running) == min(10 * step, 50)
         assert list(found) == ([running[0]] if step >= 4 else [])
     longer = [running[0], Sequence("new", [1, 2] * 3, 6, params, computed=5)]
@@ -151,37 +152,44 @@ def test_the_index_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     speculation.expects(longer)
     assert longer[1].drafter.missing == 0, "a long text holds up a short one"
     assert running[0].drafter.promise(CHEAP) == drafts.NOTHING, "there is no draft before all is indexed"
-    assert Speculation(0, lambda: ({}, None)).plan(running) == {}
+    assert Speculation(0, lambda: Costs({})).plan(running) == {}
 
 
 def test_the_length_adapts_to_what_was_right_and_to_the_price(seed: int) -> None:
     drafter = drafter_of([1] * 20, [1], ceiling=16)
-    assert [drafter.promise(price).count for price in (0.05, 0.1, 0.3, 0.5, 0.59)] == [5, 4, 2, 1, 1]  # of a rate of 0.6
+    rate = drafts.FIRST_RIGHT / (drafts.FIRST_RIGHT + 1)
+    for price in (0.05, 0.1, 0.3, 0.5, 0.59):
+        promise = drafter.promise(price)
+        gains = [rate**i - price for i in range(1, 17)]  # of each token of a draft
+        assert promise.count == sum(gain >= 0 for gain in gains)
+        assert promise.gain == pytest.approx(sum(gain for gain in gains if gain >= 0))
     lengths = []
     for _ in range(8):
         lengths.append(len(draft_of(drafter)))
         drafter.learn("ngram", lengths[-1], lengths[-1])
     assert lengths == sorted(lengths) and lengths[-1] == 16
-    assert len(draft_of(drafter, 0.99)) < 16 and len(draft_of(drafter, 1.0)) == 1
+    assert len(draft_of(drafter, 0.99)) < 16 and draft_of(drafter, 1.0) == []
 
 
-def test_drafts_that_do_not_pay_are_tried_now_and_then(seed: int) -> None:
-    drafter, length = drafter_of([1] * 20, [1], ceiling=16), 16
+def test_drafts_that_do_not_pay_cost_a_small_share_of_the_tokens(seed: int) -> None:
+    """But some are tried, and after one that was right the others need not wait."""
+    price, fixed = random.choice([0.1, 0.4, 0.9]), random.choice([0.0, 1.0])
+    drafter, lost, trials = drafter_of([1] * 20, [1], ceiling=16), 0.0, 0
     for _ in range(20):
-        drafter.learn("ngram", 0, 1)
-    waited = []
-    while sum(waited) < 2000:
-        waited.append(0)
-        while not draft_of(drafter):
-            drafter.sequence.tokens.append(1)
-            drafter.follow(1)
-            waited[-1] += 1
-        length = len(draft_of(drafter))
-        assert length == 1
-        drafter.learn("ngram", 0, length)
-    assert all(drafts.PAUSES[0] <= n <= drafts.PAUSES[1] for n in waited)
-    while len(draft_of(drafter)) < 16:  # without a pause after a success
-        drafter.learn("ngram", length, length := max(1, len(draft_of(drafter))))
+        drafter.learn("ngram", 0, 1, 0.0)
+    for tokens in range(1, 10_000):
+        promise = drafter.promise(price, fixed)
+        if promise.count:
+            assert promise.count == 1 and promise.price == price + fixed
+            drafter.learn("ngram", 0, 1, promise.price)
+            lost, trials = lost + promise.price, trials + 1
+        assert lost - drafter.texts.rate <= drafts.SHARE * tokens
+        drafter.sequence.tokens.append(1)
+        drafter.follow(1)
+    assert lost + promise.price + price + fixed >= drafts.SHARE * 9_999
+    for _ in range(100):
+        drafter.learn("ngram", 1, 1, price)
+    assert drafter.promise(price).count >= 1
 
 
 def test_a_row_costs_what_it_adds_to_a_step() -> None:
@@ -189,6 +197,7 @@ def test_a_row_costs_what_it_adds_to_a_step() -> None:
     for rows in (1, 3, 7, 20):
         assert Costs({1: 2.0, 4: 8.0, 16: 32.0}).price(rows) == pytest.approx(1.0)  # a token takes as long as a row
         assert Costs({1: 12.0, 4: 15.0, 16: 27.0}).price(rows) == pytest.approx(max(drafts.LEAST_PRICE, rows / (11 + rows)))
+    assert Costs({1: 12.0, 4: 10.0, 16: 40.0}).seconds(1) == 10.0, "a disturbance takes time, and never gives it back"
     bent = Costs({1: 10.0, 4: 10.0, 16: 40.0})
     assert [bent.seconds(rows) for rows in (1, 2, 4, 8, 16, 32)] == [10.0, 10.0, 10.0, 20.0, 40.0, 80.0]
 
@@ -196,11 +205,20 @@ def test_a_row_costs_what_it_adds_to_a_step() -> None:
 class FakeChains:
     name, longest = "model", 100
 
+    def __init__(self) -> None:
+        self.lost: set[Sequence] = set()
+
     def reach(self, sequence: Sequence) -> int:
-        return self.longest - sequence.length
+        return 0 if sequence in self.lost else self.longest - sequence.length
 
     def follows(self, sequence: Sequence) -> bool:
-        return False
+        return sequence not in self.lost
+
+    def give_up(self, sequence: Sequence) -> None:
+        self.lost.add(sequence)
+
+    def observe(self, step: Any) -> None:
+        pass
 
     def draft(self, counts: dict[Sequence, int]) -> dict[Sequence, list[int]]:
         return {s: [7] * count for s, count in counts.items()}
@@ -210,27 +228,64 @@ def test_chains_are_as_long_as_they_pay_for_all_together() -> None:
     def plan(links: dict[int, float], count: int = 1, text: int = 0, length: int = 3) -> dict[Sequence, int]:
         """Counts of drafts for `count` sequences, of which the first `text` repeat themselves; steps take 1 s for any number of
         rows."""
-        speculation = Speculation(7, lambda: ({1: 1.0, 2: 1.0}, links), FakeChains())  # type: ignore[arg-type]
+        chains = FakeChains()
+        speculation = Speculation(7, lambda: Costs({1: 1.0, 2: 1.0}, links), chains)  # type: ignore[arg-type]
         texts = [[5] * length if i < text else list(range(i, i + length)) for i in range(count)]
         running = [
             Sequence(str(i), tokens, length - 1, SamplingParams(max_tokens=90), computed=length - 1)
             for i, tokens in enumerate(texts)
         ]
         counts = speculation.plan(running)
-        assert list(speculation.drafts(counts)) == [s for s in running if s in counts]
+        assert speculation.drafts(counts).keys() == counts.keys() == set(running) - chains.lost
         return counts
 
     def lengths(*args: Any, **more: Any) -> list[int]:
         return list(plan(*args, **more).values())
 
-    rate = drafts.FIRST_RIGHT / (drafts.FIRST_RIGHT + 1)
-    assert lengths({1: 0.0, 2: 0.0}) == [3] and rate**3 > drafts.LEAST_PRICE > rate**4
-    assert lengths({1: 0.1, 2: 0.1}) == [2] and lengths({1: 0.35, 2: 0.35}) == [1]
-    assert lengths({1: 0.1, 8: 0.8}, count=4) == [1] * 4, "a link of 4 chains takes longer than one of 1"
+    rate, price = drafts.FIRST_RIGHT / (drafts.FIRST_RIGHT + 1), drafts.LEAST_PRICE
+    for link in (0.0, 0.05, 0.1, 0.5):
+        [length] = alone = lengths({1: link, 2: link})
+        assert rate**length >= price + link > rate ** (length + 1)
+        assert lengths({1: link, 4: link}, count=4) == alone * 4, "a link takes as long for 4 chains, and brings 4 tokens"
+        assert lengths({1: link / 4, 4: link}, count=4) == alone * 4
     assert lengths({1: 0.9, 2: 0.9}) == [], "a chain that costs as much as a step"
-    assert lengths({1: 0.5, 2: 0.5}) == [1], "a trial"
     assert lengths({1: 0.0, 2: 0.0}, length=99) == [1], "the draft model's context"
-    assert lengths({1: 0.0, 2: 0.0}, count=2, text=1, length=20) == [3, 3]
+    assert lengths({1: 0.0, 2: 0.0}, count=2, text=1, length=20) == lengths({1: 0.0, 2: 0.0}) * 2
+
+
+def test_drafts_of_a_model_lose_a_bounded_time(seed: int) -> None:
+    """Whatever prompts, answers and steps cost: requests whose drafts do not bring the time of their prompts get none, but for a
+    share of the time. Requests whose drafts do get them."""
+    for pays in (True, False):
+        step, link, prompt = random.uniform(0.5, 20), random.uniform(0, 0.3), random.uniform(0.01, 0.1)
+        costs = Costs({1: step, 2: step}, {1: link * step, 2: link * step}, {1: prompt * step, 2: 2 * prompt * step})
+        chains = FakeChains()
+        chains.longest = 10_000
+        speculation = Speculation(3, lambda costs=costs: costs, chains)  # type: ignore[arg-type,misc]
+        time = lost = 0.0
+        served = 0
+        for request in range(400):
+            tokens = list(range(random.randint(30, 300)))
+            sequence = Sequence(str(request), tokens, len(tokens), SamplingParams(max_tokens=100), computed=len(tokens))
+            begun = False
+            for _ in range(1 if pays is False else 40):
+                sequence.tokens.append(-2 - len(sequence.tokens))
+                drafted = speculation.plan([sequence]).get(sequence, 0)
+                chunk = Chunk(sequence, len(sequence.tokens) - 1, 1 + drafted, True, True, [7] * drafted)
+                begun |= bool(drafted)
+                lost += (link * step * drafted + drafts.LEAST_PRICE * step * drafted) if drafted else 0.0
+                time += step
+                speculation.observe(InFlightStep([chunk], [chunk], None, bool(drafted)), True)  # type: ignore[arg-type]
+                if drafted:
+                    right = drafted if pays else 0
+                    lost -= right * step
+                    speculation.learn(chunk, right)
+                sequence.computed = len(sequence.tokens)
+            lost += costs.prompt(len(tokens)) if begun else 0.0
+            served += begun
+            sequence.finish_reason = "stop"
+        assert lost <= (drafts.GRANT + 4) * step + drafts.SHARE * time
+        assert served > 390 if pays else served < 100
 
 
 # --- answers with drafts -----------------------------------------------------------------------------------------------------
@@ -405,7 +460,7 @@ def check_drafts_of_head(
                 assert max(head_draft(model, head, sequence.tokens, sequence.params, draft)) < 1e-3
         return found
 
-    with patch.object(chains, "draft", checking), patch.object(drafts, "GIVE_UP", 10**9):
+    with patch.object(chains, "draft", checking), patch.object(drafts.Record, "learn"):
         answers = serve(engine, submits, at_once)
     assert checked > 0 and engine.speculation.total["head"].tokens > 0
     return answers
@@ -423,6 +478,21 @@ def test_a_head_drafts_what_its_definition_says(place: int, in_turn: Callable[..
     answers = check_drafts_of_head(engine, model, head, submits, at_once)
     for submit in submits:
         assert_same(model, submit, answers[submit.request_id].tokens)
+
+
+def test_the_device_waits_from_the_last_chain_only_after_a_chain(seed: int) -> None:
+    """Not from one of an earlier step: the time since then was no waiting."""
+    model = random_model(config_of("standard"))
+    engine = engine_of(model, draft=model, draft_tokens=4)
+    chains = engine.speculation.chains
+    assert chains is not None
+    submit = Submit("a", [5], SamplingParams(max_tokens=30, temperature=0, logit_bias={7: 1000.0}))
+    stale: Any = object()
+    chains.ready = stale
+    with patch.object(chains, "reach", return_value=0), patch.object(engine.runner, "wait_from") as wait:
+        serve(engine, [submit])
+    assert engine.speculation.total["ngram"].tokens > 0
+    assert all(call.args[0] is not stale for call in wait.call_args_list)
 
 
 def test_a_draft_model_with_a_short_context_stops_there(seed: int) -> None:
@@ -534,7 +604,7 @@ def test_sampled_tokens_follow_the_distribution(seed: int) -> None:
 
 def rank_speculates(
     world: World, directory: Path, source: str, submits: list[Submit], random_seed: int
-) -> tuple[list[Answer], int, Any]:
+) -> tuple[list[Answer], int, list[float], float]:
     random.seed(random_seed)
     torch.manual_seed(random_seed)
     model = load(world, directory)
@@ -548,9 +618,9 @@ def rank_speculates(
     engine = engine_of(model, world=world, draft=draft, max_batch_tokens=30, draft_tokens=5)
     served = list(serve(engine, submits, 3).values()), accepted(engine)
     costs = engine.speculation.measure()
-    assert list(costs[0]) == [1, 4, 16, 30] and min(costs[0].values()) > 0
-    assert costs[1] is None if draft is None else list(costs[1] or ()) == [1, 4, 16, 30] and min((costs[1] or {}).values()) > 0
-    return *served, costs
+    assert costs.seconds(1) > 0
+    assert source == "text" or min(costs.link_price(1, 1), costs.prompt(1)) > 0
+    return *served, [costs.seconds(rows) for rows in (1, 20)], costs.prompt(9)
 
 
 @pytest.mark.parametrize("n", [2, 4])
@@ -564,7 +634,7 @@ def test_ranks_agree_and_give_the_same_tokens(
     submits = predicting(submits, serve(engine_of(model), submits))
     results = ranks.run(n, rank_speculates, tmp_path, in_turn(("text", "whole", "split", "head"), n // 2), submits, seed)
     assert all(other == results[0] for other in results), "the ranks disagree"
-    answers, right, _ = results[0]
+    answers, right, *_ = results[0]
     assert right > 0
     assert_answers(model, submits, {s.request_id: a for s, a in zip(submits, answers, strict=True)})
 
