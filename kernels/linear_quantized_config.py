@@ -10,6 +10,7 @@ from kernels.linear_config import GEMV_ROWS, SMS, STREAM_BYTES, SUMS, Stream
 
 GROUPS = (16, 32, 64, 128)  # input features that share a scale
 STREAM_ROWS = 128  # rows of the stream kernel, at most
+MMA_ROWS = 16  # of a tile that mma multiplies, at most; wgmma with more
 EXACT_ROWS = 8  # of them, if products of fp8 codes can compute more
 CODE_ROWS = 64  # of the kernel for products of codes; with more, PyTorch's
 CODES = "codes"  # in place of a format in a key: the product of codes
@@ -17,16 +18,17 @@ GEMV_CODES = (
     27 << 20
 )  # bytes of a weight that the gemv kernel computes: it has half of them in flight before its input is ready
 LARGE = 10**8  # codes of a weight whose 4-bit tiles have more rows
-TILES = (  # rows of the weight, columns, warps and programs of other configs
-    *((n, k, 4, programs) for n, k in ((128, 128), (128, 256), (64, 256), (64, 128)) for programs in (2 * SMS, SMS)),
-    (128, 128, 8, SMS),
-    (128, 256, 8, SMS),
-    (256, 128, 8, SMS),
+TILES = (  # rows of the weight, columns, warps, programs and kernels of other configs
+    *((n, k, 4, programs, 1) for n, k in ((128, 128), (128, 256), (64, 256), (64, 128)) for programs in (2 * SMS, SMS)),
+    *((n, k, 4, 3 * SMS, 1) for n, k in ((128, 256), (128, 128), (64, 256))),
+    *((n, k, 8, SMS, kernels) for n, k in ((128, 128), (128, 256), (256, 128)) for kernels in (1, 2)),
 )
 GEMV_TILES = (  # rows, warps, chunks, programs for each SM
     *((16, 8, 4, 0), (16, 8, 8, 0), (16, 4, 4, 0), (16, 4, 8, 0), (16, 8, 2, 0), (32, 8, 2, 0), (32, 4, 4, 0)),
     *((16, 8, 4, 2), (16, 8, 4, 3), (16, 4, 4, 4), (32, 8, 2, 2)),
 )
+REGISTERS = {(4, 1): 144, (8, 1): 168, (4, 2): 128, (4, 3): 80, (8, 2): 80}  # of a thread, by warps and programs of an SM
+WGMMA_REGISTERS = 128  # fewer do not suffice for wgmma's operands
 PIECE = 64  # input features of a wgmma's operand A in registers, at most
 COLUMNS = 8  # of operand B of an mma: rows of the input, for each group of a chunk
 
@@ -73,10 +75,12 @@ class Format:
 class QuantizedStream(Stream):
     """`Stream` of a quantized weight. `programs` may be a multiple of the number of SMs, if as many fit an SM.
 
-    sums: fp32 sums of a thread, at most; with groups, as many more are those of one group.
+    sums: fp32 sums of a thread, at most; with groups, as many more are those of one group. kernels: how many of them share an SM,
+    so that the next layer's programs load their weights before this layer's end.
     """
 
     sums: int = SUMS
+    kernels: int = 1
 
     def tile_rows(self, rows: int) -> int:
         return min(super().tile_rows(rows), self.sums * 32 * self.warps // self.block_n)
@@ -95,12 +99,16 @@ class QuantizedStream(Stream):
     @property
     def on_an_sm(self) -> int:
         """Programs that share an SM."""
-        return -(-self.programs // SMS)
+        return -(-self.programs // SMS) * self.kernels
 
     def registers(self, rows: int) -> int:
-        """Registers of a thread at launch: what gives the multiplying warps 248 of them, or 232 if there are eight, or 216 if two
-        programs share an SM."""
-        return {(4, 1): 144, (8, 1): 168, (4, 2): 128}[self.warps, self.on_an_sm]
+        """Registers of a thread at launch. Then the other warps give most of theirs to the multiplying ones, which get 248, 232,
+        216, 120 or 100. Raises KeyError if so many programs do not fit."""
+        return REGISTERS[self.warps, self.on_an_sm]
+
+    def is_mma(self, rows: int) -> bool:
+        """Whether mma multiplies, rather than wgmma."""
+        return self.tile_rows(rows) <= MMA_ROWS
 
     def fits(self, rows: int, n: int, k: int, swiglu: bool, fmt: Format) -> bool:
         """Whether the kernel can compute this layer of 16-bit inputs."""
@@ -108,8 +116,9 @@ class QuantizedStream(Stream):
         room = block >= 16 * self.warps and self.stages >= 2 and self.ring_bytes(rows, fmt) <= STREAM_BYTES // self.on_an_sm
         aligned = k % fmt.unit == 0 and fmt.group % fmt.unit == 0 and self.block_k % 128 == 0
         steps = -(-n // self.block_n) * -(-k // self.block_k)
-        registers = (self.warps, self.on_an_sm) in ((4, 1), (8, 1), (4, 2)) and self.sums <= (SUMS // 2 if fmt.group else SUMS)
-        return room and aligned and registers and self.sharers(rows) > 0 and steps * self.programs < 2**31
+        registers = REGISTERS.get((self.warps, self.on_an_sm), 0) >= (1 if self.is_mma(rows) else WGMMA_REGISTERS)
+        sums = self.sums <= (SUMS // 2 if fmt.group else SUMS)
+        return room and aligned and registers and sums and self.sharers(rows) > 0 and steps * self.programs < 2**31
 
 
 @dataclass(frozen=True)
@@ -200,10 +209,10 @@ def stream_candidates(rows: int, n: int, k: int, fmt: Format, swiglu: bool) -> l
     """Each has as many buffers as there is room for."""
     sums = SUMS // 2 if fmt.group else SUMS
     block_n = 128 if swiglu or (fmt.bits == 4 and n * k >= LARGE) else 64
-    first = (block_n, 256 if rows <= 32 else 128, 4, SMS if rows > 64 and (block_n == 64 or fmt.bits == 8) else 2 * SMS)
+    first = (block_n, 256 if rows <= 32 else 128, 4, SMS if rows > 64 and (block_n == 64 or fmt.bits == 8) else 2 * SMS, 1)
     found = []
-    for tile_n, tile_k, warps, programs in dict.fromkeys((first, *TILES)):
-        one = QuantizedStream(tile_n, tile_k, 1, warps, programs, sums)
+    for tile_n, tile_k, warps, programs, kernels in dict.fromkeys((first, *TILES)):
+        one = QuantizedStream(tile_n, tile_k, 1, warps, programs, sums, kernels)
         stages = STREAM_BYTES // one.on_an_sm // one.ring_bytes(rows, fmt)
         chosen = replace(one, stages=min(stages, 24))
         if chosen.fits(rows, n, k, swiglu, fmt):

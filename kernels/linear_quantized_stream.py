@@ -1,11 +1,13 @@
 """Quantized linear layers of few rows on Hopper, in Gluon: the `stream` kernel (`kernels/linear_stream.py`) for codes of 8 or 4 bits.
 
 The ring of buffers holds codes, which `kernels/linear_quantized.py` has packed: the multiplying warps load them as 32-bit words,
-convert them exactly to the input's data type in registers, and pass them to wgmma as operand A. Scales of rows multiply the
+convert them exactly to the input's data type in registers, and pass them to mma or wgmma as operand A. Scales of rows multiply the
 result. Scales of groups of input features come through the ring, too, and multiply the fp32 sums of each group.
 
-A word of 8-bit codes has input features 2t, 2t + 8, 2t + 1, 2t + 9 of 16 (from the lowest byte), for thread t of four: what wgmma
-wants in two of the thread's registers. One of 4-bit codes has 2t, 2t + 8, 2t + 16, 2t + 24 of 32, and then the same plus 1.
+For few rows mma is expected to be faster: with 8 columns a wgmma takes as long as with more, and the warps wait for it together.
+
+A word of 8-bit codes has input features 2t, 2t + 8, 2t + 1, 2t + 9 of 16 (from the lowest byte), for thread t of four: what both
+want in two of the thread's registers. One of 4-bit codes has 2t, 2t + 8, 2t + 16, 2t + 24 of 32, and then the same plus 1.
 """
 
 import torch
@@ -13,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from kernels.dispatch import pdl_options
@@ -104,7 +107,7 @@ def _load(x, codes, scales, zeros, ring, share, features, SWIGLU: gl.constexpr, 
 @gluon.jit
 def _multiply(
     ring, row_scales, bias, out, partials, counters, rows, features, share,
-    UNPACK: gl.constexpr, GROUP: gl.constexpr, SWIGLU: gl.constexpr, PDL: gl.constexpr,
+    UNPACK: gl.constexpr, GROUP: gl.constexpr, SWIGLU: gl.constexpr, MMA: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """The multiplying warps: for each tile, the products of this program's steps, then the tile's result or its piece's sums.
 
@@ -114,7 +117,7 @@ def _multiply(
     STAGES: gl.constexpr = full.type.shape[0]
     BLOCK: gl.constexpr = a.type.shape[1]
     ROWS: gl.constexpr = b.type.shape[1]
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, ROWS, 16])
+    LAYOUT: gl.constexpr = _sums_layout(gl.num_warps(), ROWS, MMA)
     _row_tiles, row_tile, _nth, _sharers, steps, _whole, _total = share
     tiles, _steps = share_counts(share)
     if PDL:
@@ -127,7 +130,10 @@ def _multiply(
         for _step in range(first, last):
             slot = nth % STAGES
             mbarrier.wait(full.index(slot), nth // STAGES & 1)
-            sums, up = _multiply_step(ring, slot, sums, up, UNPACK, GROUP, SWIGLU)
+            if MMA:
+                sums, up = _mma_step(ring, slot, sums, up, UNPACK, GROUP, SWIGLU)
+            else:
+                sums, up = _wgmma_step(ring, slot, sums, up, UNPACK, GROUP, SWIGLU)
             mbarrier.arrive(free.index(slot))
             nth += 1
         complete = last - first == steps
@@ -149,8 +155,36 @@ def _row_scales(pointer, column, features, sums):
     return gl.load(pointer + feature, mask=feature < features, other=0)[:, None]
 
 
+@gluon.constexpr_function
+def _sums_layout(warps, rows, mma):
+    if mma:
+        return gl.NVMMADistributedLayout([2, 0], [warps, 1], [16, 8])
+    return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, rows, 16])
+
+
 @gluon.jit
-def _multiply_step(ring, slot, sums, up, UNPACK: gl.constexpr, GROUP: gl.constexpr, SWIGLU: gl.constexpr):
+def _mma_step(ring, slot, sums, up, UNPACK: gl.constexpr, GROUP: gl.constexpr, SWIGLU: gl.constexpr):
+    """Add a step's products by mma, for which a warp waits only where it needs the result."""
+    _a, _s, _z, b, full, _free = ring
+    PARTS: gl.constexpr = 2 if SWIGLU else 1
+    PIECES: gl.constexpr = b.type.shape[0] // full.type.shape[0]
+    PIECE: gl.constexpr = b.type.shape[2]
+    added, added_up = sums, up  # without groups, the sums themselves; else those of one group
+    for piece in gl.static_range(PIECES):
+        if GROUP and piece * PIECE % GROUP == 0:
+            added = gl.zeros_like(sums)
+            added_up = gl.zeros_like(up)
+        x = b.index(slot * PIECES + piece).permute((1, 0)).load(gl.DotOperandLayout(1, sums.type.layout, 2))
+        added = mma_v2(_weight_piece(ring, PARTS * slot, piece, PIECES, UNPACK, GROUP, sums), x, added)
+        if SWIGLU:
+            added_up = mma_v2(_weight_piece(ring, PARTS * slot + 1, piece, PIECES, UNPACK, GROUP, sums), x, added_up)
+        if GROUP and (piece + 1) * PIECE % GROUP == 0:
+            sums, up = _scaled(ring, slot, piece, sums, up, added, added_up, GROUP, SWIGLU)
+    return (sums, up) if GROUP else (added, added_up)
+
+
+@gluon.jit
+def _wgmma_step(ring, slot, sums, up, UNPACK: gl.constexpr, GROUP: gl.constexpr, SWIGLU: gl.constexpr):
     """Add a step's products. While the tensor cores multiply one piece of it, the next piece is converted."""
     _a, _s, _z, b, full, _free = ring
     PARTS: gl.constexpr = 2 if SWIGLU else 1
@@ -308,6 +342,7 @@ def _stream(
     UNPACK: gl.constexpr,  # (PTX, codes in two bytes, offset of zero points or None)
     GROUP: gl.constexpr,  # input features that share a scale, 0 for all of them
     SWIGLU: gl.constexpr,
+    MMA: gl.constexpr,  # whether mma multiplies rather than wgmma
     PDL: gl.constexpr,
 ):
     PARTS: gl.constexpr = 2 if SWIGLU else 1
@@ -335,7 +370,7 @@ def _stream(
         [
             (
                 _multiply,
-                (ring, row_scales, bias, out, partials, counters, rows, features, share, UNPACK, GROUP, SWIGLU, PDL),
+                (ring, row_scales, bias, out, partials, counters, rows, features, share, UNPACK, GROUP, SWIGLU, MMA, PDL),
             ),
             (_load, (x, codes, scales, zeros, ring, share, features, SWIGLU, PDL)),
         ],
@@ -420,6 +455,7 @@ def stream(
         UNPACK=(unpack_asm(fmt, x.dtype), 16 // fmt.bits, zero_offset(fmt, x.dtype)),
         GROUP=fmt.group,
         SWIGLU=swiglu,
+        MMA=chosen.is_mma(len(x)),
         num_warps=chosen.warps,
         maxnreg=chosen.registers(len(x)),
         **pdl_options(x.device),

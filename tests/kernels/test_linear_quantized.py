@@ -268,8 +268,10 @@ def test_all_codes_are_converted_exactly(dtype: torch.dtype, seed: int) -> None:
 # --- compiling ----------------------------------------------------------------------------------------------------------------
 
 COMPILED = [
-    Case(1, 1024, 1024, "fp8", QuantizedStream(128, 128, 10)),
-    Case(16, 1024, 1024, "int4 group 128 asymmetric", QuantizedStream(128, 256, 4, 4, 264, 64), swiglu=True),
+    Case(17, 1024, 1024, "fp8", QuantizedStream(128, 128, 9)),
+    Case(32, 1024, 1024, "int4 group 128 asymmetric", QuantizedStream(128, 256, 3, 4, 264, 64), swiglu=True),
+    Case(16, 1024, 1024, "int4 group 128 asymmetric", QuantizedStream(128, 256, 2, 4, 396, 64), swiglu=True),
+    Case(8, 1024, 1024, "fp8", QuantizedStream(256, 128, 3, 8, 132, kernels=2), swiglu=True),
     Case(2, 1024, 4096, "int4 group 128", QuantizedGemv(16, 8, 4), swiglu=True),
     Case(1, 1024, 6144, "fp8", QuantizedGemv(16, 4, 8)),
 ]
@@ -300,7 +302,8 @@ def test_it_compiles_for_hopper_and_fits_an_sm(case: Case, monkeypatch: pytest.M
         module.stream(x, packed, bias, out, torch.empty(0, dtype=torch.int32), case.chosen, case.swiglu)
         ring = case.chosen.ring_bytes(case.rows, packed.format)
         assert ring <= compiled[0].metadata.shared <= (227 << 10) // case.chosen.on_an_sm
-    assert ("mma.sync" if is_gemv else "wgmma.mma_async") in compiled[0].asm["ptx"]
+    is_mma = isinstance(case.chosen, QuantizedGemv) or case.chosen.is_mma(case.rows)
+    assert ("mma.sync" if is_mma else "wgmma.mma_async") in compiled[0].asm["ptx"]
     assert compiled[0].asm["ptx"].count(".local") == 0
 
 

@@ -252,6 +252,9 @@ class _View:
     buffer: _Buffer
     order: Sequence[int]
 
+    def load(self, layout: Any) -> Any:
+        return self.buffer.slice(0, len(self.buffer.values)).load(layout).permute(self.order)
+
 
 @dataclass(frozen=True)
 class _Slice:
