@@ -3,9 +3,10 @@
 gemv        up to GEMV_ROWS rows of weights of up to GEMV_CODES bytes, `kernels/linear_quantized_gemv.py`
 exact       up to STREAM_ROWS rows, `kernels/linear_quantized_stream.py`: the codes are read once, and converted in registers. The
             input keeps its 16 bits
-scaled      an fp8 weight with a scale for each row whose scheme quantizes the input, too, with more than EXACT_ROWS rows: each row
-            of the input by its own largest value (`kernels/row_codes.py`), then a product of fp8 codes, up to CODE_ROWS rows by
-            `kernels/linear_stream.py`, else by PyTorch. With few rows `exact` is as fast, and more exact than the scheme asks
+scaled      a weight of 8 bits with a scale for each row whose scheme quantizes the input, too, with more than EXACT_ROWS rows: each
+            row of the input by its own largest value (`kernels/row_codes.py`), then a product of codes: of fp8 up to CODE_ROWS rows
+            by `kernels/linear_stream.py`, else by PyTorch; of int8 by `kernels/linear_int8.py`. With few rows `exact` is used, which
+            rounds less than the scheme asks
 dequantize  else: a Triton kernel writes the weight in 16 bits, one layer at a time, for F.linear
 """
 
@@ -26,6 +27,7 @@ from kernels.linear_config import Stream, has_stream
 from kernels.linear_quantized_config import (
     EXACT_ROWS,
     GROUPS,
+    INT8_EXACT_ROWS,
     STREAM_ROWS,
     Format,
     QuantizedConfig,
@@ -56,6 +58,9 @@ class Packed:
     scaled: bool = False
 
 
+KINDS = {"fp8": FP8, "int8": torch.int8, "int4": torch.uint8}
+
+
 # --- packing ------------------------------------------------------------------------------------------------------------------
 
 
@@ -64,7 +69,7 @@ def pack(codes: Tensor, scales: Tensor, zeros: Tensor | None, groups: Tensor | N
 
     codes: (N, K) fp8 or int8, or (N, K / 2) uint8. scales and zeros: (N, G). groups: (K,). w[n, k] = (code - zero) * scale.
     """
-    kind = {torch.uint8: "int4", torch.int8: "int8", FP8: "fp8"}[codes.dtype]
+    kind = next(kind for kind, dtype in KINDS.items() if dtype == codes.dtype)
     values = torch.stack([codes & 15, codes >> 4], -1).flatten(1) if kind == "int4" else codes.view(torch.uint8)
     k, columns = values.shape[1], None
     counts = [k // scales.shape[1]] * scales.shape[1]  # input features of each group
@@ -120,23 +125,34 @@ def linear(
     rows = x.numel() // weight.k
     if weight.columns is not None:
         x = x.index_select(-1, weight.columns)
-    scaled = rows > 0 and has_scaled_product(weight, x.dtype)
-    few = 0 < rows <= (EXACT_ROWS if scaled else STREAM_ROWS) and aligned(x)
+    exact_rows = exact_rows_of(weight, x.dtype)
+    few = 0 < rows <= exact_rows and aligned(x)
     if few and (chosen := config(rows, weight.n, weight.k, weight.format, swiglu)):
         return linear_with(x, weight, bias, chosen, swiglu)
-    y = scaled_linear(quantize_rows(x), weight, bias) if scaled else F.linear(x, dequantize(weight, x.dtype), bias)
+    if rows > 0 and exact_rows < STREAM_ROWS:
+        y = scaled_linear(quantize_rows(x, KINDS[weight.format.kind]), weight, bias)
+    else:
+        y = F.linear(x, dequantize(weight, x.dtype), bias)
     return activation(y) if swiglu else y
 
 
 def reads_codes(weight: Packed, like: Tensor) -> bool:
-    """Whether `linear` quantizes an input with the rows (..., any) and the data type of `like`, so that the kernel before it may."""
+    """Whether `linear` rounds an input with the rows (..., any) and the data type of `like` to fp8, so that the kernel before it
+    may."""
     rows = like.numel() // like.shape[-1]
-    scaled = weight.columns is None and weight.k <= MAX_SIZE and has_scaled_product(weight, like.dtype)
-    return scaled and rows > EXACT_ROWS and on_gpu(like)
+    scaled = weight.columns is None and weight.k <= MAX_SIZE and weight.format.kind == "fp8"
+    return scaled and exact_rows_of(weight, like.dtype) < min(rows, STREAM_ROWS) and on_gpu(like)
+
+
+def exact_rows_of(weight: Packed, dtype: torch.dtype) -> int:
+    """The most rows of an input that keeps its 16 bits; with STREAM_ROWS it always does."""
+    if has_scaled_product(weight, dtype):
+        return EXACT_ROWS
+    return INT8_EXACT_ROWS if weight.scaled and weight.format == Format("int8") else STREAM_ROWS
 
 
 def has_scaled_product(weight: Packed, dtype: torch.dtype) -> bool:
-    """Whether many rows of this data type are multiplied as codes."""
+    """Whether many rows of this data type are multiplied as fp8 codes."""
     return weight.scaled and weight.format == Format("fp8") and weight.n % 16 == 0 and dtype == torch.bfloat16
 
 
@@ -153,13 +169,17 @@ def linear_with(x: Tensor, weight: Packed, bias: Tensor | None, chosen: Quantize
 
 
 def scaled_linear(x: RowCodes, weight: Packed, bias: Tensor | None) -> Tensor:
-    """The product of fp8 codes, (..., N)."""
-    chosen = code_config(len(x.codes), weight.n, weight.k)
-    return scaled_linear_with(x, weight, bias, chosen).view(*x.shape[:-1], weight.n)
+    """The product of codes, (..., N)."""
+    if x.codes.dtype == torch.int8:
+        product = import_module("kernels.linear_int8").int8_linear  # needs Triton
+        y = product(x.codes, x.scales, weight.codes.view(torch.int8), weight.scales, bias, x.dtype)
+    else:
+        y = scaled_linear_with(x, weight, bias, code_config(len(x.codes), weight.n, weight.k))
+    return y.view(*x.shape[:-1], weight.n)
 
 
 def scaled_linear_with(x: RowCodes, weight: Packed, bias: Tensor | None, chosen: Stream | None) -> Tensor:
-    """`scaled_linear` by the stream kernel, or by PyTorch's, (R, N)."""
+    """`scaled_linear` of fp8 codes by the stream kernel, or by PyTorch's, (R, N)."""
     if chosen is None:
         scales = x.scales, weight.scales[None, :]
         codes = weight.codes.view(FP8).T
@@ -182,7 +202,7 @@ def supports(dtype: torch.dtype) -> bool:
 def dequantize(weight: Packed, dtype: torch.dtype) -> Tensor:
     """The weight (N, K), with its columns in the order of the codes; each product is rounded once."""
     fmt, out = weight.format, torch.empty(weight.n, weight.k, dtype=dtype, device=weight.codes.device)
-    codes = weight.codes.view({"fp8": FP8, "int8": torch.int8, "int4": torch.uint8}[fmt.kind])
+    codes = weight.codes.view(KINDS[fmt.kind])
     block = min(4096 if weight.k % 4096 == 0 else 2048, triton.next_power_of_2(weight.k))
     grid, sizes = (weight.n, triton.cdiv(weight.k, block)), (weight.k, weight.scales.shape[-1])
     constants = {"GROUP": fmt.group, "BITS": fmt.bits, "BLOCK": block, "num_warps": max(1, block // 512)}

@@ -12,6 +12,7 @@ GROUPS = (16, 32, 64, 128)  # input features that share a scale
 STREAM_ROWS = 128  # rows of the stream kernel, at most
 MMA_ROWS = 16  # of a tile that mma multiplies, at most; wgmma with more
 EXACT_ROWS = 8  # of them, if products of fp8 codes can compute more
+INT8_EXACT_ROWS = 64  # and if products of int8 codes can
 CODE_ROWS = 64  # of the kernel for products of codes; with more, PyTorch's
 CODES = "codes"  # in place of a format in a key: the product of codes
 GEMV_CODES = (

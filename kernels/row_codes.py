@@ -1,4 +1,4 @@
-"""Activations in 8 bits: what kernels store for a layer that multiplies fp8 matrices.
+"""Activations in 8 bits: what kernels store for a layer that multiplies matrices of fp8 or int8.
 
 The functions that make such an activation return `RowCodes` where the layer that reads it asks for them (`Linear.reads_codes`).
 Its codes are those of its values after rounding to 16 bits, so they do not depend on where it is quantized.
@@ -19,7 +19,7 @@ MAX_SIZE = 32768  # values of a row, which a program holds in registers
 class RowCodes(NamedTuple):
     """An activation (..., K): codes times scales.
 
-    codes: (R, K) fp8, in the order of packed 8-bit codes (`kernels/linear_quantized.py`). scales: (R, 1) fp32. shape and dtype: of
+    codes: (R, K) fp8 or int8, in the order of packed 8-bit codes (`kernels/linear_quantized.py`). scales: (R, 1) fp32. shape and dtype: of
     the activation.
     """
 
@@ -29,16 +29,17 @@ class RowCodes(NamedTuple):
     dtype: torch.dtype
 
 
-def empty_codes(shape: torch.Size, like: Tensor) -> RowCodes:
-    """Memory for an activation of this shape, in the data type and on the device of `like`."""
+def empty_codes(shape: torch.Size, like: Tensor, kind: torch.dtype = FP8) -> RowCodes:
+    """Memory for an activation of this shape, in the data type and on the device of `like`. kind: of the codes."""
     size = shape[-1]
-    codes = torch.empty(shape.numel() // size, size, dtype=FP8, device=like.device)
+    codes = torch.empty(shape.numel() // size, size, dtype=kind, device=like.device)
     return RowCodes(codes, torch.empty(len(codes), 1, device=like.device), shape, like.dtype)
 
 
-def quantize_rows(x: Tensor) -> RowCodes:
-    """x (..., K) with each row divided by its own scale, which makes its largest value 448; on CUDA, K a multiple of 16."""
-    rows, out = as_rows(x), empty_codes(x.shape, x)
+def quantize_rows(x: Tensor, kind: torch.dtype = FP8) -> RowCodes:
+    """x (..., K) with each row divided by its own scale, which makes its largest value 448, or 127.5 before rounding to int8;
+    on CUDA, K a multiple of 16. kind: of the codes. `quantized.weight.quantized_input` defines it."""
+    rows, out = as_rows(x), empty_codes(x.shape, x, kind)
     size = x.shape[-1]
     options = {"BLOCK": triton.next_power_of_2(size), "num_warps": row_warps(size)} | pdl_options(x.device)
     _quantize_rows[(len(rows),)](rows, out.codes, out.scales, rows.stride(0), size, **options)
@@ -63,10 +64,14 @@ def _quantize_rows(x, codes, scales, row_stride, size, BLOCK: tl.constexpr, PDL:
 @triton.jit
 def store_codes(values, codes, scales, row, size, BLOCK: tl.constexpr):
     """Store the codes and the scale of a row: values (BLOCK,) fp32, 0 from `size` on."""
+    INTEGER: tl.constexpr = codes.dtype.element_ty == tl.int8
     largest = tl.max(tl.abs(values), axis=0)
-    scale = tl.where(largest > 0, largest / 448.0, 1.0)
+    scale = tl.where(largest > 0, largest / (127.5 if INTEGER else 448.0), 1.0)
     tl.store(scales + row, scale)
-    found = tl.minimum(tl.maximum(values / scale, -448.0), 448.0).to(tl.float8e4nv)
+    if INTEGER:  # the addition rounds to an integer, to nearest and half to even
+        found = tl.minimum(tl.maximum(values / scale + 12582912.0 - 12582912.0, -128.0), 127.0).to(tl.int8)
+    else:
+        found = tl.minimum(tl.maximum(values / scale, -448.0), 448.0).to(tl.float8e4nv)
     # of 16 features: which half, thread of four, which of its two neighbours; the halves' codes are neighbours in the result
     parts = tl.permute(tl.reshape(found, (BLOCK // 16, 2, 4, 2)), (0, 2, 3, 1))
     place = tl.arange(0, BLOCK)
