@@ -3,14 +3,18 @@
 Shapes: B sequences, T tokens a sequence in this forward, H query heads, K key-value heads, D head_dim.
 """
 
+import math
 from abc import ABC, abstractmethod
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import determinism
 from config import ModelConfig
+from kernels import exact
 from rope import rotate
 
 
@@ -62,7 +66,10 @@ class AttentionContext(ABC):
         """`Heads.split` at this forward's positions, with PyTorch."""
         if self._rope is None:
             angles = self.positions[:, None, None].float() * frequencies
-            self._rope = angles.cos() * heads.rope_factor, angles.sin() * heads.rope_factor
+            cos, sin = angles.cos(), angles.sin()
+            if exact.used(angles):  # PyTorch's last bit depends on the place in the tensor
+                cos, sin = (angles.double().apply_(function).float() for function in (math.cos, math.sin))
+            self._rope = cos * heads.rope_factor, sin * heads.rope_factor
         return heads.split(qkv, self._rope)
 
 
@@ -81,7 +88,11 @@ class Causal(AttentionContext):
 
     def attend(self, heads: Heads, qkv: Tensor, frequencies: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in self.split(heads, qkv, frequencies))
-        if heads.window is None or heads.window >= len(self.positions):
+        if determinism.enabled():
+            mask = causal_mask(self.positions, len(self.positions), heads.window)
+            plain = partial(F.scaled_dot_product_attention, attn_mask=mask, enable_gqa=True)
+            out = exact.differentiable(partial(exact.attention, mask=mask), plain, q, k, v)
+        elif heads.window is None or heads.window >= len(self.positions):
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         else:
             mask = causal_mask(self.positions, len(self.positions), heads.window)

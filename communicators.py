@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+import determinism
 from errors import UserError
 
 if TYPE_CHECKING:
@@ -42,18 +43,20 @@ class Choice:
         """The communicator over the default process group. Collective. Raises UserError if these GPUs do not support it."""
         import torch
 
-        from comm import SimulatedLink
+        from comm import SimulatedLink, TreeCommunicator
 
         device = torch.device("cuda", torch.cuda.current_device()) if self.device == "cuda" else torch.device("cpu")
-        communicator = _entry(self.name).builders[self.device](self, device)
+        communicator = TreeCommunicator() if determinism.enabled() else _entry(self.name).builders[self.device](self, device)
         return SimulatedLink(communicator, self.link) if self.link else communicator
 
 
 def choose(device: str, name: str | None = None, link: str | None = None, error_budget: float = 0.0) -> Choice:
     """The communicator with this name, checked. device: `cpu` or `cuda`. name: a key of COMMUNICATORS, with options if it is
     quantized; None for the device's default. link: as in `--simulate-link`, on CPU only. error_budget: for `auto` on GPUs only.
+    With --deterministic, every exact one is `comm.TreeCommunicator`.
 
-    Raises UserError for a name that is unknown or does not run on the device, and for a wrong group, link or budget.
+    Raises UserError for a name that is unknown or does not run on the device, for a wrong group, link or budget, and for quantized
+    all-reduces with --deterministic.
     """
     from comm import parse_link, parse_scheme
 
@@ -71,6 +74,11 @@ def choose(device: str, name: str | None = None, link: str | None = None, error_
         )
     if error_budget and (name != "auto" or device != "cuda"):
         raise UserError("--comm-error-budget applies to --comm auto on GPUs only; leave it out")
+    if determinism.enabled() and (entry.quantized or error_budget):
+        flag = f"--comm {name}" if entry.quantized else "--comm-error-budget"
+        raise UserError(
+            f"{flag} quantizes all-reduces, whose rounding depends on the number of ranks; leave it or --deterministic out"
+        )
     return Choice(name, device, None if link is None else parse_link(link), error_budget)
 
 

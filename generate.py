@@ -387,7 +387,9 @@ def start() -> tuple[Job, World]:
     except UserError as e:
         error = e
     try:
-        flags = (args.device, args.comm, args.simulate_link, args.comm_error_budget, args.overlap) if args else ("cpu",)
+        flags: tuple[Any, ...] = ("cpu",)
+        if args:
+            flags = (args.device, args.comm, args.simulate_link, args.comm_error_budget, args.overlap, args.deterministic)
         world = init_world(*flags)
     except UserError as e:  # no such device or communicator: the ranks still connect, to report the error once
         world, error = init_world("cpu"), error or e

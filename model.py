@@ -26,9 +26,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import determinism
 from attention import AttentionContext, Heads
 from comm import Communicator, Local, NoCommunication, Residual
 from config import ModelConfig
+from errors import UserError
 from kernels.embedding import embedding_shard
 from kernels.norm import rms_norm
 from rope import rope_frequencies
@@ -143,7 +145,10 @@ class ParallelBlock(nn.Module):
         attended = self.heads(qkv, frequencies, context)
         if rows is not None:
             stream, attended, gate_up = stream.rows(rows), attended[:, rows], gate_up[:, rows]
-        return stream.add(self.wo(attended) + self.w_down(self.w_down.gate(gate_up)))
+        gated = self.w_down.gate(gate_up)
+        if determinism.enabled():  # each layer's sum is a tree over the ranks, the sum of both is not
+            return stream.add(attended, self.wo).add(gated, self.w_down)
+        return stream.add(self.wo(attended) + self.w_down(gated))
 
 
 class DesyncBlock(nn.Module):
@@ -172,8 +177,13 @@ class DesyncBlock(nn.Module):
         return self.reduce(streams) if self.reduces.mlp else streams
 
     def reduce(self, streams: list[Residual]) -> list[Residual]:
-        partial = torch.stack([stream.pending[-1].wait() + stream.x / self.count for stream in streams]).sum(0)
+        partial = _sum([stream.pending[-1].wait() + stream.x / self.count for stream in streams])
         return [Residual(self.comm.all_reduce(partial), Local())] * len(streams)
+
+
+def _sum(streams: list[Tensor]) -> Tensor:
+    """Of this rank's streams."""
+    return determinism.tree_sum(streams) if determinism.enabled() else torch.stack(streams).sum(0)
 
 
 BLOCKS = {
@@ -225,8 +235,11 @@ class Transformer(nn.Module):
     def compile_modules(self) -> None:
         """Compile the code between the collectives and the attention kernel. All layers share the compiled code.
 
-        The collectives are not compiled: Inductor would move the wait for a collective directly after its start.
+        The collectives are not compiled: Inductor would move the wait for a collective directly after its start. Raises UserError
+        with --deterministic.
         """
+        if determinism.enabled():
+            raise UserError("--compile chooses the order of sums itself; leave it or --deterministic out")
         for module in self.modules():
             if isinstance(module, ShardedLinear) and module.gated and not module.is_quantized:
                 module.forward = torch.compile(module.forward)  # type: ignore[method-assign]
@@ -278,7 +291,7 @@ class Transformer(nn.Module):
         """`Residual.recorded` of the mean of a desync model's streams."""
         recorded, whole = zip(*(stream.recorded() for stream in streams), strict=True)
         count = self.config.desync_streams
-        return list(recorded), lambda: self.comm.all_reduce(torch.stack([x() / count for x in whole]).sum(0))
+        return list(recorded), lambda: self.comm.all_reduce(_sum([x() / count for x in whole]))
 
     def forward(self, tokens: Tensor, context: AttentionContext) -> Tensor:
         """(B, T) int64 ids to (B, T, vocab_size) fp32 logits."""

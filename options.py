@@ -128,6 +128,11 @@ class ModelOptions:
         metavar="LATENCY,BANDWIDTH",
         help="on CPU, make all-reduces take as long as over such a link: 10us,100GB/s (default: no delay)",
     )
+    deterministic: bool = option(
+        default=False,
+        help="the same bits of log-probabilities and tokens for every batch, chunking, prefix hit, preemption, speculation and number "
+        "of ranks (1, 2, 4 or 8), on CPUs; slower (default: off)",
+    )
     compile: bool = option(
         default=False,
         help="compile the modules with torch.compile; all-reduces are then not fused with GEMMs (default: off)",

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+import determinism
 import shared_gpus
 from comm import Communicator, Local
 from communicators import choose
@@ -100,12 +101,17 @@ def stream_shards(config: ModelConfig, rank: int, world_size: int) -> list[Shard
     """
     streams = config.kind.streams
     count = config.desync_streams if streams else world_size
+    if determinism.enabled() and config.kind.speed_limit and world_size > 1:
+        raise UserError(
+            f"{config.variant} adds nothing over ranks, so --deterministic cannot make {world_size} of them agree with one"
+        )
     if count % world_size:
         raise UserError(
             f"this desync checkpoint has {count} streams, which {world_size} ranks cannot share; "
             f"start a number of ranks that divides {count}"
         )
     what = f"{count} desync streams" if streams else f"{world_size} ranks"
+    determinism.check_split(count, what)
     for name, size in (("attention heads", config.n_heads), ("intermediate features", config.intermediate_size)):
         if size % count:
             raise UserError(f"{size} {name} cannot be divided by {what}; use a divisor of {size}")
@@ -169,6 +175,8 @@ class ShardedLinear(nn.Module):
         self.lengths = [length for length, biased in zip(lengths, has, strict=True) if biased]
         unbiased = shape[0] - sum(self.lengths)
         self.padding = (0, unbiased) if has[0] else (unbiased, 0)
+        # of the sum over input features, with --deterministic
+        self.sum_parts = determinism.parts(self.sizes[0] * shard.count) // shard.count if SPLITS[parts[0]].dim == 1 else 1
         self.bias = nn.Parameter(torch.zeros(sum(self.lengths), device=device, dtype=dtype)) if self.biased else None
 
     def _quantized(
@@ -191,11 +199,26 @@ class ShardedLinear(nn.Module):
             return quantized_linear(x, packed, self.whole_bias(), self.gated, self.finish)
         assert isinstance(x, Tensor)
         if self.quantized:
+            if determinism.enabled():
+                return self.finish(self._quantized_tree(x))
             out, bias = torch.cat([part(x) for part in self.quantized], -1), self.whole_bias()
             return self.finish(out if bias is None else out + bias)
         if self.gated and on_gpu(x):
             return linear_swiglu(x, self.weight, self.whole_bias())
-        return self.finish(linear(x, self.weight, self.whole_bias()))
+        return self.finish(linear(x, self.weight, self.whole_bias(), self.sum_parts))
+
+    def _quantized_tree(self, x: Tensor) -> Tensor:
+        """The product with --deterministic."""
+        assert self.quantized is not None
+        bias, sizes = self.whole_bias(), self.sizes if SPLITS[self.parts[0]].dim == 0 else [self.out_features]
+        biases = [None] * len(sizes) if bias is None else bias.split(sizes)
+        return torch.cat(
+            [
+                part.tree(x, own, self.sum_parts)  # type: ignore[operator]
+                for part, own in zip(self.quantized, biases, strict=True)
+            ],
+            -1,
+        )
 
     @property
     def packed(self) -> Packed | None:
@@ -283,18 +306,24 @@ def init_world(
     simulate_link: str | None = None,
     error_budget: float = 0.0,
     overlap: str = "auto",
+    deterministic: bool = False,
 ) -> World:
     """Join the ranks that a launcher started, or be the only rank.
 
     device: `cpu` or `cuda`; None takes CUDA if there is a GPU. comm: a name that `communicators.choose` accepts; None takes the
     device's default. simulate_link: a latency and a bandwidth, `10us,100GB/s`; all-reduces of CPU ranks then take as long as on
     such a link. error_budget: the relative error that `auto` may accept in an all-reduce to make it faster. overlap: see `World`.
+    deterministic: from now on, this process computes as `--deterministic` says.
     Raises UserError for a device that does not exist or a communicator that does not support it.
     """
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind not in ("cpu", "cuda"):
         raise UserError(f"unknown device {kind!r}; known: cpu, cuda")
+    if deterministic and kind == "cuda":
+        raise UserError("--deterministic runs on CPUs only; add --device cpu, or leave it out")
+    if deterministic:
+        determinism.enable()
     choice = choose(kind, comm, simulate_link, error_budget)
     torch_device = torch.device(kind)
     if kind == "cuda":

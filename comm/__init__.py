@@ -9,6 +9,7 @@ from comm.quantize import Scheme, parse_scheme
 from comm.quantized import QuantizedGlooCommunicator, QuantizedNcclCommunicator
 from comm.residual import Residual
 from comm.simulated import Link, SimulatedLink, parse_link
+from comm.tree import TreeCommunicator
 
 __all__ = [
     "Communicator",
@@ -24,6 +25,7 @@ __all__ = [
     "Residual",
     "Scheme",
     "SimulatedLink",
+    "TreeCommunicator",
     "parse_link",
     "parse_scheme",
 ]

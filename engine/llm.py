@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+import determinism
 from attention import Causal
 from checkpoint import DTYPES, load_model
 from config import ModelConfig
@@ -27,6 +28,7 @@ from engine.protocol import Abort, Refused, SamplingParams, Submit, TokenLogprob
 from engine.text import AnswerStream, Delta
 from engine.tuning import tune
 from errors import UserError
+from kernels.sampling import log_softmax
 from model import Transformer
 from options import MOST_DRAFT_TOKENS, draft_limit
 from presets import has_random_weights, model_config
@@ -87,13 +89,17 @@ class LLM:
         limits: EngineLimits | None = None,
         speculate: str | None = None,
         draft_tokens: int = 7,
+        deterministic: bool = False,
     ) -> None:
         """model: a checkpoint's folder, a preset's name (random weights, drawn with `seed`), or a loaded model, whose `tokenizer`
         then has to be given. world: the ranks (default: those that a launcher started, else one on the GPU, if there is any).
         variant, dtype, quantize, kv_dtype: as `generate.py` takes them. limits: of the engine, with a kv_dtype and draft_tokens of
         their own; None makes an engine for each call that is just large enough for its prompts, and keeps it while calls need the
-        same; then speculate and draft_tokens are `generate.py`'s. Raises UserError."""
-        self.world = world or init_world()
+        same; then speculate and draft_tokens are `generate.py`'s. deterministic: for this and all further models of the process; with a
+        `world`, `tp.init_world` takes it. Raises UserError."""
+        if deterministic and world is not None and not determinism.enabled():
+            raise UserError("give deterministic=True to init_world, because the ranks are connected there")
+        self.world = world or init_world(deterministic=deterministic)
         if not 1 <= draft_tokens <= MOST_DRAFT_TOKENS:
             raise UserError(f"draft_tokens must be from 1 to {MOST_DRAFT_TOKENS}, not {draft_tokens}")
         if isinstance(model, Transformer):
@@ -169,7 +175,7 @@ class LLM:
             logits = self.model.logits(hidden[first : first + SCORE_CHUNK])
             targets = tokens[0, first + 1 : first + 1 + len(logits)]
             scores.argmax += logits.argmax(-1).tolist()
-            scores.logprobs += logits[: len(targets)].log_softmax(-1).gather(-1, targets[:, None])[:, 0].tolist()
+            scores.logprobs += log_softmax(logits[: len(targets)]).gather(-1, targets[:, None])[:, 0].tolist()
         return scores
 
     def encode(self, prompt: str | Sequence[int]) -> list[int]:

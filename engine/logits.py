@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import determinism
 from engine.protocol import Logprob, SamplingParams, TokenLogprobs
 from engine.scheduler import Chunk, Draw, Sequence
 from engine.transfers import to_device, to_host
 from errors import UserError
+from kernels.sampling import log_softmax
 
 SCORE_CHUNK = 512  # tokens whose logits are held at once while scoring
 
@@ -211,10 +213,14 @@ class Scores:
     @classmethod
     def of(cls, logits: Tensor, chosen: Tensor, tops: List[int]) -> "Scores":
         """logits: raw (B, V) fp32. chosen: ids (B,). tops: how many of the likeliest tokens each row needs."""
-        logprobs = logits.log_softmax(-1)
+        logprobs = log_softmax(logits)
         mine = logprobs.gather(-1, chosen[:, None])
         ranks = (logprobs > mine).sum(-1) + 1
-        values, ids = logprobs.topk(max(1, min(max(tops), logits.shape[-1])), dim=-1)
+        most = max(1, min(max(tops), logits.shape[-1]))
+        if determinism.enabled():  # of equal values, topk takes others if another request asks for more of them
+            values, ids = (x[:, :most] for x in logprobs.sort(dim=-1, descending=True, stable=True))
+        else:
+            values, ids = logprobs.topk(most, dim=-1)
         return cls((to_host(chosen), to_host(mine[:, 0]), to_host(ranks)), (to_host(values), to_host(ids)), tops)
 
     def read(self) -> list[TokenLogprobs]:

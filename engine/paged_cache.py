@@ -11,7 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import determinism
 from attention import AttentionContext, Heads, causal_mask
+from kernels import exact
 from kernels.dispatch import on_gpu
 from kernels.paged_attention import paged_decode, paged_prefill
 from kernels.rope_cache import rope_store, store
@@ -170,11 +172,11 @@ class _Spans:
         """q (n, H, D), the last n of L positions; keys and values (1, K, L, D)."""
         n, length = len(q), keys.shape[2]
         q = q[None].transpose(1, 2)  # (1, H, n, D)
-        if n == length and (window is None or window >= length):
+        if n == length and (window is None or window >= length) and not determinism.enabled():
             out = F.scaled_dot_product_attention(q, keys, values, is_causal=True, enable_gqa=True)
         else:
             mask = causal_mask(torch.arange(length - n, length), length, window)
-            out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=True)
+            out = _masked(q, keys, values, mask)
         return out[0].transpose(0, 1)
 
 
@@ -193,11 +195,12 @@ class _Short:
         # a KV head's query heads in the place of tokens, (B, K, n * G, D)
         grouped = q.view(len(self.lengths), self.count, n_kv_heads, -1, head_dim).transpose(1, 2).flatten(2, 3)
         first, mask = 0, None
-        if self.count == 1 and len(set(self.lengths)) == 1:  # all see the same positions, so there is no mask
+        alike = self.count == 1 and len(set(self.lengths)) == 1  # all see the same positions, so there is no mask
+        if alike and not determinism.enabled():
             first = 0 if window is None else max(0, read.length - window)
         else:
             mask = self._mask(window, grouped.shape[2] // self.count)
-        out = F.scaled_dot_product_attention(grouped, read(keys, q.dtype, first), read(values, q.dtype, first), attn_mask=mask)
+        out = _masked(grouped, read(keys, q.dtype, first), read(values, q.dtype, first), mask)
         return out.unflatten(2, (self.count, -1)).transpose(1, 2).reshape(q.shape)
 
     def _mask(self, window: int | None, heads: int) -> Tensor:
@@ -207,6 +210,13 @@ class _Short:
             seen = causal_mask(last.flatten(), self.read.length, window).view(len(self.lengths), 1, self.count, 1, -1)
             self._masks[window] = seen.expand(-1, -1, -1, heads, -1).flatten(2, 3)
         return self._masks[window]
+
+
+def _masked(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+    if determinism.enabled():
+        assert mask is not None
+        return exact.attention(q, keys, values, mask)
+    return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=True)
 
 
 class _Reader:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from engine.protocol import SamplingParams
 from engine.transfers import to_device
-from kernels.sampling import exponential_noise
+from kernels.sampling import gumbel_noise, softmax
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def sample(logits: Tensor, batch: SamplingBatch, positions: Tensor) -> Tensor:
     if batch.any_filter:
         scaled = scaled.masked_fill(~keep(scaled, batch), -torch.inf)
     ids = torch.arange(logits.shape[-1], device=logits.device)
-    drawn = (scaled - exponential_noise(batch.seed, positions, ids).log()).argmax(-1)
+    drawn = (scaled + gumbel_noise(batch.seed, positions, ids)).argmax(-1)
     return torch.where(batch.temperature[:, 0] == 0, greedy, drawn)
 
 
@@ -68,7 +68,7 @@ def keep(scaled: Tensor, batch: SamplingBatch) -> Tensor:
     vocab = scaled.shape[-1]
     rank = torch.arange(vocab, device=scaled.device)
     passes = rank < torch.where(batch.top_k == 0, vocab, batch.top_k)
-    probabilities = ordered.masked_fill(~passes, -torch.inf).softmax(-1)
+    probabilities = softmax(ordered.masked_fill(~passes, -torch.inf))
     before = probabilities.cumsum(-1) - probabilities  # the probability of all likelier tokens
     passes &= (before < batch.top_p) | (batch.top_p == 1)  # rounding may make `before` 1 while tokens are left
     passes &= ordered - ordered[:, :1] >= batch.log_min_p  # logarithms, because probabilities and their products underflow

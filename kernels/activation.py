@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import determinism
+from kernels import exact
 from kernels.dispatch import as_rows, on_gpu, pdl_options
 from kernels.optional_triton import tl, triton
 from kernels.row_codes import RowCodes, empty_codes, row_warps, store_codes
@@ -35,8 +37,13 @@ def swiglu_codes(gate_up: Tensor) -> RowCodes:
 
 
 def swiglu_reference(gate_up: Tensor) -> Tensor:
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    def plain(gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    if determinism.enabled():  # the kernel's bits also with autograd
+        return exact.differentiable(swiglu if gate_up.is_cuda else exact.swiglu, plain, gate_up)
+    return plain(gate_up)
 
 
 @triton.jit

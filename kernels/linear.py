@@ -17,7 +17,7 @@ With programmatic dependent launch, a program starts before the previous kernel 
 which no kernel writes, before it waits for that kernel.
 """
 
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from typing import Any
 
@@ -25,6 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import determinism
+from kernels import exact
 from kernels.activation import swiglu
 from kernels.dispatch import on_gpu, pdl_options
 from kernels.linear_config import DTYPES, MAX_TILES, Config, Gemv, Mma, Stream, config
@@ -33,12 +35,16 @@ from kernels.optional_triton import tl, triton
 PREFETCH_BYTES = 24 << 20  # of a weight, at most, before the input is ready; L2 has 60 MB
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias with fp32 accumulation: (..., K), (N, K) and (N,) to (..., N). One dtype: bf16, fp16 or fp32.
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, parts: int = 1) -> Tensor:
+    """x @ weight.T + bias with fp32 accumulation: (..., K), (N, K) and (N,) to (..., N). One dtype: bf16, fp16 or fp32. With
+    --deterministic it is the `determinism.tree_sum` over `parts` equal parts of K, each with 1 / parts of the bias.
 
     With few rows on a GPU, layers of one device must run one after another, because they share counters. The first call for a
     device must be outside a CUDA graph's capture, or RuntimeError is raised.
     """
+    if determinism.enabled():
+        forward = import_module("kernels.linear_tree").linear if x.is_cuda else exact.linear
+        return exact.differentiable(partial(forward, parts=parts), F.linear, x, weight, bias)
     chosen = _chosen(x, weight, bias, swiglu=False)
     return F.linear(x, weight, bias) if chosen is None else linear_with(x, weight, bias, chosen, swiglu=False)
 

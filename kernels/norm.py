@@ -3,12 +3,15 @@
 The functions ending in `_reference` define the arithmetic. On a GPU without autograd, one Triton kernel does it in one pass.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import determinism
+from kernels import exact
 from kernels.dispatch import as_rows, on_gpu, pdl_options
 from kernels.optional_triton import tl, triton
 from kernels.row_codes import RowCodes, empty_codes, store_codes
@@ -57,7 +60,12 @@ def _add_norm(x: Tensor, update: Tensor, weight: Tensor, eps: float, early: bool
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return F.rms_norm(x, weight.shape, weight, eps)
+    def plain(x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, weight.shape, weight, eps)
+
+    if determinism.enabled():  # the kernel's bits also with autograd
+        return exact.differentiable(partial(rms_norm if x.is_cuda else exact.rms_norm, eps=eps), plain, x, weight)
+    return plain(x, weight)
 
 
 def add_rms_norm_reference(x: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

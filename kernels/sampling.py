@@ -7,10 +7,13 @@ A key is an int64 that sorts by score and then by lowest id: the upper half has 
 as a signed integer, and the lower half the complement of the id, which must be below 2^32.
 """
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels import exact
 from kernels.dispatch import as_rows, on_gpu, pdl_options
 from kernels.optional_triton import tl, triton
 
@@ -56,7 +59,7 @@ def local_best_reference(
 ) -> Tensor:
     ids = torch.arange(first_id, first_id + logits.shape[-1], device=logits.device)
     scores, per_row = logits.float(), temperature[:, None]
-    drawn = scores / per_row.clamp(min=1e-6) - exponential_noise(seed[:, None], positions[:, None], ids).log()
+    drawn = scores / per_row.clamp(min=1e-6) + gumbel_noise(seed[:, None], positions[:, None], ids)
     scores = torch.where(per_row == 0, scores, drawn).masked_fill(ids >= limit, -torch.inf)
     keys = pack(scores, ids)
     keys = F.pad(keys, (0, -keys.shape[-1] % SLICE), value=NEVER)
@@ -74,11 +77,29 @@ def pack(scores: Tensor, ids: Tensor) -> Tensor:
     return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)) << 32) | (~ids & 0xFFFFFFFF)
 
 
+def gumbel_noise(seed: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
+    """-log of `exponential_noise`."""
+    noise = exponential_noise(seed, positions, ids)
+    return -(exact.log(noise.double()).float() if exact.used(noise) else noise.log())
+
+
 def exponential_noise(seed: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
     """(B, V) fp32, Exp(1) distributed, a hash of seed (B, 1), position (B, 1) and token id (V,)."""
     mixed = hash64(hash64(hash64(seed) ^ positions) ^ ids)
     uniform = _shift_right(mixed, 32).float() * 2.0**-32 + 2.0**-33  # small values keep their relative precision
-    return -torch.log1p(-uniform.clamp(max=1 - 2.0**-24))  # clamped, so that the noise is finite
+    uniform = uniform.clamp(max=1 - 2.0**-24)  # so that the noise is finite
+    return -(exact.log(1 - uniform.double()).float() if exact.used(uniform) else torch.log1p(-uniform))
+
+
+def softmax(logits: Tensor) -> Tensor:
+    """Over the last dim, fp32."""
+    return exact.softmax(logits) if exact.used(logits) else logits.softmax(-1)
+
+
+def log_softmax(logits: Tensor) -> Tensor:
+    """Over the last dim, of fp32 logits, with a gradient."""
+    plain = partial(F.log_softmax, dim=-1)
+    return exact.differentiable(exact.log_softmax, plain, logits) if exact.used(logits) else plain(logits)
 
 
 def hash64(x: Tensor) -> Tensor:

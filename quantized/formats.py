@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+import determinism
 from errors import UserError
 from quantized.scheme import ON_LOAD, Scheme
 from quantized.weight import FP8, Quantized, local_group, pack, quantize, unpack
@@ -294,13 +295,19 @@ class Awq:
 
 
 class OnLoad:
-    """A weight in 16 or 32 bits, which each rank rounds for itself: its slice's scales depend on this slice only."""
+    """A weight in 16 or 32 bits, which each rank rounds for itself: its slice's scales depend on this slice only, but with
+    --deterministic on whole rows, whatever the number of ranks."""
 
     def shapes(self, part: Slice) -> Shapes:
         return {"weight": (part.shape,)}
 
     def read(self, tensors: Tensors) -> Quantized:
         part = tensors.part
+        if determinism.enabled():
+            whole = quantize(tensors.read("weight", WIDE, 0, part.rows), part.scheme, part.name)
+            first, last = (end * part.scheme.bits // 8 for end in (part.columns.start, part.columns.stop))
+            zeros = None if whole.zeros is None else of_columns(whole.zeros, part)
+            return whole._replace(codes=whole.codes[:, first:last], scales=of_columns(whole.scales, part), zeros=zeros)
         dim = 0 if len(part.columns) == part.shape[1] else 1
         return quantize(tensors.read("weight", WIDE, dim, part.columns if dim else part.rows), part.scheme, part.name)
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from errors import UserError
 from kernels import linear_quantized
+from kernels.linear import linear
 from quantized.scheme import LEAST_GROUP, Scheme
 
 FP8 = torch.float8_e4m3fn
@@ -55,6 +56,10 @@ class PlainWeight(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight)
 
+    def tree(self, x: Tensor, bias: Tensor | None, parts: int) -> Tensor:
+        """`forward` plus the bias, with --deterministic. parts: of the sum over K."""
+        return linear(x, self.weight, bias, parts)
+
 
 class QuantizedWeight(nn.Module):
     """One rank's slice (n, k) of a quantized linear layer without its bias. `fill` allocates its tensors, the fields of
@@ -84,6 +89,11 @@ class QuantizedWeight(nn.Module):
     @property
     def tensors(self) -> Quantized:
         return Quantized(*(getattr(self, name) for name in Quantized._fields))
+
+    def tree(self, x: Tensor, bias: Tensor | None, parts: int) -> Tensor:
+        """`forward` plus the bias, with --deterministic. parts: of the sum over K, for each of which activations are quantized."""
+        tensors = self.tensors
+        return linear(quantized_input(x, self.scheme, tensors, parts), dequantize(tensors, x.dtype), bias, parts)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., K) to (..., N), of x's data type. It may be captured in a CUDA graph."""
@@ -129,12 +139,15 @@ def dequantize(tensors: Quantized, dtype: torch.dtype = torch.float32) -> Tensor
     return torch.mul(codes, scales, out=torch.empty_like(codes, dtype=dtype)).flatten(1)
 
 
-def quantized_input(x: Tensor, scheme: Scheme, tensors: Quantized) -> Tensor:
+def quantized_input(x: Tensor, scheme: Scheme, tensors: Quantized, parts: int = 1) -> Tensor:
     """x (..., K) rounded as the scheme's activations are, and multiplied by its scale again: what an exact product of the codes
-    would see. A rank that has some of the input features quantizes those by their own largest value."""
+    would see. A rank that has some of the input features quantizes those by their own largest value, and so each of `parts`."""
     if scheme.activations == "none":
         return x
-    wide = x.unflatten(-1, (tensors.scales.shape[1], -1)) if scheme.activations == "group" else x
+    size = x.shape[-1] // parts
+    wide = x.unflatten(
+        -1, (-1, math.gcd(size, x.shape[-1] // tensors.scales.shape[1]) if scheme.activations == "group" else size)
+    )
     if scheme.activations == "static":
         assert tensors.input_scale is not None
         scale = tensors.input_scale.expand_as(wide)  # not a scalar, whose product with 16 bits would be computed in 16 bits

@@ -168,7 +168,14 @@ def main() -> None:
     if settings is None:
         world = init_world()
     else:
-        world = init_world(settings.device, settings.comm, settings.simulate_link, settings.comm_error_budget, settings.overlap)
+        world = init_world(
+            settings.device,
+            settings.comm,
+            settings.simulate_link,
+            settings.comm_error_budget,
+            settings.overlap,
+            settings.deterministic,
+        )
     agree_on_error(world, error)
     assert settings is not None
     reached("process group")

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine import SamplingParams
-from engine.sampler import SamplingBatch, exponential_noise, sample
+from engine.sampler import SamplingBatch, sample
 from kernels import sampling
-from kernels.sampling import SLICE, combine_best_reference, local_best_reference, pack
+from kernels.sampling import SLICE, combine_best_reference, exponential_noise, local_best_reference, pack
 from tests.support.kernels import kernels_always
 from tests.support.ranks import Ranks
 

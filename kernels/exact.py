@@ -1,0 +1,184 @@
+"""Arithmetic on CPUs whose bits depend on nothing but the values: not on the batch, the place in a tensor, threads or BLAS.
+
+`--deterministic` computes with it (docs/determinism.md). Only two kinds of operations are used, which have this property:
+
+- elementwise +, -, *, /, square root and rounding. IEEE 754 defines each result, so vector and scalar code agree. PyTorch's exp, log
+  and sigmoid do not: the last elements of a tensor, which fill no vector, get other code;
+- sums of whole numbers in fp64 that stay within 2^53. They are exact in every order. So values are first rounded to multiples of a
+  power of two that depends on their row only (as the slices of Ozaki et al., "Error-free transformations of matrix multiplication",
+  Numerical Algorithms 59, 2012).
+
+Results are as accurate as with fp32 or better, and rounded to the inputs' data type at the end.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import determinism
+
+FACTOR_BITS, CHUNK = 22, 1 << 9  # of a product's factors; terms that are added at once: 2^(22 + 22) * 2^9 = 2^53
+SUM_BITS = 33  # of the terms of a plain sum, which may have 2^20 of them
+BLOCK = 1 << 16  # values that are converted at once, so that they stay in a core's cache
+SCORES = 1 << 18  # of attention that are computed at once
+LN2 = math.log(2)
+LEAST, MOST = -300.0, 300.0  # of an exponent; e^300 is far beyond fp32
+
+
+def used(x: Tensor) -> bool:
+    """Whether this file's functions compute what depends on x."""
+    return determinism.enabled() and not x.is_cuda
+
+
+def differentiable(exact: Callable[..., Tensor], plain: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:
+    """exact(*inputs), with the gradient of `plain`, which computes the same with PyTorch's operations."""
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
+        return _Exact.apply(exact, plain, *inputs)
+    return exact(*inputs)
+
+
+class _Exact(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exact: Callable[..., Tensor], plain: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:
+        ctx.plain = plain
+        ctx.save_for_backward(*inputs)
+        return exact(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        wanted = ctx.needs_input_grad[2:]
+        inputs = [None if x is None else x.detach().requires_grad_(w) for x, w in zip(ctx.saved_tensors, wanted, strict=True)]
+        with torch.enable_grad():
+            out = ctx.plain(*inputs)
+        leaves = [x for x, w in zip(inputs, wanted, strict=True) if x is not None and w]
+        found = iter(torch.autograd.grad(out, leaves, gradient))
+        return None, None, *(next(found) if w else None for w in wanted)
+
+
+# --- exact sums ---------------------------------------------------------------------------------------------------------------
+
+
+def power(exponent: Tensor) -> Tensor:
+    """2^exponent, fp64, for whole numbers from -1022 to 1023."""
+    return (exponent.long() + 1023 << 52).view(torch.float64)
+
+
+def whole(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """x (..., K) as whole numbers of at most 2^bits (fp64, rounded to nearest) and the unit of each row, a power of two (..., 1)."""
+    exponent = torch.frexp(x.abs().amax(-1, keepdim=True).double()).exponent - bits
+    return x.double().mul_(power(-exponent)).round_(), power(exponent)
+
+
+def total(x: Tensor) -> Tensor:
+    """The sum over the last dim, (..., 1) fp64, of values that are rounded to 2^-33 of a row's largest one."""
+    numbers, unit = whole(x, SUM_BITS)
+    return numbers.sum(-1, keepdim=True) * unit
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, parts: int = 1) -> Tensor:
+    """x @ weight.T + bias: (..., K), (N, K) and (N,) to (..., N), as a `determinism.tree_sum` over `parts` equal parts of K, each with
+    1 / parts of the bias."""
+    size = weight.shape[1] // parts
+    rows = max(1, BLOCK // min(size, CHUNK))
+    inputs = [[whole(chunk, FACTOR_BITS) for chunk in part.split(CHUNK, -1)] for part in x.split(size, -1)]
+    shares = (weight.new_zeros(len(weight)) if bias is None else bias).double() / parts
+    out = x.new_empty(*x.shape[:-1], len(weight))
+    for first in range(0, len(weight), rows):
+        block = slice(first, first + rows)
+        leaves = []
+        for part, columns in zip(inputs, weight[block].split(size, -1), strict=True):
+            sums = shares[block]
+            for (a, unit), chunk in zip(part, columns.split(CHUNK, -1), strict=True):
+                b, units = whole(chunk, FACTOR_BITS)
+                sums = sums + a @ b.mT * unit * units.mT
+            leaves.append(sums.float().to(x.dtype))
+        out[..., block] = determinism.tree_sum(leaves)
+    return out
+
+
+# --- elementwise functions of fp64, with a relative error below 1e-9 ----------------------------------------------------------
+
+
+def exp(x: Tensor) -> Tensor:
+    """e^x, where x is clamped to LEAST and MOST."""
+    x = x.clamp(LEAST, MOST)
+    n = (x / LN2).round_()
+    x -= n * LN2
+    y = torch.full_like(x, 1 / math.factorial(8))
+    for k in range(7, -1, -1):  # Taylor's series for |x| <= ln(2) / 2
+        y.mul_(x).add_(1 / math.factorial(k))
+    return y.mul_(power(n))
+
+
+def log(x: Tensor) -> Tensor:
+    """ln(x) of normal numbers above 0: with x = m * 2^e and s = (m - 1) / (m + 1), it is e * ln(2) + 2 * atanh(s)."""
+    m, e = torch.frexp(x)
+    low = m < math.sqrt(0.5)
+    m, e = torch.where(low, 2 * m, m), e.double() - low.double()
+    s = (m - 1) / (m + 1)
+    square, y = s * s, torch.zeros_like(s)
+    for k in range(17, 0, -2):
+        y = y * square + 1 / k
+    return e * LN2 + 2 * s * y
+
+
+# --- what a model consists of -------------------------------------------------------------------------------------------------
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) * weight over the last dim, rounded once: x (..., C) and weight (C,) to (..., C)."""
+    wide = x.double()
+    root = (total(wide * wide) / x.shape[-1] + eps).sqrt()
+    return (wide / root * weight.double()).float().to(x.dtype)
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up (..., I) of gate_up (..., 2I), rounded once."""
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    return (gate / (exp(-gate) + 1) * up).float().to(gate_up.dtype)
+
+
+def softmax(x: Tensor) -> Tensor:
+    """Over the last dim, fp32."""
+    weights = _weights(x)
+    return (weights / total(weights)).float()
+
+
+def log_softmax(x: Tensor) -> Tensor:
+    """Over the last dim, fp32."""
+    wide = x.double()
+    return (wide - wide.amax(-1, keepdim=True) - log(total(_weights(wide)))).float()
+
+
+def _weights(x: Tensor) -> Tensor:
+    """e^(x - the row's largest value), 0 for -inf."""
+    wide = x.double()
+    return exp(wide - wide.amax(-1, keepdim=True)).masked_fill_(wide == -torch.inf, 0.0)
+
+
+def attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    """What F.scaled_dot_product_attention(enable_gqa=True) computes: q (B, H, n, D), keys and values (B, K, L, D), mask bool, True where
+    a query attends: (n, L), or (B, 1, n, L) if H = K. Returns (B, H, n, D). Keys begin at position 0, because weighted values are added
+    in chunks of CHUNK positions. What a mask hides changes no bit."""
+    (batch, _, tokens, size), (_, heads, length, _) = q.shape, keys.shape
+    keys, key_units = whole(keys, FACTOR_BITS)
+    values, value_units = whole(values, FACTOR_BITS)
+    out = torch.empty_like(q)
+    shares = q.shape[1] // heads  # query heads of a KV head, which become more rows
+    step = max(1, SCORES // (batch * q.shape[1] * length))
+    for first in range(0, tokens, step):
+        block = slice(first, first + step)
+        numbers, unit = whole(q[:, :, block].reshape(batch, heads, -1, size), FACTOR_BITS)
+        scores = (numbers @ keys.mT).mul_(unit / math.sqrt(size)).mul_(key_units.mT)
+        visible = mask[:, :, block] if mask.dim() == 4 else mask[block].repeat(shares, 1)
+        weights = _weights(scores.masked_fill_(~visible, -torch.inf))
+        sums = torch.zeros_like(numbers)
+        for start in range(0, length, CHUNK):
+            chunk = slice(start, start + CHUNK)
+            numbers, unit = whole(weights[..., chunk] * value_units[:, :, chunk].mT, FACTOR_BITS)
+            sums += (numbers @ values[:, :, chunk]).mul_(unit)
+        out[:, :, block] = (sums / total(weights)).float().to(q.dtype).view(batch, heads * shares, -1, size)
+    return out
