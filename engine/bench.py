@@ -178,7 +178,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     check_trace(args)
-    world = init_world(args.device, args.comm, args.simulate_link, args.comm_error_budget, args.overlap)
+    world = init_world(args.device, args.comm, args.simulate_link, args.comm_error_budget, args.overlap, args.deterministic)
     if args.trace and world.device.type != "cuda":
         raise UserError("--trace shows when a GPU is idle, so it needs a GPU; leave it out on a CPU")
     config = model_config(args.model, args.variant, world.world_size, args.quantize)

@@ -216,7 +216,7 @@ def random_prompts(batch: int, tokens: int, vocab_size: int, seed: int) -> list[
 def record_model(args: argparse.Namespace) -> bool:
     """Profile the model of the command line. Returns whether this is rank 0. Collective."""
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    world = init_world(args.device, args.comm, args.simulate_link, args.comm_error_budget, args.overlap)
+    world = init_world(args.device, args.comm, args.simulate_link, args.comm_error_budget, args.overlap, args.deterministic)
     config = model_config(args.model, args.variant, world.world_size, args.quantize)
     dtype = DTYPES[dtype_name(args.dtype, world.device.type)]
     model = load_model(args.model, config, world, dtype)

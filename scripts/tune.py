@@ -19,7 +19,10 @@ from tp import init_world
 def main() -> None:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(
-        parser, ModelOptions, "the model", without=("tp", "max_model_len", "kv_dtype", "compile", "overlap", "simulate_link")
+        parser,
+        ModelOptions,
+        "the model",
+        without=("tp", "max_model_len", "kv_dtype", "compile", "overlap", "simulate_link", "deterministic"),
     )
     parser.add_argument("--rows", type=int, default=256, help="most sequences of a decode step (default: 256)")
     parser.add_argument("--rebuild", action="store_true", help="measure again what has been measured")

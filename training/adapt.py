@@ -88,7 +88,7 @@ class Distillation:
 
 def main() -> None:
     args = parse_args()
-    world = init_world(args.device)
+    world = init_world(args.device, deterministic=args.deterministic)
     found = together(world, lambda: setup(args, world))
     trainer, snapshots = prepare(args, world, found)
     train(args, world, trainer, snapshots, found)

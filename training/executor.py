@@ -24,7 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import determinism
 from attention import Causal
+from kernels.linear import linear
 from model import Transformer
 from tp import ShardedLinear
 from training.groups import Groups, make_groups
@@ -139,10 +141,10 @@ class Executor:
             self.model.compile_modules()
         weight_first = not self.execution.compile and self.groups.gather.size > 1 and self.overlap.parameters
         linears = [m for m in self.model.layers.modules() if isinstance(m, ShardedLinear)] if weight_first else []
-        for linear in linears:
-            ready = partial(self._gradient_ready, self._by_parameter[linear.weight])
-            linear.forward = partial(_weight_first_linear, linear, ready)  # type: ignore[method-assign]
-        early = {linear.weight for linear in linears}
+        for layer in linears:
+            ready = partial(self._gradient_ready, self._by_parameter[layer.weight])
+            layer.forward = partial(_weight_first_linear, layer, ready)  # type: ignore[method-assign]
+        early = {layer.weight for layer in linears}
         for parameter, weight in self._by_parameter.items():
             if parameter not in early:
                 hooks.append(parameter.register_post_accumulate_grad_hook(partial(self._matrix_ready, weight)))
@@ -278,18 +280,20 @@ class _WeightFirst(torch.autograd.Function):
     input's gradient, so that the weight gradient's reduce-scatter overlaps with that computation."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, ready: Callable[[Tensor], None]) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, ready: Callable[[Tensor], None], parts: int
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.ready, ctx.biased = ready, bias is not None
-        return F.linear(x, weight, bias)
+        return linear(x, weight, bias, parts) if determinism.enabled() else F.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, Tensor | None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
         rows = gradient.flatten(0, -2)
         ctx.ready(rows.t() @ x.flatten(0, -2))
-        return gradient @ weight, None, rows.sum(0) if ctx.biased else None, None
+        return gradient @ weight, None, rows.sum(0) if ctx.biased else None, None, None
 
 
-def _weight_first_linear(linear: ShardedLinear, ready: Callable[[Tensor], None], x: Tensor) -> Tensor:
-    return linear.finish(_WeightFirst.apply(x, linear.weight, linear.whole_bias(), ready))
+def _weight_first_linear(layer: ShardedLinear, ready: Callable[[Tensor], None], x: Tensor) -> Tensor:
+    return layer.finish(_WeightFirst.apply(x, layer.weight, layer.whole_bias(), ready, layer.sum_parts))

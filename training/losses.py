@@ -11,6 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import determinism
+from kernels.linear import linear
+from kernels.sampling import log_softmax
 from model import Transformer
 from training.batches import IGNORED, Batch
 
@@ -26,7 +29,7 @@ def cross_entropy(model: Transformer, hidden: Tensor, batch: Batch, chunk: int =
 
 
 def _surprise(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+    return F.nll_loss(log_softmax(logits), targets, ignore_index=IGNORED, reduction="sum")
 
 
 def distillation(
@@ -58,7 +61,7 @@ def distillation(
 
 def _logits(model: Transformer, rows: Tensor, head: Tensor) -> Tensor:
     """(n, C) to (n, vocab_size), in fp32 or a wider dtype."""
-    logits = F.linear(rows, head)[:, : model.config.vocab_size]
+    logits = (linear if determinism.enabled() else F.linear)(rows, head)[:, : model.config.vocab_size]
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 

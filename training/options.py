@@ -97,6 +97,11 @@ def add_execution_options(parser: argparse.ArgumentParser) -> None:
         help="save memory: keep only the input of each layer, and compute the layer again in the backward pass",
     )
     how.add_argument("--compile", action="store_true", help="compile the modules with torch.compile")
+    how.add_argument(
+        "--deterministic",
+        action="store_true",
+        help="compute the forward pass with the bits of inference with --deterministic, on CPUs; slower",
+    )
     add_exchange_options(how)
     how.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA if there is a GPU")
 

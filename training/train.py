@@ -72,7 +72,7 @@ def setup(args: argparse.Namespace) -> Setup:
 
 def main() -> None:
     args = parse_args()
-    world = init_world(args.device)
+    world = init_world(args.device, deterministic=args.deterministic)
     found = together(world, lambda: setup(args))
     trainer, snapshots = prepare(args, world, found)
     train(args, world, trainer, snapshots, found)

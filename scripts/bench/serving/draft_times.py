@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--draft-vocab", type=whole_number(1), default=32000, help="ids that the head knows (default: 32000)")
     parser.add_argument("--repeats", type=whole_number(1), default=50, help="default: 50")
     args = parser.parse_args()
-    world = init_world(args.device, args.comm, args.simulate_link, args.comm_error_budget, args.overlap)
+    world = init_world(args.device, args.comm, args.simulate_link, args.comm_error_budget, args.overlap, args.deterministic)
     for name in args.models:
         with torch.inference_mode():
             result = measure(name, args, world)

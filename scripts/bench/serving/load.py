@@ -71,7 +71,8 @@ def shared_flags(args: argparse.Namespace) -> list[str]:
     """The flags that the server and `engine.bench` both take."""
     names = [one.name for one in fields(ModelOptions) if one.name not in UNSHARED] + ["max_num_seqs", "max_batch_tokens"]
     chosen = {"--" + name.replace("_", "-"): getattr(args, name) for name in names}
-    return [str(part) for flag, value in chosen.items() if value is not None for part in (flag, value)]
+    given = {flag: value for flag, value in chosen.items() if value is not None and value is not False}
+    return [str(part) for flag, value in given.items() for part in ((flag,) if value is True else (flag, value))]
 
 
 @contextmanager

@@ -231,7 +231,7 @@ def table(rows: list[dict[str, Any]], caption: str) -> str:
 def main() -> None:
     args = parse_args()
     folder = results_folder(args)
-    world = init_world(args.device, args.comm, args.simulate_link, args.comm_error_budget)
+    world = init_world(args.device, args.comm, args.simulate_link, args.comm_error_budget, deterministic=args.deterministic)
     rows: list[dict[str, Any]] = []
     with torch.inference_mode():
         for name in args.models:
