@@ -19,6 +19,7 @@ GEMV_CODES = (
     27 << 20
 )  # bytes of a weight that the gemv kernel computes: it has half of them in flight before its input is ready
 LARGE = 10**8  # codes of a weight whose 4-bit tiles have more rows
+SMALL = 20 * 10**6  # codes of a weight which is loaded before its input is ready
 TILES = (  # rows of the weight, columns, warps, programs and kernels of other configs
     *((n, k, 4, programs, 1) for n, k in ((128, 128), (128, 256), (64, 256), (64, 128)) for programs in (2 * SMS, SMS)),
     *((n, k, 4, 3 * SMS, 1) for n, k in ((128, 256), (128, 128), (64, 256))),
@@ -209,9 +210,7 @@ def gemv_candidates(rows: int, n: int, k: int, fmt: Format, swiglu: bool) -> lis
 def stream_candidates(rows: int, n: int, k: int, fmt: Format, swiglu: bool) -> list[QuantizedStream]:
     """Each has as many buffers as there is room for."""
     sums = SUMS // 2 if fmt.group else SUMS
-    block_n = 128 if swiglu or (fmt.bits == 4 and n * k >= LARGE) else 64
-    first = (block_n, 256 if rows <= 32 else 128, 4, SMS if rows > 64 and (block_n == 64 or fmt.bits == 8) else 2 * SMS, 1)
-    found = []
+    found, first = [], _first_tile(rows, n, k, fmt, swiglu)
     for tile_n, tile_k, warps, programs, kernels in dict.fromkeys((first, *TILES)):
         one = QuantizedStream(tile_n, tile_k, 1, warps, programs, sums, kernels)
         stages = STREAM_BYTES // one.on_an_sm // one.ring_bytes(rows, fmt)
@@ -219,3 +218,14 @@ def stream_candidates(rows: int, n: int, k: int, fmt: Format, swiglu: bool) -> l
         if chosen.fits(rows, n, k, swiglu, fmt):
             found.append(chosen)
     return found
+
+
+def _first_tile(rows: int, n: int, k: int, fmt: Format, swiglu: bool) -> tuple[int, int, int, int, int]:
+    """As in `TILES`."""
+    if fmt.bits == 4 and rows <= MMA_ROWS and swiglu:
+        return 128, 256, 4, 3 * SMS, 1
+    if fmt.bits == 4 and rows <= COLUMNS and n * k >= SMALL:
+        return 128, 256, 8, SMS, 2
+    block_n = 128 if swiglu or (fmt.bits == 4 and n * k >= LARGE) else 64
+    programs = SMS if rows > 64 and (block_n == 64 or fmt.bits == 8) else 2 * SMS
+    return block_n, 256 if rows <= 32 else 128, 4, programs, 1
