@@ -31,15 +31,14 @@ def weight_bytes(config: ModelConfig, world_size: int, dtype: torch.dtype) -> in
 
     Raises UserError if the model cannot be split over `world_size` ranks.
     """
-    tables = len(Shard(0, world_size).range(config, "vocab")) * (1 if config.tie_embeddings else 2)
-    shards, size = stream_shards(config, 0, world_size), config.hidden_size
-    total = tables * size * dtype.itemsize
+    shards, size, total = stream_shards(config, 0, world_size), config.hidden_size, 0
     for part, split in SPLITS.items():
-        if split.axis == "vocab":
+        if part == "lm_head" and config.tie_embeddings:
             continue
-        features = sum(len(shard.range(config, split.axis)) for shard in shards)
-        for layer in range(config.n_layers):
-            scheme = config.quantization.scheme(checkpoint_name(layer, part)) if config.quantization else None
+        is_table, quantization = split.axis == "vocab", None if part == "embed_tokens" else config.quantization
+        features = sum(len(shard.range(config, split.axis)) for shard in ([Shard(0, world_size)] if is_table else shards))
+        for layer in (None,) if is_table else range(config.n_layers):
+            scheme = quantization.scheme(checkpoint_name(layer, part)) if quantization else None
             if scheme is None:
                 total += features * size * dtype.itemsize
             else:

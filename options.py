@@ -6,7 +6,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from communicators import KNOWN
-from quantized.scheme import SCHEMES
+from quantized.scheme import QUANTIZATIONS
 from variants import usage
 
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
@@ -86,10 +86,10 @@ class ModelOptions:
     )
     quantize: str | None = option(
         default=None,
-        choices=tuple(SCHEMES),
+        choices=QUANTIZATIONS,
         help="quantize the linear layers of a 16- or 32-bit checkpoint or a preset while loading it, by rounding to nearest: fp8 "
-        "(weights by row, activations by token), int8 (weights by row), int4 (weights in groups of 128). It saves memory, and "
-        "on Hopper GPUs time in decoding",
+        "(weights by row, activations by token), int8 (weights by row), int4 (weights in groups of 128). With +head the "
+        "output layer becomes int8, too. It saves memory, and on Hopper GPUs time in decoding",
     )
     kv_dtype: str = option(
         default="auto",

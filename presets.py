@@ -8,7 +8,7 @@ from typing import Any
 from config import ModelConfig, with_variant
 from errors import UserError
 from hf_config import read_config
-from quantized.scheme import SCHEMES, on_load
+from quantized.scheme import QUANTIZATIONS, on_load
 from rope_scaling import Llama3Scaling
 from variants import VARIANTS
 
@@ -119,7 +119,7 @@ def named_config(name: str) -> ModelConfig:
 def model_config(name: str, variant: str | None, world_size: int, quantize: str | None = None) -> ModelConfig:
     """The config of a checkpoint (directory or `.pth` file), preset or `config.json`, with another variant if one is given.
 
-    quantize: how to quantize it at load, a key of `quantized.scheme.SCHEMES`. Raises UserError if it is quantized already.
+    quantize: how to quantize it at load, one of `quantized.scheme.QUANTIZATIONS`. Raises UserError if it is quantized already.
 
     A desync variant of a model that is not desync has one stream for each rank, unless it gives a number: `desync-2x:8`.
     """
@@ -127,8 +127,10 @@ def model_config(name: str, variant: str | None, world_size: int, quantize: str 
     if quantize is not None:
         if config.quantization is not None:
             raise UserError(f"{name} is quantized already ({config.quantization.description}); leave out --quantize {quantize}")
-        if quantize not in SCHEMES:
-            raise UserError(f"unknown quantization {quantize!r}; known: {', '.join(SCHEMES)}")
+        if quantize not in QUANTIZATIONS:
+            raise UserError(f"unknown quantization {quantize!r}; known: {', '.join(QUANTIZATIONS)}")
+        if config.tie_embeddings and quantize.endswith("+head"):
+            raise UserError(f"--quantize {quantize}: the head of {name} is its embedding, which stays; leave out +head")
         config = replace(config, quantization=on_load(quantize))
     if variant is None:
         return config

@@ -84,13 +84,19 @@ class Quantization:
 
 
 _BLOCK_LAYERS = r"model\.layers\."
-SCHEMES = {  # the values of --quantize
+SCHEMES = {  # the values of --quantize, and with `+head`
     "fp8": Scheme(ON_LOAD, 8, is_float=True, activations="token"),
     "int8": Scheme(ON_LOAD, 8),
     "int4": Scheme(ON_LOAD, 4, group=128),
 }
 
 
+QUANTIZATIONS = (*SCHEMES, *(f"{name}+head" for name in SCHEMES))
+
+
 def on_load(name: str) -> Quantization:
-    """The quantization of `--quantize NAME`: all linear layers of the blocks, by rounding to nearest. Embedding and head stay."""
-    return Quantization(f"--quantize {name}", (Rule(_BLOCK_LAYERS, SCHEMES[name]),))
+    """The quantization of `--quantize NAME`: all linear layers of the blocks, by rounding to nearest. Embedding and head stay, but
+    with `NAME+head` the head becomes int8, too."""
+    blocks, head, _ = name.partition("+head")
+    rules = (Rule(_BLOCK_LAYERS, SCHEMES[blocks]), Rule("lm_head$", SCHEMES["int8"]))
+    return Quantization(f"--quantize {name}", rules if head else rules[:1])

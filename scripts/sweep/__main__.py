@@ -31,7 +31,7 @@ from cli import Parser, note, run
 from communicators import KNOWN
 from options import KV_DTYPES, OVERLAPS
 from presets import PRESETS
-from quantized.scheme import SCHEMES
+from quantized.scheme import QUANTIZATIONS
 from scripts.lib.results import ROOT
 from scripts.sweep.grids import GRIDS, settings_of
 from scripts.sweep.launches import RowsFile, by_launch, run_all
@@ -65,7 +65,7 @@ def parse_args() -> argparse.Namespace:
         "--overlap", choices=OVERLAPS, default="auto", help="how a ladder's all-reduces are computed (default: auto)"
     )
     parser.add_argument("--kv-dtype", choices=KV_DTYPES, default="auto", help="data type of the KV cache (default: auto)")
-    parser.add_argument("--quantize", choices=SCHEMES, help="quantize the weights while loading them; vLLM can do fp8")
+    parser.add_argument("--quantize", choices=QUANTIZATIONS, help="quantize the weights while loading them; vLLM can do fp8")
     parser.add_argument("--runs", type=int, default=3, help="measured runs, after one warm-up run (default: 3)")
     parser.add_argument(
         "--profile", action="store_true", help="one more run under the profiler, to see how much communication is hidden"

@@ -15,10 +15,11 @@ from checkpoint import SafetensorsSource, load_model
 from comm import Local
 from config import ModelConfig, with_variant
 from errors import UserError
+from memory import weight_bytes
 from model import Transformer
 from presets import model_config
 from quantized.gptq import DAMPING, best_scales, gptq
-from quantized.scheme import SCHEMES
+from quantized.scheme import SCHEMES, on_load
 from quantized.weight import dequantize, quantize, unpack
 from scripts.quantize import Job, begin, finish, quantize_checkpoint, quantize_model, scheme_of
 from tests.support.command_line import MODELS
@@ -123,12 +124,12 @@ def logits(world: World, folder: Path, tokens: Tensor, quantize: str | None = No
     return load(world, folder, quantize)(tokens, Causal(tokens.shape[1], CPU))
 
 
-def dequantized(source: Path, out: Path, weights: str) -> Path:
+def dequantized(source: Path, out: Path, weights: str, suffix: str = "_proj.weight") -> Path:
     """The source with each linear layer rounded to nearest and dequantized, row by row and group by group, as a plain
-    checkpoint."""
+    checkpoint. suffix: of the names of these layers' weights."""
     scheme, tensors = scheme_of(weights, model_config(str(source), None, 1)), load_file(source / "model.safetensors")
     for name, tensor in tensors.items():
-        if name.endswith("_proj.weight"):
+        if name.endswith(suffix):
             groups = tensor.unflatten(1, (-1, scheme.group or tensor.shape[1]))
             scale = groups.abs().amax(-1, keepdim=True) / {"fp8": 448, "int8": 127.5, "int4": 7.5}[weights]
             lowest, codes = {"int8": -128, "int4": -8}.get(weights, 0), groups / scale
@@ -154,6 +155,21 @@ def test_rounding_at_load_is_that_of_the_file(weights: str, tmp_path: Path, seed
     source, tokens = save_random(CONFIG, tmp_path / "source"), torch.randint(0, 101, (2, 8))
     made = make(source, tmp_path / "made", weights)
     assert torch.equal(logits(ALONE, made, tokens), logits(ALONE, source, tokens, weights))
+
+
+def test_the_head_may_be_rounded_at_load(ranks: Ranks, tmp_path: Path, seed: int) -> None:
+    source, tokens = save_random(CONFIG, tmp_path / "source"), torch.randint(0, 101, (2, 8))
+    blocks = dequantized(source, tmp_path / "blocks", "int8")
+    expected = logits(ALONE, dequantized(blocks, tmp_path / "plain", "int8", "lm_head.weight"), tokens)
+    torch.testing.assert_close(logits(ALONE, source, tokens, "int8+head"), expected, atol=1e-4, rtol=1e-4)
+    for found in ranks.run(2, logits, source, tokens, "int8+head"):  # whose row-parallel layers have other scales
+        assert (found - expected).norm() < 0.05 * expected.norm()
+    config = model_config(str(source), None, 1)
+    sizes = [weight_bytes(replace(config, quantization=on_load(name)), 1, torch.float32) for name in ("int4", "int4+head")]
+    assert sizes[0] - sizes[1] == pytest.approx(3 * 101 * 64, rel=0.1)
+    tied = save_random(replace(CONFIG, tie_embeddings=True), tmp_path / "tied")
+    with pytest.raises(UserError, match="its embedding, which stays"):
+        model_config(str(tied), None, 1, "int4+head")
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
