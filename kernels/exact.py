@@ -13,17 +13,20 @@ Results are as accurate as with fp32 or better, and rounded to the inputs' data 
 
 import math
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import determinism
 
 FACTOR_BITS, CHUNK = 22, 1 << 9  # of a product's factors; terms that are added at once: 2^(22 + 22) * 2^9 = 2^53
 SUM_BITS = 33  # of the terms of a plain sum, which may have 2^20 of them
-BLOCK = 1 << 16  # values that are converted at once, so that they stay in a core's cache
+BLOCK = 1 << 17  # values that are converted at once, so that they stay in a core's cache
 SCORES = 1 << 18  # of attention that are computed at once
+EXPONENT = 0x7FF << 52  # the bits of an fp64's exponent
 LN2 = math.log(2)
 LEAST, MOST = -300.0, 300.0  # of an exponent; e^300 is far beyond fp32
 
@@ -61,15 +64,11 @@ class _Exact(torch.autograd.Function):
 # --- exact sums ---------------------------------------------------------------------------------------------------------------
 
 
-def power(exponent: Tensor) -> Tensor:
-    """2^exponent, fp64, for whole numbers from -1022 to 1023."""
-    return (exponent.long() + 1023 << 52).view(torch.float64)
-
-
 def whole(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """x (..., K) as whole numbers of at most 2^bits (fp64, rounded to nearest) and the unit of each row, a power of two (..., 1)."""
-    exponent = torch.frexp(x.abs().amax(-1, keepdim=True).double()).exponent - bits
-    return x.double().mul_(power(-exponent)).round_(), power(exponent)
+    top = x.abs().amax(-1, keepdim=True).double().clamp_(min=2.0**-300)  # the unit of zeros must not be 0
+    unit = (top.view(torch.int64) & EXPONENT).view(torch.float64).mul_(2.0 ** (1 - bits))
+    return (x.double() * (1 / unit)).round_(), unit
 
 
 def total(x: Tensor) -> Tensor:
@@ -81,22 +80,26 @@ def total(x: Tensor) -> Tensor:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, parts: int = 1) -> Tensor:
     """x @ weight.T + bias: (..., K), (N, K) and (N,) to (..., N), as a `determinism.tree_sum` over `parts` equal parts of K, each with
     1 / parts of the bias."""
-    size = weight.shape[1] // parts
-    rows = max(1, BLOCK // min(size, CHUNK))
-    inputs = [[whole(chunk, FACTOR_BITS) for chunk in part.split(CHUNK, -1)] for part in x.split(size, -1)]
-    shares = (weight.new_zeros(len(weight)) if bias is None else bias).double() / parts
-    out = x.new_empty(*x.shape[:-1], len(weight))
-    for first in range(0, len(weight), rows):
-        block = slice(first, first + rows)
-        leaves = []
-        for part, columns in zip(inputs, weight[block].split(size, -1), strict=True):
-            sums = shares[block]
-            for (a, unit), chunk in zip(part, columns.split(CHUNK, -1), strict=True):
-                b, units = whole(chunk, FACTOR_BITS)
-                sums = sums + a @ b.mT * unit * units.mT
-            leaves.append(sums.float().to(x.dtype))
-        out[..., block] = determinism.tree_sum(leaves)
-    return out
+    inputs, units = _chunks(x.reshape(-1, x.shape[-1]), parts)
+    out = x.new_empty(inputs.shape[1], len(weight))
+    rows = max(1, BLOCK // weight.shape[1])
+    for block in (slice(first, first + rows) for first in range(0, len(weight), rows)):
+        weights, other = _chunks(weight[block], parts)
+        products = (inputs @ weights.mT).mul_(units).mul_(other.mT).unflatten(0, (parts, -1))  # (parts, chunks, R, N)
+        sums = reduce(torch.add, products.unbind(1))
+        if bias is not None:
+            sums = sums + bias[block].double() / parts
+        out[:, block] = determinism.tree_sum(sums.float().to(x.dtype).unbind())
+    return out.view(*x.shape[:-1], len(weight))
+
+
+def _chunks(x: Tensor, parts: int) -> tuple[Tensor, Tensor]:
+    """`whole` of each chunk of each part of x (R, K): numbers (parts * chunks, R, k) and units (parts * chunks, R, 1)."""
+    size = x.shape[1] // parts
+    count = -(-size // CHUNK)
+    wide = F.pad(x.unflatten(1, (parts, size)), (0, -size % count)) if size % count else x
+    numbers, unit = whole(wide.reshape(len(x), parts * count, -1), FACTOR_BITS)
+    return numbers.transpose(0, 1), unit.transpose(0, 1)
 
 
 # --- elementwise functions of fp64, with a relative error below 1e-9 ----------------------------------------------------------
@@ -110,7 +113,7 @@ def exp(x: Tensor) -> Tensor:
     y = torch.full_like(x, 1 / math.factorial(8))
     for k in range(7, -1, -1):  # Taylor's series for |x| <= ln(2) / 2
         y.mul_(x).add_(1 / math.factorial(k))
-    return y.mul_(power(n))
+    return y.mul_((n.long() + 1023 << 52).view(torch.float64))  # 2^n
 
 
 def log(x: Tensor) -> Tensor:
