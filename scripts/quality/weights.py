@@ -1,10 +1,11 @@
-"""Measure what quantized weights and an 8-bit KV cache cost the embedded models: held-out perplexity and exact match.
+"""Measure what quantized weights and an 8-bit KV cache cost the embedded models: held-out perplexity, divergence and exact match.
 
     python -m scripts.quality.weights                                          # all models/tiny-*, all widths, on the GPU if any
     python -m scripts.quality.weights --models models/tiny-hybrid --widths int4 int4-gptq --stories 100 --items 20
 
 Each story's log-likelihood and each answer are compared with those of the same model in 16 bits, so that the standard errors are
-those of paired differences: the stories differ far more than the widths do. GPTQ quantizes on the CPU; all else runs through the engine, on a GPU in
+those of paired differences: the stories differ far more than the widths do. A perplexity may change in both directions, because a
+small error in the weights also helps some tokens; the divergence from the model in 16 bits sums all changes up. GPTQ quantizes on the CPU; all else runs through the engine, on a GPU in
 bf16 with the kernels that serve, on a CPU in fp32. One file for each model and width is kept in out/accuracy-weights; a command
 that was stopped goes on after the last one, and commands for different models may run at the same time. Writes
 accuracy-weights.json and .md into out (with --write into docs/results).
@@ -49,16 +50,15 @@ LOADED: dict[str, dict[str, str]] = {  # arguments of LLM
 }
 
 
-def likelihoods(llm: LLM, tokenizer: Tokenizer, stories: int) -> list[tuple[float, int]]:
-    """The negative log-likelihood (nats) of each held-out story without its begin token, and its number of tokens."""
+def likelihoods(llm: LLM, tokenizer: Tokenizer, stories: int) -> list[list[float]]:
+    """The log-likelihoods (nats) of the tokens of each held-out story without its begin token."""
     texts = [render(document) for document in documents(SEED, stories, split="heldout", kind="story")]
     prompts = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
     found = []
     for first in range(0, stories, BATCH):
         some = prompts[first : first + BATCH]
         for answer in llm.generate(some, SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)):
-            known = [token.chosen.logprob for token in answer.prompt_logprobs or [] if token is not None]
-            found.append((-sum(known), len(known)))
+            found.append([round(token.chosen.logprob, 6) for token in answer.prompt_logprobs or [] if token is not None])
     return found
 
 
@@ -80,7 +80,7 @@ def evaluate(path: Path, width: str, stories: int, items: int) -> dict[str, Any]
 def measured(path: Path, width: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """The evaluation of one model and width, from its file in `folder` if that has the same settings."""
     weights = zlib.crc32(b"".join(file.read_bytes() for file in sorted(path.glob("*.safetensors"))))
-    settings = {"stories": args.stories, "items": args.items, "weights": f"{weights:08x}"}
+    settings = {"stories": args.stories, "items": args.items, "weights": f"{weights:08x}", "of": "tokens"}
     settings |= {"torch": torch.__version__, "cuda": torch.cuda.is_available()}
     file = folder / f"{path.name}-{width.replace(' ', '-')}.json"
     if file.exists() and (found := json.loads(file.read_text()))["settings"] == settings:
@@ -98,10 +98,24 @@ def measured(path: Path, width: str, args: argparse.Namespace, folder: Path) -> 
 def change(of: dict[str, Any], to: dict[str, Any]) -> tuple[float, float]:
     """The mean log-likelihood a token that is lost from `of` to `to`, nats, which is the relative change of the perplexity while it
     is small; and its standard error over stories (of a ratio: Cochran, Sampling Techniques, section 2.11)."""
-    before, after = (torch.tensor(one["stories"], dtype=torch.float64) for one in (of, to))
-    lost, tokens = after[:, 0] - before[:, 0], before[:, 1]
-    mean = lost.sum() / tokens.sum()
-    return mean.item(), _error_of_mean(lost - mean * tokens) / tokens.mean().item()
+    return _mean_of_tokens([before - after for before, after in _pairs(of, to)])
+
+
+def divergence(of: dict[str, Any], to: dict[str, Any]) -> tuple[float, float]:
+    """Half the mean squared change of a token's log-likelihood from `of` to `to`, and its standard error: while the change is small,
+    the Kullback-Leibler divergence, nats, if the tokens are as likely as `of` says."""
+    return _mean_of_tokens([(before - after).square() / 2 for before, after in _pairs(of, to)])
+
+
+def _pairs(of: dict[str, Any], to: dict[str, Any]) -> list[tuple[Tensor, Tensor]]:
+    both = zip(of["stories"], to["stories"], strict=True)
+    return [(torch.tensor(before, dtype=torch.float64), torch.tensor(after, dtype=torch.float64)) for before, after in both]
+
+
+def _mean_of_tokens(stories: list[Tensor]) -> tuple[float, float]:
+    sums, tokens = torch.stack([values.sum() for values in stories]), torch.tensor([float(len(values)) for values in stories])
+    mean = sums.sum() / tokens.sum()
+    return mean.item(), _error_of_mean(sums - mean * tokens) / tokens.mean().item()
 
 
 def exact_match(found: dict[str, Any]) -> tuple[float, float]:
@@ -120,10 +134,12 @@ def rows_of(path: Path, found: dict[str, dict[str, Any]]) -> list[dict[str, Any]
     """A row for each width of one model."""
     rows = []
     for width, one in found.items():
-        lost, tokens = (sum(column) for column in zip(*one["stories"], strict=True))
+        lost, tokens = -sum(map(sum, one["stories"])), sum(map(len, one["stories"]))
         share, error = exact_match(one)
         row: dict[str, Any] = {"model": path.name, "variant": model_config(str(path), None, 1).description, "width": width}
         row |= {"perplexity": math.exp(lost / tokens), "exact_match": share, "exact_match_error": error}
+        if width != PLAIN:
+            row["divergence"], row["divergence_error"] = divergence(found[PLAIN], one)
         for name, other in (("16_bits", PLAIN), ("int4", "int4")):
             if other in found and width != other and (other == PLAIN or width == "int4-gptq"):
                 row[f"change_from_{name}"], row[f"change_from_{name}_error"] = change(found[other], one)
@@ -138,7 +154,11 @@ def table(rows: list[dict[str, Any]], args: argparse.Namespace, where: dict[str,
     for model in dict.fromkeys(row["model"] for row in rows):
         mine = {row["width"]: row for row in rows if row["model"] == model}
         cells = [f"`{model}`", f"{mine[PLAIN]['perplexity']:.4f}; {_match(mine[PLAIN])}"]
-        cells += [f"{_change(mine[name], '16_bits')}; {_match(mine[name])}" for name in names if name != PLAIN]
+        cells += [
+            f"{_change(mine[name], '16_bits')}; {_divergence(mine[name])}; {_match(mine[name])}"
+            for name in names
+            if name != PLAIN
+        ]
         if "change_from_int4" in mine.get("int4-gptq", {}):
             cells.append(_change(mine["int4-gptq"], "int4"))
         lines.append(cells)
@@ -147,7 +167,7 @@ def table(rows: list[dict[str, Any]], args: argparse.Namespace, where: dict[str,
     device = "cuda" if torch.cuda.is_available() else "cpu"
     caption = (
         f"Perplexity over {args.stories} held-out stories, for {PLAIN} itself, else its change in % with the standard error of the "
-        f"paired difference; exact match in % over {len(TASKS)} tasks of {args.items} held-out items, greedy, with its binomial standard "
+        f"paired difference; divergence from {PLAIN}, nats x 10⁻⁴ a token; exact match in % over {len(TASKS)} tasks of {args.items} held-out items, greedy, with its binomial standard "
         f"error. int4 in groups that divide all widths, rounded to nearest, or by GPTQ with at most {SAMPLES} samples of {LENGTH} tokens; "
         f"fp8-kv: keys and values in fp8. Computed in {dtype_name(None, device)}. Made on {describe(where, device)}."
     )
@@ -156,6 +176,10 @@ def table(rows: list[dict[str, Any]], args: argparse.Namespace, where: dict[str,
 
 def _change(row: dict[str, Any], name: str) -> str:
     return f"{row[f'change_from_{name}'] * 100:+.3f} ± {row[f'change_from_{name}_error'] * 100:.3f}"
+
+
+def _divergence(row: dict[str, Any]) -> str:
+    return f"{row['divergence'] * 1e4:.2f} ± {row['divergence_error'] * 1e4:.2f}"
 
 
 def _match(row: dict[str, Any]) -> str:

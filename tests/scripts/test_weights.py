@@ -7,28 +7,46 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from scripts.quality import weights
 from tests.support.command_line import MODELS
 
 
 def evaluation(stories: int, items: int, loss: float) -> dict[str, Any]:
-    """Stories of very different lengths and likelihoods, from each of which about `loss` nats a token are lost."""
+    """Stories of very different lengths and likelihoods, from each of which about `loss` nats a token are lost, not evenly."""
     draws, noise = random.Random(weights.SEED), random.Random()
     lengths = [draws.randrange(20, 300) for _ in range(stories)]
-    losses = [(n * (draws.uniform(0.1, 0.6) + loss + loss * noise.gauss(0, 1)), n) for n in lengths]
-    return {"stories": losses, "answers": {task: [noise.random() < 0.9 for _ in range(items)] for task in weights.TASKS}}
+    means = [draws.uniform(0.1, 0.6) + loss + loss * noise.gauss(0, 1) for _ in lengths]
+    texts = [[-mean + 0.1 * loss * noise.gauss(0, 1) for _ in range(n)] for mean, n in zip(means, lengths, strict=True)]
+    return {"stories": texts, "answers": {task: [noise.random() < 0.9 for _ in range(items)] for task in weights.TASKS}}
 
 
 def test_errors_are_those_of_paired_differences(seed: int) -> None:
     before, after = evaluation(400, 50, 0.0), evaluation(400, 50, 0.01)
-    pairs = [(b - a, n) for (a, n), (b, _) in zip(before["stories"], after["stories"], strict=True)]
-    lost, tokens = sum(d for d, _ in pairs), sum(n for _, n in pairs)
-    without = [(lost - d) / (tokens - n) for d, n in pairs]  # the jackknife
-    middle = sum(without) / len(without)
-    error = (sum((x - middle) ** 2 for x in without) * (len(pairs) - 1) / len(pairs)) ** 0.5
-    assert weights.change(before, after) == pytest.approx((lost / tokens, error), rel=0.02)
-    assert weights.change(before, before) == (0.0, 0.0)
+    both = list(zip(before["stories"], after["stories"], strict=True))
+    for measure, of_token in (weights.change, lambda d: d), (weights.divergence, lambda d: d * d / 2):
+        pairs = [(sum(of_token(a - b) for a, b in zip(*pair, strict=True)), len(pair[0])) for pair in both]
+        lost, tokens = sum(d for d, _ in pairs), sum(n for _, n in pairs)
+        without = [(lost - d) / (tokens - n) for d, n in pairs]  # the jackknife
+        middle = sum(without) / len(without)
+        error = (sum((x - middle) ** 2 for x in without) * (len(pairs) - 1) / len(pairs)) ** 0.5
+        assert measure(before, after) == pytest.approx((lost / tokens, error), rel=0.02)
+        assert measure(before, before) == (0.0, 0.0)
+
+
+def test_the_divergence_is_that_of_kullback_and_leibler(seed: int) -> None:
+    """Of a random distribution and one with small errors in its logits, over tokens that are drawn from it."""
+    logits = torch.randn(7)
+    p, q = logits.log_softmax(0), (logits + 0.03 * torch.randn(7)).log_softmax(0)
+    tokens = torch.multinomial(p.exp(), 200_000, replacement=True)
+    found, error = weights.divergence(*({"stories": one[tokens].view(200, -1).tolist()} for one in (p, q)))
+    expected = (p.exp() * (p - q)).sum().item()
+    assert found == pytest.approx(expected, abs=5 * error + 0.2 * expected)
+
+
+def test_exact_match_is_that_of_all_tasks(seed: int) -> None:
+    after = evaluation(1, 50, 0.0)
     share, spread = weights.exact_match(after)
     right = [one for task in after["answers"].values() for one in task]
     assert share == pytest.approx(sum(right) / len(right))
