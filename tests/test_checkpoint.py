@@ -539,10 +539,10 @@ MIB = 2**20
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The directory of a model with 600 MB of bf16 weights, in both formats: `hf` and `pth`."""
+    """The directory of a model with 400 MB of bf16 weights, in both formats: `hf` and `pth`."""
     directory = tmp_path_factory.mktemp("large")
     raw = SHAPE | dict(
-        model_type="llama", vocab_size=16000, hidden_size=2048, num_hidden_layers=6, num_attention_heads=16,
+        model_type="llama", vocab_size=16000, hidden_size=2048, num_hidden_layers=3, num_attention_heads=16,
         num_key_value_heads=4, head_dim=128, intermediate_size=6144,
     )  # fmt: skip
     model = Transformer(config_from_hf(raw), Local(), CPU, torch.bfloat16).requires_grad_(False)
@@ -552,7 +552,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Any:
     (directory / "pth").mkdir()
     shutil.copy(directory / "hf" / "config.json", directory / "pth")
     torch.save(gpt_fast_tensors(load_file(directory / "hf" / SINGLE), 16, 4), directory / "pth" / PTH)
-    assert (directory / "hf" / SINGLE).stat().st_size > 600e6
+    assert (directory / "hf" / SINGLE).stat().st_size > 400e6
     yield directory
     shutil.rmtree(directory)
 

@@ -188,7 +188,7 @@ def test_a_drain_ends_in_silence_and_in_its_own_time() -> None:
     environ = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": 0}
     with ServerProcess("--model", HYBRID, "--drain-timeout", 200, ranks=2, environ=environ) as server:
         server.ready()
-        body = {"prompt": "Once", "max_tokens": 100, "ignore_eos": True, "stream": True, "n": 4}
+        body = {"prompt": "Once", "max_tokens": 60, "ignore_eos": True, "stream": True, "n": 2}
         with server.http.stream("POST", "/v1/completions", json=body) as answer:
             lines = answer.iter_lines()
             next(lines)

@@ -37,6 +37,7 @@ from tests.engine.test_engine import (
     Answer,
     assert_logprobs,
     assert_same,
+    cheap,
     config_of,
     engine_of,
     load,
@@ -45,7 +46,6 @@ from tests.engine.test_engine import (
     random_params,
     random_submits,
     serve,
-    tiny,
     tiny_tokenizer,
 )
 from tests.engine.test_sampler import chi_square_is_plausible
@@ -556,7 +556,7 @@ def scores(model: Transformer, prompt: list[int], output: list[int], params: Sam
 
 def test_grammars(seed: int) -> None:
     """Answers under a grammar are the same with drafts. Predictions go on behind the end of the grammar."""
-    model, tokenizer = tiny(), tiny_tokenizer()
+    model, tokenizer = cheap(), tiny_tokenizer()
     total = 0
     for _ in range(3):
         params = SamplingParams(max_tokens=40, grammar=JSON, seed=random.getrandbits(60), temperature=random.choice([0.0, 0.8]))

@@ -22,8 +22,8 @@ from errors import UserError
 from tests import MODELS
 from tests.engine.test_engine import (
     ALONE,
+    KINDS,
     PLAIN,
-    WINDOWS,
     alone,
     assert_logprobs,
     assert_same,
@@ -42,12 +42,12 @@ from training.export import save_checkpoint
 TINY = MODELS / "tiny-hybrid"
 
 
-@pytest.mark.parametrize("name", PLAIN + WINDOWS)
+@pytest.mark.parametrize("kind", range(len(KINDS)))
 def test_every_prompt_gets_what_it_gets_alone(
-    name: str, in_turn: Callable[..., int], seed: int, monkeypatch: pytest.MonkeyPatch
+    kind: int, in_turn: Callable[..., Any], seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = random_model(config_of(name))
-    monkeypatch.setattr(engine.llm, "PREFILL_TOKENS", in_turn([1, 20, 1000], (PLAIN + WINDOWS).index(name)))
+    model = random_model(config_of(in_turn(KINDS[kind], 1)))
+    monkeypatch.setattr(engine.llm, "PREFILL_TOKENS", in_turn([1, 20, 1000], kind))
     monkeypatch.setattr(engine.llm, "MAX_SEQUENCES", random.choice([1, 3, 100]))
     llm, submits = LLM(model, world=ALONE), random_submits(3)
     for chosen in (submits, submits[:1], [submits[0]] * 3):

@@ -12,7 +12,7 @@ from engine.grammars import Grammars
 from engine.protocol import Submit, SubmitAll, decode_to_engine, encode, joined
 from model import Transformer
 from tests.engine.test_drafts import JSON, assert_answers, bent_submits, predicting
-from tests.engine.test_engine import Answer, config_of, engine_of, random_model, serve, step, tiny, tiny_tokenizer
+from tests.engine.test_engine import Answer, cheap, config_of, engine_of, random_model, serve, step, tiny_tokenizer
 
 
 def go_on(engine: Engine, submits: list[Submit], answers: dict[str, Answer], steps: int) -> None:
@@ -58,9 +58,10 @@ def test_a_cut_changes_no_grammar(seed: int) -> None:
     tokenizer = tiny_tokenizer()
     fixed = dict(max_tokens=60, grammar=JSON, stop_token_ids=list(tokenizer.eos_ids), temperature=0.7, min_tokens=0)
     submits = bent_submits(6, **fixed)
-    engine = engine_of(tiny(), tokenizer=tokenizer)
+    model = cheap()
+    engine = engine_of(model, tokenizer=tokenizer)
     whole = serve(engine, submits)
-    answers = cut_anywhere(tiny(), submits, engine.grammars, tokenizer=tokenizer, draft_tokens=random.choice([0, 3]))
+    answers = cut_anywhere(model, submits, engine.grammars, tokenizer=tokenizer, draft_tokens=random.choice([0, 3]))
     assert sum(answers[i].tokens == whole[i].tokens for i in whole) >= len(whole) - 1  # all, unless rounding decides a tie
     for answer in answers.values():
         if answer.finish_reason == "stop":

@@ -27,11 +27,11 @@ from model import Transformer
 from tests.engine.test_drafts import check_drafts_of_head, random_head
 from tests.engine.test_engine import (
     ALONE,
-    PLAIN,
-    WINDOWS,
+    KINDS,
     Answer,
     assert_logprobs,
     assert_same,
+    cheap,
     config_of,
     load,
     plain_logits,
@@ -39,7 +39,6 @@ from tests.engine.test_engine import (
     random_params,
     random_submits,
     serve,
-    tiny,
     tiny_tokenizer,
 )
 from tests.support.ranks import Ranks
@@ -125,11 +124,11 @@ LIMITS: list[tuple[dict[str, Any], int]] = [
 ]
 
 
-@pytest.mark.parametrize("name", PLAIN + WINDOWS)
-def test_requests_of_every_kind_get_what_they_get_alone(name: str, in_turn: Callable[..., Any], seed: int) -> None:
-    model = random_model(config_of(name))
+@pytest.mark.parametrize("kind", range(len(KINDS)))
+def test_requests_of_every_kind_get_what_they_get_alone(kind: int, in_turn: Callable[..., Any], seed: int) -> None:
+    model = random_model(config_of(in_turn(KINDS[kind], 1)))
     submits = random_submits(6)
-    limits, at_once = in_turn(LIMITS, (PLAIN + WINDOWS).index(name))
+    limits, at_once = in_turn(LIMITS, kind)
     made = engine_of(model, **limits)
     for order in (submits, submits[::-1]):  # the second time, prompts are in the cache
         answers = serve(made, order, at_once)
@@ -141,7 +140,7 @@ def test_requests_of_every_kind_get_what_they_get_alone(name: str, in_turn: Call
 JSON = llguidance.LLMatcher.grammar_from_json_schema(
     json.dumps({"type": "object", "properties": {"word": {"type": "string", "maxLength": 9}}, "required": ["word"]})
 )
-KINDS: dict[str, dict[str, Any]] = {
+PARAMETERS: dict[str, dict[str, Any]] = {
     "greedy": dict(temperature=0.0),
     "sampled": dict(temperature=0.9),
     "filtered": dict(top_k=20, top_p=0.9, min_p=0.01),
@@ -168,40 +167,41 @@ def recorded(made: Engine) -> list[bool]:
     return launched
 
 
-def with_tokenizer(look_ahead: bool, draft_tokens: int = 0) -> Engine:
+def with_tokenizer(model: Transformer, look_ahead: bool, draft_tokens: int = 0) -> Engine:
     limits = EngineLimits(max_num_seqs=20, max_batch_tokens=40, kv_memory=1e7, draft_tokens=draft_tokens)
-    made = Engine(tiny(), tiny_tokenizer(), limits, ALONE)
+    made = Engine(model, tiny_tokenizer(), limits, ALONE)
     made.look_ahead = look_ahead
     made.speculation.prepare()  # must leave nothing behind
     made.speculation.costs = Costs({1: 1.0, 2: 1.0})
     return made
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", PARAMETERS)
 def test_a_request_gets_the_same_ahead_and_in_turn(kind: str, seed: int) -> None:
     """One request at a time, so that both compute the same steps, with the same rounding."""
-    both = [with_tokenizer(ahead) for ahead in (True, False)]
+    model = cheap()
+    both = [with_tokenizer(model, ahead) for ahead in (True, False)]
     for _ in range(2):
         prompt = [random.randrange(3, 300) for _ in range(random.randint(1, 60))]
         stops = random.sample(range(3, 1000), 40)
-        submit = Submit("one", prompt, random_params(max_tokens=25, **{"stop_token_ids": stops} | KINDS[kind]))
+        submit = Submit("one", prompt, random_params(max_tokens=25, **{"stop_token_ids": stops} | PARAMETERS[kind]))
         ahead, in_turn = (serve(made, [submit])["one"] for made in both)
         assert ahead == in_turn
 
 
 def test_no_step_waits_for_the_tokens_of_the_step_before(seed: int) -> None:
     """Requests of all kinds come, end at stop tokens and are aborted beside one that lasts: only the first step follows none."""
-    made = with_tokenizer(look_ahead=True)
+    made = with_tokenizer(cheap(), look_ahead=True)
     made.runner.capture()
     launched = recorded(made)
     lasting = Submit("lasting", [3], SamplingParams(max_tokens=150, temperature=1.0, seed=seed % 1000, ignore_eos=True))
-    kinds = [random.choice(list(KINDS)) for _ in range(14)]
+    kinds = [random.choice(list(PARAMETERS)) for _ in range(14)]
     stops = random.sample(range(3, 1000), 30)
     others = [
         Submit(
             str(i),
             [random.randrange(3, 300) for _ in range(random.randint(1, 60))],
-            random_params(max_tokens=12, **{"stop_token_ids": stops} | KINDS[kind]),
+            random_params(max_tokens=12, **{"stop_token_ids": stops} | PARAMETERS[kind]),
         )
         for i, kind in enumerate(kinds)
     ]
@@ -234,14 +234,15 @@ def test_plain_requests_get_the_same_ahead_with_others_beside(seed: int) -> None
 
 def test_drafts_beside_other_requests(seed: int) -> None:
     """Requests of all kinds with predictions, which are wrong in places, beside ones that are launched ahead."""
-    plain = with_tokenizer(look_ahead=False)
-    kinds = [kind for kind in KINDS if kind != "grammar"]
+    model = cheap()
+    plain = with_tokenizer(model, look_ahead=False)
+    kinds = [kind for kind in PARAMETERS if kind != "grammar"]
     submits = [
-        Submit(str(i), [3, *random.sample(range(3, 300), 5)], random_params(max_tokens=25, ignore_eos=True, **KINDS[kind]))
+        Submit(str(i), [3, *random.sample(range(3, 300), 5)], random_params(max_tokens=25, ignore_eos=True, **PARAMETERS[kind]))
         for i, kind in enumerate(kinds)
     ]
     guesses = {name: answer.tokens for name, answer in serve(plain, submits).items()}
-    made = with_tokenizer(look_ahead=True, draft_tokens=5)
+    made = with_tokenizer(model, look_ahead=True, draft_tokens=5)
     launched = recorded(made)
     lasting = Submit("lasting", [3], SamplingParams(max_tokens=80, temperature=1.0, seed=seed % 1000))
     predicted = []

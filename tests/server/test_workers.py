@@ -58,7 +58,8 @@ def test_a_job_beyond_its_time_is_killed_and_the_quick_lane_goes_on() -> None:
     async def body(pool: Workers) -> None:
         await pool.run(limited, slow=True)
         pid = pool.pids[1]
-        jobs = [asyncio.create_task(pool.run(endless_in_c, slow=True)) for _ in range(2)]
+        endless = (endless_in_c,), (time.sleep, 600)
+        jobs = [asyncio.create_task(pool.run(*job, slow=True)) for job in endless]
         for _ in range(5):
             await pool.run(limited)  # while the slow jobs occupy their worker
         for job in jobs:

@@ -76,6 +76,12 @@ def run(world: World, argv: Sequence[str]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (args.out / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.fixture(scope="module")
+def undisturbed(model: Path, tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
+    """The losses of a run on one rank."""
+    return losses(run(ALONE, arguments(model, tokens, tmp_path_factory.mktemp("whole"))))
+
+
 def losses(lines: Sequence[dict[str, Any]]) -> torch.Tensor:
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     return torch.tensor([line["loss"] for line in lines])
@@ -104,16 +110,21 @@ def test_a_run_writes_a_model_that_is_read_again(model: Path, tokens: Path, tmp_
     [((4, "2,2,2x2", 2), (1, "1,1,1", 1)), ((1, "1,1,1", 1), (4, "1,1,2x2", 2)), ((2, "1,1,2", 2), (4, "2x2,2x2,2x2", 2))],
 )
 def test_resuming_on_other_ranks_and_plans_gives_the_same_losses(
-    ranks: Ranks, model: Path, tokens: Path, tmp_path: Path, then: tuple[int, str, int], now: tuple[int, str, int]
+    ranks: Ranks,
+    model: Path,
+    tokens: Path,
+    undisturbed: torch.Tensor,
+    tmp_path: Path,
+    then: tuple[int, str, int],
+    now: tuple[int, str, int],
 ) -> None:
-    undisturbed = run(ALONE, arguments(model, tokens, tmp_path / "whole"))
     out = tmp_path / "cut"
     for (count, sharding, per_node), more in ((then, ["--stop-after", 7]), (now, ["--resume"])):
         layout = ["--sharding", sharding, "--gpus-per-node", per_node]
         intra = ["--intra-tensor"] if more == ["--resume"] else []
         result = ranks.run(count, run, arguments(model, tokens, out, *layout, *more, *intra))
     assert [line["step"] for line in result[0]] == list(range(1, STEPS + 1))  # the steps after the snapshot were written again
-    torch.testing.assert_close(losses(result[0]), losses(undisturbed), rtol=1e-5, atol=0)
+    torch.testing.assert_close(losses(result[0]), undisturbed, rtol=1e-5, atol=0)
 
 
 def start(argv: Sequence[str], ranks: int) -> quick_start.Popen:
