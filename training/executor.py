@@ -141,10 +141,10 @@ class Executor:
             self.model.compile_modules()
         weight_first = not self.execution.compile and self.groups.gather.size > 1 and self.overlap.parameters
         linears = [m for m in self.model.layers.modules() if isinstance(m, ShardedLinear)] if weight_first else []
-        for layer in linears:
-            ready = partial(self._gradient_ready, self._by_parameter[layer.weight])
-            layer.forward = partial(_weight_first_linear, layer, ready)  # type: ignore[method-assign]
-        early = {layer.weight for layer in linears}
+        for module in linears:
+            ready = partial(self._gradient_ready, self._by_parameter[module.weight])
+            module.forward = partial(_weight_first_linear, module, ready)  # type: ignore[method-assign]
+        early = {module.weight for module in linears}
         for parameter, weight in self._by_parameter.items():
             if parameter not in early:
                 hooks.append(parameter.register_post_accumulate_grad_hook(partial(self._matrix_ready, weight)))
