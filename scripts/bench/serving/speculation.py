@@ -8,8 +8,11 @@ prompts are random ids. Source `ngram` has the request's own text alone. For sou
 answer, in which each token is right with the probability --accept-rate: this stands in for a real draft, and says nothing of one.
 Sources `head` and `model` are --drafts, beside the text: the folders of heads and of smaller models (default: of an embedded model
 its own head, and tiny-parallel for tiny-standard). Where weights are random, drafts are computed, but their tokens are replaced by
-those of the answer with the probability --accept-rate: their time is real, their agreement is not. With and without alternate, so
-that a slowdown of the machine affects both. Writes speculation.json and .md into out (with --write into docs/results).
+those of the answer with the probability --accept-rate: their time is real, their agreement is not.
+
+With and without take turns after every few requests, in a random order, so that a slowdown of the machine affects both; a ratio is
+the median of those of the runs. On a CPU, processor time is counted instead of the clock's if there is one rank: what other programs
+take does not count. Writes speculation.json and .md into out (with --write into docs/results).
 """
 
 import argparse
@@ -17,6 +20,7 @@ import json
 import random
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -75,12 +79,35 @@ def predicting(submits: list[Submit], answers: dict[str, list[int]], vocab_size:
     return found
 
 
-def serve(engine: Engine, submits: list[Submit], clients: int) -> dict[str, Any]:
+@dataclass
+class Served:
+    """What became of requests. steps: of all sequences."""
+
+    seconds: float = 0.0
+    tokens: int = 0
+    steps: int = 0
+    drafts: int = 0
+    accepted: int = 0
+    answers: dict[str, list[int]] = field(default_factory=dict)
+
+    @property
+    def speed(self) -> float:
+        """tokens/s"""
+        return self.tokens / self.seconds
+
+    def __add__(self, other: "Served") -> "Served":
+        return Served(
+            *(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)[:-1]), self.answers | other.answers
+        )
+
+
+def serve(engine: Engine, submits: list[Submit], clients: int) -> Served:
     """Answer the requests, at most `clients` at a time."""
     coming, active = iter(submits), 0
     answers: dict[str, list[int]] = {submit.request_id: [] for submit in submits}
     steps = drafts = accepted = 0
-    start = time.perf_counter()
+    clock = time.process_time if engine.world.device.type == "cpu" and engine.world.world_size == 1 else time.perf_counter
+    start = clock()
     while True:
         while active < clients and (submit := next(coming, None)):
             if refused := engine.submit(submit):
@@ -92,13 +119,8 @@ def serve(engine: Engine, submits: list[Submit], clients: int) -> dict[str, Any]
             answers[output.request_id] += output.token_ids
             steps, drafts, accepted = steps + 1, drafts + bool(output.drafted), accepted + output.accepted
             active -= output.finish_reason is not None
-    tokens = sum(map(len, answers.values()))
-    return {
-        "answers": answers,
-        "tokens_per_second": tokens / (time.perf_counter() - start),
-        "tokens_per_step": tokens / steps,  # of a sequence
-        "accepted_length": accepted / drafts if drafts else None,
-    }
+    seconds = clock() - start
+    return Served(seconds, sum(map(len, answers.values())), steps, drafts, accepted, answers)
 
 
 class Agreeing:
@@ -124,29 +146,36 @@ class Agreeing:
 def compare(engines: dict[str, Engine], submits: list[Submit], clients: int, args: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each source of drafts."""
     plain = serve(engines["off"], submits, clients)
-    predicted = predicting(submits, plain["answers"], engines["off"].vocab_size, args.accept_rate)
+    predicted = predicting(submits, plain.answers, engines["off"].vocab_size, args.accept_rate)
     chained = [name for name in engines if name not in ("off", "ngram")]
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in ("off", "ngram", "prediction", *chained)}
+    runs: dict[str, list[Served]] = {name: [] for name in ("off", "ngram", "prediction", *chained)}
     for engine in engines.values():
         if isinstance(engine.speculation.chains, Agreeing):
-            engine.speculation.chains.answers = plain["answers"]
+            engine.speculation.chains.answers = plain.answers
+    turns = random.Random(args.seed)  # the same on all ranks
     for _ in range(args.repeats):
-        for name, done in runs.items():
-            engine = engines["ngram" if name == "prediction" else name]
-            done.append(serve(engine, predicted if name == "prediction" else submits, clients))
-    speed = {name: median(one["tokens_per_second"] for one in done) for name, done in runs.items()}
+        for name in runs:
+            runs[name].append(Served())
+        for first in range(0, len(submits), clients):
+            for name in turns.sample(list(runs), len(runs)):
+                engine, asked = (
+                    engines["ngram" if name == "prediction" else name],
+                    predicted if name == "prediction" else submits,
+                )
+                runs[name][-1] += serve(engine, asked[first : first + clients], clients)
     return [
         {
             "source": source,
             "clients": clients,
-            "without": round(speed["off"], 1),
-            "with": round(speed[source], 1),
-            "tokens_per_step": round(runs[source][0]["tokens_per_step"], 3),
-            "accepted_length": runs[source][0]["accepted_length"],
-            "other_answers": sum(runs[source][0]["answers"][key] != ids for key, ids in plain["answers"].items()),
+            "without": round(median(one.speed for one in runs["off"]), 1),
+            "with": round(median(one.speed for one in runs[source]), 1),
+            "ratio": round(median(one.speed / off.speed for one, off in zip(runs[source], runs["off"], strict=True)), 3),
+            "tokens_per_step": round(last.tokens / last.steps, 3),  # of a sequence
+            "accepted_length": last.accepted / last.drafts if last.drafts else None,
+            "other_answers": sum(last.answers[key] != ids for key, ids in plain.answers.items()),
         }
         for source in runs
-        if source != "off"
+        if source != "off" and (last := runs[source][-1])
     ]
 
 
@@ -222,7 +251,7 @@ def table(rows: list[dict[str, Any]], caption: str) -> str:
     lines = []
     for row in rows:
         accepted = "–" if row["accepted_length"] is None else f"{row['accepted_length']:.2f}"
-        speeds = [f"{row['without']:.0f}", f"{row['with']:.0f}", f"{row['with'] / row['without']:.2f}"]
+        speeds = [f"{row['without']:.0f}", f"{row['with']:.0f}", f"{row['ratio']:.2f}"]
         cells = [row[key] for key in ("model", "task", "source", "clients")]
         lines.append([*cells, accepted, f"{row['tokens_per_step']:.2f}", *speeds])
     return "\n".join([*table_lines(head, lines), "", caption, ""])
