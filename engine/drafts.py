@@ -5,8 +5,8 @@ seed and the position only, so an answer has the same tokens with drafts as with
 
 A draft has one of two sources. One is text: what followed the longest suffix of prompt and answer that occurred before, in the
 prompt, in the answer, or in a text that the request predicts (`SamplingParams.prediction`). The other is a model
-(`draft_models.py`), if the engine has one; text, which costs nothing, goes first where it promises as many right tokens. Drafts are
-a function of tokens that all ranks know, so ranks agree on them without a message.
+(`draft_models.py`), if the engine has one. Each sequence takes the source that promises to save more time. Drafts are a function of
+tokens that all ranks know, and of times that were measured once for all ranks, so ranks agree on them without a message.
 """
 
 from collections.abc import Callable, Mapping
