@@ -103,7 +103,7 @@ def main() -> None:
         running = pool.map(compare, range(args.seed, args.seed + cases))
         try:
             for found in tqdm(running, total=cases, desc=f"seed {args.seed}", unit_scale=TOGETHER, unit="prompts"):
-                total += found
+                total.update(found)  # a sum would leave out zeros
         except AssertionError as e:
             pool.shutdown(cancel_futures=True)
             sys.exit(f"--seed {args.seed}: {e}")
