@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from server.http import to_json
-from server.journal_file import MOST_STARTS, Bounds, JournalFile, Row, explained, open_journal
+from server.journal_file import MOST_ATTEMPTS, Bounds, JournalFile, Row, explained, open_journal
 from server.logs import log
 from server.metrics import Metrics
 from server.problems import ApiError, internal_error
@@ -147,12 +147,13 @@ class Journal:
         row = await self._read(lambda file: file.read(number))
         if row is None or row.status:
             if row is None:
-                log.error("the request number %d in the journal is damaged, and lost", number)
+                log.error("request %d of the journal cannot be read, and is lost", number)
                 self.write(lambda file: file.forget(number))
             return None
         kept = Kept(self, number)
-        if row.starts >= MOST_STARTS:
-            message = f"the request is refused: {MOST_STARTS} servers ended before they had finished it"
+        self.write(lambda file: file.note_attempt(number))
+        if row.attempts >= MOST_ATTEMPTS:
+            message = f"the request is refused: {MOST_ATTEMPTS} servers ended before they had finished it"
             kept.finish(500, to_json(ApiError(500, message, None, "poisoned").body))
             return None
         return row.data, kept

@@ -20,18 +20,18 @@ from errors import UserError
 MAGIC, APPLICATION, VERSION = b"SQLite format 3\0", 0x52756E67, 1  # in the file's header
 HEADER = 100  # bytes
 LOCK_SECONDS = 5.0  # a server that ends may hold the file for a moment
-MOST_STARTS = 10  # of servers that had a request and did not finish it
+MOST_ATTEMPTS = 10  # of servers to finish a request
 MOST_MISSING = 500  # rows in a row that are looked for in a damaged file
 MOST_SHARE = 0.25  # of the file that a request or result may take
 PAGE = 4096  # bytes
 LOG_BYTES = 16 << 20  # of the write-ahead log, after it was written to the file
 TABLE = "requests"
-FIELDS = "number, time, owner, answer_id, request_id, status, data, starts, digest"
+FIELDS = "number, time, owner, answer_id, request_id, status, data, attempts, digest"
 SCHEMA = f"""
 PRAGMA application_id = {APPLICATION};
 PRAGMA user_version = {VERSION};
 CREATE TABLE {TABLE} (
-    number INTEGER PRIMARY KEY, time REAL, owner TEXT, answer_id TEXT, request_id TEXT, status INTEGER, starts INTEGER,
+    number INTEGER PRIMARY KEY, time REAL, owner TEXT, answer_id TEXT, request_id TEXT, status INTEGER, attempts INTEGER,
     digest BLOB, data BLOB
 );
 CREATE INDEX by_answer ON {TABLE} (answer_id);
@@ -50,7 +50,7 @@ USELESS = {  # SQLite's primary error codes
 @dataclass(frozen=True)
 class Row:
     """An accepted request. `owner`: who may read the result. `status`: of the result; 0: it is unfinished, and `data` is the
-    request. `starts`: of servers that had it unfinished."""
+    request. `attempts`: of later servers to finish it."""
 
     number: int
     time: float  # of the acceptance, as time.time()
@@ -59,11 +59,11 @@ class Row:
     request_id: str
     status: int
     data: bytes
-    starts: int = 0
+    attempts: int = 0
 
     @property
     def digest(self) -> bytes:
-        fields = (self.number, self.time, self.owner, self.answer_id, self.request_id, self.status, self.starts)
+        fields = (self.number, self.time, self.owner, self.answer_id, self.request_id, self.status, self.attempts)
         return hashlib.blake2b(repr(fields).encode(errors="replace") + self.data, digest_size=16).digest()
 
 
@@ -103,14 +103,11 @@ class JournalFile:
             raise
 
     def begin(self) -> tuple[list[int], int]:
-        """Note that a server has started. Returns the numbers of the unfinished requests, and the next new one."""
+        """Remove what is too old. Returns the numbers of the unfinished requests, and the next new one."""
         with self.transaction():
             self.prune()
             self._db.execute(f"DELETE FROM {TABLE} WHERE time < ?", (time.time() - self._bounds.seconds,))
             found = [n for (n,) in self._db.execute(f"SELECT number FROM {TABLE} WHERE status = 0 ORDER BY number")]
-            for number in found:
-                if row := self.read(number):
-                    self._write(replace(row, starts=row.starts + 1))
             (last,) = self._db.execute(f"SELECT max(number) FROM {TABLE}").fetchone()
         return found, (last or 0) + 1
 
@@ -125,6 +122,11 @@ class JournalFile:
             return False
         self.forget(number)
         return self._has_room(len(result)) and self._write(replace(row, status=status, data=result))
+
+    def note_attempt(self, number: int) -> bool:
+        """Note that a server computes a request of an earlier one."""
+        row = self.read(number)
+        return row is not None and self._write(replace(row, attempts=row.attempts + 1))
 
     def forget(self, number: int) -> bool:
         self._db.execute(f"DELETE FROM {TABLE} WHERE number = ?", (number,))
@@ -152,7 +154,17 @@ class JournalFile:
                     yield row
 
     def _write(self, row: Row) -> bool:
-        values = (row.number, row.time, row.owner, row.answer_id, row.request_id, row.status, row.data, row.starts, row.digest)
+        values = (
+            row.number,
+            row.time,
+            row.owner,
+            row.answer_id,
+            row.request_id,
+            row.status,
+            row.data,
+            row.attempts,
+            row.digest,
+        )
         self._db.execute(f"INSERT OR REPLACE INTO {TABLE} ({FIELDS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
         return True
 

@@ -26,7 +26,7 @@ class Accepted(msgspec.Struct, frozen=True, array_like=True):
     answer_id: str
     created: int
     body: bytes  # JSON
-    prompts: list[Prompt]  # they are not made again: a template may write the date
+    prompts: list[tuple[list[int], bytes | None, list[int]]]  # they are not made again: a template may write the date
     grammar: str
     seed: int
     turn: Turn
@@ -36,7 +36,8 @@ def record(request: GenerationRequest, body: bytes, grammar: str) -> bytes:
     """The request, as `Resumer` reads it. body: of the HTTP request."""
     plan, model = request.plan, request.service.settings.model
     seed, turn = plan.params[0].seed, plan.turn
-    accepted = Accepted(model, request.kind, request.id, request.created, body, plan.prompts, grammar, seed, turn)
+    prompts = [(p.ids, None if p.text is None else p.text.encode(errors="surrogatepass"), p.prediction) for p in plan.prompts]
+    accepted = Accepted(model, request.kind, request.id, request.created, body, prompts, grammar, seed, turn)
     return msgspec.msgpack.encode(accepted)
 
 
@@ -102,14 +103,17 @@ class Resumer:
         if accepted.model != service.settings.model:
             message = f"the server was started with another model before the request was finished: {service.model_name}"
             raise ApiError(503, message, None, "model_changed")
+        prompts = [
+            Prompt(ids, None if text is None else text.decode(errors="surrogatepass"), prediction)
+            for ids, text, prediction in accepted.prompts
+        ]
+        seed = {"seed": accepted.seed}
         request: GenerationRequest
         if accepted.kind == ChatRequest.kind:
             chat = await service.parse(accepted.body, ChatBody)
-            request = ChatRequest(service, chat.model_copy(update={"seed": accepted.seed}), accepted.prompts, accepted.grammar)
+            request = ChatRequest(service, chat.model_copy(update=seed), prompts, accepted.grammar)
         else:
             body = await service.parse(accepted.body, CompletionBody)
-            request = CompletionRequest(
-                service, body.model_copy(update={"seed": accepted.seed}), accepted.prompts, accepted.grammar
-            )
+            request = CompletionRequest(service, body.model_copy(update=seed), prompts, accepted.grammar)
         request.id, request.created, request.plan.turn = accepted.answer_id, accepted.created, accepted.turn
         return request

@@ -210,7 +210,10 @@ def result(site: Site, name: str, key: str = "one") -> httpx.Response:
 
 
 REQUESTS: list[tuple[str, dict[str, Any]]] = [
-    ("/v1/completions", {"prompt": ["Hi", "Ho"], "n": 2, "max_tokens": 100, "logprobs": 2, "echo": True, "temperature": 0.5}),
+    (
+        "/v1/completions",
+        {"prompt": ["Hi", "Ho"], "n": 2, "max_tokens": 100, "logprobs": 2, "echo": True, "temperature": 0.5},
+    ),
     (
         "/v1/chat/completions",
         {"messages": [{"role": "user", "content": "Hi"}], "stream": True, "logprobs": True, "stop": "kind"},
@@ -228,7 +231,7 @@ def test_a_request_outlives_its_server(sites: Sites) -> None:
     keys = ("one", "two name=b")
     site = sites.start(api_key=keys)
     wanted, ids = [], [f"mine-{i}" for i in range(len(REQUESTS))]
-    headers = [{"authorization": "Bearer one", "x-request-id": name} for name in ids]
+    headers = [as_client("one", name) for name in ids]
     for (path, body), name, header in zip(REQUESTS, ids, headers, strict=True):
         sent = site.http.post(path, json=body, headers=header).text
         wait_for(lambda name=name: result(site, name).status_code == 200)
@@ -240,9 +243,12 @@ def test_a_request_outlives_its_server(sites: Sites) -> None:
 
     site.engine.hold, before = True, len(site.engine.submits)
     answers: list[httpx.Response] = []
-    for (path, body), header in zip(REQUESTS, headers, strict=True):
-        ask = lambda p=path, b=body, h=header: answers.append(httpx.post(site.url + p, json=b, headers=h, timeout=60))  # noqa: E731
-        threading.Thread(target=ask, daemon=True).start()
+
+    def ask(path: str, body: dict[str, Any], header: dict[str, str], url: str = site.url) -> None:
+        answers.append(httpx.post(url + path, json=body, headers=header, timeout=60))
+
+    for one, header in zip(REQUESTS, headers, strict=True):
+        threading.Thread(target=ask, args=(*one, header), daemon=True).start()
     wait_for(lambda: all(result(site, name).status_code == 202 for name in ids))
     assert result(site, ids[0]).json()["status"] == "unfinished"
     wait_for(lambda: len(site.engine.submits) == before + 6)
