@@ -6,21 +6,28 @@
 Starts its own server on a free loopback port. Clients send the same requests over and over, with all kinds of parameters,
 streamed and whole. A random rank gets SIGKILL or SIGSTOP, while it computes or while it starts. Every answer must have the
 text, ids, log-probabilities and usage that the same request got before the first kill. With --frontend the frontend is killed,
-too: then connections may break, and only answers that came are compared. Prints how long a client waited for its next token
-after a kill, and for what.
+too: then connections may break, and only answers that came are compared. With --journal all processes are killed together, too,
+and the server is started again with the same journal; now and then its disk is full. An answer whose connection broke must then
+be among the results, unless the client had got nothing of it. Prints how long a client waited for its next token after a kill, and
+for what.
 """
 
 import argparse
 import asyncio
+import itertools
 import json
 import math
 import os
 import random
 import re
+import resource
 import signal
 import tempfile
 import time
+import uuid
 from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -34,14 +41,18 @@ from cli import Parser, note, run
 from errors import UserError
 from processes import RANK_NAME
 from scripts.lib.markdown import table_lines
-from scripts.lib.process_tree import process_tree
-from scripts.lib.servers import rung_server
+from scripts.lib.process_tree import kill, process_tree
+from scripts.lib.servers import Server, rung_server
+from server.journal import ENDS_OF_SERVERS
 from server.recovery import REFUSED
 
 TOLERANCE = 1e-3  # of log-probabilities: prefill and decode add in another order
 RECOVERY_SECONDS = 300.0  # limit; then the server is taken for dead
 STOPPED = 0.2  # share of signals that are SIGSTOP
 AT_START = 0.2  # share that comes while the ranks start
+ALL, FULL = 0.3, 0.2  # with --journal, share of kills of everything, and of full disks
+FULL_SECONDS = 2.0
+FULL_BYTES = 4096  # of a file that may be written then
 PHASES = {  # what ends each phase of a recovery: a part of a line of the log
     "noticed": "the ranks have ended",
     "processes and imports": "start-up: import",
@@ -97,9 +108,11 @@ class Answer:
     ends: dict[int, Any] = field(default_factory=dict)
     numbers: list[float] = field(default_factory=list)
     usage: Any = None
+    begun: bool = False  # whether the client got anything
 
     def take(self, body: dict[str, Any]) -> None:
         """Add an event, or a whole answer."""
+        self.begun = True
         if "error" in body:
             self.ends[-1] = body["error"]
         if body.get("usage"):
@@ -135,8 +148,18 @@ def _numbers(value: Any) -> list[float]:
 class Storm:
     """Clients and kills. `root`: the server's first process. `log`: the file with its output."""
 
-    def __init__(self, url: str, root: int, log: Path, rng: random.Random, frontend: bool = False) -> None:
-        self.url, self.root, self.log, self.rng, self.frontend = url, root, log, rng, frontend
+    def __init__(
+        self,
+        url: str,
+        root: int,
+        log: Path,
+        rng: random.Random,
+        frontend: bool = False,
+        restart: Callable[[], tuple[Server, Path]] | None = None,
+    ) -> None:
+        """restart: starts the server again after all its processes were killed, with its journal, and returns its new log."""
+        self.url, self.root, self.log, self.rng, self.frontend, self.restart = url, root, log, rng, frontend, restart
+        self._unsafe = 0.0  # time.time() of the end of the last full disk
         self.outcomes: Counter[str] = Counter()
         self.victims: Counter[str] = Counter()
         self.wrong: list[str] = []
@@ -149,15 +172,15 @@ class Storm:
 
     async def run(self, kills: int, clients: int) -> None:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        async with httpx.AsyncClient(base_url=self.url, timeout=RECOVERY_SECONDS, limits=limits, trust_env=False) as client:
-            self._expected = await asyncio.gather(*(self._ask(client, *one) for one in self._work))
+        async with httpx.AsyncClient(timeout=RECOVERY_SECONDS, limits=limits, trust_env=False) as client:
+            self._expected = await asyncio.gather(*(self._ask(client, *one, Answer(), "") for one in self._work))
             if failed := [e for e in self._expected if e.status != 200]:
                 raise UserError(f"a request fails without any kill: {failed[0]}")
             self._answers = [0] * clients
             tasks = [asyncio.create_task(self._repeat(client, i)) for i in range(clients)]
             try:
                 for _ in tqdm(range(kills), desc="kills", unit="kill"):
-                    await self._kill()
+                    await self._harm()
             finally:
                 self._ended = True
             await asyncio.wait_for(asyncio.gather(*tasks), RECOVERY_SECONDS)
@@ -166,10 +189,16 @@ class Storm:
         at = first
         while not self._ended:
             at = (at + 1) % len(self._work)
+            answer, name, start = Answer(), uuid.uuid4().hex, time.time()
             try:
-                answer = await self._ask(client, *self._work[at])
+                await self._ask(client, *self._work[at], answer, name)
+                if self.restart and (answer.ends.get(-1) or {}).get("code") in ENDS_OF_SERVERS:
+                    raise httpx.RemoteProtocolError("the server ends")
             except httpx.HTTPError as e:
                 self.outcomes["connection broken"] += 1
+                if self.restart:
+                    await self._fetch(client, at, name, answer.begun and start > self._unsafe)
+                    continue
                 if not self.frontend:
                     self.wrong.append(f"{self._work[at]}: {e!r}")
                 await asyncio.sleep(0.2)
@@ -184,9 +213,33 @@ class Storm:
             if difference:
                 self.wrong.append(f"{self._work[at]}: {difference}")
 
-    async def _ask(self, client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> Answer:
-        answer, ended = Answer(), False
-        async with client.stream("POST", path, json=body) as response:
+    async def _fetch(self, client: httpx.AsyncClient, at: int, name: str, promised: bool) -> None:
+        """Get the result of a request whose connection broke. promised: whether there must be one."""
+        end = time.monotonic() + RECOVERY_SECONDS
+        while time.monotonic() < end:
+            await asyncio.sleep(0.2)
+            try:
+                response = await client.get(f"{self.url}/v1/results/{name}")
+            except httpx.HTTPError:
+                continue
+            if response.status_code == 404 and not promised:
+                self.outcomes["not accepted"] += 1
+                return
+            if response.status_code != 202:
+                answer, expected = Answer(response.status_code), self._expected[at]
+                answer.take(response.json())
+                answer.usage = answer.usage if expected.usage else None
+                difference = answer.difference(expected)
+                self.outcomes["different result" if difference else "the same, as a result"] += 1
+                if difference:
+                    self.wrong.append(f"{self._work[at]}: {difference}")
+                return
+        self.wrong.append(f"{self._work[at]}: its result does not come")
+
+    async def _ask(self, client: httpx.AsyncClient, path: str, body: dict[str, Any], answer: Answer, name: str) -> Answer:
+        """Send a request with the X-Request-Id `name`, and read its answer into `answer`."""
+        ended = False
+        async with client.stream("POST", self.url + path, json=body, headers={"x-request-id": name}) as response:
             answer.status = response.status_code
             if not body["stream"] or answer.status != 200:
                 answer.take(json.loads(await response.aread()))
@@ -200,6 +253,35 @@ class Storm:
         if not ended:
             raise httpx.RemoteProtocolError("a stream without [DONE]")
         return answer
+
+    async def _harm(self) -> None:
+        kind = self.rng.random()
+        if self.restart and kind < ALL:
+            await self._kill_all()
+        elif self.restart and kind < ALL + FULL:
+            await self._fill_disk()
+        else:
+            await self._kill()
+
+    async def _kill_all(self) -> None:
+        """Kill all processes of the server, and start it again."""
+        assert self.restart is not None
+        await asyncio.sleep(self.rng.uniform(0, 1.5))
+        self.victims["everything SIGKILL"] += 1
+        kill(process_tree(self.root))
+        server, self.log = await asyncio.to_thread(self.restart)
+        self.url, self.root, self._deaths = server.url, server.pid, 0
+        await self._all_answered()
+
+    async def _fill_disk(self) -> None:
+        """For a while the frontend can write only the beginnings of files."""
+        self.victims["full disk"] += 1
+        pid = next(pid for pid in process_tree(self.root) if _name(pid) == "rung-frontend")
+        unlimited = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (FULL_BYTES, unlimited[1]))
+        await asyncio.sleep(FULL_SECONDS)
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, unlimited)
+        self._unsafe = time.time()
 
     async def _kill(self) -> None:
         """Send a signal to a random process, perhaps another one while new ranks start, and wait for tokens again."""
@@ -291,17 +373,28 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=8, help="concurrent clients (default: 8)")
     parser.add_argument("--kills", type=int, default=1000, help="signals, apart from those while ranks start (default: 1000)")
     parser.add_argument("--frontend", action="store_true", help="kill the frontend, too")
+    parser.add_argument(
+        "--journal", action="store_true", help="kill the frontend and everything, too, and fill the disk of the journal"
+    )
     parser.add_argument("--seed", type=int, help="of requests, victims and times (default: random; printed)")
     parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="further flags of the server, as the last ones")
     args = parser.parse_args()
     seed = random.randrange(1 << 30) if args.seed is None else args.seed
     note(f"seed {seed}")
     flags = ["--model", args.model, "--max-restarts", str(100 * args.kills), "--hang-seconds", "5", *args.flags]
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "server.log"
-        with rung_server(args.ranks, flags, log) as server:
-            storm = Storm(server.url, server.pid, log, random.Random(seed), args.frontend)
-            asyncio.run(storm.run(args.kills, args.clients))
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as servers:
+        if args.journal:
+            flags += ["--journal", str(Path(folder) / "journal")]
+        logs = (Path(folder) / f"server-{i}.log" for i in itertools.count())
+
+        def start() -> tuple[Server, Path]:
+            log = next(logs)
+            return servers.enter_context(rung_server(args.ranks, flags, log)), log
+
+        server, log = start()
+        frontend, again = args.frontend or args.journal, start if args.journal else None
+        storm = Storm(server.url, server.pid, log, random.Random(seed), frontend, again)
+        asyncio.run(storm.run(args.kills, args.clients))
     print(storm.report())
     if storm.wrong:
         raise UserError(f"seed {seed}: {len(storm.wrong)} wrong answers, such as {storm.wrong[0]}")
