@@ -14,6 +14,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from kernels.dispatch import pdl_options
 from kernels.linear_config import SMS
 
+TILES = (128, 256), (128, 128), (64, 128), (64, 64)  # rows of the input and of the weight, the most efficient first
+FILLED = round(0.7 * SMS)  # tiles that are enough for a GPU
+BLOCK_K = 128
 GROUP = 16  # tiles of rows that programs compute before the next features, so that L2 holds what they read
 
 
@@ -25,15 +28,15 @@ def int8_linear(
     K is a multiple of 16, and at most 2^17, so that sums cannot overflow."""
     rows, k = codes.shape
     n = len(weight)
-    block_m, block_k = 128 if rows > 64 else 64, 128
-    block_n = 256 if block_m == 128 and triton.cdiv(rows, block_m) * triton.cdiv(n, 256) > SMS else 128
+    tiles = {(m, of_n): triton.cdiv(rows, m) * triton.cdiv(n, of_n) for m, of_n in TILES}
+    block_m, block_n = next((tile for tile in TILES if tiles[tile] >= FILLED), TILES[-1])
     out = torch.empty(rows, n, dtype=dtype, device=codes.device)
-    _int8_linear[(triton.cdiv(rows, block_m) * triton.cdiv(n, block_n),)](
-        TensorDescriptor.from_tensor(codes, [block_m, block_k]),
-        TensorDescriptor.from_tensor(weight, [block_n, block_k]),
+    _int8_linear[(tiles[block_m, block_n],)](
+        TensorDescriptor.from_tensor(codes, [block_m, BLOCK_K]),
+        TensorDescriptor.from_tensor(weight, [block_n, BLOCK_K]),
         *(scales, row_scales, bias, out, rows, n, k),
         GROUP=GROUP,
-        STAGES=4,
+        STAGES=4 if block_n == 256 else 6,
         num_warps=8 if block_n == 256 else 4,
         **pdl_options(codes.device),
     )

@@ -19,17 +19,16 @@ GEMV_CODES = (
     27 << 20
 )  # bytes of a weight that the gemv kernel computes: it has half of them in flight before its input is ready
 LARGE = 10**8  # codes of a weight whose 4-bit tiles have more rows
-SMALL = 20 * 10**6  # codes of a weight which is loaded before its input is ready
-TILES = (  # rows of the weight, columns, warps, programs and kernels of other configs
-    *((n, k, 4, programs, 1) for n, k in ((128, 128), (128, 256), (64, 256), (64, 128)) for programs in (2 * SMS, SMS)),
-    *((n, k, 4, 3 * SMS, 1) for n, k in ((128, 256), (128, 128), (64, 256))),
-    *((n, k, 8, SMS, kernels) for n, k in ((128, 128), (128, 256), (256, 128)) for kernels in (1, 2)),
+TILES = (  # rows of the weight, columns, warps and programs, at most, of other configs
+    *((n, k, 4, programs) for n, k in ((128, 128), (128, 256), (64, 256), (64, 128)) for programs in (2 * SMS, SMS)),
+    *((n, k, 4, 3 * SMS) for n, k in ((128, 256), (128, 128), (64, 256))),
+    *((n, k, 8, SMS) for n, k in ((128, 128), (128, 256), (256, 128))),
 )
 GEMV_TILES = (  # rows, warps, chunks, programs for each SM
     *((16, 8, 4, 0), (16, 8, 8, 0), (16, 4, 4, 0), (16, 4, 8, 0), (16, 8, 2, 0), (32, 8, 2, 0), (32, 4, 4, 0)),
     *((16, 8, 4, 2), (16, 8, 4, 3), (16, 4, 4, 4), (32, 8, 2, 2)),
 )
-REGISTERS = {(4, 1): 144, (8, 1): 168, (4, 2): 128, (4, 3): 80, (8, 2): 80}  # of a thread, by warps and programs of an SM
+REGISTERS = {(4, 1): 144, (8, 1): 168, (4, 2): 128, (4, 3): 80}  # of a thread, by warps and programs of an SM
 WGMMA_REGISTERS = 128  # fewer do not suffice for wgmma's operands
 PIECE = 64  # input features of a wgmma's operand A in registers, at most
 COLUMNS = 8  # of operand B of an mma: rows of the input, for each group of a chunk
@@ -77,12 +76,10 @@ class Format:
 class QuantizedStream(Stream):
     """`Stream` of a quantized weight. `programs` may be a multiple of the number of SMs, if as many fit an SM.
 
-    sums: fp32 sums of a thread, at most; with groups, as many more are those of one group. kernels: how many of them share an SM,
-    so that the next layer's programs load their weights before this layer's end.
+    sums: fp32 sums of a thread, at most; with groups, as many more are those of one group.
     """
 
     sums: int = SUMS
-    kernels: int = 1
 
     def tile_rows(self, rows: int) -> int:
         return min(super().tile_rows(rows), self.sums * 32 * self.warps // self.block_n)
@@ -101,11 +98,11 @@ class QuantizedStream(Stream):
     @property
     def on_an_sm(self) -> int:
         """Programs that share an SM."""
-        return -(-self.programs // SMS) * self.kernels
+        return -(-self.programs // SMS)
 
     def registers(self, rows: int) -> int:
         """Registers of a thread at launch. Then the other warps give most of theirs to the multiplying ones, which get 248, 232,
-        216, 120 or 100. Raises KeyError if so many programs do not fit."""
+        216 or 120. Raises KeyError if so many programs do not fit."""
         return REGISTERS[self.warps, self.on_an_sm]
 
     def is_mma(self, rows: int) -> bool:
@@ -211,8 +208,9 @@ def stream_candidates(rows: int, n: int, k: int, fmt: Format, swiglu: bool) -> l
     """Each has as many buffers as there is room for."""
     sums = SUMS // 2 if fmt.group else SUMS
     found, first = [], _first_tile(rows, n, k, fmt, swiglu)
-    for tile_n, tile_k, warps, programs, kernels in dict.fromkeys((first, *TILES)):
-        one = QuantizedStream(tile_n, tile_k, 1, warps, programs, sums, kernels)
+    for tile_n, tile_k, warps, most in dict.fromkeys((first, *TILES)):
+        programs = linear_tuning.whole_programs(-(-n // tile_n), most)
+        one = QuantizedStream(tile_n, tile_k, 1, warps, programs, sums)
         stages = STREAM_BYTES // one.on_an_sm // one.ring_bytes(rows, fmt)
         chosen = replace(one, stages=min(stages, 24))
         if chosen.fits(rows, n, k, swiglu, fmt):
@@ -220,12 +218,10 @@ def stream_candidates(rows: int, n: int, k: int, fmt: Format, swiglu: bool) -> l
     return found
 
 
-def _first_tile(rows: int, n: int, k: int, fmt: Format, swiglu: bool) -> tuple[int, int, int, int, int]:
-    """As in `TILES`."""
-    if fmt.bits == 4 and rows <= MMA_ROWS and swiglu:
-        return 128, 256, 4, 3 * SMS, 1
-    if fmt.bits == 4 and rows <= COLUMNS and n * k >= SMALL:
-        return 128, 256, 8, SMS, 2
+def _first_tile(rows: int, n: int, k: int, fmt: Format, swiglu: bool) -> tuple[int, int, int, int]:
+    """As in `TILES`: what was fastest in a model rather than in a chain of such layers."""
+    if fmt.bits == 4 and (rows <= COLUMNS or (rows <= MMA_ROWS and swiglu)):
+        return 128 if swiglu else 64, 256, 4, 3 * SMS
     block_n = 128 if swiglu or (fmt.bits == 4 and n * k >= LARGE) else 64
     programs = SMS if rows > 64 and (block_n == 64 or fmt.bits == 8) else 2 * SMS
-    return block_n, 256 if rows <= 32 else 128, 4, programs, 1
+    return block_n, 256 if rows <= 32 else 128, 4, programs

@@ -147,11 +147,11 @@ def stream_candidate(rows: int, block_n: int, block_k: int, warps: int, shared: 
     return replace(one, stages=max(1, shared // one.shared_bytes(rows)))
 
 
-def whole_programs(tiles: int) -> int:
-    """A number of programs, at least 0.9 SMS if there is one, that gives each the same number of tiles or each tile the same
-    number of programs; else SMS."""
-    equal = [n for n in range(round(0.9 * SMS), SMS + 1) if tiles % n == 0 or n % tiles == 0]
-    return max(equal, default=SMS)
+def whole_programs(tiles: int, most: int = SMS) -> int:
+    """A number of programs, at least 0.9 times `most` if there is one, that gives each the same number of tiles or each tile the
+    same number of programs; else `most`."""
+    equal = [n for n in range(round(0.9 * most), most + 1) if tiles % n == 0 or n % tiles == 0]
+    return max(equal, default=most)
 
 
 # --- measuring ------------------------------------------------------------------------------------------------------------

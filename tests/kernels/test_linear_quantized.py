@@ -293,7 +293,7 @@ COMPILED = [
     Case(17, 1024, 1024, "fp8", QuantizedStream(128, 128, 9)),
     Case(32, 1024, 1024, "int4 group 128 asymmetric", QuantizedStream(128, 256, 3, 4, 264, 64), swiglu=True),
     Case(16, 1024, 1024, "int4 group 128 asymmetric", QuantizedStream(128, 256, 2, 4, 396, 64), swiglu=True),
-    Case(8, 1024, 1024, "fp8", QuantizedStream(256, 128, 3, 8, 132, kernels=2), swiglu=True),
+    Case(8, 1024, 1024, "fp8", QuantizedStream(256, 128, 6, 8), swiglu=True),
     Case(2, 1024, 4096, "int4 group 128", QuantizedGemv(16, 8, 4), swiglu=True),
     Case(1, 1024, 6144, "fp8", QuantizedGemv(16, 4, 8)),
 ]
