@@ -253,6 +253,11 @@ def test_keys_of_quantized_layers(seed: int) -> None:
         assert {type(config) for config in problem.candidates()} <= {QuantizedGemv, QuantizedStream, Stream}
         assert names_of(problem.key) == {name_of(config) for config in (None, *problem.candidates())}
         assert problem.of_codes == problem.key.endswith(",codes")
+        if not problem.of_codes and rows <= 128:
+            assert (
+                problem.candidates()[:1]
+                == [linear_quantized_config.config(rows, n, k, fmt, gated)][: len(problem.candidates())]
+            )
     for wrong in (
         "1,8,8,fp8",
         "1,8,8,fp8-7",
