@@ -20,6 +20,7 @@ from comm import Local, TreeCommunicator
 from communicators import choose
 from engine.core import Engine, EngineLimits
 from engine.drafts import Costs
+from engine.logits import token_logprobs
 from engine.paged_cache import PagedCache
 from engine.protocol import Submit
 from errors import UserError
@@ -27,7 +28,7 @@ from kernels import exact
 from kernels.sampling import exponential_noise, gumbel_noise
 from model import Transformer
 from presets import model_config
-from tests.engine.test_engine import ALONE, CPU, Answer, config_of, random_model, random_submits, serve
+from tests.engine.test_engine import ALONE, CPU, Answer, config_of, draws, plain_logits, random_model, random_submits, serve
 from tests.support.ranks import Ranks
 from tp import World, init_world, stream_shards
 from training.batches import IGNORED, Batch
@@ -52,48 +53,58 @@ def deterministic() -> Iterator[None]:
 
 
 def answers_of(
-    world: World, directory: Path, submits: list[Submit], dtype: torch.dtype, quantize: str | None, seed: int, hard: bool
-) -> tuple[list[tuple[Any, ...]], dict[str, int]]:
-    """Tokens and log-probabilities of all requests, and what happened on the way. hard: in small chunks, with little memory, random
-    arrivals and drafts of right and wrong tokens; otherwise each request alone."""
+    world: World, directory: Path, submits: list[Submit], dtype: torch.dtype, quantize: str | None, seed: int
+) -> list[list[Answer]]:
+    """All requests in small chunks, random arrivals and with little memory, first without drafts, then with drafts of right and of
+    wrong tokens."""
     random.seed(seed)
     with deterministic():
         world = replace(world, comm=TreeCommunicator() if world.world_size > 1 else Local())
         config = model_config(str(directory), None, world.world_size, quantize)
         model = checkpoint.load_model(str(directory), config, world, dtype)
         size = PagedCache.bytes_per_block(model.attention_slots, 4, model.n_kv_heads, config.head_dim, dtype)
-        if not hard:
-            limits = EngineLimits(kv_memory=size * 100)
-            found = [serve(Engine(model, None, limits, world), [one])[one.request_id] for one in submits]
-            return [bits(one) for one in found], {}
-        limits = EngineLimits(block_size=4, max_batch_tokens=19, max_num_seqs=6, kv_memory=size * 12, draft_tokens=3)
+        limits = EngineLimits(block_size=4, max_batch_tokens=random.randint(8, 30), kv_memory=size * 12)
         engine = Engine(model, None, limits, world)
+        plain = list(serve(engine, submits, random.randint(2, 5)).values())
+        assert engine.scheduler.preemptions
+        for one, answer in zip(submits, plain, strict=True):
+            one.params.prediction.extend(answer.tokens)
+        engine = Engine(model, None, replace(limits, draft_tokens=3), world)
         engine.speculation.costs = Costs({1: 1.0, 2: 1.0})
-        found = list(serve(engine, submits, random.randint(2, 5)).values())
-        accepted = sum(one.accepted for one in engine.speculation.total.values())
-        return [bits(one) for one in found], {"preemptions": engine.scheduler.preemptions, "accepted": accepted}
-
-
-def bits(answer: Answer) -> tuple[Any, ...]:
-    return answer.tokens, answer.logprobs, answer.prompt_logprobs
+        drafted = list(serve(engine, submits, random.randint(2, 5)).values())
+        assert sum(one.accepted for one in engine.speculation.total.values())
+        return [plain, drafted]
 
 
 @pytest.mark.parametrize(("place", "name"), list(enumerate(VARIANTS)))
-def test_every_way_to_compute_a_request_gives_the_same_bits(
+def test_ranks_give_the_bits_of_one_forward_pass(
     place: int, name: str, in_turn: Callable[..., Any], ranks: Ranks, tmp_path: Path, seed: int
 ) -> None:
+    """Of a process that computes each request's whole text at once, without a cache."""
     n, dtype = in_turn([1, 2, 4], place), in_turn([torch.float32, torch.bfloat16], place // 3)
     quantize = in_turn([None, "int8", "fp8"], place // 2)
     save_checkpoint(random_model(config_of(name)), tmp_path, torch.float32)
-    submits = [with_logprobs(one, random.choice([None, 1])) for one in random_submits(3, longest=24)]
-    alone, _ = answers_of(ALONE, tmp_path, submits, dtype, quantize, seed, hard=False)
-    for one, (tokens, *_) in zip(
-        submits[2:], alone[2:], strict=True
-    ):  # the first two stay long, and need more memory than there is
-        one.params.prediction.extend(tokens)  # drafts that are right
-    for rank, (found, met) in enumerate(ranks.run(n, answers_of, tmp_path, submits, dtype, quantize, seed, True)):
-        assert found == alone, f"rank {rank} of {n}, {dtype}, {quantize}"
-        assert met["preemptions"] + met["accepted"]  # without drafts that are right, the first two do not fit together
+    submits = [with_logprobs(one, random.choice([None, 1])) for one in random_submits(2, longest=24)]
+    results = ranks.run(n, answers_of, tmp_path, submits, dtype, quantize, seed)
+    with deterministic():
+        model = checkpoint.load_model(str(tmp_path), model_config(str(tmp_path), None, 1, quantize), ALONE, dtype)
+        expected = [logprobs_of(model, one, answer.tokens) for one, answer in zip(submits, results[0][0], strict=True)]
+    for rank, runs in enumerate(results):
+        for answers in runs:
+            found = [(one.tokens, one.logprobs, one.prompt_logprobs) for one in answers]
+            assert found == expected, f"rank {rank} of {n}, {dtype}, {quantize}"
+
+
+def logprobs_of(model: Transformer, submit: Submit, tokens: list[int]) -> tuple[Any, ...]:
+    """What is drawn after the prompt and each of `tokens`, and the log-probabilities."""
+    prompt, params = submit.prompt_ids, submit.params
+    logits = plain_logits(model, prompt + tokens)
+    first, rows = len(prompt), logits[len(prompt) - 1 : -1]
+    drawn = draws(rows, list(range(first, first + len(tokens))), params)
+    scored: list[Any] | None = None if params.prompt_logprobs is None else [None]
+    if scored and first > 1:
+        scored += token_logprobs(logits[: first - 1], prompt[1:], [1] * (first - 1))
+    return drawn, token_logprobs(rows, drawn, [2] * len(drawn)), scored
 
 
 def with_logprobs(one: Submit, prompt_logprobs: int | None) -> Submit:
