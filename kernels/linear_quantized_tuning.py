@@ -120,7 +120,7 @@ class QuantizedProblem(Problem):
 def _tile(config: QuantizedConfig) -> tuple[int, ...] | None:
     if isinstance(config, QuantizedGemv):
         return None
-    return config.block_n, config.block_k, config.warps, config.programs, config.kernels
+    return config.block_n, config.block_k, config.warps, config.programs
 
 
 def row_counts(shape: QuantizedShape, most: int) -> list[int]:
