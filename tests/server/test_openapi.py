@@ -4,12 +4,20 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.support.command_line import HYBRID, environment
+from checkpoint import random_weights
+from comm import Local
+from hf_config import read_config
+from model import Transformer
+from tests import MODELS
+from tests.support.command_line import environment
 from tests.support.server_process import ServerProcess
+from training.export import save_checkpoint
 
 CHECKS = (
     "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance,"
@@ -24,8 +32,12 @@ RUN = "import sys; from schemathesis.cli import schemathesis; sys.exit(schemathe
 def test_the_description_is_true(tmp_path: Path, session_seed: int, in_turn: Callable[..., str]) -> None:
     pytest.importorskip("schemathesis")
     paths = in_turn(PATHS, 0)
-    # A short context limits the run time: a chat may generate until the context is full.
-    with ServerProcess("--model", HYBRID, "--max-model-len", 48) as server:
+    # One layer and a short context limit the run time: a chat may generate until the context is full.
+    config = replace(read_config(MODELS / "tiny-hybrid" / "config.json"), n_layers=1, variant="standard", ladder_layers=())
+    model = Transformer(config, Local(), torch.device("cpu"), torch.float32)
+    random_weights(model, session_seed)
+    save_checkpoint(model, tmp_path / "model", torch.float32, tokenizer_from=MODELS / "tiny-hybrid")
+    with ServerProcess("--model", tmp_path / "model", "--max-model-len", 16) as server:
         server.ready()
         command = [sys.executable, "-c", RUN, "run", f"{server.url}/openapi.json", "--seed", str(session_seed)]
         command += ["--checks", CHECKS, "--phases", "examples,coverage,fuzzing", "--max-examples", "6", "--no-shrink"]
