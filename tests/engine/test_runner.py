@@ -1,7 +1,6 @@
 """The runner as on a GPU, tested on a CPU. References replace the kernels, and calling the step again replaces the replay of a
 graph. Layout, buckets, padding and the state that one step leaves for the next are the real ones."""
 
-import json
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,7 +9,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import llguidance
 import msgspec
 import pytest
 import torch
@@ -24,7 +22,7 @@ from engine.paged_cache import PagedCache
 from engine.protocol import SamplingParams, Submit
 from engine.runner import LARGEST_GRAPH, Runner, decode_buckets, prefill_buckets
 from model import Transformer
-from tests.engine.test_drafts import check_drafts_of_head, random_head
+from tests.engine.test_drafts import JSON, check_drafts_of_head, random_head
 from tests.engine.test_engine import (
     ALONE,
     KINDS,
@@ -137,9 +135,6 @@ def test_requests_of_every_kind_get_what_they_get_alone(kind: int, in_turn: Call
             assert answers[submit.request_id].finish_reason == "length"
 
 
-JSON = llguidance.LLMatcher.grammar_from_json_schema(
-    json.dumps({"type": "object", "properties": {"word": {"type": "string", "maxLength": 9}}, "required": ["word"]})
-)
 PARAMETERS: dict[str, dict[str, Any]] = {
     "greedy": dict(temperature=0.0),
     "sampled": dict(temperature=0.9),
