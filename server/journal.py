@@ -109,20 +109,25 @@ class _Job:
 class Journal:
     """The journal of a running server. Methods are called in the event loop."""
 
-    def __init__(self, path: Path, bounds: Bounds, metrics: Metrics) -> None:
-        """Open the file. Raises UserError."""
-        self.path, self.metrics = path, metrics
-        self._file, message = open_journal(path, bounds)
-        if message:
-            log.warning("%s", message)
-        with explained(path):
-            self.unfinished, self._next = self._file.begin()
+    def __init__(self, file: JournalFile, path: Path, metrics: Metrics) -> None:
+        """path: for messages."""
+        self.path, self.metrics, self._file = path, metrics, file
+        self.unfinished, self._next = file.begin()
         self.ending = False  # the server ends: what is unfinished stays in the file
         self.on_orphan: Callable[[int], None] = lambda number: None  # for requests that go on without their clients
         self._jobs: deque[_Job] = deque()
         self._pending = 0  # bytes of `_jobs`
         self._more, self._closed, self._failing = threading.Condition(), False, False
         self._thread = threading.Thread(target=self._run, daemon=True, name="journal")
+
+    @classmethod
+    def open(cls, path: Path, bounds: Bounds, metrics: Metrics) -> "Journal":
+        """Raises UserError."""
+        file, message = open_journal(path, bounds)
+        if message:
+            log.warning("%s", message)
+        with explained(path):
+            return cls(file, path, metrics)
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()

@@ -39,7 +39,7 @@ class Service:
         self.workers = Workers(settings.model, settings.workers, settings.worker_seconds, capacity, WORKER_MODULES)
         self.grammars: OrderedDict[tuple[str, str], Compiled] = OrderedDict()  # see grammar.py
         bounds = settings.journal_bounds
-        self.journal = Journal(Path(settings.journal), bounds, self.metrics) if settings.journal else None
+        self.journal = Journal.open(Path(settings.journal), bounds, self.metrics) if settings.journal else None
         self.draining = False
         self.open_requests = 0  # HTTP requests whose answer is not complete
         self.started, self.created = time.monotonic(), int(time.time())

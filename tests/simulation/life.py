@@ -3,9 +3,11 @@
 The frontend's `EngineClient` and its queues, the messages in their encoding, and `Engine` with its scheduler, block manager and
 drafts are the real ones. The model, grammars, sockets and the clock are not: time is counted in steps. Requests arrive, are read
 slowly, stop, are aborted and refused; messages are late; ranks are lost, and with them the engine, after which unfinished requests
-are submitted again. After each step all invariants are checked.
+are submitted again. The whole server is lost, too, and the next one finishes the requests of its journal, whose disk is slow and
+sometimes full. After each step all invariants are checked.
 """
 
+import contextlib
 import random
 from collections import Counter, deque
 from collections.abc import Sequence as List
@@ -22,17 +24,21 @@ from engine.protocol import (
     Refused,
     SamplingParams,
     Submit,
+    SubmitAll,
     TokenOutput,
     Turn,
     decode_from_engine,
     encode,
+    joined,
 )
 from engine.scheduler import Chunk
 from engine.worker import apply
 from server.engine_client import EngineClient, OutputQueue
+from server.journal import Kept
 from server.metrics import Metrics
 from server.problems import ApiError
 from tests.simulation.fakes import VOCAB, FakeGrammar, alone, fake_engine
+from tests.simulation.journal import MemoryFile, SteppedJournal
 
 CLIENTS = ("a", "b", "c", "d")
 NEVER = 1 << 60
@@ -52,6 +58,9 @@ class World:
     arrivals: float  # requests a step
     aborts: float  # probability of each request and step
     restarts: float  # probability of each step
+    crashes: float  # the same of the whole server
+    commits: float  # probability that the journal is written in a step
+    full: float  # probability that its disk is full then
     delay: int  # most steps that a message takes
     reading: float  # probability that a client reads what has arrived in a step
     weights: dict[str, int]
@@ -77,6 +86,9 @@ class World:
             arrivals=rng.choice([0.05, 0.2, 0.4]),
             aborts=rng.choice([0.0, 0.002, 0.02]),
             restarts=rng.choice([0.0, 0.002, 0.01]),
+            crashes=rng.choice([0.0, 0.002, 0.01]),
+            commits=rng.choice([1.0, 0.3]),
+            full=rng.choice([0.0, 0.0, 0.3]),
             delay=rng.choice([0, 1, 6]),
             reading=rng.choice([1.0, 0.5, 0.05]),
             weights={client: rng.choice([1, 1, 2, 5]) for client in CLIENTS[: rng.randint(1, len(CLIENTS))]},
@@ -133,7 +145,19 @@ class Reader:
     sequences: list[Sent]
     stops: dict[int, int]
     generate: Any  # the context manager of `queue`
+    promise: Kept
+    given: Any  # its context manager
+    resumed: bool  # whether it has no client
     read: list[list[int]] = field(default_factory=list)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the client may get something."""
+        return self.promise._future is None or self.promise._future.done()
+
+    @property
+    def is_promised(self) -> bool:
+        return self.is_written and (self.promise._future is None or self.promise._future.result())
 
 
 class Frontend(EngineClient):
@@ -188,6 +212,12 @@ class Life:
         self.frontend = Frontend(self)
         self.sent: dict[str, Sent] = {}  # unfinished sequences
         self.readers: list[Reader] = []
+        self.file = MemoryFile()
+        self.journal = SteppedJournal(self.file)
+        self.results: dict[int, bytes] = {}  # that requests must have, by their numbers in the journal
+        self.orphans: list[int] = []  # numbers of requests that go on without clients
+        self.journal.on_orphan = self.orphans.append
+        self.lost: list[Reader] = []  # kept, because their context managers would end requests of a server that is no more
         self.texts: deque[list[int]] = deque(maxlen=20)
         self.counts = Counter[str]()
         self.steps: list[list[Any]] = [[] for _ in range(self.world.ranks)]  # what each rank computes in this step
@@ -217,9 +247,11 @@ class Life:
                     self._arrive()
             if self.rng.random() < self.world.restarts:
                 self._restart()
+            if self.rng.random() < self.world.crashes:
+                self._crash()
             self._step()
         idle = 0
-        while self.readers or len(self.to_engine) or len(self.from_engine):
+        while self.readers or self.orphans or len(self.to_engine) or len(self.from_engine):
             self._step()
             idle = 0 if self.engines[0].has_work() or self.engines[0].compiling else idle + 1
             assert idle < 50 / self.world.reading + 1000, "requests that never end"
@@ -228,6 +260,11 @@ class Life:
             assert not engine.has_work() and not engine.compiling and not engine.scheduler.by_id
             assert engine.scheduler.blocks.used == 0, "blocks are left"
         assert not self.sent and not self.frontend.active
+        self.file.full = False
+        self.journal.step()
+        assert self.file.begin()[0] == [], "requests in the journal that nobody finishes"
+        for number, result in self.results.items():
+            assert (row := self.file.read(number)) is None or row.status != 200 or row.data == result, f"result {number}"
         self._count(self.engines[0])
         self.counts["steps"] += self.now
 
@@ -253,6 +290,12 @@ class Life:
                 self.from_engine.put(self.now, encode(message))
         for data in self.from_engine.take(self.now):
             self._receive(data)
+        if self.rng.random() < self.world.commits:
+            self.file.full = self.rng.random() < self.world.full
+            self.journal.step()
+            orphans, self.orphans[:] = list(self.orphans), []
+            for number in orphans:
+                self._resume(number)
         self._read()
         self._check()
 
@@ -274,6 +317,30 @@ class Life:
             sent.scheduled, sent.deadline = False, max(sent.deadline, self._all_done())
         self.frontend.resubmit()
 
+    def _crash(self) -> None:
+        """All processes of the server are lost, and what was not yet written. The next one goes on with what the journal has."""
+        self.counts["crashes"] += 1
+        promised = {r.promise._number for r in self.readers if r.is_promised}
+        self.lost += self.readers
+        self.readers, self.sent = [], {}
+        self.orphans, self.file.full = [], False
+        self.to_engine, self.from_engine = (Link(self.rng, self.world.delay) for _ in range(2))
+        self._start_engines()
+        self.frontend, self.journal = Frontend(self), SteppedJournal(self.file)
+        self.journal.on_orphan = self.orphans.append
+        assert promised <= set(self.journal.unfinished), "an accepted request is lost"
+        for number in self.journal.unfinished:
+            self._resume(number)
+
+    def _resume(self, number: int) -> None:
+        row = self.file.read(number)
+        if row is not None and not row.status:  # else it was never written
+            self.counts["resumed"] += 1
+            written = msgspec.msgpack.decode(row.data, type=SubmitAll).submits()
+            names = [f"again{self.counts['resumed']}-{i}" for i in range(len(written))]
+            submits = [msgspec.structs.replace(s, request_id=name) for s, name in zip(written, names, strict=True)]
+            self._begin(submits, Kept(self.journal, number), {}, resumed=True)
+
     # --- clients ------------------------------------------------------------------------------------------------------------
 
     def _arrive(self) -> None:
@@ -291,12 +358,19 @@ class Life:
                 fields = {f: getattr(params, f) for f in params.__struct_fields__} | {"seed": params.seed + i}
                 submits.append(Submit(name, prompt, SamplingParams(**fields), turn=turn))
         self.counts["requests"] += 1
+        stops = {i: rng.randint(1, 20) for i in range(len(submits)) if rng.random() < 0.1}
+        promise = self.journal.promise("owner", "answer", "request", encode(joined(submits)), rng.random() < 0.2)
+        self.results[promise._number] = encode_tokens([alone(submit)[0] for submit in submits])
+        self._begin(submits, promise, stops, resumed=False)
+
+    def _begin(self, submits: list[Submit], promise: Kept, stops: dict[int, int], resumed: bool) -> None:
         for submit in submits:
             self._add(submit)
-        generate = self.frontend.generate(submits)
-        stops = {i: rng.randint(1, 20) for i in range(len(submits)) if rng.random() < 0.1}
         sequences = [self.sent[s.request_id] for s in submits]
-        self.readers.append(Reader(generate.__enter__(), sequences, stops, generate, [[] for _ in submits]))
+        generate, given = self.frontend.generate(submits), promise.given()
+        queue = generate.__enter__()
+        given.__enter__()
+        self.readers.append(Reader(queue, sequences, stops, generate, promise, given, resumed, [[] for _ in submits]))
 
     def _prompt(self) -> list[int]:
         rng = self.rng
@@ -325,14 +399,16 @@ class Life:
 
     def _read(self) -> None:
         for reader in list(self.readers):
-            unread = bool(reader.queue._arrived or reader.queue._error)
-            if self.rng.random() < self.world.aborts:
-                self._close(reader, "abort")
+            unread = bool(reader.queue._arrived or reader.queue._error) and reader.is_written
+            if not reader.resumed and self.rng.random() < self.world.aborts:
+                self._close(reader, "abort", GeneratorExit())
             elif unread and self.rng.random() < self.world.reading:
                 try:
                     self._take(reader, completed(reader.queue.next()))
-                except ApiError:
-                    self._close(reader, "refused")
+                except ApiError as e:
+                    self._close(reader, "refused", e)
+                    if reader.resumed and e.status_code == 429:
+                        self.orphans.append(reader.promise._number)
 
     def _take(self, reader: Reader, arrived: list[tuple[int, TokenOutput]]) -> None:
         """Read outputs, as `Run.next` does."""
@@ -349,9 +425,13 @@ class Life:
                 assert read == sent.expected[0] or sent.finish_reason == "stopped"
                 self.texts.append([*sent.submit.prompt_ids, *read])
             self._close(reader, "finished")
+            # a client's stop strings are not part of what is submitted
+            reader.promise.finish(206 if reader.stops else 200, encode_tokens(reader.read))
 
-    def _close(self, reader: Reader, why: str) -> None:
+    def _close(self, reader: Reader, why: str, error: BaseException | None = None) -> None:
         self.counts[why] += 1
+        with contextlib.suppress(GeneratorExit, ApiError):
+            reader.given.__exit__(error and type(error), error, None)
         reader.generate.__exit__(None, None, None)
         for sent in reader.sequences:
             self.sent.pop(sent.submit.request_id, None)
@@ -453,6 +533,10 @@ class Life:
         weights, limits = self.world.weights, self.world.limits
         share = max(1, limits.max_batch_tokens * submit.turn.weight // sum(weights.values()))
         return -(-(len(submit.prompt_ids) + submit.params.max_tokens) // share) + submit.params.max_tokens + 1
+
+
+def encode_tokens(texts: List[List[int]]) -> bytes:
+    return msgspec.msgpack.encode(texts)
 
 
 def plain(message: FromEngine) -> Any:

@@ -10,6 +10,7 @@ from engine.block_manager import BlockManager
 from engine.core import Engine
 from engine.scheduler import Scheduler, Sequence
 from engine.waiting import WaitingQueue
+from server.journal_file import JournalFile
 from tests.simulation.life import live
 
 
@@ -68,6 +69,14 @@ def repeat_a_token(original: Callable[..., Any]) -> Callable[..., Any]:
     return step
 
 
+def promise_without_writing(original: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, row: True
+
+
+def forget_a_result(original: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, number, status, result: True
+
+
 FAULTS: list[tuple[Any, str, Callable[..., Any]]] = [
     (Scheduler, "_admit", share_blocks),
     (Scheduler, "reject", keep_drafts),
@@ -75,6 +84,8 @@ FAULTS: list[tuple[Any, str, Callable[..., Any]]] = [
     (WaitingQueue, "add", start_the_newest),
     (BlockManager, "release", forget_a_block),
     (Engine, "step", repeat_a_token),
+    (JournalFile, "add", promise_without_writing),
+    (JournalFile, "finish", forget_a_result),
 ]
 
 
