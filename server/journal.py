@@ -11,9 +11,11 @@ import contextlib
 import sqlite3
 import threading
 import time
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +30,8 @@ COMMIT_SECONDS = 5.0  # a request waits for the disk at most so long
 CLOSE_SECONDS = 5.0  # time to write the rest when the server ends
 RETRY_SECONDS = 1.0  # after a failed write
 IDLE_SECONDS = 60.0  # between removals of old results
-MOST_PENDING = 64 << 20  # bytes that wait for the disk, beyond which nothing is added
+MOST_PENDING = 64 << 20  # bytes that wait for the disk, and that wait for another attempt
 JOB_BYTES = 1024  # that something to be done takes apart from its data
-MOST_LEFT = 1000  # ends of requests that wait for the next attempt to write
 
 
 class Promise:
@@ -222,7 +223,7 @@ class Journal:
                 log.error("--journal %s cannot be written (%s); until it can, %s", self.path, e, effect)
             self._failing = True
             self._tell([(job, False) for job in jobs])
-            return [job for job in jobs if job.future is None][-MOST_LEFT:]
+            return _newest([job for job in jobs if job.future is None]) if isinstance(e, sqlite3.Error) else []
         if self._failing and self._file.changes > before:
             log.warning("--journal %s can be written again", self.path)
             self._failing = False
@@ -249,3 +250,9 @@ class Journal:
         if any(job.future for job, _ in results):
             with contextlib.suppress(RuntimeError):  # the event loop has ended
                 self._loop.call_soon_threadsafe(tell)
+
+
+def _newest(jobs: list[_Job]) -> list[_Job]:
+    """The last ones that have at most MOST_PENDING bytes. If the end of a request is not written, a later server repeats it."""
+    sizes = list(accumulate(job.size + JOB_BYTES for job in reversed(jobs)))
+    return jobs[len(jobs) - bisect_right(sizes, MOST_PENDING) :]

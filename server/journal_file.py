@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from cli import note
 from errors import UserError
 
 MAGIC, APPLICATION, VERSION = b"SQLite format 3\0", 0x52756E67, 1  # in the file's header
@@ -244,9 +245,12 @@ def open_journal(path: Path, bounds: Bounds) -> tuple[JournalFile, str]:
 
 
 def check_journal(path: str | None, bounds: Bounds) -> None:
-    """Raises UserError if a server could not use this file."""
+    """Raises UserError if a server could not use this file. Mends a damaged one, and says so."""
     if path is not None:
-        open_journal(Path(path), bounds)[0].close()
+        file, message = open_journal(Path(path), bounds)
+        file.close()
+        if message:
+            note(f"warning: {message}")
 
 
 def _code(error: sqlite3.Error) -> int:

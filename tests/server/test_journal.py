@@ -21,7 +21,7 @@ import pytest
 from errors import UserError
 from scripts.lib.process_tree import process_tree
 from server import journal_file
-from server.journal_file import HEADER, Bounds, JournalFile, Row, open_journal
+from server.journal_file import HEADER, Bounds, JournalFile, Row, check_journal, open_journal
 from tests import MODELS
 from tests.support.server_process import ServerProcess, wait_until
 from tests.support.server_thread import STORY, Site, raw_request, wait_for
@@ -82,7 +82,9 @@ def opened_again(path: Path, rows: dict[int, Row]) -> int | None:
     return len(found)
 
 
-def test_a_file_that_is_cut_off(journal: tuple[Path, dict[int, Row]], tmp_path: Path) -> None:
+def test_a_file_that_is_cut_off(
+    journal: tuple[Path, dict[int, Row]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """After any number of sectors. Most of what lies before is used."""
     path, rows = journal
     whole = path.read_bytes()
@@ -93,6 +95,9 @@ def test_a_file_that_is_cut_off(journal: tuple[Path, dict[int, Row]], tmp_path: 
         (folder / "journal").write_bytes(whole[:size])
         found.append(opened_again(folder / "journal", rows))
         shutil.rmtree(folder)
+    (tmp_path / "cut").write_bytes(whole[: len(whole) // 2])
+    check_journal(str(tmp_path / "cut"), Bounds())
+    assert "the damaged file is" in capsys.readouterr().err
     assert None not in found and found[-1] == len(rows) and found[len(found) // 2] > 3, found
 
 
