@@ -244,17 +244,31 @@ def store_piece(sums, up, partials, counters, share, shared, SWIGLU: gl.constexp
 
 @gluon.jit
 def add_pieces(sums, up, partials, counters, share, shared, SWIGLU: gl.constexpr):
-    """The sums of all pieces of a tile, added in the order of the programs. Resets the tile's counter."""
+    """The sums of all pieces of a tile, added in the order of the programs. Resets the tile's counter.
+
+    Several pieces of few values are loaded at a time, because each load takes most of a microsecond."""
     BLOCK_SIZE: gl.constexpr = sums.shape[0] * sums.shape[1]
+    SIZE: gl.constexpr = 2 * BLOCK_SIZE if SWIGLU else BLOCK_SIZE
+    VALUES: gl.constexpr = SIZE // (32 * gl.num_warps())  # of a thread
+    AT_ONCE: gl.constexpr = 8 if VALUES <= 4 else 4 if VALUES <= 8 else 2 if VALUES <= 16 else 1
     gl.store(_counter(counters, share, shared), 0)
     sums = gl.zeros_like(sums)
     up = gl.zeros_like(up)
+    offsets = _offsets(sums)
     first, last = _sharers(share, shared)
-    for nth in range(first, last + 1):
-        pointers = _piece(partials, share, nth, shared, 2 * BLOCK_SIZE if SWIGLU else BLOCK_SIZE) + _offsets(sums)
-        sums += gl.load(pointers, cache_modifier=".cg")  # from L2, because other SMs wrote them
-        if SWIGLU:
-            up += gl.load(pointers + BLOCK_SIZE, cache_modifier=".cg")
+    for begin in range(first, last + 1, AT_ONCE):
+        pieces = ()
+        for i in gl.static_range(AT_ONCE):
+            pointers = _piece(partials, share, begin + i, shared, SIZE) + offsets
+            found = gl.load(pointers, mask=begin + i <= last, other=0, cache_modifier=".cg")  # from L2: other SMs wrote them
+            found_up = found
+            if SWIGLU:
+                found_up = gl.load(pointers + BLOCK_SIZE, mask=begin + i <= last, other=0, cache_modifier=".cg")
+            pieces += ((found, found_up),)  # type: ignore[assignment]
+        for i in gl.static_range(AT_ONCE):
+            sums += pieces[i][0]
+            if SWIGLU:
+                up += pieces[i][1]
     return sums, up
 
 

@@ -131,7 +131,7 @@ FAULTS = {
     "pieces of two tiles in one place": ("(_begin(share, nth) < shared * steps).to(gl.int32)", "0"),
     "the last program is not the last": ("== last - first", ">= last - first - 1"),
     "a counter is not reset": ("gl.store(_counter(counters, share, shared), 0)", "pass"),
-    "a program too few": ("range(first, last + 1)", "range(first, last)"),
+    "a program too few": ("    for begin in range(first", "    last -= 1\n    for begin in range(first"),
     "own sums first": ("sums = gl.zeros_like(sums)", "pass"),
     "up is gate": ("weight.shape[0] // 2 + feature", "feature"),
     "stores beyond the tensor": ("(m < rows) & (feature < features)", "feature < features"),
