@@ -173,5 +173,5 @@ def name_of(config: Config | None) -> str:
 
 def best(case: str, times: dict[str, float]) -> Config | None:
     """The winner among a case's times by `name_of`."""
-    configs = _configs(case)
-    return winner(int(case.split(",")[0]), {configs[name]: time for name, time in times.items()})
+    configs, problem = _configs(case), problem_of(case)
+    return winner(problem.rows, {configs[name]: time for name, time in times.items()}, problem.usual())

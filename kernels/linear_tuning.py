@@ -55,6 +55,7 @@ STREAM_TILES = {  # by rows: (n, k, warps)
     256: ((128, 64, 8),),
 }
 KEPT_MARGIN = 0.98  # a kernel is kept if it takes less than this share of cuBLAS's time
+USUAL_MARGIN = 1.03  # times the fastest config's time
 TIE = 1.01  # times of the fastest config's time: as fast, within the noise
 GEMV_IN_A_MODEL = 1.15  # times a gemv's time in a chain, with several rows: an estimate from Llama-3-8B with two on an H200
 
@@ -187,6 +188,14 @@ class Problem:
     def ours(self, x: Tensor, weight: Tensor, config: Config) -> Tensor:
         return linear_with(x, weight, None, config, self.shape.swiglu)
 
+    def before(self, x: Any) -> Any:
+        """The input of a layer in a chain, from x: what the kernel before it computes."""
+        return x
+
+    def usual(self) -> Config | None:
+        """The config that is kept unless another one is faster by more than USUAL_MARGIN."""
+        return None
+
     def exact(self, x: Tensor, weight: Tensor) -> Tensor:
         """In fp32, the first CHECKED features."""
         some = weight.view(2 if self.shape.swiglu else 1, -1, self.shape.k)[:, :CHECKED].flatten(0, 1)
@@ -208,11 +217,11 @@ def measure(problem: Problem) -> tuple[dict[Config | None, float], list[str]]:
     """Seconds of a layer by each candidate, and by cuBLAS (None). Also a message for each candidate that failed or was wrong."""
     x, messages = problem.input(), []
     weights = problem.weights[: max(2, CHAIN * MAX_ROWS // max(MAX_ROWS, problem.rows))]  # few if the outputs are large
-    times: dict[Config | None, float] = {None: seconds_per_layer(lambda w: problem.plain(x, w), weights)}
+    times: dict[Config | None, float] = {None: seconds_per_layer(lambda w: problem.plain(problem.before(x), w), weights)}
     for config in problem.candidates():
         try:
             if is_right(problem, x, config):
-                times[config] = seconds_per_layer(lambda w, c=config: problem.ours(x, w, c), weights)  # type: ignore[misc]
+                times[config] = seconds_per_layer(lambda w, c=config: problem.ours(problem.before(x), w, c), weights)  # type: ignore[misc]
             else:
                 messages.append(f"{config} is wrong for {problem.key}")
         except Exception as error:  # for example too much shared memory
@@ -220,10 +229,10 @@ def measure(problem: Problem) -> tuple[dict[Config | None, float], list[str]]:
     return times, messages
 
 
-def winner(rows: int, times: dict[Config | None, float]) -> Config | None:
+def winner(rows: int, times: dict[Config | None, float], usual: Config | None = None) -> Config | None:
     """The fastest config for so many rows, or None if cuBLAS is about as fast (`KEPT_MARGIN`).
 
-    Of configs that are as fast (`TIE`), one that reads weights before its input is ready: in a model the kernel before it often
+    `usual` is kept unless another one is clearly faster. Of configs that are as fast (`TIE`), one that reads weights before its input is ready: in a model the kernel before it often
     leaves bandwidth unused, in a chain of linear layers it does not.
     """
     if rows > 1:
@@ -231,6 +240,8 @@ def winner(rows: int, times: dict[Config | None, float]) -> Config | None:
     least = min(times.values())
     if least >= KEPT_MARGIN * times[None]:
         return None
+    if usual is not None and times[usual] <= USUAL_MARGIN * least:
+        return usual
     equal = [config for config, time in times.items() if config is not None and time <= TIE * least]
     return min(equal, key=lambda config: (not _reads_early(config), times[config]))
 
