@@ -1,4 +1,4 @@
-"""Writing quantized layers in the formats of compressed-tensors, which transformers reads, too."""
+"""Writing quantized layers in the formats of compressed-tensors, which transformers and vLLM read, too."""
 
 from typing import Any
 

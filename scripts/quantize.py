@@ -1,4 +1,4 @@
-"""Quantize a checkpoint into one in the format of compressed-tensors, which Rung and transformers read.
+"""Quantize a checkpoint into one in the format of compressed-tensors, which Rung, transformers and vLLM read.
 
     python -m scripts.quantize --model DIR --out NEW_DIR                            # int4 by GPTQ
     python -m scripts.quantize --model DIR --out NEW_DIR --calibration texts.txt    # with text of the kind that it will write
