@@ -86,6 +86,9 @@ accuracy: setup #+ Measure: perplexity and exact match of every embedded model a
 accuracy-weights: setup #+ Measure: what weights in 8 and 4 bits and an 8-bit KV cache cost every embedded model, resumable, into out (tracked: ARGS=--write; an hour, 2 GB)
 	@$(PY) -m scripts.quality.weights $(ARGS)
 
+divergence: setup-dev #+ Measure: how many greedy answers differ between tp 1 and tp RANKS, and batch 1 and 64, with and without --deterministic, and where, into out (tracked: ARGS=--write; 20 min, 2 GB)
+	@$(PY) -m scripts.quality.divergence --model $(MODEL) --tp $(RANKS) $(ARGS)
+
 quantization: setup #+ Measure: error of real partial sums, bytes and perplexity by width, group and scheme, into out/quantization.json (tracked: ARGS=--write; 12 min, 2 GB)
 	@$(PY) -m scripts.quality.quantization $(ARGS)
 
