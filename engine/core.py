@@ -35,7 +35,7 @@ from tp import World
 DEFAULT_CPU_CACHE = 1 << 30  # bytes
 GPU_SHARE = 0.9  # share of the free memory for the cache
 MEASURED_ROWS = 1, 4, 16, 64, 256  # of steps, for `Speculation`
-MEASURED_SECONDS = 0.5  # for which these run, about; larger ones are then extrapolated
+MEASURED_SECONDS = 0.5  # for which a table is measured, about; larger numbers are then extrapolated
 ROUNDS = 3, 20  # of a measurement, at least and at most; the fastest counts
 MOST_DRAFTED = 256  # tokens of a step; with more rows a step takes longer, and each row's logits take memory
 
@@ -103,16 +103,20 @@ def new_cache(
     return PagedCache(*shape, world.device, dtype)
 
 
-def step_seconds(seconds: Callable[[int], float], most: int, world: World) -> dict[int, float]:
-    """seconds(rows), of the slowest rank, for some numbers of rows up to `most`. Collective."""
-    found = dict[int, float]()
-    for rows in sorted({min(rows, max(2, most)) for rows in MEASURED_ROWS}):
-        if len(found) > 1 and ROUNDS[0] * sum(found.values()) > MEASURED_SECONDS:
-            break
-        [found[rows]] = _slowest([seconds(rows)], world)
-    count = min(max(int(MEASURED_SECONDS / sum(found.values())), ROUNDS[0]), ROUNDS[1])
-    rounds = [[seconds(rows) for rows in found] for _ in range(count)]  # each size once a round: a disturbance meets all alike
-    return dict(zip(found, _slowest(list(map(min, *rounds)), world), strict=True))
+def fastest_seconds(cases: list[tuple[Callable[[int], float], int]], world: World) -> list[dict[int, float]]:
+    """Of each case, a function and the largest number that it takes: its seconds for some numbers, of the slowest rank. All are
+    called in turn, again and again, so that a disturbance meets all alike. Collective."""
+    found = [dict[int, float]() for _ in cases]
+    for times, (seconds, most) in zip(found, cases, strict=True):
+        for n in sorted({min(n, max(2, most)) for n in MEASURED_ROWS}):
+            if len(times) > 1 and ROUNDS[0] * sum(times.values()) > MEASURED_SECONDS:
+                break
+            [times[n]] = _slowest([seconds(n)], world)
+    total = sum([sum(times.values()) for times in found])
+    calls = [(seconds, n) for times, (seconds, _) in zip(found, cases, strict=True) for n in times]
+    count = min(max(int(len(cases) * MEASURED_SECONDS / total), ROUNDS[0]), ROUNDS[1])
+    fastest = iter(_slowest(list(map(min, *([seconds(n) for seconds, n in calls] for _ in range(count)))), world))
+    return [{n: next(fastest) for n in times} for times in found]
 
 
 def _slowest(seconds: list[float], world: World) -> list[float]:
@@ -126,13 +130,14 @@ def _slowest(seconds: list[float], world: World) -> list[float]:
 def measure(runner: Runner, chains: Chains | None, max_model_len: int, world: World) -> Costs:
     """What steps and the drafts of a model cost. Collective."""
     capacity = runner.capacity
-    steps = step_seconds(runner.seconds, min(capacity.draws, capacity.tokens, max_model_len), world)
+    cases: list[tuple[Callable[[int], float], int]] = [(runner.seconds, min(capacity.draws, capacity.tokens, max_model_len))]
+    if chains is not None:
+        cases.append((chains.seconds, min(capacity.sequences, capacity.tokens)))
+        cases.append((partial(chains.seconds, 1, 1), min(capacity.tokens, max_model_len - 2)))
     [ahead] = _slowest([min(runner.host_seconds() for _ in range(ROUNDS[0]))], world)
-    if chains is None:
-        return Costs(steps, ahead=ahead)
-    links = step_seconds(chains.seconds, min(capacity.sequences, capacity.tokens), world)
-    seen = min(capacity.tokens, max_model_len - 2)
-    return Costs(steps, links, step_seconds(lambda tokens: chains.seconds(1, 1, tokens), seen, world), ahead)
+    steps, *of_chains = fastest_seconds(cases, world)
+    links, prompts = of_chains or (None, None)
+    return Costs(steps, links, prompts, ahead)
 
 
 def new_chains(
