@@ -82,6 +82,7 @@ class JournalFile:
 
     def __init__(self, db: sqlite3.Connection, bounds: Bounds) -> None:
         self._db, self._bounds = db, bounds
+        self._count: int | None = None  # of rows; None: not known
 
     def close(self) -> None:
         with suppress(sqlite3.Error):
@@ -101,6 +102,7 @@ class JournalFile:
         except BaseException:
             with suppress(sqlite3.Error):  # SQLite has rolled back by itself
                 self._db.execute("ROLLBACK")
+            self._count = None
             raise
 
     def begin(self) -> tuple[list[int], int]:
@@ -108,6 +110,7 @@ class JournalFile:
         with self.transaction():
             self.prune()
             self._db.execute(f"DELETE FROM {TABLE} WHERE time < ?", (time.time() - self._bounds.seconds,))
+            self._count = None
             found = [n for (n,) in self._db.execute(f"SELECT number FROM {TABLE} WHERE status = 0 ORDER BY number")]
             (last,) = self._db.execute(f"SELECT max(number) FROM {TABLE}").fetchone()
         return found, (last or 0) + 1
@@ -130,7 +133,9 @@ class JournalFile:
         return row is not None and self._write(replace(row, attempts=row.attempts + 1))
 
     def forget(self, number: int) -> bool:
-        self._db.execute(f"DELETE FROM {TABLE} WHERE number = ?", (number,))
+        removed = self._db.execute(f"DELETE FROM {TABLE} WHERE number = ?", (number,)).rowcount
+        if self._count is not None:
+            self._count -= removed
         return True
 
     def read(self, number: int) -> Row | None:
@@ -166,7 +171,10 @@ class JournalFile:
             row.attempts,
             row.digest,
         )
-        self._db.execute(f"INSERT OR REPLACE INTO {TABLE} ({FIELDS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
+        self.forget(row.number)
+        self._db.execute(f"INSERT INTO {TABLE} ({FIELDS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
+        if self._count is not None:
+            self._count += 1
         return True
 
     def _has_room(self, size: int, rows: int = 1) -> bool:
@@ -175,8 +183,9 @@ class JournalFile:
         if size > self._bounds.bytes * MOST_SHARE:
             return False
         while True:
-            count = self._value(f"SELECT count(*) FROM {TABLE}") + rows
-            full = self._used() + size > self._bounds.bytes or count > self._bounds.results
+            if self._count is None:  # counting takes too long to be done for each request
+                self._count = self._value(f"SELECT count(*) FROM {TABLE}")
+            full = self._used() + size > self._bounds.bytes or self._count + rows > self._bounds.results
             oldest = self._db.execute(f"SELECT number, time FROM {TABLE} WHERE status != 0 ORDER BY number LIMIT 1").fetchone()
             if oldest is None or not (full or oldest[1] < time.time() - self._bounds.seconds):
                 return not full

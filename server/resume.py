@@ -1,6 +1,7 @@
 """Finish the requests of the journal that have no client any more, because an earlier server ended, or because they asked for it."""
 
 import asyncio
+import os
 
 import msgspec
 
@@ -34,11 +35,16 @@ class Accepted(msgspec.Struct, frozen=True, array_like=True):
 
 def record(request: GenerationRequest, body: bytes, grammar: str) -> bytes:
     """The request, as `Resumer` reads it. body: of the HTTP request."""
-    plan, model = request.plan, request.service.settings.model
+    plan, model = request.plan, _checkpoint(request.service)
     seed, turn = plan.params[0].seed, plan.turn
     prompts = [(p.ids, None if p.text is None else p.text.encode(errors="surrogatepass"), p.prediction) for p in plan.prompts]
     accepted = Accepted(model, request.kind, request.id, request.created, body, prompts, grammar, seed, turn)
     return msgspec.msgpack.encode(accepted)
+
+
+def _checkpoint(service: Service) -> str:
+    model = service.settings.model
+    return os.path.realpath(model) if os.path.exists(model) else model  # a preset is no path
 
 
 class Resumer:
@@ -100,7 +106,7 @@ class Resumer:
     async def _again(self, accepted: Accepted) -> GenerationRequest:
         """The request as it was accepted. Raises ApiError if this server cannot run it."""
         service = self._service
-        if accepted.model != service.settings.model:
+        if accepted.model != _checkpoint(service):
             message = f"the server was started with another model before the request was finished: {service.model_name}"
             raise ApiError(503, message, None, "model_changed")
         prompts = [
