@@ -207,7 +207,9 @@ def gemv_candidates(rows: int, n: int, k: int, fmt: Format, swiglu: bool) -> lis
 def stream_candidates(rows: int, n: int, k: int, fmt: Format, swiglu: bool) -> list[QuantizedStream]:
     """Each has as many buffers as there is room for."""
     sums = SUMS // 2 if fmt.group else SUMS
-    found, first = [], _first_tile(rows, n, k, fmt, swiglu)
+    block_n = 128 if swiglu or (fmt.bits == 4 and n * k >= LARGE) else 64
+    first = (block_n, 256 if rows <= 32 else 128, 4, SMS if rows > 64 and (block_n == 64 or fmt.bits == 8) else 2 * SMS)
+    found = []
     for tile_n, tile_k, warps, most in dict.fromkeys((first, *TILES)):
         programs = linear_tuning.whole_programs(-(-n // tile_n), most)
         one = QuantizedStream(tile_n, tile_k, 1, warps, programs, sums)
@@ -216,12 +218,3 @@ def stream_candidates(rows: int, n: int, k: int, fmt: Format, swiglu: bool) -> l
         if chosen.fits(rows, n, k, swiglu, fmt):
             found.append(chosen)
     return found
-
-
-def _first_tile(rows: int, n: int, k: int, fmt: Format, swiglu: bool) -> tuple[int, int, int, int]:
-    """As in `TILES`: what was fastest in a model rather than in a chain of such layers."""
-    if fmt.bits == 4 and (rows <= COLUMNS or (rows <= MMA_ROWS and swiglu)):
-        return 128 if swiglu else 64, 256, 4, 3 * SMS
-    block_n = 128 if swiglu or (fmt.bits == 4 and n * k >= LARGE) else 64
-    programs = SMS if rows > 64 and (block_n == 64 or fmt.bits == 8) else 2 * SMS
-    return block_n, 256 if rows <= 32 else 128, 4, programs

@@ -4,7 +4,7 @@ The ring of buffers holds codes, which `kernels/linear_quantized.py` has packed:
 convert them exactly to the input's data type in registers, and pass them to mma or wgmma as operand A. Scales of rows multiply the
 result. Scales of groups of input features come through the ring, too, and multiply the fp32 sums of each group.
 
-For few rows mma is expected to be faster: with 8 columns a wgmma takes as long as with more, and the warps wait for it together.
+Few rows are faster with mma: a warp waits only for what it needs, where all warps wait for a wgmma between two conversions.
 
 A word of 8-bit codes has input features 2t, 2t + 8, 2t + 1, 2t + 9 of 16 (from the lowest byte), for thread t of four: what both
 want in two of the thread's registers. One of 4-bit codes has 2t, 2t + 8, 2t + 16, 2t + 24 of 32, and then the same plus 1.
