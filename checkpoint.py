@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from tqdm import tqdm
 
+import determinism
 from config import ModelConfig
 from errors import UserError
 from files import INDEX_BYTES, check_regular, read_json
@@ -506,7 +507,7 @@ def fill_model(
             random_weights(model, seed)
         else:
             load_weights(model, source, progress=world.rank == 0)
-        if world.device.type == "cuda":
+        if world.device.type == "cuda" and not determinism.enabled():  # which dequantizes, and has kernels for plain weights
             for module in model.modules():
                 if isinstance(module, ShardedLinear):
                     module.pack(dtype)

@@ -115,11 +115,12 @@ class Tensors:
         return f"{self.part.name}.{suffix}"
 
 
-def of_columns(grid: Tensor, part: Slice) -> Tensor:
-    """The scales or zero points (…, G) of this rank's columns, from those of all columns (…, all G)."""
+def of_columns(grid: Tensor, part: Slice, group: int | None = None) -> Tensor:
+    """The scales or zero points (…, G) of this rank's columns, from those of all columns (…, all G). group: columns of each; None:
+    the scheme's."""
     step = local_group(part.scheme, part.columns, part.name)
     columns = torch.arange(part.columns.start, part.columns.stop, step, device=grid.device)
-    return grid[:, columns // (part.scheme.group or part.shape[1])]
+    return grid[:, columns // (group or part.scheme.group or part.shape[1])]
 
 
 def blocks(part: Slice) -> range:
@@ -306,8 +307,9 @@ class OnLoad:
         if determinism.enabled():
             whole = quantize(tensors.read("weight", WIDE, 0, part.rows), part.scheme, part.name)
             first, last = (end * part.scheme.bits // 8 for end in (part.columns.start, part.columns.stop))
-            zeros = None if whole.zeros is None else of_columns(whole.zeros, part)
-            return whole._replace(codes=whole.codes[:, first:last], scales=of_columns(whole.scales, part), zeros=zeros)
+            group = part.shape[1] // whole.scales.shape[1]
+            zeros = None if whole.zeros is None else of_columns(whole.zeros, part, group)
+            return whole._replace(codes=whole.codes[:, first:last], scales=of_columns(whole.scales, part, group), zeros=zeros)
         dim = 0 if len(part.columns) == part.shape[1] else 1
         return quantize(tensors.read("weight", WIDE, dim, part.columns if dim else part.rows), part.scheme, part.name)
 
