@@ -1,0 +1,32 @@
+"""make divergence: where answers part, and its table and plot."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from scripts.quality import divergence
+
+
+def test_where_answers_part() -> None:
+    assert divergence.parted([1, 2, 3], [1, 2, 3]) is None
+    assert divergence.parted([1, 2, 3], [1, 5, 3]) == 1
+
+
+def test_table_and_plot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The fast mode's answers depend on ranks and batch, those of the other do not."""
+
+    def answers(args: object, ranks: int, mode: str, sizes: list[int]) -> list[list[list[int]]]:
+        return [[[7, 8, 9], [7, 8, 9 if mode == "deterministic" else ranks * size]] for size in sizes]
+
+    monkeypatch.setattr(divergence, "answers", answers)
+    monkeypatch.setattr(divergence, "ROOT", tmp_path)
+    monkeypatch.setattr(divergence, "results_folder", lambda args: tmp_path)
+    monkeypatch.setattr("sys.argv", ["divergence", "--tokens", "3", "--tp", "4"])
+    divergence.main()
+    text = capsys.readouterr().out
+    assert "| tp 1 and tp 4 | fast | 1 of 2 | 2 | 2 |" in text
+    assert "| batch 1 and 64 | deterministic | 0 of 2 |  |  |" in text
+    rows = json.loads((tmp_path / "divergence.json").read_text())["rows"]
+    assert [row["parted"] for row in rows] == [[None, 2], [None, 2], [None, None], [None, None]]
+    assert (tmp_path / "divergence.png").stat().st_size > 1000
