@@ -41,7 +41,7 @@ generate: setup ## Use: generate.py on RANKS ranks: make generate MODEL=… PROM
 chat: setup ## Use: talk to the model in the terminal
 	@$(PY) generate.py --model $(MODEL) --chat --interactive --temperature 0 $(ARGS)
 
-serve: setup ## Use: an OpenAI-compatible server for MODEL on RANKS ranks, with the model's draft head if it has one
+serve: setup ## Use: an OpenAI-compatible server for MODEL on RANKS ranks, with --speculate auto (ARGS="--speculate off": without)
 	@$(PY) -m server --tp $(RANKS) --model $(MODEL) --speculate auto $(ARGS)
 
 quantize: setup ## Use: MODEL with weights in 8 or 4 bits, into OUT: make quantize MODEL=… OUT=… ARGS="--weights fp8"

@@ -139,13 +139,19 @@ class ModelOptions:
     )
 
 
+def unless_off(text: str) -> str | None:
+    """The text of a flag, None for `off`, which takes back an earlier value."""
+    return None if text == "off" else text
+
+
 @dataclass(frozen=True, kw_only=True)
 class SpeculationOptions:
     """How several tokens of a sequence are computed in one step."""
 
     speculate: str | None = option(
         default=None,
-        metavar="ngram|auto|DIR",
+        type=unless_off,
+        metavar="ngram|auto|DIR|off",
         help="guess the next tokens of an answer and verify them in one step, which changes no token but where two are nearly tied: "
         "ngram continues what occurred before in the prompt, the answer, or the text that a request predicts; the folder of a smaller "
         "checkpoint with the same vocabulary, or of an EAGLE-3 head for the model, lets this guess, too; auto is the head in the "

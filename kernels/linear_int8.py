@@ -25,7 +25,7 @@ def int8_linear(
 ) -> Tensor:
     """(R, N) of `dtype`: codes (R, K) @ weight (N, K).T, both int8, times scales (R, 1) and row_scales (N,) fp32, plus bias (N,).
 
-    K is a multiple of 16, and at most 2^17, so that sums cannot overflow."""
+    K is a multiple of 16, and less than 2^17, so that sums cannot overflow."""
     rows, k = codes.shape
     n = len(weight)
     tiles = {(m, of_n): triton.cdiv(rows, m) * triton.cdiv(n, of_n) for m, of_n in TILES}

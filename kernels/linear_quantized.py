@@ -3,9 +3,9 @@
 gemv        up to GEMV_ROWS rows of weights of up to GEMV_CODES bytes, `kernels/linear_quantized_gemv.py`
 exact       up to STREAM_ROWS rows, `kernels/linear_quantized_stream.py`: the codes are read once, and converted in registers. The
             input keeps its 16 bits
-scaled      a weight of 8 bits with a scale for each row whose scheme quantizes the input, too, with more than EXACT_ROWS rows: each
-            row of the input by its own largest value (`kernels/row_codes.py`), then a product of codes: of fp8 up to CODE_ROWS rows
-            by `kernels/linear_stream.py`, else by PyTorch; of int8 by `kernels/linear_int8.py`. With few rows `exact` is used, which
+scaled      a weight of 8 bits with a scale for each row whose scheme quantizes the input, too, with more than EXACT_ROWS rows (fp8) or
+            INT8_EXACT_ROWS (int8): each row of the input by its own largest value (`kernels/row_codes.py`), then a product of codes:
+            of fp8 up to CODE_ROWS rows by `kernels/linear_stream.py`, else by PyTorch; of int8 by `kernels/linear_int8.py`. With few rows `exact` is used, which
             rounds less than the scheme asks
 dequantize  else: a Triton kernel writes the weight in 16 bits, one layer at a time, for F.linear
 """

@@ -92,7 +92,7 @@ class QuantizedProblem(Problem):
         return quantize_rows(self._ones) if isinstance(x, RowCodes) else rms_norm(x, self._ones[0], 1e-5)
 
     def usual(self) -> Any:
-        return self.candidates()[0]
+        return next(iter(self.candidates()), None)
 
     def plain(self, x: Any, weight: Any) -> Tensor:
         """What computes the layer without a config."""

@@ -232,8 +232,8 @@ def measure(problem: Problem) -> tuple[dict[Config | None, float], list[str]]:
 def winner(rows: int, times: dict[Config | None, float], usual: Config | None = None) -> Config | None:
     """The fastest config for so many rows, or None if cuBLAS is about as fast (`KEPT_MARGIN`).
 
-    `usual` is kept unless another one is clearly faster. Of configs that are as fast (`TIE`), one that reads weights before its input is ready: in a model the kernel before it often
-    leaves bandwidth unused, in a chain of linear layers it does not.
+    `usual` is kept unless another one is clearly faster. Of configs that are as fast (`TIE`), one that reads weights before its
+    input is ready: in a model the kernel before it often leaves bandwidth unused, in a chain of linear layers it does not.
     """
     if rows > 1:
         times = {config: time * (GEMV_IN_A_MODEL if isinstance(config, Gemv) else 1) for config, time in times.items()}

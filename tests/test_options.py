@@ -81,6 +81,14 @@ def test_programs_have_the_same_options_of_the_model() -> None:
     assert Settings(model="m") == load_settings(["--model", "m"], {})
 
 
+def test_off_takes_back_an_earlier_speculate(monkeypatch: pytest.MonkeyPatch) -> None:
+    argv = ["--model", "tiny", "--speculate", "auto"]
+    assert load_settings(argv).speculate == "auto"
+    assert load_settings([*argv, "--speculate", "off"]).speculate is None
+    monkeypatch.setenv("RUNG_SPECULATE", "off")
+    assert load_settings(argv[:2]).speculate is None
+
+
 def test_every_variant_that_is_named_is_known() -> None:
     names = [name.partition("[")[0] for name in usage().split(", ")]
     assert len(names) == 7
