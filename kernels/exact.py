@@ -8,7 +8,8 @@
   power of two that depends on their row only (as the slices of Ozaki et al., "Error-free transformations of matrix multiplication",
   Numerical Algorithms 59, 2012).
 
-Results are as accurate as with fp32 or better, and rounded to the inputs' data type at the end.
+Results are about as accurate as with fp32, less where a row has values far larger than its others, and rounded to the inputs' data
+type at the end.
 """
 
 import math
@@ -98,7 +99,7 @@ def _chunks(x: Tensor, parts: int) -> tuple[Tensor, Tensor]:
     size = x.shape[1] // parts
     count = -(-size // CHUNK)
     wide = F.pad(x.unflatten(1, (parts, size)), (0, -size % count)) if size % count else x
-    numbers, unit = whole(wide.reshape(len(x), parts * count, -1), FACTOR_BITS)
+    numbers, unit = whole(wide.reshape(len(x), parts * count, -(-size // count)), FACTOR_BITS)
     return numbers.transpose(0, 1), unit.transpose(0, 1)
 
 
@@ -165,7 +166,7 @@ def _weights(x: Tensor) -> Tensor:
 def attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
     """What F.scaled_dot_product_attention(enable_gqa=True) computes: q (B, H, n, D), keys and values (B, K, L, D), mask bool, True where
     a query attends: (n, L), or (B, 1, n, L) if H = K. Returns (B, H, n, D). Keys begin at position 0, because weighted values are added
-    in chunks of CHUNK positions. What a mask hides changes no bit."""
+    in chunks of CHUNK positions. Finite keys and values that a mask hides change no bit."""
     (batch, _, tokens, size), (_, heads, length, _) = q.shape, keys.shape
     keys, key_units = whole(keys, FACTOR_BITS)
     values, value_units = whole(values, FACTOR_BITS)

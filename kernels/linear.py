@@ -43,10 +43,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, parts: int = 1
     device must be outside a CUDA graph's capture, or RuntimeError is raised.
     """
     if determinism.enabled():
-        forward = import_module("kernels.linear_tree").linear if x.is_cuda else exact.linear
-        return exact.differentiable(partial(forward, parts=parts), F.linear, x, weight, bias)
+        return exact.differentiable(partial(exact.linear, parts=parts), _plain, x, weight, bias)
     chosen = _chosen(x, weight, bias, swiglu=False)
     return F.linear(x, weight, bias) if chosen is None else linear_with(x, weight, bias, chosen, swiglu=False)
+
+
+def _plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
 
 
 def linear_swiglu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

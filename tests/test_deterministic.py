@@ -30,7 +30,7 @@ from model import Transformer
 from presets import model_config
 from tests.engine.test_engine import ALONE, CPU, Answer, config_of, draws, plain_logits, random_model, random_submits, serve
 from tests.support.ranks import Ranks
-from tp import World, init_world, stream_shards
+from tp import Shard, ShardedLinear, World, init_world, stream_shards
 from training.batches import IGNORED, Batch
 from training.executor import Execution, Executor
 from training.export import save_checkpoint
@@ -220,6 +220,24 @@ def test_a_product_of_whole_numbers_is_the_tree_of_the_definition(seed: int) -> 
     while len(nodes) > 1:
         nodes = [(a.double() + b.double()).bfloat16() for a, b in zip(nodes[::2], nodes[1::2], strict=True)]
     assert torch.equal(exact.linear(x, weight, bias, 8), nodes[0])
+
+
+@torch.no_grad()
+def test_shards_of_a_layer_add_up_to_its_bits(seed: int) -> None:
+    """Also with a small bias in fp16, of which a share has fewer bits."""
+    config = config_of("biased")
+    with deterministic():
+        whole, *cut = (
+            [ShardedLinear(config, Shard(i, count), ("down_proj",), 0, dtype=torch.float16) for i in range(count)]
+            for count in (1, 2, 4, 8)
+        )
+        weight, bias, x = torch.randn(32, 48).half(), (torch.randn(32) * 1e-4).half(), torch.randn(9, 48).half() * 1e-4
+        for layers in (whole, *cut):
+            for layer, columns in zip(layers, weight.chunk(len(layers), 1), strict=True):
+                layer.weight.copy_(columns)
+                layer.bias.copy_(bias)  # type: ignore[union-attr]
+            sums = [layer(part) for layer, part in zip(layers, x.chunk(len(layers), 1), strict=True)]
+            assert torch.equal(determinism.tree_sum(sums), whole[0](x))
 
 
 def test_bits_depend_on_the_row_alone(seed: int) -> None:

@@ -1,7 +1,8 @@
-"""How many greedy answers differ between 1 rank and several, and between single requests and a batch, with and without --deterministic?
+"""How many greedy answers differ between 1 rank and several, and between single requests and a batch, with and without --deterministic? On CPUs,
+where this flag runs.
 
     python -m scripts.quality.divergence                                          # models/tiny-hybrid in bfloat16, tp 2, batches of 64
-    python -m scripts.quality.divergence --model DIR --tp 4 --items 200 --tokens 512 --device cuda
+    python -m scripts.quality.divergence --model DIR --tp 4 --items 200 --tokens 512
     python -m scripts.quality.divergence --items 8 --tokens 32 --batch 8 --dry-run
 
 Each prompt is the beginning of a held-out story. An answer has --tokens tokens, whatever they are. Two answers part at the first token
@@ -36,7 +37,7 @@ MODES = {"fast": False, "deterministic": True}
 
 def work(args: argparse.Namespace) -> None:
     """What one rank does: answer all prompts in batches of each size. Rank 0 writes the token ids, by batch size."""
-    world = init_world(args.device, deterministic=args.deterministic)
+    world = init_world("cpu", deterministic=args.deterministic)
     llm = LLM(args.model, world=world, dtype=args.dtype)
     tokenizer = load_tokenizer(Path(args.model))
     stories = documents(SEED, args.items, split="heldout", kind="story")
@@ -55,7 +56,6 @@ def answers(args: argparse.Namespace, ranks: int, mode: str, sizes: list[int]) -
         command = [*on_ranks(ranks), "-m", "scripts.quality.divergence", "--answers", file.name, "--model", args.model]
         command += ["--items", str(args.items), "--tokens", str(args.tokens), "--dtype", args.dtype]
         command += ["--sizes", *map(str, sizes), *(["--deterministic"] if MODES[mode] else [])]
-        command += ["--device", args.device] if args.device else []
         if subprocess.run(command, cwd=ROOT).returncode:
             raise UserError(f"the answers on {ranks} ranks failed; see above")
         found = json.loads(Path(file.name).read_text())
@@ -87,8 +87,7 @@ def table(rows: list[dict[str, Any]], args: argparse.Namespace, where: dict[str,
         cells = [f"{len(places)} of {len(row['parted'])}", str(min(places, default="")), middle]
         lines.append([row["compared"], row["mode"], *cells])
     caption = (
-        f"Greedy answers of {args.tokens} tokens, `{Path(args.model).name}` in {args.dtype}. Made on "
-        f"{describe(where, args.device or 'cpu')}."
+        f"Greedy answers of {args.tokens} tokens, `{Path(args.model).name}` in {args.dtype}. Made on {describe(where, 'cpu')}."
     )
     head = ["compared", "mode", "answers that differ", "first token that differs: earliest", "median"]
     return "\n".join([*table_lines(head, lines), "", caption, ""])
@@ -120,7 +119,6 @@ def main() -> None:
     parser.add_argument("--items", type=whole_number(1), default=64, metavar="N", help="prompts (default: 64)")
     parser.add_argument("--tokens", type=whole_number(1), default=128, metavar="N", help="of an answer (default: 128)")
     parser.add_argument("--dtype", choices=DTYPE_NAMES, default="bfloat16", help="default: bfloat16")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is a GPU")
     parser.add_argument("--dry-run", action="store_true", help="print the table and write nothing")
     add_write_option(parser)
     for name, kind in (

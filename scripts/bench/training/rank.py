@@ -96,6 +96,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if not 1 <= args.unmeasured < args.steps:
         raise UserError(f"--unmeasured must be from 1 to {args.steps - 1}, below --steps, not {args.unmeasured}")
+    if args.deterministic:
+        raise UserError("--deterministic is not measured here; leave it out")
     return args
 
 
