@@ -133,7 +133,7 @@ def measure(runner: Runner, chains: Chains | None, max_model_len: int, world: Wo
     cases: list[tuple[Callable[[int], float], int]] = [(runner.seconds, min(capacity.draws, capacity.tokens, max_model_len))]
     if chains is not None:
         cases.append((chains.seconds, min(capacity.sequences, capacity.tokens)))
-        cases.append((partial(chains.seconds, 1, 1), min(capacity.tokens, max_model_len - 2)))
+        cases.append((partial(chains.seconds, 1, 1), min(capacity.tokens - 1, max_model_len - 2)))  # sees one more
     [ahead] = _slowest([min(runner.host_seconds() for _ in range(ROUNDS[0]))], world)
     steps, *of_chains = fastest_seconds(cases, world)
     links, prompts = of_chains or (None, None)

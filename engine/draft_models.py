@@ -40,7 +40,7 @@ TEXT, AUTO = "ngram", "auto"  # what `--speculate` takes instead of a model
 EMBEDDED = "draft"  # the folder of a checkpoint's own head
 REPLICATED = 2 << 30  # bytes of weights up to which every rank holds a whole draft model
 MEASURED_CHAIN = 3  # tokens of the chains that `Chains.seconds` measures
-NOTHING = -2  # the identity of no contents
+NO_IDENTITY = -2  # the identity of no contents
 
 
 # --- which model ---------------------------------------------------------------------------------------------------------------
@@ -134,9 +134,8 @@ class Chains:
         model's context; behind it there are no drafts."""
         self.runner, self.blocks, self.longest = runner, blocks, longest
         self.ready: torch.cuda.Event | None = None  # when the device had the chains of the last `draft`, if it made any
-        self._held = [
-            NOTHING
-        ] * blocks.n_blocks  # by block: the identity of the contents that the draft model has computed, too
+        # by block: the identity of the contents that the draft model has computed, too
+        self._held = [NO_IDENTITY] * blocks.n_blocks
         self._shadows: WeakKeyDictionary[Sequence, Shadow] = WeakKeyDictionary()
         self._lost: WeakSet[Sequence] = WeakSet()  # sequences for which it does not draft any more
 
@@ -245,7 +244,7 @@ class Chains:
         start = time.perf_counter()
         self.draft(dict.fromkeys(invented, tokens))
         seconds = time.perf_counter() - start
-        self._held = [NOTHING] * self.blocks.n_blocks
+        self._held = [NO_IDENTITY] * self.blocks.n_blocks
         self.runner.rest()
         return seconds / tokens
 

@@ -63,7 +63,8 @@ class Costs:
         return _on_lines(self._steps, rows)
 
     def prompt(self, tokens: int) -> float:
-        return _on_lines(self._prompts, tokens)
+        most, seconds = self._prompts[-1]  # the last two may be equal, and a prompt is far longer than they
+        return max(_on_lines(self._prompts, tokens), seconds * tokens / most if tokens > most else 0.0)
 
     def token(self, rows: int) -> float:
         """What a token is worth in a step of so many rows: the time in which one is computed without drafts. It is the unit of the
@@ -80,8 +81,9 @@ class Costs:
         return _on_lines(self._links, chains) / self.token(rows)
 
     def fixed_price(self, rows: int) -> float:
-        """How many tokens drafts must bring to a step of so many other rows, because it is not launched ahead."""
-        return self.ahead / self.token(rows)
+        """How many tokens drafts must bring to a step of so many other rows, because it is not launched ahead, and for the host's
+        work."""
+        return self.ahead / self.token(rows) + LEAST_GAIN * rows
 
 
 def _points(seconds: Mapping[int, float] | None) -> list[tuple[int, float]]:
@@ -109,13 +111,12 @@ def count_equal(draft: List[int], drawn: List[int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """How many tokens a draft may have, and how many it will probably bring beyond those that its own time costs. A trial finds out
-    whether drafts pay again."""
+    """How many tokens a draft may have, and how many it will probably bring beyond those that its own time costs."""
 
     count: int
     gain: float
     price: float = 0.0  # tokens that each of its tokens costs
-    is_trial: bool = False
+    fixed: float = 0.0  # tokens that it costs besides
 
 
 NOTHING = Promise(0, 0.0)
@@ -127,47 +128,52 @@ class Record:
 
     right: float = FIRST_RIGHT
     wrong: float = 1.0
-    lost: float = 0.0  # tokens that drafts have cost a request since the last one that was right
+    lost: float = 0.0  # tokens that drafts have cost a request and not brought back
 
     @property
     def rate(self) -> float:
         """The chance of a token whose predecessors are right."""
         return self.right / (self.right + self.wrong)
 
-    def promise(self, price: float, most: int, generated: int, fixed: float = 0.0) -> Promise:
-        """What pays at this price of a token, up to `most` tokens, after so many generated ones. If nothing does, there is a trial
-        now and then, which also costs the `fixed` price."""
+    def promise(self, price: float, most: int) -> Promise:
+        """What pays at this price of a token, up to `most` tokens."""
         count, rate = 0, self.rate
         while count < most and rate ** (count + 1) >= price:
             count += 1
-        if not count and most and price < 1 and self.lost + price + fixed - rate <= SHARE * generated:
-            return Promise(1, 0.0, price + fixed, is_trial=True)
         return self.cut(count, price)
 
     def cut(self, count: int, price: float) -> Promise:
         """What `count` tokens promise. A token is right if all before it are, and it is, too."""
         return Promise(count, sum([self.rate**i - price for i in range(1, count + 1)]), price)
 
+    def trial(self, price: float, fixed: float, generated: int) -> Promise:
+        """A draft of one token where drafts do not pay, to find out whether they do again. There is one now and then: after so many
+        generated tokens, no more than a SHARE of them may be lost."""
+        if price < 1 and self.lost + price + fixed - self.rate <= SHARE * generated:
+            return Promise(1, 0.0, price, fixed)
+        return NOTHING
+
     def learn(self, accepted: int, drafted: int, cost: float = 0.0, weight: float = WEIGHT) -> None:
         """Note that `accepted` tokens of a draft were right, which has cost the time of so many."""
         self.right += weight * (accepted - self.right)
         self.wrong += weight * ((accepted < drafted) - self.wrong)
-        self.lost = 0.0 if accepted else self.lost + cost
+        self.lost = max(0.0, self.lost + cost - accepted)
 
 
 class Drafter:
     """The drafts of one sequence, from text. Their length adapts to how many of their tokens were right lately, and to what a row
     costs."""
 
-    def __init__(self, sequence: Sequence, ceiling: int, texts: Record | None = None, chains: Record | None = None) -> None:
-        """texts, chains: what became of the drafts of other requests."""
+    def __init__(self, sequence: Sequence, ceiling: int, texts: Record | None = None) -> None:
+        """texts: what became of the drafts of other requests."""
         self.sequence = sequence
         self.ceiling = ceiling if sequence.params.grammar is None else min(ceiling, MOST_WITH_GRAMMAR)
         prediction = (sequence.params.prediction or [])[: MOST_INDEXED // 2]
         tail = sequence.tokens[: sequence.prompt_length][-TAIL:]
         self._head = [*tail, *prediction, END] if prediction else []  # comes before the sequence's tokens
         self._text = SuffixAutomaton()
-        self.texts, self.chains = replace(texts or Record()), replace(chains or Record())
+        self.texts = replace(texts or Record())
+        self.chains: Record | None = None  # what became of a model's drafts; None before it was decided whether it makes some
         self._least_match = LEAST_MATCH[1]
 
     def follow(self, most: int) -> int:
@@ -195,11 +201,18 @@ class Drafter:
     def source(self) -> str:
         return "prediction" if self._text.match[1] < len(self._head) else "ngram"
 
-    def promise(self, price: float, fixed: float = 0.0) -> Promise:
-        """What pays at this price, if the next token finds a draft at all. The newest token may still be on the device."""
-        if self.missing > 1 or self._text.match[0] < self._least_match:
-            return NOTHING
-        return self.texts.promise(price, self.ceiling, self.sequence.generated, fixed)
+    @property
+    def finds(self) -> bool:
+        """Whether the next token will probably find a draft. The newest one may still be on the device."""
+        return self.missing <= 1 and self._text.match[0] >= self._least_match
+
+    def promise(self, price: float) -> Promise:
+        """What pays at this price, if the next token finds a draft at all."""
+        return self.texts.promise(price, self.ceiling) if self.finds else NOTHING
+
+    def trial(self, price: float, fixed: float) -> Promise:
+        """The same where drafts do not pay."""
+        return self.texts.trial(price, fixed, self.sequence.generated) if self.finds else NOTHING
 
     def draft(self, count: int) -> list[int]:
         """The next tokens, perhaps fewer than `count`. All tokens of the sequence must be known."""
@@ -211,6 +224,7 @@ class Drafter:
         if source in TEXTS:
             self._least_match = LEAST_MATCH[0 if accepted else 1]
         record = self.texts if source in TEXTS else self.chains
+        assert record is not None
         record.learn(accepted, drafted, cost)
 
 
@@ -233,17 +247,21 @@ class Budget:
     """For which requests a model drafts. It must first see the prompt, whose time the drafts may not bring back.
 
     It does where drafts have brought other requests that time, on average, or where the budget allows to find that out. A request's
-    drafts pay from the budget what they cost, and into it what they bring. SHARE of the time of all steps goes there, too, until it
-    is full. So drafts lose no more than SHARE of the time, but for what it holds at first."""
+    drafts pay from the budget what they cost, and into it what they bring. SHARE of the time of all steps goes there, too, up to
+    the most that a request lacked. So requests that begin lose no more than SHARE of the time, a grant, and what drafts have
+    brought. The budget does not stop requests that have begun; there the `Record` of each says when drafts do not pay."""
 
     def __init__(self) -> None:
         self.brought = 0.0  # seconds that drafts bring to a request, on average; without its prompt
-        self._spent = 0.0  # seconds that are missing until the budget is full
+        self._saved = 0.0  # seconds, besides the grant; negative if that was used
+        self._most = 0.0  # seconds that it may save
         self._by_request: dict[Sequence, float] = {}  # what drafts have brought
 
-    def take(self, sequence: Sequence, seconds: float, full: float) -> bool:
-        """Pay for the sequence's prompt, if the budget covers what will probably be lost. full: seconds that it holds at first."""
-        if seconds - self.brought > full - self._spent:
+    def take(self, sequence: Sequence, seconds: float, grant: float) -> bool:
+        """Pay for the sequence's prompt, if the budget covers what will probably be lost. grant: seconds that it holds at first."""
+        lacking = seconds - self.brought - grant
+        if lacking > self._saved:
+            self._most = max(self._most, lacking)
             return False
         self._by_request[sequence] = 0.0
         self.add(-seconds)
@@ -251,7 +269,7 @@ class Budget:
 
     def add(self, seconds: float, sequence: Sequence | None = None) -> None:
         """sequence: whose drafts have brought them."""
-        self._spent = max(0.0, self._spent - seconds)
+        self._saved = min(self._most, self._saved + seconds)
         if sequence in self._by_request:
             self._by_request[sequence] += seconds
 
@@ -323,7 +341,7 @@ class Speculation:
         source, promise = self._planned[chunk.sequence]
         drafted, total = len(chunk.draft), self.total[source]
         self.total[source] = Drafted(total.drafts + 1, total.tokens + drafted, total.accepted + accepted)
-        of_all, cost = self._texts if source in TEXTS else self._chained, drafted * promise.price
+        of_all, cost = self._texts if source in TEXTS else self._chained, drafted * promise.price + promise.fixed
         of_all.learn(accepted, drafted, weight=WEIGHT_OF_ALL)
         if source not in TEXTS:
             self._budget.add((accepted - cost) * self._token, chunk.sequence)
@@ -338,52 +356,83 @@ class Speculation:
         """Index the texts of the sequences, and begin with those that are new."""
         for sequence in running:
             if sequence.drafter is None:
-                sequence.drafter = Drafter(sequence, self.ceiling, self._texts, self._begin(sequence, len(running)))
+                sequence.drafter = Drafter(sequence, self.ceiling, self._texts)
+            if self.chains is not None and sequence.drafter.chains is None:
+                self._begin(self.chains, sequence, len(running))
         left = min(INDEXED_A_STEP, MOST_INDEXED_TOGETHER - sum([s.drafter.indexed for s in running]))
         for drafter in sorted([s.drafter for s in running], key=lambda drafter: drafter.missing):  # long texts make none wait
             left -= drafter.follow(max(left, 0))
 
-    def _begin(self, sequence: Sequence, rows: int) -> Record | None:
-        """Decide whether the chains draft for a sequence. Returns what to expect from them."""
-        if self.chains is None:
-            return None
+    def _begin(self, chains: Chains, sequence: Sequence, rows: int) -> None:
+        """Decide whether the chains draft for a sequence, as soon as that may pay in a step of so many rows."""
         costs = self._known_costs
         prompt = costs.prompt(len(sequence.tokens) - sequence.cached_tokens)
-        record = self._chained if self._budget.brought >= prompt else Record()  # else it has to find out
-        pays = record.rate >= costs.price(rows) + costs.link_price(rows, rows) / rows
-        if not pays or not self._budget.take(sequence, prompt, GRANT * costs.seconds(1)):
-            self.chains.give_up(sequence)
-        return record
+        record = replace(self._chained) if self._budget.brought >= prompt else Record()  # else it has to find out
+        if max(record.rate, Record().rate) < self._price_of_chains(rows):
+            return
+        sequence.drafter.chains = record
+        if not self._budget.take(sequence, prompt, GRANT * costs.seconds(1)):
+            chains.give_up(sequence)
+
+    def _price_of_chains(self, rows: int) -> float:
+        """How many tokens a token of a chain must bring, if all of so many sequences have chains."""
+        return self._known_costs.price(rows) + self._known_costs.link_price(rows, rows) / rows
 
     def _promises(self, running: List[Sequence]) -> dict[Sequence, tuple[str, Promise]]:
-        """The source that promises most for a sequence, and what. None if all together do not pay for a step with drafts."""
+        """The source that promises most for a sequence, and what. If all together do not pay for a step with drafts, or a sequence
+        has none that pays, there may be a trial."""
         rows, costs = len(running), self._known_costs
         price, fixed = costs.price(rows), costs.fixed_price(rows)
-        texts = {s: promise for s in running if (promise := s.drafter.promise(price, fixed)).count}
-        found = {s: (s.drafter.source, promise) for s, promise in texts.items()}
-        if self.chains is not None:
-            for s, promise in self._promises_of_chains(self.chains, running, price).items():
-                if s not in texts or promise.gain > texts[s].gain:
-                    found[s] = self.chains.name, promise
-        promises = [promise for _, promise in found.values()]
-        pays = any(p.is_trial for p in promises) or sum([p.gain for p in promises]) > fixed + LEAST_GAIN * rows
-        return found if pays else {}
+        found = self._best({s: s.drafter.promise(price) for s in running}, self._promises_of_chains(running, price))
+        if sum([promise.gain for _, promise in found.values()]) > fixed:
+            found = {s: (source, replace(promise, fixed=fixed / len(found))) for s, (source, promise) in found.items()}
+            fixed = 0.0  # is paid
+        else:
+            found = {}
+        texts = {s: s.drafter.trial(price, fixed) for s in running}
+        return self._best(texts, self._trials_of_chains(running, price, fixed)) | found
 
-    def _promises_of_chains(self, chains: Chains, running: List[Sequence], price: float) -> dict[Sequence, Promise]:
+    def _best(
+        self, texts: Mapping[Sequence, Promise], chains: Mapping[Sequence, Promise]
+    ) -> dict[Sequence, tuple[str, Promise]]:
+        """The source that promises more for each sequence, and what. texts: of all sequences."""
+        found = dict[Sequence, tuple[str, Promise]]()
+        for s, promise in texts.items():
+            other = chains.get(s, NOTHING)
+            if self.chains is not None and other.count and (not promise.count or other.gain > promise.gain):
+                found[s] = self.chains.name, other
+            elif promise.count:
+                found[s] = s.drafter.source, promise
+        return found
+
+    def _promises_of_chains(self, running: List[Sequence], price: float) -> dict[Sequence, Promise]:
         """price: of a row. A link takes time for all sequences, so chains have links as long as these pay for all together."""
         costs, rows, found = self._known_costs, len(running), dict[Sequence, Promise]()
-        alone, fixed = price + costs.link_price(rows, rows) / rows, costs.fixed_price(rows)
-        for s in running:
-            most = min(s.drafter.ceiling, chains.reach(s))
-            if (promise := s.drafter.chains.promise(alone, most, s.generated, fixed)).count:
+        records, alone = self._records_of_chains(running), self._price_of_chains(rows)
+        for s, (record, most) in records.items():
+            if (promise := record.promise(alone, most)).count:
                 found[s] = promise
         links = 0
         while going := [s for s, promise in found.items() if promise.count > links]:
-            gain = sum([(1.0 if found[s].is_trial else s.drafter.chains.rate ** (links + 1)) - price for s in going])
+            gain = sum([records[s][0].rate ** (links + 1) - price for s in going])
             if gain < costs.link_price(rows, len(going)):
                 break
             links += 1
         if not links:
             return {}
         alone = price + costs.link_price(rows, len(found)) / len(found)
-        return {s: p if p.is_trial else s.drafter.chains.cut(min(p.count, links), alone) for s, p in found.items()}
+        return {s: records[s][0].cut(min(promise.count, links), alone) for s, promise in found.items()}
+
+    def _trials_of_chains(self, running: List[Sequence], price: float, fixed: float) -> dict[Sequence, Promise]:
+        """price: of a row. Each pays for a link, as if it were the only one."""
+        if self._price_of_chains(len(running)) >= 1:
+            return {}
+        fixed += self._known_costs.link_price(len(running), 1)
+        return {s: record.trial(price, fixed, s.generated) for s, (record, _) in self._records_of_chains(running).items()}
+
+    def _records_of_chains(self, running: List[Sequence]) -> dict[Sequence, tuple[Record, int]]:
+        """What became of the drafts of the sequences for which the chains can draft, and the most tokens that they can."""
+        if self.chains is None:
+            return {}
+        able = {s: min(s.drafter.ceiling, self.chains.reach(s)) for s in running if s.drafter.chains is not None}
+        return {s: (s.drafter.chains, most) for s, most in able.items() if most}

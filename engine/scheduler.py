@@ -227,8 +227,9 @@ class Scheduler:
             budget -= chunks[-1].count
         if drafts and budget and self.preemptions == preemptions:  # a preempted sequence needs the blocks more than drafts do
             self._add_drafts(chunks, drafts, budget)
-        for sequence in drafts or () if not self.whole_sequences else ():  # a draft may be shorter than its room
-            self.blocks.give_back(sequence.blocks, self.blocks.blocks_for(sequence.computed))
+        if drafts and not self.whole_sequences:
+            for sequence in drafts:  # a draft may be shorter than its room
+                self.blocks.give_back(sequence.blocks, self.blocks.blocks_for(sequence.computed))
         return chunks
 
     def _going(self) -> list[Sequence]:
