@@ -110,9 +110,8 @@ class ChatRequest(GenerationRequest):
         name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         context, logprobs, choices = service.max_model_len, body.listed_logprobs, body.n or 1
         default = None  # all that is left of the context
-        if logprobs is not None and (
-            not body.stream or service.journal
-        ):  # the answer's log-probabilities must also fit into memory
+        collected = not body.stream or service.journal is not None
+        if logprobs is not None and collected:  # the answer's log-probabilities must also fit into memory
             default = Limits(context).logprobs // ((1 + logprobs) * choices)
         limit = fit_answer(context, len(prompts[0].ids), body.limit, default, name, "messages")
         super().__init__(

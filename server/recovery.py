@@ -146,7 +146,7 @@ class Recovery:
         self._enter("serving")
         if self._attaching:
             self._attaching = False
-            log.warning("the ranks serve a new frontend; without --journal, no requests go on")
+            log.warning("the ranks serve a new frontend; only requests of a --journal go on")
         elif recovered:
             replayed = sum(request.attempts > 0 for request in self._open)
             log.warning("the ranks have started again, %.1f s after they ended; %d requests go on", seconds, replayed)
