@@ -215,6 +215,7 @@ class Life:
         self.file = MemoryFile()
         self.journal = SteppedJournal(self.file)
         self.results: dict[int, bytes] = {}  # that requests must have, by their numbers in the journal
+        self.answered = set[int]()  # those that were promised and have a result
         self.orphans: list[int] = []  # numbers of requests that go on without clients
         self.journal.on_orphan = self.orphans.append
         self.lost: list[Reader] = []  # kept, because their context managers would end requests of a server that is no more
@@ -264,7 +265,9 @@ class Life:
         self.journal.step()
         assert self.file.begin()[0] == [], "requests in the journal that nobody finishes"
         for number, result in self.results.items():
-            assert (row := self.file.read(number)) is None or row.status != 200 or row.data == result, f"result {number}"
+            row = self.file.read(number)
+            assert row is not None or number not in self.answered, f"result {number} is lost"
+            assert row is None or row.status != 200 or row.data == result, f"result {number}"
         self._count(self.engines[0])
         self.counts["steps"] += self.now
 
@@ -424,9 +427,11 @@ class Life:
             for read, sent in zip(reader.read, reader.sequences, strict=True):
                 assert read == sent.expected[0] or sent.finish_reason == "stopped"
                 self.texts.append([*sent.submit.prompt_ids, *read])
-            self._close(reader, "finished")
             # a client's stop strings are not part of what is submitted
             reader.promise.finish(206 if reader.stops else 200, encode_tokens(reader.read))
+            if reader.is_promised:
+                self.answered.add(reader.promise._number)
+            self._close(reader, "finished")
 
     def _close(self, reader: Reader, why: str, error: BaseException | None = None) -> None:
         self.counts[why] += 1

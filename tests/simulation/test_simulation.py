@@ -77,6 +77,10 @@ def forget_a_result(original: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self, number, status, result: True
 
 
+def lose_a_result(original: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, number, status, result: self.forget(number)
+
+
 FAULTS: list[tuple[Any, str, Callable[..., Any]]] = [
     (Scheduler, "_admit", share_blocks),
     (Scheduler, "reject", keep_drafts),
@@ -86,6 +90,7 @@ FAULTS: list[tuple[Any, str, Callable[..., Any]]] = [
     (Engine, "step", repeat_a_token),
     (JournalFile, "add", promise_without_writing),
     (JournalFile, "finish", forget_a_result),
+    (JournalFile, "finish", lose_a_result),
 ]
 
 
