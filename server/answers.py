@@ -83,7 +83,7 @@ class GenerationRequest(ABC):
             while running.unfinished:
                 for delta in await running.next():
                     self._collect(choices, delta)
-        return self._finish(choices)
+            return self._finish(choices)
 
     async def events(self, log_fields: dict[str, Any]) -> AsyncGenerator[bytes, None]:
         """Run the request and yield the events of its stream.
@@ -102,7 +102,7 @@ class GenerationRequest(ABC):
                 failure: Exception | None = None
                 try:
                     for delta in await running.next():
-                        if choices:
+                        if self.promise.keeps:
                             self._collect(choices, delta)
                         events.append(write(delta))
                 except Exception as e:
@@ -114,8 +114,8 @@ class GenerationRequest(ABC):
                     yield HEARTBEAT
                 if failure is not None:
                     raise failure
-        if choices:
-            self._finish(choices)
+            if self.promise.keeps:
+                self._finish(choices)
         if data := chunks.last():
             yield data
 

@@ -152,7 +152,7 @@ class EngineClient:
         self.on_fatal: Callable[[str], None] = lambda message: None
         self.recovery = Recovery(self._submit, self._recall, metrics, watchdog or Watchdog(), attach)
         self._active: dict[str, OutputQueue] = {}
-        self._addresses, self._attach = (to_engine, from_engine), attach
+        self._addresses, self.attach = (to_engine, from_engine), attach
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -166,7 +166,7 @@ class EngineClient:
             socket.linger = 1000  # ms; how long `close` may wait until a Shutdown is sent
         self._pull.bind(from_engine)
         self._push.connect(to_engine)
-        if self._attach:
+        if self.attach:
             self._send(Attach())
         self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self.recovery.watch())]
 

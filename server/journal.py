@@ -26,11 +26,14 @@ from server.metrics import Metrics
 from server.problems import ApiError, internal_error
 
 ENDS_OF_SERVERS = ("draining", "engine_failed")  # codes of errors after which a request is finished by the next server
+BUSY = ("overloaded", "loading")  # codes of errors of requests that may be accepted later
 COMMIT_SECONDS = 5.0  # a request waits for the disk at most so long
+READ_SECONDS = 30.0  # the same for a result
 CLOSE_SECONDS = 5.0  # time to write the rest when the server ends
 RETRY_SECONDS = 1.0  # after a failed write
 IDLE_SECONDS = 60.0  # between removals of old results
-MOST_PENDING = 64 << 20  # bytes that wait for the disk, and that wait for another attempt
+MOST_PENDING = 64 << 20  # bytes that wait for the disk before requests are no longer written, and that wait for another attempt
+MOST_ENDS = 4 * MOST_PENDING  # bytes that wait for the disk before results are no longer written
 JOB_BYTES = 1024  # that something to be done takes apart from its data
 
 
@@ -68,13 +71,12 @@ class Kept(Promise):
         try:
             yield
         except ApiError as e:
-            if e.status_code == 429 and row is not None:  # it was not accepted
+            if is_for_later(e) and row is not None:  # it was not accepted
                 journal.write(lambda file: file.forget(number))
-            elif e.status_code != 429 and e.code not in ENDS_OF_SERVERS:
-                self.finish(e.status_code, to_json(e.body))
+            self.fail(e)
             raise
-        except Exception:
-            self.finish(500, to_json(internal_error().body))
+        except Exception as e:
+            self.fail(e)
             raise
         except BaseException:  # the client is gone, or the server ends
             if not self._lasting and not journal.ending:
@@ -95,8 +97,19 @@ class Kept(Promise):
             self._journal.metrics.unjournaled.inc()
 
     def finish(self, status: int, result: bytes) -> None:
-        number = self._number
-        self._journal.write(lambda file: file.finish(number, status, result), len(result))
+        self._journal.finish(self._number, status, result)
+
+    def fail(self, error: Exception) -> None:
+        """Keep the error with which the request ended, unless it may still be answered. Only the first result is kept."""
+        if not isinstance(error, ApiError):
+            self.finish(500, to_json(internal_error().body))
+        elif not is_for_later(error) and error.code not in ENDS_OF_SERVERS:
+            self.finish(error.status_code, to_json(error.body))
+
+
+def is_for_later(error: ApiError) -> bool:
+    """Whether a request with this error may be accepted later."""
+    return error.status_code == 429 or error.code in BUSY
 
 
 @dataclass
@@ -119,6 +132,7 @@ class Journal:
         self._jobs: deque[_Job] = deque()
         self._pending = 0  # bytes of `_jobs`
         self._more, self._closed, self._failing = threading.Condition(), False, False
+        self._crowded = False  # whether there was no room for a request
         self._thread = threading.Thread(target=self._run, daemon=True, name="journal")
 
     @classmethod
@@ -168,6 +182,14 @@ class Journal:
         """See `JournalFile.find`."""
         return await self._read(lambda file: file.find(owner, name))
 
+    def finish(self, number: int, status: int, result: bytes) -> None:
+        """See `JournalFile.finish`. If the disk is far too slow, an error takes the place of the result."""
+        if self._pending + len(result) > MOST_ENDS:
+            log.error("a result is not kept, because %d MiB wait for the disk of --journal %s", self._pending >> 20, self.path)
+            status = 503
+            result = to_json(ApiError(503, "the result could not be written in time", None, "journal_failed").body)
+        self.write(lambda file: file.finish(number, status, result), len(result))
+
     def write(self, work: Callable[[JournalFile], Any], size: int = 0) -> None:
         """Write soon. If that fails, it is tried again a few times."""
         self._put(_Job(work, size))
@@ -184,14 +206,18 @@ class Journal:
         job = _Job(work, 0, self._loop.create_future(), reads=True)
         self._put(job)
         assert job.future is not None
-        row: Row | None = await job.future
+        try:
+            async with asyncio.timeout(READ_SECONDS):
+                row: Row | None = await job.future
+        except TimeoutError:
+            raise _unreadable() from None
         return row
 
     # --- the thread --------------------------------------------------------------------------------------------------------
 
     def _put(self, job: _Job) -> bool:
         with self._more:
-            if self._pending > MOST_PENDING and not job.reads:
+            if self._pending > MOST_PENDING and job.future and not job.reads:
                 return False
             self._jobs.append(job)
             self._pending += job.size + JOB_BYTES
@@ -227,15 +253,20 @@ class Journal:
         if self._failing and self._file.changes > before:
             log.warning("--journal %s can be written again", self.path)
             self._failing = False
+        refused = any(job.future is not None and not result for job, result in done)
+        if refused and not self._crowded:
+            what = "requests for which --journal %s has no room do not outlive the server; see unjournaled_requests"
+            log.warning(what + ", --journal-mb and --journal-results", self.path)
+        self._crowded = self._crowded or refused
         self._tell(done)
         return []
 
     def _result(self, job: _Job) -> Any:
         try:
             return job.work(self._file)
-        except sqlite3.Error as e:
+        except Exception as e:  # whatever it is, the thread goes on
             log.error("--journal %s cannot be read (%s)", self.path, e)
-            return ApiError(503, "the journal cannot be read; try again later", None, "journal_failed")
+            return _unreadable()
 
     def _tell(self, results: list[tuple[_Job, Any]]) -> None:
         def tell() -> None:
@@ -250,6 +281,10 @@ class Journal:
         if any(job.future for job, _ in results):
             with contextlib.suppress(RuntimeError):  # the event loop has ended
                 self._loop.call_soon_threadsafe(tell)
+
+
+def _unreadable() -> ApiError:
+    return ApiError(503, "the journal cannot be read; try again later", None, "journal_failed")
 
 
 def _newest(jobs: list[_Job]) -> list[_Job]:

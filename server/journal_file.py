@@ -24,6 +24,7 @@ LOCK_SECONDS = 5.0  # a server that ends may hold the file for a moment
 MOST_ATTEMPTS = 10  # of servers to finish a request
 MOST_MISSING = 500  # rows in a row that are looked for in a damaged file
 MOST_SHARE = 0.25  # of the file that a request or result may take
+MOST_OWNED = 0.5  # of the file that one owner's unfinished requests may take
 PAGE = 4096  # bytes
 LOG_BYTES = 16 << 20  # of the write-ahead log, after it was written to the file
 TABLE = "requests"
@@ -37,6 +38,9 @@ CREATE TABLE {TABLE} (
 );
 CREATE INDEX by_answer ON {TABLE} (answer_id);
 CREATE INDEX by_request ON {TABLE} (request_id);
+CREATE INDEX by_owner ON {TABLE} (owner, status, number, length(data));
+CREATE INDEX results ON {TABLE} (number) WHERE status != 0;
+CREATE INDEX unfinished ON {TABLE} (owner, length(data)) WHERE status = 0;
 """
 USELESS = {  # SQLite's primary error codes
     sqlite3.SQLITE_BUSY: "another running server uses it; end that one, or give this one another file",
@@ -116,8 +120,11 @@ class JournalFile:
         return found, (last or 0) + 1
 
     def add(self, row: Row) -> bool:
-        """Add a request. False if there is no room for it."""
-        return self._has_room(len(row.data)) and self._write(row)
+        """Add a request. False if there is no room for it, or its owner has too many."""
+        size, bounds = len(row.data), self._bounds
+        count, owned = self._unfinished("AND owner = ?", row.owner)
+        few = count < MOST_OWNED * bounds.results and owned + size <= MOST_OWNED * bounds.bytes
+        return few and self._has_room(size) and self._write(row)
 
     def finish(self, number: int, status: int, result: bytes) -> bool:
         """Replace a request by its result. A result for which there is no room is not kept."""
@@ -144,7 +151,8 @@ class JournalFile:
 
     def find(self, owner: str, name: str) -> Row | None:
         """The newest one of an owner with this id of its answer or of its HTTP request."""
-        where = "WHERE (answer_id = ? OR request_id = ?) AND owner = ? ORDER BY number DESC LIMIT 1"
+        # the + keeps SQLite from reading all rows of the owner
+        where = "WHERE (answer_id = ? OR request_id = ?) AND +owner = ? ORDER BY number DESC LIMIT 1"
         return next(self._rows(where, name, name, owner), None)
 
     def prune(self) -> bool:
@@ -178,9 +186,12 @@ class JournalFile:
         return True
 
     def _has_room(self, size: int, rows: int = 1) -> bool:
-        """Remove the oldest results until there is room for more rows of `size` bytes. False if that is too much for the file, or
-        no result is left."""
-        if size > self._bounds.bytes * MOST_SHARE:
+        """Remove results that are too old, and then others until there is room for more rows of `size` bytes: the oldest of the
+        owner that has most. False, and nothing is removed for it, if the unfinished requests leave no room."""
+        count, unfinished = self._unfinished()
+        if size > self._bounds.bytes * MOST_SHARE or (
+            rows and (unfinished + size > self._bounds.bytes or count + rows > self._bounds.results)
+        ):
             return False
         while True:
             if self._count is None:  # counting takes too long to be done for each request
@@ -189,7 +200,22 @@ class JournalFile:
             oldest = self._db.execute(f"SELECT number, time FROM {TABLE} WHERE status != 0 ORDER BY number LIMIT 1").fetchone()
             if oldest is None or not (full or oldest[1] < time.time() - self._bounds.seconds):
                 return not full
-            self.forget(oldest[0])
+            self.forget(self._oldest_of_most() if full else oldest[0])
+
+    def _unfinished(self, where: str = "", *values: Any) -> tuple[int, int]:
+        """The number and bytes of requests without a result."""
+        query = f"SELECT count(*), ifnull(sum(length(data)), 0) FROM {TABLE} WHERE status = 0 {where}"
+        count, size = self._db.execute(query, values).fetchone()
+        return count, size
+
+    def _oldest_of_most(self) -> int:
+        """The oldest result of the owner that has the largest part of the file, in bytes and in rows, with its unfinished
+        requests. There is a result."""
+        part = f"sum(length(data)) / {float(self._bounds.bytes)} + count(*) / {float(self._bounds.results)}"
+        oldest = "min(CASE WHEN status != 0 THEN number END) AS oldest"
+        return self._value(
+            f"SELECT {oldest} FROM {TABLE} GROUP BY owner HAVING oldest IS NOT NULL ORDER BY {part} DESC LIMIT 1"
+        )
 
     def _used(self) -> int:
         return (self._value("PRAGMA page_count") - self._value("PRAGMA freelist_count")) * PAGE
@@ -240,12 +266,14 @@ def open_journal(path: Path, bounds: Bounds) -> tuple[JournalFile, str]:
     What can be read of a damaged file is copied to a new one. The damaged one gets another name.
     """
     with explained(path):
-        if not path.exists() or not path.stat().st_size:
-            _make(path)
-            _replace(path)
+        path = Path(os.path.realpath(path))
+        if os.path.lexists(path) and not path.is_file():
+            raise UserError(f"--journal {path} is no regular file; give another file")
+        message = "" if _size(path) else _start(path)
         _check_header(path)
+        _hide(path)
         try:
-            return JournalFile(_whole(path), bounds), ""
+            return JournalFile(_whole(path), bounds), message
         except sqlite3.Error as e:
             if _code(e) in USELESS:
                 raise
@@ -264,6 +292,17 @@ def check_journal(path: str | None, bounds: Bounds) -> None:
 
 def _code(error: sqlite3.Error) -> int:
     return getattr(error, "sqlite_errorcode", 0) & 0xFF  # the primary one
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _hide(path: Path) -> None:
+    """Let only the owner read the file."""
+    for one in (path, _beside(path, "-wal")):
+        with suppress(PermissionError, FileNotFoundError):  # it may belong to another user who lets this one write
+            one.chmod(one.stat().st_mode & 0o700)
 
 
 def _check_header(path: Path) -> None:
@@ -316,6 +355,18 @@ def _make(path: Path, damaged: Path | None = None) -> int:
             return file.salvage(old)
 
 
+def _start(path: Path) -> str:
+    """Make a new file where none is, or an empty one. Returns what to tell the user."""
+    message = ""
+    _make(path)
+    if _size(_beside(path, "-wal")):
+        path.touch(0o600)
+        message = f"--journal {path} is empty, but its log {path.name}-wal is not: a new file is used, and they are now "
+        message += f"{(aside := _set_aside(path))} and {aside.name}-wal"
+    _replace(path)
+    return message
+
+
 def _mend(path: Path) -> str:
     """Replace a damaged file by a new one with what can be read of it. Returns what to tell the user."""
     try:
@@ -324,12 +375,18 @@ def _mend(path: Path) -> str:
         if _code(e) in USELESS:
             raise
         count = _make(path)  # nothing can be read
+    aside = _set_aside(path)
+    _replace(path)
+    return f"--journal {path} is damaged: {count} requests and results could be read and are used; the damaged file is {aside}"
+
+
+def _set_aside(path: Path) -> Path:
+    """Give a damaged file and its log another name. `path` is still there, too, until it is replaced."""
     aside = next(name for i in range(1, 10_000) if not (name := _beside(path, f".damaged-{i}")).exists())
     os.link(path, aside)
     with suppress(FileNotFoundError):
         os.replace(_beside(path, "-wal"), _beside(aside, "-wal"))
-    _replace(path)
-    return f"--journal {path} is damaged: {count} requests and results could be read and are used; the damaged file is {aside}"
+    return aside
 
 
 def _replace(path: Path) -> None:

@@ -10,7 +10,7 @@ from server.answers import GenerationRequest
 from server.chat import ChatRequest
 from server.completions import CompletionRequest
 from server.generation import Prompt
-from server.journal import Kept
+from server.journal import Kept, is_for_later
 from server.logs import log
 from server.problems import ApiError
 from server.schemas import ChatBody, CompletionBody
@@ -82,23 +82,30 @@ class Resumer:
         async with self._room:
             try:
                 if found := await self._service.journal.load(number):
-                    accepted = msgspec.msgpack.decode(found[0], type=Accepted)
-                    while not await self._answered(accepted, found[1]):
-                        await asyncio.sleep(AGAIN_SECONDS)
+                    await self._answer(*found)
             except ApiError as e:
                 log.warning("request %d of the journal: %s", number, e.message)
             except Exception:
                 log.exception("request %d of the journal failed", number)
 
-    async def _answered(self, accepted: Accepted, promise: Kept) -> bool:
-        """Run a request. False if there is no room for it now. The promise keeps answers and errors."""
+    async def _answer(self, data: bytes, promise: Kept) -> None:
+        """Run a request once there is room for it. The promise keeps the answer or error, wherever it is raised."""
         try:
-            with promise.given():
-                request = await self._again(accepted)
+            accepted = msgspec.msgpack.decode(data, type=Accepted)
+            while not await self._answered(accepted, promise):
+                await asyncio.sleep(AGAIN_SECONDS)
+        except Exception as e:
+            promise.fail(e)
+            raise
+
+    async def _answered(self, accepted: Accepted, promise: Kept) -> bool:
+        """Run a request. False if there is no room for it now."""
+        try:
+            request = await self._again(accepted)
             request.promise = promise
             await request.answer({})
         except ApiError as e:
-            if e.status_code != 429:
+            if not is_for_later(e):
                 raise
             return False
         return True

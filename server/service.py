@@ -16,6 +16,7 @@ from server.engine_client import EngineClient, broken
 from server.examples import read_examples
 from server.journal import Journal
 from server.json_schema import Compiled
+from server.logs import log
 from server.problems import ApiError
 from server.prompts import SLOW_TEXT
 from server.replies import StatsReply
@@ -38,13 +39,23 @@ class Service:
         self.admission = Admission(capacity, settings.max_num_seqs + settings.client_queue)
         self.workers = Workers(settings.model, settings.workers, settings.worker_seconds, capacity, WORKER_MODULES)
         self.grammars: OrderedDict[tuple[str, str], Compiled] = OrderedDict()  # see grammar.py
-        bounds = settings.journal_bounds
-        self.journal = Journal.open(Path(settings.journal), bounds, self.metrics) if settings.journal else None
+        self.journal = self._open_journal()
         self.draining = False
         self.open_requests = 0  # HTTP requests whose answer is not complete
         self.started, self.created = time.monotonic(), int(time.time())
         self.model_name = settings.model_names[0]
         self.examples = read_examples(settings.model)
+
+    def _open_journal(self) -> Journal | None:
+        """Raises UserError, except in a new frontend of ranks that serve, which goes on without."""
+        path = self.settings.journal
+        try:
+            return Journal.open(Path(path), self.settings.journal_bounds, self.metrics) if path else None
+        except UserError as e:
+            if not self.client.attach:
+                raise
+            log.error("%s; until the server is started again, requests are served without it", e)
+            return None
 
     @property
     def status(self) -> str:

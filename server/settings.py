@@ -241,13 +241,13 @@ class FaultOptions:
         default=10_000,
         type=whole_number(1),
         metavar="N",
-        help="most requests and results in --journal; the oldest go (default: 10000)",
+        help="most requests and results in --journal; old results go (default: 10000)",
     )
     journal_mb: float = option(
         default=1024.0,
         type=above_zero,
         metavar="MIB",
-        help="largest size of --journal in MiB; the oldest results go (default: 1024)",
+        help="largest size of --journal in MiB; old results go (default: 1024)",
     )
 
 

@@ -1,5 +1,6 @@
 """The journal: its file under all kinds of damage, and what becomes of requests when the server or their clients end."""
 
+import asyncio
 import json
 import logging
 import os
@@ -13,16 +14,25 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
+from engine.protocol import Turn
 from errors import UserError
 from scripts.lib.process_tree import process_tree
-from server import journal_file
+from server import journal as journals
+from server import journal_file, resume
+from server.journal import Kept
 from server.journal_file import HEADER, Bounds, JournalFile, Row, check_journal, open_journal
+from server.problems import ApiError
+from server.resume import Accepted, Resumer
+from server.service import Service
 from tests import MODELS
+from tests.simulation.journal import MemoryFile, SteppedJournal
 from tests.support.server_process import ServerProcess, wait_until
 from tests.support.server_thread import STORY, Site, raw_request, wait_for
 
@@ -146,7 +156,30 @@ def test_files_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     sqlite3.connect(path).execute("CREATE TABLE precious (x)")
     refused(path, "is no journal")
     refused(tmp_path / "no" / "folder", "No such file")
-    refused(tmp_path, "Is a directory")
+    refused(tmp_path, "is no regular file")
+    os.mkfifo(tmp_path / "fifo")
+    refused(tmp_path / "fifo", "is no regular file")
+
+
+def test_what_is_there_stays(tmp_path: Path) -> None:
+    """A link leads to the new file, only its owner may read it, and the log of a file that was emptied is kept."""
+    path, link = tmp_path / "journal", tmp_path / "link"
+    link.symlink_to(path)
+    file, message = open_journal(link, Bounds())
+    assert link.is_symlink() and path.stat().st_size and not message
+    with file.transaction():
+        assert file.add(some_row(1))
+    log = (tmp_path / "journal-wal").read_bytes()
+    file.close()
+    path.chmod(0o644)
+    open_journal(path, Bounds())[0].close()
+    assert path.stat().st_mode & 0o777 == 0o600
+    (tmp_path / "journal-wal").write_bytes(log)
+    path.write_bytes(b"")
+    file, message = open_journal(path, Bounds())
+    file.close()
+    assert str(aside := tmp_path / "journal.damaged-1") in message and not aside.stat().st_size
+    assert (tmp_path / "journal.damaged-1-wal").read_bytes() == log
 
 
 def refused(path: Path, words: str) -> None:
@@ -175,6 +208,107 @@ def test_a_file_stays_within_its_bounds(tmp_path: Path) -> None:
     assert file.begin() == ([30, 60], 100)
     assert sorted(read_all(file)) == [30, 60, *range(92, 100)]
     file.close()
+
+
+def test_owners_do_not_displace_each_other(tmp_path: Path) -> None:
+    """Results of the owner with most of them go first, none go in vain, and nobody may fill the file with requests."""
+    file, _ = open_journal(tmp_path / "journal", Bounds(bytes=2 << 20, results=40))
+    row = lambda number, owner, size=100: Row(number, time.time(), owner, f"cmpl-{number}", "", 0, bytes(size))  # noqa: E731
+    with file.transaction():
+        for number in range(1, 200):
+            owner = "few" if number <= 3 else "many"
+            assert file.add(row(number, owner)) and file.finish(number, 200, bytes(10_000))
+        assert {1, 2, 3} < set(before := read_all(file)) and len(before) == 40
+        added = [file.add(row(number, "greedy", 200_000)) for number in range(200, 210)]
+        assert 4 < sum(added) < 6 and {1, 2, 3} < set(read_all(file)) and file.add(row(300, "few"))
+    file.close()
+
+
+class Life:
+    """A journal without a thread."""
+
+    def __init__(self) -> None:
+        self.journal = SteppedJournal(MemoryFile())
+
+    def promise(self) -> Kept:
+        kept = self.journal.promise("owner", "answer", "request", b"request", True)
+        with kept.given():
+            self.journal.step()
+        return kept
+
+    def status(self) -> int:
+        self.journal.step()
+        row = self.journal._file.read(1)
+        assert row is not None
+        return row.status
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ApiError(503, "", None, "overloaded"), 0),
+        (ApiError(429, "", None, "queue_full"), 0),
+        (ApiError(503, "", None, "draining"), 0),
+        (ApiError(503, "", None, "timeout"), 503),
+        (ApiError(400, ""), 400),
+        (ValueError(), 500),
+    ],
+)
+def test_errors_of_resumed_requests(error: Exception, status: int) -> None:
+    """Whatever cannot be run again has a result, and what has no room now is not lost."""
+    life = Life()
+    promise = life.promise()
+    with pytest.raises(type(error)), Kept(life.journal, 1).given():
+        raise error
+    assert life.status() == status
+    promise.finish(200, b"too late")
+    assert life.status() == (status or 200)
+
+
+def test_resumed_requests_wait_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error before a request runs is its result, too, unless it only has to wait."""
+    life, resumer = Life(), object.__new__(Resumer)
+    life.promise()
+    errors = iter(
+        [ApiError(503, "", None, "overloaded"), ApiError(429, ""), ApiError(503, "", None, "loading"), RuntimeError("no")]
+    )
+
+    async def fail(accepted: Accepted) -> None:
+        assert life.status() == 0
+        raise next(errors)
+
+    monkeypatch.setattr(resume, "AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(resumer, "_again", fail)
+    data = msgspec.msgpack.encode(Accepted("", "", "", 0, b"", [], "", 0, Turn("", 1, 0)))
+    with pytest.raises(RuntimeError, match="no"):
+        asyncio.run(resumer._answer(data, Kept(life.journal, 1)))
+    assert life.status() == 500
+
+
+def test_a_new_frontend_does_not_end_the_server(tmp_path: Path) -> None:
+    """If the ranks serve, it goes on without a damaged journal."""
+    path = tmp_path / "journal"
+    path.write_text("damaged")
+    service: Any = object.__new__(Service)
+    service.settings = SimpleNamespace(journal=str(path), journal_bounds=Bounds())
+    service.client, service.metrics = SimpleNamespace(attach=True), None
+    assert service._open_journal() is None
+    service.client.attach = False
+    with pytest.raises(UserError, match="is no journal"):
+        service._open_journal()
+
+
+def test_results_that_wait_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are written even if new requests are not, and beyond a bound become errors."""
+    monkeypatch.setattr(journals, "MOST_PENDING", 10_000)
+    monkeypatch.setattr(journals, "MOST_ENDS", 40_000)
+    for size, status in ((20_000, 200), (50_000, 503)):
+        life = Life()
+        promise = life.promise()
+        life.journal.write(lambda file: None, 11_000)
+        refused = life.journal.ask(lambda file: True, 1)
+        promise.finish(200, bytes(size))
+        assert refused.result() is False and life.status() == status
 
 
 # --- requests ----------------------------------------------------------------------------------------------------------------

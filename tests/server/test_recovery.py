@@ -250,7 +250,7 @@ def test_ranks_that_report_nothing_are_killed(make_site: Callable[..., Site], mo
 
 def test_a_new_frontend_says_that_it_is_new(tmp_path: Any) -> None:
     site = Site(tmp_path)
-    site.server.client._attach = True
+    site.server.client.attach = True
     taken: list[Any] = []
     site.engine._take = lambda message, work: taken.append(message)  # type: ignore[method-assign]
     site.start()
