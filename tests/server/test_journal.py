@@ -487,7 +487,8 @@ def as_client(key: str, request_id: str = "") -> dict[str, str]:
 
 def ask_and_kill(server: ServerProcess, body: dict[str, Any], name: str, pids: Sequence[int]) -> None:
     with server.http.stream("POST", "/v1/completions", json={**body, "stream": True}, headers=as_client("one", name)) as reply:
-        next(reply.iter_text())
+        text = reply.iter_text()
+        next(text)  # the connection lives as long as `text`
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
 
