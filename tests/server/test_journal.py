@@ -211,7 +211,8 @@ def test_a_file_stays_within_its_bounds(tmp_path: Path) -> None:
 
 
 def test_owners_do_not_displace_each_other(tmp_path: Path) -> None:
-    """Results of the owner with most of them go first, none go in vain, and nobody may fill the file with requests."""
+    """Where room is needed, results of the owner that has most are removed first, and none if that makes no room. One owner's
+    requests take at most half of the file."""
     file, _ = open_journal(tmp_path / "journal", Bounds(bytes=2 << 20, results=40))
     row = lambda number, owner, size=100: Row(number, time.time(), owner, f"cmpl-{number}", "", 0, bytes(size))  # noqa: E731
     with file.transaction():
