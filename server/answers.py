@@ -1,4 +1,4 @@
-"""What both generating endpoints share: run a request, collect whole answers, and encode the chunks of a stream.
+"""What all generating endpoints share: run a request, collect whole answers, and encode the events of a stream.
 
 An endpoint adds how it lays out a choice. It reads the same `Delta`s with and without streaming, so that a streamed answer
 equals a whole one.
@@ -8,8 +8,8 @@ import io
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import Any, ClassVar
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any, ClassVar, Protocol
 
 import msgspec
 
@@ -19,10 +19,22 @@ from server.http import to_json
 from server.journal import Promise
 from server.limits import Limits, check_answers
 from server.logprobs import by_id_layout
+from server.problems import ApiError
 from server.schemas import GenerationBody
 from server.service import Service
+from server.sse import DONE, error_event
 
 HEARTBEAT = b": the ranks start again\n\n"
+
+
+class StreamWriter(Protocol):
+    """Encodes one stream as server-sent events, in the layout of its endpoint."""
+
+    def push(self, delta: Delta) -> bytes:
+        """The events of a delta, perhaps none."""
+
+    def last(self) -> bytes:
+        """The events after all choices have ended, perhaps none."""
 
 
 class GenerationRequest(ABC):
@@ -30,7 +42,7 @@ class GenerationRequest(ABC):
 
     id_prefix: ClassVar[str]
     kind: ClassVar[str]  # `object` of an answer
-    chunk_kind: ClassVar[str]  # `object` of a chunk
+    stream_end: ClassVar[bytes] = DONE
 
     def __init__(
         self,
@@ -57,7 +69,7 @@ class GenerationRequest(ABC):
         self.top_prompt_logprobs = body.prompt_logprobs
         self.promise = Promise()
         self.id = f"{self.id_prefix}-{body.request_id or uuid.uuid4().hex}"
-        self.created, self._model = int(time.time()), body.model or service.model_name
+        self.created, self.model = int(time.time()), body.model or service.model_name
 
     # --- defined by each endpoint ------------------------------------------------------------------------------------
 
@@ -67,13 +79,17 @@ class GenerationRequest(ABC):
 
     @abstractmethod
     def reply(self, choices: Sequence["WholeChoice"]) -> dict[str, Any]:
-        """The fields of a whole answer from `choices` on."""
+        """The whole answer."""
 
     @abstractmethod
-    def chunk_writer(self, chunks: "Chunks") -> Callable[[Delta], bytes]:
-        """A function that converts each delta of a stream to events, perhaps none."""
+    def stream_writer(self) -> StreamWriter:
+        """What encodes the events of the stream."""
 
-    # --- shared by both endpoints ------------------------------------------------------------------------------------
+    def write_error(self, error: ApiError) -> bytes:
+        """The event of an error after the stream has begun."""
+        return error_event(error)
+
+    # --- shared by all endpoints -------------------------------------------------------------------------------------
 
     async def answer(self, log_fields: dict[str, Any]) -> bytes:
         """Run the request and return its whole answer, as JSON."""
@@ -91,8 +107,7 @@ class GenerationRequest(ABC):
         Events of outputs that arrived together are yielded together. If one fails, the events before it are yielded before the
         exception is raised. While new ranks start, a stream that has begun gets comments, so that nobody takes it for dead.
         """
-        chunks = Chunks(self._head(self.chunk_kind), self.usage, self.include_usage, self.continuous_usage)
-        write = self.chunk_writer(chunks)
+        writer = self.stream_writer()
         begun = False
         choices = self._whole_choices() if self.promise.keeps else []
         with run(self.service, self.plan, self.usage, log_fields) as running, self.promise.given():
@@ -104,7 +119,7 @@ class GenerationRequest(ABC):
                     for delta in await running.next():
                         if self.promise.keeps:
                             self._collect(choices, delta)
-                        events.append(write(delta))
+                        events.append(writer.push(delta))
                 except Exception as e:
                     failure = e
                 if data := b"".join(events):
@@ -116,7 +131,7 @@ class GenerationRequest(ABC):
                     raise failure
             if self.promise.keeps:
                 self._finish(choices)
-        if data := chunks.last():
+        if data := writer.last():
             yield data
 
     def _whole_choices(self) -> list["WholeChoice"]:
@@ -132,7 +147,7 @@ class GenerationRequest(ABC):
 
     def _finish(self, choices: Sequence["WholeChoice"]) -> bytes:
         """The whole answer, which also fulfils the promise."""
-        body = to_json({**self._head(self.kind), **self.reply(choices)})
+        body = to_json(self.reply(choices))
         self.promise.finish(200, body)
         return body
 
@@ -150,8 +165,9 @@ class GenerationRequest(ABC):
             choice["token_ids"] = delta.token_ids
         return choice
 
-    def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self._model}
+    def head(self, kind: str) -> dict[str, Any]:
+        """The first fields of a completion, of a chat completion, and of their chunks."""
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
 
 class WholeChoice:
@@ -207,12 +223,14 @@ class JsonLists:
 
 
 class Chunks:
-    """Encodes the chunks of one stream as events, the fields that they share only once. `head`: fields before `choices`."""
+    """Encodes the chunks of a completion or chat completion as events, the fields that they share only once."""
 
-    def __init__(self, head: dict[str, Any], usage: Usage, include_usage: bool, continuous_usage: bool) -> None:
-        self._head = b"data: " + to_json(head)[:-1] + b',"choices":['
-        self._usage, self._include_usage, self._continuous_usage = usage, include_usage, continuous_usage
-        self._end = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
+    def __init__(self, request: GenerationRequest, kind: str) -> None:
+        """kind: `object` of a chunk."""
+        self._head = b"data: " + to_json(request.head(kind))[:-1] + b',"choices":['
+        self._usage = request.usage
+        self._include_usage, self._continuous_usage = request.include_usage, request.continuous_usage
+        self._end = b'],"usage":null}\n\n' if self._include_usage else b"]}\n\n"
 
     def event(self, choice: dict[str, Any], more: dict[str, Any] | None = None) -> bytes:
         """The event of one chunk. `more`: other fields of this chunk."""

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.routing import APIRoute
@@ -12,29 +12,22 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import FileResponse, HTMLResponse, Response
 from starlette.staticfiles import StaticFiles
 
-from engine.protocol import Turn
-from server import grammar, problems, replies
-from server.answers import GenerationRequest
+from server import problems, replies
 from server.chat import ChatRequest, conversation, read_conversation
-from server.clients import Client, owner, sender
+from server.clients import owner
 from server.completions import CompletionRequest, read_prompts
 from server.docs import render_docs
+from server.endpoint import check, respond
 from server.engine_client import EngineClient
-from server.generation import Prompt
 from server.http import JsonResponse, unless_gone
-from server.json_schema import Compiled
 from server.middleware import ApiKey, BodyLimit, RequestScope
-from server.openapi import describe, stream_of
-from server.problems import ApiError, bad
+from server.openapi import describe, errors_of, stream_of
+from server.problems import ApiError
 from server.prompts import SLOW_TEXT, detokenize_reply, tokenize_reply
-from server.resume import record
-from server.schemas import Body, ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody
+from server.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from server.service import INLINE, Service, read_chat_template
 from server.settings import VERSION, Settings
-from server.sse import EventStream
 from tokenizer import Tokenizer
-
-B = TypeVar("B", bound=GenerationBody)
 
 STATIC = Path(__file__).parent / "static"
 
@@ -94,72 +87,8 @@ async def _read_body(request: Request, raw: bytes, model: type[BaseModel]) -> Ba
     return await (work if len(raw) <= INLINE else unless_gone(request.receive, work))
 
 
-def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    texts = {
-        400: "A parameter is wrong or unsupported, or the prompt is too long",
-        401: "The API key is missing or wrong",
-        404: "No such model",
-        413: "The body is too large",
-        429: "The queue is full; see Retry-After",
-        500: "Internal error",
-        503: "Loading, draining, timed out or broken",
-    }
-    return {status: {"model": replies.ErrorReply, "description": texts[status]} for status in statuses}
-
-
-def _check(service: Service, request: Request, body: Body) -> None:
-    """Raises a 404 for an unknown model.
-
-    Unknown fields are named in the log and a response header. With --strict-requests they raise a 400.
-    """
-    if body.ignored:
-        if service.settings.strict_requests:
-            raise bad(body.ignored[0], "unknown parameter; it is not in the API that /docs describes")
-        request.state.log_fields["ignored"] = ", ".join(body.ignored)
-    service.check_model(body.model)
-
-
 def _add_generation(app: FastAPI, service: Service) -> None:
-    errors = _errors(400, 401, 404, 413, 429, 500, 503)
-
-    async def generate(
-        body: B,
-        request: Request,
-        read: Callable[[Service, B, int], Coroutine[Any, Any, list[Prompt]]],
-        make: Callable[[Service, B, list[Prompt], str], GenerationRequest],
-    ) -> Response:
-        """Run a request.
-
-        `read(service, body, size)` returns the tokenized prompts; size: bytes of the body. `make(service, body, prompts,
-        grammar)` returns the endpoint's request.
-        """
-        _check(service, request, body)
-        if body.priority and not service.settings.allow_priority:
-            raise bad(
-                "priority", "this server treats all requests alike; leave it out, or start the server with --allow-priority"
-            )
-        service.check_ready()
-        raw = await request.body()
-
-        async def prepare() -> tuple[list[Prompt], Compiled]:
-            return await read(service, body, len(raw)), await grammar.for_request(service, body)
-
-        prompts, compiled = await unless_gone(request.receive, prepare())
-        generation = make(service, body, prompts, compiled.grammar)
-        client = sender(request.scope) if service.settings.fairness == "clients" else Client("")
-        generation.plan.turn = Turn(client.name, client.weight, body.priority or 0)
-        if service.journal:
-            data = record(generation, raw, compiled.grammar)
-            ids = generation.id, request.state.request_id
-            generation.promise = service.journal.promise(owner(request.scope), *ids, data, bool(body.store))
-        log_fields = request.state.log_fields
-        if body.user:
-            log_fields["user"] = body.user
-        if left_out := grammar.name_left_out(compiled):
-            log_fields["not_enforced"] = left_out
-        if body.stream:
-            return EventStream(generation.events(log_fields), service.settings.idle_timeout)
-        return JsonResponse(await unless_gone(request.receive, generation.answer(log_fields)))
+    errors = errors_of(400, 401, 404, 413, 429, 500, 503)
 
     @app.post(
         "/v1/completions",
@@ -169,7 +98,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         summary="Continue a prompt",
     )
     async def completions(body: CompletionBody, request: Request) -> Response:
-        return await generate(body, request, read_prompts, CompletionRequest)
+        return await respond(service, request, body, read_prompts, CompletionRequest)
 
     @app.post(
         "/v1/chat/completions",
@@ -179,11 +108,11 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         summary="Answer a conversation",
     )
     async def chat_completions(body: ChatBody, request: Request) -> Response:
-        return await generate(body, request, read_conversation, ChatRequest)
+        return await respond(service, request, body, read_conversation, ChatRequest)
 
 
 def _add_results(app: FastAPI, service: Service) -> None:
-    errors = {**_errors(400, 401, 404, 500, 503), 202: {"model": replies.Unfinished, "description": "It is not finished"}}
+    errors = {**errors_of(400, 401, 404, 500, 503), 202: {"model": replies.Unfinished, "description": "It is not finished"}}
 
     @app.get(
         "/v1/results/{id}",
@@ -203,11 +132,11 @@ def _add_results(app: FastAPI, service: Service) -> None:
 
 
 def _add_tokens(app: FastAPI, service: Service) -> None:
-    errors = _errors(400, 401, 404, 413, 500, 503)
+    errors = errors_of(400, 401, 404, 413, 500, 503)
 
     @app.post("/tokenize", response_model=replies.TokenizeReply, responses=errors, tags=["tokens"], summary="Text to token ids")
     async def tokenize(body: TokenizeBody, request: Request) -> Response:
-        _check(service, request, body)
+        check(service, request, body)
         given = conversation(service, body) if body.prompt is None else body.prompt
         ready = service.client.ready
         options = (body.add_special_tokens is not False, ready and ready.max_model_len, bool(body.return_token_strs))
@@ -219,7 +148,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
         "/detokenize", response_model=replies.DetokenizeReply, responses=errors, tags=["tokens"], summary="Token ids to text"
     )
     async def detokenize(body: DetokenizeBody, request: Request) -> Response:
-        _check(service, request, body)
+        check(service, request, body)
         slow = len(body.tokens) > SLOW_TEXT
         work = service.workers.run(detokenize_reply, body.tokens, bool(body.skip_special_tokens), slow=slow)
         return JsonResponse(await unless_gone(request.receive, work))
@@ -243,14 +172,14 @@ def _add_models(app: FastAPI, service: Service) -> None:
             "examples": service.examples,
         }
 
-    @app.get("/v1/models", response_model=replies.ModelList, responses=_errors(401), tags=["models"], summary="Served models")
+    @app.get("/v1/models", response_model=replies.ModelList, responses=errors_of(401), tags=["models"], summary="Served models")
     async def models() -> Response:
         return JsonResponse({"object": "list", "data": [card(name) for name in service.settings.model_names]})
 
     @app.get(
         "/v1/models/{model_id:path}",
         response_model=replies.ModelCard,
-        responses=_errors(401, 404),
+        responses=errors_of(401, 404),
         tags=["models"],
         summary="One served model",
     )
@@ -275,7 +204,11 @@ def _add_state(app: FastAPI, service: Service) -> None:
         return JsonResponse({"version": VERSION})
 
     @app.get(
-        "/stats", response_model=replies.StatsReply, responses=_errors(401), tags=["state"], summary="The data of the dashboard"
+        "/stats",
+        response_model=replies.StatsReply,
+        responses=errors_of(401),
+        tags=["state"],
+        summary="The data of the dashboard",
     )
     async def stats() -> Response:
         return JsonResponse(service.snapshot())
@@ -283,7 +216,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
     @app.get(
         "/metrics",
         response_class=Response,
-        responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}, **_errors(401)},
+        responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}, **errors_of(401)},
         tags=["state"],
         summary="Prometheus metrics",
     )

@@ -1,12 +1,12 @@
 """POST /v1/chat/completions: apply the chat template, and lay answers out as messages, tool calls and chunks."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from engine.text import Delta
 from server import tool_calls
-from server.answers import Chunks, GenerationRequest, WholeChoice
+from server.answers import Chunks, GenerationRequest, StreamWriter, WholeChoice
 from server.generation import Prompt
 from server.limits import Limits, fit_answer, fit_prompt
 from server.logprobs import chat_layout
@@ -101,7 +101,7 @@ def _for_template(message: ChatMessage) -> dict[str, Any]:
 
 
 class ChatRequest(GenerationRequest):
-    id_prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    id_prefix, kind = "chatcmpl", "chat.completion"
 
     def __init__(self, service: Service, body: ChatBody, prompts: list[Prompt], grammar: str) -> None:
         self.body = body
@@ -135,7 +135,7 @@ class ChatRequest(GenerationRequest):
         return None if delta.index else super().prompt_logprobs(delta)  # an answer has them once
 
     def reply(self, choices: Sequence[WholeChoice]) -> dict[str, Any]:
-        reply: dict[str, Any] = {"choices": [self._choice(i, choice) for i, choice in enumerate(choices)]}
+        reply = self.head(self.kind) | {"choices": [self._choice(i, choice) for i, choice in enumerate(choices)]}
         reply["usage"] = self.usage.report()
         if self.top_prompt_logprobs is not None:
             reply["prompt_logprobs"] = choices[0].prompt_logprobs
@@ -165,20 +165,25 @@ class ChatRequest(GenerationRequest):
             return tool_calls.parse_cut_call(text, self.body), False
         return calls, calls is not None
 
-    def chunk_writer(self, chunks: Chunks) -> Callable[[Delta], bytes]:
-        streams = [_ChoiceStream(self) for _ in range(self.plan.total)]
+    def stream_writer(self) -> StreamWriter:
+        return ChatStream(self)
+
+
+class ChatStream(Chunks):
+    """The chunks of a chat completion."""
+
+    def __init__(self, request: ChatRequest) -> None:
+        super().__init__(request, "chat.completion.chunk")
+        self._choices = [_ChoiceStream(request) for _ in range(request.plan.total)]
         # the prompt's token ids are in the chunk with the role
-        with_role = {"prompt_token_ids": self.plan.prompts[0].ids} if self.with_ids else None
+        self._with_role = {"prompt_token_ids": request.plan.prompts[0].ids} if request.with_ids else None
 
-        def write(delta: Delta) -> bytes:
-            return b"".join(
-                [
-                    chunks.event(choice, with_role if "role" in choice["delta"] else None)
-                    for choice in streams[delta.index].push(delta)
-                ]
-            )
-
-        return write
+    def push(self, delta: Delta) -> bytes:
+        events = [
+            self.event(choice, self._with_role if "role" in choice["delta"] else None)
+            for choice in self._choices[delta.index].push(delta)
+        ]
+        return b"".join(events)
 
 
 class _ChoiceStream:

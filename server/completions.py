@@ -1,10 +1,10 @@
 """POST /v1/completions: tokenize the prompts, and lay answers out as choices and chunks of text."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from engine.text import Delta, text_offsets
-from server.answers import Chunks, GenerationRequest, WholeChoice
+from server.answers import Chunks, GenerationRequest, StreamWriter, WholeChoice
 from server.generation import Prompt
 from server.limits import Limits, check_characters, fit_answer, fit_prompt
 from server.logprobs import completion_layout
@@ -17,7 +17,7 @@ PROMPT_WORK = 64  # fixed cost of tokenizing a prompt, expressed in characters
 
 
 class CompletionRequest(GenerationRequest):
-    id_prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+    id_prefix, kind = "cmpl", "text_completion"
 
     def __init__(self, service: Service, body: CompletionBody, prompts: list[Prompt], grammar: str) -> None:
         self.n, choices = body.n or 1, max(body.best_of or 1, body.n or 1)
@@ -60,17 +60,17 @@ class CompletionRequest(GenerationRequest):
                 of_prompt = sorted(of_prompt, key=lambda one: one.mean_logprob, reverse=True)[: self.n]
             best += of_prompt
         answers = [self._whole(i, self.plan.prompts[i // self.n], one) for i, one in enumerate(best)]
-        return {"choices": answers, "usage": self.usage.report()}
+        return {**self.head(self.kind), "choices": answers, "usage": self.usage.report()}
 
     def _whole(self, index: int, prompt: Prompt, whole: WholeChoice) -> dict[str, Any]:
         logprobs = whole.logprobs.finish() or None
-        choice = self._begin(index, whole.text, prompt, logprobs, whole.finish_reason)
+        choice = self.begin(index, whole.text, prompt, logprobs, whole.finish_reason)
         choice["stop_reason"] = whole.stop_reason
         if self.top_prompt_logprobs is not None:
             choice["prompt_logprobs"] = whole.prompt_logprobs
         return choice | whole.ids.finish()
 
-    def _begin(self, index: int, text: str, prompt: Prompt | None, logprobs: Any, finish_reason: str | None) -> dict[str, Any]:
+    def begin(self, index: int, text: str, prompt: Prompt | None, logprobs: Any, finish_reason: str | None) -> dict[str, Any]:
         """The first fields of a choice. `prompt`: given where the choice begins, which shows it with `echo`."""
         if prompt is not None and self.echo:
             text = (prompt.text or "") + text
@@ -79,16 +79,25 @@ class CompletionRequest(GenerationRequest):
             choice["prompt_token_ids"] = prompt.ids
         return choice
 
-    def chunk_writer(self, chunks: Chunks) -> Callable[[Delta], bytes]:
-        def write(delta: Delta) -> bytes:
-            # An incomplete character or a possible start of a stop string needs no chunk yet.
-            if not (delta.text or delta.finish_reason or self.every_delta or (delta.first and self.echo)):
-                return b""
-            prompt = self.plan.prompt(delta.index) if delta.first else None
-            choice = self._begin(delta.index, delta.text, prompt, self.logprobs(delta), delta.finish_reason)
-            return chunks.event(self.end_chunk(choice, delta))
+    def stream_writer(self) -> StreamWriter:
+        return CompletionStream(self)
 
-        return write
+
+class CompletionStream(Chunks):
+    """The chunks of a completion."""
+
+    def __init__(self, request: CompletionRequest) -> None:
+        super().__init__(request, request.kind)
+        self._request = request
+
+    def push(self, delta: Delta) -> bytes:
+        request = self._request
+        # An incomplete character or a possible start of a stop string needs no chunk yet.
+        if not (delta.text or delta.finish_reason or request.every_delta or (delta.first and request.echo)):
+            return b""
+        prompt = request.plan.prompt(delta.index) if delta.first else None
+        choice = request.begin(delta.index, delta.text, prompt, request.logprobs(delta), delta.finish_reason)
+        return self.event(request.end_chunk(choice, delta))
 
 
 async def read_prompts(service: Service, body: CompletionBody, size: int) -> list[Prompt]:

@@ -7,7 +7,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from server.replies import ChatChunk, CompletionChunk
+from server.replies import ChatChunk, CompletionChunk, ErrorReply
 
 TEMPLATE = "#/components/schemas/{model}"
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
@@ -31,6 +31,20 @@ def stream_of(chunk: type[BaseModel]) -> dict[str, Any]:
     fields = {"data": data, "event": {"const": "message"}}
     event = {"type": "object", "properties": fields, "required": ["data"], "additionalProperties": False}
     return {"text/event-stream": {"schema": event}}
+
+
+def errors_of(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The descriptions of error responses, for a route."""
+    texts = {
+        400: "A parameter is wrong or unsupported, or the prompt is too long",
+        401: "The API key is missing or wrong",
+        404: "No such model",
+        413: "The body is too large",
+        429: "The queue is full; see Retry-After",
+        500: "Internal error",
+        503: "Loading, draining, timed out or broken",
+    }
+    return {status: {"model": ErrorReply, "description": texts[status]} for status in statuses}
 
 
 def describe(app: FastAPI) -> None:

@@ -1,7 +1,7 @@
 """Send a response as server-sent events, no faster than the client reads them."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
@@ -20,16 +20,27 @@ def event(value: Any) -> bytes:
     return b"data: " + to_json(value) + b"\n\n"
 
 
+def error_event(error: ApiError) -> bytes:
+    return event(error.body)
+
+
 class EventStream(Response):
-    """A response of server-sent events, which always ends with `[DONE]`.
+    """A response of server-sent events.
 
     `events` yields bytes of one event or several. Events that are yielded together are written together, up to PIECE bytes.
     The status is sent with the first event, so that a request that fails at once gets a plain error response. A later error
-    becomes an event. Raises ClientGone if the client disconnects, or reads too slowly: `write_timeout` is in seconds.
+    becomes an event, which `write_error` encodes. The stream always ends with `end`. Raises ClientGone if the client
+    disconnects, or reads too slowly: `write_timeout` is in seconds.
     """
 
-    def __init__(self, events: AsyncGenerator[bytes, None], write_timeout: float):
-        self.events, self.write_timeout = events, write_timeout
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        write_timeout: float,
+        write_error: Callable[[ApiError], bytes] = error_event,
+        end: bytes = DONE,
+    ) -> None:
+        self.events, self.write_timeout, self.write_error, self.end = events, write_timeout, write_error, end
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"}, media_type="text/event-stream")
         del self.headers["content-length"]
 
@@ -54,9 +65,9 @@ class EventStream(Response):
                     except StopAsyncIteration:
                         break
                     except Exception as e:  # the status line is already sent
-                        data = event(_error_of(e))
+                        data = self.write_error(_error_of(e))
                     await writer.write(data)
-                await writer.write(DONE)
+                await writer.write(self.end)
                 await writer.end()
 
 
@@ -109,8 +120,8 @@ async def _writing(send: Send, timeout: float) -> AsyncGenerator[_Writer, None]:
         raise ClientGone from e
 
 
-def _error_of(e: Exception) -> dict[str, Any]:
-    if not isinstance(e, ApiError):
-        log.error("a stream failed", exc_info=e)
-        e = internal_error()
-    return e.body
+def _error_of(e: Exception) -> ApiError:
+    if isinstance(e, ApiError):
+        return e
+    log.error("a stream failed", exc_info=e)
+    return internal_error()

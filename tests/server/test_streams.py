@@ -66,7 +66,11 @@ def test_a_chunk_is_one_json_object(include: bool, continuous: bool, seed: int) 
     report = {"prompt_tokens": rng.randrange(100), "completion_tokens": rng.randrange(100)}
     usage: Any = SimpleNamespace(report=lambda: report)
     head, choice, more = {"id": text(), "model": text()}, {"index": rng.randrange(9), "text": text()}, {"more": [text()]}
-    chunks = Chunks(head, usage, include, continuous)
+    request: Any = SimpleNamespace(
+        head=lambda kind: {**head, "object": kind}, usage=usage, include_usage=include, continuous_usage=continuous
+    )
+    chunks = Chunks(request, "kind")
+    head["object"] = "kind"
     shown = {"usage": report} if continuous else {"usage": None} if include else {}
 
     def content(data: bytes) -> Any:

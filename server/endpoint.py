@@ -1,0 +1,74 @@
+"""How every generating endpoint answers an HTTP request, from its checked body to the response."""
+
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from fastapi import Request
+from starlette.responses import Response
+
+from engine.protocol import Turn
+from server import grammar
+from server.answers import GenerationRequest
+from server.clients import Client, owner, sender
+from server.generation import Prompt
+from server.http import JsonResponse, unless_gone
+from server.json_schema import Compiled
+from server.problems import bad
+from server.resume import record
+from server.schemas import Body, GenerationBody
+from server.service import Service
+from server.sse import EventStream
+
+B = TypeVar("B", bound=GenerationBody)
+
+
+def check(service: Service, request: Request, body: Body) -> None:
+    """Raises a 404 for an unknown model.
+
+    Unknown fields are named in the log and a response header. With --strict-requests they raise a 400.
+    """
+    if body.ignored:
+        if service.settings.strict_requests:
+            raise bad(body.ignored[0], "unknown parameter; it is not in the API that /docs describes")
+        request.state.log_fields["ignored"] = ", ".join(body.ignored)
+    service.check_model(body.model)
+
+
+async def respond(
+    service: Service,
+    request: Request,
+    body: B,
+    read: Callable[[Service, B, int], Coroutine[Any, Any, list[Prompt]]],
+    make: Callable[[Service, B, list[Prompt], str], GenerationRequest],
+) -> Response:
+    """Run a request and return its answer, or its stream.
+
+    `read(service, body, size)` returns the tokenized prompts; size: bytes of the HTTP body. `make(service, body, prompts,
+    grammar)` returns the endpoint's request. Raises ApiError.
+    """
+    check(service, request, body)
+    if body.priority and not service.settings.allow_priority:
+        raise bad("priority", "this server treats all requests alike; leave it out, or start the server with --allow-priority")
+    service.check_ready()
+    raw = await request.body()
+
+    async def prepare() -> tuple[list[Prompt], Compiled]:
+        return await read(service, body, len(raw)), await grammar.for_request(service, body)
+
+    prompts, compiled = await unless_gone(request.receive, prepare())
+    generation = make(service, body, prompts, compiled.grammar)
+    client = sender(request.scope) if service.settings.fairness == "clients" else Client("")
+    generation.plan.turn = Turn(client.name, client.weight, body.priority or 0)
+    if service.journal:
+        data = record(generation, raw, compiled.grammar)
+        ids = generation.id, request.state.request_id
+        generation.promise = service.journal.promise(owner(request.scope), *ids, data, bool(body.store))
+    log_fields = request.state.log_fields
+    if body.user:
+        log_fields["user"] = body.user
+    if left_out := grammar.name_left_out(compiled):
+        log_fields["not_enforced"] = left_out
+    if body.stream:
+        events, seconds = generation.events(log_fields), service.settings.idle_timeout
+        return EventStream(events, seconds, generation.write_error, generation.stream_end)
+    return JsonResponse(await unless_gone(request.receive, generation.answer(log_fields)))
