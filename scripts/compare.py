@@ -18,8 +18,9 @@ from errors import UserError
 from options import KV_DTYPES
 from scripts.lib.results import ROOT, write_text
 from scripts.lib.steps import Step, add_step_options, run_steps, script, sweep
+from scripts.lib.vllm_model import QUANTIZES
 from scripts.report.compare import compare
-from scripts.sweep.rows import VLLM, VLLM_QUANTIZES, with_widths
+from scripts.sweep.rows import VLLM, with_widths
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 RATES = (4, 16, 32)  # requests/s
@@ -72,7 +73,7 @@ def parse_args() -> argparse.Namespace:
         "--rates", nargs="+", type=float, default=RATES, metavar="R", help=f"requests/s (default: {' '.join(map(str, RATES))})"
     )
     parser.add_argument("--seconds", type=float, default=10, metavar="S", help="of arrivals at each rate (default: 10)")
-    parser.add_argument("--quantize", choices=VLLM_QUANTIZES, help="weights of both, rounded while they are loaded")
+    parser.add_argument("--quantize", choices=QUANTIZES, help="width of the weights of both")
     parser.add_argument("--kv-dtype", choices=KV_DTYPES, default="auto", help="KV cache of both (default: auto)")
     add_step_options(parser, ROOT / "out" / "compare")
     args = parser.parse_args()

@@ -65,7 +65,9 @@ def parse_args() -> argparse.Namespace:
         "--overlap", choices=OVERLAPS, default="auto", help="how a ladder's all-reduces are computed (default: auto)"
     )
     parser.add_argument("--kv-dtype", choices=KV_DTYPES, default="auto", help="data type of the KV cache (default: auto)")
-    parser.add_argument("--quantize", choices=QUANTIZATIONS, help="quantize the weights while loading them; vLLM can do fp8")
+    parser.add_argument(
+        "--quantize", choices=QUANTIZATIONS, help="quantize the weights while loading them; vLLM can do fp8 and int4"
+    )
     parser.add_argument("--runs", type=int, default=3, help="measured runs, after one warm-up run (default: 3)")
     parser.add_argument(
         "--profile", action="store_true", help="one more run under the profiler, to see how much communication is hidden"

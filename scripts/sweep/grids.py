@@ -12,7 +12,8 @@ from checkpoint import open_source
 from communicators import choose
 from errors import UserError
 from presets import has_random_weights, model_config
-from scripts.sweep.rows import VLLM, VLLM_QUANTIZES, Setting, interconnect
+from scripts.lib.vllm_model import QUANTIZES
+from scripts.sweep.rows import VLLM, Setting, interconnect
 
 DEFAULTS: dict[str, Any] = {
     "models": ["llama-3-8b"],
@@ -80,8 +81,10 @@ def settings_of(args: argparse.Namespace) -> list[Setting]:
     if any(interconnect(link).hosts > 1 for link in axes["interconnects"]) and any(tp % 2 for tp in axes["tp"]):
         raise UserError("--interconnects two-hosts needs an even number of ranks; leave the odd ones out of --tp")
     refuse_vllm_where_it_cannot_run(axes, device, args.vllm_python)
-    if VLLM in axes["variants"] and args.quantize not in (None, *VLLM_QUANTIZES):
-        raise UserError(f"vLLM does not quantize to {args.quantize} while loading, only to fp8; leave vllm out of --variants")
+    if VLLM in axes["variants"] and args.quantize not in (None, *QUANTIZES):
+        raise UserError(
+            f"vLLM is not measured with {args.quantize}, only with {' and '.join(QUANTIZES)}; leave vllm out of --variants"
+        )
     order = ("tp", "interconnects", "models", "comms", "prompt_lengths", "new_tokens", "batch_sizes", "variants")
     settings = [
         Setting(

@@ -16,11 +16,10 @@ from typing import Any
 import torch
 
 from errors import UserError
-from hf_config import config_to_hf
-from presets import model_config
 from processes import on_ranks
 from scripts.lib.machine import machine
 from scripts.lib.results import ROOT, check_output, unwritable
+from scripts.lib.vllm_model import write_model
 from scripts.sweep.rows import VLLM, Row, Setting, interconnect, read_rows, row_line
 from scripts.sweep.worker import MARK
 
@@ -171,8 +170,7 @@ def one_launch(
         job = Path(folder) / "settings.json"
         job.write_text(json.dumps([json.loads(s.key) for s in todo]))
         if start.vllm:
-            config = config_to_hf(model_config(start.vllm, None, start.ranks))
-            (Path(folder) / "config.json").write_text(json.dumps(config))
+            write_model(Path(folder), start.vllm, start.ranks, todo[0].quantize)
         error = launch(start.command(job), dict(start.environment), timeout, heard)
     if error is None and todo:
         error = "the ranks ended without a result"

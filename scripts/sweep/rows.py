@@ -16,7 +16,6 @@ from variants import VARIANTS
 
 ORDER = tuple(VARIANTS)
 VLLM = "vllm"  # in place of a variant: vLLM was measured instead of Rung
-VLLM_QUANTIZES = ("fp8",)  # values of --quantize to which vLLM can round weights while it loads them
 
 
 def with_widths(model: str, quantize: str | None, kv_dtype: str) -> str:

@@ -45,7 +45,7 @@ def start(settings: list[dict[str, Any]], folder: str) -> Any:
         skip_tokenizer_init=True,
         dtype=first["dtype"],
         kv_cache_dtype=first["kv_dtype"],
-        quantization=first["quantize"],
+        quantization="fp8" if first["quantize"] == "fp8" else None,  # others are in the config
         tensor_parallel_size=first["tp"],
         max_model_len=max(s["prompt_length"] + s["new_tokens"] for s in settings),
         max_num_seqs=max(batches),

@@ -364,6 +364,7 @@ def test_a_sweep_on_two_ranks_goes_on_where_it_stopped(tmp_path: Path) -> None:
 # --- comparison with vLLM -----------------------------------------------------------------------------------------------
 
 VLLM_STUB = """
+import json, os
 from types import SimpleNamespace as Some
 
 __version__ = "0.0.stub"
@@ -377,6 +378,8 @@ class LLM:
         print("a word of its own")
         assert given["max_model_len"] == 9 and given["tensor_parallel_size"] == 2
         assert given["compilation_config"] == {"cudagraph_capture_sizes": [1, 2, 3]}
+        config = json.load(open(given["model"] + "/config.json"))
+        assert [given["quantization"], "quantization_config" in config] == json.loads(os.environ["WIDTH"])
 
     def generate(self, prompts, params, use_tqdm):
         assert len({tuple(p["prompt_token_ids"]) for p in prompts}) == len(prompts)
@@ -384,16 +387,19 @@ class LLM:
 """
 
 
-def test_vllm_is_measured_on_the_same_settings(tmp_path: Path) -> None:
-    """The worker runs in a separate process with a stub of vLLM."""
+@pytest.mark.parametrize(("quantize", "width"), [(None, [None, False]), ("fp8", ["fp8", False]), ("int4", [None, True])])
+def test_vllm_is_measured_on_the_same_settings(tmp_path: Path, quantize: str | None, width: list[Any]) -> None:
+    """The worker runs in a separate process with a stub of vLLM. It rounds to fp8 itself; int4 is in its config."""
     (tmp_path / "vllm.py").write_text(VLLM_STUB)
     settings = [
-        replace(TINY, variant="vllm", tp=2, batch=b, prompt_length=6, new_tokens=n, runs=2) for b, n in ((3, 3), (1, 1))
+        replace(TINY, variant="vllm", tp=2, batch=b, prompt_length=6, new_tokens=n, runs=2, quantize=quantize)
+        for b, n in ((3, 3), (1, 1))
     ]
     ((start, found),) = launches.by_launch(settings, sys.executable)
     file = launches.RowsFile(tmp_path / "rows.jsonl")
     with pytest.MonkeyPatch.context() as patch, tqdm(disable=True) as bar:
         patch.setenv("PYTHONPATH", str(tmp_path))
+        patch.setenv("WIDTH", json.dumps(width))
         launches.run_all(file, start, found, 60.0, bar)
     three, one = read_rows(file.path)
     assert (three.error, one.error) == (None, None) and three.variant == "vLLM 0.0.stub"

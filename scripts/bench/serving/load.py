@@ -26,7 +26,6 @@ from typing import Any
 
 from cli import Parser, note, run
 from errors import UserError
-from hf_config import config_to_hf
 from options import ModelOptions, add_options
 from presets import has_random_weights, model_config
 from processes import on_ranks
@@ -36,7 +35,7 @@ from scripts.lib.markdown import table_lines
 from scripts.lib.results import ROOT, check_output, write_text
 from scripts.lib.servers import Server, free_port, is_healthy, rung_server, running
 from scripts.lib.sse_client import StreamClient, in_event_loop, parse_url
-from scripts.sweep.rows import VLLM_QUANTIZES
+from scripts.lib.vllm_model import QUANTIZES, write_model
 
 UNSHARED = ("tp", "max_model_len", "compile")  # model options that `engine.bench` does not take
 HEALTHY_SECONDS = 120.0  # time limit for the server of --url to answer
@@ -81,15 +80,14 @@ def vllm_server(args: argparse.Namespace, log: Path) -> Iterator[Server]:
     port = free_port()
     lengths = args.prompt_length[1] + args.new_tokens[1]
     with tempfile.TemporaryDirectory() as folder:
-        config = config_to_hf(model_config(args.model, None, args.ranks))
-        (Path(folder) / "config.json").write_text(json.dumps(config))
+        quantization = write_model(Path(folder), args.model, args.ranks, args.quantize)
         command = [args.vllm_python, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)]
         command += ["--model", folder, "--load-format", "dummy", "--skip-tokenizer-init"]
         command += ["--tensor-parallel-size", str(args.ranks)]
         command += ["--dtype", args.dtype or "bfloat16", "--max-model-len", str(lengths), "--no-enable-prefix-caching"]
         command += ["--generation-config", "vllm", "--disable-uvicorn-access-log", "--kv-cache-dtype", args.kv_dtype]
-        if args.quantize:
-            command += ["--quantization", args.quantize]
+        if quantization:
+            command += ["--quantization", quantization]
         if args.max_num_seqs:
             command += ["--max-num-seqs", str(args.max_num_seqs)]
         if args.max_batch_tokens:
@@ -227,8 +225,8 @@ def check(args: argparse.Namespace) -> None:
         raise UserError(
             "--vllm-python serves a --model with random weights, and goes without --url, --variant, --comm and --offline"
         )
-    if args.vllm_python and args.quantize not in (None, *VLLM_QUANTIZES):
-        raise UserError(f"vLLM does not quantize to {args.quantize} while loading, only to {', '.join(VLLM_QUANTIZES)}")
+    if args.vllm_python and args.quantize not in (None, *QUANTIZES):
+        raise UserError(f"vLLM is not measured with {args.quantize}, only with {' and '.join(QUANTIZES)}")
     if args.offline and args.requests is None and args.seconds < math.inf:
         raise UserError("--offline with --seconds also needs --requests, because it sends all requests at once")
     if min(args.rates) <= 0 or args.seconds <= 0 or (args.drain is not None and args.drain < 0):
