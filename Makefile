@@ -122,6 +122,9 @@ bench-kernels: setup #+ Measure: norms, RoPE, attention and sampling on one GPU 
 tune: setup #+ Measure: which kernels make MODEL's linear layers fastest on RANKS GPUs, kept in ~/.cache/rung (servers do this at their first start)
 	@$(ON_RANKS) $(RANKS) -m scripts.tune --model $(MODEL) $(ARGS)
 
+bench-read: setup #+ Measure: how fast one GPU reads its memory, the ceiling of a decode step, into out/read.json
+	@$(PY) -m scripts.bench.kernels.read --out out/read.json $(ARGS)
+
 bench-linear: setup #+ Measure: linear layers of few rows on RANKS GPUs compared with cuBLAS, into out/linear.json.RANK, the source of kernels/linear_configs
 	@$(ON_RANKS) $(RANKS) -m scripts.bench.kernels.linear --out out/linear.json $(ARGS)
 

@@ -138,7 +138,8 @@ def _gain(row: Row | None, standard: Row | None) -> str:
 def paper(folder: Path) -> str | None:
     """The ladder paper's tables with our closest rows: the most ranks and the longest runs measured, often below the paper's."""
     rows: list[Row] = [row for path in sorted(folder.glob("sweep*.jsonl")) for row in finished(read_rows(path))]
-    single = [row.setting for row in rows if row.setting.model == "llama-3-70b" and row.setting.batch == 1]
+    on_several = [row.setting for row in rows if row.setting.tp > 1]
+    single = [setting for setting in on_several if setting.model == "llama-3-70b" and setting.batch == 1]
     if not single:
         return None
     closest = max(single, key=lambda s: (s.tp, s.new_tokens))

@@ -1,0 +1,73 @@
+"""Measure how fast one GPU reads its memory: the ceiling of a decode step, which reads all weights.
+
+    python -m scripts.bench.kernels.read --out out/read.json
+
+A kernel adds up 12 GB of random integers, with several launch configurations. Each time is the median of events around single
+launches. Prints the fastest and writes the bytes/s of all as JSON.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from cli import Parser, run
+from errors import UserError
+from scripts.lib.machine import machine
+
+WORDS, LAUNCHES = 3 * 1024**3, 8  # int32
+BLOCKS, PROGRAMS_AN_SM, STAGES = (1024, 2048, 4096, 8192), (2, 4, 8, 16), (1, 4)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _add_up(x: Any, sums: Any, count: Any, steps: Any, BLOCK: tl.constexpr, STAGES: tl.constexpr) -> None:
+    program = tl.program_id(0).to(tl.int64)
+    total = tl.zeros([BLOCK], tl.int32)
+    for step in tl.range(0, steps, num_stages=STAGES):
+        at = (step * tl.num_programs(0) + program) * BLOCK + tl.arange(0, BLOCK)
+        total += tl.load(x + at, mask=at < count, other=0)
+    tl.store(sums + program, tl.sum(total))
+
+
+def bytes_per_second(x: torch.Tensor, block: int, programs: int, stages: int) -> float:
+    """x: int32. Raises AssertionError if the sum is wrong."""
+    sums = torch.empty(programs, dtype=torch.int32, device=x.device)
+    seconds = []
+    for _ in range(1 + LAUNCHES):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        _add_up[(programs,)](x, sums, len(x), triton.cdiv(len(x), programs * block), BLOCK=block, STAGES=stages, num_warps=8)
+        end.record()
+        end.synchronize()
+        seconds.append(begin.elapsed_time(end) / 1e3)
+    assert sums.sum(dtype=torch.int32) == x.sum(dtype=torch.int32), "a part was not read"
+    return x.nbytes / median(seconds[1:])  # the first launch compiles
+
+
+def main() -> None:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise UserError("this measures the memory of a GPU, and there is none")
+    x = torch.randint(-(2**31), 2**31, (WORDS,), dtype=torch.int32, device="cuda")
+    sms = torch.cuda.get_device_properties(x.device).multi_processor_count
+    found = {
+        f"blocks of {block}, {each} programs an SM, {stages} stages": bytes_per_second(x, block, sms * each, stages)
+        for block in BLOCKS
+        for each in PROGRAMS_AN_SM
+        for stages in STAGES
+    }
+    best = max(found, key=lambda name: found[name])
+    print(f"{found[best] / 1e12:.3f} TB/s ({best})")
+    if args.out:
+        args.out.write_text(json.dumps({"machine": machine(), "bytes_per_second": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    run(main)
