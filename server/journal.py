@@ -82,7 +82,7 @@ class Kept(Promise):
             if not self._lasting and not journal.ending:
                 journal.write(lambda file: file.forget(number))
             elif row is not None and not journal.ending:
-                journal.on_orphan(number)
+                journal.on_orphan(number, row.owner)
             raise
 
     async def written(self) -> None:
@@ -128,7 +128,7 @@ class Journal:
         self.path, self.metrics, self._file = path, metrics, file
         self.unfinished, self._next = file.begin()
         self.ending = False  # the server ends: what is unfinished stays in the file
-        self.on_orphan: Callable[[int], None] = lambda number: None  # for requests that go on without their clients
+        self.on_orphan: Callable[[int, str], None] = lambda number, owner: None  # for requests that go on without their clients
         self._jobs: deque[_Job] = deque()
         self._pending = 0  # bytes of `_jobs`
         self._more, self._closed, self._failing = threading.Condition(), False, False

@@ -109,13 +109,13 @@ class JournalFile:
             self._count = None
             raise
 
-    def begin(self) -> tuple[list[int], int]:
-        """Remove what is too old. Returns the numbers of the unfinished requests, and the next new one."""
+    def begin(self) -> tuple[list[tuple[int, str]], int]:
+        """Remove what is too old. Returns the unfinished requests as number and owner, and the number of the next new one."""
         with self.transaction():
             self.prune()
             self._db.execute(f"DELETE FROM {TABLE} WHERE time < ?", (time.time() - self._bounds.seconds,))
             self._count = None
-            found = [n for (n,) in self._db.execute(f"SELECT number FROM {TABLE} WHERE status = 0 ORDER BY number")]
+            found = list(self._db.execute(f"SELECT number, owner FROM {TABLE} WHERE status = 0 ORDER BY number"))
             (last,) = self._db.execute(f"SELECT max(number) FROM {TABLE}").fetchone()
         return found, (last or 0) + 1
 

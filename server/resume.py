@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+from collections import Counter, deque
+from functools import partial
 
 import msgspec
 
@@ -51,7 +53,8 @@ class Resumer:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._tasks = set[asyncio.Task[None]]()
-        self._room = asyncio.Semaphore(service.settings.max_num_seqs)
+        self._waiting = dict[str, deque[int]]()  # numbers of requests by owner; the owner whose turn was last is the last
+        self._running = Counter[str]()  # requests by owner
 
     def start(self) -> None:
         """Go on with all that an earlier server left. Called once requests can run."""
@@ -63,30 +66,48 @@ class Resumer:
             log.warning(
                 "%d requests of an earlier server go on; GET /v1/results/ID will have their answers", len(journal.unfinished)
             )
-        for number in journal.unfinished:
-            self._add(number)
+        for number, owner in journal.unfinished:
+            self._add(number, owner)
 
     def close(self) -> None:
         """Leave the rest to the next server."""
+        self._waiting.clear()
         for task in self._tasks:
             task.cancel()
 
-    def _add(self, number: int) -> None:
+    def _add(self, number: int, owner: str) -> None:
         self._service.metrics.resumed.inc()
-        task = asyncio.create_task(self._finish(number))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._waiting.setdefault(owner, deque()).append(number)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin requests while there is room. Next is one of the owner with the fewest that run, as in the engine."""
+        while self._waiting and len(self._tasks) < self._service.settings.max_num_seqs:
+            owner = min(self._waiting, key=lambda one: self._running[one])
+            numbers = self._waiting.pop(owner)
+            task = asyncio.create_task(self._finish(numbers.popleft()))
+            if numbers:
+                self._waiting[owner] = numbers
+            self._running[owner] += 1
+            self._tasks.add(task)
+            task.add_done_callback(partial(self._ended, owner))
+
+    def _ended(self, owner: str, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._running[owner] -= 1
+        if not self._running[owner]:
+            del self._running[owner]
+        self._begin()
 
     async def _finish(self, number: int) -> None:
         assert self._service.journal is not None
-        async with self._room:
-            try:
-                if found := await self._service.journal.load(number):
-                    await self._answer(*found)
-            except ApiError as e:
-                log.warning("request %d of the journal: %s", number, e.message)
-            except Exception:
-                log.exception("request %d of the journal failed", number)
+        try:
+            if found := await self._service.journal.load(number):
+                await self._answer(*found)
+        except ApiError as e:
+            log.warning("request %d of the journal: %s", number, e.message)
+        except Exception:
+            log.exception("request %d of the journal failed", number)
 
     async def _answer(self, data: bytes, promise: Kept) -> None:
         """Run a request once there is room for it. The promise keeps the answer or error, wherever it is raised."""

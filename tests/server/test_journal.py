@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import msgspec
@@ -205,7 +205,7 @@ def test_a_file_stays_within_its_bounds(tmp_path: Path) -> None:
     file.close()
     assert path.stat().st_size <= 1 << 20
     file, _ = open_journal(path, Bounds(results=10))
-    assert file.begin() == ([30, 60], 100)
+    assert file.begin() == ([(30, "key"), (60, "key")], 100)
     assert sorted(read_all(file)) == [30, 60, *range(92, 100)]
     file.close()
 
@@ -284,6 +284,35 @@ def test_resumed_requests_wait_for_room(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(RuntimeError, match="no"):
         asyncio.run(resumer._answer(data, Kept(life.journal, 1)))
     assert life.status() == 500
+
+
+@pytest.mark.parametrize("room", [1, 3])
+def test_resumed_requests_take_turns_between_owners(monkeypatch: pytest.MonkeyPatch, room: int) -> None:
+    """One owner's thousand requests do not make another's wait until they have ended."""
+    settings, counter = SimpleNamespace(max_num_seqs=room), SimpleNamespace(inc=lambda: None)
+    resumer = Resumer(cast(Any, SimpleNamespace(settings=settings, metrics=SimpleNamespace(resumed=counter))))
+    order, running = list[int](), 0
+
+    async def finish(number: int) -> None:
+        nonlocal running
+        running += 1
+        assert running <= room
+        order.append(number)
+        await asyncio.sleep(0)
+        running -= 1
+
+    async def run() -> None:
+        for number in range(100):
+            resumer._add(number, "many")
+        resumer._add(100, "one")
+        resumer._add(101, "another")
+        while len(order) < 102:
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(resumer, "_finish", finish)
+    asyncio.run(run())
+    assert sorted(order) == list(range(102)) and [one for one in order if one < 100] == list(range(100))
+    assert max(order.index(100), order.index(101)) <= room + 2
 
 
 def test_a_new_frontend_does_not_end_the_server(tmp_path: Path) -> None:

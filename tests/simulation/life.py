@@ -217,7 +217,7 @@ class Life:
         self.results: dict[int, bytes] = {}  # that requests must have, by their numbers in the journal
         self.answered = set[int]()  # those that were promised and have a result
         self.orphans: list[int] = []  # numbers of requests that go on without clients
-        self.journal.on_orphan = self.orphans.append
+        self.journal.on_orphan = lambda number, owner: self.orphans.append(number)
         self.lost: list[Reader] = []  # kept, because their context managers would end requests of a server that is no more
         self.texts: deque[list[int]] = deque(maxlen=20)
         self.counts = Counter[str]()
@@ -330,9 +330,10 @@ class Life:
         self.to_engine, self.from_engine = (Link(self.rng, self.world.delay) for _ in range(2))
         self._start_engines()
         self.frontend, self.journal = Frontend(self), SteppedJournal(self.file)
-        self.journal.on_orphan = self.orphans.append
-        assert promised <= set(self.journal.unfinished), "an accepted request is lost"
-        for number in self.journal.unfinished:
+        self.journal.on_orphan = lambda number, owner: self.orphans.append(number)
+        unfinished = [number for number, _ in self.journal.unfinished]
+        assert promised <= set(unfinished), "an accepted request is lost"
+        for number in unfinished:
             self._resume(number)
 
     def _resume(self, number: int) -> None:
