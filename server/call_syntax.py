@@ -7,13 +7,33 @@ from dataclasses import dataclass
 class CallSyntax:
     """A call is `before_name`, the name, `before_arguments`, the arguments as JSON, and `end`.
 
-    `trigger`: what begins a call, and nothing else in an answer does; a prefix of `before_name`.
+    `trigger`: what begins a call, and nothing else in an answer does; a prefix of `before_name`. Empty: a call is told from
+    other text only at the start of an answer, by its name.
+    `markers`: texts that only calls have. In some vocabularies they are special tokens.
     """
 
     trigger: str
     before_name: str
     before_arguments: str
     end: str
+    markers: tuple[str, ...] = ()
 
 
-HERMES = CallSyntax("<tool_call>", '<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>")
+HERMES = CallSyntax(
+    "<tool_call>", '<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", ("<tool_call>", "</tool_call>")
+)
+LLAMA = CallSyntax("", '{"name": "', '", "parameters": ', "}", ("<|python_tag|>",))
+MISTRAL_LIST = CallSyntax("[TOOL_CALLS]", '[TOOL_CALLS][{"name": "', '", "arguments": ', "}]", ("[TOOL_CALLS]",))
+MISTRAL = CallSyntax("[TOOL_CALLS]", "[TOOL_CALLS]", "[ARGS]", "", ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"))
+JSON = CallSyntax("", '{"name": "', '", "arguments": ', "}")
+
+SYNTAXES = {"hermes": HERMES, "llama3_json": LLAMA, "mistral": MISTRAL, "mistral_list": MISTRAL_LIST, "json": JSON}
+
+
+def syntax_of(template: str) -> str:
+    """The name in SYNTAXES of the calls that a chat template writes in earlier turns."""
+    if "[TOOL_CALLS]" in template:
+        return "mistral" if "[ARGS]" in template else "mistral_list"
+    if "<tool_call>" in template and "<function=" not in template:
+        return "hermes"
+    return "llama3_json" if "<|python_tag|>" in template or '"parameters": ' in template else "json"
