@@ -16,7 +16,7 @@ because it changes text.
 import codecs
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -132,7 +132,7 @@ class Tokenizer(ABC):
             raise UserError("the conversation is empty; pass at least one message")
         if continue_final_message and add_generation_prompt:
             raise UserError("continue_final_message excludes add_generation_prompt; set add_generation_prompt to false")
-        template = self._pick_template(chat_template, tools is not None)
+        template = self.pick_template(chat_template, tools is not None)
         variables = {**self._names, "documents": None, **kwargs, "tools": tools}
         return render(template, messages, variables, add_generation_prompt, continue_final_message)
 
@@ -176,7 +176,8 @@ class Tokenizer(ABC):
                 ids += self._encode(part, False, bool(i % 2))
         return ids
 
-    def _pick_template(self, wanted: str | None, with_tools: bool) -> str:
+    def pick_template(self, wanted: str | None, with_tools: bool) -> str:
+        """The text of a template: `wanted` is one or names one; None: the checkpoint's. Raises UserError if it has none."""
         if isinstance(wanted, str):
             return self.chat_templates.get(wanted, wanted)
         for name in ("tool_use", "default") if with_tools else ("default",):
@@ -194,10 +195,17 @@ class IncrementalDetokenizer:
     bytes are at the end of the prompt is completed.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, prompt_ids: Sequence[int] = ()):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        skip_special_tokens: bool = True,
+        prompt_ids: Sequence[int] = (),
+        kept_ids: Iterable[int] = (),
+    ):
+        """kept_ids: special tokens that are text in any case."""
         self._tokenizer = tokenizer
         self._pieces = tokenizer.pieces
-        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+        self._skipped = tokenizer.special_ids.difference(kept_ids) if skip_special_tokens else frozenset[int]()
         self._at_start = self._pieces.lead != "keep"
         errors = "replace" if self._pieces.stream else "replace-each-byte"
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors)

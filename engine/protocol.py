@@ -63,6 +63,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stop: list[str] = []  # end before the first of these texts
     include_stop: bool = False  # end after it, so that the text has it
     skip_special: bool = True  # leave special tokens out of the text
+    kept_special: list[int] = []  # but not these
     ignore_eos: bool = False  # `LLM` adds the model's EOS tokens to `stop_token_ids` unless this is set
 
     def __post_init__(self) -> None:

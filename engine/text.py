@@ -75,7 +75,8 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer | None, prompt_ids: Sequence[int], params: SamplingParams) -> None:
         self._text_ids = range(tokenizer.vocab_size if tokenizer else 0)  # a model may pad its vocabulary with ids without text
         prompt_ids = [i for i in prompt_ids if i in self._text_ids]
-        self._detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special, prompt_ids) if tokenizer else None
+        kept = params.kept_special
+        self._detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special, prompt_ids, kept) if tokenizer else None
         self._stop, self._stop_ids = tuple(params.stop), frozenset(params.stop_token_ids)
         self._include_stop, self._min_tokens = params.include_stop, params.min_tokens
         self._held = ""  # text that might be the start of a stop string

@@ -19,6 +19,8 @@ from server.http import to_json
 from server.journal import Promise
 from server.limits import Limits, check_answers
 from server.logprobs import by_id_layout
+from server.parsers import PartReader, markers_for
+from server.parts import PartList
 from server.problems import ApiError
 from server.schemas import GenerationBody
 from server.service import Service
@@ -60,7 +62,10 @@ class GenerationRequest(ABC):
         """`grammar`: empty for free text. `max_tokens`: of each prompt's answers. Raises a 400 for an unknown token id."""
         self.service = service
         tokenizer, size = service.tokenizer, service.vocab_size
-        params = make_params(body, tokenizer, size, max_tokens, logprobs, prompt_logprobs, grammar or None, list(prediction))
+        kept = markers_for(service, body)
+        params = make_params(
+            body, tokenizer, size, max_tokens, logprobs, prompt_logprobs, grammar or None, list(prediction), kept
+        )
         self.plan = Plan(prompts, params, choices, hidden=body.max_tokens == 0)
         self.usage = Usage(self.plan)
         self.with_ids, self.tokens_as_ids = bool(body.return_token_ids), bool(body.return_tokens_as_token_ids)
@@ -84,6 +89,10 @@ class GenerationRequest(ABC):
     @abstractmethod
     def stream_writer(self) -> StreamWriter:
         """What encodes the events of the stream."""
+
+    def part_reader(self, index: int) -> PartReader | None:
+        """A new reader of the parts of one answer; None: the endpoint has text alone."""
+        return None
 
     def write_error(self, error: ApiError) -> bytes:
         """The event of an error after the stream has begun."""
@@ -140,7 +149,7 @@ class GenerationRequest(ABC):
         if self.top_logprobs is not None:
             tokens = plan.choices * sum(params.max_tokens for params in plan.params)
             check_answers(tokens, Limits(self.service.max_model_len), self.top_logprobs)
-        return [WholeChoice() for _ in range(plan.total)]
+        return [WholeChoice(self.part_reader(i)) for i in range(plan.total)]
 
     def _collect(self, choices: Sequence["WholeChoice"], delta: Delta) -> None:
         choices[delta.index].add(delta, self.logprobs(delta), self.prompt_logprobs(delta), self.with_ids)
@@ -173,9 +182,10 @@ class GenerationRequest(ABC):
 class WholeChoice:
     """Collects one choice until it is complete. Does not keep its deltas, which take hundreds of bytes for each token."""
 
-    def __init__(self) -> None:
+    def __init__(self, reader: PartReader | None = None) -> None:
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
+        self.reader, self.parts = reader, PartList()
         self.prompt_logprobs: msgspec.Raw | None = None  # in the answer's layout
         self.logprobs, self.ids = JsonLists(), JsonLists()
         self._text = io.StringIO()
@@ -183,7 +193,11 @@ class WholeChoice:
 
     def add(self, delta: Delta, logprobs: dict[str, list[Any] | None] | None, prompt_logprobs: Any, with_ids: bool) -> None:
         """Append `delta`. `logprobs`, `prompt_logprobs`: those of `delta` in the answer's layout."""
-        self._text.write(delta.text)
+        if self.reader is None:
+            self._text.write(delta.text)
+        else:
+            for part in self.reader.push(delta):
+                self.parts.add(part)
         self._tokens += len(delta.token_ids)
         self._likelihood += sum(one.chosen.logprob for one in delta.logprobs or [])
         if logprobs is not None:

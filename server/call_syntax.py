@@ -1,4 +1,4 @@
-"""How families of models write a tool call: what surrounds its name and its arguments."""
+"""How families of models write tool calls and reasoning."""
 
 from dataclasses import dataclass
 
@@ -19,6 +19,14 @@ class CallSyntax:
     markers: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class ReasoningSyntax:
+    """What surrounds the reasoning."""
+
+    start: str
+    end: str
+
+
 HERMES = CallSyntax(
     "<tool_call>", '<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", ("<tool_call>", "</tool_call>")
 )
@@ -28,6 +36,16 @@ MISTRAL = CallSyntax("[TOOL_CALLS]", "[TOOL_CALLS]", "[ARGS]", "", ("[TOOL_CALLS
 JSON = CallSyntax("", '{"name": "', '", "arguments": ', "}")
 
 SYNTAXES = {"hermes": HERMES, "llama3_json": LLAMA, "mistral": MISTRAL, "mistral_list": MISTRAL_LIST, "json": JSON}
+
+THINK = ReasoningSyntax("<think>", "</think>")
+REASONING = {
+    "think": THINK,
+    "deepseek_r1": THINK,
+    "qwen3": THINK,
+    "thinking": ReasoningSyntax("<thinking>", "</thinking>"),
+    "reasoning": ReasoningSyntax("<reasoning>", "</reasoning>"),
+    "mistral": ReasoningSyntax("[THINK]", "[/THINK]"),
+}
 
 
 def syntax_of(template: str) -> str:

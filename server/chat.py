@@ -5,11 +5,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from engine.text import Delta
-from server import tool_calls
 from server.answers import Chunks, GenerationRequest, StreamWriter, WholeChoice
 from server.generation import Prompt
 from server.limits import Limits, fit_answer, fit_prompt
 from server.logprobs import chat_layout
+from server.parsers import PartReader, parser_for
+from server.parts import Arguments, Call, Part, Reasoning, Text
 from server.problems import bad
 from server.prompts import SLOW_TEXT, Conversation, chat_prompt, prediction_ids
 from server.schemas import ChatBody, ChatMessage, TokenizeBody
@@ -47,6 +48,10 @@ def conversation(service: Service, body: ChatBody | TokenizeBody) -> Conversatio
     variables = dict(body.chat_template_kwargs or {})
     if wrong := sorted(RESERVED & set(variables)):
         raise bad("chat_template_kwargs", f"sets {wrong[0]!r}, which the server sets itself")
+    if isinstance(body, ChatBody) and body.reasoning_effort is not None:
+        variables.setdefault("reasoning_effort", body.reasoning_effort)
+        if body.reasoning_effort in ("none", "minimal"):
+            variables.setdefault("enable_thinking", False)
     own_template = body.chat_template is not None and body.chat_template not in service.tokenizer.chat_templates
     if own_template and not service.settings.trust_request_chat_template:
         message = (
@@ -105,8 +110,7 @@ class ChatRequest(GenerationRequest):
 
     def __init__(self, service: Service, body: ChatBody, prompts: list[Prompt], grammar: str) -> None:
         self.body = body
-        self.forced = bool(body.forced_tools)
-        self.may_call = bool(body.tools) and body.tool_choice != "none"
+        self.with_reasoning = body.include_reasoning is not False
         name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         context, logprobs, choices = service.max_model_len, body.listed_logprobs, body.n or 1
         default = None  # all that is left of the context
@@ -143,27 +147,34 @@ class ChatRequest(GenerationRequest):
             reply["prompt_token_ids"] = self.plan.prompts[0].ids
         return reply
 
+    def part_reader(self, index: int) -> PartReader:
+        return PartReader(parser_for(self.service, self.body, self.plan.prompt(index).ids), self.usage)
+
     def _choice(self, index: int, whole: WholeChoice) -> dict[str, Any]:
-        text = whole.text
-        calls, complete = self.calls(text) if self.may_call else (None, False)
-        message: dict[str, Any] = {"role": "assistant", "content": None if calls else text, "refusal": None}
-        if calls:
-            message["tool_calls"] = calls
+        reader, parts = whole.reader, whole.parts.joined()
+        message = self._message(parts)
         choice = {
             "index": index,
             "message": message,
             "logprobs": whole.logprobs.finish() or None,
-            "finish_reason": "tool_calls" if complete else whole.finish_reason,
+            "finish_reason": "tool_calls" if reader and reader.parser.complete else whole.finish_reason,
             "stop_reason": whole.stop_reason,
         }
         return choice | whole.ids.finish()
 
-    def calls(self, text: str) -> tuple[list[dict[str, Any]] | None, bool]:
-        """The tool calls of a whole answer, and whether they are complete: max_tokens, for one, can cut off a forced call."""
-        calls = tool_calls.parse_calls(text, self.body)
-        if calls is None and self.forced:
-            return tool_calls.parse_cut_call(text, self.body), False
-        return calls, calls is not None
+    def _message(self, parts: Sequence[Part]) -> dict[str, Any]:
+        text = "".join(part.text for part in parts if isinstance(part, Text))
+        reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning))
+        calls: list[dict[str, Any]] = []
+        for part in parts:
+            if isinstance(part, Call):
+                calls.append(_call(part))
+            elif isinstance(part, Arguments):
+                calls[-1]["function"]["arguments"] = part.text
+        message: dict[str, Any] = {"role": "assistant", "content": text or (None if parts else ""), "refusal": None}
+        if reasoning and self.with_reasoning:
+            message["reasoning_content"] = reasoning
+        return message | ({"tool_calls": calls} if calls else {})
 
     def stream_writer(self) -> StreamWriter:
         return ChatStream(self)
@@ -174,7 +185,7 @@ class ChatStream(Chunks):
 
     def __init__(self, request: ChatRequest) -> None:
         super().__init__(request, "chat.completion.chunk")
-        self._choices = [_ChoiceStream(request) for _ in range(request.plan.total)]
+        self._choices = [_ChoiceStream(request, i) for i in range(request.plan.total)]
         # the prompt's token ids are in the chunk with the role
         self._with_role = {"prompt_token_ids": request.plan.prompts[0].ids} if request.with_ids else None
 
@@ -187,60 +198,49 @@ class ChatStream(Chunks):
 
 
 class _ChoiceStream:
-    """Converts the deltas of one choice to chunks: the role first, then text as it arrives.
+    """Converts the deltas of one choice to chunks: the role first, then parts as they arrive."""
 
-    Text that may be a tool call is held back until this is certain.
-    """
-
-    def __init__(self, chat: ChatRequest) -> None:
-        self.chat = chat
-        self.undecided = chat.may_call
-        self.held: list[Delta] = []
-        self.text = ""
+    def __init__(self, chat: ChatRequest, index: int) -> None:
+        self._chat, self._index, self._reader, self._calls = chat, index, chat.part_reader(index), 0
 
     def push(self, delta: Delta) -> list[dict[str, Any]]:
-        self.held.append(delta)
-        role = [self._chunk(delta.index, {"role": "assistant", "content": ""})] if delta.first else []
-        if self.undecided and not delta.finish_reason:
-            self.text += delta.text
-            self.undecided = self.chat.forced or tool_calls.may_become_call(self.text)
-        if not delta.finish_reason and (self.undecided or not self._needs_chunk(delta)):
-            return role
-        whole = _merge(self.held)
-        self.held = []
-        return [*role, self._content(whole)]
+        chat = self._chat
+        chunks = [self._chunk({"role": "assistant", "content": ""})] if delta.first else []
+        new = self._layouts(self._reader.push(delta))
+        if not new and (delta.finish_reason or delta.logprobs or chat.with_ids or chat.continuous_usage):
+            new = [{}]
+        chunks += map(self._chunk, new)
+        if new:  # what belongs to the whole delta is in its last chunk
+            last = chunks[-1]
+            last["finish_reason"] = (
+                "tool_calls" if delta.finish_reason and self._reader.parser.complete else delta.finish_reason
+            )
+            last["logprobs"] = chat.logprobs(delta)
+            chat.end_chunk(last, delta)
+        return chunks
 
-    def _needs_chunk(self, delta: Delta) -> bool:
-        return bool(delta.text or delta.logprobs or self.chat.with_ids or self.chat.continuous_usage)
+    def _layouts(self, parts: Sequence[Part]) -> list[dict[str, Any]]:
+        """Each part as the `delta` of a chunk; a call together with the beginning of its arguments."""
+        found: list[dict[str, Any]] = []
+        called = False  # the last part was a call
+        for part in parts:
+            if isinstance(part, Call):
+                found.append({"tool_calls": [{"index": self._calls, **_call(part)}]})
+                self._calls += 1
+            elif isinstance(part, Arguments) and called:
+                found[-1]["tool_calls"][0]["function"]["arguments"] = part.text
+            elif isinstance(part, Arguments):
+                found.append({"tool_calls": [{"index": self._calls - 1, "function": {"arguments": part.text}}]})
+            elif isinstance(part, Text):
+                found.append({"content": part.text})
+            elif self._chat.with_reasoning:
+                found.append({"reasoning_content": part.text})
+            called = isinstance(part, Call)
+        return found
 
-    def _content(self, whole: Delta) -> dict[str, Any]:
-        calls, complete = self.chat.calls(whole.text) if self.undecided else (None, False)
-        new: dict[str, Any] = {"content": whole.text} if whole.text else {}
-        if calls:
-            new = {"tool_calls": [{"index": i, **call} for i, call in enumerate(calls)]}
-        choice = self._chunk(whole.index, new, "tool_calls" if complete else whole.finish_reason)
-        choice["logprobs"] = self.chat.logprobs(whole)
-        return self.chat.end_chunk(choice, whole)
-
-    @staticmethod
-    def _chunk(index: int, delta: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+    def _chunk(self, delta: dict[str, Any]) -> dict[str, Any]:
+        return {"index": self._index, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
-def _merge(parts: Sequence[Delta]) -> Delta:
-    """Merge successive deltas of one choice into one."""
-    first, last = parts[0], parts[-1]
-    if first is last:
-        return first
-    logprobs = None if first.logprobs is None else [one for part in parts for one in part.logprobs or []]
-    return Delta(
-        index=first.index,
-        first=first.first,
-        text="".join(part.text for part in parts),
-        token_ids=[one for part in parts for one in part.token_ids],
-        logprobs=logprobs,
-        offsets=[one for part in parts for one in part.offsets],
-        finish_reason=last.finish_reason,
-        stop_reason=last.stop_reason,
-        prompt_logprobs=first.prompt_logprobs,
-    )
+def _call(call: Call) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": ""}}

@@ -78,10 +78,11 @@ def make_params(
     prompt_logprobs: int | None,
     grammar: str | None,
     prediction: list[int],
+    kept_special: list[int],
 ) -> list[SamplingParams]:
     """The engine's parameters for each prompt. They differ in `max_tokens` and `min_tokens` only.
 
-    `max_tokens`: the limit of each prompt's answers. Raises a 400 for an unknown token id.
+    `max_tokens`: the limit of each prompt's answers. `kept_special`: special tokens that are text in any case. Raises a 400 for an unknown token id.
     """
     bias = {int(key): value for key, value in (body.logit_bias or {}).items()}
     check_ids(list(bias), vocab_size, "logit_bias")
@@ -108,6 +109,7 @@ def make_params(
         stop=list(body.stops),
         include_stop=bool(body.include_stop_str_in_output),
         skip_special=body.skip_special_tokens is not False,
+        kept_special=kept_special,
     )
     return [
         msgspec.structs.replace(shared, max_tokens=max(limit, 1), min_tokens=min(body.min_tokens or 0, limit))
@@ -125,6 +127,7 @@ class Usage:
     def __init__(self, plan: Plan) -> None:
         self.prompt = sum(len(prompt.ids) for prompt in plan.prompts)
         self.completion = self.drafted = self.accepted = 0
+        self.reasoning: dict[int, int] = {}  # tokens by choice
         self._cached: dict[int, int] = {}
 
     def add(self, prompt: int, output: TokenOutput) -> None:
@@ -139,6 +142,7 @@ class Usage:
             "total_tokens": self.prompt + self.completion,
             "prompt_tokens_details": {"cached_tokens": sum(self._cached.values())},
             "completion_tokens_details": {
+                "reasoning_tokens": sum(self.reasoning.values()),
                 "accepted_prediction_tokens": self.accepted,
                 "rejected_prediction_tokens": self.drafted - self.accepted,
             },

@@ -1,48 +1,114 @@
-"""The parser of a request's answers: which one, and the plain one."""
+"""Which parser reads the answers to a request. The chat template tells how the model writes reasoning and calls."""
 
-from server import tool_calls
-from server.parts import Arguments, Call, Parser, Part, Text
-from server.schemas import ChatBody
+import functools
+from array import array
+from bisect import bisect_left
+from collections.abc import Sequence
+
+from engine.text import Delta
+from server.answer_parser import AnswerParser, Tools
+from server.call_syntax import JSON, REASONING, SYNTAXES, CallSyntax, ReasoningSyntax, syntax_of
+from server.generation import Usage
+from server.parts import Parser, Part, Text
+from server.schemas import ChatBody, GenerationBody
 from server.service import Service
+from tokenizer import Tokenizer
 
-
-def parser_for(service: Service, body: ChatBody) -> Parser:
-    """A new parser for one answer to the request."""
-    return WholeCalls(body) if body.tools and body.tool_choice != "none" else Plain()
+PROMPT_END = 32  # tokens, at least a marker and spaces
 
 
 class Plain:
     """All text is text."""
 
     complete = False
+    reasoned: int | None = 0
 
     def push(self, text: str, final: bool = False) -> list[Part]:
         return [Text(text)] if text else []
 
 
-class WholeCalls:
-    """Either the whole answer consists of tool calls, or it is text."""
+def parser_for(service: Service, body: ChatBody, prompt: Sequence[int] = ()) -> Parser:
+    """A new parser for one answer to the request. prompt: its token ids, whose end may have begun the reasoning."""
+    reasoning, tools = _reasoning(service, body), _tools(service, body)
+    end = service.tokenizer.decode(prompt[-PROMPT_END:], skip_special_tokens=False).rstrip() if prompt else ""
+    if reasoning and end.endswith(reasoning.end):  # the prompt says not to reason
+        reasoning = None
+    if not reasoning and not tools:
+        return Plain()
+    hidden = frozenset(_special(service.tokenizer, _markers(reasoning, tools))) if body.skip_special_tokens is not False else ()
+    # a grammar begins with the first token of the answer, so that a constrained answer has no reasoning
+    constrained = bool(body.forced_tools) or body.json_format is not None
+    inside = reasoning is not None and (end.endswith(reasoning.start) or _continues(body, reasoning))
+    return AnswerParser(reasoning, inside and not constrained, tools, frozenset(hidden))
 
-    def __init__(self, body: ChatBody) -> None:
-        self._body = body
-        self._held, self._undecided = "", True
-        self.complete = False
 
-    def push(self, text: str, final: bool = False) -> list[Part]:
-        self._held += text
-        if self._undecided and not final:
-            self._undecided = bool(self._body.forced_tools) or tool_calls.may_become_call(self._held)
-            if self._undecided:
-                return []
-        held, self._held = self._held, ""
-        calls = tool_calls.parse_calls(held, self._body) if self._undecided else None
-        self.complete = calls is not None
-        if calls is None and self._body.forced_tools:
-            calls = tool_calls.parse_cut_call(held, self._body)
-        if not calls:
-            return [Text(held)] if held else []
-        return [
-            part
-            for call in calls
-            for part in (Call(call["id"], call["function"]["name"]), Arguments(call["function"]["arguments"]))
-        ]
+def markers_for(service: Service, body: GenerationBody) -> list[int]:
+    """Special tokens that the parser needs to see in the text."""
+    if not isinstance(body, ChatBody):
+        return []
+    return sorted(_special(service.tokenizer, _markers(_reasoning(service, body), _tools(service, body))).values())
+
+
+def call_syntax(service: Service, body: ChatBody) -> CallSyntax | None:
+    """How the model writes the calls of this request. None: a call in the answer is text."""
+    wanted = service.settings.tool_parser
+    if wanted == "none":
+        return None
+    return SYNTAXES[syntax_of(_template(service, body)) if wanted == "auto" else wanted]
+
+
+class PartReader:
+    """Reads one answer's parts, and counts the tokens of its reasoning."""
+
+    def __init__(self, parser: Parser, usage: Usage) -> None:
+        self.parser, self._usage = parser, usage
+        self._offsets = array("q")  # where the tokens begin
+
+    def push(self, delta: Delta) -> list[Part]:
+        parts = self.parser.push(delta.text, bool(delta.finish_reason))
+        self._offsets.extend(delta.offsets)
+        end = self.parser.reasoned
+        # a token that begins in front of the end of the reasoning belongs to it
+        self._usage.reasoning[delta.index] = len(self._offsets) if end is None else bisect_left(self._offsets, end)
+        return parts
+
+
+def _template(service: Service, body: ChatBody) -> str:
+    wanted = service.chat_template if body.chat_template is None else body.chat_template
+    return service.tokenizer.pick_template(wanted, bool(body.tools) and body.tool_choice != "none")
+
+
+def _reasoning(service: Service, body: ChatBody) -> ReasoningSyntax | None:
+    wanted = service.settings.reasoning_parser
+    if wanted != "auto":
+        return REASONING.get(wanted)
+    template = _template(service, body)
+    return next((syntax for syntax in REASONING.values() if syntax.end in template), None)
+
+
+def _tools(service: Service, body: ChatBody) -> Tools | None:
+    if not body.tools or body.tool_choice == "none":
+        return None
+    forced = [tool.function.name for tool in body.forced_tools]
+    syntax = call_syntax(service, body) or (JSON if forced else None)
+    if syntax is None:
+        return None
+    names = frozenset(tool.function.name for tool in body.tools)
+    return Tools(syntax, names, body.parallel_tool_calls is not False, bool(forced), forced[0] if len(forced) == 1 else "")
+
+
+def _continues(body: ChatBody, reasoning: ReasoningSyntax) -> bool:
+    """Whether the answer continues a message that ends inside its reasoning."""
+    content = body.messages[-1].content if body.continue_final_message else None
+    text = content if isinstance(content, str) else "".join(part.text for part in content or [])
+    return text.rfind(reasoning.start) > text.rfind(reasoning.end)
+
+
+def _markers(reasoning: ReasoningSyntax | None, tools: Tools | None) -> tuple[str, ...]:
+    return (*((reasoning.start, reasoning.end) if reasoning else ()), *(tools.syntax.markers if tools else ()))
+
+
+@functools.lru_cache(maxsize=16)
+def _special(tokenizer: Tokenizer, markers: tuple[str, ...]) -> dict[str, int]:
+    """The markers that are special tokens, with their ids."""
+    return {text: i for i in tokenizer.special_ids if (text := tokenizer.token_text(i)) in markers}

@@ -30,6 +30,7 @@ class PromptTokensDetails(Reply):
 
 
 class CompletionTokensDetails(Reply):
+    reasoning_tokens: int  # up to the end of the reasoning, its markers included
     accepted_prediction_tokens: int  # tokens that were drafted, for this request or from its prediction, and found right
     rejected_prediction_tokens: int
 
@@ -110,6 +111,7 @@ class AnswerMessage(Reply):
     role: Literal["assistant"]
     content: str | None
     refusal: None
+    reasoning_content: str | None = None
     tool_calls: list[CalledTool] | None = None
 
 
@@ -138,14 +140,25 @@ class Unfinished(Reply):
     status: Literal["unfinished"]
 
 
-class CalledToolChunk(CalledTool):
+class CalledFunctionChunk(Reply):
+    name: str | None = None
+    arguments: str
+
+
+class CalledToolChunk(Reply):
+    """The first chunk of a call has its id, type and name. The next ones of the same index have more of the arguments."""
+
     index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: CalledFunctionChunk
 
 
 class AnswerDelta(Reply):
-    """The new part of a message. The role comes first. A tool call comes complete, in one chunk."""
+    """The new part of a message. The role comes first."""
 
     role: Literal["assistant"] | None = None
+    reasoning_content: str | None = None
     content: str | None = None
     tool_calls: list[CalledToolChunk] | None = None
 

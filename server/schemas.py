@@ -428,6 +428,11 @@ class ChatBody(GenerationBody):
     )
     chat_template: str | None = Field(None, description="A Jinja template, or the name of one of the checkpoint's.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="More variables for the template.")
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
+        None,
+        description="The template's variable of this name. `none` and `minimal` set `enable_thinking` to false if the template has it.",
+    )
+    include_reasoning: bool | None = Field(None, description="false leaves `reasoning_content` out. Default true.")
 
     @model_validator(mode="after")
     def _check_chat(self) -> "ChatBody":

@@ -12,6 +12,7 @@ from cli import Parser
 from errors import UserError
 from options import ModelOptions, SpeculationOptions, add_options, option, whole_number
 from presets import has_random_weights
+from server.call_syntax import REASONING, SYNTAXES
 from server.clients import read_keys
 from server.config_sources import parse_environment, parse_file
 from server.journal_file import Bounds
@@ -58,6 +59,20 @@ class NameOptions:
         default=False,
         help="read control tokens such as <|end|> in messages as those tokens, as transformers does. A message can then forge other "
         "turns (default: they are text, and only the chat template writes control tokens)",
+    )
+    reasoning_parser: str = option(
+        default="auto",
+        choices=("auto", *REASONING, "none"),
+        help="how the model marks its reasoning, which answers have as reasoning_content. think (also called deepseek_r1, qwen3): "
+        "<think>…</think>; thinking, reasoning: tags of these names; mistral: [THINK]…[/THINK]; none: reasoning is text. auto: the one "
+        "that the chat template has (default: auto)",
+    )
+    tool_parser: str = option(
+        default="auto",
+        choices=("auto", *SYNTAXES, "none"),
+        help="how the model writes tool calls. hermes (also Qwen): <tool_call>; llama3_json: JSON with parameters, also after "
+        "<|python_tag|>; mistral: [TOOL_CALLS]name[ARGS]; mistral_list: [TOOL_CALLS] and a JSON list; json: JSON, also in a code "
+        "block; none: calls that tool_choice does not force are text. auto: as the chat template writes them (default: auto)",
     )
     trust_request_chat_template: bool = option(
         default=False,
