@@ -24,6 +24,7 @@ from server.middleware import ApiKey, BodyLimit, RequestScope
 from server.openapi import describe, errors_of, stream_of
 from server.problems import ApiError
 from server.prompts import SLOW_TEXT, detokenize_reply, tokenize_reply
+from server.responses import routes as responses
 from server.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from server.service import INLINE, Service, read_chat_template
 from server.settings import VERSION, Settings
@@ -39,6 +40,7 @@ def create_app(settings: Settings, client: EngineClient, tokenizer: Tokenizer) -
     app.router.route_class = BoundedRoute
     problems.install(app)
     _add_generation(app, service)
+    responses.add(app, service)
     _add_results(app, service)
     _add_tokens(app, service)
     _add_models(app, service)

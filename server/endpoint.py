@@ -20,6 +20,7 @@ from server.service import Service
 from server.sse import EventStream
 
 B = TypeVar("B", bound=GenerationBody)
+G = TypeVar("G", bound=GenerationRequest)
 
 
 def check(service: Service, request: Request, body: Body) -> None:
@@ -34,14 +35,14 @@ def check(service: Service, request: Request, body: Body) -> None:
     service.check_model(body.model)
 
 
-async def respond(
+async def accept(
     service: Service,
     request: Request,
     body: B,
     read: Callable[[Service, B, int], Coroutine[Any, Any, list[Prompt]]],
-    make: Callable[[Service, B, list[Prompt], str], GenerationRequest],
-) -> Response:
-    """Run a request and return its answer, or its stream.
+    make: Callable[[Service, B, list[Prompt], str], G],
+) -> G:
+    """Check and prepare a request, which can then be run.
 
     `read(service, body, size)` returns the tokenized prompts; size: bytes of the HTTP body. `make(service, body, prompts,
     grammar)` returns the endpoint's request. Raises ApiError.
@@ -68,6 +69,19 @@ async def respond(
         log_fields["user"] = body.user
     if left_out := grammar.name_left_out(compiled):
         log_fields["not_enforced"] = left_out
+    return generation
+
+
+async def respond(
+    service: Service,
+    request: Request,
+    body: B,
+    read: Callable[[Service, B, int], Coroutine[Any, Any, list[Prompt]]],
+    make: Callable[[Service, B, list[Prompt], str], GenerationRequest],
+) -> Response:
+    """Run a request and return its answer, or its stream. See `accept`."""
+    generation = await accept(service, request, body, read, make)
+    log_fields = request.state.log_fields
     if body.stream:
         events, seconds = generation.events(log_fields), service.settings.idle_timeout
         return EventStream(events, seconds, generation.write_error, generation.stream_end)

@@ -22,7 +22,7 @@ def to_json(value: Any) -> bytes:
     try:
         return _encoder.encode(value)
     except UnicodeEncodeError:  # a lone surrogate: a model can generate one as a JSON escape
-        return json.dumps(value).encode()
+        return json.dumps(value, default=lambda raw: json.loads(bytes(raw))).encode()  # msgspec.Raw
 
 
 class JsonResponse(Response):

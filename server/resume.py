@@ -15,6 +15,9 @@ from server.generation import Prompt
 from server.journal import Kept, is_for_later
 from server.logs import log
 from server.problems import ApiError
+from server.responses.answer import ResponsesRequest
+from server.responses.convert import to_chat
+from server.responses.schemas import ResponsesBody
 from server.schemas import ChatBody, CompletionBody
 from server.service import Service
 
@@ -146,6 +149,10 @@ class Resumer:
         if accepted.kind == ChatRequest.kind:
             chat = await service.parse(accepted.body, ChatBody)
             request = ChatRequest(service, chat.model_copy(update=seed), prompts, accepted.grammar)
+        elif accepted.kind == ResponsesRequest.kind:
+            asked = await service.parse(accepted.body, ResponsesBody)
+            chat = to_chat(asked, [{"role": "user", "content": ""}])  # the prompt is already made
+            request = ResponsesRequest(service, asked, chat.model_copy(update=seed), prompts, accepted.grammar)
         else:
             body = await service.parse(accepted.body, CompletionBody)
             request = CompletionRequest(service, body.model_copy(update=seed), prompts, accepted.grammar)

@@ -5,7 +5,7 @@ values, which change nothing, are accepted.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
@@ -97,6 +97,21 @@ def take_unknown(value: Any, path: str = "") -> Iterator[str]:
             value.model_extra.clear()
 
 
+def shown_names(names: Iterable[str]) -> list[str]:
+    """At most MAX_NAMED of the names, then "and more" if there are more. They are shortened, and special characters are replaced.
+
+    Takes all of them, with little work for each: there may be millions.
+    """
+    named: dict[str, None] = {}
+    more = False
+    for name in names:
+        if len(named) < MAX_NAMED:
+            named[name] = None
+        elif name not in named:
+            more = True
+    return [re.sub(r"[^A-Za-z0-9_.$-]", "?", name[:MAX_NAME]) for name in named] + ["and more"] * more
+
+
 class Body(Checked):
     """The whole body of a request."""
 
@@ -105,10 +120,7 @@ class Body(Checked):
 
     @property
     def ignored(self) -> list[str]:
-        """Paths of unknown fields in the body, at most MAX_NAMED, then "and more" if there are more.
-
-        They are shortened, and special characters are replaced.
-        """
+        """Paths of unknown fields in the body, as `shown_names` shows them."""
         return self._ignored
 
     @model_validator(mode="before")
@@ -126,15 +138,9 @@ class Body(Checked):
 
     @model_validator(mode="after")
     def _ignore_unknown(self) -> "Body":
-        named: dict[str, None] = {}
-        more = False
-        for name in take_unknown(self):  # to its end, because it removes them; little work for each: there may be millions
-            if len(named) < MAX_NAMED:
-                named[name] = None
-            elif name not in named:
-                more = True
-        if named:  # FastAPI checks a body a second time, when the unknown fields are already removed
-            self._ignored = [re.sub(r"[^A-Za-z0-9_.$-]", "?", name[:MAX_NAME]) for name in named] + ["and more"] * more
+        if named := shown_names(take_unknown(self)):
+            # FastAPI checks a body a second time, when the unknown fields are already removed
+            self._ignored = named
         return self
 
 
@@ -178,15 +184,9 @@ class JsonSchemaResponseFormat(Checked):
 ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaResponseFormat, Field(discriminator="type")]
 
 
-class GenerationBody(Body):
-    """The fields that both endpoints share. `None` stands for the default that the description names."""
+class SamplingBody(Body):
+    """How all generating endpoints sample. `None` stands for the default that the description names."""
 
-    stream: bool | None = Field(None, description="Server-sent events instead of one answer. Default false.")
-    stream_options: StreamOptions | None = None
-    n: int | None = Field(
-        None, ge=1, le=MAX_CHOICES, description="Answers for each prompt; answer i samples with seed + i. Default 1."
-    )
-    max_tokens: int | None = Field(None, ge=0, le=2**31 - 1)
     min_tokens: int | None = Field(
         None, ge=0, le=2**31 - 1, description="Before this many tokens, nothing stops the answer. Default 0."
     )
@@ -220,6 +220,17 @@ class GenerationBody(Body):
     spaces_between_special_tokens: bool | None = Field(
         None, description="Either value gives the same text: tokens are joined as they are."
     )
+
+
+class GenerationBody(SamplingBody):
+    """The fields that completions and chat completions share."""
+
+    stream: bool | None = Field(None, description="Server-sent events instead of one answer. Default false.")
+    stream_options: StreamOptions | None = None
+    n: int | None = Field(
+        None, ge=1, le=MAX_CHOICES, description="Answers for each prompt; answer i samples with seed + i. Default 1."
+    )
+    max_tokens: int | None = Field(None, ge=0, le=2**31 - 1)
     truncate_prompt_tokens: int | None = Field(
         None, ge=-1, lt=2**31, description="Keep the last k tokens of the prompt; -1 keeps as many as the context can hold."
     )

@@ -267,6 +267,25 @@ class FaultOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ResponsesOptions:
+    responses_hours: float = option(
+        default=24.0,
+        type=above_zero,
+        metavar="H",
+        help="answers of /v1/responses stay in memory for H hours, for GET and previous_response_id (default: 24)",
+    )
+    responses_kept: int = option(
+        default=1000, type=whole_number(1), metavar="N", help="most of these answers; old ones go (default: 1000)"
+    )
+    responses_mb: float = option(
+        default=64.0,
+        type=above_zero,
+        metavar="MIB",
+        help="most memory of these answers and their conversations in MiB; old ones go (default: 64)",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class LogOptions:
     log_format: str = option(
         default="text", choices=("text", "json"), help="format of the access log, one line a request (default: text)"
@@ -286,13 +305,22 @@ GROUPS = {
     "HTTP": HttpOptions,
     "limits": LimitOptions,
     "faults": FaultOptions,
+    "stored responses": ResponsesOptions,
     "logs": LogOptions,
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(
-    ModelOptions, NameOptions, BatchOptions, SpeculationOptions, HttpOptions, LimitOptions, FaultOptions, LogOptions
+    ModelOptions,
+    NameOptions,
+    BatchOptions,
+    SpeculationOptions,
+    HttpOptions,
+    LimitOptions,
+    FaultOptions,
+    ResponsesOptions,
+    LogOptions,
 ):
     """All settings, already checked. Made by `load_settings`; tests may construct it directly."""
 

@@ -1,0 +1,290 @@
+"""From a Responses body to the chat request that the server runs, and to items as they are kept and listed.
+
+Both are plain functions, so that a worker can run them for long conversations.
+"""
+
+import base64
+import binascii
+import json
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
+
+from server.http import to_json
+from server.problems import ApiError, bad, from_errors
+from server.responses.schemas import (
+    AllowedTools,
+    FunctionCall,
+    FunctionCallOutput,
+    FunctionTool,
+    ItemReference,
+    JsonSchemaFormat,
+    Message,
+    NamedFunction,
+    Reasoning,
+    RefusalPart,
+    ResponsesBody,
+    TextPart,
+)
+from server.schemas import ChatBody, SamplingBody, shown_names
+
+SEALED = b"rung:"  # begins the `encrypted_content` that this server writes
+# Fields of the chat request whose names differ from those of the Responses body, for errors.
+NAMES = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+    "logprobs": "top_logprobs",
+}
+PASSED = (*SamplingBody.model_fields, "stream", "parallel_tool_calls", "chat_template_kwargs", "user", "priority")
+
+
+class Converted(NamedTuple):
+    chat: ChatBody
+    items: bytes  # JSON list: the items of this turn's input, each with an id
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}_{uuid.uuid4().hex}"
+
+
+def convert(body: ResponsesBody, history: Sequence[bytes], found: Mapping[str, Any]) -> Converted:
+    """history: JSON lists of the conversation's earlier items. found: the stored items that `input` refers to, by their ids.
+
+    Raises a 400 that names the field of the Responses body.
+    """
+    items, unreadable = input_items(body, found)
+    earlier = [item for part in history for item in json.loads(part)]
+    chat = to_chat(body, messages_of(body.instructions, earlier, items))
+    chat._ignored = [*body.ignored, *shown_names([*body.left_out, *unreadable])]
+    return Converted(chat, to_json(items))
+
+
+# --- items ---------------------------------------------------------------------------------------------------------------------
+
+
+def references(body: ResponsesBody) -> list[str]:
+    return [one.id for one in body.input if isinstance(one, ItemReference)] if isinstance(body.input, list) else []
+
+
+def input_items(body: ResponsesBody, found: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
+    """The items of `input` as they are kept, and the paths of what could not be read."""
+    if isinstance(body.input, str):
+        return [_message(Message(role="user", content=body.input))], []
+    items, unreadable = list[dict[str, Any]](), list[str]()
+    for position, item in enumerate(body.input or []):
+        match item:
+            case ItemReference(id=id):
+                if id not in found:
+                    raise bad(f"input.{position}.id", f"no stored item of yours has the id {id[:64]!r}; send the item itself")
+                items.append(found[id])
+            case Message():
+                items.append(_message(item))
+            case FunctionCall():
+                items.append({"id": item.id or new_id("fc"), "status": "completed", **item.model_dump(exclude={"id"})})
+            case FunctionCallOutput():
+                output = {"id": item.id or new_id("fco"), "type": item.type, "status": "completed", "call_id": item.call_id}
+                items.append(output | {"output": _text(item.output)})
+            case Reasoning():
+                text = _reasoning_text(item)
+                if text is None and item.encrypted_content:
+                    unreadable.append(f"input.{position}.encrypted_content")
+                content = [{"type": "reasoning_text", "text": text}] if text else []
+                head = {"id": item.id or new_id("rs"), "type": item.type, "status": "completed"}
+                items.append({**head, "summary": [], "content": content})
+    return items, unreadable
+
+
+def _message(item: Message) -> dict[str, Any]:
+    kept = {"id": item.id or new_id("msg"), "type": "message", "status": "completed", "role": item.role}
+    text = _text(item.content)
+    if item.role == "assistant":
+        return kept | {"content": [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}]}
+    return kept | {"content": [{"type": "input_text", "text": text}]}
+
+
+def _text(content: str | list[TextPart | RefusalPart]) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+def _reasoning_text(item: Reasoning) -> str | None:
+    """The text of a reasoning item. Clients that keep no plain reasoning send back what `seal` wrote. None: neither is there."""
+    for parts in (item.content, None if item.encrypted_content else item.summary):
+        if parts:
+            return "\n".join(part.text for part in parts)
+    try:
+        opened = base64.b64decode(item.encrypted_content or "", validate=True)
+        return opened.removeprefix(SEALED).decode() if opened.startswith(SEALED) else None
+    except (binascii.Error, ValueError):
+        return None
+
+
+def seal(text: str) -> str:
+    """Reasoning as `encrypted_content`. It is encoded, not encrypted: the client has the text anyhow."""
+    return base64.b64encode(SEALED + text.encode(errors="replace")).decode()
+
+
+# --- messages ------------------------------------------------------------------------------------------------------------------
+
+
+def messages_of(
+    instructions: str | None, earlier: Sequence[dict[str, Any]], items: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """The chat messages of a conversation. `items`: of this turn, for the paths in errors.
+
+    Reasoning, text and calls of one answer become one message of the assistant. What system and developer say at the beginning
+    becomes one system message, because many templates know no other.
+    """
+    writer = _Messages(instructions)
+    for item in earlier:
+        writer.add(item, None)
+    for position, item in enumerate(items):
+        writer.add(item, f"input.{position}")
+    return writer.messages
+
+
+class _Messages:
+    def __init__(self, instructions: str | None) -> None:
+        self.messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
+        self._reasoning: list[str] = []
+        self._names: dict[str, str] = {}  # call id: name of the function
+
+    def add(self, item: dict[str, Any], path: str | None) -> None:
+        """path: of the item in the body; None for an earlier one."""
+        match item["type"]:
+            case "message":
+                self._add_message(item["role"], item["content"][0]["text"] if item["content"] else "")
+            case "reasoning":
+                self._reasoning += [part["text"] for part in item["content"]]
+            case "function_call" if item["status"] == "completed":
+                self._add_call(item, path)
+            case "function_call_output":
+                self._add_output(item, path)
+
+    def _add_message(self, role: str, text: str) -> None:
+        last = self.messages[-1] if self.messages else {}
+        if role == "assistant":
+            self._assistant(answers=True)["content"] = text
+        elif role in ("system", "developer"):
+            if len(self.messages) == 1 and last["role"] == "system":
+                last["content"] += "\n\n" + text
+            else:
+                self._append({"role": "system", "content": text})
+        else:
+            self._append({"role": role, "content": text})
+
+    def _add_call(self, item: dict[str, Any], path: str | None) -> None:
+        try:
+            json.loads(item["arguments"] or "{}")
+        except (ValueError, RecursionError):
+            raise bad(f"{path or 'previous_response_id'}.arguments", "is not JSON") from None
+        self._names[item["call_id"]] = item["name"]
+        call = {"id": item["call_id"], "type": "function", "function": {"name": item["name"], "arguments": item["arguments"]}}
+        self._assistant(answers=False).setdefault("tool_calls", []).append(call)
+
+    def _add_output(self, item: dict[str, Any], path: str | None) -> None:
+        call_id = item["call_id"]
+        if call_id not in self._names:
+            raise bad(f"{path or 'previous_response_id'}.call_id", f"no function_call before has the call_id {call_id[:64]!r}")
+        self._append({"role": "tool", "tool_call_id": call_id, "name": self._names[call_id], "content": item["output"]})
+
+    def _assistant(self, answers: bool) -> dict[str, Any]:
+        """The assistant's message to which the next item belongs: the last one, unless that has all such an item adds."""
+        last = self.messages[-1] if self.messages else {}
+        taken = "content" in last or "tool_calls" in last if answers else False
+        if last.get("role") != "assistant" or taken or self._reasoning:
+            last = {"role": "assistant"}
+            if self._reasoning:
+                last["reasoning_content"] = "\n".join(self._reasoning)
+            self._append(last)
+        return last
+
+    def _append(self, message: dict[str, Any]) -> None:
+        self._reasoning = []
+        self.messages.append(message)
+
+
+# --- the chat request ----------------------------------------------------------------------------------------------------------
+
+
+def to_chat(body: ResponsesBody, messages: Sequence[Mapping[str, Any]]) -> ChatBody:
+    """The chat request. Raises a 400 that names the field of the Responses body."""
+    given = {name: getattr(body, name) for name in PASSED}
+    tools, choice = _tools(body)
+    values = {
+        **{name: value for name, value in given.items() if value is not None},
+        "model": body.model,
+        "messages": messages,
+        "max_completion_tokens": body.max_output_tokens,
+        "tools": [_chat_tool(tool) for tool in tools] or None,
+        "tool_choice": choice,
+        "response_format": _chat_format(body),
+        "logprobs": body.with_logprobs or None,
+        "top_logprobs": body.top_logprobs,
+        "reasoning_effort": body.reasoning and body.reasoning.effort,
+        "store": True if body.store and not body.background else None,
+    }
+    with renamed(body):
+        try:
+            return ChatBody.model_validate({name: value for name, value in values.items() if value is not None})
+        except ValidationError as e:
+            errors = [{**one, "loc": ("body", *one["loc"])} for one in e.errors(include_url=False)]
+            raise from_errors(errors, values) from None
+
+
+def _tools(body: ResponsesBody) -> tuple[list[FunctionTool], Any]:
+    """The tools that are offered, and the chat request's tool_choice."""
+    tools, choice = [tool for _, tool in body.functions], body.tool_choice
+    if isinstance(choice, NamedFunction):
+        return tools, {"type": "function", "function": {"name": choice.name}}
+    if not isinstance(choice, AllowedTools):
+        return tools, choice if tools else None if choice in ("auto", "none") else choice
+    allowed = {one.name for one in choice.tools}
+    if missing := allowed - {tool.name for tool in tools}:
+        raise bad("tool_choice.tools", f"names {min(missing)!r}, which is not in tools")
+    return [tool for tool in tools if tool.name in allowed], choice.mode
+
+
+def _chat_tool(tool: FunctionTool) -> dict[str, Any]:
+    fields = ("name", "description", "parameters", "strict")
+    return {"type": "function", "function": {name: value for name in fields if (value := getattr(tool, name)) is not None}}
+
+
+def _chat_format(body: ResponsesBody) -> dict[str, Any] | None:
+    chosen = body.text.format if body.text else None
+    if chosen is None:
+        return None
+    if not isinstance(chosen, JsonSchemaFormat):
+        return {"type": chosen.type}
+    named = {"name": chosen.name, "schema": chosen.schema_, "description": chosen.description, "strict": chosen.strict}
+    return {"type": "json_schema", "json_schema": {name: value for name, value in named.items() if value is not None}}
+
+
+@contextmanager
+def renamed(body: ResponsesBody) -> Iterator[None]:
+    """Errors of the chat request name the field of the Responses body."""
+    try:
+        yield
+    except ApiError as e:
+        if e.param is None:
+            raise
+        param = _responses_name(body, e.param)
+        message = e.message.replace("truncate_prompt_tokens cuts", "truncation: auto cuts")
+        if message.startswith(f"{e.param}: "):
+            message = param + message.removeprefix(e.param)
+        raise ApiError(e.status_code, message, param, e.code, e.headers) from e
+
+
+def _responses_name(body: ResponsesBody, param: str) -> str:
+    first, _, rest = param.partition(".")
+    if first != "tools" or not rest:
+        return NAMES.get(first, param)
+    number, _, field = rest.partition(".")
+    offered = _tools(body)[0]
+    position = next(i for i, tool in body.functions if tool is offered[int(number)])
+    return ".".join(filter(None, ("tools", str(position), field.removeprefix("function").removeprefix("."))))

@@ -1,0 +1,191 @@
+"""Models of the answers of /v1/responses, for /openapi.json. As in server/replies.py, only tests compare them."""
+
+from typing import Any, Literal
+
+from server.openapi import TEMPLATE
+from server.replies import Reply
+
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+
+
+class TopLogprob(Reply):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class OutputText(Reply):
+    type: Literal["output_text"]
+    text: str
+    annotations: list[Any]
+    logprobs: list[TokenLogprob]
+
+
+class InputText(Reply):
+    type: Literal["input_text"]
+    text: str
+
+
+class ReasoningText(Reply):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class OutputMessage(Reply):
+    id: str
+    type: Literal["message"]
+    status: ItemStatus
+    role: Literal["assistant"]
+    content: list[OutputText]
+
+
+class InputMessage(Reply):
+    id: str
+    type: Literal["message"]
+    status: ItemStatus
+    role: Literal["user", "system", "developer"]
+    content: list[InputText]
+
+
+class ReasoningItem(Reply):
+    id: str
+    type: Literal["reasoning"]
+    status: ItemStatus
+    summary: list[Any]
+    content: list[ReasoningText]
+    encrypted_content: str | None = None
+
+
+class FunctionCall(Reply):
+    id: str
+    type: Literal["function_call"]
+    status: ItemStatus
+    call_id: str
+    name: str
+    arguments: str
+
+
+class FunctionCallOutput(Reply):
+    id: str
+    type: Literal["function_call_output"]
+    status: ItemStatus
+    call_id: str
+    output: str
+
+
+class ResponseError(Reply):
+    code: str
+    message: str
+
+
+class IncompleteDetails(Reply):
+    reason: Literal["max_output_tokens"]
+
+
+class ReasoningSettings(Reply):
+    effort: str | None
+    summary: None
+
+
+class TextSettings(Reply):
+    format: dict[str, Any]
+    verbosity: Literal["low", "medium", "high"]
+
+
+class OfferedTool(Reply):
+    type: Literal["function"]
+    name: str
+    description: str | None
+    parameters: dict[str, Any] | None
+    strict: bool | None
+
+
+class InputTokensDetails(Reply):
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class OutputTokensDetails(Reply):
+    reasoning_tokens: int
+
+
+class ResponsesUsage(Reply):
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class ResponsesReply(Reply):
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+    background: bool
+    completed_at: int | None
+    error: ResponseError | None
+    incomplete_details: IncompleteDetails | None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: int | None
+    model: str
+    output: list[OutputMessage | ReasoningItem | FunctionCall]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    prompt_cache_key: str | None
+    reasoning: ReasoningSettings
+    safety_identifier: str | None
+    service_tier: Literal["default"]
+    store: bool
+    temperature: float
+    text: TextSettings
+    tool_choice: str | dict[str, Any]
+    tools: list[OfferedTool]
+    top_logprobs: int
+    top_p: float
+    truncation: Literal["auto", "disabled"]
+    usage: ResponsesUsage | None
+    user: str | None
+    metadata: dict[str, str]
+
+
+class ItemList(Reply):
+    object: Literal["list"]
+    data: list[InputMessage | OutputMessage | ReasoningItem | FunctionCall | FunctionCallOutput]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class Deleted(Reply):
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
+def events() -> dict[str, Any]:
+    """The content of a response with `stream`; see `server.openapi.stream_of`. `event` is the type within `data`."""
+    payload = {
+        "type": "object",
+        "properties": {"type": {"type": "string"}, "sequence_number": {"type": "integer"}},
+        "required": ["type", "sequence_number"],
+    }
+    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": payload}
+    error = {
+        "type": "string",
+        "contentMediaType": "application/json",
+        "contentSchema": {"$ref": TEMPLATE.format(model="ErrorReply")},
+    }
+    event = {
+        "type": "object",
+        "description": "One of OpenAI's events of responses; the last one is response.completed, response.incomplete or response.failed.",
+        "properties": {"event": {"type": "string"}, "data": {"anyOf": [data, error]}},
+        "required": ["data"],
+        "additionalProperties": False,
+    }
+    return {"text/event-stream": {"schema": event}}

@@ -1,0 +1,197 @@
+"""The routes of /v1/responses."""
+
+import json
+from typing import Annotated, Any, Literal
+
+from fastapi import FastAPI, Query, Request
+from starlette.responses import Response
+
+from server.clients import owner
+from server.endpoint import accept, respond
+from server.generation import Prompt
+from server.http import JsonResponse, to_json, unless_gone
+from server.openapi import errors_of
+from server.problems import ApiError, bad
+from server.prompts import SLOW_TEXT
+from server.responses.answer import ResponsesRequest, read_prompt
+from server.responses.background import Background
+from server.responses.convert import Converted, convert, references, renamed
+from server.responses.replies import Deleted, ItemList, ResponsesReply, events
+from server.responses.schemas import OWN_TOOLS, ResponsesBody
+from server.responses.store import Bounds, Items, Record, Store
+from server.schemas import ChatBody
+from server.service import INLINE, Service
+
+MAX_BACKGROUND = 64  # responses that a client may have in the background at a time
+
+
+def add(app: FastAPI, service: Service) -> None:
+    settings = service.settings
+    bounds = Bounds(settings.responses_hours * 3600, settings.responses_kept, int(settings.responses_mb * 2**20))
+    responses = Responses(service, Store(bounds))
+    tags: list[Any] = ["responses"]
+    own: dict[int | str, dict[str, Any]] = {404: errors_of(404)[404] | {"description": "No such response"}}
+
+    @app.post(
+        "/v1/responses",
+        response_model=ResponsesReply,
+        responses={200: {"content": events()}, **errors_of(400, 401, 404, 413, 429, 500, 503)},
+        tags=tags,
+        summary="Answer a conversation, as items",
+    )
+    async def create(body: ResponsesBody, request: Request) -> Response:
+        return await responses.create(body, request)
+
+    @app.get(
+        "/v1/responses/{id}",
+        response_model=ResponsesReply,
+        responses={**errors_of(400, 401), **own},
+        tags=tags,
+        summary="A stored response",
+    )
+    async def retrieve(id: str, request: Request, stream: bool = False) -> Response:
+        if stream:
+            raise bad("stream", "a stored response is not streamed; leave it out")
+        return JsonResponse(responses.find(request, id).json)
+
+    @app.delete(
+        "/v1/responses/{id}",
+        response_model=Deleted,
+        responses={**errors_of(401, 413), **own},
+        tags=tags,
+        summary="Forget a response; one in the background is ended",
+    )
+    async def delete(id: str, request: Request) -> Response:
+        record = responses.find(request, id)
+        responses.store.remove(owner(request.scope), id)
+        if record.running:
+            await record.running.cancel()
+        return JsonResponse({"id": id, "object": "response", "deleted": True})
+
+    @app.post(
+        "/v1/responses/{id}/cancel",
+        response_model=ResponsesReply,
+        responses={**errors_of(400, 401, 413), **own},
+        tags=tags,
+        summary="End a response in the background",
+    )
+    async def cancel(id: str, request: Request) -> Response:
+        record = responses.find(request, id)
+        if not record.background:
+            raise bad(None, "only a response with background: true can be cancelled; close the connection of another one")
+        if record.running:
+            await record.running.cancel()
+        return JsonResponse(record.json)
+
+    @app.get(
+        "/v1/responses/{id}/input_items",
+        response_model=ItemList,
+        responses={**errors_of(400, 401), **own},
+        tags=tags,
+        summary="The items that a response answers, with those of earlier turns",
+    )
+    async def input_items(
+        id: str,
+        request: Request,
+        limit: Annotated[int, Query(ge=1, le=100)] = 20,
+        order: Literal["asc", "desc"] = "desc",
+        after: Annotated[str | None, Query(description="The id of an item; those behind it are listed.")] = None,
+    ) -> Response:
+        return JsonResponse(_page(responses.find(request, id).input, limit, order == "desc", after))
+
+
+class Responses:
+    """Runs and keeps responses."""
+
+    def __init__(self, service: Service, store: Store) -> None:
+        self.service, self.store = service, store
+
+    def find(self, request: Request, id: str) -> Record:
+        """Raises a 404."""
+        record = self.store.find(owner(request.scope), id)
+        if record is None:
+            raise ApiError(404, f"no stored response of yours has the id {id[:64]!r}", None, "response_not_found")
+        return record
+
+    async def create(self, body: ResponsesBody, request: Request) -> Response:
+        if self.service.settings.strict_requests and body.left_out:
+            raise bad(body.left_out[0], OWN_TOOLS)
+        earlier = self._earlier(request, body)
+        chat, items = await self._converted(request, body, earlier)
+        kept = Record("", b"", [*earlier, Items(items)], background=bool(body.background))
+
+        def make(service: Service, chat: ChatBody, prompts: list[Prompt], grammar: str) -> ResponsesRequest:
+            return ResponsesRequest(service, body, chat, prompts, grammar, lambda made: self._keep(request, kept, made))
+
+        async def read(service: Service, chat: ChatBody, size: int) -> list[Prompt]:
+            return await read_prompt(service, body, chat, size)
+
+        with renamed(body):
+            if not body.background:
+                return await respond(self.service, request, chat, read, make)
+            if self.store.running(owner(request.scope)) >= MAX_BACKGROUND:
+                message = f"you have {MAX_BACKGROUND} responses in the background; wait until one of them has ended"
+                raise ApiError(429, message, "background", "too_many_responses")
+            return await self._start(request, kept, await accept(self.service, request, chat, read, make))
+
+    async def _start(self, request: Request, kept: Record, made: ResponsesRequest) -> Response:
+        """Run a response in the background."""
+        running = Background(self.service, made, lambda ended: self._keep(request, kept, ended))
+        kept.id, kept.running = made.id, running
+        if not self.store.put(owner(request.scope), kept):
+            raise bad("input", "is too long to be stored, as background needs; raise --responses-mb")
+        try:
+            await running.start(request.state.log_fields)
+        except ApiError:
+            self.store.remove(owner(request.scope), kept.id)
+            raise
+        return JsonResponse(kept.json)
+
+    def _keep(self, request: Request, record: Record, made: ResponsesRequest) -> None:
+        """Keep a response that has ended, unless its owner has deleted it meanwhile."""
+        name = owner(request.scope)
+        if made.body.store is False or (record.running and self.store.find(name, made.id) is not record):
+            return
+        self.store.remove(name, made.id)
+        output = made.output.items
+        record.id, record.running, record.answer = made.id, None, to_json(made.response())
+        record.output = Items(to_json(output), [item["id"] for item in output])
+        self.store.put(name, record)
+
+    def _earlier(self, request: Request, body: ResponsesBody) -> list[Items]:
+        """The items of the conversation before this turn. Raises a 404, and a 400 if they are not complete or too long."""
+        if body.previous_response_id is None:
+            return []
+        record = self.store.find(owner(request.scope), body.previous_response_id)
+        if record is None:
+            message = f"previous_response_id: no stored response of yours has the id {body.previous_response_id[:64]!r}"
+            raise ApiError(404, message, "previous_response_id", "previous_response_not_found")
+        if record.running:
+            raise bad("previous_response_id", "names a response that is not finished; wait until it is")
+        if sum(len(items.data) for items in record.items) > self.service.settings.max_body_bytes:
+            raise bad("previous_response_id", "names a conversation that is longer than --max-body-mb")
+        return record.items
+
+    async def _converted(self, request: Request, body: ResponsesBody, earlier: list[Items]) -> Converted:
+        name = owner(request.scope)
+        found = {id: item for id in references(body) if (item := self.store.item(name, id)) is not None}
+        history = [items.data for items in earlier]
+        size = len(await request.body()) + sum(map(len, history))
+        if size <= INLINE:
+            return convert(body, history, found)
+        work = self.service.workers.run(convert, body, history, found, slow=size > SLOW_TEXT)
+        return await unless_gone(request.receive, work)
+
+
+def _page(kept: list[Items], limit: int, newest_first: bool, after: str | None) -> dict[str, Any]:
+    items = [item for part in kept for item in json.loads(part.data)]
+    if newest_first:
+        items.reverse()
+    if after is not None:
+        at = next((i for i, item in enumerate(items) if item["id"] == after), None)
+        if at is None:
+            raise bad("after", f"no item has the id {after[:64]!r}")
+        items = items[at + 1 :]
+    page = items[:limit]
+    ends = (page[0]["id"], page[-1]["id"]) if page else (None, None)
+    return {"object": "list", "data": page, "first_id": ends[0], "last_id": ends[1], "has_more": len(items) > limit}

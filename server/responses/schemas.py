@@ -1,0 +1,304 @@
+"""The body of POST /v1/responses. Like every body: each field is used, accepted without effect, or refused (server/schemas.py)."""
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
+
+from engine.protocol import LIST_LIMIT
+from server.problems import field_error
+from server.schemas import INT64, STRICT, Checked, JsonObjectFormat, SamplingBody, TextFormat, without_effect
+
+MAX_TOOLS = 128
+MAX_PAIRS = 16  # of metadata
+OWN_TOOLS = "this server runs no tools itself; offer a function of your own"
+READS = "this server reads items of type message, function_call, function_call_output, reasoning and item_reference"
+
+Id = Annotated[str, Field(max_length=256)]
+MetadataKey = Annotated[str, Field(max_length=64)]
+MetadataValue = Annotated[str, Field(max_length=512)]
+
+# Parameters of this API that would change the answer, and of the other endpoints that clients confuse with its own.
+REFUSED = {
+    "conversation": "is not supported; use previous_response_id, or send the items in input",
+    "prompt": "is not supported: this server keeps no prompt templates; use instructions and input",
+    "messages": "belongs to /v1/chat/completions; here it is input",
+    "max_tokens": "belongs to /v1/chat/completions; here it is max_output_tokens",
+    "max_completion_tokens": "belongs to /v1/chat/completions; here it is max_output_tokens",
+    "response_format": "belongs to /v1/chat/completions; here it is text.format",
+}
+
+
+def _kind(value: Any) -> Any:
+    """The `type` of an object of the body, or of one that is already checked."""
+    return value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+
+
+def _one_of(message: str) -> Discriminator:
+    """Tells objects apart by their type. `message`: for other types."""
+    return Discriminator(_kind, custom_error_type="unsupported", custom_error_message=message)
+
+
+# --- input ---------------------------------------------------------------------------------------------------------------------
+
+
+class TextPart(Checked):
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+    annotations: Any = without_effect("the model reads text alone")
+    logprobs: Any = without_effect("the model reads text alone")
+    prompt_cache_breakpoint: Any = without_effect("the prefix cache finds common prefixes by itself")
+
+
+class RefusalPart(Checked):
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
+class ReasoningText(Checked):
+    type: Literal["reasoning_text", "text"]
+    text: str
+
+
+class SummaryText(Checked):
+    type: Literal["summary_text"]
+    text: str
+
+
+Part = Annotated[
+    Annotated[TextPart, Tag("input_text")]
+    | Annotated[TextPart, Tag("output_text")]
+    | Annotated[TextPart, Tag("text")]
+    | Annotated[RefusalPart, Tag("refusal")],
+    _one_of("this server reads text alone: parts of type input_text and output_text"),
+]
+
+
+class Item(Checked):
+    id: Id | None = None
+    status: Any = without_effect("all that is sent is complete")
+
+
+class Message(Item):
+    type: Literal["message"] | None = None
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | list[Part]
+    phase: Any = without_effect("the order says it")
+
+
+class FunctionCall(Item):
+    type: Literal["function_call"]
+    call_id: Id
+    name: Annotated[str, Field(max_length=256)]
+    arguments: str
+    namespace: Any = without_effect("namespaces are not offered")
+    caller: Any = without_effect("the model is the caller")
+
+
+class FunctionCallOutput(Item):
+    type: Literal["function_call_output"]
+    call_id: Id
+    output: str | list[Part]
+    name: Any = without_effect("the call has it")
+    namespace: Any = without_effect("namespaces are not offered")
+    caller: Any = without_effect("the model is the caller")
+
+
+class Reasoning(Item):
+    type: Literal["reasoning"]
+    summary: list[SummaryText] | None = None
+    content: list[ReasoningText] | None = None
+    encrypted_content: str | None = Field(None, description="Read if this server wrote it.")
+
+
+class ItemReference(Checked):
+    type: Literal["item_reference"]
+    id: Id
+
+
+AnyItem = Annotated[
+    Annotated[Message, Tag("message")]
+    | Annotated[FunctionCall, Tag("function_call")]
+    | Annotated[FunctionCallOutput, Tag("function_call_output")]
+    | Annotated[Reasoning, Tag("reasoning")]
+    | Annotated[ItemReference, Tag("item_reference")],
+    Discriminator(lambda value: _kind(value) or "message", custom_error_type="unsupported", custom_error_message=READS),
+]
+
+
+# --- tools and formats ---------------------------------------------------------------------------------------------------------
+
+
+class FunctionTool(Checked):
+    type: Literal["function"]
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(None, description="A JSON schema. Default: no arguments.")
+    strict: bool | None = Field(None, description=f"For calls that tool_choice forces. {STRICT}")
+    defer_loading: Any = without_effect("all functions are offered at once")
+    allowed_callers: Any = without_effect("the model is the caller")
+    output_schema: Any = without_effect("outputs are not checked")
+
+
+class OtherTool(Checked):
+    """A tool that this server does not run. It is not offered to the model."""
+
+    model_config = ConfigDict(json_schema_extra={"not": {"properties": {"type": {"const": "function"}}}})
+    passes_on: ClassVar[bool] = True
+
+    type: str = Field(max_length=64)
+
+
+AnyTool = Annotated[
+    Annotated[FunctionTool, Tag("function")] | Annotated[OtherTool, Tag("other")],
+    Discriminator(lambda value: "function" if _kind(value) == "function" else "other"),
+]
+
+
+class NamedFunction(Checked):
+    type: Literal["function"]
+    name: Annotated[str, Field(max_length=64)]
+
+
+class AllowedTools(Checked):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[NamedFunction] = Field(min_length=1, max_length=MAX_TOOLS)
+
+
+NamedTool = Annotated[
+    Annotated[NamedFunction, Tag("function")] | Annotated[AllowedTools, Tag("allowed_tools")], _one_of(OWN_TOOLS)
+]
+
+
+class JsonSchemaFormat(Checked):
+    model_config = ConfigDict(populate_by_name=True)
+
+    type: Literal["json_schema"]
+    name: str = Field("schema", max_length=64)
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = Field(None, description=STRICT)
+
+
+class TextOptions(Checked):
+    format: Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = Field(
+        None, description="Accepted, without effect: the models served here do not support it."
+    )
+
+
+class ReasoningOptions(Checked):
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
+        None, description="A variable of the chat template."
+    )
+    summary: Any = without_effect("the reasoning itself is in the answer")
+    generate_summary: Any = without_effect("see `summary`")
+    context: Any = without_effect("the chat template says which reasoning the model sees again")
+    mode: Any = without_effect("there is one mode")
+
+
+class StreamOptions(Checked):
+    include_obfuscation: Literal[False] | None = Field(None, description="Padding against traffic analysis is not supported.")
+
+
+Includable = Literal[
+    "reasoning.encrypted_content",
+    "message.output_text.logprobs",
+    # of items that this server never writes
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+]
+
+
+class ResponsesBody(SamplingBody):
+    input: str | Annotated[list[AnyItem], Field(min_length=1)] | None = Field(None, description="A text, or items.")
+    instructions: str | None = Field(None, description="A system message of this turn alone.")
+    previous_response_id: Id | None = Field(None, description="Continue the conversation of a stored answer.")
+    stream: bool | None = Field(None, description="Server-sent events instead of one answer. Default false.")
+    stream_options: StreamOptions | None = None
+    background: bool | None = Field(None, description="Answer at once, and compute the response meanwhile. Not with stream.")
+    store: bool | None = Field(None, description="Keep the answer for a while. Default true.")
+    max_output_tokens: int | None = Field(None, ge=1, le=2**31 - 1, description="Default: what is left of the context.")
+    top_logprobs: int | None = Field(
+        None,
+        ge=0,
+        le=LIST_LIMIT,
+        description="Likeliest tokens to list; above 0 only with include message.output_text.logprobs.",
+    )
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    include: list[Includable] | None = Field(None, max_length=32)
+    tools: list[AnyTool] | None = Field(
+        None, max_length=MAX_TOOLS, description="Functions. Others are not offered to the model."
+    )
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(
+        None, description="`required` and a named function force one call by grammar. Default auto with tools."
+    )
+    parallel_tool_calls: bool | None = Field(None, description="false keeps the first of several calls. Default true.")
+    max_tool_calls: int | None = Field(
+        None, ge=0, lt=2**31, description="Accepted, without effect: it counts calls of tools that the server runs."
+    )
+    truncation: Literal["auto", "disabled"] | None = Field(
+        None, description="auto cuts the prompt at its start, to what the context can hold. Default disabled."
+    )
+    metadata: dict[MetadataKey, MetadataValue] | None = Field(None, max_length=MAX_PAIRS, description="Returned as given.")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="More variables for the template.")
+    user: str | None = Field(None, max_length=256, description="Written to the access log.")
+    priority: int | None = Field(None, ge=-INT64, lt=INT64, description="As of /v1/chat/completions.")
+    safety_identifier: str | None = Field(None, max_length=256, description="Returned as given.")
+    prompt_cache_key: str | None = Field(
+        None, max_length=256, description="Returned as given: common prefixes are found anyhow."
+    )
+    service_tier: Any = without_effect("there is one tier")
+    prompt_cache_options: Any = without_effect("the prefix cache finds common prefixes by itself")
+    prompt_cache_retention: Any = without_effect("see `prompt_cache_options`")
+    client_metadata: Any = without_effect("see `metadata`")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse(cls, data: Any) -> Any:
+        for name, why in REFUSED.items() if isinstance(data, dict) else ():
+            if data.get(name) is not None:
+                raise field_error(name, why)
+        return data
+
+    @model_validator(mode="after")
+    def _check_responses(self) -> "ResponsesBody":
+        if self.input is None and self.previous_response_id is None:
+            raise field_error("input", "Field required")
+        if self.background and self.stream:
+            raise field_error("background", "cannot be combined with stream; poll GET /v1/responses/ID")
+        if self.background and self.store is False:
+            raise field_error("background", "needs store: only a stored answer can be fetched later")
+        if self.top_logprobs and not self.with_logprobs:
+            raise field_error("top_logprobs", "needs include: ['message.output_text.logprobs']")
+        if self.tools and not self.functions and self.tool_choice != "none":
+            other = next(tool.type for tool in self.tools)
+            raise field_error("tools", f"has no function, but the type {other[:40]!r}; {OWN_TOOLS}")
+        return self
+
+    @property
+    def functions(self) -> list[tuple[int, FunctionTool]]:
+        """The tools that are offered, with their positions in `tools`."""
+        return [(i, tool) for i, tool in enumerate(self.tools or []) if isinstance(tool, FunctionTool)]
+
+    @property
+    def left_out(self) -> list[str]:
+        """The tools that are not offered."""
+        return [f"tools.{i}.{tool.type}" for i, tool in enumerate(self.tools or []) if isinstance(tool, OtherTool)]
+
+    @property
+    def with_logprobs(self) -> bool:
+        return "message.output_text.logprobs" in (self.include or ())
+
+    @property
+    def with_encrypted(self) -> bool:
+        return "reasoning.encrypted_content" in (self.include or ())

@@ -1,0 +1,161 @@
+"""Answers that are kept for a while: in memory, for bounded time, number and bytes. Only their owner finds them.
+
+A conversation is kept as the items of all its turns. Turns share the JSON of the items before them, so a turn costs only what it
+adds, and the deletion of an earlier answer takes nothing from a later one.
+"""
+
+import json
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+RECORD_BYTES = 1024  # that a record takes apart from its data
+LINK_BYTES = 8  # that it takes for each turn before
+LARGEST_SHARE = 4  # one answer may take a quarter of all
+
+
+@dataclass(frozen=True)
+class Bounds:
+    seconds: float
+    answers: int
+    bytes: int
+
+
+@dataclass(eq=False)
+class Items:
+    """The JSON list of a turn's input items or output items. `users`: records that have it."""
+
+    data: bytes
+    ids: list[str] = field(default_factory=list)  # of output items, which later requests may refer to
+    users: int = 0
+
+
+class Running(Protocol):
+    def json(self) -> bytes:
+        """The response as it is now."""
+
+    async def cancel(self) -> None:
+        """End it, and wait until it has ended."""
+
+
+@dataclass(eq=False)
+class Record:
+    """One answer. `input`: the items of all turns before it and of its own. `running`: what computes it in the background."""
+
+    id: str
+    answer: bytes  # JSON; empty while it is computed
+    input: list[Items]
+    output: Items | None = None
+    background: bool = False
+    running: Running | None = None
+    size: int = RECORD_BYTES
+    since: float = 0.0  # when it was kept
+
+    @property
+    def json(self) -> bytes:
+        return self.running.json() if self.running else self.answer
+
+    @property
+    def items(self) -> list[Items]:
+        return [*self.input, self.output] if self.output else self.input
+
+
+class _Owner:
+    def __init__(self) -> None:
+        self.records = OrderedDict[str, Record]()  # the oldest first
+        self.outputs: dict[str, Items] = {}  # by the ids of their items
+        self.bytes = 0
+
+
+class Store:
+    """clock: as time.monotonic."""
+
+    def __init__(self, bounds: Bounds, clock: Callable[[], float] = time.monotonic) -> None:
+        self._bounds, self._clock = bounds, clock
+        self._owners: dict[str, _Owner] = {}
+
+    def put(self, owner: str, record: Record) -> bool:
+        """Keep an answer, or replace what was kept of it. The oldest ones of who has most go. False if it is too large."""
+        self.remove(owner, record.id)
+        record.size = RECORD_BYTES + LINK_BYTES * len(record.items) + len(record.answer)
+        whole = record.size + sum(len(items.data) for items in record.items)
+        if whole * LARGEST_SHARE > self._bounds.bytes:
+            return False
+        record.since = self._clock()
+        held = self._owners.setdefault(owner, _Owner())
+        held.records[record.id] = record
+        held.bytes += record.size
+        for items in record.items:
+            if not items.users:
+                held.bytes += len(items.data)
+                held.outputs |= dict.fromkeys(items.ids, items)
+            items.users += 1
+        self._make_room()
+        return True
+
+    def find(self, owner: str, id: str) -> Record | None:
+        self._expire()
+        held = self._owners.get(owner)
+        return held.records.get(id) if held else None
+
+    def item(self, owner: str, id: str) -> dict[str, Any] | None:
+        """An output item of a kept answer."""
+        self._expire()
+        held = self._owners.get(owner)
+        if held is None or (items := held.outputs.get(id)) is None:
+            return None
+        found: dict[str, Any] = json.loads(items.data)[items.ids.index(id)]
+        return found
+
+    def remove(self, owner: str, id: str) -> Record | None:
+        held = self._owners.get(owner)
+        if held is None or (record := held.records.pop(id, None)) is None:
+            return None
+        held.bytes -= record.size
+        for items in record.items:
+            items.users -= 1
+            if not items.users:
+                held.bytes -= len(items.data)
+                for one in items.ids:
+                    held.outputs.pop(one, None)
+        if not held.records:
+            del self._owners[owner]
+        return record
+
+    def running(self, owner: str) -> int:
+        """The number of the owner's answers that are computed in the background."""
+        held = self._owners.get(owner)
+        return sum(record.running is not None for record in held.records.values()) if held else 0
+
+    def _make_room(self) -> None:
+        self._expire()
+        while self._total(lambda held: len(held.records)) > self._bounds.answers and self._drop(lambda held: len(held.records)):
+            pass
+        while self._total(lambda held: held.bytes) > self._bounds.bytes and self._drop(lambda held: held.bytes):
+            pass
+
+    def _total(self, measure: Callable[[_Owner], int]) -> int:
+        return sum(map(measure, self._owners.values()))
+
+    def _drop(self, measure: Callable[[_Owner], int]) -> bool:
+        """Remove the oldest finished answer of the owner who has most. False if nothing is finished."""
+        for owner, held in sorted(self._owners.items(), key=lambda pair: -measure(pair[1])):
+            for id, record in held.records.items():
+                if record.running is None:
+                    self.remove(owner, id)
+                    return True
+        return False
+
+    def _expire(self) -> None:
+        oldest = self._clock() - self._bounds.seconds
+        for owner, held in list(self._owners.items()):
+            old = []
+            for id, record in held.records.items():
+                if record.since >= oldest:
+                    break
+                if record.running is None:
+                    old.append(id)
+            for id in old:
+                self.remove(owner, id)

@@ -1,0 +1,382 @@
+"""/v1/responses: events as published, conversations, the store, and what is refused."""
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai.types.responses import Response, ResponseItem, ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from engine.text import Delta
+from server.generation import Prompt
+from server.parts import Arguments, Call, Part, Reasoning, Text
+from server.responses import answer, output
+from server.responses.answer import ResponsesRequest
+from server.responses.convert import convert, seal
+from server.responses.replies import ItemList, ResponsesReply
+from server.responses.schemas import ResponsesBody
+from server.responses.store import Bounds, Items, Record, Store
+from tests.support.server_thread import EOS, STORY, TOKENIZER, Site, wait_for
+
+PATH = "/v1/responses"
+FIXTURES = Path(__file__).parent / "fixtures" / "responses"
+TOOL: Any = {
+    "type": "function",
+    "name": "weather",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
+FORCED = '{"name": "weather", "arguments": {"city": "Bonn"}}'
+EVENT = TypeAdapter[Any](ResponseStreamEvent)
+
+# the parts that each delta brings, and why the answer ends
+SCRIPTS: dict[str, tuple[list[list[Part]], str]] = {
+    "text": ([[Text("Grüß")], [Text(" dich")], [], [Text("!")]], "stop"),
+    "calls": (
+        [
+            [Text("I look.")],
+            [Call("call_a", "weather")],
+            [Arguments('{"city":')],
+            [Arguments('"Bonn"}')],
+            [Text("\n"), Call("call_b", "weather")],
+            [Arguments('{"city":"Köln"}')],
+        ],
+        "stop",
+    ),
+    "reasoning": ([[Reasoning("2 and 2")], [Reasoning(" is 4.")], [Text("\n")], [Text("4")], []], "stop"),
+    "incomplete": ([[Text("Once")], [Text(" upon")]], "length"),
+}
+
+
+class Scripted:
+    """A parser that returns what a test says."""
+
+    complete = False
+
+    def __init__(self, parts: list[list[Part]]) -> None:
+        self._parts = iter(parts)
+
+    def push(self, text: str, final: bool = False) -> list[Part]:
+        return next(self._parts)
+
+
+def says(site: Site, text: str) -> None:
+    site.engine.reply = lambda submit: [*TOKENIZER.encode(text, add_special_tokens=False), EOS]
+
+
+def respond(site: Site, **body: Any) -> dict[str, Any]:
+    reply = site.post(PATH, {"input": "Hi", **body})
+    ResponsesReply.model_validate(reply)
+    return reply
+
+
+def stream(site: Site, **body: Any) -> list[dict[str, Any]]:
+    reply = site.http.post(PATH, json={"input": "Hi", "stream": True, **body})
+    assert reply.headers["content-type"].startswith("text/event-stream"), reply.text
+    events = [json.loads(one.partition("\ndata: ")[2]) for one in reply.text.split("\n\n") if one]
+    assert [one["sequence_number"] for one in events] == list(range(len(events)))
+    for one in events:
+        EVENT.validate_python(one)
+    return events
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_events_are_those_that_are_published(site: Site, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same parts give the bytes of the recorded stream, of which each event is of the published type."""
+    parts, reason = SCRIPTS[name]
+    numbers = itertools.count(1)
+    monkeypatch.setattr(output, "new_id", lambda prefix: f"{prefix}_{next(numbers)}")
+    monkeypatch.setattr(answer.time, "time", lambda: 1700000009.5)
+    monkeypatch.setattr(answer, "parser_for", lambda service, chat: Scripted(parts))
+    body = ResponsesBody.model_validate({"input": "Hi", "tools": [TOOL] if name == "calls" else None})
+    request = ResponsesRequest(site.server.service, body, convert(body, [], {}).chat, [Prompt([1, 2, 3])], "")
+    request.id, request.created = "resp_0", 1700000000
+    writer, written = request.stream_writer(), b""
+    for i in range(len(parts)):
+        request.usage.completion += 1
+        written += writer.push(Delta(0, i == 0, "", [5], None, [], reason if i == len(parts) - 1 else None, None, None))
+    written += writer.last() + request.stream_end
+    assert written == (FIXTURES / f"{name}.sse").read_bytes()
+    events = [json.loads(one.partition(b"\ndata: ")[2]) for one in written.split(b"\n\n") if one]
+    for one in events:
+        assert set(_extra(EVENT.validate_python(one))) <= {"store"}, one  # which its answers have nevertheless
+    ResponsesReply.model_validate(events[-1]["response"])
+
+
+def _extra(model: Any) -> list[str]:
+    """Fields that OpenAI's types do not have."""
+    children = model if isinstance(model, list) else vars(model).values() if hasattr(model, "model_extra") else ()
+    return [*(getattr(model, "model_extra", None) or ()), *(name for child in children for name in _extra(child))]
+
+
+def test_a_stream_equals_the_whole_answer(site: Site) -> None:
+    """With log-probabilities, with a forced call, and cut off."""
+    for text, body in (
+        (STORY, {"include": ["message.output_text.logprobs"], "top_logprobs": 2}),
+        (FORCED, {"tools": [TOOL], "tool_choice": {"type": "function", "name": "weather"}}),
+        (STORY, {"max_output_tokens": 5}),
+    ):
+        says(site, text)
+        whole, events = respond(site, **body), stream(site, **body)
+        last = events[-1]["response"]
+        assert events[-1]["type"] == f"response.{whole['status']}"
+        assert whole["status"] == ("incomplete" if "max_output_tokens" in body else "completed")
+        pieces = "".join(one["delta"] for one in events if one["type"].endswith(".delta"))
+        for reply in (whole, last):
+            Response.model_validate(reply, strict=True)
+            for item in reply["output"]:
+                item["id"] = item["call_id"] = "x"
+        assert whole["output"] == last["output"] and whole["usage"] == last["usage"]
+        item = whole["output"][0]
+        assert pieces == (item["arguments"] if body.get("tools") else item["content"][0]["text"])
+        if body.get("include"):
+            logprobs = item["content"][0]["logprobs"]
+            assert b"".join(bytes(one["bytes"]) for one in logprobs).decode().startswith(STORY)
+            deltas = [entry for one in events if one["type"] == "response.output_text.delta" for entry in one["logprobs"]]
+            assert deltas == logprobs[: len(deltas)] and all(len(one["top_logprobs"]) == 2 for one in logprobs)
+
+
+def test_items_become_the_messages_of_one_chat() -> None:
+    body = {
+        "instructions": "Be brief.",
+        "input": [
+            {"role": "developer", "content": "And kind."},
+            {"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]},
+            {"type": "reasoning", "summary": [], "content": [], "encrypted_content": seal("hm")},
+            {"role": "assistant", "content": [{"type": "output_text", "text": "I look."}]},
+            {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": '{"city": "Bonn"}'},
+            {"type": "function_call", "call_id": "c2", "name": "weather", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c1", "output": "rain"},
+            {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "sun"}]},
+            {"type": "reasoning", "summary": [], "encrypted_content": "another server's"},
+            {"role": "assistant", "content": "Rain."},
+        ],
+        "tools": [{"type": "web_search"}, TOOL, {**TOOL, "name": "other"}],
+        "tool_choice": {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "weather"}]},
+        "text": {"format": {"type": "text"}, "verbosity": "low"},
+        "reasoning": {"effort": "low", "summary": "auto"},
+        "max_output_tokens": 7,
+        "top_k": 3,
+    }
+    chat = convert(ResponsesBody.model_validate(body), [], {}).chat
+    call = {"type": "function", "function": {"name": "weather"}}
+    assert [message.model_dump(exclude_none=True) for message in chat.messages] == [
+        {"role": "system", "content": "Be brief.\n\nAnd kind."},
+        {"role": "user", "content": "a\nb"},
+        {
+            "role": "assistant",
+            "reasoning_content": "hm",
+            "content": "I look.",
+            "tool_calls": [
+                {**call, "id": "c1", "function": {"name": "weather", "arguments": '{"city": "Bonn"}'}},
+                {**call, "id": "c2", "function": {"name": "weather", "arguments": "{}"}},
+            ],
+        },
+        {"role": "tool", "tool_call_id": "c1", "name": "weather", "content": "rain"},
+        {"role": "tool", "tool_call_id": "c2", "name": "weather", "content": "sun"},
+        {"role": "assistant", "content": "Rain."},
+    ]
+    assert [tool.function.name for tool in chat.tools or []] == ["weather"] and chat.tool_choice == "required"
+    assert chat.limit == 7 and chat.top_k == 3
+    assert chat.ignored == ["tools.0.web_search", "input.8.encrypted_content"]
+
+
+def test_conversations_go_on(site: Site) -> None:
+    """By previous_response_id, by references to items, and with the calls between; instructions are of one turn alone."""
+    client = site.openai
+    says(site, FORCED)
+    first = client.responses.create(
+        model="tiny-hybrid", input="Hi", instructions="Be brief.", tools=[TOOL], tool_choice="required", metadata={"a": "b"}
+    )
+    call: Any = first.output[0]
+    assert call.type == "function_call" and json.loads(call.arguments) == {"city": "Bonn"} and first.metadata == {"a": "b"}
+    says(site, "Rain.")
+    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
+    second = client.responses.create(model="tiny-hybrid", input=[result], previous_response_id=first.id)
+    assert second.output_text == "Rain." and second.previous_response_id == first.id
+    by_parts = site.last().prompt_ids
+    given: Any = [{"role": "user", "content": "Hi"}, {"type": "item_reference", "id": call.id}, result]
+    assert client.responses.create(model="tiny-hybrid", input=given, store=False).output_text == "Rain."
+    assert site.last().prompt_ids == by_parts
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "tool_calls": [_chat_call(call)]}]
+    messages.append({"role": "tool", "tool_call_id": call.call_id, "name": "weather", "content": "rain"})
+    site.chat(messages=messages)
+    assert site.last().prompt_ids == by_parts
+    client.responses.delete(first.id)  # takes nothing from the second
+    items = list(client.responses.input_items.list(second.id, order="asc", limit=2))
+    assert [one.type for one in items] == ["message", "function_call", "function_call_output"]
+    page = site.http.get(f"{PATH}/{second.id}/input_items", params={"limit": 1}).json()
+    assert ItemList.model_validate(page).has_more and page["data"][0]["output"] == "rain"
+    TypeAdapter[Any](list[ResponseItem]).validate_python(page["data"])
+    third = respond(site, input="Thanks", previous_response_id=second.id, truncation="auto")
+    assert third["usage"]["input_tokens"] > len(by_parts)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(first.id)
+
+
+def _chat_call(call: Any) -> dict[str, Any]:
+    return {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def test_a_client_streams_and_stores(site: Site) -> None:
+    says(site, STORY)
+    with site.openai.responses.stream(model="tiny-hybrid", input="Hi") as events:
+        types = [one.type for one in events]
+        final = events.get_final_response()
+    assert final.output_text == STORY and types[0] == "response.created" and types[-1] == "response.completed"
+    assert site.openai.responses.retrieve(final.id).output_text == STORY
+    hidden = respond(site, store=False)
+    assert site.http.get(f"{PATH}/{hidden['id']}").status_code == 404
+    assert site.http.get(f"{PATH}/{'x' * 9000}").json()["error"]["code"] == "response_not_found"
+    assert site.http.get(f"{PATH}/{final.id}", params={"stream": "true"}).status_code == 400
+    assert site.http.post(f"{PATH}/{final.id}/cancel").status_code == 400
+
+
+def test_background(site: Site) -> None:
+    """It is polled, cancelled while it runs and after its end, and deleted while it runs; then the engine is free."""
+    says(site, STORY)
+    client = site.openai.responses
+    made = client.create(model="tiny-hybrid", input="Hi", background=True)
+    assert made.status in ("queued", "in_progress")
+    wait_for(lambda: client.retrieve(made.id).status == "completed")
+    assert client.cancel(made.id).status == "completed" and client.retrieve(made.id).output_text == STORY
+    site.engine.hold = True
+    running = client.create(model="tiny-hybrid", input="Hi", background=True)
+    refused = site.refused(PATH, {"input": "on", "previous_response_id": running.id})
+    assert refused["param"] == "previous_response_id"
+    assert client.cancel(running.id).status == "cancelled" and client.cancel(running.id).status == "cancelled"
+    gone = client.create(model="tiny-hybrid", input="Hi", background=True)
+    client.delete(gone.id)
+    assert site.http.get(f"{PATH}/{gone.id}").status_code == 404
+    site.settle()
+    assert len(site.engine.aborts) >= 2
+    site.engine.hold = False
+    assert site.refused(PATH, {"input": "a", "background": True, "store": False})["param"] == "background"
+    assert site.refused(PATH, {"input": "a", "background": True, "max_output_tokens": 999})["param"] == "max_output_tokens"
+
+
+def test_a_failure_after_the_start_is_an_event(make_site: Callable[..., Site]) -> None:
+    site = make_site(request_timeout=0.5)
+    site.engine.delay = 0.2
+    last = stream(site)[-1]
+    assert last["type"] == "response.failed" and last["response"]["error"]["code"] == "server_error"
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "says"),
+    [
+        ({}, "input", "required"),
+        ({"input": []}, "input", "at least 1"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0", "text alone"),
+        ({"input": [{"type": "computer_call"}]}, "input.0", "this server reads items"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input.0.id", "no stored item"),
+        ({"input": [{"type": "function_call_output", "call_id": "c", "output": ""}]}, "input.0.call_id", "no function_call"),
+        (
+            {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}]},
+            "input.0.arguments",
+            "not JSON",
+        ),
+        ({"input": "a", "conversation": "conv_1"}, "conversation", "previous_response_id"),
+        ({"input": "a", "max_tokens": 3}, "max_tokens", "max_output_tokens"),
+        ({"input": "a", "max_output_tokens": 999}, "max_output_tokens", "maximum context length"),
+        ({"input": "a " * 400}, "input", "truncation: auto"),
+        ({"input": "a", "tools": [{"type": "web_search"}]}, "tools", "runs no tools itself"),
+        ({"input": "a", "tools": [TOOL], "tool_choice": {"type": "web_search"}}, "tool_choice", "runs no tools itself"),
+        ({"input": "a", "tools": [TOOL], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice", "not in tools"),
+        (
+            {
+                "input": "a",
+                "tools": [{"type": "mcp"}, {**TOOL, "parameters": {"properties": {"a": {"type": "no"}}}}],
+                "tool_choice": "required",
+            },
+            "tools.1.parameters",
+            "cannot be enforced",
+        ),
+        (
+            {"input": "a", "text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "no"}}}},
+            "text.format",
+            "cannot be enforced",
+        ),
+        ({"input": "a", "top_logprobs": 2}, "top_logprobs", "include"),
+        ({"input": "a", "background": True, "stream": True}, "background", "poll"),
+        ({"input": "a", "metadata": {"k": "v" * 513}}, "metadata.k", "512"),
+        ({"input": "a", "include": ["everything"]}, "include.0", "reasoning.encrypted_content"),
+    ],
+)
+def test_errors_name_the_field_of_this_api(site: Site, body: dict[str, Any], param: str, says: str) -> None:
+    error = site.refused(PATH, body)
+    assert error["param"] == param and says in error["message"] and len(error["message"]) < 700
+
+
+def test_tools_that_are_not_run_are_left_out_and_named(site: Site) -> None:
+    body = {"input": "a", "tools": [{"type": "web_search\r\nx: y"}, TOOL, {"type": "namespace", "name": "n", "tools": []}]}
+    reply = site.http.post(PATH, json=body)
+    assert reply.headers["x-rung-ignored"] == "tools.0.web_search??x??y, tools.2.namespace"
+    assert [tool["name"] for tool in reply.json()["tools"]] == ["weather"]
+
+
+def test_only_the_owner_finds_a_response(make_site: Callable[..., Site]) -> None:
+    site = make_site(api_key=("a", "b"), strict_requests=True)
+    a, b = ({"authorization": f"Bearer {key}"} for key in "ab")
+    id = site.http.post(PATH, json={"input": "Hi"}, headers=a).json()["id"]
+    for method, path in (("GET", ""), ("DELETE", ""), ("POST", "/cancel"), ("GET", "/input_items")):
+        assert site.http.request(method, f"{PATH}/{id}{path}", headers=b).status_code == 404
+    later = site.http.post(PATH, json={"input": "Hi", "previous_response_id": id}, headers=b)
+    assert later.status_code == 404 and later.json()["error"]["param"] == "previous_response_id"
+    assert site.http.get(f"{PATH}/{id}", headers=a).status_code == 200
+    strict = site.http.post(PATH, json={"input": "Hi", "tools": [TOOL, {"type": "mcp"}]}, headers=a)
+    assert strict.status_code == 400 and strict.json()["error"]["param"] == "tools.1.mcp"
+
+
+def test_the_store_is_bounded(seed: int) -> None:
+    """In time, number and bytes. Who has most loses the oldest; a conversation costs what its turns add."""
+    now = 0.0
+    store = Store(Bounds(seconds=100, answers=10, bytes=200_000), lambda: now)
+
+    def record(id: str, input: list[Items], size: int = 100) -> Record:
+        return Record(
+            id, b"x" * 100, input, Items(json.dumps([{"id": f"msg_{id}", "text": "y" * size}]).encode(), [f"msg_{id}"])
+        )
+
+    assert store.put("modest", record("m", [Items(b"[]")]))
+    for i in range(30):
+        assert store.put("greedy", record(f"g{i}", [Items(b"[]")]))
+    assert store.find("modest", "m") and not store.find("greedy", "g20") and store.find("greedy", "g21")
+    assert store.item("greedy", "msg_g29") == {"id": "msg_g29", "text": "y" * 100} and store.item("modest", "msg_g29") is None
+    assert not store.put("greedy", record("huge", [], 60_000)) and store.find("greedy", "g29")
+    for i in range(30):
+        store.remove("greedy", f"g{i}")
+    turns = [record("t0", [Items(b" " * 20_000)])]
+    for i in range(1, 5):  # five times the 20,000 bytes would count each turn's copy of them
+        assert store.put("greedy", turns[-1])
+        turns.append(record(f"t{i}", turns[-1].items))
+    for i in range(4):
+        assert store.remove("greedy", f"t{i}")
+    assert store.put("greedy", turns[-1]) and store.item("greedy", "msg_t0")
+    now = 101.0
+    assert store.find("modest", "m") is None and not store._owners
+
+
+def test_an_accepted_response_outlives_the_server(make_site: Callable[..., Site], tmp_path: Path) -> None:
+    """With a journal, /v1/results has it."""
+    journal = str(tmp_path / "journal")
+    site = make_site(journal=journal)
+    says(site, STORY)
+    made = respond(site)
+    wait_for(lambda: site.http.get(f"/v1/results/{made['id']}").status_code == 200)
+    assert site.http.get(f"/v1/results/{made['id']}").json() == made
+    site.engine.hold = True
+    running = site.openai.responses.create(model="tiny-hybrid", input="Hi", background=True)
+    cancelled = site.openai.responses.create(model="tiny-hybrid", input="Hi", background=True)
+    assert site.openai.responses.cancel(cancelled.id).status == "cancelled"
+    site.server.service.journal.ending = True  # type: ignore[union-attr]
+    site.close()
+    second = make_site(journal=journal)
+    says(second, STORY)
+    wait_for(lambda: second.http.get(f"/v1/results/{running.id}").status_code == 200)
+    result = ResponsesReply.model_validate(second.http.get(f"/v1/results/{running.id}").json())
+    assert result.status == "completed" and result.output[0].content[0].text == STORY  # type: ignore[union-attr]
+    assert second.http.get(f"/v1/results/{cancelled.id}").status_code == 404
