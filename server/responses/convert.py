@@ -17,17 +17,17 @@ from server.http import to_json
 from server.problems import ApiError, bad, from_errors
 from server.responses.schemas import (
     AllowedTools,
-    FunctionCall,
-    FunctionCallOutput,
+    ContentRefusal,
+    ContentText,
+    FlatSchemaFormat,
     FunctionTool,
+    GivenCall,
+    GivenCallOutput,
+    GivenMessage,
+    GivenReasoning,
     ItemReference,
-    JsonSchemaFormat,
-    Message,
     NamedFunction,
-    Reasoning,
-    RefusalPart,
     ResponsesBody,
-    TextPart,
 )
 from server.schemas import ChatBody, SamplingBody, shown_names
 
@@ -75,7 +75,7 @@ def references(body: ResponsesBody) -> list[str]:
 def input_items(body: ResponsesBody, found: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
     """The items of `input` as they are kept, and the paths of what could not be read."""
     if isinstance(body.input, str):
-        return [_message(Message(role="user", content=body.input))], []
+        return [_message(GivenMessage(role="user", content=body.input))], []
     items, unreadable = list[dict[str, Any]](), list[str]()
     for position, item in enumerate(body.input or []):
         match item:
@@ -83,14 +83,14 @@ def input_items(body: ResponsesBody, found: Mapping[str, Any]) -> tuple[list[dic
                 if id not in found:
                     raise bad(f"input.{position}.id", f"no stored item of yours has the id {id[:64]!r}; send the item itself")
                 items.append(found[id])
-            case Message():
+            case GivenMessage():
                 items.append(_message(item))
-            case FunctionCall():
+            case GivenCall():
                 items.append({"id": item.id or new_id("fc"), "status": "completed", **item.model_dump(exclude={"id"})})
-            case FunctionCallOutput():
+            case GivenCallOutput():
                 output = {"id": item.id or new_id("fco"), "type": item.type, "status": "completed", "call_id": item.call_id}
                 items.append(output | {"output": _text(item.output)})
-            case Reasoning():
+            case GivenReasoning():
                 text = _reasoning_text(item)
                 if text is None and item.encrypted_content:
                     unreadable.append(f"input.{position}.encrypted_content")
@@ -100,7 +100,7 @@ def input_items(body: ResponsesBody, found: Mapping[str, Any]) -> tuple[list[dic
     return items, unreadable
 
 
-def _message(item: Message) -> dict[str, Any]:
+def _message(item: GivenMessage) -> dict[str, Any]:
     kept = {"id": item.id or new_id("msg"), "type": "message", "status": "completed", "role": item.role}
     text = _text(item.content)
     if item.role == "assistant":
@@ -108,11 +108,11 @@ def _message(item: Message) -> dict[str, Any]:
     return kept | {"content": [{"type": "input_text", "text": text}]}
 
 
-def _text(content: str | list[TextPart | RefusalPart]) -> str:
+def _text(content: str | list[ContentText | ContentRefusal]) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
-def _reasoning_text(item: Reasoning) -> str | None:
+def _reasoning_text(item: GivenReasoning) -> str | None:
     """The text of a reasoning item. Clients that keep no plain reasoning send back what `seal` wrote. None: neither is there."""
     for parts in (item.content, None if item.encrypted_content else item.summary):
         if parts:
@@ -259,7 +259,7 @@ def _chat_format(body: ResponsesBody) -> dict[str, Any] | None:
     chosen = body.text.format if body.text else None
     if chosen is None:
         return None
-    if not isinstance(chosen, JsonSchemaFormat):
+    if not isinstance(chosen, FlatSchemaFormat):
         return {"type": chosen.type}
     named = {"name": chosen.name, "schema": chosen.schema_, "description": chosen.description, "strict": chosen.strict}
     return {"type": "json_schema", "json_schema": {name: value for name, value in named.items() if value is not None}}

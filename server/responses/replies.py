@@ -8,29 +8,29 @@ from server.replies import Reply
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
-class TopLogprob(Reply):
+class OutputTopLogprob(Reply):
     token: str
     logprob: float
     bytes: list[int]
 
 
-class TokenLogprob(TopLogprob):
-    top_logprobs: list[TopLogprob]
+class OutputLogprob(OutputTopLogprob):
+    top_logprobs: list[OutputTopLogprob]
 
 
 class OutputText(Reply):
     type: Literal["output_text"]
     text: str
     annotations: list[Any]
-    logprobs: list[TokenLogprob]
+    logprobs: list[OutputLogprob]
 
 
-class InputText(Reply):
+class ListedText(Reply):
     type: Literal["input_text"]
     text: str
 
 
-class ReasoningText(Reply):
+class OutputReasoningText(Reply):
     type: Literal["reasoning_text"]
     text: str
 
@@ -43,24 +43,24 @@ class OutputMessage(Reply):
     content: list[OutputText]
 
 
-class InputMessage(Reply):
+class ListedMessage(Reply):
     id: str
     type: Literal["message"]
     status: ItemStatus
     role: Literal["user", "system", "developer"]
-    content: list[InputText]
+    content: list[ListedText]
 
 
-class ReasoningItem(Reply):
+class OutputReasoning(Reply):
     id: str
     type: Literal["reasoning"]
     status: ItemStatus
     summary: list[Any]
-    content: list[ReasoningText]
+    content: list[OutputReasoningText]
     encrypted_content: str | None = None
 
 
-class FunctionCall(Reply):
+class OutputCall(Reply):
     id: str
     type: Literal["function_call"]
     status: ItemStatus
@@ -69,7 +69,7 @@ class FunctionCall(Reply):
     arguments: str
 
 
-class FunctionCallOutput(Reply):
+class ListedCallOutput(Reply):
     id: str
     type: Literal["function_call_output"]
     status: ItemStatus
@@ -86,17 +86,17 @@ class IncompleteDetails(Reply):
     reason: Literal["max_output_tokens"]
 
 
-class ReasoningSettings(Reply):
+class ResponseReasoning(Reply):
     effort: str | None
     summary: None
 
 
-class TextSettings(Reply):
+class ResponseText(Reply):
     format: dict[str, Any]
     verbosity: Literal["low", "medium", "high"]
 
 
-class OfferedTool(Reply):
+class ResponseTool(Reply):
     type: Literal["function"]
     name: str
     description: str | None
@@ -134,18 +134,18 @@ class ResponsesReply(Reply):
     max_output_tokens: int | None
     max_tool_calls: int | None
     model: str
-    output: list[OutputMessage | ReasoningItem | FunctionCall]
+    output: list[OutputMessage | OutputReasoning | OutputCall]
     parallel_tool_calls: bool
     previous_response_id: str | None
     prompt_cache_key: str | None
-    reasoning: ReasoningSettings
+    reasoning: ResponseReasoning
     safety_identifier: str | None
     service_tier: Literal["default"]
     store: bool
     temperature: float
-    text: TextSettings
+    text: ResponseText
     tool_choice: str | dict[str, Any]
-    tools: list[OfferedTool]
+    tools: list[ResponseTool]
     top_logprobs: int
     top_p: float
     truncation: Literal["auto", "disabled"]
@@ -154,15 +154,15 @@ class ResponsesReply(Reply):
     metadata: dict[str, str]
 
 
-class ItemList(Reply):
+class ResponseItems(Reply):
     object: Literal["list"]
-    data: list[InputMessage | OutputMessage | ReasoningItem | FunctionCall | FunctionCallOutput]
+    data: list[ListedMessage | OutputMessage | OutputReasoning | OutputCall | ListedCallOutput]
     first_id: str | None
     last_id: str | None
     has_more: bool
 
 
-class Deleted(Reply):
+class ResponseDeleted(Reply):
     id: str
     object: Literal["response"]
     deleted: Literal[True]

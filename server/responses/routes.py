@@ -16,7 +16,7 @@ from server.prompts import SLOW_TEXT
 from server.responses.answer import ResponsesRequest, read_prompt
 from server.responses.background import Background
 from server.responses.convert import Converted, convert, references, renamed
-from server.responses.replies import Deleted, ItemList, ResponsesReply, events
+from server.responses.replies import ResponseDeleted, ResponseItems, ResponsesReply, events
 from server.responses.schemas import OWN_TOOLS, ResponsesBody
 from server.responses.store import Bounds, Items, Record, Store
 from server.schemas import ChatBody
@@ -56,7 +56,7 @@ def add(app: FastAPI, service: Service) -> None:
 
     @app.delete(
         "/v1/responses/{id}",
-        response_model=Deleted,
+        response_model=ResponseDeleted,
         responses={**errors_of(401, 413), **own},
         tags=tags,
         summary="Forget a response; one in the background is ended",
@@ -85,7 +85,7 @@ def add(app: FastAPI, service: Service) -> None:
 
     @app.get(
         "/v1/responses/{id}/input_items",
-        response_model=ItemList,
+        response_model=ResponseItems,
         responses={**errors_of(400, 401), **own},
         tags=tags,
         summary="The items that a response answers, with those of earlier turns",

@@ -41,7 +41,7 @@ def _one_of(message: str) -> Discriminator:
 # --- input ---------------------------------------------------------------------------------------------------------------------
 
 
-class TextPart(Checked):
+class ContentText(Checked):
     type: Literal["input_text", "output_text", "text"]
     text: str
     annotations: Any = without_effect("the model reads text alone")
@@ -49,7 +49,7 @@ class TextPart(Checked):
     prompt_cache_breakpoint: Any = without_effect("the prefix cache finds common prefixes by itself")
 
 
-class RefusalPart(Checked):
+class ContentRefusal(Checked):
     type: Literal["refusal"]
     refusal: str
 
@@ -58,38 +58,38 @@ class RefusalPart(Checked):
         return self.refusal
 
 
-class ReasoningText(Checked):
+class GivenReasoningText(Checked):
     type: Literal["reasoning_text", "text"]
     text: str
 
 
-class SummaryText(Checked):
+class GivenSummary(Checked):
     type: Literal["summary_text"]
     text: str
 
 
 Part = Annotated[
-    Annotated[TextPart, Tag("input_text")]
-    | Annotated[TextPart, Tag("output_text")]
-    | Annotated[TextPart, Tag("text")]
-    | Annotated[RefusalPart, Tag("refusal")],
+    Annotated[ContentText, Tag("input_text")]
+    | Annotated[ContentText, Tag("output_text")]
+    | Annotated[ContentText, Tag("text")]
+    | Annotated[ContentRefusal, Tag("refusal")],
     _one_of("this server reads text alone: parts of type input_text and output_text"),
 ]
 
 
-class Item(Checked):
+class GivenItem(Checked):
     id: Id | None = None
     status: Any = without_effect("all that is sent is complete")
 
 
-class Message(Item):
+class GivenMessage(GivenItem):
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"]
     content: str | list[Part]
     phase: Any = without_effect("the order says it")
 
 
-class FunctionCall(Item):
+class GivenCall(GivenItem):
     type: Literal["function_call"]
     call_id: Id
     name: Annotated[str, Field(max_length=256)]
@@ -98,7 +98,7 @@ class FunctionCall(Item):
     caller: Any = without_effect("the model is the caller")
 
 
-class FunctionCallOutput(Item):
+class GivenCallOutput(GivenItem):
     type: Literal["function_call_output"]
     call_id: Id
     output: str | list[Part]
@@ -107,10 +107,10 @@ class FunctionCallOutput(Item):
     caller: Any = without_effect("the model is the caller")
 
 
-class Reasoning(Item):
+class GivenReasoning(GivenItem):
     type: Literal["reasoning"]
-    summary: list[SummaryText] | None = None
-    content: list[ReasoningText] | None = None
+    summary: list[GivenSummary] | None = None
+    content: list[GivenReasoningText] | None = None
     encrypted_content: str | None = Field(None, description="Read if this server wrote it.")
 
 
@@ -120,10 +120,10 @@ class ItemReference(Checked):
 
 
 AnyItem = Annotated[
-    Annotated[Message, Tag("message")]
-    | Annotated[FunctionCall, Tag("function_call")]
-    | Annotated[FunctionCallOutput, Tag("function_call_output")]
-    | Annotated[Reasoning, Tag("reasoning")]
+    Annotated[GivenMessage, Tag("message")]
+    | Annotated[GivenCall, Tag("function_call")]
+    | Annotated[GivenCallOutput, Tag("function_call_output")]
+    | Annotated[GivenReasoning, Tag("reasoning")]
     | Annotated[ItemReference, Tag("item_reference")],
     Discriminator(lambda value: _kind(value) or "message", custom_error_type="unsupported", custom_error_message=READS),
 ]
@@ -174,7 +174,7 @@ NamedTool = Annotated[
 ]
 
 
-class JsonSchemaFormat(Checked):
+class FlatSchemaFormat(Checked):
     model_config = ConfigDict(populate_by_name=True)
 
     type: Literal["json_schema"]
@@ -185,7 +185,7 @@ class JsonSchemaFormat(Checked):
 
 
 class TextOptions(Checked):
-    format: Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")] | None = None
+    format: Annotated[TextFormat | JsonObjectFormat | FlatSchemaFormat, Field(discriminator="type")] | None = None
     verbosity: Literal["low", "medium", "high"] | None = Field(
         None, description="Accepted, without effect: the models served here do not support it."
     )
@@ -201,7 +201,7 @@ class ReasoningOptions(Checked):
     mode: Any = without_effect("there is one mode")
 
 
-class StreamOptions(Checked):
+class ResponseStreamOptions(Checked):
     include_obfuscation: Literal[False] | None = Field(None, description="Padding against traffic analysis is not supported.")
 
 
@@ -223,7 +223,7 @@ class ResponsesBody(SamplingBody):
     instructions: str | None = Field(None, description="A system message of this turn alone.")
     previous_response_id: Id | None = Field(None, description="Continue the conversation of a stored answer.")
     stream: bool | None = Field(None, description="Server-sent events instead of one answer. Default false.")
-    stream_options: StreamOptions | None = None
+    stream_options: ResponseStreamOptions | None = None
     background: bool | None = Field(None, description="Answer at once, and compute the response meanwhile. Not with stream.")
     store: bool | None = Field(None, description="Keep the answer for a while. Default true.")
     max_output_tokens: int | None = Field(None, ge=1, le=2**31 - 1, description="Default: what is left of the context.")

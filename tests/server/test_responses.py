@@ -17,7 +17,7 @@ from server.parts import Arguments, Call, Part, Reasoning, Text
 from server.responses import answer, output
 from server.responses.answer import ResponsesRequest
 from server.responses.convert import convert, seal
-from server.responses.replies import ItemList, ResponsesReply
+from server.responses.replies import ResponseItems, ResponsesReply
 from server.responses.schemas import ResponsesBody
 from server.responses.store import Bounds, Items, Record, Store
 from tests.support.server_thread import EOS, STORY, TOKENIZER, Site, wait_for
@@ -209,7 +209,7 @@ def test_conversations_go_on(site: Site) -> None:
     items = list(client.responses.input_items.list(second.id, order="asc", limit=2))
     assert [one.type for one in items] == ["message", "function_call", "function_call_output"]
     page = site.http.get(f"{PATH}/{second.id}/input_items", params={"limit": 1}).json()
-    assert ItemList.model_validate(page).has_more and page["data"][0]["output"] == "rain"
+    assert ResponseItems.model_validate(page).has_more and page["data"][0]["output"] == "rain"
     TypeAdapter[Any](list[ResponseItem]).validate_python(page["data"])
     third = respond(site, input="Thanks", previous_response_id=second.id, truncation="auto")
     assert third["usage"]["input_tokens"] > len(by_parts)
