@@ -14,7 +14,7 @@ from server.logprobs import chat_layout
 from server.parsers import parser_for
 from server.parts import Text
 from server.problems import TOO_LONG, ApiError
-from server.responses.convert import new_id
+from server.responses.items import new_id
 from server.responses.output import Event, Output
 from server.responses.schemas import ResponsesBody
 from server.schemas import ChatBody

@@ -1,12 +1,6 @@
-"""From a Responses body to the chat request that the server runs, and to items as they are kept and listed.
+"""From a Responses body to the chat request that the server runs. A worker can run this for long conversations."""
 
-Both are plain functions, so that a worker can run them for long conversations.
-"""
-
-import base64
-import binascii
 import json
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -15,23 +9,10 @@ from pydantic import ValidationError
 
 from server.http import to_json
 from server.problems import ApiError, bad, from_errors
-from server.responses.schemas import (
-    AllowedTools,
-    ContentRefusal,
-    ContentText,
-    FlatSchemaFormat,
-    FunctionTool,
-    GivenCall,
-    GivenCallOutput,
-    GivenMessage,
-    GivenReasoning,
-    ItemReference,
-    NamedFunction,
-    ResponsesBody,
-)
+from server.responses.items import input_items
+from server.responses.schemas import AllowedTools, FlatSchemaFormat, FunctionTool, NamedFunction, ResponsesBody
 from server.schemas import ChatBody, SamplingBody, shown_names
 
-SEALED = b"rung:"  # begins the `encrypted_content` that this server writes
 # Fields of the chat request whose names differ from those of the Responses body, for errors.
 NAMES = {
     "messages": "input",
@@ -49,11 +30,7 @@ class Converted(NamedTuple):
     items: bytes  # JSON list: the items of this turn's input, each with an id
 
 
-def new_id(prefix: str) -> str:
-    return f"{prefix}_{uuid.uuid4().hex}"
-
-
-def convert(body: ResponsesBody, history: Sequence[bytes], found: Mapping[str, Any]) -> Converted:
+def convert(body: ResponsesBody, history: Sequence[bytes], found: Mapping[str, bytes]) -> Converted:
     """history: JSON lists of the conversation's earlier items. found: the stored items that `input` refers to, by their ids.
 
     Raises a 400 that names the field of the Responses body.
@@ -63,70 +40,6 @@ def convert(body: ResponsesBody, history: Sequence[bytes], found: Mapping[str, A
     chat = to_chat(body, messages_of(body.instructions, earlier, items))
     chat._ignored = [*body.ignored, *shown_names([*body.left_out, *unreadable])]
     return Converted(chat, to_json(items))
-
-
-# --- items ---------------------------------------------------------------------------------------------------------------------
-
-
-def references(body: ResponsesBody) -> list[str]:
-    return [one.id for one in body.input if isinstance(one, ItemReference)] if isinstance(body.input, list) else []
-
-
-def input_items(body: ResponsesBody, found: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
-    """The items of `input` as they are kept, and the paths of what could not be read."""
-    if isinstance(body.input, str):
-        return [_message(GivenMessage(role="user", content=body.input))], []
-    items, unreadable = list[dict[str, Any]](), list[str]()
-    for position, item in enumerate(body.input or []):
-        match item:
-            case ItemReference(id=id):
-                if id not in found:
-                    raise bad(f"input.{position}.id", f"no stored item of yours has the id {id[:64]!r}; send the item itself")
-                items.append(found[id])
-            case GivenMessage():
-                items.append(_message(item))
-            case GivenCall():
-                items.append({"id": item.id or new_id("fc"), "status": "completed", **item.model_dump(exclude={"id"})})
-            case GivenCallOutput():
-                output = {"id": item.id or new_id("fco"), "type": item.type, "status": "completed", "call_id": item.call_id}
-                items.append(output | {"output": _text(item.output)})
-            case GivenReasoning():
-                text = _reasoning_text(item)
-                if text is None and item.encrypted_content:
-                    unreadable.append(f"input.{position}.encrypted_content")
-                content = [{"type": "reasoning_text", "text": text}] if text else []
-                head = {"id": item.id or new_id("rs"), "type": item.type, "status": "completed"}
-                items.append({**head, "summary": [], "content": content})
-    return items, unreadable
-
-
-def _message(item: GivenMessage) -> dict[str, Any]:
-    kept = {"id": item.id or new_id("msg"), "type": "message", "status": "completed", "role": item.role}
-    text = _text(item.content)
-    if item.role == "assistant":
-        return kept | {"content": [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}]}
-    return kept | {"content": [{"type": "input_text", "text": text}]}
-
-
-def _text(content: str | list[ContentText | ContentRefusal]) -> str:
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)
-
-
-def _reasoning_text(item: GivenReasoning) -> str | None:
-    """The text of a reasoning item. Clients that keep no plain reasoning send back what `seal` wrote. None: neither is there."""
-    for parts in (item.content, None if item.encrypted_content else item.summary):
-        if parts:
-            return "\n".join(part.text for part in parts)
-    try:
-        opened = base64.b64decode(item.encrypted_content or "", validate=True)
-        return opened.removeprefix(SEALED).decode() if opened.startswith(SEALED) else None
-    except (binascii.Error, ValueError):
-        return None
-
-
-def seal(text: str) -> str:
-    """Reasoning as `encrypted_content`. It is encoded, not encrypted: the client has the text anyhow."""
-    return base64.b64encode(SEALED + text.encode(errors="replace")).decode()
 
 
 # --- messages ------------------------------------------------------------------------------------------------------------------

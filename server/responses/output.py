@@ -11,7 +11,7 @@ import msgspec
 from server.answers import JsonLists
 from server.parts import Arguments, Call, Part, Text
 from server.parts import Reasoning as Thought
-from server.responses.convert import new_id, seal
+from server.responses.items import new_id, seal
 
 Event = tuple[str, dict[str, Any]]  # its type, and its fields but the type and the number
 Status = Literal["completed", "incomplete"]

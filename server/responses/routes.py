@@ -1,7 +1,7 @@
 """The routes of /v1/responses."""
 
-import json
-from typing import Annotated, Any, Literal
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import FastAPI, Query, Request
 from starlette.responses import Response
@@ -15,12 +15,15 @@ from server.problems import ApiError, bad
 from server.prompts import SLOW_TEXT
 from server.responses.answer import ResponsesRequest, read_prompt
 from server.responses.background import Background
-from server.responses.convert import Converted, convert, references, renamed
+from server.responses.convert import Converted, convert, renamed
+from server.responses.items import page, references
 from server.responses.replies import ResponseDeleted, ResponseItems, ResponsesReply, events
 from server.responses.schemas import OWN_TOOLS, ResponsesBody
 from server.responses.store import Bounds, Items, Record, Store
 from server.schemas import ChatBody
 from server.service import INLINE, Service
+
+T = TypeVar("T")
 
 MAX_BACKGROUND = 64  # responses that a client may have in the background at a time
 
@@ -97,7 +100,8 @@ def add(app: FastAPI, service: Service) -> None:
         order: Literal["asc", "desc"] = "desc",
         after: Annotated[str | None, Query(description="The id of an item; those behind it are listed.")] = None,
     ) -> Response:
-        return JsonResponse(_page(responses.find(request, id).input, limit, order == "desc", after))
+        kept = [items.data for items in responses.find(request, id).input]
+        return JsonResponse(await responses.work(request, sum(map(len, kept)), page, kept, limit, order == "desc", after))
 
 
 class Responses:
@@ -153,9 +157,8 @@ class Responses:
         if made.body.store is False or (record.running and self.store.find(name, made.id) is not record):
             return
         self.store.remove(name, made.id)
-        output = made.output.items
         record.id, record.running, record.answer = made.id, None, to_json(made.response())
-        record.output = Items(to_json(output), [item["id"] for item in output])
+        record.output = Items.of_output(made.output.items)
         self.store.put(name, record)
 
     def _earlier(self, request: Request, body: ResponsesBody) -> list[Items]:
@@ -176,22 +179,11 @@ class Responses:
         name = owner(request.scope)
         found = {id: item for id in references(body) if (item := self.store.item(name, id)) is not None}
         history = [items.data for items in earlier]
-        size = len(await request.body()) + sum(map(len, history))
+        size = len(await request.body()) + sum(map(len, (*history, *found.values())))
+        return await self.work(request, size, convert, body, history, found)
+
+    async def work(self, request: Request, size: int, function: Callable[..., T], *arguments: Any) -> T:
+        """The function's result, computed in a worker if its input is long. size: bytes of it."""
         if size <= INLINE:
-            return convert(body, history, found)
-        work = self.service.workers.run(convert, body, history, found, slow=size > SLOW_TEXT)
-        return await unless_gone(request.receive, work)
-
-
-def _page(kept: list[Items], limit: int, newest_first: bool, after: str | None) -> dict[str, Any]:
-    items = [item for part in kept for item in json.loads(part.data)]
-    if newest_first:
-        items.reverse()
-    if after is not None:
-        at = next((i for i, item in enumerate(items) if item["id"] == after), None)
-        if at is None:
-            raise bad("after", f"no item has the id {after[:64]!r}")
-        items = items[at + 1 :]
-    page = items[:limit]
-    ends = (page[0]["id"], page[-1]["id"]) if page else (None, None)
-    return {"object": "list", "data": page, "first_id": ends[0], "last_id": ends[1], "has_more": len(items) > limit}
+            return function(*arguments)
+        return await unless_gone(request.receive, self.service.workers.run(function, *arguments, slow=size > SLOW_TEXT))

@@ -6,7 +6,7 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
 from engine.protocol import LIST_LIMIT
 from server.problems import field_error
-from server.schemas import INT64, STRICT, Checked, JsonObjectFormat, SamplingBody, TextFormat, without_effect
+from server.schemas import INT64, STRICT, Checked, SamplingBody, without_effect
 
 MAX_TOOLS = 128
 MAX_PAIRS = 16  # of metadata
@@ -184,8 +184,12 @@ class FlatSchemaFormat(Checked):
     strict: bool | None = Field(None, description=STRICT)
 
 
+class PlainFormat(Checked):
+    type: Literal["text", "json_object"]
+
+
 class TextOptions(Checked):
-    format: Annotated[TextFormat | JsonObjectFormat | FlatSchemaFormat, Field(discriminator="type")] | None = None
+    format: Annotated[PlainFormat | FlatSchemaFormat, Field(discriminator="type")] | None = None
     verbosity: Literal["low", "medium", "high"] | None = Field(
         None, description="Accepted, without effect: the models served here do not support it."
     )

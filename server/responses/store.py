@@ -4,12 +4,14 @@ A conversation is kept as the items of all its turns. Turns share the JSON of th
 adds, and the deletion of an earlier answer takes nothing from a later one.
 """
 
-import json
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Protocol
+
+from server.http import to_json
 
 RECORD_BYTES = 1024  # that a record takes apart from its data
 LINK_BYTES = 8  # that it takes for each turn before
@@ -28,8 +30,17 @@ class Items:
     """The JSON list of a turn's input items or output items. `users`: records that have it."""
 
     data: bytes
-    ids: list[str] = field(default_factory=list)  # of output items, which later requests may refer to
+    places: dict[str, slice] = field(
+        default_factory=dict
+    )  # of output items in `data`, by their ids: requests may refer to them
     users: int = 0
+
+    @classmethod
+    def of_output(cls, items: Sequence[dict[str, Any]]) -> "Items":
+        parts = [to_json(item) for item in items]
+        ends = list(accumulate((len(part) + 1 for part in parts), initial=1))
+        places = {item["id"]: slice(at, at + len(part)) for item, part, at in zip(items, parts, ends, strict=False)}
+        return cls(b"[" + b",".join(parts) + b"]", places)
 
 
 class Running(Protocol):
@@ -90,7 +101,7 @@ class Store:
         for items in record.items:
             if not items.users:
                 held.bytes += len(items.data)
-                held.outputs |= dict.fromkeys(items.ids, items)
+                held.outputs |= dict.fromkeys(items.places, items)
             items.users += 1
         self._make_room()
         return True
@@ -100,14 +111,13 @@ class Store:
         held = self._owners.get(owner)
         return held.records.get(id) if held else None
 
-    def item(self, owner: str, id: str) -> dict[str, Any] | None:
-        """An output item of a kept answer."""
+    def item(self, owner: str, id: str) -> bytes | None:
+        """The JSON of an output item of a kept answer."""
         self._expire()
         held = self._owners.get(owner)
         if held is None or (items := held.outputs.get(id)) is None:
             return None
-        found: dict[str, Any] = json.loads(items.data)[items.ids.index(id)]
-        return found
+        return items.data[items.places[id]]
 
     def remove(self, owner: str, id: str) -> Record | None:
         held = self._owners.get(owner)
@@ -118,7 +128,7 @@ class Store:
             items.users -= 1
             if not items.users:
                 held.bytes -= len(items.data)
-                for one in items.ids:
+                for one in items.places:
                     held.outputs.pop(one, None)
         if not held.records:
             del self._owners[owner]

@@ -16,11 +16,12 @@ from server.generation import Prompt
 from server.parts import Arguments, Call, Part, Reasoning, Text
 from server.responses import answer, output
 from server.responses.answer import ResponsesRequest
-from server.responses.convert import convert, seal
+from server.responses.convert import convert
+from server.responses.items import seal
 from server.responses.replies import ResponseItems, ResponsesReply
 from server.responses.schemas import ResponsesBody
 from server.responses.store import Bounds, Items, Record, Store
-from tests.support.server_thread import EOS, STORY, TOKENIZER, Site, wait_for
+from tests.support.server_thread import CONTEXT, EOS, STORY, TOKENIZER, Site, wait_for
 
 PATH = "/v1/responses"
 FIXTURES = Path(__file__).parent / "fixtures" / "responses"
@@ -211,8 +212,10 @@ def test_conversations_go_on(site: Site) -> None:
     page = site.http.get(f"{PATH}/{second.id}/input_items", params={"limit": 1}).json()
     assert ResponseItems.model_validate(page).has_more and page["data"][0]["output"] == "rain"
     TypeAdapter[Any](list[ResponseItem]).validate_python(page["data"])
-    third = respond(site, input="Thanks", previous_response_id=second.id, truncation="auto")
-    assert third["usage"]["input_tokens"] > len(by_parts)
+    third = respond(site, input="long " * 9000, previous_response_id=second.id, truncation="auto")  # a worker reads it
+    assert third["usage"]["input_tokens"] == CONTEXT - CONTEXT // 4
+    items = list(client.responses.input_items.list(third["id"], order="asc"))
+    assert len(items) == 5 and items[-1].content[0].text == "long " * 9000  # type: ignore[union-attr]
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(first.id)
 
@@ -337,15 +340,15 @@ def test_the_store_is_bounded(seed: int) -> None:
     store = Store(Bounds(seconds=100, answers=10, bytes=200_000), lambda: now)
 
     def record(id: str, input: list[Items], size: int = 100) -> Record:
-        return Record(
-            id, b"x" * 100, input, Items(json.dumps([{"id": f"msg_{id}", "text": "y" * size}]).encode(), [f"msg_{id}"])
-        )
+        output = [{"id": f"rs_{id}"}, {"id": f"msg_{id}", "text": "y" * size}]
+        return Record(id, b"x" * 100, input, Items.of_output(output))
 
     assert store.put("modest", record("m", [Items(b"[]")]))
     for i in range(30):
         assert store.put("greedy", record(f"g{i}", [Items(b"[]")]))
     assert store.find("modest", "m") and not store.find("greedy", "g20") and store.find("greedy", "g21")
-    assert store.item("greedy", "msg_g29") == {"id": "msg_g29", "text": "y" * 100} and store.item("modest", "msg_g29") is None
+    assert json.loads(store.item("greedy", "msg_g29") or b"") == {"id": "msg_g29", "text": "y" * 100}
+    assert json.loads(store.item("greedy", "rs_g29") or b"") == {"id": "rs_g29"} and store.item("modest", "msg_g29") is None
     assert not store.put("greedy", record("huge", [], 60_000)) and store.find("greedy", "g29")
     for i in range(30):
         store.remove("greedy", f"g{i}")

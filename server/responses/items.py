@@ -1,0 +1,110 @@
+"""Items: those of a request as they are kept, and pages of those that are kept.
+
+These are plain functions, so that a worker can run them for long conversations.
+"""
+
+import base64
+import binascii
+import json
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from server.http import to_json
+from server.problems import bad
+from server.responses.schemas import (
+    ContentRefusal,
+    ContentText,
+    GivenCall,
+    GivenCallOutput,
+    GivenMessage,
+    GivenReasoning,
+    ItemReference,
+    ResponsesBody,
+)
+
+SEALED = b"rung:"  # begins the `encrypted_content` that this server writes
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}_{uuid.uuid4().hex}"
+
+
+def references(body: ResponsesBody) -> list[str]:
+    return [one.id for one in body.input if isinstance(one, ItemReference)] if isinstance(body.input, list) else []
+
+
+def input_items(body: ResponsesBody, found: Mapping[str, bytes]) -> tuple[list[dict[str, Any]], list[str]]:
+    """The items of `input` as they are kept, and the paths of what could not be read.
+
+    found: JSON of the stored items that `input` refers to, by their ids. Raises a 400 for one that is not there.
+    """
+    if isinstance(body.input, str):
+        return [_message(GivenMessage(role="user", content=body.input))], []
+    items, unreadable = list[dict[str, Any]](), list[str]()
+    for position, item in enumerate(body.input or []):
+        match item:
+            case ItemReference(id=id):
+                if id not in found:
+                    raise bad(f"input.{position}.id", f"no stored item of yours has the id {id[:64]!r}; send the item itself")
+                items.append(json.loads(found[id]))
+            case GivenMessage():
+                items.append(_message(item))
+            case GivenCall():
+                items.append({"id": item.id or new_id("fc"), "status": "completed", **item.model_dump(exclude={"id"})})
+            case GivenCallOutput():
+                output = {"id": item.id or new_id("fco"), "type": item.type, "status": "completed", "call_id": item.call_id}
+                items.append(output | {"output": _text(item.output)})
+            case GivenReasoning():
+                text = _reasoning_text(item)
+                if text is None and item.encrypted_content:
+                    unreadable.append(f"input.{position}.encrypted_content")
+                content = [{"type": "reasoning_text", "text": text}] if text else []
+                head = {"id": item.id or new_id("rs"), "type": item.type, "status": "completed"}
+                items.append({**head, "summary": [], "content": content})
+    return items, unreadable
+
+
+def _message(item: GivenMessage) -> dict[str, Any]:
+    kept = {"id": item.id or new_id("msg"), "type": "message", "status": "completed", "role": item.role}
+    text = _text(item.content)
+    if item.role == "assistant":
+        return kept | {"content": [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}]}
+    return kept | {"content": [{"type": "input_text", "text": text}]}
+
+
+def _text(content: str | list[ContentText | ContentRefusal]) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+def _reasoning_text(item: GivenReasoning) -> str | None:
+    """The text of a reasoning item. Clients that keep no plain reasoning send back what `seal` wrote. None: neither is there."""
+    for parts in (item.content, None if item.encrypted_content else item.summary):
+        if parts:
+            return "\n".join(part.text for part in parts)
+    try:
+        opened = base64.b64decode(item.encrypted_content or "", validate=True)
+        return opened.removeprefix(SEALED).decode() if opened.startswith(SEALED) else None
+    except (binascii.Error, ValueError):
+        return None
+
+
+def seal(text: str) -> str:
+    """Reasoning as `encrypted_content`. It is encoded, not encrypted: the client has the text anyhow."""
+    return base64.b64encode(SEALED + text.encode(errors="replace")).decode()
+
+
+def page(kept: Sequence[bytes], limit: int, newest_first: bool, after: str | None) -> bytes:
+    """A list of kept items, as JSON. kept: JSON lists. after: the id of the item before the page; a 400 if there is none."""
+    items = [item for part in kept for item in json.loads(part)]
+    if newest_first:
+        items.reverse()
+    if after is not None:
+        at = next((i for i, item in enumerate(items) if item["id"] == after), None)
+        if at is None:
+            raise bad("after", f"no item has the id {after[:64]!r}")
+        items = items[at + 1 :]
+    shown = items[:limit]
+    ends = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)
+    listed = {"object": "list", "data": shown, "first_id": ends[0], "last_id": ends[1], "has_more": len(items) > limit}
+    return to_json(listed)
