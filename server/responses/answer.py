@@ -16,7 +16,7 @@ from server.parts import Text
 from server.problems import TOO_LONG, ApiError
 from server.responses.items import new_id
 from server.responses.output import Event, Output
-from server.responses.schemas import ResponsesBody
+from server.responses.schemas import FunctionTool, Namespace, OtherTool, ResponsesBody
 from server.schemas import ChatBody
 from server.service import Service
 
@@ -58,7 +58,7 @@ class ResponsesRequest(GenerationRequest):
         super().__init__(service, chat, grammar, prompts, [limit], choices=1, logprobs=logprobs, prompt_logprobs=None)
         self.id = new_id(self.id_prefix)
         self.body, self._streams = body, False
-        self.output = Output(body.with_encrypted)
+        self.output = Output(body.with_encrypted, body.functions)
         self.status = "queued"
         self.completed_at: int | None = None
         self.error: dict[str, str] | None = None
@@ -154,7 +154,7 @@ class ResponsesRequest(GenerationRequest):
             "temperature": 1.0 if body.temperature is None else body.temperature,
             "text": {"format": _format(text), "verbosity": (text and text.verbosity) or "medium"},
             "tool_choice": _plain(body.tool_choice) or "auto",
-            "tools": [_tool(tool) for _, tool in body.functions],
+            "tools": [_tool(tool) for tool in body.tools or [] if not isinstance(tool, OtherTool)],
             "top_logprobs": body.top_logprobs or 0,
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "truncation": body.truncation or "disabled",
@@ -184,9 +184,11 @@ def _format(text: Any) -> dict[str, Any]:
     return {"type": "text"} if not chosen else chosen.model_dump(by_alias=True)
 
 
-def _tool(tool: Any) -> dict[str, Any]:
-    fields = ("type", "name", "description", "parameters", "strict")
-    return {name: getattr(tool, name) for name in fields}
+def _tool(tool: FunctionTool | Namespace) -> dict[str, Any]:
+    if isinstance(tool, Namespace):
+        inner = [_tool(one) for one in tool.tools if isinstance(one, FunctionTool)]
+        return {"type": tool.type, "name": tool.name, "description": tool.description or "", "tools": inner}
+    return {name: getattr(tool, name) for name in ("type", "name", "description", "parameters", "strict")}
 
 
 class ResponseStream:

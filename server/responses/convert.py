@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from server.http import to_json
 from server.problems import ApiError, bad, from_errors
 from server.responses.items import input_items
-from server.responses.schemas import AllowedTools, FlatSchemaFormat, FunctionTool, NamedFunction, ResponsesBody
+from server.responses.schemas import AllowedTools, FlatSchemaFormat, NamedFunction, Offered, ResponsesBody, joined_name
 from server.schemas import ChatBody, SamplingBody, shown_names
 
 # Fields of the chat request whose names differ from those of the Responses body, for errors.
@@ -96,8 +96,8 @@ class _Messages:
             json.loads(item["arguments"] or "{}")
         except (ValueError, RecursionError):
             raise bad(f"{path or 'previous_response_id'}.arguments", "is not JSON") from None
-        self._names[item["call_id"]] = item["name"]
-        call = {"id": item["call_id"], "type": "function", "function": {"name": item["name"], "arguments": item["arguments"]}}
+        name = self._names[item["call_id"]] = joined_name(item.get("namespace"), item["name"])
+        call = {"id": item["call_id"], "type": "function", "function": {"name": name, "arguments": item["arguments"]}}
         self._assistant(answers=False).setdefault("tool_calls", []).append(call)
 
     def _add_output(self, item: dict[str, Any], path: str | None) -> None:
@@ -134,7 +134,7 @@ def to_chat(body: ResponsesBody, messages: Sequence[Mapping[str, Any]]) -> ChatB
         "model": body.model,
         "messages": messages,
         "max_completion_tokens": body.max_output_tokens,
-        "tools": [_chat_tool(tool) for tool in tools] or None,
+        "tools": [_chat_tool(one) for one in tools] or None,
         "tool_choice": choice,
         "response_format": _chat_format(body),
         "logprobs": body.with_logprobs or None,
@@ -150,22 +150,23 @@ def to_chat(body: ResponsesBody, messages: Sequence[Mapping[str, Any]]) -> ChatB
             raise from_errors(errors, values) from None
 
 
-def _tools(body: ResponsesBody) -> tuple[list[FunctionTool], Any]:
+def _tools(body: ResponsesBody) -> tuple[list[Offered], Any]:
     """The tools that are offered, and the chat request's tool_choice."""
-    tools, choice = [tool for _, tool in body.functions], body.tool_choice
+    tools, choice = body.functions, body.tool_choice
     if isinstance(choice, NamedFunction):
         return tools, {"type": "function", "function": {"name": choice.name}}
     if not isinstance(choice, AllowedTools):
         return tools, choice if tools else None if choice in ("auto", "none") else choice
     allowed = {one.name for one in choice.tools}
-    if missing := allowed - {tool.name for tool in tools}:
+    if missing := allowed - {one.name for one in tools}:
         raise bad("tool_choice.tools", f"names {min(missing)!r}, which is not in tools")
-    return [tool for tool in tools if tool.name in allowed], choice.mode
+    return [one for one in tools if one.name in allowed], choice.mode
 
 
-def _chat_tool(tool: FunctionTool) -> dict[str, Any]:
-    fields = ("name", "description", "parameters", "strict")
-    return {"type": "function", "function": {name: value for name in fields if (value := getattr(tool, name)) is not None}}
+def _chat_tool(one: Offered) -> dict[str, Any]:
+    optional = {name: getattr(one.tool, name) for name in ("description", "parameters", "strict")}
+    given = {name: value for name, value in optional.items() if value is not None}
+    return {"type": "function", "function": {"name": one.name, **given}}
 
 
 def _chat_format(body: ResponsesBody) -> dict[str, Any] | None:
@@ -198,6 +199,5 @@ def _responses_name(body: ResponsesBody, param: str) -> str:
     if first != "tools" or not rest:
         return NAMES.get(first, param)
     number, _, field = rest.partition(".")
-    offered = _tools(body)[0]
-    position = next(i for i, tool in body.functions if tool is offered[int(number)])
-    return ".".join(filter(None, ("tools", str(position), field.removeprefix("function").removeprefix("."))))
+    path = _tools(body)[0][int(number)].path
+    return ".".join(filter(None, (path, field.removeprefix("function").removeprefix("."))))

@@ -51,7 +51,9 @@ def input_items(body: ResponsesBody, found: Mapping[str, bytes]) -> tuple[list[d
             case GivenMessage():
                 items.append(_message(item))
             case GivenCall():
-                items.append({"id": item.id or new_id("fc"), "status": "completed", **item.model_dump(exclude={"id"})})
+                items.append(
+                    {"id": item.id or new_id("fc"), "status": "completed", **item.model_dump(exclude={"id"}, exclude_none=True)}
+                )
             case GivenCallOutput():
                 output = {"id": item.id or new_id("fco"), "type": item.type, "status": "completed", "call_id": item.call_id}
                 items.append(output | {"output": _text(item.output)})

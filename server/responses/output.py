@@ -12,17 +12,20 @@ from server.answers import JsonLists
 from server.parts import Arguments, Call, Part, Text
 from server.parts import Reasoning as Thought
 from server.responses.items import new_id, seal
+from server.responses.schemas import Offered
 
 Event = tuple[str, dict[str, Any]]  # its type, and its fields but the type and the number
 Status = Literal["completed", "incomplete"]
 
 
 class Output:
-    """`items`: the finished ones. `sealed`: whether reasoning comes as `encrypted_content` besides."""
+    """`items`: the finished ones."""
 
-    def __init__(self, sealed: bool) -> None:
+    def __init__(self, sealed: bool, functions: Sequence[Offered]) -> None:
+        """sealed: whether reasoning comes as `encrypted_content` besides. functions: those that may be called."""
         self.items: list[dict[str, Any]] = []
         self._sealed = sealed
+        self._in_namespaces = {one.name: one for one in functions if one.namespace}
         self._open: _Message | _Reasoning | _FunctionCall | None = None
         self._blank = ""  # white space that is text only if text follows
         self._logprobs = JsonLists()  # of tokens whose text has not come yet
@@ -40,7 +43,7 @@ class Output:
             if isinstance(part, Text):
                 yield from self._push_text(part.text)
             elif isinstance(part, Call):
-                yield from self._begin(_FunctionCall(len(self.items) + bool(self._open), part))
+                yield from self._begin(_FunctionCall(len(self.items) + bool(self._open), part.id, self._named(part.name)))
             elif isinstance(part, Thought):
                 if not isinstance(self._open, _Reasoning):
                     yield from self._begin(_Reasoning(len(self.items) + bool(self._open), self._sealed))
@@ -56,6 +59,11 @@ class Output:
             if self._blank:
                 yield from self._grow(self._blank)
         yield from self._end_item(status)
+
+    def _named(self, name: str) -> dict[str, str]:
+        """The name of a function as the client knows it."""
+        one = self._in_namespaces.get(name)
+        return {"name": one.tool.name, "namespace": one.namespace or ""} if one else {"name": name}
 
     def _push_text(self, text: str) -> Iterator[Event]:
         if not isinstance(self._open, _Message):
@@ -185,13 +193,12 @@ class _Reasoning(_Content):
 class _FunctionCall(_Open):
     prefix = "fc"
 
-    def __init__(self, index: int, call: Call) -> None:
+    def __init__(self, index: int, call_id: str, name: dict[str, str]) -> None:
         super().__init__(index)
-        self._call = call
+        self._head = {"call_id": call_id, **name}
 
     def item(self, status: str) -> dict[str, Any]:
-        head = {"id": self.id, "type": "function_call", "status": status, "call_id": self._call.id}
-        return head | {"name": self._call.name, "arguments": self.text}
+        return {"id": self.id, "type": "function_call", "status": status, **self._head, "arguments": self.text}
 
     def grow(self, text: str, logprobs: msgspec.Raw | None) -> Iterator[Event]:
         self._texts.append(text)

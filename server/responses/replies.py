@@ -66,6 +66,7 @@ class OutputCall(Reply):
     status: ItemStatus
     call_id: str
     name: str
+    namespace: str | None = None
     arguments: str
 
 
@@ -102,6 +103,13 @@ class ResponseTool(Reply):
     description: str | None
     parameters: dict[str, Any] | None
     strict: bool | None
+
+
+class ResponseNamespace(Reply):
+    type: Literal["namespace"]
+    name: str
+    description: str
+    tools: list[ResponseTool]
 
 
 class InputTokensDetails(Reply):
@@ -145,7 +153,7 @@ class ResponsesReply(Reply):
     temperature: float
     text: ResponseText
     tool_choice: str | dict[str, Any]
-    tools: list[ResponseTool]
+    tools: list[ResponseTool | ResponseNamespace]
     top_logprobs: int
     top_p: float
     truncation: Literal["auto", "disabled"]

@@ -1,12 +1,13 @@
 """The body of POST /v1/responses. Like every body: each field is used, accepted without effect, or refused (server/schemas.py)."""
 
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
 from engine.protocol import LIST_LIMIT
 from server.problems import field_error
-from server.schemas import INT64, STRICT, Checked, SamplingBody, without_effect
+from server.schemas import INT64, MAX_NAME, STRICT, Checked, SamplingBody, without_effect
 
 MAX_TOOLS = 128
 MAX_PAIRS = 16  # of metadata
@@ -94,7 +95,7 @@ class GivenCall(GivenItem):
     call_id: Id
     name: Annotated[str, Field(max_length=256)]
     arguments: str
-    namespace: Any = without_effect("namespaces are not offered")
+    namespace: Annotated[str, Field(max_length=256)] | None = None
     caller: Any = without_effect("the model is the caller")
 
 
@@ -103,7 +104,7 @@ class GivenCallOutput(GivenItem):
     call_id: Id
     output: str | list[Part]
     name: Any = without_effect("the call has it")
-    namespace: Any = without_effect("namespaces are not offered")
+    namespace: Any = without_effect("the call has it")
     caller: Any = without_effect("the model is the caller")
 
 
@@ -146,16 +147,52 @@ class FunctionTool(Checked):
 class OtherTool(Checked):
     """A tool that this server does not run. It is not offered to the model."""
 
-    model_config = ConfigDict(json_schema_extra={"not": {"properties": {"type": {"const": "function"}}}})
+    model_config = ConfigDict(json_schema_extra={"not": {"properties": {"type": {"enum": ["function", "namespace"]}}}})
     passes_on: ClassVar[bool] = True
 
     type: str = Field(max_length=64)
 
 
+def _kind_of_tool(value: Any) -> str:
+    kind = _kind(value)
+    return kind if kind in ("function", "namespace") else "other"
+
+
+class Namespace(Checked):
+    """Functions of one source, as coding agents send those of an MCP server. They are offered as NAMESPACE__NAME."""
+
+    type: Literal["namespace"]
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
+    description: str | None = None
+    tools: list[
+        Annotated[
+            Annotated[FunctionTool, Tag("function")] | Annotated[OtherTool, Tag("other")],
+            Discriminator(lambda value: "function" if _kind(value) == "function" else "other"),
+        ]
+    ] = Field(max_length=MAX_TOOLS)
+
+
 AnyTool = Annotated[
-    Annotated[FunctionTool, Tag("function")] | Annotated[OtherTool, Tag("other")],
-    Discriminator(lambda value: "function" if _kind(value) == "function" else "other"),
+    Annotated[FunctionTool, Tag("function")] | Annotated[Namespace, Tag("namespace")] | Annotated[OtherTool, Tag("other")],
+    Discriminator(_kind_of_tool),
 ]
+
+
+class Offered(NamedTuple):
+    """A function that the model sees. `path`: in the body."""
+
+    path: str
+    tool: FunctionTool
+    namespace: str | None = None
+
+    @property
+    def name(self) -> str:
+        return joined_name(self.namespace, self.tool.name)
+
+
+def joined_name(namespace: str | None, name: str) -> str:
+    """The name by which the model knows a function."""
+    return f"{namespace}__{name}" if namespace else name
 
 
 class NamedFunction(Checked):
@@ -241,7 +278,7 @@ class ResponsesBody(SamplingBody):
     reasoning: ReasoningOptions | None = None
     include: list[Includable] | None = Field(None, max_length=32)
     tools: list[AnyTool] | None = Field(
-        None, max_length=MAX_TOOLS, description="Functions. Others are not offered to the model."
+        None, max_length=MAX_TOOLS, description="Functions, and namespaces of them. Others are not offered to the model."
     )
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(
         None, description="`required` and a named function force one call by grammar. Default auto with tools."
@@ -285,19 +322,31 @@ class ResponsesBody(SamplingBody):
         if self.top_logprobs and not self.with_logprobs:
             raise field_error("top_logprobs", "needs include: ['message.output_text.logprobs']")
         if self.tools and not self.functions and self.tool_choice != "none":
-            other = next(tool.type for tool in self.tools)
-            raise field_error("tools", f"has no function, but the type {other[:40]!r}; {OWN_TOOLS}")
+            raise field_error("tools", f"has no function, but the type {self.tools[0].type!r}; {OWN_TOOLS}")
         return self
 
     @property
-    def functions(self) -> list[tuple[int, FunctionTool]]:
-        """The tools that are offered, with their positions in `tools`."""
-        return [(i, tool) for i, tool in enumerate(self.tools or []) if isinstance(tool, FunctionTool)]
+    def functions(self) -> list[Offered]:
+        return [one for one in self._tools() if isinstance(one, Offered)]
 
     @property
     def left_out(self) -> list[str]:
-        """The tools that are not offered."""
-        return [f"tools.{i}.{tool.type}" for i, tool in enumerate(self.tools or []) if isinstance(tool, OtherTool)]
+        """The tools that are not offered, with their types."""
+        return [one for one in self._tools() if isinstance(one, str)]
+
+    def _tools(self) -> Iterator[Offered | str]:
+        for i, tool in enumerate(self.tools or []):
+            if isinstance(tool, FunctionTool):
+                yield Offered(f"tools.{i}", tool)
+            elif isinstance(tool, Namespace):
+                for j, inner in enumerate(tool.tools):
+                    fits = isinstance(inner, FunctionTool) and len(joined_name(tool.name, inner.name)) <= MAX_NAME
+                    path = f"tools.{i}.tools.{j}"
+                    yield (
+                        Offered(path, inner, tool.name) if isinstance(inner, FunctionTool) and fits else f"{path}.{inner.type}"
+                    )
+            else:
+                yield f"tools.{i}.{tool.type}"
 
     @property
     def with_logprobs(self) -> bool:

@@ -315,10 +315,30 @@ def test_errors_name_the_field_of_this_api(site: Site, body: dict[str, Any], par
 
 
 def test_tools_that_are_not_run_are_left_out_and_named(site: Site) -> None:
-    body = {"input": "a", "tools": [{"type": "web_search\r\nx: y"}, TOOL, {"type": "namespace", "name": "n", "tools": []}]}
+    inner = [TOOL, {"type": "custom", "name": "c"}, {**TOOL, "name": "x" * 60}]
+    space = {"type": "namespace", "name": "home", "description": "Mine.", "tools": inner}
+    body = {"input": "a", "tools": [{"type": "web_search\r\nx: y"}, TOOL, space]}
     reply = site.http.post(PATH, json=body)
-    assert reply.headers["x-rung-ignored"] == "tools.0.web_search??x??y, tools.2.namespace"
-    assert [tool["name"] for tool in reply.json()["tools"]] == ["weather"]
+    assert reply.headers["x-rung-ignored"] == "tools.0.web_search??x??y, tools.2.tools.1.custom, tools.2.tools.2.function"
+    assert [tool["name"] for tool in reply.json()["tools"]] == ["weather", "home"]
+
+
+def test_functions_of_a_namespace(site: Site) -> None:
+    """The model sees one name; the client gets both back, and so sends them again."""
+    space = {"type": "namespace", "name": "home", "tools": [TOOL]}
+    says(site, FORCED.replace("weather", "home__weather"))
+    call = respond(site, tools=[space])["output"][0]
+    assert (call["type"], call["name"], call["namespace"]) == ("function_call", "weather", "home")
+    given = [
+        {"role": "user", "content": "Hi"},
+        call,
+        {"type": "function_call_output", "call_id": call["call_id"], "output": "1"},
+    ]
+    messages = convert(ResponsesBody.model_validate({"input": given}), [], {}).chat.messages
+    assert messages[1].tool_calls and messages[1].tool_calls[0].function.name == messages[2].name == "home__weather"
+    wrong = {**space, "tools": [{**TOOL, "parameters": {"properties": {"a": {"type": "no"}}}}]}
+    error = site.refused(PATH, {"input": "a", "tools": [{"type": "mcp"}, wrong], "tool_choice": "required"})
+    assert error["param"] == "tools.1.tools.0.parameters"
 
 
 def test_only_the_owner_finds_a_response(make_site: Callable[..., Site]) -> None:
