@@ -25,6 +25,7 @@ from server.openapi import describe, errors_of, stream_of
 from server.problems import ApiError
 from server.prompts import SLOW_TEXT, detokenize_reply, tokenize_reply
 from server.responses import routes as responses
+from server.responses.replies import ResponsesReply
 from server.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from server.service import INLINE, Service, read_chat_template
 from server.settings import VERSION, Settings
@@ -118,7 +119,7 @@ def _add_results(app: FastAPI, service: Service) -> None:
 
     @app.get(
         "/v1/results/{id}",
-        response_model=replies.CompletionReply | replies.ChatReply,
+        response_model=replies.CompletionReply | replies.ChatReply | ResponsesReply,
         responses=errors,
         tags=["generation"],
         summary="The answer to an earlier request, by the answer's id or the request's X-Request-Id; needs --journal",

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from server.http import to_json
 from server.problems import ApiError, bad, from_errors
 from server.responses.items import input_items
-from server.responses.schemas import AllowedTools, FlatSchemaFormat, NamedFunction, Offered, ResponsesBody, joined_name
+from server.responses.schemas import AllowedFunctions, FlatSchemaFormat, NamedFunction, Offered, ResponsesBody, joined_name
 from server.schemas import ChatBody, SamplingBody, shown_names
 
 # Fields of the chat request whose names differ from those of the Responses body, for errors.
@@ -155,7 +155,7 @@ def _tools(body: ResponsesBody) -> tuple[list[Offered], Any]:
     tools, choice = body.functions, body.tool_choice
     if isinstance(choice, NamedFunction):
         return tools, {"type": "function", "function": {"name": choice.name}}
-    if not isinstance(choice, AllowedTools):
+    if not isinstance(choice, AllowedFunctions):
         return tools, choice if tools else None if choice in ("auto", "none") else choice
     allowed = {one.name for one in choice.tools}
     if missing := allowed - {one.name for one in tools}:

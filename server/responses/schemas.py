@@ -200,14 +200,14 @@ class NamedFunction(Checked):
     name: Annotated[str, Field(max_length=64)]
 
 
-class AllowedTools(Checked):
+class AllowedFunctions(Checked):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
     tools: list[NamedFunction] = Field(min_length=1, max_length=MAX_TOOLS)
 
 
 NamedTool = Annotated[
-    Annotated[NamedFunction, Tag("function")] | Annotated[AllowedTools, Tag("allowed_tools")], _one_of(OWN_TOOLS)
+    Annotated[NamedFunction, Tag("function")] | Annotated[AllowedFunctions, Tag("allowed_tools")], _one_of(OWN_TOOLS)
 ]
 
 
