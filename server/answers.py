@@ -45,6 +45,7 @@ class GenerationRequest(ABC):
     id_prefix: ClassVar[str]
     kind: ClassVar[str]  # `object` of an answer
     stream_end: ClassVar[bytes] = DONE
+    heartbeat: ClassVar[bytes] = HEARTBEAT  # tells the client of a stream that has begun to wait
 
     def __init__(
         self,
@@ -135,7 +136,7 @@ class GenerationRequest(ABC):
                     begun = True
                     yield data
                 elif begun and self.service.client.recovery.state == "recovering":
-                    yield HEARTBEAT
+                    yield self.heartbeat
                 if failure is not None:
                     raise failure
             if self.promise.keeps:

@@ -20,6 +20,8 @@ from server.docs import render_docs
 from server.endpoint import check, respond
 from server.engine_client import EngineClient
 from server.http import JsonResponse, unless_gone
+from server.messages import routes as messages
+from server.messages.replies import MessageReply
 from server.middleware import ApiKey, BodyLimit, RequestScope
 from server.openapi import describe, errors_of, stream_of
 from server.problems import ApiError
@@ -42,6 +44,7 @@ def create_app(settings: Settings, client: EngineClient, tokenizer: Tokenizer) -
     problems.install(app)
     _add_generation(app, service)
     responses.add(app, service)
+    messages.add(app, service)
     _add_results(app, service)
     _add_tokens(app, service)
     _add_models(app, service)
@@ -52,7 +55,7 @@ def create_app(settings: Settings, client: EngineClient, tokenizer: Tokenizer) -
     app.add_middleware(BodyLimit, limit=settings.max_body_bytes, timeout=settings.idle_timeout)
     app.add_middleware(ApiKey, keys=settings.api_key, protect_metrics=settings.protect_metrics)
     if settings.cors_origin:  # outside of ApiKey: browsers send preflight requests without a key
-        exposed = ["X-Request-Id", "X-Rung-Ignored", "X-Rung-Not-Enforced", "Retry-After"]
+        exposed = ["X-Request-Id", "Request-Id", "X-Rung-Ignored", "X-Rung-Not-Enforced", "Retry-After"]
         app.add_middleware(
             CORSMiddleware, allow_origins=settings.cors_origin, allow_methods=["*"], allow_headers=["*"], expose_headers=exposed
         )
@@ -119,7 +122,7 @@ def _add_results(app: FastAPI, service: Service) -> None:
 
     @app.get(
         "/v1/results/{id}",
-        response_model=replies.CompletionReply | replies.ChatReply | ResponsesReply,
+        response_model=replies.CompletionReply | replies.ChatReply | ResponsesReply | MessageReply,
         responses=errors,
         tags=["generation"],
         summary="The answer to an earlier request, by the answer's id or the request's X-Request-Id; needs --journal",

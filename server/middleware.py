@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from server.clients import digest, read_keys
 from server.http import ClientGone
 from server.logs import access_line, log
+from server.messages.errors import is_messages
 from server.problems import ApiError, internal_error
 from server.service import Service
 
@@ -52,6 +53,8 @@ class RequestScope:
                 status = message["status"]
                 headers = MutableHeaders(scope=message)
                 headers["x-request-id"] = request_id
+                if is_messages(scope["path"]):
+                    headers["request-id"] = request_id
                 if ignored := log_fields.get("ignored"):
                     headers["x-rung-ignored"] = ignored
                 if left_out := log_fields.get("not_enforced"):
@@ -70,7 +73,7 @@ class RequestScope:
         except Exception:
             log.exception("request %s failed", request_id)
             if not status:
-                await internal_error().response()(scope, receive, send_with_id)
+                await internal_error().response(scope)(scope, receive, send_with_id)
             status = 500
         finally:
             self.service.open_requests -= 1
@@ -88,7 +91,9 @@ class RequestScope:
 
 
 class ApiKey:
-    """Requires a bearer token, if there are keys, and compares it with every key in constant time. Notes whose it is.
+    """Requires a bearer token or an `x-api-key`, if there are keys, and compares it with every key in constant time.
+
+    Notes whose it is.
 
     Open to all are the page, /health, /version and the documentation, and without `protect_metrics` /metrics and /stats.
     """
@@ -102,18 +107,19 @@ class ApiKey:
         if scope["type"] != "http" or self._is_open(scope["path"]) or self._has_key(scope):
             await self.app(scope, receive, send)
             return
-        message = "the API key is missing or wrong; send it as the header Authorization: Bearer KEY"
-        await ApiError(401, message, None, "invalid_api_key").response()(scope, receive, send)
+        message = "the API key is missing or wrong; send it as the header Authorization: Bearer KEY, or x-api-key: KEY"
+        await ApiError(401, message, None, "invalid_api_key").response(scope)(scope, receive, send)
 
     def _is_open(self, path: str) -> bool:
         return not self._clients or path in self._open or path.startswith("/static/")
 
     def _has_key(self, scope: Scope) -> bool:
-        kind, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        given = digest(key.strip())
+        headers = Headers(scope=scope)
+        kind, _, key = headers.get("authorization", "").partition(" ")
+        given = digest(key.strip() if kind.lower() == "bearer" else headers.get("x-api-key", "").strip())
         # all are compared, so that timing reveals nothing
         matches = [client for known, client in self._clients.items() if hmac.compare_digest(given, known)]
-        if kind.lower() != "bearer" or not matches:
+        if not matches:
             return False
         scope["state"].update(client=matches[0], key=given)
         scope["state"]["log_fields"]["key"] = matches[0].name
@@ -136,7 +142,7 @@ class BodyLimit:
         try:
             body = await self._read(Headers(scope=scope), receive)
         except ApiError as e:
-            await e.response()(scope, receive, send)
+            await e.response(scope)(scope, receive, send)
             return
         pending = [{"type": "http.request", "body": body, "more_body": False}]
 

@@ -7,6 +7,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from server.messages.replies import EVENTS
 from server.replies import ChatChunk, CompletionChunk, ErrorReply
 
 TEMPLATE = "#/components/schemas/{model}"
@@ -62,9 +63,8 @@ def describe(app: FastAPI) -> None:
             schemas = components.setdefault("schemas", {})
             for name in ("HTTPValidationError", "ValidationError"):
                 schemas.pop(name, None)
-            _, chunks = models_json_schema(
-                [(CompletionChunk, "serialization"), (ChatChunk, "serialization")], ref_template=TEMPLATE
-            )
+            events: list[type[BaseModel]] = [CompletionChunk, ChatChunk, *EVENTS]
+            _, chunks = models_json_schema([(one, "serialization") for one in events], ref_template=TEMPLATE)
             components["schemas"] = dict(sorted({**chunks["$defs"], **schemas}.items()))
             components["securitySchemes"] = {
                 "key": {"type": "http", "scheme": "bearer", "description": "If the server has keys"}

@@ -1,4 +1,7 @@
-"""Errors in the format of OpenAI's clients: `{"error": {"message", "type", "param", "code"}}`, never a 422 or a stack trace."""
+"""Errors in the format of OpenAI's clients: `{"error": {"message", "type", "param", "code"}}`, never a 422 or a stack trace.
+
+The paths of the Messages API have a format of their own (server/messages/errors.py).
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -8,9 +11,11 @@ from pydantic_core import PydanticCustomError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Scope
 
 from errors import UserError
 from server.http import JsonResponse
+from server.messages.errors import error_body, is_messages
 
 if TYPE_CHECKING:  # worker processes raise these errors, too, and start faster without FastAPI
     from fastapi import FastAPI
@@ -55,13 +60,15 @@ class ApiError(HTTPException):
         kind = TYPES.get(self.status_code, "server_error" if self.status_code >= 500 else "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> Response:
+    def response(self, scope: Scope) -> Response:
+        """The response to the request of `scope`, in the format of its path."""
         headers = dict(self.headers or {})
         if self.status_code in RETRY_SECONDS:
             headers.setdefault("retry-after", RETRY_SECONDS[self.status_code])
         if self.status_code == 401:
             headers["www-authenticate"] = "Bearer"
-        return JsonResponse(self.body, self.status_code, headers)
+        body = error_body(self, scope["state"]["request_id"]) if is_messages(scope["path"]) else self.body
+        return JsonResponse(body, self.status_code, headers)
 
 
 def bad(param: str | None, message: str, code: str | None = None) -> ApiError:
@@ -166,22 +173,22 @@ def install(app: "FastAPI") -> None:
 
     async def on_validation(request: Request, e: Exception) -> Response:
         assert isinstance(e, RequestValidationError)
-        return from_validation(e).response()
+        return from_validation(e).response(request.scope)
 
     async def on_http(request: Request, e: Exception) -> Response:
         assert isinstance(e, HTTPException)
         if not isinstance(e, ApiError):
             if isinstance(e.__cause__, (ValueError, RecursionError)):  # FastAPI could not read the body
-                return unparsable(e.__cause__).response()
+                return unparsable(e.__cause__).response(request.scope)
             message = f"no such path: {request.method} {request.url.path}" if e.status_code == 404 else str(e.detail)
             headers = {**(e.headers or {})}
             if headers.get("Allow") == "GET":
                 headers["Allow"] = "GET, HEAD"  # RequestScope answers HEAD as GET
             e = ApiError(e.status_code, message, headers=headers)
-        return e.response()
+        return e.response(request.scope)
 
     async def on_user_error(request: Request, e: Exception) -> Response:
-        return bad(None, str(e)).response()
+        return bad(None, str(e)).response(request.scope)
 
     app.add_exception_handler(RequestValidationError, on_validation)
     app.add_exception_handler(HTTPException, on_http)

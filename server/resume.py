@@ -14,6 +14,8 @@ from server.completions import CompletionRequest
 from server.generation import Prompt
 from server.journal import Kept, is_for_later
 from server.logs import log
+from server.messages.bodies import MessagesBody
+from server.messages.request import MessagesRequest
 from server.problems import ApiError
 from server.responses.answer import ResponsesRequest
 from server.responses.convert import to_chat
@@ -153,6 +155,9 @@ class Resumer:
             asked = await service.parse(accepted.body, ResponsesBody)
             chat = to_chat(asked, [{"role": "user", "content": ""}])  # the prompt is already made
             request = ResponsesRequest(service, asked, chat.model_copy(update=seed), prompts, accepted.grammar)
+        elif accepted.kind == MessagesRequest.kind:
+            given = await service.parse(accepted.body, MessagesBody)
+            request = MessagesRequest(service, given, given.chat.model_copy(update=seed), prompts, accepted.grammar)
         else:
             body = await service.parse(accepted.body, CompletionBody)
             request = CompletionRequest(service, body.model_copy(update=seed), prompts, accepted.grammar)

@@ -53,7 +53,7 @@ class EventStream(Response):
             try:
                 first = await anext(self.events)
             except ApiError as e:
-                await e.response()(scope, receive, send)
+                await e.response(scope)(scope, receive, send)
                 return
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             # The middleware looks at the start of a response only, so the events bypass it.

@@ -95,7 +95,7 @@ def refusal(admission: Admission, client: str, sequences: int, active: int) -> i
     with pytest.raises(ApiError) as caught, admission.hold(client, sequences, active):
         pass
     assert caught.value.status_code == 429 and caught.value.code == "queue_full"
-    return int(caught.value.response().headers["retry-after"])
+    return int(caught.value.response({"path": "/"}).headers["retry-after"])
 
 
 def test_retry_after_is_when_there_will_be_room(seed: int) -> None:

@@ -110,7 +110,7 @@ def test_the_queues_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
             await asyncio.sleep(0)
         with pytest.raises(ApiError, match="too many") as error:
             await pool.run(limited, slow=True)
-        assert error.value.status_code == 503 and "retry-after" in error.value.response().headers
+        assert error.value.status_code == 503 and "retry-after" in error.value.response({"path": "/"}).headers
         for job in jobs[1:]:
             with pytest.raises(ApiError, match="waited longer"):
                 await job

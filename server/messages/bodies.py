@@ -1,0 +1,151 @@
+"""The bodies of the two endpoints. Each knows the chat body that it becomes."""
+
+from typing import Annotated, Any
+
+from pydantic import Field, PrivateAttr, ValidationError, model_validator
+
+from server.messages.convert import (
+    EFFORTS,
+    chat_format,
+    chat_messages,
+    chat_tool_choice,
+    chat_tools,
+    template_variables,
+)
+from server.messages.errors import field_name
+from server.messages.schemas import (
+    ContextManagement,
+    CustomTool,
+    JsonFormat,
+    Message,
+    Metadata,
+    OutputConfig,
+    TextBlock,
+    Thinking,
+    ToolChoice,
+    ToolUseBlock,
+    refuse_unsupported,
+)
+from server.problems import field_error
+from server.schemas import MAX_STOPS, Body, ChatBody, StopText, without_effect
+
+
+class CountBody(Body):
+    """The fields that make the prompt."""
+
+    messages: list[Message] = Field(min_length=1, fail_fast=True, description="A last one of role assistant is continued.")
+    system: str | list[TextBlock] | None = None
+    tools: list[CustomTool] | None = Field(None, max_length=128)
+    tool_choice: ToolChoice | None = Field(
+        None, description="`any` and `tool` force one call by grammar. Default auto with tools, else none."
+    )
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: JsonFormat | None = Field(None, description="The older name of `output_config.format`.")
+    context_management: ContextManagement | None = None
+    mcp_servers: Annotated[list[Any], Field(max_length=0)] | None = Field(None, description="Only an empty list: see `tools`.")
+    cache_control: Any = without_effect("the prefix cache finds common prefixes by itself")
+    betas: Any = without_effect("the header `anthropic-beta` has none, either")
+    speed: Any = without_effect("there is one speed")
+    user_profile_id: Any = without_effect("the access log has `metadata.user_id`")
+    workspace_id: Any = without_effect("there are no workspaces")
+    _chat: ChatBody | None = PrivateAttr(None)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_blocks(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            refuse_unsupported(data)
+        return data
+
+    @model_validator(mode="after")
+    def _convert(self) -> "CountBody":
+        if self._chat is None:  # FastAPI checks a body a second time
+            self._check()
+            try:
+                self._chat = ChatBody.model_validate({name: v for name, v in self._chat_fields().items() if v is not None})
+            except ValidationError as e:
+                first = e.errors(include_url=False)[0]
+                path = (first.get("ctx") or {}).get("param") or ".".join(map(str, first["loc"]))
+                raise field_error(field_name(path), first["msg"]) from None
+            self._chat._ignored = self._ignored
+        return self
+
+    @property
+    def chat(self) -> ChatBody:
+        """The chat body that has the same prompt and answer."""
+        assert self._chat is not None
+        return self._chat
+
+    @property
+    def format(self) -> JsonFormat | None:
+        return self.output_config.format if self.output_config and self.output_config.format else self.output_format
+
+    def _check(self) -> None:
+        names = [tool.name for tool in self.tools or []]
+        choice = self.tool_choice
+        if len(set(names)) < len(names):
+            raise field_error("tools", "has two tools of the same name")
+        if choice and choice.type in ("any", "tool") and not names:
+            raise field_error("tool_choice", "needs tools")
+        if choice and choice.type == "tool" and choice.name not in names:
+            raise field_error("tool_choice.name", f"names {(choice.name or '')[:64]!r}, which is not in tools")
+        if self.output_format and self.output_config and self.output_config.format:
+            raise field_error("output_format", "is the older name of output_config.format; give one of them")
+        if self.thinking and self.thinking.type == "enabled" and self.thinking.budget_tokens is None:
+            raise field_error("thinking.budget_tokens", "is required with type enabled")
+        last = self.messages[-1]
+        if last.role == "assistant" and any(isinstance(block, ToolUseBlock) for block in last.content):
+            raise field_error("messages", "ends with a tool_use, which cannot be continued; add its tool_result")
+
+    def _chat_fields(self) -> dict[str, Any]:
+        effort = self.output_config and self.output_config.effort
+        fields: dict[str, Any] = {
+            "model": self.model,
+            "messages": chat_messages(self.system, self.messages),
+            "tools": self.tools and chat_tools(self.tools),
+            "response_format": self.format and chat_format(self.format),
+            "chat_template_kwargs": template_variables(self.thinking),
+            "continue_final_message": self.messages[-1].role == "assistant",
+        }
+        if effort and not (self.thinking and self.thinking.type == "disabled"):
+            fields["reasoning_effort"] = EFFORTS.get(effort, effort)
+        return fields | (chat_tool_choice(self.tool_choice) if self.tool_choice else {})
+
+
+class MessagesBody(CountBody):
+    max_tokens: int = Field(ge=1, le=2**31 - 1, description="Reduced to what is left of the context.")
+    stream: bool | None = Field(None, description="Server-sent events instead of one answer. Default false.")
+    temperature: float | None = Field(None, ge=0, le=1, description="0 is greedy. Default 1.")
+    top_p: float | None = Field(
+        None, ge=0, le=1, description="Keep the likeliest tokens that reach this probability. Default 1."
+    )
+    top_k: int | None = Field(None, ge=0, lt=2**31, description="Keep the k likeliest tokens; 0 keeps all. Default 0.")
+    stop_sequences: list[StopText] | None = Field(None, max_length=MAX_STOPS, description="Texts before which the answer ends.")
+    metadata: Metadata | None = None
+    container: None = Field(None, description="This server runs no code.")
+    service_tier: Any = without_effect("there is one tier")
+    inference_geo: Any = without_effect("there is one place")
+    diagnostics: Any = without_effect("they explain another server's cache")
+
+    def _check(self) -> None:
+        super()._check()
+        budget = self.thinking and self.thinking.budget_tokens
+        if budget and budget >= self.max_tokens and not self.tools:  # between tool calls it may span several answers
+            raise field_error("max_tokens", f"must be greater than thinking.budget_tokens, which is {budget}")
+
+    def _chat_fields(self) -> dict[str, Any]:
+        user = self.metadata and self.metadata.user_id
+        return super()._chat_fields() | {
+            "max_tokens": self.max_tokens,
+            "stream": self.stream,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "stop": self.stop_sequences,
+            "user": user and user[:256],
+        }
+
+    @property
+    def shows_thinking(self) -> bool:
+        return not (self.thinking and self.thinking.display == "omitted")

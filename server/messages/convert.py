@@ -1,0 +1,119 @@
+"""Convert a Messages body to the body of a chat completion."""
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import Any
+
+from server.messages.schemas import (
+    CustomTool,
+    JsonFormat,
+    Message,
+    TextBlock,
+    Thinking,
+    ThinkingBlock,
+    ToolChoice,
+    ToolResultBlock,
+    ToolUseBlock,
+)
+
+ID_PREFIX = "toolu_"
+# Claude Code's first system block. It is not for the model, and as it varies, the prefix cache would find nothing behind it.
+BILLING = "x-anthropic-billing-header:"
+EFFORTS = {"xhigh": "high", "max": "high"}  # templates know three levels
+CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+Chat = dict[str, Any]
+
+
+def chat_messages(system: str | Sequence[TextBlock] | None, messages: Sequence[Message]) -> list[Chat]:
+    """The messages as templates expect them: first the system prompt, then turns of alternating roles.
+
+    Successive messages of one role are joined. Few templates accept a system message behind the first turn, so such a message
+    becomes a part of the user's turn.
+    """
+    roles = ["user" if message.role == "system" else message.role for message in messages]
+    first = next((i for i, message in enumerate(messages) if message.role != "system"), len(messages))
+    instructions = [_text(one) for one in ([system] if system else []) + [message.content for message in messages[:first]]]
+    found: list[Chat] = [{"role": "system", "content": "\n".join(instructions)}] if any(instructions) else []
+    names: dict[str, str] = {}  # of the tools, by the ids of their calls
+    for role, group in groupby(range(first, len(messages)), key=roles.__getitem__):
+        blocks = [block for i in group for block in _as_blocks(messages[i].content)]
+        found += [_answer(blocks, names)] if role == "assistant" else _turn(blocks, names)
+    return found
+
+
+def _turn(blocks: Iterable[Any], names: dict[str, str]) -> list[Chat]:
+    """The user's turn: a message for each tool result, and one for the texts between them."""
+    found: list[Chat] = []
+    for is_result, group in groupby(blocks, key=lambda block: isinstance(block, ToolResultBlock)):
+        if is_result:
+            found += [_result(block, names) for block in group]
+        else:
+            found.append({"role": "user", "content": _text(list(group))})
+    return found or [{"role": "user", "content": ""}]
+
+
+def _result(block: ToolResultBlock, names: dict[str, str]) -> Chat:
+    text = "Error: " * bool(block.is_error) + _text(block.content or "")
+    message = {"role": "tool", "tool_call_id": _call_id(block.tool_use_id), "content": text}
+    return message | ({"name": names[block.tool_use_id]} if block.tool_use_id in names else {})
+
+
+def _answer(blocks: Sequence[Any], names: dict[str, str]) -> Chat:
+    """One assistant's message of all its blocks. Notes the names of the tools that it calls."""
+    message: Chat = {"role": "assistant"}
+    thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
+    calls = [block for block in blocks if isinstance(block, ToolUseBlock)]
+    if any(thoughts):
+        message["reasoning_content"] = "\n".join(thoughts)
+    if text := _text([block for block in blocks if isinstance(block, TextBlock)]):
+        message["content"] = text
+    elif not calls:
+        message["content"] = ""
+    if calls:
+        names |= {block.id: block.name for block in calls}
+        message["tool_calls"] = [
+            {"id": _call_id(block.id), "type": "function", "function": {"name": block.name, "arguments": block.input}}
+            for block in calls
+        ]
+    return message
+
+
+def _call_id(given: str) -> str:
+    """As the model's family writes ids: some templates require them in this form."""
+    return given.removeprefix(ID_PREFIX)
+
+
+def _as_blocks(content: str | Sequence[Any]) -> Sequence[Any]:
+    return [TextBlock(type="text", text=content)] if isinstance(content, str) else content
+
+
+def _text(content: str | Sequence[Any]) -> str:
+    """The text of a content that has text blocks alone."""
+    return "\n".join(block.text for block in _as_blocks(content) if not block.text.startswith(BILLING))
+
+
+def chat_tools(tools: Sequence[CustomTool]) -> list[Chat]:
+    functions = [(tool.name, tool.description, tool.input_schema, tool.strict) for tool in tools]
+    return [
+        {"type": "function", "function": {"name": name, "description": text, "parameters": schema, "strict": strict}}
+        for name, text, schema, strict in functions
+    ]
+
+
+def chat_tool_choice(choice: ToolChoice) -> Chat:
+    """The fields of a chat body that say which tools may be called."""
+    if choice.type == "tool":
+        chosen: Any = {"type": "function", "function": {"name": choice.name}}
+    else:
+        chosen = CHOICES[choice.type]
+    return {"tool_choice": chosen, "parallel_tool_calls": False if choice.disable_parallel_tool_use else None}
+
+
+def chat_format(wanted: JsonFormat) -> Chat:
+    return {"type": "json_schema", "json_schema": {"schema": wanted.schema_}}
+
+
+def template_variables(thinking: Thinking | None) -> Chat | None:
+    """Switch the template's thinking on or off, by the names that families of models have for it."""
+    return dict.fromkeys(("enable_thinking", "thinking"), thinking.type != "disabled") if thinking else None

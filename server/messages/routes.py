@@ -1,0 +1,62 @@
+"""The routes of the Messages API."""
+
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from server.chat import conversation, read_conversation
+from server.endpoint import check, respond
+from server.generation import Prompt
+from server.http import JsonResponse, unless_gone
+from server.messages.bodies import CountBody, MessagesBody
+from server.messages.count import count_reply
+from server.messages.errors import PATH
+from server.messages.replies import EVENTS, MessageReply, MessagesError, TokenCount
+from server.messages.request import MessagesRequest
+from server.openapi import TEMPLATE, errors_of
+from server.prompts import SLOW_TEXT
+from server.schemas import ChatBody
+from server.service import Service
+
+
+def add(app: FastAPI, service: Service) -> None:
+    @app.post(
+        PATH,
+        response_model=MessageReply,
+        responses={200: {"content": _stream()}, **_errors(400, 401, 404, 413, 429, 500, 503)},
+        tags=["generation"],
+        summary="Answer a conversation, as Anthropic's Messages API does",
+    )
+    async def messages(body: MessagesBody, request: Request) -> Response:
+        def make(service: Service, chat: ChatBody, prompts: list[Prompt], grammar: str) -> MessagesRequest:
+            return MessagesRequest(service, body, chat, prompts, grammar, request.state.request_id)
+
+        return await respond(service, request, body.chat, read_conversation, make)
+
+    @app.post(
+        PATH + "/count_tokens",
+        response_model=TokenCount,
+        responses=_errors(400, 401, 404, 413, 500, 503),
+        tags=["tokens"],
+        summary="The number of tokens of a message's prompt",
+    )
+    async def count_tokens(body: CountBody, request: Request) -> Response:
+        check(service, request, body)
+        slow = len(await request.body()) > SLOW_TEXT
+        work = service.workers.run(count_reply, conversation(service, body.chat), slow=slow)
+        return JsonResponse(await unless_gone(request.receive, work))
+
+
+def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    return {status: {**described, "model": MessagesError} for status, described in errors_of(*statuses).items()}
+
+
+def _stream() -> dict[str, Any]:
+    """The content of a response with `stream`. `schema` describes one event, whose name is its data's `type`."""
+    payloads = [{"$ref": TEMPLATE.format(model=model.__name__)} for model in EVENTS]
+    data = {"anyOf": [{"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": payloads}}]}
+    names = [model.model_fields["type"].annotation.__args__[0] for model in EVENTS]  # type: ignore[union-attr]
+    fields = {"event": {"enum": names}, "data": data}
+    event = {"type": "object", "properties": fields, "required": ["event", "data"], "additionalProperties": False}
+    return {"text/event-stream": {"schema": event}}
