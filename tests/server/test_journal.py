@@ -391,6 +391,7 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
         "/v1/completions",
         {"max_tokens": 7, "stream": True, "prompt": "x" * 20_000, "truncate_prompt_tokens": 9},
     ),
+    ("/v1/messages", {"messages": [{"role": "user", "content": "Ho"}], "max_tokens": 9, "stream": True}),
 ]
 
 
@@ -407,7 +408,7 @@ def test_a_request_outlives_its_server(sites: Sites) -> None:
         wanted.append(result(site, name).json())
         assert body.get("stream") or wanted[-1] == json.loads(sent)
         assert wanted[-1]["id"] in sent
-    texts = [json.dumps(one["choices"], ensure_ascii=False) for one in wanted]
+    texts = [json.dumps(one, ensure_ascii=False) for one in wanted]
     assert STORY in texts[0] and 'the café. It was ", ' in texts[1]
 
     site.engine.hold, before = True, len(site.engine.submits)
@@ -420,7 +421,7 @@ def test_a_request_outlives_its_server(sites: Sites) -> None:
         threading.Thread(target=ask, args=(*one, header), daemon=True).start()
     wait_for(lambda: all(result(site, name).status_code == 202 for name in ids))
     assert result(site, ids[0]).json()["status"] == "unfinished"
-    wait_for(lambda: len(site.engine.submits) == before + 6)
+    wait_for(lambda: len(site.engine.submits) == before + 7)
     computed = {json.dumps(s.prompt_ids): s for s in site.engine.submits[before:]}
     site = sites.start(api_key=keys)
     wait_for(lambda: len(answers) == len(ids))
@@ -432,12 +433,12 @@ def test_a_request_outlives_its_server(sites: Sites) -> None:
         assert result(site, again["id"]).json() == again
         assert result(site, one["id"]).json() == one, "the earlier one"
         assert {result(site, found, "two").status_code for found in (name, one["id"])} == {404}
-    assert len(site.engine.submits) == 6
+    assert len(site.engine.submits) == 7
     for submit in site.engine.submits:
         old = computed[json.dumps(submit.prompt_ids)]
         assert submit.turn == old.turn and submit.params.max_tokens == old.params.max_tokens
     assert {s.params.seed for s in site.engine.submits} == {s.params.seed for s in sites.made[0].engine.submits[before:]}
-    assert 'rung:resumed_requests_total{model_name="tiny-hybrid"} 3.0' in site.http.get("/metrics").text
+    assert 'rung:resumed_requests_total{model_name="tiny-hybrid"} 4.0' in site.http.get("/metrics").text
 
 
 @pytest.mark.parametrize("store", [True, False])

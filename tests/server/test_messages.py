@@ -10,11 +10,13 @@ import httpx
 import msgspec
 import pytest
 
+from engine.protocol import Starting
+from server import recovery
 from server.messages import replies
 from server.messages.events import MessageEvents, content_blocks, read_input
 from server.parts import Arguments, Call, Part, Reasoning, Text
 from server.problems import ApiError
-from tests.support.server_thread import CONTEXT, EOS, STORY, TOKENIZER, Site
+from tests.support.server_thread import CONTEXT, EOS, STORY, TOKENIZER, Site, ready
 
 FIXTURES = Path(__file__).parent / "fixtures" / "messages"
 PATH = "/v1/messages"
@@ -327,6 +329,26 @@ def test_every_error_has_the_layout(make_site: Callable[..., Site]) -> None:
         assert "shutting down" in refused(error, 503, "overloaded_error") and error.headers["retry-after"]
         assert "error" in client.post("/v1/completions", json={"prompt": "x"}).json()
         assert client.post("/v1/completions", json={"prompt": "x"}).json().keys() == {"error"}
+
+
+def test_a_stream_is_pinged_while_the_ranks_start_again(
+    make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recovery, "TICK", 0.05)
+    monkeypatch.setattr(recovery, "HEARTBEAT", 0.05)
+    site = make_site()
+    site.engine.delay = 0.02
+    text = ""
+    with site.http.stream("POST", PATH, json={**BODY, "stream": True}) as response:
+        for piece in response.iter_text():
+            if not text:
+                site.engine.hold = True
+                site.engine.send(Starting(0))
+            text += piece
+            if text.count("event: ping") > 3 and site.engine.hold:
+                site.engine.hold = False
+                site.engine.send(ready())
+    assert joined(read_events(text))["content"] == [{"type": "text", "text": STORY}]
 
 
 def test_an_error_behind_the_first_event_is_an_event(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

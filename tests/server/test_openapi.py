@@ -23,8 +23,8 @@ CHECKS = (
     "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance,"
     "negative_data_rejection,unsupported_method"
 )
-# A run tests the paths that one of these matches. The two with the largest schemas get the most requests.
-PATHS = ("^/v1/completions$", "^/v1/chat/completions$", "^/(?!v1/(chat/)?completions$)")
+# A run tests the paths that one of these matches. Those with the largest schemas get the most requests.
+PATHS = ("^/v1/completions$", "^/v1/chat/completions$", "^/v1/messages", "^/(?!v1/((chat/)?completions$|messages))")
 RUN = "import sys; from schemathesis.cli import schemathesis; sys.exit(schemathesis())"
 
 
@@ -46,7 +46,7 @@ def test_the_description_is_true(tmp_path: Path, session_seed: int, in_turn: Cal
         done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=1700)
         assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
         metrics = server.metrics()  # some of the requests were valid
-        for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+        for path in ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/tokenize", "/detokenize"):
             assert not re.match(paths, path) or metrics[f'rung:http_responses_total{{path="{path}",status="200"}}'] > 0
         assert "(?!" in paths or metrics["rung:generation_tokens_total"] > 0
         assert server.health() == 200
