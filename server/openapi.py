@@ -67,9 +67,10 @@ def describe(app: FastAPI) -> None:
             _, chunks = models_json_schema([(one, "serialization") for one in events], ref_template=TEMPLATE)
             components["schemas"] = dict(sorted({**chunks["$defs"], **schemas}.items()))
             components["securitySchemes"] = {
-                "key": {"type": "http", "scheme": "bearer", "description": "If the server has keys"}
+                "key": {"type": "http", "scheme": "bearer", "description": "If the server has keys"},
+                "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key", "description": "The same keys"},
             }
-            schema["security"] = [{"key": []}, {}]
+            schema["security"] = [{"key": []}, {"x-api-key": []}, {}]
             _make_whole(schema)
             app.openapi_schema = schema
         return app.openapi_schema

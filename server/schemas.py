@@ -387,7 +387,7 @@ class ChatMessage(Checked):
 
 
 class FunctionDefinition(Checked):
-    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")
     description: str | None = None
     parameters: dict[str, Any] | None = Field(None, description="A JSON schema. Default: no arguments.")
     strict: bool | None = Field(None, description=f"For calls that tool_choice forces. {STRICT}")

@@ -33,8 +33,10 @@ def chat_messages(system: str | Sequence[TextBlock] | None, messages: Sequence[M
     """
     roles = ["user" if message.role == "system" else message.role for message in messages]
     first = next((i for i, message in enumerate(messages) if message.role != "system"), len(messages))
-    instructions = [_text(one) for one in ([system] if system else []) + [message.content for message in messages[:first]]]
-    found: list[Chat] = [{"role": "system", "content": "\n".join(instructions)}] if any(instructions) else []
+    given = [block for block in _as_blocks(system or "") if not block.text.startswith(BILLING)]
+    instructions = [_text(given), *(_text(message.content) for message in messages[:first])]
+    joined = "\n".join(filter(None, instructions))
+    found: list[Chat] = [{"role": "system", "content": joined}] if joined else []
     names: dict[str, str] = {}  # of the tools, by the ids of their calls
     for role, group in groupby(range(first, len(messages)), key=roles.__getitem__):
         blocks = [block for i in group for block in _as_blocks(messages[i].content)]
@@ -90,7 +92,7 @@ def _as_blocks(content: str | Sequence[Any]) -> Sequence[Any]:
 
 def _text(content: str | Sequence[Any]) -> str:
     """The text of a content that has text blocks alone."""
-    return "\n".join(block.text for block in _as_blocks(content) if not block.text.startswith(BILLING))
+    return "\n".join(block.text for block in _as_blocks(content))
 
 
 def chat_tools(tools: Sequence[CustomTool]) -> list[Chat]:

@@ -44,7 +44,8 @@ def error_body(error: "ApiError", request_id: str) -> dict[str, Any]:
     """The body of a response, and the data of an `error` event."""
     status = error.status_code
     kind = TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
-    message = field_name(error.message) if error.param else error.message
+    named = error.param is not None and error.message.startswith(f"{error.param}:")
+    message = field_name(error.message) if named else error.message
     if too_long := TOO_LONG.search(message):  # coding agents search for these words, and then shorten the conversation
-        message = f"prompt is too long: {too_long[2]} tokens > {too_long[1]} maximum"
+        message = f"prompt is too long: {too_long[2]} tokens > {int(too_long[1]) - 1} maximum"
     return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}

@@ -75,7 +75,7 @@ class Message(Checked):
 
 class CustomTool(Checked):
     type: Literal["custom"] | None = None
-    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")
     description: str | None = None
     input_schema: dict[str, Any] = Field(description="A JSON schema.")
     strict: bool | None = Field(None, description="For calls that tool_choice forces: a schema must be enforceable as a whole.")

@@ -110,6 +110,12 @@ def test_streams_equal_the_published_order(
     data += events.end(reason, sequence, {**usage, "output_tokens": tokens})
     assert data == (FIXTURES / f"{name}.sse").read_bytes()
     assert joined(read_events(data.decode()))["content"] == content_blocks(parts)
+    events = MessageEvents({**head, "stop_reason": None, "stop_sequence": None}, shows_thinking=False)
+    usage["output_tokens"] = tokens
+    data = events.start(usage) + b"".join(map(events.part, parts)) + events.end(reason, sequence, usage)
+    content = joined(read_events(data.decode()))["content"]
+    assert content == content_blocks(parts, shows_thinking=False)
+    assert not any(block.get("thinking") for block in content)
 
 
 def test_streams_equal_whole_answers(site: Site, seed: int) -> None:
