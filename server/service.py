@@ -27,13 +27,7 @@ from tokenizer import Tokenizer
 M = TypeVar("M", bound=BaseModel)
 
 INLINE = 16384  # bytes, about 2,000 token ids or a few pages of text; larger bodies are checked in a worker
-WORKER_MODULES = (
-    "server.bounds",
-    "server.json_schema",
-    "server.messages.bodies",
-    "server.prompts",
-    "server.schemas",
-)  # with the jobs of workers
+WORKER_MODULES = ("server.bounds", "server.json_schema", "server.prompts", "server.schemas")  # with the jobs of workers
 
 
 class Service:

@@ -54,7 +54,7 @@ def joined(events: list[dict[str, Any]]) -> dict[str, Any]:
     """The message of a stream, put together as clients do."""
     assert events[0]["type"] == "message_start" and events[-1]["type"] == "message_stop"
     message: dict[str, Any] = events[0]["message"]
-    current: dict[str, str] | None = None
+    current: dict[str, Any] | None = None
     for one in events[1:-1]:
         if one["type"] == "content_block_start":
             assert current is None and one["index"] == len(message["content"])
