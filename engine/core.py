@@ -334,7 +334,8 @@ class Engine:
         self._rest()
         if self._ahead is not None:
             self.runner.draw(self._ahead)
-        generated = sum([len(output.token_ids) for output in outputs]) if step.has_drafts else len(outputs)
+        one_each = not step.has_drafts and step.pooled is None
+        generated = len(outputs) if one_each else sum([len(output.token_ids) for output in outputs])
         self.meter.count(sum(c.count for c in step.chunks), generated, time.perf_counter() - start)
         return outputs
 
@@ -365,6 +366,7 @@ class Engine:
     def _record(self, step: InFlightStep) -> Iterator[TokenOutput]:
         """Append the tokens to the sequences that are still running. Yields the output of each."""
         result = self.runner.collect(step)
+        yield from self._embeddings(step)
         if step.has_drafts:
             yield from self._verify(step, result)
             return
@@ -374,6 +376,14 @@ class Engine:
                 self._append(sequence, token)
                 if sequence.finish_reason != "error":
                     yield self._output(sequence, [token], [entry])
+
+    def _embeddings(self, step: InFlightStep) -> Iterator[TokenOutput]:
+        """End the running sequences whose prompts were pooled. Yields the output of each."""
+        for sequence, vector in zip(*(step.pooled or ((), ())), strict=True):
+            if sequence.finish_reason is None:
+                self.scheduler.finish(sequence, "stop")
+                output = self._output(sequence, [], [None])
+                yield msgspec.structs.replace(output, embedding=vector.numpy().astype("<f4").tobytes())
 
     def _verify(self, step: InFlightStep, result: StepResult) -> Iterator[TokenOutput]:
         """The same for a step with drafts: of the tokens that a chunk draws, those up to the first that its draft had wrong."""

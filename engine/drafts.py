@@ -302,11 +302,11 @@ class Speculation:
             self.prepare()  # before they have anything to follow
         if not self.ceiling or not running:
             return {}
-        self._follow(running)
-        found = self._promises(running)
+        answered = self._follow(running)
+        found = self._promises(answered)
         if found and self.costs is None:
             self.prepare()
-            found = self._promises(running)
+            found = self._promises(answered)
         if self.chains is not None:
             for sequence in running:
                 if sequence not in found and self.chains.follows(sequence):
@@ -324,8 +324,9 @@ class Speculation:
         """Whether the next step will probably have drafts that are worth it, or the chains have to see its tokens before."""
         if not self.ceiling or not running:
             return False
-        self._follow(running)
-        return bool(self._promises(running)) or (self.chains is not None and any(map(self.chains.follows, running)))
+        return bool(self._promises(self._follow(running))) or (
+            self.chains is not None and any(map(self.chains.follows, running))
+        )
 
     def observe(self, step: "InFlightStep", is_last: bool) -> None:
         """Note a step that was collected. is_last: no other is launched behind it."""
@@ -352,8 +353,9 @@ class Speculation:
     def _known_costs(self) -> Costs:
         return self.costs or FREE
 
-    def _follow(self, running: List[Sequence]) -> None:
-        """Index the texts of the sequences, and begin with those that are new."""
+    def _follow(self, running: List[Sequence]) -> list[Sequence]:
+        """Index the texts of the sequences that are answered, and begin with those that are new. Returns these sequences."""
+        running = [s for s in running if s.params.pooling is None]
         for sequence in running:
             if sequence.drafter is None:
                 sequence.drafter = Drafter(sequence, self.ceiling, self._texts)
@@ -362,6 +364,7 @@ class Speculation:
         left = min(INDEXED_A_STEP, MOST_INDEXED_TOGETHER - sum([s.drafter.indexed for s in running]))
         for drafter in sorted([s.drafter for s in running], key=lambda drafter: drafter.missing):  # long texts make none wait
             left -= drafter.follow(max(left, 0))
+        return running
 
     def _begin(self, chains: Chains, sequence: Sequence, rows: int) -> None:
         """Decide whether the chains draft for a sequence, as soon as that may pay in a step of so many rows."""
@@ -381,6 +384,8 @@ class Speculation:
     def _promises(self, running: List[Sequence]) -> dict[Sequence, tuple[str, Promise]]:
         """The source that promises most for a sequence, and what. If all together do not pay for a step with drafts, or a sequence
         has none that pays, there may be a trial."""
+        if not running:
+            return {}
         rows, costs = len(running), self._known_costs
         price, fixed = costs.price(rows), costs.fixed_price(rows)
         found = self._best({s: s.drafter.promise(price) for s in running}, self._promises_of_chains(running, price))

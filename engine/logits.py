@@ -30,6 +30,7 @@ class SamplingState:
     grammar: Any = None  # llguidance's matcher in its initial state, shared and never advanced; None for free text
     matcher: Any = None  # this sequence's copy of it, which may take megabytes
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    pooled: Tensor | None = None  # (C,) int64, see pooling.py: the sum of the hidden states so far
 
 
 def new_state(params: SamplingParams, vocab_size: int, device: torch.device) -> SamplingState:

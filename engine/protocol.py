@@ -17,6 +17,7 @@ import msgspec
 
 from errors import UserError
 
+Pooling = Literal["mean", "last"]  # of the hidden states of a prompt: of all tokens, or only the last one's
 LIST_LIMIT = 20  # most top logprobs that a request may ask for
 
 
@@ -59,6 +60,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     prompt_logprobs: int | None = None  # the same for the prompt's tokens
     prediction: list[int] = []  # tokens that the answer may repeat: an engine that speculates drafts from them
     grammar: str | None = None  # in llguidance's grammar format, such as a JSON schema; None: free text
+    pooling: Pooling | None = None  # the prompt's embedding instead of an answer: `max_tokens` and what is above have no effect
 
     stop: list[str] = []  # end before the first of these texts
     include_stop: bool = False  # end after it, so that the text has it
@@ -187,6 +189,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     kv_blocks: int
     block_size: int  # tokens
     pid: int = 0  # rank 0's process; 0: not to be watched
+    hidden_size: int = 0  # the width of embeddings
 
 
 class TokenOutput(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -202,6 +205,7 @@ class TokenOutput(msgspec.Struct, frozen=True, omit_defaults=True):
     cached_tokens: int = 0  # prompt tokens taken from the prefix cache; only in the first output, as are the next two
     queue_seconds: float = 0.0  # from arrival to the first scheduling
     prefill_seconds: float = 0.0  # from the first scheduling to the first token
+    embedding: bytes | None = None  # with `pooling`, and then no tokens: fp32, little-endian, not normalized
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True):

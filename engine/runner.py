@@ -27,6 +27,7 @@ from attention import AttentionContext, Causal
 from engine.graphs import Captured, Graphs
 from engine.logits import SCORE_CHUNK, Scores, count_drawn, has_grammar, may_change, process, token_logprobs
 from engine.paged_cache import PagedCache
+from engine.pooling import Pooled, pool, reads_all_rows
 from engine.protocol import TokenLogprobs
 from engine.sampler import SamplingBatch, sample
 from engine.scheduler import Chunk, Sequence, drawn_by
@@ -73,7 +74,7 @@ class Output:
     last: Tensor  # (D, C), the rows from which a token is drawn
     tokens: Tensor | None  # (D,) int64, drawn with only the logits, the temperature and the seed; None on a CPU
     streams: list[Tensor]  # (T, C) each, of the runner's `stream_layers`
-    hidden: Tensor | None = None  # (T, C), all rows, of a step that scores a prompt
+    hidden: Tensor | None = None  # (T, C), all rows, of a step that scores a prompt or takes a mean
 
 
 @dataclass
@@ -89,6 +90,7 @@ class InFlightStep:
     tokens: Tensor | None = None  # the same in host memory, valid after `ready`
     scored: list[int] = field(default_factory=list)  # the draws whose requests ask for log-probabilities
     scores: Scores | None = None  # of these, valid after `ready`
+    pooled: Pooled | None = None  # valid after `ready`
     # when the device could begin the step, and when it had the tokens; None on a CPU
     begin: "torch.cuda.Event | None" = None
     ready: "torch.cuda.Event | None" = None
@@ -149,7 +151,7 @@ class Runner:
 
     def _span_step(self, rows: int, spans: int, draws: int, max_span: int, scored: bool = False) -> Output:
         """Compute `rows` tokens of `spans` chunks. On a GPU, also draw `draws` tokens from the last rows of the chunks that reach
-        the end of their sequence. Other rows end after the last layer's attention, unless prompts are scored."""
+        the end of their sequence. Other rows end after the last layer's attention, unless `scored` asks for all."""
         inputs = self.spans
         context = inputs.context(rows, spans, self.cache, max_span)
         # where each row draws, as in most steps of a CPU, no rows have to be copied
@@ -274,7 +276,7 @@ class Runner:
         chunks, begin = list(chunks), self._event()
         sampling, tokens = [c for c in chunks if c.samples], sum([c.count for c in chunks])
         draws = len(sampling) + (sum([len(c.draft) for c in chunks]) if self.capacity.drafted else 0)
-        scored = any(map(scores_prompt, chunks))
+        scored = any(scores_prompt(c) or reads_all_rows(c) for c in chunks)
         if self.graphs is None:
             output = self._span_step(*self._write_spans(chunks, tokens, max(1, draws), after), scored)
         elif len(sampling) == len(chunks) and draws == tokens and not scored:
@@ -284,6 +286,8 @@ class Runner:
         if output.hidden is not None:
             self._score_prompts(chunks, output.hidden)
         step = InFlightStep(chunks, sampling, output.last[:draws], draws > len(sampling), output.streams, begin=begin)
+        if any(c.sequence.params.pooling is not None for c in chunks):
+            step.pooled = pool(self.model.norm, chunks, output.last, output.hidden)
         if output.tokens is not None and all(is_plain(c.sequence) for c in sampling):
             self._copy_to_host(step, output.tokens[:draws])
         elif all(c.is_known or not has_grammar(c.sequence) for c in step.sampling):

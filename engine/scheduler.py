@@ -77,7 +77,7 @@ class Sequence:
     @property
     def longest(self) -> int:
         """The most tokens that it may have, prompt included."""
-        return self.prompt_length + self.params.max_tokens
+        return self.prompt_length + (self.params.max_tokens if self.params.pooling is None else 0)
 
 
 class Draw(NamedTuple):
@@ -378,13 +378,13 @@ class Scheduler:
 
     def _cached(self, sequence: Sequence) -> list[int]:
         """The blocks of a waiting sequence that are in the prefix cache."""
-        # prompt_logprobs need the logits of all prompt tokens; those are not cached
-        reuse = not self.whole_sequences and sequence.params.prompt_logprobs is None
+        # prompt_logprobs and means need the hidden states of all prompt tokens; those are not cached
+        reuse = not self.whole_sequences and sequence.params.prompt_logprobs is None and sequence.params.pooling != "mean"
         return self.blocks.match(sequence.tokens) if reuse else []
 
     def _fresh(self, sequence: Sequence, cached: List[int]) -> int:
         """How many other blocks it needs to start."""
-        tokens = sequence.longest if self.whole_sequences else len(sequence.tokens) + 1
+        tokens = sequence.longest if self.whole_sequences else min(len(sequence.tokens) + 1, sequence.longest)
         return self.blocks.blocks_for(tokens) - len(cached)
 
     def _admit(self, sequence: Sequence, reserved: int = 0) -> bool:

@@ -17,6 +17,8 @@ from server.chat import ChatRequest, conversation, read_conversation
 from server.clients import owner
 from server.completions import CompletionRequest, read_prompts
 from server.docs import render_docs
+from server.embedding_bodies import EmbeddingBody, ScoreBody
+from server.embeddings import embed, score
 from server.endpoint import check, respond
 from server.engine_client import EngineClient
 from server.http import JsonResponse, unless_gone
@@ -45,6 +47,7 @@ def create_app(settings: Settings, client: EngineClient, tokenizer: Tokenizer) -
     _add_generation(app, service)
     responses.add(app, service)
     messages.add(app, service)
+    _add_embeddings(app, service)
     _add_results(app, service)
     _add_tokens(app, service)
     _add_models(app, service)
@@ -115,6 +118,32 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     )
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         return await respond(service, request, body, read_conversation, ChatRequest)
+
+
+def _add_embeddings(app: FastAPI, service: Service) -> None:
+    errors = errors_of(400, 401, 404, 413, 429, 500, 503)
+
+    @app.post(
+        "/v1/embeddings",
+        response_model=replies.EmbeddingReply,
+        responses=errors,
+        tags=["embeddings"],
+        summary="Texts to vectors",
+    )
+    async def embeddings(body: EmbeddingBody, request: Request) -> Response:
+        return await embed(service, request, body)
+
+    for path in ("/v1/score", "/score"):
+
+        @app.post(
+            path,
+            response_model=replies.ScoreReply,
+            responses=errors,
+            tags=["embeddings"],
+            summary="How similar two texts are: the cosine of their vectors",
+        )
+        async def similarities(body: ScoreBody, request: Request) -> Response:
+            return await score(service, request, body)
 
 
 def _add_results(app: FastAPI, service: Service) -> None:

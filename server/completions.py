@@ -105,28 +105,37 @@ async def read_prompts(service: Service, body: CompletionBody, size: int) -> lis
 
     `size`: bytes of the request's body.
     """
-    given = _as_list(body.prompt)
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     limits = Limits.of_request(service.max_model_len, body.truncate_prompt_tokens, max_tokens)
-    texts = [one for one in given if isinstance(one, str)]
-    for text in texts:
-        check_characters(service.tokenizer, text, limits, "prompt")
-    encoded = iter(await _encode(service, texts, body.add_special_tokens is not False, limits))
-    prompts = []
-    for one in given:
-        ids, whole = next(encoded) if isinstance(one, str) else (one, True)
-        kept = fit_prompt(ids, limits, service.vocab_size, "prompt")
-        prompts.append(Prompt(kept, one if isinstance(one, str) and whole and len(kept) == len(ids) else None))
+    prompts = await encode_prompts(service, as_list(body.prompt), body.add_special_tokens is not False, limits, "prompt")
     if body.echo:
         await _add_texts(service, prompts, body.skip_special_tokens is not False)
     return prompts
 
 
-async def _encode(service: Service, texts: list[str], add_special_tokens: bool, limits: Limits) -> list[tuple[list[int], bool]]:
+async def encode_prompts(
+    service: Service, given: Sequence[str | list[int]], add_special_tokens: bool, limits: Limits, field: str
+) -> list[Prompt]:
+    """Texts and lists of token ids as prompts. Raises a 400, which names the request's `field`, for one that is too long."""
+    texts = [one for one in given if isinstance(one, str)]
+    for text in texts:
+        check_characters(service.tokenizer, text, limits, field)
+    encoded = iter(await _encode(service, texts, add_special_tokens, limits, field))
+    prompts = []
+    for one in given:
+        ids, whole = next(encoded) if isinstance(one, str) else (one, True)
+        kept = fit_prompt(ids, limits, service.vocab_size, field)
+        prompts.append(Prompt(kept, one if isinstance(one, str) and whole and len(kept) == len(ids) else None))
+    return prompts
+
+
+async def _encode(
+    service: Service, texts: list[str], add_special_tokens: bool, limits: Limits, field: str
+) -> list[tuple[list[int], bool]]:
     """The token ids of each text, and whether they cover all of it. Long texts are tokenized in a worker."""
     work = sum(map(len, texts)) + PROMPT_WORK * len(texts)
     if work > LONG_TEXT:
-        return await service.workers.run(text_prompts, texts, add_special_tokens, limits, slow=work > SLOW_TEXT)
+        return await service.workers.run(text_prompts, texts, add_special_tokens, limits, field, slow=work > SLOW_TEXT)
     return [(service.tokenizer.encode(text, add_special_tokens=add_special_tokens), True) for text in texts]
 
 
@@ -143,7 +152,7 @@ async def _add_texts(service: Service, prompts: list[Prompt], skip_special: bool
         prompt.text = text
 
 
-def _as_list(prompt: Any) -> list[str | list[int]]:
+def as_list(prompt: Any) -> list[str | list[int]]:
     """Convert a prompt in any of its four forms to a list. Each item is a text or a list of token ids."""
     if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
         return [prompt]

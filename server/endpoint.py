@@ -35,6 +35,14 @@ def check(service: Service, request: Request, body: Body) -> None:
     service.check_model(body.model)
 
 
+def turn_of(service: Service, request: Request, priority: int | None) -> Turn:
+    """When the request's sequences start. Raises a 400 for a priority that this server does not allow."""
+    if priority and not service.settings.allow_priority:
+        raise bad("priority", "this server treats all requests alike; leave it out, or start the server with --allow-priority")
+    client = sender(request.scope) if service.settings.fairness == "clients" else Client("")
+    return Turn(client.name, client.weight, priority or 0)
+
+
 async def accept(
     service: Service,
     request: Request,
@@ -48,8 +56,7 @@ async def accept(
     grammar)` returns the endpoint's request. Raises ApiError.
     """
     check(service, request, body)
-    if body.priority and not service.settings.allow_priority:
-        raise bad("priority", "this server treats all requests alike; leave it out, or start the server with --allow-priority")
+    turn = turn_of(service, request, body.priority)
     service.check_ready()
     raw = await request.body()
 
@@ -58,8 +65,7 @@ async def accept(
 
     prompts, compiled = await unless_gone(request.receive, prepare())
     generation = make(service, body, prompts, compiled.grammar)
-    client = sender(request.scope) if service.settings.fairness == "clients" else Client("")
-    generation.plan.turn = Turn(client.name, client.weight, body.priority or 0)
+    generation.plan.turn = turn
     if service.journal:
         data = record(generation, raw, compiled.grammar)
         ids = generation.id, request.state.request_id

@@ -165,13 +165,16 @@ def run(service: Service, plan: Plan, usage: Usage, log_fields: dict[str, Any]) 
         client.generate(plan.submits()) as outputs,
     ):
         # One timer for the whole request: a timeout around each wait would need a timer for every token.
-        seconds = service.settings.request_timeout
-        error = ApiError(503, f"the request took longer than {seconds:g} s and was ended", None, "timeout")
-        deadline = asyncio.get_running_loop().call_later(seconds, outputs.on_error, error)
+        error = timed_out(service)
+        deadline = asyncio.get_running_loop().call_later(service.settings.request_timeout, outputs.on_error, error)
         try:
             yield Run(plan, choices, outputs, usage, log_fields, leave)
         finally:
             deadline.cancel()
+
+
+def timed_out(service: Service) -> ApiError:
+    return ApiError(503, f"the request took longer than {service.settings.request_timeout:g} s and was ended", None, "timeout")
 
 
 class Run:

@@ -63,6 +63,7 @@ def describe(settings: Settings, engine: Engine, config: ModelConfig, world: Wor
         kv_blocks=blocks.n_blocks,
         block_size=blocks.block_size,
         pid=os.getpid(),
+        hidden_size=config.hidden_size,
     )
 
 

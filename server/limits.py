@@ -16,8 +16,8 @@ TOO_MANY = "too_many_tokens"
 class Limits:
     """Limits in tokens.
 
-    `context`: of a prompt and its answer together; a prompt of that many tokens or more is refused. `keep`: a prompt is cut at
-    its start to this many; None: not cut. `answer`: requested tokens of the answer, for the text of an error.
+    `context`: of a prompt and its answer together; a prompt that leaves no room for an answer is refused. `keep`: a prompt is cut at
+    its start to this many; None: not cut. `answer`: requested tokens of the answer, for the text of an error; 0: there is none.
     """
 
     context: int
@@ -29,6 +29,16 @@ class Limits:
         """`truncate`: truncate_prompt_tokens; -1 keeps what the context can hold with the answer."""
         answer = max(max_tokens or 1, 1)
         return cls(context, max(0, context - answer) if truncate == -1 else truncate, answer)
+
+    @classmethod
+    def without_answer(cls, context: int, truncate: int | None) -> "Limits":
+        """`truncate`: as for `of_request`."""
+        return cls(context, context if truncate == -1 else truncate, 0)
+
+    @property
+    def prompt(self) -> int:
+        """The most tokens of a prompt."""
+        return self.context - min(self.answer, 1)
 
     @property
     def prompt_tokens(self) -> int:
@@ -48,7 +58,7 @@ def check_characters(tokenizer: Tokenizer, text: str, limits: Limits, field: str
     """
     if tokenizer.covers is not None and limits.keep is None:
         at_least = math.ceil(len(text) / tokenizer.covers)
-        if at_least >= limits.context:
+        if at_least > limits.prompt:
             raise context_error(limits.context, at_least, limits.answer, field, part=field, at_least=True)
 
 
@@ -59,7 +69,7 @@ def cut_prompt(ids: list[int], limits: Limits) -> list[int]:
 
 def check_prompt(ids: list[int], limits: Limits, field: str) -> None:
     """Refuse a prompt that leaves no room for an answer. `field`: the request's field, "prompt" or "messages"."""
-    if len(ids) >= limits.context:
+    if len(ids) > limits.prompt:
         raise context_error(limits.context, len(ids), limits.answer, field, part=field)
 
 
@@ -99,7 +109,7 @@ def check_ids(ids: Sequence[int], vocab_size: int, field: str) -> None:
         raise bad(field, f"has the token id {highest}, but ids run from 0 to {vocab_size - 1}")
 
 
-def check_prompts(tokens: int, limits: Limits, prompt_logprobs: int | None = None) -> None:
+def check_prompts(tokens: int, limits: Limits, prompt_logprobs: int | None = None, field: str = "prompt") -> None:
     """Refuse a request whose prompts are too long together or have too many log-probabilities.
 
     `tokens`: of all prompts; a prompt counts once for each of its answers.
@@ -107,7 +117,7 @@ def check_prompts(tokens: int, limits: Limits, prompt_logprobs: int | None = Non
     advice = "send fewer prompts at once, or lower n"
     if tokens > limits.prompt_tokens:
         message = f"has {tokens} tokens or more in all prompts, each counted for every answer; at most {limits.prompt_tokens}"
-        raise bad("prompt", f"{message}; {advice}", TOO_MANY)
+        raise bad(field, f"{message}; {advice}", TOO_MANY)
     if prompt_logprobs is not None and (values := tokens * (1 + prompt_logprobs)) > limits.logprobs:
         message = f"asks for {values} log-probabilities of prompts, counted for every answer; at most {limits.logprobs}"
         raise bad("prompt", f"{message}; {advice}", TOO_MANY)

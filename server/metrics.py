@@ -199,9 +199,10 @@ class SequenceTimes:
 
     def on_tokens(self, now: float, count: int, queue_seconds: float, prefill_seconds: float) -> None:
         """Record when tokens arrived. `now`: time.monotonic(). `Metrics.on_tokens` counts the tokens themselves."""
-        if not count:
-            return
         m = self.metrics
+        if not count:  # an embedding
+            self._on_prompt(now, queue_seconds, prefill_seconds)
+            return
         if self.first is None:
             self._on_first(now, queue_seconds, prefill_seconds)
         else:
@@ -217,6 +218,10 @@ class SequenceTimes:
         self.first = now
         m.ttft_seconds.observe(now - self.started)
         m.ttft.add(now, now - self.started)
+        self._on_prompt(now, queue_seconds, prefill_seconds)
+
+    def _on_prompt(self, now: float, queue_seconds: float, prefill_seconds: float) -> None:
+        m = self.metrics
         m.queue_seconds.observe(queue_seconds)
         m.prefill_seconds.observe(prefill_seconds)
         m.prompt_tokens.inc(self.prompt_tokens)

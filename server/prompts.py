@@ -48,17 +48,17 @@ def prediction_ids(text: str, limits: Limits) -> list[int]:
     return ids
 
 
-def text_prompts(texts: Sequence[str], add_special_tokens: bool, limits: Limits) -> list[tuple[list[int], bool]]:
+def text_prompts(texts: Sequence[str], add_special_tokens: bool, limits: Limits, field: str) -> list[tuple[list[int], bool]]:
     """The token ids of each text, cut as `limits` says, and whether they are all of its ids. Raises a 400 for too many."""
     tokenizer = worker_tokenizer()
     found: list[tuple[list[int], bool]] = []
     tokens = 0
     for text in texts:
         ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        kept = _cut(ids, limits, "prompt")
+        kept = _cut(ids, limits, field)
         found.append((kept, len(kept) == len(ids)))
         tokens += len(kept)
-        check_prompts(tokens, limits)
+        check_prompts(tokens, limits, field=field)
     return found
 
 

@@ -181,6 +181,40 @@ class ChatChunk(Answer):
     prompt_token_ids: list[int] | None = None
 
 
+class EmbeddingUsage(Reply):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embedding(Reply):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str  # a text with base64
+
+
+class EmbeddingReply(Reply):
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+
+
+class Score(Reply):
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class ScoreUsage(EmbeddingUsage):
+    completion_tokens: Literal[0]
+
+
+class ScoreReply(Answer):
+    object: Literal["list"]
+    data: list[Score]
+    usage: ScoreUsage
+
+
 class ModelCard(Reply):
     id: str
     object: Literal["model"]

@@ -304,16 +304,13 @@ class GenerationBody(SamplingBody):
         return bool(options and options.include_usage), bool(options and options.continuous_usage_stats)
 
 
+Texts = str | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+Ids = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+Prompts = Texts | Ids | Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+
+
 class CompletionBody(GenerationBody):
-    prompt: (
-        str
-        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
-        | Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
-        | Annotated[
-            list[Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]],
-            Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True),
-        ]
-    ) = Field(description="A text, texts, token ids, or lists of token ids.")
+    prompt: Prompts = Field(description="A text, texts, token ids, or lists of token ids.")
     max_tokens: int | None = Field(
         None, ge=0, le=2**31 - 1, description="Default 16. 0 scores the prompt, with echo and logprobs."
     )

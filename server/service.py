@@ -4,11 +4,12 @@ import time
 from collections import OrderedDict
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from msgspec.structs import asdict
 from pydantic import BaseModel
 
+from engine.protocol import Pooling
 from errors import UserError
 from server.admission import Admission
 from server.bounds import MAX_VALUES, Bounds, parse
@@ -17,6 +18,7 @@ from server.examples import read_examples
 from server.journal import Journal
 from server.json_schema import Compiled
 from server.logs import log
+from server.pooling_file import checkpoint_pooling
 from server.problems import ApiError
 from server.prompts import SLOW_TEXT
 from server.replies import StatsReply
@@ -27,7 +29,13 @@ from tokenizer import Tokenizer
 M = TypeVar("M", bound=BaseModel)
 
 INLINE = 16384  # bytes, about 2,000 token ids or a few pages of text; larger bodies are checked in a worker
-WORKER_MODULES = ("server.bounds", "server.json_schema", "server.prompts", "server.schemas")  # with the jobs of workers
+WORKER_MODULES = (
+    "server.bounds",
+    "server.embedding_bodies",
+    "server.json_schema",
+    "server.prompts",
+    "server.schemas",
+)  # with the jobs of workers
 
 
 class Service:
@@ -45,6 +53,7 @@ class Service:
         self.started, self.created = time.monotonic(), int(time.time())
         self.model_name = settings.model_names[0]
         self.examples = read_examples(settings.model)
+        self.pooling = cast(Pooling, settings.embedding_pooling) or checkpoint_pooling(settings.model)
 
     def _open_journal(self) -> Journal | None:
         """Raises UserError, except in a new frontend of ranks that serve, which goes on without."""

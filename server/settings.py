@@ -150,6 +150,12 @@ class HttpOptions:
         help="for connections from this address or network, such as 127.0.0.1 or 10.0.0.0/8, the client is the one that "
         "X-Forwarded-For names, in the access log and for --fairness; may be repeated (default: none: the connection's own address)",
     )
+    embedding_pooling: str | None = option(
+        default=None,
+        choices=("mean", "last"),
+        help="what /v1/embeddings and /v1/score take where a request does not say it: the mean of all tokens' hidden states, or the "
+        "last token's (default: as the checkpoint's 1_Pooling/config.json says, else mean)",
+    )
     strict_requests: bool = option(
         default=False,
         help="refuse requests with unknown parameters (default: ignore them, and name them in the header X-Rung-Ignored and in the "

@@ -1,7 +1,7 @@
-"""Send a response as server-sent events, no faster than the client reads them."""
+"""Send a response as server-sent events, or in pieces, no faster than the client reads them."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
@@ -69,6 +69,29 @@ class EventStream(Response):
                     await writer.write(data)
                 await writer.write(self.end)
                 await writer.end()
+
+
+class PacedResponse(Response):
+    """A response of JSON in pieces, which are made while it is sent, no faster than the client reads them.
+
+    Raises ClientGone as an EventStream does.
+    """
+
+    def __init__(self, pieces: Iterator[bytes], write_timeout: float) -> None:
+        self.pieces, self.write_timeout = pieces, write_timeout
+        super().__init__(media_type="application/json")
+        del self.headers["content-length"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await unless_gone(receive, self._run(send))
+
+    async def _run(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async with _writing(send, self.write_timeout) as writer:
+            for piece in self.pieces:
+                await writer.write(piece)
+                await asyncio.sleep(0)  # let other requests run: making a piece takes about 1 ms
+            await writer.end()
 
 
 class _Writer:

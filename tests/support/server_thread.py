@@ -6,6 +6,7 @@ import json
 import queue
 import threading
 import time
+from array import array
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -42,6 +43,7 @@ MODEL = MODELS / "tiny-hybrid"
 TOKENIZER = load_tokenizer(MODEL)
 EOS = TOKENIZER.eos_ids[0]
 CONTEXT = 256
+WIDTH = 6  # of embeddings
 MARK = "mark"  # the request id of the Abort by which `Site.settle` sees that the engine has got all before it
 STORY = "Once upon a time, Zoë saw a 🐉 über the café. It was kind. END of it"
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -125,6 +127,9 @@ class FakeEngine(threading.Thread):
 
     def _outputs(self, submit: Submit) -> Iterator[TokenOutput]:
         params = submit.params
+        if params.pooling is not None:
+            yield TokenOutput(submit.request_id, [], "stop", embedding=embedding(submit).tobytes())
+            return
         ids = self.reply(submit)[: params.max_tokens]
         ended = [i for i, token in enumerate(ids) if token in params.stop_token_ids]
         ids, reason = (ids[: ended[0] + 1], "stop") if ended else (ids, "length")
@@ -149,6 +154,12 @@ class FakeEngine(threading.Thread):
             )
 
 
+def embedding(submit: Submit) -> "array[float]":
+    """A vector that depends on the prompt and the pooling."""
+    scale = 1 if submit.params.pooling == "mean" else -2
+    return array("f", [scale * (sum(submit.prompt_ids) * (i + 1) % 97 + 0.5) for i in range(WIDTH)])
+
+
 def entry(token: int, k: int) -> TokenLogprobs:
     """`token` and the `k` best tokens. `token` is not among the best, so every response layout must add it."""
     others = [Logprob((token + 1 + i) % 1024, -0.25 * (i + 1), i + 1) for i in range(k)]
@@ -156,7 +167,7 @@ def entry(token: int, k: int) -> TokenLogprobs:
 
 
 def ready() -> Ready:
-    return Ready("tiny", "hybrid", "gloo", 2, "cpu", "float32", CONTEXT, TOKENIZER.vocab_size, 100, 16)
+    return Ready("tiny", "hybrid", "gloo", 2, "cpu", "float32", CONTEXT, TOKENIZER.vocab_size, 100, 16, hidden_size=WIDTH)
 
 
 class Site:

@@ -1,0 +1,139 @@
+"""POST /v1/embeddings and /v1/score: texts to vectors, and their similarities.
+
+The texts of a request are computed in slices, so that one with thousands of them takes few places in the queue. Their vectors are
+kept in fp32, and encoded one by one while the answer is sent.
+"""
+
+import asyncio
+import base64
+import math
+import operator
+import time
+import uuid
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from fastapi import Request
+from starlette.responses import Response
+
+from engine.protocol import SamplingParams, Submit, Turn
+from server.completions import as_list, encode_prompts
+from server.embedding_bodies import EmbeddingBody, PoolingBody, ScoreBody, listed
+from server.endpoint import check, turn_of
+from server.generation import timed_out
+from server.http import JsonResponse, to_json, unless_gone
+from server.limits import Limits, check_prompts
+from server.problems import bad
+from server.service import Service
+from server.sse import PacedResponse
+
+SLICE = 4  # as many texts are in the engine at once as this many steps can begin; then its last step is seldom nearly empty
+
+Vector = array  # of fp32
+Given = Mapping[str, Sequence[str | list[int]]]  # texts or token ids by the name of their field
+
+
+async def embed(service: Service, request: Request, body: EmbeddingBody) -> Response:
+    """Answer POST /v1/embeddings. Raises ApiError."""
+    turn = _begin(service, request, body)
+    width = service.client.ready.hidden_size if service.client.ready else 0
+    if (body.dimensions or 0) > width:
+        raise bad("dimensions", f"is {body.dimensions}, but the model's embeddings have {width} numbers")
+    work = _embeddings(service, request, body, turn, {"input": as_list(body.input)})
+    vectors, tokens = await unless_gone(request.receive, work)
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    pieces = _reply(vectors, body, {"model": body.model or service.model_name, "usage": usage})
+    return PacedResponse(pieces, service.settings.idle_timeout)
+
+
+async def score(service: Service, request: Request, body: ScoreBody) -> Response:
+    """Answer POST /v1/score. Raises ApiError."""
+    turn = _begin(service, request, body)
+    given = {"text_1": listed(body.text_1), "text_2": listed(body.text_2)}
+    vectors, tokens = await unless_gone(request.receive, _embeddings(service, request, body, turn, given))
+    units = [normalized(vector) for vector in vectors]
+    ones, others = units[: len(given["text_1"])], units[len(given["text_1"]) :]
+    values = [sum(map(operator.mul, ones[i % len(ones)], other)) for i, other in enumerate(others)]
+    reply = {
+        "id": f"score-{uuid.uuid4().hex}",
+        "object": "list",
+        "created": int(time.time()),
+        "model": body.model or service.model_name,
+        "data": [{"index": i, "object": "score", "score": value} for i, value in enumerate(values)],
+        "usage": {"prompt_tokens": tokens, "total_tokens": tokens, "completion_tokens": 0},
+    }
+    return JsonResponse(reply)
+
+
+def normalized(vector: Vector) -> Vector:
+    """The vector scaled to length 1; zero stays zero."""
+    length = math.hypot(*vector) or 1.0
+    return Vector("f", [x / length for x in vector])
+
+
+def _begin(service: Service, request: Request, body: PoolingBody) -> Turn:
+    """Check what does not depend on the texts."""
+    check(service, request, body)
+    turn = turn_of(service, request, body.priority)
+    service.check_ready()
+    if body.user:
+        request.state.log_fields["user"] = body.user
+    return turn
+
+
+async def _embeddings(
+    service: Service, request: Request, body: PoolingBody, turn: Turn, given: Given
+) -> tuple[list[Vector], int]:
+    """The vector of each text, not normalized, and how many tokens all texts have."""
+    limits = Limits.without_answer(service.max_model_len, body.truncate_prompt_tokens)
+    prompts, tokens = list[list[int]](), 0
+    for field, texts in given.items():
+        encoded = await encode_prompts(service, texts, body.add_special_tokens is not False, limits, field)
+        prompts += [prompt.ids for prompt in encoded]
+        tokens = sum(map(len, prompts))
+        check_prompts(tokens, limits, field=field)
+    request.state.log_fields["prompt_tokens"] = tokens
+    params = SamplingParams(max_tokens=1, pooling=body.pooling or service.pooling)
+    return await _computed(service, prompts, params, turn), tokens
+
+
+async def _computed(service: Service, prompts: Sequence[list[int]], params: SamplingParams, turn: Turn) -> list[Vector]:
+    """The vector of each prompt. Raises ApiError: 400, 429, 503."""
+    service.check_ready()
+    unique, client, admission = uuid.uuid4().hex, service.client, service.admission
+    most = min(SLICE * service.settings.max_num_seqs, admission.capacity, admission.per_client)
+    vectors = list[Vector]()
+    try:
+        with admission.hold(turn.client, min(len(prompts), most), client.active):
+            async with asyncio.timeout(service.settings.request_timeout):
+                for first in range(0, len(prompts), most):
+                    part = prompts[first : first + most]
+                    submits = [Submit(f"{unique}-{first + i}", ids, params, turn=turn) for i, ids in enumerate(part)]
+                    vectors += await _slice(service, submits)
+    except TimeoutError as e:
+        raise timed_out(service) from e
+    return vectors
+
+
+async def _slice(service: Service, submits: Sequence[Submit]) -> list[Vector]:
+    found = [Vector("f") for _ in submits]
+    left = len(submits)
+    with service.client.generate(submits) as outputs:
+        while left:
+            for index, output in await outputs.next():
+                found[index].frombytes(output.embedding or b"")
+                left -= 1
+    return found
+
+
+def _reply(vectors: Sequence[Vector], body: EmbeddingBody, tail: Mapping[str, Any]) -> Iterator[bytes]:
+    """The pieces of the answer's JSON."""
+    separator = b'{"object":"list","data":['
+    for i, vector in enumerate(vectors):
+        kept = vector[: body.dimensions]
+        kept = kept if body.normalize is False else normalized(kept)
+        values = base64.b64encode(kept.tobytes()).decode() if body.encoding_format == "base64" else kept.tolist()
+        yield separator + to_json({"object": "embedding", "index": i, "embedding": values})
+        separator = b","
+    yield b"]," + to_json(tail)[1:]

@@ -1,0 +1,147 @@
+"""Embeddings: the engine's pooled hidden states are those of transformers, and of one forward pass, in any batch."""
+
+import random
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from attention import Causal
+from engine.core import Engine
+from engine.protocol import Abort, Pooling, Refused, SamplingParams, Submit
+from model import Transformer
+from tests.engine.test_engine import ALONE, CPU, KINDS, assert_same, config_of, engine_of, load, random_model, random_submits
+from tests.engine.test_runner import as_on_a_gpu
+from tests.support.ranks import Ranks
+from tp import World
+from training.export import save_checkpoint
+
+
+def wanted(count: int, longest: int = 50) -> list[Submit]:
+    """Prompts of all lengths; half begin like an earlier one."""
+    prompts = [s.prompt_ids for s in random_submits(count, longest=longest)]
+    pooling: list[Pooling] = [random.choice(["mean", "last"]) for _ in prompts]
+    return [Submit(f"e{i}", ids, SamplingParams(pooling=pooling[i])) for i, ids in enumerate(prompts)]
+
+
+def embeddings(engine: Engine, submits: list[Submit], preempt: bool = False) -> tuple[dict[str, Tensor], dict[str, list[int]]]:
+    """Run all requests to their end. Returns vectors and, of those that generate, tokens. preempt: also where nothing has to be
+    preempted."""
+    vectors, tokens = dict[str, Tensor](), {s.request_id: list[int]() for s in submits if s.params.pooling is None}
+    for submit in submits:
+        assert engine.submit(submit) is None
+    while engine.has_work():
+        scheduler = engine.scheduler
+        if preempt and engine._ahead is None and scheduler.running and random.random() < 0.2:
+            scheduler._preempt(random.choice(scheduler.running))
+        for output in engine.step():
+            if output.embedding is None:
+                tokens[output.request_id] += output.token_ids
+                continue
+            assert output.request_id not in vectors and not output.token_ids and output.finish_reason == "stop"
+            vectors[output.request_id] = torch.frombuffer(bytearray(output.embedding), dtype=torch.float32)
+    assert engine.scheduler.blocks.used == 0 and not engine.refused
+    assert engine.stats().generation_tokens == sum(map(len, tokens.values()))
+    return vectors, tokens
+
+
+@torch.inference_mode()
+def expected(model: Transformer, submit: Submit) -> Tensor:
+    """(C,) from one forward pass without a cache."""
+    ids = submit.prompt_ids
+    hidden = model.norm(model.hidden(torch.tensor([ids]), Causal(len(ids), CPU)))[0]
+    return hidden.mean(0) if submit.params.pooling == "mean" else hidden[-1]
+
+
+def check(found: dict[str, Tensor], model: Transformer, submits: list[Submit]) -> None:
+    pooled = [s for s in submits if s.params.pooling is not None]
+    assert found.keys() == {s.request_id for s in pooled}
+    for submit in pooled:
+        torch.testing.assert_close(found[submit.request_id], expected(model, submit), atol=2e-5, rtol=1e-4)
+
+
+def test_they_are_those_of_transformers(tmp_path: Path, seed: int) -> None:
+    model = random_model(config_of("standard"))
+    save_checkpoint(model, tmp_path, torch.float32)
+    theirs = transformers.AutoModel.from_pretrained(tmp_path, dtype=torch.float32)
+    submits = wanted(6)
+    found, _ = embeddings(engine_of(model, max_batch_tokens=16), submits)
+    for submit in submits:
+        with torch.inference_mode():
+            hidden = theirs(torch.tensor([submit.prompt_ids])).last_hidden_state[0]
+        pooled = hidden.mean(0) if submit.params.pooling == "mean" else hidden[-1]
+        torch.testing.assert_close(found[submit.request_id], pooled, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", range(len(KINDS)))
+def test_beside_answers_in_chunks_with_preemptions_and_drafts(kind: int, in_turn: Callable[..., Any], seed: int) -> None:
+    model = random_model(config_of(in_turn(KINDS[kind], kind)))
+    answered = random_submits(6, longest=24, max_tokens=12)
+    submits = wanted(12) + answered
+    random.shuffle(submits)
+    limits = dict(max_num_seqs=6, max_batch_tokens=19, draft_tokens=in_turn((0, 3), kind))
+    with as_on_a_gpu() if in_turn((False, True), kind) else nullcontext():
+        found, tokens = embeddings(engine_of(model, 16, **limits), submits, preempt=True)
+    check(found, model, submits)
+    for submit in answered:
+        assert_same(model, submit, tokens[submit.request_id])
+
+
+def test_a_mean_takes_nothing_from_the_prefix_cache_but_fills_it(seed: int) -> None:
+    model, ids = random_model(config_of("hybrid:2")), [random.randrange(101) for _ in range(40)]
+    engine = engine_of(model)
+    for pooling, cached in (("mean", 0), ("mean", 0), ("last", 36), (None, 36)):
+        submit = Submit("a", ids, SamplingParams(pooling=pooling, max_tokens=1, temperature=0))
+        assert engine.submit(submit) is None
+        [output] = engine.step()
+        assert output.cached_tokens == cached
+        if pooling:
+            vector = torch.frombuffer(bytearray(output.embedding or b""), dtype=torch.float32)
+            check({"a": vector}, model, [submit])
+
+
+def test_chunks_do_not_change_a_bit_of_a_sum(seed: int) -> None:
+    """The sums are exact: only the hidden states themselves may differ."""
+    model = random_model(config_of("standard"))
+    engines = [engine_of(model, max_batch_tokens=n) for n in (7, 1000)]
+    rows = {position: torch.randn(32) for position in range(60)}
+    sums = []
+    for engine in engines:
+        engine.runner._hidden = lambda tokens, context, some=None: (  # type: ignore[method-assign]
+            torch.stack([rows[p] for p in context.positions.tolist()]),
+            [],
+        )
+        sums.append(embeddings(engine, [Submit("a", [1] * 60, SamplingParams(pooling="mean"))])[0]["a"])
+    assert torch.equal(*sums)
+
+
+def test_a_prompt_may_fill_the_context_and_an_abort_ends_it(seed: int) -> None:
+    model = random_model(config_of("standard"))
+    engine = engine_of(model, max_batch_tokens=16)
+    full = Submit("full", [1] * 80, SamplingParams(pooling="mean"))
+    check(embeddings(engine, [full])[0], model, [full])
+    assert isinstance(engine.submit(Submit("b", [1] * 81, SamplingParams(pooling="last"))), Refused)
+    assert engine.submit(full) is None
+    engine.step()
+    engine.abort(Abort("full"))
+    assert not engine.has_work() and engine.scheduler.blocks.used == 0
+
+
+def on_a_rank(world: World, directory: Path, submits: list[Submit]) -> dict[str, Tensor]:
+    return embeddings(engine_of(load(world, directory), world=world, max_batch_tokens=23), submits)[0]
+
+
+def test_ranks_give_the_same_as_one(ranks: Ranks, in_turn: Callable[..., Any], tmp_path: Path, seed: int) -> None:
+    place = in_turn(range(len(KINDS)), 0)
+    config = config_of(in_turn(KINDS[place], place))
+    save_checkpoint(random_model(config), tmp_path, torch.float32)
+    submits = wanted(6)
+    count = 2 if config.kind.streams == 2 else in_turn((2, 4), 1)
+    model = load(ALONE, tmp_path)
+    for found in ranks.run(count, on_a_rank, tmp_path, submits):
+        check(found, model, submits)

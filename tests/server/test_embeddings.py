@@ -1,0 +1,117 @@
+"""/v1/embeddings and /v1/score: what the engine is asked for, the layouts of the answers, slices, errors."""
+
+import base64
+import json
+import math
+import random
+from array import array
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from server import replies
+from server.embeddings import SLICE
+from server.pooling_file import checkpoint_pooling
+from tests.support.server_thread import CONTEXT, TOKENIZER, WIDTH, Site, embedding, wait_for
+
+PATH = "/v1/embeddings"
+
+
+def unit(vector: "array[float]") -> Any:
+    return pytest.approx([x / math.hypot(*vector) for x in vector], rel=1e-6)
+
+
+def test_the_openai_client_reads_floats_and_base64(site: Site) -> None:
+    texts = ["Once upon a time", "there was a fox", "Once upon a time"]
+    for extra in ({}, {"encoding_format": "float"}, {"encoding_format": "base64"}):  # the client asks for base64 by default
+        reply = site.openai.embeddings.create(model="tiny-hybrid", input=texts, **extra)  # type: ignore[call-overload]
+        submits = {tuple(s.prompt_ids): s for s in site.engine.submits[-3:]}
+        for i, (text, data) in enumerate(zip(texts, reply.data, strict=True)):
+            values = data.embedding
+            if isinstance(values, str):
+                values = array("f", base64.b64decode(values)).tolist()
+            assert data.index == i and values == unit(embedding(submits[tuple(TOKENIZER.encode(text))]))
+        assert reply.usage.prompt_tokens == reply.usage.total_tokens == sum(len(TOKENIZER.encode(text)) for text in texts)
+    assert site.last().params.pooling == "mean" and site.last().params.max_tokens == 1
+
+
+def test_inputs_and_parameters(site: Site) -> None:
+    ids = [random.randrange(900) for _ in range(9)]
+    for given, expected in ((ids, [ids]), ([ids, ids[:3]], [ids, ids[:3]]), ("Hi", [TOKENIZER.encode("Hi")])):
+        reply = site.post(PATH, {"input": given, "normalize": False, "pooling": "last"})
+        replies.EmbeddingReply.model_validate(reply)
+        submits = site.engine.submits[-len(expected) :]
+        assert [s.prompt_ids for s in submits] == expected and site.last().params.pooling == "last"
+        assert [data["embedding"] for data in reply["data"]] == [embedding(s).tolist() for s in submits]
+    reply = site.post(PATH, {"input": ids, "dimensions": 2, "truncate_prompt_tokens": 4, "user": "me"})
+    assert site.last().prompt_ids == ids[-4:]
+    assert reply["data"][0]["embedding"] == unit(embedding(site.last())[:2])
+    site.post(PATH, {"input": "Hi", "add_special_tokens": False})
+    assert site.last().prompt_ids == TOKENIZER.encode("Hi", add_special_tokens=False)
+    assert len(site.post(PATH, {"input": [[1] * CONTEXT]})["data"]) == 1  # no answer needs room
+
+
+def test_errors(site: Site) -> None:
+    for body, param in (
+        ({"input": []}, "input"),
+        ({"input": [[]]}, "input"),
+        ({"input": [99999]}, "input"),
+        ({"input": "a", "dimensions": WIDTH + 1}, "dimensions"),
+        ({"input": "a", "dimensions": 0}, "dimensions"),
+        ({"input": "a", "pooling": "cls"}, "pooling"),
+        ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"input": "a", "priority": 1}, "priority"),
+        ({"input": "a", "messages": []}, "messages"),
+    ):
+        assert str(site.refused(PATH, body)["param"]).startswith(param)
+    error = site.refused(PATH, {"input": ["a", "word " * CONTEXT]})
+    assert error["code"] == "context_length_exceeded" and f"maximum context length is {CONTEXT} tokens" in error["message"]
+    assert site.refused(PATH, {"input": "a", "model": "other"}, 404)["code"] == "model_not_found"
+    assert "this can never run" in site.refused(PATH, {"input": [1000]})["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/score", "/score"])
+def test_scores(site: Site, path: str) -> None:
+    texts = ["one fox", "two dogs", "a big tree"]
+    for first, pairs in ((texts[0], [(0, 0), (0, 1), (0, 2)]), (texts[::-1], [(2, 0), (1, 1), (0, 2)])):
+        reply = site.post(path, {"text_1": first, "text_2": texts})
+        replies.ScoreReply.model_validate(reply)
+        vectors = {tuple(s.prompt_ids): embedding(s) for s in site.engine.submits[-6:]}
+        units = [unit(vectors[tuple(TOKENIZER.encode(text))]).expected for text in texts]
+        expected = [sum(x * y for x, y in zip(units[i], units[j], strict=True)) for i, j in pairs]
+        assert [one["score"] for one in reply["data"]] == pytest.approx(expected, abs=1e-6)
+    assert site.refused(path, {"text_1": texts[:2], "text_2": texts})["param"] == "text_1"
+
+
+def test_thousands_of_inputs_take_few_places_and_a_client_that_leaves_frees_them(tmp_path: Path, seed: int) -> None:
+    site = Site(tmp_path, max_num_seqs=4, max_queue=64).start()
+    try:
+        inputs = [[random.randrange(1, 900), i % 900 + 1] for i in range(2048)]
+        reply = site.post(PATH, {"input": inputs, "normalize": False, "encoding_format": "base64"})
+        by_prompt = {tuple(s.prompt_ids): embedding(s).tobytes() for s in site.engine.submits}
+        assert [base64.b64decode(one["embedding"]) for one in reply["data"]] == [by_prompt[tuple(ids)] for ids in inputs]
+        site.engine.hold = True
+        site.engine.submits.clear()
+        with pytest.raises(httpx.ReadTimeout):
+            site.http.post(PATH, json={"input": inputs}, timeout=2)
+        wait_for(lambda: len(site.engine.aborts) == len(site.engine.submits) == 4 * SLICE)
+        wait_for(lambda: not site.server.service.admission._held)
+    finally:
+        site.close()
+
+
+def test_sentence_transformers_files_say_the_default(tmp_path: Path) -> None:
+    assert checkpoint_pooling(str(tmp_path)) == "mean"
+    file = tmp_path / "1_Pooling" / "config.json"
+    file.parent.mkdir()
+    for content, expected in (
+        ({"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True, "include_prompt": True}, "mean"),
+        ({"word_embedding_dimension": 8, "pooling_mode_lasttoken": True}, "last"),
+        ({"pooling_mode": "lasttoken"}, "last"),
+        ({"pooling_mode_cls_token": True}, "mean"),
+        ([1], "mean"),
+    ):
+        file.write_text(json.dumps(content))
+        assert checkpoint_pooling(str(tmp_path)) == expected
