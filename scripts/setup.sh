@@ -18,17 +18,18 @@ echo "setting up .venv ($kind): up to $size GB, more with CUDA; the first time t
 has_torch='import torch; v = tuple(map(int, torch.__version__.split(".")[:2])); raise SystemExit(not (2, 11) <= v < (2, 14))'
 if "$python" -c "$has_torch" 2>/dev/null; then options=--system-site-packages; else options=; fi
 [ -x .venv/bin/python ] || "$python" -m venv $options .venv
-pip() { .venv/bin/python -m pip --disable-pip-version-check "$@"; }
+# --no-compile: Python compiles what is imported, a fraction of all files, when it is
+install() { .venv/bin/python -m pip --disable-pip-version-check install -q --no-compile "$@"; }
 
 if ! .venv/bin/python -c "$has_torch" 2>/dev/null; then
   if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then
-    pip install -q 'torch==2.11.*'
+    install 'torch==2.11.*'
   else # without a GPU: the CPU build, from where pip looks anyway or from PyTorch's own index; gigabytes of CUDA only as the last resort
-    pip install -q 'torch==2.13.0+cpu' 2>/dev/null ||
-      pip install -q 'torch==2.13.0+cpu' --extra-index-url https://download.pytorch.org/whl/cpu 2>/dev/null ||
-      pip install -q 'torch==2.13.0'
+    install 'torch==2.13.0+cpu' 2>/dev/null ||
+      install 'torch==2.13.0+cpu' --extra-index-url https://download.pytorch.org/whl/cpu 2>/dev/null ||
+      install 'torch==2.13.0'
   fi
 fi
-pip install -q -r requirements.txt
-[ "$kind" = run ] || pip install -q -r requirements-dev.txt
+install -r requirements.txt
+[ "$kind" = run ] || install -r requirements-dev.txt
 echo "$wanted" >"$stamp"
