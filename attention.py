@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import determinism
 from config import ModelConfig
 from kernels import exact
+from kernels.lora import Groups
 from rope import rotate
 
 
@@ -53,6 +54,7 @@ class AttentionContext(ABC):
     """What one forward pass needs to attend to the tokens before it: here, and with a cache in `engine/paged_cache.py`."""
 
     positions: Tensor  # (T,) int64, of this forward's tokens, the same for every sequence
+    adapters: Groups | None = None  # which of this forward's rows have an adapter
     _rope: tuple[Tensor, Tensor] | None = None  # the same for every layer
 
     @abstractmethod

@@ -34,7 +34,7 @@ from errors import UserError
 from kernels.embedding import embedding_shard
 from kernels.norm import rms_norm
 from rope import rope_frequencies
-from tp import Shard, ShardedLinear, stream_shards
+from tp import Shard, ShardedLinear, StepAdapters, stream_shards
 
 
 class Factory(TypedDict):
@@ -221,6 +221,7 @@ class Transformer(nn.Module):
         self.head = self.embedding if config.tie_embeddings else ShardedLinear(config, rank, ("lm_head",), **factory)
         self.frequencies: Tensor
         self.register_buffer("frequencies", rope_frequencies(config).to(device), persistent=False)
+        self.step_adapters: StepAdapters | None = None  # of the blocks' linear layers, if they can have adapters
 
     @property
     def attention_slots(self) -> int:
@@ -241,7 +242,7 @@ class Transformer(nn.Module):
         if determinism.enabled():
             raise UserError("--compile chooses the order of sums itself; leave it or --deterministic out")
         for module in self.modules():
-            if isinstance(module, ShardedLinear) and module.gated and not module.is_quantized:
+            if isinstance(module, ShardedLinear) and module.gated and not module.only_called:
                 module.forward = torch.compile(module.forward)  # type: ignore[method-assign]
             elif isinstance(module, Heads):
                 module.split = torch.compile(module.split)  # type: ignore[method-assign]
@@ -276,8 +277,10 @@ class Transformer(nn.Module):
         stream = [stream] * len(self.shards) if streams else stream
         found: dict[int, Callable[[], Tensor]] = {}
         end = len(self.layers)
-        # a stream of the last layer has all rows
-        early = rows if max(layers, default=0) < end - 1 else None
+        # a stream of the last layer has all rows, and so have the adapters of a step
+        early = rows if max(layers, default=0) < end - 1 and self.step_adapters is None else None
+        if self.step_adapters is not None:
+            self.step_adapters.groups = context.adapters
         for i, layer in enumerate(self.layers):
             if i in layers:
                 stream, found[i] = self._mean_recorded(stream) if streams else stream.recorded()

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from kernels.linear import linear, linear_swiglu
 from kernels.linear_quantized import Packed, reads_codes
 from kernels.linear_quantized import linear as quantized_linear
 from kernels.linear_quantized import supports as quantized_supports
+from kernels.lora import Groups, LowRank, add_low_rank
 from kernels.row_codes import RowCodes
 from processes import listen_on_loopback
 from quantized.weight import PlainWeight, QuantizedWeight, merged
@@ -123,6 +124,24 @@ def stream_shards(config: ModelConfig, rank: int, world_size: int) -> list[Shard
     return [Shard(rank * per_rank + i, count) for i in range(per_rank)]
 
 
+class StepAdapters:
+    """Which rows of the present step have an adapter. All adapted layers of a model share it; `Transformer` sets it."""
+
+    groups: Groups | None = None
+
+
+class LayerAdapters(NamedTuple):
+    """The adapters of one `ShardedLinear`. A column-parallel layer holds all of A and its features' rows of B, a row-parallel one its
+    features' columns of A and all of B, so that its product is a part of the partial sum."""
+
+    weights: LowRank
+    step: StepAdapters
+
+    def add(self, y: Tensor, x: Tensor) -> Tensor:
+        """y, the layer's product of x, with the adapters' products."""
+        return y if self.step.groups is None else add_low_rank(y, x, self.weights, self.step.groups)
+
+
 class ShardedLinear(nn.Module):
     """This shard's part of one linear layer, or of several layers with the same input, fused into one weight.
 
@@ -139,6 +158,9 @@ class ShardedLinear(nn.Module):
     If the config says that a part is quantized, `weight` is None, and `quantized` has one module for each part.
 
     reader: the layer that reads a gated layer's result. It is kept in a tuple, because it is not a part of this module.
+
+    adapters: None, or low-rank adapters, which `engine/adapters.py` sets before the first step. The layer is then computed by itself,
+    without the layers and all-reduces around it in the same kernel.
     """
 
     weight: nn.Parameter
@@ -157,27 +179,28 @@ class ShardedLinear(nn.Module):
     ) -> None:
         """inputs: in_features of a column-parallel layer; None: hidden_size."""
         super().__init__()
-        self.parts, self.shard, self.layer, self.gated = parts, shard, layer, gated
+        self.config, self.parts, self.shard, self.layer, self.gated = config, parts, shard, layer, gated
         self.readers = (reader,) if reader else ()
         self.sizes = [len(shard.range(config, SPLITS[p].axis)) for p in parts]
         if SPLITS[parts[0]].dim == 0:
             shape = (sum(self.sizes), inputs or config.hidden_size)
         else:
             shape = (config.hidden_size, self.sizes[0])
-        self.out_features = shape[0]
+        self.out_features, self.in_features = shape
         self.quantized = self._quantized(config, shape, device, dtype)
         weight = None if self.quantized else nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         self.register_parameter("weight", weight)
         # in a fused layer, either all parts have a bias, or the first ones, or the last ones
         has = [part in biased_parts(config) for part in parts]
         self.biased = [part for part, biased in zip(parts, has, strict=True) if biased]
-        lengths = self.sizes if SPLITS[parts[0]].dim == 0 else [shape[0]]
+        lengths = self.rows = self.sizes if SPLITS[parts[0]].dim == 0 else [shape[0]]
         self.lengths = [length for length, biased in zip(lengths, has, strict=True) if biased]
         unbiased = shape[0] - sum(self.lengths)
         self.padding = (0, unbiased) if has[0] else (unbiased, 0)
         # of the sum over input features, with --deterministic
         self.sum_parts = determinism.parts(self.sizes[0] * shard.count) // shard.count if SPLITS[parts[0]].dim == 1 else 1
         self.bias = nn.Parameter(torch.zeros(sum(self.lengths), device=device, dtype=dtype)) if self.biased else None
+        self.adapters: LayerAdapters | None = None
 
     def _quantized(
         self, config: ModelConfig, shape: tuple[int, int], device: torch.device | None, dtype: torch.dtype | None
@@ -195,22 +218,32 @@ class ShardedLinear(nn.Module):
 
     def forward(self, x: Tensor | RowCodes) -> Any:
         """(..., in_features) to (..., out_features), half of them in a gated layer, as `RowCodes` if its reader reads them."""
+        if self.adapters is not None:
+            assert isinstance(x, Tensor)
+            return self.finish(self.adapters.add(self._product(x), x))
         if (packed := self.packed) is not None:
             return quantized_linear(x, packed, self.whole_bias(), self.gated, self.finish)
         assert isinstance(x, Tensor)
+        if self.gated and on_gpu(x) and not self.quantized:
+            return linear_swiglu(x, self.weight, self.whole_bias())
+        return self.finish(self._product(x))
+
+    def _product(self, x: Tensor) -> Tensor:
+        """The matrix product with its bias, (..., out_features)."""
+        if (packed := self.packed) is not None:
+            product: Tensor = quantized_linear(x, packed, self.whole_bias())
+            return product
         if self.quantized:
             if determinism.enabled():
-                return self.finish(self._quantized_tree(x))
+                return self._quantized_tree(x)
             out, bias = torch.cat([part(x) for part in self.quantized], -1), self.whole_bias()
-            return self.finish(out if bias is None else out + bias)
-        if self.gated and on_gpu(x):
-            return linear_swiglu(x, self.weight, self.whole_bias())
-        return self.finish(linear(x, self.weight, self.whole_bias(), self.sum_parts))
+            return out if bias is None else out + bias
+        return linear(x, self.weight, self.whole_bias(), self.sum_parts)
 
     def _quantized_tree(self, x: Tensor) -> Tensor:
         """The product with --deterministic."""
         assert self.quantized is not None
-        bias, sizes = self.whole_bias(), self.sizes if SPLITS[self.parts[0]].dim == 0 else [self.out_features]
+        bias, sizes = self.whole_bias(), self.rows
         biases = [None] * len(sizes) if bias is None else bias.split(sizes)
         return torch.cat(
             [
@@ -227,7 +260,7 @@ class ShardedLinear(nn.Module):
 
     def reads_codes(self, like: Tensor) -> bool:
         """Whether an input with the rows (..., any) and the data type of `like` may be `RowCodes`."""
-        packed = self.packed
+        packed = None if self.adapters else self.packed
         return packed is not None and reads_codes(packed, like)
 
     def gate(self, gate_up: Tensor) -> Tensor | RowCodes:
@@ -266,6 +299,14 @@ class ShardedLinear(nn.Module):
     def is_quantized(self) -> bool:
         return self.quantized is not None
 
+    def own_range(self, part: str) -> range:
+        """Which of a part's features in the full model this shard has: output features, or input features of a row-parallel layer."""
+        return self.shard.range(self.config, SPLITS[part].axis)
+
+    @property
+    def only_called(self) -> bool:
+        return self.is_quantized or self.adapters is not None
+
     def quantized_parts(self) -> Iterator[tuple[str, QuantizedWeight]]:
         """The quantized parts and their names (`q_proj`, …)."""
         for part, module in zip(self.parts, self.quantized or [], strict=False):
@@ -275,7 +316,7 @@ class ShardedLinear(nn.Module):
     def pieces(self) -> Iterator[tuple[str, Tensor]]:
         """The fused parts with their checkpoint names (`q_proj.weight`, `q_proj.bias`, …), as views of this layer's tensors,
         without the weights that are quantized."""
-        sizes = self.sizes if SPLITS[self.parts[0]].dim == 0 else [self.out_features]
+        sizes = self.rows
         if self.quantized:
             plain = [(part, m.weight) for part, m in zip(self.parts, self.quantized, strict=True) if isinstance(m, PlainWeight)]
         else:

@@ -120,7 +120,7 @@ class FusedCommunicator(Communicator):
     # --- fused all-reduces ------------------------------------------------------------------------------------------------
 
     def begin_linear_all_reduce(self, x: Input, layer: Linear, overlap: bool = False) -> PendingAllReduce:
-        if overlap or layer.bias is not None or layer.is_quantized or not self.fuses(x, layer.weight):
+        if overlap or layer.bias is not None or layer.only_called or not self.fuses(x, layer.weight):
             return self.inner.begin_linear_all_reduce(x, layer, overlap)
         return FusedAllReduce(self, x, layer.weight, self.default)
 
@@ -195,7 +195,7 @@ class FusedAllReduce(PendingAllReduce):
         pair = Pair(_rows(self.x), self.x.shape[-1], self.shard.size, layer.out_features, self.shard.dtype)
         self.strategy = self.comm.chosen.get(pair.key, self.strategy)
         rows = self.scatter_add_norm(x, norm.weight, norm.eps)
-        if layer.is_quantized:
+        if layer.only_called:
             return rows, layer(self.comm.buffers.gather(self.shard).clone().view(self.shape))
         self.comm.remember(pair, self.weight, layer.weight)
         return rows, layer.finish(self.gather_linear(layer.weight, layer.whole_bias()))

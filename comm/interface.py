@@ -46,8 +46,8 @@ class Linear(Protocol):
     def out_features(self) -> int: ...
 
     @property
-    def is_quantized(self) -> bool:
-        """Whether the layer has no `weight` and can only be called."""
+    def only_called(self) -> bool:
+        """Whether the layer can only be called, because it is quantized and has no `weight`, or because it has adapters."""
         ...
 
     def reads_codes(self, like: Tensor, /) -> bool:
@@ -55,7 +55,7 @@ class Linear(Protocol):
         ...
 
     def __call__(self, x: Input, /) -> Any:
-        """For a layer that is not quantized, finish(x @ weight.T + whole_bias()). A gated layer returns what the next layer
+        """For a layer that is not `only_called`, finish(x @ weight.T + whole_bias()). A gated layer returns what the next layer
         reads."""
         ...
 

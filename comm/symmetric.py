@@ -210,7 +210,7 @@ class SymmetricCommunicator(KernelCommunicator):
             self.few_sms = AllReduceKernel(self.kind, workspace, FEW_SMS_TILING[self.kind], pdl=False)
 
     def begin_linear_all_reduce(self, x: Input, layer: Linear, overlap: bool = False) -> PendingAllReduce:
-        if overlap or layer.bias is not None or layer.is_quantized or not self._pushes(x, layer.weight):
+        if overlap or layer.bias is not None or layer.only_called or not self._pushes(x, layer.weight):
             return super().begin_linear_all_reduce(x, layer, overlap)
         return _PushedAllReduce(self.blocking, x, layer.weight)
 

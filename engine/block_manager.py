@@ -1,14 +1,17 @@
 """Ownership of KV-cache blocks: allocation, prefix reuse, eviction. Host-side bookkeeping, the same on every rank.
 
 A block holds the keys and values of `block_size` consecutive tokens. A full block is identified by its tokens and the block
-before it, and sequences with the same prefix share it. A block without owners stays cached until its space is needed; the
+before it, and sequences with the same prefix share it. The root of a chain of blocks is -1, or another negative number if an adapter
+has computed them. A block without owners stays cached until its space is needed; the
 least recently used block is evicted first.
 """
 
 from collections import OrderedDict
 from collections.abc import Sequence
 
-Key = tuple[int, tuple[int, ...]]  # (identity of the block before, or -1; this block's tokens): not a hash, so no collisions
+Key = tuple[
+    int, tuple[int, ...]
+]  # (identity of the block before, or the root; this block's tokens): not a hash, so no collisions
 
 
 class BlockManager:
@@ -28,10 +31,10 @@ class BlockManager:
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
-    def match(self, tokens: Sequence[int]) -> list[int]:
+    def match(self, tokens: Sequence[int], root: int = -1) -> list[int]:
         """The cached blocks that `tokens` begins with, without the last token: its logits must be computed."""
         found: list[int] = []
-        parent = -1
+        parent = root
         for first in range(0, len(tokens) - self.block_size, self.block_size):
             block = self.known.get((parent, tuple(tokens[first : first + self.block_size])))
             if block is None:
@@ -71,12 +74,12 @@ class BlockManager:
         self.owners[block] = 1
         return block
 
-    def publish(self, blocks: Sequence[int], tokens: Sequence[int], first: int, last: int) -> None:
+    def publish(self, blocks: Sequence[int], tokens: Sequence[int], first: int, last: int, root: int = -1) -> None:
         """Let `match` find blocks first … last-1 of a sequence: they are full, with all keys and values in the cache."""
         for i in range(first, last):
             block = blocks[i]
             if self.keys[block] is None:
-                parent = self.identities[blocks[i - 1]] if i else -1
+                parent = self.identities[blocks[i - 1]] if i else root
                 key = (parent, tuple(tokens[i * self.block_size : (i + 1) * self.block_size]))
                 if key in self.known:  # an equal block is published: share its identity, so that successors of both are found
                     self.identities[block] = self.identities[self.known[key]]

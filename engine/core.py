@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from eagle import EagleHead
+from engine.adapters import Adapter, Adapters
 from engine.block_manager import BlockManager
 from engine.draft_heads import HeadChains, HeadModel
 from engine.draft_models import Chains
@@ -20,7 +21,17 @@ from engine.drafts import Costs, Speculation, count_equal
 from engine.grammars import COMPILED, MAX_COMPILING, Compilation, Grammars, error_of
 from engine.logits import advance, check_ids, new_state, sibling
 from engine.paged_cache import CODES, PagedCache
-from engine.protocol import Abort, Refused, Stats, Submit, SubmitAll, TokenLogprobs, TokenOutput
+from engine.protocol import (
+    Abort,
+    LoadAdapter,
+    Refused,
+    Stats,
+    Submit,
+    SubmitAll,
+    TokenLogprobs,
+    TokenOutput,
+    UnloadAdapter,
+)
 from engine.runner import InFlightStep, Runner, StepResult
 from engine.scheduler import Chunk, Scheduler, Sequence
 from engine.schedules import Schedules
@@ -168,8 +179,9 @@ class Engine:
         limits: EngineLimits,
         world: World,
         draft: Transformer | EagleHead | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
-        """draft: a smaller model that drafts (`draft_models.py`), or a head (`draft_heads.py`)."""
+        """draft: a smaller model that drafts (`draft_models.py`), or a head (`draft_heads.py`). adapters: of the model."""
         config = model.config
         self.max_model_len = min(limits.max_model_len or config.max_seq_len, config.max_seq_len)
         schedules = Schedules.of(model, world, limits.kv_dtype)
@@ -190,9 +202,9 @@ class Engine:
         longest = blocks.blocks_for(self.max_model_len)
         capacity = Capacity(limits.max_num_seqs, limits.max_batch_tokens, longest, limits.drafted)
         layers = draft.config.stream_layers if isinstance(draft, EagleHead) else ()
-        self.runner = Runner(
-            model, new_cache(model, blocks.n_blocks, limits, world, dtype), text_ids, capacity, schedules, layers
-        )
+        cache, slots = new_cache(model, blocks.n_blocks, limits, world, dtype), adapters.limits.slots if adapters else 0
+        self.runner = Runner(model, cache, text_ids, capacity, schedules, layers, adapters=slots)
+        self.adapters = adapters
         chains = None
         if drafting is not None:
             cache = new_cache(drafting, blocks.n_blocks, limits, world, dtype)
@@ -222,6 +234,9 @@ class Engine:
     def submit(self, message: Submit | SubmitAll) -> Refused | None:
         """Accept a request, or many that share their parameters: all or none. Returns None, or a `Refused` for the
         first one with the reason."""
+        if self.adapters and (loading := self.adapters.loading.get(message.adapter)):
+            loading.waiting.append(message)
+            return None
         submits = [message] if isinstance(message, Submit) else message.submits()
         try:
             sequences = self._sequences(submits)
@@ -249,6 +264,7 @@ class Engine:
 
     def _sequences(self, submits: list[Submit]) -> list[Sequence]:
         """A sequence for each request. What the requests share is checked and created once. Raises UserError."""
+        adapter = self._adapter(submits[0].adapter)
         state = new_state(submits[0].params, self.vocab_size, self.world.device)
         checked: list[int] | None = None
         sequences = []
@@ -265,12 +281,34 @@ class Engine:
                 params = msgspec.structs.replace(params, prompt_logprobs=None)
             tokens = [*prompt, *submit.generated]
             sequence = Sequence(submit.request_id, tokens, len(prompt), params, submit.turn, time.perf_counter())
-            sequence.state = sibling(state)
+            sequence.state, sequence.adapter = sibling(state), adapter
             self.scheduler.check(sequence)
             sequences.append(sequence)
         return sequences
 
+    def _adapter(self, name: str) -> Adapter | None:
+        """Raises UserError."""
+        if not name:
+            return None
+        if self.adapters is None:
+            raise UserError(f"this engine has no adapters, so not {name!r}")
+        return self.adapters.find(name)
+
+    def change_adapters(self, message: LoadAdapter | UnloadAdapter) -> None:
+        """Begin to load an adapter, or unload one; `adapters.done` then has the answer."""
+        adapters = self.adapters
+        assert adapters is not None, "the frontend sends this only to engines with adapters"
+        if isinstance(message, LoadAdapter):
+            adapters.load(message)
+            return
+        waiting = [s for _, sequences in self.compiling.values() for s in sequences]
+        users = [s for s in [*waiting, *self.scheduler.by_id.values()] if s.adapter and s.adapter.name == message.name]
+        adapters.unload(message, len(users))
+
     def abort(self, message: Abort) -> None:
+        for loading in self.adapters.loading.values() if self.adapters else ():
+            if loading.waiting:
+                loading.waiting.append(message)  # its request may be one of them
         for text, (compilation, waiting) in self.compiling.items():
             left = [s for s in waiting if s.request_id != message.request_id]
             if len(left) == len(waiting):
@@ -285,15 +323,24 @@ class Engine:
         self._rest()
 
     def abort_all(self) -> None:
+        for loading in self.adapters.loading.values() if self.adapters else ():
+            loading.waiting.clear()
         waiting = [s.request_id for _, sequences in self.compiling.values() for s in sequences]
         for request_id in [*waiting, *self.scheduler.by_id]:
             self.abort(Abort(request_id))
 
     def admit(self) -> None:
-        """Queue the requests whose grammar all ranks have compiled, and refuse those whose grammar failed on any rank.
+        """Queue the requests whose grammar all ranks have compiled and whose adapter they have loaded, and refuse those of which that
+        failed on any rank.
 
-        Collective: ranks compile at different speeds, so they have to agree.
+        Collective: ranks compile and read at different speeds, so they have to agree.
         """
+        for loading in self.adapters.admit() if self.adapters else ():
+            for message in loading.waiting:
+                if isinstance(message, Abort):
+                    self.abort(message)
+                elif refused := self.submit(message):
+                    self.refused.append(refused)
         if not self.compiling:
             return
         states = torch.tensor([compilation.state for compilation, _ in self.compiling.values()])
@@ -311,6 +358,11 @@ class Engine:
                     why = compilation.error or "another rank could not compile the grammar"
                     self.refused.append(Refused(sequence.request_id, why, "invalid_schema"))
             self.grammars.finished(compilation)
+
+    @property
+    def preparing(self) -> bool:
+        """Whether `admit` waits for a thread, for requests that wait or for an adapter."""
+        return bool(self.compiling or (self.adapters and self.adapters.loading))
 
     def has_work(self) -> bool:
         """Whether a sequence runs or waits."""

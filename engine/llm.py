@@ -229,13 +229,13 @@ def _raise(refused: Refused | None) -> None:
 
 def _run(engine: Engine, streams: list[AnswerStream], answers: Sequence[Completion], timing: Timing) -> Generator[list[Delta]]:
     start, started = time.perf_counter(), False
-    while engine.has_work() or engine.compiling:
+    while engine.has_work() or engine.preparing:
         engine.admit()
         outputs = engine.step() if engine.has_work() else []
         failed, engine.refused = engine.refused, []  # grammars; a later call must not find them
         for refused in failed:
             _raise(refused)
-        if not outputs and engine.compiling:
+        if not outputs and engine.preparing:
             time.sleep(COMPILING_SECONDS)
         deltas = [delta for output in outputs if (delta := streams[int(output.request_id)].push(output)) is not None]
         for delta in deltas:

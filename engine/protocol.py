@@ -3,8 +3,8 @@
 The frontend turns text into ids and ids into text; the engine has ids only. Messages are msgpack over ZeroMQ sockets
 (PUSH to PULL, `ipc://`), so the two are separate processes and neither waits for the other.
 
-    frontend -> engine   Attach, Submit, SubmitAll, Abort, Shutdown
-    engine -> frontend   Starting, Ready, Outputs, Refused, Stats, Fatal
+    frontend -> engine   Attach, Submit, SubmitAll, Abort, LoadAdapter, UnloadAdapter, Shutdown
+    engine -> frontend   Starting, Ready, Outputs, Refused, AdapterDone, Stats, Fatal
 
 Both sides may end and start again. The engine drops what it gets before its Ready, and the frontend sends unfinished requests
 again after a Ready (server/recovery.py).
@@ -100,6 +100,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     params: SamplingParams
     generated: list[int] = []
     turn: Turn = Turn()
+    adapter: str = ""  # its name; empty: none
 
 
 class Member(msgspec.Struct, frozen=True, array_like=True):
@@ -123,6 +124,7 @@ class SubmitAll(msgspec.Struct, frozen=True, tag=True):
     prompts: list[list[int]]
     members: list[Member]
     turn: Turn = Turn()
+    adapter: str = ""
 
     def submits(self) -> list[Submit]:
         """A Submit for each member. They share their lists and texts."""
@@ -134,13 +136,14 @@ class SubmitAll(msgspec.Struct, frozen=True, tag=True):
                 replace(self.params, max_tokens=one.max_tokens, min_tokens=one.min_tokens, seed=one.seed),
                 one.generated,
                 self.turn,
+                self.adapter,
             )
             for one in self.members
         ]
 
 
 def joined(submits: Sequence[Submit]) -> SubmitAll:
-    """Join Submits into one message. They have the same turn, and their params differ only in the fields of a Member. A prompt is
+    """Join Submits into one message. They have the same turn and adapter, and their params differ only in the fields of a Member. A prompt is
     sent once if it is the same object in several Submits."""
     places: dict[int, int] = {}
     prompts: list[list[int]] = []
@@ -152,13 +155,28 @@ def joined(submits: Sequence[Submit]) -> SubmitAll:
         params = submit.params
         own = params.max_tokens, params.min_tokens, params.seed, submit.generated
         members.append(Member(submit.request_id, place, *own))
-    return SubmitAll(submits[0].params, prompts, members, submits[0].turn)
+    return SubmitAll(submits[0].params, prompts, members, submits[0].turn, submits[0].adapter)
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
     """Remove a request. The engine frees its blocks before the next step and sends nothing more about it."""
 
     request_id: str
+
+
+class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
+    """Load an adapter under this name. An `AdapterDone` answers. Requests for it wait meanwhile. path: its folder on the ranks' hosts."""
+
+    request_id: str
+    name: str
+    path: str
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, tag=True):
+    """Unload an adapter, unless a request uses it. An `AdapterDone` answers."""
+
+    request_id: str
+    name: str
 
 
 class Attach(msgspec.Struct, frozen=True, tag=True):
@@ -190,6 +208,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     block_size: int  # tokens
     pid: int = 0  # rank 0's process; 0: not to be watched
     hidden_size: int = 0  # the width of embeddings
+    adapters: dict[str, str] = {}  # their folders, by name
 
 
 class TokenOutput(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -223,6 +242,15 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     request_id: str
     message: str
     code: Literal["refused", "invalid_schema", "grammars_busy"] = "refused"
+
+
+class AdapterDone(msgspec.Struct, frozen=True, tag=True):
+    """What became of a `LoadAdapter`, or, with path None, of an `UnloadAdapter`. error: empty if it succeeded."""
+
+    request_id: str
+    name: str
+    path: str | None
+    error: str
 
 
 class Drafted(msgspec.Struct, frozen=True, array_like=True):
@@ -264,8 +292,8 @@ class Fatal(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-ToEngine = Attach | Submit | SubmitAll | Abort | Shutdown
-FromEngine = Starting | Ready | Outputs | Refused | Stats | Fatal
+ToEngine = Attach | Submit | SubmitAll | Abort | LoadAdapter | UnloadAdapter | Shutdown
+FromEngine = Starting | Ready | Outputs | Refused | AdapterDone | Stats | Fatal
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(ToEngine)

@@ -118,15 +118,16 @@ class Runner:
         schedules: Schedules,
         stream_layers: tuple[int, ...] = (),
         shift: int = 0,
+        adapters: int = 0,
     ) -> None:
         """text_ids: how many ids the tokenizer has. The model's vocabulary may be padded; those ids are never drawn. stream_layers:
         of which steps keep the residual streams, see `Transformer.hidden_and_streams`. shift: how many tokens the model's first one
-        lies behind the sequence's."""
+        lies behind the sequence's. adapters: slots of the model's adapters."""
         self.stream_layers, self.shift = stream_layers, shift
         self.model, self.cache, self.text_ids, self.capacity, self.schedules = model, cache, text_ids, capacity, schedules
         self.device = cache.keys_values.device
         self.max_length = capacity.blocks * cache.block_size
-        self.decode, self.spans = DecodeInputs(capacity, self.device), SpanInputs(capacity, self.device)
+        self.decode, self.spans = DecodeInputs(capacity, self.device, adapters), SpanInputs(capacity, self.device, adapters)
         self.graphs = Graphs(self.device) if self.device.type == "cuda" else None
         if self.graphs is not None and len(schedules.possible) > 1:
             # measured steps attend to this; zeros would take less power

@@ -49,6 +49,7 @@ class Sequence:
     cached_tokens: int = 0  # prompt tokens found in the prefix cache at the first admission
     first_scheduled: float | None = None
     finish_reason: str | None = None
+    adapter: Any = None  # an Adapter (see adapters.py)
     state: Any = None  # a SamplingState (see logits.py)
     drafter: Any = None  # a Drafter (see drafts.py)
 
@@ -59,6 +60,16 @@ class Sequence:
     @property
     def client(self) -> str:
         return self.turn.client
+
+    @property
+    def slot(self) -> int:
+        """Of its adapter; -1 without one."""
+        return -1 if self.adapter is None else self.adapter.slot
+
+    @property
+    def root(self) -> int:
+        """What its blocks follow in the prefix cache: -1, or a number of its adapter."""
+        return -1 if self.adapter is None else -1 - self.adapter.number
 
     @property
     def generated(self) -> int:
@@ -373,14 +384,14 @@ class Scheduler:
             return  # the usual case
         full = min(sequence.computed, len(sequence.tokens)) // self.blocks.block_size
         if not self.whole_sequences and full > sequence.published:
-            self.blocks.publish(sequence.blocks, sequence.tokens, sequence.published, full)
+            self.blocks.publish(sequence.blocks, sequence.tokens, sequence.published, full, sequence.root)
             sequence.published = full
 
     def _cached(self, sequence: Sequence) -> list[int]:
         """The blocks of a waiting sequence that are in the prefix cache."""
         # prompt_logprobs and means need the hidden states of all prompt tokens; those are not cached
         reuse = not self.whole_sequences and sequence.params.prompt_logprobs is None and sequence.params.pooling != "mean"
-        return self.blocks.match(sequence.tokens) if reuse else []
+        return self.blocks.match(sequence.tokens, sequence.root) if reuse else []
 
     def _fresh(self, sequence: Sequence, cached: List[int]) -> int:
         """How many other blocks it needs to start."""

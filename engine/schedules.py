@@ -69,7 +69,8 @@ class Schedules:
         choose = world.overlap == "auto" and world.world_size > 1 and bool(model.config.ladder_layers)
         found = cls(model.comm, world, Table("overlap", {}), possible if choose else possible[:1])
         if choose and world.device.type == "cuda":
-            shape = f"{model.config!r} {model.comm.name} {kv_dtype}"
+            adapted = " adapters" if getattr(model, "step_adapters", None) else ""  # which changes what is fused
+            shape = f"{model.config!r} {model.comm.name} {kv_dtype}{adapted}"
             key = machine_key(world.device, world.world_size, model.norm.weight.dtype, CODE)
             key["model"] = hashlib.sha256(shape.encode()).hexdigest()[:16]
             found.table = load("overlap", key, lambda case: set(SCHEDULES), world.control)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from engine.paged_cache import PagedCache, PagedContext
 from engine.scheduler import Chunk, drawn_by
+from kernels.lora import DECODE_TILE, PREFILL_TILE, Groups, group_rows, most_tiles
 
 ROUND = 64
 INVENTED = 1024  # tokens of an invented sequence
@@ -88,6 +89,29 @@ class Tables:
         self._written = [[] for _ in self._written]
 
 
+class AdapterRows:
+    """The rows of a step by adapter."""
+
+    def __init__(self, rows: int, slots: int, tile: int, device: torch.device) -> None:
+        """slots: of adapters. tile: rows of a tile on a GPU; a CPU has one tile for each adapter."""
+        self.slots, self.tile = slots, tile if device.type == "cuda" else rows
+        self._order = Mirror((rows,), torch.int32, device)
+        self._tiles = Mirror((most_tiles(rows, slots, self.tile), 3), torch.int32, device)
+
+    def write(self, chunks: List[Chunk]) -> None:
+        """Write the rows of `chunks`, one after the other; those after them are padding."""
+        slots = np.repeat([c.sequence.slot for c in chunks], [c.count for c in chunks]) if chunks else np.empty(0, np.int64)
+        order, tiles = group_rows(slots, self.tile)
+        self._order.host[: len(order)] = order
+        self._tiles.host[: len(tiles)], self._tiles.host[len(tiles) :] = tiles, 0
+        self._order.send()
+        self._tiles.send()
+
+    def groups(self, rows: int) -> Groups:
+        """Those of the first `rows` rows, to which a step is padded."""
+        return Groups(self._order.device[:rows], self._tiles.device[: most_tiles(rows, self.slots, self.tile)], self.tile)
+
+
 class DecodeInputs:
     """One token each of up to `capacity.draws` rows: sequences, or tokens of their drafts. Rows beyond the step's have position -1
     and do nothing.
@@ -96,8 +120,10 @@ class DecodeInputs:
     copies only new block-table entries.
     """
 
-    def __init__(self, capacity: Capacity, device: torch.device) -> None:
+    def __init__(self, capacity: Capacity, device: torch.device, slots: int = 0) -> None:
+        """slots: of adapters."""
         rows = capacity.draws
+        self.adapters = AdapterRows(rows, slots, DECODE_TILE, device) if slots else None
         self._integers = Mirror((3, rows), torch.int64, device)
         self._temperature = Mirror((rows,), torch.float32, device)
         self.tables = Tables(rows, capacity.blocks, device)
@@ -120,6 +146,8 @@ class DecodeInputs:
                 row += 1
         self._integers.send()
         self._temperature.send()
+        if self.adapters:
+            self.adapters.write(chunks)
         self._rows = [] if any(c.draft for c in chunks) else [c.sequence for c in chunks]
 
     def continues(self, chunks: List[Chunk]) -> bool:
@@ -136,6 +164,8 @@ class DecodeInputs:
         self.forget()
         self.positions.fill_(-1)
         self.first_kept.zero_()
+        if self.adapters:
+            self.adapters.write([])
 
     def invent(self, rows: int, ids: int, cache: PagedCache) -> None:
         """Fill `rows` rows with random tokens below `ids`, until `clear`: a step stores nothing, and leaves the positions."""
@@ -148,6 +178,8 @@ class DecodeInputs:
         self._temperature.send()
         self.tables.invent(generator, cache.keys_values.shape[2])
         self.first_kept.fill_(length)
+        if self.adapters:
+            self.adapters.write([])
         self.forget()
 
     def temperature(self, rows: int) -> Tensor:
@@ -163,14 +195,18 @@ class DecodeInputs:
         held = positions.clamp(min=0)
         blocks = tables.gather(1, (held // cache.block_size)[:, None])[:, 0]
         cache_rows = torch.where(positions < self.first_kept, -1, blocks.long() * cache.block_size + held % cache.block_size)
-        return PagedContext(cache, positions, cache_rows, tables, (positions + 1).int(), None, longest)
+        context = PagedContext(cache, positions, cache_rows, tables, (positions + 1).int(), None, longest)
+        context.adapters = self.adapters.groups(rows) if self.adapters else None
+        return context
 
 
 class SpanInputs:
     """Chunks of any length of up to `capacity.sequences` sequences, one after the other in T rows."""
 
-    def __init__(self, capacity: Capacity, device: torch.device) -> None:
+    def __init__(self, capacity: Capacity, device: torch.device, slots: int = 0) -> None:
+        """slots: of adapters."""
         self.capacity = capacity
+        self.adapters = AdapterRows(capacity.rows, slots, PREFILL_TILE, device) if slots else None
         self._rows = Mirror((3 * capacity.rows,), torch.int64, device)
         self._spans = Mirror((2, capacity.sequences + 1), torch.int32, device)
         self._starts, self._lengths = self._spans.device
@@ -211,6 +247,8 @@ class SpanInputs:
             tokens[row], positions[row], cache_rows[row] = values
         tokens[used:], positions[used:], cache_rows[used:] = 0, 0, -1
         self._rows.send(3 * rows)
+        if self.adapters:
+            self.adapters.write(chunks)
 
         spans, draws = len(chunks), len(drawing)
         starts, lengths = self._spans.host
@@ -231,6 +269,8 @@ class SpanInputs:
         tokens, positions, cache_rows = self._rows.host[: 3 * rows].reshape(3, rows)
         tokens[:], positions[:], cache_rows[:] = generator.integers(ids, size=rows), own, -1
         self._rows.send(3 * rows)
+        if self.adapters:
+            self.adapters.write([])
         starts, lengths = self._spans.host
         starts[1:], lengths[:-1] = ends, np.diff(ends, prepend=0)
         self._drawing.host[:spans], self._drawing.host[spans:] = ends[:spans] - 1, 0
@@ -266,4 +306,6 @@ class SpanInputs:
         """Attention of the first `rows` rows. max_span: at least the rows of the longest span."""
         positions, cache_rows = self._rows.device[rows : 2 * rows], self._rows.device[2 * rows : 3 * rows]
         starts, lengths, tables = self._starts[: spans + 1], self._lengths[:spans], self.tables.mirror.device[:spans]
-        return PagedContext(cache, positions, cache_rows, tables, lengths, starts, max_span)
+        context = PagedContext(cache, positions, cache_rows, tables, lengths, starts, max_span)
+        context.adapters = self.adapters.groups(rows) if self.adapters else None
+        return context

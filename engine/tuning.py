@@ -50,7 +50,8 @@ def shapes(model: Transformer) -> dict[Shape, list[Tensor]]:
             and not module.is_quantized
             and (module is not model.embedding or model.head is model.embedding)
         ):
-            found.setdefault(Shape(len(module.weight), module.weight.shape[1], module.gated), []).append(module.weight)
+            gated = module.gated and module.adapters is None
+            found.setdefault(Shape(len(module.weight), module.weight.shape[1], gated), []).append(module.weight)
     return found
 
 
@@ -61,7 +62,8 @@ def quantized_shapes(model: Transformer) -> dict[QuantizedShape, list[Packed]]:
     for module in layers:
         for part in module.quantized or ():
             if (packed := getattr(part, "packed", None)) is not None:
-                gated, scaled = module.gated and module.packed is packed, has_scaled_product(packed, model.norm.weight.dtype)
+                gated = module.gated and module.packed is packed and module.adapters is None
+                scaled = has_scaled_product(packed, model.norm.weight.dtype)
                 shape = QuantizedShape(packed.n, packed.k, gated, format=packed.format, scaled=scaled)
                 found.setdefault(shape, []).append(packed)
     return found

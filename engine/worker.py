@@ -9,6 +9,7 @@ import gc
 import time
 from collections.abc import Callable
 
+import msgspec
 import torch
 import torch.distributed as dist
 import zmq
@@ -18,6 +19,7 @@ from engine.protocol import (
     Abort,
     Attach,
     FromEngine,
+    LoadAdapter,
     Outputs,
     Ready,
     Refused,
@@ -25,13 +27,14 @@ from engine.protocol import (
     Submit,
     SubmitAll,
     ToEngine,
+    UnloadAdapter,
     decode_to_engine,
     encode,
 )
 from tp import World
 
 IDLE_SECONDS = 1.0  # longest time between broadcasts to the other ranks
-COMPILING_SECONDS = 0.005  # between checks of the grammars, while there is no other work
+COMPILING_SECONDS = 0.005  # between checks of grammars and adapters, while there is no other work
 STATS_SECONDS = 0.25
 
 
@@ -101,10 +104,10 @@ def serve(engine: Engine, world: World, link: FrontendLink | None, ready: Ready,
     gc.freeze()  # the garbage collector then skips what was loaded: going through it takes longer than a step
     engine.grammars.warm_up()
     events = early(link) if link else []
-    send(ready)
+    send(ready_now(engine, ready))
     last_stats = 0.0
     while True:
-        timeout = 0.0 if engine.has_work() else COMPILING_SECONDS if engine.compiling else IDLE_SECONDS
+        timeout = 0.0 if engine.has_work() else COMPILING_SECONDS if engine.preparing else IDLE_SECONDS
         if link:
             events += link.receive(timeout)
             if not alive():
@@ -115,7 +118,7 @@ def serve(engine: Engine, world: World, link: FrontendLink | None, ready: Ready,
         engine.admit()
         outputs = engine.step() if engine.has_work() else []
         now = time.monotonic()
-        idle = not engine.has_work() and not engine.compiling
+        idle = not engine.has_work() and not engine.preparing
         if link and (now - last_stats > STATS_SECONDS or idle):
             send(engine.stats())  # before the outputs: who has all answers finds them counted
             last_stats = now
@@ -124,8 +127,17 @@ def serve(engine: Engine, world: World, link: FrontendLink | None, ready: Ready,
         for refused in engine.refused:
             send(refused)
         engine.refused.clear()
+        for done in engine.adapters.done if engine.adapters else ():
+            send(done)
+        if engine.adapters:
+            engine.adapters.done.clear()
         if idle:
             engine.runner.model.comm.check()
+
+
+def ready_now(engine: Engine, ready: Ready) -> Ready:
+    """`ready` with the adapters that are loaded now."""
+    return msgspec.structs.replace(ready, adapters=engine.adapters.paths) if engine.adapters else ready
 
 
 def early(link: FrontendLink) -> list[bytes]:
@@ -141,7 +153,9 @@ def apply(engine: Engine, events: list[bytes], send: Callable[[FromEngine], None
             return False
         if isinstance(message, Attach):
             engine.abort_all()
-            send(ready)
+            send(ready_now(engine, ready))
+        elif isinstance(message, LoadAdapter | UnloadAdapter):
+            engine.change_adapters(message)
         elif isinstance(message, Abort):
             engine.abort(message)
         elif isinstance(message, (Submit, SubmitAll)):

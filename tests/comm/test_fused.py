@@ -41,7 +41,7 @@ class Layer(NamedTuple):
 
     weight: Tensor
     bias: Tensor | None = None
-    is_quantized: bool = False
+    only_called: bool = False
 
     @property
     def out_features(self) -> int:
@@ -147,7 +147,7 @@ def wrong_pairs(
                 if not layers.close(whole, exact) or not same_on_all_ranks(whole):
                     found.append(f"add {b} {t} {dtype}")
                 break
-            layer = layers.second_layer(bias=pair > 0)._replace(is_quantized=pair == 1)
+            layer = layers.second_layer(bias=pair > 0)._replace(only_called=pair == 1)
             x, out = pending.add_norm_linear(x, layers.norm(), layer)
             if not pending.scatters or len(x) * world.world_size != b * t:
                 found.append(f"not fused: {b} {t}")

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from cli import Parser, run
-from engine.protocol import Abort, Attach, Outputs, Ready, Shutdown, Submit, TokenOutput, decode_to_engine
+from engine.protocol import Abort, Outputs, Ready, Shutdown, Submit, SubmitAll, TokenOutput, decode_to_engine
 from engine.worker import FrontendLink
 from errors import UserError
 from processes import run_folder
@@ -65,8 +65,8 @@ class StandIn:
             if isinstance(message, Abort):
                 self.left.pop(message.request_id, None)
                 continue
-            if isinstance(message, Attach):
-                continue  # this frontend is not replaced
+            if not isinstance(message, Submit | SubmitAll):
+                continue  # this frontend is not replaced, and has no adapters
             for submit in [message] if isinstance(message, Submit) else message.submits():
                 self.left[submit.request_id] = submit.params.max_tokens
                 new.append(submit.request_id)
