@@ -107,11 +107,8 @@ def tensor_name(layer: str, kind: str) -> str:
 def open_adapter(folder: Path, config: ModelConfig, most: int | None = None, root: Path | None = None) -> AdapterFiles:
     """Check an adapter's files against the model. most: its largest rank. root: the folder that the files must lie in, with all
     symbolic links followed. Raises UserError with what is wrong, in one line."""
-    if root is not None:
-        real = root.resolve()
-        for path in (folder, folder / CONFIG, folder / WEIGHTS):
-            if not path.resolve().is_relative_to(real):
-                raise UserError(f"{folder} is not a folder in --lora-root {root}; only adapters there may be loaded")
+    if root is not None and not all(_lies_in(path, root) for path in (folder, folder / CONFIG, folder / WEIGHTS)):
+        raise UserError(f"{str(folder)!r} is not a folder in --lora-root {root}; only adapters there may be loaded")
     try:
         settings = read_json(folder / CONFIG, CONFIG_BYTES)
         check_regular(folder / WEIGHTS)
@@ -137,6 +134,14 @@ def open_adapter(folder: Path, config: ModelConfig, most: int | None = None, roo
     except UserError as e:
         raise UserError(f"the adapter {folder} cannot be used: {e}") from None
     return AdapterFiles(folder, factors, max(ranks.values()))
+
+
+def _lies_in(path: Path, root: Path) -> bool:
+    """Whether it does, with all symbolic links followed."""
+    try:
+        return path.resolve().is_relative_to(root.resolve())
+    except (OSError, ValueError, RuntimeError):  # no path, or a loop of links
+        return False
 
 
 def _check_settings(settings: dict[str, Any]) -> None:

@@ -90,15 +90,15 @@ def _field(path: Path, name: str) -> int | None:
 
 
 def check_memory(
-    name: str, config: ModelConfig, world: World, dtype: torch.dtype, tokens: int = 0, kv_dtype: str = "auto"
+    name: str, config: ModelConfig, world: World, dtype: torch.dtype, tokens: int = 0, kv_dtype: str = "auto", more: int = 0
 ) -> None:
-    """Raise UserError on every rank if any rank lacks the memory for its weights and a cache of `tokens` tokens.
+    """Raise UserError on every rank if any rank lacks the memory for its weights, a cache of `tokens` tokens, and `more` bytes.
 
     Collective: no rank starts to allocate before all ranks have measured the free memory.
     """
     error = None
     try:
-        weights = weight_bytes(config, world.world_size, dtype)
+        weights = weight_bytes(config, world.world_size, dtype) + more
         cache = cache_bytes(config, world.world_size, dtype, tokens, kv_dtype)
         free = free_bytes(world.device)
         if weights + cache > free:

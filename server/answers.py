@@ -67,7 +67,7 @@ class GenerationRequest(ABC):
         params = make_params(
             body, tokenizer, size, max_tokens, logprobs, prompt_logprobs, grammar or None, list(prediction), kept
         )
-        self.plan = Plan(prompts, params, choices, hidden=body.max_tokens == 0)
+        self.plan = Plan(prompts, params, choices, adapter=service.adapter_of(body.model), hidden=body.max_tokens == 0)
         self.usage = Usage(self.plan)
         self.with_ids, self.tokens_as_ids = bool(body.return_token_ids), bool(body.return_tokens_as_token_ids)
         self.include_usage, self.continuous_usage = body.usage_options

@@ -9,7 +9,7 @@ from fastapi import FastAPI, Request
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import FileResponse, HTMLResponse, Response
+from starlette.responses import FileResponse, HTMLResponse, PlainTextResponse, Response
 from starlette.staticfiles import StaticFiles
 
 from server import problems, replies
@@ -26,11 +26,11 @@ from server.messages import routes as messages
 from server.messages.replies import MessageReply
 from server.middleware import ApiKey, BodyLimit, RequestScope
 from server.openapi import describe, errors_of, stream_of
-from server.problems import ApiError
+from server.problems import ApiError, bad
 from server.prompts import SLOW_TEXT, detokenize_reply, tokenize_reply
 from server.responses import routes as responses
 from server.responses.replies import ResponsesReply
-from server.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from server.schemas import ChatBody, CompletionBody, DetokenizeBody, LoadAdapterBody, TokenizeBody, UnloadAdapterBody
 from server.service import INLINE, Service, read_chat_template
 from server.settings import VERSION, Settings
 from tokenizer import Tokenizer
@@ -51,6 +51,8 @@ def create_app(settings: Settings, client: EngineClient, tokenizer: Tokenizer) -
     _add_results(app, service)
     _add_tokens(app, service)
     _add_models(app, service)
+    if settings.allow_lora_updates:
+        _add_adapters(app, service)
     _add_state(app, service)
     _add_pages(app)
     describe(app)
@@ -193,8 +195,9 @@ def _add_models(app: FastAPI, service: Service) -> None:
     def card(name: str) -> dict[str, Any]:
         ready = service.client.ready
         limit = ready.max_model_len if ready else None
-        root = service.settings.model
-        if service.settings.random_weights:
+        adapter = service.client.adapters.paths.get(name)
+        root = adapter or service.settings.model
+        if service.settings.random_weights and not adapter:
             root += " (random weights: the text is noise)"
         return {
             "id": name,
@@ -202,6 +205,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
             "created": service.created,
             "owned_by": "rung",
             "root": root,
+            "parent": service.model_name if adapter else None,
             "max_model_len": limit,
             "variant": ready.variant if ready else None,
             "examples": service.examples,
@@ -209,7 +213,8 @@ def _add_models(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models", response_model=replies.ModelList, responses=errors_of(401), tags=["models"], summary="Served models")
     async def models() -> Response:
-        return JsonResponse({"object": "list", "data": [card(name) for name in service.settings.model_names]})
+        names = (*service.settings.model_names, *service.client.adapters.paths)
+        return JsonResponse({"object": "list", "data": [card(name) for name in names]})
 
     @app.get(
         "/v1/models/{model_id:path}",
@@ -221,6 +226,28 @@ def _add_models(app: FastAPI, service: Service) -> None:
     async def model(model_id: str) -> Response:
         service.check_model(model_id)
         return JsonResponse(card(model_id))
+
+
+def _add_adapters(app: FastAPI, service: Service) -> None:
+    errors = errors_of(400, 401, 404, 500, 503)
+
+    @app.post("/v1/load_lora_adapter", responses=errors, tags=["models"], summary="Load a LoRA adapter under a new name")
+    async def load(body: LoadAdapterBody, request: Request) -> Response:
+        service.check_ready()
+        if body.lora_name in service.settings.model_names:
+            raise bad("lora_name", f"{body.lora_name!r} is the base's name; choose another")
+        await unless_gone(request.receive, service.client.adapters.load(body.lora_name, body.lora_path))
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+    @app.post(
+        "/v1/unload_lora_adapter", responses=errors, tags=["models"], summary="Unload a LoRA adapter that no request uses"
+    )
+    async def unload(body: UnloadAdapterBody, request: Request) -> Response:
+        service.check_ready()
+        if body.lora_name not in service.client.adapters.paths:
+            raise ApiError(404, f"the adapter {body.lora_name!r} is not loaded", "lora_name", "model_not_found")
+        await unless_gone(request.receive, service.client.adapters.unload(body.lora_name))
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
 
 def _add_state(app: FastAPI, service: Service) -> None:

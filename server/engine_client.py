@@ -15,6 +15,7 @@ import zmq.asyncio
 
 from engine.protocol import (
     Abort,
+    AdapterDone,
     Attach,
     FromEngine,
     Outputs,
@@ -30,6 +31,7 @@ from engine.protocol import (
     encode,
     joined,
 )
+from server.adapters import ServedAdapters
 from server.logs import log
 from server.metrics import Metrics, SequenceTimes
 from server.problems import ApiError
@@ -151,6 +153,7 @@ class EngineClient:
         self.on_ready: Callable[[Ready], None] = lambda ready: None  # called once
         self.on_fatal: Callable[[str], None] = lambda message: None
         self.recovery = Recovery(self._submit, self._recall, metrics, watchdog or Watchdog(), attach)
+        self.adapters = ServedAdapters(self._send)
         self._active: dict[str, OutputQueue] = {}
         self._addresses, self.attach = (to_engine, from_engine), attach
         self._tasks: list[asyncio.Task[None]] = []
@@ -221,6 +224,7 @@ class EngineClient:
             self.fatal = message
             log.error("the engine failed: %s", message)
             self.fail_all(broken())
+            self.adapters.fail(broken().message)
             self.on_fatal(message)
 
     def _submit(self, queue: OutputQueue) -> None:
@@ -281,12 +285,15 @@ class EngineClient:
             self._deliver(message.outputs)
         elif isinstance(message, Refused):
             self._refuse(message)
+        elif isinstance(message, AdapterDone):
+            self.adapters.on_done(message)
         elif isinstance(message, Stats):
             self.metrics.on_stats(message)
         elif isinstance(message, Starting):
             self.recovery.on_starting(message.pid)
         elif isinstance(message, Ready):
             first, self.ready = self.ready is None, message
+            self.adapters.on_ready(message)  # before requests that need them
             if first:
                 self.on_ready(message)
             self.recovery.on_ready(message.pid)

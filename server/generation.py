@@ -39,6 +39,7 @@ class Plan:
     params: list[SamplingParams]  # one for each prompt; choice i samples with seed + i
     choices: int
     turn: Turn = field(default_factory=Turn)
+    adapter: str = ""  # its name; empty: none
     hidden: bool = False  # max_tokens 0: the engine computes one token, which is not shown
 
     @property
@@ -65,7 +66,7 @@ class Plan:
             for i in range(self.choices):
                 seed = (params.seed + i + INT64) % (2 * INT64) - INT64  # wraps around as a signed 64-bit number
                 own = params if i == 0 else msgspec.structs.replace(params, seed=seed)
-                submits.append(Submit(f"{unique}-{len(submits)}", prompt.ids, own, turn=self.turn))
+                submits.append(Submit(f"{unique}-{len(submits)}", prompt.ids, own, turn=self.turn, adapter=self.adapter))
         return submits
 
 

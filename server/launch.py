@@ -12,12 +12,14 @@ from pathlib import Path
 from checkpoint import DTYPES, load_model
 from cli import check_ranks, leave, note, rank
 from config import ModelConfig, limit_context
+from engine.adapters import Adapters
 from engine.core import Engine, EngineLimits
 from engine.draft_models import Draft, find_draft
 from engine.protocol import Fatal, Ready, Starting
 from engine.tuning import Tuning, tune
 from engine.worker import FrontendLink, serve
 from errors import UserError
+from lora import LoraLimits, open_adapter
 from options import draft_limit, dtype_name
 from presets import model_config
 from processes import LAUNCHER, run_folder
@@ -49,6 +51,15 @@ def prepare(settings: Settings, world_size: int) -> tuple[ModelConfig, Tokenizer
     return config, tokenizer, find_draft(settings.speculate, settings.model, config, tokenizer, world_size)
 
 
+def lora_limits(settings: Settings, config: ModelConfig) -> LoraLimits | None:
+    """The slots for adapters, None without any. Raises UserError for an adapter that the model cannot have."""
+    found = [open_adapter(Path(path), config, settings.max_lora_rank).rank for _, path in settings.adapters]
+    slots, rank = (4, 64) if settings.allow_lora_updates else (0, 1)
+    if not found and not settings.allow_lora_updates:
+        return None
+    return LoraLimits(settings.max_loras or max(slots, len(found)), settings.max_lora_rank or max(rank, *found, 1))
+
+
 def describe(settings: Settings, engine: Engine, config: ModelConfig, world: World, dtype: str) -> Ready:
     blocks = engine.scheduler.blocks
     return Ready(
@@ -68,10 +79,14 @@ def describe(settings: Settings, engine: Engine, config: ModelConfig, world: Wor
 
 
 def build_engine(
-    settings: Settings, config: ModelConfig, tokenizer: Tokenizer, draft: Draft | None, world: World
+    settings: Settings, config: ModelConfig, tokenizer: Tokenizer, draft: Draft | None, lora: LoraLimits | None, world: World
 ) -> tuple[Engine, str]:
     dtype = dtype_name(settings.dtype, world.device.type)
-    model = load_model(settings.model, config, world, DTYPES[dtype])
+    more = lora.bytes(config, world.world_size, DTYPES[dtype]) if lora else 0
+    model = load_model(settings.model, config, world, DTYPES[dtype], more=more)
+    adapters = Adapters(model, lora, world, settings.lora_root) if lora else None
+    if adapters:
+        adapters.load_now(settings.adapters)
     drafting = draft.load(world, DTYPES[dtype]) if draft else None
     reached("weights")
     if settings.compile:
@@ -86,7 +101,7 @@ def build_engine(
         kv_dtype=settings.kv_dtype,
         draft_tokens=draft_limit(settings.speculate, settings.draft_tokens),
     )
-    engine = Engine(model, tokenizer, limits, world, drafting)
+    engine = Engine(model, tokenizer, limits, world, drafting, adapters)
     if engine.runner.graphs is not None:
         reached("cache")
     engine.capture()
@@ -164,6 +179,7 @@ def main() -> None:
         if settings.tp is not None:
             check_ranks(settings.tp, "--tp")
         config, tokenizer, draft = prepare(settings, int(os.environ.get("WORLD_SIZE", 1)))
+        lora = lora_limits(settings, config)
     except UserError as e:
         error = e
     if settings is None:
@@ -196,7 +212,7 @@ def main() -> None:
         try:
             if link:
                 link.send(Starting(os.getpid()))
-            engine, dtype = build_engine(settings, config, tokenizer, draft, world)
+            engine, dtype = build_engine(settings, config, tokenizer, draft, lora, world)
             ready = describe(settings, engine, config, world, dtype)
             if link and folder:
                 Path(folder, READY).touch()

@@ -221,6 +221,7 @@ class ModelCard(Reply):
     created: int
     owned_by: str
     root: str
+    parent: str | None  # of an adapter: the base
     max_model_len: int | None
     variant: str | None  # null while the model loads
     examples: Examples | None  # the checkpoint's examples.json, for the page

@@ -161,5 +161,6 @@ class Resumer:
         else:
             body = await service.parse(accepted.body, CompletionBody)
             request = CompletionRequest(service, body.model_copy(update=seed), prompts, accepted.grammar)
+        service.check_model(request.model)  # its adapter may be gone
         request.id, request.created, request.plan.turn = accepted.answer_id, accepted.created, accepted.turn
         return request

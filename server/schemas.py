@@ -513,3 +513,15 @@ class TokenizeBody(Body):
 class DetokenizeBody(Body):
     tokens: list[TokenId] = Field(fail_fast=True, description="Token ids.")
     skip_special_tokens: bool | None = Field(None, description="Default false, so that the text shows all tokens.")
+
+
+class UnloadAdapterBody(Checked):
+    """The body of /v1/unload_lora_adapter."""
+
+    lora_name: str = Field(min_length=1, max_length=256, description="The adapter's name in /v1/models.")
+
+
+class LoadAdapterBody(UnloadAdapterBody):
+    """The body of /v1/load_lora_adapter."""
+
+    lora_path: str = Field(min_length=1, max_length=4096, description="Its folder on the server's host, within --lora-root.")

@@ -103,9 +103,13 @@ class Service:
         return await self.workers.run(parse, raw, model, bounds, slow=len(raw) > SLOW_TEXT)
 
     def check_model(self, name: str | None) -> None:
-        if name is not None and name not in self.settings.model_names:
-            served = ", ".join(self.settings.model_names)
+        if name is not None and name not in (*self.settings.model_names, *self.client.adapters.paths):
+            served = ", ".join((*self.settings.model_names, *self.client.adapters.paths))
             raise ApiError(404, f"the model {name!r} does not exist; this server has: {served}", "model", "model_not_found")
+
+    def adapter_of(self, model: str | None) -> str:
+        """The adapter that a request's `model` names; empty for the base."""
+        return model if model is not None and model not in self.settings.model_names else ""
 
     def snapshot(self) -> dict[str, Any]:
         """The response of /stats. The fields of `StatsReply` that are not computed here are those of `Ready` and `Stats`."""

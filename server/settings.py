@@ -118,6 +118,47 @@ class BatchOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoraOptions:
+    lora: tuple[str, ...] = option(
+        default=(),
+        metavar="NAME=DIR",
+        help="serve the LoRA adapter in folder DIR, as PEFT saves it, as model NAME beside the base; may be repeated",
+    )
+    max_loras: int | None = option(
+        default=None,
+        type=whole_number(1, 256),
+        metavar="N",
+        help="most adapters at once; memory for so many is taken at the start (default: those of --lora; with --allow-lora-updates at "
+        "least 4)",
+    )
+    max_lora_rank: int | None = option(
+        default=None,
+        type=whole_number(1, 1024),
+        metavar="R",
+        help="largest rank of an adapter; each takes the memory of this rank, rounded up to a power of two from 16 on (default: the "
+        "largest of --lora; with --allow-lora-updates at least 64)",
+    )
+    allow_lora_updates: bool = option(
+        default=False,
+        help="let clients load and unload adapters, with /v1/load_lora_adapter and /v1/unload_lora_adapter; needs --lora-root "
+        "(default: those of --lora, while the server runs)",
+    )
+    lora_root: str | None = option(
+        default=None,
+        metavar="DIR",
+        help="the folder in which all adapters lie that clients may load; links out of it are refused",
+    )
+
+    @property
+    def adapters(self) -> list[tuple[str, str]]:
+        """The names and folders of --lora. Raises UserError."""
+        pairs = [text.partition("=") for text in self.lora]
+        if wrong := next((name + sign for name, sign, path in pairs if not (name and sign and path)), None):
+            raise UserError(f"--lora {wrong} is not NAME=DIR; give a name and the adapter's folder")
+        return [(name, path) for name, _, path in pairs]
+
+
+@dataclass(frozen=True, kw_only=True)
 class HttpOptions:
     host: str = option(
         default="127.0.0.1",
@@ -308,6 +349,7 @@ GROUPS = {
     "its name and chat template": NameOptions,
     "batches and KV cache": BatchOptions,
     "speculation": SpeculationOptions,
+    "LoRA adapters": LoraOptions,
     "HTTP": HttpOptions,
     "limits": LimitOptions,
     "faults": FaultOptions,
@@ -322,6 +364,7 @@ class Settings(
     NameOptions,
     BatchOptions,
     SpeculationOptions,
+    LoraOptions,
     HttpOptions,
     LimitOptions,
     FaultOptions,
@@ -372,7 +415,24 @@ def load_settings(argv: Sequence[str] | None = None, environ: Mapping[str, str] 
     merged = {name: tuple(value) if isinstance(value, list) else value for name, value in merged.items()}
     if not merged.get("model"):
         raise UserError("no model; pass --model DIR (or set RUNG_MODEL), for example --model models/tiny-hybrid")
-    return _with_key_file(Settings(**merged))
+    settings = Settings(**merged)
+    check_adapters(settings)
+    return _with_key_file(settings)
+
+
+def check_adapters(settings: Settings) -> None:
+    """Raises UserError if the flags of adapters contradict each other or others."""
+    names = [*settings.model_names, *(name for name, _ in settings.adapters)]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UserError(f"two models are called {twice}; choose another name in --lora")
+    if settings.max_loras is not None and len(settings.adapters) > settings.max_loras:
+        raise UserError(f"--lora names {len(settings.adapters)} adapters, but --max-loras is {settings.max_loras}; raise it")
+    if settings.allow_lora_updates and not (settings.lora_root and Path(settings.lora_root).is_dir()):
+        raise UserError(
+            "--allow-lora-updates needs --lora-root DIR, the folder in which all adapters lie that clients may load"
+        )
+    if settings.deterministic and (settings.lora or settings.allow_lora_updates):
+        raise UserError("--deterministic does not compute adapters; leave it or --lora and --allow-lora-updates out")
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from attention import Causal
-from config import with_variant
+from checkpoint import load_model
 from engine.adapters import Adapters
 from errors import UserError
 from kernels.lora import Groups, group_rows
-from lora import LoraLimits, adapted_layers, open_adapter
+from lora import LoraLimits, open_adapter
 from presets import model_config
 from tests.support.adapters import PARTS, merged, write_adapter
 from tests.support.ranks import Ranks
@@ -55,8 +55,119 @@ def test_rows_compute_what_merged_weights_compute(
     tokens = torch.randint(config.vocab_size, (len(slots), random.randint(1, 9)))
     context = Causal(tokens.shape[1], CPU)
     with torch.inference_mode():
-        expected = torch.cat([load(alone(), models[1 + slot])(row[None], context) for slot, row in zip(slots, tokens, strict=True)])
+        expected = torch.cat(
+            [load(alone(), models[1 + slot])(row[None], context) for slot, row in zip(slots, tokens, strict=True)]
+        )
         plain = load(alone(), base)(tokens, context)
-    assert (expected - plain)[[slot >= 0 for slot in slots]].abs().amax((1, 2)).min() > 100 * TOLERANCE, "adapters without effect"
+    assert (expected - plain)[[slot >= 0 for slot in slots]].abs().amax((1, 2)).min() > 100 * TOLERANCE, (
+        "adapters without effect"
+    )
     for found in ranks.run(in_turn((1, 2, 4), place), adapted_logits, base, adapters, tokens, slots):
         assert (found - expected).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("kind", ["int4", "fp8"])
+def test_a_quantized_base(kind: str, tmp_path: Path, seed: int) -> None:
+    """The adapters' product is added to the quantized layers' outputs."""
+    base = save_random(base_config(hidden_size=128, intermediate_size=128), tmp_path / "base")
+    adapter = write_adapter(tmp_path / "a", base, PARTS)
+    model = load_model(str(base), model_config(str(base), None, 1, kind), alone(), torch.float32)
+    files = load_file(adapter / "adapter_model.safetensors")
+    layer = model.layers[1].mlp.w_down
+    x = torch.randn(1, 4, 128)
+    plain = layer(x)
+    Adapters(model, LoraLimits(SLOTS, RANK), alone()).load_now([("a", str(adapter))])
+    layer.adapters.step.groups = groups_of([0, -1, 0, 0])
+    a, b = (files[f"base_model.model.model.layers.1.mlp.down_proj.lora_{kind}.weight"] for kind in "AB")
+    expected = (x @ a.T @ b.T) * torch.tensor([1, 0, 1, 1])[:, None]
+    assert expected.abs().max() > 0.1 and (layer(x) - plain - expected).abs().max() < TOLERANCE
+
+
+def test_patterns(tmp_path: Path, seed: int) -> None:
+    """Each layer has the factor that its alpha and rank give."""
+    base = save_random(base_config(), tmp_path / "base")
+    settings = dict(r=4, lora_alpha=6, rank_pattern={"q_proj": 8}, alpha_pattern={"layers.1.mlp.up_proj": 9})
+    found = open_adapter(
+        write_adapter(tmp_path / "a", base, ("q_proj", "up_proj"), **settings), model_config(str(base), None, 1)
+    )
+    layers = "model.layers."
+    expected = {f"{layers}{i}.self_attn.q_proj": 6 / 8 for i in range(4)} | {
+        f"{layers}{i}.mlp.up_proj": 6 / 4 for i in range(4)
+    }
+    assert found.factors == expected | {f"{layers}1.mlp.up_proj": 9 / 4} and found.rank == 8
+
+
+def damaged(folder: Path, tensors: Callable[[dict[str, Tensor]], object] | None = None, **settings: Any) -> None:
+    config = json.loads((folder / "adapter_config.json").read_text()) | settings
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    if tensors is not None:
+        found = load_file(folder / "adapter_model.safetensors")
+        tensors(found)
+        save_file(found, folder / "adapter_model.safetensors")
+
+
+Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
+
+
+def truncate(folder: Path) -> None:
+    path = folder / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+BAD: dict[str, Callable[[Path], object]] = {
+    r"A.weight has shape \(4, 39\)": lambda f: damaged(f, lambda t: t.update({Q + "A.weight": torch.randn(4, 39)})),
+    r"B.weight has shape": lambda f: damaged(f, lambda t: t.update({Q + "B.weight": torch.randn(64, 3)})),
+    "it has base_model.model.transformer.h.0": lambda f: damaged(
+        f, lambda t: t.update({"base_model.model.transformer.h.0.attn.lora_A.weight": torch.randn(4, 40)})
+    ),
+    "lora_B.weight is missing": lambda f: damaged(f, lambda t: t.pop(Q + "B.weight")),
+    "is missing, though target_modules": lambda f: damaged(f, lambda t: [t.pop(Q + "A.weight"), t.pop(Q + "B.weight")]),
+    "which target_modules does not name": lambda f: damaged(f, target_modules=["v_proj"]),
+    "its rank 4 is above --max-lora-rank 3": lambda f: None,
+    "says 5": lambda f: damaged(f, r=5),
+    "values that are not finite": lambda f: damaged(f, lambda t: t[Q + "B.weight"][5].fill_(torch.nan)),
+    "truncated": truncate,
+    "adapter_model.safetensors is missing": lambda f: (f / "adapter_model.safetensors").unlink(),
+    "adapter_config.json is missing": lambda f: (f / "adapter_config.json").unlink(),
+    "is not valid JSON": lambda f: (f / "adapter_config.json").write_text("{"),
+    "use_dora": lambda f: damaged(f, use_dora=True),
+    "modules_to_save": lambda f: damaged(f, modules_to_save=["lm_head"]),
+    "bias 'all'": lambda f: damaged(f, bias="all"),
+    "quantization_config": lambda f: damaged(f, quantization_config={"bits": 4}),
+    "data type I8": lambda f: damaged(f, lambda t: t.update({Q + "A.weight": torch.zeros(4, 40, dtype=torch.int8)})),
+    "peft_type is 'IA3'": lambda f: damaged(f, peft_type="IA3"),
+    "init_lora_weights pissa": lambda f: damaged(f, init_lora_weights="pissa_niter_4"),
+    "lora_alpha is 'x'": lambda f: damaged(f, lora_alpha="x"),
+    "rank_pattern is not supported": lambda f: damaged(f, rank_pattern={"(a+)+$": 4}),
+}
+
+
+def test_bad_adapters_are_refused_in_one_line(tmp_path: Path, seed: int) -> None:
+    base = save_random(base_config(n_layers=1), tmp_path / "base")
+    model = load(alone(), base)
+    adapters = Adapters(model, LoraLimits(1, 4), alone())
+    for number, (message, damage) in enumerate(BAD.items()):
+        adapter = write_adapter(tmp_path / str(number), base, ("q_proj", "down_proj"), r=4)
+        damage(adapter)
+        adapters.limits = LoraLimits(1, 3 if "above" in message else 4)
+        with pytest.raises(UserError, match=message) as caught:
+            adapters.load_now([("a", str(adapter))])
+        assert "\n" not in str(caught.value) and str(adapter) in str(caught.value), message
+    good = [(name, str(write_adapter(tmp_path / name, base, r=4))) for name in ("b", "c")]
+    with pytest.raises(UserError, match="1 adapters are loaded, which is --max-loras"):
+        adapters.load_now(good)
+
+
+def test_only_folders_in_the_root(tmp_path: Path, seed: int) -> None:
+    base = save_random(base_config(n_layers=1), tmp_path / "base")
+    config, root = model_config(str(base), None, 1), tmp_path / "root"
+    inside, outside = write_adapter(root / "in", base), write_adapter(tmp_path / "out", base)
+    (root / "link").symlink_to(outside)
+    (root / "half").mkdir()
+    (root / "half" / "adapter_config.json").symlink_to(outside / "adapter_config.json")
+    (root / "alias").symlink_to(inside)
+    for good in (inside, root / "alias"):
+        open_adapter(good, config, root=root)
+    for bad in (outside, root / "link", root / "half", root / ".." / "out", Path("/etc"), root / "x\0"):
+        with pytest.raises(UserError, match="not a folder in --lora-root"):
+            open_adapter(bad, config, root=root)
