@@ -35,6 +35,7 @@ from engine import LLM, SamplingParams
 from engine.draft_models import Draft, find_draft
 from engine.llm import Completion, Timing, check_prompts, read_tokenizer
 from errors import UserError
+from lora import open_adapter
 from model import Transformer
 from options import ModelOptions, SpeculationOptions, add_options, dtype_name
 from presets import has_random_weights, is_shape, model_config
@@ -57,6 +58,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Raises UserError for values that exclude each other or mean nothing."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, ModelOptions, "the model")
+    parser.add_argument("--lora", metavar="DIR", help="add the LoRA adapter in this folder, as PEFT saves it, to the model")
     add_prompt_options(parser)
     add_generation_options(parser)
     add_options(parser, SpeculationOptions, "speculation")
@@ -130,6 +132,8 @@ def check_args(args: argparse.Namespace) -> None:
         check_ranks(args.tp, "--tp")
     if "" in args.stop:
         raise UserError("--stop is empty, which would end every text at once; give at least one character")
+    if args.lora and args.compile:
+        raise UserError("--compile does not compute adapters; leave it or --lora out")
     if args.interactive and (args.score or args.json or args.num_samples > 1):
         raise UserError("--interactive gives one answer to each line; it goes without --score, --json and --num-samples")
 
@@ -162,6 +166,8 @@ def prepare(args: argparse.Namespace, world_size: int) -> Job:
     """Read config and tokenizer and encode the prompt. Raises UserError for anything wrong in them."""
     config = limit_context(model_config(args.model, args.variant, world_size, args.quantize), args.max_model_len)
     stream_shards(config, 0, world_size)  # raises UserError if the model cannot be split over the ranks
+    if args.lora:
+        open_adapter(Path(args.lora), config)
     tokenizer = read_tokenizer(args.model, config)
     if tokenizer is None and (args.interactive or args.prompt is not None or args.prompt_file is not None):
         raise UserError(NO_TOKENIZER.format(model=args.model))
@@ -422,7 +428,8 @@ def main() -> None:
     if job.args.compile:
         model.compile_modules()
     speculate = job.draft.name if job.draft else job.args.speculate
-    llm = LLM(model, job.tokenizer, world, kv_dtype=kv_dtype, speculate=speculate, draft_tokens=job.args.draft_tokens)
+    drafts = {"speculate": speculate, "draft_tokens": job.args.draft_tokens}
+    llm = LLM(model, job.tokenizer, world, kv_dtype=kv_dtype, lora=job.args.lora, **drafts)
     if job.args.score:
         print_score(job, llm, world)
     elif job.args.interactive:

@@ -12,19 +12,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import determinism
 from engine.protocol import Abort, AdapterDone, LoadAdapter, Submit, SubmitAll, UnloadAdapter
 from errors import UserError
-from kernels.lora import LowRank, padded_rank
+from kernels.lora import PREFILL_TILE, Groups, LowRank, group_rows, padded_rank
 from lora import AdapterFiles, LoraLimits, adapted_layers, open_adapter
 from model import Transformer
 from tp import LayerAdapters, ShardedLinear, StepAdapters, World, agree_on_error
 
 READING_SECONDS = 120.0  # for which a rank reads an adapter at most, with those that wait before it
 COPIED_BYTES = 32 << 20  # to a slot between two steps, about
+ADAPTER = "lora"  # the name of a `single_adapter`
 PENDING, FAILED, READ = 0, 1, 2  # `Loading.state`
 
 Slices = list[tuple[ShardedLinear, Tensor, Tensor]]
@@ -89,6 +92,12 @@ class Adapters:
         if name not in self.known:
             raise UserError(f"the adapter {name!r} is not loaded")
         return self.known[name]
+
+    def all_rows(self, rows: int) -> Groups:
+        """The groups of so many rows that all have the adapter in the first slot."""
+        tile, device = max(rows, 1) if self.world.device.type == "cpu" else PREFILL_TILE, self.world.device
+        order, tiles = group_rows(np.zeros(rows, np.int64), tile)
+        return Groups(torch.from_numpy(order).to(device), torch.from_numpy(tiles).to(device), tile)
 
     # --- at the start ------------------------------------------------------------------------------------------------------
 
@@ -200,3 +209,18 @@ class Adapters:
                 continue
             if loading.read == PENDING:
                 loading.slices, loading.read = slices, READ
+
+
+def single_adapter(model: Transformer, folder: str | Path, world: World) -> Adapters:
+    """The adapters of a model that has only this one, called ADAPTER. Collective. Raises UserError on every rank."""
+    error, rank = None, 1
+    try:
+        if determinism.enabled():
+            raise UserError("--deterministic does not compute adapters; leave it or the adapter out")
+        rank = open_adapter(Path(folder), model.config).rank
+    except UserError as e:
+        error = e
+    agree_on_error(world, error)
+    adapters = Adapters(model, LoraLimits(1, rank), world)
+    adapters.load_now([(ADAPTER, str(folder))])
+    return adapters

@@ -21,6 +21,7 @@ import determinism
 from attention import Causal
 from checkpoint import DTYPES, load_model
 from config import ModelConfig
+from engine.adapters import ADAPTER, single_adapter
 from engine.core import Engine, EngineLimits
 from engine.draft_models import find_draft
 from engine.logits import SCORE_CHUNK
@@ -90,13 +91,14 @@ class LLM:
         speculate: str | None = None,
         draft_tokens: int = 7,
         deterministic: bool = False,
+        lora: str | Path | None = None,
     ) -> None:
         """model: a checkpoint's folder, a preset's name (random weights, drawn with `seed`), or a loaded model, whose `tokenizer`
         then has to be given. world: the ranks (default: those that a launcher started, else one on the GPU, if there is any).
         variant, dtype, quantize, kv_dtype: as `generate.py` takes them. limits: of the engine, with a kv_dtype and draft_tokens of
         their own; None makes an engine for each call that is just large enough for its prompts, and keeps it while calls need the
         same; then speculate and draft_tokens are `generate.py`'s. deterministic: for this and all further models of the process; with a
-        `world`, `tp.init_world` takes it. Raises UserError."""
+        `world`, `tp.init_world` takes it. lora: an adapter's folder, for all calls. Raises UserError."""
         if deterministic and world is not None and not determinism.enabled():
             raise UserError("give deterministic=True to init_world, because the ranks are connected there")
         self.world = world or init_world(deterministic=deterministic)
@@ -113,6 +115,7 @@ class LLM:
                 raise UserError(f"unknown dtype {name!r}; known: {', '.join(DTYPES)}")
             draft = find_draft(speculate, str(model), config, self.tokenizer, self.world.world_size)
             self.model = load_model(str(model), config, self.world, DTYPES[name], seed)
+        self.adapters = single_adapter(self.model, lora, self.world) if lora else None
         tune(self.model, self.world, MAX_SEQUENCES, seconds=0)  # uses what a server or `make tune` has measured
         self.draft = draft.load(self.world, self.model.norm.weight.dtype, seed) if draft else None
         self.limits, self.kv_dtype, self.draft_tokens = limits, kv_dtype, draft_limit(speculate, draft_tokens)
@@ -154,7 +157,7 @@ class LLM:
         engine = self._engine_for(ids, each)
         streams = [AnswerStream(i, self.tokenizer, ids[i], each[i]) for i in range(len(ids))]
         for i, (prompt, one) in enumerate(zip(ids, each, strict=True)):
-            _raise(engine.submit(Submit(str(i), prompt, one)))
+            _raise(engine.submit(Submit(str(i), prompt, one, adapter=ADAPTER if self.adapters else "")))
         try:
             yield from _run(engine, streams, answers, timing or Timing())
         finally:
@@ -169,7 +172,9 @@ class LLM:
         ids = self.encode(prompt)
         check_prompts(self.model.config, [ids], [0])
         tokens = torch.tensor([ids], device=self.world.device)
-        hidden = self.model.hidden(tokens, Causal(len(ids), tokens.device))[0]
+        context = Causal(len(ids), tokens.device)
+        context.adapters = self.adapters.all_rows(len(ids)) if self.adapters else None
+        hidden = self.model.hidden(tokens, context)[0]
         scores = Scores([None], [])
         for first in range(0, len(ids), SCORE_CHUNK):
             logits = self.model.logits(hidden[first : first + SCORE_CHUNK])
@@ -210,7 +215,7 @@ class LLM:
             )
         if self._engine is None or self._engine[0] != limits:
             self._engine = None  # frees its cache before the new one is allocated
-            self._engine = limits, Engine(self.model, self.tokenizer, limits, self.world, self.draft)
+            self._engine = limits, Engine(self.model, self.tokenizer, limits, self.world, self.draft, self.adapters)
         return self._engine[1]
 
 

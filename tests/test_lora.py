@@ -15,6 +15,7 @@ from torch import Tensor
 
 from attention import Causal
 from checkpoint import load_model
+from engine import LLM, SamplingParams
 from engine.adapters import Adapters
 from errors import UserError
 from kernels.lora import Groups, group_rows
@@ -171,3 +172,20 @@ def test_only_folders_in_the_root(tmp_path: Path, seed: int) -> None:
     for bad in (outside, root / "link", root / "half", root / ".." / "out", Path("/etc"), root / "x\0"):
         with pytest.raises(UserError, match="not a folder in --lora-root"):
             open_adapter(bad, config, root=root)
+
+
+def test_one_adapter_for_all_calls(tmp_path: Path, seed: int) -> None:
+    """`LLM` scores and continues as the merged checkpoint does."""
+    base = save_random(base_config(), tmp_path / "base")
+    adapter = write_adapter(tmp_path / "a", base, PARTS)
+    adapted, expected = LLM(base, lora=adapter), LLM(merged(tmp_path / "merged", base, adapter))
+    prompt = torch.randint(101, (12,)).tolist()
+    found, wanted = (llm.score(prompt).logprobs[1:] for llm in (adapted, expected))
+    assert torch.tensor(found).sub(torch.tensor(wanted)).abs().max() < TOLERANCE
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0, logprobs=0, temperature=0, ignore_eos=True)
+    [one], [other] = (llm.generate([prompt], params) for llm in (adapted, expected))
+    values = [
+        [entry.chosen.logprob for entry in (*(answer.prompt_logprobs or [])[1:], *answer.logprobs) if entry]
+        for answer in (one, other)
+    ]
+    assert len(values[0]) == len(prompt) and torch.tensor(values[0]).sub(torch.tensor(values[1])).abs().max() < TOLERANCE
