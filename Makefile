@@ -69,6 +69,9 @@ lm-eval: setup-dev #+ Test: lm-evaluation-harness against the server, compared w
 test: setup-dev ## Test: all tests
 	@$(PY) -m pytest -n auto --dist worksteal $(ARGS)
 
+clients: setup-dev #+ Test: openai, anthropic, agents and benchmarks from PyPI and npm against the server, resumable, into out/clients.md (tracked: ARGS=--write; 20 min, 10 GB of disk)
+	@$(PY) -m tests.clients $(ARGS)
+
 same-tokens: setup-dev #+ Test: 10,000 prompts have the same tokens with speculation and without, on 1, 2 and 4 ranks: make same-tokens ARGS="--jobs 12" (a GB for each job)
 	@$(PY) -m tests.same_tokens $(ARGS)
 

@@ -1,0 +1,50 @@
+import anthropic
+from features import HELLO, MODEL, URL, WEATHER, feature, run
+
+client = anthropic.Anthropic(base_url=URL, api_key="none", max_retries=0, timeout=60)
+MESSAGES = [{"role": "user", "content": HELLO}]
+TOOL = {"name": "weather", "description": "Weather of a city", "input_schema": WEATHER}
+
+
+@feature("messages", "answer")
+def _() -> None:
+    system = [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]
+    answer = client.messages.create(model=MODEL, messages=MESSAGES, system=system, max_tokens=100)
+    assert answer.content[0].text and answer.stop_reason in ("end_turn", "max_tokens") and answer.usage.input_tokens
+
+
+@feature("messages", "stream")
+def _() -> None:
+    with client.messages.stream(model=MODEL, messages=MESSAGES, max_tokens=100) as stream:
+        text = "".join(stream.text_stream)
+    assert text and stream.get_final_message().usage.output_tokens
+
+
+@feature("messages", "tools")
+def _() -> None:
+    answer = client.messages.create(model=MODEL, messages=MESSAGES, tools=[TOOL], tool_choice={"type": "any"}, max_tokens=100)
+    (call,) = [block for block in answer.content if block.type == "tool_use"]
+    assert answer.stop_reason == "tool_use" and call.input["city"] in ("Paris", "Rome")
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "sunny"}]}
+    told = [*MESSAGES, {"role": "assistant", "content": answer.content}, {"role": "user", "content": [result]}]
+    assert client.messages.create(model=MODEL, messages=told, tools=[TOOL], max_tokens=20).content
+
+
+@feature("messages", "tools, streamed")
+def _() -> None:
+    named = {"type": "tool", "name": "weather"}
+    with client.messages.stream(model=MODEL, messages=MESSAGES, tools=[TOOL], tool_choice=named, max_tokens=100) as stream:
+        deltas = [event for event in stream if event.type == "input_json"]
+    assert stream.get_final_message().content[-1].input["city"] in ("Paris", "Rome")
+    assert len(deltas) > 1, "the input came in one delta"
+
+
+@feature("messages", "tokens")
+def _() -> None:
+    counted = client.messages.count_tokens(model=MODEL, messages=MESSAGES, tools=[TOOL], system="Be brief.").input_tokens
+    answer = client.messages.create(model=MODEL, messages=MESSAGES, tools=[TOOL], system="Be brief.", max_tokens=1)
+    used = answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0)
+    assert counted == used, f"counted {counted}, used {used}"
+
+
+run()
