@@ -61,7 +61,7 @@ TITLES = {
 FEATURES = ("answer", "stream", "tools", "tools, streamed", "format", "format and tools", "state", "tokens", "one turn")
 MODEL = ROOT / "models" / "tiny-hybrid"
 CONTEXT, LAYERS = 131_072, 2  # of the agents' model
-CLIENT_SECONDS, INSTALL_SECONDS = 900, 1800
+CLIENT_SECONDS, INSTALL_SECONDS = 1200, 1800
 CONNECTIONS = ("--max-num-seqs", "16", "--idle-timeout", "300")
 
 Row = dict[str, Any]  # api, feature, ok, detail

@@ -12,7 +12,7 @@ from features import report
 
 
 def attempt(
-    api: str, name: str, command: Sequence[str], files: dict[str, str], wanted: str = "", seconds: float = 240, **environ: str
+    api: str, name: str, command: Sequence[str], files: dict[str, str], wanted: str = "", seconds: float = 500, **environ: str
 ) -> None:
     """Run `command` in an empty folder and report whether it ended with 0 and printed `wanted`.
 

@@ -19,7 +19,7 @@ base_url = "{URL}/v1"
 wire_api = "responses"
 request_max_retries = 0
 stream_max_retries = 0
-stream_idle_timeout_ms = 240000
+stream_idle_timeout_ms = 480000
 """
 command = ["node_modules/.bin/codex", "exec", "--skip-git-repo-check", "--sandbox", "read-only", "--json", HELLO]
 attempt("responses", "one turn", command, {".codex/config.toml": CONFIG}, "turn.completed")

@@ -7,7 +7,7 @@ SETTINGS = {
     "telemetry": {"enabled": False},
     "privacy": {"usageStatisticsEnabled": False},
     "general": {"disableAutoUpdate": True, "enableAutoUpdate": False},
-    "model": {"name": MODEL, "generationConfig": {"maxRetries": 0, "timeout": 240000, "samplingParams": {"max_tokens": 256}}},
+    "model": {"name": MODEL, "generationConfig": {"maxRetries": 0, "timeout": 480000, "samplingParams": {"max_tokens": 256}}},
     "security": {"auth": {"selectedType": "openai"}},
 }
 command = ["node_modules/.bin/qwen", HELLO, "--auth-type", "openai", "--output-format", "json", "--max-session-turns", "2"]
