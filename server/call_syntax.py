@@ -52,6 +52,6 @@ def syntax_of(template: str) -> str:
     """The name in SYNTAXES of the calls that a chat template writes in earlier turns."""
     if "[TOOL_CALLS]" in template:
         return "mistral" if "[ARGS]" in template else "mistral_list"
-    if "<tool_call>" in template and "<function=" not in template:
-        return "hermes"
+    if "<tool_call>" in template and "<function=" not in template and "<arg_key>" not in template:
+        return "hermes"  # others write XML in the same tags
     return "llama3_json" if "<|python_tag|>" in template or '"parameters": ' in template else "json"

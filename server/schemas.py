@@ -263,7 +263,7 @@ class GenerationBody(SamplingBody):
     service_tier: Any = without_effect("there is one tier")
     safety_identifier: Any = without_effect("the access log has `user`")
     prediction: Any = without_effect("a hint for speed, which chat uses")
-    reasoning_effort: Any = without_effect("variables for a template belong in `chat_template_kwargs`")
+    reasoning_effort: Any = without_effect("there is no template")
     verbosity: Any = without_effect("the models served here do not support it")
     prompt_cache_key: Any = without_effect("the prefix cache finds common prefixes by itself")
     prompt_cache_options: Any = without_effect("see `prompt_cache_key`")

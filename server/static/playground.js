@@ -42,6 +42,14 @@ class Message {
     parent.append(this.element);
   }
   get text() { return this.body.text; }
+  think(text) {
+    if (!this.thoughts) {
+      this.thoughts = document.createElement("details");
+      this.thoughts.appendChild(document.createElement("summary")).textContent = "Reasoning";
+      this.element.lastChild.before(this.thoughts);
+    }
+    this.thoughts.append(text);
+  }
   static said(role, text, parent) {
     const message = new Message(role, parent);
     message.body.push(text, []);
@@ -251,9 +259,11 @@ export class Playground {
         const choice = event.choices?.[0];
         if (choice) {
           const text = choice.delta ? choice.delta.content ?? "" : choice.text ?? "";
+          const thought = choice.delta?.reasoning_content;
           const tokens = readTokens(choice.logprobs);
-          if (text || tokens.length) meter.saw(tokens.length || 1);
-          message.body.push(text, tokens);
+          if (text || thought || tokens.length) meter.saw(tokens.length || 1);
+          if (thought) message.think(thought);
+          else message.body.push(text, tokens);
           meter.finish = choice.finish_reason ?? meter.finish;
         }
         this.#refresh(meter);

@@ -143,6 +143,11 @@ class Stub(BaseHTTPRequestHandler):
             if prompt == "break":
                 self.chunk(chat, "Half an", [(" Half", 0.5), (" an", 0.5)])
                 self.event({"error": {"message": "A rank died.", "type": "server_error", "param": None, "code": None}})
+            elif prompt == "think":
+                for text in ("Hm", ", so."):
+                    self.event({"choices": [{"index": 0, "delta": {"reasoning_content": text}, "finish_reason": None}]})
+                self.chunk(chat, "75", [("75", 0.9)])
+                self.last(chat, 4)
             elif prompt == "bytes":  # text is held back: an incomplete character, or a possible stop string
                 self.chunk(chat, "Caf", [("Caf", 0.9)])
                 self.chunk(chat, "", [("\ufffd", 0.5)])
@@ -311,6 +316,16 @@ def page(chromium: Any, stub: StubServer) -> Iterator[Page]:
         if message["method"] in ("Network.requestWillBeSent", "Network.webSocketCreated"):
             target = message["params"].get("request", message["params"])["url"]
             assert target.startswith((stub.url, "data:", "about:", "chrome://")), f"a request left the host: {target}"
+
+
+def test_reasoning_is_folded(page: Page) -> None:
+    page.send("think")
+    page.idle()
+    assert page.text(".assistant .text") == "75" and page.text(".assistant details") == "ReasoningHm, so."
+    (box,) = page.all(".assistant details")
+    assert box.get_attribute("open") is None
+    page.all(".assistant summary")[0].click()
+    assert box.get_attribute("open")
 
 
 def test_chat_streams_with_probabilities(page: Page) -> None:
