@@ -59,6 +59,7 @@ class Scripted:
 
     def __init__(self, parts: list[list[Part]]) -> None:
         self._parts = iter(parts)
+        self.reasoned = sum(isinstance(part, Reasoning) for some in parts for part in some)  # each token is a character
 
     def push(self, text: str, final: bool = False) -> list[Part]:
         return next(self._parts)
@@ -91,14 +92,14 @@ def test_events_are_those_that_are_published(site: Site, name: str, monkeypatch:
     numbers = itertools.count(1)
     monkeypatch.setattr(output, "new_id", lambda prefix: f"{prefix}_{next(numbers)}")
     monkeypatch.setattr(answer.time, "time", lambda: 1700000009.5)
-    monkeypatch.setattr(answer, "parser_for", lambda service, chat: Scripted(parts))
+    monkeypatch.setattr(answer, "parser_for", lambda *_: Scripted(parts))
     body = ResponsesBody.model_validate({"input": "Hi", "tools": [TOOL] if name == "calls" else None})
     request = ResponsesRequest(site.server.service, body, convert(body, [], {}).chat, [Prompt([1, 2, 3])], "")
     request.id, request.created = "resp_0", 1700000000
     writer, written = request.stream_writer(), b""
     for i in range(len(parts)):
         request.usage.completion += 1
-        written += writer.push(Delta(0, i == 0, "", [5], None, [], reason if i == len(parts) - 1 else None, None, None))
+        written += writer.push(Delta(0, i == 0, "", [5], None, [i], reason if i == len(parts) - 1 else None, None, None))
     written += writer.last() + request.stream_end
     assert written == (FIXTURES / f"{name}.sse").read_bytes()
     events = [json.loads(one.partition(b"\ndata: ")[2]) for one in written.split(b"\n\n") if one]
