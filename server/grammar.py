@@ -1,14 +1,19 @@
-"""Constrained generation: the grammar for a request's JSON format or forced tool call, compiled in a worker and cached."""
+"""Constrained generation: the grammar for what a request demands of its answer, compiled in a worker and cached."""
 
 import json
 from collections.abc import Callable
+from dataclasses import asdict
+from functools import lru_cache
 from typing import Any
 
 from engine.grammars import MAX_TEXT
-from server.json_schema import Compiled, ForcedTool, SchemaError, compile_calls, compile_schema
+from server.call_syntax import CallSyntax
+from server.constraints import Demand, Marks, compile_demand
+from server.json_schema import CallableTool, Compiled, SchemaError
 from server.problems import bad
-from server.schemas import ChatBody, GenerationBody, JsonSchemaResponseFormat
+from server.schemas import AllowedToolsChoice, ChatBody, GenerationBody
 from server.service import Service
+from tokenizer import Tokenizer
 
 UNCONSTRAINED = Compiled("")
 MAX_NAMED = 10  # most keywords in the response header of those that are not enforced
@@ -16,49 +21,77 @@ MAX_CACHED = 64  # most cached grammars of earlier requests
 MAX_CACHED_TEXT = 4 << 20  # most characters of cached grammars and their schemas
 
 
-async def for_request(service: Service, body: GenerationBody) -> Compiled:
-    """The grammar of a forced tool call or of a JSON format; UNCONSTRAINED if the request has neither.
+async def for_request(
+    service: Service, body: GenerationBody, syntax: CallSyntax | None = None, reasoning: Marks | None = None
+) -> Compiled:
+    """The grammar of what the request demands of its answer; UNCONSTRAINED if it demands nothing.
 
-    Raises a 400 that names the field for a schema that is wrong, or strict and not enforceable.
+    `syntax`: how the model writes calls; None: as JSON alone. `reasoning`: what surrounds the model's reasoning, which stays free; None:
+    it does not reason. Raises a 400 that names the field for a schema that is wrong, or strict and not enforceable.
     """
-    tools = _forced(body) if isinstance(body, ChatBody) else []
-    chosen = body.json_format
+    demand = _demand(body, syntax, reasoning)
+    if demand is None:
+        return UNCONSTRAINED
+    if syntax or reasoning:
+        demand = demand._replace(special=_special(service.tokenizer, syntax, reasoning))
     try:
-        if tools:
-            return await _compiled(service, compile_calls, tools)
-        if isinstance(chosen, JsonSchemaResponseFormat):
-            schema, strict = chosen.json_schema.schema_, chosen.json_schema.strict is True
-            return await _compiled(service, compile_schema, schema, strict)
-        return await _compiled(service, compile_schema, {"type": "object"}, True) if chosen else UNCONSTRAINED
+        return await _compiled(service, compile_demand, demand)
     except SchemaError as e:
-        param = "response_format" if not tools else "tools" if e.tool is None else f"tools.{e.tool}.function.parameters"
-        raise bad(param, f"has a schema that cannot be enforced: {e}", "invalid_schema") from e
+        param = demand.constraint.param if demand.constraint else "tools"
+        if e.tool is not None:
+            param = f"tools.{e.tool}.function.parameters"
+        what = "has a schema" if param.startswith(("response_format", "tools")) else "is a constraint"
+        raise bad(param, f"{what} that cannot be enforced: {e}", "invalid_schema") from e
 
 
-def _forced(body: ChatBody) -> list[ForcedTool]:
-    forced = {tool.function.name for tool in body.forced_tools}
+def _demand(body: GenerationBody, syntax: CallSyntax | None, reasoning: Marks | None) -> Demand | None:
+    tools = _callable(body) if isinstance(body, ChatBody) else []
+    several = isinstance(body, ChatBody) and body.parallel_tool_calls is not False
+    demand = Demand(body.constraint, tools, several=several, syntax=syntax, reasoning=reasoning)
+    if isinstance(body, ChatBody) and body.forced_tools:
+        return demand._replace(constraint=None, calls="must")
+    if demand.constraint is not None:
+        return demand
+    # a grammar makes each step wait for the tokens of the last one, so calls are left free unless the request asks for more
+    wants = any(tool.strict for tool in tools) or (
+        isinstance(body, ChatBody) and isinstance(body.tool_choice, AllowedToolsChoice)
+    )
+    return demand if wants and syntax is not None and syntax.trigger and not body.ignore_eos else None
+
+
+def _callable(body: ChatBody) -> list[CallableTool]:
+    names = {tool.function.name for tool in body.callable_tools}
     return [
-        ForcedTool(position, tool.function.name, tool.function.parameters, tool.function.strict is True)
+        CallableTool(position, tool.function.name, tool.function.parameters, tool.function.strict is True)
         for position, tool in enumerate(body.tools or [])
-        if tool.function.name in forced
+        if tool.function.name in names
     ]
 
 
-async def _compiled(service: Service, compiler: Callable[..., Compiled], *arguments: Any) -> Compiled:
-    """Run `compiler` in a worker, and cache the result for later requests with the same schema. Raises SchemaError."""
+def _special(tokenizer: Tokenizer, syntax: CallSyntax | None, reasoning: Marks | None) -> dict[str, int]:
+    """The special tokens that these may spell."""
+    texts = [*(asdict(syntax).values() if syntax else ()), *(reasoning[:2] if reasoning else ())]
+    return {text: id for text, id in _special_ids(tokenizer).items() if any(text in one for one in texts)}
+
+
+@lru_cache(1)
+def _special_ids(tokenizer: Tokenizer) -> dict[str, int]:
+    return {text: id for id in tokenizer.special_ids if (text := tokenizer.token_text(id))}
+
+
+async def _compiled(service: Service, compiler: Callable[[Any], Compiled], demand: Demand) -> Compiled:
+    """Run `compiler` in a worker, and cache the result for later requests with the same demand. Raises SchemaError."""
     try:
-        key = compiler.__name__, json.dumps(arguments)
+        key = json.dumps(demand, default=asdict)
     except RecursionError as e:
         raise SchemaError("it is nested too deeply") from e
-    if len(key[1]) > MAX_TEXT:
+    if len(key) > MAX_TEXT:
         raise SchemaError(f"it is longer than {MAX_TEXT} characters")
     cache = service.grammars
-    compiled = cache[key] if key in cache else await service.workers.run(compiler, *arguments, slow=True)
+    compiled = cache[key] if key in cache else await service.workers.run(compiler, demand, slow=True)
     cache[key] = compiled
     cache.move_to_end(key)
-    while (
-        len(cache) > MAX_CACHED or sum(len(asked) + len(found.grammar) for (_, asked), found in cache.items()) > MAX_CACHED_TEXT
-    ):
+    while len(cache) > MAX_CACHED or sum(len(asked) + len(found.grammar) for asked, found in cache.items()) > MAX_CACHED_TEXT:
         cache.popitem(last=False)
     return compiled
 

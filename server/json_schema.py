@@ -18,7 +18,7 @@ This module imports little, because it runs in worker processes.
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple
@@ -29,8 +29,7 @@ from llguidance import LLMatcher
 from engine.grammars import MAX_TEXT, limits
 from errors import UserError
 
-# At most one space between JSON tokens: a small model could otherwise fill the answer with blank lines.
-WHITESPACE = {"whitespace_pattern": "[ ]?"}
+ONE_SPACE = "[ ]?"  # between JSON tokens: a small model could otherwise fill the answer with blank lines
 MAX_NODES = 100_000  # subschemas that the rewrite visits, plus the names that closed objects allow
 MAX_NOTED = 100  # most keywords reported as not enforced
 
@@ -69,13 +68,25 @@ class Compiled:
     not_enforced: tuple[str, ...] = ()  # JSON pointers of keywords that are not enforced, then llguidance's warnings
 
 
-class ForcedTool(NamedTuple):
-    """A tool that a request forces. `position`: in the request's tools. `strict`: all of `parameters` must be enforced."""
+class CallableTool(NamedTuple):
+    """A tool that may be called. `position`: in the request's tools. `strict`: all of `parameters` must be enforced."""
 
     position: int
     name: str
     parameters: dict[str, Any] | None
     strict: bool
+
+    @property
+    def path(self) -> str:
+        return f"tools.{self.position}.function.parameters"
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The schema of the arguments. A tool that lists no parameters accepts none."""
+        keywords = set(self.parameters or {}) - {"type", "title", "description", "$schema"}
+        if not self.parameters or not keywords or (keywords == {"required"} and not self.parameters["required"]):
+            return {"type": "object", "properties": {}}
+        return self.parameters
 
 
 @dataclass(frozen=True)
@@ -115,61 +126,70 @@ def _sets(all_names: Collection[Names]) -> tuple[list[frozenset[str]], list[froz
     return [names.listed for names in all_names], [names.patterns for names in all_names]
 
 
-def compile_schema(schema: dict[str, Any], strict: bool) -> Compiled:
-    """Compile a JSON schema. Raises SchemaError."""
+def compile_schema(schema: dict[str, Any], strict: bool, whitespace: str | None = None, path: str = "#") -> Compiled:
+    """Compile a JSON schema. `whitespace`: the regex of what may stand between JSON tokens; None: at most one space.
+
+    `path`: of the schema, for what is reported. Raises SchemaError.
+    """
     rewriter = Rewriter()
-    return _compile(lambda: rewriter.document(schema, "#", strict), rewriter, strict)
+    return _compile(lambda: rewriter.document(schema, path, strict), rewriter, strict, whitespace)
 
 
-def compile_calls(tools: list[ForcedTool]) -> Compiled:
-    """Compile a grammar for one call {"name": …, "arguments": {…}} of one of `tools`.
+def compile_calls(
+    tools: Sequence[CallableTool], answer: dict[str, Any] | None = None, strict: bool = False, whitespace: str | None = None
+) -> Compiled:
+    """Compile a grammar for one call {"name": …, "arguments": {…}} of one of `tools`, or for JSON that fits the schema `answer`.
 
-    A tool that lists no parameters accepts none. Raises SchemaError.
+    `strict`: that of `answer`. Raises SchemaError.
     """
     rewriter = Rewriter()
 
     def calls() -> dict[str, Any]:
-        return {"anyOf": [_call(rewriter, tool) for tool in tools]}
+        found = [_call(rewriter, tool) for tool in tools]
+        return {"anyOf": found if answer is None else [*found, rewriter.document(answer, "#", strict)]}
 
     try:
-        return _compile(calls, rewriter, any(tool.strict for tool in tools))
+        return _compile(calls, rewriter, strict or any(tool.strict for tool in tools), whitespace)
     except SchemaError as e:
-        if len(tools) == 1:
+        if answer is not None:
+            compile_schema(answer, strict, whitespace)  # raises an error of the answer alone
+        elif len(tools) == 1:
             raise SchemaError(str(e), tools[0].position) from e
         for tool in tools:
             compile_calls([tool])  # raises an error that names the wrong tool
         raise
 
 
-def _call(rewriter: "Rewriter", tool: ForcedTool) -> dict[str, Any]:
-    parameters = tool.parameters
-    keywords = set(parameters or {}) - {"type", "title", "description", "$schema"}
-    if not parameters or not keywords or (keywords == {"required"} and not parameters["required"]):
-        parameters = {"type": "object", "properties": {}}
-    arguments = rewriter.document(parameters, f"tools.{tool.position}.function.parameters#", tool.strict)
+def _call(rewriter: "Rewriter", tool: CallableTool) -> dict[str, Any]:
     return {
         "type": "object",
-        "properties": {"name": {"const": tool.name}, "arguments": arguments},
+        "properties": {"name": {"const": tool.name}, "arguments": rewriter.document(tool.schema, f"{tool.path}#", tool.strict)},
         "required": ["name", "arguments"],
         "additionalProperties": False,
     }
 
 
-def _compile(build: Callable[[], dict[str, Any]], rewriter: "Rewriter", strict: bool) -> Compiled:
+def _compile(build: Callable[[], Any], rewriter: "Rewriter", strict: bool, whitespace: str | None = None) -> Compiled:
+    options: Any = {"whitespace_pattern": whitespace or ONE_SPACE} if whitespace != "" else {"whitespace_flexible": False}
+    options["lenient"] = not strict
     try:
         schema = {**build(), "$defs": rewriter.definitions}
-        options: Any = {**WHITESPACE, "lenient": not strict}
         text = LLMatcher.grammar_from_json_schema(schema, overrides=options)
     except RecursionError as e:
         raise SchemaError("it is nested too deeply") from e
     except (ValueError, TypeError) as e:  # from llguidance
         raise SchemaError(_line(str(e))) from e
+    return Compiled(text, (*rewriter.not_enforced, *check_grammar(text)))
+
+
+def check_grammar(text: str) -> list[str]:
+    """llguidance's warnings about a grammar. Raises SchemaError."""
     if len(text.encode()) > MAX_TEXT:
         raise SchemaError(f"it is longer than {MAX_TEXT} bytes")
     failed, messages = LLMatcher.validate_grammar_with_warnings(text, limits=limits())
     if failed:
         raise SchemaError(_line(messages[0]))
-    return Compiled(text, (*rewriter.not_enforced, *map(_line, messages)))
+    return [_line(message) for message in messages if not message.startswith("no tokenizer")]  # only the engine has one
 
 
 def _line(text: str) -> str:

@@ -6,7 +6,7 @@ values, which change nothing, are accepted.
 
 import re
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
@@ -14,10 +14,14 @@ from engine.protocol import LIST_LIMIT
 from server.problems import field_error
 
 INT64 = 2**63
+ANY_OBJECT = {"type": "object"}  # a JSON schema
 MAX_CHOICES = 128
 MAX_PROMPTS = 4096
 MAX_STOPS = 16
 MAX_LISTED = 16384  # most allowed_token_ids, which are sent to the engine with each choice
+MAX_CHOSEN = 16384  # most texts of which an answer is one
+MAX_TAGS = 128
+MAX_TOOLS = 128
 MAX_NAMED = 8  # most unknown names in the response header and in the log
 MAX_NAME = 64  # characters of each
 STRICT = (
@@ -27,6 +31,9 @@ STRICT = (
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 StopText = Annotated[str, Field(min_length=1, max_length=1000)]
+Kind = Literal["json", "regex", "choice", "grammar", "structural_tag"]  # of constraints
+KINDS: tuple[Kind, ...] = get_args(Kind)
+Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MAX_CHOSEN, fail_fast=True)]
 
 _BEAMS = "only matters for beam search, which is not supported"
 _SAMPLER = "is not supported; the samplers are temperature, top_k, top_p and min_p"
@@ -50,9 +57,8 @@ _REFUSALS: tuple[tuple[tuple[str, ...], tuple[Any, ...], str], ...] = (
     (("web_search_options",), (), "is not supported"),
     (("moderation",), (), "is not supported: this server moderates nothing"),
     # names of other servers' parameters
-    (("guided_json", "guided_regex", "guided_choice", "guided_grammar"), (), "is not supported; use response_format"),
-    (("structured_outputs", "structural_tag", "json_schema"), (), "is not supported; use response_format"),
-    (("regex", "grammar", "ebnf"), (), "is not supported; use response_format"),
+    (("json_schema",), (), "is not supported; use response_format"),
+    (("regex", "grammar", "ebnf", "structural_tag"), (), "is not supported; use structured_outputs"),
     (("max_new_tokens", "max_tokens_to_sample", "n_predict", "num_predict"), (), "is not supported; use max_tokens"),
     (("repeat_penalty",), (1, 1.0), "is not supported; use repetition_penalty"),
     (("do_sample",), (True,), "is not supported; temperature 0 is greedy"),
@@ -166,13 +172,18 @@ class TextFormat(Checked):
 
 
 class JsonObjectFormat(Checked):
+    model_config = ConfigDict(populate_by_name=True)
+
     type: Literal["json_object"]
+    schema_: dict[str, Any] | None = Field(None, alias="schema", description="A JSON schema. Default: any object.")
 
     @model_validator(mode="before")
     @classmethod
-    def _without_schema(cls, data: Any) -> Any:
-        if isinstance(data, dict) and (data.get("schema") is not None or data.get("json_schema") is not None):
-            raise field_error("response_format", "has type json_object and a schema; use type json_schema")
+    def _other_type(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("json_schema") is not None:
+            raise field_error(
+                "response_format", "has type json_object and json_schema; use type json_schema, or the name schema"
+            )
         return data
 
 
@@ -181,7 +192,58 @@ class JsonSchemaResponseFormat(Checked):
     json_schema: JsonSchemaFormat
 
 
-ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaResponseFormat, Field(discriminator="type")]
+class Structure(Checked):
+    """A part of a text: `begin`, JSON that fits the schema, and `end`."""
+
+    model_config = ConfigDict(populate_by_name=True)
+
+    begin: str = Field(min_length=1, max_length=1000)
+    schema_: dict[str, Any] = Field(alias="schema")
+    end: str = Field(max_length=1000)
+
+
+class StructuralTagFormat(Checked):
+    """Free text. Where it has a trigger, a structure follows, whose `begin` starts with the trigger."""
+
+    type: Literal["structural_tag"]
+    structures: list[Structure] = Field(min_length=1, max_length=MAX_TAGS)
+    triggers: list[StopText] = Field(min_length=1, max_length=MAX_TAGS)
+
+
+ResponseFormat = Annotated[
+    TextFormat | JsonObjectFormat | JsonSchemaResponseFormat | StructuralTagFormat, Field(discriminator="type")
+]
+
+
+class StructuredOutputs(Checked):
+    """One constraint of the answer."""
+
+    model_config = ConfigDict(populate_by_name=True)
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json", description="A JSON schema, or its text.")
+    json_object: bool | None = Field(None, description="true: any JSON object.")
+    regex: str | None = Field(None, description="A regular expression of the whole answer, in the syntax of Rust's regex.")
+    choice: Choices | None = Field(None, description="One of these texts.")
+    grammar: str | None = Field(None, description="A context-free grammar in Lark's syntax, or in GBNF.")
+    structural_tag: dict[str, Any] | str | None = Field(
+        None, description="Structures within free text, or their JSON text; as `response_format` of type structural_tag."
+    )
+    whitespace_pattern: str | None = Field(
+        None, max_length=1000, description="What may stand between JSON tokens. Default: `[ ]?`."
+    )
+    disable_any_whitespace: bool | None = Field(None, description="No whitespace between JSON tokens. Default false.")
+    disable_fallback: Any = without_effect("there is one grammar library")
+    disable_additional_properties: Any = without_effect("an object is closed unless its schema opens it")
+
+
+class Constraint(NamedTuple):
+    """What the whole answer must be. `param`: the field of the request that says so."""
+
+    kind: Kind
+    value: Any
+    param: str
+    strict: bool = False  # all of a JSON schema must be enforced
+    whitespace: str | None = None  # the regex of what may stand between JSON tokens; None: the default
 
 
 class SamplingBody(Body):
@@ -238,6 +300,15 @@ class GenerationBody(SamplingBody):
         None, description="Put BOS in front as the checkpoint does. Default true; false for chat, whose template writes it."
     )
     response_format: ResponseFormat | None = Field(None, description="Constrain the answer to JSON, or to a JSON schema.")
+    structured_outputs: StructuredOutputs | None = Field(None, description="Constrain the answer in another way.")
+    guided_json: dict[str, Any] | str | None = Field(None, description="The older name of `structured_outputs.json`.")
+    guided_regex: str | None = Field(None, description="The older name of `structured_outputs.regex`.")
+    guided_choice: Choices | None = Field(None, description="The older name of `structured_outputs.choice`.")
+    guided_grammar: str | None = Field(None, description="The older name of `structured_outputs.grammar`.")
+    guided_whitespace_pattern: str | None = Field(
+        None, max_length=1000, description="The older name of `structured_outputs.whitespace_pattern`."
+    )
+    guided_decoding_backend: Any = without_effect("there is one grammar library")
     prompt_logprobs: int | None = Field(
         None,
         ge=0,
@@ -276,17 +347,44 @@ class GenerationBody(SamplingBody):
             raise field_error("prompt_logprobs", "cannot be combined with stream")
         if self.truncate_prompt_tokens == 0:
             raise field_error("truncate_prompt_tokens", "is 0; give at least 1, or -1 for what the context can hold")
-        if self.ignore_eos and self.json_format is not None:
-            raise field_error("ignore_eos", "cannot be combined with a JSON response_format, whose end is EOS")
+        if len(constraints := self._constraints) > 1:
+            raise field_error(constraints[1].param, f"cannot be combined with {constraints[0].param}; give one constraint")
+        if self.structured_outputs is not None and not any(one.param.startswith("structured_outputs.") for one in constraints):
+            raise field_error("structured_outputs", "has no constraint; give json, regex, choice, grammar, or another")
+        if self.ignore_eos and constraints:
+            raise field_error("ignore_eos", "cannot be combined with a constraint of the answer, whose end is EOS")
         for key in self.logit_bias or {}:
             if not (key.isascii() and key.isdigit() and len(key) < 10):
                 raise field_error("logit_bias", f"has the key {key[:40]!r}; keys are token ids")
         return self
 
     @property
-    def json_format(self) -> JsonObjectFormat | JsonSchemaResponseFormat | None:
-        """The response format; None for plain text."""
-        return None if isinstance(self.response_format, TextFormat) else self.response_format
+    def constraint(self) -> Constraint | None:
+        """What the whole answer must be; None for any text."""
+        return next(iter(self._constraints), None)
+
+    @property
+    def _constraints(self) -> list[Constraint]:
+        """All that the request gives; more than one is an error."""
+        found = []
+        match self.response_format:
+            case JsonObjectFormat(schema_=schema):
+                found.append(Constraint("json", schema or ANY_OBJECT, "response_format", not schema))
+            case JsonSchemaResponseFormat(json_schema=given):
+                found.append(Constraint("json", given.schema_, "response_format", given.strict is True))
+            case StructuralTagFormat() as tags:
+                found.append(Constraint("structural_tag", tags.model_dump(by_alias=True), "response_format"))
+        for kind in KINDS[:4]:
+            if (value := getattr(self, f"guided_{kind}")) is not None:
+                found.append(Constraint(kind, value, f"guided_{kind}", whitespace=self.guided_whitespace_pattern))
+        if (asked := self.structured_outputs) is not None:
+            whitespace = "" if asked.disable_any_whitespace else asked.whitespace_pattern
+            if asked.json_object:
+                found.append(Constraint("json", ANY_OBJECT, "structured_outputs.json_object", True, whitespace))
+            for kind in KINDS:
+                if (value := getattr(asked, "json_" if kind == "json" else kind)) is not None:
+                    found.append(Constraint(kind, value, f"structured_outputs.{kind}", whitespace=whitespace))
+        return found
 
     @property
     def listed_logprobs(self) -> int | None:
@@ -406,6 +504,18 @@ class NamedToolChoice(Checked):
     function: FunctionName
 
 
+class AllowedTools(Checked):
+    mode: Literal["auto", "required"]
+    tools: list[NamedToolChoice] = Field(min_length=1, max_length=MAX_TOOLS)
+
+
+class AllowedToolsChoice(Checked):
+    """The template gets all tools, so that their part of the prompt stays the same, but the model may call these alone."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
 class Prediction(Checked):
     type: Literal["content"]
     content: str | list[TextPart]
@@ -423,8 +533,8 @@ class ChatBody(GenerationBody):
     top_logprobs: int | None = Field(
         None, ge=0, le=LIST_LIMIT, description="Also those of the k likeliest tokens; above 0 only with logprobs. Default 0."
     )
-    tools: list[Tool] | None = Field(None, max_length=128)
-    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = Field(
+    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | AllowedToolsChoice | None = Field(
         None, description="`required` and a named function force one call by grammar. Default auto with tools, else none."
     )
     parallel_tool_calls: bool | None = Field(None, description="false keeps the first of several calls. Default true.")
@@ -463,10 +573,9 @@ class ChatBody(GenerationBody):
         choice = self.tool_choice
         if choice not in (None, "none", "auto") and not names:
             raise field_error("tool_choice", "needs tools")
-        if isinstance(choice, NamedToolChoice) and choice.function.name not in names:
-            raise field_error("tool_choice", f"names {choice.function.name[:64]!r}, which is not in tools")
-        if self.json_format is not None and names and choice != "none":
-            raise field_error("response_format", "cannot be combined with tools, unless tool_choice is none")
+        for name in self._chosen or ():
+            if name not in names:
+                raise field_error("tool_choice", f"names {name[:64]!r}, which is not in tools")
         if self.ignore_eos and self.forced_tools:
             raise field_error("ignore_eos", "cannot be combined with a forced tool call, whose end is EOS")
 
@@ -479,12 +588,30 @@ class ChatBody(GenerationBody):
         return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
 
     @property
+    def _chosen(self) -> list[str] | None:
+        """The names of tools in `tool_choice`; None if it has none, so that all may be called."""
+        match self.tool_choice:
+            case NamedToolChoice(function=function):
+                return [function.name]
+            case AllowedToolsChoice(allowed_tools=allowed):
+                return [one.function.name for one in allowed.tools]
+        return None
+
+    @property
+    def callable_tools(self) -> list[Tool]:
+        """The tools that the model may call."""
+        chosen = None if self._chosen is None else set(self._chosen)
+        if self.tool_choice == "none":
+            return []
+        return [tool for tool in self.tools or [] if chosen is None or tool.function.name in chosen]
+
+    @property
     def forced_tools(self) -> list[Tool]:
         """The tools from which one must be called; empty if none must."""
-        if isinstance(self.tool_choice, NamedToolChoice):
-            wanted = self.tool_choice.function.name
-            return [tool for tool in self.tools or [] if tool.function.name == wanted]
-        return list(self.tools or []) if self.tool_choice == "required" else []
+        match self.tool_choice:
+            case "required" | NamedToolChoice() | AllowedToolsChoice(allowed_tools=AllowedTools(mode="required")):
+                return self.callable_tools
+        return []
 
 
 class TokenizeBody(Body):
@@ -495,7 +622,7 @@ class TokenizeBody(Body):
     add_special_tokens: bool | None = Field(None, description="Default true for prompt, false for messages.")
     add_generation_prompt: bool | None = Field(None, description="Default true, and false with continue_final_message.")
     continue_final_message: bool | None = None
-    tools: list[Tool] | None = Field(None, max_length=128)
+    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
     documents: list[dict[str, Any]] | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None

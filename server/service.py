@@ -29,13 +29,13 @@ from tokenizer import Tokenizer
 M = TypeVar("M", bound=BaseModel)
 
 INLINE = 16384  # bytes, about 2,000 token ids or a few pages of text; larger bodies are checked in a worker
-WORKER_MODULES = (
+WORKER_MODULES = (  # with the jobs of workers
     "server.bounds",
+    "server.constraints",
     "server.embedding_bodies",
-    "server.json_schema",
     "server.prompts",
     "server.schemas",
-)  # with the jobs of workers
+)
 
 
 class Service:
@@ -46,7 +46,7 @@ class Service:
         capacity = settings.max_num_seqs + settings.max_queue  # sequences
         self.admission = Admission(capacity, settings.max_num_seqs + settings.client_queue)
         self.workers = Workers(settings.model, settings.workers, settings.worker_seconds, capacity, WORKER_MODULES)
-        self.grammars: OrderedDict[tuple[str, str], Compiled] = OrderedDict()  # see grammar.py
+        self.grammars: OrderedDict[str, Compiled] = OrderedDict()  # see grammar.py
         self.journal = self._open_journal()
         self.draining = False
         self.open_requests = 0  # HTTP requests whose answer is not complete

@@ -53,12 +53,25 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str | None]] = [
     ({"cache_salt": "x"}, "cache_salt"),
     ({"priority": 0.5}, "priority"),
     ({"priority": 1}, "priority"),
-    ({"guided_json": {}}, "guided_json"),
+    ({"guided_json": {"type": "nope"}}, "guided_json"),
+    ({"guided_json": "{"}, "guided_json"),
+    ({"guided_regex": "(?=x)y"}, "guided_regex"),
+    ({"guided_choice": []}, "guided_choice"),
+    ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice"),
+    ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex"),
+    ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs.regex"),
+    ({"structured_outputs": {}}, "structured_outputs"),
+    ({"structured_outputs": {"grammar": "nonsense"}}, "structured_outputs.grammar"),
+    ({"structured_outputs": {"json": {}, "whitespace_pattern": "("}}, "structured_outputs.json"),
+    ({"structured_outputs": {"structural_tag": {"structures": []}}}, "structured_outputs.structural_tag"),
+    ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos"),
+    ({"grammar": "root ::= x"}, "grammar"),
     ({"max_new_tokens": 5}, "max_new_tokens"),
     ({"repeat_penalty": 1.1}, "repeat_penalty"),
     ({"mirostat": 2}, "mirostat"),
     ({"moderation": {}}, "moderation"),
-    ({"response_format": {"type": "json_object", "schema": {}}}, "response_format"),
+    ({"response_format": {"type": "json_object", "json_schema": {}}}, "response_format"),
+    ({"response_format": {"type": "json_object", "schema": {"type": "nope"}}}, "response_format"),
     ({"messages": []}, "messages"),
     ({"response_format": {"type": "xml"}}, "response_format"),
     ({"ignore_eos": True, "response_format": {"type": "json_object"}}, "ignore_eos"),
@@ -77,6 +90,9 @@ def test_bad_completions_name_the_field(site: Site, body: dict[str, Any], param:
     assert param is None or param.split(".")[0] in error.message
 
 
+NAMED = {"type": "function", "function": {"name": "x"}}
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -87,9 +103,13 @@ def test_bad_completions_name_the_field(site: Site, body: dict[str, Any], param:
         ({"max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens"),
         ({"max_completion_tokens": 10**6}, "max_completion_tokens"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": NAMED}, "tool_choice"),
         ({"tools": [TOOL, TOOL]}, "tools"),
-        ({"tools": [TOOL], "response_format": {"type": "json_object"}}, "response_format"),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED]}}},
+            "tool_choice",
+        ),
+        ({"tools": [TOOL], "response_format": {"type": "json_object", "schema": {"type": "nope"}}}, "response_format"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"self": []}}, "chat_template_kwargs"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),

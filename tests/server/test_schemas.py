@@ -5,27 +5,18 @@ import random
 import time
 import tracemalloc
 from collections.abc import Iterator
-from functools import cache
 from itertools import permutations
 from typing import Annotated, Any, Literal
 
 import jsonschema
 import pytest
-import torch
 from pydantic import BaseModel, ConfigDict, Field
 
-from engine.grammars import Grammars
-from engine.logits import allowed
 from server.json_schema import SchemaError, compile_schema
-from tests.support.server_thread import CHAT, EOS, TOKENIZER, TOOL, Site
+from tests.support.constrained import accepts, write
+from tests.support.server_thread import CHAT, TOKENIZER, TOOL, Site
 
-VOCAB = 1024
 SECONDS = 60.0  # a request's timeout; a worker's job is ended after 2
-
-
-@cache
-def grammars() -> Grammars:
-    return Grammars(TOKENIZER, VOCAB)
 
 
 @pytest.fixture(scope="module")
@@ -33,24 +24,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     site = Site(tmp_path_factory.mktemp("site"), worker_seconds=2.0).start()
     yield site
     site.close()
-
-
-def accepts(grammar: str, text: str) -> bool:
-    matcher = grammars().compile(grammar)
-    ids = TOKENIZER.encode(text, add_special_tokens=False)
-    return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
-
-
-def write(grammar: str, limit: int = 4000) -> Any:
-    """The JSON value that random logits produce under a grammar. Quotes get a higher logit, so that strings end."""
-    matcher, ids = grammars().compile(grammar), list[int]()
-    quote = TOKENIZER.encode('"', add_special_tokens=False)[-1]
-    while not matcher.is_stopped():
-        logits = torch.randn(VOCAB)
-        logits[quote] += 3
-        ids.append(int(logits.masked_fill(~allowed(matcher, VOCAB), -torch.inf).argmax()))
-        assert matcher.consume_token(ids[-1]) and len(ids) < limit
-    return json.loads(TOKENIZER.decode([one for one in ids if one != EOS]))
 
 
 def asked(site: Site, schema: dict[str, Any], **more: Any) -> str:
@@ -108,7 +81,7 @@ def test_pydantic_schemas_bring_no_keys_of_their_own(site: Site, model: type[Bas
     for strict in (False, True):
         grammar = asked(site, schema, strict=strict)
         for _ in range(4):
-            value = write(grammar)
+            value = json.loads(write(grammar))
             jsonschema.validate(value, schema)
             assert set(value) <= set(model.model_fields)
             _forbidden(model, value)

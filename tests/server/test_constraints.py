@@ -1,0 +1,308 @@
+"""What requests demand of their answers: formats, calls as models write them, either of both, free text with tags.
+
+Random logits write the answers, and `re`, `jsonschema`, `ast` and plain loops check them.
+"""
+
+import ast
+import json
+import random
+import re
+import string
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+
+from server.call_syntax import HERMES, CallSyntax
+from server.constraints import Demand, Marks, compile_demand
+from server.json_schema import CallableTool, SchemaError
+from server.schemas import Constraint
+from tests.support.constrained import accepts, write
+from tests.support.server_thread import CHAT, TOKENIZER, TOOL, Site
+
+SYSTEM = TOKENIZER.token_text(4)  # a special token
+SPECIAL = CallSyntax(SYSTEM, SYSTEM, "", "")  # the token, the name and the arguments
+THINK = Marks("<think>", "</think>", begins_inside=False)
+INSIDE = Marks("<think>", "</think>", begins_inside=True)
+CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 6}, "days": {"type": "integer"}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+TOOLS = [CallableTool(0, "weather", CITY, True), CallableTool(2, "now", None, False)]
+PERSON = Constraint("json", {"type": "object", "properties": {"name": {"enum": ["A", "B"]}}, "required": ["name"]}, "x")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    site = Site(tmp_path_factory.mktemp("site"), worker_seconds=2.0).start()
+    yield site
+    site.close()
+
+
+def grammar_of(site: Site, **asked: Any) -> str:
+    site.complete(max_tokens=1, **asked)
+    return site.last().params.grammar or ""
+
+
+# --- formats -----------------------------------------------------------------------------------------------------------------
+
+
+def random_regex(rng: random.Random, depth: int = 3) -> str:
+    """A regular expression that means the same to `re` and to the library."""
+    if not depth:
+        return rng.choice([re.escape(rng.choice("ab/ \"'.é\n")), "[a-f]", "[^x\\s]", "[0-9]{1,2}"])
+    one, two = random_regex(rng, depth - 1), random_regex(rng, depth - 1)
+    return rng.choice([f"{one}{two}", f"(?:{one}|{two})", f"(?:{one}){{1,3}}", f"(?:{one})?{two}"])
+
+
+def test_regexes_and_choices_are_kept(site: Site, seed: int) -> None:
+    rng = random.Random(seed)
+    for name in ("guided_", "structured_outputs"):
+        regex = random_regex(rng)
+        texts = ["".join(rng.choices('ab\\"/\n 😀é', k=rng.randint(1, 4))) for _ in range(5)]
+        for kind, value in (("regex", regex), ("regex", f"^{regex}$"), ("choice", texts)):
+            asked = {name + kind: value} if name == "guided_" else {name: {kind: value}}
+            grammar = grammar_of(site, **asked)
+            for _ in range(3):
+                text = write(grammar)
+                assert re.fullmatch(regex, text) if kind == "regex" else text in texts, (value, text)
+
+
+ARITHMETIC = """
+// an expression
+?start: sum
+sum: term (("+" | "-") term)~0..2
+term: NUMBER | "(" sum ")"
+NUMBER: /[1-9][0-9]{0,2}/
+"""
+GBNF = """
+# an expression
+root ::= term (("+" | "-") term){0,2}
+term ::= num-ber | "(" root ")"
+num-ber ::= [1-9] [0-9]{0,2}
+"""
+
+
+@pytest.mark.parametrize("grammar", [ARITHMETIC, GBNF], ids=["Lark", "GBNF"])
+def test_grammars_are_kept(site: Site, grammar: str, seed: int) -> None:
+    found = grammar_of(site, structured_outputs={"grammar": grammar})
+    assert accepts(found, "1+(23-4)") and not accepts(found, "1+(23-4") and not accepts(found, "01")
+    for _ in range(3):
+        tree = ast.parse(write(found, likelier=")"), mode="eval")
+        assert all(isinstance(node, ast.Constant | ast.BinOp | ast.Expression | ast.operator) for node in ast.walk(tree))
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"structured_outputs": {"json": CITY}},
+        {"structured_outputs": {"json": json.dumps(CITY)}},
+        {"guided_json": CITY, "guided_decoding_backend": "outlines"},
+        {"response_format": {"type": "json_object", "schema": CITY}},
+        {"structured_outputs": {"json": CITY, "disable_any_whitespace": True}},
+        {"structured_outputs": {"json": CITY, "whitespace_pattern": "\\t?"}},
+    ],
+    ids=str,
+)
+def test_json_is_kept(site: Site, asked: dict[str, Any], seed: int) -> None:
+    grammar = grammar_of(site, **asked)
+    for _ in range(3):
+        jsonschema.validate(json.loads(write(grammar)), CITY)
+    between = "" if "disable_any" in str(asked) else "\t" if "whitespace_pattern" in str(asked) else " "
+    for space in ("", " ", "\t"):
+        assert accepts(grammar, f'{{"city":{space}"Ulm"}}') == (space in ("", between))
+
+
+def test_any_object(site: Site) -> None:
+    for form in ({"structured_outputs": {"json_object": True}}, {"response_format": {"type": "json_object", "schema": {}}}):
+        grammar = grammar_of(site, **form)
+        assert accepts(grammar, '{"a": [1]}') and not accepts(grammar, "[1]")
+
+
+@pytest.mark.parametrize(
+    "structured",
+    [
+        {"regex": "(" * 3000 + "a" + ")" * 3000},
+        {"grammar": "root ::= " + "(" * 50_000 + '"a"' + ")" * 50_000},
+        {"grammar": "start: " + "(" * 3000 + '"a"' + ")" * 3000},
+        {"grammar": "start: " + " | ".join(f'"{i}a" /[a-z]*{i}/' for i in range(20_000))},
+        {"grammar": "start: X\n" + "\n".join(f"X{i}: X{i + 1} X{i + 1}" for i in range(60)) + '\nX60: "a"\nX: X0'},
+        {"choice": ["x" * 300 + str(i) for i in range(4000)]},
+    ],
+    ids=lambda one: str(one)[:40],
+)
+def test_hostile_constraints_are_refused(site: Site, structured: dict[str, Any]) -> None:
+    (param,) = structured
+    start = time.monotonic()
+    answer = site.http.post("/v1/completions", json={"prompt": "x", "structured_outputs": structured}, timeout=60)
+    assert answer.status_code == 400 and time.monotonic() - start < 60, answer.text[:300]
+    assert answer.json()["error"]["param"] in (f"structured_outputs.{param}", None)
+    assert site.health() == "ready"
+
+
+def test_many_choices_are_one_item_of_the_parser(site: Site) -> None:
+    texts = [f"{i} {''.join(random.choices(string.ascii_letters, k=10))}" for i in range(8000)]
+    assert write(grammar_of(site, guided_choice=texts)) in texts
+
+
+# --- calls -------------------------------------------------------------------------------------------------------------------
+
+
+def calls_in(text: str) -> list[str]:
+    """The calls that a Hermes answer has, each checked. Returns their names."""
+    schemas = {tool.name: tool.schema for tool in TOOLS}
+    found = re.findall(r"<tool_call>\n(.*?)\n</tool_call>", text, re.DOTALL)
+    for call in map(json.loads, found):
+        jsonschema.validate(call["arguments"], {**schemas[call["name"]], "additionalProperties": False})
+        assert list(call) == ["name", "arguments"]
+    return found
+
+
+def test_a_call_as_the_model_writes_it(seed: int) -> None:
+    must = compile_demand(Demand(tools=TOOLS, calls="must", syntax=HERMES)).grammar
+    texts = [write(must) for _ in range(6)]
+    assert all(len(calls_in(text)) == 1 and text.startswith("<tool_call>") for text in texts)
+    assert not accepts(must, "Hello") and not accepts(must, texts[0] + "\n" + texts[1])
+
+
+def test_either_calls_or_a_format(seed: int) -> None:
+    call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    either = compile_demand(Demand(PERSON, TOOLS, syntax=HERMES)).grammar
+    assert accepts(either, call) and accepts(either, f"{call}\n{call}") and accepts(either, '{"name": "A"}')
+    for text in ("Hello", f'{call}{{"name": "A"}}', '{"name": "now", "arguments": {}}', f"{call}\n", '{"name": "C"}'):
+        assert not accepts(either, text), text
+    assert len(calls_in(write(either, begin="<", until="</tool_call>"))) == 1
+    single = compile_demand(Demand(PERSON, TOOLS, several=False, syntax=HERMES)).grammar
+    assert accepts(single, call) and not accepts(single, f"{call}\n{call}")
+
+
+@pytest.mark.parametrize("form", [PERSON, Constraint("regex", "[A-Z]+", "x")], ids=["json", "regex"])
+def test_either_a_plain_call_or_a_format(form: Constraint) -> None:
+    """Without a syntax a call may begin as the format does."""
+    either = compile_demand(Demand(form, TOOLS)).grammar
+    assert accepts(either, '{"name": "now", "arguments": {}}') and accepts(
+        either, '{"name": "weather", "arguments": {"city": "x"}}'
+    )
+    assert accepts(either, '{"name": "A"}' if form is PERSON else "AB")
+    for text in (
+        '{"name": "C"}',
+        '{"name": "now"}',
+        '{"name": "now", "arguments": {"x": 1}}',
+        '{"name": "A", "arguments": {}}',
+    ):
+        assert not accepts(either, text), text
+
+
+@pytest.mark.parametrize("syntax", [HERMES, SPECIAL], ids=["text", "special token"])
+def test_calls_in_free_text_are_constrained(syntax: CallSyntax, seed: int) -> None:
+    special = {SYSTEM: 4} if syntax is SPECIAL else {}
+    free = compile_demand(Demand(tools=TOOLS, syntax=syntax, special=special)).grammar
+    now = f"{syntax.before_name}now{syntax.before_arguments}{{}}{syntax.end}"
+    for text in ("", "Hello {<tool", 'a "b" 😀\n', now, f"Sure: {now}", f"{now}\n\n{now} done", f"{now}{{"):
+        assert accepts(free, text), text
+    for text in (syntax.trigger, f"Hi {syntax.trigger}x", now.replace("now", "then"), now.replace("{}", '{"x": 1}')):
+        assert not accepts(free, text), text
+    begin = f"I say. {syntax.before_name}weather{syntax.before_arguments}"
+    arguments = write(free, begin=begin, until="}").removeprefix(begin)
+    jsonschema.validate(json.loads(arguments), CITY)
+
+
+def test_reasoning_before_the_answer_is_free() -> None:
+    thought, now = 'I {"think" <tool_call> so', '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    wrong = now.replace("now", "then")
+    form = compile_demand(Demand(PERSON, reasoning=THINK)).grammar
+    for text in ('{"name": "A"}', f'<think>{thought}</think>\n\n{{"name": "A"}}'):
+        assert accepts(form, text), text
+    assert not accepts(form, f"<think>{thought}</think>Hi") and not accepts(form, f'{thought}</think>{{"name": "A"}}')
+    inside = compile_demand(Demand(PERSON, TOOLS, syntax=HERMES, reasoning=INSIDE)).grammar
+    assert accepts(inside, f'{thought}</think>{{"name": "A"}}') and accepts(inside, f"{thought}</think>\n{now}")
+    assert not accepts(inside, '{"name": "A"}') and not accepts(inside, f"{thought}</think>{wrong}")
+    free = compile_demand(Demand(tools=TOOLS, syntax=HERMES, reasoning=THINK)).grammar
+    for text in (
+        "Hi",
+        f"<think>{thought}</think>\nHi {now}",
+        f"Hi {now}",
+        f"<think>{thought}</think>{now}<think>{thought}</think>{now}",
+    ):
+        assert accepts(free, text), text
+    assert not accepts(free, f"<think>{thought}</think>{wrong}") and not accepts(free, f"Hi{wrong}")
+    begun = compile_demand(Demand(tools=TOOLS, syntax=HERMES, reasoning=INSIDE)).grammar
+    assert accepts(begun, f"{thought}</think>Hi {now}") and not accepts(begun, f"{thought}</think>{wrong}")
+    marks = Marks(SYSTEM, TOKENIZER.token_text(3), begins_inside=False)
+    special = {marks.begin: 4, marks.end: 3}
+    for demand in (Demand(PERSON, TOOLS, syntax=HERMES), Demand(tools=TOOLS, syntax=HERMES)):
+        grammar = compile_demand(demand._replace(reasoning=marks, special=special)).grammar
+        assert accepts(grammar, f"{marks.begin}{thought}{marks.end}{now}") and not accepts(
+            grammar, f"{marks.begin}x{marks.end}{wrong}"
+        )
+
+
+def test_a_tool_that_need_not_be_called_may_have_a_wrong_schema() -> None:
+    wrong = CallableTool(3, "wrong", {"type": "object", "properties": {"x": {"type": "nope"}}}, False)
+    found = compile_demand(Demand(tools=[*TOOLS, wrong], syntax=HERMES))
+    assert found.not_enforced == ("tools.3.function.parameters",)
+    assert accepts(found.grammar, '<tool_call>\n{"name": "wrong", "arguments": {"x": [1]}}\n</tool_call>')
+    for demand in (
+        Demand(tools=[wrong._replace(strict=True)], syntax=HERMES),
+        Demand(tools=[wrong], calls="must", syntax=HERMES),
+    ):
+        with pytest.raises(SchemaError) as caught:
+            compile_demand(demand)
+        assert caught.value.tool == 3
+
+
+def test_structural_tags(site: Site) -> None:
+    structures = [{"begin": f"<f={name}>", "schema": {"enum": [name]}, "end": "</f>"} for name in ("a", "b")]
+    tags = {"structures": structures, "triggers": ["<f="]}
+    for asked in (
+        {"response_format": {"type": "structural_tag", **tags}},
+        {"structured_outputs": {"structural_tag": tags}},
+        {"structured_outputs": {"structural_tag": json.dumps(tags)}},
+    ):
+        grammar = grammar_of(site, **asked)
+        assert accepts(grammar, 'Hi <f=a>"a"</f> and <f=b>"b"</f>') and accepts(grammar, "Hi <f")
+        assert not accepts(grammar, '<f=a>"b"</f>') and not accepts(grammar, "<f=c>")
+    tags["triggers"] = ["<g="]
+    body = {"prompt": "x", "response_format": {"type": "structural_tag", **tags}}
+    assert site.refused("/v1/completions", body)["param"] == "response_format"
+
+
+# --- tool_choice -------------------------------------------------------------------------------------------------------------
+
+
+def allowed_tools(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+def test_allowed_tools(site: Site) -> None:
+    now: Any = {"type": "function", "function": {"name": "now"}}
+    call = '{"name": "now", "arguments": {}}'
+    site.chat(tools=[TOOL, now], max_tokens=1)
+    prompt = site.last().prompt_ids
+    site.engine.reply = lambda submit: TOKENIZER.encode(call, add_special_tokens=False)
+    for mode in ("auto", "required"):
+        for name in ("now", "weather"):
+            answer = site.chat(tools=[TOOL, now], tool_choice=allowed_tools(mode, name))["choices"][0]
+            assert site.last().prompt_ids == prompt, "the prompt has all tools"
+            grammar = site.last().params.grammar
+            assert (grammar is None) == (mode == "auto")
+            assert grammar is None or accepts(grammar, call) == (name == "now")
+            if mode == "auto":
+                assert bool(answer["message"].get("tool_calls")) == (name == "now")
+
+
+def test_a_format_beside_tools(site: Site) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": PERSON.value, "strict": True}}
+    for choice in ("auto", None, "none", "required"):
+        site.chat(tools=[TOOL], tool_choice=choice, response_format=form, max_tokens=1)
+        grammar = site.last().params.grammar or ""
+        assert accepts(grammar, '{"name": "weather", "arguments": {"city": "Ulm"}}') == (choice != "none")
+        assert accepts(grammar, '{"name": "A"}') == (choice != "required")
+    wrong = {"name": "f", "parameters": {"type": "array", "uniqueItems": True}, "strict": True}
+    body = {**CHAT, "tools": [TOOL, {"type": "function", "function": wrong}], "response_format": form}
+    assert site.refused("/v1/chat/completions", body)["param"] == "tools.1.function.parameters"
