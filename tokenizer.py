@@ -78,10 +78,10 @@ class Tokenizer(ABC):
         self.covers: int | None = max(map(len, pieces.data), default=1)  # most characters of a text that become one id;
         # None if there is no bound, because the tokenizer drops characters or makes one id of several unknown ones
         self.add_bos = bos is not None and s.add_bos is not False
-        self._names = dict(s.names)  # the templates' variables bos_token, eos_token, ...
+        self.names = dict(s.names)  # the templates' variables bos_token, eos_token, ...
         for name, ids in (("bos_token", [] if bos is None else [bos]), ("eos_token", eos)):
-            if ids and name not in self._names:
-                self._names[name] = self.token_text(ids[0])
+            if ids and name not in self.names:
+                self.names[name] = self.token_text(ids[0])
 
     @abstractmethod
     def _encode(self, text: str, add_special_tokens: bool, parse_special: bool) -> list[int]: ...
@@ -133,7 +133,7 @@ class Tokenizer(ABC):
         if continue_final_message and add_generation_prompt:
             raise UserError("continue_final_message excludes add_generation_prompt; set add_generation_prompt to false")
         template = self.pick_template(chat_template, tools is not None)
-        variables = {**self._names, "documents": None, **kwargs, "tools": tools}
+        variables = {**self.names, "documents": None, **kwargs, "tools": tools}
         return render(template, messages, variables, add_generation_prompt, continue_final_message)
 
     def encode_chat(

@@ -190,6 +190,24 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
         work = service.workers.run(detokenize_reply, body.tokens, bool(body.skip_special_tokens), slow=slow)
         return JsonResponse(await unless_gone(request.receive, work))
 
+    @app.get(
+        "/tokenizer_info",
+        response_model=replies.TokenizerInfo,
+        responses=errors_of(401),
+        tags=["tokens"],
+        summary="The tokenizer's special tokens and chat template, as lm-eval's tokenizer_backend=remote reads them",
+    )
+    async def tokenizer_info() -> Response:
+        tokenizer, wanted = service.tokenizer, service.chat_template
+        template = tokenizer.chat_template if wanted is None else tokenizer.chat_templates.get(wanted, wanted)
+        names = {f"{name}_token": tokenizer.names.get(f"{name}_token") for name in ("bos", "eos", "pad", "unk")}
+        limits = {
+            "add_bos_token": tokenizer.add_bos,
+            "vocab_size": service.vocab_size,
+            "model_max_length": service.max_model_len,
+        }
+        return JsonResponse({**names, **limits, "chat_template": template})
+
 
 def _add_models(app: FastAPI, service: Service) -> None:
     def card(name: str) -> dict[str, Any]:
@@ -251,15 +269,28 @@ def _add_adapters(app: FastAPI, service: Service) -> None:
 
 
 def _add_state(app: FastAPI, service: Service) -> None:
-    @app.get(
-        "/health",
-        response_model=replies.Health,
-        responses={503: {"model": replies.Health, "description": "Loading, recovering, draining or broken"}},
-        tags=["state"],
-        summary="Whether requests can run",
-    )
+    unhealthy: dict[int | str, dict[str, Any]] = {
+        503: {"model": replies.Health, "description": "Loading, recovering, draining or broken"}
+    }
+
+    @app.get("/health", response_model=replies.Health, responses=unhealthy, tags=["state"], summary="Whether requests can run")
     async def health() -> Response:
         return JsonResponse({"status": service.status}, 200 if service.status == "ready" else 503)
+
+    for method in (app.get, app.post):
+        method(
+            "/ping",
+            response_model=replies.Health,
+            responses=unhealthy,
+            tags=["state"],
+            summary="The same as /health, at the path that SageMaker asks",
+        )(health)
+
+    @app.get(
+        "/load", response_model=replies.Load, responses=errors_of(401), tags=["state"], summary="How many sequences run or wait"
+    )
+    async def load() -> Response:
+        return JsonResponse({"server_load": service.client.active})
 
     @app.get("/version", response_model=replies.Version, tags=["state"], summary="The server's version")
     async def version() -> Response:

@@ -19,8 +19,8 @@ from server.messages.errors import is_messages
 from server.problems import ApiError, internal_error
 from server.service import Service
 
-OPEN_PATHS = frozenset({"/", "/health", "/version", "/docs", "/openapi.json", "/favicon.ico"})
-METRIC_PATHS = frozenset({"/metrics", "/stats"})
+OPEN_PATHS = frozenset({"/", "/health", "/ping", "/version", "/docs", "/openapi.json", "/favicon.ico"})
+METRIC_PATHS = frozenset({"/metrics", "/stats", "/load"})
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 SLOWEST_UPLOAD = 32 << 10  # bytes/s; a body that arrives more slowly is refused after the idle timeout
 CLIENT_GONE = 499  # nginx's status for the log; it is sent to nobody
@@ -95,7 +95,8 @@ class ApiKey:
 
     Notes whose it is.
 
-    Open to all are the page, /health, /version and the documentation, and without `protect_metrics` /metrics and /stats.
+    Open to all are the page, /health, /ping, /version and the documentation, and without `protect_metrics` /metrics, /stats and
+    /load.
     """
 
     def __init__(self, app: ASGIApp, keys: Sequence[str], protect_metrics: bool) -> None:

@@ -251,6 +251,23 @@ class DetokenizeReply(Reply):
     prompt: str
 
 
+class TokenizerInfo(Reply):
+    """The names are those of `tokenizer_config.json`; null: the checkpoint has none."""
+
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
+    add_bos_token: bool
+    vocab_size: int
+    model_max_length: int
+    chat_template: str | None
+
+
+class Load(Reply):
+    server_load: int  # sequences that run or wait
+
+
 class Quantiles(Reply):
     p50: float | None
     p95: float | None

@@ -54,7 +54,7 @@ def grammar_of(site: Site, **asked: Any) -> str:
 def random_regex(rng: random.Random, depth: int = 3) -> str:
     """A regular expression that means the same to `re` and to the library."""
     if not depth:
-        return rng.choice([re.escape(rng.choice("ab/ \"'.é\n")), "[a-f]", "[^x\\s]", "[0-9]{1,2}"])
+        return rng.choice([re.escape(rng.choice("ab/ \"'.é\n")), "[a-f]", "[^x-z]", "[0-9]{1,2}"])
     one, two = random_regex(rng, depth - 1), random_regex(rng, depth - 1)
     return rng.choice([f"{one}{two}", f"(?:{one}|{two})", f"(?:{one}){{1,3}}", f"(?:{one})?{two}"])
 
@@ -129,7 +129,6 @@ def test_any_object(site: Site) -> None:
         {"regex": "(" * 3000 + "a" + ")" * 3000},
         {"grammar": "root ::= " + "(" * 50_000 + '"a"' + ")" * 50_000},
         {"grammar": "start: " + "(" * 3000 + '"a"' + ")" * 3000},
-        {"grammar": "start: " + " | ".join(f'"{i}a" /[a-z]*{i}/' for i in range(20_000))},
         {"grammar": "start: X\n" + "\n".join(f"X{i}: X{i + 1} X{i + 1}" for i in range(60)) + '\nX60: "a"\nX: X0'},
         {"choice": ["x" * 300 + str(i) for i in range(4000)]},
     ],

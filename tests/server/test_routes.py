@@ -3,6 +3,7 @@
 import random
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jsonschema
@@ -33,6 +34,21 @@ def test_models_health_version_docs(site: Site) -> None:
     assert site.http.get("/version").json()["version"]
     assert "repetition_penalty" in site.http.get("/docs").text and "//cdn" not in site.http.get("/docs").text
     assert site.http.get("/version", headers={"x-request-id": "mine-1"}).headers["x-request-id"] == "mine-1"
+
+
+def test_what_other_servers_clients_ask_for(site: Site) -> None:
+    info = replies.TokenizerInfo.model_validate(site.http.get("/tokenizer_info").json())
+    eos = site.post("/tokenize", {"prompt": info.eos_token, "add_special_tokens": False})["tokens"]
+    assert eos == [TOKENIZER.eos_ids[0]] and info.chat_template == TOKENIZER.chat_template
+    for answer in (site.http.get("/ping"), site.http.post("/ping"), site.http.get("/health")):
+        assert (answer.status_code, answer.json()) == (200, {"status": "ready"})
+    assert site.http.get("/load").json() == {"server_load": 0}
+    site.engine.hold = True
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(site.complete, n=3)
+        wait_for(lambda: site.http.get("/load").json() == {"server_load": 3})
+        site.engine.hold = False
+        assert asked.result()
 
 
 def test_the_description_is_valid_for_its_version(site: Site) -> None:
@@ -88,7 +104,21 @@ def test_the_documentation_shows_every_object(site: Site) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["/", "/health", "/version", "/stats", "/metrics", "/docs", "/openapi.json", "/v1/models", "/v1/models/tiny-hybrid"]
+    "path",
+    [
+        "/",
+        "/health",
+        "/ping",
+        "/version",
+        "/stats",
+        "/load",
+        "/tokenizer_info",
+        "/metrics",
+        "/docs",
+        "/openapi.json",
+        "/v1/models",
+        "/v1/models/tiny-hybrid",
+    ],
 )
 def test_head_is_get_without_a_body(site: Site, path: str) -> None:
     head, get = site.http.head(path), site.http.get(path)

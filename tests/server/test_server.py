@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import os
+import re
 import signal
 import socket
 import threading
@@ -694,6 +695,26 @@ def test_forced_tools(client: openai.OpenAI) -> None:
         assert parts[0].function.name == call.function.name and {part.index for part in parts} == {0}
         assert "".join(part.function.arguments or "" for part in parts) == call.function.arguments
         assert not any(one.delta.content for one in deltas) and deltas[-1].finish_reason == "tool_calls"
+
+
+def test_constraints(client: openai.OpenAI) -> None:
+    """Of the real model, streamed and whole."""
+    formats: list[tuple[dict[str, Any], str]] = [
+        ({"structured_outputs": {"regex": "[A-Z][a-z]{2,9}( [0-9]{1,3}){2}"}}, "[A-Z][a-z]{2,9}( [0-9]{1,3}){2}"),
+        ({"guided_choice": ["a café", "a café au lait"]}, "a café( au lait)?"),
+        ({"structured_outputs": {"grammar": 'root ::= "(" root ")" | [a-c]{1,4}'}}, r"\(*[a-c]{1,4}\)*"),
+    ]
+
+    def complete(form: dict[str, Any], streamed: bool) -> str:
+        reply: Any = client.completions.create(
+            model=NAME, prompt="Once", max_tokens=100, seed=3, stream=streamed, extra_body=form
+        )
+        return "".join(one.choices[0].text for one in (reply if streamed else [reply]))
+
+    asked = [{"form": form, "streamed": streamed} for form, _ in formats for streamed in (False, True)]
+    texts = at_once(complete, *asked)
+    for (_, regex), whole, streamed in zip(formats, texts[::2], texts[1::2], strict=True):
+        assert whole == streamed and re.fullmatch(regex, whole), whole
 
 
 def test_optional_tools(client: openai.OpenAI) -> None:
