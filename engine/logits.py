@@ -181,7 +181,7 @@ def allowed(matcher: Any, vocab_size: int) -> Tensor:
     """(V,) bool: the ids that the grammar allows next."""
     packed = torch.frombuffer(bytearray(matcher.compute_logit_bias()), dtype=torch.uint8)
     mask = torch.zeros(vocab_size, dtype=torch.bool)
-    mask[: len(packed)] = packed[:vocab_size] > 0
+    mask[: len(packed)] = packed[:vocab_size]  # above 0 becomes True; on a CPU much faster than a comparison
     return mask
 
 

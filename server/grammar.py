@@ -29,7 +29,7 @@ async def for_request(
     `syntax`: how the model writes calls; None: as JSON alone. `reasoning`: what surrounds the model's reasoning, which stays free; None:
     it does not reason. Raises a 400 that names the field for a schema that is wrong, or strict and not enforceable.
     """
-    demand = _demand(body, syntax, reasoning)
+    demand = demand_of(body, syntax, reasoning)
     if demand is None:
         return UNCONSTRAINED
     if syntax or reasoning:
@@ -44,7 +44,8 @@ async def for_request(
         raise bad(param, f"{what} that cannot be enforced: {e}", "invalid_schema") from e
 
 
-def _demand(body: GenerationBody, syntax: CallSyntax | None, reasoning: Marks | None) -> Demand | None:
+def demand_of(body: GenerationBody, syntax: CallSyntax | None, reasoning: Marks | None) -> Demand | None:
+    """What the request demands of its answer, without special tokens; None: nothing."""
     tools = _callable(body) if isinstance(body, ChatBody) else []
     several = isinstance(body, ChatBody) and body.parallel_tool_calls is not False
     demand = Demand(body.constraint, tools, several=several, syntax=syntax, reasoning=reasoning)

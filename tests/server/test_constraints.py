@@ -10,6 +10,7 @@ import re
 import string
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import jsonschema
@@ -17,8 +18,9 @@ import pytest
 
 from server.call_syntax import HERMES, CallSyntax
 from server.constraints import Demand, Marks, compile_demand
+from server.grammar import demand_of
 from server.json_schema import CallableTool, SchemaError
-from server.schemas import Constraint
+from server.schemas import ChatBody, Constraint
 from tests.support.constrained import accepts, write
 from tests.support.server_thread import CHAT, TOKENIZER, TOOL, Site
 
@@ -293,6 +295,25 @@ def test_allowed_tools(site: Site) -> None:
             assert grammar is None or accepts(grammar, call) == (name == "now")
             if mode == "auto":
                 assert bool(answer["message"].get("tool_calls")) == (name == "now")
+
+
+def test_free_calls_are_constrained_where_the_request_asks_for_it() -> None:
+    """Only of models whose calls begin with something that no other text has."""
+    strict: Any = {"type": "function", "function": {**TOOL["function"], "name": "exact", "strict": True}}
+    plain = replace(HERMES, trigger="")
+    asked: list[tuple[dict[str, Any], set[str] | None]] = [
+        ({"tools": [TOOL]}, None),
+        ({"tools": [TOOL, strict]}, {"weather", "exact"}),
+        ({"tools": [TOOL, strict], "tool_choice": "none"}, None),
+        ({"tools": [TOOL, strict], "ignore_eos": True}, None),
+        ({"tools": [TOOL, strict], "tool_choice": allowed_tools("auto", "weather")}, {"weather"}),
+    ]
+    for fields, names in asked:
+        body = ChatBody.model_validate({**CHAT, **fields})
+        demand = demand_of(body, HERMES, None)
+        assert (demand and {tool.name for tool in demand.tools}) == names, fields
+        assert demand is None or (demand.calls, demand.constraint) == ("may", None)
+        assert demand_of(body, plain, None) is None and demand_of(body, None, None) is None
 
 
 def test_a_format_beside_tools(site: Site) -> None:
