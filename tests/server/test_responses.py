@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from engine.text import Delta
 from server.generation import Prompt
 from server.parts import Arguments, Call, Part, Reasoning, Text
-from server.responses import answer, output
+from server.responses import answer, output, routes
 from server.responses.answer import ResponsesRequest
 from server.responses.convert import convert
 from server.responses.items import seal
@@ -260,6 +260,23 @@ def test_background(site: Site) -> None:
     site.engine.hold = False
     assert site.refused(PATH, {"input": "a", "background": True, "store": False})["param"] == "background"
     assert site.refused(PATH, {"input": "a", "background": True, "max_output_tokens": 999})["param"] == "max_output_tokens"
+
+
+def test_the_background_is_bounded(make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By client, and by the queue; what is refused leaves nothing."""
+    monkeypatch.setattr(routes, "MAX_BACKGROUND", 2)
+    site = make_site(max_num_seqs=1, max_queue=1, fairness="off")
+    site.engine.hold = True
+    body = {"input": "Hi", "background": True}
+    ids = [respond(site, **body)["id"] for _ in range(2)]
+    assert site.refused(PATH, body, 429)["code"] == "too_many_responses"
+    monkeypatch.setattr(routes, "MAX_BACKGROUND", 3)
+    for _ in range(3):  # a refused one does not count
+        assert site.refused(PATH, body, 429)["code"] == "queue_full"
+    for id in ids:
+        assert site.http.delete(f"{PATH}/{id}").json()["deleted"]
+    site.engine.hold = False
+    assert respond(site)["status"] in ("completed", "incomplete")
 
 
 def test_a_failure_after_the_start_is_an_event(make_site: Callable[..., Site]) -> None:
