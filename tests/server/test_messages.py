@@ -160,6 +160,13 @@ def test_the_usage_counts_cached_tokens_apart(site: Site) -> None:
     assert count["input_tokens"] == usage["input_tokens"] + 4
 
 
+def test_unknown_fields_are_named(site: Site) -> None:
+    body = {**BODY, "foo": 1, "tools": [{**TOOL, "bar": 2}]}
+    for path in (PATH, PATH + "/count_tokens"):
+        ignored = site.http.post(path, json=body).headers["x-rung-ignored"].split(", ")
+        assert sorted(ignored) == sorted(["foo", "tools.bar"] + ["max_tokens"] * (path != PATH))
+
+
 def test_an_answer_may_fill_the_context(site: Site) -> None:
     """Coding agents ask for 32,000 tokens, however long the context is."""
     site.engine.reply = lambda submit: [7] * CONTEXT
