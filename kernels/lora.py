@@ -19,9 +19,9 @@ from kernels.optional_triton import tl, triton
 DECODE_TILE, PREFILL_TILE = 16, 64  # rows of a tile on a GPU; tl.dot takes at least 16
 BLOCK_K = 64  # input features that a program of `_shrink` multiplies at once
 SPLIT_K = 256  # input features of such a program, at least
-MOST_SPLITS = 16
+MOST_SPLITS = {DECODE_TILE: 16, PREFILL_TILE: 4}
 PROGRAMS = 264  # of `_shrink`, about: two for each SM
-COLUMNS = {DECODE_TILE: 64, PREFILL_TILE: 128}  # output features of a program of `_expand`, by the rows of its tile
+COLUMNS = {DECODE_TILE: 64, PREFILL_TILE: 128}  # output features of a program of `_expand` in 16 bits, by the rows of its tile
 MOST_PARTS = 5  # of a layer: those of a parallel block
 BLOCK_R = 64  # most columns of a product with A that a program holds
 
@@ -73,6 +73,8 @@ def group_rows(slots: np.ndarray, tile: int) -> tuple[np.ndarray, np.ndarray]:
 def add_low_rank(y: Tensor, x: Tensor, weights: LowRank, groups: Groups) -> Tensor:
     """Add the adapters' products of x (..., K) to y (..., N), in place if its rows are contiguous. Returns y. All in one data type."""
     out, rows = y.reshape(-1, y.shape[-1]), x.reshape(-1, x.shape[-1])
+    if not len(groups.tiles):
+        return y
     if on_gpu(x):
         _add_on_gpu(out, rows if rows.stride(1) == 1 else rows.contiguous(), weights, groups)
     else:
@@ -96,7 +98,7 @@ def _add_on_gpu(y: Tensor, x: Tensor, weights: LowRank, groups: Groups) -> None:
     (_, parts, rank, size), tiles, tile = a.shape, len(groups.tiles), groups.tile
     block_r = min(rank, BLOCK_R)
     columns = parts * rank // block_r
-    splits = min(-(-PROGRAMS // (tiles * columns)), -(-size // SPLIT_K), MOST_SPLITS)
+    splits = min(-(-PROGRAMS // (tiles * columns)), -(-size // SPLIT_K), MOST_SPLITS[tile])
     per_split = -(-size // splits // BLOCK_K) * BLOCK_K
     splits = -(-size // per_split)
     hidden = torch.empty(splits, len(groups.order), parts * rank, dtype=torch.float32, device=x.device)
@@ -105,7 +107,7 @@ def _add_on_gpu(y: Tensor, x: Tensor, weights: LowRank, groups: Groups) -> None:
         x, a, hidden, groups.order, groups.tiles, x.stride(0), size, per_split, len(groups.order),
         COLUMNS=parts * rank, TILE=tile, BLOCK_R=block_r, BLOCK_K=BLOCK_K, num_warps=4, num_stages=3, **pdl,
     )  # fmt: skip
-    block_n, ends = COLUMNS[tile], list(accumulate(sizes))
+    block_n, ends = COLUMNS[tile] * 2 // x.element_size(), list(accumulate(sizes))
     ends += ends[-1:] * (MOST_PARTS - parts)
     _expand[(tiles, triton.cdiv(max(sizes), block_n), parts)](
         y, b, hidden, groups.order, groups.tiles, y.stride(0), len(groups.order), *ends,
@@ -147,31 +149,32 @@ def _expand(
     COLUMNS: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Add to y the products of a tile's rows of `hidden`, summed over the splits, with BLOCK_N rows of one part's B."""
+    """Add to y the products of a tile's rows of `hidden`, summed over the splits, with BLOCK_N rows of one part's B. What no kernel
+    of the step writes is loaded before the kernel before this one has ended."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     tile, part = tl.program_id(0), tl.program_id(2)
     begin = tl.where(part == 0, 0, tl.where(part == 1, end0, tl.where(part == 2, end1, tl.where(part == 3, end2, end3))))
     end = tl.where(part == 0, end0, tl.where(part == 1, end1, tl.where(part == 2, end2, tl.where(part == 3, end3, end4))))
-    begin += tl.program_id(1) * BLOCK_N
     slot, first, count = tl.load(tiles + 3 * tile).to(tl.int64), tl.load(tiles + 3 * tile + 1), tl.load(tiles + 3 * tile + 2)
-    if (count > 0) & (begin < end):
-        member, feature = tl.arange(0, TILE), begin + tl.arange(0, BLOCK_N)
-        row = tl.load(order + first + member, mask=member < count, other=0).to(tl.int64)
+    member, feature = tl.arange(0, TILE), begin + tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_row, is_feature = member < count, (feature < end) & (count > 0)
+    row = tl.load(order + first + member, mask=is_row, other=0).to(tl.int64)
+    column = tl.arange(0, BLOCK_R)
+    low_weights = b + (slot * end4 + feature[None, :]) * RANK + column[:, None]
+    weights = tl.load(low_weights, mask=is_feature[None, :], other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    if (count > 0) & (begin + tl.program_id(1) * BLOCK_N < end):
         total = tl.zeros([TILE, BLOCK_N], tl.float32)
         for r in tl.static_range(0, RANK, BLOCK_R):
-            column = r + tl.arange(0, BLOCK_R)
+            if r > 0:
+                weights = tl.load(low_weights + r, mask=is_feature[None, :], other=0.0)
             low = tl.zeros([TILE, BLOCK_R], tl.float32)
             for split in tl.static_range(SPLITS):
                 place = (split * places + first + member).to(tl.int64)
-                low += tl.load(
-                    hidden + place[:, None] * COLUMNS + part * RANK + column[None, :], mask=(member < count)[:, None], other=0.0
-                )
-            weights = tl.load(
-                b + (slot * end4 + feature[None, :]) * RANK + column[:, None], mask=(feature < end)[None, :], other=0.0
-            )
+                own = hidden + place[:, None] * COLUMNS + part * RANK + r + column[None, :]
+                low += tl.load(own, mask=is_row[:, None], other=0.0)
             total = tl.dot(low.to(b.dtype.element_ty), weights, total, input_precision="ieee")
-        target = y + row[:, None] * y_stride + feature[None, :]
-        inside = (member < count)[:, None] & (feature < end)[None, :]
+        target, inside = y + row[:, None] * y_stride + feature[None, :], is_row[:, None] & is_feature[None, :]
         tl.store(target, (tl.load(target, mask=inside, other=0.0).to(tl.float32) + total).to(y.dtype.element_ty), mask=inside)
