@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 KEPT_HEADERS = ("anthropic-version", "anthropic-beta", "openai-beta")
-LONGEST_TEXT, LONGEST_LIST = 60, 40  # in a fixture
+LONGEST_TEXT, LONGEST_LIST = 40, 40  # in a fixture
 PRIVATE = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-\S*|[0-9a-f]{24,}|(?<![\w:/])/(?:tmp|root|home|work|var)/[^\s\"']*")
 HOP_BY_HOP = ("connection", "transfer-encoding", "keep-alive", "content-length")
 
@@ -109,4 +109,6 @@ def trimmed(value: Any, name: str = "") -> Any:
         return "{id}"
     if name in ("arguments", "pattern", "$ref", "$schema", "data") or value.startswith("data:"):
         return PRIVATE.sub("x", value)
-    return f"(a text of {len(value)} characters)" if len(value) > LONGEST_TEXT else PRIVATE.sub("x", value)
+    if name == "description" or len(value) > LONGEST_TEXT:
+        return value if value.startswith("(a text of") else f"(a text of {len(value)} characters)"
+    return PRIVATE.sub("x", value)

@@ -25,12 +25,10 @@ def large_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 @pytest.mark.parametrize("client", sorted(path.stem for path in FIXTURES.glob("*.json")))
 def test_what_clients_send_is_served(large_site: Site, client: str) -> None:
-    served = large_site.http.get("/openapi.json").json()["paths"]
+    if not {"/v1/responses", "/v1/messages", "/v1/embeddings"} <= set(large_site.http.get("/openapi.json").json()["paths"]):
+        pytest.skip("not all of these APIs are served yet")
     last = ""  # id of the last answer
     for sent in json.loads((FIXTURES / f"{client}.json").read_text()):
-        path = sent["path"].partition("?")[0]
-        if path.replace("{id}", "{response_id}") not in served and path not in served:
-            pytest.skip(f"{path} is not served yet")
         body = json.loads(json.dumps(sent["body"]).replace("{id}", last).replace("tiny-long", "tiny-hybrid"))
         content = None if body is None else json.dumps(body)
         headers = {"content-type": "application/json", **sent["headers"]}
