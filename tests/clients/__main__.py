@@ -152,6 +152,9 @@ def attempt(name: str, folder: Path, url: str, model: Path) -> list[Row]:
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             output, late = process.communicate()[0], f"did not end within {CLIENT_SECONDS} s"
+        except KeyboardInterrupt:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
     rows = [json.loads(line) for line in output.splitlines() if line.startswith('{"api"')]
     if late or process.returncode or not rows:
         why = late or f"exit status {process.returncode} after {len(rows)} features; see out/clients/{name}.log"
@@ -191,12 +194,12 @@ def failed(result: Row) -> list[Row]:
 
 def run_all(names: Sequence[str], again: bool, record: bool) -> None:
     """Run clients and keep the result of each in out/clients, so that a later run goes on where this one ends."""
-    served = digest(path for part in ("server", "engine", ".") for path in (ROOT / part).glob("*.py"))
+    served = digest([*ROOT.glob("*.py"), *(ROOT / "server").rglob("*.py"), *(ROOT / "engine").rglob("*.py")])
     kept = OUT / "clients"
     kept.mkdir(parents=True, exist_ok=True)
     due = []
     for name in names:
-        state = served + digest(path for path in [*HERE.glob("*.py"), *(HERE / name).iterdir()] if path.is_file())
+        state = served + digest(path for path in [*HERE.iterdir(), *(HERE / name).iterdir()] if path.is_file())
         file = kept / f"{name}.json"
         if again or record or not file.exists() or json.loads(file.read_text())["state"] != state:
             due.append((name, file, state))

@@ -11,7 +11,7 @@ def measure(api: str, feature: str, path: str, stream: bool) -> None:
     command += ["--tokenizer", f"kind=huggingface_auto,model={os.environ['MODEL_DIR']}"]
     command += ["--data", "kind=synthetic_text,prompt_tokens=32,output_tokens=8"]
     offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "DO_NOT_TRACK": "1", "COLUMNS": "400"}
-    attempt(api, feature, command, {}, "Request Counts", **offline)
+    attempt(api, feature, command, {}, "successful=3 errored=0", **offline)
 
 
 measure("chat", "answer", "/v1/chat/completions", False)
