@@ -11,8 +11,7 @@ from server.generation import Prompt
 from server.http import to_json
 from server.limits import Limits, fit_answer
 from server.logprobs import chat_layout
-from server.parsers import parser_for
-from server.parts import Text
+from server.parsers import PartReader, parser_for
 from server.problems import TOO_LONG, ApiError
 from server.responses.items import new_id
 from server.responses.output import Event, Output
@@ -63,8 +62,8 @@ class ResponsesRequest(GenerationRequest):
         self.completed_at: int | None = None
         self.error: dict[str, str] | None = None
         self._incomplete: dict[str, str] | None = None
-        self._parser, self._keep = parser_for(service, chat), keep
-        self._reasoning_tokens = self._events = 0
+        self._reader, self._keep = PartReader(parser_for(service, chat, prompts[0].ids), self.usage), keep
+        self._events = 0
 
     # --- what a GenerationRequest defines ------------------------------------------------------------------------------------
 
@@ -106,12 +105,9 @@ class ResponsesRequest(GenerationRequest):
             yield "response.created", {"response": self.response()}
             yield "response.in_progress", {"response": self.response()}
         logprobs = self.logprobs(delta)
-        parts = self._parser.push(delta.text, bool(delta.finish_reason))
-        yield from self.output.push(parts, logprobs["content"] if logprobs else None)
-        if self.output.reasons and not any(isinstance(part, Text) for part in parts):
-            self._reasoning_tokens += len(delta.token_ids)
+        yield from self.output.push(self._reader.push(delta), logprobs["content"] if logprobs else None)
         if delta.finish_reason:
-            yield from self._end(cut=delta.finish_reason == "length" and not self._parser.complete)
+            yield from self._end(cut=delta.finish_reason == "length" and not self._reader.parser.complete)
 
     def _end(self, cut: bool) -> Iterator[Event]:
         yield from self.output.end("incomplete" if cut else "completed")
@@ -170,7 +166,7 @@ class ResponsesRequest(GenerationRequest):
             "input_tokens": counts["prompt_tokens"],
             "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
             "output_tokens": counts["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
+            "output_tokens_details": {"reasoning_tokens": counts["completion_tokens_details"]["reasoning_tokens"]},
             "total_tokens": counts["total_tokens"],
         }
 

@@ -30,11 +30,6 @@ class Output:
         self._blank = ""  # white space that is text only if text follows
         self._logprobs = JsonLists()  # of tokens whose text has not come yet
 
-    @property
-    def reasons(self) -> bool:
-        """Whether the answer has not got further than its reasoning."""
-        return isinstance(self._open, _Reasoning)
-
     def push(self, parts: Sequence[Part], logprobs: Sequence[Any] | None) -> Iterator[Event]:
         """The events of the next parts. logprobs: of the tokens that came with them."""
         if logprobs:
