@@ -22,11 +22,16 @@ class TokenCount(Reply):
     input_tokens: int
 
 
+class OutputTokensDetails(Reply):
+    thinking_tokens: int
+
+
 class MessageUsage(Reply):
     input_tokens: int  # without those that were cached
     cache_creation_input_tokens: int
     cache_read_input_tokens: int
     output_tokens: int
+    output_tokens_details: OutputTokensDetails | None = None
 
 
 class TextContent(Reply):

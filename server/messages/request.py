@@ -10,7 +10,7 @@ from server.generation import Prompt
 from server.messages.bodies import MessagesBody
 from server.messages.errors import error_body
 from server.messages.events import PING, MessageEvents, content_blocks, event
-from server.parsers import parser_for
+from server.parsers import PartReader, parser_for
 from server.problems import ApiError
 from server.schemas import ChatBody
 from server.service import Service
@@ -37,10 +37,14 @@ class MessagesRequest(GenerationRequest):
     def write_error(self, error: ApiError) -> bytes:
         return event("error", **error_body(error, self.request_id))
 
+    def part_reader(self, index: int) -> PartReader:
+        return PartReader(parser_for(self.service, self.chat, self.plan.prompt(index).ids), self.usage)
+
     def reply(self, choices: Sequence[WholeChoice]) -> dict[str, Any]:
-        whole, parser = choices[0], parser_for(self.service, self.chat)
-        content = content_blocks(parser.push(whole.text, final=True), self.body.shows_thinking)
-        reason, sequence = self.stop_reason(whole.finish_reason, whole.stop_reason, parser.complete)
+        whole = choices[0]
+        content = content_blocks(whole.parts.joined(), self.body.shows_thinking)
+        called = whole.reader is not None and whole.reader.parser.complete
+        reason, sequence = self.stop_reason(whole.finish_reason, whole.stop_reason, called)
         return self.message(content) | {"stop_reason": reason, "stop_sequence": sequence, "usage": self.report()}
 
     def message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
@@ -65,6 +69,7 @@ class MessagesRequest(GenerationRequest):
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": cached,
             "output_tokens": report["completion_tokens"],
+            "output_tokens_details": {"thinking_tokens": report["completion_tokens_details"]["reasoning_tokens"]},
         }
 
     def stream_writer(self) -> StreamWriter:
@@ -75,17 +80,15 @@ class MessageStream:
     """The events of a message."""
 
     def __init__(self, request: MessagesRequest) -> None:
-        self._request = request
-        self._parser = parser_for(request.service, request.chat)
+        self._request, self._reader = request, request.part_reader(0)
         self._events = MessageEvents(request.message([]), request.body.shows_thinking)
 
     def push(self, delta: Delta) -> bytes:
         request, events = self._request, self._events
-        parts = self._parser.push(delta.text, final=bool(delta.finish_reason))
         data = [events.start(request.report())] if delta.first else []
-        data += [events.part(part) for part in parts]
+        data += [events.part(part) for part in self._reader.push(delta)]
         if delta.finish_reason:
-            reason = request.stop_reason(delta.finish_reason, delta.stop_reason, self._parser.complete)
+            reason = request.stop_reason(delta.finish_reason, delta.stop_reason, self._reader.parser.complete)
             data.append(events.end(*reason, request.report()))
         return b"".join(data)
 

@@ -150,6 +150,32 @@ def test_streams_equal_whole_answers(site: Site, seed: int) -> None:
             assert whole["content"][0]["input"] == {"city": "Zürich"} and len(whole["content"]) == text.count("name")
 
 
+def test_thinking(make_site: Callable[..., Site], tmp_path: Path, seed: int) -> None:
+    """Thinking, then text and calls; streamed as whole; and its text left out, or cut off."""
+    template = tmp_path / "template"
+    template.write_text(
+        "{{ messages[0].content }}{% if enable_thinking is false %}<think>\n\n</think>{% endif %}{# <tool_call> #}"
+    )
+    site = make_site(chat_template=str(template))
+    text = f"<think>\nOf what city?\n</think>\n\nLet me look.\n<tool_call>\n{CALL}\n</tool_call>"
+    site.engine.reply, site.engine.group = answers_with(text), Random(seed).randint(1, 4)
+    for display in ("summarized", "omitted"):
+        body = {"tools": [TOOL], "thinking": {"type": "adaptive", "display": display}}
+        whole, streamed = ask(site, **body), joined(stream(site, **body))
+        thinking, said, call = whole["content"]
+        assert thinking["thinking"].strip() == ("Of what city?" if display == "summarized" else "")
+        assert said["text"].strip() == "Let me look." and call["input"] == {"city": "Zürich"}
+        assert whole["stop_reason"] == streamed["stop_reason"] == "tool_use", seed
+        assert 0 < whole["usage"]["output_tokens_details"]["thinking_tokens"] < whole["usage"]["output_tokens"]
+        assert streamed["content"][:2] == [thinking, said] and streamed["usage"] == whole["usage"], seed
+    cut = ask(site, max_tokens=len(TOKENIZER.encode("<think>\nOf what", add_special_tokens=False)))
+    assert [block["type"] for block in cut["content"]] == ["thinking"] and cut["stop_reason"] == "max_tokens"
+    site.engine.reply = answers_with("Plain")
+    plain = ask(site, thinking={"type": "disabled"})
+    assert plain["content"] == [{"type": "text", "text": "Plain"}]
+    assert TOKENIZER.decode(site.last().prompt_ids).endswith("</think>")
+
+
 def test_the_usage_counts_cached_tokens_apart(site: Site) -> None:
     usage = ask(site)["usage"]
     assert usage["cache_read_input_tokens"] == 4 and usage["cache_creation_input_tokens"] == 0
