@@ -1,6 +1,7 @@
 """How families of models write tool calls and reasoning."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,14 @@ class ReasoningSyntax:
 
     start: str
     end: str
+
+
+class Marks(NamedTuple):
+    """What surrounds the reasoning of an answer. `begins_inside`: the prompt ends with `begin`, so an answer begins with it."""
+
+    begin: str
+    end: str
+    begins_inside: bool
 
 
 HERMES = CallSyntax(

@@ -16,20 +16,12 @@ from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark
 from pydantic import ValidationError
 
-from server.call_syntax import CallSyntax
+from server.call_syntax import CallSyntax, Marks
 from server.json_schema import CallableTool, Compiled, SchemaError, check_grammar, compile_calls, compile_schema
 from server.schemas import Constraint, StructuralTagFormat
 
 LARK = re.compile(r"^\s*(%llguidance\b|\??start\b[^:\n]*:(?!:=))", re.MULTILINE)  # otherwise GBNF, whose rules are `name ::= …`
 GAP = r"/\n{1,4}/?"  # between reasoning and what follows it
-
-
-class Marks(NamedTuple):
-    """What surrounds the reasoning of a model. `begins_inside`: the prompt ends with `begin`, so an answer begins with reasoning."""
-
-    begin: str
-    end: str
-    begins_inside: bool
 
 
 class Demand(NamedTuple):

@@ -13,6 +13,7 @@ from server.clients import Client, owner, sender
 from server.generation import Prompt
 from server.http import JsonResponse, unless_gone
 from server.json_schema import Compiled
+from server.parsers import marks_for
 from server.problems import bad
 from server.resume import record
 from server.schemas import Body, GenerationBody
@@ -61,7 +62,8 @@ async def accept(
     raw = await request.body()
 
     async def prepare() -> tuple[list[Prompt], Compiled]:
-        return await read(service, body, len(raw)), await grammar.for_request(service, body)
+        prompts = await read(service, body, len(raw))
+        return prompts, await grammar.for_request(service, body, *marks_for(service, body, prompts[0].ids))
 
     prompts, compiled = await unless_gone(request.receive, prepare())
     generation = make(service, body, prompts, compiled.grammar)

@@ -7,8 +7,8 @@ from functools import lru_cache
 from typing import Any
 
 from engine.grammars import MAX_TEXT
-from server.call_syntax import CallSyntax
-from server.constraints import Demand, Marks, compile_demand
+from server.call_syntax import CallSyntax, Marks
+from server.constraints import Demand, compile_demand
 from server.json_schema import CallableTool, Compiled, SchemaError
 from server.problems import bad
 from server.schemas import AllowedToolsChoice, ChatBody, GenerationBody

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from engine.text import Delta
 from server.answer_parser import AnswerParser, Tools
-from server.call_syntax import JSON, REASONING, SYNTAXES, CallSyntax, ReasoningSyntax, syntax_of
+from server.call_syntax import JSON, REASONING, SYNTAXES, CallSyntax, Marks, ReasoningSyntax, syntax_of
 from server.generation import Usage
 from server.parts import Parser, Part, Text
 from server.schemas import ChatBody, GenerationBody
@@ -29,17 +29,24 @@ class Plain:
 
 def parser_for(service: Service, body: ChatBody, prompt: Sequence[int] = ()) -> Parser:
     """A new parser for one answer to the request. prompt: its token ids, whose end may have begun the reasoning."""
-    reasoning, tools = _reasoning(service, body), _tools(service, body)
-    end = service.tokenizer.decode(prompt[-PROMPT_END:], skip_special_tokens=False).rstrip() if prompt else ""
-    if reasoning and end.endswith(reasoning.end):  # the prompt says not to reason
-        reasoning = None
+    (reasoning, inside), tools = _reasoning_after(service, body, prompt), _tools(service, body)
     if not reasoning and not tools:
         return Plain()
     hidden = frozenset(_special(service.tokenizer, _markers(reasoning, tools))) if body.skip_special_tokens is not False else ()
-    # a grammar begins with the first token of the answer, so that a constrained answer has no reasoning
-    constrained = bool(body.forced_tools) or body.json_format is not None
-    inside = reasoning is not None and (end.endswith(reasoning.start) or _continues(body, reasoning))
-    return AnswerParser(reasoning, inside and not constrained, tools, frozenset(hidden))
+    return AnswerParser(reasoning, inside, tools, frozenset(hidden))
+
+
+def marks_for(service: Service, body: GenerationBody, prompt: Sequence[int]) -> tuple[CallSyntax | None, Marks | None]:
+    """How the model writes calls, and its reasoning, for the grammar of the request's answers. prompt: its token ids.
+
+    No syntax if nothing but its JSON marks a call: JSON may also be the format that the request asks for.
+    """
+    if not isinstance(body, ChatBody):
+        return None, None
+    syntax = call_syntax(service, body)
+    reasoning, inside = _reasoning_after(service, body, prompt)
+    marks = Marks(reasoning.start, reasoning.end, inside) if reasoning else None
+    return syntax if syntax and syntax.trigger else None, marks
 
 
 def markers_for(service: Service, body: GenerationBody) -> list[int]:
@@ -78,6 +85,15 @@ def _template(service: Service, body: ChatBody) -> str:
     return service.tokenizer.pick_template(wanted, bool(body.tools) and body.tool_choice != "none")
 
 
+def _reasoning_after(service: Service, body: ChatBody, prompt: Sequence[int]) -> tuple[ReasoningSyntax | None, bool]:
+    """How the model marks its reasoning, and whether the answer begins inside it. None: it does not reason."""
+    reasoning = _reasoning(service, body)
+    end = service.tokenizer.decode(prompt[-PROMPT_END:], skip_special_tokens=False).rstrip() if prompt else ""
+    if reasoning is None or end.endswith(reasoning.end):  # the prompt says not to reason
+        return None, False
+    return reasoning, end.endswith(reasoning.start) or _continues(body, reasoning)
+
+
 def _reasoning(service: Service, body: ChatBody) -> ReasoningSyntax | None:
     wanted = service.settings.reasoning_parser
     if wanted != "auto":
@@ -93,7 +109,7 @@ def _tools(service: Service, body: ChatBody) -> Tools | None:
     syntax = call_syntax(service, body) or (JSON if forced else None)
     if syntax is None:
         return None
-    names = frozenset(tool.function.name for tool in body.tools)
+    names = frozenset(tool.function.name for tool in body.callable_tools)
     return Tools(syntax, names, body.parallel_tool_calls is not False, bool(forced), forced[0] if len(forced) == 1 else "")
 
 

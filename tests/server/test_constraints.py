@@ -16,8 +16,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from server.call_syntax import HERMES, CallSyntax
-from server.constraints import Demand, Marks, compile_demand
+from server.call_syntax import HERMES, CallSyntax, Marks
+from server.constraints import Demand, compile_demand
 from server.grammar import demand_of
 from server.json_schema import CallableTool, SchemaError
 from server.schemas import ChatBody, Constraint
