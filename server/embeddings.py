@@ -52,9 +52,11 @@ async def score(service: Service, request: Request, body: ScoreBody) -> Response
     turn = _begin(service, request, body)
     given = {"text_1": listed(body.text_1), "text_2": listed(body.text_2)}
     vectors, tokens = await unless_gone(request.receive, _embeddings(service, request, body, turn, given))
-    units = [normalized(vector) for vector in vectors]
-    ones, others = units[: len(given["text_1"])], units[len(given["text_1"]) :]
-    values = [sum(map(operator.mul, ones[i % len(ones)], other)) for i, other in enumerate(others)]
+    ones, others = vectors[: len(given["text_1"])], vectors[len(given["text_1"]) :]
+    values = list[float]()
+    for i, other in enumerate(others):
+        values.append(sum(map(operator.mul, normalized(ones[i % len(ones)]), normalized(other))))
+        await asyncio.sleep(0)  # a millisecond for each; other requests come between
     reply = {
         "id": f"score-{uuid.uuid4().hex}",
         "object": "list",
@@ -95,22 +97,22 @@ async def _embeddings(
         check_prompts(tokens, limits, field=field)
     request.state.log_fields["prompt_tokens"] = tokens
     params = SamplingParams(max_tokens=1, pooling=body.pooling or service.pooling)
-    return await _computed(service, prompts, params, turn), tokens
+    unique, adapter = uuid.uuid4().hex, service.adapter_of(body.model)
+    submits = [Submit(f"{unique}-{i}", prompt, params, turn=turn, adapter=adapter) for i, prompt in enumerate(prompts)]
+    return await _computed(service, submits), tokens
 
 
-async def _computed(service: Service, prompts: Sequence[list[int]], params: SamplingParams, turn: Turn) -> list[Vector]:
+async def _computed(service: Service, submits: Sequence[Submit]) -> list[Vector]:
     """The vector of each prompt. Raises ApiError: 400, 429, 503."""
     service.check_ready()
-    unique, client, admission = uuid.uuid4().hex, service.client, service.admission
+    client, admission = service.client, service.admission
     most = min(SLICE * service.settings.max_num_seqs, admission.capacity, admission.per_client)
     vectors = list[Vector]()
     try:
-        with admission.hold(turn.client, min(len(prompts), most), client.active):
+        with admission.hold(submits[0].turn.client, min(len(submits), most), client.active):
             async with asyncio.timeout(service.settings.request_timeout):
-                for first in range(0, len(prompts), most):
-                    part = prompts[first : first + most]
-                    submits = [Submit(f"{unique}-{first + i}", ids, params, turn=turn) for i, ids in enumerate(part)]
-                    vectors += await _slice(service, submits)
+                for first in range(0, len(submits), most):
+                    vectors += await _slice(service, submits[first : first + most])
     except TimeoutError as e:
         raise timed_out(service) from e
     return vectors

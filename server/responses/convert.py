@@ -160,7 +160,8 @@ def _tools(body: ResponsesBody) -> tuple[list[Offered], Any]:
     allowed = {one.name for one in choice.tools}
     if missing := allowed - {one.name for one in tools}:
         raise bad("tool_choice.tools", f"names {min(missing)!r}, which is not in tools")
-    return [one for one in tools if one.name in allowed], choice.mode
+    names = [{"type": "function", "function": {"name": one.name}} for one in choice.tools]
+    return tools, {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode, "tools": names}}
 
 
 def _chat_tool(one: Offered) -> dict[str, Any]:

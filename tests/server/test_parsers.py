@@ -327,10 +327,13 @@ def test_a_stream_has_what_the_whole_answer_has(thinking: Site, effort: str, sho
     assert count == sum(begin < len(thought.rstrip("\n")) for begin in begins) and bool(count) == bool(thought)
 
 
-def test_a_constrained_answer_has_no_reasoning(thinking: Site) -> None:
-    whole, events = answers(thinking, '{"a": 1}', response_format={"type": "json_object"}, reasoning_effort="high")
-    assert whole["choices"][0]["message"]["content"] == merged(events)["content"] == '{"a": 1}'
-    assert whole["usage"]["completion_tokens_details"]["reasoning_tokens"] == 0
+def test_a_constraint_begins_after_the_reasoning(thinking: Site) -> None:
+    """The prompt ends inside the reasoning, which stays free."""
+    text = 'It wants JSON.</think>{"a": 1}'
+    whole, events = answers(thinking, text, response_format={"type": "json_object"}, reasoning_effort="high")
+    message = whole["choices"][0]["message"]
+    assert message["content"] == merged(events)["content"] == '{"a": 1}'
+    assert message["reasoning_content"] == merged(events)["reasoning_content"] == "It wants JSON."
 
 
 def test_markers_that_are_special_tokens_reach_the_parser_and_no_client(

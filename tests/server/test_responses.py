@@ -181,7 +181,10 @@ def test_items_become_the_messages_of_one_chat() -> None:
         {"role": "tool", "tool_call_id": "c2", "name": "weather", "content": "sun"},
         {"role": "assistant", "content": "Rain."},
     ]
-    assert [tool.function.name for tool in chat.tools or []] == ["weather"] and chat.tool_choice == "required"
+    assert [[tool.function.name for tool in some] for some in (chat.tools or [], chat.forced_tools)] == [
+        ["weather", "other"],
+        ["weather"],
+    ]
     assert chat.limit == 7 and chat.top_k == 3
     assert chat.ignored == ["tools.0.web_search", "input.8.encrypted_content"]
 
