@@ -25,8 +25,6 @@ def large_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 @pytest.mark.parametrize("client", sorted(path.stem for path in FIXTURES.glob("*.json")))
 def test_what_clients_send_is_served(large_site: Site, client: str) -> None:
-    if not {"/v1/responses", "/v1/messages", "/v1/embeddings"} <= set(large_site.http.get("/openapi.json").json()["paths"]):
-        pytest.skip("not all of these APIs are served yet")
     last = ""  # id of the last answer
     for sent in json.loads((FIXTURES / f"{client}.json").read_text()):
         body = json.loads(json.dumps(sent["body"]).replace("{id}", last).replace("tiny-long", "tiny-hybrid"))
