@@ -1,0 +1,83 @@
+"""The streams of completions and chat completions are those that OpenAI publishes, byte for byte.
+
+fixtures/chat has them, written from OpenAI's reference: the role first, then each part, the reason to finish, the usage in a chunk
+without choices, and [DONE].
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.text import Delta
+from server.answers import GenerationRequest
+from server.chat import ChatRequest
+from server.completions import CompletionRequest
+from server.generation import Prompt
+from server.parts import Arguments, Call, Part, Reasoning, Text
+from server.replies import ChatChunk, CompletionChunk
+from server.schemas import ChatBody, CompletionBody
+from tests.support.server_thread import Site
+
+FIXTURES = Path(__file__).parent / "fixtures" / "chat"
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+CALLS: list[list[Part]] = [
+    [Text("Let me ask.")],
+    [Call("call_1", "weather"), Arguments("{")],
+    [Arguments('"city":"Bonn"}')],
+    [Call("call_2", "weather"), Arguments("{}")],
+]
+SCRIPTS: dict[str, tuple[list[list[Part]], str]] = {
+    "text": ([[Text("Hel")], [Text("lo")], []], "stop"),
+    "calls": ([*CALLS, []], "stop"),
+    "cut_call": (CALLS[:3], "length"),
+    "reasoning": ([[Reasoning("Hm")], [Reasoning(".")], [Text("Yes")]], "length"),
+}
+
+
+class Scripted:
+    """A parser whose parts do not come from the text."""
+
+    reasoned = 0
+
+    def __init__(self, parts: list[list[Part]], complete: bool) -> None:
+        self._parts, self.complete = iter(parts), complete
+
+    def push(self, text: str, final: bool = False) -> list[Part]:
+        return next(self._parts)
+
+
+def written(request: GenerationRequest, texts: list[str], reason: str) -> bytes:
+    """The stream of a request with a delta for each text."""
+    request.id, request.created = f"{request.id_prefix}-0", 1700000000
+    writer, found = request.stream_writer(), b""
+    for i, text in enumerate(texts):
+        request.usage.completion += 1
+        last = i == len(texts) - 1
+        found += writer.push(Delta(0, i == 0, text, [5], None, [i], reason if last else None, None, None))
+    return found + writer.last() + request.stream_end
+
+
+def chunks(stream: bytes) -> list[Any]:
+    events = [event.removeprefix(b"data: ") for event in stream.split(b"\n\n") if event]
+    assert events.pop() == b"[DONE]"
+    return [json.loads(event) for event in events]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_chunks_of_a_chat(site: Site, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts, reason = SCRIPTS[name]
+    monkeypatch.setattr("server.chat.parser_for", lambda *_: Scripted(parts, name == "calls"))
+    given = {"messages": [{"role": "user", "content": "Hi"}], "stream": True, "stream_options": {"include_usage": True}}
+    body = ChatBody.model_validate(given | ({"tools": [TOOL]} if "call" in name else {}))
+    stream = written(ChatRequest(site.server.service, body, [Prompt([1, 2, 3])], ""), [""] * len(parts), reason)
+    assert stream == (FIXTURES / f"{name}.sse").read_bytes()
+    assert all(ChatChunk.model_validate(chunk) for chunk in chunks(stream))
+
+
+def test_chunks_of_a_completion(site: Site) -> None:
+    body = CompletionBody.model_validate({"prompt": [1, 2, 3], "stream": True, "stream_options": {"include_usage": True}})
+    stream = written(CompletionRequest(site.server.service, body, [Prompt([1, 2, 3])], ""), ["Hel", "lo"], "stop")
+    assert stream == (FIXTURES / "completion.sse").read_bytes()
+    assert all(CompletionChunk.model_validate(chunk) for chunk in chunks(stream))
