@@ -148,7 +148,7 @@ def test_triton_kernels(interpreters: Ranks) -> None:
 def wrong_int8_products(seed: int, device: str) -> list[str]:
     """Inputs whose int8 codes are not those of the definition, and products that are not those of the codes.
 
-    A row's largest value lies in the middle of two codes. A GPU's division may round it to either of them."""
+    A row's largest value lies in the middle of two codes, and so do others of 16 bits. A GPU's division may round them to either."""
     torch.manual_seed(seed)
     found, scheme = [], SCHEMES["int8 by token"]
     large = [(2100, 4096, 1024, True)] if device == "cuda" else []
@@ -158,8 +158,9 @@ def wrong_int8_products(seed: int, device: str) -> list[str]:
         held = kernel.Packed(packed.format, rows, k, codes.codes.view(torch.int16), torch.ones_like(codes.scales[:, 0]))
         rounded = kernel.dequantize(held, torch.float32).double() * codes.scales.double()
         defined = quantized_input(x.float(), scheme, weight).double()
-        is_largest = x.abs() == x.abs().amax(1, keepdim=True)
-        if not ((rounded - defined).abs() <= codes.scales * (1e-4 + is_largest)).all():
+        exact = x.double() / x.double().abs().amax(1, keepdim=True) * 127.5
+        is_tie = ((exact - exact.floor()) - 0.5).abs() < 1e-4
+        if is_tie.double().mean() > 0.1 or not ((rounded - defined).abs() <= codes.scales * (1e-4 + is_tie)).all():
             found.append(f"codes of {rows} {k}")
         got = kernel.scaled_linear(codes, packed, bias).double()
         expected = F.linear(rounded, dequantize(weight).double(), None if bias is None else bias.double())
