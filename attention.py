@@ -6,6 +6,7 @@ Shapes: B sequences, T tokens a sequence in this forward, H query heads, K key-v
 import math
 from abc import ABC, abstractmethod
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import determinism
 from config import ModelConfig
 from kernels import exact
 from kernels.lora import Groups
+from kernels.rope_cache import rope_store
 from rope import rotate
 
 
@@ -65,7 +67,9 @@ class AttentionContext(ABC):
         """
 
     def split(self, heads: Heads, qkv: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """`Heads.split` at this forward's positions, with PyTorch."""
+        """`Heads.split` at this forward's positions, with PyTorch, or with the bits of a GPU's inference."""
+        if determinism.enabled() and qkv.is_cuda:
+            return _split_as_stored(heads, qkv, self.positions, frequencies)
         if self._rope is None:
             angles = self.positions[:, None, None].float() * frequencies
             cos, sin = angles.cos(), angles.sin()
@@ -73,6 +77,24 @@ class AttentionContext(ABC):
                 cos, sin = (angles.double().apply_(function).float() for function in (math.cos, math.sin))
             self._rope = cos * heads.rope_factor, sin * heads.rope_factor
         return heads.split(qkv, self._rope)
+
+
+def _split_as_stored(heads: Heads, qkv: Tensor, positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`Heads.split` at `positions` (T,), with the kernel that writes keys and values to a cache."""
+    sizes, eps = (heads.n_heads, heads.n_kv_heads, heads.n_kv_heads), 0.0 if heads.q_norm is None else heads.q_norm.eps
+
+    def rotated(qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None) -> Tensor:
+        """(B, T, (H + 2K) * D) to (B, T, H + 2K, D)."""
+        rows = qkv.flatten(0, -2)
+        keys, values = (rows.new_empty(len(rows), heads.n_kv_heads, heads.head_dim) for _ in range(2))
+        places = torch.arange(len(rows), device=rows.device), keys, values
+        q = rope_store(rows, positions.repeat(len(qkv)), frequencies, *places, q_norm, k_norm, eps)
+        q = q if heads.rope_factor == 1 else q * heads.rope_factor**2  # as with a cache
+        return torch.cat((q, keys, values), dim=1).view(*qkv.shape[:-1], -1, heads.head_dim)
+
+    norms = (None, None) if heads.q_norm is None else (heads.q_norm.weight, heads.k_norm.weight)
+    q, k, v = exact.differentiable(rotated, rotated, qkv, *norms).split(sizes, dim=-2)
+    return q, k, v
 
 
 def causal_mask(positions: Tensor, length: int, window: int | None) -> Tensor:
@@ -93,7 +115,10 @@ class Causal(AttentionContext):
         if determinism.enabled():
             mask = causal_mask(self.positions, len(self.positions), heads.window)
             plain = partial(F.scaled_dot_product_attention, attn_mask=mask, enable_gqa=True)
-            out = exact.differentiable(partial(exact.attention, mask=mask), plain, q, k, v)
+            forward = partial(exact.attention, mask=mask)
+            if q.is_cuda:
+                forward = partial(import_module("kernels.paged_attention_segments").attend, window=heads.window)
+            out = exact.differentiable(forward, plain, q, k, v)
         elif heads.window is None or heads.window >= len(self.positions):
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         else:

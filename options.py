@@ -131,7 +131,7 @@ class ModelOptions:
     deterministic: bool = option(
         default=False,
         help="the same bits of log-probabilities and tokens for every batch, chunking, prefix hit, preemption, speculation and number "
-        "of ranks (1, 2, 4 or 8), on CPUs; slower (default: off)",
+        "of ranks (1, 2, 4 or 8); slower (default: off)",
     )
     compile: bool = option(
         default=False,

@@ -363,8 +363,6 @@ def init_world(
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind not in ("cpu", "cuda"):
         raise UserError(f"unknown device {kind!r}; known: cpu, cuda")
-    if deterministic and kind == "cuda":
-        raise UserError("--deterministic runs on CPUs only; add --device cpu, or leave it out")
     if deterministic:
         determinism.enable()
     choice = choose(kind, comm, simulate_link, error_budget)

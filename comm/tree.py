@@ -7,7 +7,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from comm.interface import PendingAllReduce
+from comm.interface import OverlappedAllReduce, PendingAllReduce
 from comm.process_group import HostAllReduce, ProcessGroupCommunicator, all_gather
 from determinism import tree_sum
 
@@ -15,12 +15,15 @@ FEW_BYTES = 1 << 16  # of a message, up to which one collective takes less time 
 
 
 class TreeCommunicator(ProcessGroupCommunicator):
-    """1, 2, 4 or 8 ranks, over gloo. Adds as a binary tree over the ranks, rounding each node to the partial sums' dtype.
+    """1, 2, 4 or 8 ranks, over gloo or NCCL. Adds as a binary tree over the ranks, rounding each node to the partial sums' dtype.
 
     Of a short message, every rank gathers all partial sums. Of a long one, it adds one slice, and gathers the sums of the others."""
 
     name = "tree"
-    waited: float | None = 0.0
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        super().__init__(group)
+        self.waited = 0.0 if dist.get_backend(group) == "gloo" else None
 
     def begin_all_reduce(self, partial: Tensor, overlap: bool = False) -> PendingAllReduce:
         flat = partial.contiguous().flatten()
@@ -30,7 +33,7 @@ class TreeCommunicator(ProcessGroupCommunicator):
         def result() -> Tensor:
             return finish()[: flat.numel()].view(partial.shape)
 
-        return HostAllReduce(self, result)
+        return _Joined(result) if partial.is_cuda else HostAllReduce(self, result)
 
     def _gather(self, flat: Tensor) -> Callable[[], Tensor]:
         gathered = flat.new_empty(self.world_size * flat.numel())
@@ -53,3 +56,11 @@ class TreeCommunicator(ProcessGroupCommunicator):
             return slices
 
         return finish
+
+
+class _Joined(OverlappedAllReduce):
+    def __init__(self, result: Callable[[], Tensor]) -> None:
+        self.result = result
+
+    def join(self) -> Tensor:
+        return self.result()

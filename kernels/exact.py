@@ -41,7 +41,8 @@ def differentiable(exact: Callable[..., Tensor], plain: Callable[..., Tensor], *
     """exact(*inputs), with the gradient of `plain`, which computes the same with PyTorch's operations."""
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
         return _Exact.apply(exact, plain, *inputs)
-    return exact(*inputs)
+    with torch.no_grad():  # or a GPU's kernels would not be used
+        return exact(*inputs)
 
 
 class _Exact(torch.autograd.Function):

@@ -43,7 +43,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, parts: int = 1
     device must be outside a CUDA graph's capture, or RuntimeError is raised.
     """
     if determinism.enabled():
-        return exact.differentiable(partial(exact.linear, parts=parts), _plain, x, weight, bias)
+        forward = import_module("kernels.linear_tree").linear if x.is_cuda else exact.linear
+        return exact.differentiable(partial(forward, parts=parts), _plain, x, weight, bias)
     chosen = _chosen(x, weight, bias, swiglu=False)
     return F.linear(x, weight, bias) if chosen is None else linear_with(x, weight, bias, chosen, swiglu=False)
 
@@ -58,6 +59,8 @@ def linear_swiglu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     If one kernel computes both, gate and up stay in fp32 and only the result is rounded (Shazeer, arXiv:2002.05202). Otherwise
     `linear` rounds them before `kernels.activation.swiglu`. The conditions are those of `linear`.
     """
+    if determinism.enabled() and on_gpu(x):
+        return import_module("kernels.linear_tree").linear(x, weight, bias, swiglu=True)
     chosen = _chosen(x, weight, bias, swiglu=True)
     return swiglu(linear(x, weight, bias)) if chosen is None else linear_with(x, weight, bias, chosen, swiglu=True)
 
@@ -277,11 +280,11 @@ def _prefetch_tile(weight, N, K, tile, first, count, BLOCK_N: tl.constexpr, SWIG
         first_row, features = tile * (BLOCK_N // FUSED), N // FUSED
         for part in tl.static_range(FUSED):
             row = first_row + part * features
-            _prefetch(weight, K, row, features - first_row, first, count, BLOCK_N // FUSED, WARPS)
+            prefetch(weight, K, row, features - first_row, first, count, BLOCK_N // FUSED, WARPS)
 
 
 @triton.jit
-def _prefetch(weight, K, row, rows_left, first, count, BLOCK_N: tl.constexpr, WARPS: tl.constexpr):
+def prefetch(weight, K, row, rows_left, first, count, BLOCK_N: tl.constexpr, WARPS: tl.constexpr):
     """Prefetch columns first to first + count of the BLOCK_N rows from `row` on, of which rows_left exist, into L2.
 
     The row pitch K, first and count must be multiples of 16 bytes. The instruction takes its operands from uniform registers,

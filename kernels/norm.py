@@ -63,8 +63,8 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     def plain(x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, eps)
 
-    if determinism.enabled():
-        return exact.differentiable(partial(exact.rms_norm, eps=eps), plain, x, weight)
+    if determinism.enabled():  # on a GPU the kernel's bits, also with autograd
+        return exact.differentiable(partial(rms_norm if x.is_cuda else exact.rms_norm, eps=eps), plain, x, weight)
     return plain(x, weight)
 
 

@@ -9,7 +9,8 @@ The functions ending in `_reference` define the results. The Triton kernels comp
 and sum (FlashAttention, Dao et al., arXiv:2205.14135). The G query heads that share a key-value head are the rows of one
 matrix, so that keys and values are read once for all of them.
 
-On Hopper, prefill has a kernel of its own for common shapes (`kernels/prefill_attention_hopper.py`).
+On Hopper, prefill has a kernel of its own for common shapes (`kernels/prefill_attention_hopper.py`). With --deterministic, both are
+computed by `kernels/paged_attention_segments.py`.
 
 Decode splits a sequence over several programs, so that small batches use all SMs (flash-decoding, Dao et al. 2023). Split s of
 S has every S-th tile of keys from tile s on: its first tile does not depend on the length, so the lookup in the block table
@@ -19,11 +20,13 @@ need not wait for the length. A second kernel combines the splits in a fixed ord
 import math
 from functools import lru_cache
 from importlib import import_module
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+import determinism
 from kernels.dispatch import on_gpu, pdl_options
 from kernels.optional_triton import tl, triton
 from kernels.prefill_schedule import prefill_schedule
@@ -94,11 +97,13 @@ def paged_decode(
 
     q (B, H, D); keys and values (N, P, K, D), P a power of two; tables (B, W) int32; lengths (B,) int32, 0 for padding, whose
     output is zero. Returns (B, H, D) in q's dtype. max_length: an upper bound of the lengths, which determines the number of
-    splits. Shorter sequences are not slower because of it. scales: as of `dequantized`. The kernel raises ValueError as `_shape`."""
+    splits. Shorter sequences are not slower because of it. scales: as of `dequantized`. The kernel raises ValueError as `shape_of`."""
     if not on_gpu(q):
         return paged_decode_reference(q, keys, values, tables, lengths, window, max_length, scales)
+    if determinism.enabled():
+        return _segments().decode(q, keys, values, tables, lengths, window, max_length, scales)
     batch, n_heads, head_dim = q.shape
-    shape, cache = _shape(q, keys, values, scales), _pointers(keys, values, scales)
+    shape, cache = shape_of(q, keys, values, scales), _pointers(keys, values, scales)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not out.numel():
         return out
@@ -139,14 +144,16 @@ def paged_prefill(
     starts[s] … starts[s + 1] - 1 and may be empty; rows from starts[S] on are padding, whose output is zero; lengths (S,)
     int32: tokens of the sequence up to and with the span's last row. Returns (T, H, D) in q's dtype. max_span: an upper bound
     of the rows of a span. schedules: an empty dict that the caller keeps for calls with the same starts, lengths and T, which then
-    share what it gets. scales: as of `dequantized`. The kernel raises ValueError as `_shape`."""
+    share what it gets. scales: as of `dequantized`. The kernel raises ValueError as `shape_of`."""
     if not on_gpu(q):
         return paged_prefill_reference(q, keys, values, tables, starts, lengths, window, max_span, scales=scales)
+    if determinism.enabled():
+        return _segments().prefill(q, keys, values, tables, starts, lengths, window, scales)
     (rows, _, head_dim), spans = q.shape, len(lengths)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not out.numel():
         return out
-    shape, cache = _shape(q, keys, values, scales), _pointers(keys, values, scales)
+    shape, cache = shape_of(q, keys, values, scales), _pointers(keys, values, scales)
     scale = math.log2(math.e) / math.sqrt(head_dim)
     if specialized(q, keys, window):
         hopper = import_module("kernels.prefill_attention_hopper")  # Triton may lack Gluon elsewhere
@@ -163,6 +170,11 @@ def paged_prefill(
         WINDOWED=window is not None, **shape, **launch, **pdl_options(q.device),
     )  # fmt: skip
     return out
+
+
+def _segments() -> ModuleType:
+    """What computes both with --deterministic. It requires Triton."""
+    return import_module("kernels.paged_attention_segments")
 
 
 def paged_decode_reference(
@@ -270,7 +282,7 @@ def _attend_values(
     for start in range(begin, end, step):
         token = start + tl.arange(0, BLOCK_N)
         offsets = (block.to(tl.int64) * P + token % P)[:, None] * (K * D) + feature[None, :]
-        block = _blocks(table, token + step, width, P)  # the next tile's, loaded while this one is used
+        block = blocks_of(table, token + step, width, P)  # the next tile's, loaded while this one is used
         inside = (token < end)[:, None] & (feature < D)[None, :]
         k = tl.load(keys + offsets, mask=inside, other=0.0)
         v = tl.load(values + offsets, mask=inside, other=0.0)
@@ -314,7 +326,7 @@ def _attend_codes(
         token = start + tl.arange(0, BLOCK_N)
         offsets = (block.to(tl.int64) * P + token % P)[:, None] * (K * D // 2) + pair[None, :]
         scale_offsets = block * (K * P) + token % P
-        block = _blocks(table, token + step, width, P)  # the next tile's, loaded while this one is used
+        block = blocks_of(table, token + step, width, P)  # the next tile's, loaded while this one is used
         inside = (token < end)[:, None] & (pair < D // 2)[None, :]
         k_even, k_odd = _decoded(tl.load(keys + offsets, mask=inside, other=0), q.dtype)
         v_even, v_odd = _decoded(tl.load(values + offsets, mask=inside, other=0), q.dtype)
@@ -377,7 +389,7 @@ def _operand(queries, scale):
 
 
 @triton.jit
-def _blocks(table, token, width, P: tl.constexpr):
+def blocks_of(table, token, width, P: tl.constexpr):
     """The blocks, int32, of the tokens, from a table of `width` entries; 0 for tokens beyond the table."""
     entry = token // P
     return tl.load(table + entry, mask=entry < width, other=0)
@@ -390,7 +402,7 @@ def _empty_softmax(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def _normalized(acc, row_sum):
+def normalized(acc, row_sum):
     """acc divided by the sum of the softmax; zero for rows without keys."""
     return acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
 
@@ -404,19 +416,19 @@ def _attend_pair(
     """Attention of the query heads of a pair to its tiles of keys from token `begin` to `end`. Returns the means
     (BLOCK_M, BLOCK_D) and log2 of the sums of the exponentials (BLOCK_M,)."""
     table = tables + (pair // K).to(tl.int64) * table_stride
-    block = _blocks(table, begin + tl.arange(0, BLOCK_N), width, P)  # before the queries: the compiler waits for these
-    offsets, inside = _head_offsets(G, D, BLOCK_M, BLOCK_D)
+    block = blocks_of(table, begin + tl.arange(0, BLOCK_N), width, P)  # before the queries: the compiler waits for these
+    offsets, inside = head_offsets(G, D, BLOCK_M, BLOCK_D)
     queries = tl.load(q + pair.to(tl.int64) * (G * D) + offsets, mask=inside, other=0.0)
     acc, row_max, row_sum = _empty_softmax(BLOCK_M, BLOCK_D)
     acc, row_max, row_sum = _attend_tiles(
         queries, acc, row_max, row_sum, keys, values, key_scales, value_scales, pair % K, table, width, block, begin, end,
         tl.zeros((BLOCK_M,), tl.int32) + end - 1, 0, scale, step, K, D, P, BLOCK_N, True, False, PRECISION,
     )  # fmt: skip
-    return _normalized(acc, row_sum), row_max + tl.log2(row_sum)
+    return normalized(acc, row_sum), row_max + tl.log2(row_sum)
 
 
 @triton.jit
-def _head_offsets(G: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+def head_offsets(G: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
     """Offsets (BLOCK_M, BLOCK_D) in (G, D), and a mask of those that exist."""
     head, feature = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_D)[None, :]
     return head * D + feature, (head < G) & (feature < D)
@@ -425,7 +437,7 @@ def _head_offsets(G: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK
 @triton.jit
 def _store_piece(partials, weights, slot, mean, weight, G: tl.constexpr, D: tl.constexpr):
     """Store what `_attend_pair` returned for a part of a pair's keys as number `slot` of partials (…, G, D) and weights (…, G)."""
-    offsets, inside = _head_offsets(G, D, mean.shape[0], mean.shape[1])
+    offsets, inside = head_offsets(G, D, mean.shape[0], mean.shape[1])
     head = tl.arange(0, mean.shape[0])
     tl.store(partials + slot * (G * D) + offsets, mean, mask=inside)
     tl.store(weights + slot * G + head, weight, mask=head < G)
@@ -433,7 +445,7 @@ def _store_piece(partials, weights, slot, mean, weight, G: tl.constexpr, D: tl.c
 
 @triton.jit
 def _store_output(out, pair, mean, G: tl.constexpr, D: tl.constexpr):
-    offsets, inside = _head_offsets(G, D, mean.shape[0], mean.shape[1])
+    offsets, inside = head_offsets(G, D, mean.shape[0], mean.shape[1])
     tl.store(out + pair.to(tl.int64) * (G * D) + offsets, mean.to(out.dtype.element_ty), mask=inside)
 
 
@@ -514,7 +526,7 @@ def _paged_prefill(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    span, first_row, count, first_token = _find_tile(starts, tl.program_id(1), spans, rows, TOKENS, SPANS)
+    span, first_row, count, first_token = find_tile(starts, tl.program_id(1), spans, rows, TOKENS, SPANS)
     if span > spans:
         return
     length = tl.load(lengths + span, mask=span < spans, other=0)
@@ -538,19 +550,19 @@ def _paged_prefill(
     tile = tl.arange(0, BLOCK_N)
     if not WINDOWED:
         acc, row_max, row_sum = _attend_tiles(
-            queries, acc, row_max, row_sum, keys, values, key_scales, value_scales, kv_head, table, width, _blocks(table, tile, width, P),
+            queries, acc, row_max, row_sum, keys, values, key_scales, value_scales, kv_head, table, width, blocks_of(table, tile, width, P),
             0, diagonal, position, window, scale, BLOCK_N, K, D, P, BLOCK_N, False, False, PRECISION,
         )  # fmt: skip
     acc, row_max, row_sum = _attend_tiles(
         queries, acc, row_max, row_sum, keys, values, key_scales, value_scales, kv_head, table, width,
-        _blocks(table, diagonal + tile, width, P), diagonal, stop, position, window, scale, BLOCK_N, K, D, P, BLOCK_N, True, WINDOWED, PRECISION,
+        blocks_of(table, diagonal + tile, width, P), diagonal, stop, position, window, scale, BLOCK_N, K, D, P, BLOCK_N, True, WINDOWED, PRECISION,
     )  # fmt: skip
-    mean = _normalized(acc, row_sum)
+    mean = normalized(acc, row_sum)
     tl.store(out + offsets, mean.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _find_tile(starts, number, spans, rows, TOKENS: tl.constexpr, SPANS: tl.constexpr):
+def find_tile(starts, number, spans, rows, TOKENS: tl.constexpr, SPANS: tl.constexpr):
     """The tile with this number, of the tiles of TOKENS rows of all spans, counted from the last to the first. Returns its
     span, the span's first row and number of rows, and the tile's first row within the span. Span number `spans` is the padding.
     A larger span number means that there is no such tile."""
@@ -574,7 +586,7 @@ def _pointers(keys: Tensor, values: Tensor, scales: Tensor | None) -> tuple[Tens
     return (keys, values, None, None) if scales is None else (keys.view(torch.int16), values.view(torch.int16), *scales)
 
 
-def _shape(q: Tensor, keys: Tensor, values: Tensor, scales: Tensor | None) -> dict[str, int]:
+def shape_of(q: Tensor, keys: Tensor, values: Tensor, scales: Tensor | None) -> dict[str, int]:
     """K, G, D and P. Raises ValueError if P is no power of two, the cache is not contiguous, or its dtype is neither that of q nor,
     with scales, fp8."""
     block_size, n_kv_heads, head_dim = keys.shape[1:]

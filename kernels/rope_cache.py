@@ -10,6 +10,7 @@ codes depend on nothing but the token.
 import torch
 from torch import Tensor
 
+import determinism
 from kernels.dispatch import as_rows, on_gpu, pdl_options
 from kernels.norm import rms_norm_reference
 from kernels.optional_triton import tl, triton
@@ -46,8 +47,10 @@ def rope_store(
     if not tokens:
         return queries
     half, all_heads = triton.next_power_of_2(head_dim // 2), n_heads + 2 * n_kv_heads
-    # Few tokens: small programs, to use all SMs. Many: larger programs, so that their launch overhead is small.
-    block_h = min(4 if tokens <= 64 else 16, triton.next_power_of_2(all_heads))
+    # Few tokens: small programs, to use all SMs. Many: larger programs, so that their launch overhead is small. The order of a norm's
+    # sum depends on the size, so --deterministic has one.
+    small = tokens <= 64 or determinism.enabled()
+    block_h = min(4 if small else 16, triton.next_power_of_2(all_heads))
     _rope_store[(tokens, triton.cdiv(all_heads, block_h))](
         rows, positions, frequencies, cache_rows, keys, values, *((None, None) if scales is None else scales), q_norm, k_norm, queries,
         rows.stride(0), keys.stride(0), values.stride(0), eps,

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import determinism
 from kernels import exact
 from kernels.dispatch import as_rows, on_gpu, pdl_options
 from kernels.optional_triton import tl, triton
@@ -93,13 +94,20 @@ def exponential_noise(seed: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
 
 def softmax(logits: Tensor) -> Tensor:
     """Over the last dim, fp32."""
-    return exact.softmax(logits) if exact.used(logits) else logits.softmax(-1)
+    return exact.softmax(logits) if exact.used(logits) else _even(logits).softmax(-1)[..., : logits.shape[-1]]
 
 
 def log_softmax(logits: Tensor) -> Tensor:
     """Over the last dim, of fp32 logits, with a gradient."""
     plain = partial(F.log_softmax, dim=-1)
-    return exact.differentiable(exact.log_softmax, plain, logits) if exact.used(logits) else plain(logits)
+    if exact.used(logits):
+        return exact.differentiable(exact.log_softmax, plain, logits)
+    return plain(_even(logits))[..., : logits.shape[-1]]
+
+
+def _even(logits: Tensor) -> Tensor:
+    """With --deterministic, padded so that each row begins at a multiple of 16 bytes: elsewhere PyTorch adds in another order."""
+    return F.pad(logits, (0, -logits.shape[-1] % 4), value=-torch.inf) if determinism.enabled() else logits
 
 
 def hash64(x: Tensor) -> Tensor:

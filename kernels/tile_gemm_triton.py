@@ -33,7 +33,7 @@ _BLOCK = tl.constexpr(BLOCK)
 
 
 @triton.jit
-def _grouped(tile, rows, columns, GROUP: tl.constexpr):
+def grouped(tile, rows, columns, GROUP: tl.constexpr):
     """(row, column) of a tile in rows x columns tiles. GROUP rows of one column are followed by the same rows of the next."""
     width = GROUP * columns
     first = tile // width * GROUP
@@ -66,7 +66,7 @@ def tile_position(tile, first_owner, step, rank_rows, columns,
     """(first row, end, column in tiles) of tile number `tile`. The order of the owners is that of `_tile_rows`."""
     rows = tl.cdiv(N * rank_rows, BLOCK_M) if MIXED else tl.cdiv(rank_rows, BLOCK_M)
     nth = tile // (rows * columns)
-    row_tile, column_tile = _grouped(tile % (rows * columns), rows, columns, GROUP)
+    row_tile, column_tile = grouped(tile % (rows * columns), rows, columns, GROUP)
     row, end = _tile_rows(nth, row_tile, first_owner, step, rank_rows, N, BLOCK_M, MIXED)
     return row, end, column_tile
 

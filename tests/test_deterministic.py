@@ -30,7 +30,7 @@ from model import Transformer
 from presets import model_config
 from tests.engine.test_engine import ALONE, CPU, Answer, config_of, draws, plain_logits, random_model, random_submits, serve
 from tests.support.ranks import Ranks
-from tp import Shard, ShardedLinear, World, init_world, stream_shards
+from tp import Shard, ShardedLinear, World, stream_shards
 from training.batches import IGNORED, Batch
 from training.executor import Execution, Executor
 from training.export import save_checkpoint
@@ -287,6 +287,3 @@ def test_what_the_mode_cannot_do_is_refused_by_name() -> None:
             stream_shards(config_of("upper-bound"), 0, 2)
         with pytest.raises(UserError, match="--compile"):
             random_model(standard).compile_modules()
-    with pytest.raises(UserError, match="CPUs only; add --device cpu"):
-        init_world("cuda", deterministic=True)
-    assert not determinism.enabled()

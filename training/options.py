@@ -100,7 +100,7 @@ def add_execution_options(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--deterministic",
         action="store_true",
-        help="compute the forward pass with the bits of inference with --deterministic, on CPUs; slower",
+        help="compute the forward pass with the bits of inference with --deterministic; slower",
     )
     add_exchange_options(how)
     how.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA if there is a GPU")

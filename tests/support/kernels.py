@@ -34,3 +34,20 @@ def codes_as_on_a_gpu() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter, "_convert_float", convert)
         yield
+
+
+@contextmanager
+def ordered_dots() -> Iterator[None]:
+    """Let Triton's interpreter add a dot's products in the order of the columns, in fp32, as tensor cores do with steps of columns.
+    NumPy's order depends on the shapes."""
+    from triton.runtime import interpreter
+
+    def dot(self: Any, a: Any, b: Any, sums: Any, precision: Any, imprecise: Any) -> Any:
+        total = sums.data
+        for column, row in zip(a.data.astype(np.float32).T, b.data.astype(np.float32), strict=True):
+            total = total + column[:, None] * row
+        return interpreter.TensorHandle(total, sums.dtype.scalar)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
+        yield

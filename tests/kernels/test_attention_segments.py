@@ -1,0 +1,98 @@
+"""Attention in fixed segments: a query's bits are the same alone, in any chunk, in any batch, and without a cache."""
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels.test_attention import LARGE, SHAPES, Pages, Shape, attend64, factor, plain, worse
+from tests.support.kernels import ordered_dots
+from tests.support.ranks import Ranks
+
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def faults(seed: int, device: str, cases: list[tuple[torch.dtype, Shape]], longest: int, codes: bool) -> list[str]:
+    """Cases in which queries have other bits in another chunk or batch than in whole prompts, or those are far from fp64."""
+    from kernels import paged_attention_segments as segments
+
+    torch.manual_seed(seed)
+    random.seed(seed)
+    found = []
+    for dtype, shape in cases:
+        lengths = [random.randint(1, longest), longest, random.randint(1, 70)] if device == "cuda" else [9, longest, 70]
+        pages = Pages.of(shape, lengths, device, dtype, codes)
+        queries = [torch.randn(n, shape.n_heads, shape.head_dim, device=device).to(dtype) for n in lengths]
+        name = f"{shape} {dtype} {codes=} {lengths}"
+
+        def spans(
+            which: list[int],
+            ends: list[int],
+            counts: list[int],
+            shape: Shape = shape,
+            pages: Pages = pages,
+            queries: list[Tensor] = queries,
+        ) -> Tensor:
+            """Attention of the last queries up to `ends` of some sequences."""
+            q = torch.cat([queries[s][end - n : end] for s, end, n in zip(which, ends, counts, strict=True)])
+            starts = torch.tensor([0, *counts], device=device).cumsum(0).int()
+            on_device = torch.tensor(ends, dtype=torch.int32, device=device)
+            q = torch.cat([q, q[: random.randrange(3)]])  # padding
+            out = segments.prefill(
+                q, pages.keys, pages.values, pages.tables[which], starts, on_device, shape.window, pages.scales
+            )  # fmt: skip
+            return out[: sum(counts)]
+
+        whole = spans([0, 1, 2], lengths, lengths).split(lengths)
+        exact = [attend64(q, *pages.sequences[s], shape.window) for s, q in enumerate(queries)]
+        usual = [plain(q, *pages.sequences[s], shape.window) for s, q in enumerate(queries)]
+        found += worse(name, torch.cat(whole), exact, usual, 2 * factor(codes))
+
+        for _ in range(2 if device == "cpu" else 20):  # a chunk, with the start of another prompt
+            end, other = random.randint(1, lengths[1]), random.randint(1, min(lengths[0], 40))
+            count = random.randint(1, min(end, 100))
+            got = spans([1, 0], [end, other], [count, other])
+            if not torch.equal(got, torch.cat([whole[1][end - count : end], whole[0][:other]])):
+                found.append(f"{name}: a chunk of {count} up to {end}")
+        ends = [random.randint(1, n) for n in lengths]
+        q = torch.stack([queries[s][end - 1] for s, end in enumerate(ends)])
+        expected = torch.stack([whole[s][end - 1] for s, end in enumerate(ends)])
+        on_device = torch.tensor([*ends, 0], dtype=torch.int32, device=device)
+        tables, q = pages.tables[[0, 1, 2, 0]], torch.cat([q, q[:1]])
+        for splits in (1, random.randint(2, 9)):
+            bound = longest + random.randrange(600)
+            got = segments.decode_with(
+                q, pages.keys, pages.values, tables, on_device, shape.window, bound, pages.scales, splits
+            )  # fmt: skip
+            if not torch.equal(got[:3], expected) or got[3].any():
+                found.append(f"{name}: decode at {ends} in {splits} splits of {bound}")
+        if not codes:
+            k, v = (x[None].transpose(1, 2) for x in pages.sequences[1])
+            got = segments.attend(queries[1][None].transpose(1, 2), k, v, shape.window)
+            if not torch.equal(got[0].transpose(0, 1), whole[1]):
+                found.append(f"{name}: without a cache")
+    return found
+
+
+def interpreted(seed: int, cases: list[tuple[torch.dtype, Shape]], longest: int, codes: bool) -> list[str]:
+    with torch.no_grad(), ordered_dots():
+        return faults(seed, "cpu", cases, longest, codes)
+
+
+@pytest.mark.parametrize("codes", [False, True], ids=["values", "codes"])
+def test_bits_of_a_query_in_the_interpreter(codes: bool, interpreters: Ranks, seed: int) -> None:
+    """One random shape in each run."""
+    shape = random.choice([shape for shape in SHAPES if shape.head_dim < 256])
+    dtype = random.choice([torch.float32, torch.float16])
+    assert interpreters.call(interpreted, seed, [(dtype, shape)], 300, codes) == [], seed
+
+
+@GPU
+@pytest.mark.parametrize("codes", [False, True], ids=["values", "codes"])
+def test_bits_of_a_query_on_a_gpu(codes: bool, seed: int) -> None:
+    """A few random shapes in each run, because each is compiled."""
+    dtypes = [torch.float16, torch.bfloat16]
+    with torch.no_grad():
+        assert faults(seed, "cuda", list(zip(dtypes, random.sample(SHAPES, 2), strict=True)), 600, codes) == []
+        assert faults(seed, "cuda", [(torch.bfloat16, random.choice(LARGE))], 3000, codes) == []
