@@ -20,9 +20,10 @@ from comm import Local, TreeCommunicator
 from communicators import choose
 from engine.core import Engine, EngineLimits
 from engine.drafts import Costs
+from engine.llm import LLM
 from engine.logits import token_logprobs
 from engine.paged_cache import PagedCache
-from engine.protocol import Submit
+from engine.protocol import SamplingParams, Submit
 from errors import UserError
 from kernels import exact
 from kernels.sampling import exponential_noise, gumbel_noise
@@ -131,6 +132,27 @@ def test_the_all_reduce_is_the_tree_of_the_definition(
         pairs = [(x.double() + y.double()).to(dtype) for x, y in zip(pairs[::2], pairs[1::2], strict=True)]
     for found in ranks.run(n, sums_of, a):
         assert torch.equal(found, pairs[0])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", ["biased", "qwen3-some-layers", "hybrid-list"])
+def test_answers_on_a_gpu_have_the_bits_of_a_score(name: str, in_turn: Callable[..., Any], tmp_path: Path, seed: int) -> None:
+    """Alone, and together in small chunks; the score has no cache."""
+    save_checkpoint(random_model(replace(config_of(name), head_dim=16, intermediate_size=320)), tmp_path, torch.float32)
+    quantize = in_turn([None, "int8", "fp8", "int4"], len(name))
+    alone = World(0, 1, torch.device("cuda"), Local())
+    with deterministic():
+        model = checkpoint.load_model(str(tmp_path), model_config(str(tmp_path), None, 1, quantize), alone, torch.bfloat16)
+        limits = EngineLimits(max_model_len=80, max_num_seqs=8, kv_memory=1e8)
+        one, many = LLM(model, None, alone, limits=limits), LLM(model, None, alone, limits=replace(limits, max_batch_tokens=11))
+        prompts = [[random.randrange(101) for _ in range(random.randint(1, 60))] for _ in range(12)]
+        params = SamplingParams(max_tokens=10, temperature=1.0, seed=seed, logprobs=0, ignore_eos=True)
+        together = many.generate(prompts, params)
+        for prompt, answer in zip(prompts, together, strict=True):
+            (single,) = one.generate([prompt], params)
+            assert (single.token_ids, single.logprobs) == (answer.token_ids, answer.logprobs), (quantize, seed)
+            found = one.score(prompt + answer.token_ids).logprobs[len(prompt) :]
+            assert found == [position.chosen.logprob for position in answer.logprobs], (quantize, seed)
 
 
 # --- training ----------------------------------------------------------------------------------------------------------------
