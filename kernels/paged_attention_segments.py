@@ -27,7 +27,10 @@ from kernels.paged_attention import NO_WINDOW, blocks_of, find_tile, head_offset
 SEGMENT = 256
 TILE = 64
 ROWS = 64  # of a program of spans
-PROGRAMS = 3  # on an SM, at most, when programs share sequences
+PROGRAMS = (
+    3  # on an SM, when few sequences are shared by programs; two share one of many, as one that merges needs more registers
+)
+PIECES_BYTES = 64 << 20  # of many sequences' pieces, at most
 DECODE: dict[str, int] = {"maxnreg": 168}  # options of decode without codes, with which PROGRAMS fit an SM
 _SEGMENT = tl.constexpr(SEGMENT)
 _TILE = tl.constexpr(TILE)
@@ -87,7 +90,8 @@ def decode_with(
     shape = shape_of(q, keys, values, scales)
     pairs, longest = batch * shape["K"], min(max_length, (window or max_length) + SEGMENT)
     segments = triton.cdiv(longest, SEGMENT)
-    splits = splits or max(1, min(PROGRAMS * sm_count(q.device) // pairs, segments))
+    least = 2 if pairs * segments * shape["G"] * head_dim * 4 <= PIECES_BYTES else 1
+    splits = splits or min(max(PROGRAMS * sm_count(q.device) // pairs, least), segments)
     held = pairs * segments if splits > 1 else 0
     pieces = torch.empty(held, shape["G"], head_dim, dtype=torch.float32, device=q.device)
     sums = torch.empty(held, 2, shape["G"], dtype=torch.float32, device=q.device)
@@ -128,16 +132,21 @@ def _scales(scales: Tensor | None) -> tuple[Tensor | None, ...]:
 
 @triton.jit
 def _load_tile(cache, scales, block, token, end, head, dtype: tl.constexpr,
-    K: tl.constexpr, D: tl.constexpr, P: tl.constexpr, BLOCK_D: tl.constexpr,
+    K: tl.constexpr, D: tl.constexpr, P: tl.constexpr, M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Keys or values (N, BLOCK_D) of tokens (N,) in these blocks; zeros from token `end` on. Codes are multiplied by their scales,
-    and rounded."""
+    """Keys or values (N, BLOCK_D) of tokens (N,) in these blocks, for M queries; zeros from token `end` on. Codes are multiplied by
+    their scales, and rounded."""
     feature = tl.arange(0, BLOCK_D)
     offsets = (block.to(tl.int64) * P + token % P)[:, None] * (K * D) + head * D + feature[None, :]
     values = tl.load(cache + offsets, mask=(token < end)[:, None] & (feature < D)[None, :], other=0.0)
     if scales is not None:
         factor = tl.load(scales + block * (K * P) + head * P + token % P, mask=token < end, other=0.0)
-        values = (values.to(tl.float32) * factor[:, None]).to(dtype)
+        values = values.to(tl.float32) * factor[:, None]
+        if (
+            M < 64
+        ):  # Triton would permute the columns of an mma whose operand it can trace to 8 bits; it traces no further than a sum
+            values = tl.sum(values[None], axis=0)
+        values = values.to(dtype)
     return values
 
 
@@ -165,8 +174,8 @@ def _attend_tile(
 
     The weights' sums are a product with ones, because its order does not depend on how a program's threads share a tile."""
     token = start + tl.arange(0, _TILE)
-    k = _load_tile(keys, key_scales, block, token, end, head, queries.dtype, K, D, P, queries.shape[1])
-    v = _load_tile(values, value_scales, block, token, end, head, queries.dtype, K, D, P, queries.shape[1])
+    k = _load_tile(keys, key_scales, block, token, end, head, queries.dtype, K, D, P, queries.shape[0], queries.shape[1])
+    v = _load_tile(values, value_scales, block, token, end, head, queries.dtype, K, D, P, queries.shape[0], queries.shape[1])
     scores = tl.dot(queries, tl.trans(k), input_precision="ieee")
     if WINDOWED or start + _TILE > unmasked + 1:
         visible = token[None, :] <= position[:, None]
