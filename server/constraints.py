@@ -204,21 +204,28 @@ class _Rules:
         return self._rule(" | ".join(calls))
 
     def free(self, tags: Sequence[Tag]) -> str:
-        """Free text that may hold reasoning and `tags`. A text that begins as reasoning does holds none of them."""
-        text, opened, inside = "TEXT", "", ""
-        if self.reasoning is not None:
-            begin, end, begins_inside = self.reasoning
-            opened = f"{self._opened()} | "
-            inside = f"{self._until(end)} " * begins_inside
-            if begin not in self.special:
-                text = "OUTSIDE"
-                self._rules.append(rf"OUTSIDE: /(.|\n)*/ & ~/\s*{_regex(begin)}(.|\n)*/")
+        """Free text that may hold `tags`, after reasoning, which holds none of them. As for the parser, only the beginning can be
+        reasoning."""
         triggers: dict[str, list[str]] = {}
         for tag in tags:
             rest = f"{self._literal(tag.begin[len(tag.trigger) :])} {self.part(tag.body)} {self._literal(tag.end)}"
             triggers.setdefault(tag.trigger, []).append(rest)
-        found = [f"{self._until(trigger, text)} ({' | '.join(rests)})" for trigger, rests in triggers.items()]
-        return f"{inside}({opened}{' | '.join(map(self._rule, found))})* TEXT"
+        rests = {trigger: self._rule(" | ".join(found)) for trigger, found in triggers.items()}
+
+        def tagged(text: str) -> str:
+            return self._rule(" | ".join(f"{self._until(trigger, text)} {rest}" for trigger, rest in rests.items()))
+
+        more = f"{tagged('TEXT')}* TEXT"
+        if self.reasoning is None:
+            return more
+        begin, end, begins_inside = self.reasoning
+        if begins_inside:
+            return f"{self._until(end)} {more}"
+        text = "TEXT"
+        if begin not in self.special:
+            text = "OUTSIDE"
+            self._rules.append(rf"OUTSIDE: /(.|\n)*/ & ~/\s*{_regex(begin)}(.|\n)*/")
+        return f"(({self._opened()} | {tagged(text)}) {more} | TEXT)"
 
     def after_reasoning(self, answer: str) -> str:
         """`answer`, after reasoning if the model reasons."""

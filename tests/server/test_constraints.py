@@ -227,10 +227,11 @@ def test_reasoning_before_the_answer_is_free() -> None:
         "Hi",
         f"<think>{thought}</think>\nHi {now}",
         f"Hi {now}",
-        f"<think>{thought}</think>{now}<think>{thought}</think>{now}",
+        f"<think>{thought}</think>{now}<think>so</think>{now}",
     ):
         assert accepts(free, text), text
-    assert not accepts(free, f"<think>{thought}</think>{wrong}") and not accepts(free, f"Hi{wrong}")
+    for text in (f"<think>{thought}</think>{wrong}", f"Hi{wrong}", f"{now}<think>{wrong}</think>"):
+        assert not accepts(free, text), text
     begun = compile_demand(Demand(tools=TOOLS, syntax=HERMES, reasoning=INSIDE)).grammar
     assert accepts(begun, f"{thought}</think>Hi {now}") and not accepts(begun, f"{thought}</think>{wrong}")
     marks = Marks(SYSTEM, TOKENIZER.token_text(3), begins_inside=False)
