@@ -153,7 +153,9 @@ class Adapters:
                 continue
             error = ""
             if state == FAILED:
-                error = loading.error or "another rank could not read the adapter; see its log"
+                error = (
+                    loading.error or f"another rank could not read {loading.adapter.path}; give all hosts the same files there"
+                )
             elif not self._copy_some(loading):
                 continue
             else:

@@ -2,16 +2,14 @@
 
 A block holds the keys and values of `block_size` consecutive tokens. A full block is identified by its tokens and the block
 before it, and sequences with the same prefix share it. The root of a chain of blocks is -1, or another negative number if an adapter
-has computed them. A block without owners stays cached until its space is needed; the
-least recently used block is evicted first.
+has computed them. A block without owners stays cached until its space is needed; the least recently used block is evicted first.
 """
 
 from collections import OrderedDict
 from collections.abc import Sequence
 
-Key = tuple[
-    int, tuple[int, ...]
-]  # (identity of the block before, or the root; this block's tokens): not a hash, so no collisions
+# (identity of the block before, or the root; this block's tokens): not a hash, so no collisions
+Key = tuple[int, tuple[int, ...]]
 
 
 class BlockManager:

@@ -27,7 +27,7 @@ from attention import AttentionContext, Causal
 from engine.graphs import Captured, Graphs
 from engine.logits import SCORE_CHUNK, Scores, count_drawn, has_grammar, may_change, process, token_logprobs
 from engine.paged_cache import PagedCache
-from engine.pooling import Pooled, pool, reads_all_rows
+from engine.pooling import Pooled, pool
 from engine.protocol import TokenLogprobs
 from engine.sampler import SamplingBatch, sample
 from engine.scheduler import Chunk, Sequence, drawn_by
@@ -277,7 +277,8 @@ class Runner:
         chunks, begin = list(chunks), self._event()
         sampling, tokens = [c for c in chunks if c.samples], sum([c.count for c in chunks])
         draws = len(sampling) + (sum([len(c.draft) for c in chunks]) if self.capacity.drafted else 0)
-        scored = any(scores_prompt(c) or reads_all_rows(c) for c in chunks)
+        pooling = {c.sequence.params.pooling for c in chunks} - {None}
+        scored = "mean" in pooling or any(map(scores_prompt, chunks))
         if self.graphs is None:
             output = self._span_step(*self._write_spans(chunks, tokens, max(1, draws), after), scored)
         elif len(sampling) == len(chunks) and draws == tokens and not scored:
@@ -287,7 +288,7 @@ class Runner:
         if output.hidden is not None:
             self._score_prompts(chunks, output.hidden)
         step = InFlightStep(chunks, sampling, output.last[:draws], draws > len(sampling), output.streams, begin=begin)
-        if any(c.sequence.params.pooling is not None for c in chunks):
+        if pooling:
             step.pooled = pool(self.model.norm, chunks, output.last, output.hidden)
         if output.tokens is not None and all(is_plain(c.sequence) for c in sampling):
             self._copy_to_host(step, output.tokens[:draws])
