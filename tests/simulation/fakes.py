@@ -10,6 +10,7 @@ import torch
 
 import comm
 from config import ModelConfig
+from engine.adapters import Adapter, Adapters
 from engine.core import Engine, EngineLimits
 from engine.drafts import Costs
 from engine.grammars import COMPILED, FAILED
@@ -19,6 +20,7 @@ from engine.protocol import Submit
 from engine.runner import InFlightStep, StepResult
 from engine.scheduler import Chunk, Sequence
 from errors import UserError
+from lora import LoraLimits
 from model import Transformer
 from tp import World
 
@@ -26,6 +28,7 @@ VOCAB = 6  # few ids, so that unrelated texts share prefixes
 CPU = torch.device("cpu")
 ALONE = World(0, 1, CPU, comm.Local())
 EMPTY = 1
+ADAPTERS = ("1", "2")  # their names are their numbers, with which their texts begin
 
 
 def follow(prefix: int, token: int) -> int:
@@ -56,7 +59,7 @@ class FakeGrammar:
 
 def alone(submit: Submit) -> tuple[list[int], str]:
     """The tokens and the finish reason of a request that is served alone, without faults. `error`: its grammar fails."""
-    params, tokens, prefix = submit.params, list(submit.prompt_ids), EMPTY
+    params, tokens, prefix = submit.params, list(submit.prompt_ids), EMPTY + int(submit.adapter or 0)
     for token in tokens:
         prefix = follow(prefix, token)
     grammar = FakeGrammar.of(params.grammar) if params.grammar else None
@@ -174,7 +177,7 @@ class FakeRunner:
         sequence, size = chunk.sequence, self.size
         text = sequence.tokens if chunk.is_known else [*sequence.tokens, ahead[sequence]]
         known = self.prefixes.setdefault(sequence, [])
-        prefix = known[-1] if known else EMPTY
+        prefix = known[-1] if known else EMPTY + (sequence.adapter.number if sequence.adapter else 0)
         for token in text[len(known) : chunk.first_drawn]:
             prefix = follow(prefix, token)
             known.append(prefix)
@@ -234,7 +237,9 @@ def fake_engine(limits: EngineLimits, n_blocks: int, look_ahead: bool, now: Call
     size = PagedCache.bytes_per_block(model.attention_slots, limits.block_size, model.n_kv_heads, 4, torch.float32)
     from dataclasses import replace
 
-    engine = Engine(model, None, replace(limits, kv_memory=float(n_blocks * size)), ALONE)
+    adapters = Adapters(model, LoraLimits(len(ADAPTERS), 1), ALONE)
+    adapters.known = {name: Adapter(name, "", slot, int(name)) for slot, name in enumerate(ADAPTERS)}
+    engine = Engine(model, None, replace(limits, kv_memory=float(n_blocks * size)), ALONE, adapters=adapters)
     assert engine.scheduler.blocks.n_blocks == n_blocks
     engine.runner = FakeRunner(engine, check)  # type: ignore[assignment]
     engine.grammars = FakeGrammars(now)  # type: ignore[assignment]

@@ -37,7 +37,7 @@ from server.engine_client import EngineClient, OutputQueue
 from server.journal import Kept
 from server.metrics import Metrics
 from server.problems import ApiError
-from tests.simulation.fakes import VOCAB, FakeGrammar, alone, fake_engine
+from tests.simulation.fakes import ADAPTERS, VOCAB, FakeGrammar, alone, fake_engine
 from tests.simulation.journal import MemoryFile, SteppedJournal
 
 CLIENTS = ("a", "b", "c", "d")
@@ -355,12 +355,12 @@ class Life:
         choices, params = rng.choice([1, 1, 1, 2]), self._params()
         client = rng.choice(list(world.weights))
         turn = Turn(client, world.weights[client], rng.choice(world.priorities))
-        submits = []
+        submits, adapter = [], rng.choice(["", *ADAPTERS])
         for prompt in prompts:
             for i in range(choices):
                 name = f"{self.counts['requests']}-{len(submits)}"
                 fields = {f: getattr(params, f) for f in params.__struct_fields__} | {"seed": params.seed + i}
-                submits.append(Submit(name, prompt, SamplingParams(**fields), turn=turn))
+                submits.append(Submit(name, prompt, SamplingParams(**fields), turn=turn, adapter=adapter))
         self.counts["requests"] += 1
         stops = {i: rng.randint(1, 20) for i in range(len(submits)) if rng.random() < 0.1}
         promise = self.journal.promise("owner", "answer", "request", encode(joined(submits)), rng.random() < 0.2)

@@ -44,6 +44,11 @@ def keep_drafts(original: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self, sequence, count: setattr(sequence, "unknown", sequence.unknown - count)
 
 
+def share_adapters(original: Any) -> Any:
+    """The blocks of one adapter are found for another."""
+    return property(lambda self: -1)
+
+
 def lose_an_abort(original: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self, request_id: None
 
@@ -84,6 +89,7 @@ def lose_a_result(original: Callable[..., Any]) -> Callable[..., Any]:
 FAULTS: list[tuple[Any, str, Callable[..., Any]]] = [
     (Scheduler, "_admit", share_blocks),
     (Scheduler, "reject", keep_drafts),
+    (Sequence, "root", share_adapters),
     (Scheduler, "abort", lose_an_abort),
     (WaitingQueue, "add", start_the_newest),
     (BlockManager, "release", forget_a_block),
