@@ -47,8 +47,10 @@ for (const [api, model] of Object.entries(MODELS)) {
     expect((await generateText({ ...given, model, output: Output.object({ schema: City }) })).output.city, "not parsed");
   });
   feature(api, "format and tools", async () => {
-    const asked = { ...given, model, output: Output.object({ schema: City }), tools: { weather }, stopWhen: stepCountIs(6) };
-    expect((await generateText(asked)).output.city, "not parsed");
+    const asked = { ...given, model, output: Output.object({ schema: City }), tools: { weather }, stopWhen: stepCountIs(2) };
+    // the model may call in its first step; the second one must end it
+    const second = { prepareStep: ({ stepNumber }) => (stepNumber ? { activeTools: [] } : {}) };
+    expect((await generateText({ ...asked, ...second })).output.city, "not parsed");
   });
 }
 for (const [name, model] of [["@ai-sdk/openai", openai.embedding(MODEL)], ["@ai-sdk/openai-compatible", compatible.embeddingModel(MODEL)]])
