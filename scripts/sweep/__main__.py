@@ -68,6 +68,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--quantize", choices=QUANTIZATIONS, help="quantize the weights while loading them; vLLM can do fp8 and int4"
     )
+    parser.add_argument(
+        "--deterministic", action="store_true", help="the mode with the same bits in every batch and on any number of ranks"
+    )
     parser.add_argument("--runs", type=int, default=3, help="measured runs, after one warm-up run (default: 3)")
     parser.add_argument(
         "--profile", action="store_true", help="one more run under the profiler, to see how much communication is hidden"

@@ -89,7 +89,7 @@ def settings_of(args: argparse.Namespace) -> list[Setting]:
     settings = [
         Setting(
             model, variant, tp, batch, prompt, new, comm, link, device, dtype,
-            args.compile, seed, args.runs, args.profile, args.overlap, args.kv_dtype, args.quantize,
+            args.compile, seed, args.runs, args.profile, args.overlap, args.kv_dtype, args.quantize, args.deterministic,
         )
         for seed, (tp, link, model, comm, prompt, new, batch, variant) in product(
             dict.fromkeys(args.seeds), product(*(dict.fromkeys(axes[name]) for name in order))
@@ -97,7 +97,10 @@ def settings_of(args: argparse.Namespace) -> list[Setting]:
     ]  # fmt: skip
     # vLLM has its own all-reduce, so --comms does not apply to it
     return list(
-        dict.fromkeys(replace(s, comm=None, profile=False, overlap="auto") if s.variant == VLLM else s for s in settings)
+        dict.fromkeys(
+            replace(s, comm=None, profile=False, overlap="auto", deterministic=False) if s.variant == VLLM else s
+            for s in settings
+        )
     )
 
 

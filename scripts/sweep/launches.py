@@ -34,6 +34,7 @@ class Start:
     environment: tuple[tuple[str, str], ...]
     vllm: str = ""  # the model that vLLM measures (one per launch); empty: Rung is measured
     vllm_python: str = ""  # the Python of the environment with vLLM
+    deterministic: bool = False
 
     def command(self, job: Path) -> list[str]:
         """The command that measures the settings in the file `job`. For vLLM, the model's config.json is in the same folder."""
@@ -54,7 +55,7 @@ def by_launch(settings: Iterable[Setting], vllm_python: str = "") -> Iterator[tu
         environment = tuple(sorted(between.environment.items()))
         if s.variant == VLLM:
             return Start(s.tp, between.hosts, s.device, environment, s.model, vllm_python)
-        return Start(s.tp, between.hosts, s.device, environment)
+        return Start(s.tp, between.hosts, s.device, environment, deterministic=s.deterministic)
 
     for found, same in groupby(sorted(settings, key=lambda s: astuple(start(s))), key=start):
         yield found, list(same)

@@ -45,6 +45,7 @@ class Setting:
     overlap: str = "auto"  # how a ladder's all-reduces are computed, as `generate.py --overlap` takes it
     kv_dtype: str = "auto"  # as `generate.py --kv-dtype` takes it
     quantize: str | None = None  # as `generate.py --quantize` takes it
+    deterministic: bool = False  # see docs/determinism.md
 
     @property
     def key(self) -> str:
@@ -52,7 +53,7 @@ class Setting:
 
     @property
     def model_and_widths(self) -> str:
-        return with_widths(self.model, self.quantize, self.kv_dtype)
+        return with_widths(self.model, self.quantize, self.kv_dtype) + (", deterministic" if self.deterministic else "")
 
     @property
     def label(self) -> str:

@@ -280,7 +280,7 @@ def read_settings(arguments: list[str]) -> list[Setting]:
 
 def main() -> None:
     settings = read_settings(sys.argv[1:])
-    world = init_world(settings[0].device)
+    world = init_world(settings[0].device, deterministic=settings[0].deterministic)
     models = Models(world)
     for _, found in groupby(settings, key=lambda s: s.of_variant("")):
         run_together_or_in_turn(models, list(found))

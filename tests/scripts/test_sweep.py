@@ -190,7 +190,7 @@ def test_one_model_at_a_time_means_one(
     monkeypatch.setattr(worker, "one_run", one_run)
     monkeypatch.setattr(worker.Models, "fit_together", lambda *_: short)
     models = worker.Models(World(0, 1, CPU, Local()))
-    monkeypatch.setattr(worker, "init_world", lambda *_: models.world)
+    monkeypatch.setattr(worker, "init_world", lambda *_, **__: models.world)
     monkeypatch.setattr(worker, "Models", lambda _: models)
     job = json.dumps([asdict(s) for s in group])
     monkeypatch.setattr(worker.Path, "read_text", lambda _: job)
