@@ -1,6 +1,5 @@
 """POST /v1/chat/completions: apply the chat template, and lay answers out as messages, tool calls and chunks."""
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -91,17 +90,10 @@ async def read_conversation(service: Service, body: ChatBody, size: int) -> list
 
 
 def _for_template(message: ChatMessage) -> dict[str, Any]:
-    """The message as templates expect it: its text as one string, and the arguments of a tool call as an object."""
+    """The message as templates expect it: its text as one string."""
     plain = message.model_dump(exclude_none=True)
     if isinstance(message.content, list):
         plain["content"] = "\n".join(part.text for part in message.content)
-    for call in plain.get("tool_calls", []):
-        arguments = call["function"].get("arguments")
-        if isinstance(arguments, str):
-            try:
-                call["function"]["arguments"] = json.loads(arguments or "{}")
-            except (ValueError, RecursionError) as e:
-                raise bad("messages", "has a tool call whose arguments are not JSON") from e
     return plain
 
 

@@ -1,5 +1,6 @@
 """Convert texts and conversations to token ids and back. These functions run in worker processes."""
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,11 +32,24 @@ def chat_prompt(chat: Conversation, limits: Limits | None) -> list[int]:
     """
     tokenizer = worker_tokenizer()
     check = None if limits is None else lambda text: check_characters(tokenizer, text, limits, "messages")
+    _read_arguments(chat.messages)
     try:
         ids = tokenizer.encode_chat(chat.messages, check=check, **chat.options)
     except UserError as e:
         raise bad("chat_template" if chat.own_template else "messages", str(e)) from e
     return ids if limits is None else _cut(ids, limits, "messages")
+
+
+def _read_arguments(messages: Sequence[dict[str, Any]]) -> None:
+    """Replace the arguments of tool calls, which are JSON texts, by objects, as templates expect them."""
+    for message in messages:
+        for call in message.get("tool_calls", []):
+            arguments = call["function"].get("arguments")
+            if isinstance(arguments, str):
+                try:
+                    call["function"]["arguments"] = json.loads(arguments or "{}")
+                except (ValueError, RecursionError) as e:
+                    raise bad("messages", "has a tool call whose arguments are not JSON") from e
 
 
 def prediction_ids(text: str, limits: Limits) -> list[int]:

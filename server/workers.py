@@ -40,6 +40,7 @@ MAX_SLOW = 64  # most slow jobs in the queue
 LAST_RESORT_SECONDS = 5.0  # a worker ends itself this long after its job's limit: the frontend, which should kill it, has gone
 GRACE_SECONDS = 0.25  # a job whose client has left may still end: waiting for it costs less than a new worker
 NICENESS = 10  # of the workers for slow jobs, so that the ranks have precedence
+QUICK_BYTES = 65536  # larger replies are unpickled in a thread: many objects take long, but leave the GIL to others meanwhile
 ONE_THREAD = ("OMP_NUM_THREADS", "RAYON_NUM_THREADS")
 
 
@@ -89,9 +90,10 @@ class Workers:
         """
         self.start()
         queue = self._slow if slow and self._count > 1 else self._quick
-        if len(queue) >= self._limits[id(queue)]:
-            raise _busy("too many requests wait to be prepared")
-        job = _Job(pickle.dumps((function, arguments), pickle.HIGHEST_PROTOCOL), function.__name__)
+        self._check_room(queue)
+        work = (function, arguments), pickle.HIGHEST_PROTOCOL
+        job = _Job(await asyncio.to_thread(pickle.dumps, *work) if slow else pickle.dumps(*work), function.__name__)
+        self._check_room(queue)
         queue.append(job)
         self._wake(queue)
         timer = asyncio.get_running_loop().call_later(WAIT_SECONDS, _expire, job)
@@ -103,6 +105,10 @@ class Workers:
             if not job.began:
                 with contextlib.suppress(ValueError):
                     queue.remove(job)
+
+    def _check_room(self, queue: deque[_Job]) -> None:
+        if len(queue) >= self._limits[id(queue)]:
+            raise _busy("too many requests wait to be prepared")
 
     def _queues(self, index: int, started: bool) -> tuple[deque[_Job], ...]:
         """The queues from which a worker may take jobs, slow ones first.
@@ -258,7 +264,8 @@ class _Process:
         self._writer.write(len(data).to_bytes(HEADER, "little"))
         self._writer.write(data)
         await self._writer.drain()
-        return pickle.loads(await self._receive())
+        reply = await self._receive()
+        return pickle.loads(reply) if len(reply) <= QUICK_BYTES else await asyncio.to_thread(pickle.loads, reply)
 
     async def _receive(self) -> bytes:
         length = int.from_bytes(await self._reader.readexactly(HEADER), "little")
