@@ -2,6 +2,7 @@
 Skipped without a GPU."""
 
 import json
+import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from config import with_variant
 from engine import LLM, SamplingParams
 from engine.core import Engine, EngineLimits
 from engine.drafts import Costs
+from engine.protocol import Submit
 from engine.scheduler import Chunk
 from engine.tuning import quantized_shapes, shapes, tune
 from kernels import linear_config, linear_quantized_config
@@ -34,6 +36,7 @@ from tests.engine.gpu_rank import COMMUNICATORS as ON_GPUS
 from tests.engine.gpu_rank import EMBEDDED, NEW_TOKENS, PROMPT
 from tests.engine.gpu_schedules_rank import COMMUNICATORS, MODELS_WITH_LADDERS, ROWS
 from tests.engine.test_drafts import accepted, bent_submits, check_drafts_of_head, predicting, random_head
+from tests.engine.test_embeddings import check, embeddings, wanted
 from tests.engine.test_engine import (
     PLAIN,
     assert_same,
@@ -132,6 +135,21 @@ def test_a_head_drafts_what_the_cpu_drafts(name: str, seed: int) -> None:
 def test_log_probabilities(seed: int) -> None:
     model, submits = random_model(config_of("hybrid:2")), submits_with_logprobs()
     assert_all_logprobs(model, submits, serve(Engine(on_gpu(model), None, EngineLimits(), ALONE), submits))
+
+
+@pytest.mark.parametrize("name", ["hybrid:2", "parallel", "desync-2x:4"])
+def test_embeddings_are_those_of_the_cpu(name: str, seed: int) -> None:
+    """Beside answers, in steps with and without a graph, also longer than the largest graph."""
+    model = random_model(replace(config_of(name), head_dim=16, max_seq_len=3000))
+    answered, submits = random_submits(6), wanted(12)
+    submits += [Submit(p, [random.randrange(101) for _ in range(2500)], SamplingParams(pooling=p)) for p in ("mean", "last")]
+    engine = Engine(on_gpu(model), None, EngineLimits(max_num_seqs=6, max_batch_tokens=2600, draft_tokens=3), ALONE)
+    engine.capture()
+    engine.speculation.costs = Costs({1: 1.0, 2: 1.0})
+    found, tokens = embeddings(engine, random.sample(submits + answered, len(submits + answered)))
+    check(found, model, submits, 2 * ROUNDING)
+    for submit in answered:
+        assert_same(model, submit, tokens[submit.request_id], ROUNDING)
 
 
 @pytest.mark.parametrize("batch", [1, 5])
