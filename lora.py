@@ -211,7 +211,7 @@ def _check_targets(settings: dict[str, Any], ranks: dict[str, int], config: Mode
     if other := next((layer for layer in ranks if not _names(targets, layer)), None):
         raise UserError(f"it has tensors of {other}, which target_modules does not name")
     chosen = settings.get("layers_to_transform")
-    layers = range(config.n_layers) if chosen is None else [chosen] if isinstance(chosen, int) else chosen
+    layers = range(config.n_layers) if chosen is None else chosen if isinstance(chosen, list) else [chosen]
     excluded = settings.get("exclude_modules") or []
     for layer in (checkpoint_name(i, part) for i in layers for part in PARTS):
         if _names(targets, layer) and layer not in ranks and not (isinstance(excluded, str) or _names(excluded, layer)):

@@ -123,6 +123,7 @@ BAD: dict[str, Callable[[Path], object]] = {
     ),
     "lora_B.weight is missing": lambda f: damaged(f, lambda t: t.pop(Q + "B.weight")),
     "is missing, though target_modules": lambda f: damaged(f, lambda t: [t.pop(Q + "A.weight"), t.pop(Q + "B.weight")]),
+    "layers.2.5.*is missing, though": lambda f: damaged(f, layers_to_transform=2.5),
     "which target_modules does not name": lambda f: damaged(f, target_modules=["v_proj"]),
     "its rank 4 is above --max-lora-rank 3": lambda f: None,
     "says 5": lambda f: damaged(f, r=5),
