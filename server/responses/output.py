@@ -63,7 +63,7 @@ class Output:
     def _push_text(self, text: str) -> Iterator[Event]:
         if not isinstance(self._open, _Message):
             self._blank += text
-            if not self._blank.strip():
+            if not text.strip():
                 return
             text, self._blank = self._blank, ""
             yield from self._begin(_Message(len(self.items) + bool(self._open)))

@@ -128,18 +128,19 @@ class Responses:
             return ResponsesRequest(service, body, chat, prompts, grammar, lambda made: self._keep(request, kept, made))
 
         async def read(service: Service, chat: ChatBody, size: int) -> list[Prompt]:
-            return await read_prompt(service, body, chat, size)
+            whole = max(size, len(items)) + sum(len(part.data) for part in earlier)
+            return await read_prompt(service, body, chat, whole)
 
         with renamed(body):
             if not body.background:
                 return await respond(self.service, request, chat, read, make)
-            if self.store.running(owner(request.scope)) >= MAX_BACKGROUND:
-                message = f"you have {MAX_BACKGROUND} responses in the background; wait until one of them has ended"
-                raise ApiError(429, message, "background", "too_many_responses")
             return await self._start(request, kept, await accept(self.service, request, chat, read, make))
 
     async def _start(self, request: Request, kept: Record, made: ResponsesRequest) -> Response:
-        """Run a response in the background."""
+        """Run a response in the background. Counts and keeps it at once, so that requests that come together stay in the bound."""
+        if self.store.running(owner(request.scope)) >= MAX_BACKGROUND:
+            message = f"you have {MAX_BACKGROUND} responses in the background; wait until one of them has ended"
+            raise ApiError(429, message, "background", "too_many_responses")
         running = Background(self.service, made, lambda ended: self._keep(request, kept, ended))
         kept.id, kept.running = made.id, running
         if not self.store.put(owner(request.scope), kept):
@@ -177,7 +178,7 @@ class Responses:
 
     async def _converted(self, request: Request, body: ResponsesBody, earlier: list[Items]) -> Converted:
         name = owner(request.scope)
-        found = {id: item for id in references(body) if (item := self.store.item(name, id)) is not None}
+        found = self.store.items(name, references(body))
         history = [items.data for items in earlier]
         size = len(await request.body()) + sum(map(len, (*history, *found.values())))
         return await self.work(request, size, convert, body, history, found)

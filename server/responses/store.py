@@ -6,7 +6,7 @@ adds, and the deletion of an earlier answer takes nothing from a later one.
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Protocol
@@ -111,13 +111,11 @@ class Store:
         held = self._owners.get(owner)
         return held.records.get(id) if held else None
 
-    def item(self, owner: str, id: str) -> bytes | None:
-        """The JSON of an output item of a kept answer."""
+    def items(self, owner: str, ids: Iterable[str]) -> dict[str, bytes]:
+        """The JSON of those output items of kept answers that are there, by their ids."""
         self._expire()
-        held = self._owners.get(owner)
-        if held is None or (items := held.outputs.get(id)) is None:
-            return None
-        return items.data[items.places[id]]
+        outputs = self._owners[owner].outputs if owner in self._owners else {}
+        return {id: outputs[id].data[outputs[id].places[id]] for id in ids if id in outputs}
 
     def remove(self, owner: str, id: str) -> Record | None:
         held = self._owners.get(owner)

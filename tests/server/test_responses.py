@@ -3,6 +3,7 @@
 import itertools
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -267,11 +268,16 @@ def test_background(site: Site) -> None:
 
 def test_the_background_is_bounded(make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch) -> None:
     """By client, and by the queue; what is refused leaves nothing."""
-    monkeypatch.setattr(routes, "MAX_BACKGROUND", 2)
+    monkeypatch.setattr(routes, "MAX_BACKGROUND", 1)
     site = make_site(max_num_seqs=1, max_queue=1, fairness="off")
     site.engine.hold = True
     body = {"input": "Hi", "background": True}
-    ids = [respond(site, **body)["id"] for _ in range(2)]
+    with ThreadPoolExecutor(3) as threads:  # they come together, and are prepared before the first one runs
+        replies = [one.json() for one in threads.map(lambda _: site.http.post(PATH, json=body), range(3))]
+    ids = [one["id"] for one in replies if not one["error"]]
+    assert len(ids) == 1
+    monkeypatch.setattr(routes, "MAX_BACKGROUND", 2)
+    ids.append(respond(site, **body)["id"])
     assert site.refused(PATH, body, 429)["code"] == "too_many_responses"
     monkeypatch.setattr(routes, "MAX_BACKGROUND", 3)
     for _ in range(3):  # a refused one does not count
@@ -362,6 +368,17 @@ def test_functions_of_a_namespace(site: Site) -> None:
     assert error["param"] == "tools.1.tools.0.parameters"
 
 
+def test_a_long_conversation_takes_no_place_of_quick_jobs(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the body of its next turn is short."""
+    long = [{"role": "user", "content": "word " * 20_000}]
+    first = respond(site, input=long, truncation="auto", max_output_tokens=5)
+    workers, slow = site.server.service.workers, []
+    run = workers.run
+    monkeypatch.setattr(workers, "run", lambda *job, **options: slow.append(options["slow"]) or run(*job, **options))
+    respond(site, previous_response_id=first["id"], truncation="auto", max_output_tokens=5)
+    assert slow == [True, True]  # the conversion, and the template
+
+
 def test_only_the_owner_finds_a_response(make_site: Callable[..., Site]) -> None:
     site = make_site(api_key=("a", "b"), strict_requests=True)
     a, b = ({"authorization": f"Bearer {key}"} for key in "ab")
@@ -388,8 +405,12 @@ def test_the_store_is_bounded(seed: int) -> None:
     for i in range(30):
         assert store.put("greedy", record(f"g{i}", [Items(b"[]")]))
     assert store.find("modest", "m") and not store.find("greedy", "g20") and store.find("greedy", "g21")
-    assert json.loads(store.item("greedy", "msg_g29") or b"") == {"id": "msg_g29", "text": "y" * 100}
-    assert json.loads(store.item("greedy", "rs_g29") or b"") == {"id": "rs_g29"} and store.item("modest", "msg_g29") is None
+    found = store.items("greedy", ["msg_g29", "rs_g29", "msg_m"])
+    assert {id: json.loads(item) for id, item in found.items()} == {
+        "msg_g29": {"id": "msg_g29", "text": "y" * 100},
+        "rs_g29": {"id": "rs_g29"},
+    }
+    assert not store.items("modest", ["msg_g29"]) and not store.items("nobody", ["msg_g29"])
     assert not store.put("greedy", record("huge", [], 60_000)) and store.find("greedy", "g29")
     for i in range(30):
         store.remove("greedy", f"g{i}")
@@ -399,7 +420,7 @@ def test_the_store_is_bounded(seed: int) -> None:
         turns.append(record(f"t{i}", turns[-1].items))
     for i in range(4):
         assert store.remove("greedy", f"t{i}")
-    assert store.put("greedy", turns[-1]) and store.item("greedy", "msg_t0")
+    assert store.put("greedy", turns[-1]) and store.items("greedy", ["msg_t0"])
     now = 101.0
     assert store.find("modest", "m") is None and not store._owners
 
