@@ -82,11 +82,14 @@ class CallableTool(NamedTuple):
 
     @property
     def schema(self) -> dict[str, Any]:
-        """The schema of the arguments. A tool that lists no parameters accepts none."""
+        """The schema of the arguments, which are an object. A tool that lists no parameters accepts none. Raises SchemaError."""
         keywords = set(self.parameters or {}) - {"type", "title", "description", "$schema"}
         if not self.parameters or not keywords or (keywords == {"required"} and not self.parameters["required"]):
             return {"type": "object", "properties": {}}
-        return self.parameters
+        given = self.parameters.get("type", "object")
+        if "object" not in (given if isinstance(given, list) else [given]):
+            raise SchemaError("its type is not object", self.position)
+        return {**self.parameters, "type": "object"}
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,12 @@ from typing import Any
 import jsonschema
 import pytest
 
-from server.call_syntax import HERMES, CallSyntax, Marks
+from server.answer_parser import AnswerParser, Tools
+from server.call_syntax import HERMES, JSON, SYNTAXES, CallSyntax, Marks, ReasoningSyntax
 from server.constraints import Demand, compile_demand
 from server.grammar import demand_of
 from server.json_schema import CallableTool, SchemaError
+from server.parts import Arguments, Call, PartList, Reasoning, Text
 from server.schemas import ChatBody, Constraint
 from tests.support.constrained import accepts, write
 from tests.support.server_thread import CHAT, TOKENIZER, TOOL, Site
@@ -241,6 +243,64 @@ def test_reasoning_before_the_answer_is_free() -> None:
         assert accepts(grammar, f"{marks.begin}{thought}{marks.end}{now}") and not accepts(
             grammar, f"{marks.begin}x{marks.end}{wrong}"
         )
+
+
+@pytest.mark.parametrize("family", SYNTAXES)
+@pytest.mark.parametrize("marks", [None, INSIDE, THINK, "special"], ids=["no reasoning", "inside", "optional", "special"])
+def test_the_parser_reads_what_a_grammar_lets_the_model_write(family: str, marks: Any, seed: int) -> None:
+    """Calls and formats after random reasoning, and calls in random text."""
+    syntax, special = SYNTAXES[family], {}
+    if marks == "special":
+        marks = Marks(SYSTEM, TOKENIZER.token_text(3), begins_inside=False)
+        special = {marks.begin: 4, marks.end: 3}
+    reasoning = ReasoningSyntax(marks.begin, marks.end) if marks else None
+    written = syntax if syntax.trigger else JSON
+    now = f"{written.before_name}now{written.before_arguments}{{}}{written.end}"
+    thought = f"So {now}" if marks else ""
+    begin = f"{marks.begin * (not marks.begins_inside)}{thought}{marks.end}\n" if marks else ""
+    demand = Demand(tools=TOOLS, syntax=syntax if syntax.trigger else None, reasoning=marks, special=special)
+    weather = '{"city": "Ulm"}'
+    asked = [
+        (demand._replace(calls="must"), ""),
+        (demand._replace(constraint=PERSON), "{"),
+        (demand._replace(constraint=PERSON), now),
+    ]
+    if syntax.trigger:
+        asked.append((demand, f"Hi {now} {syntax.before_name}weather{syntax.before_arguments}{weather}{syntax.end}"))
+    for one, start in asked:
+        ends = one.constraint is None and one.calls == "may"  # free text, which is given, because it ends only by chance
+        text = write(compile_demand(one).grammar, begin=begin + start, until=f"}}{written.end}" * (ends or start == now))
+        tools = Tools(syntax, frozenset(tool.name for tool in TOOLS), forced=one.calls == "must")
+        parser, parts = AnswerParser(reasoning, bool(marks and marks.begins_inside), tools, frozenset(special)), PartList()
+        for part in parser.push(text, final=True):
+            parts.add(part)
+        found = parts.joined()
+        assert "".join(part.text for part in found if isinstance(part, Reasoning)) == thought, text
+        calls = [part.name for part in found if isinstance(part, Call)]
+        arguments = [json.loads(part.text) for part in found if isinstance(part, Arguments)]
+        for name, given in zip(calls, arguments, strict=True):
+            schema = next(tool.schema for tool in TOOLS if tool.name == name)
+            jsonschema.validate(given, {**schema, "additionalProperties": False})
+        content = "".join(part.text for part in found if isinstance(part, Text))
+        assert parser.complete == bool(calls)
+        if ends:
+            assert calls == ["now", "weather"] and content.strip() == "Hi", text
+        elif start == "{" and not calls:
+            jsonschema.validate(json.loads(content), PERSON.value)
+        else:
+            assert len(calls) == 1 and not content, text
+
+
+def test_arguments_are_an_object_whatever_the_schema_says() -> None:
+    x = {"properties": {"x": {"type": "integer"}}}
+    for schema in (x, {**x, "type": ["null", "object"]}, {"$ref": "#/$defs/X", "$defs": {"X": x}}, {"anyOf": [x, x]}):
+        for syntax, begin, end in ((None, "", ""), (HERMES, "<tool_call>\n", "\n</tool_call>")):
+            must = compile_demand(Demand(tools=[CallableTool(0, "f", schema, True)], calls="must", syntax=syntax)).grammar
+            for arguments in ('{"x": 1}', "{}", "5", "null", "[]"):
+                text = f'{begin}{{"name": "f", "arguments": {arguments}}}{end}'
+                assert accepts(must, text) == arguments.startswith("{"), (schema, text)
+    with pytest.raises(SchemaError, match="not object"):
+        compile_demand(Demand(tools=[CallableTool(0, "f", {"type": "array", "items": {}}, False)], calls="must"))
 
 
 def test_a_tool_that_need_not_be_called_may_have_a_wrong_schema() -> None:
