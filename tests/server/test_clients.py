@@ -47,7 +47,13 @@ def test_what_cannot_change_the_answer_is_documented(site: Site) -> None:
     schemas = site.http.get("/openapi.json").json()["components"]["schemas"]
     for body in HARMLESS:
         (name,) = body
-        if name not in ("top_logprobs", "stream_options", "prediction", "store"):  # which other settings use
+        if name not in (
+            "top_logprobs",
+            "stream_options",
+            "prediction",
+            "store",
+            "reasoning_effort",
+        ):  # which other settings use
             text = schemas["ChatBody"]["properties"][name]["description"]
             assert text.startswith("Accepted, without effect") and name in site.http.get("/docs").text
     for name in ("TextPart", "ChatMessage", "Tool", "FunctionDefinition"):

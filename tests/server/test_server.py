@@ -511,7 +511,7 @@ def test_the_wire_of_a_stream(server: ServerProcess) -> None:
         "completion_tokens": 6,
         "total_tokens": 11,
         "prompt_tokens_details": {"cached_tokens": 0},
-        "completion_tokens_details": {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0},
+        "completion_tokens_details": {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0, "reasoning_tokens": 0},
     }
     assert len({chunk["id"] for chunk in chunks}) == 1
 
@@ -924,10 +924,10 @@ import os, sys, time
 from cli import run
 from server import launch
 load, gate = launch.load_model, os.environ["TEST_GATE"]
-def load_later(*args):
+def load_later(*args, **options):
     while not os.path.exists(gate):
         time.sleep(0.02)
-    return load(*args)
+    return load(*args, **options)
 launch.load_model = load_later
 run(launch.main)
 """
