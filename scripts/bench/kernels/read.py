@@ -10,7 +10,6 @@ import argparse
 import json
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 import triton
@@ -25,7 +24,7 @@ BLOCKS, PROGRAMS_AN_SM, STAGES = (1024, 2048, 4096, 8192), (2, 4, 8, 16), (1, 4)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _add_up(x: Any, sums: Any, count: Any, steps: Any, BLOCK: tl.constexpr, STAGES: tl.constexpr) -> None:
+def _add_up(x, sums, count, steps, BLOCK: tl.constexpr, STAGES: tl.constexpr):  # type: ignore[no-untyped-def]
     program = tl.program_id(0).to(tl.int64)
     total = tl.zeros([BLOCK], tl.int32)
     for step in tl.range(0, steps, num_stages=STAGES):
