@@ -35,15 +35,13 @@ PROMPT = list(range(20, 33))
 replaced = msgspec.structs.replace
 
 
-def engine_with(world: World, base: Path, adapters: dict[str, Path], slots: int = 3) -> Engine:
-    """An engine with few blocks."""
+def engine_with(world: World, base: Path, adapters: dict[str, Path], drafts: int, slots: int = 3) -> Engine:
+    """An engine with few blocks. drafts: most tokens of a draft, the same on all ranks."""
     model = load_model(str(base), model_config(str(base), None, world.world_size), world, torch.float32)
     loaded = Adapters(model, LoraLimits(slots, 9), world)
     loaded.load_now([(name, str(path)) for name, path in adapters.items()])
     size = 4 * 2 * model.attention_slots * model.n_kv_heads * model.config.head_dim * 4  # bytes of a block
-    limits = EngineLimits(
-        max_batch_tokens=24, max_num_seqs=5, kv_memory=30.5 * size, block_size=4, draft_tokens=random.choice([0, 3])
-    )
+    limits = EngineLimits(max_batch_tokens=24, max_num_seqs=5, kv_memory=30.5 * size, block_size=4, draft_tokens=drafts)
     engine = Engine(model, None, limits, world, adapters=loaded)
     engine.speculation.costs = Costs({1: 1.0, 2: 1.0})  # what steps take must not decide what is tested
     return engine
@@ -82,12 +80,14 @@ def save_all(folder: Path, name: str) -> tuple[Path, dict[str, Path], dict[str, 
 def test_mixed_batches(place: int, in_turn: Callable[..., Any], tmp_path: Path, seed: int) -> None:
     base, adapters, models = save_all(tmp_path, ("hybrid:2", "parallel")[place])
     with as_on_a_gpu() if in_turn((True, False), place) else nullcontext():
-        check_answers(engine_with(ALONE, base, adapters), models, mixed(list(models)), 1e-5)
+        check_answers(engine_with(ALONE, base, adapters, random.choice([0, 3])), models, mixed(list(models)), 1e-5)
 
 
-def change_while_serving(world: World, base: Path, folders: dict[str, Path]) -> tuple[list[Any], dict[str, list[int]]]:
+def change_while_serving(
+    world: World, base: Path, folders: dict[str, Path], drafts: int
+) -> tuple[list[Any], dict[str, list[int]]]:
     """Load and unload adapters between the steps of answers. Returns what became of that, and the answers' tokens."""
-    engine = engine_with(world, base, {"a": folders["a"]}, slots=2)
+    engine = engine_with(world, base, {"a": folders["a"]}, drafts, slots=2)
     adapters, tokens, done = engine.adapters, dict[str, list[int]](), list[Any]()
     assert adapters is not None
     params = SamplingParams(max_tokens=12, temperature=0)
@@ -151,11 +151,12 @@ def test_adapters_come_and_go_beside_answers(count: int, ranks: Ranks, tmp_path:
     base = save_random(replace(config_of("standard"), head_dim=16), tmp_path / "base")
     folders = {name: write_adapter(tmp_path / name, base, PARTS) for name in "abc"}
     models = {name: load(ALONE, merged(tmp_path / f"merged {name}", base, path)) for name, path in folders.items()}
+    drafts = random.choice([0, 3])
     if count == 1:
         with as_on_a_gpu():
-            results = [change_while_serving(ALONE, base, folders)]
+            results = [change_while_serving(ALONE, base, folders, drafts)]
     else:
-        results = ranks.run(count, change_while_serving, base, folders)
+        results = ranks.run(count, change_while_serving, base, folders, drafts)
     for done, tokens in results:
         use = "1 running or waiting answers use the adapter 'new'; try again when they have ended"
         failed = done.pop(-2)
@@ -179,4 +180,4 @@ def test_adapters_come_and_go_beside_answers(count: int, ranks: Ranks, tmp_path:
 def test_mixed_batches_on_a_gpu(name: str, tmp_path: Path, seed: int) -> None:
     base, adapters, models = save_all(tmp_path, name)
     world = World(0, 1, torch.device("cuda"), comm.Local())
-    check_answers(engine_with(world, base, adapters), models, mixed(list(models)), 1e-4)
+    check_answers(engine_with(world, base, adapters, random.choice([0, 3])), models, mixed(list(models)), 1e-4)
