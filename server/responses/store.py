@@ -27,12 +27,11 @@ class Bounds:
 
 @dataclass(eq=False)
 class Items:
-    """The JSON list of a turn's input items or output items. `users`: records that have it."""
+    """The JSON list of a turn's input items or output items. `places`: of output items in `data`, by their ids, to which requests may
+    refer. `users`: records that have it."""
 
     data: bytes
-    places: dict[str, slice] = field(
-        default_factory=dict
-    )  # of output items in `data`, by their ids: requests may refer to them
+    places: dict[str, slice] = field(default_factory=dict)
     users: int = 0
 
     @classmethod
