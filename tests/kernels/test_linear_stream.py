@@ -138,11 +138,9 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("place", range(0, len(FAULTS), 2))
-def test_the_simulator_finds_faults(place: int, in_turn: Callable[..., str], seed: int) -> None:
-    """One of two neighbours in a run, in cases with several tiles a program and several programs a tile, without and with
-    SwiGLU."""
-    fault = in_turn(list(FAULTS)[place : place + 2], place // 2)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_simulator_finds_faults(fault: str, seed: int) -> None:
+    """Each in cases with several tiles a program and several programs a tile, without and with SwiGLU."""
     module, simulator = gluon.load("kernels.linear_stream", seed, FAULTS[fault])
     for (rows, programs), swiglu in product([(5, 2), (200, 14), (5, 7), (5, 25)], (False, True)):
         case = (rows, 500, 448, torch.float16, swiglu, True, Stream(128, 64, 2, 4, programs))
