@@ -171,7 +171,8 @@ ATOMS = [
 
 def test_nearly_right_answers_lose_nothing_and_do_not_depend_on_how_they_are_cut() -> None:
     """Without hidden markers, text, names and arguments are in the answer, in their order; and all else there is syntax."""
-    markers = r"\[TOOL_CALLS\]|\[ARGS\]|\[CALL_ID\]|<\|python_tag\|>|</?tool_call>|</?think>|```|json"  # a fence that closes calls may end in front of "json"
+    # a fence that closes calls may end in front of "json"
+    markers = r"\[TOOL_CALLS\]|\[ARGS\]|\[CALL_ID\]|<\|python_tag\|>|</?tool_call>|</?think>|```|json"
     syntax = re.compile(markers + r'|"(name|arguments|parameters|type|function)"|[\s{}\[\]":,;]')
     for _ in range(600):
         name, inside = random.choice([*SYNTAXES]), random.random() < 0.3
@@ -185,8 +186,8 @@ def test_nearly_right_answers_lose_nothing_and_do_not_depend_on_how_they_are_cut
         if '"arguments": {}, "name"' in text or any(isinstance(one, Call) for one in results[0][-1:]):
             continue  # arguments in front of the name; a call that is cut off in front of its arguments
         # A space between two parts, so that their ends together are no marker.
-        found = " ".join(part.name if isinstance(part, Call) else part.text for part in results[0])
-        assert syntax.sub("", found) == syntax.sub("", text), (text, results[0])
+        answer = " ".join(part.name if isinstance(part, Call) else part.text for part in results[0])
+        assert syntax.sub("", answer) == syntax.sub("", text), (text, results[0])
 
 
 @pytest.mark.parametrize("name", SYNTAXES)
