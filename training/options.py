@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 
 from checkpoint import DTYPES
+from cluster import shipped_clusters
 from errors import UserError
 from options import dtype_name
 from training.executor import BUCKET_BYTES
 from training.optimizer import AdamSettings, Schedule
-from training.planner.cluster import shipped_clusters
 from training.planner.workload import OVERLAPS
 from training.sharding import Mesh
 

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from cli import Parser, run
+from cluster import load_cluster, shipped_clusters
 from errors import UserError
 from presets import PRESETS, model_config
 from training.options import add_exchange_options, amount
-from training.planner.cluster import load_cluster, shipped_clusters
 from training.planner.collectives import profile_for
 from training.planner.cost import Prediction, predict
 from training.planner.node_order import node_order, read_leaves, spans

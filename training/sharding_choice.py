@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from cluster import Cluster, load_cluster, shipped_clusters
 from config import ModelConfig
 from errors import UserError
 from training.executor import Execution, Overlap
 from training.options import dtype_of
-from training.planner.cluster import Cluster, load_cluster, shipped_clusters
 from training.planner.collectives import profile_for
 from training.planner.cost import predict
 from training.planner.search import OBJECTIVE, OBJECTIVES, TOLERANCE, choose

@@ -2,7 +2,7 @@
 
     python -m scripts.report.plan_paper            # plan-paper.json, .md, .png and plan-MODEL.png in out
     python -m scripts.report.plan_paper --write    # the same in docs/results, whose files are tracked
-    python -m scripts.report.plan_paper --fit      # only fit the four unknown figures of training/planner/clusters/a800.json to table V
+    python -m scripts.report.plan_paper --fit      # only fit the four unknown figures of clusters/a800.json to table V
 
 The paper states the batch, the GPUs and their links, but not the activations, the buffers and the measured bandwidths. The plan
 is chosen from equations and stated figures. Then the unknown figures are varied, to find for which values the paper's row is
@@ -20,13 +20,13 @@ import matplotlib.pyplot as plt
 from tqdm import tqdm
 
 from cli import Parser, run
+from cluster import Cluster, load_cluster
 from config import ModelConfig
 from presets import preset
 from scripts.lib.markdown import table_lines
 from scripts.lib.results import add_write_option, made, results_folder, write_json, write_text
 from scripts.report.plan_fit import FITTED, TABLE_IV, flops_of_table_v, report_fit
 from training.plan import parse_args
-from training.planner.cluster import Cluster, load_cluster
 from training.planner.collectives import Point, Profile, synthesize
 from training.planner.cost import Communication, Prediction, predict
 from training.planner.memory import activations
@@ -245,7 +245,7 @@ def markdown(result: dict[str, Any]) -> str:
         ["FLOPs a token, forward and backward, in 1e11:", "", *_flops(result["flops_per_token"])],
     ]
     caption = "1,024 A800s (all sizes: 8 to 1,024, 30B from 32), 4M tokens a step, sequences of 4,096, micro-batches of one, 80 GB a GPU"
-    source = f"{caption}; bandwidths synthesized from training/planner/clusters/a800.json."
+    source = f"{caption}; bandwidths synthesized from clusters/a800.json."
     return "\n\n".join(["\n".join(lines) for lines in sections] + [source + "\n"])
 
 

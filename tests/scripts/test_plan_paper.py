@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
+from cluster import load_cluster
 from presets import preset
 from scripts.lib import results
 from scripts.lib.results import RESULTS
 from scripts.report import plan_paper
 from scripts.report.plan_fit import FITTED, NARROW_30B, TABLE_IV, misfit
 from scripts.report.plan_paper import MOST_MEMORY, candidates, choices, compare, count_plans, judge, paper_workload
-from training.planner.cluster import load_cluster
 from training.planner.collectives import synthesize
 from training.planner.cost import predict
 from training.planner.memory import activations, buffers

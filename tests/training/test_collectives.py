@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from cluster import CLUSTERS, FIGURES, Cluster, load_cluster, shipped_clusters
 from errors import UserError
 from tests.support.ranks import Ranks
 from tp import World
-from training.planner.cluster import CLUSTERS, FIGURES, Cluster, load_cluster, shipped_clusters
 from training.planner.collectives import OPERATIONS, Point, Profile, link_seconds, read_profile, synthesize, write_profile
 from training.profile_collectives import cluster_mesh, group_of, measure
 from training.sharding import Mesh

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import cli
+from cluster import load_cluster
 from errors import UserError
 from presets import preset
 from processes import on_ranks
@@ -15,7 +16,6 @@ from tests import ROOT
 from tests.support import quick_start
 from tests.support.command_line import Finished, environment
 from training import plan
-from training.planner.cluster import load_cluster
 from training.planner.collectives import synthesize, write_profile
 from training.planner.cost import forward_flops
 from training.planner.scaling import draw, scaling

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from attention import Causal
+from cluster import load_cluster
 from comm import Done, Local, Residual
 from config import ModelConfig, with_variant
 from errors import UserError
 from model import Transformer
 from presets import preset
-from training.planner.cluster import load_cluster
 from training.planner.collectives import Profile, synthesize
 from training.planner.cost import communication, exposed, forward_flops, model_flops, predict
 from training.planner.memory import activations, layer_activations, loss_activations, memory

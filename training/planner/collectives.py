@@ -16,8 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from cluster import Cluster
 from errors import UserError
-from training.planner.cluster import Cluster
 from training.sharding import Mesh
 
 OPERATIONS = ("all-gather", "reduce-scatter", "all-reduce", "broadcast")

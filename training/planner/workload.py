@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
+from cluster import Cluster
 from config import ModelConfig
 from errors import UserError
-from training.planner.cluster import Cluster
 from training.planner.collectives import Profile
 from training.sharding import Mesh
 

@@ -1,6 +1,6 @@
 """What the planner knows about a cluster: its GPUs, the links inside a node, and the network between nodes.
 
-A cluster file has a name and one `{"value": …, "source": …}` for each figure. `training/planner/clusters/` contains some.
+A cluster file has a name and one `{"value": …, "source": …}` for each figure. `clusters/` contains some.
 Bandwidths are those of one direction.
 """
 
