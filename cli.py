@@ -18,6 +18,11 @@ def rank() -> int:
     return int(os.environ.get("RANK", 0))
 
 
+def local_rank() -> int:
+    """This rank's number on its host."""
+    return int(os.environ.get("LOCAL_RANK", rank()))
+
+
 def note(text: str = "", end: str = "\n") -> None:
     """Print a note for the user to stderr, on rank 0 only."""
     if rank() == 0:
@@ -38,15 +43,18 @@ def run(main: Callable[[], None]) -> NoReturn:
     try:
         main()
     except UserError as e:
-        note(f"error: {' '.join(str(e).splitlines())}")
+        if local_rank() == 0:  # once on each host
+            print(f"error: {' '.join(str(e).splitlines())}", file=sys.stderr, flush=True)
         code = USER_ERROR
     except KeyboardInterrupt:
         code = INTERRUPTED
     except BrokenPipeError:  # the reader of our output has ended, as in `… | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except RuntimeError as e:
-        if not (_in_process_group() and _lost_connection(str(e))):
+        if not (_in_process_group() and lost_connection(str(e))):
             raise
+        if "hosts" in sys.modules:
+            sys.modules["hosts"].await_cause(e)
         what = f"rank {rank()} lost the connection to another rank, which ended or was killed"
         print(f"error: {what} ({str(e).splitlines()[0]})", file=sys.stderr)
         code = LOST_RANK
@@ -58,7 +66,8 @@ def _in_process_group() -> bool:
     return distributed is not None and distributed.is_initialized()
 
 
-def _lost_connection(message: str) -> bool:
+def lost_connection(message: str) -> bool:
+    """Whether the message of a collective's error says that another rank has ended."""
     signs = ("Connection closed", "Connection reset", "Connection was likely closed", "Broken pipe", "ncclRemoteError")
     return any(sign in message for sign in signs)
 
@@ -67,6 +76,8 @@ def leave(code: int) -> NoReturn:
     """Exit now. Skip the destructors of a process group, since those of a broken one may wait for ranks that ended."""
     sys.stdout.flush()
     sys.stderr.flush()
+    if code != LOST_RANK and "hosts" in sys.modules:  # not imported here, as torch is not
+        sys.modules["hosts"].say_goodbye()
     if _in_process_group():
         os._exit(code)
     sys.exit(code)

@@ -121,10 +121,14 @@ COMMUNICATORS: dict[str, Entry] = {
     "one-shot": Entry("CUDA, one host", {"cuda": lambda choice, device: _build().exact("one-shot", device)}),
     "two-shot": Entry("CUDA, one host", {"cuda": lambda choice, device: _build().exact("two-shot", device)}),
     "fused": Entry("with GEMMs; CUDA, one host", {"cuda": lambda choice, device: _build().fused(device)}),
+    "hierarchical": Entry(
+        "several hosts, on both",
+        dict.fromkeys(("cpu", "cuda"), lambda choice, device: _comm().HierarchicalCommunicator(device)),
+    ),
     "auto": Entry(
         "the fastest of these",
         {
-            "cpu": lambda choice, device: _comm().GlooCommunicator(),
+            "cpu": lambda choice, device: _comm().fastest_between_hosts(_comm().GlooCommunicator(), device),
             "cuda": lambda choice, device: _build().auto(device, choice.error_budget),
         },
     ),

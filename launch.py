@@ -2,16 +2,19 @@
 
     python launch.py --ranks 8 -m training.train --model ladder-1b …
     python launch.py --ranks 2 -m scripts.bench.comm.auto_table
+    python launch.py --hosts 2 --meet HOST0:29500 --ranks 8 -m server --model DIR     # the same on each of two hosts
 
 `python -m server --tp N` and `generate.py --tp N` also use it to start their ranks.
 
 torch's elastic agent starts and monitors the ranks. torchrun gives it a rendezvous for several hosts: two stores that
 listen on all interfaces without a password, one of which unpickles the data that it receives. Ranks of one host need
-only one store, and here it listens on loopback only. Signals are forwarded to the ranks, which then end by themselves.
+only one store, and here it listens on loopback only. Ranks of several hosts meet at the host that --meet names: it has rank 0,
+and its store, which nothing unpickles, listens on that address only. Signals are forwarded to the ranks, which then end by themselves.
 The exit code is that of the rank that failed first.
 """
 
 import argparse
+import errno
 import logging
 import os
 import queue
@@ -21,6 +24,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, Protocol
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -39,6 +43,9 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 MONITOR_SECONDS = 0.1  # between the agent's checks of the ranks
 STOP_SECONDS = 2  # time for the ranks beside a failed one to end, before they are killed and all are started again
 NO_LIMIT = 1_000_000_000  # of restarts for the agent, because a keeper has its own
+CONNECT_SECONDS = 2.0
+MEET_SECONDS = float(os.environ.get("RUNG_MEET_SECONDS") or 120)  # time for all hosts to come
+EXIT_SECONDS = 5.0  # time for the launchers of other hosts to end after this one's ranks
 MOST_RANKS = 1024  # more on one host are taken for a typing error
 
 
@@ -73,6 +80,68 @@ class OneHost(RendezvousHandler):
         return True
 
 
+class SeveralHosts(OneHost):
+    """The agent's rendezvous for several hosts, each of which runs this launcher: the host with the address `meet` has the store."""
+
+    def __init__(self, hosts: int, meet: str) -> None:
+        """meet: HOST:PORT. Raises UserError."""
+        host, _, port = meet.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise UserError(
+                f"--meet is {meet!r}; give the address of the host with rank 0 and a free port there, as in 10.0.0.1:29500"
+            )
+        try:
+            self._host: str = socket.gethostbyname(host)
+        except OSError as e:
+            raise UserError(f"--meet names host {host}, which is unknown here ({e.strerror}); give its address") from None
+        self._hosts, self._port = hosts, int(port)
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        end = time.monotonic() + MEET_SECONDS
+        store = self._serve() or self._connect(end)
+        number = store.add("hosts", 1) - 1
+        if number >= self._hosts:
+            raise UserError(f"{self._hosts} hosts have met at {self._host}:{self._port} already; end what runs there first")
+        store.set(f"host {number}", socket.gethostname())
+        while (came := min(store.add("hosts", 0), self._hosts)) < self._hosts:
+            if time.monotonic() > end:
+                raise UserError(
+                    f"{came} of {self._hosts} hosts came to {self._host}:{self._port} within {MEET_SECONDS:g} s "
+                    f"({', '.join(store.get(f'host {i}').decode() for i in range(came))}); start the same command on the others, and "
+                    "check that they reach this address and that their --hosts and --meet are the same"
+                )
+            time.sleep(MONITOR_SECONDS)
+        return RendezvousInfo(store, number, self._hosts, RendezvousStoreInfo(self._host, self._port))
+
+    def _serve(self) -> TCPStore | None:
+        """The store, if the address is this host's."""
+        try:
+            with socket.create_server((self._host, self._port), backlog=MOST_RANKS) as listener:
+                store = TCPStore(
+                    self._host, self._port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+                )
+        except OSError as e:
+            if e.errno == errno.EADDRNOTAVAIL:
+                return None
+            raise UserError(
+                f"this host cannot listen on {self._host}:{self._port} ({os.strerror(e.errno or 0)}); choose another port in --meet"
+            ) from None
+        return store
+
+    def _connect(self, end: float) -> TCPStore:
+        while True:  # torch's own attempts write pages of errors
+            try:
+                socket.create_connection((self._host, self._port), CONNECT_SECONDS).close()
+                return TCPStore(self._host, self._port, is_master=False, timeout=timedelta(seconds=MEET_SECONDS))
+            except (OSError, RuntimeError) as e:
+                if time.monotonic() > end:
+                    raise UserError(
+                        f"1 of {self._hosts} hosts came: nothing answers at {self._host}:{self._port} ({getattr(e, 'strerror', e)}) "
+                        f"since {MEET_SECONDS:g} s; start the same command there, and check its firewall and the address in --meet"
+                    ) from None
+                time.sleep(MONITOR_SECONDS)
+
+
 class Keeper(Protocol):
     """Who decides whether ranks are started again, and gets the signals that the ranks would get otherwise."""
 
@@ -90,7 +159,7 @@ class Ranks(LocalElasticAgent):
     """The agent, except that a keeper decides about restarts."""
 
     def __init__(self, spec: WorkerSpec, logs: DefaultLogsSpecs, keeper: Keeper | None) -> None:
-        super().__init__(spec, logs)
+        super().__init__(spec, logs, exit_barrier_timeout=EXIT_SECONDS)
         self._keeper = keeper
 
     def signal(self, number: int) -> None:
@@ -111,12 +180,18 @@ class Ranks(LocalElasticAgent):
         self._shutdown(timeout=STOP_SECONDS if self._keeper else self._shutdown_timeout)
 
 
-def start_ranks(count: int, program: Sequence[str], patience: float | None = None, keeper: Keeper | None = None) -> int:
+def start_ranks(
+    count: int,
+    program: Sequence[str],
+    patience: float | None = None,
+    keeper: Keeper | None = None,
+    hosts: SeveralHosts | None = None,
+) -> int:
     """Run `python program…` as ranks 0 to count - 1 of this host. Returns the exit code for this process, see `exit_code`.
 
     A signal to this process is forwarded to all ranks, or to the keeper. Ranks that still run `patience` seconds after the first
-    signal are killed (default: never). Without a keeper, no rank is started again. Raises UserError if count is not between 1 and
-    MOST_RANKS.
+    signal are killed (default: never). Without a keeper, no rank is started again. hosts: where the launchers of several hosts meet;
+    None: only this one has ranks. Raises UserError if count is not between 1 and MOST_RANKS, or if hosts do not come.
     """
     if not 1 <= count <= MOST_RANKS:
         raise UserError(f"{count} ranks cannot be started; give a number from 1 to {MOST_RANKS}")
@@ -124,16 +199,17 @@ def start_ranks(count: int, program: Sequence[str], patience: float | None = Non
     os.environ |= {LAUNCHER: str(os.getpid()), "TORCHELASTIC_SIGNALS_TO_HANDLE": ""}  # Forwarder handles them
     if count > 1 or keeper is None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the host's cores; a server of one rank has them all
-    listen_on_loopback()
+    if hosts is None:
+        listen_on_loopback()
     spec = WorkerSpec(
         role="rank",
         local_world_size=count,
         entrypoint=sys.executable,
         args=("-u", *(part.replace("$", "$$") for part in program)),  # the agent replaces $names
-        rdzv_handler=OneHost(),
+        rdzv_handler=hosts or OneHost(),
         max_restarts=NO_LIMIT if keeper else 0,
         monitor_interval=MONITOR_SECONDS,
-        local_addr=LOOPBACK,
+        local_addr=None if hosts else LOOPBACK,
     )
     with run_folder() as folder:
         ranks = Ranks(spec, DefaultLogsSpecs(log_dir=str(folder)), keeper)
@@ -197,18 +273,32 @@ def exit_code(failures: Sequence[ProcessFailure], passed_on: int | None) -> int:
 
 def parse_args() -> argparse.Namespace:
     parser = Parser(prog="launch.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, required=True, metavar="N", help="processes to start")
+    parser.add_argument("--ranks", type=int, required=True, metavar="N", help="processes to start on this host")
+    parser.add_argument(
+        "--hosts",
+        type=int,
+        metavar="N",
+        help="hosts on which this command is started, all within RUNG_MEET_SECONDS (default: 120; without --hosts, only this one)",
+    )
+    parser.add_argument(
+        "--meet",
+        metavar="HOST:PORT",
+        help="with --hosts: the address of one of them, which gets rank 0, in a network that only they reach, and a free port there",
+    )
     parser.add_argument("-m", dest="module", action="store_true", help="the program is a module, as for python")
     parser.add_argument("program", nargs=argparse.REMAINDER, help="script or module, and its arguments")
     args = parser.parse_args()
     if not args.program:
         raise UserError("nothing to start; name a script, or -m and a module")
+    if (args.hosts is None) != (args.meet is None):
+        raise UserError("--hosts and --meet belong together; give both, or none for one host")
     return args
 
 
 def main() -> None:
     args = parse_args()
-    leave(start_ranks(args.ranks, ["-m"] * args.module + args.program))
+    hosts = SeveralHosts(args.hosts, args.meet) if args.hosts else None
+    leave(start_ranks(args.ranks, ["-m"] * args.module + args.program, hosts=hosts))
 
 
 if __name__ == "__main__":

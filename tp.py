@@ -6,7 +6,7 @@ disk.
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 import determinism
+import hosts
 import shared_gpus
 from comm import Communicator, Local
 from communicators import choose
@@ -350,6 +351,8 @@ def init_world(
     error_budget: float = 0.0,
     overlap: str = "auto",
     deterministic: bool = False,
+    facts: Mapping[str, str] | None = None,
+    error: UserError | None = None,
 ) -> World:
     """Join the ranks that a launcher started, or be the only rank.
 
@@ -357,16 +360,43 @@ def init_world(
     device's default. simulate_link: a latency and a bandwidth, `10us,100GB/s`; all-reduces of CPU ranks then take as long as on
     such a link. error_budget: the relative error that `auto` may accept in an all-reduce to make it faster. overlap: see `World`.
     deterministic: from now on, this process computes as `--deterministic` says.
-    Raises UserError for a device that does not exist or a communicator that does not support it.
+    facts: what must be the same on all hosts, by name; see `hosts.join`. error: of this rank, so that on several hosts no other waits.
+    Raises UserError for a device that does not exist or a communicator that does not support it, and as `hosts.join`.
     """
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if kind not in ("cpu", "cuda"):
-        raise UserError(f"unknown device {kind!r}; known: cpu, cuda")
     if deterministic:
         determinism.enable()
-    choice = choose(kind, comm, simulate_link, error_budget)
-    torch_device = torch.device(kind)
+    try:
+        if kind not in ("cpu", "cuda"):
+            raise UserError(f"unknown device {kind!r}; known: cpu, cuda")
+        choice, torch_device = choose(kind, comm, simulate_link, error_budget), _own_device(kind, rank)
+    except UserError as e:
+        if hosts.several():
+            hosts.join({}, error or e)  # raises the first error of all hosts on all of them
+        raise
+    if world_size == 1:
+        return World(0, 1, torch_device, Local())
+    one_host = os.environ.get("LOCAL_WORLD_SIZE") == str(world_size)
+    if one_host:
+        listen_on_loopback()
+    store: Store | None = hosts.join(facts or {}, error) if hosts.several() else None
+    if one_host and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        store = _loopback_store(rank)
+    dist.init_process_group(
+        choice.backend,
+        timeout=timedelta(minutes=10),
+        device_id=torch_device if kind == "cuda" else None,
+        store=store,
+        rank=rank if store else -1,
+        world_size=world_size if store else -1,
+    )
+    control = dist.group.WORLD if choice.backend == "gloo" else dist.new_group(backend="gloo")
+    return World(rank, world_size, torch_device, choice.build(), control, overlap)
+
+
+def _own_device(kind: str, rank: int) -> torch.device:
+    """This rank's device, which is made the current one. Raises UserError if the host has too few GPUs."""
     if kind == "cuda":
         local_rank, gpus = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -379,24 +409,9 @@ def init_world(
                     f"or set {shared_gpus.VARIABLE}=1 to try them on fewer GPUs, slowly"
                 )
             shared_gpus.prepare(rank)
-        torch_device = torch.device("cuda", local_rank % gpus)
-        torch.cuda.set_device(torch_device)
-    if world_size == 1:
-        return World(0, 1, torch_device, Local())
-    one_host = os.environ.get("LOCAL_WORLD_SIZE") == str(world_size)
-    if one_host:
-        listen_on_loopback()
-    store = _loopback_store(rank) if one_host and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" else None
-    dist.init_process_group(
-        choice.backend,
-        timeout=timedelta(minutes=10),
-        device_id=torch_device if kind == "cuda" else None,
-        store=store,
-        rank=rank if store else -1,
-        world_size=world_size if store else -1,
-    )
-    control = dist.group.WORLD if choice.backend == "gloo" else dist.new_group(backend="gloo")
-    return World(rank, world_size, torch_device, choice.build(), control, overlap)
+        torch.cuda.set_device(local_rank % gpus)
+        return torch.device("cuda", local_rank % gpus)
+    return torch.device(kind)
 
 
 def _loopback_store(rank: int) -> TCPStore:

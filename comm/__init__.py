@@ -3,6 +3,7 @@
 `communicators.py` builds them by name. `comm/residual.py` is what the model uses.
 """
 
+from comm.hierarchical import HierarchicalCommunicator, fastest_between_hosts
 from comm.interface import Communicator, Done, Local, NoCommunication, PendingAllReduce
 from comm.process_group import GlooCommunicator, NcclCommunicator
 from comm.quantize import Scheme, parse_scheme
@@ -15,6 +16,7 @@ __all__ = [
     "Communicator",
     "Done",
     "GlooCommunicator",
+    "HierarchicalCommunicator",
     "Link",
     "Local",
     "NcclCommunicator",
@@ -26,6 +28,7 @@ __all__ = [
     "Scheme",
     "SimulatedLink",
     "TreeCommunicator",
+    "fastest_between_hosts",
     "parse_link",
     "parse_scheme",
 ]

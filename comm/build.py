@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from comm.auto import CODE, AutoCommunicator, measure_times, size_table
 from comm.fused import FusedCommunicator
+from comm.hierarchical import fastest_between_hosts
 from comm.interface import Communicator
 from comm.process_group import NcclCommunicator
 from comm.quantize import WIDTHS, Scheme, parse_scheme, relative_error
@@ -57,7 +58,7 @@ def quantized(
 def auto(
     device: torch.device, error_budget: float = 0.0, group: dist.ProcessGroup | None = None, rebuild: bool = False
 ) -> Communicator:
-    """NCCL between hosts, else the fastest algorithm by message size. Between GPUs with peer access, all-reduces of many
+    """Between hosts NCCL's all-reduces or hierarchical ones, whichever were faster for the size; else the fastest algorithm by message size. Between GPUs with peer access, all-reduces of many
     rows are fused with GEMMs where that is faster.
 
     error_budget: the relative error (see `relative_error`) up to which all-reduces may be quantized. rebuild: measure even
@@ -67,7 +68,7 @@ def auto(
     except UserError as error:
         budget = " and quantizes nothing" if error_budget else ""
         _print(f"auto uses nccl{budget}: {error}", group)
-        return NcclCommunicator(group)
+        return fastest_between_hosts(NcclCommunicator(group), device, group)
     if memory_between(device, group) == "host":
         return chosen
     try:

@@ -8,20 +8,18 @@ NVLink multicast is not used.
 import math
 import mmap
 import os
-import socket
 import tempfile
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import shared_gpus
+from comm.hierarchical import host_of_each_rank
 from errors import UserError
 from kernels.all_reduce import Exchange
 from kernels.device import MAX_PROGRAMS
@@ -167,10 +165,8 @@ _SEVERAL_HOSTS = "they are on several hosts"
 
 
 def _several_hosts(group: dist.ProcessGroup | None) -> bool:
-    """Whether the ranks are on several hosts. As in NCCL, different NCCL_HOSTIDs count as different hosts. Collective."""
-    name = socket.gethostname()
-    host = name if shared_gpus.allowed() else os.environ.get("NCCL_HOSTID", name), _boot_id()
-    return len(set(_gather_objects(host, group))) > 1
+    """Whether the ranks are on several hosts. Collective."""
+    return len(set(host_of_each_rank(group))) > 1
 
 
 def _obstacles(device: torch.device, group: dist.ProcessGroup | None) -> set[str]:
@@ -190,14 +186,6 @@ def _reaches(device: torch.device, index: int) -> bool:
     if index == device.index:
         return True
     return index < torch.cuda.device_count() and torch.cuda.can_device_access_peer(device, index)
-
-
-def _boot_id() -> str:
-    """Distinguishes hosts whose containers have the same hostname. Empty if it is not available."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
 
 
 def _gather_objects(value: Any, group: dist.ProcessGroup | None) -> list[Any]:

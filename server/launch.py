@@ -6,11 +6,11 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 from checkpoint import DTYPES, load_model
-from cli import check_ranks, leave, note, rank
+from cli import check_ranks, leave, local_rank, note, rank
 from config import ModelConfig, limit_context
 from engine.adapters import Adapters
 from engine.core import Engine, EngineLimits
@@ -19,19 +19,21 @@ from engine.protocol import Fatal, Ready, Starting
 from engine.tuning import Tuning, tune
 from engine.worker import FrontendLink, serve
 from errors import UserError
+from hosts import DRAIN, Watch, await_cause, model_fact, watch
 from lora import LoraLimits, open_adapter
-from options import draft_limit, dtype_name
+from options import ModelOptions, SpeculationOptions, draft_limit, dtype_name
 from presets import model_config
 from processes import LAUNCHER, run_folder
 from server import logs
 from server.journal_file import check_journal
 from server.logs import log
-from server.process import FRONTEND, READY, Frontend, addresses, check_port, describe_end
-from server.settings import Settings, load_settings
+from server.process import FRONTEND, READY, Frontend, addresses, check_port, describe_end, tell
+from server.settings import BatchOptions, LoraOptions, Settings, load_settings
 from tokenizer import Tokenizer, check_fits
 from tokenizer_files import tokenizer_of
 from tp import World, agree_on_error, init_world, stream_shards
 
+SEND_SECONDS = 0.1  # time for a last message to the frontend to leave
 AGENT_SECONDS = 30  # torchrun's default for the time that its ranks have to end
 
 
@@ -54,10 +56,10 @@ def prepare(settings: Settings, world_size: int) -> tuple[ModelConfig, Tokenizer
 def lora_limits(settings: Settings, config: ModelConfig) -> LoraLimits | None:
     """The slots for adapters, None without any. Raises UserError for an adapter that the model cannot have."""
     found = [open_adapter(Path(path), config, settings.max_lora_rank).rank for _, path in settings.adapters]
-    slots, rank = (4, 64) if settings.allow_lora_updates else (0, 1)
+    rank = 64 if settings.allow_lora_updates else 1
     if not found and not settings.allow_lora_updates:
         return None
-    return LoraLimits(settings.max_loras or max(slots, len(found)), settings.max_lora_rank or max(rank, *found, 1))
+    return LoraLimits(settings.lora_slots, settings.max_lora_rank or max(rank, *found, 1))
 
 
 def describe(settings: Settings, engine: Engine, config: ModelConfig, world: World, dtype: str) -> Ready:
@@ -76,6 +78,20 @@ def describe(settings: Settings, engine: Engine, config: ModelConfig, world: Wor
         pid=os.getpid(),
         hidden_size=config.hidden_size,
     )
+
+
+def shared_facts(settings: Settings) -> dict[str, str]:
+    """What must be the same on all hosts, by its name in messages: the flags of the engine, and the content of folders that may have
+    another path on each host."""
+    kinds = (ModelOptions, BatchOptions, SpeculationOptions, LoraOptions)
+    flags = {one.name: getattr(settings, one.name) for kind in kinds for one in fields(kind) if one.metadata}
+    folders = {
+        "model": model_fact(settings.model),
+        "speculate": settings.speculate and model_fact(settings.speculate),
+        "lora": [(name, model_fact(path)) for name, path in settings.adapters],
+    }
+    here = ("tp", "lora_root")  # --tp is checked by itself
+    return {f"--{name.replace('_', '-')}": str(value) for name, value in (flags | folders).items() if name not in here}
 
 
 def build_engine(
@@ -183,7 +199,7 @@ def main() -> None:
     except UserError as e:
         error = e
     if settings is None:
-        world = init_world()
+        world = init_world(error=error)
     else:
         world = init_world(
             settings.device,
@@ -192,6 +208,8 @@ def main() -> None:
             settings.comm_error_budget,
             settings.overlap,
             settings.deterministic,
+            shared_facts(settings),
+            error,
         )
     agree_on_error(world, error)
     assert settings is not None
@@ -207,6 +225,8 @@ def main() -> None:
             # nobody would start ranks again that hang
             frontend = Frontend(replace(settings, hang_seconds=0.0), Path(folder))
         handle_signals(frontend, launched)
+        if others := watch():
+            tell_hosts(others, frontend)
         link = FrontendLink(*addresses(Path(folder))) if folder and world.rank == 0 else None
         code = 0
         try:
@@ -218,6 +238,7 @@ def main() -> None:
                 Path(folder, READY).touch()
             serve(engine, world, link, ready, frontend.process.is_alive if frontend else lambda: True)
         except BaseException as e:
+            await_cause(e)
             if link and frontend:  # nobody else tells it
                 link.send(Fatal(f"{type(e).__name__}: {e}".splitlines()[0]))
             raise
@@ -227,6 +248,21 @@ def main() -> None:
             code = frontend.close() if frontend else 0
     if code := describe_end(code):
         leave(code)
+
+
+def tell_hosts(others: Watch, frontend: Frontend | None) -> None:
+    """Let the frontend know when a host leaves, and end the whole server when any of its hosts gets a signal."""
+    if frontend:
+
+        def on_loss(reason: str) -> None:
+            tell(frontend.addresses[1], Fatal(reason))
+            time.sleep(SEND_SECONDS)
+
+        others.on_loss, others.on_drain = on_loss, frontend.forward
+        return
+    signal.signal(signal.SIGTERM, lambda caught, frame: others.send(DRAIN))
+    if local_rank() == 0:
+        print(f"HTTP is served on host {others.first}, which has rank 0", file=sys.stderr, flush=True)
 
 
 def handle_signals(frontend: Frontend | None, has_launcher: bool) -> None:

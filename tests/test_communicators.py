@@ -53,7 +53,8 @@ def test_every_name_runs_somewhere_and_is_listed() -> None:
 def built(world: World) -> dict[str, tuple[str, list[float]]]:
     """The name of each CPU communicator, and the result of one of its all-reduces."""
     found = {}
-    for name in (name for name, entry in COMMUNICATORS.items() if "cpu" in entry.builders):
+    one_host = (name for name in COMMUNICATORS if name != "hierarchical")
+    for name in (name for name in one_host if "cpu" in COMMUNICATORS[name].builders):
         communicator = choose("cpu", name).build()
         found[name] = communicator.name, communicator.all_reduce(torch.full((2,), 1.0 + world.rank)).tolist()
     return found

@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -96,7 +97,7 @@ def test_what_is_pushed_is_summed_as_one_shot_sums_it(interpreters: Ranks, n: in
         (7, 40, 200, FP16, Mma(32, 32, 3, 2, early=False)),
         (9, 250, 136, FP16, None),
     ]
-    some = random.sample(cases, 9 if n == 2 else 4)  # all ranks interpret all programs
+    some = random.sample(cases, 5 if n == 2 else 3)  # all ranks interpret all programs
     assert interpreters.run(n, wrong_sums, some, seed) == [[]] * n, f"seed {seed}"
 
 
@@ -126,9 +127,9 @@ def sums_around(world: World, epoch: int, seed: int) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("epoch", [2**30, 2**31, 2**32], ids=["2^30", "2^31", "2^32"])
-def test_flags_wrap_around(interpreters: Ranks, epoch: int, seed: int) -> None:
-    assert interpreters.run(2, sums_around, epoch, seed) == [[], []], f"seed {seed}"
+def test_flags_wrap_around(interpreters: Ranks, in_turn: Callable[..., int], seed: int) -> None:
+    epoch = in_turn((2**30, 2**31, 2**32), 0)
+    assert interpreters.run(2, sums_around, epoch, seed) == [[], []], f"epoch {epoch}, seed {seed}"
 
 
 def lone_wait(world: World) -> list[int]:

@@ -1,0 +1,91 @@
+"""Hierarchical all-reduces: 4 gloo ranks as 2 hosts of 2, against the sum in fp64; and the choice by size."""
+
+import os
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from comm import GlooCommunicator, HierarchicalCommunicator, fastest_between_hosts
+from comm.hierarchical import BySize
+from communicators import choose
+from errors import UserError
+from tests.support.ranks import Ranks
+from tp import World
+
+CPU = torch.device("cpu")
+
+
+def on_hosts(world: World, hosts: list[str]) -> None:
+    """Make this rank one of the host hosts[rank]."""
+    os.environ["NCCL_HOSTID"] = hosts[world.rank]
+
+
+def summed(world: World, hosts: list[str], partials: list[Tensor]) -> tuple[list[Tensor], Tensor]:
+    """All-reduces of this rank's partials (row r of each), all begun before the first wait, and a gathered row of the rank."""
+    on_hosts(world, hosts)
+    try:
+        communicator = HierarchicalCommunicator(CPU)
+        pending = [communicator.begin_all_reduce(p[world.rank].clone(), overlap=True) for p in partials]
+        gathered = communicator.all_gather(torch.full((2, 1), float(world.rank)))  # while they are in flight
+        assert communicator.waited is not None
+        return [each.wait() for each in pending], gathered
+    finally:
+        del os.environ["NCCL_HOSTID"]
+
+
+def test_sums_are_those_of_fp64_with_equal_bits_on_all_ranks(ranks: Ranks, seed: int) -> None:
+    shapes = [(1,), (3,), (0, 5), (2, 17, 40), (random.randrange(1, 50_000),)]
+    partials = [torch.randn(4, *shape) for shape in shapes] + [torch.randn(4, 7, 33).bfloat16()]
+    hosts = random.sample(["a", "a", "b", "b"], 4)  # a host's ranks need not be neighbours
+    results = ranks.run(4, summed, hosts, partials)
+    for sums, gathered in results:
+        assert gathered.tolist() == [[0, 1, 2, 3]] * 2
+        for total, parts, first in zip(sums, partials, results[0][0], strict=True):
+            assert (total.dtype, total.shape) == (parts.dtype, parts.shape[1:])
+            assert torch.equal(total, first)
+            tolerance = 2e-2 if parts.dtype == torch.bfloat16 else 1e-6
+            torch.testing.assert_close(total.double(), parts.double().sum(0), rtol=tolerance, atol=tolerance * 4)
+
+
+def built(world: World, hosts: list[str], name: str) -> tuple[str, str]:
+    """The built communicator's type, or its error."""
+    on_hosts(world, hosts)
+    try:
+        communicator = choose("cpu", name).build()
+        assert torch.equal(communicator.all_reduce(torch.ones(3)), torch.full((3,), 4.0))
+        return type(communicator).__name__, ""
+    except UserError as e:
+        return "", str(e)
+    finally:
+        del os.environ["NCCL_HOSTID"]
+
+
+@pytest.mark.parametrize("hosts", ["aabb", "aaaa", "abcd", "aaab"])
+def test_it_is_offered_between_hosts_with_equally_many_ranks_only(hosts: str, ranks: Ranks) -> None:
+    offered = hosts == "aabb"
+    assert ranks.run(4, built, list(hosts), "auto") == [("BySize" if offered else "GlooCommunicator", "")] * 4
+    for kind, error in ranks.run(4, built, list(hosts), "hierarchical"):
+        assert kind == ("HierarchicalCommunicator" if offered else "")
+        assert offered or ("several hosts with the same number of ranks" in error and "use --comm gloo" in error)
+
+
+def choices(world: World, hosts: list[str]) -> tuple[list[bool], dict[int, bool], bool]:
+    on_hosts(world, hosts)
+    try:
+        measured = fastest_between_hosts(GlooCommunicator(), CPU)
+        assert isinstance(measured, BySize)
+        flat, hierarchical = GlooCommunicator(), HierarchicalCommunicator(CPU)
+        by_size = BySize(flat, hierarchical, {1 << 12: False, 1 << 20: True})
+        chosen = [by_size.choose(size) is hierarchical for size in (0, 4, 1 << 15, 1 << 17, 1 << 30)]
+        total = by_size.all_reduce(torch.ones(1 << 18))
+        return chosen, measured._faster, total.min() == total.max() == 4 and bool(by_size.waited)
+    finally:
+        del os.environ["NCCL_HOSTID"]
+
+
+def test_the_choice_is_by_size_and_the_same_on_all_ranks(ranks: Ranks) -> None:
+    results = ranks.run(4, choices, list("aabb"))
+    assert all(result == results[0] for result in results)
+    assert results[0][0] == [False, False, False, True, True] and results[0][2] and results[0][1]
