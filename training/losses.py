@@ -18,12 +18,13 @@ from model import Transformer
 from training.batches import IGNORED, Batch
 
 CHUNK = 2048  # positions
+CHUNK_LOGITS = 1 << 26  # with a small vocabulary a chunk has more positions, so that a GPU gets fewer and larger kernels
 
 ChunkLoss = Callable[..., Tensor]
 """(logits (chunk, vocab_size), the chunk of each further tensor) to the sum of the loss over the chunk, a scalar."""
 
 
-def cross_entropy(model: Transformer, hidden: Tensor, batch: Batch, chunk: int = CHUNK) -> Tensor:
+def cross_entropy(model: Transformer, hidden: Tensor, batch: Batch, chunk: int | None = None) -> Tensor:
     """Sum of the negative log-likelihoods of the counted targets, nats, fp32 scalar. hidden: (B, T, C) after the final norm."""
     return _by_chunks(model, hidden, _surprise, chunk, batch.targets.flatten())
 
@@ -40,7 +41,7 @@ def distillation(
     batch: Batch,
     share: float = 1.0,
     temperature: float = 1.0,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
 ) -> Tensor:
     """share * KL(teacher || model) + (1 - share) * cross entropy, summed over the counted positions, nats, fp32 scalar.
 
@@ -65,8 +66,9 @@ def _logits(model: Transformer, rows: Tensor, head: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def _by_chunks(model: Transformer, hidden: Tensor, loss: ChunkLoss, chunk: int, *others: Tensor) -> Tensor:
+def _by_chunks(model: Transformer, hidden: Tensor, loss: ChunkLoss, chunk: int | None, *others: Tensor) -> Tensor:
     rows, head = hidden.flatten(0, 1), model.head.weight
+    chunk = chunk or max(CHUNK, CHUNK_LOGITS // len(head))
 
     def loss_of(rows: Tensor, head: Tensor, *others: Tensor) -> Tensor:
         return loss(_logits(model, rows, head), *others)
@@ -111,6 +113,7 @@ def _scaled(matrix: Tensor, factor: Tensor) -> Tensor:
     """matrix * factor, multiplied in the wider of the two dtypes, in chunks of rows. A factor such as 1 / tokens must not
     be rounded to bfloat16, which would bias all gradients by up to 0.4%."""
     product = torch.empty_like(matrix)
-    for target, source in zip(product.split(CHUNK), matrix.split(CHUNK), strict=True):
+    rows = max(CHUNK, CHUNK_LOGITS // matrix.shape[1])
+    for target, source in zip(product.split(rows), matrix.split(rows), strict=True):
         target.copy_(source.to(torch.promote_types(source.dtype, factor.dtype)) * factor)
     return product

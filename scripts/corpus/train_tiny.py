@@ -14,6 +14,7 @@ import argparse
 import json
 import shutil
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,7 @@ def train_variant(args: argparse.Namespace, world: World, variant: str, data: Pa
     note(f"{directory}: loss {losses[-1]:.4f} after {steps} steps, {record['seconds']} s")
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variant", choices=TRAINABLE, help="train only this one (default: all)")
     parser.add_argument("--tokens", type=float, default=300e6, help="training tokens (default: 300e6)")
@@ -115,7 +116,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("models"), help="folder for tiny-VARIANT (default: models)")
     parser.add_argument("--prepare", action="store_true", help="write the tokenizer and the token file, then stop")
     parser.add_argument("--data", type=Path, help="token file, made if missing (default: OUT/tokens-SEED-TOKENS.bin)")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     world = init_world(args.device)
     tokenizer = args.out / "tokenizer"

@@ -364,7 +364,7 @@ def test_a_sweep_on_two_ranks_goes_on_where_it_stopped(tmp_path: Path) -> None:
 # --- comparison with vLLM -----------------------------------------------------------------------------------------------
 
 VLLM_STUB = """
-import json, os
+import json, os, time
 from types import SimpleNamespace as Some
 
 __version__ = "0.0.stub"
@@ -383,6 +383,7 @@ class LLM:
 
     def generate(self, prompts, params, use_tqdm):
         assert len({tuple(p["prompt_token_ids"]) for p in prompts}) == len(prompts)
+        time.sleep(0.001)  # rows round times to whole microseconds, which must not be 0
         return [Some(outputs=[Some(token_ids=[1] * params.given["max_tokens"])]) for _ in prompts]
 """
 

@@ -1,0 +1,88 @@
+"""Errors over seeds and prompts, and the paired t test; a command that goes on where it was stopped."""
+
+import json
+import math
+import random
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from errors import UserError
+from scripts.lib.statistics import mean_error, paired_test, t_tails
+from scripts.quality import seeds
+
+
+def test_tails_of_students_t(seed: int) -> None:
+    t = random.uniform(0.1, 8)
+    assert t_tails(t, 1) == pytest.approx(1 - 2 / math.pi * math.atan(t), abs=1e-9)  # the distributions' closed forms
+    assert t_tails(-t, 2) == pytest.approx(1 - t / math.sqrt(2 + t * t), abs=1e-9)
+    assert t_tails(2.570582, 5) == pytest.approx(0.05, abs=1e-6)  # the table of quantiles
+    assert t_tails(2.008559, 50) == pytest.approx(0.05, abs=1e-6)
+
+
+def test_the_paired_test_is_that_of_the_differences(seed: int) -> None:
+    values = [random.gauss(0.3, 1) for _ in range(4)]
+    mean, error, p = paired_test(values)
+    assert (mean, error) == pytest.approx((statistics.mean(values), statistics.stdev(values) / 2))
+    assert p == t_tails(mean / error, 3)
+    assert paired_test([0.0, 0.0]) == (0.0, 0.0, 1.0)
+    assert math.isnan(mean_error([1.0])[1]) and math.isnan(paired_test([1.0])[2])
+
+
+def test_p_is_uniform_if_nothing_differs(seed: int) -> None:
+    draws = [paired_test([random.gauss(0, 1) for _ in range(3)])[2] for _ in range(800)]
+    assert sum(p < 0.1 for p in draws) == pytest.approx(80, abs=5 * 8.5)  # 5 binomial errors
+
+
+def row(variant: str, number: int, rate: float, items: int = 200) -> dict[str, Any]:
+    return {
+        "variant": variant,
+        "seed": number,
+        "stories": [(-random.uniform(1, 90), random.randrange(20, 200)) for _ in range(50)],
+        "answers": {task: [int(random.random() < rate) for _ in range(items)] for task in seeds.TASKS},
+    }
+
+
+def test_summary(seed: int) -> None:
+    rows = [row(variant, number, rate) for variant, rate in (("standard", 0.9), ("ladder", 0.7)) for number in (1, 2, 3)]
+    base, ladder = seeds.summary(rows)
+    flat = [[one for task in seeds.TASKS for one in each["answers"][task]] for each in rows]
+    shares = [sum(one) / len(one) for one in flat]
+    assert base["mean"][:2] == pytest.approx((statistics.mean(shares[:3]), statistics.stdev(shares[:3]) / math.sqrt(3)))
+    assert base["mean"][2] == pytest.approx(math.sqrt(0.9 * 0.1 / len(flat[0]) / 3), rel=0.15)
+    assert shares[base["median_seed"] - 1] == statistics.median(shares[:3])
+    assert ladder["match_difference"] == pytest.approx(
+        paired_test([b - a for a, b in zip(shares[:3], shares[3:], strict=True)])
+    )
+    of_prompts = [sum(one[3:]) / 3 - sum(one[:3]) / 3 for one in zip(*flat, strict=True)]
+    assert ladder["match_difference_prompts_error"] == pytest.approx(mean_error(of_prompts)[1], rel=0.03)
+    assert base["perplexity"][0] == pytest.approx(statistics.mean(math.exp(seeds.nats(one)) for one in rows[:3]))
+
+
+def test_a_stopped_command_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seed: int) -> None:
+    """With the models that have no file; and not with files of other settings."""
+    monkeypatch.setattr(seeds.results, "OUT", tmp_path / "results")
+    given: list[str] = []
+
+    def work(crew: seeds.Crew) -> None:
+        for one in crew.todo[:2]:
+            given.append(one.name)
+            new = row(one.variant, one.seed, 0.9, 4) | {"asked": seeds.asked(crew.args), "dtype": "float32"}
+            new |= {"machine": seeds.machine(), "training": {"tokens_in_corpus": 0}}
+            seeds.file_of(crew.args, one).write_text(json.dumps(new))
+
+    monkeypatch.setattr(seeds.Crew, "work", work)
+    line = ["seeds", "--out", str(tmp_path), "--data", str(tmp_path / "tokens.bin"), "--variants", "standard", "ladder"]
+    (tmp_path / "tokens.json").write_text("{}")
+    monkeypatch.setattr(sys, "argv", [*line, "--seeds", "1", "2"])
+    with pytest.raises(UserError, match="not ready: standard-2, ladder-2"):
+        seeds.main()
+    seeds.main()
+    assert given == ["standard-1", "ladder-1", "standard-2", "ladder-2"]
+    assert "| ladder | 2 |" in (tmp_path / "results" / "accuracy-seeds.md").read_text()
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--items", "7"])
+    with pytest.raises(UserError, match="other settings"):
+        seeds.main()
