@@ -1,0 +1,98 @@
+"""The plans for some GPUs: their memory, the largest load of each, and the latencies at it."""
+
+import argparse
+from typing import Any
+
+import numpy as np
+
+from engine.core import GPU_SHARE, EngineLimits
+from errors import UserError
+from server.plan.load import Answers, Goals, at_rate, highest_rate, largest_rate
+from server.plan.steps import RESULTS, WIDTHS, Setup, Steps, Tables, gpu, read_rows, setup_of
+
+RESERVE = 2e9  # bytes of a GPU for CUDA's context, NCCL and graphs, for which there is no formula
+SMALLEST_BATCH = 4
+LIGHT = 1e-3  # share of the highest rate, at which requests hardly meet
+GAIN = 1.01  # by which a smaller batch must raise the load, or no even smaller one is tried
+CURVES, POINTS = 6, 8  # of a plot, and the loads of each
+
+
+def measured() -> Tables:
+    """The tables of docs/results."""
+    return Tables(read_rows(sorted(RESULTS.glob("*/*.jsonl"))))
+
+
+def largest_batch(setup: Setup, tokens: int, most: int) -> int:
+    """How many sequences of `tokens` tokens the KV cache holds besides the weights, as `--kv-memory` allots it, up to `most`."""
+    free = GPU_SHARE * (setup.gpu.memory - RESERVE - setup.weights)
+    block = EngineLimits.block_size
+    return max(0, min(most, int(free // (-(-tokens // block) * block * setup.kv_bytes))))
+
+
+def candidates(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """All plans that `args` allows and that fit into memory, the one with the largest load first. Raises UserError if none fits."""
+    tables = Tables(read_rows([*sorted(RESULTS.glob("*/*.jsonl")), *args.sweeps]))
+    setups, refused = [], list[str]()
+    for width in args.widths:
+        for variant in args.variants:
+            for tp in args.tp:
+                try:
+                    setup = setup_of(args.model, gpu(args.gpu), variant, tp, WIDTHS[width])
+                    if largest_batch(setup, args.prompt + args.answer, args.max_num_seqs):
+                        setups.append(setup)
+                    else:
+                        weights = f"{setup.weights / 1e9:.1f} of {setup.gpu.memory / 1e9:.0f} GB"
+                        refused.append(f"the weights of tp {tp} with {width} take {weights}")
+                except UserError as e:
+                    refused.append(str(e))
+    if not setups:
+        raise UserError(f"no plan is possible: {'; '.join(dict.fromkeys(refused))}")
+    plans = [_plan(args, tables, setup) for setup in setups]
+    return sorted(plans, key=lambda plan: -plan["requests_per_second"])
+
+
+def _plan(args: argparse.Namespace, tables: Tables, setup: Setup) -> dict[str, Any]:
+    """The batch with the largest load. Batches are tried from the largest one that fits, each half of the one before."""
+    goals, replicas = Goals(args.ttft / 1e3, args.itl / 1e3, args.share), args.gpus // setup.tp
+    batch = largest_batch(setup, args.prompt + args.answer, args.max_num_seqs)
+    rate, steps = 0.0, Steps(tables, setup, batch, args.max_batch_tokens)
+    while batch >= SMALLEST_BATCH or batch == steps.most:
+        tried = Steps(tables, setup, batch, args.max_batch_tokens)
+        found = largest_rate(tried, args.prompt, args.answer, goals, args.seed, rate * GAIN)
+        if not found:
+            break
+        rate, steps, batch = found, tried, batch // 2
+    light = LIGHT * highest_rate(steps, args.prompt, args.answer)
+    answers = at_rate(steps, rate or light, args.prompt, args.answer, args.seed)
+    return {
+        "tp": setup.tp,
+        "replicas": replicas,
+        "width": setup.width,
+        "variant": setup.variant,
+        "batch": steps.most,
+        "requests_per_second": round(rate * replicas, 3),
+        "tokens_per_second": round(rate * replicas * args.answer, 1),
+        **latencies(answers),
+        "weights_gb": round(setup.weights / 1e9, 2),
+        "largest_batch": largest_batch(setup, args.prompt + args.answer, args.max_num_seqs),
+        "times": tables.source(setup),
+    }
+
+
+def latencies(answers: Answers) -> dict[str, dict[str, float]]:
+    """Percentiles of the time to the first token and of answers' mean time between tokens, ms."""
+    figures = {"ttft_ms": answers.first[answers.steady], "itl_ms": answers.mean_gap[answers.steady]}
+    return {name: {f"p{p}": round(float(np.percentile(x, p)) * 1e3, 2) for p in (50, 90, 99)} for name, x in figures.items()}
+
+
+def curves(args: argparse.Namespace, plans: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Latencies by the load on all GPUs, of the best plans, up to a load somewhat above their largest."""
+    tables, found = Tables(read_rows([*sorted(RESULTS.glob("*/*.jsonl")), *args.sweeps])), dict[str, list[dict[str, Any]]]()
+    for plan in plans[:CURVES]:
+        setup = setup_of(args.model, gpu(args.gpu), plan["variant"], plan["tp"], WIDTHS[plan["width"]])
+        steps = Steps(tables, setup, plan["batch"], args.max_batch_tokens)
+        name = f"{plan['width']}, {plan['variant']}, tp {plan['tp']} x {plan['replicas']}"
+        for load in np.linspace(0.1, 1.15, POINTS) * plan["requests_per_second"]:
+            answers = at_rate(steps, load / plan["replicas"], args.prompt, args.answer, args.seed)
+            found.setdefault(name, []).append({"requests_per_second": float(load), **latencies(answers)})
+    return found

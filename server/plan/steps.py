@@ -1,0 +1,326 @@
+"""How long a step of the engine takes: measured rows of sweeps, and a roofline with figures fitted to them between and beyond.
+
+A step of n tokens takes, besides attention,
+
+    ((bytes / read speed)^p + (FLOPs / (share of the peak))^p)^(1/p) + layers * launch + exposed * all-reduces / link speed
+
+The weights' bytes are read once. `launch`, the time that a layer takes beyond its bytes, and `share` are fitted for each GPU and
+width to the rows on one GPU; for several ranks a variant adds to `launch`, and leaves some of its all-reduces' time `exposed`.
+Attention is added to it: the bytes of the keys and values that a decoding sequence reads, and the FLOPs of a prompt. If the same
+layers were measured on as many ranks, the roofline is multiplied by what was measured over what it predicts, interpolated in the
+logarithm of the tokens. So a row that was measured is predicted as measured.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from copy import copy
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from cluster import load_cluster
+from config import ModelConfig
+from engine.llm import PREFILL_TOKENS
+from engine.runner import LARGEST_GRAPH, decode_buckets, prefill_buckets
+from errors import UserError
+from memory import cache_bytes, weight_bytes
+from presets import is_preset, model_config
+
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
+READ = {
+    "h100": 3.11e12,
+    "h200": 4.34e12,
+}  # bytes/s that a kernel that only reads reaches (make bench-read, docs/performance.md)
+WIDTHS: dict[str, str | None] = {"bf16": None, "fp8": "fp8", "int8": "int8", "int4": "int4"}  # and their --quantize
+LIKE = {"int8": "int4"}  # widths whose layers work alike, where only the other one was measured
+EXPONENT = 1.5  # of the roofline's corner: 1 adds reading and computing, a large one takes the longer
+LONG = 16384  # tokens of a prefill that is long enough to lower the clock
+ATTENTION_SHARE = 0.4  # of the peak, of attention in a prompt: what 64 prompts of 8,160 tokens leave for it on an H200
+MIXED_SHARE = (
+    0.5  # of the read speed, of decoding sequences' attention in a step with prompts: fitted to the engine's offline runs
+)
+Figures = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Speeds in bytes/s and FLOP/s (16 bits). `link`: NVLink in one direction, as large all-reduces reach it."""
+
+    name: str
+    memory: float
+    read: float
+    flops: float
+    link: float
+
+
+def gpu(name: str) -> Gpu:
+    """Raises UserError for a GPU on which nothing was measured."""
+    if name not in READ:
+        raise UserError(f"--gpu {name}: no step was measured on it; known: {', '.join(READ)}")
+    cluster = load_cluster(name)
+    link = cluster.link_gb_per_second * cluster.link_efficiency * 1e9
+    return Gpu(name, cluster.memory_gb * 1e9, READ[name], cluster.bfloat16_tflops * 1e12, link)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One group of ranks: a model with its variant and quantization on `tp` GPUs. Bytes and FLOPs are those of a rank."""
+
+    gpu: Gpu
+    config: ModelConfig
+    tp: int
+    width: str  # a key of WIDTHS
+    variant: str  # by name, without a number
+
+    @cached_property
+    def weights(self) -> int:
+        """Bytes in memory. Raises UserError if the model cannot be split over `tp` ranks."""
+        return weight_bytes(self.config, self.tp, torch.bfloat16)
+
+    @cached_property
+    def kv_bytes(self) -> int:
+        """Of a token."""
+        return cache_bytes(self.config, self.tp, torch.bfloat16, 1)
+
+    @property
+    def table(self) -> int:
+        """Entries of the embedding or of the head, of all ranks."""
+        return self.config.vocab_size * self.config.hidden_size
+
+    @property
+    def read_bytes(self) -> float:
+        """Of the weights, in a step: all but the rows of the embedding that it does not look up."""
+        return self.weights - (0 if self.config.tie_embeddings else 2 * self.table / self.tp)
+
+    def roofline(self, tokens: Any, launch: float, share: float) -> Any:
+        """Seconds of a step without attention and all-reduces. tokens: a number, or an array of them."""
+        layers = self.config.parameter_count() - self.table * (1 if self.config.tie_embeddings else 2)
+        peak = self.gpu.flops * (2 if self.width == "fp8" else 1)
+        compute = 2 * layers / self.tp * np.asarray(tokens, float) / (share * peak)
+        return (compute**EXPONENT + (self.read_bytes / self.gpu.read) ** EXPONENT) ** (
+            1 / EXPONENT
+        ) + self.config.n_layers * launch
+
+    def link_seconds(self, tokens: Any) -> Any:
+        """Of the bytes that a rank sends for a standard model's all-reduces."""
+        sent = 2 * self.config.n_layers * 2 * self.config.hidden_size * 2 * (self.tp - 1) / self.tp
+        return sent * np.asarray(tokens, float) / self.gpu.link
+
+    @property
+    def seconds_per_context(self) -> float:
+        """Of a decoding sequence's attention to a token."""
+        return self.kv_bytes / self.gpu.read
+
+    @property
+    def seconds_per_pair(self) -> float:
+        """Of a prompt's attention, for a pair of a token and one before it."""
+        config = self.config
+        return 4 * config.n_heads * config.head_dim * config.n_layers / self.tp / (ATTENTION_SHARE * self.gpu.flops)
+
+    @property
+    def layer(self) -> tuple[object, ...]:
+        """Equal if the layers take equally long."""
+        c = self.config
+        shape = c.hidden_size, c.n_heads, c.n_kv_heads, c.head_dim, c.intermediate_size, c.vocab_size
+        return self.gpu.name, self.tp, self.width, self.variant if self.tp > 1 else "standard", *shape
+
+
+@dataclass(frozen=True)
+class Row:
+    """Measured seconds of a step of `tokens` tokens, without attention."""
+
+    setup: Setup
+    tokens: int
+    seconds: float
+
+
+def setup_of(name: str, gpu: Gpu, variant: str | None, tp: int, quantize: str | None) -> Setup:
+    """name, variant and quantize: as the server takes them. Raises UserError."""
+    config = model_config(name, variant, tp, quantize)
+    scheme = config.quantization.rules[0].scheme if config.quantization else None
+    width = f"{'fp' if scheme.is_float else 'int'}{scheme.bits}" if scheme else "bf16"
+    return Setup(gpu, config, tp, width, config.description.partition(" ")[0])
+
+
+def read_rows(files: Iterable[Path]) -> list[Row]:
+    """The rows of sweeps (`make sweep`) of presets on the known GPUs, in bf16 or quantized, with the communicator that `auto` chose.
+    Raises UserError for a file that cannot be read."""
+    found = []
+    for file in files:
+        try:
+            lines = [json.loads(line) for line in file.read_text().splitlines() if line]
+        except (OSError, ValueError) as e:
+            raise UserError(f"{file} is no file of a sweep ({e}); `make sweep` writes one") from None
+        for line in lines:
+            if (setting := line.get("setting")) and line["samples"] and _counts(setting):
+                kind = next((name for name in READ if name.upper() in line["machine"]["gpus"]), None)
+                found += _rows(setting, line["samples"], gpu(kind)) if kind else []
+    return found
+
+
+def _counts(setting: dict[str, Any]) -> bool:
+    plain = setting["dtype"] == "bfloat16" and setting.get("kv_dtype", "auto") in (None, "auto")
+    usual = setting["comm"] in (None, "auto") and setting["interconnect"] == "default" and not setting.get("deterministic")
+    return plain and usual and setting["device"] == "cuda" and setting["variant"] != "vllm" and is_preset(setting["model"])
+
+
+def _rows(setting: dict[str, Any], samples: Sequence[dict[str, Any]], gpu: Gpu) -> list[Row]:
+    """The decode step and a step of the prefill, each the median of the runs."""
+    setup = setup_of(setting["model"], gpu, setting["variant"], setting["tp"], setting.get("quantize"))
+    batch, prompt = setting["batch"], setting["prompt_length"]
+    decode = float(np.median([sample["decode_ms_per_token"] for sample in samples])) / 1e3
+    decode -= setup.seconds_per_context * batch * (prompt + setting["new_tokens"] / 2)
+    steps = -(-batch * prompt // PREFILL_TOKENS)
+    prefill = float(np.median([sample["prefill_ms"] for sample in samples])) / 1e3
+    prefill = (prefill - setup.seconds_per_pair * batch * prompt**2 / 2) / steps
+    return [Row(setup, batch, decode), Row(setup, batch * prompt // steps, prefill)]
+
+
+def _fit(rows: Sequence[Row], predicted: Any, measured: Any, first: Any, second: Any) -> Figures:
+    """The two figures whose predictions have the least mean error, in the logarithm. predicted: of a row and two grids."""
+    grid = np.meshgrid(first, second, indexing="ij")
+    errors = sum(np.abs(np.log(np.maximum(predicted(row, *grid), 1e-9) / measured(row))) for row in rows)
+    best = np.unravel_index(np.argmin(errors), errors.shape)
+    return float(grid[0][best]), float(grid[1][best])
+
+
+class Tables:
+    """Measured rows, and what is fitted to them."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.rows = rows
+        alone = [row for row in rows if row.setup.tp == 1 and row.setup.variant == "standard"]
+        self.alone = {  # by GPU and width: launch, share
+            key: _fit(
+                [row for row in alone if (row.setup.gpu.name, row.setup.width) == key],
+                lambda row, launch, share: row.setup.roofline(row.tokens, launch, share),
+                lambda row: row.seconds,
+                np.arange(0, 60e-6, 1e-6),
+                np.arange(0.3, 1.0, 0.01),
+            )
+            for key in {(row.setup.gpu.name, row.setup.width) for row in alone}
+        }
+        several = [row for row in rows if row.setup.tp > 1 and row.setup.width == "bf16"]
+        self.several = {  # by variant: launch beyond that on one GPU, exposed
+            variant: _fit(
+                [row for row in several if row.setup.variant == variant],
+                lambda row, launch, exposed: (
+                    self._alone(row.setup, row.tokens)
+                    + row.setup.config.n_layers * launch
+                    + exposed * row.setup.link_seconds(row.tokens)
+                ),
+                lambda row: row.seconds,
+                np.arange(0, 40e-6, 1e-6),
+                np.arange(0, 2, 0.05),
+            )
+            for variant in {row.setup.variant for row in several}
+        }
+
+    def figures(self, gpu: str, width: str) -> Figures:
+        """Of the GPU and width; if these were not measured, those of the width on another GPU, or of a similar width."""
+        like = LIKE.get(width, width)
+        keys = [(name, w) for w in (width, like) for name in (gpu, *READ)]
+        for key in keys:
+            if key in self.alone:
+                return self.alone[key]
+        raise UserError(f"no step with {width} weights was measured on one GPU; add a sweep of one with --sweeps")
+
+    def _alone(self, setup: Setup, tokens: Any) -> Any:
+        return setup.roofline(tokens, *self.figures(setup.gpu.name, setup.width))
+
+    def roofline(self, setup: Setup, tokens: Any) -> Any:
+        """Seconds of a step without attention by the fitted figures alone."""
+        seconds = self._alone(setup, tokens)
+        if setup.tp == 1:
+            return seconds
+        launch, exposed = self._several(setup)
+        return seconds + setup.config.n_layers * launch + exposed * setup.link_seconds(tokens)
+
+    def _several(self, setup: Setup) -> Figures:
+        """A hybrid's figures are between those of its two kinds of layers."""
+        if setup.variant == "hybrid" and {"ladder", "standard"} <= self.several.keys():
+            share = len(setup.config.ladder_layers) / setup.config.n_layers
+            pairs = zip(self.several["ladder"], self.several["standard"], strict=True)
+            launch, exposed = (share * ladder + (1 - share) * standard for ladder, standard in pairs)
+            return launch, exposed
+        if setup.variant not in self.several:
+            raise UserError(
+                f"variant {setup.variant} was not measured on several GPUs; known: {', '.join(sorted(self.several))}"
+            )
+        return self.several[setup.variant]
+
+    def measured(self, setup: Setup) -> list[Row]:
+        """The rows of the same layers on as many ranks, of the model with the most similar number of them."""
+        same = [row for row in self.rows if row.setup.layer == setup.layer]
+        nearest = min((abs(row.setup.config.n_layers - setup.config.n_layers) for row in same), default=0)
+        return [row for row in same if abs(row.setup.config.n_layers - setup.config.n_layers) == nearest]
+
+    def source(self, setup: Setup) -> str:
+        """Where the times come from: `measured`, `measured with N layers` or `roofline`."""
+        rows = self.measured(setup)
+        layers = rows[0].setup.config.n_layers if rows else 0
+        return "roofline" if not rows else "measured" if layers == setup.config.n_layers else f"measured with {layers} layers"
+
+    def seconds(self, setup: Setup, tokens: Any) -> Any:
+        """Seconds of a step without attention. tokens: a number, or an array of them."""
+        factors: dict[int, list[float]] = {}
+        for row in self.measured(setup):
+            factors.setdefault(row.tokens, []).append(float(np.log(row.seconds / self.roofline(row.setup, row.tokens))))
+        known = sorted(factors)
+        factor = np.interp(np.log(tokens), np.log(known), [np.median(factors[n]) for n in known]) if known else 0.0
+        return self.roofline(setup, tokens) * np.exp(factor)
+
+    def heat(self, setup: Setup) -> float:
+        """How much longer tokens of prompts take while the GPU computes nothing else and lowers its clock: measured prefills of many
+        steps' tokens over one of a step's; at least 1, and 1 where only the roofline is known."""
+        long = [row.seconds / row.tokens for row in self.measured(setup) if row.tokens >= LONG]
+        return max(1.0, float(np.median(long) / (self.seconds(setup, LARGEST_GRAPH) / LARGEST_GRAPH))) if long else 1.0
+
+    def without(self, setup: Setup) -> "Tables":
+        """Tables that were never shown the rows of these layers on so many ranks."""
+        return Tables([row for row in self.rows if row.setup.layer != setup.layer])
+
+
+class Steps:
+    """The seconds of a server's steps: those of the CUDA graph, or of the tokens themselves if there are more than it takes."""
+
+    def __init__(self, tables: Tables, setup: Setup, most: int, budget: int) -> None:
+        """most: --max-num-seqs. budget: --max-batch-tokens."""
+        self.setup, self.most, self.budget, self.heat = setup, most, budget, tables.heat(setup)
+        self._decode = self._padded(tables, decode_buckets(most), most)
+        self._mixed = self._padded(tables, prefill_buckets(budget), budget)
+        self._context, self._pair = setup.seconds_per_context, setup.seconds_per_pair
+
+    def _padded(self, tables: Tables, buckets: list[int], largest: int) -> list[float]:
+        sizes = np.arange(largest + 1)
+        padded = np.append(buckets, sizes[sizes > max(buckets)])
+        return list(tables.seconds(self.setup, padded)[np.searchsorted(padded, sizes)])
+
+    def heated(self, share: float) -> "Steps":
+        """These steps while prompts take that share of the time: their tokens take longer in proportion."""
+        steps, factor = copy(self), 1 + (self.heat - 1) * share
+        steps._mixed = [seconds * factor for seconds in self._mixed]
+        return steps
+
+    def seconds(self, rows: int, context: int, tokens: int, pairs: float) -> float:
+        """Of a step with `rows` decoding sequences of `context` tokens in all, and `tokens` of prompts that attend to `pairs`."""
+        linear = self._mixed[rows + tokens] if tokens else self._decode[rows]
+        read = context * self._context / (MIXED_SHARE if tokens else 1)
+        return linear + read + pairs * self._pair
+
+    def repeated(self, rows: int, context: int, count: int) -> float:
+        """Of `count` steps without prompts, one after the other."""
+        return count * self.seconds(rows, context, 0, 0) + rows * count * (count - 1) / 2 * self._context
+
+    def repeats(self, rows: int, context: int, most: int, until: float) -> int:
+        """How many steps without prompts follow each other: up to `most`, if from `until` (seconds) on a step schedules others as the
+        next but one."""
+        low, high = 1, most
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self.repeated(rows, context, middle) >= until else (middle + 1, high)
+        return min(low + 1, most) if until > 0 else 1

@@ -1,0 +1,206 @@
+"""server/plan: the simulated replica against the real scheduler and queueing theory, step times against raw sweeps, memory, command."""
+
+import json
+import random
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+import cli
+from engine.block_manager import BlockManager
+from engine.protocol import SamplingParams
+from engine.scheduler import Chunk, Scheduler
+from engine.scheduler import Sequence as Request
+from scripts.report.plan_serving import servers
+from server.plan import __main__ as program
+from server.plan.choice import GPU_SHARE, RESERVE, largest_batch, measured
+from server.plan.load import HOST_SECONDS, Goals, largest_rate, poisson, simulate
+from server.plan.steps import RESULTS, Steps, Tables, gpu, setup_of
+from tests import MODELS, ROOT
+from tests.support.command_line import Finished
+
+LLAMA = ("--model", "llama-3-8b", "--gpus", "1", "--ttft", "300", "--itl", "15")
+
+
+@pytest.fixture(scope="module")
+def tables() -> Tables:
+    return measured()
+
+
+def steps_of(tables: Tables, most: int = 256, budget: int = 2048, tp: int = 1) -> Steps:
+    return Steps(tables, setup_of("llama-3-8b", gpu("h200"), "standard", tp, None), most, budget)
+
+
+def scheduled(steps: Steps, arrivals: Sequence[float], prompts: Sequence[int], answers: Sequence[int]) -> tuple[Any, Any]:
+    """When the first and the last token of each request come if the engine's own scheduler chooses each step, as `Engine.step` calls
+    it: the next step is scheduled when this one begins."""
+    scheduler, unused = Scheduler(BlockManager(1 << 16, 16), steps.most, steps.budget, 1 << 20), iter(range(1 << 40))
+    found, coming, now = [(0.0, 0.0)] * len(arrivals), 0, 0.0
+    ahead: list[Chunk] = []
+    while coming < len(arrivals) or scheduler.has_work():
+        if not scheduler.has_work():
+            now = max(now, arrivals[coming])
+        while coming < len(arrivals) and arrivals[coming] <= now:
+            ids = [next(unused) for _ in range(prompts[coming])]
+            scheduler.add(Request(str(coming), ids, len(ids), SamplingParams(max_tokens=answers[coming])))
+            coming += 1
+        step = ahead or scheduler.schedule()
+        ahead = scheduler.schedule(in_flight=True)
+        decoding = [c for c in step if c.start >= c.sequence.prompt_length]
+        reading = [c for c in step if c.start < c.sequence.prompt_length]
+        tokens, pairs = sum(c.count for c in reading), sum(c.count * (c.start + c.count / 2) for c in reading)
+        now += steps.seconds(len(decoding), sum(c.stop for c in decoding), tokens, pairs)
+        for chunk in step:
+            if chunk.samples:
+                request, is_first = int(chunk.sequence.request_id), chunk.sequence.generated == 0
+                scheduler.record(chunk.sequence, next(unused))
+                found[request] = (now if is_first else found[request][0], now)
+    return np.array(found).T
+
+
+def test_a_simulated_replica_computes_the_steps_of_the_scheduler(tables: Tables, seed: int) -> None:
+    for most, budget in ((4, 96), (random.randint(1, 40), random.randint(64, 4096))):
+        steps, n = steps_of(tables, most, budget), 60
+        arrivals = np.cumsum(np.random.default_rng(seed).exponential(random.choice((0.003, 0.03, 0.3)), n)).tolist()
+        prompts, answers = ([random.randint(1, most) for _ in range(n)] for most in (1500, 60))
+        first, end = scheduled(steps, arrivals, prompts, answers)
+        found = simulate(steps, arrivals, prompts, answers)
+        np.testing.assert_allclose(found.first, first - arrivals + HOST_SECONDS, rtol=1e-9)
+        np.testing.assert_allclose(found.end, end + HOST_SECONDS, rtol=1e-9)
+        assert sum(found.gap_counts) == sum(answers) - n
+
+
+def test_answers_of_one_token_wait_as_in_a_queue_with_one_server(tables: Tables, seed: int) -> None:
+    """Each prompt fills a step, so this is M/D/1: waiting times follow Lindley's recursion, and have the mean of Pollaczek and
+    Khinchin, here for arrivals that are always the same."""
+    steps = steps_of(tables)
+    service = steps.seconds(0, 0, 2048, 2048**2 / 2)
+
+    def waits(busy: float, n: int, seed: int) -> tuple[Any, Any]:
+        arrivals = poisson(busy / service, n, seed)
+        return arrivals, simulate(steps, arrivals.tolist(), [2048] * n, [1] * n).first - service - HOST_SECONDS
+
+    arrivals, found = waits(random.uniform(0.2, 1.2), 1000, seed)
+    expected = [0.0]
+    for gap in np.diff(arrivals):
+        expected.append(max(0.0, expected[-1] + service - gap))
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+    assert waits(0.5, 20_000, 1)[1].mean() == pytest.approx(0.5 * service / (2 - 2 * 0.5), rel=0.1)
+
+
+def test_a_lone_request_takes_its_prefill_and_its_decode_steps(tables: Tables, seed: int) -> None:
+    prompt, answer = random.randint(1, 6000), random.randint(2, 300)
+    steps = steps_of(tables, tp=random.choice((1, 2, 4, 8)))
+    parts = [(done, min(2048, prompt - done)) for done in range(0, prompt, 2048)]
+    found = simulate(steps, [0.0], [prompt], [answer])
+    assert found.first[0] == pytest.approx(HOST_SECONDS + sum(steps.seconds(0, 0, n, n * (d + n / 2)) for d, n in parts))
+    assert found.mean_gap[0] == pytest.approx(np.mean([steps.seconds(1, prompt + i, 0, 0) for i in range(1, answer)]))
+
+
+def test_measured_rows_are_predicted_as_measured(tables: Tables) -> None:
+    """Decode steps of a raw file, read here once more, and prompts of one step."""
+    setup, bounds = setup_of("llama-3-8b", gpu("h100"), "standard", 1, None), dict[tuple[str, int], list[float]]()
+    for file in (RESULTS / "h100-1").glob("sweep*.jsonl"), (RESULTS / "h100-1").glob("again.jsonl"):
+        for line in (json.loads(line) for path in file for line in path.read_text().splitlines()):
+            setting = line["setting"]
+            if (setting["model"], setting["variant"], setting.get("deterministic", False)) == ("llama-3-8b", "standard", False):
+                for kind, key in (("decode", "decode_ms_per_token"), ("prefill", "prefill_ms")):
+                    median = np.median([sample[key] for sample in line["samples"]])
+                    bounds.setdefault((kind, setting["batch"]), []).append(float(median))
+    assert len(bounds) == 16
+    assert tables.source(setup) == "measured" and tables.source(replace(setup, tp=8)) == "roofline"
+    for (kind, batch), times in bounds.items():
+        steps = Steps(tables, setup, batch, batch * 1024)
+        work = (batch, batch * (1024 + 32), 0, 0.0) if kind == "decode" else (0, 0, batch * 1024, batch * 1024**2 / 2)
+        found = steps.seconds(*work) * 1e3
+        assert min(times) * 0.999 <= found <= max(times) * 1.001, (kind, batch)
+
+
+def test_memory_is_that_of_the_checkpoint(seed: int) -> None:
+    folder = MODELS / "tiny-standard"
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        shapes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118  # it is no dict
+    setup = setup_of(str(folder), gpu("h100"), None, 1, None)
+    assert setup.weights == sum(2 * np.prod(shape) for shape in shapes if len(shape) == 2)
+    config, tokens, fits = setup.config, random.randint(1, 1000), random.randint(0, 50)
+    block = 16 * config.n_layers * 2 * config.n_kv_heads * config.head_dim * 2
+    free = (fits + 0.5) * -(-tokens // 16) * block
+    small = replace(setup, gpu=replace(setup.gpu, memory=setup.weights + RESERVE + free / GPU_SHARE))
+    assert largest_batch(small, tokens, 1000) == fits
+    assert largest_batch(small, tokens, 7) == min(7, fits)
+    assert setup_of("llama-3-8b", gpu("h200"), "standard", 1, "int4").weights < 6e9
+
+
+def test_looser_goals_and_faster_steps_allow_more_load(tables: Tables, seed: int) -> None:
+    steps, first, gap = steps_of(tables, 32), random.uniform(0.05, 0.5), random.uniform(0.006, 0.03)
+    rates = [largest_rate(steps, 512, 32, Goals(first * f, gap * f, share), seed) for f, share in ((1, 1), (1, 0.8), (2, 0.8))]
+    assert rates == sorted(rates)
+    assert largest_rate(steps, 512, 32, Goals(first, 1e-6, 0.5), seed) == 0
+
+
+def test_docs_have_what_the_planner_predicts_now(tables: Tables) -> None:
+    assert servers(tables) == json.loads((RESULTS / "plan-serving.json").read_text())["servers"]
+
+
+class Command:
+    """Runs the planner in this process."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+        self.monkeypatch, self.capfd = monkeypatch, capfd
+        monkeypatch.delenv("RANK", raising=False)
+        monkeypatch.chdir(ROOT)
+
+    def __call__(self, *args: object) -> Finished:
+        self.monkeypatch.setattr(sys, "argv", ["plan", *map(str, args)])
+        self.capfd.readouterr()
+        with pytest.raises(SystemExit) as left:
+            cli.run(program.main)
+        out, err = self.capfd.readouterr()
+        return Finished(left.value.code or 0, out, err)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def plan(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
+    return Command(monkeypatch, capfd)
+
+
+def test_the_command_plans_prints_and_draws(plan: Command, tmp_path: Path) -> None:
+    asked = (*LLAMA, "--widths", "bf16", "fp8", "--variants", "standard", "--max-num-seqs", 8, "--prompt", 256, "--answer", 16)
+    done = plan(*asked, "--json", "--plot", tmp_path / "plan.svg")
+    plans = done.record["plans"]
+    assert done.code == 0 and [p["width"] for p in plans] == ["fp8", "bf16"]
+    for one in plans:
+        assert one["ttft_ms"]["p90"] <= 300 and one["itl_ms"]["p90"] <= 15 and one["times"] == "measured"
+        assert one["tokens_per_second"] == pytest.approx(16 * one["requests_per_second"], rel=1e-3)
+    assert "requests/s" in (tmp_path / "plan.svg").read_text()
+    text = plan(*asked, "--widths", "fp8").out
+    assert f"{plans[0]['requests_per_second']:.2f}" in text
+    assert "python -m server --tp 1 --model llama-3-8b" in text and "--quantize fp8" in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--gpu", "a100"), "known: h100, h200"),
+        (("--tp", "3"), "give a divisor of --gpus"),
+        (("--prompt", "8000", "--answer", "400"), "exceed the context of llama-3-8b, 8192 tokens"),
+        (("--share", "1.5"), "0.9 is nine of ten"),
+        (("--ttft", "0"), "no number above 0"),
+        (("--widths", "int2"), "known are bf16"),
+        (("--variants", "ladders"), "unknown variant 'ladders'"),
+        (("--plot", "plan.txt"), "ends in .png"),
+        (("--itl", "0.5", "--widths", "bf16", "--variants", "standard"), "raise the goals above that"),
+        (("--model", "llama-3.1-405b", "--widths", "bf16"), "GB"),
+        (("--sweeps", "README.md"), "`make sweep` writes one"),
+    ],
+)
+def test_bad_input_is_one_line(plan: Command, flags: tuple[str, ...], says: str) -> None:
+    done = plan(*LLAMA, *flags)
+    assert done.code == 2 and done.err.startswith("error: ") and done.err.count("\n") == 1
+    assert says in done.err
