@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -206,16 +206,22 @@ def _check_targets(settings: dict[str, Any], ranks: dict[str, int], config: Mode
         targets = list(PARTS)
     if isinstance(targets, str):
         return
-    if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
+    if not _are_names(targets):
         raise UserError(f"target_modules is {targets!r}, not names of modules")
+    excluded = settings.get("exclude_modules") or []
+    if not isinstance(excluded, str) and not _are_names(excluded):
+        raise UserError(f"exclude_modules is {excluded!r}, not names of modules")
     if other := next((layer for layer in ranks if not _names(targets, layer)), None):
         raise UserError(f"it has tensors of {other}, which target_modules does not name")
     chosen = settings.get("layers_to_transform")
     layers = range(config.n_layers) if chosen is None else chosen if isinstance(chosen, list) else [chosen]
-    excluded = settings.get("exclude_modules") or []
     for layer in (checkpoint_name(i, part) for i in layers for part in PARTS):
         if _names(targets, layer) and layer not in ranks and not (isinstance(excluded, str) or _names(excluded, layer)):
             raise UserError(f"{tensor_name(layer, 'A')} is missing, though target_modules names this layer")
+
+
+def _are_names(value: Any) -> TypeGuard[list[str]]:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
 def _names(targets: Sequence[str], layer: str) -> bool:

@@ -424,10 +424,10 @@ class Engine:
             return
         for chunk, token, entry in zip(step.sampling, result.tokens, result.logprobs, strict=True):
             sequence = chunk.sequence
-            if sequence.finish_reason is None:  # else it has ended since the step was launched
-                self._append(sequence, token)
-                if sequence.finish_reason != "error":
-                    yield self._output(sequence, [token], [entry])
+            # else it has ended since the step was launched, or the token before is drawn again
+            expected = sequence.finish_reason is None and chunk.stop == len(sequence.tokens)
+            if expected and self._append(sequence, token) and sequence.finish_reason != "error":
+                yield self._output(sequence, [token], [entry])
 
     def _embeddings(self, step: InFlightStep) -> Iterator[TokenOutput]:
         """End the running sequences whose prompts were pooled. Yields the output of each."""
@@ -449,25 +449,31 @@ class Engine:
             if accepted < len(draft):
                 self.scheduler.reject(sequence, len(draft) - accepted)
             taken = 0
-            while taken <= accepted and sequence.finish_reason is None:
-                self._append(sequence, drawn[taken])
+            while taken <= accepted and sequence.finish_reason is None and self._append(sequence, drawn[taken]):
                 taken += 1
             accepted = min(accepted, taken)  # fewer if it has ended
             if draft:
                 self.speculation.learn(chunk, accepted)
-            if sequence.finish_reason != "error":
+            if taken and sequence.finish_reason != "error":
                 output = self._output(sequence, drawn[:taken], entries[:taken])
                 yield msgspec.structs.replace(output, drafted=len(draft), accepted=accepted)
 
-    def _append(self, sequence: Sequence, token: int) -> None:
-        """Append a token, and end the sequence if its grammar lets nothing follow, or fails."""
-        self.scheduler.record(sequence, token)
+    def _append(self, sequence: Sequence, token: int) -> bool:
+        """Append a token, and end the sequence if its grammar lets nothing follow, or fails. False: the token is forbidden; a later
+        step draws it again."""
         if not advance(sequence, token):
-            return
-        if problem := error_of(sequence.state.matcher):
+            self.scheduler.draw_again(sequence)
+            self.runner.decode.forget()
+            return False
+        self.scheduler.record(sequence, token)
+        matcher = sequence.state.matcher
+        if matcher is None or not matcher.is_stopped():
+            return True
+        if problem := error_of(matcher):
             self._fail(sequence, problem)
         elif sequence.finish_reason is None:
             self.scheduler.finish(sequence, "stop")
+        return True
 
     def _fail(self, sequence: Sequence, problem: str) -> None:
         if sequence.finish_reason is None:

@@ -88,6 +88,8 @@ class HeadChains(Chains):
             if shadow.done != chunk.start:  # a step was missed, or the prefix was computed without the head
                 self.give_up(sequence)
                 continue
+            if not count:  # its token is to be drawn again
+                continue
             shadow.sequence.tokens += sequence.tokens[len(shadow.sequence.tokens) + 1 :]
             chunks.append(self._chunk(shadow, count))
             rows += range(first, first + count)

@@ -167,7 +167,8 @@ class Drafter:
     def __init__(self, sequence: Sequence, ceiling: int, texts: Record | None = None) -> None:
         """texts: what became of the drafts of other requests."""
         self.sequence = sequence
-        self.ceiling = ceiling if sequence.params.grammar is None else min(ceiling, MOST_WITH_GRAMMAR)
+        masked = sequence.params.grammar is not None and not sequence.params.late_grammar
+        self.ceiling = min(ceiling, MOST_WITH_GRAMMAR) if masked else ceiling
         prediction = (sequence.params.prediction or [])[: MOST_INDEXED // 2]
         tail = sequence.tokens[: sequence.prompt_length][-TAIL:]
         self._head = [*tail, *prediction, END] if prediction else []  # comes before the sequence's tokens

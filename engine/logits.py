@@ -29,6 +29,7 @@ class SamplingState:
     bias: Tensor | None = None  # fp32: logit_bias, and -inf outside allowed_token_ids
     grammar: Any = None  # llguidance's matcher in its initial state, shared and never advanced; None for free text
     matcher: Any = None  # this sequence's copy of it, which may take megabytes
+    again: int = -1  # the last position whose token a late grammar has forbidden, so that it is drawn with the mask
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     pooled: Tensor | None = None  # (C,) int64, see pooling.py: the sum of the hidden states so far
 
@@ -62,12 +63,14 @@ def check_ids(ids: List[int], vocab_size: int) -> None:
 
 
 def process(logits: Tensor, draws: List[Draw]) -> Tensor:
-    """Apply each sequence's parameters to its rows of (B, V) fp32 logits. Returns a new tensor if any row changes. Sequences
-    with a grammar must have no unknown token before the one to draw, or before its draft."""
+    """Apply each sequence's parameters to its rows of (B, V) fp32 logits. Returns a new tensor if any row changes. Where a grammar
+    masks a draw, no token before it may be unknown, but for those of its draft."""
     rows = [i for i, draw in enumerate(draws) if needs_processing(draw.sequence) or _is_too_short(draw)]
     if not rows:
         return logits
     raw, logits = logits, logits.clone()
+    for draw in [draws[i] for i in rows if draws[i].position == draws[i].sequence.state.again]:
+        draw.sequence.state.counts, draw.sequence.state.counted = None, 0  # they hold the forbidden token
     _penalize(logits, [i for i in rows if is_penalized(draws[i].sequence.params)], draws)
     for i in rows:
         sequence, state = draws[i].sequence, draws[i].sequence.state
@@ -76,12 +79,12 @@ def process(logits: Tensor, draws: List[Draw]) -> Tensor:
         too_short = _is_too_short(draws[i])
         if too_short:
             logits[i].index_fill_(0, to_device(sequence.params.stop_token_ids, torch.int64, logits.device), -torch.inf)
-        if state.matcher is None and state.grammar is not None:
-            state.matcher = state.grammar.deep_copy()
-            state.matcher.consume_tokens(sequence.tokens[sequence.prompt_length :])  # of a Submit; mostly none
-        matcher = _behind(state.matcher, draws[i].draft)
+        masked = not sequence.params.late_grammar or draws[i].position == state.again
+        matcher = _behind(_matcher(sequence), draws[i].draft) if masked else None
         if matcher is not None:
             mask = allowed(matcher, logits.shape[-1])
+            if _may_stop(sequence, matcher):
+                mask[sequence.params.stop_token_ids] = True
             banned = ~(mask.pin_memory() if logits.is_cuda else mask).to(logits.device, non_blocking=True)
             if (state.bias is not None or too_short) and bool((logits[i].isneginf() | banned).all()):
                 logits[i] = raw[i]  # the other rules ban all tokens that the grammar allows: only the grammar applies
@@ -101,11 +104,29 @@ def needs_processing(sequence: Sequence) -> bool:
 
 def may_change(sequence: Sequence) -> bool:
     """Whether the logits of some of its tokens change."""
-    return bool(sequence.params.min_tokens) or needs_processing(sequence)
+    return bool(sequence.params.min_tokens or sequence.params.late_grammar) or needs_processing(sequence)
 
 
 def has_grammar(sequence: Sequence) -> bool:
-    return sequence.state.grammar is not None or sequence.state.matcher is not None
+    """Whether a grammar masks its next draw."""
+    state = sequence.state
+    if sequence.params.late_grammar and state.again < len(sequence.tokens):
+        return False
+    return state.grammar is not None or state.matcher is not None
+
+
+def _matcher(sequence: Sequence) -> Any:
+    """The sequence's matcher, behind all its tokens; None without a grammar."""
+    state = sequence.state
+    if state.matcher is None and state.grammar is not None:
+        state.matcher = state.grammar.deep_copy()
+        state.matcher.consume_tokens(sequence.tokens[sequence.prompt_length :])  # of a Submit; mostly none
+    return state.matcher
+
+
+def _may_stop(sequence: Sequence, matcher: Any) -> bool:
+    """Whether all stop tokens may end the text here. Of these, grammars know EOS alone."""
+    return bool(sequence.params.late_grammar and matcher.is_accepting())
 
 
 def _is_too_short(draw: Draw) -> bool:
@@ -186,13 +207,20 @@ def allowed(matcher: Any, vocab_size: int) -> Tensor:
 
 
 def advance(sequence: Sequence, token: int) -> bool:
-    """Advance the sequence's grammar by the drawn token. Returns whether nothing may follow: the text is complete, or
-    the matcher has an error."""
-    matcher = sequence.state.matcher
-    if matcher is None:
-        return False
-    matcher.consume_token(token)
-    return bool(matcher.is_stopped())
+    """Advance the sequence's grammar by a token that was drawn, and is not recorded yet. False: a late grammar forbids it, and it
+    must be drawn again."""
+    state, params = sequence.state, sequence.params
+    if not params.late_grammar:
+        if state.matcher is not None:
+            state.matcher.consume_token(token)
+        return True
+    matcher = _matcher(sequence)
+    if token in params.stop_token_ids and _may_stop(sequence, matcher):
+        return True
+    if matcher.try_consume_tokens([token]) or matcher.is_error() or state.again == len(sequence.tokens):
+        return True
+    state.again = len(sequence.tokens)
+    return False
 
 
 def token_logprobs(logits: Tensor, chosen: List[int], tops: List[int]) -> list[TokenLogprobs]:

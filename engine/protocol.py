@@ -60,6 +60,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     prompt_logprobs: int | None = None  # the same for the prompt's tokens
     prediction: list[int] = []  # tokens that the answer may repeat: an engine that speculates drafts from them
     grammar: str | None = None  # in llguidance's grammar format, such as a JSON schema; None: free text
+    # for a grammar that rarely forbids what the model writes: draw without its mask, which steps need not wait for, and only a
+    # token that it forbids again with it
+    late_grammar: bool = False
     pooling: Pooling | None = None  # the prompt's embedding instead of an answer: `max_tokens` and what is above have no effect
 
     stop: list[str] = []  # end before the first of these texts

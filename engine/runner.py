@@ -2,7 +2,7 @@
 each token of its draft that proves right.
 
 A step is launched first, and collected when its tokens are needed. The next step can be launched before the tokens of the
-current one are known: they stay on the device. Only a draw with a grammar needs the token before on the host.
+current one are known: they stay on the device. Only a draw with a grammar's mask needs the token before on the host.
 
 On a GPU a decode step is one replay of a CUDA graph, and so is a step with prompt chunks of usual size. A graph contains the
 model's kernels, its collectives with their side streams, the head, the drawing of tokens, and for decode steps the copy of the
@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from attention import AttentionContext, Causal
 from engine.graphs import Captured, Graphs
-from engine.logits import SCORE_CHUNK, Scores, count_drawn, has_grammar, may_change, process, token_logprobs
+from engine.logits import SCORE_CHUNK, Scores, count_drawn, has_grammar, may_change, needs_processing, process, token_logprobs
 from engine.paged_cache import PagedCache
 from engine.pooling import Pooled, pool
 from engine.protocol import TokenLogprobs
@@ -100,7 +100,7 @@ def is_plain(sequence: Sequence) -> bool:
     """Whether the next token depends only on the logits, the temperature and the seed, so that a graph can draw it."""
     params = sequence.params
     filtered = params.top_k or params.top_p < 1 or params.min_p
-    return not filtered and params.logprobs is None and not may_change(sequence)
+    return not (filtered or params.min_tokens or params.logprobs is not None or needs_processing(sequence))
 
 
 def scores_prompt(chunk: Chunk) -> bool:

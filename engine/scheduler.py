@@ -219,7 +219,10 @@ class Scheduler:
         for the next one, cut to the room that there is. `draft_room` has given them blocks; those that remain empty return.
         """
         going = self._going()
-        most = self.max_num_seqs + len(self.running) - len(going)  # the last token of the others is in flight
+        ending = len(self.running) - len(going)  # their last token is in flight, unless a late grammar forbids it
+        if ending:
+            ending = sum([not s.params.late_grammar for s in self.running if s not in going])
+        most = self.max_num_seqs + ending
         if in_flight and self._reserved(going) > len(self.blocks.free):
             return []
         if self.waiting:
@@ -451,6 +454,13 @@ class Scheduler:
         """Take back the last `count` tokens of a draft, before the tokens that take their place are recorded."""
         sequence.unknown -= count
         sequence.computed -= count
+        if not self.whole_sequences:
+            self.blocks.give_back(sequence.blocks, self.blocks.blocks_for(sequence.length))
+
+    def draw_again(self, sequence: Sequence) -> None:
+        """Compute the newest token of a running sequence once more, because what was drawn behind it is not allowed. What steps in
+        flight draw for the sequence has no meaning either."""
+        sequence.unknown, sequence.computed = 0, len(sequence.tokens) - 1
         if not self.whole_sequences:
             self.blocks.give_back(sequence.blocks, self.blocks.blocks_for(sequence.length))
 

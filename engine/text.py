@@ -74,7 +74,8 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer | None, prompt_ids: Sequence[int], params: SamplingParams) -> None:
         self._text_ids = range(tokenizer.vocab_size if tokenizer else 0)  # a model may pad its vocabulary with ids without text
-        prompt_ids = [i for i in prompt_ids if i in self._text_ids]
+        if prompt_ids and max(prompt_ids) not in self._text_ids:
+            prompt_ids = [i for i in prompt_ids if i in self._text_ids]
         kept = params.kept_special
         self._detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special, prompt_ids, kept) if tokenizer else None
         self._stop, self._stop_ids = tuple(params.stop), frozenset(params.stop_token_ids)

@@ -1,4 +1,4 @@
-"""How many sequences may be in the server, in all and of one client. Who exceeds that gets a 429."""
+"""How many sequences and unread answers may be in the server, in all and of one client. Who exceeds that gets a 429."""
 
 import math
 import time
@@ -11,6 +11,8 @@ from server.problems import ApiError, bad
 WINDOW = 30.0  # seconds over which ends are counted
 MOST_ENDS = 4096
 LONGEST_RETRY = 120  # seconds
+UNREAD_BYTES = 1 << 30  # of vectors that are computed, or wait for their clients to read them
+UNREAD_SHARE = 4  # one client may have a quarter of them
 
 
 class Admission:
@@ -73,3 +75,29 @@ class Admission:
     @staticmethod
     def _refusal(message: str, seconds: int) -> ApiError:
         return ApiError(429, f"{message}; try again in {seconds} s", None, "queue_full", {"retry-after": str(seconds)})
+
+
+class Unread:
+    """Bytes of answers that are in memory until their clients have read them. `most`: of all; one client has UNREAD_SHARE of it."""
+
+    def __init__(self, most: int = UNREAD_BYTES) -> None:
+        self._most = most
+        self._held = Counter[str]()  # by client
+
+    @contextmanager
+    def hold(self, client: str, size: int) -> Iterator[None]:
+        """Take `size` bytes until the end of the `with` block. Raises a 429 if there is no room now, and a 400 if there never is."""
+        share = self._most // UNREAD_SHARE
+        if size > share:
+            message = f"the answer has {size} bytes, but the server keeps {share} for a client; send fewer inputs at once"
+            raise bad(None, message, "too_many_inputs")
+        if self._held[client] + size > share or self._held.total() + size > self._most:
+            message = "too many embeddings are computed or wait to be read; read the answers to earlier requests first"
+            raise ApiError(429, message, None, "queue_full")
+        self._held[client] += size
+        try:
+            yield
+        finally:
+            self._held[client] -= size
+            if not self._held[client]:
+                del self._held[client]

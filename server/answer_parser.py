@@ -53,9 +53,11 @@ class _Trimmed:
     def push(self, text: str) -> None:
         body = text.rstrip(self._spaces)
         if body:
-            self.flush()
+            if self._held:
+                self.flush()
             self._sink(body)
-        self._held.append(text[len(body) :])
+        if len(body) < len(text):
+            self._held.append(text[len(body) :])
 
     def flush(self) -> None:
         self._sink("".join(self._held))
@@ -81,8 +83,9 @@ class AnswerParser:
         self._steps = self._answer()
 
     def push(self, text: str, final: bool = False) -> list[Part]:
-        self._reader.feed(text, final)
-        next(self._steps, None)
+        if final or not self._reader.passes_on(text):
+            self._reader.feed(text, final)
+            next(self._steps, None)
         new, self._new = self._new, []
         return [one if isinstance(one, Call) else one[0]("".join(one[1])) for one in new]
 

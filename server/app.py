@@ -12,7 +12,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import FileResponse, HTMLResponse, PlainTextResponse, Response
 from starlette.staticfiles import StaticFiles
 
-from server import problems, replies
+from server import problems, replies, routers
 from server.chat import ChatRequest, conversation, read_conversation
 from server.clients import owner
 from server.completions import CompletionRequest, read_prompts
@@ -33,6 +33,7 @@ from server.responses.replies import ResponsesReply
 from server.schemas import ChatBody, CompletionBody, DetokenizeBody, LoadAdapterBody, TokenizeBody, UnloadAdapterBody
 from server.service import INLINE, Service, read_chat_template
 from server.settings import VERSION, Settings
+from server.tracing import Spans
 from tokenizer import Tokenizer
 
 STATIC = Path(__file__).parent / "static"
@@ -54,6 +55,7 @@ def create_app(settings: Settings, client: EngineClient, tokenizer: Tokenizer) -
     if settings.allow_lora_updates:
         _add_adapters(app, service)
     _add_state(app, service)
+    routers.add(app, service)
     _add_pages(app)
     describe(app)
     # The middleware that is added last is the outermost layer.
@@ -65,6 +67,8 @@ def create_app(settings: Settings, client: EngineClient, tokenizer: Tokenizer) -
             CORSMiddleware, allow_origins=settings.cors_origin, allow_methods=["*"], allow_headers=["*"], expose_headers=exposed
         )
     app.add_middleware(RequestScope, service=service)
+    if service.tracing:
+        app.add_middleware(Spans, tracing=service.tracing)
     return app
 
 
@@ -82,7 +86,7 @@ class BoundedRoute(APIRoute):
         model: type[BaseModel] = parameter.annotation
 
         async def handle(request: Request) -> Response:
-            raw = await request.body()
+            raw = request._body = request.state.body  # Starlette would copy it
             if raw and "json" in request.headers.get("content-type", "").partition(";")[0].lower():
                 # FastAPI uses this as the parsed body and does not check it again
                 request._json = await _read_body(request, raw, model)
@@ -277,14 +281,13 @@ def _add_state(app: FastAPI, service: Service) -> None:
     async def health() -> Response:
         return JsonResponse({"status": service.status}, 200 if service.status == "ready" else 503)
 
-    for method in (app.get, app.post):
-        method(
-            "/ping",
-            response_model=replies.Health,
-            responses=unhealthy,
-            tags=["state"],
-            summary="The same as /health, at the path that SageMaker asks",
-        )(health)
+    for method, path, who in (
+        (app.get, "/ping", "SageMaker"),
+        (app.post, "/ping", "SageMaker"),
+        (app.get, "/health_generate", "SGLang"),
+    ):
+        summary = f"The same as /health, at the path of {who}"
+        method(path, response_model=replies.Health, responses=unhealthy, tags=["state"], summary=summary)(health)
 
     @app.get(
         "/load", response_model=replies.Load, responses=errors_of(401), tags=["state"], summary="How many sequences run or wait"

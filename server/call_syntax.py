@@ -11,6 +11,7 @@ class CallSyntax:
     `trigger`: what begins a call, and nothing else in an answer does; a prefix of `before_name`. Empty: a call is told from
     other text only at the start of an answer, by its name.
     `markers`: texts that only calls have. In some vocabularies they are special tokens.
+    `key`: of the arguments, where a call is JSON.
     """
 
     trigger: str
@@ -18,6 +19,7 @@ class CallSyntax:
     before_arguments: str
     end: str
     markers: tuple[str, ...] = ()
+    key: str = "arguments"
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Marks(NamedTuple):
 HERMES = CallSyntax(
     "<tool_call>", '<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", ("<tool_call>", "</tool_call>")
 )
-LLAMA = CallSyntax("", '{"name": "', '", "parameters": ', "}", ("<|python_tag|>",))
+LLAMA = CallSyntax("", '{"name": "', '", "parameters": ', "}", ("<|python_tag|>",), "parameters")
 MISTRAL_LIST = CallSyntax("[TOOL_CALLS]", '[TOOL_CALLS][{"name": "', '", "arguments": ', "}]", ("[TOOL_CALLS]",))
 MISTRAL = CallSyntax("[TOOL_CALLS]", "[TOOL_CALLS]", "[ARGS]", "", ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"))
 JSON = CallSyntax("", '{"name": "', '", "arguments": ', "}")

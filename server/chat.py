@@ -12,7 +12,7 @@ from server.parsers import PartReader, parser_for
 from server.parts import Arguments, Call, Part, Reasoning, Text
 from server.problems import bad
 from server.prompts import SLOW_TEXT, Conversation, chat_prompt, prediction_ids
-from server.schemas import ChatBody, ChatMessage, TokenizeBody
+from server.schemas import ChatBody, TokenizeBody
 from server.service import Service
 
 # Arguments that the server sets itself. In a client's chat_template_kwargs they would be ignored or break the call.
@@ -57,14 +57,11 @@ def conversation(service: Service, body: ChatBody | TokenizeBody) -> Conversatio
             "this server runs no templates of requests; leave it out, or start the server with --trust-request-chat-template"
         )
         raise bad("chat_template", message)
-    tools = [tool.model_dump(exclude_none=True) for tool in body.tools or []]
-    if isinstance(body, ChatBody) and body.tool_choice == "none":
-        tools = []
+    tools = [] if isinstance(body, ChatBody) and body.tool_choice == "none" else body.tools or []
     if body.documents is not None:
         variables["documents"] = body.documents
     continued = bool(body.continue_final_message)
     options = {
-        "tools": tools or None,
         "add_generation_prompt": not continued if body.add_generation_prompt is None else body.add_generation_prompt,
         "continue_final_message": continued,
         "chat_template": service.chat_template if body.chat_template is None else body.chat_template,
@@ -72,7 +69,7 @@ def conversation(service: Service, body: ChatBody | TokenizeBody) -> Conversatio
         "parse_special": service.settings.parse_control_tokens,
         **variables,
     }
-    return Conversation([_for_template(message) for message in body.messages or []], options, own_template)
+    return Conversation(body.messages or [], tools, options, own_template)
 
 
 async def read_conversation(service: Service, body: ChatBody, size: int) -> list[Prompt]:
@@ -87,14 +84,6 @@ async def read_conversation(service: Service, body: ChatBody, size: int) -> list
     if service.settings.speculate and body.prediction and (text := body.prediction.text):
         prompt.prediction = await service.workers.run(prediction_ids, text, limits, slow=size > SLOW_TEXT)
     return [prompt]
-
-
-def _for_template(message: ChatMessage) -> dict[str, Any]:
-    """The message as templates expect it: its text as one string."""
-    plain = message.model_dump(exclude_none=True)
-    if isinstance(message.content, list):
-        plain["content"] = "\n".join(part.text for part in message.content)
-    return plain
 
 
 class ChatRequest(GenerationRequest):
@@ -149,7 +138,7 @@ class ChatRequest(GenerationRequest):
             "index": index,
             "message": message,
             "logprobs": whole.logprobs.finish() or None,
-            "finish_reason": "tool_calls" if reader and reader.parser.complete else whole.finish_reason,
+            "finish_reason": "tool_calls" if reader and reader.called else whole.finish_reason,
             "stop_reason": whole.stop_reason,
         }
         return choice | whole.ids.finish()
@@ -204,9 +193,7 @@ class _ChoiceStream:
         chunks += map(self._chunk, new)
         if new:  # what belongs to the whole delta is in its last chunk
             last = chunks[-1]
-            last["finish_reason"] = (
-                "tool_calls" if delta.finish_reason and self._reader.parser.complete else delta.finish_reason
-            )
+            last["finish_reason"] = "tool_calls" if self._reader.called else delta.finish_reason
             last["logprobs"] = chat.logprobs(delta)
             chat.end_chunk(last, delta)
         return chunks

@@ -10,7 +10,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from server.http import to_json
 from server.problems import ApiError
-from server.sse import PIECE
+from server.writing import PIECE
 
 MAX_HEAD = 65536  # bytes of a request line and headers, or of trailers; a head that arrives in one read may be larger
 
@@ -62,7 +62,9 @@ class Connection(HttpToolsProtocol):
         self._head = 0
         self._stop_timer()
         super().on_headers_complete()
-        self.cycle.scope["state"]["send"] = self.cycle.send  # for EventStream: lets its events bypass the middleware
+        state = self.cycle.scope["state"]
+        state["send"] = self.cycle.send  # for EventStream: lets its events bypass the middleware
+        state["abandon"] = self._abandon
 
     def on_body(self, body: bytes) -> None:
         self._head = 0
@@ -78,6 +80,14 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         super().connection_lost(exc)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing():  # it waits for the client to read the rest
+            self.loop.call_later(self.idle_timeout, self.transport.abort)
+
+    def timeout_keep_alive_handler(self) -> None:
+        self._end()
 
     @property
     def _answering(self) -> bool:
@@ -98,8 +108,20 @@ class Connection(HttpToolsProtocol):
             self.transport.write(head.encode() + body)
         self.transport.close()
 
+    def _abandon(self) -> None:
+        """End the connection of a client that has left or reads no more. Closing it would wait until it has read what is buffered."""
+        self.cycle.disconnected = True
+        self.transport.abort()
+
+    def _end(self) -> None:
+        """Close the connection. A client that has left the last answer unread until now gets no more of it."""
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()
+        else:
+            self.transport.close()
+
     def _start_timer(self) -> None:
-        self._header_timer = self.loop.call_later(self.idle_timeout, self.transport.close)
+        self._header_timer = self.loop.call_later(self.idle_timeout, self._end)
 
     def _stop_timer(self) -> None:
         if self._header_timer:

@@ -16,7 +16,7 @@ from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark
 from pydantic import ValidationError
 
-from server.call_syntax import CallSyntax, Marks
+from server.call_syntax import JSON, CallSyntax, Marks
 from server.json_schema import CallableTool, Compiled, SchemaError, check_grammar, compile_calls, compile_schema
 from server.schemas import Constraint, StructuralTagFormat
 
@@ -28,15 +28,15 @@ class Demand(NamedTuple):
     """What a request demands of its answer.
 
     `tools` with `calls` "must": one call. "may": one or several calls, or else `constraint`; or calls within free text if that is
-    None, which needs a `syntax` with a trigger. `syntax` None: a call is the JSON of its name and arguments. `special`: ids of special
-    tokens that `syntax` and `reasoning` may spell, by their text.
+    None, which needs a `syntax` with a trigger. Without a trigger a call is the JSON of its name and arguments. `special`: ids of special
+    tokens that `syntax`, `reasoning` and structural tags may spell, by their text.
     """
 
     constraint: Constraint | None = None
     tools: Sequence[CallableTool] = ()
     calls: Literal["must", "may"] = "may"
     several: bool = True
-    syntax: CallSyntax | None = None
+    syntax: CallSyntax = JSON
     reasoning: Marks | None = None
     special: dict[str, int] = {}
 
@@ -57,26 +57,26 @@ def compile_demand(demand: Demand) -> Compiled:
     if not tools:
         assert constraint is not None
         if constraint.kind == "structural_tag":
-            return rules.finish(rules.free(_structures(constraint.value)))
+            return rules.finish(rules.free(_structures(constraint.value, demand.special)))
         return rules.finish_with(_compile(constraint))
     if demand.calls == "may" and constraint is None:
-        assert syntax is not None
+        assert syntax.trigger
         tags = [
             Tag(syntax.trigger, syntax.before_name + t.name + syntax.before_arguments, b, syntax.end)
             for t, b in _optional(tools)
         ]
         return rules.finish(rules.free(tags))
-    if syntax is None:
+    if not syntax.trigger:
         if demand.calls == "may" and constraint is not None and constraint.kind == "json":  # one schema: both may begin alike
             schema = _schema(constraint.value)
-            return rules.finish_with(compile_calls(tools, schema, constraint.strict, constraint.whitespace))
-        call = rules.part(compile_calls(tools))
+            return rules.finish_with(compile_calls(tools, schema, constraint.strict, constraint.whitespace, syntax.key))
+        call = rules.part(compile_calls(tools, key=syntax.key))
     else:
         call = rules.call(syntax, _required(tools) if demand.calls == "must" else _optional(tools))
     if demand.calls == "must":
         return rules.finish(rules.after_reasoning(call))
     assert constraint is not None
-    calls = f'{call} ("\\n" {call})*' if demand.several and syntax is not None else call
+    calls = f'{call} ("\\n" {call})*' if demand.several and syntax.trigger else call
     if constraint.kind == "structural_tag":
         raise SchemaError("structural tags cannot be combined with tools")
     return rules.finish(rules.after_reasoning(f"({calls} | {rules.part(_compile(constraint))})"))
@@ -124,7 +124,8 @@ def _object(given: dict[str, Any] | str) -> dict[str, Any]:
     return given
 
 
-def _structures(given: dict[str, Any] | str) -> list[Tag]:
+def _structures(given: dict[str, Any] | str, special: Iterable[str]) -> list[Tag]:
+    """special: texts of special tokens. Raises SchemaError."""
     try:
         tags = StructuralTagFormat.model_validate(_object(given) | {"type": "structural_tag"})
     except ValidationError as e:
@@ -135,6 +136,10 @@ def _structures(given: dict[str, Any] | str) -> list[Tag]:
         trigger = next((t for t in tags.triggers if one.begin.startswith(t)), None)
         if trigger is None:
             raise SchemaError(f"structures.{i}.begin starts with none of the triggers")
+        if late := next((text for text in special if trigger.find(text) > 0), None):  # the text before it would be the trigger
+            raise SchemaError(
+                f"the trigger {trigger!r} has the special token {late!r} behind other text; let it begin with that"
+            )
         found.append(Tag(trigger, one.begin, compile_schema(one.schema_, False, path=f"structures.{i}.schema#"), one.end))
     return found
 

@@ -99,6 +99,8 @@ async def _embeddings(
     params = SamplingParams(max_tokens=1, pooling=body.pooling or service.pooling)
     unique, adapter = uuid.uuid4().hex, service.adapter_of(body.model)
     submits = [Submit(f"{unique}-{i}", prompt, params, turn=turn, adapter=adapter) for i, prompt in enumerate(prompts)]
+    width = service.client.ready.hidden_size if service.client.ready else 0
+    request.state.until_written.enter_context(service.unread.hold(turn.client, len(submits) * width * Vector("f").itemsize))
     return await _computed(service, submits), tokens
 
 

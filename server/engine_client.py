@@ -125,6 +125,11 @@ class OutputQueue:
         """What the ranks call its unfinished sequences."""
         return [self._submits[i].request_id for i in self._times]
 
+    @property
+    def tokens(self) -> int:
+        """The tokens of its unfinished sequences: of the prompts, and of the answers so far."""
+        return sum(times.prompt_tokens + times.tokens for times in self._times.values())
+
     def wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
@@ -187,6 +192,11 @@ class EngineClient:
         """The number of sequences that the engine has not finished."""
         return len(self._active)
 
+    @property
+    def active_tokens(self) -> int:
+        """The tokens of these sequences' prompts, and of their answers so far."""
+        return sum(queue.tokens for queue in set(self._active.values()))
+
     @contextmanager
     def generate(self, submits: Sequence[Submit]) -> Iterator[OutputQueue]:
         """Run one HTTP request's sequences. At the end of the `with` block, unfinished ones are aborted."""
@@ -244,10 +254,14 @@ class EngineClient:
             self._send(Abort(request_id))
 
     def _send(self, message: ToEngine) -> None:
-        self._push.send(encode(message), zmq.NOBLOCK)
+        if (
+            not self._push.closed
+        ):  # requests that outlast the server's end, such as those in the background, have nobody to tell
+            self._push.send(encode(message), zmq.NOBLOCK)
 
     async def _receive(self) -> None:
         while True:
+            await asyncio.sleep(0)  # `recv` does not let others run while messages are waiting
             data = await self._pull.recv()
             try:
                 message = decode_from_engine(data)

@@ -60,6 +60,8 @@ class FrontendServer(uvicorn.Server):
         try:
             await super().serve(sockets)
         finally:
+            if self.service.tracing:
+                await self.service.tracing.close()
             self.client.shutdown()
             if self.service.journal:
                 await self.service.journal.close()

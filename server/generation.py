@@ -107,6 +107,7 @@ def make_params(
         prompt_logprobs=prompt_logprobs,
         prediction=prediction,
         grammar=grammar,
+        late_grammar=grammar is not None and body.is_mostly_free,
         stop=list(body.stops),
         include_stop=bool(body.include_stop_str_in_output),
         skip_special=body.skip_special_tokens is not False,
@@ -158,7 +159,6 @@ def run(service: Service, plan: Plan, usage: Usage, log_fields: dict[str, Any]) 
     """
     service.check_ready()
     check_prompts(plan.prompt_tokens, Limits(service.max_model_len), plan.params[0].prompt_logprobs)
-    choices = [plan.stream(service.tokenizer, i) for i in range(plan.total)]
     log_fields |= {"prompt_tokens": usage.prompt, "completion_tokens": 0}
     client = service.client
     with (
@@ -169,7 +169,7 @@ def run(service: Service, plan: Plan, usage: Usage, log_fields: dict[str, Any]) 
         error = timed_out(service)
         deadline = asyncio.get_running_loop().call_later(service.settings.request_timeout, outputs.on_error, error)
         try:
-            yield Run(plan, choices, outputs, usage, log_fields, leave)
+            yield Run(plan, service.tokenizer, outputs, usage, log_fields, leave)
         finally:
             deadline.cancel()
 
@@ -184,7 +184,7 @@ class Run:
     def __init__(
         self,
         plan: Plan,
-        choices: list[AnswerStream],
+        tokenizer: Tokenizer,
         outputs: OutputQueue,
         usage: Usage,
         log_fields: dict[str, Any],
@@ -192,8 +192,9 @@ class Run:
     ) -> None:
         """leave: called when a sequence ends."""
         self.unfinished = plan.total
-        self._plan, self._choices, self._outputs, self._usage, self._log_fields = plan, choices, outputs, usage, log_fields
+        self._plan, self._tokenizer, self._outputs, self._usage, self._log_fields = plan, tokenizer, outputs, usage, log_fields
         self._leave = leave
+        self._choices: dict[int, AnswerStream] = {}  # each made with its first output: all at once would take long
         self._started = time.monotonic()
 
     async def next(self) -> Iterator[Delta]:
@@ -206,7 +207,9 @@ class Run:
         return filter(None, starmap(self._take, arrived))
 
     def _take(self, index: int, output: TokenOutput) -> Delta | None:
-        choice, usage = self._choices[index], self._usage
+        if (choice := self._choices.get(index)) is None:
+            choice = self._choices[index] = self._plan.stream(self._tokenizer, index)
+        usage = self._usage
         if choice.finished:  # the output is from after a stop string
             return None
         if output.cached_tokens or output.drafted:

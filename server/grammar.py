@@ -1,13 +1,13 @@
 """Constrained generation: the grammar for what a request demands of its answer, compiled in a worker and cached."""
 
-import json
+import pickle
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import lru_cache
 from typing import Any
 
 from engine.grammars import MAX_TEXT
-from server.call_syntax import CallSyntax, Marks
+from server.call_syntax import JSON, CallSyntax, Marks
 from server.constraints import Demand, compile_demand
 from server.json_schema import CallableTool, Compiled, SchemaError
 from server.problems import bad
@@ -18,25 +18,26 @@ from tokenizer import Tokenizer
 UNCONSTRAINED = Compiled("")
 MAX_NAMED = 10  # most keywords in the response header of those that are not enforced
 MAX_CACHED = 64  # most cached grammars of earlier requests
-MAX_CACHED_TEXT = 4 << 20  # most characters of cached grammars and their schemas
+MAX_CACHED_TEXT = 4 << 20  # most bytes of cached grammars and their schemas
 
 
 async def for_request(
-    service: Service, body: GenerationBody, syntax: CallSyntax | None = None, reasoning: Marks | None = None
+    service: Service, body: GenerationBody, syntax: CallSyntax = JSON, reasoning: Marks | None = None
 ) -> Compiled:
     """The grammar of what the request demands of its answer; UNCONSTRAINED if it demands nothing.
 
-    `syntax`: how the model writes calls; None: as JSON alone. `reasoning`: what surrounds the model's reasoning, which stays free; None:
-    it does not reason. Raises a 400 that names the field for a schema that is wrong, or strict and not enforceable.
+    `syntax`: how the model writes calls. `reasoning`: what surrounds the model's reasoning, which stays free; None: it does not
+    reason. Raises a 400 that names the field for a schema that is wrong, or strict and not enforceable.
     """
     demand = demand_of(body, syntax, reasoning)
-    if demand is None:
+    if demand is None or (not _insists(body) and not service.tokenizer.eos_ids):
         return UNCONSTRAINED
-    if syntax or reasoning:
-        demand = demand._replace(special=_special(service.tokenizer, syntax, reasoning))
+    demand = demand._replace(special=_special(service.tokenizer, demand))
     try:
         return await _compiled(service, compile_demand, demand)
     except SchemaError as e:
+        if not _insists(body):
+            return UNCONSTRAINED
         param = demand.constraint.param if demand.constraint else "tools"
         if e.tool is not None:
             param = f"tools.{e.tool}.function.parameters"
@@ -44,7 +45,7 @@ async def for_request(
         raise bad(param, f"{what} that cannot be enforced: {e}", "invalid_schema") from e
 
 
-def demand_of(body: GenerationBody, syntax: CallSyntax | None, reasoning: Marks | None) -> Demand | None:
+def demand_of(body: GenerationBody, syntax: CallSyntax, reasoning: Marks | None) -> Demand | None:
     """What the request demands of its answer, without special tokens; None: nothing."""
     tools = _callable(body) if isinstance(body, ChatBody) else []
     several = isinstance(body, ChatBody) and body.parallel_tool_calls is not False
@@ -53,11 +54,15 @@ def demand_of(body: GenerationBody, syntax: CallSyntax | None, reasoning: Marks 
         return demand._replace(constraint=None, calls="must")
     if demand.constraint is not None:
         return demand
-    # a grammar makes each step wait for the tokens of the last one, so calls are left free unless the request asks for more
-    wants = any(tool.strict for tool in tools) or (
-        isinstance(body, ChatBody) and isinstance(body.tool_choice, AllowedToolsChoice)
-    )
-    return demand if wants and syntax is not None and syntax.trigger and not body.ignore_eos else None
+    return demand if tools and syntax.trigger and not body.ignore_eos else None
+
+
+def _insists(body: GenerationBody) -> bool:
+    """Whether the request says itself that its answer is constrained. Otherwise calls are constrained where that is possible."""
+    if body.constraint is not None or not isinstance(body, ChatBody):
+        return True
+    allowed = body.forced_tools or isinstance(body.tool_choice, AllowedToolsChoice)
+    return bool(allowed) or any(tool.function.strict for tool in body.callable_tools)
 
 
 def _callable(body: ChatBody) -> list[CallableTool]:
@@ -69,10 +74,13 @@ def _callable(body: ChatBody) -> list[CallableTool]:
     ]
 
 
-def _special(tokenizer: Tokenizer, syntax: CallSyntax | None, reasoning: Marks | None) -> dict[str, int]:
-    """The special tokens that these may spell."""
-    texts = [*(asdict(syntax).values() if syntax else ()), *(reasoning[:2] if reasoning else ())]
-    return {text: id for text, id in _special_ids(tokenizer).items() if any(text in one for one in texts)}
+def _special(tokenizer: Tokenizer, demand: Demand) -> dict[str, int]:
+    """The special tokens that calls, reasoning and structural tags may spell."""
+    known = _special_ids(tokenizer)
+    if demand.constraint and demand.constraint.kind == "structural_tag":
+        return known
+    texts = [*asdict(demand.syntax).values(), *(demand.reasoning[:2] if demand.reasoning else ())]
+    return {text: id for text, id in known.items() if any(text in one for one in texts)}
 
 
 @lru_cache(1)
@@ -83,11 +91,11 @@ def _special_ids(tokenizer: Tokenizer) -> dict[str, int]:
 async def _compiled(service: Service, compiler: Callable[[Any], Compiled], demand: Demand) -> Compiled:
     """Run `compiler` in a worker, and cache the result for later requests with the same demand. Raises SchemaError."""
     try:
-        key = json.dumps(demand, default=asdict)
+        key = pickle.dumps(demand, pickle.HIGHEST_PROTOCOL)  # far faster than JSON
     except RecursionError as e:
         raise SchemaError("it is nested too deeply") from e
     if len(key) > MAX_TEXT:
-        raise SchemaError(f"it is longer than {MAX_TEXT} characters")
+        raise SchemaError(f"it is longer than {MAX_TEXT} bytes")
     cache = service.grammars
     compiled = cache[key] if key in cache else await service.workers.run(compiler, demand, slow=True)
     cache[key] = compiled

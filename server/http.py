@@ -7,15 +7,13 @@ from typing import Any, TypeVar
 
 import msgspec
 from starlette.responses import Response
-from starlette.types import Receive
+from starlette.types import Receive, Scope, Send
+
+from server.writing import PIECE, ClientGone, writing
 
 T = TypeVar("T")
 
 _encoder = msgspec.json.Encoder()
-
-
-class ClientGone(Exception):
-    """The client closed its connection, so that no response can be sent."""
 
 
 def to_json(value: Any) -> bytes:
@@ -26,12 +24,27 @@ def to_json(value: Any) -> bytes:
 
 
 class JsonResponse(Response):
-    """A response of a value, or of bytes that are JSON already."""
+    """A response of a value, or of bytes that are JSON already. A long one is written in pieces.
+
+    Raises ClientGone if the client leaves or stops reading.
+    """
 
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
         return content if isinstance(content, bytes) else to_json(content)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if len(self.body) <= PIECE:
+            await super().__call__(scope, receive, send)
+        else:
+            await unless_gone(receive, self._write(send, scope["state"]["write_timeout"]))
+
+    async def _write(self, send: Send, timeout: float) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async with writing(send, timeout) as writer:
+            await writer.write(bytes(self.body))
+            await writer.end()
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

@@ -24,6 +24,7 @@ class Markers:
         self.pattern = re.compile("|".join(map(re.escape, self.texts)) or "(?!)")
         self.starts = {one[:n] for one in self.texts for n in range(1, len(one))}
         self.longest = max(map(len, self.texts), default=1) - 1  # of `starts`
+        self.first = frozenset(one[0] for one in self.texts)
 
 
 class Reader:
@@ -36,10 +37,19 @@ class Reader:
         self.final = False  # no piece follows
         self.cut = False  # something was read for which the text ended too early
         self._text, self._at, self._before = "", 0, 0
+        self._until: tuple[Markers, Sink] | None = None  # of an `until` that has passed on all that was fed
 
     def feed(self, text: str, final: bool) -> None:
         self._before += self._at
-        self._text, self._at, self.final = self._text[self._at :] + text, 0, final
+        self._text, self._at, self.final, self._until = self._text[self._at :] + text, 0, final, None
+
+    def passes_on(self, text: str) -> bool:
+        """Whether nothing is to be done with the next piece but to pass it on, which then has been: the usual case."""
+        if self._until is None or not self._until[0].first.isdisjoint(text):
+            return False
+        self._until[1](text)
+        self._before += len(text)
+        return True
 
     @property
     def position(self) -> int:
@@ -100,6 +110,7 @@ class Reader:
             self._at = end
             if self.final:
                 return ""
+            self._until = None if kept else (markers, sink)
             yield
 
     def rest_of_string(self, sink: Sink) -> Truth:

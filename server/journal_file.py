@@ -324,6 +324,9 @@ def _connected(path: Path, *settings: str) -> Iterator[sqlite3.Connection]:
         for setting in ("locking_mode = EXCLUSIVE", *settings):
             db.execute(f"PRAGMA {setting}")
         yield db
+    except UnicodeDecodeError:  # of a message that quotes the file, with which the sqlite3 module cannot make an error
+        db.close()
+        raise sqlite3.DatabaseError("damaged text") from None
     except BaseException:
         db.close()
         raise

@@ -139,16 +139,20 @@ def compile_schema(schema: dict[str, Any], strict: bool, whitespace: str | None 
 
 
 def compile_calls(
-    tools: Sequence[CallableTool], answer: dict[str, Any] | None = None, strict: bool = False, whitespace: str | None = None
+    tools: Sequence[CallableTool],
+    answer: dict[str, Any] | None = None,
+    strict: bool = False,
+    whitespace: str | None = None,
+    key: str = "arguments",
 ) -> Compiled:
     """Compile a grammar for one call {"name": …, "arguments": {…}} of one of `tools`, or for JSON that fits the schema `answer`.
 
-    `strict`: that of `answer`. Raises SchemaError.
+    `strict`: that of `answer`. `key`: of the arguments. Raises SchemaError.
     """
     rewriter = Rewriter()
 
     def calls() -> dict[str, Any]:
-        found = [_call(rewriter, tool) for tool in tools]
+        found = [_call(rewriter, tool, key) for tool in tools]
         return {"anyOf": found if answer is None else [*found, rewriter.document(answer, "#", strict)]}
 
     try:
@@ -163,11 +167,11 @@ def compile_calls(
         raise
 
 
-def _call(rewriter: "Rewriter", tool: CallableTool) -> dict[str, Any]:
+def _call(rewriter: "Rewriter", tool: CallableTool, key: str) -> dict[str, Any]:
     return {
         "type": "object",
-        "properties": {"name": {"const": tool.name}, "arguments": rewriter.document(tool.schema, f"{tool.path}#", tool.strict)},
-        "required": ["name", "arguments"],
+        "properties": {"name": {"const": tool.name}, key: rewriter.document(tool.schema, f"{tool.path}#", tool.strict)},
+        "required": ["name", key],
         "additionalProperties": False,
     }
 

@@ -45,12 +45,13 @@ def _word(value: Any) -> str:
 def configure(log_format: str, level: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
-    for name in ("rung", "uvicorn"):
+    for name in ("rung", "uvicorn", "opentelemetry"):
         logger = logging.getLogger(name)
         logger.handlers[:] = [handler]
         logger.propagate = False
         logger.setLevel(level.upper())
     logging.getLogger("uvicorn").setLevel("WARNING")  # its start and stop lines only repeat ours
+    logging.getLogger("opentelemetry").setLevel("ERROR")  # it warns of headers that clients send
 
 
 def access_line(fields: dict[str, Any]) -> None:

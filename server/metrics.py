@@ -1,21 +1,25 @@
 """Metrics of the server: in Prometheus' format for /metrics, and of the last minute for the page's dashboard.
 
-After the prefix `rung:`, the names are those that dashboards for other servers query.
+/metrics has them twice, as `rung:NAME` and under the names that vLLM 0.24 and older versions have for the same numbers. Routers
+and dashboards read those: the production stack's router (vllm_router/stats/engine_stats.py), llm-d and the Kubernetes Gateway API
+Inference Extension (docs/proposals/003-model-server-protocol).
 """
 
 import math
+import re
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
-from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from engine.protocol import Drafted, Stats
+from server import tracing
 
 WINDOW = 60.0  # seconds
 SAMPLES = 20_000  # most values kept in a window
@@ -25,6 +29,41 @@ LATENCY = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 
 TOKEN_LATENCY = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5, 10)
 REQUEST = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+
+# Metrics that vLLM has under the same names after `vllm:`, as they stand in /metrics, and names in versions before 0.11, which
+# routers still read.
+SAME_NAMES = (
+    "num_requests_running",
+    "num_requests_waiting",
+    "kv_cache_usage_perc",
+    "prefix_cache_queries_total",
+    "prefix_cache_hits_total",
+    "num_preemptions_total",
+    "prompt_tokens_total",
+    "generation_tokens_total",
+    "request_success_total",
+    "spec_decode_num_drafts_total",
+    "spec_decode_num_draft_tokens_total",
+    "spec_decode_num_accepted_tokens_total",
+    "time_to_first_token_seconds",
+    "inter_token_latency_seconds",
+    "e2e_request_latency_seconds",
+    "request_queue_time_seconds",
+    "request_prefill_time_seconds",
+    "request_decode_time_seconds",
+    "iteration_tokens_total",
+    "request_prompt_tokens",
+    "request_generation_tokens",
+    "cache_config_info",
+    "lora_requests_info",
+)
+OLD_NAMES = {
+    "gpu_cache_usage_perc": "kv_cache_usage_perc",
+    "gpu_prefix_cache_queries_total": "prefix_cache_queries_total",
+    "gpu_prefix_cache_hits_total": "prefix_cache_hits_total",
+    "time_per_output_token_seconds": "inter_token_latency_seconds",
+}
+VLLM_NAMES = {name: name for name in SAME_NAMES} | OLD_NAMES  # from theirs to ours
 
 disable_created_metrics()
 
@@ -74,6 +113,19 @@ class TokenHistogram(Collector):
         bounds = map(floatToGoString, (*self._bounds, math.inf))
         family.add_metric([self._model_name], list(zip(bounds, accumulate(self._counts), strict=True)), self._sum)
         yield family
+
+
+class Info(Collector):
+    """A gauge whose labels are the information. labels: returns the present ones, or None if they are not known yet."""
+
+    def __init__(self, name: str, text: str, labels: Callable[[], dict[str, str] | None], value: Callable[[], float]) -> None:
+        self._name, self._text, self._labels, self._value = name, text, labels, value
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        if (labels := self._labels()) is not None:
+            family = GaugeMetricFamily(self._name, self._text, labels=list(labels))
+            family.add_metric(list(labels.values()), self._value())
+            yield family
 
 
 class Metrics:
@@ -143,8 +195,23 @@ class Metrics:
         metric = Histogram(f"rung:{name}", text, ["model_name"], registry=self.registry, buckets=buckets)
         return metric.labels(self._model_name)
 
+    def add_info(
+        self, name: str, text: str, labels: Callable[[], dict[str, str] | None], value: Callable[[], float] = lambda: 1.0
+    ) -> None:
+        """Add an `Info` with these labels and the model's name."""
+
+        def all_labels() -> dict[str, str] | None:
+            known = labels()
+            return None if known is None else {"model_name": self._model_name, **known}
+
+        self.registry.register(Info(f"rung:{name}", text, all_labels, value))
+
     def render(self) -> bytes:
-        return generate_latest(self.registry)
+        own = generate_latest(self.registry).decode()
+        # A family begins with its HELP. Copying its text costs less than collecting it again.
+        families = {text.partition(" ")[0]: text.removesuffix("\n") for text in ("\n" + own).split("\n# HELP rung:")[1:]}
+        copies = [_renamed(families[ours], ours, theirs) for theirs, ours in VLLM_NAMES.items() if ours in families]
+        return (own + "".join(copies)).encode()
 
     def on_tokens(self, now: float, count: int) -> None:
         """Record that `count` tokens of any sequences arrived together. `now`: time.monotonic()."""
@@ -188,14 +255,24 @@ class Metrics:
             self.accepted_length = accepted / drafts
 
 
+def _renamed(family: str, ours: str, theirs: str) -> str:
+    """The text of a metric, without the beginning of its HELP line, under vLLM's name. Only names stand at a line's beginning."""
+    lines = re.sub(f"^(# TYPE )?rung:{ours}", rf"\1vllm:{theirs}", family, flags=re.MULTILINE)
+    return f"# HELP vllm:{theirs}{lines.removeprefix(ours)}\n"
+
+
 class SequenceTimes:
-    """Measures the times of one sequence from its submission, and records them in the metrics."""
+    """Measures the times of one sequence from its submission, and records them in the metrics and in its request's spans."""
 
     def __init__(self, metrics: Metrics, prompt_tokens: int) -> None:
         self.metrics, self.prompt_tokens = metrics, prompt_tokens
         self.started = self.last = time.monotonic()
         self.first: float | None = None
+        self.queue_seconds: float | None = None
         self.tokens = 0
+        self._spans = tracing.current()
+        if self._spans:
+            self._spans.on_submit(self.started)
 
     def on_tokens(self, now: float, count: int, queue_seconds: float, prefill_seconds: float) -> None:
         """Record when tokens arrived. `now`: time.monotonic(). `Metrics.on_tokens` counts the tokens themselves."""
@@ -221,7 +298,7 @@ class SequenceTimes:
         self._on_prompt(now, queue_seconds, prefill_seconds)
 
     def _on_prompt(self, now: float, queue_seconds: float, prefill_seconds: float) -> None:
-        m = self.metrics
+        m, self.queue_seconds = self.metrics, queue_seconds
         m.queue_seconds.observe(queue_seconds)
         m.prefill_seconds.observe(prefill_seconds)
         m.prompt_tokens.inc(self.prompt_tokens)
@@ -235,3 +312,6 @@ class SequenceTimes:
         m.request_generation.observe(self.tokens)
         if self.first is not None:
             m.decode_seconds.observe(now - self.first)
+        if self._spans:
+            attributes = {"rung.tokens": self.tokens, "gen_ai.response.finish_reasons": [reason]}
+            self._spans.on_sequence(self.started, self.queue_seconds, self.first, now, attributes)

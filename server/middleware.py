@@ -6,6 +6,7 @@ import re
 import time
 import uuid
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 from urllib.parse import quote
 
@@ -13,14 +14,14 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.clients import digest, read_keys
-from server.http import ClientGone
 from server.logs import access_line, log
 from server.messages.errors import is_messages
 from server.problems import ApiError, internal_error
 from server.service import Service
+from server.writing import ClientGone
 
-OPEN_PATHS = frozenset({"/", "/health", "/ping", "/version", "/docs", "/openapi.json", "/favicon.ico"})
-METRIC_PATHS = frozenset({"/metrics", "/stats", "/load"})
+OPEN_PATHS = frozenset({"/", "/health", "/health_generate", "/ping", "/version", "/docs", "/openapi.json", "/favicon.ico"})
+METRIC_PATHS = frozenset({"/metrics", "/stats", "/load", "/get_load"})
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 SLOWEST_UPLOAD = 32 << 10  # bytes/s; a body that arrives more slowly is refused after the idle timeout
 CLIENT_GONE = 499  # nginx's status for the log; it is sent to nobody
@@ -43,8 +44,11 @@ class RequestScope:
             scope = {**scope, "method": "GET"}
         log_fields: dict[str, Any] = {}
         state = scope.setdefault("state", {})
-        state.update(request_id=request_id, log_fields=log_fields)
+        until_written = ExitStack()  # what is left when the response has been written
+        state.update(request_id=request_id, log_fields=log_fields, until_written=until_written)
+        state["write_timeout"] = self.service.settings.idle_timeout
         state.setdefault("send", send)
+        state.setdefault("abandon", lambda: None)
         status = 0
 
         async def send_with_id(message: Message) -> None:
@@ -55,6 +59,8 @@ class RequestScope:
                 headers["x-request-id"] = request_id
                 if is_messages(scope["path"]):
                     headers["request-id"] = request_id
+                if self.service.draining:  # a router's next request on this connection might come when the server has ended
+                    headers["connection"] = "close"
                 if ignored := log_fields.get("ignored"):
                     headers["x-rung-ignored"] = ignored
                 if left_out := log_fields.get("not_enforced"):
@@ -67,6 +73,7 @@ class RequestScope:
             await self.app(scope, receive, send_with_id)
         except ClientGone:
             status = CLIENT_GONE
+            state["abandon"]()
         except asyncio.CancelledError:
             status = status or CLIENT_GONE
             raise
@@ -76,6 +83,7 @@ class RequestScope:
                 await internal_error().response(scope)(scope, receive, send_with_id)
             status = 500
         finally:
+            until_written.close()
             self.service.open_requests -= 1
             self._record(scope, method, request_id, status, time.monotonic() - started, log_fields)
 
@@ -95,8 +103,8 @@ class ApiKey:
 
     Notes whose it is.
 
-    Open to all are the page, /health, /ping, /version and the documentation, and without `protect_metrics` /metrics, /stats and
-    /load.
+    Open to all are the page, /health, /health_generate, /ping, /version and the documentation, and without `protect_metrics`
+    METRIC_PATHS.
     """
 
     def __init__(self, app: ASGIApp, keys: Sequence[str], protect_metrics: bool) -> None:
@@ -145,6 +153,7 @@ class BodyLimit:
         except ApiError as e:
             await e.response(scope)(scope, receive, send)
             return
+        scope["state"]["body"] = body
         pending = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def replay() -> Message:

@@ -36,17 +36,13 @@ def parser_for(service: Service, body: ChatBody, prompt: Sequence[int] = ()) -> 
     return AnswerParser(reasoning, inside, tools, frozenset(hidden))
 
 
-def marks_for(service: Service, body: GenerationBody, prompt: Sequence[int]) -> tuple[CallSyntax | None, Marks | None]:
-    """How the model writes calls, and its reasoning, for the grammar of the request's answers. prompt: its token ids.
-
-    No syntax if nothing but its JSON marks a call: JSON may also be the format that the request asks for.
-    """
+def marks_for(service: Service, body: GenerationBody, prompt: Sequence[int]) -> tuple[CallSyntax, Marks | None]:
+    """How the model writes calls, and its reasoning, for the grammar of the request's answers. prompt: its token ids."""
     if not isinstance(body, ChatBody):
-        return None, None
-    syntax = call_syntax(service, body)
+        return JSON, None
     reasoning, inside = _reasoning_after(service, body, prompt)
     marks = Marks(reasoning.start, reasoning.end, inside) if reasoning else None
-    return syntax if syntax and syntax.trigger else None, marks
+    return call_syntax(service, body) or JSON, marks
 
 
 def markers_for(service: Service, body: GenerationBody) -> list[int]:
@@ -69,10 +65,13 @@ class PartReader:
 
     def __init__(self, parser: Parser, usage: Usage) -> None:
         self.parser, self._usage = parser, usage
+        self.called = False  # the answer has ended, because the model called
         self._offsets = array("q")  # where the tokens begin
 
     def push(self, delta: Delta) -> list[Part]:
         parts = self.parser.push(delta.text, bool(delta.finish_reason))
+        # OpenAI's reference: `length` if the maximum of tokens was reached. More may have followed, also behind whole calls
+        self.called = self.parser.complete and delta.finish_reason == "stop"
         self._offsets.extend(delta.offsets)
         end = self.parser.reasoned
         # a token that begins in front of the end of the reasoning belongs to it

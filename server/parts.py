@@ -44,7 +44,7 @@ Part = Reasoning | Text | Call | Arguments
 class Parser(Protocol):
     """Finds the parts of one answer. However the text is cut into pieces, the joined parts are the same."""
 
-    complete: bool  # after the last piece: the answer has calls and none is cut off, so its reason to finish is that it called
+    complete: bool  # after the last piece: the answer has calls and none is cut off
     reasoned: int | None  # characters up to the end of the reasoning, markers included; None: it goes on
 
     def push(self, text: str, final: bool = False) -> list[Part]:

@@ -10,6 +10,7 @@ from errors import UserError
 from server.http import to_json
 from server.limits import Limits, check_characters, check_prediction, check_prompt, check_prompts, cut_prompt
 from server.problems import bad
+from server.schemas import ChatMessage, Tool
 from server.worker_process import worker_tokenizer
 
 LONG_TEXT = 4096  # characters; longer texts are tokenized in a worker, others in the event loop
@@ -18,9 +19,10 @@ SLOW_TEXT = 65536  # characters; longer requests are slow jobs
 
 @dataclass(frozen=True)
 class Conversation:
-    """The input of a chat template: `messages` and `options` are arguments of `Tokenizer.encode_chat`."""
+    """The input of a chat template. `options`: arguments of `Tokenizer.encode_chat`."""
 
-    messages: list[dict[str, Any]]
+    messages: Sequence[ChatMessage]
+    tools: Sequence[Tool]
     options: dict[str, Any]
     own_template: bool  # the request brings its own template
 
@@ -32,12 +34,22 @@ def chat_prompt(chat: Conversation, limits: Limits | None) -> list[int]:
     """
     tokenizer = worker_tokenizer()
     check = None if limits is None else lambda text: check_characters(tokenizer, text, limits, "messages")
-    _read_arguments(chat.messages)
+    messages = [_for_template(message) for message in chat.messages]
+    _read_arguments(messages)
+    tools = [tool.model_dump(exclude_none=True) for tool in chat.tools]
     try:
-        ids = tokenizer.encode_chat(chat.messages, check=check, **chat.options)
+        ids = tokenizer.encode_chat(messages, check=check, tools=tools or None, **chat.options)
     except UserError as e:
         raise bad("chat_template" if chat.own_template else "messages", str(e)) from e
     return ids if limits is None else _cut(ids, limits, "messages")
+
+
+def _for_template(message: ChatMessage) -> dict[str, Any]:
+    """The message as templates expect it: its text as one string."""
+    plain = message.model_dump(exclude_none=True)
+    if isinstance(message.content, list):
+        plain["content"] = "\n".join(part.text for part in message.content)
+    return plain
 
 
 def _read_arguments(messages: Sequence[dict[str, Any]]) -> None:

@@ -268,6 +268,38 @@ class Load(Reply):
     server_load: int  # sequences that run or wait
 
 
+class RankLoad(Reply):
+    """The load as SGLang has it: a list of one object for each data-parallel rank. This server is one."""
+
+    dp_rank: int
+    num_reqs: int  # sequences that run or wait
+    num_waiting_reqs: int
+    num_tokens: int  # of their prompts and of their answers so far
+
+
+class ServerInfo(Reply):
+    """The fields of SGLang's answer that its router reads. null: not known before the ranks are ready."""
+
+    status: str
+    version: str
+    model_path: str
+    served_model_name: str
+    tp_size: int | None
+    dp_size: int
+    max_total_tokens: int | None  # of the KV cache
+    max_running_requests: int
+
+
+class ModelInfo(Reply):
+    """The fields of SGLang's answer that its router reads. null: the checkpoint's config.json does not say."""
+
+    model_path: str
+    tokenizer_path: str
+    is_generation: bool
+    model_type: str | None
+    architectures: list[str] | None
+
+
 class Quantiles(Reply):
     p50: float | None
     p95: float | None

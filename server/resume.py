@@ -18,7 +18,7 @@ from server.messages.bodies import MessagesBody
 from server.messages.request import MessagesRequest
 from server.problems import ApiError
 from server.responses.answer import ResponsesRequest
-from server.responses.convert import to_chat
+from server.responses.convert import repeated, to_chat
 from server.responses.schemas import ResponsesBody
 from server.schemas import ChatBody, CompletionBody
 from server.service import Service
@@ -154,7 +154,7 @@ class Resumer:
         elif accepted.kind == ResponsesRequest.kind:
             asked = await service.parse(accepted.body, ResponsesBody)
             chat = to_chat(asked, [{"role": "user", "content": ""}])  # the prompt is already made
-            request = ResponsesRequest(service, asked, chat.model_copy(update=seed), prompts, accepted.grammar)
+            request = ResponsesRequest(service, asked, chat.model_copy(update=seed), prompts, accepted.grammar, repeated(asked))
         elif accepted.kind == MessagesRequest.kind:
             given = await service.parse(accepted.body, MessagesBody)
             request = MessagesRequest(service, given, given.chat.model_copy(update=seed), prompts, accepted.grammar)

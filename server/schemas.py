@@ -8,7 +8,8 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, WithJsonSchema, model_validator
+from pydantic_core import PydanticCustomError
 
 from engine.protocol import LIST_LIMIT
 from server.problems import field_error
@@ -66,6 +67,11 @@ _REFUSALS: tuple[tuple[tuple[str, ...], tuple[Any, ...], str], ...] = (
     (("mirostat", "top_a", "epsilon_cutoff", "eta_cutoff", "dry_multiplier", "xtc_probability"), (0, 0.0), _SAMPLER),
     (("typical_p", "tfs_z"), (1, 1.0), _SAMPLER),
     (("no_repeat_ngram_size",), (0,), "is not supported; use repetition_penalty"),
+    # what SGLang's and vLLM's routers write into every request
+    (("no_stop_trim",), (False,), "is not supported; use include_stop_str_in_output"),
+    (("return_hidden_states",), (False,), "is not supported"),
+    (("separate_reasoning",), (True,), "is not supported: reasoning always has a field of its own"),
+    (("stream_reasoning",), (True, False), "is true or false, and has no effect"),
     # names of the other endpoint's parameters
     (("prompt",), (), _COMPLETIONS),
     (("echo",), (False,), _COMPLETIONS),
@@ -81,6 +87,16 @@ REFUSED = {name: (neutral, why) for names, neutral, why in _REFUSALS for name in
 def without_effect(why: str) -> Any:
     """A field that cannot change the answer: any value is accepted, and none is passed to a template."""
     return Field(None, exclude=True, description=f"Accepted, without effect: {why}.")
+
+
+def _only_false(value: bool) -> bool:
+    if value:
+        raise PydanticCustomError("unsupported", "Input should be false")
+    return value
+
+
+# Literal[False] would accept 0, which equals it
+Off = Annotated[bool, AfterValidator(_only_false), WithJsonSchema({"const": False, "type": "boolean"})]
 
 
 class Checked(BaseModel):
@@ -122,12 +138,12 @@ class Body(Checked):
     """The whole body of a request."""
 
     model: str | None = Field(None, description="A name from /v1/models. Default: the model that is served.")
-    _ignored: list[str] = PrivateAttr(default_factory=list)
+    _ignored: list[str] | None = PrivateAttr(None)
 
     @property
     def ignored(self) -> list[str]:
         """Paths of unknown fields in the body, as `shown_names` shows them."""
-        return self._ignored
+        return self._ignored or []
 
     @model_validator(mode="before")
     @classmethod
@@ -144,9 +160,8 @@ class Body(Checked):
 
     @model_validator(mode="after")
     def _ignore_unknown(self) -> "Body":
-        if named := shown_names(take_unknown(self)):
-            # FastAPI checks a body a second time, when the unknown fields are already removed
-            self._ignored = named
+        if self._ignored is None:  # FastAPI checks a body a second time
+            self._ignored = shown_names(take_unknown(self))
         return self
 
 
@@ -155,7 +170,7 @@ class StreamOptions(Checked):
 
     include_usage: bool | None = Field(None, description="A last chunk with `usage` and no choices.")
     continuous_usage_stats: bool | None = Field(None, description="`usage` so far in every chunk.")
-    include_obfuscation: Literal[False] | None = Field(None, description="Padding against traffic analysis is not supported.")
+    include_obfuscation: Off | None = Field(None, description="Padding against traffic analysis is not supported.")
 
 
 class JsonSchemaFormat(Checked):
@@ -351,6 +366,12 @@ class GenerationBody(SamplingBody):
             raise field_error(constraints[1].param, f"cannot be combined with {constraints[0].param}; give one constraint")
         if self.structured_outputs is not None and not any(one.param.startswith("structured_outputs.") for one in constraints):
             raise field_error("structured_outputs", "has no constraint; give json, regex, choice, grammar, or another")
+        if self.guided_whitespace_pattern is not None and self.guided_json is None:
+            raise field_error("guided_whitespace_pattern", "says what stands between JSON tokens; it needs guided_json")
+        asked = self.structured_outputs
+        if asked and asked.whitespace_pattern is not None and asked.json_ is None and not asked.json_object:
+            message = "says what stands between JSON tokens; it needs json or json_object"
+            raise field_error("structured_outputs.whitespace_pattern", message)
         if self.ignore_eos and constraints:
             raise field_error("ignore_eos", "cannot be combined with a constraint of the answer, whose end is EOS")
         for key in self.logit_bias or {}:
@@ -362,6 +383,11 @@ class GenerationBody(SamplingBody):
     def constraint(self) -> Constraint | None:
         """What the whole answer must be; None for any text."""
         return next(iter(self._constraints), None)
+
+    @property
+    def is_mostly_free(self) -> bool:
+        """Whether a grammar constrains only parts of the answer, such as calls."""
+        return self.constraint is None or self.constraint.kind == "structural_tag"
 
     @property
     def _constraints(self) -> list[Constraint]:
@@ -596,6 +622,10 @@ class ChatBody(GenerationBody):
             case AllowedToolsChoice(allowed_tools=allowed):
                 return [one.function.name for one in allowed.tools]
         return None
+
+    @property
+    def is_mostly_free(self) -> bool:
+        return super().is_mostly_free and not self.forced_tools
 
     @property
     def callable_tools(self) -> list[Tool]:

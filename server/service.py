@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from engine.protocol import Pooling
 from errors import UserError
-from server.admission import Admission
+from server.admission import Admission, Unread
 from server.bounds import MAX_VALUES, Bounds, parse
 from server.engine_client import EngineClient, broken
 from server.examples import read_examples
@@ -23,11 +23,13 @@ from server.problems import ApiError
 from server.prompts import SLOW_TEXT
 from server.replies import StatsReply
 from server.settings import Settings
+from server.tracing import Tracing
 from server.workers import Workers
 from tokenizer import Tokenizer
 
 M = TypeVar("M", bound=BaseModel)
 
+RETRY = {"retry-after": "1"}  # seconds: a router sends the request to another server, or this one's next start answers it
 INLINE = 16384  # bytes, about 2,000 token ids or a few pages of text; larger bodies are checked in a worker
 WORKER_MODULES = (  # with the jobs of workers
     "server.bounds",
@@ -45,13 +47,16 @@ class Service:
         self.metrics = client.metrics
         capacity = settings.max_num_seqs + settings.max_queue  # sequences
         self.admission = Admission(capacity, settings.max_num_seqs + settings.client_queue)
+        self.unread = Unread()
         self.workers = Workers(settings.model, settings.workers, settings.worker_seconds, capacity, WORKER_MODULES)
-        self.grammars: OrderedDict[str, Compiled] = OrderedDict()  # see grammar.py
+        self.grammars: OrderedDict[bytes, Compiled] = OrderedDict()  # see grammar.py
         self.journal = self._open_journal()
         self.draining = False
         self.open_requests = 0  # HTTP requests whose answer is not complete
         self.started, self.created = time.monotonic(), int(time.time())
         self.model_name = settings.model_names[0]
+        endpoint = settings.otlp_traces_endpoint
+        self.tracing = Tracing(endpoint, self.model_name) if endpoint else None
         self.examples = read_examples(settings.model)
         self.pooling = cast(Pooling, settings.embedding_pooling) or checkpoint_pooling(settings.model)
 
@@ -91,9 +96,9 @@ class Service:
         if self.client.fatal:
             raise broken()
         if self.draining:
-            raise ApiError(503, "the server is shutting down; send the request to another one", None, "draining")
+            raise ApiError(503, "the server is shutting down; send the request to another one", None, "draining", RETRY)
         if not self.client.ready:
-            raise ApiError(503, "the model is still loading; try again soon", None, "loading")
+            raise ApiError(503, "the model is still loading; try again soon", None, "loading", RETRY)
 
     async def parse(self, raw: bytes, model: type[M]) -> M:
         """Parse a body as `model`, in a worker if it is long. Raises a 400 that says what is wrong."""

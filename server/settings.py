@@ -157,6 +157,11 @@ class LoraOptions:
             raise UserError(f"--lora {wrong} is not NAME=DIR; give a name and the adapter's folder")
         return [(name, path) for name, _, path in pairs]
 
+    @property
+    def lora_slots(self) -> int:
+        """Most adapters at once. Raises UserError."""
+        return self.max_loras or max(4 if self.allow_lora_updates else 0, len(self.adapters))
+
 
 @dataclass(frozen=True, kw_only=True)
 class HttpOptions:
@@ -342,6 +347,12 @@ class LogOptions:
         choices=("debug", "info", "warning", "error"),
         help="least severe messages that are logged; warning omits the access log (default: info)",
     )
+    otlp_traces_endpoint: str | None = option(
+        default=None,
+        metavar="URL",
+        help="send OpenTelemetry spans of requests to the collector at URL over HTTP, such as http://localhost:4318/v1/traces; needs "
+        "pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-http (default: none)",
+    )
 
 
 GROUPS = {
@@ -354,7 +365,7 @@ GROUPS = {
     "limits": LimitOptions,
     "faults": FaultOptions,
     "stored responses": ResponsesOptions,
-    "logs": LogOptions,
+    "logs and traces": LogOptions,
 }
 
 

@@ -2,18 +2,18 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing
 from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from server.http import ClientGone, to_json, unless_gone
+from server.http import to_json, unless_gone
 from server.logs import log
 from server.problems import ApiError, internal_error
+from server.writing import writing
 
 DONE = b"data: [DONE]\n\n"
-PIECE = 65536  # bytes passed to the connection at once; the next ones wait until most of its buffer has been read
 
 
 def event(value: Any) -> bytes:
@@ -57,7 +57,7 @@ class EventStream(Response):
                 return
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             # The middleware looks at the start of a response only, so the events bypass it.
-            async with _writing(scope["state"]["send"], self.write_timeout) as writer:
+            async with writing(scope["state"]["send"], self.write_timeout) as writer:
                 await writer.write(first)
                 while True:
                     try:
@@ -87,60 +87,11 @@ class PacedResponse(Response):
 
     async def _run(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async with _writing(send, self.write_timeout) as writer:
+        async with writing(send, self.write_timeout) as writer:
             for piece in self.pieces:
                 await writer.write(piece)
                 await asyncio.sleep(0)  # let other requests run: making a piece takes about 1 ms
             await writer.end()
-
-
-class _Writer:
-    """Writes pieces of at most PIECE bytes. A write waits while the client's buffers are full, for at most `timeout` seconds.
-
-    A client that has stopped reading must not keep its KV-cache blocks, so the time of each piece is limited. The total time is
-    not, so a slow client may read for any time.
-
-    One timer checks now and then whether a piece takes too long, and ends `limit`, which surrounds all writes. A timeout for each
-    piece would cost more than the write.
-    """
-
-    def __init__(self, send: Send, timeout: float, limit: asyncio.Timeout) -> None:
-        self.send, self.timeout, self.limit = send, timeout, limit
-        self._loop = asyncio.get_running_loop()
-        self._since: float | None = None  # when the current write began
-        self.timer = self._loop.call_later(timeout, self._check_time)
-
-    async def write(self, data: bytes) -> None:
-        for at in range(0, len(data), PIECE):
-            self._since = self._loop.time()
-            await self.send({"type": "http.response.body", "body": data[at : at + PIECE], "more_body": True})
-        self._since = None
-
-    async def end(self) -> None:
-        self._since = self._loop.time()
-        await self.send({"type": "http.response.body", "body": b"", "more_body": False})
-        self._since = None
-
-    def _check_time(self) -> None:
-        now = self._loop.time()
-        if self._since is not None and now - self._since >= self.timeout:
-            self.limit.reschedule(now)
-        else:
-            self.timer = self._loop.call_at((self._since or now) + self.timeout, self._check_time)
-
-
-@asynccontextmanager
-async def _writing(send: Send, timeout: float) -> AsyncGenerator[_Writer, None]:
-    """A writer for the `async with` block. Raises ClientGone if the client takes longer than `timeout` seconds for a piece."""
-    try:
-        async with asyncio.timeout(None) as limit:
-            writer = _Writer(send, timeout, limit)
-            try:
-                yield writer
-            finally:
-                writer.timer.cancel()
-    except TimeoutError as e:
-        raise ClientGone from e
 
 
 def _error_of(e: Exception) -> ApiError:

@@ -78,9 +78,11 @@ def streams(
     return [*whole, *(torch.cat(part, 1) for part in zip(*parts, strict=True))]
 
 
-@pytest.mark.parametrize("n", [1, 2])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_streams_are_the_complete_ones_of_the_definition(variant: str, n: int, ranks: Ranks, tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize(("place", "variant"), list(enumerate(VARIANTS)))
+def test_streams_are_the_complete_ones_of_the_definition(
+    place: int, variant: str, in_turn: Callable[..., int], ranks: Ranks, tmp_path: Path, seed: int
+) -> None:
+    n = in_turn((1, 2), place)
     config = variant_of(base_config(), variant)
     save_random(config, tmp_path)
     tokens, layers = torch.randint(config.vocab_size, (1, 12)), [0, *sorted(random.sample(range(1, 4), 2)), 4]

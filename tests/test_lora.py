@@ -140,6 +140,7 @@ BAD: dict[str, Callable[[Path], object]] = {
     "peft_type is 'IA3'": lambda f: damaged(f, peft_type="IA3"),
     "init_lora_weights pissa": lambda f: damaged(f, init_lora_weights="pissa_niter_4"),
     "lora_alpha is 'x'": lambda f: damaged(f, lora_alpha="x"),
+    "exclude_modules is 5, not names": lambda f: damaged(f, exclude_modules=5),
     "rank_pattern is not supported": lambda f: damaged(f, rank_pattern={"(a+)+$": 4}),
 }
 

@@ -43,7 +43,7 @@ class MessagesRequest(GenerationRequest):
     def reply(self, choices: Sequence[WholeChoice]) -> dict[str, Any]:
         whole = choices[0]
         content = content_blocks(whole.parts.joined(), self.body.shows_thinking)
-        called = whole.reader is not None and whole.reader.parser.complete
+        called = whole.reader is not None and whole.reader.called
         reason, sequence = self.stop_reason(whole.finish_reason, whole.stop_reason, called)
         return self.message(content) | {"stop_reason": reason, "stop_sequence": sequence, "usage": self.report()}
 
@@ -88,7 +88,7 @@ class MessageStream:
         data = [events.start(request.report())] if delta.first else []
         data += [events.part(part) for part in self._reader.push(delta)]
         if delta.finish_reason:
-            reason = request.stop_reason(delta.finish_reason, delta.stop_reason, self._reader.parser.complete)
+            reason = request.stop_reason(delta.finish_reason, delta.stop_reason, self._reader.called)
             data.append(events.end(*reason, request.report()))
         return b"".join(data)
 

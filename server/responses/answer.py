@@ -1,8 +1,10 @@
 """One request of /v1/responses: its prompt, its answer, and the events of its stream."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
+
+import msgspec
 
 from engine.text import Delta
 from server.answers import GenerationRequest, StreamWriter, WholeChoice
@@ -15,7 +17,7 @@ from server.parsers import PartReader, parser_for
 from server.problems import TOO_LONG, ApiError
 from server.responses.items import new_id
 from server.responses.output import Event, Output
-from server.responses.schemas import FunctionTool, Namespace, OtherTool, ResponsesBody
+from server.responses.schemas import ResponsesBody
 from server.schemas import ChatBody
 from server.service import Service
 
@@ -36,7 +38,7 @@ async def read_prompt(service: Service, body: ResponsesBody, chat: ChatBody, siz
 
 
 class ResponsesRequest(GenerationRequest):
-    """`keep(request)` is called once the response is complete."""
+    """`repeated`: see convert.py. `keep(request)` is called once the response is complete."""
 
     id_prefix, kind = "resp", "response"
     stream_end = b""
@@ -48,6 +50,7 @@ class ResponsesRequest(GenerationRequest):
         chat: ChatBody,
         prompts: list[Prompt],
         grammar: str,
+        repeated: Mapping[str, msgspec.Raw],
         keep: Callable[["ResponsesRequest"], None] = lambda request: None,
     ) -> None:
         context, logprobs = service.max_model_len, chat.listed_logprobs
@@ -56,7 +59,7 @@ class ResponsesRequest(GenerationRequest):
         limit = fit_answer(context, len(prompts[0].ids), chat.limit, default, "max_output_tokens", "messages")
         super().__init__(service, chat, grammar, prompts, [limit], choices=1, logprobs=logprobs, prompt_logprobs=None)
         self.id = new_id(self.id_prefix)
-        self.body, self._streams = body, False
+        self.body, self._repeated, self._streams = body, repeated, False
         self.output = Output(body.with_encrypted, body.functions)
         self.status = "queued"
         self.completed_at: int | None = None
@@ -107,7 +110,7 @@ class ResponsesRequest(GenerationRequest):
         logprobs = self.logprobs(delta)
         yield from self.output.push(self._reader.push(delta), logprobs["content"] if logprobs else None)
         if delta.finish_reason:
-            yield from self._end(cut=delta.finish_reason == "length" and not self._reader.parser.complete)
+            yield from self._end(cut=delta.finish_reason == "length")
 
     def _end(self, cut: bool) -> Iterator[Event]:
         yield from self.output.end("incomplete" if cut else "completed")
@@ -125,7 +128,7 @@ class ResponsesRequest(GenerationRequest):
 
     def response(self) -> dict[str, Any]:
         """The response object as it is now."""
-        body, text, reasoning = self.body, self.body.text, self.body.reasoning
+        body, reasoning, repeated = self.body, self.body.reasoning, self._repeated
         return {
             "id": self.id,
             "object": "response",
@@ -135,7 +138,7 @@ class ResponsesRequest(GenerationRequest):
             "completed_at": self.completed_at,
             "error": self.error,
             "incomplete_details": self._incomplete,
-            "instructions": body.instructions,
+            "instructions": repeated["instructions"],
             "max_output_tokens": body.max_output_tokens,
             "max_tool_calls": body.max_tool_calls,
             "model": self.model,
@@ -148,9 +151,9 @@ class ResponsesRequest(GenerationRequest):
             "service_tier": "default",
             "store": body.store is not False,
             "temperature": 1.0 if body.temperature is None else body.temperature,
-            "text": {"format": _format(text), "verbosity": (text and text.verbosity) or "medium"},
+            "text": repeated["text"],
             "tool_choice": _plain(body.tool_choice) or "auto",
-            "tools": [_tool(tool) for tool in body.tools or [] if not isinstance(tool, OtherTool)],
+            "tools": repeated["tools"],
             "top_logprobs": body.top_logprobs or 0,
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "truncation": body.truncation or "disabled",
@@ -173,18 +176,6 @@ class ResponsesRequest(GenerationRequest):
 
 def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, str) else value.model_dump()
-
-
-def _format(text: Any) -> dict[str, Any]:
-    chosen = text and text.format
-    return {"type": "text"} if not chosen else chosen.model_dump(by_alias=True)
-
-
-def _tool(tool: FunctionTool | Namespace) -> dict[str, Any]:
-    if isinstance(tool, Namespace):
-        inner = [_tool(one) for one in tool.tools if isinstance(one, FunctionTool)]
-        return {"type": tool.type, "name": tool.name, "description": tool.description or "", "tools": inner}
-    return {name: getattr(tool, name) for name in ("type", "name", "description", "parameters", "strict")}
 
 
 class ResponseStream:

@@ -22,8 +22,8 @@ class Background:
         """Start it. Raises ApiError if it is refused, which its first step shows."""
         self._task = asyncio.create_task(self._request.answer(log_fields))  # type: ignore[arg-type]
         await asyncio.sleep(0)
-        if self._task.done():
-            self._task.result()
+        if self._task.done() and isinstance(refusal := self._task.exception(), ApiError):
+            raise refusal
         self._service.open_requests += 1  # a drain waits for it
         self._task.add_done_callback(self._on_done)
         await self._request.promise.written()

@@ -5,12 +5,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import msgspec
 from pydantic import ValidationError
 
 from server.http import to_json
 from server.problems import ApiError, bad, from_errors
 from server.responses.items import input_items
-from server.responses.schemas import AllowedFunctions, FlatSchemaFormat, NamedFunction, Offered, ResponsesBody, joined_name
+from server.responses.schemas import (
+    AllowedFunctions,
+    FlatSchemaFormat,
+    FunctionTool,
+    NamedFunction,
+    Namespace,
+    Offered,
+    OtherTool,
+    ResponsesBody,
+    joined_name,
+)
 from server.schemas import ChatBody, SamplingBody, shown_names
 
 # Fields of the chat request whose names differ from those of the Responses body, for errors.
@@ -28,6 +39,7 @@ PASSED = (*SamplingBody.model_fields, "stream", "parallel_tool_calls", "chat_tem
 class Converted(NamedTuple):
     chat: ChatBody
     items: bytes  # JSON list: the items of this turn's input, each with an id
+    repeated: dict[str, msgspec.Raw]  # see `repeated`
 
 
 def convert(body: ResponsesBody, history: Sequence[bytes], found: Mapping[str, bytes]) -> Converted:
@@ -39,7 +51,28 @@ def convert(body: ResponsesBody, history: Sequence[bytes], found: Mapping[str, b
     earlier = [item for part in history for item in json.loads(part)]
     chat = to_chat(body, messages_of(body.instructions, earlier, items))
     chat._ignored = [*body.ignored, *shown_names([*body.left_out, *unreadable])]
-    return Converted(chat, to_json(items))
+    return Converted(chat, to_json(items), repeated(body))
+
+
+def repeated(body: ResponsesBody) -> dict[str, msgspec.Raw]:
+    """The fields of the body that the response repeats and that may be long. Encoded once: a stream has the response three times."""
+    text = body.text
+    fields = {
+        "instructions": body.instructions,
+        "text": {
+            "format": text.format.model_dump(by_alias=True) if text and text.format else {"type": "text"},
+            "verbosity": (text and text.verbosity) or "medium",
+        },
+        "tools": [_repeated_tool(tool) for tool in body.tools or [] if not isinstance(tool, OtherTool)],
+    }
+    return {name: msgspec.Raw(to_json(value)) for name, value in fields.items()}
+
+
+def _repeated_tool(tool: FunctionTool | Namespace) -> dict[str, Any]:
+    if isinstance(tool, Namespace):
+        inner = [_repeated_tool(one) for one in tool.tools if isinstance(one, FunctionTool)]
+        return {"type": tool.type, "name": tool.name, "description": tool.description or "", "tools": inner}
+    return {name: getattr(tool, name) for name in ("type", "name", "description", "parameters", "strict")}
 
 
 # --- messages ------------------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from server.clients import owner
 from server.endpoint import accept, respond
 from server.generation import Prompt
 from server.http import JsonResponse, to_json, unless_gone
+from server.logs import log
 from server.openapi import errors_of
 from server.problems import ApiError, bad
 from server.prompts import SLOW_TEXT
@@ -110,22 +111,28 @@ class Responses:
     def __init__(self, service: Service, store: Store) -> None:
         self.service, self.store = service, store
 
-    def find(self, request: Request, id: str) -> Record:
-        """Raises a 404."""
+    def find(self, request: Request, id: str, param: str | None = None) -> Record:
+        """Raises a 404. param: the field of the body that has the id."""
         record = self.store.find(owner(request.scope), id)
-        if record is None:
-            raise ApiError(404, f"no stored response of yours has the id {id[:64]!r}", None, "response_not_found")
+        if record is None or record.too_large:
+            why = f"no stored response of yours has the id {id[:64]!r}"
+            if record is not None:
+                why = f"the response {id[:64]!r} was too long to be stored; send its items, or raise --responses-mb"
+            code = f"{param.removesuffix('_id') if param else 'response'}_not_found"
+            raise ApiError(404, f"{param}: {why}" if param else why, param, code)
         return record
 
     async def create(self, body: ResponsesBody, request: Request) -> Response:
         if self.service.settings.strict_requests and body.left_out:
             raise bad(body.left_out[0], OWN_TOOLS)
         earlier = self._earlier(request, body)
-        chat, items = await self._converted(request, body, earlier)
+        chat, items, repeated = await self._converted(request, body, earlier)
         kept = Record("", b"", [*earlier, Items(items)], background=bool(body.background))
 
         def make(service: Service, chat: ChatBody, prompts: list[Prompt], grammar: str) -> ResponsesRequest:
-            return ResponsesRequest(service, body, chat, prompts, grammar, lambda made: self._keep(request, kept, made))
+            return ResponsesRequest(
+                service, body, chat, prompts, grammar, repeated, lambda made: self._keep(request, kept, made)
+            )
 
         async def read(service: Service, chat: ChatBody, size: int) -> list[Prompt]:
             whole = max(size, len(items)) + sum(len(part.data) for part in earlier)
@@ -160,16 +167,15 @@ class Responses:
         self.store.remove(name, made.id)
         record.id, record.running, record.answer = made.id, None, to_json(made.response())
         record.output = Items.of_output(made.output.items)
-        self.store.put(name, record)
+        if not self.store.put(name, record):
+            log.warning("the response %s is too long to be stored (--responses-mb)", made.id)
+            self.store.put(name, Record(made.id, b"", [], too_large=True))
 
     def _earlier(self, request: Request, body: ResponsesBody) -> list[Items]:
         """The items of the conversation before this turn. Raises a 404, and a 400 if they are not complete or too long."""
         if body.previous_response_id is None:
             return []
-        record = self.store.find(owner(request.scope), body.previous_response_id)
-        if record is None:
-            message = f"previous_response_id: no stored response of yours has the id {body.previous_response_id[:64]!r}"
-            raise ApiError(404, message, "previous_response_id", "previous_response_not_found")
+        record = self.find(request, body.previous_response_id, "previous_response_id")
         if record.running:
             raise bad("previous_response_id", "names a response that is not finished; wait until it is")
         if sum(len(items.data) for items in record.items) > self.service.settings.max_body_bytes:

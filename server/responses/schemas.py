@@ -7,7 +7,7 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
 from engine.protocol import LIST_LIMIT
 from server.problems import field_error
-from server.schemas import INT64, MAX_NAME, STRICT, Checked, SamplingBody, without_effect
+from server.schemas import INT64, MAX_NAME, STRICT, Checked, Off, SamplingBody, without_effect
 
 MAX_TOOLS = 128
 MAX_PAIRS = 16  # of metadata
@@ -243,7 +243,7 @@ class ReasoningOptions(Checked):
 
 
 class ResponseStreamOptions(Checked):
-    include_obfuscation: Literal[False] | None = Field(None, description="Padding against traffic analysis is not supported.")
+    include_obfuscation: Off | None = Field(None, description="Padding against traffic analysis is not supported.")
 
 
 Includable = Literal[
@@ -260,9 +260,11 @@ Includable = Literal[
 
 
 class ResponsesBody(SamplingBody):
+    model_config = ConfigDict(json_schema_extra={"examples": [{"input": "Hi", "max_output_tokens": 1}]})
+
     input: str | Annotated[list[AnyItem], Field(min_length=1)] | None = Field(None, description="A text, or items.")
     instructions: str | None = Field(None, description="A system message of this turn alone.")
-    previous_response_id: Id | None = Field(None, description="Continue the conversation of a stored answer.")
+    previous_response_id: Id | None = Field(None, examples=[None], description="Continue the conversation of a stored answer.")
     stream: bool | None = Field(None, description="Server-sent events instead of one answer. Default false.")
     stream_options: ResponseStreamOptions | None = None
     background: bool | None = Field(None, description="Answer at once, and compute the response meanwhile. Not with stream.")

@@ -5,10 +5,10 @@ adds, and the deletion of an earlier answer takes nothing from a later one.
 """
 
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from typing import Any, Protocol
 
 from server.http import to_json
@@ -60,6 +60,7 @@ class Record:
     output: Items | None = None
     background: bool = False
     running: Running | None = None
+    too_large: bool = False  # to be kept: the id alone is
     size: int = RECORD_BYTES
     since: float = 0.0  # when it was kept
 
@@ -72,9 +73,29 @@ class Record:
         return [*self.input, self.output] if self.output else self.input
 
 
+class _Ranking:
+    """Who has how much. `total`: of all."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._amounts: dict[str, int] = {}
+        self._sorted: list[tuple[int, str]] = []
+
+    def set(self, owner: str, amount: int) -> None:
+        if before := self._amounts.pop(owner, 0):
+            del self._sorted[bisect_left(self._sorted, (before, owner))]
+        if amount:
+            self._amounts[owner] = amount
+            insort(self._sorted, (amount, owner))
+        self.total += amount - before
+
+    def most_first(self) -> Iterator[str]:
+        return (owner for _, owner in reversed(self._sorted))
+
+
 class _Owner:
     def __init__(self) -> None:
-        self.records = OrderedDict[str, Record]()  # the oldest first
+        self.records: dict[str, Record] = {}  # the oldest first
         self.outputs: dict[str, Items] = {}  # by the ids of their items
         self.bytes = 0
 
@@ -85,6 +106,8 @@ class Store:
     def __init__(self, bounds: Bounds, clock: Callable[[], float] = time.monotonic) -> None:
         self._bounds, self._clock = bounds, clock
         self._owners: dict[str, _Owner] = {}
+        self._ages: dict[Record, str] = {}  # owners, by all records, the oldest first
+        self._numbers, self._bytes = _Ranking(), _Ranking()
 
     def put(self, owner: str, record: Record) -> bool:
         """Keep an answer, or replace what was kept of it. The oldest ones of who has most go. False if it is too large."""
@@ -102,6 +125,8 @@ class Store:
                 held.bytes += len(items.data)
                 held.outputs |= dict.fromkeys(items.places, items)
             items.users += 1
+        self._ages[record] = owner
+        self._count(owner, held)
         self._make_room()
         return True
 
@@ -129,6 +154,8 @@ class Store:
                     held.outputs.pop(one, None)
         if not held.records:
             del self._owners[owner]
+        del self._ages[record]
+        self._count(owner, held)
         return record
 
     def running(self, owner: str) -> int:
@@ -138,18 +165,18 @@ class Store:
 
     def _make_room(self) -> None:
         self._expire()
-        while self._total(lambda held: len(held.records)) > self._bounds.answers and self._drop(lambda held: len(held.records)):
-            pass
-        while self._total(lambda held: held.bytes) > self._bounds.bytes and self._drop(lambda held: held.bytes):
-            pass
+        for ranking, most in ((self._numbers, self._bounds.answers), (self._bytes, self._bounds.bytes)):
+            while ranking.total > most and self._drop(ranking):
+                pass
 
-    def _total(self, measure: Callable[[_Owner], int]) -> int:
-        return sum(map(measure, self._owners.values()))
+    def _count(self, owner: str, held: _Owner) -> None:
+        self._numbers.set(owner, len(held.records))
+        self._bytes.set(owner, held.bytes)
 
-    def _drop(self, measure: Callable[[_Owner], int]) -> bool:
+    def _drop(self, ranking: _Ranking) -> bool:
         """Remove the oldest finished answer of the owner who has most. False if nothing is finished."""
-        for owner, held in sorted(self._owners.items(), key=lambda pair: -measure(pair[1])):
-            for id, record in held.records.items():
+        for owner in ranking.most_first():
+            for id, record in self._owners[owner].records.items():
                 if record.running is None:
                     self.remove(owner, id)
                     return True
@@ -157,12 +184,7 @@ class Store:
 
     def _expire(self) -> None:
         oldest = self._clock() - self._bounds.seconds
-        for owner, held in list(self._owners.items()):
-            old = []
-            for id, record in held.records.items():
-                if record.since >= oldest:
-                    break
-                if record.running is None:
-                    old.append(id)
-            for id in old:
-                self.remove(owner, id)
+        old = list(takewhile(lambda record: record.since < oldest, self._ages))
+        for record in old:
+            if record.running is None:
+                self.remove(self._ages[record], record.id)

@@ -82,8 +82,8 @@ def test_they_are_those_of_transformers(tmp_path: Path, seed: int) -> None:
 @pytest.mark.parametrize("kind", range(len(KINDS)))
 def test_beside_answers_in_chunks_with_preemptions_and_drafts(kind: int, in_turn: Callable[..., Any], seed: int) -> None:
     model = random_model(config_of(in_turn(KINDS[kind], kind)))
-    answered = random_submits(6, longest=24, max_tokens=12)
-    submits = wanted(12) + answered
+    answered = random_submits(4, longest=24, max_tokens=8)
+    submits = wanted(8) + answered
     random.shuffle(submits)
     limits = dict(max_num_seqs=6, max_batch_tokens=19, draft_tokens=in_turn((0, 3), kind))
     with as_on_a_gpu() if in_turn((False, True), kind) else nullcontext():

@@ -9,10 +9,12 @@ from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
+from msgspec import structs
 
 import comm
 import shared_gpus
@@ -42,10 +44,12 @@ from tests.engine.test_engine import (
     assert_same,
     config_of,
     random_model,
+    random_params,
     random_submits,
     serve,
+    tiny_tokenizer,
 )
-from tests.engine.test_runner import assert_all_logprobs, submits_with_logprobs
+from tests.engine.test_runner import LINES, assert_all_logprobs, submits_with_logprobs
 from tests.support.gpus import most_ranks
 from tokenizer_files import load_tokenizer
 from tp import World
@@ -130,6 +134,28 @@ def test_a_head_drafts_what_the_cpu_drafts(name: str, seed: int) -> None:
     answers = check_drafts_of_head(engine, model, head, submits, 3)
     for submit in submits:
         assert_same(model, submit, answers[submit.request_id].tokens, ROUNDING)
+
+
+def test_late_grammars_in_graphs(seed: int) -> None:
+    """Tokens that a grammar forbids are drawn again in a graph's place, launched ahead and with drafts."""
+    model = random_model(replace(config_of("hybrid:2"), head_dim=16, vocab_size=1024, max_seq_len=1024))
+    stops = list(range(1, 1000, 40))
+    params = [
+        random_params(grammar=LINES, late_grammar=True, stop_token_ids=stops, max_tokens=40, temperature=t)
+        for t in (0.0, 0.7, 1.0, 1.3) * 2
+    ]
+    submits = [Submit(str(i), [3, *random.sample(range(3, 300), 5)], p) for i, p in enumerate(params)]
+    for draft_tokens in (0, 4):
+        limits = EngineLimits(max_num_seqs=6, draft_tokens=draft_tokens)
+        engine = Engine(on_gpu(model), tiny_tokenizer(), limits, ALONE)
+        with mock.patch.object(engine.scheduler, "draw_again", wraps=engine.scheduler.draw_again) as again:
+            answers = serve(engine, submits, 3)
+        assert again.call_count > 10 and engine.runner.graphs is not None
+        for submit in submits:
+            assert_same(model, submit, answers[submit.request_id].tokens, ROUNDING)
+        submits = [
+            structs.replace(s, params=structs.replace(s.params, prediction=answers[s.request_id].tokens)) for s in submits
+        ]
 
 
 def test_log_probabilities(seed: int) -> None:

@@ -267,8 +267,9 @@ def generate(grammar: str, temperature: float, limit: int = 4000, **params: Any)
         assert logits[0, token] > -torch.inf, "the grammar allows no token at all"
         draft = [*draft, token]
         while draft and (len(draft) > 3 or random.random() < 0.7):
+            assert advance(sequence, draft[0])
             sequence.tokens.append(draft.pop(0))
-            if advance(sequence, sequence.tokens[-1]):
+            if sequence.state.matcher.is_stopped():
                 return tokenizer.decode(sequence.tokens[1:]), True
     return tokenizer.decode(sequence.tokens[1:]), False
 

@@ -72,17 +72,17 @@ def test_a_template_of_a_request_needs_a_flag(site: Site, path: str) -> None:
     site.post(path, {**CHAT, "chat_template": "default"})  # allowed: the name of one of the checkpoint's templates
 
 
-@pytest.mark.parametrize(
-    ("path", "template"),
-    [
-        ("/v1/chat/completions", "{% set n = messages|length + 6 %}{% set x = n ** 20000000 %}{{ x % 2 }}"),
-        ("/v1/chat/completions", "{% set x = 'a' * 2000000000 %}{{ x|length }}"),
-        ("/tokenize", "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"),
-    ],
-    ids=["holds the GIL", "takes 2 GB", "endless"],
-)
-def test_a_trusted_template_has_limits(make_site: Callable[..., Site], path: str, template: str) -> None:
-    """The first holds the GIL, the second takes 2 GB, the third is endless. Each is ended and none blocks the server."""
+# The first holds the GIL, the second takes 2 GB, the third is endless.
+COSTLY_TEMPLATES = [
+    ("/v1/chat/completions", "{% set n = messages|length + 6 %}{% set x = n ** 20000000 %}{{ x % 2 }}"),
+    ("/v1/chat/completions", "{% set x = 'a' * 2000000000 %}{{ x|length }}"),
+    ("/tokenize", "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"),
+]
+
+
+def test_a_trusted_template_has_limits(make_site: Callable[..., Site], in_turn: Callable[..., tuple[str, str]]) -> None:
+    """A template that takes too much is ended and does not block the server."""
+    path, template = in_turn(COSTLY_TEMPLATES, 0)
     site = make_site(trust_request_chat_template=True, worker_seconds=2)
     site.chat()
     with ThreadPoolExecutor(1) as pool:

@@ -19,11 +19,12 @@ import pytest
 from server.answer_parser import AnswerParser, Tools
 from server.call_syntax import HERMES, JSON, SYNTAXES, CallSyntax, Marks, ReasoningSyntax
 from server.constraints import Demand, compile_demand
+from server.generation import make_params
 from server.grammar import demand_of
 from server.json_schema import CallableTool, SchemaError
 from server.parts import Arguments, Call, PartList, Reasoning, Text
 from server.schemas import ChatBody, Constraint
-from tests.support.constrained import accepts, write
+from tests.support.constrained import VOCAB, accepts, write
 from tests.support.server_thread import CHAT, TOKENIZER, TOOL, Site
 
 SYSTEM = TOKENIZER.token_text(4)  # a special token
@@ -254,11 +255,10 @@ def test_the_parser_reads_what_a_grammar_lets_the_model_write(family: str, marks
         marks = Marks(SYSTEM, TOKENIZER.token_text(3), begins_inside=False)
         special = {marks.begin: 4, marks.end: 3}
     reasoning = ReasoningSyntax(marks.begin, marks.end) if marks else None
-    written = syntax if syntax.trigger else JSON
-    now = f"{written.before_name}now{written.before_arguments}{{}}{written.end}"
+    now = f"{syntax.before_name}now{syntax.before_arguments}{{}}{syntax.end}"
     thought = f"So {now}" if marks else ""
     begin = f"{marks.begin * (not marks.begins_inside)}{thought}{marks.end}\n" if marks else ""
-    demand = Demand(tools=TOOLS, syntax=syntax if syntax.trigger else None, reasoning=marks, special=special)
+    demand = Demand(tools=TOOLS, syntax=syntax, reasoning=marks, special=special)
     weather = '{"city": "Ulm"}'
     asked = [
         (demand._replace(calls="must"), ""),
@@ -269,7 +269,7 @@ def test_the_parser_reads_what_a_grammar_lets_the_model_write(family: str, marks
         asked.append((demand, f"Hi {now} {syntax.before_name}weather{syntax.before_arguments}{weather}{syntax.end}"))
     for one, start in asked:
         ends = one.constraint is None and one.calls == "may"  # free text, which is given, because it ends only by chance
-        text = write(compile_demand(one).grammar, begin=begin + start, until=f"}}{written.end}" * (ends or start == now))
+        text = write(compile_demand(one).grammar, begin=begin + start, until=f"}}{syntax.end}" * (ends or start == now))
         tools = Tools(syntax, frozenset(tool.name for tool in TOOLS), forced=one.calls == "must")
         parser, parts = AnswerParser(reasoning, bool(marks and marks.begins_inside), tools, frozenset(special)), PartList()
         for part in parser.push(text, final=True):
@@ -294,7 +294,7 @@ def test_the_parser_reads_what_a_grammar_lets_the_model_write(family: str, marks
 def test_arguments_are_an_object_whatever_the_schema_says() -> None:
     x = {"properties": {"x": {"type": "integer"}}}
     for schema in (x, {**x, "type": ["null", "object"]}, {"$ref": "#/$defs/X", "$defs": {"X": x}}, {"anyOf": [x, x]}):
-        for syntax, begin, end in ((None, "", ""), (HERMES, "<tool_call>\n", "\n</tool_call>")):
+        for syntax, begin, end in ((JSON, "", ""), (HERMES, "<tool_call>\n", "\n</tool_call>")):
             must = compile_demand(Demand(tools=[CallableTool(0, "f", schema, True)], calls="must", syntax=syntax)).grammar
             for arguments in ('{"x": 1}', "{}", "5", "null", "[]"):
                 text = f'{begin}{{"name": "f", "arguments": {arguments}}}{end}'
@@ -328,6 +328,15 @@ def test_structural_tags(site: Site) -> None:
         grammar = grammar_of(site, **asked)
         assert accepts(grammar, 'Hi <f=a>"a"</f> and <f=b>"b"</f>') and accepts(grammar, "Hi <f")
         assert not accepts(grammar, '<f=a>"b"</f>') and not accepts(grammar, "<f=c>")
+    begin = {
+        "begin": f"{SYSTEM}f=",
+        "schema": {"enum": ["a"]},
+        "end": "</f>",
+    }  # a special token that the grammar names by its id
+    grammar = grammar_of(site, structured_outputs={"structural_tag": {"structures": [begin], "triggers": [SYSTEM]}})
+    assert accepts(grammar, f'Hi {SYSTEM}f="a"</f>') and not accepts(grammar, f"Hi {SYSTEM}g")
+    behind = {"structures": [{**begin, "begin": f"<{SYSTEM}"}], "triggers": [f"<{SYSTEM}"]}
+    assert site.refused("/v1/completions", {"prompt": "x", "structured_outputs": {"structural_tag": behind}})
     tags["triggers"] = ["<g="]
     body = {"prompt": "x", "response_format": {"type": "structural_tag", **tags}}
     assert site.refused("/v1/completions", body)["param"] == "response_format"
@@ -358,12 +367,13 @@ def test_allowed_tools(site: Site) -> None:
                 assert bool(answer["message"].get("tool_calls")) == (name == "now")
 
 
-def test_free_calls_are_constrained_where_the_request_asks_for_it() -> None:
+def test_calls_in_free_text_are_constrained_by_a_late_grammar() -> None:
     """Only of models whose calls begin with something that no other text has."""
     strict: Any = {"type": "function", "function": {**TOOL["function"], "name": "exact", "strict": True}}
     plain = replace(HERMES, trigger="")
     asked: list[tuple[dict[str, Any], set[str] | None]] = [
-        ({"tools": [TOOL]}, None),
+        ({}, None),
+        ({"tools": [TOOL]}, {"weather"}),
         ({"tools": [TOOL, strict]}, {"weather", "exact"}),
         ({"tools": [TOOL, strict], "tool_choice": "none"}, None),
         ({"tools": [TOOL, strict], "ignore_eos": True}, None),
@@ -374,7 +384,12 @@ def test_free_calls_are_constrained_where_the_request_asks_for_it() -> None:
         demand = demand_of(body, HERMES, None)
         assert (demand and {tool.name for tool in demand.tools}) == names, fields
         assert demand is None or (demand.calls, demand.constraint) == ("may", None)
-        assert demand_of(body, plain, None) is None and demand_of(body, None, None) is None
+        assert demand_of(body, plain, None) is None
+        params = make_params(body, TOKENIZER, VOCAB, [9], None, None, names and "start: X", [], [])[0]
+        assert params.late_grammar == (names is not None)
+    forced = ChatBody.model_validate({**CHAT, "tools": [TOOL], "tool_choice": "required"})
+    form = ChatBody.model_validate({**CHAT, "tools": [TOOL], "response_format": {"type": "json_object"}})
+    assert not forced.is_mostly_free and not form.is_mostly_free
 
 
 def test_a_format_beside_tools(site: Site) -> None:

@@ -112,6 +112,15 @@ def test_a_file_that_is_cut_off(
     assert None not in found and found[-1] == len(rows) and max(found[: len(found) * 9 // 10]) > 3, found
 
 
+def test_a_schema_that_is_no_text(journal: tuple[Path, dict[int, Row]]) -> None:
+    """SQLite quotes it in its error, which Python then cannot read as UTF-8."""
+    path, rows = journal
+    data = path.read_bytes()
+    at = data.index(b"CREATE TABLE ") + len(b"CREATE ")
+    path.write_bytes(data[:at] + b"\xb8\xff" + data[at + 2 :])
+    assert opened_again(path, rows) is not None
+
+
 @pytest.mark.parametrize("what", ["the file", "its log"])
 def test_a_file_that_is_overwritten(what: str, journal: tuple[Path, dict[int, Row]], tmp_path: Path) -> None:
     path, rows = journal

@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import random
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,7 +23,7 @@ from server.responses.convert import convert
 from server.responses.items import seal
 from server.responses.replies import ResponseItems, ResponsesReply
 from server.responses.schemas import ResponsesBody
-from server.responses.store import Bounds, Items, Record, Store
+from server.responses.store import RECORD_BYTES, Bounds, Items, Record, Store
 from tests.support.server_thread import CONTEXT, EOS, STORY, TOKENIZER, Site, wait_for
 
 PATH = "/v1/responses"
@@ -95,7 +97,8 @@ def test_events_are_those_that_are_published(site: Site, name: str, monkeypatch:
     monkeypatch.setattr(answer.time, "time", lambda: 1700000009.5)
     monkeypatch.setattr(answer, "parser_for", lambda *_: Scripted(parts))
     body = ResponsesBody.model_validate({"input": "Hi", "tools": [TOOL] if name == "calls" else None})
-    request = ResponsesRequest(site.server.service, body, convert(body, [], {}).chat, [Prompt([1, 2, 3])], "")
+    chat, _, repeated = convert(body, [], {})
+    request = ResponsesRequest(site.server.service, body, chat, [Prompt([1, 2, 3])], "", repeated)
     request.id, request.created = "resp_0", 1700000000
     writer, written = request.stream_writer(), b""
     for i in range(len(parts)):
@@ -422,7 +425,51 @@ def test_the_store_is_bounded(seed: int) -> None:
         assert store.remove("greedy", f"t{i}")
     assert store.put("greedy", turns[-1]) and store.items("greedy", ["msg_t0"])
     now = 101.0
-    assert store.find("modest", "m") is None and not store._owners
+    assert store.find("modest", "m") is None and not store._owners and not store._ages
+    assert store._numbers.total == store._bytes.total == 0
+
+
+def test_the_store_drops_as_its_definition_says(seed: int) -> None:
+    """Whatever comes, it keeps what a plain list of (owner, id, size) keeps by the rule."""
+    store, kept = Store(Bounds(seconds=100, answers=12, bytes=20_000), lambda: 0.0), list[tuple[str, str, int]]()
+    for i in range(300):
+        owner, size = random.choice("aaabc"), random.randrange(3000)
+        store.put(owner, Record(str(i), b"x" * size, []))
+        kept.append((owner, str(i), RECORD_BYTES + size))
+        for unit, most in ((None, 12), (2, 20_000)):  # records, bytes
+            while True:
+                has = Counter[str]()
+                for one in kept:
+                    has[one[0]] += 1 if unit is None else one[unit]
+                if has.total() <= most:
+                    break
+                worst = max(has, key=lambda name: (has[name], name))
+                del kept[[name for name, *_ in kept].index(worst)]
+        if random.random() < 0.2:
+            gone = kept.pop(random.randrange(len(kept)))
+            store.remove(*gone[:2])
+        assert {(name, id) for name, held in store._owners.items() for id in held.records} == {one[:2] for one in kept}
+
+
+def test_a_response_that_is_too_long_for_the_store_says_so(make_site: Callable[..., Site]) -> None:
+    site = make_site(responses_mb=0.02)
+    body = {"input": "Hi", "instructions": "x" * 6000, "truncation": "auto", "max_output_tokens": 5}
+    id = respond(site, **body)["id"]
+    for error in (
+        json.loads(site.http.get(f"{PATH}/{id}").content)["error"],
+        site.refused(PATH, {"input": "on", "previous_response_id": id}, 404),
+    ):
+        assert "too long to be stored" in error["message"] and error["code"].endswith("response_not_found")
+
+
+def test_a_background_response_that_breaks_at_once_is_failed(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def answer(self: ResponsesRequest, log_fields: dict[str, Any]) -> bytes:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(ResponsesRequest, "answer", answer)
+    made = respond(site, background=True)
+    wait_for(lambda: site.http.get(f"{PATH}/{made['id']}").json()["status"] == "failed")
+    assert site.server.service.open_requests == 0
 
 
 def test_an_accepted_response_outlives_the_server(make_site: Callable[..., Site], tmp_path: Path) -> None:

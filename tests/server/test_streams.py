@@ -11,18 +11,21 @@ from collections.abc import AsyncGenerator, Callable
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 
 from engine.protocol import Outputs, SamplingParams, Submit, TokenOutput
 from engine.text import TextStream
+from server.admission import Unread
 from server.answers import Chunks
 from server.engine_client import SLICE, EngineClient
 from server.generation import Usage
 from server.http import ClientGone, to_json
 from server.metrics import Metrics
 from server.problems import ApiError
-from server.sse import PIECE, EventStream, event
-from tests.support.server_thread import STORY, TOKENIZER, Site, raw_request, ready, wait_for
+from server.sse import EventStream, event
+from server.writing import PIECE
+from tests.support.server_thread import STORY, TOKENIZER, WIDTH, Site, raw_request, ready, wait_for
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
@@ -257,6 +260,45 @@ def test_a_reader_that_stalls_is_left(make_site: Callable[..., Site]) -> None:
     metrics = site.http.get("/metrics").text
     assert 'path="/v1/completions",status="499"} 1.0' in metrics
     assert site.complete(max_tokens=3)["choices"][0]["text"]
+
+
+def test_a_client_that_never_reads_is_dropped(make_site: Callable[..., Site], capfd: pytest.CaptureFixture[str]) -> None:
+    """Also one that asked for a whole answer, with its connection. Meanwhile its vectors count."""
+    site = make_site(idle_timeout=1.0)
+    requests: dict[str, Any] = {"/tokenize": {"prompt": "word " * 100_000}, "/v1/embeddings": {"input": ["a"] * 2048}}
+    service, state = site.server.service, site.server.server_state
+    held = []
+    with contextlib.ExitStack() as stack:
+        for path, body in requests.items():
+            raw = stack.enter_context(socket.socket())
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            raw.connect(("127.0.0.1", site.port))
+            raw.sendall(raw_request(body, path))
+            assert raw.recv(10) == b"HTTP/1.1 2"
+            held.append(sum(service.unread._held.values()))
+        site.http.close()
+        wait_for(lambda: service.open_requests == 0 and not state.connections)
+    assert held == [0, 2048 * 4 * WIDTH] and not service.unread._held
+    with httpx.Client(base_url=site.url) as again:
+        metrics = again.get("/metrics").text
+    assert all(f'path="{path}",status="499"}} 1.0' in metrics for path in requests)
+    assert "error" not in capfd.readouterr().err
+
+
+def test_what_clients_leave_unread_is_bounded() -> None:
+    unread = Unread(most=800)
+    with pytest.raises(ApiError, match="fewer inputs") as error:
+        unread.hold("a", 201).__enter__()
+    assert error.value.status_code == 400
+    with contextlib.ExitStack() as stack:
+        for client, size in (("a", 200), ("b", 150), ("b", 50), ("c", 200), ("d", 150)):
+            stack.enter_context(unread.hold(client, size))
+        for client, size in (("a", 1), ("d", 51), ("e", 51)):
+            with pytest.raises(ApiError, match="read the answers") as error:
+                unread.hold(client, size).__enter__()
+            assert error.value.status_code == 429
+        stack.enter_context(unread.hold("e", 50))
+    assert not unread._held
 
 
 def test_a_slow_reader_that_goes_on_gets_all(make_site: Callable[..., Site]) -> None:

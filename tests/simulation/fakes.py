@@ -28,12 +28,18 @@ VOCAB = 6  # few ids, so that unrelated texts share prefixes
 CPU = torch.device("cpu")
 ALONE = World(0, 1, CPU, comm.Local())
 EMPTY = 1
+FORBIDDEN = 3  # the token that late grammars forbid
 ADAPTERS = ("1", "2")  # their names are their numbers, with which their texts begin
 
 
 def follow(prefix: int, token: int) -> int:
     """The hash of a prefix with one more token. Equal on all machines, because it is of integers."""
     return hash((prefix, token))
+
+
+def masked(token: int) -> int:
+    """What is drawn in a token's place if a late grammar forbids it."""
+    return FORBIDDEN + 1 if token == FORBIDDEN else token
 
 
 def draw(prefix: int, last: int, before: int, seed: int) -> int:
@@ -67,6 +73,7 @@ def alone(submit: Submit) -> tuple[list[int], str]:
     last, output = tokens[-1], list[int]()
     while True:
         before, last = last, draw(prefix, last, before, params.seed)
+        last = masked(last) if params.late_grammar else last
         output.append(last)
         prefix = follow(prefix, last)
         count = len(output)
@@ -92,6 +99,19 @@ class FakeMatcher:
     def consume_token(self, token: int) -> None:
         assert not self.is_stopped(), "a grammar that has ended gets another token"
         self.count += 1
+
+    def try_consume_tokens(self, tokens: list[int]) -> int:
+        if tokens == [FORBIDDEN]:
+            return 0
+        self.consume_tokens(tokens)
+        return len(tokens)
+
+    def consume_tokens(self, tokens: list[int]) -> None:
+        for token in tokens:
+            self.consume_token(token)
+
+    def is_accepting(self) -> bool:
+        return False
 
     def is_error(self) -> bool:
         return self.count == self.grammar.fails
@@ -147,6 +167,7 @@ class FakeRunner:
         self.cache = [0] * (blocks.n_blocks * self.size)
         self.prefixes: dict[Sequence, list[int]] = {}  # of the running sequences' known tokens, and of one in flight
         self.graphs = None
+        self.decode = self
         self.model = engine.runner.model  # for statistics
         self.idle_seconds = 0.0
 
@@ -154,6 +175,9 @@ class FakeRunner:
         return sequences % 5 != 4
 
     def rest(self) -> None:
+        pass
+
+    def forget(self) -> None:
         pass
 
     def launch(self, chunks: List[Chunk], after: InFlightStep | None = None) -> InFlightStep:
@@ -177,6 +201,8 @@ class FakeRunner:
         sequence, size = chunk.sequence, self.size
         text = sequence.tokens if chunk.is_known else [*sequence.tokens, ahead[sequence]]
         known = self.prefixes.setdefault(sequence, [])
+        if chunk.is_known:
+            del known[len(sequence.tokens) :]  # a forbidden token, which was in flight
         prefix = known[-1] if known else EMPTY + (sequence.adapter.number if sequence.adapter else 0)
         for token in text[len(known) : chunk.first_drawn]:
             prefix = follow(prefix, token)
@@ -210,10 +236,13 @@ class FakeRunner:
         tokens = []
         for chunk, rows in zip(step.sampling, step.scores or [], strict=True):  # type: ignore[call-overload]
             state, params = chunk.sequence.state, chunk.sequence.params
+            if params.late_grammar:
+                drawn = [draw(*row, params.seed) for row in rows]
+                tokens += [masked(t) if i == state.again else t for i, t in enumerate(drawn, chunk.first_drawn)]
+                continue
             if state.matcher is None and state.grammar is not None:
                 state.matcher = state.grammar.deep_copy()
-                for token in chunk.sequence.tokens[chunk.sequence.prompt_length :]:  # of a request that is submitted again
-                    state.matcher.consume_token(token)
+                state.matcher.consume_tokens(chunk.sequence.tokens[chunk.sequence.prompt_length :])  # of one submitted again
             if state.matcher is not None and chunk.sequence.finish_reason is None:
                 position = chunk.first_drawn - chunk.sequence.prompt_length
                 assert state.matcher.count == position, "a mask is not that of the token's position"

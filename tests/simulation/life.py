@@ -399,6 +399,7 @@ class Life:
             stop_token_ids=rng.sample(range(VOCAB), rng.choice([0, 0, 1])),
             prompt_logprobs=rng.choice([None] * 7 + [0]),
             grammar=grammar,
+            late_grammar=grammar is not None and rng.random() < 0.5,
         )
 
     def _read(self) -> None:

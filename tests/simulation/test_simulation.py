@@ -44,6 +44,11 @@ def keep_drafts(original: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self, sequence, count: setattr(sequence, "unknown", sequence.unknown - count)
 
 
+def keep_a_forbidden_token(original: Callable[..., Any]) -> Callable[..., Any]:
+    """What is in flight behind a forbidden token still counts."""
+    return lambda self, sequence: setattr(sequence, "computed", len(sequence.tokens))
+
+
 def share_adapters(original: Any) -> Any:
     """The blocks of one adapter are found for another."""
     return property(lambda self: -1)
@@ -89,6 +94,7 @@ def lose_a_result(original: Callable[..., Any]) -> Callable[..., Any]:
 FAULTS: list[tuple[Any, str, Callable[..., Any]]] = [
     (Scheduler, "_admit", share_blocks),
     (Scheduler, "reject", keep_drafts),
+    (Scheduler, "draw_again", keep_a_forbidden_token),
     (Sequence, "root", share_adapters),
     (Scheduler, "abort", lose_an_abort),
     (WaitingQueue, "add", start_the_newest),

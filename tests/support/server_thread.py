@@ -255,7 +255,7 @@ def wait_for(condition: Callable[[], Any], seconds: float = 120.0) -> None:
         time.sleep(0.01)
 
 
-def raw_request(body: Any) -> bytes:
+def raw_request(body: Any, path: str = "/v1/completions") -> bytes:
     data = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
     return head.encode() + data
